@@ -32,6 +32,11 @@ __device__ __forceinline__ void named_barrier(int name, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
 
+// An arrival at one that others wait for.
+__device__ __forceinline__ void named_barrier_arrive(int name, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
+}
+
 template <int kRegisters>
 __device__ __forceinline__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -156,17 +161,15 @@ __device__ __forceinline__ void store_matrices(uint32_t to, uint32_t const (&wor
                ::"r"(to), "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3]) : "memory");
 }
 
-// A box of a matrix from shared memory by TMA, a group of copies of its own; what lies beyond the matrix is left.
+// A box of a matrix from shared memory by TMA; what lies beyond the matrix is left.
 __device__ __forceinline__ void store_box(CUtensorMap const& map, uint32_t from, int column, int row) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, { %1, %2 }], [%3];\ncp.async.bulk.commit_group;"
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, { %1, %2 }], [%3];"
                ::"l"(&map), "r"(column), "r"(row), "r"(from) : "memory");
 }
 
-// Until all but the last `kLeft` of this thread's boxes have been read, or all been stored.
-template <int kLeft>
-__device__ __forceinline__ void boxes_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLeft) : "memory");
-}
+// This thread's boxes so far are a group. Until all groups have been read, or been stored.
+__device__ __forceinline__ void boxes_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void boxes_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ __forceinline__ void boxes_stored() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // Two floats as bf16, the first in the lower half.

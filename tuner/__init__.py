@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tuner.problem import SoftmaxProblem as SoftmaxProblem
     from tuner.problem import SwigluProblem as SwigluProblem
     from tuner.runtime.attention import attention as attention
+    from tuner.runtime.block_mask import prepare_block_mask as prepare_block_mask
     from tuner.runtime.counters import stats as stats
     from tuner.runtime.enable import disable as disable
     from tuner.runtime.enable import enable as enable
@@ -85,6 +86,7 @@ _HOMES = {
     "lookup": "tuner.selection.reader",
     "matmul": "tuner.runtime",
     "paged_attention": "tuner.runtime",
+    "prepare_block_mask": "tuner.runtime",
     "restore_linear_": "tuner.runtime",
     "scaled_mm": "tuner.runtime",
     "sparse_attention": "tuner.runtime",

@@ -70,6 +70,8 @@ SMEM_KIB_BY_CAPABILITY: Mapping[str, int] = {
 #: Memory bandwidth of a part whose driver does not say its clock: the most that any has (B200,
 #: datasheet), for a floor is made of it.
 MOST_MEMORY_GBS = 8000.0
+#: Share of the datasheet's bandwidth that kernels reach: 4300 of 4800 GB/s on one H200 [M].
+REACHED_SHARE = 0.896
 #: exp2 results of one SM's special-function units a clock [CPG, "Arithmetic Instructions"].
 EXP_PER_CLOCK_SM = 16
 #: One empty kernel inside a CUDA graph, microseconds [M].
@@ -107,6 +109,36 @@ class Gpu:
     def peak_tflops(self) -> float:
         """Dense fp16 tensor-core peak at the highest clock: nothing runs faster."""
         return self.tensor_flops_per_clock_sm * self.sm_count * self.clock_max_mhz / 1e6
+
+    @property
+    def is_described(self) -> bool:
+        """True for the parts in `GPUS`, whose datasheets' rates are known wherever they are asked
+        for; a slice of a GPU (MIG) has another name.
+        """
+        return any(gpu.identity == self.identity for gpu in GPUS.values())
+
+    def shares_kernels(self, other: Gpu) -> bool:
+        """True if one GPU's kernels are the other's: the machine code, the shared memory and the
+        registers of a multiprocessor belong to the compute capability. So a kernel is correct on
+        both or on none, and a config is legal on both or on none.
+        """
+        return self.compute_capability == other.compute_capability
+
+    def shares_decisions(self, other: Gpu) -> bool:
+        """True if a ranking of kernels that was measured on one GPU serves on the other.
+
+        It ranks the same machine code in the same waves of blocks, so they need as many
+        multiprocessors. An H100 and an H200 measured 46 problems (22 November 2026). At the 17
+        where the H100 timed the H200's best own kernel, it was within 2.3 % of the H100's best. An
+        own kernel's lead over the vendors' shrinks where both wait for memory. None that led took
+        more than 1.03 times the fastest vendor's time on the H100.
+        """
+        return self.shares_kernels(other) and self.sm_count == other.sm_count
+
+    @property
+    def reached_gbs(self) -> float:
+        """GB/s of its memory that kernels reach."""
+        return REACHED_SHARE * self.memory_gbs
 
     @property
     def is_served(self) -> bool:

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 #: A graph holds as many calls as take about this long, within limits.
-GRAPH_US, MIN_CALLS, MAX_CALLS = 2000.0, 2, 40
-#: All graphs of a call together, repeated, take at most about so long; at least five rounds.
-BUDGET_US, MIN_ROUNDS, MAX_ROUNDS = 6e6, 5, 25
+GRAPH_US, MIN_CALLS, MAX_CALLS = 1200.0, 2, 40
+#: All graphs of a call together, repeated, take at most about so long; at least seven rounds.
+BUDGET_US, MIN_ROUNDS, MAX_ROUNDS = 2e6, 7, 20
 #: What a contender's code raises when it does not take such tensors.
 FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, AssertionError, ImportError)
 

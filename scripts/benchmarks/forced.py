@@ -69,8 +69,8 @@ class Forced:
         """The portfolio's kernel, or the first legal config of the first family that has one;
         None where no family has.
         """
-        for one in portfolio.shipped():
-            selection = one.select(problem, self._gpu) if one.op == problem.op else None
+        for one in portfolio.serving(portfolio.shipped(), self._gpu):
+            selection = one.select(problem) if one.op == problem.op else None
             own = (config for _, config in selection.ranked()) if selection else iter(())
             if (found := next(own, None)) is not None and found.family in self._families:
                 return found

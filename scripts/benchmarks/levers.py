@@ -145,9 +145,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _best_own(entries: Sequence[Entry], problem: Problem, gpu: Gpu) -> Config:
-    """The best own config that is tuned for a problem on a GPU."""
-    for entry in entries:
-        if (entry.problem, entry.gpu.identity) == (problem, gpu.identity):
+    """The best own config of the decisions that serve a problem on a GPU, its own first."""
+    for entry in sorted(entries, key=lambda entry: entry.gpu.identity != gpu.identity):
+        if entry.problem == problem and gpu.shares_decisions(entry.gpu):
             for measurement in (entry.winner, *entry.ranking):
                 config = measurement.config
                 if not is_vendor(config) and family(config.family).accepts(problem, config, gpu):

@@ -4,6 +4,7 @@
 bf16. Each call stands behind a kernel that writes its queries (`benchmarks.call_times`).
 FlexAttention is compiled by torch.compile; the own kernel comes in a few configs, of which the
 fastest of a first pass takes part in the second. ``--compile`` only compiles the kernels.
+``--served`` times what the portfolio answers at other shapes (`benchmarks.masks_served`).
 """
 
 from __future__ import annotations
@@ -269,6 +270,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--compile", action="store_true", help="compile the kernels, time nothing")
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--served", action="store_true", help="calls through the portfolio")
     args = parser.parse_args(argv)
     check_place(args.json)
     if unknown := set(args.mask) - set(MASKS):
@@ -282,6 +284,8 @@ def main(argv: Sequence[str]) -> int:
 
     if not torch.cuda.is_available():
         raise BenchmarkError(f"torch {torch.__version__} sees no GPU")
+    if args.served:
+        return _served(args.mask, args.json)
     kernels = built(wanted)
     environment = dict(family("vendor_sdpa").environment())
     every: list[dict[str, Any]] = []
@@ -291,4 +295,18 @@ def main(argv: Sequence[str]) -> int:
         if args.json is not None:
             write_json(args.json, {"environment": environment, "cases": every})
     print("\n".join(means(every)))
+    return 0
+
+
+def _served(names: Sequence[str], path: Path | None) -> int:
+    """Time the calls of `masks_served`, print, write."""
+    from benchmarks import masks_served
+
+    environment = dict(family("vendor_sdpa").environment())
+    every: list[dict[str, Any]] = []
+    for case in masks_served.cases(names):
+        every.append(masks_served.timed(case, masks_served.Calls(case)))
+        print(masks_served.line(every[-1]), flush=True)
+        if path is not None:
+            write_json(path, {"environment": environment, "cases": every})
     return 0

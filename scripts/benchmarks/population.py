@@ -29,18 +29,17 @@ from tuner.base.output import check_place
 from tuner.base.processes import python_command
 from tuner.errors import BenchmarkError, ConfigError, StoreError
 from tuner.families.vendor import installed_versions, peers
+from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measure import device
 from tuner.problem import listing as problem_listing
 from tuner.problem.population import Call, draw, subset
 from tuner.selection.describe import table
-from tuner.selection.reader import lookup
+from tuner.selection.reader import find_gpu, lookup
 from tuner.store.entry import is_vendor
 
 FORMAT = "cutlass-tuner population 1"
 LIMIT_S = 120.0
 """For one call, compiling FlexAttention and loading kernels among it."""
-GPU = "H200"
-"""GPU that ``--list`` asks about."""
 NOT_POSED = "not posed"
 """The runtime reads no problem off such tensors, and asks for no lookup."""
 
@@ -55,8 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     calls = draw(seed, args.count, subset(args.models))
     if args.worker:
         return answer_indices(lambda index: _measure(calls[index]))
+    if args.gpu and not args.list:
+        raise ConfigError("--gpu is for --list: measured is what this machine has")
     if args.list or args.problems:
-        print(listing(calls) if args.list else problem_list(calls, args.op), end="")
+        gpu = find_gpu(args.gpu) if args.gpu else device.detect() or DEFAULT_GPU
+        print(listing(calls, gpu) if args.list else problem_list(calls, args.op), end="")
         return 0
     if args.json:
         check_place(args.json)
@@ -82,6 +84,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--op", help="with --problems: only this operation's, as gemm")
     parser.add_argument("--list", action="store_true", help="print the calls and lookup results")
+    parser.add_argument(
+        "--gpu", help=f"with --list: GPU that is asked about (default: this, or {DEFAULT_GPU.name})"
+    )
     parser.add_argument("--json", type=Path, metavar="OUT", help="JSON lines, gone on with")
     parser.add_argument("--report", type=Path, metavar="FILE", help="print such a file's tables")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for each call")
@@ -135,11 +140,11 @@ def surroundings() -> dict[str, Any]:
     return {"gpu": gpu.name, **device.environment().facts, **installed_versions(), **builds}
 
 
-def listing(calls: Sequence[Call]) -> str:
-    """Every call with what lookup answers, then the counts."""
+def listing(calls: Sequence[Call], gpu: Gpu = DEFAULT_GPU) -> str:
+    """Every call with what lookup answers on a GPU, then the counts."""
     lines, counts, reasons = [], Counter[tuple[str, str]](), Counter[str]()
     for call in calls:
-        kind, detail = looked_up(call)
+        kind, detail = looked_up(call, gpu)
         lines.append(f"{call.label}  [{kind}{': ' + detail if detail else ''}]")
         counts[("attention" if call.views else "products", kind)] += 1
         if kind == NOT_POSED:
@@ -148,7 +153,7 @@ def listing(calls: Sequence[Call]) -> str:
     return "\n".join([*lines, "", _counted(counts), "", f"{NOT_POSED}:", *said, ""])
 
 
-def looked_up(call: Call) -> tuple[str, str]:
+def looked_up(call: Call, gpu: Gpu) -> tuple[str, str]:
     """Kind of lookup result for the problem that the runtime reads off the call's tensors, and a
     reason or a source.
     """
@@ -158,7 +163,7 @@ def looked_up(call: Call) -> tuple[str, str]:
         problem = posed(call)
     except ConfigError as exc:
         return NOT_POSED, str(exc)
-    answer = lookup(problem, gpu=GPU)
+    answer = lookup(problem, gpu=gpu)
     if answer is None:
         return "nothing known", ""
     chosen = answer.candidates[0].config

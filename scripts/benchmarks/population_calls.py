@@ -16,6 +16,7 @@ import tuner
 from benchmarks.call_times import FAILURES, Contender, Timer, first_line
 from benchmarks.population_tensors import Inputs, copies_of, made, posed
 from benchmarks.population_ways import PYTORCH, TUNER, activation, contenders
+from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.problem import AttentionProblem, GemmProblem, SwigluProblem
 from tuner.problem.population import Call
 from tuner.runtime.refusal import Kind
@@ -110,10 +111,10 @@ def _looked_up(call: Call) -> Answer | None:
         return None
 
 
-def _gpu() -> Any:
+def _gpu() -> Gpu:
     from tuner.runtime import devices
 
-    return devices.gpu_of(0) if torch.cuda.is_available() else "H200"
+    return devices.gpu_of(0) if torch.cuda.is_available() else DEFAULT_GPU
 
 
 def _errors(call: Call, at: Inputs, outputs: Mapping[str, Any]) -> dict[str, float]:

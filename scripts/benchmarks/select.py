@@ -1,7 +1,8 @@
 """``scripts/bench select``: what choosing a portfolio's kernel for a new shape costs, on the CPU.
 
 Microseconds of CPU time of one `Portfolio.select`, at sizes that were not asked before: the median
-of several rounds, for each domain of the shipped portfolios. Needs no GPU.
+of several rounds, for each domain of the shipped portfolios, or of those that serve on ``--gpu``,
+rescaled where it has none of its own. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from tuner.selection.domains import (
     GatedDomain,
     ProductDomain,
 )
-from tuner.selection.portfolio import Portfolio, shipped
+from tuner.selection.portfolio import Portfolio, serving, shipped
+from tuner.selection.reader import find_gpu
 
 LIMIT_US = 10.0
 """The aim."""
@@ -39,10 +41,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--shapes", type=int, default=500, help="of each domain (default 500)")
     parser.add_argument("--rounds", type=int, default=5, help="over unlike shapes (default 5)")
     parser.add_argument("--seed", type=int, default=0, help="of the shapes (default 0)")
+    parser.add_argument(
+        "--gpu", help="select for this GPU, as H100 (default: each portfolio's own)"
+    )
     args = parser.parse_args(argv)
+    known = serving(shipped(), find_gpu(args.gpu)) if args.gpu else shipped()
     rows = [
         (one.gpu.name, domain.label(), f"{median:.1f}", f"{LIMIT_US:.0f}")
-        for one in shipped()
+        for one in known
         for domain in sorted(one.domains)
         for median in [
             selection_us(one, shapes(domain, args.shapes * args.rounds, args.seed), args.rounds)

@@ -100,12 +100,17 @@ MUTANTS = {
     "sums are overwritten while they are read": ("named_barrier(kConsumersMeet, kConsumers);", ""),
     "a neighbour's rows": ("share_y * kBlock;", "0 * share_y;"),
     "the tile's first block of columns for all": (
-        "if (shift + granule * kGranule >= i * kBlock) weight",
-        "if (false) weight",
+        "(tile.column + lane * kRun) / kBlock",
+        "tile.column / kBlock",
     ),
     "the next row's factor": (
         "factors + lane.first(part) * 4)",
         "factors + lane.first(part) * 4 + 4)",
+    ),
+    "a box of a group's end": ("if (!kGrouped || tile.row + last <= tile.end)", "if (true)"),
+    "a group does not pass its turn": (
+        "if constexpr (kOrdered) named_barrier_arrive(kTurnOfGroup + 1 - lane.group,",
+        "if (false) named_barrier_arrive(kTurnOfGroup + 1 - lane.group,",
     ),
 }
 
@@ -180,6 +185,10 @@ def test_the_emulator_finds_what_is_wrong(compiler: Compiler, name: str, tmp_pat
         "sums are overwritten while they are read": config((128, 64), 2, split_k=2),
         "a neighbour's rows": config((128, 128), 2, cluster=(2, 1)),
         "the tile's first block of columns for all": config((128, 192), 2),
+        "a box of a group's end": grouped(config((64, 64), 2, store_buffers=1)),
+        "a group does not pass its turn": config((128, 128), 2, ordered=True),
     }
     one = chosen.get(name, CASES["two stages"])
-    assert emulated(one, compiler.toolchain.nvcc, tmp_path, MUTANTS[name], orders=4)
+    is_grouped = "split_k" not in one.params
+    nvcc = compiler.toolchain.nvcc
+    assert emulated(one, nvcc, tmp_path, MUTANTS[name], is_grouped=is_grouped, orders=4)

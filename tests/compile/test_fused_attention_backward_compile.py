@@ -15,7 +15,7 @@ from tuner.compile.compiler import Compiler
 from tuner.compile.render import render
 from tuner.compile.toolchain import find_toolchain
 from tuner.config import Config, Value
-from tuner.families.fused_attention_backward import KERNEL, FusedAttentionBackward
+from tuner.families.fused_attention_backward import KERNEL, FusedAttentionBackward, instance
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionBackwardProblem
 
@@ -34,26 +34,35 @@ def make(**changes: Value) -> Config:
         "ds_stages": 2,
         "swap_dq": False,
         "dq": "bulk",
-        "early_exp": 50,
+        "early_dq": True,
+        "early_exp": 0,
+        "early_dv": True,
         "section_heads": 8,
         "pdl": True,
     }
     return Config(FAMILY.name, {**params, **changes})
 
 
+S_FIRST: dict[str, Value] = {"early_dq": False, "early_exp": 50, "early_dv": False}
 #: Between them every value of every lever that is compiled in.
 KERNELS = [
     (AttentionBackwardProblem.parse(text), config)
     for text, config in (
         ("S=1024,D=128,dtype=bf16", make()),
-        ("B=2,H=8,HKV=2,S=1000,D=64,causal=1", make(tile_m=128, dq="direct", early_exp=0)),
+        ("B=2,H=8,HKV=2,S=1000,D=64,causal=1", make(tile_m=128, dq="direct", **S_FIRST)),
         (
             "B=2,H=4,S=1000,D=128,causal=1,dtype=bf16,deterministic=1",
-            make(dq="ordered", ds_stages=1, early_exp=100),
+            make(dq="ordered", ds_stages=1, early_dq=False, early_exp=100),
         ),
         ("H=4,S=1000,D=96,left=100,right=7", make(stages=3, ds_stages=1)),
         ("H=4,S=1000,D=64", make(swap_dq=True, tile_m=96)),
         ("H=4,S=1000,D=40,dtype=bf16", make(warp_groups=1)),
+        ("H=4,S=1000,D=192,left=100,right=7,dtype=bf16", make(early_dv=False, ds_stages=1)),
+        ("H=4,S=1000,D=256", make(early_dv=False, ds_stages=1, dq="direct", early_dq=False)),
+        (
+            "H=4,S=1000,D=256,causal=1,deterministic=1,dtype=bf16",
+            make(early_dv=False, ds_stages=1, dq="ordered", stages=1),
+        ),
     )
 ]
 SPECS = [FAMILY.kernels(problem, config)[KERNEL] for problem, config in KERNELS]
@@ -75,11 +84,11 @@ def test_they_compile_without_spills_or_advice(number: int, compiler: Compiler) 
 def test_workspace_is_the_sums_the_statistics_and_the_counts(compiler: Compiler) -> None:
     for (problem, config), (_, future) in zip(KERNELS, compiler.submit(SPECS), strict=True):
         (launch,) = FAMILY.launches(problem, config, 0.125)
-        head_dim = next(d for d in (64, 96, 128) if d >= problem.head_dim)
+        head_dim = instance(problem.head_dim)
         tile_m = int(config["tile_m"])
         tiles = -(-problem.seqlen_q // tile_m) * problem.batch * problem.heads_q
         counts = 4 if config["dq"] == "ordered" else 0
-        wanted = tiles * (4 * tile_m * (head_dim + 2) + counts)
+        wanted = tiles * (4 * (tile_m * (head_dim + 2) + 4) + counts)
         assert load(future.result()).workspace_bytes(launch.integers) == wanted
 
 
@@ -94,14 +103,17 @@ using std::max;
 using std::min;
 struct Octets { int c, r, j; };
 Octets make_coord(int c, int r, int j) { return {c, r, j}; }
-// The rows of all warp groups, as the accumulators of their threads hold them.
+// The rows of all warp groups, as the accumulators of their threads hold them; of groups that share
+// rows each has `queries` columns.
 struct Scores {
   std::vector<float> at;
-  int columns, thread = 0;
-  Scores(int rows, int columns) : at(rows * columns, 1.f), columns(columns) {}
+  int rows, columns, queries, thread = 0;
+  Scores(int rows, int columns, int queries, float x)
+      : at(rows * columns, x), rows(rows), columns(columns), queries(queries) {}
   float& operator()(Octets o, int, int) {
-    int const row = (thread - 128) / 32 * 16 + thread % 32 / 4 + 8 * o.r;
-    return at[row * columns + 8 * o.j + thread % 4 * 2 + o.c];
+    int const row = (thread - 128) / 32 * 16 % rows + thread % 32 / 4 + 8 * o.r;
+    int const first = (thread - 128) / (2 * rows) * queries + thread % 4 * 2;
+    return at[row * columns + first + 8 * o.j + o.c];
   }
 };
 """
@@ -132,17 +144,19 @@ bool holds(int queries, int keys, int left, int right, int section) {
       for (int m = t.first; m < t.last; ++m) {
         int const at = (t.batch * heads + head) * p.m_blocks + m;
         if (row_tile(p, t.batch, head, m) != at || t.before(p, m) != added[at]++) return false;
-        Scores scores(kTileN, kTileM);
-        if (t.is_masked(p, m)) {
+        // Where the kernel looks at each probability, none stays above one.
+        bool const is_masked = t.is_masked(p, m);
+        Scores scores(kTileN, kTileM, kQueries, is_masked ? 2.f : 1.f);
+        if (is_masked) {
           for (scores.thread = 128; scores.thread < 128 * (kGroups + 1); ++scores.thread) {
-            mask(scores, p, t, m, scores.thread);
+            correct(scores, p, t, m, scores.thread);
           }
         }
         for (int n = 0; n < kTileN; ++n) {
           for (int i = 0; i < kTileM; ++i) {
             int const query = m * kTileM + i, key = t.n_block * kTileN + n;
             if (query >= queries || scores.at[n * kTileM + i] == 0.f) continue;
-            if (key >= keys) return false;  // beyond the end, and not masked
+            if (key >= keys || scores.at[n * kTileM + i] != 1.f) return false;  // not masked
             ++seen[((t.batch * heads + head) * queries + query) * keys + key];
           }
         }
@@ -172,18 +186,19 @@ def source(number: int, problem: AttentionBackwardProblem, config: Config) -> st
     constants = re.findall(r"^constexpr (?:int|bool) [^;(]*;", body, re.MULTILINE)
     tile = part(body, r"^struct Tile \{.*?^\};")
     row_tile = part(body, r"^CUTE_DEVICE int64_t row_tile\(.*?^\}")
-    mask = part(body, r"^CUTE_DEVICE int first_key\(.*?^\}\n") + part(
-        body, r"^template <class Scores>\nCUTE_DEVICE void mask\(.*?^\}"
-    )
+    mask = part(body, r"^CUTE_DEVICE int first_key\(.*?^\}\n")
+    mask += part(body, r"^CUTE_DEVICE int share_of\(.*?\}\n")
+    mask += part(body, r"^template <class Scores>\nCUTE_DEVICE void correct\(.*?^\}")
     checked = CHECK.replace("@tile@", f"{tile}\n{row_tile}").replace("@mask@", mask)
     return f"namespace k_{number} {{\n" + "\n".join(constants) + f"\n{checked}\n}}\n"
 
 
 def test_each_pair_of_the_mask_is_visited_once_and_in_order(tmp_path: Path) -> None:
     kernels, calls = [], []
-    shapes = itertools.product((0, 1), (0, 1), (make(), make(tile_m=96), make(warp_groups=1)))
-    for number, (windowed, causal, config) in enumerate(shapes):
-        text = f"S=1024,D=64,causal={causal}" + (",window=9" if windowed else "")
+    configs = ((64, make()), (64, make(tile_m=96)), (64, make(warp_groups=1)), (256, make()))
+    shapes = itertools.product((0, 1), (0, 1), configs)
+    for number, (windowed, causal, (head_dim, config)) in enumerate(shapes):
+        text = f"S=1024,D={head_dim},causal={causal}" + (",window=9" if windowed else "")
         kernels.append(source(number, AttentionBackwardProblem.parse(text), config))
         cases = {}
         base = AttentionBackwardProblem.parse(f"S=1,D=64,causal={causal}")

@@ -21,6 +21,7 @@ constexpr int kClusterY = 1;
 constexpr int kSplits = 1;
 constexpr int kStoreBuffers = 1;
 constexpr bool kGrouped = false;
+constexpr bool kOrdered = false;
 
 constexpr int kBlock = 128;  // of K, and of B's columns: what one factor is for
 constexpr int kWarp = 32;
@@ -35,15 +36,12 @@ constexpr int kCluster = kMulticast * kSplits;
 constexpr int kKnownDevices = 64;
 constexpr int kMaxSmem = 232448;
 
-// Factors of A's rows in a tile, and blocks of B's columns that a tile can reach into.
+// Factors of A's rows in a tile, and of B's columns: one for each run of them that never lies in two blocks.
 constexpr int kRowFactors = kSwapped ? kTileY : kTileX;
 constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
-constexpr int column_blocks(int width) {
-  return (kBlock - gcd(width, kBlock) + width - 1) / kBlock + 1;  // from the last of its starts
-}
-constexpr int kColumnFactors = kSwapped ? (kTileX + kBlock - 1) / kBlock : column_blocks(kTileY);
-constexpr int kGranule = gcd(kTileY, kBlock);  // columns that never lie in two blocks
-constexpr int kColumnPlaces = 4;
+constexpr int kRun = kSwapped ? kBlock : gcd(kTileY, kBlock);
+constexpr int kColumnFactors = ((kSwapped ? kTileX : kTileY) + kRun - 1) / kRun;
+constexpr int kColumnPlaces = 12;
 static_assert(kColumnFactors <= kColumnPlaces, "places of a stage's factors of columns");
 
 constexpr int kBytesX = kTileX * kBlock, kBytesY = kTileY * kBlock;
@@ -60,7 +58,8 @@ static_assert(kStages >= 2, "a block is copied while another is used");
 static_assert(kClusterX == 1 || kClusterY == 1, "multicast goes one way");
 static_assert(kSplits == 1 || (kMulticast == 1 && !kGrouped), "blocks that divide K share no tile, nor groups");
 static_assert(kSplits == 1 || kTileX * kTileY * 4 <= kFirstFactor, "partial sums take the ring's place");
-static_assert(kStoreBuffers == 0 || (!kSwapped && !kGrouped && kSplits == 1 && kTileY >= kBoxColumns), "whole boxes");
+static_assert(kStoreBuffers == 0 || (!kSwapped && kSplits == 1 && kTileY >= kBoxColumns), "whole boxes");
+static_assert(!kOrdered || kGroups == 2, "two warp groups take turns");
 static_assert(kTileY % (kSwapped ? 8 : 16) == 0 && kTileY % (8 * kClusterX) == 0, "whole swizzle atoms");
 
 // A producer waits for a stage that all consumers of the blocks it writes to have left; its TMA thread and
@@ -68,7 +67,7 @@ static_assert(kTileY % (kSwapped ? 8 : 16) == 0 && kTileY % (8 * kClusterX) == 0
 constexpr int kFullArrivals = 1 + kWarp;
 constexpr int kEmptyArrivals = kGroups * (kWarpGroup / kWarp) * kMulticast;
 
-enum NamedBarrier { kConsumersMeet = 1 };
+enum NamedBarrier { kConsumersMeet = 1, kTurnOfGroup = 2 };
 
 struct Params {
   CUtensorMap x, y, d_map;
@@ -240,7 +239,7 @@ __device__ __forceinline__ void load_factors(Params const& p, Ring ring, Part co
   Stage stage;
   Tile tile;
   for (Tiles tiles(p); tiles.take(p, part, tile);) {
-    const int column = tile.column / kBlock + lane;
+    const int column = (tile.column + lane * kRun) / kBlock;
     const bool has_column = lane < kColumnFactors && column <= last_column;
     const float* of_column = p.scale_b + tile.group * p.b_group + (has_column ? column : 0) * p.b_column;
     for (int block = part.begin; block < part.end; ++block, stage.advance()) {
@@ -257,12 +256,14 @@ __device__ __forceinline__ void load_factors(Params const& p, Ring ring, Part co
   }
 }
 
-// Of a thread that multiplies.
+// Of a thread that multiplies. Its warp's numbers come by a shuffle, which lets the compiler keep what it
+// computes of them once a warp.
 struct Lane {
   int group, warp, row, column;  // row of eight, and first of two columns of eight
 
   __device__ __forceinline__ Lane()
-      : group(threadIdx.x / kWarpGroup - 1), warp(threadIdx.x / kWarp % 4), row(threadIdx.x % kWarp / 4),
+      : group(__shfl_sync(kAllLanes, int(threadIdx.x / kWarpGroup) - 1, 0)),
+        warp(__shfl_sync(kAllLanes, int(threadIdx.x / kWarp % 4), 0)), row(threadIdx.x % kWarp / 4),
         column(threadIdx.x % 4 * 2) {}
   // First of the two rows of x in its tile, the other is eight further.
   __device__ __forceinline__ int first(int part) const { return (group * kParts + part) * 64 + warp * 16 + row; }
@@ -270,65 +271,67 @@ struct Lane {
 
 using Sums = float[kParts][kResults];
 
+// Swapped operands have the rows' factors along the columns: few are read while the products run, more as they
+// are used.
+constexpr bool kRowsEarly = !kSwapped || kTileY <= 64;
+constexpr int kPairs = kSwapped && kRowsEarly ? kTileY / 8 : 1;
+
 // What a thread needs of a stage's factors, read while the products run: of its rows of x and of the
-// columns' blocks. Of swapped operands the rows' factors go along the columns and are read as they are used.
+// columns' runs, or of its columns and of its rows' block where the operands are swapped.
 struct Factors {
   float upper[kParts], lower[kParts], weight[kColumnFactors];
+  float2 pairs[kPairs];
+  uint32_t factors;
 
-  __device__ __forceinline__ Factors(uint32_t factors, Lane const& lane) {
-    if constexpr (!kSwapped) {
+  __device__ __forceinline__ Factors(uint32_t factors, Lane const& lane, float alpha) : factors(factors) {
+    if constexpr (kSwapped) {
+      weight[0] = alpha * load_shared(factors + (kColumnOffset + lane.first(0) / kBlock) * 4);
+      if constexpr (kRowsEarly) {
+#pragma unroll
+        for (int c = 0; c < kPairs; ++c) pairs[c] = load_shared_pair(factors + (8 * c + lane.column) * 4);
+      }
+    } else {
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
-        upper[part] = load_shared(factors + lane.first(part) * 4);
-        lower[part] = load_shared(factors + (lane.first(part) + 8) * 4);
+        upper[part] = alpha * load_shared(factors + lane.first(part) * 4);
+        lower[part] = alpha * load_shared(factors + (lane.first(part) + 8) * 4);
       }
-    }
 #pragma unroll
-    for (int i = 0; i < kColumnFactors; ++i) weight[i] = load_shared(factors + (kColumnOffset + i) * 4);
+      for (int i = 0; i < kColumnFactors; ++i) weight[i] = load_shared(factors + (kColumnOffset + i) * 4);
+    }
   }
 };
 
-// sums += accumulators, times the factors of the block of K; `shift` is the tile's first column within a
-// block of columns, of operands that are not swapped.
-__device__ __forceinline__ void promote(Accumulators const& d, float (&sums)[kResults], Factors const& of, uint32_t factors,
-                                        Lane const& lane, int part, int shift) {
-  if constexpr (kSwapped) {
-    float weight = of.weight[0];
-    if (kColumnFactors > 1 && lane.group > 0) weight = of.weight[kColumnFactors - 1];  // 128 columns each
+// sums += accumulators, times the factors of the block of K.
+__device__ __forceinline__ void promote(Accumulators const& d, float (&sums)[kResults], Factors const& of, Lane const& lane,
+                                        int part) {
 #pragma unroll
-    for (int c = 0; c < kResults / 4; ++c) {
-      float2 factor = load_shared_pair(factors + (8 * c + lane.column) * 4);
-      factor.x *= weight, factor.y *= weight;
-      sums[4 * c] = fmaf(factor.x, d[4 * c], sums[4 * c]);
-      sums[4 * c + 1] = fmaf(factor.y, d[4 * c + 1], sums[4 * c + 1]);
-      sums[4 * c + 2] = fmaf(factor.x, d[4 * c + 2], sums[4 * c + 2]);
-      sums[4 * c + 3] = fmaf(factor.y, d[4 * c + 3], sums[4 * c + 3]);
-    }
-  } else {
-#pragma unroll
-    for (int granule = 0; granule < kTileY / kGranule; ++granule) {
-      float weight = of.weight[0];
-#pragma unroll
-      for (int i = 1; i < kColumnFactors; ++i)
-        if (shift + granule * kGranule >= i * kBlock) weight = of.weight[i];
-      const float upper = of.upper[part] * weight, lower = of.lower[part] * weight;
-#pragma unroll
-      for (int octet = 0; octet < kGranule / 8; ++octet) {
-        const int c = granule * (kGranule / 8) + octet;
-        sums[4 * c] = fmaf(upper, d[4 * c], sums[4 * c]);
-        sums[4 * c + 1] = fmaf(upper, d[4 * c + 1], sums[4 * c + 1]);
-        sums[4 * c + 2] = fmaf(lower, d[4 * c + 2], sums[4 * c + 2]);
-        sums[4 * c + 3] = fmaf(lower, d[4 * c + 3], sums[4 * c + 3]);
-      }
+  for (int octet = 0; octet < kTileY / 8; ++octet) {
+    const int c = 4 * octet;
+    if constexpr (kSwapped) {
+      float2 factor;
+      if constexpr (kRowsEarly) factor = of.pairs[octet];
+      else factor = load_shared_pair(of.factors + (8 * octet + lane.column) * 4);
+      factor.x *= of.weight[0], factor.y *= of.weight[0];
+      sums[c] = fmaf(factor.x, d[c], sums[c]);
+      sums[c + 1] = fmaf(factor.y, d[c + 1], sums[c + 1]);
+      sums[c + 2] = fmaf(factor.x, d[c + 2], sums[c + 2]);
+      sums[c + 3] = fmaf(factor.y, d[c + 3], sums[c + 3]);
+    } else {
+      const float weight = of.weight[octet * 8 / kRun], upper = of.upper[part] * weight, lower = of.lower[part] * weight;
+      sums[c] = fmaf(upper, d[c], sums[c]);
+      sums[c + 1] = fmaf(upper, d[c + 1], sums[c + 1]);
+      sums[c + 2] = fmaf(lower, d[c + 2], sums[c + 2]);
+      sums[c + 3] = fmaf(lower, d[c + 3], sums[c + 3]);
     }
   }
 }
 
 // A stage's bytes are no longer read, by this warp. Its products have ended, and factors that were read in
-// front of them are long there; those that swapped operands read behind them are waited for. Not by all: the
-// fence (MEMBAR.ALL.CTA) waits for the last tile's stores too.
+// front of them are long there; those that are read behind them are waited for. Not by all: the fence
+// (MEMBAR.ALL.CTA) waits for the last tile's stores too.
 __device__ __forceinline__ void leave(uint32_t empty) {
-  if constexpr (kSwapped) async_copy_fence();
+  if constexpr (!kRowsEarly) async_copy_fence();
   __syncwarp();
   const uint32_t lane = threadIdx.x % kWarp;
   if constexpr (kMulticast > 1) {
@@ -387,33 +390,41 @@ __device__ __forceinline__ void store_part(Params const& p, Tile const& tile, La
   else store_rows(p, tile, row, first, read);
 }
 
-// By way of shared memory: a warp's 16 rows, 64 columns at a time, the last of them once more where they are
-// no multiple. `box` is the warp's next buffer.
-__device__ __forceinline__ void store_boxes(Params const& p, Tile const& tile, Ring ring, Lane const& lane, int part, int& box,
-                                            float const (&sums)[kResults]) {
+// By way of shared memory: a warp's 16 rows of a part, 64 columns a box, the last of them once more where they
+// are no multiple. As many boxes as there are buffers are written at a time.
+__device__ __forceinline__ void store_boxes(Params const& p, Tile const& tile, Ring ring, Lane const& lane, Sums const& sums) {
+  constexpr int kChunks = (kTileY + kBoxColumns - 1) / kBoxColumns, kBoxes = kParts * kChunks;
   constexpr int kBuffers = kStoreBuffers > 0 ? kStoreBuffers : 1;
+  const auto first_column = [](int box) { return min(box % kChunks * kBoxColumns, kTileY - kBoxColumns); };
   const int thread = threadIdx.x % kWarp, row = thread % 16;
   const uint32_t boxes = ring.boxes(lane.group * 4 + lane.warp);
 #pragma unroll
-  for (int chunk = 0; chunk < (kTileY + kBoxColumns - 1) / kBoxColumns; ++chunk) {
-    const int first = chunk * kBoxColumns + kBoxColumns <= kTileY ? chunk * kBoxColumns : kTileY - kBoxColumns;
-    const uint32_t to = boxes + box * kBoxBytes;
-    if (thread == 0) boxes_read<kBuffers - 1>();
+  for (int first = 0; first < kBoxes; first += kBuffers) {
+    if (thread == 0) boxes_read();
     __syncwarp();
 #pragma unroll
-    for (int octet = 0; octet < kBoxColumns / 8; octet += 2) {
-      uint32_t word[4];
+    for (int box = first; box < kBoxes && box < first + kBuffers; ++box) {
+      const uint32_t to = boxes + (box - first) * kBoxBytes + row * kSwizzleBytes;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {  // rows 0 to 7 and 8 to 15 of one octet, and of the next
-        const int at = (first / 8 + octet + i / 2) * 4 + i % 2 * 2;
-        word[i] = packed_bf16(p.alpha * sums[at], p.alpha * sums[at + 1]);
+      for (int octet = 0; octet < kBoxColumns / 8; octet += 2) {
+        uint32_t word[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {  // rows 0 to 7 and 8 to 15 of one octet, and of the next
+          const int at = (first_column(box) / 8 + octet + i / 2) * 4 + i % 2 * 2;
+          word[i] = packed_bf16(sums[box / kChunks][at], sums[box / kChunks][at + 1]);
+        }
+        store_matrices(to + ((octet + thread / 16) ^ (row % 8)) * 16, word);
       }
-      store_matrices(to + row * kSwizzleBytes + ((octet + thread / 16) ^ (row % 8)) * 16, word);
     }
     async_copy_fence();
     __syncwarp();
-    if (thread == 0) store_box(p.d_map, to, tile.column + first, tile.row + lane.first(part) - lane.row);
-    box = box + 1 == kBuffers ? 0 : box + 1;
+    if (thread == 0) {
+#pragma unroll
+      for (int box = first; box < kBoxes && box < first + kBuffers; ++box)
+        store_box(p.d_map, boxes + (box - first) * kBoxBytes, tile.column + first_column(box),
+                  tile.row + lane.first(box / kChunks) - lane.row);
+      boxes_commit();
+    }
   }
 }
 
@@ -443,55 +454,78 @@ __device__ __forceinline__ void store_reduced(Params const& p, Tile const& tile,
         for (int i = 0; i < kStored; ++i)
           values[i] += load_cluster_float(there + (part * kResults + first + i) * kConsumers * 4);
       }
-      store_part(p, tile, lane, part, first, [&](int i) { return p.alpha * values[i - first]; });
+      store_part(p, tile, lane, part, first, [&](int i) { return values[i - first]; });
     }
+}
+
+// Products of 64 rows of a warp group by 128 of K, under way. Turns are taken in the groups' order.
+__device__ __forceinline__ void begin_products(Accumulators& d, uint64_t x, uint64_t y, Lane const& lane, int part) {
+  if constexpr (kOrdered) named_barrier(kTurnOfGroup + lane.group, kGroups * kWarpGroup);
+  fence(d);
+  products_begin();
+#pragma unroll
+  for (int k = 0; k < kBlock / 32; ++k) multiply(d, x + (part * 64 * kBlock + k * 32) / 16, y + k * 32 / 16, k);
+  products_commit();
+  fence(d);
+  if constexpr (kOrdered) named_barrier_arrive(kTurnOfGroup + 1 - lane.group, kGroups * kWarpGroup);
+}
+
+__device__ __forceinline__ void store_tile(Params const& p, Tile const& tile, Ring ring, Lane const& lane, uint32_t rank,
+                                           Sums const& sums) {
+  if constexpr (kSplits > 1) {
+    store_reduced(p, tile, ring, lane, rank, sums);
+    return;
+  }
+  if constexpr (kStoreBuffers > 0) {
+    // A box has whole rows of a group: where one ends within, the threads store.
+    const int last = lane.first(kParts - 1) - lane.row + 16;
+    if (!kGrouped || tile.row + last <= tile.end) {
+      store_boxes(p, tile, ring, lane, sums);
+      return;
+    }
+  }
+  if constexpr (kStoreBuffers == 0 || kGrouped) {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part)
+#pragma unroll
+      for (int first = 0; first < kResults; first += kStored)
+        store_part(p, tile, lane, part, first, [&](int i) { return sums[part][i]; });
+  }
 }
 
 __device__ __forceinline__ void multiply_tiles(Params const& p, Ring ring, Part const& of_k) {
   const Lane lane;
+  if constexpr (kOrdered) {
+    if (lane.group == 1) named_barrier_arrive(kTurnOfGroup, kGroups * kWarpGroup);
+  }
   Stage stage;
-  Tile tile;
-  int box = 0;
-  for (Tiles tiles(p); tiles.take(p, of_k, tile);) {
-    const int shift = tile.column % kBlock;
-    Sums sums;
-#pragma unroll
-    for (int part = 0; part < kParts; ++part)
-#pragma unroll
-      for (int i = 0; i < kResults; ++i) sums[part][i] = 0.0f;
+  Tiles tiles(p);
+  Tile tile, next;
+  for (bool has_tile = tiles.take(p, of_k, tile); has_tile; tile = next) {
+    Sums sums = {};
+    Accumulators d;
 #pragma unroll 1
     for (int block = of_k.begin; block < of_k.end; ++block, stage.advance()) {
       const uint64_t x = k_major_operand(ring.x(stage.index) + lane.group * kParts * 64 * kBlock);
       const uint64_t y = k_major_operand(ring.y(stage.index));
       wait_for(ring.full(stage.index), stage.phase);
-      const Factors factors(ring.factors(stage.index), lane);
+      const Factors factors(ring.factors(stage.index), lane, p.alpha);
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
-        Accumulators d;
-        fence(d);
-        products_begin();
-#pragma unroll
-        for (int k = 0; k < kBlock / 32; ++k) multiply(d, x + (part * 64 * kBlock + k * 32) / 16, y + k * 32 / 16, k);
-        products_commit();
-        fence(d);
+        begin_products(d, x, y, lane, part);
+        // The next tile is found while the last products of this one run.
+        if (part == kParts - 1 && block == of_k.end - 1) has_tile = tiles.take(p, of_k, next);
         products_wait();
         fence(d);
-        promote(d, sums[part], factors, ring.factors(stage.index), lane, part, shift);
+        if (kRowsEarly && part == kParts - 1) leave(ring.empty(stage.index));
+        promote(d, sums[part], factors, lane, part);
       }
-      leave(ring.empty(stage.index));
+      if (!kRowsEarly) leave(ring.empty(stage.index));
     }
-    if constexpr (kSplits > 1) {
-      store_reduced(p, tile, ring, lane, of_k.rank, sums);
-    } else if constexpr (kStoreBuffers > 0) {
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) store_boxes(p, tile, ring, lane, part, box, sums[part]);
-    } else {
-#pragma unroll
-      for (int part = 0; part < kParts; ++part)
-#pragma unroll
-        for (int first = 0; first < kResults; first += kStored)
-          store_part(p, tile, lane, part, first, [&](int i) { return p.alpha * sums[part][i]; });
-    }
+    store_tile(p, tile, ring, lane, of_k.rank, sums);
+  }
+  if constexpr (kOrdered) {  // the other group's last arrival
+    if (lane.group == 0) named_barrier(kTurnOfGroup, kGroups * kWarpGroup);
   }
   if constexpr (kStoreBuffers > 0) {
     if (threadIdx.x % kWarp == 0) boxes_stored();

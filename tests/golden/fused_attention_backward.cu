@@ -16,15 +16,27 @@ namespace k_KERNEL_ID {
 using namespace cute;
 using namespace tuner;
 using Element = cutlass::half_t;
-constexpr int kGroups = 2, kTileM = 64, kTileN = 64 * kGroups, kD = 128;
+constexpr int kGroups = 2, kTileM = 64, kD = 128;
+// Groups that share 64 keys, and of them each one's queries of S^T and dP^T and columns of dK and dV.
+constexpr int kSharing = kD > 128 ? 2 : 1, kKeyGroups = kGroups / kSharing, kTileN = 64 * kKeyGroups;
+constexpr int kQueries = kTileM / kSharing, kColumns = kD / kSharing;
+static_assert(kGroups % kSharing == 0 && kQueries % 16 == 0);
 constexpr int kStages = 2, kDsStages = 2;
 constexpr bool kCausal = false;
 constexpr bool kWindowed = false;
 constexpr bool kSwapDq = false;
 constexpr bool kOrdered = false;
 constexpr bool kDirect = false;
-constexpr int kOctets = kTileM / 8, kEarlyOctets = kOctets * 50 / 100;
+constexpr bool kEarlyDq = true;
+constexpr bool kEarlyDv = true;
+static_assert(!kEarlyDv || kSharing == 1);
+constexpr int kOctets = kQueries / 8, kEarlyOctets = kOctets * 0 / 100;
 constexpr int kThreads = 128 * (kGroups + 1), kRowThreads = 256;
+// A tile's log-sum-exps, and whether one is large; a bulk copy has a multiple of 16 bytes.
+constexpr int kLogSums = kTileM + 4;
+// Rounding of a score, its factor and a log-sum-exp of this size to base 2 makes a probability
+// 0.5 % too large at most; of 1e10 infinite.
+constexpr float kLargeLog2 = 8192.f;
 constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 
 // The product for dQ, or its transpose, has slabs of 64 rows; where there are fewer slabs than warp
@@ -36,23 +48,26 @@ constexpr int kGroupSums = 64 * kPart;  // of dQ's fp32 sums of a tile, those of
 // Columns of shared memory's swizzle atoms: a part is a whole number of them.
 constexpr int kColumnsK = kSwapDq ? kD : kPart, kColumnsDs = kSwapDq ? kPart : kTileM;
 
-using SmemLayoutQ = decltype(tile_to_shape(SmemAtom<kD, Element>{}, Shape<Int<kTileM>, Int<kD>, Int<kStages>>{}));
+using SmemLayoutQ = decltype(tile_to_shape(SmemAtom<kColumns, Element>{}, Shape<Int<kTileM>, Int<kD>, Int<kStages>>{}));
 using SmemLayoutQt = decltype(composition(
     SmemLayoutQ{}, make_layout(Shape<Int<kD>, Int<kTileM>, Int<kStages>>{}, Stride<Int<kTileM>, _1, Int<kTileM * kD>>{})));
 using SmemLayoutK = decltype(tile_to_shape(SmemAtom<kColumnsK, Element>{}, Shape<Int<kTileN>, Int<kD>>{}));
 using SmemLayoutKt = decltype(composition(SmemLayoutK{}, make_layout(Shape<Int<kD>, Int<kTileN>>{}, Stride<Int<kTileN>, _1>{})));
 using SmemLayoutV = decltype(tile_to_shape(SmemAtom<kD, Element>{}, Shape<Int<kTileN>, Int<kD>>{}));
-// dS^T as the accumulators have it: rows are keys, and queries lie side by side.
+// dS^T, and P^T, as the accumulators have it: rows are keys, and queries lie side by side.
 using SmemLayoutDs = decltype(tile_to_shape(SmemAtom<kColumnsDs, Element>{}, Shape<Int<kTileN>, Int<kTileM>, Int<kDsStages>>{}));
 using SmemLayoutDst = decltype(composition(
     SmemLayoutDs{}, make_layout(Shape<Int<kTileM>, Int<kTileN>, Int<kDsStages>>{}, Stride<Int<kTileN>, _1, Int<kTileM * kTileN>>{})));
 
-using GroupLayout = Layout<Shape<Int<kGroups>, _1, _1>>;
+using GroupLayout = Layout<Shape<Int<kKeyGroups>, _1, _1>>;
 using MmaS = decltype(make_tiled_mma(
-    GMMA::ss_op_selector<Element, Element, float, Shape<Int<kTileN>, Int<kTileM>, Int<kD>>>(), GroupLayout{}));
-using MmaDkv = decltype(make_tiled_mma(
-    GMMA::rs_op_selector<Element, Element, float, Shape<Int<kTileN>, Int<kD>, Int<kTileM>>, GMMA::Major::K, GMMA::Major::MN>(),
-    GroupLayout{}));
+    GMMA::ss_op_selector<Element, Element, float, Shape<Int<kTileN>, Int<kQueries>, Int<kD>>>(), GroupLayout{}));
+// P^T and dS^T are operands in registers, or in shared memory where groups share keys.
+using ShapeDkv = Shape<Int<kTileN>, Int<kColumns>, Int<kTileM>>;
+using AtomDkv = conditional_t<kSharing == 1,
+    decltype(GMMA::rs_op_selector<Element, Element, float, ShapeDkv, GMMA::Major::K, GMMA::Major::MN>()),
+    decltype(GMMA::ss_op_selector<Element, Element, float, ShapeDkv, GMMA::Major::K, GMMA::Major::MN>())>;
+using MmaDkv = decltype(make_tiled_mma(AtomDkv{}, GroupLayout{}));
 using MmaDq = decltype(make_tiled_mma(
     GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<kPart>, Int<kTileN>>, GMMA::Major::MN, GMMA::Major::MN>()));
 
@@ -83,7 +98,7 @@ struct Params {
   Matrices<Element> grad_query, grad_key, grad_value;
   float const* lse;
   float *sums;        // (B, H, tiles, kTileM * kD): dQ, each group's registers one after the other
-  float *lse_log2;    // (B, H, tiles * kTileM); infinite where there is no key, or no query
+  float *lse_log2;    // (B, H, tiles, kLogSums); infinite where there is no key, or no query
   float *delta;       // (B, H, tiles * kTileM): sums of dO x O
   int *added;         // (B, H, tiles): tiles of keys in the sums
   int batch, heads, heads_kv, seqlen_q, seqlen_kv, head_dim;
@@ -132,27 +147,33 @@ struct Tile {
   }
 };
 
-// The first of a thread's two keys, which are 8 apart.
+// The first of a consumer thread's two keys, which are 8 apart.
 CUTE_DEVICE int first_key(Tile const& t, int thread) {
-  return t.n_block * kTileN + (thread - 128) / 32 * 16 + thread % 32 / 4;
+  return t.n_block * kTileN + (thread - 128) / 32 * 16 % kTileN + thread % 32 / 4;
 }
 
-// Zeros in place of a thread's probabilities that the mask hides: S^T's rows are keys.
+// Which of the groups that share keys a consumer thread belongs to.
+CUTE_DEVICE int share_of(int thread) { return kSharing == 1 ? 0 : (thread - 128) / (128 * kKeyGroups); }
+
+// Zeros in place of a thread's probabilities that the mask hides, and at most one in place of the
+// others: S^T's rows are keys.
 template <class Scores>
-CUTE_DEVICE void mask(Scores& scores, Params const& p, Tile const& t, int m_block, int thread) {
-  int const key0 = first_key(t, thread), query0 = m_block * kTileM + 2 * (thread % 4);
+CUTE_DEVICE void correct(Scores& scores, Params const& p, Tile const& t, int m_block, int thread) {
+  int const key0 = first_key(t, thread), query0 = m_block * kTileM + share_of(thread) * kQueries + 2 * (thread % 4);
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
     int const key = key0 + 8 * r;
     // Queries [begin, end) see it, counted from the thread's first.
-    int begin = kCausal || kWindowed ? Tile::first_query(p, key) - query0 : 0, end = kTileM;
+    int begin = kCausal || kWindowed ? Tile::first_query(p, key) - query0 : 0, end = kQueries;
     if (key >= p.seqlen_kv) end = 0;
     CUTE_UNROLL
     for (int j = 0; j < kOctets; ++j) {
       CUTE_UNROLL
       for (int c = 0; c < 2; ++c) {
         int const query = 8 * j + c;
-        if (((kCausal || kWindowed) && query < begin) || query >= end) scores(make_coord(c, r, j), 0, 0) = 0.f;
+        float& x = scores(make_coord(c, r, j), 0, 0);
+        if (x > 1.f) x = 1.f;  // and NaN stays
+        if (((kCausal || kWindowed) && query < begin) || query >= end) x = 0.f;
       }
     }
   }
@@ -169,7 +190,9 @@ struct Storage {
   alignas(1024) cute::array_aligned<Element, cosize_v<SmemLayoutQ>, 1024> grad;  // dO
   alignas(1024) cute::array_aligned<Element, cosize_v<SmemLayoutDs>, 1024> ds;
   alignas(1024) float sums[kDirect ? 1 : kGroups][kDirect ? 4 : kGroupSums];  // dQ of a step, on its way to memory
-  alignas(128) float lse_log2[kStages][kTileM];
+  // P of a step where groups share keys.
+  alignas(kSharing == 1 ? 128 : 1024) Element probabilities[kSharing == 1 ? 8 : cosize_v<SmemLayoutDs>];
+  alignas(128) float lse_log2[kStages][kLogSums];
   alignas(128) float delta[kStages][kTileM];
   uint64_t k_full, v_full, q_full[kStages], q_empty[kStages], grad_full[kStages], grad_empty[kStages];
   uint64_t ds_full[kDsStages], ds_empty, sums_full[kGroups], sums_empty[kGroups];
@@ -186,9 +209,10 @@ CUTE_DEVICE uint32_t round_of(int step) { return uint32_t(step) / kPlaces % 2; }
 // The host's compiler need not see what only the device runs.
 #if defined(__CUDA_ARCH__)
 // Copies a row statistic's tile; counts towards the barrier's bytes.
+template <int kCount>
 CUTE_DEVICE void load_statistic(float const* from, float* to, uint64_t* full) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               ::"r"(cast_smem_ptr_to_uint(to)), "l"(from), "n"(kTileM * 4), "r"(cast_smem_ptr_to_uint(full)) : "memory");
+               ::"r"(cast_smem_ptr_to_uint(to)), "l"(from), "n"(kCount * 4), "r"(cast_smem_ptr_to_uint(full)) : "memory");
 }
 
 // All loads of a block: one thread.
@@ -198,7 +222,8 @@ CUTE_DEVICE void load(Params const& p, Storage& s, Tile const& t) {
   auto const shape_kv = make_shape(p.seqlen_kv, p.head_dim, p.heads_kv, p.batch);
   auto const tile_q = Shape<Int<kTileM>, Int<kD>>{};
   auto const tile_kv = Shape<Int<kTileN>, Int<kD>>{};
-  constexpr uint32_t q_bytes = kTileM * (kD * sizeof(Element) + sizeof(float)), kv_bytes = kTileN * kD * sizeof(Element);
+  constexpr uint32_t tile_bytes = kTileM * kD * sizeof(Element), kv_bytes = kTileN * kD * sizeof(Element);
+  constexpr uint32_t q_bytes = tile_bytes + kLogSums * sizeof(float), grad_bytes = tile_bytes + kTileM * sizeof(float);
   {
     Tensor sK = make_tensor(make_smem_ptr(s.k.data()), SmemLayoutK{});
     Tensor sV = make_tensor(make_smem_ptr(s.v.data()), SmemLayoutV{});
@@ -222,19 +247,19 @@ CUTE_DEVICE void load(Params const& p, Storage& s, Tile const& t) {
   for (int head = t.head_kv * group; head < (t.head_kv + 1) * group; ++head) {
     Tensor tQg = slice_q.partition_S(local_tile(p.q.get_tma_tensor(shape_q)(_, _, head, t.batch), tile_q, make_coord(_, 0)));
     Tensor tGg = slice_g.partition_S(local_tile(p.grad.get_tma_tensor(shape_q)(_, _, head, t.batch), tile_q, make_coord(_, 0)));
-    int64_t row = row_tile(p, t.batch, head, t.first) * kTileM;
+    int64_t tile = row_tile(p, t.batch, head, t.first);
     CUTE_NO_UNROLL
-    for (int m = t.first; m < t.last; ++m, row += kTileM, ++step) {
+    for (int m = t.first; m < t.last; ++m, ++tile, ++step) {
       int const i = place_of<kStages>(step);
       uint32_t const free = round_of<kStages>(step) ^ 1;
       Empty::wait(&s.q_empty[i], free);
       Full::arrive_and_expect_tx(&s.q_full[i], q_bytes);
       copy(p.q.with(s.q_full[i], 0, TMA::CacheHintSm90::EVICT_LAST), tQg(_, _, _, m), tQs(_, _, _, i));
-      load_statistic(p.lse_log2 + row, s.lse_log2[i], &s.q_full[i]);
+      load_statistic<kLogSums>(p.lse_log2 + tile * kLogSums, s.lse_log2[i], &s.q_full[i]);
       Empty::wait(&s.grad_empty[i], free);
-      Full::arrive_and_expect_tx(&s.grad_full[i], q_bytes);
+      Full::arrive_and_expect_tx(&s.grad_full[i], grad_bytes);
       copy(p.grad.with(s.grad_full[i], 0, TMA::CacheHintSm90::EVICT_LAST), tGg(_, _, _, m), tGs(_, _, _, i));
-      load_statistic(p.delta + row, s.delta[i], &s.grad_full[i]);
+      load_statistic<kTileM>(p.delta + tile * kTileM, s.delta[i], &s.grad_full[i]);
     }
   }
 }
@@ -283,17 +308,25 @@ CUTE_DEVICE int opaque_thread() {
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   return thread;
 }
-// Columns of dS's swizzle atom, and an element's place in shared memory.
+// Columns of dS's swizzle atom, and the place of eight elements in shared memory.
 constexpr int kDsAtom = kColumnsDs % 64 == 0 ? 64 : kColumnsDs % 32 == 0 ? 32 : 16;
 CUTE_DEVICE int ds_offset(int row, int column) {
-  int const vector = column / 8 ^ row * kDsAtom / 64 % 8 % (kDsAtom / 8);
-  return row * kDsAtom + vector * 8;
+  int const vector = column % kDsAtom / 8 ^ row * kDsAtom / 64 % 8 % (kDsAtom / 8);
+  return column / kDsAtom * (kTileN * kDsAtom) + row * kDsAtom + vector * 8;
+}
+
+// Four matrices of 8 by 8 elements of a warp to shared memory: a thread has the address of a row.
+template <class Words>
+CUTE_DEVICE void store_matrices(uint32_t at, Words const& word) {
+  asm volatile("stmatrix.sync.aligned.x4.m8n8.shared.b16 [%0], { %1, %2, %3, %4 };"
+               ::"r"(at), "r"(word(0)), "r"(word(1)), "r"(word(2)), "r"(word(3)) : "memory");
 }
 
 // A consumer warp group's part of a block: 64 keys against all queries.
 CUTE_DEVICE void consume(Params const& p, Storage& s, Tile const& t) {
   int const group = cutlass::canonical_warp_group_idx() - 1;
   int const lane = threadIdx.x % 32;
+  int const share = share_of(group * 128 + 128), keys = group % kKeyGroups;
   Tensor sK = make_tensor(make_smem_ptr(s.k.data()), SmemLayoutK{});
   Tensor sKt = make_tensor(make_smem_ptr(s.k.data()), SmemLayoutKt{});
   Tensor sV = make_tensor(make_smem_ptr(s.v.data()), SmemLayoutV{});
@@ -301,33 +334,37 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Tile const& t) {
   Tensor sQt = make_tensor(make_smem_ptr(s.q.data()), SmemLayoutQt{});
   Tensor sG = make_tensor(make_smem_ptr(s.grad.data()), SmemLayoutQ{});
   Tensor sGt = make_tensor(make_smem_ptr(s.grad.data()), SmemLayoutQt{});
+  Tensor sP = make_tensor(make_smem_ptr(s.probabilities), SmemLayoutDs{});
   Tensor sDs = make_tensor(make_smem_ptr(s.ds.data()), SmemLayoutDs{});
   Tensor sDst = make_tensor(make_smem_ptr(s.ds.data()), SmemLayoutDst{});
   MmaS mma_s;
   MmaDkv mma_dkv;
   MmaDq mma_dq;
-  auto slice_s = mma_s.get_slice(group * 128);
-  auto slice_dkv = mma_dkv.get_slice(group * 128);
+  auto slice_s = mma_s.get_slice(keys * 128);
+  auto slice_dkv = mma_dkv.get_slice(keys * 128);
   auto slice_dq = mma_dq.get_slice(0);
   Tensor tSrK = slice_s.partition_fragment_A(sK);
   Tensor tSrV = slice_s.partition_fragment_A(sV);
-  Tensor tSrQ = slice_s.partition_fragment_B(sQ);
-  Tensor tSrG = slice_s.partition_fragment_B(sG);
-  Tensor tKrQ = slice_dkv.partition_fragment_B(sQt);
-  Tensor tVrG = slice_dkv.partition_fragment_B(sGt);
+  auto const shared_queries = Shape<Int<kQueries>, Int<kD>>{};
+  auto const shared_columns = Shape<Int<kColumns>, Int<kTileM>>{};
+  Tensor tSrQ = slice_s.partition_fragment_B(local_tile(sQ, shared_queries, make_coord(share, 0)));
+  Tensor tSrG = slice_s.partition_fragment_B(local_tile(sG, shared_queries, make_coord(share, 0)));
+  Tensor tKrQ = slice_dkv.partition_fragment_B(local_tile(sQt, shared_columns, make_coord(share, 0)));
+  Tensor tVrG = slice_dkv.partition_fragment_B(local_tile(sGt, shared_columns, make_coord(share, 0)));
   int const slab = group % kSlabs, part = group / kSlabs;
   Tensor tQrA = slice_dq.partition_fragment_A(local_tile(sDst, Shape<_64, Int<kTileN>>{}, make_coord(slab, 0)));
   Tensor tQrB = slice_dq.partition_fragment_B(local_tile(sKt, Shape<Int<kPart>, Int<kTileN>>{}, make_coord(part, 0)));
-  Tensor tS = partition_fragment_C(mma_s, Shape<Int<kTileN>, Int<kTileM>>{});  // S^T, then P^T
-  Tensor tDk = partition_fragment_C(mma_dkv, Shape<Int<kTileN>, Int<kD>>{});
-  Tensor tDv = partition_fragment_C(mma_dkv, Shape<Int<kTileN>, Int<kD>>{});
-  Tensor tP = make_tensor<Element>(Layout<Shape<Shape<_2, _2, _2>, _1, Int<kTileM / 16>>>{});
-  Tensor tDs = make_tensor<Element>(Layout<Shape<Shape<_2, _2, _2>, _1, Int<kTileM / 16>>>{});
+  Tensor tS = partition_fragment_C(mma_s, Shape<Int<kTileN>, Int<kQueries>>{});  // S^T, then P^T
+  Tensor tDk = partition_fragment_C(mma_dkv, Shape<Int<kTileN>, Int<kColumns>>{});
+  Tensor tDv = partition_fragment_C(mma_dkv, Shape<Int<kTileN>, Int<kColumns>>{});
+  Tensor tP = make_tensor<Element>(Layout<Shape<Shape<_2, _2, _2>, _1, Int<kQueries / 16>>>{});
+  Tensor tDs = make_tensor<Element>(Layout<Shape<Shape<_2, _2, _2>, _1, Int<kQueries / 16>>>{});
   clear(tDk);
   clear(tDv);
 
   // Where this thread's part of dS lies in the first K slice; the others by XOR and addition.
-  uint32_t const ds_place = cast_smem_ptr_to_uint(s.ds.data()) + 2 * ds_offset(group * 64 + threadIdx.x % 128 / 32 * 16 + lane % 16, lane / 16 * 8);
+  uint32_t const ds_place = cast_smem_ptr_to_uint(s.ds.data()) + 2 * ds_offset(keys * 64 + threadIdx.x % 128 / 32 * 16 + lane % 16, share * kQueries + lane / 16 * 8);
+  uint32_t const probabilities = cast_smem_ptr_to_uint(s.probabilities) - cast_smem_ptr_to_uint(s.ds.data());
   int step = 0;  // of all rings
   int m = t.first;
 
@@ -336,7 +373,7 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Tile const& t) {
     if (lane == 0) Empty::arrive(empty);
   };
   // Accumulators without a value: those of a step before would have to be kept until it is dropped.
-  auto scores = [&] { return partition_fragment_C(mma_s, Shape<Int<kTileN>, Int<kTileM>>{}); };
+  auto scores = [&] { return partition_fragment_C(mma_s, Shape<Int<kTileN>, Int<kQueries>>{}); };
   auto query_sums = [&] { return partition_fragment_C(mma_dq, Shape<_64, Int<kPart>>{}); };
   // S^T = K Q^T, or dP^T = V dO^T.
   auto issue_scores = [&](auto const& a, auto const& b, int stage, auto& to) {
@@ -349,17 +386,29 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Tile const& t) {
     }
     warpgroup_commit_batch();
   };
-  // dV += P^T dO, or dK += dS^T Q.
-  auto issue_dkv = [&](auto& a, auto const& b, int stage, auto& to) {
+  // dV += P^T dO, or dK += dS^T Q: the left one in registers, or of all groups in shared memory.
+  auto issue_dkv = [&](auto& a, auto const& shared, auto const& b, int stage, auto& to) {
     warpgroup_fence_operand(to);
-    warpgroup_fence_operand(a);
+    if constexpr (kSharing == 1) {
+      warpgroup_fence_operand(a);
+    } else {
+      Empty::wait(&s.ds_full[place_of<kDsStages>(step)], round_of<kDsStages>(step));
+    }
     warpgroup_arrive();
     mma_dkv.accumulate_ = GMMA::ScaleOut::One;
     CUTE_UNROLL
-    for (int kk = 0; kk < size<2>(a); ++kk) cute::gemm(mma_dkv, a(_, _, kk), b(_, _, kk, stage), to);
+    for (int kk = 0; kk < kTileM / 16; ++kk) {
+      if constexpr (kSharing == 1) {
+        cute::gemm(mma_dkv, a(_, _, kk), b(_, _, kk, stage), to);
+      } else {
+        cute::gemm(mma_dkv, slice_dkv.partition_fragment_A(shared)(_, _, kk, place_of<kDsStages>(step)), b(_, _, kk, stage), to);
+      }
+    }
     warpgroup_commit_batch();
   };
+  // dQ = dS K, from the dS of all groups.
   auto issue_dq = [&](auto& tDq) {
+    Empty::wait(&s.ds_full[place_of<kDsStages>(step)], round_of<kDsStages>(step));
     warpgroup_arrive();
     mma_dq.accumulate_ = GMMA::ScaleOut::Zero;
     CUTE_UNROLL
@@ -374,7 +423,7 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Tile const& t) {
   auto start_exponentials = [&](int stage) {
     CUTE_UNROLL
     for (int j = 0; j < kOctets; ++j) {
-      float2 const lse = *reinterpret_cast<float2 const*>(&s.lse_log2[stage][8 * j + 2 * (lane % 4)]);
+      float2 const lse = *reinterpret_cast<float2 const*>(&s.lse_log2[stage][share * kQueries + 8 * j + 2 * (lane % 4)]);
       CUTE_UNROLL
       for (int i = 0; i < 4; ++i) {
         float& x = tS(4 * j + i);
@@ -401,22 +450,21 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Tile const& t) {
   auto differentiate = [&](auto& tDp, int stage) {
     CUTE_UNROLL
     for (int j = 0; j < kOctets; ++j) {
-      float2 const delta = *reinterpret_cast<float2 const*>(&s.delta[stage][8 * j + 2 * (lane % 4)]);
+      float2 const delta = *reinterpret_cast<float2 const*>(&s.delta[stage][share * kQueries + 8 * j + 2 * (lane % 4)]);
       CUTE_UNROLL
       for (int i = 0; i < 4; ++i) tDp(4 * j + i) = tS(4 * j + i) * (tDp(4 * j + i) - (i % 2 ? delta.y : delta.x));
     }
   };
-  // dS^T to shared memory, for all groups.
-  auto share = [&] {
+  // dS^T to shared memory, for all groups, and P^T for those that share keys.
+  auto publish = [&] {
     if constexpr (kDsStages == 1) Empty::wait(&s.ds_empty, step % 2 ^ 1);
     uint32_t place = ds_place + place_of<kDsStages>(step) * (kTileM * kTileN * 2);
     asm volatile("" : "+r"(place));  // not eight addresses that live through the loop
     CUTE_UNROLL
-    for (int kk = 0; kk < kTileM / 16; ++kk) {
-      Tensor word = recast<uint32_t>(tDs)(_, 0, kk);
+    for (int kk = 0; kk < kQueries / 16; ++kk) {
       uint32_t const at = (place ^ 32 * (kk % (kDsAtom / 16))) + kk / (kDsAtom / 16) * (kTileN * kDsAtom * 2);
-      asm volatile("stmatrix.sync.aligned.x4.m8n8.shared.b16 [%0], { %1, %2, %3, %4 };"
-                   ::"r"(at), "r"(word(0)), "r"(word(1)), "r"(word(2)), "r"(word(3)) : "memory");
+      store_matrices(at, recast<uint32_t>(tDs)(_, 0, kk));
+      if constexpr (kSharing > 1) store_matrices(at + probabilities, recast<uint32_t>(tP)(_, 0, kk));
     }
     async_copy_fence();
     release(&s.ds_full[place_of<kDsStages>(step)]);
@@ -462,39 +510,64 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Tile const& t) {
       Full::wait(&s.grad_full[stage], round_of<kStages>(step));
       issue_scores(tSrV, tSrG, stage, tDp);
       finish_exponentials();
-      if (t.is_masked(p, m)) mask(tS, p, t, m, opaque_thread());
-      round(tS, tP);
-      issue_dkv(tP, tVrG, stage, tDv);
-      warpgroup_wait<1>();
+      if (t.is_masked(p, m) || s.lse_log2[stage][kTileM] != 0.f) correct(tS, p, t, m, opaque_thread());
+      if constexpr (kEarlyDv) {
+        round(tS, tP);
+        issue_dkv(tP, sP, tVrG, stage, tDv);
+      }
+      warpgroup_wait<kEarlyDv ? 1 : 0>();
       warpgroup_fence_operand(tDp);
       differentiate(tDp, stage);
       round(tDp, tDs);
-      share();
-      issue_dkv(tDs, tKrQ, stage, tDk);
+      if constexpr (kSharing > 1) round(tS, tP);
+      publish();
+      if constexpr (!kEarlyDv) {
+        if constexpr (kSharing == 1) round(tS, tP);
+        issue_dkv(tP, sP, tVrG, stage, tDv);
+      }
+      issue_dkv(tDs, sDs, tKrQ, stage, tDk);
       warpgroup_wait<1>();
       warpgroup_fence_operand(tDv);
       release(&s.grad_empty[stage]);
       if (step + 1 == steps) break;
       int const next = place_of<kStages>(step + 1);
-      Full::wait(&s.q_full[next], round_of<kStages>(step + 1));
       auto tNext = scores();
-      issue_scores(tSrK, tSrQ, next, tNext);
-      Empty::wait(&s.ds_full[place_of<kDsStages>(step)], round_of<kDsStages>(step));
-      warpgroup_wait<1>();
-      warpgroup_fence_operand(tDk);
-      release(&s.q_empty[stage]);
       auto tDq = query_sums();
-      issue_dq(tDq);
-      warpgroup_wait<1>();
-      warpgroup_fence_operand(tNext);
-      copy(tNext, tS);
-      start_exponentials(next);
-      warpgroup_wait<0>();
-      warpgroup_fence_operand(tDq);
-      add_dq(tDq);
+      auto issue_next = [&] {
+        Full::wait(&s.q_full[next], round_of<kStages>(step + 1));
+        issue_scores(tSrK, tSrQ, next, tNext);
+      };
+      auto finish_dk = [&] {
+        warpgroup_wait<1>();
+        warpgroup_fence_operand(tDk);
+        release(&s.q_empty[stage]);
+      };
+      auto start_next = [&] {
+        warpgroup_fence_operand(tNext);
+        copy(tNext, tS);
+        start_exponentials(next);
+      };
+      if constexpr (kEarlyDq) {
+        issue_dq(tDq);
+        finish_dk();
+        issue_next();
+        warpgroup_wait<1>();
+        warpgroup_fence_operand(tDq);
+        add_dq(tDq);
+        warpgroup_wait<0>();
+        start_next();
+      } else {
+        issue_next();
+        finish_dk();
+        issue_dq(tDq);
+        warpgroup_wait<1>();
+        start_next();
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(tDq);
+        add_dq(tDq);
+      }
     }
     auto tDq = query_sums();
-    Empty::wait(&s.ds_full[place_of<kDsStages>(step)], round_of<kDsStages>(step));
     issue_dq(tDq);
     warpgroup_wait<0>();
     warpgroup_fence_operand(tDk);
@@ -510,14 +583,14 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Tile const& t) {
       int const key = key0 + 8 * r;
       Element* const target = to.row_of(t.batch, t.head_kv, key);
       CUTE_UNROLL
-      for (int g = 0; g < kD / 32; ++g) {
+      for (int g = 0; g < kColumns / 32; ++g) {
         uint32_t word[4];
         CUTE_UNROLL
         for (int i = 0; i < 4; ++i) {
           word[i] = pack<Element>(from(make_coord(0, r, 4 * g + i), 0, 0) * factor, from(make_coord(1, r, 4 * g + i), 0, 0) * factor);
         }
         transpose_quad(word);
-        int const column = 32 * g + 8 * q;
+        int const column = share * kColumns + 32 * g + 8 * q;
         if (key < p.seqlen_kv && column < p.head_dim) {
           *reinterpret_cast<uint4*>(target + column) = make_uint4(word[0], word[1], word[2], word[3]);
         }
@@ -538,6 +611,7 @@ CUTE_DEVICE void prepare(Params const& p) {
   for (int i = threadIdx.x; i < kTileM * kD / 4; i += kRowThreads) sums[i] = make_float4(0.f, 0.f, 0.f, 0.f);
   if (kOrdered && threadIdx.x == 0) p.added[tile] = 0;
   int const column = threadIdx.x % kLanes * 8;
+  bool is_large = false;
   for (int row = threadIdx.x / kLanes; row < kTileM; row += kRowThreads / kLanes) {
     int const query = m_block * kTileM + row;
     bool const is_row = query < p.seqlen_q;
@@ -554,10 +628,14 @@ CUTE_DEVICE void prepare(Params const& p) {
     for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
     if (column == 0) {
       float const lse = is_row ? p.lse[(int64_t(batch) * p.heads + head) * p.seqlen_q + query] : -INFINITY;
-      p.lse_log2[tile * kTileM + row] = lse == -INFINITY ? INFINITY : lse * kLog2E;
+      float const lse_log2 = lse == -INFINITY ? INFINITY : lse * kLog2E;
+      is_large |= fabsf(lse_log2) > kLargeLog2 && lse_log2 != INFINITY;
+      p.lse_log2[tile * kLogSums + row] = lse_log2;
       p.delta[tile * kTileM + row] = sum;
     }
   }
+  is_large = __syncthreads_or(is_large);
+  if (threadIdx.x < kLogSums - kTileM) p.lse_log2[tile * kLogSums + kTileM + threadIdx.x] = is_large;
 }
 
 // A block's share of dQ: the sums' registers in the places of their rows and columns.
@@ -669,7 +747,7 @@ struct Workspace {
     rows = n[0] * n[1] * ((n[3] + kTileM - 1) / kTileM);
     sums = rows * kTileM * kD * int64_t(sizeof(float));
     added = kOrdered ? rows * int64_t(sizeof(int)) : 0;
-    bytes = sums + 2 * rows * kTileM * int64_t(sizeof(float)) + added;
+    bytes = sums + rows * (kLogSums + kTileM) * int64_t(sizeof(float)) + added;
   }
 };
 
@@ -731,7 +809,7 @@ inline Params params_of(Call const& call) {
   char* const start = static_cast<char*>(call.workspace);
   p.sums = reinterpret_cast<float*>(start);
   p.lse_log2 = reinterpret_cast<float*>(start + space.sums);
-  p.delta = p.lse_log2 + space.rows * kTileM;
+  p.delta = p.lse_log2 + space.rows * kLogSums;
   p.added = reinterpret_cast<int*>(p.delta + space.rows * kTileM);
   p.m_blocks = (p.seqlen_q + kTileM - 1) / kTileM, p.n_blocks = (p.seqlen_kv + kTileN - 1) / kTileN;
   p.section = int(std::min<int64_t>(n[31], int64_t(p.batch) * p.heads_kv));

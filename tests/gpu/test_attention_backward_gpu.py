@@ -50,7 +50,9 @@ BASE: dict[str, Value] = {
     "ds_stages": 2,
     "swap_dq": False,
     "dq": "bulk",
-    "early_exp": 50,
+    "early_dq": True,
+    "early_exp": 0,
+    "early_dv": True,
     "section_heads": 8,
     "pdl": True,
 }
@@ -59,19 +61,22 @@ LEVERS: tuple[dict[str, Value], ...] = (
     {},
     {"dq": "ordered"},
     {"dq": "direct", "section_heads": 1},
-    {"tile_m": 128, "early_exp": 0},
+    {"tile_m": 128, "early_dq": False, "early_exp": 50, "early_dv": False},
     {"stages": 3, "ds_stages": 1, "dq": "direct", "pdl": False},
-    {"ds_stages": 1, "early_exp": 100, "dq": "ordered", "section_heads": 2},
+    {"ds_stages": 1, "early_dq": False, "early_exp": 100, "dq": "ordered", "section_heads": 2},
     {"swap_dq": True, "tile_m": 64},
     {"swap_dq": True, "tile_m": 96},
     {"warp_groups": 1},
     {"tile_m": 128, "dq": "ordered", "ds_stages": 1},
+    {"early_dv": False, "ds_stages": 1},
+    {"early_dv": False, "ds_stages": 1, "dq": "direct", "early_dq": False},
+    {"early_dv": False, "ds_stages": 1, "dq": "ordered", "stages": 1},
 )
 
 
 def draw(rng: random.Random) -> AttentionBackwardProblem:
     """Any sizes, masks and layouts; more often near the edges of tiles."""
-    head_dim = rng.choice((64, 64, 128, 128, 96, 32, 72, 120))
+    head_dim = rng.choice((64, 64, 128, 128, 96, 32, 72, 120, 192, 256, 136))
     heads_kv = rng.choice((1, 2, 3))
     length = rng.choice((rng.randint(1, 200), rng.randint(200, 1500), 64 * rng.randint(1, 12)))
     other = length if rng.random() < 0.6 else max(1, length + rng.choice((-63, -1, 1, 64, 300)))

@@ -23,14 +23,15 @@ from tuner.families import family
 from tuner.families.base import KernelSpec
 from tuner.measure.device import Device, Pool
 from tuner.measure.gate import REFERENCE, Gate
-from tuner.measure.gate.inputs import scale_of
-from tuner.measure.subjects import CompiledSubject
+from tuner.measure.gate.inputs import kinds_of, scale_of
+from tuner.measure.subjects import CompiledSubject, VendorSubject
 from tuner.measurement import Status
 from tuner.problem import AttentionProblem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.compile]
 
 FAMILY = family("fused_attention")
+FLEX = {"kernel": "flex"}
 CHILD = Path(__file__).parent / "sparse_attention_child.py"
 #: A child is killed after so long; importing torch comes first.
 LIMIT_S = 240.0
@@ -122,6 +123,29 @@ def test_the_gate_passes_a_kernel(
     kernel = {"attention": load(future.result())}
     subject = CompiledSubject(device, FAMILY, problem, config, kernel, 1.0)
     pass_the_gate(device, gate, problem, subject)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "B=2,H=4,HKV=2,SQ=300,SKV=700,D=64,dtype=bf16,block_mask=bh",
+        "H=4,S=500,D=128,softcap=20,block_mask=1",
+        "H=4,S=500,D=64,causal=1,window=90,softcap=20",
+        "H=4,SQ=200,SKV=600,D=64,left=40,right=70",
+    ],
+)
+def test_the_gate_passes_flex_attention(text: str, device: Device, gate: Gate) -> None:
+    """Under drawn masks, which it reads of the tables, and the timed one, a function without."""
+    problem = AttentionProblem.parse(text)
+    subject = VendorSubject(device, family("vendor_flex"), problem, Config("vendor_flex", FLEX))
+    gate.open(problem, 5)
+    for kind in kinds_of(problem, is_vendor=True):
+        gate.load(kind)
+        call = subject.bind(gate.pointers, scale_of(problem, kind), deliver=True)
+        gate.arm()
+        call()
+        verdict = gate.examine()
+        assert verdict.status is Status.OK, f"{kind}: {verdict.log}"
 
 
 def test_the_gate_sees_a_table_of_another_head(

@@ -14,6 +14,7 @@ def config(
     cluster: tuple[int, int] = (1, 1),
     split_k: int = 1,
     store_buffers: int = 0,
+    ordered: bool = False,
     raster: tuple[str, int] = ("AlongM", 4),
     pdl: bool = True,
 ) -> Config:
@@ -28,6 +29,7 @@ def config(
             "cluster_n": cluster[1],
             "split_k": split_k,
             "store_buffers": store_buffers,
+            "ordered": ordered,
             "raster_order": raster[0],
             "max_swizzle_size": raster[1],
             "pdl": pdl,
@@ -40,21 +42,23 @@ def config(
 CASES: dict[str, Config] = {
     "square": config((128, 128), 6, store_buffers=1),
     "two stages": config((128, 128), 2, pdl=False),
-    "columns of two blocks": config((128, 192), 5, cluster=(2, 1), store_buffers=1),
-    "columns of three blocks": config((128, 176), 5, cluster=(1, 2)),
+    "columns of two blocks": config((128, 192), 4, cluster=(2, 1), store_buffers=3, ordered=True),
+    "columns of three blocks": config((128, 176), 5, cluster=(1, 2), ordered=True),
     "odd octets": config((128, 144), 6, cluster=(2, 1), raster=("AlongN", 1)),
     "narrow": config((128, 80), 7, store_buffers=2, raster=("AlongN", 16)),
-    "tall": config((256, 128), 4, cluster=(2, 1), store_buffers=1, raster=("AlongN", 2)),
-    "tall, halved": config((256, 112), 4, cluster=(1, 2)),
+    "tall": config(
+        (256, 128), 4, cluster=(2, 1), store_buffers=1, ordered=True, raster=("AlongN", 2)
+    ),
+    "tall, halved": config((256, 112), 3, cluster=(1, 2), store_buffers=4),
     "tall, split": config((256, 96), 4, split_k=2),
     "one warp group": config((64, 96), 8, store_buffers=2),
     "split": config((128, 64), 8, split_k=2),
     "swapped": config((128, 16), 12, swap_ab=True),
     "swapped, one octet": config((128, 8), 10, swap_ab=True, cluster=(1, 2)),
-    "swapped, tall": config((256, 64), 5, swap_ab=True, cluster=(2, 1)),
+    "swapped, tall": config((256, 64), 5, swap_ab=True, cluster=(2, 1), ordered=True),
     "swapped, tall and odd": config((256, 112), 4, swap_ab=True, cluster=(1, 2)),
     "swapped, three octets": config((64, 24), 16, swap_ab=True, cluster=(1, 2)),
-    "swapped, wide": config((128, 192), 5, swap_ab=True),
+    "swapped, wide": config((128, 192), 5, swap_ab=True, ordered=True),
     "swapped, split": config((128, 16), 12, swap_ab=True, split_k=4),
     "swapped, split in eight": config((256, 32), 5, swap_ab=True, split_k=8),
     "swapped, least": config((64, 8), 24, swap_ab=True, split_k=2),
@@ -71,8 +75,7 @@ SIZES = (
 
 def grouped(chosen: Config) -> Config:
     """The config of `block_scaled_grouped_gemm` with the same tiles."""
-    alone = ("split_k", "store_buffers")
-    params = {name: value for name, value in chosen.params.items() if name not in alone}
+    params = {name: value for name, value in chosen.params.items() if name != "split_k"}
     return Config("block_scaled_grouped_gemm", params)
 
 

@@ -99,6 +99,7 @@ class Machine:
 
     def __init__(self, runtime: SimpleNamespace) -> None:
         self.runtime = runtime
+        self.gpu = DEFAULT_GPU
         self.answer: Answer | None = None
         self.launched: list[tuple[Any, ...]] = []
         self.present = {"key-first", "key-second"}
@@ -141,7 +142,7 @@ class Machine:
         assert not with_portfolio, "the portfolio is asked with a look at the proofs"
         self.lookups += 1
         self.asked.append(path)
-        assert gpu == DEFAULT_GPU
+        assert gpu == self.gpu
         if self.broken:
             raise self.broken
         return self.answer if problem in (PROBLEM, OTHER) else None
@@ -175,6 +176,7 @@ class Machine:
 @pytest.fixture
 def fake_machine(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine(on_cpu)
+    monkeypatch.setattr(on_cpu.devices, "gpu_of", lambda index: made.gpu)
     monkeypatch.setattr(on_cpu.table, "lookup", made.lookup)
     monkeypatch.setattr(on_cpu.table, "decided", made.decided)
     monkeypatch.setattr(on_cpu.table, "decided_stamp", made.decided_stamp)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from tuner.compile.artifacts import Artifact
 from tuner.config import Config
@@ -70,6 +70,8 @@ class FakeDevice:
 
 class FakeGate:
     verdicts: list[Verdict]
+    opened: ClassVar[list[bool]] = []
+    """Of each request, true if a sample is to be checked."""
     broken: tuple[int, ...] = ()
     is_lse_wrong = False
 
@@ -78,8 +80,8 @@ class FakeGate:
         self.pointers = {"a": 1, "b": 2, "d": 3}
         self.examined = 0
 
-    def open(self, problem: Any, seed: int, strides: Any) -> None:
-        pass
+    def open(self, problem: Any, seed: int, strides: Any, *, is_sampled: bool) -> None:
+        FakeGate.opened.append(is_sampled)
 
     def load(self, kind: str, with_lse: bool = False) -> None:
         self.with_lse = with_lse

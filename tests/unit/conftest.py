@@ -92,7 +92,8 @@ def runtime() -> Iterator[SimpleNamespace]:
     if not importlib.util.find_spec("torch"):
         pytest.skip("torch is not installed")
     names = (
-        "attention attention_plan counters devices dispatch plan portfolio products refusal table"
+        "attention attention_plan counters devices dispatch plan portfolio products quantiser "
+        "refusal table"
     ).split()
     modules = {name: importlib.import_module(f"tuner.runtime.{name}") for name in names}
 
@@ -103,6 +104,7 @@ def runtime() -> Iterator[SimpleNamespace]:
         modules["dispatch"]._thread = None
         modules["counters"]._counts.said.clear()
         modules["devices"]._gpus.clear()
+        modules["quantiser"]._kernels.clear()
 
     forget()
     yield SimpleNamespace(**modules, forget=forget)

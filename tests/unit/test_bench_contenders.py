@@ -18,7 +18,7 @@ from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import family
 from tuner.families.vendor.cudnn_plans import VendorCudnnPlans
-from tuner.hardware import DEFAULT_GPU
+from tuner.hardware import DEFAULT_GPU, GPUS
 from tuner.measurement import Provenance
 from tuner.problem import E4M3, AttentionProblem, GemmProblem, Problem
 from tuner.selection.reader import Entry
@@ -111,11 +111,20 @@ def test_a_pinned_kernel_takes_part() -> None:
     [
         entry(*OWN[:2], problem=CAUSAL),
         entry(*OWN[:2], provenance=Provenance.REPLAYED),
-        entry(*OWN[:2], gpu=replace(DEFAULT_GPU, name="NVIDIA H100 PCIe")),
+        entry(*OWN[:2], gpu=GPUS["H100-PCIe"]),
     ],
 )
 def test_only_what_was_measured_for_the_problem_here_counts_as_tuned(other: Entry) -> None:
     assert {role for role, _ in names(PROBLEM, [other])} == {Role.UNTUNED}
+
+
+def test_a_gpu_has_the_kernels_of_one_that_shares_its_decisions_behind_its_own() -> None:
+    own = Entry.of([measured(OWN[7], 9.0).but(gpu=GPUS["H100"])])
+    for gpu, wanted in ((DEFAULT_GPU, [OWN[1], OWN[7]]), (GPUS["H100"], [OWN[7], OWN[1]])):
+        found = line_up(PROBLEM, gpu, WARM, [own, entry(OWN[1])], (), own=2, with_untuned=False)
+        assert [c.config for c in found.contenders] == wanted
+    found = line_up(PROBLEM, GPUS["H100-PCIe"], WARM, [own], (), own=1, with_untuned=False)
+    assert [c.role for c in found.contenders] == [Role.UNTUNED]
 
 
 def test_what_is_not_tuned_is_told_and_the_cost_model_picks() -> None:

@@ -19,6 +19,7 @@ from benchmarks.child import Worker
 from benchmarks.population import described, failure, listing, measured
 from benchmarks.population_report import over_peer, over_pytorch, report
 from tuner.errors import BenchmarkError, ConfigError
+from tuner.hardware import GPUS
 from tuner.problem import AttentionProblem, GemmProblem, SwigluProblem
 from tuner.problem.population import (
     LOWER_RIGHT,
@@ -215,6 +216,18 @@ def test_a_listing_counts_every_call(calls: Any, monkeypatch: pytest.MonkeyPatch
     (reason,) = [line for line in text.splitlines() if line.startswith("    1  attn_mask is given")]
     assert "not of the query's type" in reason
     assert [line[:3] for line in totals] == [["attention", "all", "2"], ["products", "all", "1"]]
+
+
+def test_a_listing_is_of_the_gpu_that_is_named(
+    calls: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+    monkeypatch.setattr(population, "lookup", lambda problem, gpu: asked.append(gpu))
+    assert population.main(["--list", "--count", "2", "--gpu", "H100"]) == 0
+    assert set(asked) == {GPUS["H100"]}
+    assert "nothing known" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="--gpu is for --list"):
+        population.main(["--problems", "--gpu", "H100"])
 
 
 ANSWERING = """

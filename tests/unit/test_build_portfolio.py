@@ -122,6 +122,17 @@ def test_what_is_built_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "3 of 3 kernels" in capsys.readouterr().err
 
 
+def test_a_gpu_without_a_portfolio_has_the_kernels_of_one_that_shares_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    main(["build", "--portfolio", "--dry-run", "--gpu", "H200"])
+    theirs = capsys.readouterr().out
+    assert main(["build", "--portfolio", "--dry-run", "--gpu", "H100"]) == 0
+    out, err = capsys.readouterr()
+    assert out == theirs and out.count("missing ") == 2
+    assert "the portfolio of NVIDIA H200, rescaled to NVIDIA H100 80GB HBM3" in err
+
+
 def test_a_dry_run_lists_and_compiles_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["build", "--portfolio", "--dry-run"]) == 0
     assert capsys.readouterr().out.count("missing ") == 2
@@ -185,7 +196,7 @@ def test_a_damaged_list_is_made_anew(capsys: pytest.CaptureFixture[str]) -> None
     ("arguments", "message"),
     [
         (["--op", "gemm"], "no portfolio ships for that (allowed: --op attention"),
-        (["--gpu", "H100"], "no portfolio ships for that"),
+        (["--gpu", "A100"], "GPU 'A100' is not known"),
         (["--jobs", "0"], "--jobs 0 is out of range"),
         (["--only", "D=256,paged"], "no kernel of the portfolio has D=256, paged in its line"),
         (["--shape", "S=1024,D=64"], "not allowed with"),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,29 @@ def test_a_complete_machine_can_measure(
     assert said["nvcc"] == "ok: 13.0.88 (/cuda/nvcc)"
     assert said["torch"].startswith("note: not installed")
     assert said["torch"].endswith(f" - {extra_command('torch')}")
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("H200", r"\d{3} problems of its own; portfolios made on NVIDIA H200; "),
+        (
+            "H100",
+            r"\d\d problems of its own, \d{3} of NVIDIA H200; portfolios made on NVIDIA H200, "
+            "rescaled to this GPU; ",
+        ),
+        (
+            "H100-PCIe",
+            "0 problems of its own; portfolios made on NVIDIA H200, rescaled to this GPU; ",
+        ),
+    ],
+)
+def test_shipped_data_that_serves_is_said(
+    name: str, found: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "detect", lambda index: GPUS[name])
+    text = f"note: decisions for {found}0 of 0 built kernels are proven - `tuner build"
+    assert re.match(text, lines(capsys, 0)["shipped data"])
 
 
 def test_peers_that_are_missing_are_a_line_each(

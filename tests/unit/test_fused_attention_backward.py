@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from tuner.families.fused_attention_backward import (
     instance,
 )
 from tuner.hardware import DEFAULT_GPU, SMEM_PER_BLOCK_BYTES
+from tuner.measure.gate import inputs
 from tuner.problem import AttentionBackwardProblem, AttentionProblem, problem_from_json
 
 FAMILY = FusedAttentionBackward()
@@ -34,7 +36,9 @@ BASE: dict[str, Value] = {
     "ds_stages": 2,
     "swap_dq": False,
     "dq": "bulk",
-    "early_exp": 50,
+    "early_dq": True,
+    "early_exp": 0,
+    "early_dv": True,
     "section_heads": 8,
     "pdl": True,
 }
@@ -117,7 +121,10 @@ def test_attention_with_more_has_none(extra: str) -> None:
         ("S=1024,D=96", {"swap_dq": True}, "head dimension=96 is not a multiple of 64"),
         ("S=1024,D=128", {"stages": 3}, "bytes of shared memory exceed"),
         ("S=1024,D=64,deterministic=1", {}, "dq=bulk adds in any order"),
-        ("S=1024,D=256", {}, "has no head dimension above 128"),
+        ("S=1024,D=256", {"warp_groups": 1}, "do not share keys in 2s"),
+        ("S=1024,D=192", {}, "early_dv=true needs P in registers"),
+        ("S=1024,D=256", {"early_dv": False}, "bytes of shared memory exceed"),
+        ("S=1024,D=128", {"stages": 1, "early_dq": False}, "stages=1 needs early_dq"),
         ("S=1024,D=64", {"dq": "none"}, "dq='none' is not known"),
         ("S=1024,D=64", {"section_heads": 3}, "section_heads=3 is not known"),
     ],
@@ -136,6 +143,13 @@ def test_an_illegal_config_says_why(text: str, changes: dict[str, Any], reason: 
         ("S=1024,D=96", {"stages": 3}),
         ("S=1024,D=64", {"warp_groups": 1}),
         ("S=1024,D=128,deterministic=1", {"dq": "ordered"}),
+        ("S=1024,D=128", {"early_dq": False, "early_exp": 50, "early_dv": False}),
+        ("S=1024,D=192", {"early_dv": False, "ds_stages": 1}),
+        ("S=1024,D=256", {"early_dv": False, "ds_stages": 1, "dq": "direct"}),
+        (
+            "S=1024,D=256,deterministic=1",
+            {"early_dv": False, "ds_stages": 1, "stages": 1, "dq": "ordered"},
+        ),
     ],
 )
 def test_configs_that_compile_are_legal(text: str, changes: dict[str, Any]) -> None:
@@ -162,6 +176,11 @@ def test_shared_memory_holds_every_part() -> None:
     assert FAMILY.smem_bytes(problem, make(dq="direct")) == found - 4 * 64 * 128
     for config in FAMILY.space(problem, DEFAULT_GPU):
         assert FAMILY.smem_bytes(problem, config) <= SMEM_PER_BLOCK_BYTES
+    # Two groups that share 64 keys, and P beside dS.
+    wide = AttentionBackwardProblem.parse("S=1024,D=192")
+    wanted = 2 * 2 * 64 * 192 + 2 * 2 * 64 * (2 * 192 + 4) + 2 * 2 * 64 * 64 + 4 * 64 * 192
+    config = make(early_dv=False, ds_stages=1)
+    assert wanted < FAMILY.smem_bytes(wide, config) <= wanted + 2048
 
 
 def test_deterministic_problems_have_ordered_configs_only() -> None:
@@ -170,10 +189,20 @@ def test_deterministic_problems_have_ordered_configs_only() -> None:
     assert {config["dq"] for config in FAMILY.space(PROBLEM, DEFAULT_GPU)} == {"bulk", "direct"}
 
 
+@pytest.mark.parametrize("head_dim", INSTANCES)
+@pytest.mark.parametrize("deterministic", [0, 1])
+def test_every_instance_has_configs(head_dim: int, deterministic: int) -> None:
+    text = f"S=1024,D={head_dim},deterministic={deterministic}"
+    space = FAMILY.space(AttentionBackwardProblem.parse(text), DEFAULT_GPU)
+    orders = {(config["early_dq"], config["early_dv"]) for config in space}
+    late_dv = 1 if deterministic and head_dim == 256 else 2  # one stage: dQ is early
+    assert len(orders) == (4 if head_dim <= 128 else late_dv)
+
+
 # What a launch is told.
 
 
-@pytest.mark.parametrize("head_dim", range(8, 129, 8))
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
 def test_a_head_is_padded_to_the_next_instance(head_dim: int) -> None:
     columns = instance(head_dim)
     assert columns in INSTANCES
@@ -272,6 +301,38 @@ def test_golden_texts(goldens: Goldens) -> None:
         for name, (problem, config) in made.items()
     }
     goldens.check("fused_attention_backward", texts)
+
+
+def test_rounding_of_huge_scores_makes_probabilities_infinite_unless_they_end_at_one() -> None:
+    """Each row of one key: scores as the gate plants them, in the kernel's arithmetic. Below what
+    `prepare` calls large a probability needs no limit.
+    """
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(low: int, high: int) -> Any:
+        return torch.randint(low, high, (20000,), generator=generator).double()
+
+    exponents, of_keys = inputs.HUGE_EXPONENTS["bfloat16"]
+    log2_e = torch.tensor(1.44269504, dtype=torch.float32).double()
+    rendered = render(FAMILY.kernels(PROBLEM, make())[KERNEL], "KERNEL_ID")
+    large = float(re.findall(r"constexpr float kLargeLog2 = ([0-9.]+)f;", rendered)[0])
+    infinite = 0
+    for head_dim, columns in ((64, 64), (96, 96), (128, 128)):
+        scale = torch.tensor(1 / math.sqrt(head_dim)).double()
+        planted = (2 * drawn(0, 2) - 1) * (1 + 0.25 * drawn(0, 4))
+        planted *= 2.0 ** (drawn(exponents.start, exponents.stop) + of_keys) * columns
+        usual = torch.randn(20000, generator=generator).double() * large / 4 / scale
+        for scores in (planted, usual.float().double()):
+            lse_log2 = ((scores / math.sqrt(head_dim)).float().double() * log2_e).float().double()
+            factor = (scale * log2_e).float().double()
+            exponent = (scores * factor - lse_log2).float()
+            weights = exponent.exp2()
+            small = lse_log2.abs() <= large
+            assert float(weights[small].max() if small.any() else 1) <= 1.005
+            infinite += int(weights[~small].isinf().sum())
+            assert (weights.clamp(max=1) * 0 == 0).all()
+    assert infinite > 1000
 
 
 @pytest.mark.parametrize("text", ["S=200,D=8", "SQ=130,SKV=70,D=8,causal=1", "S=150,D=8,left=20"])

@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import Any, cast
 
 import pytest
+from gate_fakes import FakeDevice, FakeKernel
 
 from tuner.base import resources
 from tuner.errors import BenchmarkError, GateError
@@ -24,6 +25,7 @@ from tuner.measure.tolerance import Comparison, floor_work
 from tuner.measurement import Status
 from tuner.problem import (
     E4M3,
+    AttentionBackwardProblem,
     AttentionProblem,
     DType,
     GemmProblem,
@@ -43,6 +45,7 @@ PACKED = AttentionProblem.parse("B=3,H=4,HKV=2,SQ=8,SKV=16,D=64,varlen=1")
 PAGED = AttentionProblem.parse(
     "B=3,H=4,HKV=2,SQ=8,SKV=40,D=64,varlen=1,causal=1,page_size=16,sinks=1"
 )
+BACKWARD = AttentionBackwardProblem.parse("H=4,HKV=2,SQ=70,SKV=90,D=64,dtype=bf16")
 GROUPED = GroupedGemmProblem(3, 7, 8, 64, sizes="sparse")
 NAN = float("nan")
 GOOD = Comparison(elements=32, error_squares=32e-8, reference_squares=32.0)
@@ -127,65 +130,17 @@ def test_nothing_is_added_to_huge_scores() -> None:
 
 
 def test_own_kernels_are_checked_on_every_kind_and_vendors_on_usual_ones() -> None:
-    for problem in (ATTENTION, GEMM):
+    for problem in (ATTENTION, BACKWARD, GEMM):
         assert kinds_of(problem) == KINDS[problem.op]
-    spared = set(KINDS["attention"]) - set(kinds_of(ATTENTION, is_vendor=True))
-    assert spared == {"huge_scores"}
+    for problem in (ATTENTION, BACKWARD):
+        spared = set(KINDS[problem.op]) - set(kinds_of(problem, is_vendor=True))
+        assert spared == {"huge_scores"}
     assert kinds_of(GEMM, is_vendor=True) == KINDS["gemm"]
 
 
 def test_a_kernel_that_ignores_its_scale_is_seen() -> None:
     assert scale_of(ATTENTION) == pytest.approx(64**-0.5)
     assert scale_of(ATTENTION, "dominant") != scale_of(ATTENTION)
-
-
-class FakeDevice:
-    """Memory as numbers, and what was done with it."""
-
-    stream = 0
-
-    def __init__(self) -> None:
-        self.free_at, self.live, self.filled = 1 << 20, set[int](), list[tuple[int, int]]()
-        self.written: dict[int, bytes] = {}
-
-    def allocate(self, size: int) -> int:
-        pointer, self.free_at = self.free_at, self.free_at + size + 4096
-        self.live.add(pointer)
-        return pointer
-
-    def free(self, pointer: int) -> None:
-        self.live.remove(pointer)
-
-    def fill16(self, pointer: int, pattern: int, size: int) -> None:
-        assert pattern == POISON and size % 2 == 0
-        self.filled.append((pointer, size))
-
-    def fill8(self, pointer: int, value: int, size: int) -> None:
-        pass
-
-    def write(self, pointer: int, data: bytes) -> None:
-        self.written[pointer] = data
-
-    def read(self, pointer: int, size: int) -> bytes:
-        return struct.pack("<2d6Q", 0.0, 1.0, 0, 0, 0, 0, 0, 0)[:size]
-
-    def wait(self) -> None:
-        pass
-
-
-class FakeKernel:
-    def __init__(self) -> None:
-        self.calls: list[tuple[int, int, int, int]] = []
-        self.given: list[tuple[list[int], list[int]]] = []
-        self.scalars: list[tuple[float, ...]] = []
-
-    def launch(
-        self, tensors: Any, integers: Any, scalars: Any, workspace: int, stream: int
-    ) -> None:
-        assert all(isinstance(i, int) and -(2**63) <= i < 2**63 for i in integers)
-        self.calls.append((integers[0], len(tensors), len(integers), len(scalars)))
-        self.given.append((list(tensors), list(integers)))
-        self.scalars.append(tuple(scalars))
 
 
 def opened(problem: Problem) -> tuple[Gate, FakeDevice, FakeKernel]:
@@ -212,6 +167,10 @@ COMMANDS = {
     "grouped_gemm": [
         *[(0, 1, 4, 2)] * 2, (2, 1, None, 1), *[(5, 7, 19, 2)] * 2, *[(9, 2, 2, 0)] * 3,
     ],
+    "backward": [
+        *[(0, 1, 4, 2)] * 6, (1, 2, 17, 1), (4, 12, 25, 2), (16, 4, 4, 0), (15, 10, 22, 1),
+        *[(9, 2, 2, 0)] * 6,
+    ],
     "softmax": [(0, 1, 4, 2), (3, 1, 6, 1), (6, 2, 5, 1), (9, 2, 2, 0)],
     "e4m3": [
         *[(0, 1, 4, 2)] * 6, (1, 2, 17, 1), (4, 12, 25, 2), *[(9, 2, 2, 0)] * 6,
@@ -236,6 +195,7 @@ COMMANDS = {
         (GROUPED, "grouped_gemm"),
         (ATTENTION, "attention"),
         (BIASED, "biased"),
+        (BACKWARD, "backward"),
         (SoftmaxProblem(rows=6, cols=9), "softmax"),
         (QUANTISED, "e4m3"),
         (PACKED, "varlen"),
@@ -248,6 +208,26 @@ def test_arguments_have_the_template_s_lengths(problem: Problem, name: str) -> N
     assert len(kernel.calls) == len(COMMANDS[name])
     for seen, wanted in zip(kernel.calls, COMMANDS[name], strict=True):
         assert [s for s, w in zip(seen, wanted, strict=True) if w is not None and s != w] == []
+
+
+def test_gradients_are_checked_on_huge_scores_that_give_zero() -> None:
+    """Keys alike but one a head, queries of one value each, an output's gradient of zero: an
+    infinite probability makes NaN of it, any other makes zero.
+    """
+    made, _, kernel = opened(BACKWARD)
+    made.load("huge_scores")
+    at = made.pointers
+    given = list(zip(kernel.given, kernel.scalars, strict=True))
+    fills = {tensors[0]: scalars for (tensors, (command, *_)), scalars in given if command == 0}
+    exponents, exponent = inputs.HUGE_EXPONENTS["bfloat16"]
+    assert fills[at["grad_out"]] == (0.0, 0.0)
+    assert fills[at["key"]] == (2.0**exponent, 0.0)
+    assert fills[at["value"]] == (0.0, 1.0)
+    [(tensors, integers, scalars)] = [(*call, s) for call, s in given if call[1][0] == 11]
+    assert tensors == [at["query"], at["key"]]
+    assert integers[2:8] == [1, 4, 2, 70, 90, 64]
+    assert scalars == (exponents.start, len(exponents))
+    assert scale_of(BACKWARD, "huge_scores") == scale_of(BACKWARD)
 
 
 def test_planted_e4m3_columns_do_not_saturate() -> None:

@@ -27,7 +27,7 @@ from portfolio_cases import (
 from tuner.cli import main
 from tuner.config import Config
 from tuner.families.attention_work import Tiling
-from tuner.hardware import DEFAULT_GPU, GPUS
+from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Provenance
 from tuner.problem import AttentionProblem
 from tuner.selection import portfolio
@@ -124,6 +124,11 @@ class TestScheduled:
             "S=1024,D=64,causal=1,page_size=16",
             AttentionDomain(64, "causal", "prompt", is_paged=True),
         ),
+        (
+            "B=2,S=1024,D=72,softcap=3,block_mask=bh",
+            AttentionDomain(96, "full", "prompt", True, is_sparse=True),
+        ),
+        ("SQ=127,SKV=1024,D=64,block_mask=1", None),
         ("S=1024,D=64,dtype=e4m3", None),
     ],
 )
@@ -373,10 +378,11 @@ class TestLookup:
         assert lookup(UNTUNED, gpu="H200", path=tmp_path / "none", with_portfolio=False) is None
 
     def test_another_gpu_only_where_it_is_allowed(self, ships: Portfolio, tmp_path: Path) -> None:
-        path = tmp_path / "none"
-        assert lookup(UNTUNED, gpu="H100", path=path) is None
-        answer = lookup(UNTUNED, gpu="H100", path=path, allow_other_gpu=True)
-        assert answer is not None and answer.entry.gpu == GPUS["H100"]
+        """Of a part without a description: its datasheet is not known."""
+        path, gh200 = tmp_path / "none", Gpu("NVIDIA GH200 480GB", "9.0", 132, 1980, 4000.0, 1)
+        assert lookup(UNTUNED, gpu=gh200, path=path) is None
+        answer = lookup(UNTUNED, gpu=gh200, path=path, allow_other_gpu=True)
+        assert answer is not None and answer.entry.gpu == gh200
         assert any("made on NVIDIA H200, not on" in note for note in answer.notes)
 
     def test_the_command_says_it(
@@ -391,3 +397,50 @@ class TestLookup:
         answer = json.loads(capsys.readouterr().out)
         assert (answer["kind"], answer["provenance"]) == ("portfolio", "predicted")
         assert answer["selection"]["vendor_expected_us"] == 10.0
+
+
+class TestBlockMasks:
+    """Kernels of block-sparse masks, with the rates of dense ones."""
+
+    SHIPPED = next(one for one in portfolio.shipped() if one.op == "attention")
+
+    @pytest.mark.parametrize("head_dim", [8, 64, 80, 128, 256])
+    @pytest.mark.parametrize("axes", ["1", "b", "h", "bh"])
+    @pytest.mark.parametrize("heads", ["H=12", "H=32,HKV=8", "H=71,HKV=1"])
+    def test_one_kernel_takes_all_heads_and_axes(
+        self, head_dim: int, axes: str, heads: str
+    ) -> None:
+        text = f"B=2,SQ=300,SKV=1000,{heads},D={head_dim},dtype=bf16,block_mask={axes}"
+        problem = attention(text)
+        found = self.SHIPPED.select(problem)
+        assert found is not None and found.vendor == ""
+        ((_, config),) = found.own()
+        assert FUSED.accepts(problem, config, DEFAULT_GPU)
+        assert config["persistent"] and config.get("packed_heads", 1) == 1
+
+    def test_the_time_is_said_to_be_a_dense_mask_s(self) -> None:
+        found = self.SHIPPED.select(attention("S=4096,D=64,block_mask=1"))
+        dense = self.SHIPPED.select(attention("S=4096,D=64"))
+        assert found is not None and dense is not None
+        assert found.expected_us == pytest.approx(dense.expected_us, rel=0.2)
+        assert found.domain.label() == "D=64, block mask, prompts"
+        assert found.doubts[0] == "the rates are those of D=64, full, prompts"
+        assert "a mask that hides nothing" in found.doubts[1]
+        assert not any("hides nothing" in doubt for doubt in dense.doubts)
+
+    def test_few_queries_and_some_soft_caps_have_no_kernel(self) -> None:
+        for text in ("SQ=127,SKV=4096,D=64", "S=4096,D=96,softcap=30", "S=999,D=192"):
+            assert self.SHIPPED.select(attention(f"{text},block_mask=1")) is None
+        for head_dim in (64, 128, 256):
+            text = f"S=4096,D={head_dim},softcap=30,block_mask=1"
+            assert self.SHIPPED.select(attention(text)) is not None
+
+    def test_a_kernel_serves_a_head_dimension_and_type(self) -> None:
+        counts: dict[tuple[int, bool], int] = {}
+        for target in targets(self.SHIPPED):
+            if target.problem.block_mask:
+                kind = target.problem.head_dim, target.problem.softcap > 0
+                counts[kind] = counts.get(kind, 0) + 1
+                assert "block mask" in target.label()
+        plain = {(head_dim, False): 2 for head_dim in (64, 96, 128, 256)}
+        assert counts == {**plain, (64, True): 2, (128, True): 2, (256, True): 2}

@@ -14,7 +14,7 @@ from tuner.cli import main
 from tuner.compile import prebuilt
 from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.errors import BenchmarkError, ConfigError
-from tuner.hardware import DEFAULT_GPU
+from tuner.hardware import DEFAULT_GPU, GPUS
 from tuner.measure import device, worker_client
 from tuner.measure.gate import REFERENCE
 from tuner.measure.log_sum_exp import judge_lse, lse_of
@@ -262,6 +262,22 @@ class TestCommand:
 
     def test_a_dry_run_checks_nothing(self, built: Path, worker: Worker) -> None:
         assert main(["prove", "--dry-run"]) == 0 and worker.asks == []
+
+    def test_a_proof_of_another_gpu_holds(
+        self,
+        built: Path,
+        worker: Worker,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        """Of the same compute capability; proven anew, it is that GPU's."""
+        assert main(["prove", "--problems", "8"]) == 0
+        monkeypatch.setattr(device, "detect", lambda index: GPUS["H100"])
+        assert main(["prove", "--problems", "8"]) == 0
+        assert "0 kernels to prove, 3 proven" in capsys.readouterr().err
+        assert main(["prove", "--problems", "8", "--again"]) == 0
+        proofs = [one.proof for one in KernelList.read(built).kernels.values() if one.proof]
+        assert {one.gpu for one in proofs} == {GPUS["H100"].name}
 
     @pytest.mark.usefixtures("worker")
     def test_nothing_is_built(self, capsys: pytest.CaptureFixture[str]) -> None:

@@ -127,7 +127,7 @@ class TestAnswers:
         other = AttentionProblem(1024, 1024, 64, is_causal=True)
         assert lookup(other, gpu=H200, path=path) is None
         assert lookup(PROBLEM, gpu=H200, regime=EAGER, path=path) is None
-        assert lookup(PROBLEM, gpu=H100, path=path) is None
+        assert lookup(PROBLEM, gpu=PCIE, path=path) is None
 
     def test_the_regime_is_the_operations_own(self, store: Store, path: Path) -> None:
         gemm, cold = GemmProblem(64, 64, 64), Regime("stream", "cold")
@@ -179,7 +179,7 @@ class TestAnswers:
     def test_a_gpu_by_name(self, store: Store, path: Path, name: str) -> None:
         decide(store, measured())
         assert us(lookup(PROBLEM, gpu=name, path=path)) == 13
-        assert lookup(PROBLEM, gpu="H100", path=path) is None
+        assert lookup(PROBLEM, gpu="H100-PCIe", path=path) is None
 
     def test_a_gpu_that_only_the_store_knows(self, store: Store, path: Path) -> None:
         gpu = Gpu("NVIDIA GH200 480GB", "9.0", 132, 1980, 4000.0, 62914560)
@@ -192,15 +192,37 @@ class TestAnswers:
         self, store: Store, path: Path
     ) -> None:
         decide(store, measured())
-        answer = lookup(PROBLEM, gpu=H100, path=path, allow_other_gpu=True)
+        answer = lookup(PROBLEM, gpu=PCIE, path=path, allow_other_gpu=True)
         assert answer is not None
         assert not answer.exact
-        name = H100.name
+        name = PCIE.name
         assert answer.notes == (f"measured on NVIDIA H200, not on {name}: another GPU was allowed",)
-        decide(store, measured(15.0, gpu=H100))
-        answer = lookup(PROBLEM, gpu=H100, path=path, allow_other_gpu=True)
+        decide(store, measured(15.0, gpu=PCIE))
+        answer = lookup(PROBLEM, gpu=PCIE, path=path, allow_other_gpu=True)
         assert answer is not None
         assert (answer.exact, answer.entry.winner.latency_us, answer.notes) == (True, 15.0, ())
+
+    def test_a_gpu_with_as_many_multiprocessors_shares_its_decisions(
+        self, store: Store, path: Path
+    ) -> None:
+        decide(store, measured())
+        answer = lookup(PROBLEM, gpu=H100, path=path)
+        assert answer is not None
+        assert (answer.kind, answer.exact, answer.entry.gpu) == ("exact", False, H200)
+        why = "the same kernels on as many multiprocessors (132)"
+        assert answer.notes == (f"measured on NVIDIA H200, not on {H100.name}: {why}",)
+        decide(store, measured(15.0, gpu=H100))
+        answer = lookup(PROBLEM, gpu=H100, path=path)
+        assert answer is not None
+        assert (answer.exact, answer.entry.winner.latency_us, answer.notes) == (True, 15.0, ())
+        assert us(lookup(PROBLEM, gpu=H200, path=path)) == 13
+
+    def test_a_gpu_s_own_chained_decision_comes_before_another_one_s(
+        self, store: Store, path: Path
+    ) -> None:
+        decide(store, measured())
+        decide(store, measured(9.0, regime=Regime("chained", "warm"), gpu=H100))
+        assert us(lookup(PROBLEM, gpu=H100, path=path)) == 9
 
     def test_the_other_gpu_is_the_nearest_of_its_kind(self, store: Store, path: Path) -> None:
         blackwell = Gpu("NVIDIA B200", "10.0", 114, 1965, 8000.0, 132644864)

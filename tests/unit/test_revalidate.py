@@ -23,7 +23,7 @@ from tuner.runners import choose
 from tuner.selection.reader import close
 from tuner.store import Entry, Store, open_store
 from tuner.store.entry import is_vendor
-from tuner.tuning.revalidate import revalidate
+from tuner.tuning.revalidate import PROMISING, revalidate
 
 LOOKUP = importlib.import_module("tuner.selection.reader")
 H200, WARM = GPUS["H200"], Regime("stream", "warm")
@@ -53,11 +53,15 @@ def measured(config: Config, us: float, **changes: Any) -> Measurement:
 class FakeRunner:
     """Answers with `latency_us` of each config, None being a fault."""
 
-    gpu, provenance, environment = H200, Provenance.MEASURED, NOW
+    gpu, provenance, environment, regime = H200, Provenance.MEASURED, NOW, WARM
     capacity, building = 1, 0
+    is_compiled: Callable[[Config], bool] = staticmethod(lambda config: True)
 
-    def __init__(self, latency_us: Callable[[Problem, Config], float | None]) -> None:
+    def __init__(
+        self, latency_us: Callable[[Problem, Config], float | None], regime: Regime = WARM
+    ) -> None:
         self.latency_us = latency_us
+        self.regime = regime
         self.retimed: list[list[Config]] = []
         self.submitted: list[tuple[Problem, list[Config]]] = []
         self.open: deque[tuple[Problem, list[Config]]] = deque()
@@ -65,6 +69,7 @@ class FakeRunner:
     def _measure(self, problem: Problem, config: Config, is_final: bool) -> Measurement:
         us = self.latency_us(problem, config)
         found = measured(config, us or 1.0, problem=problem, environment=NOW, is_final=is_final)
+        found = found.but(regime=self.regime)
         if us is None:
             return found.but(status=Status.WRONG_RESULT, latency_us=None, log="element 3 is off")
         return found.but(std_us=us * 0.001)
@@ -78,6 +83,9 @@ class FakeRunner:
     ) -> list[Measurement]:
         self.retimed.append(list(finalists))
         return [self._measure(problem, config, True) for config in finalists]
+
+    def compiled(self, problem: Problem, family: Any, space: Sequence[Config]) -> list[Config]:
+        return [config for config in space if self.is_compiled(config)]
 
     def submit(self, problem: Problem, group: Sequence[Config]) -> None:
         self.submitted.append((problem, list(group)))
@@ -99,6 +107,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     """The default store, and nothing shipped beside it."""
     caches = (LOOKUP.shipped, LOOKUP.shipped_index)
     monkeypatch.setattr("tuner.selection.shipped._tuned", lambda: tmp_path / "nothing")
+    monkeypatch.setattr("tuner.tuning.revalidate.portfolio.shipped", lambda: ())
     for cached in caches:
         cached.cache_clear()
     with open_store() as made:
@@ -173,6 +182,40 @@ class TestRevalidate:
             revalidate(entry, runner_of({}, other=None), store)
         assert store.best(PROBLEM, H200, WARM) == entry
 
+    def test_another_regime_decides_beside_the_first(self, store: Store) -> None:
+        entry = decide(store, measured(OWN[0], 12.0), measured(OWN[1], 12.5))
+        runner = runner_of({OWN[0]: 13.0, OWN[1]: 12.5})
+        runner.regime = WARM.chained
+        result = revalidate(entry, runner, store)
+        assert (result.after.regime, result.after.winner.config) == (WARM.chained, OWN[1])
+        assert store.best(PROBLEM, H200, WARM) == entry
+
+    def test_the_portfolio_s_most_promising_kernels_are_timed_too(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class Planted:
+            op, gpu = PROBLEM.op, H200
+
+            def select(self, problem: Problem, gpu: Any) -> Any:
+                return self
+
+            def ranked(self) -> Iterator[tuple[float, Config]]:
+                return iter([(float(i), OWN[i]) for i in range(len(OWN))])
+
+        monkeypatch.setattr("tuner.tuning.revalidate.portfolio.shipped", lambda: (Planted(),))
+        entry = decide(store, measured(OWN[1], 12.0))
+        runner = runner_of({})
+        revalidate(entry, runner, store)
+        own = [c for c in runner.retimed[0] if not is_vendor(c)]
+        assert own == [OWN[1], OWN[0], *OWN[2:PROMISING]]
+
+    def test_kernels_that_are_not_compiled_are_left_out(self, store: Store) -> None:
+        entry = decide(store, measured(OWN[0], 12.0), measured(OWN[1], 12.5))
+        runner = runner_of({})
+        runner.is_compiled = lambda config: config == OWN[1]
+        revalidate(entry, runner, store, compiled_only=True)
+        assert [c for c in runner.retimed[0] if not is_vendor(c)] == [OWN[1]]
+
     def test_a_pin_stays(self, store: Store) -> None:
         decide(store, measured(OWN[0], 12.0), measured(OWN[1], 12.5))
         pinned = store.pin(PROBLEM, H200, WARM, OWN[1])
@@ -227,6 +270,26 @@ class TestCommands:
             "config_digest": OWN[1].digest,
             "latency_us": 12.5,
         }
+
+    def test_only_what_has_no_decision_under_the_regime(
+        self, store: Store, machine: type[FakeRunners], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        chained = WARM.chained
+        decide(store, measured(OWN[0], 12.0))
+        other = AttentionProblem.parse("S=512,D=64")
+        for problem, regime in ((PROBLEM, chained), (other, chained)):
+            old = measured(OWN[0], 7.0, problem=problem, regime=regime)
+            store.decide(problem, H200, regime, [old], "sweep")
+        assert main(["revalidate", "--regime", "stream", "--json"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        assert {e["shape"] for e in document["entries"]} == {PROBLEM.label(), other.label()}
+
+    def test_a_time_limit_leaves_entries_for_the_next_run(
+        self, store: Store, machine: type[FakeRunners], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        decide(store, measured(OWN[0], 12.0))
+        assert main(["revalidate", "--all", "--time-limit", "-1"]) == 1
+        assert "1 entries are left; the same command goes on" in capsys.readouterr().err
 
     def test_what_changed_is_printed(
         self, store: Store, machine: type[FakeRunners], capsys: pytest.CaptureFixture[str]

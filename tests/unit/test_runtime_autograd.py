@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend  # noqa: E402
 
 from tuner.problem import AttentionBackwardProblem  # noqa: E402
 from tuner.runtime import autograd  # noqa: E402  (and the operators)
+from tuner.runtime import gradients as differentiation  # noqa: E402
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
 OPERATORS = {
@@ -196,6 +197,40 @@ def test_pytorch_s_kernels_accept_what_they_are_given(
     assert (out.shape, lse.shape, lse.dtype) == (inputs[0].shape, (2, 4, 6), torch.float32)
     grads = autograd.backward(torch.empty_like(out), *inputs, out, lse, True, 0.3)
     assert [g.shape for g in grads] == [t.shape for t in inputs]
+
+
+@pytest.mark.parametrize(
+    "length,chosen,allowed,gains",
+    [
+        (1024, autograd._FLASH, True, True),
+        (1024, autograd._CUDNN, True, False),  # as PyTorch does by itself
+        (1024, autograd._FLASH, False, False),
+        (512, autograd._FLASH, True, False),  # too little work for the operators' way
+    ],
+)
+def test_large_training_calls_that_nobody_tuned_take_cudnn_s_kernels(
+    monkeypatch: pytest.MonkeyPatch, length: int, chosen: int, allowed: bool, gains: bool
+) -> None:
+    """(1,32,S,128): 43 GFLOP of gradients at 1024 tokens, 11 at 512."""
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: chosen)
+    monkeypatch.setattr(autograd, "_takes_cudnn", lambda *_: allowed)
+    query = SimpleNamespace(shape=(1, 32, length, 128), is_cuda=True)
+    assert autograd.gains_by_cudnn(query, query, query, False, None) is gains
+    assert not autograd.gains_by_cudnn(query, query, query, True, None) or length > 1024
+
+
+def test_what_cudnn_gains_goes_through_the_operators(
+    on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An untuned call then keeps its log-sum-exp for the kernel of `autograd.backward`."""
+    inputs = tensors()
+    for gains in (True, False):
+        monkeypatch.setattr(differentiation, "gains_by_cudnn", lambda *_, gains=gains: gains)
+        out, wanted = on_cpu.attention.attention(*inputs), SDPA(*inputs)
+        assert ("tuner" in out.grad_fn.name()) is gains
+        grad = torch.randn_like(out)
+        assert close([out], [wanted])
+        assert close(gradients(out, inputs, grad), gradients(wanted, inputs, grad))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,7 +71,7 @@ def test_quantised_rows_stand_for_what_they_were(k: int) -> None:
     elements, scale = quantised(rows)
     blocks = -(-k // 128)
     assert elements.is_contiguous() and elements.dtype == torch.float8_e4m3fn
-    assert scale.shape == (6, blocks) and scale.t().is_contiguous()
+    assert (scale.shape, scale.stride()) == ((6, blocks), (1, 8)), "as the products' operands"
     each = scale.repeat_interleave(128, 1)[:, :k]
     error = (elements.float() * each - rows.float()).abs()
     # Half of a spacing of 2^-3, or of the smallest spacing, 2^-9, of a block's factor.
@@ -78,6 +79,79 @@ def test_quantised_rows_stand_for_what_they_were(k: int) -> None:
     largest = torch.stack([part.float().abs().amax(1) for part in rows.split(128, 1)], 1)
     assert torch.allclose(scale * 448, largest.clamp_min(MIN_MAXIMUM))
     assert not elements[2].float().any()
+
+
+class Quantiser:
+    """A loaded kernel over a host's memory: PyTorch's operations, or with a bit of them wrong."""
+
+    def __init__(self, *, is_right: bool) -> None:
+        self.is_right = is_right
+        self.launches: list[tuple[int, ...]] = []
+
+    def launch(
+        self, tensors: Any, integers: Any, scalars: Any, workspace: int, stream: int
+    ) -> None:
+        from tuner.runtime.block_scaled import composed
+
+        m, k, stride, block, _ = integers
+        source = (ctypes.c_uint16 * ((m - 1) * stride + k)).from_address(tensors[0])
+        flat = torch.frombuffer(source, dtype=torch.bfloat16)
+        elements, factors = composed(flat.as_strided((m, k), (stride, 1)))
+        elements.view(torch.uint8)[-1, -1] ^= not self.is_right
+        ctypes.memmove(tensors[1], elements.data_ptr(), m * k)
+        ctypes.memmove(tensors[2], factors.data_ptr(), 4 * ((factors.shape[1] - 1) * block + m))
+        self.launches.append(integers)
+
+
+@pytest.fixture
+def quantiser(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The runtime's quantiser where its kernel is built; `kernel` is what is loaded."""
+    module = on_cpu.quantiser
+    module.kernel = Quantiser(is_right=True)
+    monkeypatch.setattr(module.block_quantiser, "find", lambda artifacts: "artifact")
+    monkeypatch.setattr(module, "load", lambda artifact: module.kernel)
+    return module
+
+
+def test_a_kernel_quantises_rows_that_it_takes(quantiser: Any) -> None:
+    from tuner.runtime.block_scaled import composed, quantised
+
+    wide = torch.randn(12, 416).bfloat16()
+    for rows in (wide[:, :400], wide[::2, :400], wide[3:4, :400]):
+        before = len(quantiser.kernel.launches)
+        found, wanted = quantised(rows), composed(rows)
+        assert len(quantiser.kernel.launches) == before + 1 + (before == 0), "one to compare bits"
+        assert found[1].stride() == wanted[1].stride()
+        assert torch.equal(found[0].view(torch.uint8), wanted[0].view(torch.uint8))
+        assert torch.equal(found[1], wanted[1])
+    assert quantiser.kernel.launches[1:] == [
+        (12, 400, 416, 12, 1),
+        (6, 400, 832, 8, 1),
+        (1, 400, 400, 4, 1),
+    ]
+
+
+def test_other_rows_are_quantised_by_pytorch(quantiser: Any) -> None:
+    wide = torch.randn(12, 416).bfloat16()
+    for rows in (wide.half(), wide[:, :396], wide[:, 1:401], wide.t(), wide[:0], wide[:, ::2]):
+        assert quantiser.run(rows, None) is None
+    assert not quantiser.kernel.launches
+
+
+def test_a_kernel_with_other_bits_is_not_served(
+    quantiser: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from tuner.runtime.block_scaled import composed, quantised
+
+    rows = torch.randn(12, 416).bfloat16()
+    with monkeypatch.context() as patch:
+        patch.setattr(quantiser.devices, "is_capturing", lambda: True)
+        assert quantiser.run(rows, composed) is None and not quantiser.kernel.launches
+    quantiser.kernel.is_right = False
+    for _ in range(2):
+        found, wanted = quantised(rows), composed(rows)
+        assert torch.equal(found[0].view(torch.uint8), wanted[0].view(torch.uint8))
+    assert len(quantiser.kernel.launches) == 1 and caplog.text.count("bits are not theirs") == 1
 
 
 def test_a_linear_layer_is_pytorch_s_where_no_kernel_serves_it(

@@ -30,7 +30,7 @@ from tuner.compile.artifacts import Artifact
 from tuner.config import Config
 from tuner.errors import BenchmarkError
 from tuner.families import families
-from tuner.hardware import DEFAULT_GPU
+from tuner.hardware import DEFAULT_GPU, GPUS, Gpu
 from tuner.measurement import Environment, Regime
 from tuner.problem import AttentionProblem
 from tuner.selection.candidates import Candidate, DomainModels, Regret, Spread
@@ -152,6 +152,23 @@ def test_a_proven_kernel_serves_a_shape_that_nobody_tuned(serving: Serving) -> N
     assert (stats.hits, stats.portfolio_hits) == (2, 2)
 
 
+def test_an_h200_s_portfolio_serves_on_an_h100(serving: Serving) -> None:
+    """By the same kernels and their proofs, where they are faster by more."""
+    serving.machine.gpu = GPUS["H100"]
+    assert serving.call() and serving.launched == ["key-wide"]
+    serving.portfolio = made(candidate(FIRST, 9.95), candidate(FLASH, 10.0), margin=0.0)
+    serving.runtime.table.table.forget()
+    assert not serving.call()
+    serving.machine.gpu = DEFAULT_GPU
+    serving.runtime.table.table.forget()
+    assert serving.call()
+
+
+def test_on_a_gpu_without_a_description_pytorch_answers(serving: Serving) -> None:
+    serving.machine.gpu = Gpu("NVIDIA GH200 480GB", "9.0", 132, 0, 0.0, 0)
+    assert not serving.call() and serving.launched == []
+
+
 def test_what_is_not_proven_is_passed_over_for_the_next_that_wins(serving: Serving) -> None:
     del serving.proven["128"]
     assert serving.call() and serving.launched == ["key-narrow"]
@@ -252,6 +269,31 @@ def test_a_pinned_table_asks_no_portfolio(serving: Serving, tmp_path: Any) -> No
 def test_an_artifact_that_a_rank_lacks_is_not_launched(serving: Serving) -> None:
     serving.runtime.table.table.pin(None, ["key-wide"])
     assert serving.call() and serving.launched == ["key-narrow"]
+
+
+def test_a_kernel_of_block_masks_serves_a_shape_that_nobody_tuned(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    sparse = importlib.import_module("tuner.runtime.sparse")
+    monkeypatch.setattr(sparse, "_compiled", lambda: lambda *_, **options: None)
+    serving.portfolio = next(one for one in shipped() if one.op == "attention")
+
+    def answered(queries: int, **options: Any) -> bool:
+        tensors = inputs((1, 2, queries, 64))
+        mask = create_block_mask(
+            lambda b, h, q, k: k <= q, None, None, queries, queries, device="cpu"
+        )
+        out = sparse.sparse_attention(*tensors, mask, **options)
+        return out is not None and bool((out == WRITTEN).all())
+
+    assert answered(150) and answered(300, softcap=20) and serving.launched == ["key-wide"] * 2
+    stats = serving.machine.stats()
+    assert (stats.hits, stats.portfolio_hits, stats.fallbacks) == (2, 2, {})
+    assert not answered(127) and serving.fallbacks == ["no measured winner"]
+    serving.proven = {}
+    assert not answered(151)
 
 
 def test_pytorch_is_asked_about_small_tensors(on_cpu: SimpleNamespace) -> None:

@@ -257,3 +257,127 @@ def test_wrong_arguments_are_refused_in_one_line(sparse: Any) -> None:
         sparse.sparse_attention(*given, torch.ones(1))
     with pytest.raises(ConfigError, match=r"softcap=-1 is out of range"):
         sparse.sparse_attention(*given, masked(), softcap=-1)
+
+
+class TestOperator:
+    """`tuner::sparse_attention` over tables: a kernel where there is one, else FlexAttention."""
+
+    @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+    @pytest.mark.parametrize("softcap", [0.0, 2.0])
+    def test_without_a_kernel_flex_attention_reads_the_tables(
+        self, sparse: Any, runtime: SimpleNamespace, softcap: float
+    ) -> None:
+        from tuner.runtime import block_mask
+
+        given = tensors()
+        tables = block_mask.tabulated(masked(of_heads, None, HEADS))
+        out, lse = torch.ops.tuner.sparse_attention_with_lse(*given, *tables, 0.3, softcap)
+        wanted, wanted_lse = expected(given, of_heads, 0.3, softcap)
+        torch.testing.assert_close(out, wanted)
+        torch.testing.assert_close(lse, wanted_lse)
+        alone = torch.ops.tuner.sparse_attention(*given, *tables, 0.3, softcap)
+        assert torch.equal(alone, out)
+        assert runtime.counters.stats().fallbacks == {"the tensors are not on a CUDA device": 2}
+
+    @pytest.mark.parametrize("name", ["sparse_attention", "sparse_attention_with_lse"])
+    def test_opcheck(self, sparse: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """With another answer than FlexAttention's, whose vmap the check of schemas cannot see."""
+        from tuner.runtime import block_mask
+
+        def attend(query: Any, *_: Any, return_aux: Any = None, **options: Any) -> Any:
+            out = (query * options["scale"]).contiguous()
+            return (out, SimpleNamespace(lse=query.sum(-1))) if return_aux else out
+
+        monkeypatch.setattr(sparse, "mask_by", lambda *_: None)
+        monkeypatch.setattr(sparse, "flex_attention", attend)
+        tables = block_mask.tabulated(masked())
+        operator = getattr(torch.ops.tuner, name).default
+        in_order = tensors()
+        for given in (in_order, [t.transpose(1, 2).contiguous().transpose(1, 2) for t in in_order]):
+            torch.library.opcheck(operator, (*given, *tables), {"scale": 0.3, "softcap": 2.0})
+
+    def test_a_graph_holds_it_under_a_mask_that_was_prepared(
+        self, served: SimpleNamespace, sparse: Any, on_cpu: SimpleNamespace
+    ) -> None:
+        from tuner.runtime.block_mask import prepare_block_mask
+
+        given, graphs = tensors(torch.float16), []
+
+        def keep(graph: Any, inputs: Any) -> Any:
+            graphs.append(graph)
+            return graph.forward
+
+        @torch.compile(backend=keep, fullgraph=True)
+        def attend(mask: Any, with_lse: bool) -> Any:
+            return sparse.sparse_attention(*given, mask, softcap=3, return_lse=with_lse)
+
+        first, second = (prepare_block_mask(masked()) for _ in range(2))
+        assert attend(first, False).shape == given[0].shape
+        attend(second, False)
+        assert len(graphs) == 1, "another mask is another input of the graph"
+        assert "tuner.sparse_attention" in {str(node.target) for node in graphs[0].graph.nodes}
+        attend(first, True)
+        targets = {str(node.target) for node in graphs[1].graph.nodes}
+        assert "tuner.sparse_attention_with_lse" in targets
+        tables = [addresses[5:] for addresses, *_ in served.launched]
+        assert tables[0] == tables[2] != tables[1]
+        assert {scalars for *_, scalars in served.launched} == {(1 / math.sqrt(WIDTH), 3.0)}
+        assert served.posed[0][1] == AttentionProblem.parse(
+            "B=2,H=4,HKV=2,SQ=150,SKV=300,D=32,softcap=3,block_mask=1"
+        )
+        assert not served.flex and on_cpu.counters.stats().hits == 3
+
+    def test_a_graph_holds_flex_attention_where_a_gradient_is_wanted(
+        self, served: SimpleNamespace, sparse: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from tuner.runtime.block_mask import prepare_block_mask
+
+        def attend(query: Any, key: Any, value: Any, **options: Any) -> Any:
+            return query + (key + value).sum(2, keepdim=True)[:, :1]
+
+        monkeypatch.setattr(sparse, "flex_attention", attend)
+        given, mask = tensors(torch.float16), prepare_block_mask(masked())
+        given[1].requires_grad_()
+        compiled = torch.compile(
+            lambda: sparse.sparse_attention(*given, mask), backend="eager", fullgraph=True
+        )
+        compiled().sum().backward()
+        assert given[1].grad is not None and not served.launched
+        with torch.no_grad():
+            compiled()
+        assert len(served.launched) == 1
+
+    def test_it_has_no_gradient(self, sparse: Any) -> None:
+        from tuner.runtime import block_mask
+
+        given, tables = tensors(), block_mask.tabulated(masked())
+        given[0].requires_grad_()
+        out = torch.ops.tuner.sparse_attention(*given, *tables)
+        with pytest.raises(ConfigError, match=r"tuner::sparse_attention has no gradient .allowed"):
+            out.sum().backward()
+
+    def test_tables_of_another_mask_are_refused_in_one_line(self, sparse: Any) -> None:
+        from tuner.runtime import block_mask
+
+        given, tables = tensors(), block_mask.tabulated(masked(heads=HEADS))
+        for wrong in (
+            [given[0], *(t[:, :, :200] for t in given[1:])],
+            [given[0][:, :2], *given[1:]],
+        ):
+            with pytest.raises(ConfigError, match=r"the other tables are not for 2 blocks of qu"):
+                torch.ops.tuner.sparse_attention(*wrong, *tables)
+        with pytest.raises(ConfigError, match=r"block_counts .* of torch.int64 and the other"):
+            torch.ops.tuner.sparse_attention(*given, tables[0].long(), *tables[1:])
+        with pytest.raises(ConfigError, match="HKV a divisor of H"):
+            torch.ops.tuner.sparse_attention(given[0][:, :3], *given[1:], *tables)
+
+    def test_what_cannot_be_prepared_is_said(
+        self, sparse: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from tuner.runtime import block_mask
+
+        with pytest.raises(ConfigError, match=r"block_mask is NoneType .allowed: BlockMask"):
+            block_mask.prepare_block_mask(None)
+        monkeypatch.setattr(block_mask, "MAX_BITS_BYTES", 9)
+        with pytest.raises(ConfigError, match=r"its bits take 12288 bytes .allowed: 9"):
+            block_mask.prepare_block_mask(masked())

@@ -163,6 +163,21 @@ def test_a_kernel_that_is_measured_only_makes_way(machine: Machine) -> None:
     assert was_tuned(machine.attention(*inputs()))
 
 
+def test_where_flex_attention_won_under_a_block_mask_pytorch_answers(
+    machine: Machine, on_cpu: SimpleNamespace
+) -> None:
+    """And not the next of the ranking, which is slower; elsewhere it is measured only."""
+    plan, flex = on_cpu.plan, Config("vendor_flex", {"kernel": "flex"})
+    found = {}
+    for text in ("S=512,D=64,block_mask=1", "S=512,D=64,softcap=30"):
+        problem = AttentionProblem.parse(text)
+        posed = plan.Posed(problem, 0.125)
+        found[text] = plan.plan_of(posed, measured().but(problem=problem, config=flex), 0)
+    refusal, reason = found.values()
+    assert refusal.reason.startswith("PyTorch's own kernel was the fastest")
+    assert reason == "flex is measured, and not served"
+
+
 def test_a_pinned_winner_comes_first(machine: Machine) -> None:
     machine.vendor = lambda q, k, v: torch.full_like(q, 3.0)
     vendor, own = measured("vendor_sdpa", latency_us=5.0), measured()

@@ -19,7 +19,7 @@ from tuner.measurement import Measurement, Regime, Status
 from tuner.problem import GemmProblem, Problem
 from tuner.search import samplers
 from tuner.search import study as module
-from tuner.search.family_search import FamilySearch
+from tuner.search.family_search import LEADING, FamilySearch
 from tuner.search.samplers import ABSENT, KERNEL, STARTUP, ModelSampler, choices_of
 from tuner.search.study import NEEDED, SAMPLERS, Search, sampler_name
 from tuner.search.surrogate import Surrogate, features_of
@@ -353,12 +353,30 @@ def test_model_spends_nothing_on_a_family_without_hope() -> None:
     assert toy.started > 10
 
 
-def test_model_spreads_what_is_compiled_at_once() -> None:
-    search = Search([member(Toy(), sampler="model")], total=40, seeds=6)
-    ahead = search.ahead()
-    assert [search.ask() for _ in range(6)] == ahead
-    assert len({group[0].digest for group in ahead}) == 6
-    assert len({group[0]["n"] for group in ahead}) > 1, "not six of the same kind"
+def test_model_begins_with_the_least_expected_times_and_spreads_what_follows() -> None:
+    toy = member(Toy(), sampler="model")
+    search = Search([toy], total=40, seeds=LEADING + 6)
+    expected, ahead = toy.open, search.ahead()
+    assert [search.ask() for _ in range(LEADING + 6)] == ahead
+    assert ahead[:LEADING] == [toy.groups[key][: len(ahead[0])] for key in expected[:LEADING]]
+    assert len({group[0].digest for group in ahead}) == LEADING + 6
+    kinds = {group[0]["n"] for group in ahead[:LEADING]}
+    assert kinds < {group[0]["n"] for group in ahead}, "not all of the same kind"
+
+
+def test_model_leads_with_the_best_of_all_families() -> None:
+    class Other(Toy):
+        name = "other"
+
+        def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
+            factor = 0.99 if config["n"] == 32 and config["schedule"] == "a" else 1.01
+            return factor * super().predict_us(problem, config, gpu)
+
+    members = [member(Other(), sampler="model"), member(Toy(), sampler="model")]
+    asked = [group[0] for group in Search(members, total=40, seeds=4).ahead()]
+    estimates = {m.family.name: m.family for m in members}
+    times = [estimates[c.family].predict_us(PROBLEM, c, DEFAULT_GPU) for c in asked]
+    assert times == sorted(times) and {c.family for c in asked} == {"toy", "other"}
 
 
 def test_model_takes_failures_for_the_worst() -> None:

@@ -9,11 +9,19 @@ from typing import Any
 import pytest
 
 from tuner.hardware import DEFAULT_GPU
-from tuner.problem import LAYOUTS, GemmProblem
+from tuner.problem import LAYOUTS, AttentionProblem, GemmProblem
 from tuner.selection.domains import AttentionDomain
 from tuner.selection.kernels import Target, targets
 from tuner.selection.portfolio import shipped
-from tuner.tuning.trials import MAX_BYTES, MAX_FLOPS, Fact, Trial, tile_of, trials
+from tuner.tuning.trials import (
+    MAX_BYTES,
+    MAX_FLOPS,
+    MAX_MASK_PAIRS,
+    Fact,
+    Trial,
+    tile_of,
+    trials,
+)
 
 PORTFOLIOS = {one.op: one for one in shipped()}
 TARGETS = targets(PORTFOLIOS["attention"])
@@ -249,3 +257,17 @@ def test_windows_and_sinks_of_paged_caches() -> None:
             assert all(trial.problem.has_sinks for trial in drawn(target))
             return
     raise AssertionError("no kernel of sinks and windows")
+
+
+def test_block_masks_have_all_axes_and_edges_of_blocks() -> None:
+    target = next(t for t in TARGETS if t.problem.block_mask and t.problem.head_dim == 128)
+    found = facts(target)
+    assert values(found, "block_mask") == {"1", "b", "h", "bh"}
+    assert {1, 127, 128, 129, 255, 257} <= values(found, "seqlen_q") & values(found, "seqlen_kv")
+    assert values(found, "with_lse") == {False, True} and len(values(found, "heads")) > 10
+    for trial in drawn(target):
+        problem = trial.problem
+        assert isinstance(problem, AttentionProblem)
+        assert target.family.kernels(problem, trial.config) == target.kernels
+        batches, heads, *_ = problem.block_shape
+        assert batches * heads * problem.seqlen_q * problem.seqlen_kv <= MAX_MASK_PAIRS

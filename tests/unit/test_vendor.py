@@ -18,6 +18,7 @@ from tuner.config import Config
 from tuner.families import families, family
 from tuner.families.vendor import (
     BESIDE_PYTORCH,
+    FLEX,
     ListedVendor,
     Vendor,
     peers,
@@ -44,6 +45,7 @@ PROBLEMS: dict[str, Problem] = {
     "vendor_blas": GemmProblem.parse("M=4096,N=4096,K=4096"),
     "vendor_cublaslt_search": GemmProblem.parse("M=4096,N=4096,K=4096"),
     "vendor_cudnn_plans": AttentionProblem.parse("S=1024,D=64"),
+    "vendor_flex": AttentionProblem.parse("S=1024,D=64,block_mask=1"),
     "vendor_softmax": SoftmaxProblem.parse("M=1024,N=1024,B=16"),
     "vendor_swiglu": SwigluProblem.parse("M=4096,N=14336,K=4096"),
     "vendor_grouped_gemm": GroupedGemmProblem.parse("G=8,M=4096,N=14336,K=4096,dtype=bf16"),
@@ -94,6 +96,7 @@ def test_predictions_follow_the_measured_order() -> None:
 
 def test_what_pytorch_never_calls_is_named() -> None:
     named = {*sdpa.PEERS, *sdpa.VARIANTS, *sdpa.TILES, *peers.PEERS, "torch_compile", "inductor"}
+    named.add(FLEX)
     for member in families().values():
         if isinstance(member, ListedVendor):
             named |= set(member.offered)

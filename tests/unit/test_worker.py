@@ -25,7 +25,7 @@ from tuner.measure.tolerance import Verdict
 from tuner.measure.worker import Worker
 from tuner.measure.worker_client import Ask
 from tuner.measurement import Regime, Status
-from tuner.problem import AttentionProblem, Problem
+from tuner.problem import AttentionProblem, GemmProblem, Problem
 
 
 class Vendor(Toy):
@@ -38,6 +38,7 @@ class Vendor(Toy):
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     FakeGate.verdicts = []
+    FakeGate.opened = []
     for name, fake in FAKES.items():
         monkeypatch.setattr(worker_room, name, fake)
     return []
@@ -84,6 +85,15 @@ def test_a_quick_request(events: list[dict[str, Any]]) -> None:
         *("reference, planted", "check, planted", "reference, random", "check, random"),
         *("timing", "check after timing"),
     ]
+
+
+@pytest.mark.parametrize("mode", ["quick", "final", "probe"])
+@pytest.mark.parametrize("extent", [8192, 32768])
+def test_a_final_pass_checks_a_sample_of_what_takes_long(
+    events: list[dict[str, Any]], mode: str, extent: int
+) -> None:
+    answer(events, "ok", mode=mode, problem=GemmProblem(extent, extent, extent))
+    assert FakeGate.opened == [mode == "final" and extent == 32768]
 
 
 def test_kernels_are_profiled_unchecked(events: list[dict[str, Any]]) -> None:

@@ -74,7 +74,8 @@ def line_up(
         problem: what is computed.
         gpu: where.
         regime: decisions of this regime come first, those of others follow.
-        entries: the cache's decisions; only measured ones of this GPU are used.
+        entries: the cache's decisions; only measured ones that serve on this GPU are used,
+            its own first.
         against: kernels to measure against, of `peers_named`.
         own: own kernels to take from each decision.
         with_untuned: time what the cost model picks beside what was tuned.
@@ -84,10 +85,11 @@ def line_up(
     cached = [
         entry
         for entry in entries
-        if (entry.problem, entry.gpu.identity) == (problem, gpu.identity)
+        if entry.problem == problem
+        and gpu.shares_decisions(entry.gpu)
         and entry.provenance is Provenance.MEASURED
     ]
-    cached.sort(key=lambda entry: entry.regime != regime)
+    cached.sort(key=lambda e: (e.gpu.identity != gpu.identity, e.regime != regime))
     chosen: dict[Config, None] = {}
     for entry in cached:
         chosen.update(dict.fromkeys(_best(entry, gpu, own, notes)))

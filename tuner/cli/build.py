@@ -67,7 +67,9 @@ def register(subparsers: Any) -> None:
         action="store_true",
         help="the kernels of the shipped portfolio, which serve shapes that nobody tuned",
     )
-    parser.add_argument("--gpu", help="only entries, or the portfolio, of this GPU, as in H200")
+    parser.add_argument(
+        "--gpu", help="only entries, or the portfolio, that serve on this GPU, as in H200"
+    )
     parser.add_argument(
         "--only",
         metavar="TEXT,...",
@@ -98,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
         CompileError: when there is no compiler.
         StoreError: when the store or the artifact cache cannot be opened or written.
     """
+    from tuner.compile import block_quantiser
     from tuner.compile.artifacts import ArtifactCache
     from tuner.compile.compiler import Compiler
     from tuner.compile.toolchain import find_toolchain
@@ -138,6 +141,9 @@ def run(args: argparse.Namespace) -> int:
                 if not args.json:
                     print(f"{target.label}: {_said(target)}")
             print(f"the runtime's dispatcher: {_dispatcher(artifacts)}", file=sys.stderr)
+            if any(getattr(t.measurement.problem, "scales", "") == "block" for t in targets):
+                said = _beside(block_quantiser, artifacts)
+                print(f"the quantiser of activations: {said}", file=sys.stderr)
     failed = [target for target in targets if target.reason]
     if args.json:
         rows = [
@@ -190,13 +196,23 @@ def _alone(artifacts: ArtifactCache) -> Iterator[None]:
 
 
 def _dispatcher(artifacts: ArtifactCache) -> str:
-    """Compile what the runtime loads beside the kernels; without it calls go through Python."""
+    """Compile what the runtime calls kernels through; without it calls go through Python."""
     from tuner.compile import dispatcher
 
+    return _beside(dispatcher, artifacts)
+
+
+def _beside(library: Any, artifacts: ArtifactCache) -> str:
+    """Compile a library that the runtime loads beside the kernels.
+
+    Args:
+        library: module with `find` and `build`.
+        artifacts: where it is kept.
+    """
     try:
-        if dispatcher.find(artifacts):
+        if library.find(artifacts):
             return "there already"
-        dispatcher.build(artifacts)
+        library.build(artifacts)
     except TunerError as exc:
         return f"not built, {exc}"
     return "compiled"
@@ -227,7 +243,7 @@ def _entries(store: Store, args: argparse.Namespace) -> Iterable[Entry]:
         if entry.provenance is Provenance.MEASURED
         and args.op in (None, entry.problem.op)
         and problem in (None, entry.problem)
-        and (gpu is None or entry.gpu.identity == gpu.identity)
+        and (gpu is None or gpu.shares_decisions(entry.gpu))
     ]
     if problem is not None and not chosen:
         answer = lookup(problem, gpu=gpu, among=())

@@ -10,9 +10,13 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tuner.base.install import extra_command, install_command
+
+if TYPE_CHECKING:
+    from tuner.hardware import Gpu
+    from tuner.problem import Problem
 
 OK, MISSING, NOTE = "ok", "missing", "note"
 
@@ -131,6 +135,46 @@ def _gpu(index: int) -> Iterator[Finding]:
     yield _driver(str(facts.get("driver", "version unknown")), str(facts.get("cuda", "0")))
     if others:
         yield Finding("GPU use", NOTE, "; ".join(others), "others are using it: times may be off")
+    if gpu.is_served:
+        yield serving_finding(gpu)
+
+
+def serving_finding(gpu: Gpu) -> Finding:
+    """Shipped data that serves on a GPU, and the kernels that are proven here."""
+    from tuner.selection.kernels import BUILD, PROVE, lists
+    from tuner.selection.portfolio import serving, shipped
+    from tuner.selection.shipped import shipped_index
+
+    portfolios = serving(shipped(), gpu)
+    kernels = [
+        kernel
+        for one in lists.known()
+        if one.capability == gpu.compute_capability
+        for kernel in one.kernels.values()
+    ]
+    proven = sum(kernel.proof is not None and not kernel.fault for kernel in kernels)
+    decided: dict[str, set[Problem]] = {}
+    for same in shipped_index().values():
+        for one in same:
+            if gpu.shares_decisions(one.gpu):
+                decided.setdefault(one.gpu.name, set()).add(one.problem)
+    own = decided.pop(gpu.name, set())
+    shared = [f"{n} of {name}" for name, all_ in sorted(decided.items()) if (n := len(all_ - own))]
+    found = f"decisions for {', '.join([f'{len(own)} problems of its own', *shared])}"
+    names = sorted({(one.made_on or one.gpu).name for one in portfolios})
+    if not portfolios:
+        advice = "PyTorch answers shapes that nobody tuned: tuner sweep"
+        return Finding("shipped data", NOTE, f"{found}; no portfolio", advice)
+    found += f"; portfolios made on {', '.join(names)}"
+    is_rescaled = any(one.made_on is not None for one in portfolios)
+    found += ", rescaled to this GPU" if is_rescaled else ""
+    found += f"; {proven} of {len(kernels)} built kernels are proven"
+    if not proven:
+        return Finding("shipped data", NOTE, found, f"`{BUILD}`, then `{PROVE}`")
+    if is_rescaled:
+        advice = "expected times are predictions: TUNER_BENCHMARK=1 measures in place"
+        return Finding("shipped data", NOTE, found, advice)
+    return Finding("shipped data", OK, found)
 
 
 def _no_driver() -> Finding | None:

@@ -114,7 +114,8 @@ def _other_gpu(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-other-gpu",
         action="store_true",
-        help="answer from another GPU of the same compute capability where there is nothing else",
+        help="answer from another GPU of the same compute capability, whatever its count of "
+        "multiprocessors, where there is nothing else",
     )
 
 

@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
 
 def chosen(op: str | None, gpu: str | None) -> list[Portfolio]:
-    """The shipped portfolios of an operation and a GPU.
+    """The shipped portfolios of an operation that serve on a GPU.
 
     Args:
         op: operation; None: all.
-        gpu: name; None: all.
+        gpu: name; None: every GPU that one was made on.
 
     Raises:
         ConfigError: when there is none.
     """
-    from tuner.selection.portfolio import shipped
+    from tuner.selection.portfolio import serving, shipped
     from tuner.selection.reader import find_gpu
 
     known = shipped()
-    name = find_gpu(gpu, [one.gpu for one in known]).name if gpu else None
-    found = [one for one in known if op in (None, one.op) and name in (None, one.gpu.name)]
+    there = serving(known, find_gpu(gpu, [one.gpu for one in known])) if gpu else known
+    found = [one for one in there if op in (None, one.op)]
     if not found:
         allowed = ", ".join(f"--op {one.op} --gpu '{one.gpu.name}'" for one in known) or "none"
         raise ConfigError(f"no portfolio ships for that (allowed: {allowed})")
@@ -80,6 +80,8 @@ def build(
 
     by_capability: dict[str, list[Target]] = {}
     for one in chosen(op, gpu):
+        if one.made_on is not None:
+            say(f"{one.op}: the portfolio of {one.made_on.name}, rescaled to {one.gpu.name}")
         named = [t for t in targets(one) if all(text in t.label() for text in only)]
         by_capability.setdefault(one.gpu.compute_capability, []).extend(named)
     if not any(by_capability.values()):

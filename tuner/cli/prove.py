@@ -123,14 +123,10 @@ def _plans(args: argparse.Namespace, gpu: Gpu) -> list[Plan]:
     from tuner.selection.portfolio import shipped
     from tuner.tuning.proof import plan
 
-    portfolios = [
-        one
-        for one in shipped()
-        if args.op in (None, one.op) and one.gpu.compute_capability == gpu.compute_capability
-    ]
     wanted = {
         tuple(sorted(spec.key for spec in target.kernels.values())): target
-        for one in portfolios
+        for one in shipped()
+        if args.op in (None, one.op) and one.gpu.shares_kernels(gpu)
         for target in targets(one)
     }
     known = {path: KernelList.read(path) for path in users()}

@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from tuner.cli.timing import add_launch
 from tuner.errors import BenchmarkError, ConfigError, NoValidConfigError, StoreError, TunerError
-from tuner.problem import PROBLEMS
+from tuner.problem import PROBLEMS, Problem
 from tuner.selection.describe import against_fastest, microseconds, short_name
 from tuner.store.entry import ratios_json
 
 if TYPE_CHECKING:
-    from tuner.measurement import Measurement
+    from tuner.hardware import Gpu
+    from tuner.measurement import Measurement, Regime
     from tuner.runners.base import Runner
     from tuner.runners.choose import Runners
     from tuner.store import Entry, Store
@@ -22,10 +25,11 @@ if TYPE_CHECKING:
 
     Work = Callable[[Entry, Runner, Store], dict[str, Any]]
 
-REVALIDATE = """Times the best configs of stored entries and the vendors' kernels again, side by
-side, and decides anew: seconds an entry, nothing is searched. Without --shape and --all it takes
-the entries that were measured in another environment than this one (driver, torch, cuDNN, ...);
-those are served all the while."""
+REVALIDATE = """Times the best configs of stored entries, the portfolio's most promising kernels and
+the vendors' kernels again, side by side, and decides anew: seconds an entry, nothing is searched.
+Without --shape and --all it takes the entries that were measured in another environment than this
+one (driver, torch, cuDNN, ...); those are served all the while. With --regime it takes those whose
+problem has no decision under that regime: the same command goes on where it stopped."""
 
 
 def register(subparsers: Any) -> None:
@@ -41,6 +45,21 @@ def register(subparsers: Any) -> None:
         choices=sorted(PROBLEMS),
         help="only this operation; of --shape, default attention",
     )
+    add_launch(parser, "decide under this regime, whatever the entry's own is")
+    parser.add_argument(
+        "--l2", choices=("warm", "cold"), help="only entries with the inputs in this state"
+    )
+    ahead = parser.add_mutually_exclusive_group()
+    ahead.add_argument(
+        "--compile", action="store_true", help="compile the own kernels; needs and uses no GPU"
+    )
+    ahead.add_argument(
+        "--compiled-only", action="store_true", help="leave out kernels that are not compiled yet"
+    )
+    parser.add_argument("--gpu", help="with --compile: entries of this GPU (default H200)")
+    parser.add_argument(
+        "--time-limit", type=float, metavar="SECONDS", help="begin no entry after this"
+    )
     parser.add_argument("--device", type=int, default=0, help="CUDA device (default 0)")
     parser.add_argument("--jobs", type=int, metavar="N", help="nvcc processes at a time")
     parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
@@ -52,14 +71,40 @@ def revalidate(args: argparse.Namespace) -> int:
     """Revalidate; 1 when an entry could not be decided anew."""
     from tuner.tuning import revalidate as room
 
+    if args.compile:
+        return _compile(args)
+    if args.gpu:
+        raise ConfigError("--gpu is for --compile (allowed elsewhere: --device)")
+
     def work(entry: Entry, runner: Runner, store: Store) -> dict[str, Any]:
         print(f"{_label(entry)}: timing", file=sys.stderr, flush=True)
-        result = room.revalidate(entry, runner, store)
+        result = room.revalidate(entry, runner, store, compiled_only=args.compiled_only)
         if not args.json:
             print("\n".join(_revalidated_lines(result)), flush=True)
         return _revalidated_json(result)
 
     return _each(args, work)
+
+
+def _compile(args: argparse.Namespace) -> int:
+    """Compile the own kernels of the entries that are asked for; 1 when one failed."""
+    from tuner.cli.ahead import compile_ahead
+    from tuner.families import families
+    from tuner.hardware import DEFAULT_GPU
+    from tuner.runners.choose import Machine, Runners
+    from tuner.selection.reader import find_gpu
+    from tuner.tuning.revalidate import candidates
+
+    gpu = find_gpu(args.gpu) if args.gpu else DEFAULT_GPU
+    with Runners(Machine(jobs=args.jobs, replay=True), _note) as runners:
+        compiler = runners.compiler()
+        specs = [
+            spec
+            for entry in _known(args, _problem(args), gpu)
+            for config in candidates(entry, gpu)
+            for spec in families()[config.family].kernels(entry.problem, config).values()
+        ]
+        return compile_ahead(list(dict.fromkeys(specs)), compiler, args.time_limit)
 
 
 def _each(args: argparse.Namespace, work: Work) -> int:
@@ -79,13 +124,17 @@ def _each(args: argparse.Namespace, work: Work) -> int:
             raise ConfigError(f"{name}={value} is out of range (allowed: {least} or more)")
     done: list[dict[str, Any]] = []
     failed: list[dict[str, Any]] = []
+    started, left = time.monotonic(), 0
     with (
         open_store(args.store or settings.store_url()) as store,
         Runners(Machine((args.device,), args.jobs), _note) as runners,
     ):
-        for entry in _chosen(args, runners):
+        for entry in list(_chosen(args, runners)):
+            if args.time_limit is not None and time.monotonic() - started > args.time_limit:
+                left += 1
+                continue
             try:
-                done.append(work(entry, runners.of(entry.problem, entry.regime), store))
+                done.append(work(entry, runners.of(entry.problem, _wanted(args, entry)), store))
             except StoreError:
                 raise
             except TunerError as exc:
@@ -93,32 +142,69 @@ def _each(args: argparse.Namespace, work: Work) -> int:
                 failed.append({**_entry_json(entry), "error": str(exc)})
     if args.json:
         print(json.dumps({"entries": done, "failed": failed}))
-    elif not done and not failed:
+    elif not done and not failed and not left:
         print("every entry was measured in this environment")
-    return 1 if failed else 0
+    if left:
+        print(f"tuner: {left} entries are left; the same command goes on", file=sys.stderr)
+    return 1 if failed or left else 0
 
 
 def _note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _chosen(args: argparse.Namespace, runners: Runners) -> Iterator[Entry]:
-    """Measured entries of this GPU, shipped ones too: of a shape, all, or the outdated ones."""
-    from tuner.cli.entries import known_entries
-    from tuner.measurement import Provenance
-    from tuner.selection.reader import differences
-    from tuner.tuning.job import DEFAULT_OP
+def _wanted(args: argparse.Namespace, entry: Entry) -> Regime:
+    """The regime that an entry is decided under."""
+    from tuner.measurement import Regime
 
-    problem = PROBLEMS[args.op or DEFAULT_OP].parse(args.shape) if args.shape else None
-    gpu = runners.gpu
+    return Regime(args.regime, entry.regime.l2) if args.regime else entry.regime
+
+
+def _chosen(args: argparse.Namespace, runners: Runners) -> Iterator[Entry]:
+    """Measured entries of this GPU, shipped ones too: of a shape, all, or the outdated ones; those
+    without a decision under the regime that is asked for.
+    """
+    from tuner.selection.reader import differences
+
+    problem, gpu = _problem(args), runners.gpu
     if gpu is None:
         raise BenchmarkError("without a GPU nothing can be timed again")
+    known = _known(args, problem, gpu)
+    decided = {(entry.problem, entry.regime) for entry in known}
+    for entry in known:
+        wanted = _wanted(args, entry)
+        if wanted != entry.regime:
+            if (entry.problem, wanted) not in decided:
+                yield entry
+            continue
+        runner = runners.of(entry.problem, entry.regime)
+        if args.shape or args.all or differences(entry, runner.environment):
+            yield entry
+
+
+def _problem(args: argparse.Namespace) -> Problem | None:
+    """The problem of ``--shape``."""
+    from tuner.tuning.job import DEFAULT_OP
+
+    return PROBLEMS[args.op or DEFAULT_OP].parse(args.shape) if args.shape else None
+
+
+def _known(args: argparse.Namespace, problem: Problem | None, gpu: Gpu) -> list[Entry]:
+    """Measured entries of a GPU that the options leave.
+
+    Raises:
+        NoValidConfigError: when there is none.
+    """
+    from tuner.cli.entries import known_entries
+    from tuner.measurement import Provenance
+
     known = [
         entry
         for entry in known_entries(args)
         if entry.provenance is Provenance.MEASURED
         and entry.gpu.identity == gpu.identity
         and args.op in (None, entry.problem.op)
+        and args.l2 in (None, entry.regime.l2)
         and problem in (None, entry.problem)
     ]
     if not known:
@@ -126,10 +212,7 @@ def _chosen(args: argparse.Namespace, runners: Runners) -> Iterator[Entry]:
         raise NoValidConfigError(
             f"nothing is measured for {what} on {gpu.name}: `tuner sweep` measures it"
         )
-    for entry in known:
-        runner = runners.of(entry.problem, entry.regime)
-        if problem or args.all or differences(entry, runner.environment):
-            yield entry
+    return known
 
 
 def _label(entry: Entry) -> str:

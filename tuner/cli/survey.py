@@ -41,6 +41,11 @@ def register(subparsers: Any) -> None:
         help="in place of a random draw the kernels that a portfolio may be made of, and "
         "PyTorch's, at problems of public models",
     )
+    parser.add_argument(
+        "--only",
+        metavar="TEXT,...",
+        help="with --portfolio: only domains whose name holds each of these, as in D=128,one query",
+    )
     parser.add_argument("--op", choices=sorted(PROBLEMS), default="attention")
     parser.add_argument("--kernels", type=int, default=120, help="of each problem (default 120)")
     parser.add_argument("--variants", type=int, default=4, help="of each kernel (default 4)")
@@ -77,6 +82,8 @@ def run(args: argparse.Namespace) -> int:
     if args.jobs is not None and args.jobs < 1:
         raise ConfigError(f"jobs={args.jobs} is out of range (allowed: 1 or more)")
     how = Draw(args.kernels, args.variants, args.seed, tuple(args.family or ()))
+    if args.only and not args.portfolio:
+        raise ConfigError("--only is for --portfolio (allowed elsewhere: --shape, --problems)")
     if args.portfolio and (args.regime or args.l2):
         raise ConfigError("--regime and --l2 are not for --portfolio (allowed: neither)")
     if args.list:
@@ -130,16 +137,19 @@ def _samples(args: argparse.Namespace, gpu: Gpu, how: Draw) -> list[Sample]:
     """Candidates that are measured for each problem."""
     from tuner.errors import ConfigError
     from tuner.selection.domains import DOMAINS
-    from tuner.selection.portfolio import shipped
+    from tuner.selection.portfolio import serving, shipped
     from tuner.tuning.survey import draw, pooled
 
     if args.portfolio and args.op not in DOMAINS:
         raise ConfigError(f"--op {args.op} has no portfolio (allowed: {', '.join(DOMAINS)})")
     if not args.portfolio:
         return [draw(problem, gpu, how) for problem in _problems(args)]
-    wanted = args.op, gpu.identity
-    known = (one for one in shipped() if (one.op, one.gpu.identity) == wanted)
-    return pooled(args.op, gpu, next(known, None))
+    known = (one for one in serving(shipped(), gpu) if one.op == args.op)
+    only = args.only.split(",") if args.only else ()
+    samples = pooled(args.op, gpu, next(known, None), only)
+    if not samples:
+        raise ConfigError(f"--only {args.only}: no domain of {args.op} has this in its name")
+    return samples
 
 
 def _problems(args: argparse.Namespace) -> list[Problem]:

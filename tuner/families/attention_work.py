@@ -79,6 +79,11 @@ class Sizes(NamedTuple):
     outputs: int
     """Elements."""
 
+    @property
+    def megabytes(self) -> float:
+        """Read and written at least."""
+        return self.moved / MEGABYTE
+
     @classmethod
     def of(cls, problem: AttentionProblem) -> Sizes:
         """The sizes of a problem. A selection begins with them: it is kept short."""
@@ -147,15 +152,21 @@ TILINGS = {
 }
 """Tiles that a kernel whose source is not known may have; a fit finds out which."""
 _OF_TILES = ("rounds", "round_steps", "busiest_steps", "mean_steps", "longest_steps")
+FIRST_KEYS = 256
+"""A library begins to divide the keys between blocks by here, which costs a second kernel."""
 CLOSED_TERMS = (
     "launch",
     "blocks",
     "memory",
     "repeated_memory",
+    "first_keys",
     *(f"{term} of {tiles}" for tiles in TILINGS for term in _OF_TILES),
 )
 """Names of what `closed_work` counts. ``repeated_memory``: megabytes where each query head reads
-its keys and values anew."""
+its keys and values anew; ``first_keys``: the part of `FIRST_KEYS` that a sequence has."""
+
+CONSTANT_TERMS = frozenset({"launch", "memory", "stream", "partials", "repeated_memory"})
+"""Terms whose rates do not follow the clock."""
 
 
 def closed_work(sizes: Sizes, tiling: None, gpu: Gpu) -> tuple[float, ...]:
@@ -163,7 +174,8 @@ def closed_work(sizes: Sizes, tiling: None, gpu: Gpu) -> tuple[float, ...]:
     found = [work(sizes, tiling, gpu) for tiling in TILINGS.values()]
     blocks, memory = found[0][6:8]
     repeated = 2 * sizes.heads * sizes.seqlen_kv * sizes.row_bytes / MEGABYTE
-    return (1.0, blocks, memory, repeated, *chain.from_iterable(map(_of_tiles, found)))
+    first = smaller(sizes.seqlen_kv, FIRST_KEYS) / FIRST_KEYS
+    return (1.0, blocks, memory, repeated, first, *chain.from_iterable(map(_of_tiles, found)))
 
 
 _of_tiles = itemgetter(*(TERMS.index(name) for name in _OF_TILES))

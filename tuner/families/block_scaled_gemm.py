@@ -41,10 +41,11 @@ MAX_SUMS = 192
 MIN_STAGES, MAX_STAGES = 2, 24
 RASTER_ORDERS = {"AlongM": 1, "AlongN": 2}
 #: Factors of B's columns that a stage has room for, and bytes of its two barriers.
-COLUMN_PLACES, BARRIER_BYTES = 4, 16
+COLUMN_PLACES, BARRIER_BYTES = 12, 16
 #: Rows and columns of a warp's box of results, and its bytes.
 BOX_ROWS, BOX_COLUMNS = 16, 64
 BOX_BYTES = 2 * BOX_ROWS * BOX_COLUMNS
+MAX_BOXES = 4
 #: Largest extents, as the template checks them: tiles beyond the last one fit 32 bits.
 MAX_EXTENT = 1 << 30
 MAX_TILES = 1 << 30
@@ -82,7 +83,8 @@ class BlockScaledGemm(Family):
         "cluster_m": (1, 2),
         "cluster_n": (1, 2),
         "split_k": (1, 2, 4, 8),
-        "store_buffers": (0, 1, 2),
+        "store_buffers": (0, 1, 2, 3, MAX_BOXES),
+        "ordered": (False, True),
         "raster_order": tuple(RASTER_ORDERS),
         "max_swizzle_size": (1, 2, 4, 8, 16),
         "pdl": (False, True),
@@ -184,8 +186,9 @@ def spec_of(config: Config, *, is_grouped: bool) -> KernelSpec:
     """The kernel of a config, of one product or of groups."""
     at_run_time = BlockScaledGemm.runtime_parameters
     compiled = {k: v for k, v in config.params.items() if k not in at_run_time}
-    alone: dict[str, Value] = {"split_k": 1, "store_buffers": 0}
-    return KernelSpec(TEMPLATE, {**alone, **compiled, "grouped": is_grouped})
+    alone: dict[str, Value] = {"split_k": 1}
+    variables = {**alone, **compiled, "grouped": is_grouped}
+    return KernelSpec(TEMPLATE, variables)
 
 
 def launched(config: Config) -> tuple[int, int, int]:
@@ -262,6 +265,8 @@ def tile_violations(config: Config) -> list[str]:
         reasons.append(
             f"{used} bytes of shared memory at {stages} stages exceed {SMEM_PER_BLOCK_BYTES}"
         )
+    if config["ordered"] and tile_m <= INSTRUCTION_ROWS:
+        reasons.append(f"tile_m={tile_m} has one warp group: no turns (ordered=True)")
     return reasons
 
 
@@ -340,7 +345,9 @@ def _compiled(problem: GemmProblem, gpu: Gpu) -> Iterator[dict[str, Value]]:
                 continue
             if cluster_m * cluster_n > 1 and count < _MIN_CLUSTERED:
                 continue
-            for buffers in (0,) if swapped or splits > 1 else (1, 0):
+            buffers = _buffers(tile_m, tile_n) if not swapped and splits == 1 else [0]
+            turns = (True, False) if tile_m > INSTRUCTION_ROWS else (False,)
+            for store_buffers, ordered in product(buffers, turns):
                 params: dict[str, Value] = {
                     "swap_ab": swapped,
                     "tile_m": tile_m,
@@ -349,9 +356,16 @@ def _compiled(problem: GemmProblem, gpu: Gpu) -> Iterator[dict[str, Value]]:
                     "cluster_m": cluster_m,
                     "cluster_n": cluster_n,
                     "split_k": splits,
-                    "store_buffers": buffers,
+                    "store_buffers": store_buffers,
+                    "ordered": ordered,
                 }
                 yield dict(deepened(Config(BlockScaledGemm.name, params)).params)
+
+
+def _buffers(tile_m: int, tile_n: int) -> list[int]:
+    """Numbers of a warp's boxes: all of its part of a tile, where they are few, and one."""
+    boxes = max(1, tile_m // (2 * INSTRUCTION_ROWS)) * ceil(tile_n / BOX_COLUMNS)
+    return sorted({min(boxes, MAX_BOXES), 1}, reverse=True)
 
 
 def _launched(problem: GemmProblem, compiled: dict[str, Value]) -> Iterator[dict[str, Value]]:

@@ -38,9 +38,7 @@ class BlockScaledGroupedGemm(Family):
     capabilities = (HOPPER,)
     runtime_parameters: ClassVar[frozenset[str]] = BlockScaledGemm.runtime_parameters
     domains: ClassVar[Mapping[str, Domain]] = {
-        name: domain
-        for name, domain in BlockScaledGemm.domains.items()
-        if name not in ("split_k", "store_buffers")
+        name: domain for name, domain in BlockScaledGemm.domains.items() if name != "split_k"
     }
     draws = BlockScaledGemm.draws
 
@@ -95,7 +93,7 @@ class BlockScaledGroupedGemm(Family):
         along = "n" if config["swap_ab"] else "m"
         step = config[f"tile_{along}"] * config[f"cluster_{along}"]
         rows = sum(ceil(rows / step) * step for rows in problem.rows)
-        one = Config(_PRODUCT.name, {**config.params, "split_k": 1, "store_buffers": 0})
+        one = Config(_PRODUCT.name, {**config.params, "split_k": 1})
         endless = replace(gpu, memory_gbs=float("inf"))
         compute = _PRODUCT.predict_us(_product(problem, rows), one, endless)
         return float((compute**4 + gpu.floor_us(0, problem.bytes) ** 4) ** 0.25)

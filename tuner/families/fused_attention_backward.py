@@ -30,7 +30,10 @@ KERNEL = "attention_backward"
 #: Text that the template takes, by variable.
 WORDS = {"dtype": ("float16", "bfloat16"), "dq": ("bulk", "ordered", "direct")}
 #: Columns that the template is instantiated for; a smaller D is padded by TMA.
-INSTANCES = (64, 96, 128)
+INSTANCES = (64, 96, 128, 192, 256)
+#: Columns above which two warp groups share keys: dK and dV of 64 keys then fill the registers of
+#: two, each with half of the columns, and of half of the queries' scores.
+MOST_COLUMNS = 128
 #: (producer, consumer) registers after setmaxnreg, by warp groups: multiples of 8 (PTX ISA,
 #: setmaxnreg) whose sum over a block's threads stays within what the block gets at its launch.
 REGISTERS: Mapping[int, tuple[int, int]] = {1: (56, 240), 2: (24, 240)}
@@ -64,6 +67,11 @@ def instance(head_dim: int) -> int:
     return next(d for d in INSTANCES if d >= head_dim)
 
 
+def sharing_groups(head_dim: int) -> int:
+    """Warp groups that share 64 keys."""
+    return 2 if instance(head_dim) > MOST_COLUMNS else 1
+
+
 class FusedAttentionBackward(Family):
     """Rows of dO x O, then a block for every tile of keys, then dQ's sums turned into dQ."""
 
@@ -75,11 +83,13 @@ class FusedAttentionBackward(Family):
     domains: ClassVar[Mapping[str, Domain]] = {
         "warp_groups": (1, 2),
         "tile_m": (64, 96, 128),
-        "stages": (2, 3),
+        "stages": (1, 2, 3),
         "ds_stages": (1, 2),
         "swap_dq": (False, True),
         "dq": WORDS["dq"],
         "early_exp": (0, 50, 100),
+        "early_dq": (False, True),
+        "early_dv": (False, True),
         "section_heads": tuple(2**i for i in range(MOST_HEADS.bit_length())),
         "pdl": (False, True),
     }
@@ -94,8 +104,14 @@ class FusedAttentionBackward(Family):
 
     def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
         problem, found = _backward(problem), []
-        head_dim = instance(problem.head_dim)
+        head_dim, sharing = instance(problem.head_dim), sharing_groups(problem.head_dim)
         groups, tile_m, swaps = config["warp_groups"], config["tile_m"], config["swap_dq"]
+        if groups % sharing:
+            return [f"warp_groups={groups} do not share keys in {sharing}s"]
+        if sharing > 1 and config["early_dv"]:
+            found.append("early_dv=true needs P in registers, which groups that share keys do not")
+        if config["stages"] == 1 and not config["early_dq"]:
+            found.append("stages=1 needs early_dq: the next queries come when these are free")
         if problem.is_deterministic and config["dq"] != "ordered":
             found.append(f"dq={config['dq']} adds in any order: deterministic=1 needs ordered")
         rows, columns = (head_dim, tile_m) if swaps else (tile_m, head_dim)
@@ -121,23 +137,32 @@ class FusedAttentionBackward(Family):
 
     @staticmethod
     def registers(problem: AttentionBackwardProblem, config: Config) -> int:
-        """Most accumulators and operands of products that a thread holds at once. They are dK, dV
-        and an operand of theirs, with S^T and dP^T, or with the next S^T and dQ.
+        """Most accumulators and operands of products that a thread holds at once.
+
+        It holds dK and dV with S^T and dP^T, and also P^T as an operand if dV's product is early.
+        At another moment it holds dK and dV with dQ, the next S^T and an operand.
         """
         head_dim, tile_m = instance(problem.head_dim), int(config["tile_m"])
         of_dq = tile_m * head_dim // int(config["warp_groups"]) // 128
-        return head_dim + tile_m // 4 + max(tile_m, tile_m // 2 + of_dq)
+        sharing = sharing_groups(problem.head_dim)
+        queries = tile_m // sharing
+        operand = queries // 4
+        scores = queries + (operand if config["early_dv"] else 0)
+        return head_dim // sharing + max(scores, queries // 2 + operand + of_dq)
 
     @staticmethod
     def smem_bytes(problem: AttentionBackwardProblem, config: Config) -> int:
-        """Dynamic shared memory: K and V, the rings of Q and dO with their rows' statistics, dS,
-        and dQ on its way to memory.
+        """Dynamic shared memory, bytes.
+
+        It holds K and V, the pipeline buffers of Q and dO with their rows' statistics, dS, and dQ
+        on its way to memory. Groups that share keys also need P.
         """
         head_dim, tile_m = instance(problem.head_dim), int(config["tile_m"])
-        keys = GROUP_KEYS * int(config["warp_groups"])
+        sharing = sharing_groups(problem.head_dim)
+        keys = GROUP_KEYS * int(config["warp_groups"]) // sharing
         found = 2 * 2 * keys * head_dim
         found += int(config["stages"]) * 2 * tile_m * (2 * head_dim + 4)
-        found += int(config["ds_stages"]) * 2 * tile_m * keys
+        found += int(config["ds_stages"]) * 2 * tile_m * keys * sharing
         found += 0 if config["dq"] == "direct" else 4 * tile_m * head_dim
         return found + BARRIER_BYTES
 
@@ -154,9 +179,16 @@ class FusedAttentionBackward(Family):
         sections = sorted({1, 8, 32, 1 << (heads - 1).bit_length()})
         most = 1 << (heads - 1).bit_length()
         ways = ("ordered",) if problem.is_deterministic else ("bulk", "direct")
-        levers = product((1, 2), (64, 96, 128), (2, 3), (2, 1), (False, True), ways, (50, 0, 100))
-        for groups, tile_m, stages, ds_stages, swaps, way, early in levers:
-            if GROUP_KEYS * (groups - 1) >= problem.seqlen_kv or swaps != bool(tile_m % 64):
+        # Early dQ leaves all exponentials to the time of dP^T.
+        orders = [
+            *product((True,), (0,), (True, False)),
+            *product((False,), (50, 0, 100), (True, False)),
+        ]
+        sharing = sharing_groups(problem.head_dim)
+        rings = (2, 3) if sharing == 1 else (2, 1)
+        levers = product((1, 2), (64, 96, 128), rings, (2, 1), (False, True), ways, orders)
+        for groups, tile_m, stages, ds_stages, swaps, way, order in levers:
+            if GROUP_KEYS * (groups - sharing) >= problem.seqlen_kv or swaps != bool(tile_m % 64):
                 continue
             for section, pdl in product([s for s in sections if s <= most], (True, False)):
                 params: dict[str, Value] = {
@@ -166,7 +198,7 @@ class FusedAttentionBackward(Family):
                     "ds_stages": ds_stages,
                     "swap_dq": swaps,
                     "dq": way,
-                    "early_exp": early,
+                    **dict(zip(("early_dq", "early_exp", "early_dv"), order, strict=True)),
                     "section_heads": section,
                     "pdl": pdl,
                 }
@@ -217,7 +249,7 @@ class FusedAttentionBackward(Family):
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         problem, constants = _backward(problem), self.constants
         head_dim, tile_m = instance(problem.head_dim), int(config["tile_m"])
-        keys = GROUP_KEYS * int(config["warp_groups"])
+        keys = GROUP_KEYS * int(config["warp_groups"]) // sharing_groups(problem.head_dim)
         rate = constants["narrow_rate" if head_dim <= 64 else "rate"]
         # A SM's share of the peak, and what the exponentials take where they exceed the products.
         clock_mhz = gpu.peak_tflops / DEFAULT_GPU.peak_tflops * 1755.0

@@ -13,7 +13,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from tuner.families.tape import larger, smaller, where
-from tuner.hardware import Gpu
+from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.problem import DTYPE_BYTES, GemmProblem, SwigluProblem
 
 MEGABYTE, GIGAFLOP = 1e6, 1e9
@@ -61,6 +61,11 @@ class Sizes(NamedTuple):
     """Megabytes of A and B."""
     output: float
     """Megabytes written, and read of a residual."""
+
+    @property
+    def megabytes(self) -> float:
+        """Read and written at least."""
+        return self.inputs + self.output
 
     @classmethod
     def of(cls, problem: GemmProblem | SwigluProblem) -> Sizes:
@@ -125,7 +130,8 @@ def work(sizes: Sizes, tiling: Tiling, gpu: Gpu) -> tuple[float, ...]:
         waves = -(-blocks // slots)
     else:
         waves = -(-tiles // slots) if splits else larger(1.0, tiles / slots)
-    step_us = 2e-6 * rows * columns * depth * sm_count / NOMINAL_TFLOPS
+    tflops = NOMINAL_TFLOPS * gpu.peak_tflops / DEFAULT_GPU.peak_tflops
+    step_us = 2e-6 * rows * columns * depth * sm_count / tflops
     # Tiles of a wave: so many of the minor mode, and of the major one what is left.
     wave = smaller(slots, tiles)
     major, band = (tiles_n, by_m * swizzle) if along else (tiles_m, by_n * swizzle)
@@ -228,6 +234,12 @@ CLOSED_TERMS = (
     *(f"{term} of {tiles}" for tiles in TILINGS for term in _OF_TILES),
 )
 """Names of what `closed_work` counts."""
+CONSTANT_TERMS = frozenset(
+    {"launch", "memory", "bound", "repeated", "output", "partials", "uneven", "uneven_root"}
+)
+"""Terms whose rates do not follow the clock."""
+CHIP_TERMS = frozenset({"gigaflops"})
+"""Terms whose rates are the whole chip's: amounts of the others count the multiprocessors."""
 _of_tiles = itemgetter(*(TERMS.index(name) for name in _OF_TILES))
 
 

@@ -1,10 +1,14 @@
-"""The sizes that a family counts work from, by operation (`Family.work`)."""
+"""The sizes that a family counts work from, by operation (`Family.work`), and what another GPU
+makes of the work.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from tuner.families import attention_work, product_work
+from tuner.families.tape import larger
+from tuner.hardware import Gpu
 from tuner.problem import AttentionProblem, GemmProblem, Problem, SwigluProblem
 
 Sizes = attention_work.Sizes | product_work.Sizes
@@ -32,3 +36,42 @@ def sizes_of(problem: Problem) -> Sizes:
     kind: Any = kind_of(problem)
     found: Sizes = kind.of(problem)
     return found
+
+
+_CONSTANT_TERMS = attention_work.CONSTANT_TERMS | product_work.CONSTANT_TERMS
+
+
+def time_ratio(term: str, old: Gpu, new: Gpu) -> float:
+    """Microseconds of one unit of a work term on a GPU over those on another one of the same
+    compute capability, without `memory_gap_us`. By the clocks of their datasheets; amounts count
+    the multiprocessors.
+
+    Args:
+        term: of a family's `work_terms`.
+        old: where its rate was measured.
+        new: where it is expected.
+    """
+    name = term.partition(" of ")[0]
+    if name in _CONSTANT_TERMS:
+        return 1.0
+    if name in product_work.CHIP_TERMS:
+        return old.peak_tflops / new.peak_tflops
+    return old.clock_max_mhz / new.clock_max_mhz
+
+
+def memory_gap_us(sizes: Any, old: Gpu, new: Gpu, is_warm: bool) -> Any:
+    """Microseconds by which a call's bytes pass through one GPU's memory later than through
+    another's; negative where earlier. May be traced (`tuner.families.tape`).
+
+    Args:
+        sizes: a problem's.
+        old: the other one.
+        new: the one.
+        is_warm: True when inputs are in L2 as far as it holds them.
+    """
+    return _memory_us(sizes, new, is_warm) - _memory_us(sizes, old, is_warm)
+
+
+def _memory_us(sizes: Any, gpu: Gpu, is_warm: bool) -> Any:
+    megabytes, us = sizes.megabytes, 1e3 / gpu.reached_gbs
+    return larger(0.0, megabytes - gpu.l2_bytes / 1e6) * us if is_warm else megabytes * us

@@ -87,9 +87,11 @@ def tables_of(rows: Sequence[int], keys: int) -> Tables:
         listed = [*full, *seen]
         counts += struct.pack("<2i", len(full), len(seen))
         indices += struct.pack(f"<{columns}i", *listed, *[UNSET] * (columns - len(listed)))
-        data = [row.to_bytes(columns * _ROW_BYTES, "little") for row in band]
+        joined = b"".join(row.to_bytes(columns * _ROW_BYTES, "little") for row in band)
+        ordered, row_bytes = _in_order(joined), columns * _ROW_BYTES
+        starts = range(0, len(joined), row_bytes)
         for column in listed:
-            bits += b"".join(_in_order(_block(row, column)) for row in data)
+            bits += b"".join(_block(ordered[at : at + row_bytes], column) for at in starts)
             bits += _SEEN * (BLOCK_SIZE - len(band))
         bits += _SEEN * (BLOCK_SIZE * (columns - len(listed)))
     dense = b"".join(_bytes(row, keys) for row in rows)
@@ -100,13 +102,24 @@ def _block(row: bytes, column: int) -> bytes:
     return row[column * _ROW_BYTES : (column + 1) * _ROW_BYTES]
 
 
-@lru_cache(1 << 16)
-def _in_order(block: bytes) -> bytes:
-    """128 bits of a row in the order of `AttentionProblem`: a word for each lane of a quad."""
-    words = [
-        sum((octet >> 2 * lane & 3) << 2 * j for j, octet in enumerate(block)) for lane in range(4)
-    ]
-    return struct.pack("<4I", *words)
+def _in_order(blocks: bytes) -> bytes:
+    """Each 128 bits of some rows in the order of `AttentionProblem`: a word for each lane of a
+    quad. Of every octet a lane has two bits, which are brought together in all rows at once.
+    """
+    size, found = len(blocks), 0
+    every = int.from_bytes(blocks, "little")
+    for lane in range(4):
+        part = every >> 2 * lane & _repeated(3, 1, size)
+        for octets in (2, 4, 8, 16):  # their bits now, of half as many each before
+            part = (part | part >> 3 * octets) & _repeated((1 << 2 * octets) - 1, octets, size)
+        found |= part << 32 * lane
+    return found.to_bytes(size, "little")
+
+
+@lru_cache(256)
+def _repeated(word: int, octets: int, size: int) -> int:
+    """A number of `size` octets that holds `word` in each so many of them."""
+    return int.from_bytes(word.to_bytes(octets, "little") * (size // octets), "little")
 
 
 _ZEROS_AND_ONES = bytes.maketrans(b"01", b"\0\1")

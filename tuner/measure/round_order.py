@@ -30,9 +30,10 @@ class RoundOrder:
         per_call = [us / n for us, n in zip(burst_us, calls, strict=True)]
         bound = CONTENDING * min(per_call)
         self._contenders = [i for i, us in enumerate(per_call) if us < bound]
-        self._others = [i for i, us in enumerate(per_call) if us >= bound]
+        self.others = [i for i, us in enumerate(per_call) if us >= bound]
+        """Indices of those that are no contenders."""
         self._burst_us = burst_us
-        self._others_us = bursts * sum(burst_us[i] for i in self._others)
+        self._others_us = bursts * sum(burst_us[i] for i in self.others)
         self.orders = self._deal()
         """Indices in their order, without end."""
 
@@ -53,6 +54,6 @@ class RoundOrder:
             dealt = chance.sample(self._contenders, count)
             for shift in chance.sample(range(count), count):
                 order = [dealt[(step + shift) % count] for step in zigzag]
-                yield order + self._others
+                yield order + self.others
                 if count % 2:
-                    yield order[::-1] + self._others
+                    yield order[::-1] + self.others

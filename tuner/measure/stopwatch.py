@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import random
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tuner.errors import BenchmarkError
@@ -20,7 +21,7 @@ from tuner.measure.bursts import Burst, Entrant, Step, count_calls, median_of, t
 from tuner.measure.device import Device
 from tuner.measure.round_order import RoundOrder
 from tuner.measure.subjects import Call
-from tuner.measurement import Clocks, Regime
+from tuner.measurement import TIE, Clocks, Regime
 
 #: Clocks ramp from idle (345 MHz on an H200) within this time.
 WARM_UP_US = 20_000.0
@@ -31,6 +32,16 @@ SLOW_US = 50_000.0
 REPLAYS_A_ROUND = 3
 #: What deviates by this part of its median or more over the rounds is timed again, then flagged.
 MOST_DEVIATION = 0.02
+#: A final pass whose rounds took so long goes on only until every place beside the fastest is
+#: decided (`is_decided`), and ends undecided at the limit.
+LONG_PASS_US = 3_000_000.0
+PASS_LIMIT_US = 15_000_000.0
+#: Rounds before a long pass may end, and those of a subject that is no contender there.
+LEAST_ROUNDS = 8
+#: A long pass that stays undecided has so many times the rounds that were asked for, at most.
+MOST_PASSES = 3
+#: Chance that the interval of a ratio misses the ratio, at each look.
+MISS = 0.05
 
 
 @dataclass(frozen=True)
@@ -50,6 +61,39 @@ class Timing:
     @property
     def is_noisy(self) -> bool:
         return self.std_us >= MOST_DEVIATION * self.median_us
+
+
+@dataclass
+class _Rounds:
+    """Accepted rounds of a final pass."""
+
+    samples: list[list[float]]
+    """Microseconds a call of each subject, round by round."""
+    clocks: list[Clocks] = field(default_factory=list)
+    spent_us: float = 0.0
+    is_throttled: bool = False
+
+    @property
+    def is_long(self) -> bool:
+        return self.spent_us >= LONG_PASS_US
+
+    @property
+    def timings(self) -> list[Timing]:
+        return [Timing.of(series) for series in self.samples]
+
+    def is_over(self, rounds: int) -> bool:
+        """True if no further round is needed.
+
+        Args:
+            rounds: that were asked for.
+        """
+        count = len(self.clocks)
+        if not self.is_long:
+            return count >= rounds
+        if count < min(rounds, LEAST_ROUNDS):
+            return False
+        most = count >= MOST_PASSES * rounds or self.spent_us >= PASS_LIMIT_US
+        return most or is_decided(self.samples)
 
 
 class Stopwatch:
@@ -103,6 +147,10 @@ class Stopwatch:
         `MOST_DEVIATION` or more, all is timed once more with twice the rounds. A deviation that
         stays gets the flag ``noisy``.
 
+        The noise decides the number of rounds of a pass that takes longer than `LONG_PASS_US`.
+        After `LEAST_ROUNDS` it ends when everything `is_decided`. Otherwise it has up to
+        `MOST_PASSES` times the rounds within `PASS_LIMIT_US`. It is not repeated.
+
         Args:
             bursts: prepared bursts, own kernels and vendors'.
             rounds: accepted rounds wanted.
@@ -110,19 +158,17 @@ class Stopwatch:
             careful: wait for each burst, so that the one that hangs is known.
         """
         round_order = self._round_order(bursts, progress, careful)
-        timings, clocks, throttled = self._rounds(bursts, round_order, rounds, progress, careful)
-        if any(timing.is_noisy for timing in timings):
-            timings, clocks, throttled = self._rounds(
-                bursts, round_order, 2 * rounds, progress, careful
-            )
+        taken = self._rounds(bursts, round_order, rounds, progress, careful)
+        if not taken.is_long and any(timing.is_noisy for timing in taken.timings):
+            taken = self._rounds(bursts, round_order, 2 * rounds, progress, careful)
         flagged = []
-        for timing in timings:
+        for timing in taken.timings:
             flags = (
                 *(("noisy",) if timing.is_noisy else ()),
-                *(("throttled",) if throttled else ()),
+                *(("throttled",) if taken.is_throttled else ()),
             )
             flagged.append(replace(timing, flags=flags))
-        return flagged, clocks
+        return flagged, summarize(taken.clocks)
 
     def _round_order(
         self, bursts: Sequence[Burst], progress: Callable[[int], None], careful: bool
@@ -141,36 +187,42 @@ class Stopwatch:
         rounds: int,
         progress: Callable[[int], None],
         careful: bool,
-    ) -> tuple[list[Timing], Clocks, bool]:
-        samples: list[list[float]] = [[] for _ in bursts]
-        seen: list[Clocks] = []
-        spare, throttled = rounds, False
-        while len(seen) < rounds:
+    ) -> _Rounds:
+        taken = _Rounds([[] for _ in bursts])
+        spare = rounds
+        while not taken.is_over(rounds):
             progress(-1)
-            times, clocks = self._round(bursts, round_order, progress, careful)
+            order = next(round_order.orders)
+            if taken.is_long and len(taken.clocks) >= LEAST_ROUNDS:
+                order = [index for index in order if index not in round_order.others]
+            times, clocks = self._round(bursts, order, round_order, progress, careful)
+            taken.spent_us += self._lasted_us()
             if device_room.SLOWDOWNS.intersection(clocks.throttle):
                 if spare > 0:
                     spare -= 1
                     continue
-                throttled = True
-            seen.append(clocks)
-            for series, time in zip(samples, times, strict=True):
-                series.append(time)
-        return [Timing.of(series) for series in samples], summarize(seen), throttled
+                taken.is_throttled = True
+            taken.clocks.append(clocks)
+            for index, time in times.items():
+                taken.samples[index].append(time)
+        return taken
 
     def _round(
         self,
         bursts: Sequence[Burst],
+        order: Sequence[int],
         round_order: RoundOrder,
         progress: Callable[[int], None],
         careful: bool,
-    ) -> tuple[list[float], Clocks]:
-        """One burst after the other."""
-        steps = [burst.steps(REPLAYS_A_ROUND, self._chance) for burst in bursts]
-        taken = iter(self._take(sum(len(mine) + 1 for mine in steps)))
-        events = [list(itertools.islice(taken, len(mine) + 1)) for mine in steps]
-        order = next(round_order.orders)
+    ) -> tuple[dict[int, float], Clocks]:
+        """One burst after the other: microseconds a call of each."""
+        steps = {index: bursts[index].steps(REPLAYS_A_ROUND, self._chance) for index in order}
+        taken = iter(self._take(2 + sum(len(mine) + 1 for mine in steps.values()))[2:])
+        events = {
+            index: list(itertools.islice(taken, len(mine) + 1)) for index, mine in steps.items()
+        }
         untimed = round_order.settling(order[0])
+        self._device.record(self._events[0])
         for index in order:
             if careful:
                 progress(index)
@@ -180,14 +232,19 @@ class Stopwatch:
             self._series(bursts[index], steps[index], events[index])
             if careful:
                 self._device.wait()
+        self._device.record(self._events[1])
         # Read while the GPU works: an idle one reports idle clocks.
         clocks = device_room.read_clocks(self._device.index)
         self._device.wait()
-        times = [
-            median_of(mine, self._spans(marks), burst.n)
-            for mine, marks, burst in zip(steps, events, bursts, strict=True)
-        ]
+        times = {
+            index: median_of(steps[index], self._spans(events[index]), bursts[index].n)
+            for index in order
+        }
         return times, clocks
+
+    def _lasted_us(self) -> float:
+        """Microseconds of the latest round."""
+        return self._device.elapsed_us(*self._events[:2])
 
     def _series(self, burst: Burst, steps: Sequence[Step], events: Sequence[Any]) -> None:
         """Enqueue one burst untimed, then a step between each event and the next."""
@@ -217,6 +274,43 @@ class Stopwatch:
         """Microseconds from each event to the next."""
         self._device.wait()
         return [self._device.elapsed_us(start, end) for start, end in itertools.pairwise(events)]
+
+
+def is_decided(samples: Sequence[Sequence[float]]) -> bool:
+    """True if further rounds would not change the fastest subject by more than a tie.
+
+    Each other subject's ratio to the fastest has an interval (`median_interval`) that is narrower
+    than `TIE`, or above 1 + `TIE`.
+
+    Args:
+        samples: times of each subject, one a round, from the same first rounds.
+    """
+    medians = [statistics.median(series) for series in samples]
+    fastest = samples[medians.index(min(medians))]
+    for series in samples:
+        if series is not fastest:
+            pairs = zip(series, fastest, strict=False)
+            low, high = median_interval([one / best for one, best in pairs])
+            if high - low > TIE and low < 1 + TIE:
+                return False
+    return True
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Confidence interval of the median by the sign test, for any distribution.
+
+    From six values on it misses the median with a probability of at most `MISS`. For fewer values
+    it is their range.
+    """
+    ordered, count = sorted(values), len(values)
+    rank, below = 0, 0.0  # chance that at most `rank` values are below the median
+    while rank < count // 2:
+        below += math.comb(count, rank) / 2**count
+        if 2 * below > MISS:
+            break
+        rank += 1
+    left = max(rank - 1, 0)
+    return ordered[left], ordered[count - 1 - left]
 
 
 def _all(calls: Iterable[Call]) -> None:

@@ -17,6 +17,7 @@ from tuner.compile.artifacts import LoadedKernel
 from tuner.config import Config
 from tuner.errors import BenchmarkError
 from tuner.families.base import LSE, Family, Launch, Ref, Strides
+from tuner.families.vendor import PreparedCall
 from tuner.measure.device import Device, Graph
 from tuner.measurement import Status
 from tuner.problem import Operand, Problem
@@ -191,7 +192,8 @@ class VendorSubject(Subject):
         """Imports torch, and makes the device's stream its current one.
 
         A vendor that wants another layout than the problem's (`Family.handed_over`) gets copies
-        of the inputs, made when a call is bound and no part of it.
+        of the inputs, made when a call is bound and no part of it. Then it also prepares itself
+        for their contents (`PreparedCall`).
 
         Raises:
             BenchmarkError: with status UNAVAILABLE where there is no torch; `bind` raises it
@@ -230,6 +232,8 @@ class VendorSubject(Subject):
             self._input(buffers[one.name], one, other)
             for one, other in zip(self._problem.inputs, self._wanted.inputs, strict=True)
         ]
+        if isinstance(function, PreparedCall):
+            function = function.prepared(*inputs)
         outputs = [self._tensor(buffers[one.name], one) for one in self._problem.outputs]
         size = sum(one.bytes for one in self._problem.outputs)
         torch = self._torch

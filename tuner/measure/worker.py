@@ -46,6 +46,7 @@ from tuner.measure import device as device_room
 from tuner.measure.bursts import Burst, Sets, count_sets, entrant
 from tuner.measure.device import Device, Pool
 from tuner.measure.gate import Gate
+from tuner.measure.gate.chunks import LONG_REFERENCE_S
 from tuner.measure.gate.inputs import kinds_of, scale_of
 from tuner.measure.gate.kernels import Guarded
 from tuner.measure.gate.reference import reference_seconds
@@ -166,7 +167,9 @@ class Worker:
         self._phase(None, f"buffers of {job.problem.label()}")
         if self._gate is None:
             self._gate = Gate(self._device, load(job.reference))
-        self._gate.open(job.problem, job.seed, job.strides)
+        is_long = reference_seconds(job.problem) > LONG_REFERENCE_S
+        is_sampled = is_long and job.mode == "final"
+        self._gate.open(job.problem, job.seed, job.strides, is_sampled=is_sampled)
         if job.mode == "final":
             return self._measure_together(job, self._gate)
         with _Rotation(self, job, self._gate) as rotation:

@@ -386,7 +386,7 @@ def _block_scaled_gemm(problem: GemmProblem, config: Config, gpu: Gpu) -> Work:
 
 
 def _block_scaled_groups(problem: GroupedGemmProblem, config: Config, gpu: Gpu) -> Work:
-    one = Config("block_scaled_gemm", {**config.params, "split_k": 1, "store_buffers": 0})
+    one = Config("block_scaled_gemm", {**config.params, "split_k": 1})
     return _of_groups(
         [
             _block_scaled_gemm(

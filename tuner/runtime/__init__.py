@@ -13,6 +13,7 @@ except ImportError as exc:
 
 from tuner.runtime import operators as _operators  # noqa: F401  (defines them)
 from tuner.runtime.attention import attention
+from tuner.runtime.block_mask import prepare_block_mask
 from tuner.runtime.counters import Stats, stats
 from tuner.runtime.enable import disable, enable, enabled
 from tuner.runtime.grouped import grouped_mm
@@ -35,6 +36,7 @@ __all__ = [
     "linear_problems",
     "matmul",
     "paged_attention",
+    "prepare_block_mask",
     "restore_linear_",
     "scaled_mm",
     "sparse_attention",

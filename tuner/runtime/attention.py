@@ -36,7 +36,7 @@ from tuner.runtime import devices, dispatch, guards, native, quantised, serving
 from tuner.runtime.attention_plan import AttentionCall
 from tuner.runtime.bias import as_operand
 from tuner.runtime.composed import NONE, Extras, compose
-from tuner.runtime.gradients import is_measured
+from tuner.runtime.gradients import is_differentiable
 from tuner.runtime.operators import operate
 from tuner.runtime.table import table
 
@@ -67,8 +67,9 @@ def attention(
 
     Gradients come from a backward kernel measured for the problem (`AttentionBackwardProblem`).
     Otherwise PyTorch's backward kernels compute them from the tuned kernel's output and
-    log-sum-exp. A call with neither is PyTorch's, forward and backward. Autocast casts the inputs
-    as for PyTorch's attention.
+    log-sum-exp. For calls whose output PyTorch computes, the same holds if a backward kernel was
+    measured, or if cuDNN's kernels gain over FlashAttention-2's (`gains_by_cudnn`). Autocast casts
+    the inputs as for PyTorch's attention.
 
     PyTorch's operator has no `window` and no `softcap`. With either, calls that no tuned kernel
     serves are composed of PyTorch's operations (`tuner.runtime.composed`). Gradients and graphs of
@@ -131,7 +132,7 @@ def attention(
     is_plain = attn_mask is None and not dropout_p
     if is_plain and guards.wants_gradient(query, key, value):
         table.refresh(query)
-        if is_measured(query, key, value, is_causal, scale):
+        if is_differentiable(query, key, value, is_causal, scale):
             out = operate(query, key, value, None, 0.0, is_causal, scale, enable_gqa)
             if out is not None:
                 return out

@@ -25,6 +25,11 @@ from tuner.runtime import native
 _FLASH, _CUDNN = (int(b.value) for b in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION))
 #: Bytes of scores held at once when PyTorch has no fused kernel.
 _SCORES_BYTES = 1 << 28
+#: Floating-point operations of a backward pass from which cuDNN's kernel is expected to save 67 us
+#: or more over FlashAttention-2's (`RATES` of `families/vendor/sdpa_backward.py`), and its forward
+#: pass some more. The operators' way through Python may cost the host of an eager program that
+#: much.
+CUDNN_FLOPS = 4e10
 #: Kinds of tensors whose answer from cuDNN is remembered, at most.
 _MAX_KNOWN = 4096
 _cudnn_takes: dict[Hashable, bool] = {}
@@ -39,6 +44,24 @@ def has_backward(query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> boo
     head_dim = query.shape[-1]
     square = query.shape[-2] == key.shape[-2]
     return head_dim <= 256 and head_dim % 8 == 0 and (square or not is_causal)
+
+
+def gains_by_cudnn(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_causal: bool,
+    scale: float | None,
+) -> bool:
+    """True when PyTorch would choose FlashAttention-2's kernels for such tensors, cuDNN's may run,
+    and the work is large enough for the difference to count.
+    """
+    batch, heads, length, head_dim = query.shape
+    pairs = length * key.shape[2] / (2 if is_causal else 1)
+    if 10 * batch * heads * pairs * head_dim < CUDNN_FLOPS or not query.is_cuda:
+        return False
+    chosen = _choice(query, key, value, is_causal, scale)
+    return chosen == _FLASH and _takes_cudnn(query, key, value, is_causal)
 
 
 def forward_with_lse(
@@ -132,14 +155,27 @@ def _backend(
     none = int(SDPBackend.ERROR.value)
     if not query.is_cuda or not (query.numel() and key.numel()):
         return none
-    grouped = query.shape[1] != key.shape[1]
-    chosen = torch._fused_sdp_choice(
-        query, key, value, None, 0.0, is_causal, scale=scale, enable_gqa=grouped
-    )
+    chosen = _choice(query, key, value, is_causal, scale)
     if chosen == _FLASH and _takes_cudnn(query, key, value, is_causal):
         return _CUDNN
     is_bottom_right = is_causal and chosen == _FLASH and query.shape[2] != key.shape[2]
-    return none if is_bottom_right else int(chosen)
+    return none if is_bottom_right else chosen
+
+
+def _choice(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_causal: bool,
+    scale: float | None,
+) -> int:
+    """The `SDPBackend` that PyTorch would choose."""
+    grouped = query.shape[1] != key.shape[1]
+    return int(
+        torch._fused_sdp_choice(
+            query, key, value, None, 0.0, is_causal, scale=scale, enable_gqa=grouped
+        )
+    )
 
 
 def _takes_cudnn(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
+from tuner.errors import ConfigError
 from tuner.problem import Axes
 from tuner.problem.attention import BLOCK_SIZE
 from tuner.runtime import devices
@@ -27,14 +28,24 @@ class BlockTables(NamedTuple):
     bits: torch.Tensor
 
 
+_ATTRIBUTE = "_tuner_tables"
 #: Tables of each mask, by the stream that they were made on: the allocator reuses freed memory in
 #: the order of that stream.
 _known: WeakKeyDictionary[BlockMask, dict[int, BlockTables]] = WeakKeyDictionary()
 
 
-def axes_of(mask: BlockMask) -> Axes:
+Mask: TypeAlias = BlockMask | BlockTables
+"""A mask in both forms."""
+
+
+def counts_of(mask: Mask) -> torch.Tensor:
+    """Counts of blocks, (B or 1, H or 1, blocks of queries, ...)."""
+    return mask.counts if isinstance(mask, BlockTables) else mask.kv_num_blocks
+
+
+def axes_of(mask: Mask) -> Axes:
     """Name of the mask's axes in a problem; see `AttentionProblem`."""
-    batches, heads = mask.kv_num_blocks.shape[:2]
+    batches, heads = counts_of(mask).shape[:2]
     by_axes: dict[tuple[bool, bool], Axes] = {
         (False, False): "1",
         (True, False): "b",
@@ -44,10 +55,12 @@ def axes_of(mask: BlockMask) -> Axes:
     return by_axes[batches > 1, heads > 1]
 
 
-def misfit(mask: BlockMask, query: torch.Tensor, key: torch.Tensor) -> str:
+def misfit(mask: Mask, query: torch.Tensor, key: torch.Tensor) -> str:
     """Reason why no kernel takes a mask beside a query (B, H, SQ, D) and a key (B, HKV, SKV, D);
     empty when one does.
     """
+    if isinstance(mask, BlockTables):
+        return ""  # its operator has compared them
     shape = mask.kv_num_blocks.shape
     lengths = query.shape[2], key.shape[2]
     if (
@@ -60,20 +73,91 @@ def misfit(mask: BlockMask, query: torch.Tensor, key: torch.Tensor) -> str:
         return f"it is for {tuple(mask.seq_lengths)} queries and keys, not {lengths}"
     if shape[2] * mask.BLOCK_SIZE[0] < lengths[0]:
         return f"{shape[2]} blocks of {mask.BLOCK_SIZE[0]} hold fewer than {lengths[0]} queries"
-    rows, columns = (-(-length // BLOCK_SIZE) for length in lengths)
-    needed = shape[0] * shape[1] * rows * columns * BLOCK_SIZE**2 // 8
-    if needed > MAX_BITS_BYTES:
-        return f"its bits take {needed} bytes (allowed: {MAX_BITS_BYTES})"
-    return ""
+    return _oversize(mask)
 
 
-def tables_of(mask: BlockMask) -> BlockTables | Refusal:
+def _oversize(mask: BlockMask) -> str:
+    """That a mask's bits take too much memory; or empty."""
+    batches, heads = mask.kv_num_blocks.shape[:2]
+    rows, columns = (-(-length // BLOCK_SIZE) for length in mask.seq_lengths)
+    needed = batches * heads * rows * columns * BLOCK_SIZE**2 // 8
+    if needed <= MAX_BITS_BYTES:
+        return ""
+    return f"its bits take {needed} bytes (allowed: {MAX_BITS_BYTES})"
+
+
+def made_of(mask: BlockMask) -> BlockTables | None:
+    """Tables of a mask, if a call or `prepare_block_mask` has made them; may be traced."""
+    return getattr(mask, _ATTRIBUTE, None)
+
+
+def prepare_block_mask(block_mask: BlockMask) -> BlockMask:
+    """Make the tables of a mask, which graphs of torch.compile and captured CUDA graphs need.
+
+    The first eager call that a tuned kernel serves also makes them.
+
+    Args:
+        block_mask: FlexAttention's mask. Its mask function is evaluated for all queries and keys.
+
+    Returns:
+        `block_mask`.
+
+    Raises:
+        ConfigError: when it is not a `BlockMask`, has other axes than batches and heads, or is too
+            large.
+    """
+    check(block_mask)
+    if block_mask.kv_num_blocks.dim() != 3:
+        shape = tuple(block_mask.kv_num_blocks.shape)
+        raise ConfigError(f"its blocks are {shape} (allowed: of batches, heads, blocks of queries)")
+    if reason := _oversize(block_mask):
+        raise ConfigError(reason)
+    tables_of(block_mask)
+    return block_mask
+
+
+def check(block_mask: object) -> None:
+    """Check the type of a mask.
+
+    Raises:
+        ConfigError: when it is not a `BlockMask`.
+    """
+    if not isinstance(block_mask, BlockMask):
+        raise ConfigError(
+            f"block_mask is {type(block_mask).__name__} (allowed: BlockMask, which "
+            "torch.nn.attention.flex_attention.create_block_mask makes)"
+        )
+
+
+def check_tables(tables: BlockTables, query: torch.Tensor, key: torch.Tensor) -> None:
+    """Check tables beside a query (B, H, SQ, D) and a key (B, HKV, SKV, D).
+
+    Raises:
+        ConfigError: names the given and the allowed shapes.
+    """
+    batch, heads = query.shape[:2]
+    rows, columns = (-(-t.shape[2] // BLOCK_SIZE) for t in (query, key))
+    counts = tuple(tables.counts.shape)
+    found = [(tuple(t.shape), t.dtype, t.is_contiguous()) for t in tables]
+    tails = (2,), (columns,), (columns, BLOCK_SIZE, BLOCK_SIZE // 32)
+    wanted = [((*counts[:2], rows, *tail), torch.int32, True) for tail in tails]
+    if found != wanted or counts[0] not in (1, batch) or counts[1] not in (1, heads):
+        raise ConfigError(
+            f"block_counts {counts} of {tables.counts.dtype} and the other tables are not for "
+            f"{rows} blocks of queries and {columns} of keys (allowed: contiguous int32 tables of "
+            f"a prepared mask for {batch} or 1 batches and {heads} or 1 heads)"
+        )
+
+
+def tables_of(mask: Mask) -> BlockTables | Refusal:
     """Tables of a mask that fits, on its device: the known ones, or new ones.
 
     The mask function is evaluated once for each mask and stream, by PyTorch's operations on the
     current stream, without waiting for the device. A graph capture needs tables made before it:
     memory allocated in the capture does not outlive it.
     """
+    if isinstance(mask, BlockTables):
+        return mask
     known = _known.setdefault(mask, {})
     stream = devices.stream_of(mask.kv_num_blocks.get_device())
     if stream in known:
@@ -82,8 +166,10 @@ def tables_of(mask: BlockMask) -> BlockTables | Refusal:
         made = next(iter(known.values()), None)
         return once(Kind.CAPTURING, "call once before") if made is None else made
     with torch.no_grad():
-        known[stream] = tabulated(mask)
-    return known[stream]
+        made = known[stream] = tabulated(mask)
+    if made_of(mask) is None:
+        setattr(mask, _ATTRIBUTE, made)
+    return made
 
 
 def tabulated(mask: BlockMask) -> BlockTables:

@@ -9,27 +9,44 @@ from torch.nn import functional
 
 from tuner.errors import ConfigError
 from tuner.problem import SCALE_BLOCK
+from tuner.runtime import quantiser
 
-E4M3_MAX = 448.0
-"""Largest e4m3 number."""
+RECIPROCAL = 1 / 448
+"""Reciprocal of the largest e4m3 number. PyTorch divides by multiplying with it on a GPU, and truly
+divides on a CPU; this product has the same bits on both."""
 MIN_MAXIMUM = 1e-4
 """Smallest maximum that a block's factor is computed from, so that no factor is zero."""
 
 
 def quantised(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise rows to e4m3 with a factor for each block of 128: its largest magnitude over 448.
+    """Quantise rows to e4m3 with a factor for each block of 128: its largest magnitude / 448.
+
+    A kernel computes it if it is built and serves these rows (`quantiser`), else PyTorch's
+    operations. Both give the same bits.
 
     Args:
         rows: (M, K), bf16.
 
     Returns:
-        (M, K) float8_e4m3fn, and fp32 (M, K / 128), rounded up, stored with stride 1 along M.
+        (M, K) float8_e4m3fn, and fp32 (M, K / 128), rounded up, with stride 1 along M, as the
+        products' operands.
+    """
+    found = quantiser.run(rows, composed)
+    return composed(rows) if found is None else found
+
+
+def composed(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantised` by PyTorch's operations.
+
+    The factor's product and each element's quotient are rounded in fp32, and the quotient to e4m3,
+    to nearest even. A NaN makes its block NaN.
     """
     m, k = rows.shape
     blocks = ceil(k / SCALE_BLOCK)
     padded = functional.pad(rows.float(), (0, blocks * SCALE_BLOCK - k)).view(m, blocks, -1)
     largest = padded.abs().amax(-1).clamp_min(MIN_MAXIMUM)
-    scale = largest.t().contiguous().t() / E4M3_MAX
+    scale = quantiser.empty_factors(rows)
+    torch.mul(largest, RECIPROCAL, out=scale)
     elements = (padded / scale.unsqueeze(-1)).view(m, -1)[:, :k]
     return elements.to(torch.float8_e4m3fn).contiguous(), scale
 

@@ -185,7 +185,7 @@ class _Meeting:
         wanted = {
             key
             for entry in entries(self._path)
-            if entry.gpu.identity == gpu.identity
+            if gpu.shares_decisions(entry.gpu)
             for measurement in entry.ranked
             for key in measurement.artifacts.values()
         }

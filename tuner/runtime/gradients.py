@@ -11,7 +11,7 @@ from tuner.errors import ConfigError
 from tuner.problem import AttentionBackwardProblem, AttentionProblem
 from tuner.runtime import guards
 from tuner.runtime.attention_plan import pose, scale_of
-from tuner.runtime.autograd import Three
+from tuner.runtime.autograd import Three, gains_by_cudnn
 from tuner.runtime.plan import Plan, Posed
 from tuner.runtime.refusal import Refusal
 from tuner.runtime.serving import Call, find
@@ -71,23 +71,24 @@ class GradientsCall(_Gradients, Call):
         return Posed(problem, posed.scale, strides=strides)
 
 
-def is_measured(
+def is_differentiable(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     is_causal: bool,
     scale: float | None,
 ) -> bool:
-    """True when a measured backward kernel for such tensors can run here.
+    """True when the operators have a faster backward kernel than PyTorch's attention.
 
-    The forward pass then keeps its log-sum-exp.
+    It is a measured kernel that can run here, or cuDNN's. The forward pass then keeps its
+    log-sum-exp.
     """
     if query.dtype not in guards.DTYPES or query.dim() != 4:
         return False
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device="meta")
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     call = GradientsCall(query, key, value, query, lse, query, is_causal, scale, is_deterministic)
-    return isinstance(find(call), Plan)
+    return isinstance(find(call), Plan) or gains_by_cudnn(query, key, value, is_causal, scale)
 
 
 def gradients(

@@ -125,6 +125,25 @@ def check_alike(*tensors: torch.Tensor, dtypes: Mapping[torch.dtype, DType] = DT
         raise ConfigError(f"{tensors[0].dtype} is not tuned (fp16 and bf16 are)")
 
 
+def check_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Refuse what no attention over (B, H, S, D) is.
+
+    Raises:
+        ConfigError: says what came and what is allowed.
+    """
+    sizes = query.shape, key.shape, value.shape
+    if (
+        any(len(size) != 4 for size in sizes)
+        or sizes[1] != sizes[2]
+        or sizes[0][::3] != sizes[1][::3]
+        or sizes[0][1] % max(1, sizes[1][1])
+    ):
+        raise ConfigError(
+            f"query {tuple(sizes[0])}, key {tuple(sizes[1])} and value {tuple(sizes[2])} are not "
+            "(B, H, SQ, D) and twice (B, HKV, SKV, D) with HKV a divisor of H"
+        )
+
+
 def lies(tensor: torch.Tensor, strides: tuple[int, ...]) -> bool:
     """True when `tensor` has these strides in all dimensions longer than one."""
     return all(

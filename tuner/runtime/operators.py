@@ -92,7 +92,7 @@ def _attention(
     scale: float | None = None,
     attn_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    _check(query, key, value)
+    guards.check_heads(query, key, value)
     is_grouped = query.shape[1] != key.shape[1]
     out = _tuned(query, key, value, attn_mask, is_causal, scale, is_grouped)
     if out is None:
@@ -138,7 +138,7 @@ def _attention_with_lse(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _check(query, key, value)
+    guards.check_heads(query, key, value)
     plan = find_plan(query, key, value, is_causal, scale)
     found: tuple[torch.Tensor, torch.Tensor] | Refusal
     if isinstance(plan, Refusal):
@@ -162,29 +162,10 @@ def _attention_backward(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensors:
-    _check(query, key, value)
+    guards.check_heads(query, key, value)
     arguments = grad_out, query, key, value, out, lse, is_causal, scale
     grads = gradients(*arguments) or autograd.backward(*arguments)
     return tuple(guards.laid_out_as(t, g) for t, g in zip((query, key, value), grads, strict=True))
-
-
-def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Check the shapes of attention over (B, H, S, D).
-
-    Raises:
-        ConfigError: names the given and the allowed shapes.
-    """
-    sizes = query.shape, key.shape, value.shape
-    if (
-        any(len(size) != 4 for size in sizes)
-        or sizes[1] != sizes[2]
-        or sizes[0][::3] != sizes[1][::3]
-        or sizes[0][1] % max(1, sizes[1][1])
-    ):
-        raise ConfigError(
-            f"query {tuple(sizes[0])}, key {tuple(sizes[1])} and value {tuple(sizes[2])} are not "
-            "(B, H, SQ, D) and twice (B, HKV, SKV, D) with HKV a divisor of H"
-        )
 
 
 def _fake_attention(

@@ -21,7 +21,7 @@ from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.families import family
 from tuner.families.base import LSE, SCRATCH, Family, Launch, Strides
-from tuner.families.vendor import MEASURED_ONLY
+from tuner.families.vendor import FLEX, MEASURED_ONLY
 from tuner.measurement import Measurement, Provenance, Status
 from tuner.problem import GemmProblem, GroupedGemmProblem, Problem
 from tuner.runtime import counters, devices, native
@@ -344,7 +344,9 @@ def plan_of(posed: Posed, measurement: Measurement, device: int) -> Plan | Refus
         member = family(config.family)
         if not member.is_vendor:
             return own_plan(posed, member, measurement, device)
-        if (kernel := config.get("kernel")) in MEASURED_ONLY:
+        if (kernel := config.get("kernel")) == FLEX and getattr(problem, "block_mask", ""):
+            return Refusal(Kind.VENDOR, problem.label())  # what PyTorch's answer is
+        if kernel in MEASURED_ONLY:
             return f"{kernel} is measured, and not served"
         if member.is_listed and posed.strides:  # it is called with addresses alone
             return f"{member.name} takes no strides but those of its layouts"

@@ -4,6 +4,9 @@ The portfolio selects by expected time (`tuner.selection.portfolio`). Kernel lis
 and proven kernels (`tuner.selection.kernels`). An own kernel is launched only with a proof, and
 only if it is expected to be faster than the vendor's. Otherwise the vendor's kernel answers: by
 PyTorch's own call, if PyTorch would choose that kernel.
+
+A GPU without a portfolio of its own uses another GPU's, rescaled
+(`tuner.selection.portfolio.serving`). A kernel's proof holds on both.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from tuner.runtime.plan import Plan, Posed, plan_of
 from tuner.runtime.refusal import Kind, Refusal
 from tuner.selection.domains import Domain
 from tuner.selection.kernels import lists
-from tuner.selection.portfolio import Portfolio, Selection, shipped
+from tuner.selection.portfolio import Portfolio, Selection, serving, shipped
 
 _BACKENDS = {
     SDPBackend.FLASH_ATTENTION.value: "flash2",
@@ -53,7 +56,7 @@ def portfolios() -> Sequence[Portfolio]:
 
 
 def knows(problem: Problem, gpu: Gpu) -> bool:
-    """True when a portfolio has the problem's domain on this GPU.
+    """True when a portfolio that serves on this GPU has the problem's domain.
 
     Raises:
         StoreError: when a shipped portfolio is damaged.
@@ -63,10 +66,7 @@ def knows(problem: Problem, gpu: Gpu) -> bool:
 
 
 def _portfolio_of(problem: Problem, gpu: Gpu) -> Portfolio | None:
-    return next(
-        (one for one in portfolios() if one.op == problem.op and one.gpu.identity == gpu.identity),
-        None,
-    )
+    return next(iter(serving((one for one in portfolios() if one.op == problem.op), gpu)), None)
 
 
 def choose(
@@ -90,7 +90,7 @@ def choose(
     """
     problem = posed.problem
     mine = _portfolio_of(problem, gpu)
-    selection = None if mine is None else mine.select(problem, gpu)
+    selection = None if mine is None else mine.select(problem)
     if selection is None:
         return None
 

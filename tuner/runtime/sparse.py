@@ -8,9 +8,11 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from torch.library import Library, register_autograd, register_fake
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from tuner.errors import ConfigError
+from tuner.families.vendor.flex import mask_by
 from tuner.problem import AttentionProblem
 from tuner.runtime import block_mask as masks
 from tuner.runtime import devices, guards
@@ -18,7 +20,7 @@ from tuner.runtime.attention_plan import pose, scale_of, without_lse
 from tuner.runtime.composed import Extras
 from tuner.runtime.plan import Plan, Posed
 from tuner.runtime.refusal import Kind, Refusal
-from tuner.runtime.serving import Call, serve
+from tuner.runtime.serving import Call, answer, serve
 from tuner.runtime.table import table
 
 
@@ -26,7 +28,7 @@ class _Sparse(NamedTuple):
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    block_mask: BlockMask
+    block_mask: masks.Mask
     extras: Extras
     scale: float
     with_lse: bool
@@ -49,7 +51,7 @@ class SparseCall(_Sparse, Call):
             return Refusal(Kind.GRADIENT, "kernels of block masks have no backward pass")
         if refusal := guards.unscaled(self.scale):
             return refusal
-        if len({t.device for t in (query, key, value, self.block_mask.kv_num_blocks)}) > 1:
+        if len({t.device for t in (query, key, value, masks.counts_of(self.block_mask))}) > 1:
             return Refusal(Kind.MIXED)
         if any(t.dim() != 4 or not t.numel() for t in (query, key, value)):
             return Refusal(Kind.EMPTY)
@@ -78,9 +80,11 @@ class SparseCall(_Sparse, Call):
 
     def by_pytorch(self) -> Any:
         query, key, value = self[:3]
-        softcap = self.extras.softcap
+        softcap, mask = self.extras.softcap, self.block_mask
+        if isinstance(mask, masks.BlockTables):
+            mask = mask_by(query.shape[2], key.shape[2], *mask)
         options: dict[str, Any] = {
-            "block_mask": self.block_mask,
+            "block_mask": mask,
             "scale": self.scale,
             "enable_gqa": query.shape[1] != key.shape[1],
         }
@@ -111,6 +115,9 @@ def sparse_attention(
     call is counted by its reason (`tuner.stats`). Queries without a visible key have zeros for
     their output and minus infinity for their log-sum-exp.
 
+    In a graph of torch.compile the call is the operator `tuner::sparse_attention`. The mask's
+    tables must have been made before, by an eager call or by `prepare_block_mask`.
+
     A tuned kernel reads tables over blocks of 128 queries and 128 keys. A partially visible block
     has a bit for each pair. The first call with a mask, of any ``BLOCK_SIZE``, makes its tables,
     which live as long as the `BlockMask` object. If tensors of the mask function change, make a new
@@ -136,15 +143,123 @@ def sparse_attention(
         Whatever `flex_attention` raises on arguments that it refuses, and what CUDA reports of an
         earlier kernel.
     """
-    if not isinstance(block_mask, BlockMask):
-        raise ConfigError(
-            f"block_mask is {type(block_mask).__name__} (allowed: BlockMask, which "
-            "torch.nn.attention.flex_attention.create_block_mask makes)"
-        )
+    masks.check(block_mask)
     extras = Extras.of(None, softcap)
     query, key, value = guards.autocast(devices.TYPE, query, key, value)
     factor = scale_of(query, scale)
+    if torch.compiler.is_compiling() and _is_operable(query, key, value, block_mask):
+        tables = masks.made_of(block_mask)
+        if tables is not None:
+            name = "sparse_attention_with_lse" if return_lse else "sparse_attention"
+            operator = getattr(torch.ops.tuner, name)
+            return operator(query, key, value, *tables, factor, softcap)
     return serve(SparseCall(query, key, value, block_mask, extras, factor, return_lse))
+
+
+def _is_operable(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_mask: BlockMask
+) -> bool:
+    """True when a kernel may take such tensors, whatever the store says. May be traced."""
+    tensors = query, key, value
+    return (
+        all(t.dim() == 4 and t.device.type == devices.TYPE for t in tensors)
+        and query.dtype in guards.DTYPES
+        and not guards.wants_gradient(*tensors)
+        and not masks.misfit(block_mask, query, key)
+    )
+
+
+_library = Library("tuner", "FRAGMENT")
+_TENSORS = "Tensor query, Tensor key, Tensor value"
+_TABLES = "Tensor block_counts, Tensor block_indices, Tensor block_bits"
+
+
+def _sparse_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    block_counts: torch.Tensor,
+    block_indices: torch.Tensor,
+    block_bits: torch.Tensor,
+    scale: float | None = None,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    tables = masks.BlockTables(block_counts, block_indices, block_bits)
+    out = _served(query, key, value, tables, scale, softcap, with_lse=False)
+    return guards.laid_out_as(query, out)
+
+
+def _sparse_attention_with_lse(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    block_counts: torch.Tensor,
+    block_indices: torch.Tensor,
+    block_bits: torch.Tensor,
+    scale: float | None = None,
+    softcap: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tables = masks.BlockTables(block_counts, block_indices, block_bits)
+    out, lse = _served(query, key, value, tables, scale, softcap, with_lse=True)
+    return guards.laid_out_as(query, out), lse.contiguous()
+
+
+def _served(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tables: masks.BlockTables,
+    scale: float | None,
+    softcap: float,
+    *,
+    with_lse: bool,
+) -> Any:
+    """The answer under tables: a tuned kernel's, or FlexAttention's with a mask made of them.
+
+    Raises:
+        ConfigError: when the tables are not for such tensors.
+    """
+    guards.check_heads(query, key, value)
+    masks.check_tables(tables, query, key)
+    factor = scale_of(query, scale)
+    query, key, value = (t.detach() for t in (query, key, value))  # autograd has had the call
+    call = SparseCall(query, key, value, tables, Extras.of(None, softcap), factor, with_lse)
+    out = answer(call)
+    return call.by_pytorch() if out is None else out
+
+
+def _fake(query: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return torch.empty_like(query)
+
+
+def _fake_with_lse(query: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+def _no_gradient(*_: Any) -> Any:
+    """Raises: ConfigError: always."""
+    raise ConfigError(
+        "tuner::sparse_attention has no gradient (allowed: tuner.sparse_attention, which leaves "
+        "such calls to FlexAttention)"
+    )
+
+
+for _name, _result, _real, _faked in (
+    ("sparse_attention", "Tensor", _sparse_attention, _fake),
+    (
+        "sparse_attention_with_lse",
+        "(Tensor out, Tensor lse)",
+        _sparse_attention_with_lse,
+        _fake_with_lse,
+    ),
+):
+    _library.define(
+        f"{_name}({_TENSORS}, {_TABLES}, float? scale=None, float softcap=0.) -> {_result}",
+        tags=(torch.Tag.pt2_compliant_tag,),
+    )
+    _library.impl(_name, _real, "CompositeExplicitAutograd")
+    register_fake(f"tuner::{_name}", _faked, lib=_library)
+    register_autograd(f"tuner::{_name}", _no_gradient, lib=_library)
 
 
 @cache

@@ -48,6 +48,9 @@ SEED, CALLS = "survey", 4000
 """Seed and number of the models' calls that problems are sampled from."""
 PROBLEMS: Mapping[int, int] = {64: 18, 96: 12, 128: 18, 192: 12, 256: 12}
 """Number of problems of an attention domain, by head dimension: most models have 64 or 128."""
+DECODED = 2
+"""Factor for domains in which one query decodes: lengths and batches vary most there, and PyTorch's
+kernels are nearest."""
 PRODUCTS, FUSED_PRODUCTS = 24, 12
 """Number of problems of a product's domain, and of one with an activation."""
 MAX_FLOPS = 2e12
@@ -130,7 +133,7 @@ def _wanted(domain: AnyDomain) -> int:
 def _taken(
     domain: AttentionDomain, called: Mapping[AttentionDomain, Mapping[AttentionProblem, None]]
 ) -> list[AttentionProblem]:
-    wanted = PROBLEMS[domain.head_dim]
+    wanted = PROBLEMS[domain.head_dim] * (DECODED if domain.phase == "one" else 1)
     own = list(called.get(domain, ()))
     found = dict.fromkeys(_in_turn(domain, own)[:wanted])
     widths = sorted({problem.head_dim for problem in own} | {domain.head_dim})

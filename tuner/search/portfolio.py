@@ -51,6 +51,9 @@ MARGINS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 """Margins to try (`DomainModels.margin`)."""
 SLOWER_COSTS = 3.0
 """Weight of a loss against the vendor's kernel, added to the loss against the fastest kernel."""
+MAX_LOSS = 0.25
+"""Largest loss that one problem counts with in the choice of a margin. A problem that the models
+miss by far says little about the others."""
 SCHEDULE = frozenset({"splits", "layout"})
 """Parameters left to `Family.scheduled`, or to the vendor, rather than to a kernel's model."""
 
@@ -304,7 +307,8 @@ class _Judge:
         if not count:
             return 0.0, Regret(0, 0.0, 0.0, 1.0, 1.0, 1.0)
         geometric = math.exp(fmean(map(math.log, ratios)))
-        cost = fmean(losses) + SLOWER_COSTS * fmean(max(0.0, 1 / ratio - 1) for ratio in ratios)
+        slower = [min(MAX_LOSS, max(0.0, 1 / ratio - 1)) for ratio in ratios]
+        cost = fmean(min(MAX_LOSS, loss) for loss in losses) + SLOWER_COSTS * fmean(slower)
         found = Regret(count, fmean(losses), max(losses), geometric, min(ratios), owns / count)
         return cost, found
 

@@ -99,35 +99,61 @@ class OrderSampler(GroupSampler):
         return self.named or next(iter(self.groups.open))
 
 
-class ModelSampler(GroupSampler):
-    """Sampler that proposes the open group with the largest expected improvement."""
+@dataclass(frozen=True)
+class Offer:
+    """The group that a `ModelSampler` would begin next."""
 
-    def __init__(self, groups: Groups, surrogate: Surrogate) -> None:
+    key: str
+    mean: float
+    """Expected logarithm of its time."""
+    gain: float
+    """Its expected improvement."""
+    most_gain: float
+    """The largest expected improvement of any open group of the family."""
+
+
+class ModelSampler(GroupSampler):
+    """Sampler of the surrogate's best group: first by least expected time, then by largest expected
+    improvement.
+
+    Args:
+        groups: the groups to propose.
+        surrogate: model of their times.
+        leading: number of first groups chosen by their expected time.
+    """
+
+    def __init__(self, groups: Groups, surrogate: Surrogate, leading: int) -> None:
         super().__init__(groups)
         self.surrogate = surrogate
+        self._leading = leading
         self._offered: str | None = None
 
-    def offer(self, best: float, assumed: Collection[str] = ()) -> tuple[float, str] | None:
-        """Expected improvement and key of the best open group; None when no group is open.
+    def offer(
+        self, best: float, assumed: Collection[str] = (), *, leads: bool = False
+    ) -> Offer | None:
+        """The best open group; None when no group is open.
 
         The next trial has this group, unless `assumed` is given.
 
         Args:
             best: logarithm of the time to improve on; several families may share it.
             assumed: open groups to count as running.
+            leads: choose by the least expected time.
         """
         keys = [key for key in self.groups.open if key not in assumed]
         if not keys:
             return None
         gains = self.surrogate.gains(keys, best, [*self.groups.running, *assumed])
-        key = max(keys, key=lambda key: gains[key])
+        most = max(keys, key=lambda key: gains[key])
+        key = min(keys, key=self.surrogate.mean) if leads else most
         if not assumed:
             self._offered = key
-        return gains[key], key
+        return Offer(key, self.surrogate.mean(key), gains[key], gains[most])
 
     def propose(self) -> str:
         if self._offered not in self.groups.open:
-            self.offer(self._best())
+            begun = len(self.groups.values) + len(self.groups.running)
+            self.offer(self._best(), leads=begun < self._leading)
         assert self._offered is not None
         return self._offered
 

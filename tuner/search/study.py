@@ -4,10 +4,11 @@ The unit of search is a *group*: candidates that share their compiled kernels, s
 compiled once. A group is one trial of its family's Optuna study (`samplers.GroupStudy`). Its value
 is the logarithm of the best latency among its run-time variants.
 
-The sampler `model` proposes the group with the largest expected gain over all families, by a
-Gaussian-process residual over each family's cost model (`surrogate`). It ends when no expected gain
-is worth a compile. Other samplers are for comparison (`scripts/bench search`): random, the cost
-models' order, and Optuna's TPE, GP and CMA-ES, started from the families' seeds.
+The sampler `model` uses a Gaussian-process residual over each family's cost model (`surrogate`). It
+proposes the groups with the least expected times first, then the group with the largest expected
+gain over all families. It ends when no expected gain is worth a compile. Other samplers are for
+comparison (`scripts/bench search`): random, the cost models' order, and Optuna's TPE, GP and
+CMA-ES, started from the families' seeds.
 
 Studies live in memory; only the store is durable, and a new search reads its measurements.
 `storage` copies the studies for Optuna's tools.
@@ -19,7 +20,7 @@ import importlib.util
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tuner import settings
 from tuner.base.install import install_command
@@ -29,7 +30,10 @@ from tuner.families.base import Family
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement
 from tuner.problem import Problem
-from tuner.search.family_search import FamilySearch
+from tuner.search.family_search import LEADING, FamilySearch
+
+if TYPE_CHECKING:
+    from tuner.search.samplers import Offer
 
 
 @dataclass(frozen=True)
@@ -189,10 +193,13 @@ def least_estimate_us(
 class Search:
     """Search over the families of one problem with one budget.
 
-    With `model`, the group with the largest expected gain over all families is next. With another
-    sampler every family gets its seeds. A family whose groups fit its equal share of the budget is
-    enumerated. The remaining trials go one by one to the family with the largest promise / (trials
-    + 1). The promise is (best latency of all / best latency of the family) ** `PROMISE_EXPONENT`.
+    With `model`, the group with the least expected time over all families is next; after `LEADING`
+    groups the one with the largest expected gain.
+
+    With another sampler every family gets its seeds. A family whose groups fit its equal share of
+    the budget is enumerated. The remaining trials go one by one to the family with the largest
+    promise / (trials + 1). The promise is (best latency of all / best latency of the family) **
+    `PROMISE_EXPONENT`.
     """
 
     members: list[FamilySearch]
@@ -239,7 +246,7 @@ class Search:
             return None
         if any(member.surrogate is None for member in self.members):
             return self._ask_in_turn()
-        chosen = self._most_gain({})
+        chosen = self._offered({})
         return None if chosen is None else chosen[0].take()
 
     def take(self, config: Config) -> list[Config]:
@@ -272,7 +279,7 @@ class Search:
             return groups
         taken_of: dict[str, list[str]] = {}
         while len(groups) < min(left, self.seeds * len(self.members)):
-            chosen = self._most_gain(taken_of)
+            chosen = self._offered(taken_of)
             if chosen is None:
                 break
             member, key = chosen
@@ -363,8 +370,11 @@ class Search:
 
     # By expected gain
 
-    def _most_gain(self, taken: Mapping[str, Sequence[str]]) -> tuple[FamilySearch, str] | None:
-        """The open group with the largest expected gain, and its family.
+    def _offered(self, taken: Mapping[str, Sequence[str]]) -> tuple[FamilySearch, str] | None:
+        """The open group to begin next, and its family; None when no gain is worth a compile.
+
+        The first `LEADING` groups are those with the least expected times, later ones those with
+        the largest expected gain.
 
         Args:
             taken: keys of groups to count as pending, by family.
@@ -372,16 +382,21 @@ class Search:
         if not self.members:
             return None
         best = self._best()
-        found: tuple[float, FamilySearch, str] | None = None
+        leads = self.spent + sum(map(len, taken.values())) < LEADING
+        offers: list[tuple[FamilySearch, Offer]] = []
         for member in self.members:
-            if member.model is None:
-                continue
-            offer = member.model.offer(best, taken.get(member.family.name, ()))
-            if offer is not None and (found is None or offer[0] > found[0]):
-                found = offer[0], member, offer[1]
-        if found is None or found[0] < self.least_gain:
+            if member.model is not None:
+                assumed = taken.get(member.family.name, ())
+                offer = member.model.offer(best, assumed, leads=leads)
+                if offer is not None:
+                    offers.append((member, offer))
+        if max((offer.most_gain for _, offer in offers), default=-1.0) < self.least_gain:
             return None
-        return found[1:]
+        if leads:
+            member, offer = min(offers, key=lambda pair: pair[1].mean)
+        else:
+            member, offer = max(offers, key=lambda pair: pair[1].gain)
+        return member, offer.key
 
     def _best(self) -> float:
         """Logarithm of the best time so far; without one, of the best expected time."""

@@ -11,10 +11,11 @@ from itertools import product
 from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 from tuner.config import Config
-from tuner.families.fused_attention import INSTANCES, instance
+from tuner.families.fused_attention import INSTANCES, instance, sparse
 from tuner.families.vendor.sdpa import BACKENDS
 from tuner.families.work import sizes_of
 from tuner.problem import E4M3, AttentionProblem, DType, GemmProblem, Problem, SwigluProblem
+from tuner.problem.attention import BLOCK_SIZE
 
 Mask = Literal["full", "causal", "windowed"]
 Phase = Literal["prompt", "few", "one"]
@@ -46,9 +47,6 @@ class Domain:
     op: ClassVar[str]
     axes: ClassVar[tuple[str, ...]]
     """Names of `sizes`."""
-    has_rival_kin: ClassVar[bool]
-    """True if PyTorch serves related domains (`kin`) by the same kernels, with the same time
-    models. Otherwise PyTorch composes such calls of operations, several times slower."""
     reaches_far: ClassVar[bool]
     """True if own kernels are also chosen far from measured sizes. PyTorch's attention is slower
     nearly everywhere, its products seldom."""
@@ -125,6 +123,13 @@ class Domain:
         """Names, in the vendor family, of PyTorch's own kernels for such calls."""
         raise NotImplementedError
 
+    @property
+    def has_rival_kin(self) -> bool:
+        """PyTorch serves such calls by the kernels of its kin, whose time models hold there too.
+        Else it has no such operator, and composes the call, which takes several times as long.
+        """
+        return True
+
     def problems(self, dtype: DType) -> tuple[Problem, ...]:
         """A small problem for each kernel that a config needs in this domain and type."""
         raise NotImplementedError
@@ -149,6 +154,8 @@ class _Attention(NamedTuple):
     """True for a paged cache; equal and different sequence lengths share the kernels."""
     has_sinks: bool = False
     operand: MaskOperand = ""
+    is_sparse: bool = False
+    """A block-sparse mask, of which the domain knows no more: ``full`` is its mask."""
 
 
 #: Phases whose kernels a mask as an operand may have where its own has none, nearest first.
@@ -165,13 +172,17 @@ class AttentionDomain(_Attention, Domain):
     __slots__ = ()
     op = AttentionProblem.op
     axes = ("rows", "keys")
-    has_rival_kin = False
     reaches_far = True
 
     @classmethod
     def holding(cls, problem: Any) -> Self | None:
-        if problem.dtype == E4M3 or problem.is_alibi or problem.block_mask:
+        if problem.dtype == E4M3 or problem.is_alibi:
             return None
+        if problem.block_mask:
+            # Under fewer queries FlexAttention splits the keys, which own kernels do not.
+            is_served = problem.seqlen_q >= BLOCK_SIZE
+            width, has_softcap = instance(problem.head_dim), problem.softcap > 0
+            return cls(width, "full", "prompt", has_softcap, is_sparse=True) if is_served else None
         operand: MaskOperand = "bool" if problem.mask else "additive" if problem.bias else ""
         mask: Mask = "causal" if problem.is_causal else "full"
         few: Phase = "one" if problem.seqlen_q == 1 else "few"
@@ -205,10 +216,14 @@ class AttentionDomain(_Attention, Domain):
     def kin(self) -> Iterator[Self]:
         """Related domains whose kernels may serve this one.
 
-        Paged caches use dense domains, nearest head dimension first: under a bottom-right mask few
-        queries see nearly all keys. Calls that PyTorch composes of operations, or serves slowly,
-        use kernels of other phases if their own phase was not measured.
+        Block-sparse masks use the domain of a mask that hides nothing. Paged caches use dense
+        domains, nearest head dimension first: under a bottom-right mask few queries see nearly all
+        keys. Calls that PyTorch composes of operations, or serves slowly, use kernels of other
+        phases if their own phase was not measured.
         """
+        if self.is_sparse:
+            yield type(self)(self.head_dim, "full", "prompt")
+            return
         if self.is_paged:
             mask: Mask = "causal" if self.phase == "prompt" else "full"
             for width in sorted(INSTANCES, key=lambda width: (abs(width - self.head_dim), width)):
@@ -234,7 +249,7 @@ class AttentionDomain(_Attention, Domain):
 
     @classmethod
     def others(cls) -> Iterator[Self]:
-        """Domains of paged caches and of mask operands.
+        """Domains of paged caches, of mask operands and of block-sparse masks.
 
         Paged caches: plain ones of every instance, windows where public models have them, and sinks
         as in GPT-OSS. Mask operands, without a causal flag: every instance and phase.
@@ -252,6 +267,15 @@ class AttentionDomain(_Attention, Domain):
         operands = get_args(MaskOperand)[1:]
         for head_dim, of_mask, operand in product(INSTANCES, get_args(Phase), operands):
             yield cls(head_dim, "full", of_mask, operand=operand)
+        for head_dim in sparse.HEAD_DIMS:
+            yield cls(head_dim, "full", "prompt", is_sparse=True)
+            if head_dim != 96:
+                yield cls(head_dim, "full", "prompt", has_softcap=True, is_sparse=True)
+
+    @property
+    def has_named_kernels(self) -> bool:
+        """Its kernels are compiled for no dense call: the family names them."""
+        return self.is_paged or self.is_sparse
 
     @property
     def kin_kernels(self) -> int | None:
@@ -260,6 +284,12 @@ class AttentionDomain(_Attention, Domain):
     @property
     def max_kernels(self) -> int:
         return 8
+
+    @property
+    def has_rival_kin(self) -> bool:
+        """So cuDNN's kernels take additive masks."""
+        is_plain = self.mask != "windowed" and not (self.has_softcap or self.is_varlen)
+        return self.operand == "additive" and is_plain
 
     @property
     def vendors(self) -> frozenset[str]:
@@ -289,6 +319,7 @@ class AttentionDomain(_Attention, Domain):
                 bias="1" if self.operand == "additive" else "",
                 page_size=_PAGE if self.is_paged else 0,
                 has_sinks=self.has_sinks,
+                block_mask="1" if self.is_sparse else "",
             )
             for is_causal in both
         )
@@ -302,7 +333,8 @@ class AttentionDomain(_Attention, Domain):
         more += (", paged" if self.is_paged else "") + (", sinks" if self.has_sinks else "")
         more += f", {self.operand} mask" if self.operand else ""
         phase = {"prompt": "prompts", "few": "few queries", "one": "one query"}[self.phase]
-        return f"D={self.head_dim}, {self.mask}{more}, {phase}"
+        mask = "block mask" if self.is_sparse else self.mask
+        return f"D={self.head_dim}, {mask}{more}, {phase}"
 
 
 #: Kernels of few rows hold all of A in shared memory, and are compiled for half of the rows and for
@@ -335,7 +367,6 @@ class ProductDomain(_Product, Domain):
     __slots__ = ()
     op = GemmProblem.op
     axes = ("m", "n", "k")
-    has_rival_kin = True
     reaches_far = False
 
     @classmethod
@@ -400,7 +431,6 @@ class GatedDomain(_Gated, Domain):
     __slots__ = ()
     op = SwigluProblem.op
     axes = ProductDomain.axes
-    has_rival_kin = True
     reaches_far = False
     group = staticmethod(ProductDomain.group)
 

@@ -6,8 +6,12 @@ it, and its `Proof`. ``tuner build --portfolio`` writes the user's list, and ``t
 the proofs. A wheel of prebuilt kernels has a list of its own.
 
 Templates declare the arguments of a launch, so a list made with other templates is ignored. Proofs
-of one compiler's artifacts ship (`shipped_proofs`); equal builds need no new proof. Needs the
-standard library only.
+of one compiler's artifacts ship (`shipped_proofs`); equal builds need no new proof.
+
+A proof holds on every GPU of the list's compute capability (`Gpu.shares_kernels`). It is about
+machine code, whose instructions, shared memory and registers belong to the capability. The number
+of multiprocessors is an argument of a launch, or read from the device. Problems above and below a
+full GPU are among a proof's problems. Needs the standard library only.
 """
 
 from __future__ import annotations
@@ -111,6 +115,7 @@ class Proof:
     seed: int
     """Seed of the random problems."""
     gpu: str
+    """Name of the GPU it was made on, for people; it holds on others (see above)."""
     driver: str
     date: str
     """Day of the proof, UTC, as ``2026-11-23``."""
@@ -330,7 +335,13 @@ class Lists:
         return self._known
 
     def proven(self, specs: Mapping[str, KernelSpec], capability: str) -> dict[str, str] | str:
-        """Artifacts of proven kernels by the keys of `specs`, or why one of them is not served."""
+        """Artifacts of proven kernels by the keys of `specs`, or why one of them is not served.
+
+        Args:
+            specs: specs by their name within a family.
+            capability: compute capability of the GPU. `Family.accepts` must have judged the config
+                for the problem and GPU before.
+        """
         reasons = []
         for one in reversed(self.known()):
             if one.capability != capability:

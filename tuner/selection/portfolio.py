@@ -8,7 +8,8 @@ microseconds for each amount of work that `Family.work` counts, fitted to measur
 `Portfolio.select` adds these terms up for each candidate. It chooses an own kernel only if it is
 expected to be faster than the vendor's by the domain's margin times the model's error.
 
-Shipped portfolios lie under ``cache/portfolio/``. Needs the standard library only.
+Shipped portfolios lie under ``cache/portfolio/``. A GPU without one uses that of a GPU that shares
+its kernels, rescaled by the datasheets' ratios (`serving`). Needs the standard library only.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tuner.config import Config
 from tuner.errors import ConfigError, StoreError
 from tuner.families import families
 from tuner.families.base import INCOMPATIBLE_CONFIG_ERRORS
-from tuner.families.fused_attention import paged
+from tuner.families.fused_attention import paged, sparse
 from tuner.hardware import Gpu
 from tuner.measurement import Regime
 from tuner.problem import Problem
@@ -47,6 +48,7 @@ from tuner.selection.domains import DOMAINS, AnyDomain, AttentionDomain, Domain
 FORMAT = "cutlass-tuner portfolio"
 VERSION = 2
 _FAR = f"no kernel was measured within {REACH} times these sizes"
+_WHOLE = "the time is that of a mask that hides nothing: what a block mask hides is not known"
 VENDOR_MARGIN = 0.25
 """Share of its time by which another kernel of PyTorch's must beat PyTorch's own choice."""
 #: Significant digits of the rates in a written time model.
@@ -94,6 +96,14 @@ def _vendors_best(
     near = [one for one, (number, _) in legal.items() if times.is_vendor_near(number, sizes)]
     name = preferred(found, near)
     return found[name], legal[name][1], name
+
+
+def _named(domain: AttentionDomain) -> tuple[Config, ...]:
+    """The kernels that the family names for a domain."""
+    if domain.is_sparse:
+        return sparse.kernels(domain.head_dim)
+    is_plain = domain.mask != "windowed" and not domain.has_sinks
+    return paged.kernels(domain.head_dim, domain.phase, is_plain=is_plain)
 
 
 def _like(kernel: Config, combine: str | None, candidates: Iterable[Candidate]) -> Candidate | None:
@@ -154,8 +164,12 @@ class Selection(NamedTuple):
     def doubts(self) -> tuple[str, ...]:
         """Reasons why the expected times may be wrong, for people."""
         kin = self.times.models.kin
-        lent = () if kin is None else (f"the rates are those of {kin.label()}",)
-        return lent if self.is_near else (*lent, _FAR)
+        found = [] if kin is None else [f"the rates are those of {kin.label()}"]
+        if (made_on := self.times.models.made_on) is not None:
+            found.insert(0, f"made on {made_on.name}, rescaled to {self.times.gpu.name}")
+        if isinstance(self.domain, AttentionDomain) and self.domain.is_sparse:
+            found.append(_WHOLE)
+        return tuple(found) if self.is_near else (*found, _FAR)
 
     @property
     def source(self) -> str:
@@ -200,9 +214,28 @@ class Portfolio:
     domains: Mapping[AnyDomain, DomainModels]
     origin: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """First and last day of the measurements (``days``), and versions of the machines."""
+    made_on: Gpu | None = None
+    """GPU that was measured, where the rates are rescaled."""
     _found: dict[AnyDomain, DomainModels | None] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
+    _rescaled: dict[str, Portfolio] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+
+    def rescaled(self, gpu: Gpu) -> Portfolio:
+        """The portfolio rescaled to another GPU of the same compute capability; made once.
+
+        Rates of a multiprocessor's work are rescaled by the clock, rates of bytes by the bandwidth,
+        for own and vendors' kernels. Amounts are counted over the GPU's multiprocessors. Own
+        kernels must win by `RESCALED_MARGIN` more.
+        """
+        try:
+            return self._rescaled[gpu.identity]
+        except KeyError:
+            domains = {key: one.rescaled(self.gpu, gpu) for key, one in self.domains.items()}
+            made = Portfolio(self.op, gpu, domains, self.origin, made_on=self.gpu)
+            return self._rescaled.setdefault(gpu.identity, made)
 
     def models_of(self, domain: AnyDomain | None) -> DomainModels | None:
         """The candidates of a domain. An unmeasured one, with a window or a bias for instance, gets
@@ -227,16 +260,16 @@ class Portfolio:
             if one not in self.domains and (kin := self.models_of(one)) is not None:
                 yield one, kin
 
-    def _paged_of(self, domain: AttentionDomain) -> DomainModels | None:
-        """The candidates of a paged domain: each schedule with the rates of the most similar dense
-        kernel. None for other domains.
+    def _named_of(self, domain: AttentionDomain) -> DomainModels | None:
+        """Candidates that the family names for a domain of paged caches or block-sparse masks.
+
+        Each schedule has the rates of the most similar dense kernel. None for other domains.
         """
         if domain not in tuple(domain.others()):
             return None
-        is_plain = domain.mask != "windowed" and not domain.has_sinks
         found: list[Candidate] = []
         donor: DomainModels | None = None
-        for kernel in paged.kernels(domain.head_dim, domain.phase, is_plain=is_plain):
+        for kernel in _named(domain):
             is_short = kernel["warp_groups"] == 1  # kernels with more warp groups are for prompts
             like = domain if is_short else domain._replace(phase="prompt")
             for combine in (None, "cluster", "kernel") if is_short else (None,):
@@ -257,8 +290,8 @@ class Portfolio:
         return replace(donor, domain=domain, candidates=lent, margin=0.0, kin=donor.domain)
 
     def _kin_of(self, domain: AnyDomain) -> DomainModels | None:
-        if isinstance(domain, AttentionDomain) and domain.is_paged:
-            return self._paged_of(domain)
+        if isinstance(domain, AttentionDomain) and domain.has_named_kernels:
+            return self._named_of(domain)
         for other in domain.kin:
             models = self.domains.get(other)
             if models is None:
@@ -429,6 +462,39 @@ def shipped() -> tuple[Portfolio, ...]:
         raise StoreError(f"a shipped file cannot be read: {exc}") from exc
 
 
+def serving(known: Iterable[Portfolio], gpu: Gpu) -> list[Portfolio]:
+    """The portfolio that serves each operation on a GPU.
+
+    It is the GPU's own, or a rescaled one of a GPU that shares its kernels: the one with the
+    nearest number of multiprocessors.
+
+    Args:
+        known: portfolios to choose from.
+        gpu: GPU to serve. One that is not in `hardware.GPUS` has no rescaled portfolios: its
+            bandwidth is not known everywhere.
+    """
+    nearest: dict[str, Portfolio] = {}
+    for one in known:
+        if not one.gpu.shares_kernels(gpu):
+            continue
+        held = nearest.get(one.op)
+        if held is None or _distance(one.gpu, gpu) < _distance(held.gpu, gpu):
+            nearest[one.op] = one
+    return [
+        one if one.gpu.identity == gpu.identity else one.rescaled(gpu)
+        for one in nearest.values()
+        if one.gpu.identity == gpu.identity or gpu.is_described
+    ]
+
+
+def _distance(one: Gpu, other: Gpu) -> tuple[bool, int, str]:
+    return (
+        one.identity != other.identity,
+        abs(one.sm_count - other.sm_count),
+        one.identity,
+    )
+
+
 def _models_json(models: DomainModels) -> dict[str, Any]:
     return {
         "domain": _domain_json(models.domain),
@@ -441,7 +507,7 @@ def _models_json(models: DomainModels) -> dict[str, Any]:
 
 def _domain_json(domain: AnyDomain) -> dict[str, Any]:
     """Fields that came after version 2 are present only when they are true."""
-    later = "is_paged", "has_sinks", "operand"
+    later = "is_paged", "has_sinks", "operand", "is_sparse"
     absent = {name for name in later if not getattr(domain, name, True)}
     return {name: value for name, value in domain._asdict().items() if name not in absent}
 

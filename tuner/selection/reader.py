@@ -1,7 +1,8 @@
 """Lookup of decisions, first in the user's store, then among those that ship.
 
 For an untuned problem a shipped portfolio (`tuner.selection.portfolio`) names a configuration, its
-expected time and its regret.
+expected time and its regret. A GPU without decisions or portfolios of its own uses those of a GPU
+that shares them (`Gpu.shares_decisions`, `portfolio.serving`).
 
 Needs the standard library only. A dict caches the answers of SQLite. It is valid while ``PRAGMA
 data_version`` and the file itself stay the same; under write-ahead logging a commit does not change
@@ -123,14 +124,19 @@ def lookup(
 
     1. a measured decision for the problem;
     2. a replayed decision;
-    3. a selection by a shipped portfolio, with expected time and regret (`Answer.kind`);
-    4. a predicted decision;
-    5. with `allow_other_gpu`, another GPU's decision.
+    3. a decision of a GPU that shares them, as an H200's for an H100 (`Gpu.shares_decisions`);
+    4. a selection by a shipped portfolio, with expected time and regret (`Answer.kind`);
+    5. a predicted decision;
+    6. with `allow_other_gpu`, another GPU's decision.
 
     Among equals the user's store comes before shipped decisions. Without a `regime` the order is
     that of `Regime.choices`. A decision timed in a stream comes before a chained one with the same
     inputs. The operation's usual state of the inputs, warm or cold, comes before the other one.
     Decoding is tuned with cold caches, for instance, and its decisions serve warm ones also.
+
+    A shared decision ranks the same machine code for this problem, where a portfolio predicts. For
+    kernels bound by memory the lead over the vendor's is smaller on the other GPU, but does not
+    turn. The answer notes it.
 
     Args:
         problem: the problem, or the text of an attention shape, as ``S=1024,D=64``.
@@ -138,8 +144,8 @@ def lookup(
         regime: the only regime to consider, or several, of which the first with the best answer
             counts; default: as above.
         path: the SQLite file; default: `store_file`.
-        allow_other_gpu: answer a miss from another GPU of the same compute capability, the one
-            with the nearest number of multiprocessors; the answer notes it.
+        allow_other_gpu: answer a miss from a GPU of the same compute capability with another number
+            of multiprocessors, the nearest; the answer notes it.
         environment: the caller's environment; an answer from another one notes the differences.
         among: entries to choose from in place of a file's, for a store that is not SQLite.
         with_portfolio: False: use no portfolio, for a caller that launches the answer.
@@ -159,8 +165,8 @@ def lookup(
     asked = gpu or DEFAULT_GPU
     if among is None:
         path = path or store_file()
-    answer = _best(problem, asked.identity, regimes, path, allow_other_gpu, among)
-    if with_portfolio and _is_open(answer):
+    answer = _best(problem, asked, regimes, path, allow_other_gpu, among)
+    if with_portfolio and _is_open(answer, asked):
         any_gpu = allow_other_gpu and answer is None
         answer = _selected(problem, asked, regimes, any_gpu) or answer
     if answer is None:
@@ -179,7 +185,7 @@ def lookup(
 
 def _best(
     problem: Problem,
-    identity: str,
+    gpu: Gpu,
     regimes: Sequence[Regime],
     path: Path | None,
     allow_other_gpu: bool,
@@ -190,23 +196,23 @@ def _best(
     for one in regimes:
         if not (rank := _rank(answer)):
             break
-        found = _known(problem, identity, one, path, allow_other_gpu, among)
+        found = _known(problem, gpu, one, path, allow_other_gpu, among)
         if found is not None and _rank(found) < rank:
             note = f"timed {one}: nothing better is known {regimes[0]}"
             answer = found if one == regimes[0] else noted(found, note)
     return answer
 
 
-def _is_open(answer: Answer | None) -> bool:
+def _is_open(answer: Answer | None, gpu: Gpu) -> bool:
     """True if a portfolio's choice is better than this decision for the problem itself."""
-    if answer is None or not answer.exact:
+    if answer is None or not gpu.shares_decisions(answer.entry.gpu):
         return True
     return answer.entry.provenance is Provenance.PREDICTED
 
 
 def _known(
     problem: Problem,
-    identity: str,
+    gpu: Gpu,
     regime: Regime,
     path: Path | None,
     allow_other_gpu: bool,
@@ -215,9 +221,9 @@ def _known(
     """The answer under one regime."""
     if among is None:
         reader = _reader(path or store_file())
-        return reader.answer(problem, identity, regime, allow_other_gpu)
+        return reader.answer(problem, gpu, regime, allow_other_gpu)
     matching = [e for e in among if (e.problem, e.regime) == (problem, regime)]
-    return choose(matching, identity, allow_other_gpu)
+    return choose(matching, gpu, allow_other_gpu)
 
 
 def _rank(answer: Answer | None) -> int:
@@ -340,14 +346,13 @@ def _shipped_lengths() -> Mapping[str, set[int]]:
 def _selected(
     problem: Problem, gpu: Gpu, regimes: Sequence[Regime], allow_other_gpu: bool
 ) -> Answer | None:
-    """The selection by the GPU's shipped portfolio, or by another GPU's if that is allowed."""
+    """The selection by a shipped portfolio for the GPU, or for another one if that is allowed."""
     from tuner.selection import portfolio
 
     known = [p for p in portfolio.shipped() if p.op == problem.op]
-    own = [p for p in known if p.gpu.identity == gpu.identity]
-    others = [p for p in known if p.gpu.compute_capability == gpu.compute_capability]
-    for one in own or (others if allow_other_gpu else []):
-        selection = one.select(problem, gpu)
+    others = [p for p in known if p.gpu.shares_kernels(gpu)] if allow_other_gpu else []
+    for one in portfolio.serving(known, gpu) or others:
+        selection = one.select(problem)
         if selection is None or selection.regime not in regimes:
             continue
         notes = [f"selected from a portfolio: {selection.source}", *selection.doubts, SHIPPED]
@@ -373,16 +378,16 @@ class _Reader:
         self._answers: dict[tuple[Problem, str, Regime, bool], Answer | None] = {}
 
     def answer(
-        self, problem: Problem, identity: str, regime: Regime, allow_other_gpu: bool
+        self, problem: Problem, gpu: Gpu, regime: Regime, allow_other_gpu: bool
     ) -> Answer | None:
-        key = (problem, identity, regime, allow_other_gpu)
+        key = (problem, gpu.identity, regime, allow_other_gpu)
         with self._lock:
             self._file.refresh()
             if key not in self._answers:
                 if len(self._answers) >= _MAX_ANSWERS:
                     self._forget()
                 candidates = self._candidates(problem, regime)
-                self._answers[key] = choose(candidates, identity, allow_other_gpu)
+                self._answers[key] = choose(candidates, gpu, allow_other_gpu)
             return self._answers[key]
 
     def all(self) -> list[Entry]:

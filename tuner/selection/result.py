@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tuner.base.printable import printable
+from tuner.hardware import Gpu
 from tuner.measurement import Environment, Measurement
 from tuner.store.entry import PROVENANCES, Entry
 
@@ -60,32 +61,36 @@ def differences(entry: Entry, environment: Environment) -> list[str]:
     ]
 
 
-def choose(candidates: Sequence[Entry], identity: str, allow_other_gpu: bool) -> Answer | None:
-    """The best entry by provenance, then GPU, then source (the order of `candidates`)."""
-    _, capability, sms = identity.rsplit("|", 2)
+def choose(candidates: Sequence[Entry], gpu: Gpu, allow_other_gpu: bool) -> Answer | None:
+    """The best entry by provenance, then GPU, then source (the order of `candidates`).
+
+    Another GPU's entry answers if it shares its decisions, or by `allow_other_gpu` if it has the
+    same compute capability.
+    """
+    own = [e for e in candidates if e.gpu.identity == gpu.identity]
     others = [
         e
         for e in candidates
-        if e.gpu.identity != identity and e.gpu.compute_capability == capability
+        if e.gpu.identity != gpu.identity
+        and (gpu.shares_decisions(e.gpu) or (allow_other_gpu and gpu.shares_kernels(e.gpu)))
     ]
-    others.sort(key=lambda e: (abs(e.gpu.sm_count - int(sms)), e.gpu.identity))
-    own = [e for e in candidates if e.gpu.identity == identity]
+    others.sort(key=lambda e: (abs(e.gpu.sm_count - gpu.sm_count), e.gpu.identity))
     for provenance in PROVENANCES:
-        for entry in own + (others if allow_other_gpu else []):
+        for entry in own + others:
             if entry.provenance is provenance:
-                return _answer(entry, identity)
+                return _answer(entry, gpu)
     return None
 
 
-def _answer(entry: Entry, identity: str) -> Answer:
-    notes = []
-    if entry.gpu.identity != identity:
-        name = identity.partition("|")[0]
-        notes.append(
-            f"{entry.provenance} on {entry.gpu.name}, not on {name}: another GPU was allowed"
-        )
+def _answer(entry: Entry, gpu: Gpu) -> Answer:
+    notes, is_own = [], entry.gpu.identity == gpu.identity
+    if not is_own:
+        why = "another GPU was allowed"
+        if gpu.shares_decisions(entry.gpu):
+            why = f"the same kernels on as many multiprocessors ({gpu.sm_count})"
+        notes.append(f"{entry.provenance} on {entry.gpu.name}, not on {gpu.name}: {why}")
     if entry.provenance is not PROVENANCES[0]:
         notes.append(f"{entry.provenance}, not measured")
     if entry.origin:
         notes.append(entry.origin)
-    return Answer(entry, entry.gpu.identity == identity, tuple(notes))
+    return Answer(entry, is_own, tuple(notes))

@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from tuner.measure.stopwatch import LEAST_ROUNDS, PASS_LIMIT_US
+
 ROUND_CALLS = 4
 """Bursts of a finalist in a round, the untimed one included."""
 LEAST_BURST_S = 0.001
@@ -57,9 +59,11 @@ class Budget:
             times_us: of the finalists' calls, microseconds.
             rounds: of the pass.
         """
-        bursts = (max(LEAST_BURST_S, 2e-6 * us) for us in times_us)
-        each = (max(CHECK_S, self.pass_s / 2) + ROUND_CALLS * rounds * burst for burst in bursts)
-        return OPENING_S + sum(each)
+        each = [max(LEAST_BURST_S, 2e-6 * us) for us in times_us]
+        round_s = ROUND_CALLS * sum(each)
+        longest = max(1e-6 * PASS_LIMIT_US, LEAST_ROUNDS * round_s)
+        checks_s = len(each) * max(CHECK_S, self.pass_s / 2)
+        return OPENING_S + checks_s + min(rounds * round_s, longest)
 
     def search_deadline(self, times_us: Iterable[float], rounds: int) -> float | None:
         """When the search must end, so that a final pass of these calls fits."""

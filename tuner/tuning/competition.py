@@ -17,7 +17,7 @@ from tuner.search import ranking
 from tuner.search.expectation import expected
 from tuner.search.family_search import FamilySearch
 from tuner.search.study import DEFAULT_TRIALS, Search, effort, least_estimate_us, sampler_name
-from tuner.selection.portfolio import shipped
+from tuner.selection.portfolio import serving, shipped
 from tuner.store import Store
 from tuner.tuning.options import Catalogue, SweepOptions, check_families
 from tuner.tuning.outcome import summary
@@ -283,7 +283,7 @@ class Competition:
 
 def _portfolio(problem: Problem, gpu: Gpu) -> Iterator[Config]:
     """Own kernels of a shape's portfolio, the most promising first."""
-    for portfolio in shipped():
-        if (portfolio.op, portfolio.gpu.identity) == (problem.op, gpu.identity):
-            selection = portfolio.select(problem, gpu)
+    for portfolio in serving(shipped(), gpu):
+        if portfolio.op == problem.op:
+            selection = portfolio.select(problem)
             yield from (config for _, config in selection.ranked()) if selection else ()

@@ -1,5 +1,6 @@
-"""Measure again what is stored, in another environment: nothing is searched. The stored best
-configs and the vendors' kernels are timed side by side, and decided anew.
+"""Measure again what is stored, in another environment or regime: nothing is searched. The stored
+best configs, the portfolio's most promising kernels and the vendors' kernels are timed side by
+side, and decided anew.
 """
 
 from __future__ import annotations
@@ -8,18 +9,24 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import islice
 
 from tuner.config import Config
 from tuner.errors import NoValidConfigError
 from tuner.families import families, families_of
+from tuner.hardware import Gpu
 from tuner.measurement import Measurement
 from tuner.problem import Problem
 from tuner.runners.base import Runner
 from tuner.search import ranking
 from tuner.search.study import effort
+from tuner.selection import portfolio
 from tuner.store import Store
 from tuner.store.entry import Entry, is_vendor
 from tuner.tuning.outcome import summary
+
+PROMISING = 3
+"""Kernels of the shipped portfolio that are timed beside an entry's own."""
 
 
 @dataclass(frozen=True)
@@ -37,22 +44,31 @@ class Revalidation:
         return self.before.ranking[0].config != self.after.ranking[0].config
 
 
-def revalidate(entry: Entry, runner: Runner, store: Store) -> Revalidation:
-    """Time an entry's own configs and every vendor's kernel again, and store the new decision.
+def revalidate(
+    entry: Entry, runner: Runner, store: Store, *, compiled_only: bool = False
+) -> Revalidation:
+    """Time an entry's own configs, the portfolio's and every vendor's kernel, and store the new
+    decision under the runner's regime.
 
     Args:
-        entry: measured on the runner's GPU.
-        runner: of the entry's regime.
+        entry: measured on the runner's GPU, under any regime.
+        runner: what times.
         store: where the decision goes; an imported or shipped entry becomes the store's own.
+        compiled_only: leave out own configs whose kernels are not compiled yet.
 
     Raises:
         NoValidConfigError: when nothing passed; the entry stays as it was.
         StoreError: when the store cannot be written.
     """
     problem = entry.problem
-    stored = [m for m in entry.ranked if _fits(m)]
-    vendors = _vendors(problem, runner)
-    configs = list(dict.fromkeys([*(m.config for m in stored), *vendors]))
+    own = candidates(entry, runner.gpu)
+    if compiled_only:
+        own = [
+            config
+            for config in own
+            if runner.compiled(problem, families()[config.family], [config])
+        ]
+    configs = list(dict.fromkeys([*own, *_vendors(problem, runner)]))
     finals, ranked = _time(problem, configs, runner)
     store.add([m for m in finals if not m.ok])
     if not ranked:
@@ -60,12 +76,29 @@ def revalidate(entry: Entry, runner: Runner, store: Store) -> Revalidation:
             f"nothing passed for {problem.op} {problem.label()}, its entry stays: "
             + (summary(finals) or "its configs are not legal any more, and no vendor serves it")
         )
-    store.decide(problem, runner.gpu, entry.regime, ranked, finals[0].sweep)
+    store.decide(problem, runner.gpu, runner.regime, ranked, finals[0].sweep)
     after = store.entries(
-        problem=problem, gpu=runner.gpu, regime=entry.regime, provenance=runner.provenance
+        problem=problem, gpu=runner.gpu, regime=runner.regime, provenance=runner.provenance
     )
     failed = tuple(m for m in finals if not m.ok and not is_vendor(m.config))
     return Revalidation(entry, after[0], failed)
+
+
+def candidates(entry: Entry, gpu: Gpu) -> list[Config]:
+    """Own configs that are timed again: the entry's, then the portfolio's most promising ones."""
+    stored = [m.config for m in entry.ranked if _fits(m)]
+    selections = (
+        one.select(entry.problem, gpu)
+        for one in portfolio.shipped()
+        if one.op == entry.problem.op and one.gpu.compute_capability == gpu.compute_capability
+    )
+    promising = [
+        config
+        for selection in selections
+        if selection is not None
+        for _, config in islice(selection.ranked(), PROMISING)
+    ]
+    return list(dict.fromkeys([*stored, *promising]))
 
 
 def _vendors(problem: Problem, runner: Runner) -> list[Config]:

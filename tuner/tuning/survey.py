@@ -128,16 +128,21 @@ def draw(problem: Problem, gpu: Gpu, how: Draw, catalogue: Catalogue = families_
     return Sample(problem, tuple(drawn), counts)
 
 
-def pooled(op: str, gpu: Gpu, portfolio: Portfolio | None) -> list[Sample]:
+def pooled(
+    op: str, gpu: Gpu, portfolio: Portfolio | None, only: Sequence[str] = ()
+) -> list[Sample]:
     """The kernels that a portfolio may be made of, and PyTorch's, at problems of public models.
 
     Args:
         op: operation.
         gpu: where.
-        portfolio: the one that ships for it and the GPU, if one does.
+        portfolio: the one that ships for it and the GPU, or another of its compute capability.
+        only: texts that a domain's name must hold, all of them.
     """
     found = []
     for domain, problems in pool.problems(op).items():
+        if not all(text in domain.label() for text in only):
+            continue
         for problem, groups in pool.sample(domain, problems, gpu, portfolio).items():
             spaces: dict[str, tuple[int, int]] = {}
             for group in groups:

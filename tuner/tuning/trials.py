@@ -27,7 +27,7 @@ from tuner.families.base import Family, Strides
 from tuner.families.gemv import MOST_ROWS
 from tuner.hardware import Gpu
 from tuner.problem import LAYOUTS, AttentionProblem, Problem, SwigluProblem
-from tuner.problem.attention import MAX_HEAD_DIM, Axes
+from tuner.problem.attention import BLOCK_AXES, MAX_HEAD_DIM, Axes
 from tuner.problem.swiglu import STEP as SWIGLU_STEP
 from tuner.selection.kernels import Target
 
@@ -39,6 +39,8 @@ MAX_LENGTH = 4096
 """Longest drawn sequence; planted ones may be longer."""
 MAX_LSE_ROWS = 1 << 15
 """Most rows of a log-sum-exp, which is compared on the host."""
+MAX_MASK_PAIRS = 1 << 23
+"""Limit for the queries times keys of all block-sparse masks of a trial, which the host draws."""
 _ATTEMPTS = 1000
 _BATCHES = (1, 2, 3, 5, 8, 17, 32)
 #: Query and key heads as public models have them: Falcon's 71 on 1, Qwen2.5's 14 on 2 and 28 on
@@ -127,6 +129,7 @@ class Trial:
             ("operand", problem.bias or problem.mask),
             ("schedule", _schedule(family, config)),
             ("with_lse", self.with_lse),
+            ("block_mask", problem.block_mask),
             ("page_size", problem.page_size),
             ("is_varlen", problem.is_varlen),
         }
@@ -248,6 +251,8 @@ class _AttentionDraw(_Draw):
                 "page_size": [size for size in _PAGES if self._pages_of(size)],
                 "is_varlen": (False, True),
             }
+        if target.problem.block_mask:  # and the gate fills another pattern into each block
+            self.axes = {**self.axes, "block_mask": BLOCK_AXES}
 
     def _value(self, name: str) -> Any:
         """One of an axis's values half of the time; of sizes anything the other half."""
@@ -297,6 +302,7 @@ class _AttentionDraw(_Draw):
             bias=values["operand"] if self._usual.bias else "",
             mask=values["operand"] if self._usual.mask else "",
             page_size=values.get("page_size", 0),
+            block_mask=values.get("block_mask", ""),
             is_varlen=values.get("is_varlen", self._usual.is_varlen),
         )
         drawn = Trial(problem, self._compiled, values["with_lse"]).facts(self._family, self._gpu)
@@ -400,6 +406,10 @@ def tile_of(tiling: Any) -> tuple[int, int, int]:
 
 
 def _is_small(problem: Problem, schedule: Sequence[tuple[str, Value]]) -> bool:
+    if isinstance(problem, AttentionProblem) and problem.block_mask:
+        batches, heads, *_ = problem.block_shape
+        if batches * heads * problem.seqlen_q * problem.seqlen_kv > MAX_MASK_PAIRS:
+            return False
     splits = int(dict(schedule).get("splits", 1))
     partial = 4 * splits * problem.output.elements if splits > 1 else 0
     operands = sum(operand.bytes for operand in problem.operands)

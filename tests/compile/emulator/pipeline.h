@@ -335,6 +335,11 @@ inline void cluster_sync() {
   emulator::meet(m.meeting, int(m.fibers.size()));
 }
 inline void named_barrier(int name, int threads) { emulator::meet(emulator::self().block->meetings[name], threads); }
+inline void named_barrier_arrive(int name, int threads) {
+  emulator::Meeting& meeting = emulator::self().block->meetings[name];
+  if (++meeting.here == threads) meeting.here = 0, ++meeting.round;
+  ++emulator::machine().progress;
+}
 template <int kRegisters> void give_registers() {}
 template <int kRegisters> void take_registers() {}
 inline uint32_t in_block(uint32_t address, uint32_t rank) { return address | (rank + 1) << emulator::kBlockBits; }
@@ -432,11 +437,12 @@ inline void store_box(CUtensorMap const& map, uint32_t from, int column, int row
               source.block->memory.at(emulator::swizzled(source.address + r * 128 + c) - emulator::kBase);
   }});
 }
-template <int kLeft> void boxes_read() {
+inline void boxes_commit() {}
+inline void boxes_read() {
   auto& stores = emulator::self().stores;
-  while (stores.size() > kLeft) stores.front().run(), stores.pop_front();
+  for (; !stores.empty(); stores.pop_front()) stores.front().run();
 }
-inline void boxes_stored() { boxes_read<0>(); }
+inline void boxes_stored() { boxes_read(); }
 inline uint32_t packed_bf16(float low, float high) {
   auto const bits = [](float x) { return uint32_t(__bfloat16_as_ushort(__float2bfloat16(x))); };
   return bits(high) << 16 | bits(low);

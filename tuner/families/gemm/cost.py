@@ -57,6 +57,8 @@ CONSTANTS: Mapping[str, float] = {
     "power_tflops": 900.0,
     "smem_energy": 3.0,
     "l2_energy": 20.0,
+    # The same for a byte of memory a product.
+    "memory_energy": 40.0,
     # The L2's bytes a clock, all multiprocessors loading; from a free stage to its next tile.
     "l2_bytes_per_clock": 64.0,
     "load_clocks": 900.0,
@@ -99,9 +101,9 @@ def predict_us(
     """
     shape = oriented(problem, config["swap_ab"])
     compute_us = _busy_cycles(problem, shape, config, gpu, constants) / gpu.clock_max_mhz
-    bandwidth = gpu.memory_gbs * MEMORY_EFFICIENCY * 1e3
-    memory_us = _memory_bytes(problem, shape, config, gpu) / bandwidth
-    power_us = _energy(problem, shape, config, constants)
+    memory_bytes = _memory_bytes(problem, shape, config, gpu)
+    memory_us = memory_bytes / (gpu.memory_gbs * MEMORY_EFFICIENCY * 1e3)
+    power_us = _energy(problem, shape, config, memory_bytes, constants)
     longest = sum(t**SHARPNESS for t in (compute_us, memory_us, power_us)) ** (1 / SHARPNESS)
     startup_us = constants["startup_clocks"] / gpu.clock_max_mhz
     return float(GRAPH_LAUNCH_US + startup_us * (PDL_SHARE if config.get("pdl") else 1) + longest)
@@ -113,9 +115,13 @@ def spared(cluster: int) -> float:
 
 
 def _energy(
-    problem: GemmProblem, shape: Shape, config: Config, constants: Mapping[str, float]
+    problem: GemmProblem,
+    shape: Shape,
+    config: Config,
+    memory_bytes: float,
+    constants: Mapping[str, float],
 ) -> float:
-    """Microseconds for the call's energy at the power limit: products, shared memory, L2."""
+    """Microseconds for the call's energy at the power limit: of products and of what they read."""
     tile_m, tile_n = int(config["tile_m"]), int(config["tile_n"])
     blocks_m, blocks_n = tile_blocks(shape, config)
     flops = 2.0 * blocks_m * tile_m * blocks_n * tile_n * shape.k * shape.batch
@@ -125,7 +131,8 @@ def _energy(
     loads: float = 1 / (tile_m * config["cluster_m"]) + 1 / (tile_n * config["cluster_n"])
     # Relative to a product's energy: bytes a product reads of shared memory, and of the L2.
     relative = 1 + constants["smem_energy"] * operands + constants["l2_energy"] * loads
-    return flops * relative / (constants["power_tflops"] * 1e6)
+    memory = constants["memory_energy"] * memory_bytes
+    return (flops * relative + memory) / (constants["power_tflops"] * 1e6)
 
 
 def _step_cycles(

@@ -8,7 +8,7 @@ import contextlib
 import importlib.metadata
 import types
 import warnings
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar
@@ -45,9 +45,12 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "cublas": ("nvidia-cublas", "nvidia-cublas-cu13", "nvidia-cublas-cu12"),
 }
 
+FLEX = "flex"
+"""FlexAttention, compiled: a baseline, and of block masks also what PyTorch answers."""
+
 MEASURED_ONLY: frozenset[str] = frozenset(
     {
-        *("deep_gemm", "torch_compile", "inductor", "flash3_serving"),
+        *("deep_gemm", "torch_compile", "inductor", "flash3_serving", FLEX),
         *("flash4_128x128", "flash4_128x160", "flash4_192x128", "flash4_192x144"),
     }
 )
@@ -199,6 +202,21 @@ class ListedVendor(Vendor):
         if listed not in (None, here):
             return f"{config['kernel']} of version {listed}, and the library's here is {here}"
         return self.rebuilt(problem, config, scale)
+
+
+class PreparedCall(ABC):
+    """A vendor's call with a preparation that depends on the contents of its inputs.
+
+    A program prepares once for many calls: it makes a mask from tables, for instance. The time of a
+    call does not include it.
+    """
+
+    @abstractmethod
+    def prepared(self, *inputs: Any) -> Callable[..., Any]:
+        """The call for inputs with these contents, which must not change until it was made."""
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.prepared(*inputs)(*inputs)
 
 
 def tried(

@@ -12,7 +12,7 @@ and `measure.tolerance` limits the deviation.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tuner.compile.artifacts import LoadedKernel
 from tuner.errors import BenchmarkError
@@ -25,7 +25,13 @@ from tuner.measure.log_sum_exp import judge_lse, lse_of
 from tuner.measure.subjects import Call
 from tuner.measure.tolerance import Comparison, Limits, Verdict, judge, limits_of
 from tuner.measurement import Status
-from tuner.problem import AttentionBackwardProblem, AttentionProblem, Operand, Problem
+from tuner.problem import (
+    DTYPE_BYTES,
+    AttentionBackwardProblem,
+    AttentionProblem,
+    Operand,
+    Problem,
+)
 
 REFERENCE = KernelSpec("reference.cu.j2")
 """The kernels that compute references; compiled like a candidate's."""
@@ -47,6 +53,7 @@ class Gate:
         self._buffers: Buffers | None = None
         self._references: References | None = None
         self._seed: int | None = None
+        self._is_sampled = False
         self._sums: dict[str, dict[str, int]] = {}
         """Checksums of each kind of inputs, by operand."""
         self._kind = ""
@@ -61,22 +68,30 @@ class Gate:
         """Device address of each operand."""
         return self._buffers.pointers if self._buffers else {}
 
-    def open(self, problem: Problem, seed: int, strides: Strides | None = None) -> None:
+    def open(
+        self,
+        problem: Problem,
+        seed: int,
+        strides: Strides | None = None,
+        *,
+        is_sampled: bool = False,
+    ) -> None:
         """Allocate a problem's buffers and forget the references of another problem or seed.
 
         Args:
             problem: what is checked.
             seed: of the inputs.
             strides: of a product's matrices that lie otherwise than the problem's.
+            is_sampled: compute and compare `chunks` in place of the whole, where there are some.
         """
         buffers, strides = self._buffers, strides or {}
         if buffers is None or (buffers.problem, buffers.strides) != (problem, strides):
             self.close()
             self._buffers = buffers = Buffers(self._device, problem, strides)
-        if self._references is None or seed != self._seed:
+        if self._references is None or (seed, is_sampled) != (self._seed, self._is_sampled):
             self._forget()
-            self._references = References(self._kernels, buffers)
-        self._seed = seed
+            self._references = References(self._kernels, buffers, seed if is_sampled else None)
+        self._seed, self._is_sampled = seed, is_sampled
 
     def close(self) -> None:
         """Free everything that depends on the problem."""
@@ -145,19 +160,35 @@ class Gate:
         ]
         limits = limits_of(problem)
         worst = 0.0
-        for output in problem.outputs:
-            written = buffers.operands[output.name].pointer
-            comparison = self.compare(written, wanted[output.name], output, limits)
+        for name, output, written, reference in self._compared(wanted):
+            comparison = self.compare(written, reference, output, limits)
             if not comparison.is_sound and not changed:
                 references.compute(self._kind)
-                comparison = self.compare(written, wanted[output.name], output, limits)
+                comparison = self.compare(written, reference, output, limits)
             verdict = judge(comparison, output, strayed, changed, limits)
             if verdict.status is not Status.OK:
-                name = "" if len(problem.outputs) == 1 else f"{output.name}: "
                 log = verdict.log and f"{self._kind} inputs: {name}{verdict.log}"
                 return Verdict(verdict.status, verdict.error, log)
             worst = max(worst, verdict.error or 0.0)
         return Verdict(Status.OK, worst)
+
+    def _compared(self, wanted: Mapping[str, int]) -> Iterator[tuple[str, Operand, int, int]]:
+        """What is compared: its name in a verdict, its extent, and the addresses of what was
+        written and of its reference.
+        """
+        buffers, references, _ = self._opened()
+        problem = buffers.problem
+        for output in problem.outputs:
+            written, reference = buffers.operands[output.name].pointer, wanted[output.name]
+            chunks = references.chunks(self._kind)
+            if not chunks or not isinstance(problem, AttentionProblem):
+                name = "" if len(problem.outputs) == 1 else f"{output.name}: "
+                yield name, output, written, reference
+                continue
+            for one in chunks:
+                shift = one.shifts(problem)[output.name]
+                at = written + DTYPE_BYTES[output.dtype] * shift, reference + 4 * shift
+                yield f"{one.text}: ", one.output(problem), *at
 
     def examine_lse(self, lse: Guarded) -> Verdict:
         """Judge the log-sum-exp that an attention kernel left, after `examine`.

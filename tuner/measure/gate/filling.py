@@ -184,6 +184,8 @@ def _plant_huge(
 ) -> None:
     """Scores that are all equal, and one that differs, as large as the type allows."""
     at = buffers.sources
+    if isinstance(problem, AttentionBackwardProblem):
+        problem = problem.forward
     if not isinstance(problem, AttentionProblem):
         rows, cols, *_ = softmax_integers(problem)
         limits = (HUGE_SOFTMAX.start, len(HUGE_SOFTMAX))

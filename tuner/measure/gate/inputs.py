@@ -25,7 +25,7 @@ from tuner.problem import (
 #: Kinds of inputs. `random` comes last: its inputs stay in the buffers for the timing.
 KINDS: dict[str, tuple[str, ...]] = {
     "attention": ("dominant", "large_scores", "huge_scores", "random"),
-    "attention_backward": ("planted", "random"),
+    "attention_backward": ("planted", "huge_scores", "random"),
     "gemm": ("planted", "random"),
     "swiglu": ("planted", "random"),
     "grouped_gemm": ("planted", "random"),
@@ -137,10 +137,15 @@ def _huge_moments(problem: Problem) -> tuple[dict[str, float], dict[str, float]]
     """Keys that are all alike, for `Gate._plant_huge`; nothing is added to their scores.
 
     What a bias or ALiBi adds would be lost beside them in fp32, and not in the reference.
+
+    Gradients have an output's gradient of zero, and are zero. A log-sum-exp of 1e12 in fp32 does
+    not tell a probability of one from another; but none is infinite, and then it makes no NaN.
     """
+    means: dict[str, float] = {}
+    if isinstance(problem, AttentionBackwardProblem):
+        return {"key": 2.0 ** HUGE_EXPONENTS[problem.dtype][1]}, {"key": 0.0, "grad_out": 0.0}
     if not isinstance(problem, AttentionProblem):
         return {}, {}
-    means: dict[str, float] = {}
     deviations: dict[str, float] = {}
     if problem.dtype == E4M3:
         means, deviations = _e4m3_moments(False, HUGE_DESCALE)

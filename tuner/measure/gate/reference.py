@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from tuner.measure.device import Pool
+from tuner.measure.gate.chunks import Chunk, chunks_of, is_sampled
 from tuner.measure.gate.inputs import group_rows, parts_of, scale_of
 from tuner.measure.gate.kernels import (
     DTYPES,
@@ -41,10 +42,11 @@ class References:
     Args:
         kernels: that compute them.
         buffers: the problem's operands.
+        sample: seed of the chunks that are computed in place of the whole; None: the whole.
     """
 
-    def __init__(self, kernels: Kernels, buffers: Buffers) -> None:
-        self._kernels, self._buffers = kernels, buffers
+    def __init__(self, kernels: Kernels, buffers: Buffers, sample: int | None = None) -> None:
+        self._kernels, self._buffers, self._sample = kernels, buffers, sample
         self._pool = Pool(kernels.device)
         self._outputs: dict[str, dict[str, int]] = {}
         """Address of each output's fp32 reference."""
@@ -56,6 +58,13 @@ class References:
     def outputs(self, kind: str) -> Mapping[str, int]:
         """Address of each output's fp32 reference."""
         return self._outputs[kind]
+
+    def chunks(self, kind: str) -> list[Chunk]:
+        """Chunks that are computed in place of the whole; empty where it is whole."""
+        problem = self._buffers.problem
+        if self._sample is None or not isinstance(problem, AttentionProblem):
+            return []
+        return chunks_of(problem, kind, self._sample) if is_sampled(problem) else []
 
     def statistics(self, kind: str) -> int | None:
         """Address of attention's row statistics; None where they were not asked for."""
@@ -147,11 +156,31 @@ class References:
     def _compute_attention(
         self, problem: AttentionProblem, kind: str, scale: float, reference: int
     ) -> None:
+        if chunks := self.chunks(kind):
+            self._compute_chunks(problem, chunks, scale, reference)
+            return
         at = self._buffers.sources
         others = {name: at[name] for name in _ATTENTION_OTHERS if name in at}
         with Pool(self._kernels.device) as pool:
             statistics = self._statistics.get(kind) or pool.allocate(16 * score_rows(problem))
             self._run_attention(problem, kind, (reference, statistics), others, scale)
+            self._kernels.device.wait()
+
+    def _compute_chunks(
+        self, problem: AttentionProblem, chunks: Sequence[Chunk], scale: float, reference: int
+    ) -> None:
+        at, width = self._buffers.sources, DTYPE_BYTES[problem.dtype]
+        with Pool(self._kernels.device) as pool:
+            statistics = pool.allocate(16 * max(one.rows * one.heads for one in chunks))
+            for one in chunks:
+                shifts = one.shifts(problem)
+                matrices = [at[n] + width * shifts[n] for n in ("query", "key", "value")]
+                none = [0] * len(_ATTENTION_OTHERS)
+                self._kernels.run(
+                    (*matrices, reference + 4 * shifts["out"], statistics, *none),
+                    (Command.ATTENTION, DTYPES[problem.dtype], *one.integers(problem)),
+                    (scale, problem.softcap),
+                )
             self._kernels.device.wait()
 
     def _run_attention(

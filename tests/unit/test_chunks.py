@@ -1,0 +1,168 @@
+"""Chunks of a long attention: where they lie, what they see, and what a final pass does of them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from gate_fakes import FakeDevice, FakeKernel
+
+from tuner.measure.gate import Gate
+from tuner.measure.gate import chunks as module
+from tuner.measure.gate.chunks import CHUNKS, ROWS, chunks_of, is_sampled
+from tuner.measure.gate.kernels import DTYPES, Command, attention_integers
+from tuner.measure.tolerance import Comparison
+from tuner.measurement import Status
+from tuner.problem import AttentionProblem, GemmProblem, Operand
+
+ATTENTION = AttentionProblem(seqlen_q=70, seqlen_kv=90, head_dim=64, heads_q=2, layout="bshd")
+PROBLEMS = [
+    "B=2,H=4,HKV=2,SQ=300,SKV=260,D=8",
+    "B=2,H=4,HKV=2,S=300,D=8,causal=1,layout=bshd",
+    "B=1,H=2,S=290,D=8,window=100,layout=bshd_bhsd",
+    "B=3,H=6,HKV=2,S=260,D=8,causal=1,left=70",
+]
+
+
+def attention(
+    memory: dict[str, Any], at: list[int], integers: list[int], out: Any, start: int
+) -> None:
+    """The reference's attention as the template's opening comment says, in numpy.
+
+    Args:
+        memory: elements of query, key and value.
+        at: element of each at which it begins.
+        integers: extents, strides, left, right, and what a bias would have.
+        out: elements that are written.
+        start: the first of them.
+    """
+    batch, heads_q, heads_kv, seqlen_q, seqlen_kv, depth = integers[:6]
+    strides = [integers[6 + 3 * i : 9 + 3 * i] for i in range(4)]
+    left, right = integers[18:20]
+    for b in range(batch):
+        for h in range(heads_q):
+            heads = (h, h // (heads_q // heads_kv), h // (heads_q // heads_kv))
+            rows = (seqlen_q, seqlen_kv, seqlen_kv)
+            q, k, v = (
+                memory[name][
+                    start_at
+                    + b * s[0]
+                    + head * s[1]
+                    + np.arange(count)[:, None] * s[2]
+                    + np.arange(depth)
+                ]
+                for name, start_at, s, head, count in zip(
+                    ("query", "key", "value"), at, strides, heads, rows, strict=False
+                )
+            )
+            i, j = np.arange(seqlen_q)[:, None], np.arange(seqlen_kv)
+            weights = np.exp(q @ k.T / math.sqrt(depth)) * ((j >= i - left) & (j <= i + right))
+            sums = weights.sum(axis=1, keepdims=True)
+            s = strides[3]
+            places = start + b * s[0] + h * s[1] + i * s[2] + np.arange(depth)
+            out[places] = (weights @ v) / np.where(sums > 0, sums, 1)
+
+
+@pytest.mark.parametrize("text", PROBLEMS)
+def test_a_chunk_is_computed_as_the_whole_is(text: str) -> None:
+    problem = AttentionProblem.parse(text)
+    chance = np.random.default_rng(0)
+    memory = {o.name: chance.standard_normal(o.elements) for o in problem.matrices[:3]}
+    whole = np.full(problem.output.elements, np.nan)
+    integers = [*attention_integers(problem, 4), *problem.visible, 0, 0, 0]
+    attention(memory, [0, 0, 0], integers, whole, 0)
+    seen = np.zeros(whole.size, bool)
+    for one in chunks_of(problem, "random", 1):
+        shifts, part = one.shifts(problem), np.full(whole.size, np.nan)
+        at = [shifts[name] for name in ("query", "key", "value")]
+        attention(memory, at, one.integers(problem), part, shifts["out"])
+        inside = slice(shifts["out"], shifts["out"] + one.output(problem).elements)
+        assert np.allclose(part[inside], whole[inside])
+        assert np.isnan(np.delete(part, np.arange(inside.start, inside.stop))).all()
+        seen[inside] = True
+    assert seen.all(), "of so small a problem every chunk is taken"
+
+
+def test_chunks_are_drawn_anew_by_kind_and_seed() -> None:
+    problem = AttentionProblem.parse("B=1,H=8,S=65536,D=128,causal=1")
+    drawn = chunks_of(problem, "random", 1)
+    assert len(set(drawn)) == CHUNKS and {one.rows for one in drawn} == {ROWS}
+    assert drawn == chunks_of(problem, "random", 1)
+    assert drawn != chunks_of(problem, "random", 2)
+    assert drawn != chunks_of(problem, "dominant", 1)
+    firsts = [one.first for one in drawn]
+    assert min(firsts) < 8192 and max(firsts) > 57344, "early and late queries"
+
+
+def test_a_fault_is_missed_as_seldom_as_the_module_says() -> None:
+    problem = AttentionProblem.parse("B=1,H=8,S=65536,D=128")
+    number = {one: one.head * 512 + one.first // ROWS for one in chunks_of(problem, "random", 0)}
+    assert all(0 <= n < 8 * 512 for n in number.values())
+    for share, told in ((20, 0.0073), (100, 0.381)):
+        assert (1 - 1 / share) ** CHUNKS == pytest.approx(told, abs=1e-3)
+        missed = 0
+        for seed in range(400):
+            places = {one.head * 512 + one.first // ROWS for one in chunks_of(problem, "x", seed)}
+            missed += not any(place % share == 0 for place in places)
+        assert missed / 400 <= told + 0.06
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["S=256,D=64,bias=h", "S=256,D=64,alibi=1", "S=256,D=64,dtype=e4m3", "S=256,D=64,varlen=1"],
+)
+def test_others_are_checked_whole(text: str) -> None:
+    assert not is_sampled(AttentionProblem.parse(text))
+    assert not is_sampled(GemmProblem(512, 512, 512))
+
+
+class TestGate:
+    def opened(self, monkeypatch: pytest.MonkeyPatch) -> tuple[Gate, FakeKernel]:
+        monkeypatch.setattr(module, "ROWS", 16)
+        device, kernel = FakeDevice(), FakeKernel()
+        made = Gate(device, kernel)  # type: ignore[arg-type]
+        made.open(ATTENTION, 7, is_sampled=True)
+        made.load("random")
+        return made, kernel
+
+    def test_chunks_are_computed_and_compared(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        made, kernel = self.opened(monkeypatch)
+        drawn = chunks_of(ATTENTION, "random", 7)
+        assert len(drawn) > 1
+        given = [(t, n) for t, n in kernel.given if n[0] == Command.ATTENTION]
+        out = ATTENTION.output.name
+        for one, (tensors, integers) in zip(drawn, given, strict=True):
+            shifts = one.shifts(ATTENTION)
+            assert integers == [4, DTYPES[ATTENTION.dtype], *one.integers(ATTENTION)]
+            assert len(integers) == 25 and len(tensors) == 12
+            assert tensors[0] == made.pointers["query"] + 2 * shifts["query"]
+            assert tensors[3] == made.reference("random") + 4 * shifts[out]
+        compared: list[tuple[int, int, int]] = []
+
+        def compare(written: int, reference: int, operand: Operand, _: Any) -> Comparison:
+            compared.append((written, reference, operand.elements))
+            return Comparison(operand.elements, reference_squares=1.0)
+
+        monkeypatch.setattr(made, "compare", compare)
+        monkeypatch.setattr(made._kernels, "strayed", lambda buffer: 0)
+        assert made.examine().status is Status.OK
+        assert compared == [
+            (
+                made.pointers[out] + 2 * one.shifts(ATTENTION)[out],
+                made.reference("random") + 4 * one.shifts(ATTENTION)[out],
+                one.output(ATTENTION).elements,
+            )
+            for one in drawn
+        ]
+
+    def test_a_whole_check_of_the_same_seed_computes_the_whole(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made, kernel = self.opened(monkeypatch)
+        kernel.given.clear()
+        made.open(ATTENTION, 7)
+        made.load("random")
+        [integers] = [n for _, n in kernel.given if n[0] == Command.ATTENTION]
+        assert integers[2:8] == attention_integers(ATTENTION, 4)[:6]

@@ -1,0 +1,271 @@
+"""Data of one GPU that serve on another of the same compute capability."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+from portfolio_cases import (
+    CUDNN,
+    FUSED,
+    REGRET,
+    VENDOR,
+    WARM,
+    WIDE,
+    attention,
+    candidate,
+    made,
+    ships_fixture,
+)
+
+from tuner.families import families
+from tuner.families.work import memory_gap_us, sizes_of, time_ratio
+from tuner.hardware import GPUS, Gpu
+from tuner.measurement import Regime
+from tuner.problem import GemmProblem
+from tuner.search import portfolio as fitting
+from tuner.selection.candidates import RESCALED_MARGIN, DomainModels
+from tuner.selection.domains import AttentionDomain
+from tuner.selection.kernels import targets
+from tuner.selection.portfolio import Portfolio, serving, shipped
+from tuner.selection.reader import lookup
+from tuner.selection.shipped import shipped as decisions
+from tuner.store.entry import Entry
+
+ships = ships_fixture
+
+H200, H100, PCIE = (GPUS[name] for name in ("H200", "H100", "H100-PCIe"))
+GH200 = Gpu("NVIDIA GH200 480GB", "9.0", 132, 1980, 4000.0, 62914560)
+B200 = Gpu("NVIDIA B200", "10.0", 132, 1965, 8000.0, 132644864)
+DECODING = attention("B=16,SQ=1,SKV=8192,D=128,H=32,HKV=8")
+PYTORCHS = ("cudnn", "flash2", "efficient")
+
+
+def test_kernels_are_shared_by_compute_capability_and_decisions_by_waves_too() -> None:
+    assert H100.shares_kernels(PCIE) and not H100.shares_kernels(B200)
+    assert H100.shares_decisions(H200) and H200.shares_decisions(H100)
+    assert not H100.shares_decisions(PCIE) and not H100.shares_decisions(B200)
+
+
+class TestRates:
+    def test_an_h100_s_clock_is_an_h200_s(self) -> None:
+        terms = {term for family in families().values() for term in family.work_terms}
+        assert {time_ratio(term, H200, H100) for term in terms} == {1.0}
+
+    @pytest.mark.parametrize(
+        ("term", "ratio"),
+        [
+            ("round_steps", 1980 / 1755),
+            ("waves of 128x256", 1980 / 1755),
+            ("row_steps", 1980 / 1755),
+            ("gigaflops", 1980 / 1755 * 132 / 114),
+            ("launch", 1.0),
+            ("memory", 1.0),
+            ("bound of 32x64", 1.0),
+        ],
+    )
+    def test_work_of_a_multiprocessor_follows_the_clock(self, term: str, ratio: float) -> None:
+        assert time_ratio(term, H200, PCIE) == pytest.approx(ratio)
+
+    @pytest.mark.parametrize("family", ["fused_attention", "vendor_sdpa", "gemm", "vendor_blas"])
+    def test_terms_that_follow_no_clock_are_terms(self, family: str) -> None:
+        from tuner.families import attention_work, product_work
+
+        part = attention_work if "attention" in family or "sdpa" in family else product_work
+        terms = {*part.TERMS, *part.CLOSED_TERMS, *getattr(part, "ROW_TERMS", ())}
+        assert {term.partition(" of ")[0] for term in terms} >= part.CONSTANT_TERMS
+
+    def test_cold_bytes_take_longer_through_a_slower_memory(self) -> None:
+        megabytes = DECODING.bytes / 1e6
+        gap = memory_gap_us(sizes_of(DECODING), H200, H100, is_warm=False)
+        assert gap == pytest.approx(megabytes / 3.35 / 0.896 - megabytes / 4.8 / 0.896, rel=1e-3)
+        assert memory_gap_us(sizes_of(DECODING), H100, H200, is_warm=False) == -gap
+
+    def test_warm_bytes_that_l2_holds_take_no_longer(self) -> None:
+        small, large = attention("S=1024,D=64"), attention("B=16,S=2048,D=64")
+        assert memory_gap_us(sizes_of(small), H200, H100, is_warm=True) == 0
+        gaps = [memory_gap_us(sizes_of(large), H200, H100, is_warm) for is_warm in (True, False)]
+        assert 0 < gaps[0] < gaps[1]
+
+    def test_a_product_s_bytes_are_its_operands_and_its_output(self) -> None:
+        product = GemmProblem(16, 4096, 4096)
+        assert sizes_of(product).megabytes == pytest.approx(product.bytes / 1e6)
+
+
+class TestServing:
+    def test_a_gpu_s_own_portfolio_is_as_it_was_made(self) -> None:
+        assert serving(shipped(), H200) == list(shipped())
+        assert all(one.made_on is None for one in serving(shipped(), H200))
+
+    @pytest.mark.parametrize("gpu", [H100, PCIE], ids=lambda gpu: gpu.name)
+    def test_another_one_s_is_rescaled_once(self, gpu: Gpu) -> None:
+        found = serving(shipped(), gpu)
+        assert [(one.op, one.gpu, one.made_on) for one in found] == [
+            (one.op, gpu, H200) for one in shipped()
+        ]
+        assert all(one is again for one, again in zip(found, serving(shipped(), gpu), strict=True))
+
+    @pytest.mark.parametrize("gpu", [GH200, B200, replace(H100, name=f"{H100.name} MIG 3g.40gb")])
+    def test_a_gpu_without_a_description_or_of_other_kernels_has_none(self, gpu: Gpu) -> None:
+        assert serving(shipped(), gpu) == []
+
+    def test_an_own_one_comes_first(self) -> None:
+        theirs = made(9.0, 10.0, 0.0)
+        own = replace(theirs, gpu=H100)
+        assert serving([theirs, own], H100) == [own] == serving([own, theirs], H100)
+
+    def test_the_nearest_is_taken(self) -> None:
+        theirs = made(9.0, 10.0, 0.0)
+        (found,) = serving([replace(theirs, gpu=PCIE), theirs], H100)
+        assert found.made_on == H200
+
+    def test_the_kernels_are_the_same(self) -> None:
+        """They are built, proven and legal once for all of a compute capability."""
+        (theirs,) = (one for one in shipped() if one.op == "gemm")
+        for gpu in (H100, PCIE):
+            assert [t.kernels for t in targets(theirs.rescaled(gpu))] == [
+                t.kernels for t in targets(theirs)
+            ]
+
+
+def known(own_us: float, vendor_us: float, margin: float, l2: str = "cold") -> Portfolio:
+    """Kernels with these times at decoding problems of any size on an H200."""
+    own = candidate(fitting.kernel_of(WIDE), FUSED.work_terms, launch=own_us)
+    vendor = candidate(CUDNN, VENDOR.work_terms, launch=vendor_us)
+    domain = AttentionDomain(128, "full", "one")
+    models = DomainModels(domain, Regime("stream", l2), [own, vendor], margin, REGRET)
+    return Portfolio("attention", H200, {domain: models})
+
+
+class TestSelection:
+    @pytest.mark.parametrize("l2", ["warm", "cold"])
+    def test_all_kernels_wait_for_the_same_bytes(self, l2: str) -> None:
+        found = known(50.0, 100.0, 0.0, l2).rescaled(H100).select(DECODING)
+        assert found is not None and found.config.family == "fused_attention"
+        gap = memory_gap_us(sizes_of(DECODING), H200, H100, is_warm=l2 == "warm")
+        assert gap > 40
+        assert found.expected_us == pytest.approx(50 + gap)
+        assert found.vendor_us == pytest.approx(100 + gap)
+
+    @pytest.mark.parametrize(("own_us", "is_own"), [(98.5, True), (99.5, False)])
+    def test_an_own_kernel_must_win_by_more(self, own_us: float, is_own: bool) -> None:
+        theirs, small = known(own_us, 100.0, 0.0), attention("SQ=1,SKV=1024,D=128,H=32")
+        on_h200, here = theirs.select(small), theirs.rescaled(H100).select(small)
+        assert on_h200 is not None and on_h200.config.family == "fused_attention"
+        assert here is not None and (here.config.family == "fused_attention") is is_own
+        assert here.expected_us * (1 + RESCALED_MARGIN) <= here.vendor_us or not is_own
+
+    @pytest.mark.parametrize(("own_us", "is_own"), [(89.0, True), (90.0, False)])
+    def test_the_domain_s_margin_is_of_the_model_s_time(self, own_us: float, is_own: bool) -> None:
+        """That of the bytes, 54 us here, is exact: (1.1 own + 54) * 1.01 is below 154 or not."""
+        found = known(own_us, 100.0, 2.0).rescaled(H100).select(DECODING)
+        assert found is not None and (found.config.family == "fused_attention") is is_own
+
+    def test_a_domain_of_the_kin_is_rescaled_too(self) -> None:
+        packed = attention("B=4,S=1024,D=64,varlen=1,layout=bshd")
+        found = made(9.0, 10.0, 0.0).rescaled(H100).select(packed)
+        assert found is not None and found.times.models.kin is not None
+        assert found.doubts[0] == f"made on NVIDIA H200, rescaled to {H100.name}"
+
+    def test_rounds_are_those_of_the_multiprocessors_that_are_there(self) -> None:
+        """15 heads of 1024 queries are 120 blocks."""
+        own = candidate(fitting.kernel_of(WIDE), FUSED.work_terms, rounds=10.0)
+        domain = AttentionDomain(64, "full", "prompt")
+        models = DomainModels(domain, WARM, [own], 0.0, REGRET)
+        theirs = Portfolio("attention", H200, {domain: models})
+        problem = attention("S=1024,D=64,H=15")
+        times = [one.select(problem) for one in (theirs, *map(theirs.rescaled, (H100, PCIE)))]
+        assert [one.expected_us for one in times if one] == pytest.approx(
+            [10, 10, 20 * 1980 / 1755]
+        )
+
+
+class TestLookup:
+    UNTUNED = attention("S=1999,D=64,H=1")
+
+    def test_it_is_predicted_and_says_where_it_is_from(
+        self, ships: Portfolio, tmp_path: Path
+    ) -> None:
+        answer = lookup(self.UNTUNED, gpu="H100", path=tmp_path / "none")
+        assert answer is not None and (answer.kind, answer.exact) == ("portfolio", False)
+        assert answer.entry.gpu == H100 and answer.is_predicted
+        (note,) = (note for note in answer.notes if "made on" in note)
+        assert note == f"made on NVIDIA H200, rescaled to {H100.name}"
+
+    def test_a_decision_of_another_gpu_comes_first(self, tmp_path: Path) -> None:
+        answer = lookup("H=16,S=4096,D=64", gpu="H100", path=tmp_path / "none")
+        assert answer is not None and (answer.kind, answer.exact) == ("exact", False)
+        assert answer.entry.gpu.name == "NVIDIA H200"
+
+    def test_with_as_many_multiprocessors_only(self, tmp_path: Path) -> None:
+        answer = lookup("H=16,S=4096,D=64", gpu="H100-PCIe", path=tmp_path / "none")
+        assert answer is not None and answer.kind == "portfolio"
+
+
+@cache
+def pairs() -> list[tuple[Entry, Entry]]:
+    """Decisions of the same problem and regime: an H100's and an H200's."""
+    theirs = {(e.problem, e.regime): e for e in decisions() if e.gpu == H200}
+    mine = [e for e in decisions() if e.gpu == H100]
+    return [(e, theirs[e.problem, e.regime]) for e in mine if (e.problem, e.regime) in theirs]
+
+
+class TestMeasured:
+    """An H100's measured times against those that an H200's make expected."""
+
+    def test_the_best_own_kernel_is_nearly_the_best_there(self) -> None:
+        losses = []
+        for here, there in pairs():
+            times = {m.config: m.latency_us for m in here.ranking}
+            if there.best_own and here.best_own and (us := times.get(there.best_own.config)):
+                losses.append(us / (here.best_own.latency_us or math.inf) - 1)
+        assert len(pairs()) >= 46 and len(losses) >= 17
+        assert max(losses) < 0.0235
+
+    def test_a_lead_over_the_vendors_shrinks_and_does_not_turn(self) -> None:
+        ratios = [tuple(map(_over_vendor, pair)) for pair in pairs()]
+        assert max(here for here, there in ratios if there < 1) < 1.03
+
+    def test_ratios_of_prompts_are_as_expected(self) -> None:
+        errors = []
+        for here, there in pairs():
+            if here.regime.l2 != "warm":
+                continue
+            gap = memory_gap_us(sizes_of(here.problem), H200, H100, is_warm=True)
+            mine, theirs = ({m.config: m.latency_us for m in e.ranking} for e in (here, there))
+            shared = [config for config in theirs if mine.get(config)]
+            vendors = [c for c in shared if c.get("kernel") in PYTORCHS]
+            best = min(vendors, key=lambda config: theirs[config] or math.inf)
+            for config in shared:
+                if config.family == "fused_attention":
+                    expected = (theirs[config] + gap) / (theirs[best] + gap)  # type: ignore[operator]
+                    errors.append(math.log(mine[config] / mine[best] / expected))  # type: ignore[operator]
+        rms = math.sqrt(sum(error**2 for error in errors) / len(errors))
+        assert len(errors) >= 50 and rms < 0.045
+        assert sum(errors) / len(errors) < 0.025
+
+    def test_decoding_waits_for_memory(self) -> None:
+        """1.43 times as long at most by the datasheets, and 3 % in root mean square beside it."""
+        errors = []
+        for here, there in pairs():
+            if here.regime.l2 == "cold":
+                gap = memory_gap_us(sizes_of(here.problem), H200, H100, is_warm=False)
+                mine, theirs = ({m.config: m.latency_us for m in e.ranking} for e in (here, there))
+                errors += [
+                    math.log((theirs[config] + gap) / mine[config])  # type: ignore[operator]
+                    for config in theirs
+                    if config.family == "fused_attention" and mine.get(config)
+                ]
+        assert len(errors) >= 14
+        assert math.sqrt(sum(error**2 for error in errors) / len(errors)) < 0.035
+
+
+def _over_vendor(entry: Entry) -> float:
+    """The best own kernel's time over the fastest vendor's."""
+    assert entry.best_own is not None and entry.fastest_vendor is not None
+    own, vendor = entry.best_own.latency_us, entry.fastest_vendor[1].latency_us
+    assert own is not None and vendor is not None
+    return own / vendor

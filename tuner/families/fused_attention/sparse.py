@@ -1,0 +1,41 @@
+"""Kernels that serve block-sparse masks over any shape: one for each head dimension.
+
+Those of 64 and 128 were the fastest, or within 1 % of it, under each of four masks on an H200
+(``scripts/benchmarks/evidence/block-masks.json``). The others have as many of the same stages and
+keys as the shared memory holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tuner.config import Config, Value
+
+_NAME = "fused_attention"
+HEAD_DIMS = (64, 96, 128, 256)
+"""Instances that have a kernel."""
+#: Keys of a tile, stages, and an output tile in shared memory, by head dimension.
+_TILES: Mapping[int, tuple[int, int, bool]] = {
+    64: (128, 3, True),
+    96: (128, 3, True),
+    128: (128, 2, True),
+    256: (64, 2, False),
+}
+
+
+def kernels(head_dim: int) -> tuple[Config, ...]:
+    """The kernel of an instance, for all heads: blocks take one tile of queries after the other."""
+    keys, stages, is_staged = _TILES[head_dim]
+    params: dict[str, Value] = {
+        "warp_groups": 2,
+        "tile_n": keys,
+        "kv_stages": stages,
+        "score_buffers": 1,
+        "early_exp": 0,
+        "ping_pong": True,
+        "q_in_registers": False,
+        "persistent": True,
+        "blocks_per_sm": 1,
+        "pdl": True,
+    }
+    return (Config(_NAME, {**params, "stages_output": True} if is_staged else params),)

@@ -1,0 +1,185 @@
+"""FlexAttention as torch.compile makes it: all that PyTorch has under block-sparse masks, with soft
+caps, and of windows over unlike lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any, ClassVar
+
+from tuner.config import Config
+from tuner.families.vendor import FLEX, PreparedCall, Vendor, compiled
+from tuner.hardware import DEFAULT_GPU, Gpu
+from tuner.problem import AttentionProblem, Problem
+from tuner.problem.attention import BLOCK_SIZE
+
+#: Microseconds of a tiny call, not measured: taken for FlashAttention-2's. TFLOP/s of (4,16,4096,D)
+#: under a causal mask, D <= 64 and above: ``scripts/benchmarks/evidence/block-masks.json``.
+_START_US, _RATES = 7.0, (327.0, 341.0)
+
+Seen = Callable[[Any, Any, Any, Any], Any]
+"""True where query q of batch b and head h sees key k: a mask function of FlexAttention."""
+
+
+class VendorFlex(Vendor):
+    """``kernel``: flex."""
+
+    name: ClassVar[str] = "vendor_flex"
+    op: ClassVar[str] = AttentionProblem.op
+    offered: ClassVar[tuple[str, ...]] = (FLEX,)
+
+    def supports(self, problem: Problem, gpu: Gpu) -> str:
+        return super().supports(problem, gpu) or self.refusal(problem, FLEX)
+
+    def refusal(self, problem: Problem, kernel: str) -> str:
+        if not isinstance(problem, AttentionProblem):
+            return ""
+        if problem.is_packed or problem.mask_operand or problem.is_alibi:
+            return f"{kernel} is not called with packed sequences, pages, biases, masks or ALiBi"
+        is_square = problem.seqlen_q == problem.seqlen_kv
+        if problem.block_mask or problem.softcap or (problem.is_windowed and not is_square):
+            return ""
+        return f"{kernel} is for block masks, soft caps, and windows with SQ != SKV"
+
+    def connect(
+        self, problem: AttentionProblem, kernel: str, scale: float
+    ) -> Callable[..., Any] | str:
+        attend = compiled(flex_call(problem, scale))
+        if problem.block_mask:
+            return MaskedCall(problem, attend)
+        mask = mask_of(problem, _visible(problem)) if _hides(problem) else None
+        return lambda query, key, value: attend(query, key, value, mask)
+
+    def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
+        """A fixed part plus the work at the rate of a large problem."""
+        if not isinstance(problem, AttentionProblem):
+            return float("inf")
+        rate = _RATES[problem.head_dim > 64] * gpu.peak_tflops / DEFAULT_GPU.peak_tflops
+        return _START_US + problem.flops / rate / 1e6
+
+
+class MaskedCall(PreparedCall):
+    """FlexAttention under the mask that the tables hold. A mask function is made of them for each
+    set: as a program writes it where it is the timed mask, else a look into the tables.
+
+    Args:
+        problem: with a block-sparse mask.
+        attend: attend(query, key, value, mask).
+    """
+
+    def __init__(self, problem: AttentionProblem, attend: Callable[..., Any]) -> None:
+        self._problem, self._attend = problem, attend
+
+    def prepared(self, *inputs: Any) -> Callable[..., Any]:
+        import torch
+
+        problem, tables, seen = self._problem, inputs[3:], seen_by(*inputs[3:])
+        batches, heads, *_ = problem.block_shape
+        lengths = problem.seqlen_q, problem.seqlen_kv
+        device, timed = inputs[0].device, _timed(problem)
+        queries, keys = (torch.arange(length, device=device) for length in lengths)
+        wanted = timed(0, 0, queries[:, None], keys)
+        is_timed = all(
+            torch.equal(seen(*one, queries[:, None], keys), wanted)
+            for one in product(range(batches), range(heads))
+        )
+        mask = mask_of(problem, timed, device) if is_timed else mask_by(*lengths, *tables)
+        return lambda query, key, value, *_: self._attend(query, key, value, mask)
+
+
+def flex_call(problem: AttentionProblem, scale: float) -> Callable[..., Any]:
+    """call(query, key, value, mask) of FlexAttention, not compiled."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": problem.heads_q != problem.heads_kv}
+    if problem.softcap:
+        options["score_mod"] = _capped(problem.softcap)
+
+    def call(query: Any, key: Any, value: Any, mask: Any) -> Any:
+        return flex_attention(query, key, value, block_mask=mask, **options)
+
+    return call
+
+
+def mask_of(problem: AttentionProblem, seen: Seen, device: Any = "cuda") -> Any:
+    """The `BlockMask` of a mask function, with the axes of a problem's mask."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    batches, heads, *_ = problem.block_shape
+    lengths = problem.seqlen_q, problem.seqlen_kv
+    return create_block_mask(seen, batches, heads, *lengths, device=device)
+
+
+def seen_by(counts: Any, indices: Any, bits: Any) -> Seen:
+    """The mask function that looks into the tables of a block-sparse mask (`AttentionProblem`)."""
+    import torch
+
+    columns = indices.shape[-1]
+    places = torch.arange(columns, device=indices.device, dtype=torch.int32).expand_as(indices)
+    # Places behind a row's last block go to a column that is dropped.
+    of_place = torch.where(places < counts.sum(-1, keepdim=True), indices, columns).long()
+    place_of = indices.new_full((*indices.shape[:-1], columns + 1), columns)
+    place_of = place_of.scatter_(-1, of_place, places)[..., :columns].contiguous()
+    has_batch, has_heads = indices.shape[0] > 1, indices.shape[1] > 1
+
+    def seen(b: Any, h: Any, q: Any, k: Any) -> Any:
+        row = b * has_batch, h * has_heads, q // BLOCK_SIZE
+        place = place_of[(*row, k // BLOCK_SIZE)]
+        word = bits[(*row, place % columns, q % BLOCK_SIZE, k % 8 // 2)]
+        bit = word >> (k % BLOCK_SIZE // 8 * 2 + k % 2) & 1
+        return (place < columns) & (bit > 0)
+
+    return seen
+
+
+def mask_by(queries: int, keys: int, counts: Any, indices: Any, bits: Any) -> Any:
+    """The `BlockMask` of tables of so many queries and keys."""
+    import torch
+    from torch.nn.attention.flex_attention import BlockMask
+
+    columns = indices.shape[-1]
+    whole, partly = (counts[..., which].contiguous() for which in (0, 1))
+    places = torch.arange(columns, device=indices.device).expand_as(indices)
+    behind = (places + whole[..., None]).clamp_max(columns - 1)
+    return BlockMask.from_kv_blocks(
+        partly,
+        indices.gather(-1, behind).clamp_min(0),
+        whole,
+        indices.clamp_min(0),
+        BLOCK_SIZE,
+        seen_by(counts, indices, bits),
+        (queries, keys),
+    )
+
+
+def _timed(problem: AttentionProblem) -> Seen:
+    """`AttentionProblem.keys_of` of a block-sparse mask."""
+    prefix, offset = problem.block_prefix, problem.seqlen_kv - problem.seqlen_q
+
+    def seen(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (k < prefix) | (k <= q + offset)
+
+    return seen
+
+
+def _hides(problem: AttentionProblem) -> bool:
+    return problem.is_causal or problem.is_windowed
+
+
+def _visible(problem: AttentionProblem) -> Seen:
+    left, right = problem.visible
+
+    def seen(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (k >= q - left) & (k <= q + right)
+
+    return seen
+
+
+def _capped(softcap: float) -> Callable[..., Any]:
+    import torch
+
+    def capped(score: Any, *_: Any) -> Any:
+        return softcap * torch.tanh(score / softcap)
+
+    return capped

@@ -1,0 +1,100 @@
+"""Chunks of a long attention that a final pass checks in place of all rows. Pure functions.
+
+The quick pass compares every element of every candidate. A final pass has new inputs, whose whole
+reference would take minutes. If a share f of the chunks is wrong, one kind of inputs misses it with
+probability (1 - f) ** `CHUNKS`. That is 0.7 % for one chunk in 20, and 38 % for one in 100. Each
+kind of inputs samples its own chunks. Guard bands and inputs are checked completely.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from tuner.problem import E4M3, AttentionProblem, Operand, Problem
+
+CHUNKS = 96
+ROWS = 128
+"""Queries of a chunk, a tile of most kernels."""
+LONG_REFERENCE_S = 60.0
+"""Largest `reference_seconds` of a whole reference: about 5 s for a kind of inputs on an H200."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Queries of one batch and one head, or of all heads if a query's heads lie side by side."""
+
+    batch: int
+    head: int
+    heads: int
+    first: int
+    rows: int
+
+    @property
+    def text(self) -> str:
+        """For the log of a verdict."""
+        last = self.first + self.rows - 1
+        heads = f"head {self.head}" if self.heads == 1 else "all heads"
+        return f"queries {self.first} to {last} of batch {self.batch}, {heads}"
+
+    def output(self, problem: AttentionProblem) -> Operand:
+        """Its part of the output, which is contiguous; the first element is `shifts`' out."""
+        width = problem.head_dim
+        *_, out = problem.matrices
+        return replace(out, shape=(self.rows * self.heads, width), strides=(width, 1))
+
+    def shifts(self, problem: AttentionProblem) -> Mapping[str, int]:
+        """Elements from the start of query, key, value and out to its own."""
+        group = problem.heads_q // problem.heads_kv
+        heads = {"key": self.head // group, "value": self.head // group}
+        found = {}
+        for matrix in problem.matrices:
+            batch, head, row, _ = matrix.strides
+            rows = 0 if matrix.name in heads else self.first
+            found[matrix.name] = (
+                self.batch * batch + heads.get(matrix.name, self.head) * head + rows * row
+            )
+        return found
+
+    def integers(self, problem: AttentionProblem) -> list[int]:
+        """Extents, strides and mask, as the reference's attention takes them."""
+        strides = [s for matrix in problem.matrices for s in matrix.strides[:3]]
+        heads_kv = 1 if self.heads == 1 else problem.heads_kv
+        left, right = problem.visible
+        return [
+            *(1, self.heads, heads_kv, self.rows, problem.seqlen_kv, problem.head_dim),
+            *strides,
+            *(left - self.first, right + self.first, 0, 0, 0),
+        ]
+
+
+def is_sampled(problem: Problem) -> bool:
+    """True of attention without operands of scores, in 16 bits, and of one length."""
+    if not isinstance(problem, AttentionProblem) or problem.is_packed or problem.block_mask:
+        return False
+    has_more = problem.mask_operand is not None or problem.is_alibi or problem.has_sinks
+    return problem.dtype != E4M3 and not has_more
+
+
+def chunks_of(problem: AttentionProblem, kind: str, seed: int) -> list[Chunk]:
+    """`CHUNKS` different chunks, or all where there are fewer.
+
+    Args:
+        problem: one that `is_sampled`.
+        kind: of the inputs.
+        seed: of the request.
+    """
+    *_, out = problem.matrices
+    heads = problem.heads_q if out.strides[2] == problem.heads_q * problem.head_dim else 1
+    of_heads = problem.heads_q // heads
+    tiles = -(-problem.seqlen_q // ROWS)
+    count = problem.batch * of_heads * tiles
+    drawn = random.Random(f"{seed}:{kind}:chunks").sample(range(count), min(CHUNKS, count))
+    found = []
+    for number in sorted(drawn):
+        rest, tile = divmod(number, tiles)
+        batch, head = divmod(rest, of_heads)
+        first = tile * ROWS
+        found.append(Chunk(batch, head, heads, first, min(ROWS, problem.seqlen_q - first)))
+    return found
