@@ -191,28 +191,37 @@ class Tensors:
         )
 
 
-def compared(case: Case, kernels: Kernels) -> dict[str, Any]:
+def compared(case: Case, kernels: Kernels, one_pass: bool = False) -> dict[str, Any]:
     """Times of one case, and how far the own output is from FlexAttention's.
+
+    Args:
+        case: mask and head dimension.
+        kernels: own kernels to time.
+        one_pass: time all own kernels beside the others; else only the fastest of a first pass.
 
     Raises:
         BenchmarkError: when no own kernel runs.
     """
     tensors = Tensors(case)
     own = {short(config): tensors.own(kernel, config) for config, kernel in kernels.items()}
-    first = time_calls(list(own.values()), tensors.before, 1)
-    if not first.us:
+    flex, sdpa = tensors.flex(), tensors.sdpa()
+    first = time_calls([*own.values(), *([flex, sdpa] if one_pass else [])], tensors.before, 1)
+    tried = {name: us for name, us in first.us.items() if name in own}
+    if not tried:
         raise BenchmarkError(f"{case.label()}: no own kernel runs: {first.failed}")
-    best = min(first.us, key=lambda name: first.us[name])
-    flex = tensors.flex()
+    best = min(tried, key=lambda name: tried[name])
     wanted, got = flex.call(0).float(), own[best].call(0).float()
     error = float((got - wanted).norm() / wanted.norm())
-    times: Times = time_calls([own[best], flex, tensors.sdpa()], tensors.before, 1)
-    us = {("own" if name == best else name): value for name, value in times.us.items()}
+    times: Times = first
+    if not one_pass:
+        times = time_calls([own[best], flex, sdpa], tensors.before, 1)
+    us = {name: value for name, value in times.us.items() if name not in own}
+    us["own"] = times.us[best]
     counts = tensors.tables.counts.sum((0, 1, 2)).tolist()
     return {
         "case": case.label(),
         "us": us,
-        "tried_us": first.us,
+        "tried_us": tried,
         "config": best,
         "failed": {**first.failed, **times.failed},
         "blocks": {"whole": counts[0], "part": counts[1]},
@@ -256,6 +265,9 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(prog="scripts/bench masks", description=__doc__)
     parser.add_argument("--mask", action="append", default=[], metavar="NAME")
+    parser.add_argument(
+        "--one-pass", action="store_true", help="time all own kernels beside the others"
+    )
     parser.add_argument("--compile", action="store_true", help="compile the kernels, time nothing")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--served", action="store_true", help="calls through the portfolio")
@@ -278,7 +290,7 @@ def main(argv: Sequence[str]) -> int:
     environment = dict(family("vendor_sdpa").environment())
     every: list[dict[str, Any]] = []
     for case in wanted:
-        every.append(compared(case, kernels[case.head_dim]))
+        every.append(compared(case, kernels[case.head_dim], args.one_pass))
         print(line(every[-1]), flush=True)
         if args.json is not None:
             write_json(args.json, {"environment": environment, "cases": every})

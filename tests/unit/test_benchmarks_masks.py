@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import types
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import masks
+from benchmarks.call_times import Contender, Times
 from tuner.errors import BenchmarkError, ConfigError
 
 
@@ -46,6 +50,43 @@ def test_a_row_and_the_means_say_who_was_faster() -> None:
     lines = masks.means([found, slower, {**found, "case": "causal D=128"}])
     assert lines[0] == f"D= 64 over flex: mean {math.sqrt(1.5 * 0.9):.3f}, least 0.900"
     assert len(lines) == 4
+
+
+@pytest.mark.parametrize(("one_pass", "passes"), [(False, 2), (True, 1)])
+def test_all_own_kernels_may_be_timed_beside_the_others(
+    one_pass: bool, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+
+    def contender(name: str) -> Contender:
+        return Contender(name, lambda _: torch.ones(2))
+
+    class Fakes:
+        before = None
+        tables = types.SimpleNamespace(counts=torch.ones(1, 1, 1, 2, dtype=torch.int32))
+
+        def __init__(self, case: masks.Case) -> None:
+            self.flex, self.sdpa = (lambda name=name: contender(name) for name in ("flex", "sdpa"))
+
+        def own(self, kernel: str, config: str) -> Contender:
+            return contender(kernel)
+
+    timed: list[list[str]] = []
+
+    def times(contenders: Sequence[Contender], *_: object) -> Times:
+        timed.append([one.name for one in contenders])
+        return Times(
+            {name: {"a": 3.0, "b": 2.0, "flex": 1.0}.get(name, 4.0) for name in timed[-1]}, {}
+        )
+
+    monkeypatch.setattr(masks, "Tensors", Fakes)
+    monkeypatch.setattr(masks, "time_calls", times)
+    monkeypatch.setattr(masks, "short", str)
+    kernels: Any = {"a": "a", "b": "b"}
+    found = masks.compared(masks.Case("causal", 64), kernels, one_pass)
+    assert found["us"] == {"own": 2.0, "flex": 1.0, "sdpa": 4.0} and found["config"] == "b"
+    assert found["tried_us"] == {"a": 3.0, "b": 2.0} and len(timed) == passes
+    assert timed[0] == (["a", "b", "flex", "sdpa"] if one_pass else ["a", "b"])
 
 
 def test_wrong_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,12 +59,12 @@ def test_pytorch_answers_one_group_after_the_other(
     ("change", "reason"),
     [
         (lambda a, b, o: (a[0], b, o), r"allowed: \(M, K\) and \(G, N, K\)"),
-        (lambda a, b, o: (a[:, :16], b, o), "no groups of products"),
-        (lambda a, b, o: (a, b[:0], o[:1]), "no groups of products"),
+        (lambda a, b, o: (a[:, :16], b, o), "cannot be multiplied"),
+        (lambda a, b, o: (a, b[:0], o[:1]), "cannot be multiplied"),
         (lambda a, b, o: (a, b, o[1:]), r"int32 \(5,\) \(allowed: torch.int32 \(6,\)\)"),
         (lambda a, b, o: (a, b, o.long()), "offsets are torch.int64"),
         (lambda a, b, o: (a, b, o + 1), "offsets run from 1 to 10"),
-        (lambda a, b, o: (a, b, o.flip(0)), "never falling"),
+        (lambda a, b, o: (a, b, o.flip(0)), "never decreasing"),
         (lambda a, b, o: (a[:4], b, o), "to 4 at most"),
     ],
 )

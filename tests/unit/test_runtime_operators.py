@@ -105,7 +105,7 @@ def test_a_graph_holds_a_mask_as_an_operand(tuned: SimpleNamespace, dtype: Any) 
     learnt = [t.requires_grad_() for t in (q, k, v)]
     assert close(attend(*learnt, mask), wanted)
     assert "tuner.attention.default" not in nodes(graphs)
-    with pytest.raises(ConfigError, match="no gradient beside attn_mask"):
+    with pytest.raises(ConfigError, match="no gradient with attn_mask"):
         torch.ops.tuner.attention(*learnt, False, None, mask).sum().backward()
 
 

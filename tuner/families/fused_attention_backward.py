@@ -137,9 +137,10 @@ class FusedAttentionBackward(Family):
 
     @staticmethod
     def registers(problem: AttentionBackwardProblem, config: Config) -> int:
-        """Most accumulators and operands of products that a thread holds at once. They are dK and
-        dV with S^T and dP^T, and P^T as an operand beside both where dV's product is early; or with
-        dQ, the next S^T, and an operand.
+        """Most accumulators and operands of products that a thread holds at once.
+
+        It holds dK and dV with S^T and dP^T, and also P^T as an operand if dV's product is early.
+        At another moment it holds dK and dV with dQ, the next S^T and an operand.
         """
         head_dim, tile_m = instance(problem.head_dim), int(config["tile_m"])
         of_dq = tile_m * head_dim // int(config["warp_groups"]) // 128
@@ -151,8 +152,10 @@ class FusedAttentionBackward(Family):
 
     @staticmethod
     def smem_bytes(problem: AttentionBackwardProblem, config: Config) -> int:
-        """Dynamic shared memory: K and V, the rings of Q and dO with their rows' statistics, dS,
-        P where groups share keys, and dQ on its way to memory.
+        """Dynamic shared memory, bytes.
+
+        It holds K and V, the pipeline buffers of Q and dO with their rows' statistics, dS, and dQ
+        on its way to memory. Groups that share keys also need P.
         """
         head_dim, tile_m = instance(problem.head_dim), int(config["tile_m"])
         sharing = sharing_groups(problem.head_dim)

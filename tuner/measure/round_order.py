@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 #: What takes this many times the fastest's time is no contender for the first place.
 CONTENDING = 1.5
-#: At the power limit a burst has the clocks that what ran before it left, for about this long (an
-#: H200: up to 9 % faster after a kernel that draws little power).
+#: Microseconds for which a burst at the power limit keeps the clocks that its predecessor left. It
+#: is faster after a kernel that draws little power.
 SETTLE_US = 40_000.0
 
 

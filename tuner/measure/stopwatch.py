@@ -147,9 +147,9 @@ class Stopwatch:
         `MOST_DEVIATION` or more, all is timed once more with twice the rounds. A deviation that
         stays gets the flag ``noisy``.
 
-        Once the rounds of a pass took `LONG_PASS_US`, the noise that is seen decides their number.
-        From `LEAST_ROUNDS` on the pass ends when everything `is_decided`. Else it goes on to
-        `MOST_PASSES` times the rounds, within `PASS_LIMIT_US`. It is not repeated.
+        The noise decides the number of rounds of a pass that takes longer than `LONG_PASS_US`.
+        After `LEAST_ROUNDS` it ends when everything `is_decided`. Otherwise it has up to
+        `MOST_PASSES` times the rounds within `PASS_LIMIT_US`. It is not repeated.
 
         Args:
             bursts: prepared bursts, own kernels and vendors'.
@@ -277,10 +277,10 @@ class Stopwatch:
 
 
 def is_decided(samples: Sequence[Sequence[float]]) -> bool:
-    """True if no further round would change who is the fastest by more than a tie.
+    """True if further rounds would not change the fastest subject by more than a tie.
 
-    The interval of each other subject's ratio to the fastest is then narrower than `TIE`, or above
-    1 + `TIE`.
+    Each other subject's ratio to the fastest has an interval (`median_interval`) that is narrower
+    than `TIE`, or above 1 + `TIE`.
 
     Args:
         samples: times of each subject, one a round, from the same first rounds.
@@ -297,9 +297,10 @@ def is_decided(samples: Sequence[Sequence[float]]) -> bool:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Interval of the median by its sign test, whatever the distribution.
+    """Confidence interval of the median by the sign test, for any distribution.
 
-    From six values on it misses the median with a chance of `MISS` at most. Fewer have their range.
+    From six values on it misses the median with a probability of at most `MISS`. For fewer values
+    it is their range.
     """
     ordered, count = sorted(values), len(values)
     rank, below = 0, 0.0  # chance that at most `rank` values are below the median

@@ -91,11 +91,9 @@ E4M3_ROW = 2.0**-4 * 8
 
 
 #: Error of a sum of e4m3 products in the tensor cores' accumulators, relative to the sum, over the
-#: root of the number of products: the bits that their alignment cuts off have either sign. One
-#: H200, 22 November 2026, errors of random inputs without bf16's rounding: 1.3e-3 over 4096
-#: products, 2.1e-3 over 8192, 2.9e-3 over 14336, 4.7e-3 over 32768 (the margin covers its 2.6e-5);
-#: own kernels' and `torch._scaled_mm`'s are alike to three digits, and 13 bits kept below the
-#: largest of 32 products and their sum give the same (`tests/unit/test_e4m3_arithmetic.py`).
+#: root of the number of products. Bits more than 13 below the largest of 32 products and their sum
+#: are cut off, and such errors have either sign. Source: the emulation in
+#: `tests/unit/test_e4m3_arithmetic.py`.
 E4M3_SUM = 2.1e-5
 #: What an element's error may be of that, which is the deviation of all.
 E4M3_DEVIATIONS = 8

@@ -1,4 +1,4 @@
-"""The runtime that a model calls. Reads the store and the artifacts; compiles and tunes nothing."""
+"""The functions that a model calls. They read the store and compiled kernels, and tune nothing."""
 
 from __future__ import annotations
 

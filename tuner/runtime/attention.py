@@ -1,14 +1,13 @@
-"""`attention`: the tuned kernel where there is a measured one, PyTorch's everywhere else.
+"""`attention`: a tuned kernel if one was measured for the problem, PyTorch's kernel otherwise.
 
-Where SQ and SKV differ, a causal mask lies along the diagonal that starts at the first query and
-the first key (top-left: query i sees keys 0..i), or along the one that ends at the last of both
-(bottom-right: 0..i + SKV - SQ). Tuned kernels compute the former. What each way in means, and who
-answers it:
+A causal mask has two meanings when SQ and SKV differ. Top-left: query i sees keys 0..i.
+Bottom-right: query i sees keys 0..i + SKV - SQ. Tuned kernels compute the top-left mask. Each entry
+point has its own meaning:
 
-| way in | causal mask | answered by |
+| entry point | causal mask | answered by |
 |---|---|---|
-| `tuner.attention`, e4m3 too; operators `tuner::attention*` | top-left | tuned kernels |
-| their gradients | top-left | what was measured, cuDNN's, or recomputed; flash's if SQ is SKV |
+| `tuner.attention`, e4m3 also; operators `tuner::attention*` | top-left | tuned kernels |
+| gradients of both | top-left | measured kernels, cuDNN's, flash's if SQ is SKV, or recomputed |
 | a window | along the top-left diagonal | tuned kernels, or PyTorch's operations |
 | `attn_mask=causal_upper_left(...)`, `causal_lower_right(...)` | as it says | PyTorch |
 | another `attn_mask` | none | tuned kernels |
@@ -23,7 +22,7 @@ answers it:
 | Transformers: no mask, one query | none, all keys | tuned kernels |
 | Transformers: queries after a filled cache | a mask | tuned kernels |
 
-Grouped heads change nothing of it: query head h reads key head h // (H / HKV).
+With grouped heads, query head h reads key head h // (H / HKV).
 """
 
 from __future__ import annotations
@@ -60,56 +59,55 @@ def attention(
 ) -> torch.Tensor:
     """softmax(scale * Q K^T + mask) V by the fastest kernel measured on this GPU.
 
-    Has the signature and the meaning of `torch.nn.functional.scaled_dot_product_attention`, which
-    answers, with these same arguments, whatever no tuned kernel can: dropout, masks that want a
-    gradient, other shapes, CPU tensors, `TUNER_DISABLE=1`, ... Each such call is counted by its
-    reason (`tuner.stats`), and the reason is logged once to ``tuner.runtime``. Predicted and
-    replayed entries are never launched. The first call of a shape loads its kernel: make one before
-    capturing a CUDA graph.
+    Has the signature and the meaning of `torch.nn.functional.scaled_dot_product_attention`. PyTorch
+    answers calls that no tuned kernel serves: dropout, masks that want a gradient, untuned shapes,
+    CPU tensors, `TUNER_DISABLE=1`. Each such call is counted by its reason (`tuner.stats`), and
+    each reason is logged once to ``tuner.runtime``. Predicted and replayed entries are never
+    launched. The first call of a shape loads its kernel: call once before capturing a CUDA graph.
 
-    A gradient is computed by what was measured for it (`AttentionBackwardProblem`), else by
-    PyTorch's backward kernels, from the output and the log-sum-exp of the tuned kernel, where it
-    writes one. Of what PyTorch answers, they are computed so where something was measured, or
-    where cuDNN's kernels gain over FlashAttention-2's (`gains_by_cudnn`). Autocast casts the
-    inputs, as it does PyTorch's.
+    Gradients come from a backward kernel measured for the problem (`AttentionBackwardProblem`).
+    Otherwise PyTorch's backward kernels compute them from the tuned kernel's output and
+    log-sum-exp. For calls whose output PyTorch computes, the same holds if a backward kernel was
+    measured, or if cuDNN's kernels gain over FlashAttention-2's (`gains_by_cudnn`). Autocast casts
+    the inputs as for PyTorch's attention.
 
-    PyTorch's operator has no `window` and no `softcap`. With either, what no tuned kernel answers,
-    gradients and graphs of torch.compile among it, is composed of PyTorch's operations
-    (`tuner.runtime.composed`).
+    PyTorch's operator has no `window` and no `softcap`. With either, calls that no tuned kernel
+    serves are composed of PyTorch's operations (`tuner.runtime.composed`). Gradients and graphs of
+    torch.compile are among them.
 
     Args:
-        query: (B, H, SQ, D), fp16 or bf16, with any strides that TMA takes: 1 along D, multiples of
-            16 bytes along the others.
+        query: (B, H, SQ, D), fp16 or bf16. TMA needs stride 1 along D, and multiples of 16 bytes
+            along the other dimensions.
         key: (B, HKV, SKV, D), as `query`. Keys and values expanded over all heads are one head.
         value: (B, HKV, SKV, D), as `key`.
         attn_mask: as in PyTorch. Tuned kernels take booleans, true where a query sees a key, and
-            what is added to the scores, of the query's type, on its device, broadcast along any
-            axes and with any strides, that want no gradient. With them a query that sees no key, or
-            all of whose keys are at -inf, has zeros for its output, as with PyTorch's math and
-            efficient kernels. (cuDNN's leaves a boolean mask away in such a row.)
-        dropout_p: as in PyTorch; no tuned kernel takes one.
+            additive masks of the query's type. The mask lies on the query's device and wants no
+            gradient. It may have any strides, and broadcast along any axis. Rows without a visible
+            key, or with all keys at -inf, have zeros for their output, as with PyTorch's math and
+            efficient kernels. (cuDNN's kernel ignores a boolean mask in such rows.)
+        dropout_p: as in PyTorch; tuned kernels support 0 only.
         is_causal: query i sees keys 0..i.
-        scale: of the scores; 1/sqrt(D) when None.
+        scale: factor of the scores; 1/sqrt(D) when None.
         enable_gqa: let HKV be a divisor of H.
-        window: (left, right): query i sees keys i - left..i + right, -1 for no limit; under
-            `is_causal` none beyond i. One number is both sides, as ``window=`` of a shape. A query
-            that sees no key has zeros for its output.
-        softcap: each scaled score s becomes softcap * tanh(s / softcap), before the mask; 0: as
-            it is.
-        descale_q: positive fp32 (B, H), and with it the next two: query, key and value are
-            float8_e4m3fn, and stand for their elements times these factors. The output is bf16;
-            where no tuned kernel can, PyTorch computes it from bf16 copies. No mask, dropout,
-            window or soft cap.
+        window: (left, right): query i sees keys i - left..i + right; -1: unlimited. Under
+            `is_causal` it sees no key beyond i. One number stands for both sides, as ``window=`` of
+            a shape. Queries without a key have zeros for their output.
+        softcap: each scaled score s becomes softcap * tanh(s / softcap), before the mask; 0 is
+            none.
+        descale_q: positive fp32 (B, H). With descale factors query, key and value are
+            float8_e4m3fn, and stand for their elements times these factors. The output is bf16.
+            Calls that no tuned kernel serves are computed by PyTorch from bf16 copies. A mask,
+            dropout, a window and a soft cap are not allowed.
         descale_k: fp32 (B, HKV).
         descale_v: fp32 (B, HKV).
 
     Returns:
-        (B, H, SQ, D), of the inputs' type, bf16 of e4m3. Where a tuned kernel ran it is laid out as
-        ``torch.empty_like(query)``.
+        (B, H, SQ, D), of the inputs' type; bf16 for e4m3 inputs. A tuned kernel's output has the
+        strides of ``torch.empty_like(query)``.
 
     Raises:
-        ConfigError: when `window` or `softcap` is out of range; on descale factors that do not fit
-            the tensors, or come with a mask, dropout, a window or a soft cap.
+        ConfigError: when `window` or `softcap` is out of range. Also on descale factors that do not
+            fit the tensors, or that come with a mask, dropout, a window or a soft cap.
         Whatever `scaled_dot_product_attention` raises on arguments that it refuses, and what CUDA
         reports of an earlier kernel.
     """

@@ -1,4 +1,4 @@
-"""Attention of given tensors as a call: the problem that they pose, and the plan that serves it."""
+"""A call of attention: the problem that its tensors describe, and the plan that serves it."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class _Attention(NamedTuple):
     enable_gqa: bool
     extras: Extras = NONE
     operand: torch.Tensor | Refusal | None = None
-    """`attn_mask` as `as_operand` makes it, or why no kernel takes it; None without a mask, or with
-    extras."""
+    """`attn_mask` as `as_operand` makes it, or the reason why no kernel takes it. None without a
+    mask, and with extras."""
 
 
 class AttentionCall(_Attention, Call):
-    """A call of `tuner.attention`, its tensors as autocast left them."""
+    """A call of `tuner.attention`, with its tensors after autocast."""
 
     __slots__ = ()
     aligned = 4
@@ -131,7 +131,7 @@ class AttentionCall(_Attention, Call):
 
 
 def without_lse(plan: Plan) -> Refusal:
-    """Why a plan serves no call that wants a gradient."""
+    """Refusal of a plan whose kernel writes no log-sum-exp."""
     return Refusal(Kind.GRADIENT, f"{plan.config.family} does not write the log-sum-exp")
 
 
@@ -148,7 +148,7 @@ def find_plan(
     scale: float | None,
     enable_gqa: bool = True,
 ) -> Plan | Refusal:
-    """Plan for plain attention of such tensors, or the reason that there is none."""
+    """Plan for plain attention of such tensors, or the reason why there is none."""
     table.refresh(query)
     return find(AttentionCall(query, key, value, None, 0.0, is_causal, scale, enable_gqa))
 
@@ -164,15 +164,15 @@ def pose(
     dtypes: Mapping[torch.dtype, DType] = guards.DTYPES,
     mask: torch.Tensor | None = None,
 ) -> Posed:
-    """The problem that these tensors pose, and how they lie.
+    """The problem that these tensors describe, and their strides.
 
-    The problem has the nearest of the layouts, so that what serves a call does not depend on
-    strides. Where the query is not laid out so, the output is laid out as
-    ``torch.empty_like(query)``, as PyTorch's kernels have it. Keys and values that are expanded
-    over all heads are one head. A `mask` is as `as_operand` makes it.
+    The problem has the nearest of the layouts, so the choice of a kernel does not depend on
+    strides. The output has the strides of ``torch.empty_like(query)``, as PyTorch's kernels write
+    it. Keys and values that are expanded over all heads count as one head. A `mask` is as
+    `as_operand` makes it.
 
     Raises:
-        ConfigError: when they pose none: types, sizes or strides that no tuned kernel has.
+        ConfigError: on types, sizes or strides that no tuned kernel supports.
     """
     if any(t.dim() != 4 or t.numel() == 0 for t in (query, key, value)):
         raise ConfigError("they are not 4-D (B, H, S, D), or are empty")
@@ -219,7 +219,7 @@ def pose(
 
 
 def _nearest_layout(query: torch.Tensor, key: torch.Tensor) -> Layout:
-    """The layout with the tensors' order of heads and tokens; a single one has any order."""
+    """Layout with the tensors' order of heads and tokens; a dimension of one has any order."""
     orders: list[Layout | Literal[""]] = []
     for tensor in (query, key):
         heads, tokens = tensor.stride()[1:3]

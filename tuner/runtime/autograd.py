@@ -1,8 +1,9 @@
-"""Attention's gradients from its output and log-sum-exp, by the backward kernels of PyTorch.
+"""Gradients of attention from its output and log-sum-exp, by PyTorch's backward kernels.
 
 FlashAttention-2's and cuDNN's backward kernels take the output and the log-sum-exp of any forward
-kernel: natural logarithm, fp32, (B, H, SQ) for the one and (B, H, SQ, 1) for the other. Their
-random state is read for dropout only, which no tuned kernel has.
+kernel. FlashAttention-2 takes the log-sum-exp as fp32 (B, H, SQ), cuDNN as fp32 (B, H, SQ, 1), both
+with the natural logarithm. The kernels read a random state for dropout only, which no tuned kernel
+supports.
 
 The kernel that runs is the one that PyTorch would choose for these tensors, except that cuDNN's
 replaces FlashAttention-2's where it takes them and the work is not tiny. Behind an ordinary kernel,
@@ -23,11 +24,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from tuner.runtime import native
 
 _FLASH, _CUDNN = (int(b.value) for b in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION))
-#: Bytes of scores that are alive at once where PyTorch has no kernel.
+#: Bytes of scores held at once when PyTorch has no fused kernel.
 _SCORES_BYTES = 1 << 28
-#: Floating-point operations of a backward pass from which cuDNN's is expected to save 67 us or
-#: more over FlashAttention-2's (`RATES` of `families/vendor/sdpa_backward.py`), and its forward
-#: pass some more: what the operators' way through Python may cost the host of an eager program.
+#: Floating-point operations of a backward pass from which cuDNN's kernel is expected to save 67 us
+#: or more over FlashAttention-2's (`RATES` of `families/vendor/sdpa_backward.py`), and its forward
+#: pass some more. The operators' way through Python may cost the host of an eager program that
+#: much.
 CUDNN_FLOPS = 4e10
 #: The same from which cuDNN's backward kernel replaces FlashAttention-2's where the gradient is
 #: computed here anyway: it is between the shapes measured where it lost and where it won.
@@ -41,7 +43,7 @@ Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def has_backward(query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> bool:
     """True when PyTorch has a fused backward kernel for half-precision tensors of such shapes.
 
-    FlashAttention-2 aligns a causal mask bottom-right, so SQ and SKV must be equal under one.
+    FlashAttention-2 aligns a causal mask bottom-right, so it needs equal SQ and SKV under one.
     """
     head_dim = query.shape[-1]
     square = query.shape[-2] == key.shape[-2]
@@ -125,10 +127,10 @@ def second_backward(
     is_causal: bool,
     scale: float | None,
 ) -> tuple[torch.Tensor, ...]:
-    """Gradients of the output's gradient, query, key and value, the `inputs`, from those of the
-    results of `backward`.
+    """Second derivatives: gradients of the `inputs` (the output's gradient, query, key and value)
+    from the gradients of the results of `backward`.
 
-    No fused kernel has them: attention is recomputed by PyTorch's plain operations.
+    No fused kernel computes them: attention is recomputed by PyTorch's plain operations.
     """
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         grad_out, query, key, value = (t.detach().requires_grad_() for t in inputs)
@@ -188,8 +190,8 @@ def _choice(
 def _takes_cudnn(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool
 ) -> bool:
-    """True when cuDNN's kernels may run: they are switched on, take such tensors, and the program
-    does not want equal bits in every run, which they do not promise.
+    """True when cuDNN's kernels may run: they are switched on, they take such tensors, and the
+    program does not ask for deterministic algorithms, which they do not promise.
     """
     backends = torch.backends.cuda
     if torch.are_deterministic_algorithms_enabled() or not backends.cudnn_sdp_enabled():

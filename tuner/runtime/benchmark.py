@@ -1,10 +1,10 @@
-"""Choice by measurement in place: ``TUNER_BENCHMARK=1``, as ``torch.backends.cudnn.benchmark``.
+"""Autotuning at the first call: ``TUNER_BENCHMARK=1``, as ``torch.backends.cudnn.benchmark``.
 
-The first call of a shape that nobody tuned times the portfolio's most promising proven kernels and
-PyTorch's own on the call's tensors, outside of captures, and keeps the fastest. Choices
-are lines of ``benchmarked.jsonl`` under ``TUNER_CACHE_DIR``, each for one problem, GPU and
-environment. A lock is held while a shape is timed, so that the processes of one machine, the ranks
-of a program among them, keep one choice. Needs no compiler and no SQLAlchemy.
+The first call of an untuned shape, outside of graph captures, times the portfolio's most promising
+proven kernels and PyTorch's kernel on the call's tensors. The fastest is kept. A choice is a line
+of ``benchmarked.jsonl`` under ``TUNER_CACHE_DIR``, for one problem, GPU and environment. Timing
+holds a lock, so that all processes of a machine keep one choice. Needs no compiler and no
+SQLAlchemy.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from tuner.runtime.plan import Plan
 _log = logging.getLogger("tuner.runtime")
 
 KERNELS = 3
-"""Own kernels that are timed for a shape."""
+"""Own kernels timed for a shape, at most."""
 MIN_GAIN = 0.02
-"""Share of its time by which an own kernel must beat PyTorch's: less is noise of so few rounds."""
+"""Share of its time by which an own kernel must beat PyTorch's. Less is noise of so few rounds."""
 ROUNDS = range(3, 11)
-"""Fewest and most rounds; in each every contender runs `BURST` times, in shuffled order."""
+"""Fewest and most rounds. In a round every contender runs `BURST` times, in shuffled order."""
 BURST = 4
 BUDGET_US = 200_000.0
-"""Time on the GPU that the rounds of a shape may take, beyond the fewest."""
+"""GPU time, in microseconds, that the rounds of a shape may take beyond the fewest."""
 
 Run = Callable[[Plan | None], object]
-"""Enqueues the call by a plan, or by PyTorch."""
+"""Function that enqueues the call by a plan, or by PyTorch for None."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,14 @@ class Timed:
     """The choice for a problem."""
 
     config: Config | None
-    """None: PyTorch's own."""
+    """Chosen configuration; None: PyTorch's kernel."""
     us: float
-    """Median time of what was chosen."""
+    """Median time of the chosen kernel, microseconds."""
     pytorch_us: float
 
 
 class Journal:
-    """The choices in a file; safe between threads and processes."""
+    """File of choices; safe between threads and processes."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -80,11 +80,11 @@ class Journal:
     def decide(
         self, problem: Problem, gpu: Gpu, contenders: Mapping[Config, Plan], run: Run
     ) -> Timed | None:
-        """Time the contenders and PyTorch's own kernel, and keep the fastest; what another process
-        chose meanwhile is taken over.
+        """Time the contenders and PyTorch's kernel, and keep the fastest. A choice that another
+        process made meanwhile is taken over.
 
         Returns:
-            None where memory ran out.
+            None when memory ran out.
         """
         with self._lock, self._alone():
             found = self.find(problem, gpu)
@@ -104,7 +104,7 @@ class Journal:
         return chosen
 
     def _refresh(self) -> None:
-        """Read the lines that came since the last look; damaged ones are passed over."""
+        """Read the lines added since the last look; skip damaged ones."""
         path = _path()
         if path != self._path:
             self._path, self._read, self._known = path, 0, {}
@@ -156,7 +156,7 @@ class Journal:
         }
         line = json.dumps(row, sort_keys=True).encode() + b"\n"
         with contextlib.suppress(OSError), _path().open("ab+", buffering=0) as file:
-            # Behind a line that was cut short begins another.
+            # Start a new line if the last one was cut short.
             if size := file.seek(0, os.SEEK_END):
                 file.seek(size - 1)
                 line = line if file.read(1) == b"\n" else b"\n" + line
@@ -180,8 +180,9 @@ def _from_line(line: bytes) -> tuple[tuple[str, str, str], Timed]:
 
 
 def _time(contenders: Mapping[Config, Plan], run: Run) -> dict[Config | None, float] | None:
-    """Median microseconds of a call by each contender and, under None, by PyTorch's; infinite for
-    one whose launch was refused; None where memory ran out.
+    """Median microseconds of a call by each contender, and by PyTorch under the key None.
+
+    A contender whose launch was refused has an infinite time. None when memory ran out.
     """
     plans: dict[Config | None, Plan | None] = {None: None}
     plans.update(contenders.items())

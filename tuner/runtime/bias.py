@@ -1,4 +1,4 @@
-"""Meaning of an `attn_mask`: the mask operand that tuned kernels take, or one to compute with."""
+"""`attn_mask` as the mask operand of tuned kernels, or as a tensor to compute with."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from tuner.runtime.refusal import Kind, Refusal
 def as_operand(
     mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor, is_causal: bool
 ) -> torch.Tensor | Refusal:
-    """The mask as (B, H, SQ, SKV) without a copy: booleans, or what is added to the scores, of the
-    query's type. Sizes are whole or 1. Or why no tuned kernel takes it.
+    """The mask as a view (B, H, SQ, SKV), or the reason why no tuned kernel takes it.
+
+    Elements are booleans, or numbers of the query's type that are added to the scores. Each
+    dimension is of full size or 1.
     """
     if is_causal:  # PyTorch's documentation forbids both
         return Refusal(Kind.MASK, "beside is_causal")
@@ -30,8 +32,8 @@ def as_operand(
 
 
 def steps_of(operand: torch.Tensor) -> tuple[int, int, int, int]:
-    """Elements from one batch, head, query and key of a mask operand to the next; 0 where it is
-    broadcast.
+    """Strides of a mask operand along batch, head, query and key, in elements; 0 along broadcast
+    dimensions.
     """
     sizes = zip(operand.shape, operand.stride(), strict=True)
     batch, head, query, key = (0 if size == 1 else stride for size, stride in sizes)
@@ -39,7 +41,7 @@ def steps_of(operand: torch.Tensor) -> tuple[int, int, int, int]:
 
 
 def axes_of(operand: torch.Tensor) -> Axes:
-    """Name of such an operand in a problem; see `AttentionProblem`."""
+    """Name of the operand's axes in a problem; see `AttentionProblem`."""
     batch, head, query, _ = (step != 0 for step in steps_of(operand))
     axes: dict[tuple[bool, bool], tuple[Axes, Axes]] = {
         (False, False): ("1", "k"),
@@ -51,14 +53,14 @@ def axes_of(operand: torch.Tensor) -> Axes:
 
 
 def over(mask: torch.Tensor, operand: torch.Tensor, length: int, keys: int) -> torch.Tensor:
-    """A mask operand over another number of keys, without memory, as the dispatcher takes it for
-    the same (`tuner.runtime.lengths`).
+    """Meta tensor of a mask operand over another number of keys, with the strides that the
+    dispatcher counts as the same kind of call (`tuner.runtime.lengths`).
 
     Args:
         mask: `attn_mask` as it was given.
-        operand: as `as_operand` made it of the mask.
-        length: its keys.
-        keys: in the place of `length`.
+        operand: the result of `as_operand` for it.
+        length: number of its keys.
+        keys: number of keys in place of `length`.
     """
     *sizes, last = operand.shape
     if last != length:
@@ -70,8 +72,8 @@ def over(mask: torch.Tensor, operand: torch.Tensor, length: int, keys: int) -> t
 
 
 def with_elements(mask: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The mask, (SQ, SKV) of booleans in place of a `CausalBias`: that is a tensor in name only,
-    which `scaled_dot_product_attention` alone understands.
+    """The mask; a `CausalBias` becomes booleans (SQ, SKV). It has no elements of its own: only
+    `scaled_dot_product_attention` interprets it.
     """
     if type(mask) is torch.Tensor:
         return mask

@@ -1,4 +1,4 @@
-"""FlexAttention's `BlockMask` as the tables that tuned kernels read, made once for each mask."""
+"""Tables of FlexAttention's `BlockMask` that tuned kernels read, made once for each mask."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:  # all of Dynamo comes with it
     from torch.nn.attention.flex_attention import BlockMask
 
 MAX_BITS_BYTES = 1 << 30
-"""Memory of a mask's bits at most: those of one mask for 92,000 queries and keys."""
-#: Queries times keys, of all batches and heads, that a mask function is evaluated for at once.
+"""Most bytes of a mask's bits: enough for one mask over 92,000 queries and keys."""
+#: Pairs of queries and keys, over all batches and heads, evaluated by one call of a mask function.
 _PAIRS_AT_ONCE = 1 << 26
 
 
@@ -31,8 +31,8 @@ class BlockTables(NamedTuple):
 
 
 _ATTRIBUTE = "_tuner_tables"
-#: Tables of each mask, by the stream that they were made on: memory that is given back is used
-#: again in the order of that stream.
+#: Tables of each mask, by the stream that they were made on: the allocator reuses freed memory in
+#: the order of that stream.
 _known: WeakKeyDictionary[BlockMask, dict[int, BlockTables]] = WeakKeyDictionary()
 
 
@@ -46,7 +46,7 @@ def counts_of(mask: Mask) -> torch.Tensor:
 
 
 def axes_of(mask: Mask) -> Axes:
-    """Name that a problem has for the mask's axes."""
+    """Name of the mask's axes in a problem; see `AttentionProblem`."""
     batches, heads = counts_of(mask).shape[:2]
     by_axes: dict[tuple[bool, bool], Axes] = {
         (False, False): "1",
@@ -58,7 +58,9 @@ def axes_of(mask: Mask) -> Axes:
 
 
 def misfit(mask: Mask, query: torch.Tensor, key: torch.Tensor) -> str:
-    """Why no kernel takes a mask with such (B, H, SQ, D) and (B, HKV, SKV, D); or empty."""
+    """Reason why no kernel takes a mask beside a query (B, H, SQ, D) and a key (B, HKV, SKV, D);
+    empty when one does.
+    """
     if isinstance(mask, BlockTables):
         return ""  # its operator has compared them
     shape = mask.kv_num_blocks.shape
@@ -87,16 +89,17 @@ def _oversize(mask: BlockMask) -> str:
 
 
 def made_of(mask: BlockMask) -> BlockTables | None:
-    """Tables that a call or `prepare_block_mask` made of a mask before; may be traced."""
+    """Tables of a mask, if a call or `prepare_block_mask` has made them; may be traced."""
     return getattr(mask, _ATTRIBUTE, None)
 
 
 def prepare_block_mask(block_mask: BlockMask) -> BlockMask:
-    """Make the tables of a mask, so that graphs of torch.compile and captured CUDA graphs may hold
-    a tuned kernel under it. The first eager call that a kernel serves makes them too.
+    """Make the tables of a mask, which graphs of torch.compile and captured CUDA graphs need.
+
+    The first eager call that a tuned kernel serves also makes them.
 
     Args:
-        block_mask: of FlexAttention. Its mask function is evaluated for all queries and keys.
+        block_mask: FlexAttention's mask. Its mask function is evaluated for all queries and keys.
 
     Returns:
         `block_mask`.
@@ -127,10 +130,10 @@ def check(block_mask: object) -> None:
 
 
 def check_tables(tables: BlockTables, query: torch.Tensor, key: torch.Tensor) -> None:
-    """Refuse tables that are not for such (B, H, SQ, D) and (B, HKV, SKV, D).
+    """Check tables beside a query (B, H, SQ, D) and a key (B, HKV, SKV, D).
 
     Raises:
-        ConfigError: says what came and what is allowed.
+        ConfigError: names the given and the allowed shapes.
     """
     batch, heads = query.shape[:2]
     rows, columns = (-(-t.shape[2] // BLOCK_SIZE) for t in (query, key))
@@ -147,11 +150,11 @@ def check_tables(tables: BlockTables, query: torch.Tensor, key: torch.Tensor) ->
 
 
 def tables_of(mask: Mask) -> BlockTables | Refusal:
-    """The tables of a mask that fits, on its device: those made before, or new ones.
+    """Tables of a mask that fits, on its device: the known ones, or new ones.
 
     The mask function is evaluated once for each mask and stream, by PyTorch's operations on the
-    current stream. Nothing waits for the device. In a graph capture tables must be known already:
-    memory of the capture would not outlive it.
+    current stream, without waiting for the device. A graph capture needs tables made before it:
+    memory allocated in the capture does not outlive it.
     """
     if isinstance(mask, BlockTables):
         return mask
@@ -159,7 +162,7 @@ def tables_of(mask: Mask) -> BlockTables | Refusal:
     stream = devices.stream_of(mask.kv_num_blocks.get_device())
     if stream in known:
         return known[stream]
-    if devices.is_capturing():  # which began behind all that was enqueued before
+    if devices.is_capturing():  # tables enqueued before the capture are ready in it
         made = next(iter(known.values()), None)
         return once(Kind.CAPTURING, "call once before") if made is None else made
     with torch.no_grad():
@@ -196,7 +199,7 @@ def tabulated(mask: BlockMask) -> BlockTables:
 def _listed(counts: torch.Tensor, indices: torch.Tensor | None, mask: BlockMask) -> torch.Tensor:
     """(B, H, blocks of queries, blocks of keys) of the mask's own size: true where listed."""
     if indices is None:
-        raise TypeError("a BlockMask with counts of blocks and no indices")
+        raise TypeError("the BlockMask has counts of blocks and no indices (allowed: both)")
     columns = -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1])
     places = torch.arange(indices.shape[-1], device=indices.device)
     is_used = places < counts[..., None]
@@ -225,8 +228,10 @@ def _seen(
 
 
 def _blocks(seen: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each block of 128 queries and keys 0 where it is seen whole, 1 in part, 2 not at all; and
-    its bits, int32 (B, H, rows, columns, 128, 4).
+    """State and bits of each block of 128 queries and 128 keys.
+
+    The state is 0 when all pairs are seen, 1 when some are, 2 when none is. The bits are int32 (B,
+    H, rows, columns, 128, 4).
     """
     behind_q = -seen.shape[2] % BLOCK_SIZE
     behind_k = columns * BLOCK_SIZE - seen.shape[3]
@@ -240,7 +245,7 @@ def _blocks(seen: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tenso
         last = of_rows[:, :, -1, :, : BLOCK_SIZE - behind_q]
         is_any[:, :, -1] = last.flatten(-2).any(-1)
     state = 2 - is_any.int() - (is_any & of_rows.flatten(-2).all(-1)).int()
-    # Keys as octets of four pairs, of which a word has one each.
+    # Eight keys are four pairs; each of the four words of a row holds one pair of every eight keys.
     pairs = of_rows.unflatten(-1, (BLOCK_SIZE // 8, 4, 2)).transpose(-3, -2)
     weights = 2 ** torch.arange(8, dtype=torch.uint8, device=seen.device)
     bytes_ = (pairs.flatten(-3).unflatten(-1, (-1, 8)) * weights).sum(-1, dtype=torch.uint8)

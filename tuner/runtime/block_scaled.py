@@ -1,4 +1,4 @@
-"""e4m3 tensors with factors of blocks: activations are quantised, weights read back."""
+"""e4m3 tensors with block-wise scales: quantisation of activations, dequantisation of weights."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ RECIPROCAL = 1 / 448
 """Of the largest e4m3 number. PyTorch's division by a number is this product on a GPU, and a
 division on a CPU; the product has the same bits on both."""
 MIN_MAXIMUM = 1e-4
-"""A block whose elements are all smaller has the factor of this maximum: none is zero."""
+"""Smallest maximum that a block's factor is computed from, so that no factor is zero."""
 
 
 def quantised(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows in e4m3, and a factor for each block: its largest magnitude times 1 / 448.
+    """Quantise rows to e4m3 with a factor for each block of 128: its largest magnitude / 448.
 
-    One kernel where it is built and serves these rows (`quantiser`), else PyTorch's operations;
-    both give the same bits.
+    A kernel computes it if it is built and serves these rows (`quantiser`), else PyTorch's
+    operations. Both give the same bits.
 
     Args:
         rows: (M, K), bf16.
 
     Returns:
-        (M, K) float8_e4m3fn, and (M, K / 128), rounded up, fp32, the rows' factors side by side,
-        as the products' operands have them.
+        (M, K) float8_e4m3fn, and fp32 (M, K / 128), rounded up, with stride 1 along M, as the
+        products' operands.
     """
     found = quantiser.run(rows, composed)
     return composed(rows) if found is None else found
@@ -38,8 +38,8 @@ def quantised(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def composed(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`quantised` by PyTorch's operations.
 
-    Rounded are, in fp32, the factor's product, each element's quotient, and that to e4m3, to
-    nearest even. A NaN makes its block NaN.
+    The factor's product and each element's quotient are rounded in fp32, and the quotient to e4m3,
+    to nearest even. A NaN makes its block NaN.
     """
     m, k = rows.shape
     blocks = ceil(k / SCALE_BLOCK)
@@ -52,23 +52,23 @@ def composed(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantised_rows(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """(M, K) in bf16 of e4m3 rows and their blocks' factors."""
+    """(M, K), bf16: e4m3 rows (M, K) times their blocks' factors (M, K / 128)."""
     each = scale.repeat_interleave(SCALE_BLOCK, 1)[:, : rows.shape[1]]
     return (rows.float() * each).to(torch.bfloat16)
 
 
 def dequantised(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """(N, K) in bf16 of e4m3 weights and their blocks' factors."""
+    """(N, K), bf16: e4m3 weights (N, K) times their blocks' factors (N / 128, K / 128)."""
     n, k = weight.shape
     each = scale.repeat_interleave(SCALE_BLOCK, 0)[:n].repeat_interleave(SCALE_BLOCK, 1)[:, :k]
     return (weight.float() * each).to(torch.bfloat16)
 
 
 def check(input: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> None:
-    """Refuse what is no input, weight and weight_scale of `tuner.linear`.
+    """Check the input, weight and weight_scale of `tuner.linear`.
 
     Raises:
-        ConfigError: says which types or shapes are wrong, and what is allowed.
+        ConfigError: names the types or shapes that are wrong, and the allowed ones.
     """
     types = (input.dtype, weight.dtype, scale.dtype)
     if types != (torch.bfloat16, torch.float8_e4m3fn, torch.float32):

@@ -1,5 +1,6 @@
-"""Attention under a sliding window or a soft cap, composed of PyTorch's operations: what answers
-where no tuned kernel does. `scaled_dot_product_attention` has neither.
+"""Attention with a sliding window or a soft cap, composed of PyTorch's operations.
+
+It answers calls that no tuned kernel serves: `scaled_dot_product_attention` has neither option.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch.nn.functional import dropout, scaled_dot_product_attention
 from tuner.errors import ConfigError
 from tuner.runtime.bias import with_elements
 
-#: Bytes of scores that are alive at once under a soft cap, where no gradient keeps them all.
+#: Bytes of scores held at once under a soft cap, when no gradient keeps all of them.
 _SCORES_BYTES = 1 << 28
 
 
@@ -63,9 +64,9 @@ def compose(
     enable_gqa: bool,
     extras: Extras,
 ) -> torch.Tensor:
-    """softmax(cap(scale * Q K^T) + mask) V; arguments as `tuner.attention` has them.
+    """softmax(cap(scale * Q K^T) + mask) V; arguments as of `tuner.attention`.
 
-    Queries that a window or a mask leaves no key have zeros for their output.
+    Queries without a visible key have zeros for their output.
     """
     length, keys = query.shape[-2], key.shape[-2]
     seen = length if extras.left < 0 else min(length, keys + extras.left)
@@ -92,7 +93,7 @@ def compose(
 def _mask(
     queries: int, keys: int, is_causal: bool, extras: Extras, device: torch.device
 ) -> torch.Tensor | None:
-    """(queries, keys), true where a query sees a key; None where it sees all."""
+    """(queries, keys), true where a query sees a key; None when every query sees all keys."""
     right = 0 if is_causal else extras.right
     if extras.left < 0 and right < 0:
         return None
@@ -113,7 +114,7 @@ def _capped(
     enable_gqa: bool,
     softcap: float,
 ) -> torch.Tensor:
-    """A block of query rows at a time, in at least single precision."""
+    """Attention with a soft cap, a block of query rows at a time, in at least single precision."""
     wide = torch.promote_types(query.dtype, torch.float32)
     key, value = key.to(wide), value.to(wide)
     if enable_gqa:
@@ -137,7 +138,9 @@ def _capped(
 
 
 def _softmax(scores: torch.Tensor, is_masked: bool) -> torch.Tensor:
-    """Over the keys; zeros, and no gradient, where a query sees none, as PyTorch's kernels do."""
+    """Softmax over the keys; zeros without a gradient in rows without a visible key, as in
+    PyTorch's kernels.
+    """
     if not is_masked:
         return scores.softmax(-1)
     is_blind = (scores == -math.inf).all(-1, keepdim=True)

@@ -1,14 +1,14 @@
 """Attention over a sequence that is split over the ranks of a process group.
 
-Every rank holds its own part of the queries, keys and values. Keys and values go round in a ring;
-each rank computes attention of its queries over the keys that it holds by then. The partial results
-are merged by their log-sum-exp. The backward pass sends keys and values round again. The sums of
-their gradients go with them, in at least single precision.
+Every rank holds its own part of the queries, keys and values. Keys and values pass from rank to
+rank in a ring. In each step a rank computes attention of its queries over the keys that it holds.
+The partial results are merged by their log-sum-exp. The backward pass sends keys and values round
+again, together with the sums of their gradients, in at least single precision.
 
 Under a full mask rank r holds the r-th part of the sequence. Under a causal mask that order would
 leave the first ranks idle. There the sequence is cut into twice as many chunks as ranks, and rank r
-of n holds chunks r and 2n - 1 - r (zigzag). Each step is then one kernel call, of the same work in
-each rank; L is the length of a rank's part:
+of n holds chunks r and 2n - 1 - r (zigzag). Each step is then one kernel call, with equal work in
+every rank. L is the length of a rank's part.
 
 | keys come from | queries | keys | mask |
 |---|---|---|---|
@@ -16,10 +16,9 @@ each rank; L is the length of a rank's part:
 | a rank before it | all L | first L / 2 | full |
 | a rank after it | last L / 2 | all L | full |
 
-Partial results are those of `tuner::attention_with_lse` and `tuner::attention_backward`: a tuned
-kernel where there is one, else PyTorch's. After `tuner.runtime.distributed.agree` every rank looks
-them up in one list of decisions. Without it each rank looks in its own store; the results are then
-the same within rounding.
+`tuner::attention_with_lse` and `tuner::attention_backward` compute the partial results, by a tuned
+kernel or by PyTorch's. After `tuner.runtime.distributed.agree` all ranks use one list of decisions.
+Without it each rank reads its own store, and results are equal within rounding only.
 
     from tuner.runtime.context_parallel import position_ids, ring_attention, split_sequence
 
@@ -85,24 +84,24 @@ def ring_attention(
         value: as `key`.
         attn_mask: None; masks are refused.
         dropout_p: 0; dropout is refused.
-        is_causal: a token sees itself and those before it in the whole sequence, which is split in
-            zigzag order; else it sees all, and the sequence is split in order.
-        scale: of the scores; 1/sqrt(D) when None.
+        is_causal: a token sees itself and earlier tokens of the whole sequence, which is split in
+            zigzag order. Otherwise a token sees all, and the sequence is split in order.
+        scale: factor of the scores; 1/sqrt(D) when None.
         group: process group; None: the default one.
-        deterministic: run deterministic kernels, as under `torch.use_deterministic_algorithms`;
-            that switch is set for the whole process while kernels are enqueued. None: as it is.
+        deterministic: run deterministic kernels, as under `torch.use_deterministic_algorithms`.
+            That switch is set for the whole process while kernels are enqueued. None keeps it.
 
     Returns:
         (B, H, L, D), of the inputs' type: the output for this rank's queries.
 
     Raises:
-        ConfigError: on tensors and options that are not as above, before any transfer; the same in
-            every rank where ranks differ.
+        ConfigError: on tensors and options that are not as above, before any transfer. If ranks
+            differ, every rank raises the same error.
         RankLostError: when another rank is gone.
     """
     arguments = query, key, value, attn_mask, dropout_p, group
     options = _Options(is_causal, scale, deterministic)
-    if torch.compiler.is_compiling():  # transfers are not a graph's
+    if torch.compiler.is_compiling():  # a graph cannot hold the transfers
         out: torch.Tensor = torch.compiler.disable(_attend)(*arguments, options)
         return out
     return _attend(*arguments, options)
@@ -118,14 +117,14 @@ def split_sequence(
     """This rank's part of a whole sequence: contiguous, differentiable, no communication.
 
     Args:
-        tensor: the whole sequence, its length along `dim` a multiple of the ranks; of twice as many
-            under `is_causal` with several ranks.
-        dim: along which tokens lie.
+        tensor: the whole sequence. Its length along `dim` is a multiple of the number of ranks; of
+            twice that number under `is_causal` with several ranks.
+        dim: dimension of the tokens.
         is_causal: zigzag order.
         group: process group; None: the default one.
 
     Raises:
-        ConfigError: when the length does not divide.
+        ConfigError: when the length is not such a multiple.
     """
     ring = Ring(group)
     chunks = _chunks(ring.rank, ring.size, is_causal)
@@ -146,16 +145,16 @@ def join_sequence(
     is_causal: bool,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """The whole sequence in every rank, of the parts that `split_sequence` makes.
+    """The whole sequence in every rank, from the parts that `split_sequence` makes.
 
     Args:
-        part: this rank's, of one shape in all ranks; no gradient passes.
-        dim: along which tokens lie.
+        part: this rank's part, of one shape in all ranks; gradients do not pass.
+        dim: dimension of the tokens.
         is_causal: zigzag order.
         group: process group; None: the default one.
 
     Raises:
-        ConfigError: when a gradient is wanted, the part does not divide or ranks' parts differ.
+        ConfigError: when a gradient is wanted, a zigzag part has an odd length, or parts differ.
         RankLostError: when another rank is gone.
     """
     ring = Ring(group)
@@ -183,16 +182,16 @@ def position_ids(
     """Positions of this rank's tokens in the whole sequence, as rotary embeddings need them.
 
     Args:
-        length: of the whole sequence.
+        length: tokens of the whole sequence.
         is_causal: zigzag order.
         group: process group; None: the default one.
-        device: of the result.
+        device: device of the result.
 
     Returns:
         int64 (length / ranks,).
 
     Raises:
-        ConfigError: when the length does not divide.
+        ConfigError: when the length is not a multiple as `split_sequence` needs it.
     """
     return split_sequence(torch.arange(length, device=device), 0, is_causal=is_causal, group=group)
 
@@ -266,7 +265,7 @@ def _chunks(rank: int, ranks: int, is_causal: bool) -> tuple[int, ...]:
 
 
 class Step(NamedTuple):
-    """The part of one step's scores that is computed: queries and keys of the ranks' own."""
+    """Rows of this rank's queries and of another rank's keys that one step computes."""
 
     rows: slice
     keys: slice
@@ -274,13 +273,13 @@ class Step(NamedTuple):
 
 
 def step_of(rank: int, source: int, length: int, is_causal: bool) -> Step:
-    """The step of a rank with the keys of another, by the table above.
+    """The step of one rank's queries with another rank's keys, by the table above.
 
     Args:
-        rank: whose queries.
-        source: whose keys.
-        length: of a rank's part, L.
-        is_causal: as of the attention.
+        rank: rank of the queries.
+        source: rank of the keys.
+        length: tokens of a rank's part, L.
+        is_causal: mask of the whole attention.
     """
     if not is_causal or source == rank:
         return Step(_ALL, _ALL, is_causal)
@@ -310,17 +309,17 @@ def partial_gradients(
     is_causal: bool,
     scale: float | None,
 ) -> Three:
-    """Gradients of query, key and value as far as some of the keys go.
+    """Contribution of some of the keys to the gradients of query, key and value.
 
     Args:
         grad_out: (B, H, L, D), gradient of the output.
         query: (B, H, L, D).
         key: (B, HKV, LKV, D), some of the keys.
         value: as `key`.
-        out: output of attention over all keys.
+        out: (B, H, L, D), output of attention over all keys.
         lse: its log-sum-exp, contiguous (B, H, L).
         is_causal: mask between these queries and keys.
-        scale: as of the attention.
+        scale: factor of the scores.
     """
     tensors = grad_out, query, key, value, out, lse
     grads = torch.ops.tuner.attention_backward(*tensors, is_causal, scale)
@@ -328,7 +327,7 @@ def partial_gradients(
 
 
 class _Merged:
-    """Attention over the keys so far: a mean of partial results, weighted by exp(lse)."""
+    """Attention over the keys seen so far: the mean of partial results, weighted by exp(lse)."""
 
     def __init__(self, out: torch.Tensor, lse: torch.Tensor) -> None:
         self.out, self.lse = out, lse
@@ -396,14 +395,14 @@ def _backward(
 ) -> Three:
     """Gradients of this rank's query, key and value.
 
-    The sums of a rank's key and value gradients start there, follow its keys from rank to rank a
-    step behind, and come home at the end.
+    The sums of a rank's key and value gradients start in that rank, follow its keys one step
+    behind, and return to it after the last step.
 
     Args:
         grad_out: (B, H, L, D), gradient of the output.
         saved: query, key, value, and the output and log-sum-exp over the keys of all ranks.
         ring: the ranks.
-        options: as of the forward pass.
+        options: the forward pass's.
     """
     query, key, value, out, lse = saved
     is_causal, scale, _ = options
@@ -444,7 +443,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _is_token_major(key: torch.Tensor) -> bool:
-    """True where keys lie token by token, (B, S, H, D), as the kernels of that layout want them."""
+    """True for keys stored as (B, S, H, D), which kernels of that layout need."""
     return key.dim() == 4 and bool(key.stride(1) < key.stride(2))
 
 
@@ -462,7 +461,7 @@ def _unpack(packed: torch.Tensor, is_token_major: bool) -> tuple[torch.Tensor, t
 
 @contextmanager
 def _determinism(is_wanted: bool | None) -> Iterator[None]:
-    """PyTorch's switch, which its kernels and the runtime read; None: as it is."""
+    """Set PyTorch's switch of deterministic algorithms for a while; None leaves it as it is."""
     before = torch.are_deterministic_algorithms_enabled()
     if is_wanted is None or is_wanted == before:
         yield

@@ -1,18 +1,17 @@
 """Transformers' continuous batching (`generate_batch`) over its own paged cache.
 
-A step's new keys and values are written where Transformers says; the kernel then reads the cache's
-pages, where Transformers' own `sdpa` would gather every key and make a dense mask.
+A step's new keys and values are written to the slots that Transformers names. The kernel then reads
+the cache's pages; Transformers' own `sdpa` would gather every key and make a dense mask.
 
-- Layers that see all keys: the cache's pages are the kernel's. Their table is Transformers' block
-  table where a step only decodes, else it is made on the device, once a step, of the indices that
-  Transformers reads and writes.
-- Layers with a window: Transformers keeps the last keys in a ring, which the new ones overwrite.
-  Its keys in order and the new ones are copied into pages of a step's own.
+- Layers that see all keys: the kernel reads the cache's own pages. In a step that only decodes, the
+  page table is Transformers' block table. In other steps it is made on the device, once a step,
+  from the indices that Transformers reads and writes.
+- Layers with a window: Transformers keeps the last keys in a ring buffer, which new keys overwrite.
+  The ring's keys in order and the new keys are copied into temporary pages of the step.
 
-Transformers is told that such a model needs no dense masks, as it is of FlashAttention: then it
-offers block tables, and captures its steps as CUDA graphs. A call that no tuned kernel takes is
-answered by Transformers' own `sdpa`, with sinks by its `eager`, over a mask that is made on the
-device.
+Transformers treats such a model like one with FlashAttention, which needs no dense masks. It then
+offers block tables, and captures its steps as CUDA graphs. Calls that no tuned kernel takes go to
+Transformers' own `sdpa`, or with sinks to its `eager`. Their mask is made on the device.
 """
 
 from __future__ import annotations
@@ -42,32 +41,32 @@ from tuner.runtime.paged import PagedCall, paged_call
 from tuner.runtime.refusal import Kind, Refusal
 
 NAMES = ("tuner", "paged|tuner")
-"""Values of `attn_implementation`: Transformers 5.17 puts `paged|` before the name for continuous
-batching, 5.23 takes it away."""
+"""Values of `attn_implementation`. For continuous batching Transformers 5.17 puts `paged|` before
+the name; 5.23 removes it."""
 
 KEYWORDS = frozenset({
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "max_seqlen_q"),
     *("max_seqlen_k", "read_index", "write_index", "block_table", "logits_indices"),
     *("logits_processor_args", "is_causal", "sliding_window", "s_aux"),
 })  # fmt: skip
-"""Keywords of a layer's call that are used here, or say what the cache knows."""
+"""Keywords of a layer's call that are used here, or repeat facts of the cache."""
 
 
 class _Layer(NamedTuple):
-    """Place where a cache keeps the keys and values of a layer."""
+    """Storage of one layer's keys and values in the cache."""
 
     group: int
-    """Place of the layer's block table and indices in a step's lists."""
+    """Index of the layer's block table and indices in a step's lists."""
     keys: torch.Tensor
-    """(slots, HKV, D): those that the step's indices count."""
+    """(slots, HKV, D); the step's indices count these slots."""
     values: torch.Tensor
     page_size: int
     window: int
-    """Keys that a query sees, its own among them; 0: all."""
+    """Number of keys that a query sees, including its own; 0: all."""
     trash: int
-    """A slot that is written for padding, and never read."""
+    """Slot for the keys of padding; never read."""
     zeros: int
-    """A slot that is never written."""
+    """Slot that is never written."""
 
     @classmethod
     def of(cls, cache: Any, index: int) -> _Layer:
@@ -87,27 +86,26 @@ class _Layer(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """A step of Transformers as a layer sees it."""
+    """Sequences of one step, for the layers of one kind."""
 
     starts_q: torch.Tensor
-    """int32 (B + 1,); behind the last sequence, where a step is padded, its end again."""
+    """int32 (B + 1,): first query of each sequence. A padded step repeats the last end."""
     starts_k: torch.Tensor
-    """int32 (B + 1,): as `starts_q`, of the keys that each sequence's queries see."""
+    """int32 (B + 1,): as `starts_q`, for the keys that each sequence's queries see."""
     longest_q: int
     longest_kv: int
     rows: int
-    """Queries of all sequences, padding among them."""
+    """Queries of all sequences, including padding."""
     block_table: torch.Tensor | None
     """int32 (B, blocks), pages of the cache; None: `reads` and `writes` are given."""
     reads: torch.Tensor
-    """int64: the slots of the keys of each sequence in order; none where no sequence has any
-    behind its queries."""
+    """int64: slots of each sequence's keys, in order; empty when all keys of the step are new."""
     writes: torch.Tensor
     """int64 (rows,): slots of the new keys."""
 
     @classmethod
     def of(cls, layer: _Layer, rows: int, given: Mapping[str, Any]) -> _Batch:
-        """Batch of the keywords that a step hands to a layer's attention."""
+        """The batch that the keywords of a layer's attention describe."""
         kind = "sliding_attention" if layer.window else "full_attention"
         starts_k, longest_kv = given["cu_seq_lens_k"], _either(given, "max_length_k")
         if isinstance(starts_k, Mapping):
@@ -118,28 +116,28 @@ class _Batch(NamedTuple):
             longest_kv = table.shape[1] * layer.page_size
             return cls(starts_q, starts_k, 1, longest_kv, rows, table, none, none)
         slots = given["read_index"][layer.group], given["write_index"][layer.group]
-        # A sequence's queries are among its keys, whatever a padded step says.
+        # A sequence has at least as many keys as queries; a padded step may claim fewer.
         longest_q = min(_either(given, "max_length_q"), longest_kv)
         return cls(starts_q, starts_k, longest_q, longest_kv, rows, None, *slots)
 
 
 def _either(given: Mapping[str, Any], name: str) -> Any:
-    """A keyword by its name in Transformers 5.23, else by that in 5.17."""
+    """A keyword, under its name in Transformers 5.23 or in 5.17."""
     return given[name] if name in given else given[name.replace("length", "seqlen")]
 
 
 class _Copies(NamedTuple):
-    """Pages that a window's keys are copied to."""
+    """Temporary pages that a window's keys are copied to."""
 
     pages: int
-    """One of them is for padding."""
+    """Number of pages, including one for padding."""
     sources: torch.Tensor
-    """int64: the cache's slot of each slot of the pages; none where all keys are new."""
+    """int64: for each slot of the pages, the cache's slot; empty when all keys are new."""
     new: torch.Tensor
-    """int64 (rows,): slots of the new keys."""
+    """int64 (rows,): slots of the pages for the new keys."""
 
     def of(self, slots: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        """(pages, `WINDOW_PAGE`, HKV, D) of a cache's slots and new rows; what lies between them is
+        """(pages, `WINDOW_PAGE`, HKV, D) of a cache's slots and new rows; unused slots are
         undefined.
         """
         if self.sources.numel():
@@ -151,7 +149,7 @@ class _Copies(NamedTuple):
 
 @dataclass
 class _Group:
-    """Facts of a step that the layers of one kind share, all on the device."""
+    """Tensors of a step that the layers of one kind share, all on the device."""
 
     batch: _Batch
     lengths: torch.Tensor
@@ -159,20 +157,20 @@ class _Group:
     owner_q: torch.Tensor
     """int64 (rows,): each query's sequence; B for padding."""
     place_q: torch.Tensor
-    """int64 (rows,): each query's own key among those of its sequence."""
+    """int64 (rows,): index of each query's own key within its sequence."""
     table: torch.Tensor
-    """int32 (B, columns)."""
+    """int32 (B, columns): pages of each sequence."""
     writes: torch.Tensor
-    """As `_Batch.writes`, with block tables too."""
+    """As `_Batch.writes`; with block tables also."""
     copies: _Copies | None = None
     """None: the cache's own pages are read."""
     mask: torch.Tensor | None = None
-    """Mask that Transformers' own attention adds to the scores; made where that is called."""
+    """Mask that Transformers' own attention adds to the scores; made when it is called."""
 
 
 @dataclass
 class _Step:
-    """A forward pass, up to the layer that asked last."""
+    """State of a forward pass, up to the layer called last."""
 
     starts_q: weakref.ref[torch.Tensor]
     layer: int = -1
@@ -183,10 +181,10 @@ _steps: weakref.WeakKeyDictionary[Any, _Step] = weakref.WeakKeyDictionary()
 
 
 def _group(cache: Any, index: int, layer: _Layer, rows: int, given: Mapping[str, Any]) -> _Group:
-    """Tensors that the step has derived for the layer's kind.
+    """Tensors of the step for the layer's kind.
 
-    Each pass derives it anew, also over the same tensors: what a CUDA graph captures has to hold
-    the operations.
+    Each pass makes them anew, even from the same tensors: a CUDA graph has to capture these
+    operations.
     """
     step, starts_q = _steps.get(cache), given["cu_seq_lens_q"]
     if step is None or step.starts_q() is not starts_q or index <= step.layer:
@@ -221,7 +219,7 @@ def _derived(layer: _Layer, batch: _Batch) -> _Group:
 
 
 def _copy_into_pages(group: _Group) -> None:
-    """Lay out pages for a step's keys: each sequence begins a page, and one is left for padding."""
+    """Assign pages to a step's keys: each sequence begins a page, and one page is for padding."""
     batch, count = group.batch, len(group.lengths)
     total = batch.reads.numel() or batch.rows
     pages = total // WINDOW_PAGE + count  # at most
@@ -246,7 +244,7 @@ def _pages(slots: int, size: int) -> int:
 
 
 def _counted(count: int, like: torch.Tensor) -> torch.Tensor:
-    """int32 0..count - 1, made on the device: a graph can capture it."""
+    """int32 0..count - 1, made on the device, so that a graph can capture it."""
     return torch.arange(count, dtype=torch.int32, device=like.device)
 
 
@@ -268,8 +266,8 @@ def forward(
         query: (1, H, rows, D): the queries of all sequences, one after the other.
         key: (1, HKV, rows, D)
         value: (1, HKV, rows, D)
-        scaling: of the scores; 1/sqrt(D) when None.
-        softcap: of the scaled scores; none when None.
+        scaling: factor of the scores; 1/sqrt(D) when None.
+        softcap: cap of the scaled scores; none when None.
         cache: Transformers' `PagedAttentionCache`.
         given: the step's keywords, `KEYWORDS`.
 
@@ -289,7 +287,7 @@ def forward(
         call = _call(layer, group, rows, scaling, softcap, sinks)
         out = serving.answer(call)
         is_unknown = softcap or (sinks is not None and getattr(module, "sinks", None) is None)
-        if out is None and is_unknown:  # to Transformers' own
+        if out is None and is_unknown:  # for Transformers' own attention
             out = call.by_pytorch()
     if out is None:
         tensors = query, key, value
@@ -312,8 +310,9 @@ def _call(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> PagedCall:
-    """The call over the cache's pages, which the new keys are written into, or over copied ones:
-    then the ring is left as it was, for Transformers if it must answer.
+    """The call over the cache's pages with the new keys written into them, or over copied pages.
+
+    Copies leave the ring buffer unchanged, in case Transformers' own attention must answer.
     """
     query, key, value = rows
     batch, copies = group.batch, group.copies
@@ -326,7 +325,7 @@ def _call(
         )
     else:
         keys, values = copies.of(layer.keys, key), copies.of(layer.values, value)
-    # A single query's sequence is cut off where its window begins.
+    # The copied keys of a single query begin at its window.
     left = layer.window - 1 if layer.window and batch.longest_q > 1 else -1
     starts_q = batch.starts_q if batch.block_table is None else None
     logits = None if sinks is None else sinks.float()
@@ -345,7 +344,7 @@ def _by_transformers(
     group: _Group,
     given: Mapping[str, Any],
 ) -> torch.Tensor:
-    """Transformers' own attention, over a mask that it would have made on the host."""
+    """Transformers' own attention, with the mask that it would have made on the host."""
     known = AttentionInterface._global_mapping
     name = "paged|sdpa" if given.get("s_aux") is None else "paged|eager"
     own = known.get(name) or known["sdpa"]
@@ -364,7 +363,7 @@ def _by_transformers(
 
 
 def _every_slot(group: _Group, layer: _Layer) -> torch.Tensor:
-    """The slots that Transformers gathers: the step's own, or as many as the block table has."""
+    """The slots that Transformers gathers: the step's indices, or all slots of the block table."""
     if group.batch.block_table is None:
         return group.batch.reads
     first = group.table.long() * layer.page_size
@@ -374,7 +373,7 @@ def _every_slot(group: _Group, layer: _Layer) -> torch.Tensor:
 
 
 def _mask(group: _Group, layer: _Layer, dtype: torch.dtype) -> torch.Tensor:
-    """(1, 1, rows, gathered keys): 0, or the lowest number where a key is hidden."""
+    """(1, 1, rows, gathered keys): 0, or the type's lowest number for hidden keys."""
     batch, count = group.batch, len(group.lengths)
     if batch.block_table is None:
         keys = _counted(batch.reads.numel() or batch.rows, group.lengths)
@@ -406,7 +405,7 @@ def _needs_no_mask(
     requested_attention_implementation: str | None = None,
     version: int | list[int] | None = None,
 ) -> bool:
-    """`is_flash_attention_requested` of continuous batching, which reads it as: needs no masks."""
+    """`is_flash_attention_requested` of continuous batching, which means "needs no masks" there."""
     if config is not None and requested_attention_implementation is None and _is_ours(config):
         return True
     if config is None and requested_attention_implementation in NAMES:
@@ -427,8 +426,8 @@ def _allow_block_tables(config: Any, cb_config: Any, user_requested: bool) -> No
 
 
 def _with_no_mask(self: Any, *arguments: Any, **options: Any) -> Any:
-    """`ContinuousBatchingIOs.get_model_kwargs` with an empty mask, which models pass on as it is:
-    without one they would make one of the positions.
+    """`ContinuousBatchingIOs.get_model_kwargs` with an empty mask, which models pass on unchanged;
+    without a mask they would make one from the positions.
     """
     made = _model_kwargs(self, *arguments, **options)
     if _is_ours(self.config):

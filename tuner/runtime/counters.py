@@ -1,8 +1,8 @@
-"""Counters of the runtime: calls by their answer, counted in every thread, logged once.
+"""Counters of the runtime: calls by the kernel that answered, over all threads.
 
-A *reason* is one line that says why no tuned kernel ran: a kind, of which there are few, and after
-a colon what it was about. Counts go by kind. Each whole reason is logged once, the first of its
-kind as a warning, the others as information.
+A *reason* is one line that says why no tuned kernel ran: one of few kinds, then a colon and the
+details. Counts are kept by kind. Each reason is logged once: the first of its kind as a warning,
+the others as information.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 
 _log = logging.getLogger("tuner.runtime")
 
-#: Reasons and kinds remembered as logged; a server of ever new shapes says no more after so many.
+#: Reasons and kinds remembered as logged. After that many nothing more is logged, so that a server
+#: of ever new shapes does not fill its log.
 _MAX_SAID = 1024
 
 
@@ -25,14 +26,14 @@ class Stats:
     """Calls since the process started or `stats(reset=True)` was called."""
 
     hits: int = 0
-    """Calls that a tuned kernel, own or a vendor's, answered."""
+    """Calls answered by a tuned kernel, own or a vendor's."""
     portfolio_hits: int = 0
-    """Those of them answered by what a portfolio selected."""
+    """Hits whose kernel a portfolio selected."""
     fallbacks: Mapping[str, int] = field(default_factory=dict)
-    """Calls that PyTorch, or an engine's own kernel, answered, by kind of reason, most frequent
+    """Calls answered by PyTorch or by an engine's own kernel, by kind of reason, most frequent
     first."""
     errors: Mapping[str, int] = field(default_factory=dict)
-    """Failures beside the calls, by kind: a refused launch, a store that cannot be read."""
+    """Failures that no call suffered from, by kind: a refused launch, an unreadable store."""
 
     @property
     def calls(self) -> int:
@@ -41,7 +42,7 @@ class Stats:
 
 
 class _Counts:
-    """The counters and what guards them."""
+    """The counters and their lock."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -58,10 +59,10 @@ _sources: list[Source] = []
 
 
 def stats(reset: bool = False) -> Stats:
-    """Calls of `tuner.attention`, `linear` and `matmul` by what answered them.
+    """Calls of the runtime's functions, by the kernel that answered.
 
     Args:
-        reset: start again from zero after this.
+        reset: set the counters to zero afterwards.
     """
     with _counts.lock:
         hits = [_counts.hits, _counts.portfolio_hits]
@@ -81,29 +82,32 @@ def stats(reset: bool = False) -> Stats:
 
 
 def count_hit(by_portfolio: bool = False) -> None:
-    """A tuned kernel answered a call."""
+    """Count a call that a tuned kernel answered."""
     with _counts.lock:
         _counts.hits += 1
         _counts.portfolio_hits += by_portfolio
 
 
 def count_fallback(reason: str, by: str = "PyTorch") -> None:
-    """PyTorch, or what else a call falls back to, answers it, for this reason."""
+    """Count a call that PyTorch, or `by` in its place, answers for this reason."""
     with _counts.lock:
         _counts.fallbacks[kind_of(reason)] += 1
     _say(f"answered by {by}: ", reason)
 
 
 def count_error(reason: str) -> None:
-    """Something went wrong that a call must not suffer from."""
+    """Count a failure that no call suffers from."""
     with _counts.lock:
         _counts.errors[kind_of(reason)] += 1
     _say("", reason)
 
 
 def add_source(source: Source) -> None:
-    """Have what is counted elsewhere added: hits, a portfolio's among them, and fallbacks by
-    kind of reason; the argument is `reset`.
+    """Add counters that are kept elsewhere.
+
+    Args:
+        source: called with `reset`; returns hits, the portfolio's share of them, and fallbacks by
+            kind of reason.
     """
     _sources.append(source)
 

@@ -1,4 +1,4 @@
-"""The seam to torch's accelerator: everything that a test on CPU tensors swaps is here."""
+"""The only module that calls torch's CUDA functions; tests on CPU tensors replace them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ TYPE = "cuda"
 """Device type whose tensors are served."""
 
 _SPIN_CLOCKS = 400_000
-"""Clocks, some 200 us, in which the host enqueues a burst."""
+"""GPU clocks, about 200 us, in which the host enqueues a burst."""
 _gpus: dict[int, Gpu] = {}
 
 
 def gpu_of(index: int) -> Gpu:
-    """The store's identity of a CUDA device; what lookup does not need of it is left at 0."""
+    """The store's identity of a CUDA device; fields that lookup does not need are 0."""
     if index not in _gpus:
         found = torch.cuda.get_device_properties(index)
         gpu = Gpu(
@@ -42,13 +42,17 @@ def stream_of(index: int) -> int:
 
 
 def stream_function() -> Any:
-    """The same in C: ``int stream(int32_t device, void** handle)``, of torch's stable interface."""
+    """C function of `stream_of`: ``int stream(int32_t device, void** handle)``, from torch's stable
+    interface.
+    """
     return _torch_cuda().aoti_torch_get_current_cuda_stream
 
 
 def bind_function() -> Any:
-    """``int bind(int device)`` makes a device's primary context the calling thread's: cudaSetDevice
-    of the runtime that torch is linked to. Torch's own leaves it out for the device it finds set.
+    """C function ``int bind(int device)`` that makes a device's primary context the thread's.
+
+    It is cudaSetDevice of the CUDA runtime that torch is linked to. Torch's own function skips that
+    call for the device that is set already.
     """
     return _torch_cuda().cudaSetDevice
 
@@ -65,10 +69,10 @@ _thread = _Thread()
 
 
 def bind(index: int) -> None:
-    """Give this thread a current context, once, before it launches a kernel on a device.
+    """Give this thread a current CUDA context, once, before it launches a kernel on a device.
 
-    A thread that has called nothing of CUDA has none, and memory from the allocator's cache asks
-    for none: launch functions, which encode TMA descriptors in it, would find none either.
+    A thread without earlier CUDA calls has no context, and the allocator's cached memory creates
+    none. Launch functions need one to encode TMA descriptors.
     """
     if _thread.is_bound:
         return
@@ -84,7 +88,7 @@ def current() -> int:
 
 
 def use(index: int) -> contextlib.AbstractContextManager[Any]:
-    """Make a device the current one for a while."""
+    """Context in which a device is the current one."""
     context: contextlib.AbstractContextManager[Any] = torch.cuda.device(index)
     return context
 
@@ -95,8 +99,8 @@ _sides: dict[int, Any] = {}
 
 @contextlib.contextmanager
 def beside(device: torch.device) -> Iterator[None]:
-    """Enqueue on a stream that waits for what the current stream holds by now, and runs beside what
-    it gets later. Off CUDA: at once.
+    """Enqueue on a side stream: behind the current stream's work so far, beside its later work.
+    Off CUDA the block runs as it is.
     """
     if device.type != "cuda":
         yield
@@ -115,9 +119,9 @@ def is_capturing() -> bool:
 
 
 def burst_us(function: Callable[[], object], count: int) -> float:
-    """Microseconds of the current stream for `function` called so often in a row.
+    """Microseconds that the current stream takes for `count` calls of `function` in a row.
 
-    The stream spins first, so that the host is ahead, and what the GPU does is what is timed.
+    The stream spins first, so that the host is ahead and GPU time is measured.
     """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(_SPIN_CLOCKS)
@@ -131,9 +135,7 @@ def burst_us(function: Callable[[], object], count: int) -> float:
 
 @cache
 def environment() -> Environment:
-    """Environment of times, as far as it is known without asking the GPU: driver, torch, cuDNN,
-    cuBLAS.
-    """
+    """Environment of measured times, read without a GPU: driver, torch, cuDNN, cuBLAS."""
     facts: dict[str, str | int | float] = dict(installed_versions())
     with contextlib.suppress(OSError):
         facts["driver"] = Path("/sys/module/nvidia/version").read_text().strip()

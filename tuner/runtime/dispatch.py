@@ -1,12 +1,14 @@
-"""The C++ dispatcher (`templates/dispatcher`) behind a few functions.
+"""Python side of the C++ dispatcher (`templates/dispatcher`).
 
-Until it is loaded, and where it cannot be, they know nothing and every call goes through Python.
-It is loaded by a thread that the first plan or refusal starts; where the cache has none, that
-thread compiles it. No call waits for it. `load_built` loads one that is built already.
+Without a loaded dispatcher these functions do nothing, and every call goes through Python. The
+first plan or refusal starts a thread that loads it, after compiling it if the cache has none. No
+call waits for that thread. `load_built` loads a dispatcher that is built already.
 
-`attention`, `linear` and `matmul` return a tuned kernel's output, PyTorch's where equal calls were
-refused before (or `REFUSED` where PyTorch must be called from Python), and None where Python
-decides.
+Results of `attention`, `linear` and `matmul`:
+
+- a tensor: a tuned kernel's output, or PyTorch's for a kind of call that was refused before;
+- `REFUSED`: such a refused call, which Python must pass to PyTorch;
+- None: Python decides.
 """
 
 from __future__ import annotations
@@ -37,17 +39,17 @@ from tuner.runtime.refusal import Refusal
 _log = logging.getLogger("tuner.runtime")
 
 OPERATIONS = ("attention", "linear", "matmul", "flash", "cudnn_with_lse")
-"""In the order of the dispatcher's `Operation`; the last two are backends of PyTorch's attention
-that return the log-sum-exp."""
+"""Operations in the order of the dispatcher's enum `Operation`. The last two are backends of
+PyTorch's attention that return the log-sum-exp."""
 _EXACT, _PORTFOLIO = 0, 1
-"""The dispatcher's `Source`: plans of decisions, and those that a portfolio selected."""
+"""The dispatcher's enum `Source`: plans of decisions, and plans that a portfolio selected."""
 REFUSED: Final = False
-"""The answer to a call that is PyTorch's, which was counted."""
+"""Result for a refused call that was counted; the caller passes it to PyTorch."""
 _PRODUCTS = "linear", "matmul"
 
 
 def _unknown(*arguments: Any) -> None:
-    """The answer of a dispatcher that knows nothing."""
+    """Stand-in for the dispatcher's functions while none is loaded."""
 
 
 attention: Callable[..., torch.Tensor | Literal[False] | None] = _unknown
@@ -66,13 +68,13 @@ _UNLOADABLE = (TunerError, ImportError, OSError, AttributeError)
 
 
 def prepare(then: Callable[[], None]) -> threading.Thread:
-    """Have the dispatcher loaded, or built and loaded, in the background; the first call counts.
+    """Load the dispatcher in the background, building it if needed; later calls do nothing.
 
     Args:
-        then: called when it is there.
+        then: called once it is loaded.
 
     Returns:
-        The thread, to be joined by who wants to wait.
+        The thread; join it to wait.
     """
     global _thread
     with _lock:
@@ -85,10 +87,10 @@ def prepare(then: Callable[[], None]) -> threading.Thread:
 
 
 def load_built(then: Callable[[], None]) -> bool:
-    """Load the dispatcher now, where it is built already; true where it is loaded.
+    """Load a dispatcher that is built already; true when one is loaded.
 
     Args:
-        then: called when it was loaded here.
+        then: called if this call loaded it.
     """
     if _module is not None:
         return True
@@ -125,14 +127,14 @@ def load(artifact: Artifact) -> ModuleType:
     """The extension module of an artifact, ready for `devices.TYPE`.
 
     Raises:
-        BenchmarkError: when the library is not the artifact's any more.
+        BenchmarkError: when the library file has changed since it was built.
         ImportError: when it cannot be loaded.
     """
     verify(artifact)
     loader = importlib.machinery.ExtensionFileLoader(dispatcher.MODULE, str(artifact.library))
     spec = importlib.util.spec_from_loader(dispatcher.MODULE, loader)
     if spec is None:
-        raise ImportError(f"{artifact.library} is no extension module")
+        raise ImportError(f"{artifact.library} is not an extension module")
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     functions = devices.stream_function(), devices.bind_function()
@@ -141,12 +143,12 @@ def load(artifact: Artifact) -> ModuleType:
 
 
 def is_loaded() -> bool:
-    """True when calls are answered by a dispatcher."""
+    """True when a dispatcher answers calls."""
     return _module is not None
 
 
 def use(module: Any) -> None:
-    """Have calls answered by this module from now on; None for none."""
+    """Answer calls by this extension module from now on; None: through Python."""
     global _module, attention, linear, matmul
     _module = module
     attention, linear, matmul = (getattr(module, name, _unknown) for name in OPERATIONS[:3])
@@ -159,16 +161,17 @@ def put(
     lengths: Lengths | None = None,
     generation: int = -1,
 ) -> None:
-    """Have calls like this one answered with a plan.
+    """Answer calls like this one with a plan.
 
     Args:
         operation: one of `OPERATIONS`.
-        arguments: attention's query, key, value, attn_mask, dropout_p, is_causal, scale and
-            enable_gqa, for the backends too; linear's input, weight, bias and activation; the two
-            tensors of matmul.
-        plan: what serves them.
-        lengths: of a cache of keys, those of other calls that it serves.
-        generation: from before the plan was looked for, where the table's lock is not held.
+        arguments: the call's arguments. Attention and its backends have query, key, value,
+            attn_mask, dropout_p, is_causal, scale and enable_gqa. Linear has input, weight, bias
+            and activation, matmul its two tensors.
+        plan: launches for these calls.
+        lengths: launches at other lengths of a growing cache.
+        generation: value of `generation` before the plan was looked up; needed unless the table's
+            lock is held.
     """
     if _module is None:
         return
@@ -186,14 +189,15 @@ def generation() -> int:
 
 
 def refuse(operation: str, arguments: tuple[Any, ...], refusal: Refusal, generation: int) -> None:
-    """Count a call that is PyTorch's, and have equal calls refused at once while the reason holds.
+    """Count a refused call, and pass equal calls to PyTorch at once while the reason holds.
 
     Args:
         operation: one of `OPERATIONS`.
-        arguments: as of `put`.
-        refusal: why. Over a cache of keys it holds for its `lengths`; where it names none, the
-            reason lies in the tensors, and holds for the whole `block`.
-        generation: from before the reason was looked for: what was cleared since is not known.
+        arguments: as for `put`.
+        refusal: the reason. Over a growing cache it holds for its `lengths`; without them, for all
+            lengths of the `block`.
+        generation: value of `generation` before the look-up, so that a `clear` since then is
+            noticed.
     """
     counters.count_fallback(refusal.reason)
     if _module is None or refusal.until <= time.monotonic():
@@ -213,13 +217,13 @@ def override(ask: Callable[..., Any]) -> Callable[[bool], bool] | None:
     """Override PyTorch's attention by the dispatcher (`tuner.runtime.enable`).
 
     Args:
-        ask: gives the output and the log-sum-exp or None of a call that the dispatcher does not
-            know, or None where the call is PyTorch's; called with the position in `OPERATIONS` and
-            the arguments as of `put`.
+        ask: answers a kind of call that the dispatcher does not know. Called with the index in
+            `OPERATIONS` and the arguments as for `put`. Returns the output and the log-sum-exp
+            (or None), or None when PyTorch answers.
 
     Returns:
-        A function that sets whether this thread's attention stays PyTorch's and returns what it
-        was; None where the dispatcher is not loaded, or this PyTorch has no such overrides.
+        A function that switches this thread's attention to PyTorch's or back, and returns the
+        former state. None when no dispatcher is loaded, or this PyTorch has no such overrides.
     """
     if _module is None or not _module.install_overrides(ask):
         return None
@@ -228,7 +232,7 @@ def override(ask: Callable[..., Any]) -> Callable[[bool], bool] | None:
 
 
 def remove_overrides() -> None:
-    """Leave PyTorch's attention as it was."""
+    """Restore PyTorch's attention."""
     if _module is not None:
         _module.remove_overrides()
 
@@ -240,13 +244,13 @@ def clear() -> None:
 
 
 def serve_until(end: float, with_plans: bool = True) -> None:
-    """Answer calls up to this time (`time.monotonic`); without plans, those that are refused."""
+    """Answer calls up to this time (`time.monotonic`, seconds); without plans only refused ones."""
     if _module is not None:
         _module.serve_until(end if with_plans else 0.0, end)
 
 
 def _take_counts(reset: bool) -> tuple[int, int, Mapping[str, int]]:
-    """Hits, a portfolio's among them, and refused calls by kind of reason."""
+    """Hits, the portfolio's share of them, and refused calls by kind of reason."""
     if _module is None:
         return 0, 0, {}
     exact, selected, refused = _module.take_counts(reset)
@@ -261,7 +265,7 @@ counters.add_source(_take_counts)
 
 
 def _after_fork() -> None:
-    """A child has none of its parent's threads: what that had not loaded is prepared anew."""
+    """A child process has no threads of its parent: an unfinished load starts again."""
     global _lock, _thread
     _lock = threading.Lock()
     if _module is None:

@@ -1,18 +1,18 @@
 """One table of decisions for all ranks of a distributed program.
 
-Ranks that each read the store of their own host may launch different kernels for the same call:
-one host's store is older, another lacks a compiled kernel. After `agree` every rank serves from
-rank 0's decisions, as they were then, and launches no kernel that another rank lacks.
+Ranks on different hosts read different stores: one may be older, another may lack a compiled
+kernel. They could launch different kernels for the same call. After `agree` every rank serves from
+a snapshot of rank 0's decisions, and launches no kernel that another rank lacks.
 
-No collective is involved, so that a rank which never comes leaves nobody waiting: the ranks write
-to the key-value store of their process group.
+The ranks communicate through the key-value store of their process group, without a collective. So
+a missing rank does not block the others.
 
-1. Rank 0 puts a snapshot of its decisions there (`tuner.selection.snapshot`).
-2. Every rank answers which of the kernels it lacks.
-3. Rank 0 puts the verdict there: the kernels that every rank that answered has are launched.
+1. Rank 0 writes a snapshot of its decisions (`tuner.selection.snapshot`).
+2. Every rank writes a list of the kernels that it lacks.
+3. Rank 0 writes the verdict: the kernels that all ranks which answered have.
 
-The verdict is one compare-and-set. Who waits for it in vain sets it to *nobody serves*, and whoever
-comes later, rank 0 too, finds that: all ranks call PyTorch then, which is one answer as well.
+The verdict is written by one compare-and-set. A rank whose wait runs out writes the verdict "no
+rank serves". Later ranks, rank 0 included, read it, and all ranks call PyTorch.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class Agreement:
     refusal: str = ""
     """Why no tuned kernel is launched on any rank; empty where they agreed."""
     ranks: tuple[int, ...] = ()
-    """Those that answered in time. Another one serves the same configurations, as far as it has
+    """Ranks that answered in time. A late rank serves the same configurations, as far as it has
     their kernels."""
     absent: frozenset[str] = frozenset()
-    """Keys of the artifacts that one of them lacks, which none launches."""
+    """Keys of artifacts that one of these ranks lacks; no rank launches them."""
     notes: tuple[str, ...] = ()
-    """In what the ranks' machines differ."""
+    """Differences of the ranks' machines."""
 
 
 _lock = threading.Lock()
@@ -72,24 +72,23 @@ _folder: Path | None = None
 
 
 def agree(store: dist.Store | None = None, *, timeout_s: float = TIMEOUT_S) -> Agreement:
-    """Serve, from now on and in this process's whole life, what rank 0 decides.
+    """Serve from rank 0's decisions for the rest of this process's life.
 
     Call it in every rank after ``init_process_group`` and ``torch.cuda.set_device``, and before
-    the first call of a kernel; ranks may come up to half of the time limit apart. Later calls give
-    the same agreement. What is tuned afterwards is served by the program's next start.
+    the first kernel. Ranks may arrive up to half of the time limit apart. Later calls return the
+    same agreement. Decisions made afterwards take effect when the program starts again.
 
     Args:
-        store: shared by the ranks; default: the default process group's.
-        timeout_s: after which nobody waits any longer for a rank that does not come.
+        store: key-value store shared by the ranks; default: the default process group's.
+        timeout_s: seconds after which no rank waits any longer.
 
     Returns:
-        The same in every rank. A rank that lacks kernels because it came too late says so in a
-        warning.
+        The agreement, equal in every rank. A late rank that lacks kernels logs a warning.
 
     Raises:
         ConfigError: when there is no process group, or the time limit is not above 0.
-        StoreError: when this rank's store or its temporary folder cannot be used; the others go
-            on without it.
+        StoreError: when this rank's store or its temporary folder cannot be used. The other ranks
+            continue without it.
     """
     global _agreed, _folder
     if not (timeout_s > 0 and math.isfinite(timeout_s)):
@@ -101,7 +100,7 @@ def agree(store: dist.Store | None = None, *, timeout_s: float = TIMEOUT_S) -> A
             try:
                 _folder = _folder or scratch.held_until_exit("tuner-agreed-")
             except OSError as exc:
-                raise StoreError(f"no temporary folder for what the ranks agree on: {exc}") from exc
+                raise StoreError(f"no temporary folder for the ranks' decisions: {exc}") from exc
             shared = store or dist.distributed_c10d._get_default_store()
             meeting = _Meeting(shared, _folder, timeout_s)
             _agreed = meeting.hold()
@@ -115,7 +114,7 @@ class _Answer:
     lacking: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     refusal: str = ""
-    """Why it cannot serve what rank 0 decides."""
+    """Reason why the rank cannot serve rank 0's decisions; empty where it can."""
 
 
 class _Meeting:
@@ -128,7 +127,7 @@ class _Meeting:
         self._began, self._timeout_s = time.monotonic(), timeout_s
 
     def hold(self) -> Agreement:
-        """Agree, and have the runtime's table serve that."""
+        """Agree, and set the runtime's table to the result."""
         try:
             agreed, lacking = self._agree()
         except dist.DistError as exc:
@@ -151,7 +150,7 @@ class _Meeting:
         return agreed
 
     def _agree(self) -> tuple[Agreement, set[str]]:
-        """The agreement, and the artifacts that this rank lacks."""
+        """The agreement, and keys of the artifacts that this rank lacks."""
         if self._rank == 0 and not self._store.check([_VERDICT]):
             self._propose()
         if not self._has(_PROPOSAL, 1.0):
@@ -181,7 +180,7 @@ class _Meeting:
         return b"".join(self._store.get(f"snapshot/{number}") for number in range(chunks))
 
     def _answer(self) -> _Answer:
-        """Which kernels for its GPU this rank lacks, and what it runs on."""
+        """The kernels for its GPU that this rank lacks, and its environment."""
         gpu, cache = devices.gpu_of(devices.current()), ArtifactCache()
         wanted = {
             key
@@ -194,7 +193,7 @@ class _Meeting:
         return _Answer(lacking, {"GPU": gpu.name, **devices.environment().facts})
 
     def _verdict(self) -> Agreement:
-        """Rank 0's, of what is answered by half of the time limit: the others wait for it."""
+        """Rank 0's verdict, from the answers up to half of the time limit."""
         answers: dict[int, _Answer] = {}
         for rank in range(self._world):
             if self._has(f"answer/{rank}", 0.5):
@@ -211,7 +210,7 @@ class _Meeting:
         )
 
     def _settle(self, agreed: Agreement) -> Agreement:
-        """The verdict: this one where there is none yet, else the one that was first."""
+        """Write this verdict unless there is one already; return the one that holds."""
         document = json.dumps({**asdict(agreed), "absent": sorted(agreed.absent)})
         found = json.loads(self._store.compare_set(_VERDICT, "", document))
         return Agreement(
@@ -231,7 +230,7 @@ class _Meeting:
 
 
 def _differences(rank: int, facts: Mapping[str, Any], first: Mapping[str, Any]) -> list[str]:
-    """Facts of a rank that differ from rank 0's; a fact that one lacks is left out."""
+    """Facts of a rank that differ from rank 0's, among the facts that both have."""
     return [
         f"rank {rank} has {name} {facts[name]}, rank 0 {first[name]}"
         for name in sorted(facts.keys() & first.keys())

@@ -1,6 +1,6 @@
-"""`enable`: the tuned kernels behind PyTorch's own attention, so that a model changes no line.
+"""`enable`: tuned kernels behind PyTorch's own attention, without a change to the model.
 
-Overridden, by the C++ dispatcher (`templates/dispatcher/operators.h`):
+The C++ dispatcher (`templates/dispatcher/operators.h`) overrides these operators.
 
 | operator of `aten` | dispatch key | calls that reach it |
 |---|---|---|
@@ -9,32 +9,33 @@ Overridden, by the C++ dispatcher (`templates/dispatcher/operators.h`):
 | `_scaled_dot_product_cudnn_attention` | CUDA | the same |
 | `_scaled_dot_product_efficient_attention` | CUDA | compiled graphs; masked calls among them |
 
-The first is the fast way: it saves PyTorch's choice of a backend. Its kernel has PyTorch's own key,
-so every table that is computed from it stays as it was. A kernel for CUDA or AutogradCUDA would
-end the operator's decomposition: tracing in inference mode asks for such a kernel, and would put
-the whole operator into the graph. The kernel asks the table about plain tensors that want no
-gradient and no tangent, and where the program allows a fused backend (`sdpa_kernel`). It hands
-everything else to PyTorch's function: tensors or thread state with other dispatch keys, which are
-fake tensors, subclasses, nested tensors, functorch's transforms and modes.
+The first is the fast path: it saves PyTorch's choice of a backend. It is registered under
+PyTorch's own dispatch key, so tables computed from that key stay valid. A kernel for CUDA or
+AutogradCUDA would end the operator's decomposition. Tracing in inference mode would find such a
+kernel, and put the whole operator into the graph.
+
+The kernel serves plain tensors that want neither a gradient nor a tangent, where the program allows
+a fused backend (`sdpa_kernel`). Everything else goes to PyTorch's function: fake tensors,
+subclasses, nested tensors, functorch's transforms and modes.
 
 A call that wants a gradient passes through PyTorch's function to a backend's operator. Autograd
-records it there, with PyTorch's formula, and the kernel below gives the output and the log-sum-exp.
-So gradients do not depend on whether the switch was on in the forward pass or in the backward pass.
-The backends' former kernels are kept (`c10::SafeKernelFunction`), called for what is not served,
-and looked for anew when their owner has removed them.
+records it there with PyTorch's formula, and the overriding kernel returns output and log-sum-exp.
+So gradients do not depend on the switch, in the forward pass or in the backward pass. The backends'
+former kernels are kept (`c10::SafeKernelFunction`) and serve the other calls. They are looked up
+again when their owner has removed them.
 
-The table answers hits and refusals without Python and without the GIL. Python is asked, under the
-GIL, about an unknown kind of call and twice a second about the store. A refused call passes the
-operators below uncounted. Removal destroys the registrations: the dispatcher has PyTorch's kernels
-again.
+The dispatcher's table answers hits and refusals without Python and without the GIL. Python answers,
+under the GIL, unknown kinds of calls, and looks at the store twice a second. A refused call passes
+the other three operators uncounted. `disable` removes the registrations, and PyTorch's kernels are
+active again.
 
-Where the dispatcher is not built, the flash and cuDNN operators are overridden from Python instead.
-A dispatcher that is built meanwhile takes over at the next `enable`.
+Without a built dispatcher, Python overrides the flash and cuDNN operators. A dispatcher built in
+the meantime takes over at the next `enable`.
 
-Under ``is_causal`` the operators align the mask differently where there are more keys than queries,
-or fewer: flash bottom-right (`torch.nn.attention.bias.causal_lower_right` calls it so), the others
-top-left, as tuned kernels do. `scaled_dot_product_attention` itself means top-left, and gives flash
-no such call.
+Under ``is_causal`` with unequal SQ and SKV the operators align the mask differently.
+FlashAttention aligns it bottom-right (`torch.nn.attention.bias.causal_lower_right`), the others
+top-left, as tuned kernels do. `scaled_dot_product_attention` means top-left, and passes no such
+call to FlashAttention.
 """
 
 from __future__ import annotations
@@ -58,14 +59,14 @@ from tuner.runtime.serving import answer
 from tuner.runtime.table import table
 
 Outputs = tuple[Any, ...]
-"""Output, log-sum-exp, cumulative lengths of nested tensors (none), the longest query and key,
-the state of dropout's generator in two tensors, a mask for debugging."""
+"""Results of a backend's operator. After output and log-sum-exp come cumulative lengths of nested
+tensors (empty), longest query and key, dropout's random state (two tensors), and a debug mask."""
 Found = tuple[torch.Tensor, torch.Tensor | None]
 """Output and log-sum-exp."""
 
 
 class _Overrides:
-    """Registrations with torch's dispatcher, while this lives."""
+    """Registrations with torch's dispatcher, for the lifetime of this object."""
 
     def __init__(self) -> None:
         self._library: Library | None = None
@@ -77,7 +78,7 @@ class _Overrides:
         native.is_watched = True
 
     def remove(self) -> None:
-        """Leave PyTorch's dispatcher as it was found."""
+        """Restore PyTorch's dispatcher."""
         native.is_watched = False
         native.exchange = native.exchange_here
         if self._library is None:
@@ -86,12 +87,12 @@ class _Overrides:
 
 
 def _ask(operation: int, *arguments: Any) -> Found | None:
-    """A tuned kernel's outputs, or None, counted by its reason: see `dispatch.override`."""
+    """A tuned kernel's outputs, or None and a counted reason; see `dispatch.override`."""
     return _answer(dispatch.OPERATIONS[operation], *arguments)
 
 
 def _answer(name: str, *arguments: Any) -> Found | None:
-    """As `_ask`, of an operation's name."""
+    """As `_ask`, with the operation's name."""
     if name != "attention":
         return _with_lse(name, *arguments)
     generation = dispatch.generation()
@@ -108,8 +109,11 @@ def _answer(name: str, *arguments: Any) -> Found | None:
 
 
 def _with_lse(name: str, *arguments: Any) -> Found | None:
-    """Answer to a backend's operator that returns the log-sum-exp. Its name is one of
-    `dispatch.OPERATIONS`; the arguments are those of attention.
+    """Outputs for a backend's operator that returns the log-sum-exp.
+
+    Args:
+        name: one of `dispatch.OPERATIONS`.
+        arguments: as of attention.
     """
     query, key, value, attn_mask, dropout_p, is_causal, scale, _ = arguments
     generation = table.refresh(query)
@@ -137,7 +141,7 @@ def _with_lse(name: str, *arguments: Any) -> Found | None:
 
 
 def _override_from_python() -> Library:
-    """Override the backends that have a kernel here; where there are none, nothing."""
+    """Override the backends that this PyTorch has kernels for."""
     library, key = Library("aten", "IMPL"), devices.TYPE.upper()
     for name, before in (
         ("_scaled_dot_product_flash_attention", _before_flash),
@@ -211,8 +215,8 @@ def _before_cudnn(kernel: Any) -> Callable[..., Outputs]:
 
 
 def _tuned(name: str, *arguments: Any) -> Found | None:
-    """As `_ask`, under the operators that Python overrides: heads may be grouped."""
-    if native.thread.is_native:  # counted where the call came from
+    """As `_ask`, for the operators that Python overrides, which take grouped heads."""
+    if native.thread.is_native:  # the caller has counted the call
         return None
     with torch.no_grad():  # autograd records the operator
         found = _answer(name, *arguments, True)
@@ -262,12 +266,12 @@ _switch = _Switch()
 
 
 def enable() -> None:
-    """Put the tuned kernels behind `torch.nn.functional.scaled_dot_product_attention`.
+    """Serve `torch.nn.functional.scaled_dot_product_attention` with tuned kernels.
 
-    For the whole process, compiled models too. Where the program allows a fused backend, a tuned
-    kernel answers if there is one. All other calls are PyTorch's exactly as before (`tuner.stats`
-    counts them). Switch while no other thread is inside attention. Enabling twice is enabling once;
-    a process started with ``spawn`` starts without.
+    Holds for the whole process, compiled models included. A tuned kernel answers if there is one
+    and the program allows a fused backend. PyTorch answers all other calls as before, and
+    `tuner.stats` counts them. Switch only while no other thread is inside attention. A second call
+    changes nothing. A process started with ``spawn`` begins without tuned kernels.
 
     Raises:
         TunerError: when this PyTorch is older than 2.11.
@@ -276,19 +280,19 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Undo `enable`: PyTorch's dispatcher is as it was.
+    """Undo `enable` and restore PyTorch's dispatcher.
 
-    Inside a ``with tuner.enabled()`` the tuned kernels stay until it ends.
+    Inside a ``with tuner.enabled()`` the tuned kernels stay until that block ends.
     """
     _switch.set(is_enabled=False)
 
 
 @contextmanager
 def enabled() -> Iterator[None]:
-    """`enable` for a while: ``with tuner.enabled(): model(...)``.
+    """`enable` for a block: ``with tuner.enabled(): model(...)``.
 
-    Nests, also across threads: the tuned kernels are there until the last one ends, and after it
-    if `enable` is in force.
+    Blocks nest, also across threads. The tuned kernels stay until the last block ends, or longer if
+    `enable` was called.
     """
     _switch.set(opened=1)
     try:

@@ -1,4 +1,4 @@
-"""Gradients of attention by what was measured for them: an own kernel or a vendor's."""
+"""Gradients of attention by a measured backward kernel, own or a vendor's."""
 
 from __future__ import annotations
 
@@ -78,8 +78,9 @@ def is_differentiable(
     is_causal: bool,
     scale: float | None,
 ) -> bool:
-    """True when the operators have a faster backward kernel for such tensors than PyTorch's
-    attention: one that was measured and can run here, or cuDNN's. The forward pass then keeps its
+    """True when the operators have a faster backward kernel than PyTorch's attention.
+
+    It is a measured kernel that can run here, or cuDNN's. The forward pass then keeps its
     log-sum-exp.
     """
     if query.dtype not in guards.DTYPES or query.dim() != 4:
@@ -100,19 +101,20 @@ def gradients(
     is_causal: bool,
     scale: float | None,
 ) -> Three | None:
-    """Gradients of query, key and value, or None where nothing was measured for such tensors.
+    """Gradients of query, key and value, or None when no kernel was measured for such tensors.
 
-    Where the program wants deterministic algorithms, what was measured for deterministic gradients.
+    A program that asks for deterministic algorithms gets kernels measured for deterministic
+    gradients.
 
     Args:
-        grad_out: gradient of attention's output.
+        grad_out: (B, H, SQ, D), gradient of the output.
         query: (B, H, SQ, D).
         key: (B, HKV, SKV, D).
         value: as `key`.
-        out: attention's output.
-        lse: its log-sum-exp, (B, H, SQ).
-        is_causal: as of the attention.
-        scale: as of the attention.
+        out: (B, H, SQ, D), attention's output.
+        lse: its log-sum-exp, fp32 (B, H, SQ).
+        is_causal: mask of the attention.
+        scale: factor of the scores.
     """
     if lse.dtype != torch.float32 or query.dtype not in guards.DTYPES:
         return None  # of a composition in another precision

@@ -20,7 +20,7 @@ from tuner.runtime.refusal import Kind, Refusal
 from tuner.runtime.serving import Call, serve
 from tuner.runtime.table import table
 
-#: Elements that a dimension of a matrix is a multiple of where TMA and PyTorch's kernel take it.
+#: TMA and PyTorch's kernel need dimensions that are multiples of this many elements.
 _STEP = 8
 
 
@@ -33,39 +33,39 @@ def grouped_mm(
     scale_a: torch.Tensor | None = None,
     scale_b: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """a[offsets[g] : offsets[g + 1]] @ b[g]^T of each group g, one after the other.
+    """Grouped product: a[offsets[g] : offsets[g + 1]] @ b[g]^T for each group g.
 
-    It is ``torch._grouped_mm(a, b.transpose(-2, -1), offs=offsets[1:])``, and where no tuned kernel
-    can, that is what answers for bf16; for other types a product a group, which reads the offsets
-    back and so waits for the device. Each such call is counted by its reason (`tuner.stats`).
+    Means ``torch._grouped_mm(a, b.transpose(-2, -1), offs=offsets[1:])``. PyTorch's grouped kernel
+    answers bf16 calls that no tuned kernel serves. Other types fall back to one product for each
+    group, which reads the offsets on the host and waits for the device. Each fallback is counted by
+    its reason (`tuner.stats`).
 
-    A tuned kernel is found by G, N, K, the type, and the number of rows rounded up to a power of
-    two: one that was tuned there, or near there, on groups of `sizes`. It reads the offsets when it
-    runs, whatever they are: a CUDA graph that holds the call may be replayed with others. It cannot
-    look at them before: it trusts that they begin with 0 and never fall, and takes one beyond the
-    rows for their end.
+    A tuned kernel is selected by G, N, K, the type, `sizes`, and the number of rows rounded up to a
+    power of two. It reads the offsets on the device, so a captured CUDA graph may be replayed with
+    other offsets. It does not check them: they must begin with 0 and never decrease. Offsets beyond
+    the rows count as the end of the rows.
 
-    With `scale_a` and `scale_b` the operands are e4m3 elements with factors of blocks. Where no
-    tuned kernel serves them they are multiplied in bf16, group after group.
+    With `scale_a` and `scale_b` the operands are e4m3 elements with block-wise factors. Calls that
+    no tuned kernel serves are multiplied in bf16, group after group.
 
     Args:
-        a: (M, K), fp16 or bf16, or float8_e4m3fn; a tuned kernel takes contiguous tensors.
+        a: (M, K), fp16, bf16 or float8_e4m3fn; a tuned kernel needs contiguous tensors.
         b: (G, N, K), as `a`.
-        offsets: int32 (G + 1), on the tensors' device: where each group's rows start, and the last
-            one's end. Groups may be empty.
-        sizes: which of the distributions that are tuned resembles these groups; see
-            `GroupedGemmProblem`. What ships is tuned for zipf.
-        scale_a: (M, K / 128), rounded up, fp32; best with the rows side by side, M rounded up to 4
-            of them for each block, for any others are copied.
-        scale_b: (G, N / 128, K / 128), rounded up, fp32, contiguous.
+        offsets: int32 (G + 1), on the tensors' device: first row of each group, and the last
+            group's end. Groups may be empty.
+        sizes: tuned distribution of group sizes that resembles these groups; see
+            `GroupedGemmProblem`. The shipped decisions are for zipf.
+        scale_a: fp32 (M, K / 128), rounded up. Stride 1 along M, and M rounded up to a multiple of
+            4 along the blocks, avoids a copy.
+        scale_b: fp32 (G, N / 128, K / 128), rounded up, contiguous.
 
     Returns:
-        (M, N), of the inputs' type, or bf16 of e4m3. Rows beyond the last group's end are
+        (M, N), of the inputs' type; bf16 for e4m3 inputs. Rows beyond the last group's end are
         undefined.
 
     Raises:
-        ConfigError: on tensors or sizes that are not as above; where a product a group answers, on
-            offsets that do not fit the rows.
+        ConfigError: on tensors or sizes that are not as above. A fallback of one product for each
+            group also raises it on offsets that do not fit the rows.
         Whatever PyTorch raises on types that it refuses, and what CUDA reports of earlier kernels.
     """
     _check(a, b, offsets, sizes)
@@ -77,7 +77,7 @@ def grouped_mm(
 def _check(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, sizes: str) -> None:
     if a.dim() != 2 or b.dim() != 3 or a.shape[1] != b.shape[2] or not b.shape[0]:
         shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
-        raise ConfigError(f"{shapes} are no groups of products (allowed: (M, K) and (G, N, K))")
+        raise ConfigError(f"{shapes} cannot be multiplied (allowed: (M, K) and (G, N, K), G > 0)")
     wanted = (b.shape[0] + 1,)
     if offsets.dtype != torch.int32 or tuple(offsets.shape) != wanted:
         raise ConfigError(
@@ -93,7 +93,7 @@ def _factors(
     scale_a: torch.Tensor | None,
     scale_b: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both, as the problem's operands lie."""
+    """Both factors, checked, with the strides of the problem's operands."""
     if a.dtype != torch.float8_e4m3fn or b.dtype != torch.float8_e4m3fn:
         raise ConfigError(f"factors are for float8_e4m3fn, not {a.dtype} and {b.dtype}")
     (m, k), (groups, n, _) = a.shape, b.shape
@@ -122,7 +122,7 @@ class _Groups(NamedTuple):
 
 
 class GroupedCall(_Groups, Call):
-    """The products of a mixture of experts."""
+    """A call of `grouped_mm`."""
 
     __slots__ = ()
     aligned = 2
@@ -174,10 +174,10 @@ def problem_of(
     sizes: Sizes,
     dtypes: Mapping[torch.dtype, DType] = guards.DTYPES,
 ) -> GroupedGemmProblem:
-    """The problem whose kernels serve as many rows: a power of two, so that there are few.
+    """The problem that a call is looked up by, its rows rounded up to a power of two.
 
     Raises:
-        ConfigError: when no tuned kernel has such types or sizes.
+        ConfigError: when no tuned kernel supports such types or sizes.
     """
     guards.check_alike(a, b, dtypes=dtypes)
     if a.numel() == 0 or b.numel() == 0:
@@ -188,13 +188,13 @@ def problem_of(
 
 
 def _rounded(rows: int) -> int:
-    """Up to a power of two; none stay none."""
+    """Rows rounded up to a power of two; 0 stays 0."""
     return 1 << (rows - 1).bit_length() if rows else 0
 
 
 @lru_cache(1024)
 def _sized(plan: KernelPlan, rows: int) -> KernelPlan:
-    """The plan with the rows of a call."""
+    """The plan with a call's number of rows."""
     problem = plan.problem
     if not isinstance(problem, GroupedGemmProblem):
         raise ConfigError(f"{problem.op} has no groups")
@@ -205,7 +205,7 @@ def _sized(plan: KernelPlan, rows: int) -> KernelPlan:
 
 
 def _pytorchs(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """PyTorch's own grouped kernel where there is one, else one product after the other."""
+    """PyTorch's grouped kernel if it takes the tensors, else one product for each group."""
     n, k = b.shape[1:]
     is_whole = a.is_contiguous() and b.is_contiguous() and n % _STEP == k % _STEP == 0
     if (
@@ -221,7 +221,7 @@ def _pytorchs(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.
     if starts[0] != 0 or starts != sorted(starts) or starts[-1] > a.shape[0]:
         raise ConfigError(
             f"offsets run from {starts[0]} to {starts[-1]} "
-            f"(allowed: from 0, never falling, to {a.shape[0]} at most)"
+            f"(allowed: from 0, never decreasing, to {a.shape[0]} at most)"
         )
     done = [a[start:end] @ one.t() for (start, end), one in zip(pairwise(starts), b, strict=True)]
     return torch.cat([*done, a.new_zeros((a.shape[0] - starts[-1], n))])

@@ -1,4 +1,4 @@
-"""Conditions that tensors must meet for any tuned kernel, whatever the store holds."""
+"""Conditions that tensors must meet for any tuned kernel."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def unplain(tensors: Iterable[torch.Tensor]) -> Refusal | None:
 
 
 def unserved(tensors: Sequence[torch.Tensor]) -> Refusal | None:
-    """Reason why a kernel cannot be given these tensors; else None. Looks at no size."""
+    """Reason why no kernel can take these tensors; else None. Sizes are not checked here."""
     if refusal := unplain(tensors):
         return refusal
     if _type_of(tensors[0].device) != devices.TYPE:
@@ -67,7 +67,7 @@ def wants_gradient(*tensors: torch.Tensor) -> bool:
 
 
 def autocast(device: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors as autocast, where it is on, hands them to attention."""
+    """The tensors, cast as autocast casts those of attention when it is on."""
     if not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
@@ -80,14 +80,14 @@ def autocast(device: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def deferred(*tensors: torch.Tensor) -> Refusal | None:
-    """Reason why PyTorch has this call, by the state of autograd and autocast; else None."""
+    """Reason why the state of autograd or autocast leaves this call to PyTorch; else None."""
     if wants_gradient(*tensors):
         return Refusal(Kind.GRADIENT, "tuned kernels have no backward pass")
     return recast(tensors[0])
 
 
 def recast(tensor: torch.Tensor) -> Refusal | None:
-    """Reason why PyTorch has a call with this tensor, by the state of autocast; else None."""
+    """Reason why the state of autocast leaves a call with this tensor to PyTorch; else None."""
     device = tensor.device.type
     if (
         torch.amp.is_autocast_available(device)
@@ -106,7 +106,7 @@ def unscaled(scale: float | None) -> Refusal | None:
 
 
 def is_misaligned(tensors: Iterable[torch.Tensor]) -> bool:
-    """True when TMA cannot read one of these tensors where it starts."""
+    """True when one of these tensors starts at an address that TMA cannot read from."""
     bits = 0
     for tensor in tensors:
         bits |= tensor.data_ptr()
@@ -117,7 +117,7 @@ def check_alike(*tensors: torch.Tensor, dtypes: Mapping[torch.dtype, DType] = DT
     """Refuse tensors of different types, or of types that are not in `dtypes`.
 
     Raises:
-        ConfigError: says which rule they break.
+        ConfigError: names the rule that they break.
     """
     if len({t.device for t in tensors}) > 1 or len({t.dtype for t in tensors}) > 1:
         raise ConfigError("they differ in device or type")
@@ -145,7 +145,7 @@ def check_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> 
 
 
 def lies(tensor: torch.Tensor, strides: tuple[int, ...]) -> bool:
-    """True when `tensor` has these strides where they matter: in dimensions longer than one."""
+    """True when `tensor` has these strides in all dimensions longer than one."""
     return all(
         size == 1 or stride == wanted
         for size, stride, wanted in zip(tensor.shape, tensor.stride(), strides, strict=True)
@@ -153,8 +153,8 @@ def lies(tensor: torch.Tensor, strides: tuple[int, ...]) -> bool:
 
 
 def along(operand: Operand, strides: Sequence[int]) -> tuple[int, ...]:
-    """A tensor's strides, those of the operand in dimensions of one element: any would do there,
-    and TMA refuses some.
+    """A tensor's strides, with the operand's strides in dimensions of one element: the former have
+    no meaning there, and TMA refuses some values.
     """
     every = zip(operand.shape, strides, operand.strides, strict=True)
     return tuple(own if size == 1 else stride for size, stride, own in every)
@@ -162,13 +162,15 @@ def along(operand: Operand, strides: Sequence[int]) -> tuple[int, ...]:
 
 @lru_cache(1024)
 def dense(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of ``torch.empty_like`` a tensor: its own where it is dense, else in their order."""
+    """Strides of ``torch.empty_like(tensor)``: its own if it is dense, else dense ones in the same
+    order.
+    """
     like = torch.empty_strided(shape, strides, device="meta")
     return tuple(torch.empty_like(like).stride())
 
 
 def laid_out_as(like: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    """`result` with the strides of `torch.empty_like(like)`, which is what tracing is told."""
+    """`result` with the strides of `torch.empty_like(like)`, which the fake kernels promise."""
     if result.stride() == like.stride() or lies(result, dense(like.shape, like.stride())):
         return result
     return torch.empty_like(like).copy_(result)

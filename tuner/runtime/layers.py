@@ -1,10 +1,9 @@
-"""`tune_linear_`: a model whose linear layers call `tuner.linear`, and the way back.
+"""`tune_linear_`: make a model's linear layers call `tuner.linear`, and undo it.
 
-A layer stays the object that it is. Its class alone changes, from `torch.nn.Linear` to
-`TunedLinear`, so that names, parameters, hooks, flags, tied weights and shared layers are never
-touched, and what undoes it has nothing to remember. Tuning is no part of it: the problems that the
-layers pose are written down for ``tuner sweep --problems``, and a layer whose problem nobody tuned
-computes what it did before, by PyTorch's kernel.
+Only the class of a layer changes, from `torch.nn.Linear` to `TunedLinear`. Names, parameters,
+hooks, flags, tied weights and shared layers stay. Nothing is tuned here: the problems of the layers
+can be written to a file for ``tuner sweep --problems``. A layer whose problem was not tuned uses
+PyTorch's kernel as before.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class TunedLinear(torch.nn.Linear):  # type: ignore[misc]  # torch is skipped
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., K) to (..., N), as `torch.nn.Linear`."""
-        if torch.jit.is_tracing():  # a tuned kernel's output would be taken for a constant
+        if torch.jit.is_tracing():  # the trace would record a tuned kernel's output as a constant
             return super().forward(input)
         return linear(input, self.weight, self.bias)
 
@@ -45,9 +44,9 @@ class LinearCalls:
     """Calls of a model's linear layers."""
 
     problems: Counter[Problem] = field(default_factory=Counter)
-    """Calls by the problem that they pose, in the order in which those first came."""
+    """Number of calls by problem, in the order of the problems' first calls."""
     others: Counter[str] = field(default_factory=Counter)
-    """Calls that pose none, by the reason."""
+    """Number of calls without a problem, by reason."""
 
     def write(self, path: str | PathLike[str]) -> None:
         """Write the problems as a list for ``tuner sweep --problems``.
@@ -73,11 +72,11 @@ class TunedLayers:
     """Result of `tune_linear_`."""
 
     replaced: tuple[str, ...]
-    """Names of the layers that call `tuner.linear` from now on."""
+    """Names of the layers that now call `tuner.linear`."""
     left: Mapping[str, str]
-    """Names of linear layers that stay as they are, each with the reason."""
+    """Reasons of the linear layers that were not replaced, by name."""
     calls: LinearCalls
-    """Calls of the linear layers that the examples made."""
+    """Calls of the linear layers in the runs of the examples."""
 
 
 def tune_linear_(
@@ -86,26 +85,26 @@ def tune_linear_(
     *,
     problems: str | PathLike[str] | None = None,
 ) -> TunedLayers:
-    """Have the linear layers of a model call `tuner.linear`; `restore_linear_` undoes it.
+    """Make the linear layers of a model call `tuner.linear`; `restore_linear_` undoes it.
 
-    Replaced is every `torch.nn.Linear`, the model itself if it is one. Left alone are layers of
-    other classes (subclasses, quantised ones), and those whose weight is computed or no plain
-    tensor, or whose `forward` was replaced. The layers stay the same objects with the same
-    parameters, so that the state_dict's keys, copies and optimisers stay what they were; a second
-    call finds nothing to do. A model pickled as a whole needs this package where it is loaded.
+    Every `torch.nn.Linear` is replaced, the model itself included. Other layers are left: other
+    classes (subclasses, quantised layers), computed or non-plain weights, a replaced `forward`. The
+    layers stay the same objects with the same parameters. So the state_dict's keys, copies and
+    optimisers stay valid, and a second call changes nothing. A model pickled as a whole needs this
+    package where it is loaded.
 
-    Gradients, autocast to another type, CPU tensors and shapes without a tuned kernel are
-    PyTorch's, and so is what `torch.compile` and `torch.jit.trace` make of the layers.
+    PyTorch answers calls with gradients, autocast to another type, CPU tensors and untuned shapes.
+    It also computes the layers in graphs of `torch.compile` and `torch.jit.trace`.
 
     Args:
-        model: changed in place, when all else went well.
-        examples: what the model is run with before, in evaluation mode and without gradients: of
-            each run a tuple of positional arguments, a mapping of keyword arguments, or the only
-            argument. `linear_problems` watches runs of one's own instead.
-        problems: a file to write the problems of the examples to, for ``tuner sweep --problems``.
+        model: model to change in place, after the examples ran without an error.
+        examples: inputs of runs before the change, in evaluation mode and without gradients. Each
+            is a tuple of positional arguments, a mapping of keyword arguments, or the only
+            argument. `linear_problems` records runs of your own instead.
+        problems: file for the problems of the examples, for ``tuner sweep --problems``.
 
     Raises:
-        ConfigError: when `examples` is an example itself, or there is none to write problems of.
+        ConfigError: when `examples` is a single example, or `problems` is given without examples.
         StoreError: when the file cannot be written.
     """
     if isinstance(examples, torch.Tensor | Mapping | str):
@@ -133,11 +132,11 @@ def restore_linear_(model: torch.nn.Module) -> tuple[str, ...]:
     """Undo `tune_linear_`: every layer is a `torch.nn.Linear` again.
 
     Returns:
-        Names of the layers that were changed back.
+        Names of the restored layers.
 
     Raises:
-        TunerError: when something else took hold of a layer meanwhile; names it. Nothing is
-            changed then.
+        TunerError: when something else has changed a layer since; names it. No layer is restored
+            then.
     """
     tuned = {name: m for name, m in model.named_modules() if isinstance(m, TunedLinear)}
     for name, module in tuned.items():
@@ -149,11 +148,11 @@ def restore_linear_(model: torch.nn.Module) -> tuple[str, ...]:
 
 @contextmanager
 def linear_problems(model: torch.nn.Module) -> Iterator[LinearCalls]:
-    """Note what a model's linear layers are called with: those that `tune_linear_` replaces, or
-    has replaced.
+    """Record the calls of a model's linear layers: those that `tune_linear_` replaces or has
+    replaced.
 
-    The model runs as it does without `torch.compile` meanwhile. Of tensors on any device the
-    problems are those that a GPU would be asked for.
+    Within the block the model runs without `torch.compile`. Tensors may lie on any device: the
+    problems are those of the same call on a GPU.
     """
     calls = LinearCalls()
 
@@ -166,7 +165,7 @@ def linear_problems(model: torch.nn.Module) -> Iterator[LinearCalls]:
     try:
         for module in watched:
             handles.append(module.register_forward_pre_hook(note, with_kwargs=True))
-        # A graph that was compiled before does not know of the hooks.
+        # A graph that was compiled before does not call the hooks.
         with torch.compiler.set_stance("force_eager"):
             yield calls
     finally:
@@ -176,7 +175,7 @@ def linear_problems(model: torch.nn.Module) -> Iterator[LinearCalls]:
 
 @contextmanager
 def _evaluated(model: torch.nn.Module) -> Iterator[None]:
-    """The model as for inference; each module's flag is as it was afterwards."""
+    """Run the block in evaluation mode without gradients; restore each module's flag."""
     trained = [module for module in model.modules() if module.training]
     try:
         for module in trained:
@@ -198,7 +197,7 @@ def _run(model: torch.nn.Module, example: Any) -> None:
 
 
 def _sort_out(model: torch.nn.Module) -> tuple[dict[str, torch.nn.Module], dict[str, str]]:
-    """The layers to replace, and the reasons of the others, by their first names."""
+    """The layers to replace, and reasons to leave the others, each by the layer's first name."""
     chosen: dict[str, torch.nn.Module] = {}
     left: dict[str, str] = {}
     for name, module in model.named_modules():
@@ -212,15 +211,15 @@ def _sort_out(model: torch.nn.Module) -> tuple[dict[str, torch.nn.Module], dict[
 
 
 def _is_linear(module: torch.nn.Module) -> bool:
-    """True when it is a linear layer of any make: those of quantising libraries, too, tell both
-    sizes; so do wrappers of a layer, which are judged by what they hold.
+    """True when the module is a linear layer of any library: it has `in_features` and
+    `out_features`. A wrapper has both also, but holds the layer as a child.
     """
     holds = any(type(child) in (torch.nn.Linear, TunedLinear) for child in module.children())
     return not holds and hasattr(module, "in_features") and hasattr(module, "out_features")
 
 
 def _held(module: torch.nn.Module, kind: type[torch.nn.Module]) -> str:
-    """Why a layer is not simply a `kind`; empty where it is."""
+    """Reason why a layer is not an unmodified `kind`; empty when it is one."""
     if parametrize.is_parametrized(module):
         return "it is parametrised"
     if type(module) is not kind:
@@ -237,7 +236,7 @@ def _held(module: torch.nn.Module, kind: type[torch.nn.Module]) -> str:
 
 
 def _change(modules: Iterable[torch.nn.Module], kind: type[torch.nn.Module]) -> None:
-    """Give modules another class: all of them or none."""
+    """Set the class of all modules, or of none if one fails."""
     changed: list[tuple[torch.nn.Module, type[torch.nn.Module]]] = []
     try:
         for module in modules:

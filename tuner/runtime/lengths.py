@@ -1,16 +1,16 @@
-"""Key lengths of a growing cache: which of them one plan serves, and its launches there.
+"""Ranges of key lengths of a growing cache that one plan serves, and its launches over them.
 
-A generation poses a longer cache with every token. Its launches differ in few numbers, sizes and
-strides, and these are lines over the length: a base and a slope. So the dispatcher computes them,
-and Python is asked once in a block of lengths. A block is an eighth of its lengths at most, and 64
-at least.
+In a generation the cache grows with every token. The launches differ in few numbers, sizes and
+strides, each a linear function of the length: a base and a slope. So the dispatcher computes them,
+and Python looks a plan up once for a block of lengths. A block has 64 lengths, or up to an eighth
+of its shortest length if that is more.
 
-A plan is taken for a range of lengths where the look-up names the same config at both ends and in
-the middle, and where every number of its launches there lies on one line. The tests prove, for the
-families here, that it then does so at every length.
+A plan is looked up at both ends of a range and in its middle. It serves the range if every number
+of its launches lies on one line there. Tests prove for the families here that the numbers then lie
+on that line at every length.
 
-The dispatcher takes calls of different lengths for one kind where their strides are equal, or
-follow from the sizes: `over` makes the tensors of another length as it does.
+The dispatcher counts calls of different lengths as one kind when their strides are equal or follow
+from the sizes. `over` makes tensors of another length by the same rule.
 """
 
 from __future__ import annotations
@@ -25,13 +25,18 @@ from tuner.problem import AttentionProblem, Problem
 from tuner.runtime.plan import KernelPlan
 
 MIN_BLOCK = 64
-"""Lengths."""
+"""Lengths in the smallest block."""
 
 Line = tuple[int, int]
-"""Base and slope: at a length it is base + slope * length."""
+"""Base and slope of a launch's number: base + slope * length."""
 WireStep = tuple[int, tuple[tuple[int, Line], ...], tuple[Line, ...], tuple[float, ...], int]
-"""A step as the dispatcher takes it: the launch function's address, of each tensor which address of
-the call and the offset in bytes, integers, scalars, and the offset in the workspace."""
+"""A step in the dispatcher's form:
+
+- address of the launch function;
+- for each tensor the index of the call's address and the offset in bytes;
+- integers;
+- scalars;
+- offset in the workspace, bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +49,16 @@ class Lengths:
 
 
 def grows(problem: Problem) -> bool:
-    """True when the keys are a cache, whose length is another at the next call."""
+    """True when the keys are a cache whose length changes from call to call."""
     return isinstance(problem, AttentionProblem) and problem.seqlen_q != problem.seqlen_kv
 
 
 def block(length: int, width: int = 0) -> tuple[int, int]:
-    """First and last of the lengths that are treated as `length` is.
+    """First and last length of the block that holds `length`.
 
     Args:
-        length: at least 1.
-        width: lengths in a block; 0: by the length.
+        length: keys, at least 1.
+        width: lengths in a block; 0: chosen by the length.
     """
     width = width or max(MIN_BLOCK, 1 << max(0, length.bit_length() - 4))
     first = length // width * width
@@ -61,7 +66,7 @@ def block(length: int, width: int = 0) -> tuple[int, int]:
 
 
 def between(length: int, decided: Iterable[int], width: int = 0) -> tuple[int, int]:
-    """The part of the block of `length` that has none of the other lengths that are `decided`."""
+    """The part of the block of `length` without the other lengths in `decided`."""
     first, last = block(length, width)
     for other in decided:
         if other < length:
@@ -74,16 +79,16 @@ def between(length: int, decided: Iterable[int], width: int = 0) -> tuple[int, i
 
 
 def constant(plan: KernelPlan) -> tuple[WireStep, ...]:
-    """A plan's launches, the same at every length."""
+    """A plan's launches as constants, equal at every length."""
     return _lines(((0, plan),)) or ()
 
 
 def over(tensor: torch.Tensor, length: int) -> torch.Tensor:
-    """Keys or values of another length, without memory, as the dispatcher takes them for the same.
+    """Meta tensor of keys or values of another length that the dispatcher counts as the same kind.
 
     Args:
         tensor: (B, HKV, SKV, D).
-        length: in the place of SKV.
+        length: keys in place of SKV.
     """
     batch, heads, rows, width = tensor.shape
     strides = tensor.stride()
@@ -101,13 +106,13 @@ def served(
     ends: tuple[int, int],
     resolved: Callable[[int], KernelPlan | None],
 ) -> Lengths | None:
-    """The plan's launches over a range of lengths, or None where it serves its own only.
+    """The plan's launches over a range of lengths, or None when it serves only its own length.
 
     Args:
-        plan: what serves `length`.
-        length: of its problem's keys.
-        ends: first and last of the range.
-        resolved: the plan that serves another length, where it has the same config.
+        plan: plan for `length`.
+        length: keys of its problem.
+        ends: first and last length of the range.
+        resolved: function that gives the plan of another length, None if its config is another.
     """
     first, last = ends
     if first == last:
@@ -123,7 +128,7 @@ def served(
 
 
 def _lines(plans: Sequence[tuple[int, KernelPlan]]) -> tuple[WireStep, ...] | None:
-    """The steps of plans by length, as lines over it; None where they are none."""
+    """The steps of plans as linear functions of the length; None when one is not linear."""
     if len({_shape(plan) for _, plan in plans}) > 1:
         return None
     lengths = [length for length, _ in plans]

@@ -1,4 +1,4 @@
-"""PyTorch's own attention, also while `tuner.enable` stands before it."""
+"""PyTorch's own attention, also while `tuner.enable` overrides it."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ class _Thread(threading.local):
 
 
 is_watched = False
-"""True when `tuner.enable` overrides PyTorch's attention: else nothing reads the thread's flag."""
+"""True while `tuner.enable` overrides PyTorch's attention; the threads' flags matter only then."""
 thread = _Thread()
-"""`is_native` is true where a call of PyTorch's attention must stay PyTorch's: a fallback, or a
-vendor's kernel that a plan calls."""
+"""`is_native` is true while calls of PyTorch's attention must not be overridden: in a fallback, or
+in a vendor's kernel that a plan calls."""
 
 
 def exchange_here(is_native: bool) -> bool:
-    """Set the thread's flag; returns what it was."""
+    """Set the thread's flag; returns the former value."""
     before = thread.is_native
     thread.is_native = is_native
     return before
 
 
 exchange: Callable[[bool], bool] = exchange_here
-"""As `exchange_here`, of the flag that is read: the dispatcher's where it overrides attention."""
+"""As `exchange_here`, for the flag in use: the dispatcher's own while it overrides attention."""
 
 
 def call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Result of `function`, with PyTorch's attention for every call that it makes."""
+    """Result of `function`, called with PyTorch's attention not overridden."""
     swap = exchange
     before = swap(True)
     try:
@@ -52,7 +52,7 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """`scaled_dot_product_attention` as it is without this project."""
+    """`scaled_dot_product_attention`, not overridden."""
     arguments = query, key, value, attn_mask, dropout_p, is_causal
     if torch.compiler.is_compiling() or not is_watched:
         return scaled_dot_product_attention(*arguments, scale=scale, enable_gqa=enable_gqa)

@@ -1,9 +1,9 @@
-"""Attention as operators of torch, so that whatever traces a model sees one node.
+"""Attention as operators of torch, so that a traced model holds one node.
 
-`tuner::attention` and `tuner::attention_with_lse` decide when they run: the tuned kernel where
-there is one, PyTorch's elsewhere, on every device. They are defined on a bare `Library`, whose
-dispatch costs a fraction of that of `torch.library.custom_op`; eager calls of `tuner.attention`
-that want no gradient pass them by all the same.
+`tuner::attention` and `tuner::attention_with_lse` choose at run time: a tuned kernel if there is
+one, else PyTorch's, on every device. They are defined on a bare `Library`, whose dispatch costs a
+fraction of that of `torch.library.custom_op`. Eager calls of `tuner.attention` without a gradient
+do not use them.
 """
 
 from __future__ import annotations
@@ -48,10 +48,11 @@ def operate(
     scale: float | None,
     enable_gqa: bool,
 ) -> torch.Tensor | None:
-    """Attention through the operators, or None where a graph is better off with PyTorch's: no
-    tuned kernel takes such tensors, or no fused kernel computes the gradient that is wanted.
+    """Attention through the operators, or None when PyTorch's attention suits a graph better.
 
-    Looks at what is the same in all calls of a graph; what serves is decided in each.
+    None means that no tuned kernel takes such tensors, or no fused kernel computes the wanted
+    gradient. Only facts that hold for all calls of a graph are checked; each call chooses its
+    kernel.
     """
     if dropout_p or not _is_operable(query, key, value, enable_gqa):
         return None
@@ -109,9 +110,9 @@ def _tuned(
     scale: float | None,
     is_grouped: bool,
 ) -> torch.Tensor | None:
-    """A tuned kernel's output, or None, counted by its reason."""
+    """A tuned kernel's output, or None and a counted reason."""
     arguments = query, key, value, attn_mask, 0.0, is_causal, scale, is_grouped
-    # What `tuner.attention` is refused for the gradient's sake this operator has elsewhere.
+    # With a gradient the dispatcher's refusals do not hold: this operator has its own backward.
     is_alike = not guards.wants_gradient(query, key, value)
     generation = table.refresh(query)
     known = dispatch.attention(*arguments) if is_alike else None
@@ -221,10 +222,10 @@ def _recompute(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
     """Backward of `tuner::attention`: a second forward pass writes the log-sum-exp.
 
     Raises:
-        ConfigError: beside a mask.
+        ConfigError: when there is a mask.
     """
     if ctx.is_masked:
-        raise ConfigError("tuner::attention has no gradient beside attn_mask (allowed: no mask)")
+        raise ConfigError("tuner::attention has no gradient with attn_mask (allowed: no mask)")
     options = ctx.is_causal, ctx.scale
     out, lse = torch.ops.tuner.attention_with_lse(*ctx.saved_tensors, *options)
     grads = torch.ops.tuner.attention_backward(grad_out, *ctx.saved_tensors, out, lse, *options)
@@ -251,7 +252,7 @@ def _keep_for_second(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None
 def _differentiate_twice(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
     options = ctx.is_causal, ctx.scale
     seconds = autograd.second_backward(grads, ctx.saved_tensors, *options)
-    # The output and its log-sum-exp are functions of the inputs, whose derivative has it all.
+    # Output and log-sum-exp depend on the inputs: recomputing both gives the full derivative.
     return (*seconds, None, None, None, None)
 
 
@@ -265,7 +266,7 @@ register_autograd(
 
 
 def _autocast(name: str, device: str) -> None:
-    """Have autocast cast the inputs of an operator, as it does those of PyTorch's attention."""
+    """Register autocast for an operator, which casts its inputs as those of PyTorch's attention."""
     operator = getattr(torch.ops.tuner, name).default
     key = f"Autocast{device.upper()}"
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))

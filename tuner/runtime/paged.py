@@ -26,8 +26,8 @@ from tuner.runtime.table import table
 
 @dataclass(frozen=True)
 class _Sized(AttentionProblem):
-    """A call's problem, whose query has as many rows and whose cache as many pages as the call's,
-    not as the problem that kernels are measured on.
+    """A call's problem, with the call's own numbers of query rows and pages in place of those that
+    kernels are measured with.
     """
 
     rows_q: int = 0
@@ -51,7 +51,7 @@ class PagedCall(Paged, Call):
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
         starts = self.starts_q
-        if starts is None:  # a null pointer: all sequences have as many queries
+        if starts is None:  # a null pointer: all sequences have equally many queries
             starts = self.seqused_k[:0]
         others = () if self.sinks is None else (self.sinks,)
         return (*self[:5], starts, *others)
@@ -98,7 +98,7 @@ class PagedCall(Paged, Call):
         return Posed(problem, self.scale)
 
     def sized(self, plan: Plan) -> KernelPlan | Refusal:
-        """The plan's launches for the sizes and strides of this call, or why it has none."""
+        """The plan's launches for this call's sizes and strides, or the reason why it has none."""
         if not isinstance(plan, KernelPlan):
             return Refusal(Kind.UNAVAILABLE, f"{plan.config.family} reads no pages")
         if self.with_lse and not plan.has_lse:
@@ -151,56 +151,61 @@ def paged_attention(
 ) -> Any:
     """softmax(scale * Q K^T + mask) V of B sequences whose keys and values lie in pages.
 
-    Sequence b has the queries cu_seqlens_q[b]..cu_seqlens_q[b + 1] and, in the order of its row of
-    `page_table`, the first seqused_k[b] slots of its pages: the new keys are in the cache already.
-    Its last query is at its last key (bottom-right): query i of n sees keys up to
-    i + seqused_k[b] - n. A query that sees no key has zeros for its output and minus infinity for
-    its log-sum-exp. Decoding, several queries and chunks of prompts may be in one call, and
-    sequences may share pages.
+    Sequence b has the queries cu_seqlens_q[b]..cu_seqlens_q[b + 1]. Its keys are the first
+    seqused_k[b] slots of its pages, in the order of its row of `page_table`. The new keys are in
+    the cache already. The causal mask is bottom-right: query i of n sees keys up to
+    i + seqused_k[b] - n.
 
-    Nothing behind a sequence is used: entries of the table behind its last page are not read, and
-    what unused slots hold, be it infinite, reaches no result. Lengths, starts and table lie on the
-    device, so that a captured CUDA graph serves lengths that grow up to `max_seqlen_k`. A tuned
-    kernel trusts that cu_seqlens_q begin with 0, never fall and end within `query`, that no
-    sequence has more than `max_seqlen_q` queries, and that the entries which it reads name pages of
-    the cache. Keys beyond `max_seqlen_k` are not seen.
+    Queries without a visible key have zeros for their output and minus infinity for their
+    log-sum-exp. One call may mix decoding, several queries and chunks of prompts, and sequences may
+    share pages.
 
-    Where no tuned kernel can, PyTorch's operations answer for one sequence after the other, which
-    reads the lengths back and so waits for the device, and cannot be captured; each such call is
-    counted by its reason (`tuner.stats`). Kernels are found by B and the longest lengths, each
-    rounded up to a power of two.
+    Entries of the table behind a sequence's last page are not read. The contents of unused slots
+    reach no result, infinities included. Lengths, starts and table lie on the device, so a captured
+    CUDA graph serves lengths that grow up to `max_seqlen_k`. Keys beyond it are not seen.
+
+    A tuned kernel does not check its inputs on the device:
+
+    - cu_seqlens_q must begin with 0, never decrease, and end within `query`;
+    - no sequence may have more than `max_seqlen_q` queries;
+    - entries of the table that are read must name pages of the cache.
+
+    PyTorch's operations answer calls that no tuned kernel serves, one sequence after the other.
+    They read the lengths on the host, which waits for the device and cannot be captured. Each such
+    call is counted by its reason (`tuner.stats`). Kernels are selected by B and the longest
+    lengths, each rounded up to a power of two.
 
     Args:
         query: (total_q, H, D), fp16 or bf16.
-        key_cache: (pages, page size, HKV, D), of `query`'s type, HKV a divisor of H. Any strides
-            that are multiples of 16 bytes, D contiguous: heads before slots, or keys and values
-            that are halves of one tensor, are views.
+        key_cache: (pages, page size, HKV, D), of `query`'s type, HKV a divisor of H. D is
+            contiguous, other strides are multiples of 16 bytes. Views are allowed: heads before
+            slots, or keys and values as halves of one tensor.
         value_cache: as `key_cache`.
-        page_table: int32 (B, columns), contiguous in a row.
+        page_table: int32 (B, columns), rows contiguous.
         seqused_k: int32 (B,), contiguous: keys of each sequence, at most columns * page size.
         cu_seqlens_q: int32 (B + 1,), contiguous; None: every sequence has total_q / B queries.
         max_seqlen_q: queries of the longest sequence, or more; None: total_q with `cu_seqlens_q`.
         max_seqlen_k: keys of the longest sequence, or more; None: columns * page size.
-        causal: hide the keys behind a query.
-        window: (left, right) keys that a query sees before and behind its own place, or one number
-            for both; -1: all.
+        causal: hide keys after a query's own position.
+        window: (left, right) keys that a query sees before and after its own position, or one
+            number for both; -1: no limit.
         softcap: each scaled score s becomes softcap * tanh(s / softcap); 0: none.
-        sinks: (H,), a logit for each head that takes part in the softmax and has no value. It is
-            converted to fp32 where it is not.
-        scale: of the scores; 1/sqrt(D) when None.
-        return_lse: return (out, log-sum-exp) too. The latter is fp32 (H, total_q), the natural
-            logarithm of the sum of the exponentials, that of the sink among them.
-        out: where the output is written, contiguous and of `query`'s shape and type; none of the
-            inputs' memory. A tuned kernel writes there; PyTorch's answer is copied.
+        sinks: (H,), a logit for each head that adds to the softmax's denominator only. Converted to
+            fp32 if needed.
+        scale: factor of the scores; 1/sqrt(D) when None.
+        return_lse: return (out, log-sum-exp). The latter is fp32 (H, total_q), the natural
+            logarithm of the sum of the exponentials, including the sink's.
+        out: tensor for the output: contiguous, of `query`'s shape and type, sharing no memory with
+            the inputs. A tuned kernel writes to it; PyTorch's answer is copied to it.
 
     Returns:
-        (total_q, H, D), of `query`'s type, `out` where it is given; with `return_lse` that and the
-        log-sum-exp. Rows behind the last sequence's end are undefined.
+        (total_q, H, D), of `query`'s type: `out` if given. With `return_lse` that and the
+        log-sum-exp. Rows after the last sequence's end are undefined.
 
     Raises:
-        ConfigError: before anything is launched, on tensors that are not as above, a page size
-            that is not a multiple of 16, or lengths beyond the table's row; where PyTorch answers,
-            on lengths that do not fit the tensors.
+        ConfigError: before any launch, on tensors that are not as above, a page size that is not a
+            multiple of 16, or lengths beyond the table's row. PyTorch's fallback also raises it on
+            lengths that do not fit the tensors.
         Whatever CUDA reports of an earlier kernel.
     """
     queries, keys = checked(
@@ -236,9 +241,9 @@ def paged_call(
     with_lse: bool = False,
     out: torch.Tensor | None = None,
 ) -> PagedCall:
-    """The call, with checked arguments as `paged_attention` has them.
+    """The call object of checked arguments, as of `paged_attention`.
 
-    One query sees all keys before it, which needs no causal mask: fewer kernels to prove.
+    A single query sees all earlier keys, so its call has no causal mask: fewer kernels to prove.
     """
     if is_causal or queries == 1:
         extras = extras._replace(right=-1)
@@ -250,8 +255,8 @@ def paged_call(
 def prepare(call: PagedCall) -> KernelPlan | Refusal:
     """The launches that serve calls of these sizes and strides, or the reason why none does.
 
-    Runs and counts nothing. A kernel that is called for the first time is loaded, which a capture
-    forbids: a refusal says so there. `table.run_into` with the call's `inputs` runs it.
+    Runs and counts nothing. A new kernel is loaded; within a graph capture, which forbids loading,
+    the result is a refusal. `table.run_into` with the call's `inputs` runs the plan.
     """
     table.refresh(call.query)
     plan = find(call)
@@ -274,10 +279,10 @@ def checked(
     longest_kv: int | None,
     out: torch.Tensor | None = None,
 ) -> tuple[int, int]:
-    """The longest lengths. Refuses what no call is, before anything is launched.
+    """Check the arguments of a call; returns the longest lengths of queries and keys.
 
     Raises:
-        ConfigError: says what came and what is allowed.
+        ConfigError: names the given and the allowed values.
     """
     shapes = f"query {tuple(query.shape)}, caches {tuple(key.shape)} and {tuple(value.shape)}"
     if query.dim() != 3 or key.dim() != 4 or key.shape != value.shape:
@@ -324,7 +329,8 @@ def checked(
         queries = total if longest_q is None else int(longest_q)
     elif total % max(1, batch) or (longest_q is not None and longest_q * batch != total):
         raise ConfigError(
-            f"{total} queries of {batch} sequences without cu_seqlens_q (allowed: as many of each)"
+            f"{total} queries of {batch} sequences without cu_seqlens_q (allowed: the same number "
+            "each)"
         )
     else:
         queries = total // max(1, batch)
@@ -342,7 +348,7 @@ def _sized(
     strides: tuple[tuple[int, ...], ...],
     scale: float,
 ) -> KernelPlan | str:
-    """The plan with the sizes and strides of a call, or why its kernels take no such strides."""
+    """The plan with a call's sizes and strides, or the reason why its kernels do not take them."""
     known = plan.problem
     if not isinstance(known, AttentionProblem):
         raise ConfigError(f"{known.op} has no paged cache")
@@ -364,7 +370,7 @@ def _sized(
         rows_q=shape_q[0],
         cached=shape_kv[0],
     )
-    # What was compiled in stays, though so few keys that a window hides none may come.
+    # A compiled-in window stays, even for so few keys that it hides none.
     for name in ("window_left", "window_right"):
         object.__setattr__(problem, name, getattr(known, name))
     row, head, _ = strides[0]

@@ -12,7 +12,7 @@ import torch
 from tuner.errors import ConfigError
 from tuner.runtime.composed import Extras
 
-#: Bytes of scores that are alive at once.
+#: Bytes of scores held at once.
 _SCORES_BYTES = 1 << 28
 
 
@@ -41,7 +41,7 @@ class Paged(NamedTuple):
 
 
 def composed(call: Paged) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp by PyTorch's operations, a block of one sequence's rows at a time.
+    """Output (total_q, H, D) and log-sum-exp (H, total_q), a block of a sequence's rows at a time.
 
     Raises:
         ConfigError: on lengths that do not fit the tensors.
@@ -62,7 +62,7 @@ def composed(call: Paged) -> tuple[torch.Tensor, torch.Tensor]:
     if starts[0] != 0 or min(counts, default=0) < 0 or starts[-1] > total:
         raise ConfigError(
             f"cu_seqlens_q runs from {starts[0]} to {starts[-1]} "
-            f"(allowed: from 0, never falling, to {total} at most)"
+            f"(allowed: from 0, never decreasing, to {total} at most)"
         )
     if max(counts, default=0) > call.longest_q:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""From a looked-up answer to something that can be called: an own kernel or a vendor's."""
+"""Plans: lookup results resolved to launches of an own kernel, or to a vendor's function."""
 
 from __future__ import annotations
 
@@ -30,25 +30,26 @@ from tuner.selection.reader import Answer
 
 #: What a family raises on a config of another version of itself.
 _FOREIGN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-#: Workspaces start at multiples of this, as an allocation of their own would.
+#: Workspaces start at multiples of this many bytes, as separate allocations would.
 _ALIGNMENT = 256
 
 
 @dataclass(frozen=True)
 class Posed:
-    """The problem of a call, and what its launch needs beside it."""
+    """The problem of a call, and the other facts that its launch needs."""
 
     problem: Problem
-    """Problem that is looked up."""
+    """Problem to look up."""
     scale: float = 1.0
-    """Scale of attention's scores; alpha of a product."""
+    """Factor of attention's scores; alpha of a product."""
     shape: tuple[int, ...] = ()
     """Shape of the output, contiguous; empty: that of the problem's output."""
     strides: Strides = field(default_factory=dict)
-    """Strides of the tensors that lie otherwise than the problem's operands. In dimensions of one
-    element they are the operand's."""
+    """Strides of tensors that differ from the problem's operands. In dimensions of one element they
+    are the operand's."""
     run: Callable[[Plan | None], object] | None = field(default=None, compare=False)
-    """Enqueues the call by a plan, or by PyTorch, to be timed; None: not to be."""
+    """Function that enqueues the call by a plan, or by PyTorch for None, to be timed. None: the
+    call is not to be timed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +60,7 @@ class Plan(ABC):
     config: Config
     device: int
     by_portfolio: bool = field(default=False, kw_only=True)
-    """A portfolio selected the configuration by expected time."""
+    """True when a portfolio selected the configuration by its expected time."""
 
     @property
     def has_lse(self) -> bool:
@@ -75,29 +76,29 @@ class Plan(ABC):
         """Enqueue the call on the current stream of the plan's device, and count it.
 
         Args:
-            inputs: tensors as `problem.operands` has them, on the plan's device.
+            inputs: tensors in the order of `problem.operands`, on the plan's device.
 
         Returns:
-            The output, newly allocated, laid out as `problem.output`.
+            The output, newly allocated, with the strides of `problem.output`.
 
         Raises:
-            BenchmarkError: when a launch is refused. Those of the plan's steps before it were
-                enqueued: they write to the output, a log-sum-exp and the workspace, which are
-                dropped, and to nothing else.
-            RuntimeError: torch's own, or an asynchronous CUDA error that showed here: the CUDA
-                context is lost, whatever is called next.
+            BenchmarkError: when a launch is refused. Earlier steps of the plan were enqueued. They
+                write only to the output, the log-sum-exp and the workspace, all of which are
+                dropped.
+            RuntimeError: torch's own, or an asynchronous CUDA error reported here. The CUDA context
+                is lost then.
         """
         out = self._on_device(inputs, None)
         counters.count_hit(self.by_portfolio)
         return out
 
     def run_uncounted(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """As `run`, and no hit."""
+        """As `run`, without counting a hit."""
         return self._on_device(inputs, None)
 
     def run_with_lse(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `run`, with attention's log-sum-exp: fp32 (B, H, SQ), of packed sequences (1, H,
-        total_q), natural logarithm.
+        """As `run`, with attention's log-sum-exp (natural logarithm): fp32 (B, H, SQ), or (1, H,
+        total_q) for packed sequences.
         """
         batch, heads, rows, _ = self.out_shape
         lse = torch.empty((batch, heads, rows), dtype=torch.float32, device=inputs[0].device)
@@ -106,7 +107,7 @@ class Plan(ABC):
         return out, lse
 
     def run_all(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """As `run`, of a problem with several outputs: all of them."""
+        """As `run`, with all outputs of a problem that has several."""
         if devices.current() == self.device:
             outs = self._enqueue_all(inputs)
         else:
@@ -136,7 +137,7 @@ class VendorPlan(Plan):
 
     call: Callable[..., torch.Tensor]
     shape: tuple[int, ...] = ()
-    """Shape of the output; the problem's own where it is empty."""
+    """Shape of the output; empty: the problem's own."""
 
     def _enqueue(self, inputs: Sequence[torch.Tensor], lse: torch.Tensor | None) -> torch.Tensor:
         out: torch.Tensor = self._called(inputs)
@@ -156,18 +157,18 @@ class VendorPlan(Plan):
 
 @dataclass(frozen=True)
 class Step:
-    """One launch of a kernel, as far as it is the same for all calls of a plan."""
+    """One kernel launch of a plan, without the addresses of a call."""
 
     kernel: LoadedKernel
     launch: Callable[[Sequence[int], int, int], None]
     """The kernel with `integers` and `scalars` bound to it."""
     tensors: tuple[tuple[int, int], ...]
-    """For each tensor: index of the call's address, and the offset in bytes from it. Addresses
-    are the inputs, the outputs, the workspace, the log-sum-exp."""
+    """For each tensor: index of the call's address, and the offset in bytes from it. The addresses
+    are those of inputs, outputs, workspace and log-sum-exp, in this order."""
     integers: tuple[int, ...]
     scalars: tuple[float, ...]
     workspace_at: int
-    """Offset in the call's workspace."""
+    """Offset in the call's workspace, bytes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,7 +183,7 @@ class KernelPlan(Plan):
     dtype: torch.dtype
     writes_lse: bool
     further: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...] = ()
-    """Shape, strides and type of the outputs before the last, of a problem with several."""
+    """Shape, strides and type of every output but the last."""
 
     @property
     def has_lse(self) -> bool:
@@ -193,16 +194,15 @@ class KernelPlan(Plan):
         return self.shape
 
     def sized(self, problem: Problem, scale: float, strides: Strides | None = None) -> KernelPlan:
-        """These kernels for the sizes of another problem, which are arguments of their launches.
+        """A plan of the same kernels for the sizes of another problem, as arguments of launches.
 
         Args:
-            problem: of the same class; one that the config is legal for. The plan's own remains
-                what it is known by.
-            scale: as it was resolved with.
-            strides: of the operands that lie otherwise than the problem's.
+            problem: problem of the same class that the config is legal for. `Plan.problem` stays.
+            scale: scale that the plan was resolved with.
+            strides: strides of operands that differ from the problem's.
 
         Raises:
-            ConfigError: when the kernels take no such strides.
+            ConfigError: when the kernels do not support these strides.
         """
         member = family(self.config.family)
         if strides is None:
@@ -228,12 +228,12 @@ class KernelPlan(Plan):
     def run_into(
         self, out: torch.Tensor, lse: torch.Tensor | None, *inputs: torch.Tensor
     ) -> torch.Tensor:
-        """As `run`, into memory of the caller's. Of all tensors their addresses alone are read.
+        """As `run`, with the output in the caller's memory. Only addresses of the tensors are read.
 
         Args:
-            out: as the plan's output lies.
-            lse: where the log-sum-exp is written, as `run_with_lse` has it; None: not wanted.
-            inputs: as `run` has them.
+            out: tensor with the shape and strides of the plan's output.
+            lse: tensor for the log-sum-exp, as of `run_with_lse`; None: not wanted.
+            inputs: as of `run`.
 
         Returns:
             `out`.
@@ -285,7 +285,7 @@ class KernelPlan(Plan):
         ]
         stream = devices.stream_of(self.device)
         for step in self.steps:
-            # A null address stays null: it says that the tensor is not wanted.
+            # A null address stays null: the kernel skips that tensor.
             tensors = [(at := addresses[which]) and at + offset for which, offset in step.tensors]
             try:
                 step.launch(tensors, base + step.workspace_at, stream)
@@ -304,16 +304,16 @@ def resolve(
     withdrawn: Collection[Config],
     absent: Collection[str] = (),
 ) -> Plan | Refusal:
-    """The best measured entry of `answer` that this machine can run, or why there is none.
+    """Plan of the best measured candidate that this machine can run, or why there is none.
 
-    Predicted and replayed entries, failed ones and `withdrawn` configs are never taken.
+    Predicted, replayed and failed candidates and `withdrawn` configs are skipped.
 
     Args:
-        posed: problem of the call, and how it lies.
-        answer: entry of the store for the problem.
-        device: index of the device, the current one.
+        posed: problem of the call, and its strides.
+        answer: lookup result for the problem.
+        device: index of the current device.
         withdrawn: configs that this process must not launch.
-        absent: keys of artifacts that it must not launch, though they may be here.
+        absent: keys of artifacts that it must not launch, even if present.
     """
     problem, reasons = posed.problem, list[str]()
     for measurement in answer.candidates:
@@ -336,7 +336,9 @@ def resolve(
 
 
 def plan_of(posed: Posed, measurement: Measurement, device: int) -> Plan | Refusal | str:
-    """The plan of one entry, why the next one must serve, or a refusal of them all."""
+    """The plan of one candidate; a text with the reason to try the next one; or a refusal that
+    holds for all.
+    """
     problem, config = posed.problem, measurement.config
     try:
         member = family(config.family)
@@ -349,10 +351,10 @@ def plan_of(posed: Posed, measurement: Measurement, device: int) -> Plan | Refus
         if member.is_listed and posed.strides:  # it is called with addresses alone
             return f"{member.name} takes no strides but those of its layouts"
         if problem.op in (GemmProblem.op, GroupedGemmProblem.op) and not member.is_listed:
-            # cuBLAS and cuBLASLt are chosen for the whole process, not for a call: PyTorch's
-            # own choice is the vendor's kernel. A loop over groups is not to be captured as timed.
+            # PyTorch chooses cuBLAS or cuBLASLt for the whole process, not for a call: its own call
+            # is the vendor's kernel. A loop over groups cannot be captured as it was timed.
             return Refusal(Kind.VENDOR, problem.label())
-        # It tries its kernel, which while `tuner.enable` holds would ask for this plan again.
+        # `vendor_call` runs the kernel once, which must not come back here under `tuner.enable`.
         call = native.call(member.vendor_call, problem, config, posed.scale)
     except (BenchmarkError, ConfigError) as exc:
         return str(exc)
@@ -374,7 +376,7 @@ def plan_of(posed: Posed, measurement: Measurement, device: int) -> Plan | Refus
 def own_plan(
     posed: Posed, member: Family, measurement: Measurement, device: int
 ) -> KernelPlan | str:
-    """The launches of an own config; a reason when one of its artifacts is not here."""
+    """The plan of an own config, or the reason why it cannot run: a missing artifact, say."""
     cache = ArtifactCache()
     kernels: dict[str, LoadedKernel] = {}
     for name, key in measurement.artifacts.items():
@@ -400,7 +402,7 @@ def own_plan(
         if launch.kernel not in kernels:
             return f"{member.name} names no artifact for its kernel '{launch.kernel}'"
         kernel = kernels[launch.kernel]
-        # One workspace a launch: with programmatic dependent launch two are alive at once.
+        # One workspace for each launch: with programmatic dependent launch two kernels overlap.
         steps.append(_step(problem, kernel, launch, offset))
         offset += _aligned(kernel.workspace_bytes(launch.integers))
     if not steps:

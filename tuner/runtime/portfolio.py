@@ -1,11 +1,12 @@
-"""Serving by a portfolio: shapes that nobody tuned, by proven kernels.
+"""Serving of untuned shapes by a portfolio's proven kernels.
 
-The portfolio selects by expected time (`tuner.selection.portfolio`), the kernel lists say what was
-built and proven (`tuner.selection.kernels`). An own kernel is launched only with a proof, and only
-where it is expected to be faster than the vendor's; else the vendor's kernel answers, which is
-PyTorch's own call where PyTorch would choose it too. A GPU without a portfolio of its own is served
-by that of another one, rescaled (`tuner.selection.portfolio.serving`); a kernel's proof holds on
-both.
+The portfolio selects by expected time (`tuner.selection.portfolio`). Kernel lists name the built
+and proven kernels (`tuner.selection.kernels`). An own kernel is launched only with a proof, and
+only if it is expected to be faster than the vendor's. Otherwise the vendor's kernel answers: by
+PyTorch's own call, if PyTorch would choose that kernel.
+
+A GPU without a portfolio of its own uses another GPU's, rescaled
+(`tuner.selection.portfolio.serving`). A kernel's proof holds on both.
 """
 
 from __future__ import annotations
@@ -35,29 +36,30 @@ _BACKENDS = {
     SDPBackend.EFFICIENT_ATTENTION.value: "efficient",
     SDPBackend.CUDNN_ATTENTION.value: "cudnn",
 }
-#: Lengths of the tensors that PyTorch is asked about.
+#: Lengths of the small tensors for which PyTorch's choice is read.
 _ASKED_LENGTHS = (128, 256)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A portfolio's answer for a problem, and the part of it that runs here."""
+    """A portfolio's selection for a problem, and the plan that runs here."""
 
     selection: Selection
     plan: Plan | Refusal
-    """The refusal is for good (`Kind.PORTFOLIO`) or for want of a kernel (`Kind.UNSERVED`)."""
+    """A refusal is final (`Kind.PORTFOLIO`, `Kind.TIMED`), or says which kernel is missing
+    (`Kind.UNSERVED`)."""
 
 
 def portfolios() -> Sequence[Portfolio]:
-    """Those that serve: what ships."""
+    """Portfolios that serve: the shipped ones."""
     return shipped()
 
 
 def knows(problem: Problem, gpu: Gpu) -> bool:
-    """True when a portfolio that serves on this GPU was made for problems like this one.
+    """True when a portfolio that serves on this GPU has the problem's domain.
 
     Raises:
-        StoreError: when what ships is damaged.
+        StoreError: when a shipped portfolio is damaged.
     """
     mine = _portfolio_of(problem, gpu)
     return mine is not None and mine.models_of(Domain.of(problem)) is not None
@@ -74,17 +76,17 @@ def choose(
     withdrawn: Collection[Config],
     absent: Collection[str],
 ) -> Choice | None:
-    """A portfolio's candidates for a problem; None when none of them takes it.
+    """A portfolio's choice for a problem; None when no portfolio has a candidate for it.
 
     Args:
-        posed: a problem that nobody tuned.
-        gpu: where it runs.
-        device: index of the device, the current one.
+        posed: an untuned problem, and its strides.
+        gpu: GPU that it runs on.
+        device: index of the current device.
         withdrawn: configs that this process must not launch for the problem.
         absent: keys of artifacts that it must not launch.
 
     Raises:
-        StoreError: when what ships is damaged.
+        StoreError: when a shipped portfolio is damaged.
     """
     problem = posed.problem
     mine = _portfolio_of(problem, gpu)
@@ -93,7 +95,7 @@ def choose(
         return None
 
     def made(config: Config, artifacts: dict[str, str]) -> Plan | str:
-        """The plan of a config that was selected, not measured."""
+        """The plan of a selected config, or the reason why it has none."""
         predicted = Measurement(
             problem,
             config,
@@ -121,7 +123,7 @@ def choose(
         why = "; ".join(dict.fromkeys(reasons))
         return Choice(selection, Refusal(Kind.UNSERVED, f"{problem.label()}: {why}"))
     text = f"{problem.label()}: {selection.source}"
-    # Of products PyTorch's own kernels are the only vendor's: a call cannot choose another library.
+    # For products a call cannot choose a library: PyTorch's own call is the only vendor kernel.
     is_pytorchs = not isinstance(problem, AttentionProblem) or (
         selection.vendor == pytorchs(problem, device)
     )
@@ -142,8 +144,8 @@ def _timed(
     withdrawn: Collection[Config],
     absent: Collection[str],
 ) -> Choice | None:
-    """The fastest candidate here, timed now if it was not before; None when nothing can be
-    timed.
+    """The fastest candidate by measurement on this machine, timed now unless a choice is known;
+    None when nothing can be timed.
     """
     problem, run = posed.problem, posed.run
     assert run is not None
@@ -176,7 +178,7 @@ def _own(
     withdrawn: Collection[Config],
     absent: Collection[str],
 ) -> dict[str, str] | str:
-    """The proven artifacts of an own config, or why it is not served."""
+    """The proven artifacts of an own config, or the reason why it is not served."""
     if config in withdrawn:
         return f"{config.family} failed in this process"
     try:
@@ -190,13 +192,13 @@ def _own(
 
 
 def pytorchs(problem: Problem, device: int) -> str:
-    """The kernel that PyTorch would choose, by the vendor family's name; empty for another.
+    """Name of the vendor's kernel that PyTorch would choose; empty for an unknown one.
 
-    PyTorch is asked about small tensors: its choice depends on types, heads, masks and strides, and
-    of the lengths on whether they are one, or equal.
+    PyTorch's choice is read for small tensors. It depends on types, heads, masks and strides; the
+    lengths matter only by being one or equal.
 
     Args:
-        problem: of attention.
+        problem: problem of attention.
         device: index of the device.
     """
     if not isinstance(problem, AttentionProblem) or problem.extras:

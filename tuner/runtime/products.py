@@ -1,5 +1,5 @@
-"""`linear`, `matmul`, `scaled_mm` and `swiglu`: the tuned GEMM where one was measured fastest,
-PyTorch's elsewhere.
+"""`linear`, `matmul`, `scaled_mm` and `swiglu`: a tuned GEMM if it was measured fastest, else
+PyTorch's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PYTORCHS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": lambda product: functional.gelu(product, approximate="tanh"),
     "silu": functional.silu,
 }
-"""PyTorch's own activations."""
+"""PyTorch's activations by name."""
 
 
 def linear(
@@ -47,32 +47,32 @@ def linear(
     activation: str | None = None,
     weight_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`torch.nn.functional.linear`, and an activation, by the fastest kernel measured on this GPU,
-    or expected to be where nothing was measured (`tuner.selection.portfolio`).
+    """`torch.nn.functional.linear` and an activation, by the fastest kernel measured on this GPU.
 
-    A bias and an activation are parts of one kernel where that was tuned: each combination is a
-    problem of its own (`GemmProblem.epilogue`). Whatever has no tuned kernel that won (other types,
-    gradients, cuBLAS faster, ...) is PyTorch's `linear` with these same arguments, then its own
-    activation, counted by its reason (`tuner.stats`).
+    Untuned shapes use the kernel that is expected to be fastest (`tuner.selection.portfolio`). Each
+    combination of bias and activation is a problem of its own (`GemmProblem.epilogue`), fused into
+    one kernel. PyTorch's `linear` and activation answer all other calls: other types, gradients,
+    problems for which cuBLAS is faster. Each such call is counted by its reason (`tuner.stats`).
 
-    With `weight_scale` the weights are e4m3 elements with factors of blocks. Rows of the input are
-    quantised in blocks of 128, and multiplied as `scaled_mm` does; bias and activation follow in
-    kernels of their own. Where no tuned kernel serves that product PyTorch multiplies the input,
-    not quantised, by the weights in bf16.
+    With `weight_scale` the weights are e4m3 elements with block-wise factors. Rows of the input are
+    quantised in blocks of 128, and multiplied as by `scaled_mm`. Bias and activation are separate
+    kernels. If no tuned kernel serves that product, PyTorch multiplies the unquantised input by the
+    weights in bf16.
 
     Args:
-        input: (..., K), fp16 or bf16; rows may lie apart, as in a slice of a wider tensor.
+        input: (..., K), fp16 or bf16; rows may be strided, as in a slice of a wider tensor.
         weight: (N, K), as `input`.
         bias: (N), contiguous.
         activation: relu, gelu (by erf, PyTorch's default), gelu_tanh or silu.
-        weight_scale: (N / 128, K / 128), rounded up, fp32; the input is then bf16, and the weight
+        weight_scale: fp32 (N / 128, K / 128), rounded up. The input is then bf16, and the weight
             float8_e4m3fn.
 
     Returns:
-        (..., N)
+        (..., N), of the input's type.
 
     Raises:
-        ConfigError: when there is no such activation, or with `weight_scale` no such weight.
+        ConfigError: on an unknown activation, and with `weight_scale` on types or shapes that are
+            not as above.
     """
     if activation not in _PYTORCHS:
         allowed = ", ".join(ACTIVATIONS)
@@ -102,7 +102,7 @@ def _linear(
 def _linear_of_blocks(
     input: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
 ) -> torch.Tensor:
-    """`linear` of e4m3 weights with factors of blocks, without a bias or an activation."""
+    """`linear` of e4m3 weights with block-wise factors, without a bias or an activation."""
     block_scaled.check(input, weight, scale)
     out: torch.Tensor | None = None
     if not (torch.compiler.is_compiling() or guards.wants_gradient(input, scale)):
@@ -117,10 +117,18 @@ def _linear_of_blocks(
 def matmul(
     input: torch.Tensor, other: torch.Tensor, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`torch.matmul` by the fastest kernel measured on this GPU.
+    """`torch.matmul` by the fastest kernel measured on this GPU; PyTorch answers as for `linear`.
 
-    As `linear`; served are (..., M, K) @ (K, N) and (..., M, K) @ (..., K, N) with equal batch
-    dimensions, each matrix with elements one after the other in rows or in columns.
+    Tuned kernels serve (..., M, K) @ (K, N), and (..., M, K) @ (..., K, N) with equal batch
+    dimensions. Each matrix has stride 1 along its rows or its columns.
+
+    Args:
+        input: (..., M, K), fp16 or bf16.
+        other: (K, N) or (..., K, N), as `input`.
+        out: as in `torch.matmul`; such calls are PyTorch's.
+
+    Returns:
+        (..., M, N), of the inputs' type.
     """
     if not torch.compiler.is_compiling():
         product = dispatch.matmul(input, other, out)
@@ -147,23 +155,23 @@ def scaled_mm(
 ) -> torch.Tensor:
     """`torch._scaled_mm` by the fastest kernel measured on this GPU: scale_a * (a @ b) * scale_b.
 
-    Each accumulation is a problem of its own (`GemmProblem.fast_accum`), and so is each kind of
-    factors. Whatever has no tuned kernel that won (a bias, other types or layouts, ...) is
-    PyTorch's `_scaled_mm` with these same arguments, counted by its reason (`tuner.stats`).
+    Both accumulations (`GemmProblem.fast_accum`) and all kinds of factors are problems of their
+    own. PyTorch's `_scaled_mm` answers all other calls with the same arguments: a bias, other types
+    or layouts. Each such call is counted by its reason (`tuner.stats`).
 
     Args:
         a: (M, K), float8_e4m3fn, contiguous.
-        b: (K, N), float8_e4m3fn, stored by columns.
-        scale_a: fp32, one element, (M, 1) for factors of the rows, or (M, K / 128) for factors of
-            blocks, with any strides.
-        scale_b: fp32, one element, (1, N), or (K / 128, N / 128).
+        b: (K, N), float8_e4m3fn, column-major.
+        scale_a: fp32: one element, (M, 1) for a factor of each row, or (M, K / 128) for block-wise
+            factors, with any strides.
+        scale_b: fp32: one element, (1, N), or (K / 128, N / 128).
         bias: as in `torch._scaled_mm`; not tuned.
         scale_result: as in `torch._scaled_mm`; not tuned.
         out_dtype: bf16 or fp16; None is e4m3, which is not tuned.
         use_fast_accum: sums may stay in the tensor cores' accumulators.
 
     Returns:
-        (M, N)
+        (M, N), of `out_dtype`.
     """
     call = ScaledCall(a, b, scale_a, scale_b, bias, scale_result, out_dtype, bool(use_fast_accum))
     return serving.serve(call)
@@ -181,7 +189,7 @@ class _Scaled(NamedTuple):
 
 
 class ScaledCall(_Scaled, Call):
-    """A product of e4m3 matrices."""
+    """A call of `scaled_mm`."""
 
     __slots__ = ()
     aligned = 4
@@ -210,7 +218,7 @@ class ScaledCall(_Scaled, Call):
 
 
 def interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """The weights of `swiglu` from those of both projections; for when they are loaded.
+    """The weights of `swiglu` from both projections; call it once, when they are loaded.
 
     Args:
         gate: (N, K), N a multiple of 32.
@@ -220,11 +228,13 @@ def interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         (2 N, K), contiguous, in the order of `SwigluProblem`.
 
     Raises:
-        ConfigError: when they are no such matrices.
+        ConfigError: when the shapes are not as above.
     """
     if gate.dim() != 2 or gate.shape != up.shape or gate.shape[0] % 32:
         shapes = f"{tuple(gate.shape)} and {tuple(up.shape)}"
-        raise ConfigError(f"{shapes} cannot be interleaved (allowed: twice (N, K), N in 32s)")
+        raise ConfigError(
+            f"{shapes} cannot be interleaved (allowed: twice (N, K), N a multiple of 32)"
+        )
     n, k = gate.shape
     both = torch.stack((gate, up)).view(2, n // 32, 4, 8, k)
     return both.permute(1, 3, 2, 0, 4).reshape(2 * n, k)
@@ -233,15 +243,15 @@ def interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def swiglu(input: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """silu(input @ gate^T) * (input @ up^T) by the fastest kernel measured on this GPU.
 
-    One kernel where that was tuned and won, else PyTorch's product and its element-wise kernels,
-    counted by the reason (`tuner.stats`).
+    It is one kernel if that was measured fastest. Otherwise PyTorch computes a product and
+    element-wise kernels, and the call is counted by its reason (`tuner.stats`).
 
     Args:
         input: (..., K), fp16 or bf16, contiguous.
-        weights: (2 N, K), of `interleave`.
+        weights: (2 N, K), as made by `interleave`.
 
     Returns:
-        (..., N)
+        (..., N), of the input's type.
     """
     return serving.serve(SwigluCall(input, weights))
 
@@ -252,7 +262,7 @@ class _Gated(NamedTuple):
 
 
 class SwigluCall(_Gated, Call):
-    """Both up projections of a gated MLP, and their product."""
+    """A call of `swiglu`."""
 
     __slots__ = ()
     aligned = 2
@@ -279,17 +289,17 @@ class SwigluCall(_Gated, Call):
 
 
 def swiglu_problem_of(a: torch.Tensor, weights: torch.Tensor) -> SwigluProblem:
-    """The problem of `swiglu`.
+    """The problem of a call of `swiglu`.
 
     Raises:
-        ConfigError: when they pose none: types, sizes or strides that no tuned kernel has.
+        ConfigError: on types, sizes or strides that no tuned kernel supports.
     """
     if a.dim() < 2 or weights.dim() != 2 or a.numel() == 0 or weights.numel() == 0:
         raise ConfigError("they are not matrices, or are empty")
     guards.check_alike(a, weights)
     k = a.shape[-1]
     if weights.shape[1] != k or weights.shape[0] % 2:
-        raise ConfigError(f"{tuple(weights.shape)} are no pairs of rows of {k}")
+        raise ConfigError(f"the weights are {tuple(weights.shape)} (allowed: (2 N, {k}))")
     if not (a.is_contiguous() and weights.is_contiguous()):
         raise ConfigError("the rows are not contiguous")
     return SwigluProblem(
@@ -305,10 +315,10 @@ def scaled_problem_of(
     out_dtype: torch.dtype | None,
     fast_accum: bool,
 ) -> GemmProblem:
-    """The problem of `scaled_mm`.
+    """The problem of a call of `scaled_mm`.
 
     Raises:
-        ConfigError: when they pose none: types, sizes or strides that no tuned kernel has.
+        ConfigError: on types, sizes or strides that no tuned kernel supports.
     """
     if a.dim() != 2 or b.dim() != 2 or a.numel() == 0 or b.numel() == 0:
         raise ConfigError("they are not two matrices, or are empty")
@@ -317,7 +327,9 @@ def scaled_problem_of(
         raise ConfigError(f"out_dtype={out_dtype} is not tuned (fp16 and bf16 are)")
     (m, k), n = a.shape, b.shape[1]
     if b.shape[0] != k or not (guards.lies(a, (k, 1)) and guards.lies(b, (1, k))):
-        raise ConfigError(f"{tuple(a.shape)} @ {tuple(b.shape)} does not lie along K, densely")
+        raise ConfigError(
+            f"{tuple(a.shape)} @ {tuple(b.shape)} (allowed: (M, K) by rows and (K, N) by columns)"
+        )
     factors = (scale_a, scale_b)
     if any(t.dtype != torch.float32 or t.device != a.device for t in factors):
         raise ConfigError("the factors are not fp32 on the matrices' device")
@@ -347,7 +359,7 @@ def scaled_problem_of(
 
 
 def _block_strides(problem: GemmProblem, scale_a: torch.Tensor, scale_b: torch.Tensor) -> Strides:
-    """Strides of factors of blocks that lie otherwise than the problem's operands."""
+    """Strides of block-wise factors that differ from the problem's operands."""
     if problem.scales != "block":
         return {}
     _, _, of_a, of_b, _ = problem.operands
@@ -404,12 +416,12 @@ def pose(
     bias: torch.Tensor | None = None,
     activation: str | None = None,
 ) -> Posed:
-    """The problem of activation(a @ b + bias), and how its matrices lie.
+    """The problem of activation(a @ b + bias), and the strides of its matrices.
 
-    Rows, or columns, of a matrix may lie apart: slices of wider tensors.
+    Rows or columns of a matrix may be strided, as in slices of wider tensors.
 
     Raises:
-        ConfigError: when they pose none: types, sizes or strides that no tuned kernel has.
+        ConfigError: on types, sizes or strides that no tuned kernel supports.
     """
     if min(a.dim(), b.dim()) < 2 or a.numel() == 0 or b.numel() == 0:
         raise ConfigError("they are not matrices, or are empty")
@@ -417,10 +429,10 @@ def pose(
     if bias is not None:
         guards.check_alike(a, bias)
         if bias.shape != b.shape[-1:] or not bias.is_contiguous():
-            raise ConfigError("the bias is no contiguous vector of the output's columns")
+            raise ConfigError("the bias is not a contiguous vector of the output's columns")
     shape = (*a.shape[:-1], *b.shape[-1:])
     if a.shape[-1] != b.shape[-2] or (b.dim() > 2 and a.shape[:-2] != b.shape[:-2]):
-        raise ConfigError(f"{tuple(a.shape)} @ {tuple(b.shape)} is no product, or broadcasts")
+        raise ConfigError(f"{tuple(a.shape)} @ {tuple(b.shape)} do not match, or broadcast")
     one, two = _folded(a, all_rows=b.dim() == 2), _folded(b)
     batch, m, k = one.shape
     problem = GemmProblem(
@@ -442,24 +454,24 @@ def pose(
 
 
 def _folded(tensor: torch.Tensor, all_rows: bool = False) -> torch.Tensor:
-    """A view (batch, rows, columns) of a tensor, with all dimensions before in one.
+    """A view (batch, rows, columns) of a tensor, with all leading dimensions folded into one.
 
     Args:
         tensor: at least two dimensions.
-        all_rows: its leading dimensions are rows as well, of a batch of one.
+        all_rows: fold the leading dimensions into the rows, with a batch of one.
     """
     rows, columns = tensor.shape[-2:]
     try:
         return tensor.view((1, -1, columns) if all_rows else (-1, rows, columns))
     except RuntimeError:
-        raise ConfigError("the leading dimensions do not lie one stride apart") from None
+        raise ConfigError("the leading dimensions cannot be folded into one stride") from None
 
 
 def _order(matrices: torch.Tensor, preferred: Major) -> Major:
-    """Storage order of (batch, rows, columns); `preferred` where both hold.
+    """Storage order of (batch, rows, columns); `preferred` when both hold.
 
     Raises:
-        ConfigError: when elements follow one another neither in rows nor in columns.
+        ConfigError: when neither rows nor columns have stride 1.
     """
     _, rows, columns = matrices.shape
     _, between_rows, between_columns = matrices.stride()
@@ -468,5 +480,5 @@ def _order(matrices: torch.Tensor, preferred: Major) -> Major:
     if by_rows and by_columns:
         return preferred
     if not (by_rows or by_columns):
-        raise ConfigError("elements follow one another neither in rows nor in columns")
+        raise ConfigError("neither rows nor columns have stride 1")
     return "row" if by_rows else "col"

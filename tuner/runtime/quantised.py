@@ -1,4 +1,4 @@
-"""Attention of e4m3 tensors with descale factors: the tuned kernel, or PyTorch's on bf16 copies."""
+"""Attention of e4m3 tensors with descale factors, by a tuned kernel or by PyTorch in bf16."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def attend(
     scale: float | None,
     enable_gqa: bool,
 ) -> torch.Tensor:
-    """softmax(scale * Q K^T) V of what quantised tensors stand for, as bf16.
+    """softmax(scale * Q K^T) V of dequantised tensors, in bf16.
 
     Args:
-        tensors: query, key and value as `attention` takes them, float8_e4m3fn.
+        tensors: query, key and value as of `attention`, float8_e4m3fn.
         descales: positive fp32 factors, (B, H) of the query, (B, HKV) of key and value.
         is_causal: as in `attention`.
         scale: as in `attention`.
         enable_gqa: as in `attention`.
 
     Raises:
-        ConfigError: when a tensor is no e4m3, or a factor is missing or has another shape or type.
+        ConfigError: on a tensor of another type, or a factor that is missing or does not fit.
     """
     factors = _checked(tensors, descales)
     return serve(QuantisedCall(tensors, factors, bool(is_causal), scale, enable_gqa))

@@ -1,7 +1,7 @@
-"""The kernel that quantises rows of activations in blocks of 128 (`tuner.compile.block_quantiser`).
+"""Kernel that quantises rows of activations in blocks of 128 (`tuner.compile.block_quantiser`).
 
-It is launched where it is built, and where its bits were those of PyTorch's operations for rows
-with every kind of number, once a process and device. ``tuner build`` builds it.
+``tuner build`` builds it. Before its first launch on a device its result must have the same bits as
+PyTorch's operations, for rows with every kind of number.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ _log = logging.getLogger("tuner.runtime")
 Quantised = tuple[torch.Tensor, torch.Tensor]
 """Elements and factors."""
 Composed = Callable[[torch.Tensor], Quantised]
-"""The same of PyTorch's operations."""
+"""Function that computes the same by PyTorch's operations."""
 
 _VECTOR, _ALIGNMENT = 8, 16
-"""Columns that the kernel reads at once, and their bytes."""
+"""Columns that a thread reads at once, and their bytes."""
 _ROWS_ALIGNED = 4
-"""Factors of a block of columns begin at multiples of these, as the products' operands do."""
+"""Rows that a block's factors are padded to a multiple of, as in the products' operands."""
 _PROVEN_ROWS, _PROVEN_COLUMNS = 37, 1416
 """Sizes of the rows that prove it: cut thread blocks and a cut block of columns."""
 
 _lock = threading.Lock()
 _kernels: dict[torch.device, LoadedKernel | None] = {}
-"""By device; None where it is not served."""
+"""Kernels by device; None where the kernel is not served."""
 
 
 def empty_factors(rows: torch.Tensor) -> torch.Tensor:
-    """Memory for the factors of (M, K): (M, K / 128), rounded up, fp32, rows side by side."""
+    """Uninitialised factors of (M, K): fp32 (M, K / 128), rounded up, with stride 1 along M."""
     m, k = rows.shape
     padded = ceil(m / _ROWS_ALIGNED) * _ROWS_ALIGNED
     blocks = torch.empty(ceil(k / SCALE_BLOCK), padded, dtype=torch.float32, device=rows.device)
@@ -48,11 +48,11 @@ def empty_factors(rows: torch.Tensor) -> torch.Tensor:
 
 
 def run(rows: torch.Tensor, composed: Composed) -> Quantised | None:
-    """Elements and factors of rows, enqueued on the current stream; None where no kernel serves it.
+    """Elements and factors of rows, enqueued on the current stream; None if no kernel serves them.
 
     Args:
-        rows: (M, K).
-        composed: what the kernel's bits are compared with before it is served.
+        rows: (M, K), bf16.
+        composed: function whose bits the kernel is compared with before its first launch.
     """
     if not _takes(rows) or guards.unserved((rows,)) is not None:
         return None
@@ -61,7 +61,7 @@ def run(rows: torch.Tensor, composed: Composed) -> Quantised | None:
 
 
 def _takes(rows: torch.Tensor) -> bool:
-    """True for sizes, type and strides of the kernel."""
+    """True for rows whose size, type and strides the kernel supports."""
     if rows.dtype != torch.bfloat16 or rows.dim() != 2 or rows.numel() == 0:
         return False
     m, k = rows.shape

@@ -1,4 +1,4 @@
-"""Reasons why PyTorch answers a call in place of a tuned kernel."""
+"""Reasons why PyTorch answers a call, not a tuned kernel."""
 
 from __future__ import annotations
 
@@ -67,20 +67,20 @@ class Refusal:
 
     kind: Kind
     detail: str = ""
-    """Subject of the reason, on the same line; empty where the kind says it all."""
+    """Details of the reason, on the same line; may be empty."""
     until: float = math.inf
-    """Equal calls are refused up to this time (`time.monotonic`), or until the store changes; 0:
-    the reason may be another at the next call."""
+    """Time (`time.monotonic`, seconds) up to which equal calls are refused, unless the store
+    changes. 0: this call only."""
     lengths: tuple[int, int] | None = None
-    """First and last length of a cache for which it was found; None when it does not depend on
-    lengths."""
+    """First and last length of a growing cache that the reason holds for; None: it does not depend
+    on the length."""
 
     @property
     def reason(self) -> str:
-        """One line: the kind, and behind a colon the detail."""
+        """One line: the kind, then a colon and the details."""
         return f"{self.kind}: {self.detail}" if self.detail else str(self.kind)
 
 
 def once(kind: Kind, detail: str = "") -> Refusal:
-    """A refusal of one call, for a reason that can pass."""
+    """A refusal of one call, for a reason that may not hold for the next."""
     return Refusal(kind, detail, 0.0)

@@ -1,14 +1,16 @@
 """Ranks of a process group in a ring: checks before the first transfer, transfers, lost ranks.
 
-On CUDA a transfer is issued from a side stream (`devices.beside`), which waits for what the current
-stream holds by then. Kernels that are enqueued afterwards run at the same time. `Passing.wait` has
-the current stream wait for the transfer. Received tensors are new ones, so two are alive at once: a
-buffer goes back to torch's allocator once its last reader is enqueued.
+On CUDA a transfer is issued from a side stream (`devices.beside`), behind the current stream's work
+so far. Kernels enqueued later overlap with it. `Passing.wait` makes the current stream wait for the
+transfer. Received tensors are newly allocated, so two buffers exist at once. A buffer returns to
+torch's allocator once its last reader is enqueued.
 
 NCCL's transfers run on multiprocessors. Own persistent kernels launch one block for every
-multiprocessor of the device, and their launch has no argument for fewer. Blocks without a place
-start when the transfer ends. Under a causal mask a counter hands out the tiles, so the other blocks
-take theirs meanwhile. Two options of the process group help: a high-priority stream
+multiprocessor of the device, and their launch has no argument for fewer. Blocks that find no free
+multiprocessor start when the transfer ends. Under a causal mask tiles are handed out by a counter,
+so the running blocks take over their tiles.
+
+Two options of the process group help: a high-priority stream
 (``ProcessGroupNCCL.Options(is_high_priority_stream=True)``) lets the transfer start first, and
 ``options.config.max_ctas`` bounds its multiprocessors. None of this has been timed yet.
 """
@@ -31,25 +33,26 @@ from tuner.runtime import devices
 _PREFIX = "tuner/ring"
 _LOST = "lost"
 _ADVICE = "end this process and start all ranks again from the last checkpoint"
-#: Errors of a device, which say nothing of another rank.
+#: Errors of this rank's device, unrelated to other ranks.
 _OWN_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
 
 
 @dataclass
 class _Checks:
-    """Calls of a group that its ranks compared."""
+    """Comparisons of calls by the ranks of a group."""
 
     count: int = 0
     alike: set[Hashable] = field(default_factory=set)
-    """Those that all ranks make in the same way."""
+    """Calls found equal in all ranks."""
 
 
 _checks: WeakKeyDictionary[dist.ProcessGroup, _Checks] = WeakKeyDictionary()
 
 
 class Ring:
-    """The ranks of a process group, each of which sends to the next. Messages name a rank as the
-    default group does.
+    """The ranks of a process group, each of which sends to the next.
+
+    Messages name ranks by their number in the default group.
 
     Raises:
         ConfigError: when there is no process group, or this process is not in it.
@@ -73,28 +76,28 @@ class Ring:
 
     @property
     def next(self) -> int:
-        """Rank that this one sends to, within the group."""
+        """Number, within the group, of the rank that this one sends to."""
         return (self.rank + 1) % self.size
 
     @property
     def previous(self) -> int:
-        """Rank that this one receives from, within the group."""
+        """Number, within the group, of the rank that this one receives from."""
         return (self.rank - 1) % self.size
 
     def check(self, call: Mapping[str, str | int | float | bool | None], refusal: str = "") -> None:
         """Refuse a call that this rank cannot make, or that another rank makes differently.
 
-        The ranks compare each new kind of call once, in the key-value store of the group: no
-        collective is open when one of them refuses, and a rank that does not come has a name. Later
-        calls are not compared: a rank that makes another one shows by the group's timeout only.
+        The ranks compare each new kind of call once, through the key-value store of the group. So
+        no collective is open when a rank refuses, and a missing rank is known by name. Later calls
+        are not compared: a rank that calls differently shows only by the group's timeout.
 
         Args:
-            call: everything that must be equal, by name.
-            refusal: reason why this rank cannot make it; empty where it can.
+            call: values that must be equal in all ranks, by name.
+            refusal: reason why this rank cannot make the call; empty where it can.
 
         Raises:
-            ConfigError: the same in every rank, but for this rank's own `refusal`.
-            RankLostError: when a rank does not come within the group's timeout.
+            ConfigError: the same in every rank, except for this rank's own `refusal`.
+            RankLostError: when a rank does not answer within the group's timeout.
         """
         kind = tuple(call.items())
         if not refusal and (self.size == 1 or kind in self._checks.alike):
@@ -140,16 +143,17 @@ class Ring:
 
     @property
     def _timeout(self) -> timedelta:
-        """The process group's; PyTorch's default where its backend names none."""
+        """The process group's timeout, or PyTorch's default if its backend has none."""
         options = self._group._get_backend(self._group._device_types[0]).options
         found: timedelta = getattr(options, "_timeout", dist.distributed_c10d.default_pg_timeout)
         return found
 
     def start(self, *tensors: torch.Tensor) -> Passing:
-        """Begin to send tensors to the next rank and to receive equal ones from the previous.
+        """Start to send tensors to the next rank and to receive the previous rank's.
 
         Args:
-            tensors: contiguous, of one device; not to be written before `Passing.wait`.
+            tensors: contiguous tensors of one device, with equal shapes in all ranks. They must not
+                be written before `Passing.wait`.
 
         Raises:
             RankLostError: when a neighbour is known to be gone.
@@ -165,7 +169,7 @@ class Ring:
             raise
         except RuntimeError as exc:
             raise self._lost(None, exc) from exc
-        if len(works) != len(peers):  # one for all
+        if len(works) != len(peers):  # one work for all transfers
             return Passing(self, [(work, None) for work in works], received)
         return Passing(self, list(zip(works, peers, strict=True)), received)
 
@@ -173,7 +177,7 @@ class Ring:
         return dist.P2POp(function, tensor, group=self._group, group_peer=peer)
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The contiguous tensors of all ranks, by rank; shapes and types must be equal.
+        """The contiguous tensors of all ranks, in the order of ranks; shapes and types are equal.
 
         Raises:
             RankLostError: when a rank is gone.
@@ -188,12 +192,14 @@ class Ring:
         return found
 
     def _lost(self, peer: int | None, cause: Exception | None) -> RankLostError:
-        """The error that says which rank was lost: the first that any rank found, where the store
-        still answers, because ranks that end with this error are missed by others.
+        """The error that names the lost rank.
+
+        While the store answers, it is the rank that was found lost first: ranks that end with this
+        error look lost to others.
 
         Args:
             peer: rank that did not answer; None: one of the neighbours.
-            cause: error that showed it; None: another rank said so.
+            cause: error that showed it; None: another rank reported it.
         """
         blamed = "" if peer is None else self._name(peer)
         try:
@@ -216,21 +222,21 @@ class Ring:
 
 @dataclass(frozen=True)
 class Passing:
-    """A transfer under way."""
+    """A transfer in flight."""
 
     ring: Ring
     works: list[tuple[Any, int | None]]
-    """Each with the rank that it takes part with; None: with both neighbours."""
+    """Works of torch, each with the other rank; None: both neighbours."""
     received: tuple[torch.Tensor, ...]
 
     def wait(self) -> tuple[torch.Tensor, ...]:
-        """The previous rank's tensors, once they are here and this rank's are sent.
+        """The previous rank's tensors, after both directions have completed.
 
-        On CUDA the current stream waits, not the host. A lost rank shows there by the process
+        On CUDA the current stream waits, not the host. There a lost rank shows by the process
         group's timeout: NCCL's watchdog ends the process.
 
         Raises:
-            RankLostError: when a neighbour is gone, or the group's timeout is over.
+            RankLostError: when a neighbour is gone, or after the group's timeout.
         """
         for work, peer in self.works:
             try:

@@ -1,6 +1,6 @@
-"""The way of every call: guards, key, table, alignment, launch; else PyTorch and a count.
+"""The steps of every call: guards, key, table, alignment, launch. PyTorch answers the others.
 
-An operation of the runtime is one `Call`, a `NamedTuple` because one is made in each call.
+Each operation of the runtime has one class of `Call`, a `NamedTuple`: one is made for every call.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from tuner.runtime.table import Told, table
 
 
 class Call:
-    """One call: tensors and options."""
+    """Tensors and options of one call."""
 
     __slots__ = ()
     aligned: ClassVar[int]
-    """Count of the leading `inputs` that a kernel reads from multiples of 16 bytes."""
+    """Number of leading `inputs` whose addresses must be multiples of 16 bytes."""
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
-        """Tensors that a kernel gets, in the order of the problem's operands."""
+        """Input tensors of a kernel, in the order of the problem's operands."""
         raise NotImplementedError
 
     @property
     def told(self) -> Told | None:
-        """The call as the C++ dispatcher takes it; None: it knows no such calls."""
+        """The call in the C++ dispatcher's form; None: the dispatcher has no such operation."""
         return None
 
     def refusal(self) -> Refusal | None:
-        """Reason why no kernel takes the call, whatever the store says; else None."""
+        """Reason why no kernel of any store takes the call; else None."""
         return None
 
     def kind(self) -> Hashable:
-        """Key of the call: equal keys pose equal problems and share a plan."""
+        """Key of the call: calls with equal keys have equal problems and share a plan."""
         raise NotImplementedError
 
     def key(self, *options: Hashable) -> Hashable:
-        """A `kind` of the inputs' sizes, strides, types and devices, and of `options`."""
+        """A `kind` made of the inputs' sizes, strides, types and devices, and of `options`."""
         tensors = [(t.shape, t.stride(), t.dtype, t.device) for t in self.inputs]
         return type(self), *options, *tensors
 
@@ -53,30 +53,35 @@ class Call:
         """The problem of the call.
 
         Raises:
-            ConfigError: when no tuned kernel has such types, sizes or strides.
+            ConfigError: when no tuned kernel supports such types, sizes or strides.
         """
         raise NotImplementedError
 
     def measurable(self, posed: Posed) -> Posed:
-        """Its problem with the call itself, to be timed where ``TUNER_BENCHMARK`` asks for it."""
+        """The problem with a function that times the call, if ``TUNER_BENCHMARK`` is set."""
         inputs = self.inputs
         if not settings.benchmark() or inputs[0].is_meta or guards.wants_gradient(*inputs):
             return posed
         return replace(posed, run=self._timed)
 
     def _timed(self, plan: Plan | None) -> torch.Tensor:
-        """One call by a plan, or by PyTorch, that counts nowhere."""
+        """One uncounted call by a plan, or by PyTorch for None."""
         with torch.no_grad():
             return self.by_pytorch() if plan is None else plan.run_uncounted(*self.inputs)
 
     def pose_over(self, length: int) -> Posed:
-        """As `pose`, of attention over a cache of another length that the dispatcher takes for the
-        same kind of call.
+        """As `pose`, over a cache of another length that the dispatcher counts as the same kind.
+
+        Args:
+            length: keys of the cache.
+
+        Raises:
+            ConfigError: when the operation has no growing cache.
         """
         raise ConfigError(f"{type(self).__name__} has no cache")
 
     def run(self, plan: Plan) -> torch.Tensor | Refusal:
-        """The plan's output, or the reason why this call cannot have it."""
+        """The plan's output, or the reason why it cannot serve this call."""
         return table.run(plan, *self.inputs)
 
     def by_pytorch(self) -> Any:
@@ -85,7 +90,7 @@ class Call:
 
 
 def serve(call: Call) -> torch.Tensor:
-    """The output of a call, by a tuned kernel or by PyTorch; PyTorch's in a graph of torch.compile.
+    """The output of a call, by a tuned kernel or by PyTorch; by PyTorch in a torch.compile graph.
 
     Raises:
         Whatever PyTorch raises on arguments that it refuses, and what CUDA reports of an earlier
@@ -96,7 +101,7 @@ def serve(call: Call) -> torch.Tensor:
 
 
 def answer(call: Call) -> torch.Tensor | None:
-    """A tuned kernel's output, or None, counted by its reason, where PyTorch must answer."""
+    """A tuned kernel's output, or None and a counted reason when PyTorch must answer."""
     generation = table.refresh(call.inputs[0])
     plan = find(call)
     out = plan if isinstance(plan, Refusal) else call.run(plan)
@@ -112,7 +117,7 @@ def answer(call: Call) -> torch.Tensor | None:
 def find(call: Call) -> Plan | Refusal:
     """The plan that serves a call, or the reason why there is none; runs and counts nothing.
 
-    Looks neither at gradients nor at autocast, which a call does in `Call.run`.
+    Gradients and autocast are not checked here, but in `Call.run`.
     """
     inputs = call.inputs
     refusal = guards.unserved(inputs) or call.refusal()

@@ -1,4 +1,4 @@
-"""Attention under FlexAttention's block masks: a tuned kernel, or FlexAttention itself."""
+"""Attention under FlexAttention's block masks, by a tuned kernel or by FlexAttention."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class SparseCall(_Sparse, Call):
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
-        """Without the mask's tables, which are made where a kernel is found."""
+        """Query, key and value; the mask's tables are made once a kernel is found."""
         return self[:3]
 
     def refusal(self) -> Refusal | None:
@@ -116,31 +116,31 @@ def sparse_attention(
 ) -> Any:
     """softmax(scale * Q K^T + mask) V under a block mask of FlexAttention.
 
-    Has the meaning of ``torch.nn.attention.flex_attention.flex_attention(query, key, value,
-    block_mask=block_mask)``, which answers, compiled on a GPU, whatever no tuned kernel can:
-    gradients, graphs of torch.compile, masks of other sizes than the tensors, ... Each such call
-    is counted by its reason (`tuner.stats`). A query that sees no key has zeros for its output and
-    minus infinity for its log-sum-exp.
+    Means ``torch.nn.attention.flex_attention.flex_attention(query, key, value,
+    block_mask=block_mask)``. FlexAttention, compiled on a GPU, answers calls that no tuned kernel
+    serves: gradients, graphs of torch.compile, masks of other sizes than the tensors. Each such
+    call is counted by its reason (`tuner.stats`). Queries without a visible key have zeros for
+    their output and minus infinity for their log-sum-exp.
 
-    In a graph of torch.compile it is the operator `tuner::sparse_attention`, under a mask whose
-    tables were made before: by an eager call, or by `prepare_block_mask`.
+    In a graph of torch.compile the call is the operator `tuner::sparse_attention`. The mask's
+    tables must have been made before, by an eager call or by `prepare_block_mask`.
 
-    A tuned kernel reads tables over blocks of 128 queries and 128 keys, with a bit for each pair of
-    a block that is seen in part. They are made of a mask of any ``BLOCK_SIZE`` by the first call
-    with it, and live as long as the `BlockMask` object: a mask function whose tensors have changed
-    since needs a new one. A captured CUDA graph reads them, so its masks must outlive it, and each
-    must have been called with before.
+    A tuned kernel reads tables over blocks of 128 queries and 128 keys. A partially visible block
+    has a bit for each pair. The first call with a mask, of any ``BLOCK_SIZE``, makes its tables,
+    which live as long as the `BlockMask` object. If tensors of the mask function change, make a new
+    `BlockMask`. A captured CUDA graph reads the tables: keep its masks alive, and call once with
+    each before the capture.
 
     Args:
-        query: (B, H, SQ, D), fp16 or bf16, with any strides that TMA takes: 1 along D, multiples of
-            16 bytes along the others.
+        query: (B, H, SQ, D), fp16 or bf16. TMA needs stride 1 along D, and multiples of 16 bytes
+            along the other dimensions.
         key: (B, HKV, SKV, D), as `query`, HKV a divisor of H.
         value: (B, HKV, SKV, D), as `key`.
         block_mask: (B or 1, H or 1, SQ, SKV), on the tensors' device.
-        scale: of the scores; 1/sqrt(D) when None.
+        scale: factor of the scores; 1/sqrt(D) when None.
         softcap: each scaled score s becomes softcap * tanh(s / softcap), before the mask; 0: none.
-        return_lse: return (out, log-sum-exp) too. The latter is fp32 (B, H, SQ), the natural
-            logarithm of the sum of the exponentials.
+        return_lse: return (out, log-sum-exp). The latter is fp32 (B, H, SQ), the natural logarithm
+            of the sum of the exponentials.
 
     Returns:
         (B, H, SQ, D), of the inputs' type, or with `return_lse` that and the log-sum-exp.
@@ -280,7 +280,7 @@ def _compiled() -> Callable[..., Any]:
 
 @lru_cache(256)
 def _capped(softcap: float) -> Callable[..., torch.Tensor]:
-    """A function of scores, one object for each cap: another would be compiled anew."""
+    """A score function, one object for each cap: torch.compile compiles each object anew."""
 
     def capped(score: torch.Tensor, *_: Any) -> torch.Tensor:
         return softcap * torch.tanh(score / softcap)

@@ -1,9 +1,9 @@
-"""What serves each kind of call: a dict that is as good as the store's last look is old.
+"""Plan cache keyed by kind of call; checks the store at most every `LOOK_EVERY_S` seconds.
 
-The store is looked at when a call comes and `LOOK_EVERY_S` have passed, so an update is seen
-within a second and a call costs no look-up. A store that cannot be read changes nothing: what is
-known goes on serving, and what is not known is PyTorch's. While a generation grows, lengths near
-one that was refused are refused without a look-up.
+A call triggers the check once that time has passed, so an update is seen within a second, and most
+calls need no look-up. While the store cannot be read, known plans stay in use, and PyTorch answers
+unknown kinds of calls. When a growing cache was refused at one length, nearby lengths are refused
+without a look-up.
 """
 
 from __future__ import annotations
@@ -46,30 +46,30 @@ from tuner.selection.reader import (
 _log = logging.getLogger("tuner.runtime")
 
 LOOK_EVERY_S = 0.5
-"""A call later than this after the last look at the store looks again."""
+"""Seconds between checks of the store for changes."""
 RETRY_EVERY_S = 5.0
-"""What of an entry cannot run, for want of an artifact say, is tried again after this."""
+"""Seconds until an entry that cannot run, for a missing artifact say, is tried again."""
 GROWS_BY = 64
-"""Keys of a cache: a length that nothing serves stands for the others of as many."""
-#: Kinds of call kept; more start over, so that a server of ever new shapes stays small.
+"""Lengths of a growing cache that share one refusal."""
+#: Kinds of calls kept. A larger table is cleared, so that a server of ever new shapes stays small.
 _MAX_KNOWN = 4096
 
 _Out = TypeVar("_Out")
 Told = tuple[str, tuple[Any, ...]]
-"""Operation and arguments of a call as the C++ dispatcher takes them (`dispatch.put`)."""
+"""Operation and arguments of a call in the C++ dispatcher's form (`dispatch.put`)."""
 _OFF = Refusal(Kind.OFF, "TUNER_DISABLE is set")
 
 
 @dataclass(frozen=True)
 class _Known:
-    """What was found out about one kind of call."""
+    """Cached result for one kind of call."""
 
     until: float
-    """It is good up to this time (`time.monotonic`)."""
+    """Time up to which it is valid (`time.monotonic`, seconds)."""
     problem: Problem | None
     plan: Plan | Refusal
     is_stale: bool = False
-    """The store may say something else by now."""
+    """True when the store may have changed since."""
 
     @property
     def is_vendors(self) -> bool:
@@ -81,17 +81,17 @@ class _Known:
 
     @property
     def stale(self) -> _Known:
-        """It, to be asked for anew."""
+        """A copy that must be looked up again."""
         return replace(self, until=0.0, is_stale=True)
 
     @property
     def passing(self) -> Plan | Refusal:
-        """The plan, or why there is none, for one call."""
+        """The plan, or a refusal of one call only."""
         return replace(self.plan, until=0.0) if isinstance(self.plan, Refusal) else self.plan
 
 
 class Table:
-    """From a kind of call to its plan; safe between threads and after a fork."""
+    """Plans by kind of call; safe between threads and after a fork."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, _Known] = {}
@@ -101,11 +101,11 @@ class Table:
         self._lock = threading.RLock()
         self._look_at = 0.0
         self._stamp: Hashable = None
-        """Of the store's decisions, at the last look."""
+        """Stamp of the store's decisions at the last check."""
         self._decided: Mapping[str, Hashable] | None = None
-        """They themselves, from the first change on."""
+        """The decisions themselves, read from the first change on."""
         self._off: Refusal | None = None
-        """Reason why nothing is served; None where something is."""
+        """Reason why nothing is served; None otherwise."""
         self._path: Path | None = None
         self._absent: frozenset[str] = frozenset()
         self._refusal: Refusal | None = None
@@ -113,10 +113,10 @@ class Table:
         self._flagged: set[str] = set()
 
     def get(self, kind: Hashable) -> Plan | Refusal | None:
-        """What is known of a kind of call: its plan, why there is none, or None.
+        """Cached plan or refusal of a kind of call; None for an unknown kind.
 
         Args:
-            kind: everything that tells this call from others: equal kinds pose equal problems.
+            kind: key of the call; calls with equal keys have equal problems.
         """
         if self._off is not None:
             return self._off
@@ -126,13 +126,13 @@ class Table:
         return known.plan
 
     def refresh(self, tensor: torch.Tensor) -> int:
-        """Look at the store where that is due, before a call is looked up in this table.
+        """Check the store if that is due; to be called before a call is looked up in this table.
 
         Args:
-            tensor: one of the call's; nothing is looked up for those of other devices.
+            tensor: an input of the call; other devices than the served one need no check.
 
         Returns:
-            The dispatcher's generation, for refusals that are found from now on.
+            The dispatcher's generation, for refusals found from now on.
         """
         if time.monotonic() >= self._look_at:
             if isinstance(tensor, torch.Tensor) and tensor.device.type == devices.TYPE:
@@ -147,19 +147,19 @@ class Table:
         device: int,
         pose_over: Callable[[int], Posed] | None = None,
     ) -> Plan | Refusal:
-        """Ask the store about a kind of call that `get` does not know.
+        """Look up a kind of call that `get` does not know.
 
         Args:
             kind: as in `get`.
-            told: the call as `dispatch.put` takes it; None: the C++ dispatcher keeps no plan.
-            pose: the problem; raises ConfigError where no tuned kernel could serve.
-            device: index of the device that the tensors are on.
-            pose_over: the problem with a cache of so many keys; None: of no such call.
+            told: the call in the form of `dispatch.put`; None: the C++ dispatcher keeps no plan.
+            pose: gives the problem; raises ConfigError if no tuned kernel could serve it.
+            device: index of the tensors' device.
+            pose_over: gives the problem with a cache of that many keys; None: no growing cache.
         """
         old = self._known.get(kind)
-        if devices.is_capturing():  # what was loaded may be captured, whatever the store says now
+        if devices.is_capturing():  # a loaded kernel may be captured, even if the store has changed
             return once(Kind.CAPTURING, "call once before") if old is None else old.passing
-        # While another thread asks, what was known a moment ago is good enough.
+        # While another thread looks up, the plan known so far is good enough.
         if not self._lock.acquire(blocking=old is None) and old is not None:
             return old.passing
         try:
@@ -171,7 +171,7 @@ class Table:
             if len(self._known) >= _MAX_KNOWN:
                 self._clear()
             self._known[kind] = found
-            # Marked calls go through Python: the dispatcher opens no ranges.
+            # With NVTX ranges calls go through Python: the dispatcher opens none.
             if told is not None and not ranges.ON:
                 dispatch.prepare(then=self.renew)
                 if isinstance(found.plan, KernelPlan):
@@ -181,28 +181,27 @@ class Table:
             self._lock.release()
 
     def run(self, plan: Plan, *inputs: torch.Tensor) -> torch.Tensor | Refusal:
-        """The plan's output, or the reason that there is none: it is withdrawn where it was
-        refused.
+        """The plan's output, or a refusal. A plan whose launch was refused is withdrawn.
 
         Raises:
-            RuntimeError: what CUDA reports of an earlier kernel.
+            RuntimeError: a CUDA error of an earlier kernel.
         """
         return self._tried(plan, plan.run, *inputs)
 
     def run_with_lse(
         self, plan: Plan, *inputs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor] | Refusal:
-        """As `run`, of a plan that has the log-sum-exp."""
+        """As `run`, with the log-sum-exp, for a plan that writes it."""
         return self._tried(plan, plan.run_with_lse, *inputs)
 
     def run_into(
         self, plan: KernelPlan, out: torch.Tensor, lse: torch.Tensor | None, *inputs: torch.Tensor
     ) -> torch.Tensor | Refusal:
-        """As `run`, into memory of the caller's (`KernelPlan.run_into`)."""
+        """As `run`, with the output in the caller's memory (`KernelPlan.run_into`)."""
         return self._tried(plan, plan.run_into, out, lse, *inputs)
 
     def run_all(self, plan: Plan, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...] | Refusal:
-        """As `run`, of a problem with several outputs."""
+        """As `run`, for a problem with several outputs."""
         return self._tried(plan, plan.run_all, *inputs)
 
     def _tried(self, plan: Plan, run: Callable[..., _Out], *tensors: Any) -> _Out | Refusal:
@@ -217,11 +216,11 @@ class Table:
     def _failed(self, plan: Plan, exc: Exception) -> Refusal:
         if isinstance(exc, BenchmarkError):
             return self.withdraw(plan, exc)
-        # For this call only: the next may have more.
+        # For this call only: the next may find more memory.
         return once(Kind.MEMORY, f"{plan.config.family} at {plan.problem.label()}")
 
     def withdraw(self, plan: Plan, exc: BenchmarkError) -> Refusal:
-        """Never launch a plan's config for its problem again in this process; returns why."""
+        """Stop launching a plan's config for its problem in this process; returns the refusal."""
         problem, config = plan.problem, plan.config
         with self._lock:
             self._withdrawn.setdefault(problem.key, set()).add(config)
@@ -237,12 +236,12 @@ class Table:
         absent: Collection[str] = (),
         refusal: Refusal | None = None,
     ) -> None:
-        """Serve what one file decides, whatever becomes of the user's store.
+        """Serve the decisions of one file, independent of later changes of the user's store.
 
         Args:
-            path: the SQLite file; None: the user's.
-            absent: keys of the artifacts that must not be launched, here though they may be.
-            refusal: reason why nothing at all is served; None where something is.
+            path: the SQLite file; None: the user's store.
+            absent: keys of artifacts that must not be launched, even if present.
+            refusal: reason to serve nothing; None: serve.
         """
         with self._lock:
             self._path, self._absent, self._refusal = path, frozenset(absent), refusal
@@ -250,7 +249,7 @@ class Table:
             self._look_at = 0.0
 
     def forget(self) -> None:
-        """Know nothing, as a new process does."""
+        """Reset the table to its state in a new process."""
         with self._lock:
             self.pin(None)
             self._withdrawn = {}
@@ -260,7 +259,7 @@ class Table:
         dispatch.clear()
 
     def renew(self) -> None:
-        """Have the dispatcher given every plan anew, each when it is called for."""
+        """Clear the dispatcher; it gets each plan again at the plan's next call."""
         with self._lock:
             self._known = {
                 kind: replace(known, until=0.0) if isinstance(known.plan, Plan) else known
@@ -271,11 +270,11 @@ class Table:
             self._serve()
 
     def _serve(self) -> None:
-        """Have the dispatcher answer up to the next look; nothing is served while it is off."""
+        """Let the dispatcher answer until the next check; without plans while serving is off."""
         dispatch.serve_until(self._look_at, with_plans=self._off is None)
 
     def _look(self) -> None:
-        """See whether the store has changed; another thread's look is as good."""
+        """Check the store for changes, unless another thread does."""
         if devices.is_capturing() or not self._lock.acquire(blocking=False):
             return
         try:
@@ -299,8 +298,8 @@ class Table:
             self._lock.release()
 
     def _drop(self) -> None:
-        """Forget what was decided anew, and distrust refusals that hold for the lengths of a
-        growing cache beside. At the first change everything is distrusted.
+        """Drop plans of changed decisions, and mark refusals of the same cache at other lengths as
+        stale. At the first change all plans are marked.
         """
         if not self._known:
             self._decided = None
@@ -327,9 +326,9 @@ class Table:
             self.renew()
 
     def _find(self, pose: Callable[[], Posed], device: int, old: _Known | None) -> _Known | Refusal:
-        """What serves a call now; a refusal, not to be kept, when the store cannot be read."""
+        """Result for a call now; a refusal, not to be cached, when the store cannot be read."""
         if old and isinstance(old.plan, Plan) and not old.is_stale:
-            return replace(old, until=math.inf)  # only the dispatcher must be told again
+            return replace(old, until=math.inf)  # only the dispatcher needs it again
         try:
             posed = pose()
         except ConfigError as exc:
@@ -337,7 +336,7 @@ class Table:
         if self._fault is not None:
             return self._fault
         problem = posed.problem
-        # Refused for its strides: other lengths may have others.
+        # A refusal for strides does not hold for other lengths, whose strides may differ.
         near = None if posed.strides else _neighbourhood(problem, device)
         try:
             known = self._near.get(near)
@@ -372,7 +371,7 @@ class Table:
             if is_final and not stands_in:
                 return self._bounded(own, is_strided), True
         chosen: _Known | None = None
-        # Ranks that agreed on decisions may have unlike kernel lists.
+        # Ranks that agreed on decisions may have different kernel lists.
         if self._path is None and portfolio.knows(problem, gpu):
             chosen = self._choose(posed, device)
         wanted = KernelPlan if stands_in else Plan
@@ -387,7 +386,7 @@ class Table:
         return self._bounded(_refused(problem, miss, math.inf), is_alone=False), False
 
     def _choose(self, posed: Posed, device: int) -> _Known | None:
-        """What the portfolio serves; None where it knows nothing of such problems."""
+        """The portfolio's result; None when it has no candidates for such problems."""
         problem = posed.problem
         withdrawn = self._withdrawn.get(problem.key, ())
         with devices.use(device):
@@ -406,7 +405,9 @@ class Table:
     def _lengths(
         self, plan: KernelPlan, pose_over: Callable[[int], Posed] | None, device: int
     ) -> lengths.Lengths | None:
-        """The plan over a range of lengths of a growing cache, where it serves them all."""
+        """Launches over a range of lengths of a growing cache; None if the plan serves only its
+        own.
+        """
         problem = plan.problem
         if pose_over is None or not dispatch.is_loaded():
             return None
@@ -430,8 +431,11 @@ class Table:
         return None
 
     def _bounded(self, known: _Known, is_alone: bool) -> _Known:
-        """A refusal with the lengths of a growing cache that it holds for; `is_alone`: its own, for
-        other lengths may have strides that a kernel takes.
+        """A refusal with the lengths of a growing cache that it holds for.
+
+        Args:
+            known: result; plans are returned unchanged.
+            is_alone: the refusal holds for its own length only: other strides may be supported.
         """
         problem, refusal = known.problem, known.plan
         if not isinstance(refusal, Refusal) or not isinstance(problem, AttentionProblem):
@@ -444,16 +448,16 @@ class Table:
         return replace(known, plan=replace(refusal, lengths=ends))
 
     def _ask(self, problem: Problem, gpu: Gpu) -> Answer | None:
-        """The store's answer for a problem on a GPU, or None: the only look-up of the runtime.
+        """The lookup result for a problem on a GPU, or None: the only look-up of the runtime.
 
         Raises:
             StoreError: when the store cannot be read.
         """
-        # The portfolio's choices are made with a look at the proofs (`_choose`).
+        # The portfolio's choices depend on the proofs, and are made in `_choose`.
         return lookup(problem, gpu=gpu, path=self._path, with_portfolio=False)
 
     def _resolve(self, posed: Posed, answer: Answer, device: int) -> _Known:
-        """The part of the store's answer that can run here."""
+        """The best candidate of a lookup result that can run here."""
         problem = posed.problem
         with devices.use(device):
             withdrawn = self._withdrawn.get(problem.key, ())
@@ -463,35 +467,35 @@ class Table:
         self._flag(answer)
         if isinstance(plan, Plan):
             return _Known(math.inf, problem, plan)
-        # That stays so until the store says something else.
+        # A vendor's win holds until the store changes.
         return _refused(problem, plan, math.inf if plan.kind is Kind.VENDOR else RETRY_EVERY_S)
 
     def _flag(self, answer: Answer) -> None:
-        """Say once that entries are served which another environment measured."""
+        """Warn once about entries that were measured in another environment."""
         found = "; ".join(differences(answer.entry, devices.environment()))
         if found and found not in self._flagged:
             self._flagged.add(found)
             _log.warning(
-                "served as measured in another environment (%s): tuner revalidate times it here",
+                "serving decisions of another environment (%s): tuner revalidate times them here",
                 found,
             )
 
     def _blame(self, exc: StoreError) -> Refusal:
-        """Remember, up to the next look, that the store cannot be read."""
+        """Refuse unknown calls until the next check: the store cannot be read."""
         self._fault = once(Kind.STORE, str(exc))
         counters.count_error(self._fault.reason)
         return self._fault
 
 
 def _refused(problem: Problem, refusal: Refusal, for_s: float) -> _Known:
-    """A refusal that is good for so long."""
+    """A refusal that is valid for that many seconds."""
     until = time.monotonic() + for_s
     return _Known(until, problem, replace(refusal, until=until))
 
 
 def _neighbourhood(problem: Problem, device: int) -> Hashable | None:
-    """Equal for attention over a cache's keys whose count differs by less than `GROWS_BY`; None of
-    other problems.
+    """Key shared by attention problems that differ only in the length of their cache, in blocks of
+    `GROWS_BY` keys; None for other problems.
     """
     if not isinstance(problem, AttentionProblem) or problem.seqlen_q == problem.seqlen_kv:
         return None
@@ -500,7 +504,9 @@ def _neighbourhood(problem: Problem, device: int) -> Hashable | None:
 
 
 def _of_any_length(keys: Iterable[str]) -> Iterator[str]:
-    """`of_any_length` of problems, by key; those that another version wrote are nobody's here."""
+    """`of_any_length` of the problems with these keys; unreadable keys of other versions are
+    skipped.
+    """
     for key in keys:
         with contextlib.suppress(TypeError, ValueError):
             yield of_any_length(problem_from_json(json.loads(key)))

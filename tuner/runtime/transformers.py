@@ -1,23 +1,27 @@
-"""`attn_implementation="tuner"` for Hugging Face Transformers: registered by importing this.
+"""`attn_implementation="tuner"` for Hugging Face Transformers; importing this module registers it.
 
 ::
 
     import tuner.runtime.transformers
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="tuner")
 
-Masks are made as for `sdpa`: none where the causal flag says it all, else a tensor, which is an
-operand of the tuned kernel. A sliding window is such a tensor once there are as many keys as it is
-wide; so are a cache's earlier keys before several queries, and packed sequences, which position_ids
-tell. In a graph of torch.compile a mask is left out where sizes alone tell it.
-Without a mask one query sees all keys, and several see keys 0..i: a static cache is longer than the
-prompt that fills it.
+Masks are made as for `sdpa`: none if the causal flag suffices, else a tensor, which is an operand
+of the tuned kernel. These need a tensor:
 
-In a step of continuous batching (`generate_batch`) `continuous_batching` answers over the cache's
-pages; Transformers 5.17 calls it ``paged|tuner``, and later ones take that name too.
+- a sliding window, once there are more keys than it is wide;
+- several queries after a filled cache;
+- packed sequences, which position_ids describe.
 
-Transformers hands an attention function whatever its caller passed on. Each keyword is used, is
-known to change nothing (`WITHOUT_EFFECT`), or is an error that names it: what a model's own
-`eager_attention_forward` computes is the meaning.
+In a graph of torch.compile a mask is left out if sizes alone determine it. Without a mask a single
+query sees all keys, and query i of several sees keys 0..i. A static cache is longer than the prompt
+that fills it.
+
+In continuous batching (`generate_batch`) the module `continuous_batching` serves the cache's pages.
+Transformers 5.17 calls this ``paged|tuner``; later versions accept that name also.
+
+Transformers passes all keywords of its caller to an attention function. Each keyword is used, is
+known to have no effect (`WITHOUT_EFFECT`), or raises an error with its name. A model's own
+`eager_attention_forward` defines the meaning.
 """
 
 from __future__ import annotations
@@ -51,17 +55,17 @@ from tuner.runtime.operators import operate
 
 try:
     from tuner.runtime import continuous_batching
-except (ImportError, AttributeError):  # of a Transformers that is built otherwise
+except (ImportError, AttributeError):  # a Transformers with other internals
     continuous_batching = None  # type: ignore[assignment]
 
 NAME = "tuner"
 """The value of `attn_implementation`."""
 
 WITHOUT_EFFECT: set[str] = {
-    # What the mask, which was made from it, says already; and FlashAttention's own options.
+    # Contained in the mask that was made from it; and options of FlashAttention.
     *("position_ids", "cache_position", "max_length_q", "max_length_k", "max_seqlen", "seq_idx"),
     *("deterministic", "layer_idx", "token_type_ids", "mm_token_type_ids", "query_length"),
-    # The cache, which the layer has used, and what the model returns.
+    # The cache, which the layer has used already, and options of the model's results.
     *("use_cache", "past_key_values", "cache_params", "padding_cache", "shared_kv_states"),
     *("return_dict", "output_hidden_states", "output_router_logits", "logits_to_keep"),
     *("labels", "shift_labels", "num_items_in_batch", "is_first"),
@@ -82,8 +86,8 @@ WITHOUT_EFFECT: set[str] = {
     *("query_position_embeddings", "relative_position_embeddings", "reference_points"),
     *("spatial_shapes", "spatial_shapes_list", "level_start_index"),
 }
-"""Keywords that Transformers 5.17 to 5.23 passes on, or may pass on, and that change nothing. A
-model of one's own may add to it.
+"""Keywords without effect that Transformers 5.17 to 5.23 passes on. Code of your own models may add
+to them.
 """
 _REFUSED: Mapping[str, str] = {
     "s_aux": "attention sinks",
@@ -111,25 +115,25 @@ def attention_forward(
     """Attention of a Transformers layer by a tuned kernel, else by Transformers' `sdpa`.
 
     Args:
-        module: the layer; its `is_causal` holds where the argument is None.
+        module: the layer; its `is_causal` applies when the argument is None.
         query: (B, H, SQ, D)
         key: (B, HKV, SKV, D)
         value: (B, HKV, SKV, D)
         attention_mask: as `sdpa_mask` makes it, or None.
         dropout: probability.
-        scaling: of the scores; 1/sqrt(D) when None.
+        scaling: factor of the scores; 1/sqrt(D) when None.
         is_causal: overrides the module's.
-        position_bias: (B or 1, H or 1, SQ, SKV), added to the scores; wants no softcap.
-        cache: that of continuous batching, or None.
-        softcap: as in `tuner.attention`: of the scaled scores, before the mask.
-        kwargs: what the model passes on.
+        position_bias: (B or 1, H or 1, SQ, SKV), added to the scores; not allowed with a softcap.
+        cache: cache of continuous batching, or None.
+        softcap: as in `tuner.attention`: cap of the scaled scores, before the mask.
+        kwargs: other keywords of the model.
 
     Returns:
         (B, SQ, H, D), and None for the weights.
 
     Raises:
-        ValueError: on a keyword that changes the result in a way that is not known here, and where
-            nothing says whether the layer is causal.
+        ValueError: on a keyword that may change the result and is not supported. Also when neither
+            the module nor the argument defines `is_causal`.
     """
     arguments = module, query, key, value, attention_mask, dropout, scaling
     if cache is not None:
@@ -169,7 +173,7 @@ def _batched(
     """A layer's attention in a step of continuous batching.
 
     Raises:
-        ValueError: on what it does not know.
+        ValueError: on a keyword or a Transformers version that is not supported.
     """
     if continuous_batching is None:
         raise ValueError(_refusal("continuous batching with this Transformers"))
@@ -184,10 +188,10 @@ def _batched(
 
 
 def paged_attention_forward(*arguments: Any, **options: Any) -> tuple[torch.Tensor, None]:
-    """`attention_forward` under the name that Transformers 5.17 has for continuous batching.
+    """`attention_forward` under Transformers 5.17's name for continuous batching.
 
     Raises:
-        ValueError: outside of it, where models make no masks under this name.
+        ValueError: outside of continuous batching: models make no masks under this name.
     """
     if options.get("cache") is None:
         raise ValueError(
@@ -201,10 +205,10 @@ def _refusal(what: str) -> str:
 
 
 def _check(name: str, given: Any, mask: torch.Tensor | None, key: torch.Tensor) -> None:
-    """Refuse a keyword whose meaning would be lost.
+    """Refuse a keyword that would be ignored although it changes the result.
 
     Raises:
-        ValueError: names it.
+        ValueError: names the keyword.
     """
     if name in _REFUSED:
         raise ValueError(_refusal(f"{_REFUSED[name]} ({name})"))
@@ -239,7 +243,7 @@ def _is_causal(
     """True if query i sees keys 0..i: several queries of a causal layer without a mask.
 
     Raises:
-        ValueError: when nothing says whether the layer is causal.
+        ValueError: when neither the module nor the argument defines `is_causal`.
     """
     if mask is not None or not query.shape[2] > 1:
         return False
@@ -259,8 +263,8 @@ def _with_positions(
     query: torch.Tensor,
     key: torch.Tensor,
 ) -> torch.Tensor:
-    """A bias by positions as the mask that `sdpa` makes of it: the lowest number of the type where
-    a key is hidden.
+    """A position bias merged with the mask, as by `sdpa`: hidden keys have the type's lowest
+    number.
     """
     if mask is None and is_causal:
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=key.device).tril()
@@ -272,7 +276,7 @@ def _with_positions(
 
 
 def _sdpa(*arguments: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    """Transformers' own, whose attention stays PyTorch's."""
+    """Transformers' own attention, with PyTorch's attention not overridden."""
     result: tuple[torch.Tensor, None]
     if torch.compiler.is_compiling():
         result = sdpa_attention_forward(*arguments, **kwargs)
@@ -296,7 +300,7 @@ def _tuned(
         out = dispatch.attention(query, key, value, *options)
         if out is not None:
             return None if out is dispatch.REFUSED else out
-    elif is_causal and query.shape[2] != key.shape[2]:  # a static cache's: `sdpa` cuts it off
+    elif is_causal and query.shape[2] != key.shape[2]:  # a static cache: `sdpa` truncates it
         return None
     query, key, value = guards.autocast(devices.TYPE, query, key, value)
     if is_compiling:
@@ -306,8 +310,10 @@ def _tuned(
 
 
 def attention_mask(*arguments: Any, config: Any = None, **options: Any) -> torch.Tensor | None:
-    """`sdpa_mask`; always a tensor for models that drop queries after they made their masks, those
-    whose last layers share keys and values: what is left starts elsewhere than at key 0.
+    """`sdpa_mask`, with a tensor where the causal flag would be wrong.
+
+    Models whose last layers share keys and values drop queries after they made their masks. The
+    remaining queries do not start at key 0, so these models always get a tensor.
     """
     if getattr(config, "num_kv_shared_layers", None):
         options["allow_is_causal_skip"] = False
@@ -329,8 +335,8 @@ def _is_told_by_shape(
 ) -> bool:
     """True if sizes alone say that `sdpa_mask` may leave out the mask.
 
-    Before PyTorch 2.14 `torch.compiler.is_exporting` is true in every graph, and `sdpa_mask` makes
-    a tensor, which no tuned kernel takes. A padding mask is data: no graph can look at it.
+    Before PyTorch 2.14 `torch.compiler.is_exporting` is true in every graph, so `sdpa_mask` makes a
+    tensor, which no tuned kernel takes there. A padding mask is data that a graph cannot inspect.
     """
     if attention_mask is not None or q_length is None or kv_length is None:
         return False
@@ -348,16 +354,16 @@ class _Found(threading.local):
 
 
 _found = _Found()
-"""Result of `_look`, from compile time to the line of the graph behind it."""
+"""Result of `_look` at compile time, read by the next line of the graph."""
 
 
 def _look(context: Any) -> None:
-    """At compile time: whether ``position_ids``, a local of the caller, counts up from a number."""
+    """Note at compile time if ``position_ids``, a local of the caller, counts up from a number."""
     _found.is_counted = _counts_up(context.get_local("position_ids").as_proxy().node)
 
 
 def _counts_up(node: Any) -> bool:
-    """True if a node of the graph is a `torch.arange` by ones, shifted and expanded at most."""
+    """True if a node of the graph is a `torch.arange` of step 1, perhaps shifted and expanded."""
     while node.op in ("call_function", "call_method"):
         before, *others = node.args
         if node.target is torch.arange:
@@ -373,7 +379,7 @@ def _counts_up(node: Any) -> bool:
 
 
 def _value(argument: Any) -> Any:
-    """The example of a graph's node, or a constant itself."""
+    """The example value of a graph's node; a constant is returned as it is."""
     return argument.meta.get("example_value") if hasattr(argument, "meta") else argument
 
 
@@ -381,8 +387,10 @@ _is_counted: Callable[[], bool] = torch.compiler.assume_constant_result(lambda: 
 
 
 def _packed_sequences(position_ids: torch.Tensor) -> torch.Tensor | None:
-    """Transformers' `find_packed_sequence_indices`; None also in a graph that counts the positions
-    itself, which holds one sequence. Transformers takes any positions of a graph for packed ones.
+    """Transformers' `find_packed_sequence_indices`; None for a graph that counts its positions.
+
+    Such a graph holds one sequence, but Transformers takes all positions in a graph for packed
+    ones.
     """
     if torch.compiler.is_dynamo_compiling():
         comptime(_look)

@@ -1,4 +1,4 @@
-"""Attention over packed sequences of unlike lengths: the tuned kernel, or PyTorch's, one by one."""
+"""Attention over packed sequences of different lengths."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tuner.runtime.table import table
 
 @dataclass(frozen=True)
 class _Sized(AttentionProblem):
-    """A call's problem, whose packed tensors have as many rows as the call's, not as the lengths
-    that kernels are measured on.
+    """A call's problem, with the call's own numbers of packed rows in place of those that kernels
+    are measured with.
     """
 
     rows_q: int = 0
@@ -114,12 +114,12 @@ class VarlenCall(_Packed, Call):
         if isinstance(plan, KernelPlan):
             sizes = self.batch, self.longest_q, self.longest_kv
             plan = _sized(plan, sizes, query.shape, key.shape, self.scale)
-        # A batch of one, as the problem's operands have it.
+        # The problem's operands have a batch of one.
         out = table.run(plan, *[t.transpose(0, 1)[None] for t in (query, key, value)], *starts)
         return out if isinstance(out, Refusal) else out[0].transpose(0, 1)
 
     def by_pytorch(self) -> torch.Tensor:
-        """PyTorch's attention of each sequence, which must know the lengths."""
+        """PyTorch's attention of each sequence; reads the lengths on the host."""
         query, key, value = self.query, self.key, self.value
         of_queries = _ends(self.starts_q, "cu_seqlens_q", query.shape[0], self.longest_q)
         of_keys = _ends(self.starts_kv, "cu_seqlens_kv", key.shape[0], self.longest_kv)
@@ -151,24 +151,24 @@ def attention_varlen(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """softmax(scale * Q K^T + mask) V of each of B sequences that lie one after the other.
+    """softmax(scale * Q K^T + mask) V of each of B packed sequences.
 
     Sequence b has the queries cu_seqlens_q[b]..cu_seqlens_q[b + 1] and the keys and values
-    cu_seqlens_kv[b]..cu_seqlens_kv[b + 1]; either may be none. A query without keys has zeros for
-    its output.
+    cu_seqlens_kv[b]..cu_seqlens_kv[b + 1]; either range may be empty. Queries without keys have
+    zeros for their output.
 
-    Where no tuned kernel can, PyTorch's attention answers for one sequence after the other, which
-    reads the lengths back and so waits for the device, and cannot be captured in a CUDA graph; each
-    such call is counted by its reason (`tuner.stats`). Kernels are found by B and the longest
-    lengths, each rounded up to a power of two: those tuned there, or near there.
+    PyTorch's attention answers calls that no tuned kernel serves, one sequence after the other. It
+    reads the lengths on the host, which waits for the device and cannot be captured in a CUDA
+    graph. Each such call is counted by its reason (`tuner.stats`). Kernels are selected by B and
+    the longest lengths, each rounded up to a power of two.
 
-    The tuned kernel cannot look at the lengths before it runs: it trusts that cu_seqlens begin with
-    0, never fall, end within the tensors, and that no sequence is longer than said. What follows a
-    sequence's values up to the next whole tile is multiplied by zero: an infinity or a NaN there
-    would reach its output, so all of `value` must be finite.
+    A tuned kernel does not check the lengths on the device. cu_seqlens must begin with 0, never
+    decrease, and end within the tensors, and no sequence may exceed the given longest lengths.
+    Values behind a sequence, up to the next whole tile, are multiplied by zero. An infinity or a
+    NaN there would reach the output, so all of `value` must be finite.
 
     Args:
-        query: (total_q, H, D), fp16 or bf16; a tuned kernel takes contiguous ones.
+        query: (total_q, H, D), fp16 or bf16; a tuned kernel needs contiguous tensors.
         key: (total_kv, HKV, D), as `query`.
         value: (total_kv, HKV, D), as `query`.
         cu_seqlens_q: int32 (B + 1), on the tensors' device; B may be 0.
@@ -176,15 +176,15 @@ def attention_varlen(
         max_seqlen_q: queries of the longest sequence, or more.
         max_seqlen_kv: keys of the longest sequence, or more.
         is_causal: query i of a sequence sees its keys 0..i.
-        scale: of the scores; 1/sqrt(D) when None.
+        scale: factor of the scores; 1/sqrt(D) when None.
         enable_gqa: let HKV be a divisor of H.
 
     Returns:
         (total_q, H, D), of the inputs' type. Rows beyond the last sequence's end are undefined.
 
     Raises:
-        ConfigError: on tensors that are not as above, or longest lengths below 0; where PyTorch
-            answers, on lengths that do not fit the tensors.
+        ConfigError: on tensors that are not as above, or longest lengths below 0. PyTorch's
+            fallback also raises it on lengths that do not fit the tensors.
         Whatever `scaled_dot_product_attention` raises on arguments that it refuses, and what CUDA
         reports of an earlier kernel.
     """
@@ -230,7 +230,7 @@ def _sized(
     shape_kv: torch.Size,
     scale: float,
 ) -> KernelPlan:
-    """The plan with the sizes of a call: B and the longest lengths, and the tensors' shapes."""
+    """The plan with a call's B, longest lengths and numbers of rows."""
     known = plan.problem
     if not isinstance(known, AttentionProblem):
         raise ConfigError(f"{known.op} has no packed sequences")
@@ -252,14 +252,14 @@ def _sized(
 
 
 def _ends(starts: torch.Tensor, name: str, rows: int, longest: int) -> list[int]:
-    """`starts` as whole numbers; waits for the device."""
+    """`starts` as integers on the host, checked; waits for the device."""
     found: list[int] = starts.tolist()
     lengths = [end - start for start, end in pairwise(found)]
     falls = min(lengths, default=0) < 0
     if found[0] != 0 or falls or found[-1] > rows:
         raise ConfigError(
-            f"{name} runs from {found[0]} to {found[-1]}{', falling on the way' if falls else ''} "
-            f"(allowed: from 0, never falling, to {rows} at most)"
+            f"{name} runs from {found[0]} to {found[-1]}{', not in order' if falls else ''} "
+            f"(allowed: from 0, never decreasing, to {rows} at most)"
         )
     if max(lengths, default=0) > longest:
         raise ConfigError(

@@ -1,1 +1,1 @@
-"""Choice of the next candidate: studies, samplers, the surrogate, rules fitted to results."""
+"""Search: studies, samplers, surrogate, ranking and stopping; portfolios fitted to results."""

@@ -1,16 +1,21 @@
-"""Which few configurations serve a list of shapes, each within a given loss of the best known one.
+"""Few configurations that cover a list of shapes, each within a given loss of the best known one.
 
-Times are measured ones (quick passes of the store, else of the shipped recordings) and, for what
-was not measured at a shape, the search's own belief: the cost model corrected by what was measured
-there and at other shapes (`tuner.search.surrogate`). Every number says which of the two it is. Left
-out of its history, the belief's first choice took 1.6 % more than the best recorded attention
-kernel in the mean over 11 problems (worst 5.1 %), where the cost model's took 6.4 % more (worst 15
-%); over the two recorded GEMMs 11 and 2 %. Attention kernels that it held to be within 3 % of its
-choice were 3.3 % behind the recorded best in the mean, 14 % at worst: what is predicted is a plan
-for measuring, not a measurement.
+Times are measured, or predicted by the search's surrogate: the cost model corrected by measurements
+at this shape and at others (`tuner.search.surrogate`). Measured times come from the quick passes of
+the store or of the shipped recordings. Every number says which kind it is.
 
-The choice is greedy set cover: the configuration that serves most of the shapes that are left, of
-equals the one with more measured times, then the one with the smaller loss.
+A prediction is a plan for measuring. Loss of its first choice against the best recorded kernel,
+with the problem's own results left out:
+
+| problems | surrogate, mean (worst) | cost model, mean (worst) |
+|---|---|---|
+| attention, 11 | 1.6 % (5.1 %) | 6.4 % (15 %) |
+| GEMM, 2 | 11 % and 2 % | |
+
+Attention kernels predicted within 3 % of that choice lost 3.3 % in the mean, 14 % at worst.
+
+The choice is greedy set cover: first the configuration that serves most of the remaining shapes.
+Ties go to more measured times, then to the smaller loss.
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ from tuner.store.entry import is_vendor, vendor_name
 
 @dataclass(frozen=True)
 class Time:
-    """What a configuration takes for a problem."""
+    """Time of a configuration for a problem, microseconds."""
 
     us: float
     provenance: Provenance
@@ -42,29 +47,29 @@ class Time:
 
 @dataclass(frozen=True)
 class Times:
-    """What is known of one problem."""
+    """Known times of one problem, by configuration."""
 
     problem: Problem
     by_config: Mapping[Config, Time]
     elsewhere: tuple[str, float] | None = None
-    """A measured kernel of a package that not every machine has, and its microseconds, where it
-    was faster than every configuration that can be chosen."""
+    """Name and microseconds of a measured kernel from an optional package, if it was faster than
+    every configuration that can be chosen."""
 
     @property
     def best_us(self) -> float:
-        """Of the measured ones where there are any: an estimate does not beat a measurement."""
+        """Best measured time, microseconds; without measurements the best predicted one."""
         measured = [t.us for t in self.by_config.values() if t.provenance is Provenance.MEASURED]
         return min(measured or [t.us for t in self.by_config.values()], default=math.inf)
 
 
 @dataclass(frozen=True)
 class Served:
-    """A problem and what its configuration takes there."""
+    """A problem and the time of its configuration."""
 
     problem: Problem
     time: Time
     loss: float
-    """Its time over the best known one, less 1; below 0 where an estimate is under it."""
+    """Time over the best known one, less 1; negative for an estimate below it."""
     elsewhere: tuple[str, float] | None
 
     def to_json(self) -> dict[str, Any]:
@@ -87,7 +92,7 @@ class Choice:
 
     @property
     def kernels(self) -> int:
-        """Distinct kernels to compile for its problems; 0 of a vendor's."""
+        """Distinct kernels to compile for its problems; 0 for a vendor's configuration."""
         family = families()[self.config.family]
         found = {
             spec for s in self.served for spec in family.kernels(s.problem, self.config).values()
@@ -100,7 +105,7 @@ class Choice:
 
     @property
     def measured(self) -> int:
-        """Problems at which its time was measured."""
+        """Number of its problems with a measured time."""
         return sum(s.time.provenance is Provenance.MEASURED for s in self.served)
 
     def to_json(self) -> dict[str, Any]:
@@ -115,12 +120,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class Plan:
-    """The configurations, the one chosen first at the top."""
+    """The configurations, in the order of the choice."""
 
     within: float
     choices: tuple[Choice, ...]
     unserved: tuple[Problem, ...]
-    """Problems of which nothing is measured and nothing can be predicted."""
+    """Problems without measured or predicted times."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -138,15 +143,15 @@ def times(
     predict: bool = True,
     note: Callable[[str], None] = lambda text: None,
 ) -> list[Times]:
-    """What is known of each problem.
+    """Known times of each problem.
 
     Args:
-        problems: of one operation.
-        gpu: where.
-        measured: the quick pass of every problem known (`transfer.measured`), others' too: they
-            correct the predictions.
-        predict: estimate what was not measured: half a second to two a problem.
-        note: told after each problem how many are done.
+        problems: problems of one operation.
+        gpu: GPU of the times.
+        measured: the quick pass of every known problem (`history.measured`); other problems'
+            results correct the predictions.
+        predict: also predict times that were not measured, in half a second to two a problem.
+        note: called after each problem with the number of problems done.
     """
     found: list[Times] = []
     every = dict.fromkeys(problems)
@@ -170,7 +175,7 @@ def _times(
             found |= _predicted(family, problem, gpu, past, passed)
     for config, us in passed.items():
         family_of = known.get(config.family)
-        # A vendor's kernel from a package of its own is not everywhere.
+        # Not every machine has the package of such a vendor's kernel.
         is_there = not is_vendor(config) or config.get("kernel") not in BESIDE_PYTORCH
         if family_of and is_there and family_of.accepts(problem, config, gpu):
             found[config] = Time(us, Provenance.MEASURED)
@@ -189,8 +194,8 @@ def _predicted(
     past: Sequence[Measurement],
     passed: Mapping[Config, float],
 ) -> dict[Config, Time]:
-    """A family's space as the search believes it, given what was measured; nothing of composite
-    ones, whose stages are tuned first.
+    """Predicted times over a family's space; empty for composite families, whose stages are tuned
+    first.
     """
     if family.stages(problem):
         return {}
@@ -209,7 +214,7 @@ def _predicted(
             search.surrogate.observe(key, math.log(min(us)))
     found = {}
     for key, group in search.groups.items():
-        # The belief is about a group's best variant; the others stand to it as the model says.
+        # The surrogate predicts a group's best variant; the cost model scales the other variants.
         factor = math.exp(search.surrogate.mean(key)) / family.predict_us(problem, group[0], gpu)
         for config in group:
             estimate = factor * family.predict_us(problem, config, gpu)
@@ -221,8 +226,8 @@ def plan(known: Sequence[Times], within: float) -> Plan:
     """Choose configurations that serve every problem within a loss.
 
     Args:
-        known: of each problem.
-        within: loss that is allowed, as a part: 0.03 for 3 %.
+        known: known times of each problem.
+        within: allowed loss as a fraction: 0.03 for 3 %.
     """
     left = {t.problem: t for t in known if t.by_config}
     serves: dict[Config, dict[Problem, Served]] = {}
@@ -249,7 +254,7 @@ def plan(known: Sequence[Times], within: float) -> Plan:
 
 
 def _rank(config: Config, served: Sequence[Served]) -> tuple[int, int, float, str]:
-    """Smaller is better."""
+    """Sort key of a configuration; smaller is better."""
     measured = sum(s.time.provenance is Provenance.MEASURED for s in served)
     loss = sum(max(0.0, s.loss) for s in served)
     return -len(served), -measured, loss, config.digest
@@ -260,8 +265,8 @@ def _assign(
     chosen: Sequence[Config],
     serves: Mapping[Config, Mapping[Problem, Served]],
 ) -> tuple[Choice, ...]:
-    """Each problem to the chosen configuration of least loss there, a measured one before a
-    predicted one. None is left without a problem: each serves one that the others do not.
+    """Assign each problem to the chosen configuration with the least loss, measured before
+    predicted. Every configuration serves a problem that the others do not.
     """
     mine: dict[Config, list[Served]] = {config: [] for config in chosen}
     for problem in problems:

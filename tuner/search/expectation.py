@@ -1,7 +1,7 @@
-"""Expected time and loss of a search, by operation, effort and cores, learnt from recordings.
+"""Expected time and loss of a search, by operation, effort and cores, from recordings.
 
-``scripts/bench stopping --write`` simulates searches of the recorded problems and stores what they
-took and lost as ``cache/effort/expected.json``.
+``scripts/bench stopping --write`` simulates searches of the recorded problems, and stores their
+times and losses as ``cache/effort/expected.json``.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ class Expectation:
     cores: int
     recordings: int
     seconds: float
-    """Simulated, until nothing is waited for, in the median; the final pass follows."""
+    """Median of the simulated search time without the final pass, seconds."""
     seconds_p90: float
     loss: float
-    """Replayed: time of the chosen kernel over the recorded best less 1, in the median."""
+    """Median, over replayed searches, of the chosen kernel's time over the recorded best, less 1.
+    """
     loss_p90: float
 
     def text(self, cores: int) -> str:
-        """For people.
+        """One line for people.
 
         Args:
-            cores: compiles at a time where the search will run.
+            cores: number of parallel compiles where the search will run.
         """
         here = "" if cores == self.cores else f" ({cores} here)"
         return (
@@ -46,7 +47,7 @@ class Expectation:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Names and numbers."""
+        """JSON object of the fields."""
         return asdict(self)
 
 
@@ -76,8 +77,8 @@ def _read(row: Mapping[str, Any]) -> Expectation:
 
 
 def expected(op: str, effort: str, cores: int) -> Expectation | None:
-    """The expectation for the most cores that this machine has, else for the fewest;
-    None of an operation that was not simulated.
+    """The expectation for the largest number of cores up to `cores`, or else for the smallest
+    number. None for an operation that was not simulated.
     """
     found = [one for one in shipped() if (one.op, one.effort) == (op, effort)]
     within = [one for one in found if one.cores <= cores]

@@ -1,4 +1,4 @@
-"""Search of one family: its groups, what was measured of each, and the races of their variants."""
+"""Search of one family: its groups, their measurements, and races of their run-time variants."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ if TYPE_CHECKING:
     from tuner.search.surrogate import Past, Surrogate
 
 LEADING = 8
-"""Groups of a search that `model` begins by their expected times, before expected improvement
-decides. Without them it tries unlike groups before those that it expects to be best. Chosen on 66
-recordings of 12 to 40 groups among 0, 2, 3, 4, 6, 8 and 16 (`scripts/benchmarks/README.md`)."""
+"""First groups that `model` chooses by expected time; expected improvement chooses the others.
+Expected improvement alone would try the most unusual groups first. Chosen on 66 recordings of 12 to
+40 groups (`scripts/bench search --least-groups 12`): 8 lost less than 0, 2, 3, 4, 6 and 16 in the
+mean of the first 16 groups."""
 RACE_MARGIN = 0.1
-"""Of 173 recorded GEMM kernels the first 2 of up to 8 run-time variants come within 0.5 % of the
-best variant in the median and 7 % in nine of ten; racing them times 40 % and loses no winner."""
+"""Largest lead of the family's best time over a group's first variants at which the others are
+timed. Source: 173 recorded GEMM kernels. The better of the first 2 of up to 8 variants is within
+0.5 % of the best one in the median, within 7 % in nine of ten. Racing times 40 % of the variants
+and loses no winner."""
 
 
 class FamilySearch:
@@ -51,9 +54,9 @@ class FamilySearch:
             problem: problem that is tuned.
             gpu: device the candidates are compiled and timed for.
             space: the candidates.
-            seeds: of the family's own suggestions that lead the ranking.
+            seeds: number of the family's own suggestions that lead the ranking.
             sampler: one of `SAMPLERS`.
-            seed: of what is drawn.
+            seed: seed of random draws.
             heat: as `Effort.heat`.
             history: measurements of other problems, which `model` learns from.
         """
@@ -64,7 +67,7 @@ class FamilySearch:
         }
         self.best_us = math.inf
         self.seen: dict[str, Measurement] = {}
-        """Measurements by the digest of their config."""
+        """Measurements by their config's digest."""
         self.model: ModelSampler | None = None
         self._heat = heat
         self._survivors: list[str] = []
@@ -127,12 +130,12 @@ class FamilySearch:
 
     @property
     def finished(self) -> int:
-        """Groups with a result."""
+        """Number of groups with a result."""
         return len(self.trials.groups.values)
 
     @property
     def pending(self) -> list[str]:
-        """Keys of the groups that were asked for and have no result yet."""
+        """Keys of the groups that were requested and have no result yet."""
         return [key for key in self.trials.groups.running if key not in self._survivors]
 
     @property
@@ -150,27 +153,27 @@ class FamilySearch:
         return list(self.trials.groups.open)
 
     def missing(self, key: str) -> list[Config]:
-        """What is to be measured next of a group: a first heat, or all that is left."""
+        """Configs of a group to measure next: the first variants of its race, or all others."""
         left = [config for config in self.groups[key] if config.digest not in self.seen]
         is_first = self._heat > 0 and len(left) == len(self.groups[key])
         return left[: self._heat] if is_first else left
 
     def take(self, key: str | None = None) -> list[Config]:
-        """Start an open group, by default the sampler's next one; its configs to measure."""
+        """Start an open group, by default the sampler's next; returns its configs to measure."""
         return self.missing(self.trials.start(key))
 
     def take_survivor(self) -> list[Config] | None:
-        """Configs left of a group whose first heat did well; it is compiled already."""
+        """Remaining configs of a compiled group whose first variants were near the best."""
         return self.missing(self._survivors.pop(0)) if self._survivors else None
 
     def tell_known(self, measurements: Iterable[Measurement]) -> None:
-        """Take in measurements from the store; their trials are marked so."""
+        """Add measurements from the store; their trials are marked as known."""
         self._is_known = True
         self.tell(measurements)
         self._is_known = False
 
     def tell(self, measurements: Iterable[Measurement]) -> None:
-        """Take in measurements; those of configs outside the space are ignored."""
+        """Add measurements; configs outside the space are ignored."""
         touched: dict[str, None] = {}
         for measurement in measurements:
             key = self.family.compile_digest(measurement.config)
@@ -189,7 +192,7 @@ class FamilySearch:
                 self._survivors.append(key)
 
     def _has_lost(self, key: str) -> bool:
-        """True if a first heat was timed, and none of it is worth timing the rest for."""
+        """True if a group's first variants were timed, and all are slower than `RACE_MARGIN`."""
         seen = [self.seen[c.digest] for c in self.groups[key] if c.digest in self.seen]
         if not self._heat or len(seen) < self._heat:
             return False
@@ -230,13 +233,13 @@ class FamilySearch:
 
 
 def _value(measurements: Iterable[Measurement]) -> float | None:
-    """The logarithm of the best time; None where nothing passed."""
+    """Logarithm of the best time in microseconds; None when no candidate passed."""
     times = [m.latency_us for m in measurements if m.ok and m.latency_us is not None]
     return math.log(min(times)) if times else None
 
 
 def _past(family: Family, gpu: Gpu, history: Iterable[Measurement]) -> list[Past]:
-    """What other problems' measurements say of the family's cost model, a problem each."""
+    """Errors of the family's cost model at other problems, one item for each problem."""
     from tuner.search.surrogate import Past, features_of
 
     problems: dict[Problem, list[Measurement]] = {}

@@ -1,4 +1,4 @@
-"""What was measured of like problems on the same chip: it warm-starts the search of a new one."""
+"""Measurements of similar problems on the same GPU, which warm-start the search of a new one."""
 
 from __future__ import annotations
 
@@ -16,26 +16,30 @@ from tuner.runners.recording import Recording
 from tuner.store import Store
 
 MOST_PROBLEMS = 12
-"""Problems of the store that are read, the nearest ones."""
+"""Number of the store's nearest problems that are read."""
 
 
 def history(
     problem: Problem, gpu: Gpu, regime: Regime, environment: str, store: Store
 ) -> list[Measurement]:
-    """Quick measurements of own kernels from the store's nearest problems, from this one's sweeps
-    in other environments, and from the shipped recordings of problems that the store has not.
+    """Quick measurements of own kernels at similar problems.
+
+    Sources: the store's nearest problems, this problem's sweeps in other environments, and shipped
+    recordings of problems that the store lacks.
 
     Args:
-        problem: what is to be searched; its own recording is left out.
-        gpu: measured on GPUs with this identity.
-        regime: timed so; of a problem without such measurements, chained ones of the same inputs.
-        environment: digest of the one whose measurements of `problem` the search is told anyway.
-        store: where to look.
+        problem: problem to be searched; its own recording is left out.
+        gpu: GPU whose identity the measurements have.
+        regime: regime of the measurements. A problem without any has chained ones of the same
+            inputs.
+        environment: digest of the environment whose measurements of `problem` are left out: the
+            search gets them from the store.
+        store: store to read.
     """
     found: list[Measurement] = []
     for one in Regime.preferred(regime):
         known = {problem, *(m.problem for m in found)}
-        # What was timed so in this environment is told anyway, what was chained is not.
+        # The search gets this environment's measurements in this regime, but no chained ones.
         told = environment if one == regime else ""
         found += _stored(problem, gpu, one, store, known - {problem}, told)
         known |= {m.problem for m in found}
@@ -54,7 +58,7 @@ def _stored(
     known: Collection[Problem],
     environment: str,
 ) -> list[Measurement]:
-    """Quick measurements of the store's nearest problems that are not `known`, and of this one
+    """Quick measurements of the store's nearest problems that are not `known`, and of this problem
     in other environments.
     """
     decided = store.entries(op=problem.op, gpu=gpu, regime=regime, provenance=Provenance.MEASURED)
@@ -75,9 +79,10 @@ def _stored(
 def measured(
     op: str, gpu: Gpu, regime: Regime, store: Store, with_finals: bool = False
 ) -> dict[Problem, list[Measurement]]:
-    """The quick pass of every problem of an operation, vendors' kernels among it, and the final one
-    where that is wanted: of the store, in the environment of its decision, else of the shipped
-    recordings.
+    """The quick pass of every problem of an operation, vendors' kernels included.
+
+    Measurements come from the store, in the environment of the decision, or else from the shipped
+    recordings. The final pass is added on request.
     """
     found: dict[Problem, list[Measurement]] = {}
     for entry in store.entries(op=op, gpu=gpu, regime=regime, provenance=Provenance.MEASURED):
@@ -99,8 +104,10 @@ def measured(
 def measured_in(
     op: str, gpu: Gpu, regimes: Sequence[Regime], store: Store
 ) -> tuple[Regime, dict[Problem, list[Measurement]]]:
-    """`measured` under several regimes: of each problem what the first that has some says, and the
-    regime of most problems. Times of one problem are of one regime, those of two need not be.
+    """`measured` over several regimes, and the regime of most problems.
+
+    Each problem's times are of the first regime that has some. Two problems' times may be of
+    different regimes.
     """
     found: dict[Problem, list[Measurement]] = {}
     counts: Counter[Regime] = Counter()
@@ -113,7 +120,7 @@ def measured_in(
 
 
 def _is_own(m: Measurement) -> bool:
-    """True if it is of a kernel that exists still; an old store or recording may hold others."""
+    """True for a kernel that this version has; old stores and recordings hold others."""
     family = families().get(m.config.family)
     if family is None or family.is_vendor:
         return False

@@ -1,10 +1,10 @@
-"""What a portfolio is made from: kernels worth timing, and problems of public models.
+"""Kernels and problems that a portfolio is made from.
 
-For each domain of `tuner.selection.domains` that models call, `problems` draws calls of the models
-that selections are made from. `sample` names the kernels: those of the shipped portfolio, and where
-it has few for the domain, the best by the families' time estimates out of the spaces of its
-problems and, of attention, of the kernels that serve near domains. ``tuner survey --portfolio``
-measures them, and `tuner fit` makes a portfolio of the recordings.
+For each domain of `tuner.selection.domains` that public models call, `problems` samples calls of
+these models. `sample` names the kernels: those of the shipped portfolio, then, if there are few,
+the best by the families' time estimates. Attention also tries the kernels of nearby domains.
+``tuner survey --portfolio`` measures the kernels, and `tuner fit` makes a portfolio of the
+recordings.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from tuner.selection.portfolio import Portfolio
 _P = TypeVar("_P", bound=Problem)
 
 SEED, CALLS = "survey", 4000
-"""Of the calls of models that problems are taken from."""
+"""Seed and number of the models' calls that problems are sampled from."""
 PROBLEMS: Mapping[int, int] = {64: 18, 96: 12, 128: 18, 192: 12, 256: 12}
-"""Problems of a domain of attention, by head dimension: most models have 64 or 128."""
+"""Number of problems of an attention domain, by head dimension: most models have 64 or 128."""
 DECODED = 2
-"""As many times more where one query decodes: there lengths and batches differ most, and PyTorch's
+"""Factor for domains in which one query decodes: lengths and batches vary most there, and PyTorch's
 kernels are nearest."""
 PRODUCTS, FUSED_PRODUCTS = 24, 12
-"""Problems of a domain of products, and of one with an activation."""
+"""Number of problems of a product's domain, and of one with an activation."""
 MAX_FLOPS = 2e12
-"""Of a problem of attention, about 3 ms on an H200."""
+"""Largest attention problem, FLOP: about 3 ms on an H200."""
 MAX_PRODUCT_FLOPS = 4e11
-"""Of a product: its time follows from those of smaller ones."""
+"""Largest product, FLOP: times of larger ones follow from smaller ones."""
 KINDS: tuple[tuple[Mask, Phase], ...] = (
     ("causal", "prompt"),
     ("full", "prompt"),
@@ -65,19 +65,19 @@ KINDS: tuple[tuple[Mask, Phase], ...] = (
 )
 """Masks and phases whose kernels are timed; windows, soft caps and packed sequences share them."""
 KERNELS = 8
-"""Compiled kernels of a domain of attention."""
+"""Compiled kernels of an attention domain."""
 PRODUCT_KERNELS: Mapping[Rows, int] = {"few": 9, "narrow": 14, "wide": 10}
-"""The same of products; those with an epilogue have the portfolio's."""
+"""Compiled kernels of a product's domain; domains with an epilogue use the portfolio's."""
 GATED_KERNELS = 6
-"""Of gated products."""
+"""Compiled kernels of a domain of gated products."""
 STREAM_KERNELS = 2
-"""Of the kernels of narrow products those that divide K between multiprocessors, at least."""
+"""Fewest kernels of a narrow product's domain that split K between multiprocessors."""
 SPLITS = 2
-"""Counts of splits that are timed of a kernel, the best by the estimate."""
+"""Numbers of splits timed for a kernel, the best by the estimate."""
 
 
 def domains(op: str) -> list[AnyDomain]:
-    """What is timed of an operation."""
+    """Domains of an operation that are timed."""
     if op == AttentionDomain.op:
         return [
             AttentionDomain(width, mask, phase)
@@ -89,9 +89,10 @@ def domains(op: str) -> list[AnyDomain]:
 
 
 def problems(op: str) -> dict[AnyDomain, list[Any]]:
-    """Problems of each of `domains`, in bf16: in turn one of each count of heads, or of each
-    layer's widths, that models have. Where fewer models have a head dimension, calls of others are
-    taken with it.
+    """Problems of each of `domains`, in bf16.
+
+    They cover the models' numbers of heads, or widths of layers, in turn. For a head dimension that
+    few models have, calls of other models are used with that head dimension.
     """
     called: dict[AnyDomain, dict[Problem, None]] = defaultdict(dict)
     for call in _calls():
@@ -112,7 +113,7 @@ def _calls() -> tuple[Call, ...]:
 
 
 def _as_timed(problem: Any) -> Problem | None:
-    """A call's problem in bf16; None of one that is too large, or modified."""
+    """A call's problem in bf16; None if it is too large, or modified."""
     most = MAX_FLOPS if isinstance(problem, AttentionProblem) else MAX_PRODUCT_FLOPS
     if problem.flops > most or (isinstance(problem, AttentionProblem) and problem.softcap):
         return None
@@ -124,7 +125,7 @@ def _as_timed(problem: Any) -> Problem | None:
 
 
 def _wanted(domain: AnyDomain) -> int:
-    """Problems of a domain of products."""
+    """Number of problems of a product's domain."""
     is_fused = isinstance(domain, ProductDomain) and domain.epilogue not in ("", "bias")
     return FUSED_PRODUCTS if is_fused else PRODUCTS
 
@@ -152,7 +153,9 @@ def _taken(
 
 
 def _in_turn(domain: AnyDomain, found: Sequence[_P]) -> list[_P]:
-    """One of each count of heads, or of each layer's widths, then a second of each, ..."""
+    """Problems in turn over numbers of heads or widths of layers: the first of each, the second of
+    each, and so on.
+    """
     groups: dict[tuple[int, ...], list[_P]] = defaultdict(list)
     for problem in found:
         groups[domain.group(problem)[:2]].append(problem)
@@ -161,7 +164,7 @@ def _in_turn(domain: AnyDomain, found: Sequence[_P]) -> list[_P]:
 
 
 def regime(problem: Problem) -> Regime:
-    """How a problem is timed: in a stream; weights and a cache that is decoded from are cold."""
+    """Regime of a problem: in a stream, with weights and decoded caches cold."""
     is_cold = not isinstance(problem, AttentionProblem) or problem.is_decoding
     return Regime("stream", "cold" if is_cold else "warm")
 
@@ -169,13 +172,13 @@ def regime(problem: Problem) -> Regime:
 def sample(
     domain: AnyDomain, problems: Sequence[_P], gpu: Gpu, portfolio: Portfolio | None
 ) -> dict[_P, list[list[Config]]]:
-    """Candidates at each problem of a domain, those that share a kernel together; PyTorch's last.
+    """Candidates at each problem of a domain, grouped by their kernel; PyTorch's are last.
 
     Args:
-        domain: of the problems.
-        problems: what is timed.
-        gpu: where.
-        portfolio: whose kernels take part; None: those of the estimates alone.
+        domain: domain of the problems.
+        problems: problems to time.
+        gpu: GPU that they are timed on.
+        portfolio: portfolio whose kernels take part; None: use the estimates only.
     """
     kernels = _kernels(domain, problems, gpu, portfolio)
     found = {}
@@ -222,8 +225,9 @@ def _kernels(
 def _covering(
     usable: Sequence[tuple[Config, Sequence[float]]], known: int, count: int
 ) -> list[Config]:
-    """The first `known` ones, then those that lower the mean time most; where none does, what is
-    best but for those that were chosen.
+    """The first `known` kernels, then those that lower the mean time most.
+
+    When no kernel lowers it any more, the best of the remaining ones are added.
     """
     chosen = [config for config, _ in usable[:known]]
     left = [(config, times) for config, times in usable[known:] if min(times) < math.inf]
@@ -233,7 +237,7 @@ def _covering(
         now = _loss(reached, best)
         losses = [(_loss(_least(reached, times), best), config.digest) for config, times in left]
         (loss, _), place = min((each, place) for place, each in enumerate(losses))
-        if reached and now - loss < 1e-3:  # all that can be gained is: once more with the others
+        if reached and now - loss < 1e-3:  # no gain is left: cover again with the remaining ones
             reached = []
             continue
         config, times = left.pop(place)
@@ -253,7 +257,7 @@ def _loss(times: Sequence[float], best: Sequence[float]) -> float:
 
 
 def _of_portfolio(domain: AnyDomain, portfolio: Portfolio | None) -> Iterator[Config]:
-    """Those of attention's measured domains; of products also what their kin has."""
+    """The portfolio's kernels for a domain: measured ones, for products also those of its kin."""
     models = None
     if portfolio is not None:
         is_attention = isinstance(domain, AttentionDomain)
@@ -264,8 +268,8 @@ def _of_portfolio(domain: AnyDomain, portfolio: Portfolio | None) -> Iterator[Co
 
 
 def _near(domain: AnyDomain) -> Iterator[AnyDomain]:
-    """Domains of which kernels may serve this one too: the other phase of decoding, and the head
-    dimensions on both sides.
+    """Domains whose kernels may also serve this one: the other phase of decoding, and the next
+    smaller and larger head dimensions.
     """
     if not isinstance(domain, AttentionDomain):
         return
@@ -289,8 +293,8 @@ def _compiled(config: Config) -> Config:
 def _best(
     family: Family, problem: Problem, gpu: Gpu, is_narrow: bool, count: int = 4
 ) -> list[Config]:
-    """The first of a problem's space by the estimate, each of another kernel; of narrow products
-    the first that divides K, too.
+    """The best configs of a problem's space by the estimate, one for each kernel; for narrow
+    products also the best that splits K.
     """
     if family.supports(problem, gpu):
         return []
@@ -305,14 +309,14 @@ def _best(
 
 
 def _estimate(problem: Problem, kernel: Config, gpu: Gpu) -> float:
-    """Microseconds of a kernel's best variant by the family's estimate; infinite without any."""
+    """Estimated microseconds of a kernel's best variant; infinite without a legal one."""
     family = families()[kernel.family]
     found = (family.predict_us(problem, one, gpu) for one in _variants(problem, kernel, gpu))
     return min(found, default=math.inf)
 
 
 def _variants(problem: Problem, kernel: Config, gpu: Gpu) -> Iterator[Config]:
-    """A compiled kernel's calls at a problem, with few counts of splits."""
+    """Configs of a compiled kernel at a problem, with few numbers of splits."""
     family = families()[kernel.family]
     if isinstance(problem, AttentionProblem):
         ways = _attention_ways(problem)
@@ -329,8 +333,8 @@ def _variants(problem: Problem, kernel: Config, gpu: Gpu) -> Iterator[Config]:
 
 
 def _attention_ways(problem: AttentionProblem) -> list[dict[str, Value]]:
-    """Launches of prompts with and without programmatic dependent launch; of decoding each way to
-    combine splits.
+    """Run-time parameters to try: programmatic dependent launch for prompts, and each way to
+    combine splits for decoding.
     """
     if not problem.is_decoding:
         return [{"pdl": False}, {"pdl": True}]
@@ -339,8 +343,8 @@ def _attention_ways(problem: AttentionProblem) -> list[dict[str, Value]]:
 
 
 def _product_ways(problem: Any, kernel: Config) -> list[dict[str, Value]]:
-    """Orders of tiles, persistent blocks or not; of few rows also programmatic dependent launch;
-    each way to divide K.
+    """Run-time parameters to try: tile orders, persistent blocks, ways to split K; for few rows
+    also programmatic dependent launch.
     """
     is_short = min(problem.m, problem.n) <= MOST_NARROW
     if kernel.family == "gemv":

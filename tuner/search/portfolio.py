@@ -1,12 +1,14 @@
-"""Portfolios (`tuner.selection.portfolio`) made from measurements.
+"""Fit of portfolios (`tuner.selection.portfolio`) to measurements.
 
-For each domain, a time model of every kernel that was measured often enough: non-negative least
-squares of relative errors over `Family.work`. Then greedy set cover: kernels join as long as the
-mean loss against the best known time of each problem falls. The regret is that of *models left
-out*: problems of one model, with the same heads and head dimension, or of one layer's widths, are
-answered by rates that were fitted to the others. Kernels and margin are chosen with all problems,
-and a choice is judged among the kernels and schedules measured at a problem: both flatter the
-regret.
+1. Each kernel with enough measurements in a domain gets a time model: non-negative least squares of
+   relative errors over `Family.work`.
+2. Greedy set cover chooses the kernels: one more joins while the mean loss against each problem's
+   best known time falls.
+3. The regret is computed with *models left out*. Problems of one model (equal heads and head
+   dimension, or a layer's widths) are answered by rates fitted to the other models.
+
+The regret is optimistic. Kernels and margin are chosen with all problems, and a choice is judged
+only among the kernels and schedules measured at a problem.
 """
 
 from __future__ import annotations
@@ -32,27 +34,28 @@ from tuner.selection.portfolio import Portfolio, preferred
 from tuner.store import Store
 
 MIN_POINTS = 6
-"""Measurements of a kernel below which no model is made of it."""
+"""Fewest measurements of a kernel that a time model is fitted to."""
 PRIOR_WEIGHT = 0.3
-"""Measurements that the rates of all own kernels of a domain count for in the fit of one."""
+"""Weight, in measurements, of the domain's common rates in the fit of one kernel."""
 MIN_GROUPS = 3
-"""Unlike models (`Domain.group`), likewise: rates from one's shapes do not hold for another's."""
+"""Fewest models (`Domain.group`) with measurements of a kernel: rates from one model's shapes do
+not hold for another's."""
 MAX_MEDIAN_ERROR = 0.12
-"""Median error of the expected times of models left out, above which a kernel is not chosen."""
+"""Largest median error, at models left out, of a kernel that may be chosen."""
 MIN_GAIN = 0.001
-"""Mean loss by which one more kernel must lower a domain's."""
+"""Least decrease of a domain's mean loss that one more kernel must bring."""
 ORIGIN_FACTS = frozenset({"driver", "cuda", "torch", "cudnn", "nvcc"})
-"""Facts of the measuring machines that a portfolio tells."""
+"""Facts of the measuring machines that a portfolio records."""
 FOLDS = 8
 MARGINS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
-"""Margins that are tried (`DomainModels.margin`)."""
+"""Margins to try (`DomainModels.margin`)."""
 SLOWER_COSTS = 3.0
-"""What is lost to the vendor's kernel counts as often, beside what is lost to the fastest one."""
+"""Weight of a loss against the vendor's kernel, added to the loss against the fastest kernel."""
 MAX_LOSS = 0.25
-"""Most that one problem's loss counts for where a margin is chosen: one that the models miss by far
-says little about the others."""
+"""Largest loss that one problem counts with in the choice of a margin. A problem that the models
+miss by far says little about the others."""
 SCHEDULE = frozenset({"splits", "layout"})
-"""Parameters that a kernel's model leaves to `Family.scheduled`, or to the vendor's preference."""
+"""Parameters left to `Family.scheduled`, or to the vendor, rather than to a kernel's model."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class Point:
 
 @dataclass(frozen=True, eq=False)
 class _Row:
-    """A point beside the time that was expected without its model."""
+    """A point, and its expected time by rates without its model."""
 
     kernel: _Kernel
     point: Point
@@ -79,7 +82,7 @@ class _Row:
 
 @dataclass(frozen=True, eq=False)
 class _Kernel:
-    """What was measured of one kernel in one domain."""
+    """Measurements of one kernel in one domain."""
 
     domain: AnyDomain
     config: Config
@@ -91,12 +94,12 @@ class _Kernel:
 
     @cached_property
     def groups(self) -> Sequence[tuple[int, ...]]:
-        """Of each point."""
+        """`Domain.group` of each point."""
         return [self.domain.group(point.problem) for point in self.points]
 
 
 def kernel_of(config: Config) -> Config:
-    """The compiled kernel and how it is launched, without what a shape decides."""
+    """The compiled kernel and its launch, without the parameters that depend on the shape."""
     params = {name: value for name, value in config.params.items() if name not in SCHEDULE}
     if params.get("packed_heads") == 1:
         del params["packed_heads"]
@@ -104,8 +107,8 @@ def kernel_of(config: Config) -> Config:
 
 
 def points(measurements: Iterable[Measurement], gpu: Gpu) -> list[Point]:
-    """Those that a portfolio is made of; the quick pass where a problem has both. More splits than
-    a selection considers are left out.
+    """Points of a fit: the quick pass if a problem has both passes, without numbers of splits that
+    a selection never considers.
     """
     found: dict[tuple[str, str], Point] = {}
     for m in sorted(measurements, key=lambda m: not m.is_final):
@@ -121,7 +124,7 @@ def points(measurements: Iterable[Measurement], gpu: Gpu) -> list[Point]:
 
 
 def measurements(op: str, gpu: Gpu, regime: Regime, store: Store) -> list[Measurement]:
-    """The store's, and the shipped recordings'."""
+    """Measurements of an operation in the store and in the shipped recordings."""
     from tuner.search.history import measured
 
     known = measured(op, gpu, regime, store, with_finals=True)
@@ -129,16 +132,16 @@ def measurements(op: str, gpu: Gpu, regime: Regime, store: Store) -> list[Measur
 
 
 def make(op: str, measured: Mapping[Regime, Sequence[Measurement]], gpu: Gpu) -> Portfolio:
-    """The portfolio of an operation, from what was measured on a GPU.
+    """Fit the portfolio of an operation on a GPU.
 
     Args:
         op: operation.
-        measured: by regime; a domain takes what was timed in a stream where that suffices for a
-            model of its kernels, else the regime that measured most of its problems.
-        gpu: where.
+        measured: measurements by regime. A domain uses those in a stream if they suffice for time
+            models of its kernels, else the regime with most of its problems.
+        gpu: GPU of the measurements.
 
     Raises:
-        ConfigError: when no domain was measured enough, or scipy is not installed.
+        ConfigError: when no domain has enough measurements, or scipy is not installed.
     """
     by_domain: dict[AnyDomain, dict[Regime, list[Point]]] = defaultdict(lambda: defaultdict(list))
     for regime, rows in measured.items():
@@ -202,7 +205,7 @@ def _models(
 
 
 class _Judge:
-    """Times of a domain's kernels: measured, and expected by rates of other models' problems."""
+    """Times of a domain's kernels: measured, and expected by rates fitted to other models."""
 
     def __init__(self, domain: AnyDomain, kernels: Sequence[_Kernel], gpu: Gpu) -> None:
         self._domain, self._gpu = domain, gpu
@@ -221,7 +224,7 @@ class _Judge:
                 self._rows[row.point.problem.key].append(row)
 
     def is_known(self, kernel: _Kernel) -> bool:
-        """True if its expected times are near what was measured."""
+        """True if a kernel's expected times are near the measured ones."""
         return self._error(kernel, 0.5) <= MAX_MEDIAN_ERROR
 
     def _error(self, kernel: _Kernel, quantile: float) -> float:
@@ -236,8 +239,9 @@ class _Judge:
         return Candidate(kernel.config, rates, len(kernel.points), *errors, kernel.spread)
 
     def _rates(self, kernel: _Kernel, held: Collection[tuple[int, ...]] = ()) -> list[float]:
-        """Fitted to a kernel's points, and drawn to those of all own kernels of its family in the
-        domain, without the problems of some models.
+        """Rates fitted to a kernel's points, without some models' problems.
+
+        The common rates of the family's own kernels in the domain are the prior.
         """
         out, group = frozenset(held), self._domain.group
         key, prior = (kernel.config.family, out), None
@@ -250,7 +254,7 @@ class _Judge:
         return fitted(rest, self._gpu, prior)
 
     def cover(self, own: Sequence[_Kernel]) -> list[_Kernel]:
-        """Few kernels of small loss against the fastest own one of each problem."""
+        """Few kernels with a small loss against each problem's fastest own kernel."""
         table = self._table(own)
         best = [min(column) for column in zip(*table, strict=True)]
         chosen: list[int] = []
@@ -273,7 +277,7 @@ class _Judge:
         return [own[at] for at in chosen]
 
     def margin(self, own: Sequence[_Kernel], vendors: Sequence[_Kernel]) -> tuple[float, Regret]:
-        """The margin with which choices cost least, and the regret with it."""
+        """The margin with the least cost of choices, and its regret."""
         tried = [(self._regret(own, vendors, margin), margin) for margin in MARGINS]
         (_, regret), margin = min(tried, key=lambda one: one[0][0])
         return margin, regret
@@ -281,7 +285,7 @@ class _Judge:
     def _regret(
         self, own: Sequence[_Kernel], vendors: Sequence[_Kernel], margin: float
     ) -> tuple[float, Regret]:
-        """Mean cost of a choice, and the regret, at the problems where an own kernel and a vendor's
+        """Mean cost and regret of the choices at problems where both an own kernel and a vendor's
         were measured.
         """
         losses, ratios, owns = [], [], 0
@@ -309,13 +313,13 @@ class _Judge:
         return cost, found
 
     def _is_offered(self, row: _Row) -> bool:
-        """True if a selection would consider the schedule that was measured."""
+        """True if a selection would consider the measured schedule."""
         problem, config = row.point.problem, row.point.config
         offered = families()[config.family].scheduled(problem, row.kernel.config, self._gpu)
         return config in offered
 
     def _left_out(self, kernel: _Kernel) -> list[_Row]:
-        """Each point of a kernel with the time that the other groups' points let expect."""
+        """Each point of a kernel, with the time expected by a fit to the other models' points."""
         groups = sorted(set(kernel.groups))
         fold = {group: number % FOLDS for number, group in enumerate(groups)}
         folds = [fold[group] for group in kernel.groups]
@@ -330,8 +334,10 @@ class _Judge:
         return found
 
     def _table(self, own: Sequence[_Kernel]) -> list[list[float]]:
-        """A row for each kernel, a column for each problem: the measured time; else the expected
-        one, longer by the error that nine of ten are below; infinite where the kernel is unfit.
+        """Times in microseconds, a row for each kernel and a column for each problem.
+
+        A time is measured, or expected and then longer by the 90th percentile of the kernel's
+        error. It is infinite for a problem that the kernel cannot serve.
         """
         problems = {
             key: rows[0].point.problem
@@ -366,12 +372,12 @@ class _Judge:
 
 
 def fitted(points: Sequence[Point], gpu: Gpu, prior: Sequence[float] | None = None) -> list[float]:
-    """Microseconds of each work term, none negative, of least squared relative error.
+    """Non-negative microseconds of each work term, with the least squared relative error.
 
     Args:
-        points: what was measured.
-        gpu: where.
-        prior: rates that these are drawn to, term by term, each by its share of the times.
+        points: measured times.
+        gpu: GPU of the measurements.
+        prior: rates that the fit is regularised towards, each term by its share of the times.
 
     Raises:
         ConfigError: when scipy is not installed.
@@ -400,7 +406,9 @@ def _expected(problem: Problem, config: Config, rates: Sequence[float], gpu: Gpu
 
 
 def _mean_loss(times: Sequence[float], best: Sequence[float]) -> float:
-    """Mean of the losses over the best times, each at most 1: a kernel that a problem lacks."""
+    """Mean loss against the best times; a loss is at most 1, which also stands for a missing
+    kernel.
+    """
     return fmean(min(1.0, us / least - 1) for us, least in zip(times, best, strict=True))
 
 

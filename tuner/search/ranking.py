@@ -1,4 +1,4 @@
-"""Who is timed again, and in which order the candidates stand. Pure functions on measurements."""
+"""Choice of the finalists, and ranking of a pass. Pure functions on measurements."""
 
 from __future__ import annotations
 
@@ -10,23 +10,22 @@ from tuner.measurement import Measurement, is_tie
 from tuner.store.entry import is_vendor, vendor_name
 
 FAMILY_REACH = 1.3
-"""The best candidate of every own family within this factor of the best own one is a finalist."""
+"""Largest factor over the best own time at which a family's best candidate is a finalist."""
 LEAST_OWN = 3
-"""Distinct own kernels in the final pass, where as many passed."""
+"""Fewest distinct own kernels in the final pass, if that many passed."""
 MAX_LISTED = 3
-"""Candidates of one library's list, plans or algorithms, in the final pass: its fastest."""
+"""Most plans or algorithms of one library in the final pass: its fastest."""
 
 
 def finalists(
     measurements: Sequence[Measurement], count: int, kernel: Callable[[Config], str]
 ) -> list[Measurement]:
-    """The quick pass's candidates to time again: the best own ones and every vendor's kernel, of
-    several by one name the fastest.
+    """Candidates of the final pass: the best own ones, and each vendor kernel's fastest config.
 
     Args:
-        measurements: of the quick pass, any status.
-        count: own candidates wanted; those of other families within reach come on top.
-        kernel: identity of the compiled kernels of a config.
+        measurements: measurements of the quick pass, of any status.
+        count: number of own candidates; other families near the best are added.
+        kernel: gives the identity of a config's compiled kernels.
     """
     passed = sorted((m for m in measurements if m.ok), key=by_latency)
     own = [m for m in passed if not is_vendor(m.config)]
@@ -48,14 +47,14 @@ def finalists(
 
 
 def rank(measured: Sequence[Measurement]) -> list[Measurement]:
-    """Measurements of one pass that passed, best first; a tie is always broken the same way.
+    """Measurements of one pass that passed, best first; ties are broken in a fixed order.
 
-    Again and again the fastest of what is left is taken together with all that equal it within
-    the noise of the two (`measurement.is_tie`); of these the first is an own kernel before a
-    vendor's, then the smaller workspace, then the smaller digest.
+    Each step takes the fastest remaining candidate and all that tie with it
+    (`measurement.is_tie`). Among them an own kernel comes before a vendor's, then the smaller
+    workspace, then the smaller digest.
 
     Raises:
-        ValueError: when quick times and final times come together: they do not compare.
+        ValueError: on a mixture of quick and final times, which cannot be compared.
     """
     left = sorted((m for m in measured if m.ok), key=_us)
     if len({m.is_final for m in left}) > 1:
@@ -70,12 +69,12 @@ def rank(measured: Sequence[Measurement]) -> list[Measurement]:
 
 
 def _us(measurement: Measurement) -> float:
-    """Latency of a measurement that is known to have passed."""
+    """Microseconds of a measurement that is known to have passed."""
     return measurement.latency_us if measurement.latency_us is not None else float("inf")
 
 
 def by_latency(measurement: Measurement) -> tuple[float, str]:
-    """Sorts by time; equal times by the config's digest."""
+    """Sort key: time, then the config's digest."""
     return _us(measurement), measurement.config.digest
 
 

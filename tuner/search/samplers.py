@@ -1,4 +1,4 @@
-"""Optuna samplers over the groups of one family: the tuner's own, and Optuna's beside them."""
+"""Optuna samplers over the groups of one family: the tuner's own and Optuna's."""
 
 from __future__ import annotations
 
@@ -17,38 +17,37 @@ from tuner.config import Value
 from tuner.search.surrogate import Features, Surrogate
 
 STARTUP = 6
-"""Finished groups of a family before TPE or the GP proposes; until then the family's ranking does.
-"""
+"""Finished groups of a family before TPE or the GP proposes; the family's ranking starts."""
 ABSENT = "(absent)"
-"""Choice that stands for a parameter which a config does not have."""
+"""Categorical choice for a parameter that a config does not have."""
 MISSES = {"tpe": 12, "gp": 3}
-"""Proposals outside the legal space or already explored before the ranking decides. TPE draws
-anew each time, for 1 to 35 ms; the GP comes back to the same place, for 70 to 350 ms."""
+"""Rejected proposals (illegal or already explored) before the ranking decides. A proposal of TPE is
+a new draw and takes 1 to 35 ms; the GP often repeats itself and takes 70 to 350 ms."""
 KERNEL = "kernel"
 """User attribute of a trial: digest of the group's compiled kernels."""
 
 
 @dataclass
 class Groups:
-    """Groups of one family and their state: each is open, running or finished."""
+    """Groups of one family, each open, running or finished."""
 
     features: Mapping[str, Features]
     """Compile-time parameters of each group, by its key."""
     open: dict[str, None]
-    """Keys in the family's ranking, most promising first."""
+    """Keys of the open groups in the family's ranking, most promising first."""
     running: dict[str, optuna.Trial] = field(default_factory=dict)
     values: dict[str, float | None] = field(default_factory=dict)
-    """Of the finished groups: the logarithm of the best time; None where nothing passed."""
+    """Logarithm of the best time of each finished group; None when no candidate passed."""
 
     @cached_property
     def distributions(self) -> dict[str, CategoricalDistribution]:
-        """Categoricals, each the union of the values that the family's space holds."""
+        """Categorical distribution of each parameter: all its values in the family's space."""
         found = choices_of(list(self.features.values()))
         return {name: CategoricalDistribution(choices) for name, choices in found.items()}
 
     @property
     def worst(self) -> float | None:
-        """The largest value; None before there is one."""
+        """Largest value so far; None without one."""
         return max((v for v in self.values.values() if v is not None), default=None)
 
     def params(self, key: str) -> dict[str, Value]:
@@ -68,7 +67,7 @@ class GroupSampler(BaseSampler):  # type: ignore[misc]  # Optuna is untyped here
         self.groups = groups
 
     def propose(self) -> str:
-        """Key of the group that is evaluated next."""
+        """Key of the group to evaluate next."""
         raise NotImplementedError
 
     def infer_relative_search_space(
@@ -92,7 +91,7 @@ class GroupSampler(BaseSampler):  # type: ignore[misc]  # Optuna is untyped here
 
 
 class OrderSampler(GroupSampler):
-    """The first open group of the ranking, or a group that the search names."""
+    """Sampler that proposes the ranking's first open group, or one that the search names."""
 
     named: str | None = None
 
@@ -131,13 +130,14 @@ class ModelSampler(GroupSampler):
     def offer(
         self, best: float, assumed: Collection[str] = (), *, leads: bool = False
     ) -> Offer | None:
-        """The best open group; None when no group is open. The next trial has this group, unless
-        `assumed` holds some.
+        """The best open group; None when no group is open.
+
+        The next trial has this group, unless `assumed` is given.
 
         Args:
             best: logarithm of the time to improve on; several families may share it.
-            assumed: open groups to take for running.
-            leads: the least expected time decides.
+            assumed: open groups to count as running.
+            leads: choose by the least expected time.
         """
         keys = [key for key in self.groups.open if key not in assumed]
         if not keys:
@@ -157,7 +157,7 @@ class ModelSampler(GroupSampler):
         return self._offered
 
     def _best(self) -> float:
-        """The least value; before there is one, the least that is expected."""
+        """Least value so far; without one the least expected value."""
         values = [value for value in self.groups.values.values() if value is not None]
         return min(values) if values else min(map(self.surrogate.mean, self.groups.features))
 
@@ -178,7 +178,7 @@ def library_sampler(name: str, seed: int) -> BaseSampler:
 
     Args:
         name: tpe, gp or cmaes.
-        seed: of what is drawn.
+        seed: seed of random draws.
     """
     if name == "cmaes":
         return optuna.samplers.CmaEsSampler(
@@ -194,8 +194,9 @@ def library_sampler(name: str, seed: int) -> BaseSampler:
 
 
 class GroupStudy:
-    """Optuna study in memory whose trials are the groups of one family; minimises the logarithm of
-    microseconds. Deterministic for equal results and seed.
+    """Optuna study in memory whose trials are the groups of one family.
+
+    Minimises the logarithm of microseconds. Deterministic for equal results and seed.
     """
 
     def __init__(
@@ -204,10 +205,10 @@ class GroupStudy:
         """Begin without a trial.
 
         Args:
-            groups: their state, which this study keeps.
-            sampler: proposes.
-            startup: finished groups before it is asked; until then the ranking goes on.
-            attempts: proposals that are no open group before the ranking decides.
+            groups: the groups; this study updates their state.
+            sampler: sampler that proposes groups.
+            startup: finished groups before the sampler is used; the ranking starts.
+            attempts: rejected proposals before the ranking decides.
         """
         self.groups = groups
         self._sampler = sampler
@@ -222,7 +223,7 @@ class GroupStudy:
         return optuna.create_study(sampler=self._sampler, direction="minimize")
 
     def start(self, key: str | None = None) -> str:
-        """Begin a trial; the key of its group.
+        """Begin a trial; returns the key of its group.
 
         Args:
             key: an open group; None lets the sampler propose.
@@ -249,8 +250,9 @@ class GroupStudy:
         return key
 
     def _draw(self) -> tuple[optuna.Trial, str | None]:
-        """A trial; the key of its group, or None when no config is like it. A parameter that does
-        not apply to the values chosen so far is not suggested.
+        """A trial, and the key of its group, None when no config has these parameters.
+
+        A parameter that does not apply to the values chosen so far is not suggested.
         """
         trial = self.study.ask()
         left, legal = list(self.groups.features), True
@@ -263,8 +265,8 @@ class GroupStudy:
         return trial, left[0] if legal else None
 
     def _reject(self, trial: optuna.Trial, key: str | None) -> None:
-        """End a trial that cannot be evaluated: it costs nothing."""
-        if key is not None:  # Explored already: nothing to learn from it.
+        """End a trial that cannot be evaluated; the budget is not charged."""
+        if key is not None:  # explored already: nothing to learn from it
             self.study.tell(trial, state=TrialState.FAIL)
             return
         trial.set_user_attr("reason", "no legal config has these values")
@@ -285,8 +287,10 @@ class GroupStudy:
         self._tell(trial, value)
 
     def _tell(self, trial: optuna.Trial, value: float | None) -> None:
-        """An infeasible trial is told as the worst one so far, because the GP and the surrogate
-        learn from values only; before there is a value it fails, and no sampler learns from it.
+        """Report a trial's value.
+
+        An infeasible trial is reported with the worst value so far, because the GP and the
+        surrogate learn from values only. Without any value it fails, and no sampler learns from it.
         """
         trial.set_constraint("runs", 1.0 if value is None else -1.0)  # feasible at or below zero
         told = self.groups.worst if value is None else value
@@ -294,10 +298,10 @@ class GroupStudy:
         self.study.tell(trial, told, state=state)
 
     def abandon(self, reason: str) -> None:
-        """Fail the trials that run.
+        """Fail the running trials.
 
         Args:
-            reason: user attribute of each.
+            reason: user attribute of each trial.
         """
         while self.groups.running:
             _, trial = self.groups.running.popitem()
@@ -306,16 +310,18 @@ class GroupStudy:
 
 
 class PositionStudy(GroupStudy):
-    """A study in numbers, for CMA-ES: each parameter is the position of its value among its
-    choices, and the open group nearest to a proposal is evaluated in its place.
+    """Study with numeric parameters, for CMA-ES.
+
+    A parameter is the index of its value among its choices. The open group nearest to a proposal is
+    evaluated.
     """
 
     def __init__(self, groups: Groups, seed: int) -> None:
         """Begin without a trial.
 
         Args:
-            groups: their state, which this study keeps.
-            seed: of what is drawn.
+            groups: the groups; this study updates their state.
+            seed: seed of random draws.
         """
         choices = {n: list(d.choices) for n, d in groups.distributions.items()}
         self._last = {name: len(kept) - 1 for name, kept in choices.items() if len(kept) > 1}
@@ -339,7 +345,7 @@ class PositionStudy(GroupStudy):
 
     def _tell(self, trial: optuna.Trial, value: float | None) -> None:
         with warnings.catch_warnings():
-            # CMA-ES reads no constraint: it learns from the worst value, as which a failure is told
+            # CMA-ES reads no constraint: it learns from the worst value, reported for a failure
             warnings.filterwarnings("ignore", "Constraints have been set", UserWarning)
             super()._tell(trial, value)
 
@@ -352,9 +358,10 @@ class PositionStudy(GroupStudy):
 
 
 def choices_of(features: Sequence[Features]) -> dict[str, tuple[Value, ...]]:
-    """Values of each parameter; those that every config has come first, so that what applies is
-    known when a conditional one's turn comes. `ABSENT` is a choice only where the parameters
-    before leave open whether it applies.
+    """Values of each parameter; parameters that every config has come first.
+
+    So a conditional parameter comes after those that it depends on. It has the choice `ABSENT` only
+    if earlier parameters do not determine whether it applies.
     """
     counts: dict[str, int] = {}
     for row in features:

@@ -1,9 +1,8 @@
-"""When a search is over: the gain that is still expected against the wait for it.
+"""Stopping rule of a search: the expected gain of the compiling kernels against their wait.
 
-While kernels compile, the surrogate says how much better than the best measured time they may turn
-out, and recorded durations say how long each still takes. A search goes on while some wait is worth
-it: the expected saving by then, a second of waiting, is at least the effort's price. Whatever
-compiles beyond that cannot be expected to change the answer by what its wait costs.
+The surrogate gives the expected improvement of the compiling kernels over the best measured time.
+Recorded durations give the time until each is compiled. A search continues while, for some wait,
+the expected saving per second of waiting is at least the effort's price.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ if TYPE_CHECKING:
     from tuner.search.study import Place, Search
 
 FALLBACK_S = 25.0
-"""Seconds of a compile in families of which none is known: the median of the recorded ones."""
+"""Seconds of a compile in families without known durations: the median of the recorded ones."""
 LEAST_WAIT_S = 1.0
-"""Shortest wait that is judged; timing a compiled group takes as long."""
+"""Shortest wait that is considered, in seconds; timing a compiled group takes as long."""
 
 
 class CompileTimes:
-    """Durations of compiles by family: recorded ones, and those of the sweep that asks.
+    """Durations of compiles by family: recorded ones, and those of the running sweep.
 
     Args:
         known: measurements with `compile_cpu_s`, seconds of one core.
@@ -37,14 +36,16 @@ class CompileTimes:
         self.observe(known)
 
     def observe(self, measurements: Iterable[Measurement]) -> None:
-        """Add the durations of some measurements; those that compiled nothing are left out."""
+        """Add the durations of measurements that compiled a kernel."""
         for m in measurements:
             if m.compile_cpu_s:
                 self._known.setdefault(m.config.family, []).append(m.compile_cpu_s)
 
     def left_s(self, family: str, elapsed_s: float = 0.0) -> float:
-        """Seconds that a compile is expected to take still: the mean rest of the known ones that
-        took longer than `elapsed_s`; of one that is longer than all of them, half of that again.
+        """Expected remaining seconds of a compile after `elapsed_s`.
+
+        The mean remainder of the known durations above `elapsed_s`. If there is none, half of
+        `elapsed_s`.
         """
         known = self._known.get(family)
         if not known:
@@ -55,10 +56,10 @@ class CompileTimes:
 
 @dataclass(frozen=True)
 class Stopping:
-    """The rule that ends a search.
+    """Rule that ends a search.
 
     Args:
-        search: with the sampler `model`; another one never ends early.
+        search: the search; with another sampler than `model` it never ends early.
         price: share of the best time that a second of waiting must be expected to save; 0 waits
             for everything.
     """
@@ -70,7 +71,7 @@ class Stopping:
         """True if no wait is worth its time.
 
         Args:
-            left_s: seconds until each group under way has a result.
+            left_s: seconds until each compiling group has a result.
         """
         return self.price > 0 and self.search.is_modelled and not self._pays(left_s)
 
@@ -84,11 +85,11 @@ class Stopping:
 
 
 def queued(left_s: Sequence[float], waiting: Sequence[float]) -> list[float]:
-    """Seconds until compiles that wait for a core are done, in their order.
+    """Seconds until each compile that waits for a core is done, in their order.
 
     Args:
-        left_s: seconds left of each compile that runs, on a core each.
-        waiting: seconds that each waiting one will take.
+        left_s: remaining seconds of the running compiles, one on each core.
+        waiting: durations of the waiting compiles, seconds.
     """
     free = sorted(left_s) or [0.0]
     found = []

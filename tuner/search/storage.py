@@ -1,8 +1,8 @@
-"""Copies of searches' studies in an Optuna storage, for optuna-dashboard and `optuna` itself.
+"""Copies of studies in an Optuna storage, for optuna-dashboard and Optuna's own tools.
 
-A search reads its own study in memory; the copy is written only. So a storage that is slow, lost or
-edited changes no proposal, and a killed sweep leaves no trial running. A copied trial has the best
-latency in microseconds as its value, or the state FAIL and a reason.
+A search reads its study in memory, and only writes the copy. So a slow, lost or edited storage
+changes no proposal, and a killed sweep leaves no running trial. The value of a copied trial is the
+best latency in microseconds; a failed trial has the state FAIL and a reason.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from tuner.problem import Problem
 from tuner.search.samplers import KERNEL, Groups, GroupStudy
 
 WAIT_S = 10
-"""Longest wait for a lock of SQLite and for a connection to PostgreSQL."""
+"""Longest wait, in seconds, for a lock of SQLite and for a connection to PostgreSQL."""
 FAULTS = (
     optuna.exceptions.OptunaError,
     sa.exc.SQLAlchemyError,
     ImportError,
-    KeyError,  # a study that was deleted
+    KeyError,  # a deleted study
     OSError,
     RuntimeError,  # a schema of another version
     ValueError,  # a journal that is damaged
@@ -48,11 +48,11 @@ FAULTS = (
 
 @contextmanager
 def open_storage(url: str | None, note: Callable[[str], None]) -> Iterator[StudyStorage | None]:
-    """The storage that is named, else the one that is set; None where neither is.
+    """The storage of this URL, or of the settings without one; None without either.
 
     Args:
-        url: as `StudyStorage` takes it.
-        note: as `StudyStorage` takes it.
+        url: as for `StudyStorage`.
+        note: as for `StudyStorage`.
 
     Raises:
         ConfigError: when the URL cannot be read.
@@ -69,7 +69,7 @@ def open_storage(url: str | None, note: Callable[[str], None]) -> Iterator[Study
 
 @dataclass(frozen=True)
 class Subject:
-    """What a study searches: equal subjects with equal choices share a study."""
+    """Subject of a study: equal subjects with equal choices share a study."""
 
     problem: Problem
     gpu: Gpu
@@ -78,12 +78,14 @@ class Subject:
     provenance: Provenance
     family: str
     sampler: str
-    """Of the sweep that wrote last; a study may hold several sweeps' trials."""
+    """Sampler of the last sweep; a study may hold trials of several sweeps."""
     seed: int
 
     def name(self, trials: GroupStudy) -> str:
-        """Name of the study. The digest at its end stands for the environment and the choices:
-        times of two environments do not compare, and Optuna allows a study one set of choices.
+        """Name of the study, ending in a digest of the environment and the choices.
+
+        Times of two environments cannot be compared, and Optuna allows one set of choices in a
+        study.
         """
         choices = {n: distribution_to_json(d) for n, d in trials.groups.distributions.items()}
         facts = json.dumps([self.environment.digest, choices], sort_keys=True)
@@ -112,16 +114,14 @@ class Subject:
 
 
 class StudyStorage:
-    """An open Optuna storage that takes copies. A fault while it is written is noted once, and
-    nothing is copied from then on.
-    """
+    """Open Optuna storage for copies. The first error of a write is noted, and copying ends."""
 
     def __init__(self, url: str, note: Callable[[str], None]) -> None:
         """Open it.
 
         Args:
-            url: SQLAlchemy URL, or path of a journal file; as optuna-dashboard takes it.
-            note: told of the first fault while it is written.
+            url: SQLAlchemy URL, or path of a journal file, as for optuna-dashboard.
+            note: called with the first error of a write.
 
         Raises:
             ConfigError: when the URL cannot be read.
@@ -147,11 +147,11 @@ class StudyStorage:
             raise StoreError(f"Optuna storage {self.name} cannot be opened: {_first(exc)}") from exc
 
     def copy(self, trials: GroupStudy, subject: Subject) -> None:
-        """Add those finished trials that the storage has not yet.
+        """Add the finished trials that the storage does not have yet.
 
         Args:
             trials: the search's own study.
-            subject: searched in it.
+            subject: its subject.
         """
         if self._is_lost:
             return
@@ -164,11 +164,11 @@ class StudyStorage:
             self._note(f"Optuna storage {self.name}: {_first(exc)}; no further trial is copied")
 
     def forget(self, trials: GroupStudy) -> None:
-        """Let go of a study that has ended."""
+        """Release a study that has ended."""
         self._copies.pop(trials, None)
 
     def close(self) -> None:
-        """End the connections."""
+        """Close the connections."""
         if isinstance(self._storage, RDBStorage):
             self._storage.remove_session()
             self._storage.engine.dispose()
@@ -207,12 +207,12 @@ class _Copy:
             self._read.add(trial.number)
             kernel, reason = trial.user_attrs.get(KERNEL), trial.user_attrs.get("reason")
             if kernel in self._kernels if kernel else not reason:
-                continue  # copied by an earlier sweep, or a draw that led to a known group
+                continue  # copied by an earlier sweep, or a draw of a known group
             self._study.add_trial(_copied(trial, self._trials.groups, self._provenance))
 
 
 def _copied(trial: FrozenTrial, groups: Groups, provenance: str) -> FrozenTrial:
-    """A trial with its group's parameters, in whatever form the sampler drew them."""
+    """A trial with its group's parameters, independent of the sampler's form of them."""
     latency_us, key = trial.user_attrs.get("latency_us"), trial.user_attrs.get(KERNEL)
     params = trial.params if key is None else groups.params(key)
     made = optuna.trial.create_trial(

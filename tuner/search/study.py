@@ -1,15 +1,17 @@
-"""Budgets of a sweep, one search a family, and each family's share.
+"""Budgets of a sweep, and the search over all families of a problem.
 
-The unit of search is a *group*: candidates that share their compiled kernels, so that the costly
-part (compiling) is spent once. A group is one trial of its family's Optuna study
-(`samplers.GroupStudy`). Its value is the logarithm of the best latency among its run-time variants.
-The sampler `model` is a Gaussian-process residual over each family's cost model (`surrogate`). It
-proposes the groups of the least expected times first, then that with the largest expected gain over
-all families. It ends when no gain worth its compile is expected. The other samplers are for
-comparison (`scripts/bench search`): random, the cost models' order, and Optuna's TPE, GP and CMA-ES
-from the families' seeds on.
-Studies live in memory: measurements are told again from the store, which alone is durable.
-`storage` keeps copies of the studies for Optuna's tools.
+The unit of search is a *group*: candidates that share their compiled kernels, so each kernel is
+compiled once. A group is one trial of its family's Optuna study (`samplers.GroupStudy`). Its value
+is the logarithm of the best latency among its run-time variants.
+
+The sampler `model` uses a Gaussian-process residual over each family's cost model (`surrogate`). It
+proposes the groups with the least expected times first, then the group with the largest expected
+gain over all families. It ends when no expected gain is worth a compile. Other samplers are for
+comparison (`scripts/bench search`): random, the cost models' order, and Optuna's TPE, GP and
+CMA-ES, started from the families' seeds.
+
+Studies live in memory; only the store is durable, and a new search reads its measurements.
+`storage` copies the studies for Optuna's tools.
 """
 
 from __future__ import annotations
@@ -36,41 +38,42 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Effort:
-    """Every budget of a sweep. A trial is one group of candidates that share their kernels."""
+    """Budgets of a sweep. A trial is one group of candidates that share their kernels."""
 
     trials: Mapping[str, int]
-    """Trials an own family, by operation; the families of a problem share the sum."""
+    """Trials for each own family, by operation; a problem's families share the sum."""
     stage_trials: int
     """Trials for each stage of a composite family."""
     stage_keep: int
     """Best configs of each stage that a composite family is built from."""
     seeds: int
-    """Trials every family gets before its results decide its share; with `model`, trials for each
+    """Trials of every family before its results decide its share. With `model`: trials of each
     family that may be compiled before any result."""
     least_gain: float
     """Share of the time that a trial must be expected to save; below, `model` ends."""
     price: float
     """Share of the time that a second of waiting must be expected to save (`stopping`); 0 waits."""
     hopeless: float
-    """A family whose best estimate is so many times the best of all is left out unless named."""
+    """Cutoff: a family whose best estimate exceeds the best of all by this factor is left out,
+    unless named."""
     heat: int
-    """Candidates of a trial timed first; the others only where one of these comes within
+    """Candidates of a trial that race: the others are timed only if one of these comes within
     `family_search.RACE_MARGIN` of its family's best. 0 times all."""
     finalists: int
     """Own candidates timed again beside the vendors' kernels."""
     rounds: int
     """Interleaved rounds of the final pass."""
     predicted: int
-    """Trials ranked by their estimates where nothing can be timed."""
+    """Trials ranked by their estimates if nothing can be timed."""
 
 
-#: Quick: at most 16 kernels a family of attention or 40 of GEMM. No group is started that is not
-#: expected to save 0.2 %: replayed on 19 recordings with 16 compiles at once that took 149 groups
-#: where 0.1 % took 169, and lost nothing. No wait is longer than its gain is worth at 0.05 % a
-#: second: simulated on 16 cores (`scripts/bench stopping`, 11 recordings) half of the searches end
-#: within 46 s, where waiting for all takes 66; one in ten loses 0.27 %, where waiting loses 0.19 %.
-#: Four times that price loses 0.8 % in one of ten. Full: 200 groups a family, which enumerates
-#: every space that is not larger, and all are waited for.
+#: Quick: at most 16 kernels for each family of attention, 40 for GEMM. A group is started if it is
+#: expected to save 0.2 %. Replayed on 19 recordings with 16 parallel compiles that took 149 groups,
+#: 0.1 % took 169, and no time was lost. The price of waiting is 0.05 % a second. Simulated on 16
+#: cores (`scripts/bench stopping`, 11 recordings), half of the searches end within 46 s, and one in
+#: ten loses 0.27 %. Waiting for all kernels takes 66 s, and one in ten loses 0.19 %. Four times the
+#: price loses 0.8 % in one of ten. Full: 200 groups for each family, which enumerates all smaller
+#: spaces, and all compiles are waited for.
 EFFORTS: dict[str, Effort] = {
     "quick": Effort(
         trials={
@@ -120,22 +123,22 @@ Place = tuple[str, str]
 
 SAMPLERS = ("model", "tpe", "gp", "cmaes", "cost", "random")
 NEEDED = {"gp": ("torch", "scipy"), "cmaes": ("cmaes",)}
-"""Packages that samplers of Optuna need."""
+"""Packages that Optuna's samplers need."""
 MAX_JUDGED = 64
-"""Groups whose joint gain is drawn."""
+"""Most groups whose joint gain is sampled."""
 PROMISE_EXPONENT = 4
 """A family twice as slow as the best one gets 1/16 of its share."""
 UNSERVED = 1.0
-"""Worth of the first group of a problem, beside any saving: without one it is not tuned at all."""
+"""Worth of a problem's first group, added to any saving: without a group it is not tuned."""
 HOPELESS = 0.01
-"""Share of a family of which nothing has passed yet, once its seeds are measured."""
+"""Promise of a family whose seeds are measured and none of them passed."""
 
 
 def effort(name: str) -> Effort:
     """The budgets of an effort by name.
 
     Raises:
-        ConfigError: when the name is not known.
+        ConfigError: on an unknown name.
     """
     if name not in EFFORTS:
         raise ConfigError(f"effort={name} is not known (allowed: {', '.join(EFFORTS)})")
@@ -143,10 +146,10 @@ def effort(name: str) -> Effort:
 
 
 def sampler_name(given: str | None) -> str:
-    """Which sampler searches: as given, else as set, else `model`.
+    """Name of the sampler: the given one, that of the settings, or `model`.
 
     Raises:
-        ConfigError: when it is not known, or needs a package that is not installed.
+        ConfigError: when it is unknown, or needs a package that is not installed.
     """
     name = given or settings.sampler() or "model"
     if name not in SAMPLERS:
@@ -163,13 +166,14 @@ def sampler_name(given: str | None) -> str:
 def least_estimate_us(
     family: Family, problem: Problem, gpu: Gpu, catalogue: Callable[[str], Mapping[str, Family]]
 ) -> float:
-    """The least estimated time of a family's configs; of a composite one, its stages' sum.
+    """Least estimated time of a family's configs, microseconds; for a composite family the sum of
+    its stages.
 
     Args:
-        family: an own one that serves the problem.
-        problem: what is computed.
-        gpu: where.
-        catalogue: the families of an operation, for stages.
+        family: own family that serves the problem.
+        problem: problem to estimate.
+        gpu: GPU to estimate for.
+        catalogue: gives the families of an operation, for stages.
     """
     stages = family.stages(problem).values()
     if stages:
@@ -187,14 +191,14 @@ def least_estimate_us(
 
 @dataclass
 class Search:
-    """The families of one problem over one budget.
+    """Search over the families of one problem with one budget.
 
-    With `model`, the group of the least expected time is next, of whichever family; once `LEADING`
-    are begun, that of the largest expected gain.
+    With `model`, the group with the least expected time over all families is next; after `LEADING`
+    groups the one with the largest expected gain.
 
-    With another sampler every family gets its seeds; a family whose groups fit its equal share of
-    the budget is enumerated; the rest goes one by one to the family with the largest
-    promise / (trials + 1), promise being (best latency of all / best latency of the family) **
+    With another sampler every family gets its seeds. A family whose groups fit its equal share of
+    the budget is enumerated. The remaining trials go one by one to the family with the largest
+    promise / (trials + 1). The promise is (best latency of all / best latency of the family) **
     `PROMISE_EXPONENT`.
     """
 
@@ -202,9 +206,9 @@ class Search:
     total: int
     seeds: int
     least_gain: float = 0.0
-    """Share of the time that a group must be expected to save; below, `model` ends."""
+    """Share of the time that a group must be expected to save; below it `model` ends."""
     told: int = field(default=0, init=False)
-    """Trials that came from the store."""
+    """Number of trials that came from the store."""
 
     @property
     def spent(self) -> int:
@@ -212,26 +216,28 @@ class Search:
 
     @property
     def pending(self) -> int:
-        """Groups that were asked for and have no result yet."""
+        """Number of groups that were requested and have no result yet."""
         return sum(len(member.pending) for member in self.members)
 
     @property
     def goal(self) -> int:
-        """Trials after which the search ends at the latest."""
+        """Largest number of trials of the search."""
         return min(self.total, sum(len(member.groups) for member in self.members))
 
     @property
     def at_once(self) -> int:
-        """Groups to have in flight at most: all that there are where all will be measured, else
-        half of the budget, so that the other half knows results.
+        """Most groups in flight: all of them if all will be measured, else half of the budget.
+
+        The other half is then chosen with results.
         """
         groups = sum(len(member.groups) for member in self.members)
         is_enumerated = groups <= self.total and not self.least_gain
         return max(1, groups if is_enumerated else math.ceil(self.total / 2))
 
     def ask(self) -> list[Config] | None:
-        """Take the next group, or the rest of one that did well in its first heat; None when the
-        budget or every space is used up, or no gain worth its compile is expected.
+        """Configs to measure next: a new group's, or the other variants of a group near the best.
+
+        None when the budget or every space is used up, or no expected gain is worth a compile.
         """
         for member in self.members:
             if (rest := member.take_survivor()) is not None:
@@ -244,7 +250,7 @@ class Search:
         return None if chosen is None else chosen[0].take()
 
     def take(self, config: Config) -> list[Config]:
-        """Start the group of a config ahead of its turn; what is to be measured of it."""
+        """Start the group of a config out of order; returns its configs to measure."""
         for member in self.members:
             if member.family.name == config.family:
                 key = member.family.compile_digest(config)
@@ -256,13 +262,13 @@ class Search:
             member.tell(m for m in measurements if m.config.family == member.family.name)
 
     def tell_known(self, measurements: Sequence[Measurement]) -> None:
-        """Tell what the store holds before the first `ask`."""
+        """Add the store's measurements, before the first `ask`."""
         for member in self.members:
             member.tell_known(m for m in measurements if m.config.family == member.family.name)
         self.told = self.spent
 
     def ahead(self) -> list[list[Config]]:
-        """Groups that will be asked for first: what may be compiled before the search."""
+        """Groups that `ask` will return first, which may be compiled before the search."""
         left = self.total - self.spent
         groups: list[list[Config]] = []
         if any(member.surrogate is None for member in self.members):
@@ -282,12 +288,13 @@ class Search:
         return groups
 
     def worths(self, taken: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], float]:
-        """What each open group is worth beside others that are thought of as measured: the share
-        of the time that it is expected to save over them; where there are none, over the group
-        that is expected to be slowest, and `UNSERVED`. By family and key.
+        """Worth of each open group, by family and key: share of the time that it may save.
+
+        The expected saving is over the groups of `taken`, assumed to be measured. Without any it is
+        over the group expected to be slowest, plus `UNSERVED`.
 
         Args:
-            taken: the others, keys by family.
+            taken: keys of these groups, by family.
         """
         means = {
             (member.family.name, key): member.surrogate.mean(key)
@@ -317,15 +324,16 @@ class Search:
 
     @property
     def best_us(self) -> float:
-        """The best time so far; infinite before there is one."""
+        """Best time so far, microseconds; infinite without one."""
         return min((member.best_us for member in self.members), default=math.inf)
 
     def joint_gains(self, places: Sequence[Place]) -> list[float]:
-        """Expected improvement on the best time by the first one, two, ... of some groups
-        together: differences of logarithms, so about the share of the time that they save.
+        """Expected improvement on the best time by the first one, two, ... of some groups together.
+
+        An improvement is a difference of logarithms: about the share of the time that is saved.
 
         Args:
-            places: groups of members with a surrogate.
+            places: groups of families with a surrogate.
         """
         if math.isinf(self.best_us):
             return [math.inf] * len(places)
@@ -345,8 +353,9 @@ class Search:
         return gains
 
     def expected_loss(self) -> float | None:
-        """Share of the best time that the groups without a result are expected to save, the
-        `MAX_JUDGED` most promising of them together; None without a model or a time.
+        """Share of the best time that the groups without a result are expected to save.
+
+        The `MAX_JUDGED` most promising groups count, together. None without a model or a time.
         """
         if not self.is_modelled or math.isinf(self.best_us):
             return None
@@ -362,12 +371,13 @@ class Search:
     # By expected gain
 
     def _offered(self, taken: Mapping[str, Sequence[str]]) -> tuple[FamilySearch, str] | None:
-        """The open group to begin next, and its family: of the first `LEADING` that of the least
-        expected time, then that of the largest expected gain. None where no gain is worth its
-        compile.
+        """The open group to begin next, and its family; None when no gain is worth a compile.
+
+        The first `LEADING` groups are those with the least expected times, later ones those with
+        the largest expected gain.
 
         Args:
-            taken: groups to think of as pending, by family.
+            taken: keys of groups to count as pending, by family.
         """
         if not self.members:
             return None
@@ -389,7 +399,7 @@ class Search:
         return member, offer.key
 
     def _best(self) -> float:
-        """Logarithm of the best time so far; before there is one, of the best expected."""
+        """Logarithm of the best time so far; without one, of the best expected time."""
         if math.isfinite(self.best_us):
             return math.log(self.best_us)
         return min(
@@ -416,7 +426,7 @@ class Search:
         return len(member.groups) <= self._share
 
     def _wanted(self, member: FamilySearch) -> int:
-        """Groups that a family is certain to get."""
+        """Number of groups that a family gets in any case."""
         return len(member.groups) if self._is_enumerated(member) else min(self.seeds, self._share)
 
     def _next(self) -> FamilySearch | None:

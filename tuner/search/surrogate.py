@@ -1,9 +1,9 @@
-"""What is believed of a family's groups: its cost model, corrected by what was measured.
+"""Surrogate of a family: a Gaussian-process residual over the family's cost model.
 
-The logarithm of a group's time is the cost model's plus an error, and errors of like configs and
-of like problems are alike: a Gaussian process over the family's finite list of groups, whose
-covariance falls with the distance of two configs and of two problems. Results of other problems
-condition it once, each result of this problem by one rank-one update.
+The logarithm of a group's time is the cost model's plus an error. The error is a Gaussian process
+over the family's finite list of groups. Its covariance decreases with the distance between two
+configs and between two problems. Results of other problems condition it once; each result of this
+problem is a rank-one update.
 """
 
 from __future__ import annotations
@@ -23,43 +23,45 @@ from tuner.problem.base import doublings
 Features = Mapping[str, Value]
 Array = NDArray[np.float64]
 
-#: Deviations of the error, in natural logarithms: of a whole problem, of a config within it, and
-#: of two timings of one config. Chosen with the two lengths by `scripts/bench search` on recorded
-#: sweeps, each problem's own results kept from it; factors of two in any of them change little.
+#: Standard deviations of the error, in natural logarithms: of a problem, of a config within it, and
+#: of two timings of one config. These and the two length scales were chosen by `scripts/bench
+#: search` on recorded sweeps, with each problem's own results left out. A factor of two in any of
+#: them changes little.
 PROBLEM_ERROR = 0.2
 CONFIG_ERROR = 0.15
 NOISE = 0.01
-#: The same of another problem's result: what its config owes to that problem alone. Believed as
-#: exactly as a problem's own, others' results put the groups of recorded problems in a worse order.
+#: Noise of another problem's result, for effects of a config at that problem only. With `NOISE` in
+#: its place the groups of recorded problems were ranked worse.
 PAST_NOISE = 0.1
-#: Results that weigh as much as these deviations do.
+#: Weight of the deviations above as a prior, in results.
 CONFIDENCE = 8.0
-#: Distances over which likeness falls by e. Between configs: a parameter doubled, or another
-#: choice, is 1. Between problems: an extent doubled, another mask, type or layout, is 1.
+#: Length scales: distances over which the correlation falls by a factor e. Between configs a
+#: doubled parameter or another choice counts 1. Between problems a doubled extent, or another mask,
+#: type or layout, counts 1.
 CONFIG_LENGTH = 3.0
 PROBLEM_LENGTH = 10.0
-#: Likeness of one problem measured in two environments.
+#: Correlation of one problem's results in two environments.
 SAME_PROBLEM = 0.97
-#: Results of other problems that are used, the nearest problems' first: conditioning takes their
-#: cube, half a second at this many.
+#: Most results of other problems, nearest problems first. Conditioning takes time with their cube,
+#: half a second for this many.
 MOST_PAST = 1500
 DRAWS = 4096
-"""Draws of times of several groups together: a gain of 0.1 % is then known to a tenth of it."""
+"""Joint samples of several groups' times: enough to know a gain of 0.1 % to a tenth of it."""
 
 
 @dataclass(frozen=True)
 class Past:
-    """What was measured of one other problem, or of this one in another environment."""
+    """Results of one other problem, or of this problem in another environment."""
 
     problem: Problem
     features: Sequence[Features]
-    """Of each group that passed."""
+    """Features of each group that passed."""
     errors: Sequence[float]
-    """Logarithm of its time over the cost model's."""
+    """Logarithm of each group's time over the cost model's."""
 
 
 def features_of(family: Family, config: Config) -> dict[str, Value]:
-    """What tells groups apart: compile-time parameters, and the stages of a composite config."""
+    """Features of a config's group: compile-time parameters, and the stages of a composite."""
     stages = {f"stage {name}": stage.digest for name, stage in config.stages.items()}
     params = {k: v for k, v in config.params.items() if k not in family.runtime_parameters}
     return {**params, **stages}
@@ -75,13 +77,13 @@ class Surrogate:
         predicted: Mapping[str, float],
         past: Iterable[Past] = (),
     ) -> None:
-        """Believe the cost model, then condition on the past.
+        """Start from the cost model, and condition on the results of other problems.
 
         Args:
-            problem: what is computed.
-            features: of each group, by its key.
+            problem: problem to be searched.
+            features: features of each group, by its key.
             predicted: the cost model's time of each group, microseconds.
-            past: other problems' results.
+            past: results of other problems.
         """
         self._row = {key: row for row, key in enumerate(features)}
         rows = list(features.values())
@@ -108,7 +110,7 @@ class Surrogate:
         self._covariance = self._covariance - half.T @ half
 
     def observe(self, key: str, value: float) -> None:
-        """Learn the logarithm of a group's time."""
+        """Add a result: the logarithm of a group's time in microseconds."""
         row = self._row[key]
         expected = float(self._covariance[row, row]) + NOISE**2
         self._surprises.append((value - float(self._mean[row])) ** 2 / expected)
@@ -123,7 +125,7 @@ class Surrogate:
 
     @property
     def _inflation(self) -> float:
-        """Variance that results showed over the variance that was believed."""
+        """Variance of the results over the variance of the prior."""
         return (CONFIDENCE + sum(self._surprises)) / (CONFIDENCE + len(self._surprises))
 
     def mean(self, key: str) -> float:
@@ -133,8 +135,10 @@ class Surrogate:
     def gains(
         self, keys: Sequence[str], best: float, pending: Iterable[str] = ()
     ) -> dict[str, float]:
-        """Expected improvement on `best`, a logarithm, of each of `keys`: about the share of the
-        time that it saves. Pending groups are taken to turn out as expected.
+        """Expected improvement of each of `keys` on `best`, a logarithm of microseconds.
+
+        An improvement is about the share of the time that is saved. Pending groups are assumed to
+        have their expected times.
         """
         covariance = self._covariance
         for key in pending:
@@ -149,8 +153,8 @@ class Surrogate:
         }
 
     def draws(self, keys: Sequence[str], seed: int) -> Array:
-        """Logarithms of the times of `keys` drawn together, `DRAWS` of each: shape
-        (`DRAWS`, keys). Equal for equal seeds.
+        """Joint samples of the logarithms of the times of `keys`, (`DRAWS`, keys). Equal for equal
+        seeds.
         """
         rows = [self._row[key] for key in keys]
         covariance = self._inflation * self._covariance[np.ix_(rows, rows)]
@@ -179,8 +183,9 @@ def _config_covariance(first: Sequence[Features], second: Sequence[Features]) ->
 
 
 def _parameter_distance(first: Sequence[Value | None], second: Sequence[Value | None]) -> Array:
-    """Doublings between numbers, 1 between other choices; a parameter that a config does not have
-    is a choice too. Sums of absolute differences, so that the covariance is one.
+    """Distances between the values of a parameter: doublings between numbers, 1 between other
+    choices, one of which is a missing parameter. Sums of absolute differences keep the covariance
+    positive definite.
     """
     values = [*first, *second]
     present = [value for value in values if value is not None]
@@ -210,7 +215,7 @@ def _likeness(first: Problem, second: Problem) -> float:
 
 
 def _nearest(problem: Problem, past: Iterable[Past]) -> list[Past]:
-    """The nearest problems' results, `MOST_PAST` at most."""
+    """Results of the nearest problems, at most `MOST_PAST` of them."""
     chosen: list[Past] = []
     left = MOST_PAST
     for one in sorted(past, key=lambda one: (doublings(problem, one.problem), one.problem.key)):

@@ -1,4 +1,4 @@
-"""The read path: the decision that serves a problem, measured or selected.
+"""The read path: the measured or selected kernel for a problem.
 
-`tuner.lookup` is a function, so the package around it has another name.
+The package is not called `lookup` because `tuner.lookup` is a function.
 """

@@ -1,8 +1,8 @@
-"""The candidates of a portfolio's domain, and the time that each is expected to take.
+"""Candidates of a portfolio's domain, and their expected times.
 
-A *time model* has the microseconds of each amount of work that `Family.amounts` counts. Choosing
-among a dozen kernels needs the amounts of each. `DomainTimes` traces them (`tuner.families.tape`)
-and compiles one function for all candidates of a domain. Needs the standard library only.
+A *time model* gives the microseconds for one unit of each amount of work that `Family.amounts`
+counts. `DomainTimes` traces these amounts for all candidates of a domain (`tuner.families.tape`)
+and compiles them into one function. Needs the standard library only.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from tuner.problem import Problem
 from tuner.selection.domains import AnyDomain
 
 REACH = 2
-"""Factor by which a size may exceed the measured ones: beyond it a time model is not trusted."""
+"""Largest factor between a size and the measured ones at which a time model is trusted."""
 RESCALED_MARGIN = 0.01
-"""Share of its time by which an own kernel has to be faster in addition, where the rates are those
-of another GPU: times closer than this are ties where they are measured, and these are predicted.
+"""Additional share of its time by which an own kernel must win if the rates are another GPU's.
+Times closer than this are ties even when measured.
 
-Rescaling keeps the order of kernels on an H100: of 400 calls of models left out (seed 0) none is
-answered otherwise than on an H200 without this margin. With 0.01 it leaves 7 of 229 own kernels to
-PyTorch's, with 0.05 32. Ratios of own kernels' times of prompts to the fastest of PyTorch's were
-2.4 % above the expected ones on an H100 (``cache/tuned/``, 50 of them, 22 November 2026).
+Rescaling keeps the order of kernels on an H100. Without this margin, none of 400 calls of models
+left out (seed 0) is answered otherwise than on an H200. With 0.01 it leaves 7 of 229 own kernels to
+PyTorch's, with 0.05 32. Over the fastest of PyTorch's, own kernels' times of prompts were 2.4 %
+above the expected ratio on an H100 (``cache/tuned/``, 50 problems, 22 November 2026).
 """
 
 
@@ -45,12 +45,12 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, sizes: Iterable[tuple[int, ...]]) -> Spread:
-        """The spread of problems' `Domain.sizes`."""
+        """The spread of `Domain.sizes` over some problems."""
         return cls(tuple((min(each), max(each)) for each in zip(*sizes, strict=True)))
 
     @classmethod
     def over(cls, spreads: Iterable[Spread]) -> Spread:
-        """The smallest that holds all of some."""
+        """The smallest spread that contains all given ones."""
         axes = zip(*(one.bounds for one in spreads), strict=True)
         return cls(tuple((min(low for low, _ in axis), max(high for _, high in axis))
                          for axis in axes))  # fmt: skip
@@ -61,7 +61,7 @@ class Spread(NamedTuple):
         return tuple((low / REACH, high * REACH) for low, high in self.bounds)
 
     def holds(self, sizes: tuple[int, ...]) -> bool:
-        """True if none is beyond `REACH` times the measured ones."""
+        """True if every size is within `REACH` times the measured ones."""
         return is_near(self.reached, sizes)
 
 
@@ -70,19 +70,19 @@ class Candidate:
     """A kernel of a domain with its time model."""
 
     config: Config
-    """Without the parameters that `Family.scheduled` chooses for a shape."""
+    """Config without the parameters that `Family.scheduled` chooses for a shape."""
     rates: Mapping[str, float]
-    """Microseconds of one unit of each of the family's `work_terms`; a missing one is 0."""
+    """Microseconds for one unit of each of the family's `work_terms`; a missing rate is 0."""
     points: int
-    """Measurements that the rates were fitted to."""
+    """Number of measurements that the rates were fitted to."""
     median_error: float
-    """At problems left out of the fit: the median of |expected / measured - 1|."""
+    """Median of |expected / measured - 1| at problems left out of the fit."""
     p90_error: float
     spread: Spread
 
     @cached_property
     def family(self) -> Family | None:
-        """None for a family that this version does not have."""
+        """The config's family; None if this version does not have it."""
         return families().get(self.config.family)
 
     @cached_property
@@ -101,12 +101,12 @@ class Candidate:
         return replace(self, rates=rates)
 
     def us(self, sizes: Any, tiling: Any, gpu: Gpu) -> Any:
-        """The expected microseconds; may be traced.
+        """Expected time, microseconds; may be traced.
 
         Args:
-            sizes: a problem's, as of `tuner.families.work.sizes_of`.
-            tiling: `Family.tiling`, with the splits that are called.
-            gpu: where it runs.
+            sizes: sizes of a problem, as of `tuner.families.work.sizes_of`.
+            tiling: result of `Family.tiling`, with the number of splits of the call.
+            gpu: GPU that it runs on.
         """
         amounts = self.family.amounts(sizes, tiling, gpu) if self.family else ()
         priced = [us * amount for us, amount in zip(self.priced, amounts, strict=True) if us]
@@ -114,21 +114,25 @@ class Candidate:
 
 
 Estimate = tuple[float, float, int, int]
-"""An own candidate as it may be called for a problem: its expected microseconds with the margin
-times the model's error, and without; its place in the domain, of equal times the first is taken;
-splits.
+"""An own candidate at a problem:
+
+- expected microseconds, longer by the margin times the model's error;
+- expected microseconds;
+- index in the domain, which breaks ties;
+- number of splits.
 """
 
 
 @dataclass(frozen=True)
 class Regret:
-    """How selections did at problems whose models were left out when the rates were fitted; the
-    kernels and the margin were chosen with them.
+    """Quality of selections at problems whose models were left out of the fit of the rates.
+
+    The kernels and the margin were chosen with all problems.
     """
 
     problems: int
     mean: float
-    """Time of the chosen kernel over the fastest measured one, less 1."""
+    """Mean of the chosen kernel's time over the fastest measured one, less 1."""
     worst: float
     over_vendor: float
     """Geometric mean of the fastest vendor's time over the chosen kernel's."""
@@ -137,7 +141,7 @@ class Regret:
     """Share of the problems at which an own kernel was chosen."""
 
     def text(self) -> str:
-        """For people, in one line."""
+        """One line for people."""
         return (
             f"left out: mean {100 * self.mean:.1f} %, worst {100 * self.worst:.1f} % over "
             f"{self.problems} problems; {self.over_vendor:.2f}x the fastest vendor, "
@@ -147,19 +151,19 @@ class Regret:
 
 @dataclass(frozen=True)
 class DomainModels:
-    """The candidates of one domain, and how well they are known."""
+    """The candidates of one domain, with margin and regret."""
 
     domain: AnyDomain
     regime: Regime
     candidates: Sequence[Candidate]
     margin: float
-    """An own kernel is chosen that is expected to beat the vendor's by so many times its model's
-    `Candidate.p90_error`, at least."""
+    """Lead over the vendor's expected time that an own kernel needs to be chosen, as a multiple of
+    its `Candidate.p90_error`."""
     regret: Regret
     kin: AnyDomain | None = None
-    """Domain whose rates these are, where this one was not measured."""
+    """Domain that the rates were measured in, if not in this one."""
     made_on: Gpu | None = None
-    """GPU that was measured, where the rates are rescaled; None: this one."""
+    """GPU of the measurements, if the rates are rescaled; None: this one."""
     _times: dict[str, DomainTimes] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
@@ -175,7 +179,7 @@ class DomainModels:
         return [one for one in self.candidates if one.is_vendor]
 
     def times(self, gpu: Gpu) -> DomainTimes:
-        """Times that the candidates are expected to take on a GPU."""
+        """Expected times of the candidates on a GPU."""
         found = self._times.get(gpu.name)
         if found is None or (found.gpu is not gpu and found.gpu != gpu):
             found = self._times[gpu.name] = DomainTimes(self, gpu)
@@ -183,16 +187,16 @@ class DomainModels:
 
 
 Legality = tuple[Hashable, ...]
-"""Equal for problems of a domain that the same configs are legal for."""
+"""Key of a problem within its domain; problems with equal keys have the same legal configs."""
 _LegalVendors = tuple[Mapping[str, tuple[int, Config]], str | None]
 
 
 class DomainTimes:
-    """Times that the candidates of a domain are expected to take on one GPU.
+    """Expected times of a domain's candidates on one GPU.
 
     Args:
-        models: of the domain.
-        gpu: where they run.
+        models: candidates of the domain.
+        gpu: GPU that they run on.
     """
 
     def __init__(self, models: DomainModels, gpu: Gpu) -> None:
@@ -204,7 +208,7 @@ class DomainTimes:
         ]
         self._own = {place: one for place, one, family in known if not family.is_vendor}
         self.vendors = [one for _, one, family in known if family.is_vendor]
-        """The vendors' kernels of this version, in the order of their times."""
+        """The vendors' kernels that this version has, in the order of their times."""
         self._vendor_places = [place for place, _, family in known if family.is_vendor]
         self._families = list(dict.fromkeys(family for *_, family in known))
         self._family_at = {place: self._families.index(family) for place, _, family in known}
@@ -218,8 +222,10 @@ class DomainTimes:
         self._traced = self._compiled()
 
     def estimates(self, problem: Problem) -> tuple[list[Estimate], Sequence[float], bool]:
-        """Own kernels, legal or not; microseconds of `vendors`; and whether an own one was measured
-        near: the others are left out then, else all are here.
+        """Estimates of own kernels, legal or not; times of `vendors`; and a flag.
+
+        The flag is true if an own kernel was measured near the problem's sizes. Then the estimates
+        hold only such kernels, otherwise all. Times are microseconds.
         """
         found: tuple[list[Estimate], Sequence[float], bool]
         found = self._traced(self._sizes_of(problem), problem)
@@ -230,12 +236,12 @@ class DomainTimes:
         return tuple([family.legality_facts(problem) for family in self._families])
 
     def config(self, problem: Problem, place: int, splits: int, facts: Legality) -> Config | None:
-        """The config of a candidate as it is called; None where it is not legal for the problem.
+        """The full config of a candidate at a problem; None if it is not legal.
 
         Args:
-            problem: of the domain.
-            place: of the candidate, in the domain.
-            splits: as its estimate has them.
+            problem: problem of the domain.
+            place: index of the candidate in the domain.
+            splits: number of splits of its estimate.
             facts: the problem's `legality`.
         """
         key = place, splits, facts[self._family_at[place]]
@@ -249,8 +255,8 @@ class DomainTimes:
             return self._configs.setdefault(key, config if is_legal else None)
 
     def legal_vendors(self, problem: Problem, facts: Legality) -> _LegalVendors:
-        """Those of `vendors` that take a problem: their place there and config, by kernel; and the
-        one that PyTorch chooses, None where there is none.
+        """The `vendors` that take a problem, as index and config by kernel; and PyTorch's choice
+        among them, None without one.
         """
         key = tuple([facts[at] for at in self._vendors_at])
         found = self._legal_vendors.get(key)
@@ -270,8 +276,8 @@ class DomainTimes:
         return is_near(self._vendors_reached[number], sizes)
 
     def _compiled(self) -> Any:
-        """A function of a problem's sizes, and the problem: own estimates, vendors' times, and
-        whether all own candidates were measured near.
+        """A compiled function of a problem's sizes and the problem: own estimates, vendors' times,
+        and true if all own candidates were measured near the sizes.
         """
         tape, uses, loops = Tape(), Counter[str](), list[str]()
         sizes = self._kind(*map(tape.argument, self._kind._fields))
@@ -352,11 +358,11 @@ def is_near(bounds: Iterable[tuple[float, float]], sizes: Sequence[int]) -> bool
 
 
 def _within(bounds: Iterable[tuple[float, float]], sizes: Iterable[Any]) -> str:
-    """The text of `is_near`."""
+    """Source text of `is_near`."""
     pairs = zip(bounds, sizes, strict=True)
     return " and ".join(f"{low} <= {size} <= {high}" for (low, high), size in pairs)
 
 
 def pytorchs_choice(kernels: Collection[str]) -> str:
-    """The one of some vendors' kernels that PyTorch chooses by itself."""
+    """The kernel, among some vendors' kernels, that PyTorch chooses by itself."""
     return next((name for name in BACKENDS if name in kernels), min(kernels))

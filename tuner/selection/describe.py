@@ -18,7 +18,7 @@ from tuner.selection.reader import Answer, Entry
 from tuner.store.entry import is_vendor, ratios_json, vendor_name
 
 WIDTH = 100
-"""Columns that a sweep's result and an answer keep to."""
+"""Columns of a sweep's result and of a printed lookup result, at most."""
 FEW = 3
 """Items of a list that a message of one line names."""
 _LABEL = 13
@@ -26,7 +26,7 @@ _SHORT_DIGEST = 6
 
 
 def config_text(config: Config) -> str:
-    """One line: the family and its parameters, those of stages in brackets."""
+    """One line: the family and its parameters, with the stages' parameters in brackets."""
     parts = [config.family, *(f"{name}={value}" for name, value in sorted(config.params.items()))]
     parts += [f"{name}[{config_text(stage)}]" for name, stage in sorted(config.stages.items())]
     return " ".join(parts)
@@ -62,7 +62,7 @@ def short_name(measurement: Measurement) -> str:
 
 
 def microseconds(latency_us: float | None) -> str:
-    """Three digits or more, as in ``13.5`` and ``1800``."""
+    """Text of a time with three digits or more, as in ``13.5`` and ``1800``."""
     if latency_us is None:
         return "-"
     return f"{latency_us:.2f}" if latency_us < 10 else f"{latency_us:.1f}"
@@ -84,11 +84,11 @@ def against_fastest(entry: Entry) -> str:
 
 
 def caveats(provenance: Provenance, gpu: Gpu, pass_name: str = "final") -> list[str]:
-    """Remark of a headline on times that were not measured here, or not in a final pass.
+    """Remarks of a headline on times that were not measured on this machine or in a final pass.
 
     Args:
-        provenance: where the times come from.
-        gpu: what they stand for.
+        provenance: provenance of the times.
+        gpu: GPU that they hold for.
         pass_name: `Entry.pass_name` of the ranking.
     """
     found = []
@@ -114,7 +114,7 @@ def where_from(entry: Entry) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) -> str:
-    """Columns of equal width under a heading (the first row); `right` ones end together."""
+    """Table with aligned columns under a heading, the first row; `right` ones are flush right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(
@@ -140,13 +140,13 @@ def first_few(texts: Sequence[str], separator: str = "; ") -> str:
 
 
 def nearest_labels(problem: Problem, known: Iterable[Entry]) -> list[str]:
-    """Labels of the decided problems of one's operation, nearest first."""
+    """Labels of the decided problems of the same operation, nearest first."""
     others = {e.problem for e in known if e.problem.op == problem.op}
     return [p.label() for p in sorted(others, key=lambda p: (doublings(problem, p), p.key))]
 
 
 def order_of(entry: Entry) -> tuple[Any, ...]:
-    """Order of a list: operation, GPU and regime, then the shape's sizes as numbers."""
+    """Sort key of a list: operation, GPU and regime, then the shape's sizes as numbers."""
     label = re.split(r"(\d+)", entry.problem.label())  # text and digits by turns
     sizes = [int(part) if number % 2 else part for number, part in enumerate(label)]
     return entry.problem.op, entry.gpu.name, str(entry.regime), sizes, str(entry.provenance)
@@ -178,12 +178,12 @@ def kernel_name(measurement: Measurement) -> str:
 
 
 def answer_text(answer: Answer, asked: Problem, source: str) -> str:
-    """A few lines: what serves the problem, how fast, against what, and where that is known from.
+    """A few lines: the kernel that serves the problem, its time, its rivals, and the source.
 
     Args:
-        answer: what was found; a portfolio's choice has an expected time.
+        answer: lookup result; a portfolio's choice has an expected time.
         asked: the problem that was looked up.
-        source: the store's name.
+        source: name of the store.
     """
     entry = answer.entry
     width = WIDTH - _LABEL
@@ -222,9 +222,7 @@ def _winner_rows(answer: Answer, width: int) -> list[tuple[str, list[str]]]:
 
 
 def _answer_head(answer: Answer, asked: Problem) -> list[str]:
-    """The shape that was asked for, and what must be known of the times below before they are
-    read.
-    """
+    """Heading: the shape that was looked up, and remarks on the times below."""
     entry = answer.entry
     lines = [f"{asked.op} {asked.label()} on {entry.gpu.name}, {entry.regime}"]
     if not answer.is_predicted:
@@ -277,7 +275,7 @@ def ranking_text(entry: Entry) -> str:
 def kernels_text(measurement: Measurement) -> str:
     """Report of ptxas on each compiled kernel, and its artifact.
 
-    Its shared memory is the static one: what is asked for at the launch ptxas does not see.
+    ptxas counts static shared memory only, not the dynamic part of a launch.
     """
     rows = [("kernel", "registers", "spills", "stack", "static smem", "artifact")]
     for name in sorted({*measurement.artifacts, *measurement.resources}):
@@ -333,7 +331,7 @@ def _selection_json(selection: Selection) -> dict[str, Any]:
 
 
 def answer_json(answer: Answer, asked: Problem, *, ranking: bool) -> dict[str, Any]:
-    """An answer as one JSON object."""
+    """A lookup result as one JSON object."""
     data = {
         **entry_json(answer.entry),
         "kind": answer.kind,

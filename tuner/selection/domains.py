@@ -1,6 +1,6 @@
-"""Domains of a portfolio: what is compiled into a kernel, or changes which resource binds it.
+"""Domains of a portfolio: sets of problems with equal compiled-in features and bottleneck.
 
-A domain has its own few kernels, and time models that hold within it. fp16 and bf16 share one.
+Each domain has a few kernels, and time models that hold within it. fp16 and bf16 share a domain.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from tuner.problem.attention import BLOCK_SIZE
 
 Mask = Literal["full", "causal", "windowed"]
 Phase = Literal["prompt", "few", "one"]
-"""Prompts; decoding with several queries, fewer than a tile has rows; decoding with one."""
+"""Prompts; decoding with several queries, fewer than a tile's rows; decoding with one query."""
 MaskOperand = Literal["", "bool", "additive"]
-"""Kind of a mask that is an operand; empty: none."""
-#: Slots of a page of the problems that stand for paged caches: copies of all kernels divide it.
+"""Kind of a mask operand; empty: none."""
+#: Page size of the sample problems with paged caches; all kernels' copies divide it.
 _PAGE = 64
 Rows = Literal["few", "narrow", "wide"]
-"""Rows of a product: so few that one block holds them all; up to two tiles, which the weights'
-way through memory binds; more, which tensor cores bind."""
+"""Rows of a product: few enough for one block; up to two tiles (bound by reading the weights); or
+more (bound by tensor cores)."""
 
 MOST_FEW, MOST_NARROW = 16, 256
 """Most rows of a product of few rows, and of a narrow one."""
@@ -36,8 +36,8 @@ EPILOGUES: Mapping[str, tuple[Rows, ...]] = {
     "bias_gelu": ("wide",),
     "bias_gelu_tanh": ("wide",),
 }
-"""Rows of products that portfolios have kernels for, by epilogue: those that public models call
-most. Each epilogue is a kernel of its own; the others are PyTorch's."""
+"""Rows of products that portfolios have kernels for, by epilogue: the most frequent in public
+models. Each epilogue needs a kernel of its own. PyTorch answers all others."""
 
 
 class Domain:
@@ -48,12 +48,12 @@ class Domain:
     axes: ClassVar[tuple[str, ...]]
     """Names of `sizes`."""
     reaches_far: ClassVar[bool]
-    """An own kernel is chosen at sizes far from measured ones, too: of attention PyTorch's kernels
-    are slower nearly everywhere, of products seldom."""
+    """True if own kernels are also chosen far from measured sizes. PyTorch's attention is slower
+    nearly everywhere, its products seldom."""
 
     @staticmethod
     def of(problem: Problem) -> AnyDomain | None:
-        """The domain of a problem; None of those that no portfolio is made for."""
+        """The domain of a problem; None for problems without a portfolio."""
         kind = DOMAINS.get(problem.op)
         return None if kind is None else kind.holding(problem)
 
@@ -64,8 +64,10 @@ class Domain:
 
     @staticmethod
     def axes_of(sizes: Any) -> tuple[int, ...]:
-        """Sizes at which a kernel was measured, and near which it is trusted, of those that work is
-        counted from (`tuner.families.work`); may be traced.
+        """The sizes that decide if a problem is near measured ones; may be traced.
+
+        Args:
+            sizes: sizes that work is counted from (`tuner.families.work`).
         """
         raise NotImplementedError
 
@@ -76,47 +78,49 @@ class Domain:
 
     @staticmethod
     def group(problem: Any) -> tuple[int, ...]:
-        """Equal for the problems of one model: they are left out of a fit together."""
+        """Key of a problem's model: problems with equal keys are left out of a fit together."""
         raise NotImplementedError
 
     def with_known(self, sizes: Any) -> Any:
-        """Sizes to trace (`tuner.families.tape`), with what all problems of the domain have in
-        common in its place.
+        """Sizes to trace (`tuner.families.tape`), with constants for the values that all problems
+        of the domain share.
         """
         return sizes
 
     @property
     def kin(self) -> Iterator[Self]:
-        """Domains whose kernels do the same work but for what was not measured. Nearest first."""
+        """Measured domains whose kernels do nearly the same work, nearest first."""
         raise NotImplementedError
 
     @property
     def varied(self) -> Iterator[Self]:
-        """Domains that it is kin of, and that are served."""
+        """Served domains that have this one among their `kin`."""
         raise NotImplementedError
 
     @classmethod
     def others(cls) -> Iterator[Self]:
-        """Domains that are served where their kin was measured, and are `varied` of none."""
+        """Domains served by measured kin that are not among any domain's `varied`."""
         yield from ()
 
     @property
     def kin_kernels(self) -> int | None:
-        """Kernels that it has of its kin at most, where it was not measured; None: the best of each
-        count of packed heads, one among them, with and without splits.
+        """Most kernels that an unmeasured domain takes from its kin.
+
+        None: the best for each number of packed heads (1 included), with and without splits.
         """
         raise NotImplementedError
 
     @property
     def max_kernels(self) -> int:
-        """Compiled kernels that it has at most: each is built and proven. Launches of one kernel in
-        two ways, as with programmatic dependent launch and without, are two candidates.
+        """Most compiled kernels of the domain, each of which is built and proven.
+
+        One kernel with and without programmatic dependent launch is two candidates.
         """
         raise NotImplementedError
 
     @property
     def vendors(self) -> frozenset[str]:
-        """Kernels that PyTorch itself has for such calls, by the vendor family's names."""
+        """Names, in the vendor family, of PyTorch's own kernels for such calls."""
         raise NotImplementedError
 
     @property
@@ -141,13 +145,13 @@ class Domain:
 
 class _Attention(NamedTuple):
     head_dim: int
-    """Columns that the kernels compute: the smallest instance that holds D."""
+    """Head dimension of the kernels: the smallest instance that holds D."""
     mask: Mask
     phase: Phase
     has_softcap: bool = False
     is_varlen: bool = False
     is_paged: bool = False
-    """Sequences alike in length and unlike ones have the same kernels."""
+    """True for a paged cache; equal and different sequence lengths share the kernels."""
     has_sinks: bool = False
     operand: MaskOperand = ""
     is_sparse: bool = False
@@ -197,7 +201,7 @@ class AttentionDomain(_Attention, Domain):
 
     @staticmethod
     def axes_of(sizes: Any) -> tuple[int, ...]:
-        """Rows of scores (sequences times query heads times queries), and keys."""
+        """Rows of the scores (sequences times query heads times queries), and keys."""
         return sizes.heads * sizes.seqlen_q, sizes.seqlen_kv
 
     @staticmethod
@@ -211,11 +215,12 @@ class AttentionDomain(_Attention, Domain):
 
     @property
     def kin(self) -> Iterator[Self]:
-        """Related domains whose kernels may serve this one. For paged caches: dense ones, nearest
-        head dimension first; under a bottom-right mask few queries see nearly all keys. For
-        block-sparse masks: that of a mask that hides nothing. What PyTorch composes of operations,
-        or has only a slow kernel for, takes kernels of other phases where none of its own was
-        measured.
+        """Related domains whose kernels may serve this one.
+
+        Block-sparse masks use the domain of a mask that hides nothing. Paged caches use dense
+        domains, nearest head dimension first: under a bottom-right mask few queries see nearly all
+        keys. Calls that PyTorch composes of operations, or serves slowly, use kernels of other
+        phases if their own phase was not measured.
         """
         if self.is_sparse:
             yield type(self)(self.head_dim, "full", "prompt")
@@ -245,9 +250,10 @@ class AttentionDomain(_Attention, Domain):
 
     @classmethod
     def others(cls) -> Iterator[Self]:
-        """Those of paged caches: plain ones of every instance, with windows where public models
-        have them, and with sinks as GPT-OSS has. Those of masks as operands, beside which PyTorch
-        takes no causal flag: of every instance and phase. Those of block-sparse masks.
+        """Domains of paged caches, of mask operands and of block-sparse masks.
+
+        Paged caches: plain ones of every instance, windows where public models have them, and sinks
+        as in GPT-OSS. Mask operands, without a causal flag: every instance and phase.
         """
         kinds: tuple[tuple[Mask, Phase], ...]
         kinds = ("full", "one"), ("causal", "few"), ("causal", "prompt")
@@ -291,8 +297,9 @@ class AttentionDomain(_Attention, Domain):
         return frozenset(BACKENDS)
 
     def problems(self, dtype: DType) -> tuple[AttentionProblem, ...]:
-        """A windowed domain has two, of which one is causal; but of paged caches, where one query
-        needs no causal mask, and others come with one.
+        """Small problems of the domain; a windowed domain has two, one of them causal.
+
+        A paged one has one: a single query needs no causal mask, several queries have one.
         """
         both = (False, True) if self.mask == "windowed" else (self.mask == "causal",)
         queries = 2048 if self.is_sparse else 256  # the tiles that every instance needs
@@ -331,8 +338,8 @@ class AttentionDomain(_Attention, Domain):
         return f"D={self.head_dim}, {mask}{more}, {phase}"
 
 
-#: Kernels of few rows are compiled for up to half of them, and for all; all of A is in their shared
-#: memory.
+#: Kernels of few rows hold all of A in shared memory, and are compiled for half of the rows and for
+#: all.
 _SMALL: Mapping[Rows, tuple[tuple[int, int], ...]] = {
     "few": ((1, 256), (MOST_FEW // 2 + 1, 256)),
     "narrow": ((128, 4096),),
@@ -381,7 +388,7 @@ class ProductDomain(_Product, Domain):
 
     @property
     def kin(self) -> Iterator[Self]:
-        """Its product without the epilogue, which PyTorch fuses or computes by further kernels."""
+        """The product without the epilogue, which PyTorch fuses or computes by further kernels."""
         if self.epilogue:
             yield self._replace(epilogue="")
 
@@ -402,7 +409,7 @@ class ProductDomain(_Product, Domain):
 
     @property
     def vendors(self) -> frozenset[str]:
-        """`torch.nn.functional.linear`'s: the bias is added by the product's own call."""
+        """Kernels of `torch.nn.functional.linear`, whose call also adds the bias."""
         return frozenset(("addmm",) if self.epilogue.startswith("bias") else ("cublas",))
 
     def problems(self, dtype: DType) -> tuple[GemmProblem, ...]:
@@ -434,12 +441,12 @@ class GatedDomain(_Gated, Domain):
 
     @staticmethod
     def axes_of(sizes: Any) -> tuple[int, ...]:
-        """Work is counted from the columns of both projections; these are those of D."""
+        """Rows and columns of D; work is counted from the columns of both projections."""
         return sizes.m, sizes.n // 2, sizes.k
 
     @property
     def kin(self) -> Iterator[Self]:
-        """None: all were measured, or none."""
+        """No related domains: either all were measured, or none."""
         yield from ()
 
     @property

@@ -1,17 +1,17 @@
-"""Kernels that were built, and the proofs of those that were checked over their whole domain.
+"""Lists of built kernels, with proofs of those that were checked over their whole domain.
 
-A portfolio names configs. What runs is an artifact, whose key only the compiler knows, for it holds
-the versions and the rendered text. A *kernel list* brings both together: for each `KernelSpec` the
-artifact that was built from it, and its `Proof`. ``tuner build --portfolio`` writes the user's,
-``tuner prove`` enters the proofs, and a wheel of prebuilt kernels carries its own. The arguments of
-a launch are declared by the templates: a list of other templates is not used. Proofs of one
-compiler's artifacts ship (`shipped_proofs`): whoever builds the same need not prove it again.
+A portfolio names configs. The runtime launches artifacts, whose keys hold the compiler's versions
+and the rendered text. A *kernel list* connects both: for each `KernelSpec` the artifact built from
+it, and its `Proof`. ``tuner build --portfolio`` writes the user's list, and ``tuner prove`` adds
+the proofs. A wheel of prebuilt kernels has a list of its own.
 
-A proof holds on every GPU of the list's compute capability, whichever it was made on
-(`Gpu.shares_kernels`): it is of machine code, whose instructions, shared memory and registers are
-the capability's. The count of multiprocessors is an argument of a launch or asked of the device;
-sizes on both sides of a full chip are among a proof's problems, so both of its cases are proven.
-Needs the standard library only.
+Templates declare the arguments of a launch, so a list made with other templates is ignored. Proofs
+of one compiler's artifacts ship (`shipped_proofs`); equal builds need no new proof.
+
+A proof holds on every GPU of the list's compute capability (`Gpu.shares_kernels`). It is about
+machine code, whose instructions, shared memory and registers belong to the capability. The number
+of multiprocessors is an argument of a launch, or read from the device. Problems above and below a
+full GPU are among a proof's problems. Needs the standard library only.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ FORMAT = "cutlass-tuner kernels"
 VERSION = 1
 _FACTS = ("nvcc", "cutlass", "capability", "templates")
 DTYPES: tuple[DType, ...] = ("float16", "bfloat16")
-"""Types that share a domain of a portfolio; each has kernels of its own."""
+"""Types that share a portfolio's domain; each has kernels of its own."""
 BUILD, PROVE = "tuner build --portfolio", "tuner prove"
-"""Commands that make and check what a list lacks."""
+"""Commands that build kernels missing in a list, and prove them."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """The kernels of one config of a portfolio: what is built and proven together."""
+    """The kernels of one config of a portfolio, built and proven together."""
 
     config: Config
-    """Its run-time parameters are one choice of several."""
+    """Config with one choice of its run-time parameters."""
     problem: Problem
-    """A small one of the kernels' domain; the config need not be legal for its sizes."""
+    """Small problem of the kernels' domain; the config may be illegal for its sizes."""
 
     @cached_property
     def family(self) -> Family:
@@ -63,12 +63,14 @@ class Target:
 
     @cached_property
     def kernels(self) -> Mapping[str, KernelSpec]:
-        """By name within the family."""
+        """Kernel specs by their name within the family."""
         return self.family.kernels(self.problem, self.config)
 
     def has_use(self, gpu: Gpu) -> bool:
-        """True when the kernel takes any problem. Of products with few rows the small one needs the
-        least shared memory; attention's need not have the heads that a config packs.
+        """True when the kernel can serve at least one problem.
+
+        For products with few rows that is the small problem, which needs the least shared memory.
+        Attention's small problem may lack the heads that a config packs, so it is not checked.
         """
         if isinstance(self.problem, AttentionProblem):
             return True
@@ -89,9 +91,7 @@ class Target:
 
 
 def targets(portfolio: Portfolio) -> list[Target]:
-    """The kernels of all own candidates, once each, for both types; those of measured domains
-    first.
-    """
+    """The kernels of all own candidates, once each, for both types, measured domains first."""
     found: dict[tuple[str, ...], Target] = {}
     for domain, models in sorted(portfolio.served(), key=lambda one: one[1].kin is not None):
         for candidate in models.candidates:
@@ -108,17 +108,17 @@ def targets(portfolio: Portfolio) -> list[Target]:
 
 @dataclass(frozen=True)
 class Proof:
-    """The numerics gate's verdict on a kernel, over problems drawn from all of its domain."""
+    """Verdict of the numerics gate on a kernel, over random problems of its whole domain."""
 
     problems: int
-    """Problems that passed; with one that failed there is no proof."""
+    """Number of problems, all of which passed."""
     seed: int
-    """Seed of the draw."""
+    """Seed of the random problems."""
     gpu: str
     """Name of the GPU it was made on, for people; it holds on others (see above)."""
     driver: str
     date: str
-    """UTC, as ``2026-11-23``."""
+    """Day of the proof, UTC, as ``2026-11-23``."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Kernel:
     """SHA-256 of the library that was checked."""
     proof: Proof | None = None
     fault: str = ""
-    """How it failed the gate, in one line: it is not launched."""
+    """Failure in the gate, in one line; such a kernel is not launched. Empty: none."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class KernelList:
     cutlass: str
     capability: str
     templates: str
-    """`resources.templates_digest` of what they were built from."""
+    """`resources.templates_digest` of the templates that they were built from."""
     kernels: Mapping[str, Kernel] = field(default_factory=dict)
 
     def find(self, spec: KernelSpec) -> Kernel | None:
@@ -152,8 +152,8 @@ class KernelList:
         return self.kernels.get(spec.key)
 
     def with_built(self, kernels: Iterable[Kernel]) -> KernelList:
-        """It with kernels that were just built; those that have no verdict here have the shipped
-        proof of their artifact.
+        """A list with newly built kernels added. Kernels without a verdict get the shipped proof of
+        their artifact, if there is one.
         """
         known = self.with_kernels(kernels)
         proofs = shipped_proofs()
@@ -165,7 +165,7 @@ class KernelList:
         return known.with_kernels(lent)
 
     def with_kernels(self, kernels: Iterable[Kernel]) -> KernelList:
-        """It with these added. One whose artifact changed loses its proof."""
+        """A list with kernels added. A kernel whose artifact changed loses its proof."""
         found = dict(self.kernels)
         for kernel in kernels:
             old = found.get(kernel.spec)
@@ -185,7 +185,7 @@ class KernelList:
         """The inverse of `to_json`.
 
         Raises:
-            ConfigError: when it is another format or version, or a value is wrong.
+            ConfigError: on another format or version, or a wrong value.
         """
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
             raise ConfigError(f"it is not a kernel list (allowed: format '{FORMAT}')")
@@ -246,18 +246,20 @@ def users() -> list[Path]:
 
 
 def places() -> list[Path]:
-    """Every kernel list of this machine: the installed wheel's, then the user's."""
+    """Paths of all kernel lists of this machine: the installed wheel's, then the user's."""
     found = prebuilt.kernel_list()
     return [*([] if found is None else [found]), *users()]
 
 
 @cache
 def shipped_proofs() -> Mapping[str, Proof]:
-    """Proofs that ship with the package, under ``cache/proofs/``, by the key of the artifact. The
-    key holds the compiler's version, the flags and the source, so an equal one is the same kernel.
+    """Proofs that ship with the package, under ``cache/proofs/``, by the artifact's key.
+
+    The key covers the compiler's version, the flags and the source: equal keys mean the same
+    kernel.
 
     Raises:
-        StoreError: when such a file is damaged.
+        StoreError: when a shipped file is damaged.
     """
     found = {}
     try:
@@ -277,13 +279,13 @@ def update(
     *,
     are_built: bool = False,
 ) -> KernelList:
-    """Add kernels to a list on disk, while no other process does; returns what was written.
+    """Add kernels to a list on disk under a lock; returns the written list.
 
     Args:
-        path: of the list.
-        add: as of `KernelList.with_kernels`.
-        are_built: as of `KernelList.with_built`.
-        start: what is added to; None: what is on disk.
+        path: file of the list.
+        add: kernels for `KernelList.with_kernels`.
+        are_built: add them by `KernelList.with_built` instead.
+        start: list to add to; None: the one on disk.
 
     Raises:
         ConfigError: when the list cannot be read.
@@ -298,18 +300,19 @@ def update(
 
 
 class Lists:
-    """The kernel lists of this machine that fit this version, read again when a file changes."""
+    """Kernel lists of this machine that fit this version; read again when a file changes."""
 
     def __init__(self) -> None:
         self._stamp: Any = None
         self._known: tuple[KernelList, ...] = ()
         self._faults: dict[str, str] = {}
-        """By the library's hash: what failed in one list is not served from another."""
+        """Failures by the library's hash: a kernel that failed in one list is not served from
+        another."""
         self._there: set[Kernel] = set()
-        """Those whose libraries were hashed; loading one hashes it again."""
+        """Kernels whose libraries were hashed; loading a library hashes it again."""
 
     def known(self) -> tuple[KernelList, ...]:
-        """All of them; one that cannot be read is left out, and said once."""
+        """All readable lists; an unreadable one is logged once."""
         paths = places()
         stamp = [(str(path), _stamp_of(path)) for path in paths]
         if stamp != self._stamp:
@@ -332,12 +335,12 @@ class Lists:
         return self._known
 
     def proven(self, specs: Mapping[str, KernelSpec], capability: str) -> dict[str, str] | str:
-        """The artifacts of proven kernels, by the keys of `specs`; else why one is not served.
+        """Artifacts of proven kernels by the keys of `specs`, or why one of them is not served.
 
         Args:
-            specs: by name within a family.
-            capability: compute capability of the GPU. Whether a config is legal there for a
-                problem is the family's to say (`Family.accepts`), before this is asked.
+            specs: specs by their name within a family.
+            capability: compute capability of the GPU. `Family.accepts` must have judged the config
+                for the problem and GPU before.
         """
         reasons = []
         for one in reversed(self.known()):
@@ -351,7 +354,7 @@ class Lists:
         return reasons[0] if reasons else f"no kernel is built ({BUILD})"
 
     def _proven(self, one: KernelList, spec: KernelSpec) -> tuple[str, str]:
-        """The key of a proven kernel's artifact, or why it is not served."""
+        """Key of a proven kernel's artifact or empty, and the reason why it is not served."""
         kernel = one.find(spec)
         if kernel is None:
             return "", f"a kernel is not built ({BUILD})"
@@ -366,7 +369,7 @@ class Lists:
 
 
 def artifact_of(one: KernelList, kernel: Kernel) -> Artifact | None:
-    """The artifact of a kernel, if the cache has the very library, of the list's compiler."""
+    """The artifact of a kernel, if the cache holds the same library by the list's compiler."""
     artifact = ArtifactCache().find(kernel.artifact)
     if artifact is None or artifact.sha256 != kernel.sha256:
         return None

@@ -1,15 +1,15 @@
-"""A portfolio: the few kernels that serve every shape of an operation, and the time of each.
+"""Portfolios: a few kernels that serve every shape of an operation, and their time models.
 
-Correctness belongs to a kernel: sizes, strides and counts of heads are arguments of a launch, so a
-kernel that was proven over its domain (`Proof`) may serve any shape of it. Speed belongs to a
-selection: a *time model* for each kernel, the microseconds of each amount of work that
-`Family.work` counts, fitted to measurements (`tuner.search.portfolio`). `Portfolio.select` adds the
-terms up for each candidate, and chooses an own kernel only where it is expected to be faster than
-the vendor's even if its model errs: by the domain's margin times the error found of that model.
+Sizes, strides and numbers of heads are launch arguments. So a kernel that was proven over its
+domain (`Proof`) may serve any shape of the domain. Its speed is predicted by a *time model*: the
+microseconds for each amount of work that `Family.work` counts, fitted to measurements
+(`tuner.search.portfolio`).
 
-What ships lies under ``cache/portfolio/``. A GPU without a portfolio of its own has that of one
-whose kernels it shares, rescaled by the datasheets' ratios (`serving`). Needs the standard library
-only.
+`Portfolio.select` adds these terms up for each candidate. It chooses an own kernel only if it is
+expected to be faster than the vendor's by the domain's margin times the model's error.
+
+Shipped portfolios lie under ``cache/portfolio/``. A GPU without one uses that of a GPU that shares
+its kernels, rescaled by the datasheets' ratios (`serving`). Needs the standard library only.
 """
 
 from __future__ import annotations
@@ -50,24 +50,24 @@ VERSION = 2
 _FAR = f"no kernel was measured within {REACH} times these sizes"
 _WHOLE = "the time is that of a mask that hides nothing: what a block mask hides is not known"
 VENDOR_MARGIN = 0.25
-"""Share of its time by which another of PyTorch's kernels has to beat PyTorch's choice."""
-#: Rates of a time model are written with as many digits.
+"""Share of its time by which another kernel of PyTorch's must beat PyTorch's own choice."""
+#: Significant digits of the rates in a written time model.
 _DIGITS = 5
 
 
 def _unpacked(one: Candidate) -> Candidate:
-    """The candidate with one head in the rows of a tile."""
+    """The candidate with one head (no packing) in the rows of a tile."""
     params = {name: value for name, value in one.config.params.items() if name != "packed_heads"}
     return replace(one, config=Config(one.config.family, params, one.config.stages))
 
 
 def preferred(expected: Mapping[str, float], near: Collection[str] | None = None) -> str:
-    """The vendor's kernel to leave a call to: PyTorch's own choice, unless another is expected to
-    be faster by `VENDOR_MARGIN`.
+    """The vendor's kernel for a call: PyTorch's choice, unless another kernel is expected to be
+    faster by `VENDOR_MARGIN`.
 
     Args:
-        expected: microseconds by kernel; one at least.
-        near: kernels whose expectations are trusted at these sizes; None: all.
+        expected: expected microseconds by kernel, not empty.
+        near: kernels whose expected times are trusted at these sizes; None: all.
     """
     usual = pytorchs_choice(expected)
     trusted = [name for name in expected if name == usual or near is None or name in near]
@@ -78,8 +78,8 @@ def preferred(expected: Mapping[str, float], near: Collection[str] | None = None
 def _vendors_best(
     times: DomainTimes, problem: Problem, expected: Sequence[float], facts: Legality
 ) -> tuple[float, Config | None, str]:
-    """Expected microseconds, config and name of the vendor's kernel to leave a problem to; infinity
-    where none takes it.
+    """Expected microseconds, config and name of the vendor's kernel for a problem; an infinite time
+    if no vendor takes it.
     """
     legal, name = times.legal_vendors(problem, facts)
     if name is None:
@@ -107,7 +107,7 @@ def _named(domain: AttentionDomain) -> tuple[Config, ...]:
 
 
 def _like(kernel: Config, combine: str | None, candidates: Iterable[Candidate]) -> Candidate | None:
-    """The own kernel most like another, with a way to combine splits; None where none has it."""
+    """The own kernel most similar to another that combines splits in this way; None without one."""
     found = [
         one
         for one in candidates
@@ -127,24 +127,24 @@ def _like(kernel: Config, combine: str | None, candidates: Iterable[Candidate]) 
 
 
 class Selection(NamedTuple):
-    """The kernel chosen for a shape, and why."""
+    """The kernel chosen for a shape, and the reason."""
 
     config: Config
     expected_us: float
     vendor: str
-    """The vendor's fastest kernel, by expectation; empty where none has a time model."""
+    """The vendor's kernel with the least expected time; empty without a time model."""
     vendor_us: float
     problem: Problem
     times: DomainTimes
-    """Times that the domain's candidates are expected to take on the GPU."""
+    """Expected times of the domain's candidates on the GPU."""
     facts: Legality
     """The problem's `DomainTimes.legality`."""
     estimates: Sequence[Estimate]
     """Estimates of own kernels, legal or not."""
     bound_us: float
-    """An own kernel is chosen up to this expectation, the margin included."""
+    """Largest expected time, margin included, at which an own kernel is chosen."""
     is_near: bool
-    """An own kernel was measured near these sizes."""
+    """True if an own kernel was measured near these sizes."""
 
     @property
     def domain(self) -> AnyDomain:
@@ -152,17 +152,17 @@ class Selection(NamedTuple):
 
     @property
     def regime(self) -> Regime:
-        """That of the measurements."""
+        """Regime of the measurements."""
         return self.times.models.regime
 
     @property
     def regret(self) -> Regret:
-        """How the domain's selections did."""
+        """Regret of the domain's selections."""
         return self.times.models.regret
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """Reasons why the expectations may be wrong, for people."""
+        """Reasons why the expected times may be wrong, for people."""
         kin = self.times.models.kin
         found = [] if kin is None else [f"the rates are those of {kin.label()}"]
         if (made_on := self.times.models.made_on) is not None:
@@ -173,18 +173,20 @@ class Selection(NamedTuple):
 
     @property
     def source(self) -> str:
-        """Why this kernel, for people."""
+        """Reason for this kernel, for people."""
         versus = f", {self.vendor} {self.vendor_us:.1f}" if self.vendor else ""
         return f"{self.domain.label()}: expected {self.expected_us:.1f} us{versus}"
 
     def own(self) -> Iterator[tuple[float, Config]]:
-        """Own kernels that are expected to beat the vendor's by the margin, with their expected
-        microseconds, the most promising first; their configs are made one by one.
+        """Own kernels that are expected to beat the vendor's by the margin, best first.
+
+        Yields:
+            Expected microseconds and config, which is made on demand.
         """
         return _legal(self.times, self.problem, self.facts, sorted(self.estimates), self.bound_us)
 
     def ranked(self) -> Iterator[tuple[float, Config]]:
-        """All own kernels, likewise."""
+        """As `own`, for all own kernels."""
         return _legal(self.times, self.problem, self.facts, sorted(self.estimates), math.inf)
 
 
@@ -195,7 +197,7 @@ def _legal(
     estimates: Iterable[Estimate],
     bound_us: float,
 ) -> Iterator[tuple[float, Config]]:
-    """Expected microseconds and config of the legal ones of some estimates, up to a bound."""
+    """Expected microseconds and config of the legal estimates up to a bound."""
     for cautious_us, us, place, splits in estimates:
         if cautious_us > bound_us:
             return
@@ -224,11 +226,11 @@ class Portfolio:
     """By the other GPU: as of `rescaled` or `beside`."""
 
     def rescaled(self, gpu: Gpu) -> Portfolio:
-        """It as it is expected to be on another GPU of the same compute capability; made once.
+        """The portfolio rescaled to another GPU of the same compute capability; made once.
 
-        Rates of a multiprocessor's work are rescaled by the clock, amounts are counted over the
-        GPU's multiprocessors, and the time that the bytes take is the bandwidth's: of own kernels
-        and of vendors' alike. Own ones must win by `RESCALED_MARGIN` more.
+        Rates of a multiprocessor's work are rescaled by the clock, rates of bytes by the bandwidth,
+        for own and vendors' kernels. Amounts are counted over the GPU's multiprocessors. Own
+        kernels must win by `RESCALED_MARGIN` more.
         """
         try:
             return self._rescaled[gpu.identity]
@@ -251,8 +253,8 @@ class Portfolio:
             return self._rescaled.setdefault(other.gpu.identity, made)
 
     def models_of(self, domain: AnyDomain | None) -> DomainModels | None:
-        """The candidates of a domain; one that was not measured, with a window, say, or a bias, has
-        the best of its kin's (`Domain.kin`).
+        """The candidates of a domain. An unmeasured one, with a window or a bias for instance, gets
+        the best candidates of its kin (`Domain.kin`).
         """
         if domain is None:
             return None
@@ -263,7 +265,7 @@ class Portfolio:
             return self._found.setdefault(domain, found)
 
     def served(self) -> Iterator[tuple[AnyDomain, DomainModels]]:
-        """The domains that were measured, and those of their kin, in a fixed order."""
+        """The measured domains and the domains of their kin, in a fixed order."""
         for domain, models in sorted(self.domains.items()):
             yield domain, models
             for one in domain.varied:
@@ -274,16 +276,16 @@ class Portfolio:
                 yield one, kin
 
     def _named_of(self, domain: AttentionDomain) -> DomainModels | None:
-        """The kernels that the family names for a domain of paged caches or block-sparse masks,
-        each schedule with the rates of the dense kernel that is most like it. None are made for
-        other domains.
+        """Candidates that the family names for a domain of paged caches or block-sparse masks.
+
+        Each schedule has the rates of the most similar dense kernel. None for other domains.
         """
         if domain not in tuple(domain.others()):
             return None
         found: list[Candidate] = []
         donor: DomainModels | None = None
         for kernel in _named(domain):
-            is_short = kernel["warp_groups"] == 1  # others are for prompts, whoever else comes
+            is_short = kernel["warp_groups"] == 1  # kernels with more warp groups are for prompts
             like = domain if is_short else domain._replace(phase="prompt")
             for combine in (None, "cluster", "kernel") if is_short else (None,):
                 for other in like.kin:
@@ -297,7 +299,7 @@ class Portfolio:
                         break
         if donor is None:
             return None
-        # All schedules of a kernel compete: none is left out for the sizes its rates are from.
+        # All schedules of a kernel compete, whatever sizes their rates were measured at.
         spread = Spread.over(one.spread for one in found)
         lent = [replace(one, spread=spread) for one in found]
         return replace(donor, domain=domain, candidates=lent, margin=0.0, kin=donor.domain)
@@ -320,7 +322,7 @@ class Portfolio:
         return None
 
     def _lent(self, domain: AnyDomain, models: DomainModels) -> Iterator[Candidate]:
-        """Own candidates as they are called in a domain of the kin, the most wanted first."""
+        """Own candidates as they are called in a domain of the kin, best first."""
         own = [one for one in models.candidates if not one.is_vendor]
         own.sort(key=lambda one: "packed_heads" in one.config.params)
         if domain.kin_kernels is not None:
@@ -341,12 +343,12 @@ class Portfolio:
         """A candidate as it is called in a domain of its kin.
 
         Args:
-            domain: that of the kin.
-            one: a candidate.
-            splits: counts of splits that it may be called with; None: those of its family.
+            domain: domain of the kin.
+            one: candidate of a measured domain.
+            splits: numbers of splits to try; None: those of its family.
 
         Returns:
-            None where it is legal with none of these counts.
+            The candidate, or None if it is illegal with all these numbers.
         """
         family = one.family
         if family is None:
@@ -359,15 +361,15 @@ class Portfolio:
         return replace(one, config=config) if is_legal else None
 
     def select(self, problem: Problem, gpu: Gpu | None = None) -> Selection | None:
-        """The kernel that is expected to be fastest.
+        """The kernel with the least expected time, the vendor's unless an own one wins clearly.
 
         Args:
-            problem: of this operation.
-            gpu: where it runs; default: the portfolio's.
+            problem: problem of this operation.
+            gpu: GPU that it runs on; default: the portfolio's.
 
         Returns:
-            None where neither the problem's domain nor its kin was measured, or no candidate takes
-            the problem.
+            The selection. None if neither the problem's domain nor its kin was measured, or no
+            candidate takes the problem.
         """
         models = self.models_of(Domain.of(problem))
         if models is None:
@@ -378,7 +380,7 @@ class Portfolio:
         vendor_us, vendor, name = _vendors_best(times, problem, vendors_us, facts)
         is_trusted = is_near or vendor is None or models.domain.reaches_far
         bound_us = vendor_us if is_trusted else 0.0
-        # Most often the first is legal: the others are sorted where somebody asks for them.
+        # The first is legal most often, so the others are sorted only on demand.
         chosen_us, chosen = vendor_us, vendor
         if estimates and (first := min(estimates))[0] <= bound_us:
             _, us, place, splits = first
@@ -418,7 +420,7 @@ class Portfolio:
         """The inverse of `to_json`.
 
         Raises:
-            ConfigError: when it is another format or version, or a value is wrong.
+            ConfigError: on another format or version, or a wrong value.
         """
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
             raise ConfigError(f"it is not a portfolio (allowed: format '{FORMAT}')")
@@ -468,7 +470,7 @@ def shipped() -> tuple[Portfolio, ...]:
     first. One of another GPU may have few domains: `serving` has all that serve there.
 
     Raises:
-        StoreError: when such a file is damaged.
+        StoreError: when a shipped file is damaged.
     """
     try:
         found = [Portfolio.read(path) for path in sorted(_folder().glob("*.json"))]
@@ -484,7 +486,7 @@ def serving(known: Iterable[Portfolio], gpu: Gpu) -> list[Portfolio]:
 
     Args:
         known: portfolios to choose from.
-        gpu: where they serve. One that is not in `hardware.GPUS` has no rescaled ones, for its
+        gpu: GPU to serve. One that is not in `hardware.GPUS` has no rescaled portfolios: its
             bandwidth is not known everywhere.
     """
     alike: dict[str, list[Portfolio]] = {}

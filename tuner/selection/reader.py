@@ -1,12 +1,12 @@
-"""The read path: what is decided for a problem, from the user's store, then from what ships.
+"""Lookup of decisions, first in the user's store, then among those that ship.
 
-A problem that nobody tuned is answered by a shipped portfolio (`tuner.selection.portfolio`), which
-names a configuration, its expected time and its regret. A GPU without decisions and portfolios of
-its own has those of a GPU that shares them (`Gpu.shares_decisions`, `portfolio.serving`).
+For an untuned problem a shipped portfolio (`tuner.selection.portfolio`) names a configuration, its
+expected time and its regret. A GPU without decisions or portfolios of its own uses those of a GPU
+that shares them (`Gpu.shares_decisions`, `portfolio.serving`).
 
-Needs the standard library only. A dict stands in front of SQLite; it is good as long as
-``PRAGMA data_version`` and the file itself stay the same (under write-ahead logging the file's
-time does not change on a commit). Safe to call from several threads and after a fork.
+Needs the standard library only. A dict caches the answers of SQLite. It is valid while ``PRAGMA
+data_version`` and the file itself stay the same; under write-ahead logging a commit does not change
+the file's time. Safe to call from several threads and after a fork.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ __all__ = [
 ]
 
 _MAX_ANSWERS = 65536
-"""Answers kept, misses among them, so that a server of ever new shapes stays small."""
+"""Most cached answers, misses included, so that a server of ever new shapes stays small."""
 
 _ENTRY_COLUMNS = (*BEST_COLUMNS, *CHECKED_COLUMNS)
 _SELECT = (
@@ -118,37 +118,41 @@ def lookup(
     among: Sequence[Entry] | None = None,
     with_portfolio: bool = True,
 ) -> Answer | None:
-    """What is decided for `problem`, or None.
+    """Find the best known kernel for a problem; None if there is none.
 
-    A measured decision comes before a replayed and a predicted one; of equals the user's store
-    comes before what ships with the package. Who names no regime is answered in the order of
-    `Regime.choices`: a decision timed in a stream comes before a chained one of the same inputs,
-    which serves until it is replaced; where the operation's usual inputs have no measurement of the
-    problem itself, those in the other state answer: decoding is tuned with cold caches, say, and
-    served whatever state they are in. Where nothing is measured for the problem itself, a shipped
-    portfolio selects: the answer is predicted, and tells its regret (`Answer.kind` says so). It
-    comes before what is predicted for the problem.
+    Order of preference:
 
-    A decision of a GPU that shares them, as of an H200 for an H100, comes behind the asked GPU's
-    own and before a portfolio: it ranks the same machine code for this very problem, where a
-    portfolio predicts. Where both kernels wait for memory the lead over the vendor's is smaller
-    there, but does not turn (`Gpu.shares_decisions` has the figures); the answer notes it.
+    1. a measured decision for the problem;
+    2. a replayed decision;
+    3. a decision of a GPU that shares them, as an H200's for an H100 (`Gpu.shares_decisions`);
+    4. a selection by a shipped portfolio, with expected time and regret (`Answer.kind`);
+    5. a predicted decision;
+    6. with `allow_other_gpu`, another GPU's decision.
+
+    Among equals the user's store comes before shipped decisions. Without a `regime` the order is
+    that of `Regime.choices`. A decision timed in a stream comes before a chained one with the same
+    inputs. The operation's usual state of the inputs, warm or cold, comes before the other one.
+    Decoding is tuned with cold caches, for instance, and its decisions serve warm ones also.
+
+    A shared decision ranks the same machine code for this problem, where a portfolio predicts. For
+    kernels bound by memory the lead over the vendor's is smaller on the other GPU, but does not
+    turn. The answer notes it.
 
     Args:
-        problem: what is asked, or the text of an attention shape, as ``S=1024,D=64``.
+        problem: the problem, or the text of an attention shape, as ``S=1024,D=64``.
         gpu: the GPU or its name; default: `hardware.DEFAULT_GPU`, which the answer notes.
-        regime: this one answers, or of several the first that knows the problem best; default: as
-            above.
+        regime: the only regime to consider, or several, of which the first with the best answer
+            counts; default: as above.
         path: the SQLite file; default: `store_file`.
-        allow_other_gpu: answer a miss from another GPU of the same compute capability with another
-            count of multiprocessors, the nearest; the answer notes it.
-        environment: the caller's; an answer from another one notes what differs.
-        among: choose from these in place of a file's, as from a store that is not SQLite.
-        with_portfolio: False: ask no portfolio, for a caller that launches the answer.
+        allow_other_gpu: answer a miss from a GPU of the same compute capability with another number
+            of multiprocessors, the nearest; the answer notes it.
+        environment: the caller's environment; an answer from another one notes the differences.
+        among: entries to choose from in place of a file's, for a store that is not SQLite.
+        with_portfolio: False: use no portfolio, for a caller that launches the answer.
 
     Raises:
         StoreError: when the file exists and cannot be read.
-        ConfigError: when the GPU's name is not known, or the problem is neither.
+        ConfigError: on an unknown name of a GPU, or a `problem` of another type.
     """
     if isinstance(problem, str):
         problem = AttentionProblem.parse(problem)
@@ -187,7 +191,7 @@ def _best(
     allow_other_gpu: bool,
     among: Sequence[Entry] | None,
 ) -> Answer | None:
-    """What is decided, under the first of the regimes that knows the problem best."""
+    """The best answer over some regimes; among equals the first regime's."""
     answer: Answer | None = None
     for one in regimes:
         if not (rank := _rank(answer)):
@@ -200,7 +204,7 @@ def _best(
 
 
 def _is_open(answer: Answer | None, gpu: Gpu) -> bool:
-    """True if a portfolio's choice is better than what is decided for the problem itself."""
+    """True if a portfolio's choice is better than this decision for the problem itself."""
     if answer is None or not gpu.shares_decisions(answer.entry.gpu):
         return True
     return answer.entry.provenance is Provenance.PREDICTED
@@ -214,7 +218,7 @@ def _known(
     allow_other_gpu: bool,
     among: Sequence[Entry] | None,
 ) -> Answer | None:
-    """What is decided under one regime."""
+    """The answer under one regime."""
     if among is None:
         reader = _reader(path or store_file())
         return reader.answer(problem, gpu, regime, allow_other_gpu)
@@ -223,7 +227,7 @@ def _known(
 
 
 def _rank(answer: Answer | None) -> int:
-    """Order of answers: measured before others, the asked GPU before another one."""
+    """Sort key of answers: measured before others, the requested GPU before another one."""
     if answer is None:
         return 3
     if answer.entry.provenance is not PROVENANCES[0]:
@@ -232,7 +236,7 @@ def _rank(answer: Answer | None) -> int:
 
 
 def entries(path: Path | None = None) -> list[Entry]:
-    """Every decision in the user's store, and those shipped ones that it does not have itself.
+    """Every decision in the user's store, and the shipped decisions that it does not have.
 
     Raises:
         StoreError: when the file exists and cannot be read.
@@ -241,7 +245,7 @@ def entries(path: Path | None = None) -> list[Entry]:
 
 
 def gpus(path: Path | None = None) -> list[Gpu]:
-    """The GPUs that a decision is known for, those of the user's store last.
+    """The GPUs that have a decision, the GPUs of the user's store last.
 
     Raises:
         StoreError: when the file exists and cannot be read.
@@ -250,7 +254,7 @@ def gpus(path: Path | None = None) -> list[Gpu]:
 
 
 def decided(path: Path | None = None) -> Mapping[str, Hashable]:
-    """What the user's store decides, by problem key: equal values are equal decisions.
+    """Stamps of the user's decisions by problem key: equal stamps mean equal decisions.
 
     Raises:
         StoreError: when the file exists and cannot be read.
@@ -259,7 +263,7 @@ def decided(path: Path | None = None) -> Mapping[str, Hashable]:
 
 
 def is_decided(problem: Problem, path: Path | None = None) -> bool:
-    """True if something is decided for a problem itself, on any GPU and under any regime.
+    """True if the problem itself has a decision, on any GPU and under any regime.
 
     Raises:
         StoreError: when the file exists and cannot be read.
@@ -268,8 +272,8 @@ def is_decided(problem: Problem, path: Path | None = None) -> bool:
 
 
 def decided_lengths(problem: AttentionProblem, path: Path | None = None) -> set[int]:
-    """Lengths of keys for which something is decided, on any GPU and under any regime, all other
-    fields being the problem's.
+    """Key lengths that have a decision, on any GPU and under any regime; all other fields are the
+    problem's.
 
     Raises:
         StoreError: when the file exists and cannot be read.
@@ -278,10 +282,10 @@ def decided_lengths(problem: AttentionProblem, path: Path | None = None) -> set[
 
 
 def decided_stamp(path: Path | None = None) -> Hashable:
-    """Another value once something was decided anew.
+    """A stamp that changes with every new decision.
 
-    Costs microseconds while nothing is committed, and 3 ms after a commit to a store of 10,000
-    entries, where `decided` takes 50: a sweep beside a server commits every trial.
+    Takes microseconds if nothing was committed. After a commit to a store of 10,000 entries it
+    takes 3 ms, `decided` 50 ms: a sweep beside a server commits every trial.
 
     Raises:
         StoreError: when the file exists and cannot be read.
@@ -290,7 +294,7 @@ def decided_stamp(path: Path | None = None) -> Hashable:
 
 
 def copy_store(path: Path, target: sqlite3.Connection) -> bool:
-    """Copy the user's store, as one moment of it, into another database; False without a store.
+    """Copy a consistent state of the user's store into another database; False without a store.
 
     Raises:
         StoreError: when the file exists and cannot be read.
@@ -299,16 +303,16 @@ def copy_store(path: Path, target: sqlite3.Connection) -> bool:
 
 
 def store_file() -> Path:
-    """The SQLite file that is read: `settings.store_url`'s, else the default one."""
+    """The SQLite file to read: that of `settings.store_url`, or the default one."""
     return sqlite_file(settings.store_url()) or settings.store_path()
 
 
 def find_gpu(name: str, known: Iterable[Gpu] = ()) -> Gpu:
-    """A GPU by short or full name, of the shipped descriptions or of some that are known; of
-    those with one name the last.
+    """A GPU by short or full name, among the shipped descriptions and `known`; among equal names
+    the last.
 
     Raises:
-        ConfigError: when the name is not known; says which are.
+        ConfigError: on an unknown name; lists the known ones.
     """
     stored = {gpu.name: gpu for gpu in known}
     for gpu in stored.values():
@@ -321,8 +325,8 @@ def find_gpu(name: str, known: Iterable[Gpu] = ()) -> Gpu:
 
 
 def of_any_length(problem: Problem) -> str:
-    """A GLOB that finds the keys of problems which differ in the length of their keys only; the
-    problem's key of other operations than attention.
+    """GLOB pattern for the keys of problems that differ only in their key length; for operations
+    other than attention the problem's key.
     """
     if not isinstance(problem, AttentionProblem):
         return problem.key
@@ -331,7 +335,7 @@ def of_any_length(problem: Problem) -> str:
 
 @cache
 def _shipped_lengths() -> Mapping[str, set[int]]:
-    """Shipped decisions: lengths of keys by `of_any_length`."""
+    """Key lengths of the shipped decisions, by `of_any_length`."""
     found: dict[str, set[int]] = {}
     for problem, _ in shipped_index():
         if isinstance(problem, AttentionProblem):
@@ -342,9 +346,7 @@ def _shipped_lengths() -> Mapping[str, set[int]]:
 def _selected(
     problem: Problem, gpu: Gpu, regimes: Sequence[Regime], allow_other_gpu: bool
 ) -> Answer | None:
-    """What a shipped portfolio selects that serves on the GPU, else of another one where that is
-    allowed.
-    """
+    """The selection by a shipped portfolio for the GPU, or for another one if that is allowed."""
     from tuner.selection import portfolio
 
     known = [p for p in portfolio.shipped() if p.op == problem.op]
@@ -365,7 +367,7 @@ def _selected(
 
 
 class _Reader:
-    """The answers of one SQLite file, kept until it changes."""
+    """Answers from one SQLite file, cached until it changes."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -451,7 +453,7 @@ class _Reader:
         return self._file.close()
 
     def _forget(self) -> None:
-        """Drop what was read from the file."""
+        """Drop everything that was read from the file."""
         self._latest = None
         self._stamp = None
         self._answers.clear()
@@ -464,7 +466,7 @@ class _Reader:
         return [e for e in stored if e.regime == regime] + with_builds(shipped_ones, made)
 
     def _stored(self, problem: Problem) -> tuple[list[Entry], Mapping[str, Mapping[str, str]]]:
-        """The file's entries of a problem and its builds; kept for the next regime's turn."""
+        """The file's entries of a problem and its builds, cached for the next regime."""
         if self._latest is None or self._latest[0] != problem:
             found = self._entries(" WHERE b.problem = ?", (problem.key,))
             builds = self._file.select(_BUILDS, (problem.key,))
@@ -486,7 +488,7 @@ class _Reader:
 
 _readers: dict[str, _Reader] = {}
 _readers_lock = threading.Lock()
-#: Connections of a parent process: SQLite must not use nor close them in the child.
+#: Connections of a parent process; SQLite must neither use nor close them in the child.
 _inherited: list[sqlite3.Connection] = []
 
 

@@ -20,18 +20,18 @@ class Answer:
     """Result of `lookup`."""
 
     entry: Entry
-    """Entry of the problem itself; a portfolio's has no time (`kind`)."""
+    """Entry for the problem; a portfolio's entry has no measured time (`kind`)."""
     exact: bool
-    """False when the entry is selected, of another GPU, or of another environment than the
+    """False when the entry is a portfolio's, another GPU's, or from another environment than the
     caller's."""
     notes: tuple[str, ...] = ()
     """Notes for the caller: not measured, another environment, another GPU, shipped."""
     selected: Selection | None = None
-    """Selection of a portfolio and its reason, where nothing was measured."""
+    """Selection of a portfolio and its reason, if nothing was measured."""
 
     @property
     def is_predicted(self) -> bool:
-        """True when a portfolio chose it: it has no measured time."""
+        """True when a portfolio chose the entry, which then has no measured time."""
         return self.selected is not None
 
     @property
@@ -47,12 +47,12 @@ class Answer:
 
 
 def noted(answer: Answer, note: str) -> Answer:
-    """An answer with one more thing to know."""
+    """An answer with one more note."""
     return replace(answer, notes=(*answer.notes, note))
 
 
 def differences(entry: Entry, environment: Environment) -> list[str]:
-    """Facts that both environments have and that differ; a fact that one lacks says nothing."""
+    """Facts that both environments have and that differ, each as text."""
     theirs = entry.winner.environment.facts
     return [
         f"{name} {printable(str(theirs[name]))}, here {value}"
@@ -62,9 +62,10 @@ def differences(entry: Entry, environment: Environment) -> list[str]:
 
 
 def choose(candidates: Sequence[Entry], gpu: Gpu, allow_other_gpu: bool) -> Answer | None:
-    """The first by provenance, then by GPU, then by source (the order of `candidates`). Those of
-    another GPU answer where it shares its decisions, or any GPU of the compute capability does by
-    `allow_other_gpu`.
+    """The best entry by provenance, then GPU, then source (the order of `candidates`).
+
+    Another GPU's entry answers if it shares its decisions, or by `allow_other_gpu` if it has the
+    same compute capability.
     """
     own = [e for e in candidates if e.gpu.identity == gpu.identity]
     others = [

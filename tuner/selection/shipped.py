@@ -25,12 +25,12 @@ def _tuned() -> Path:
 
 
 class Shipped:
-    """A decision that ships: what it decides, and its entry, which is built when it is asked for.
+    """A decision that ships; its entry is built on demand.
 
     Args:
-        path: the file that holds it.
-        document: what the file holds.
-        decision: one of the document's.
+        path: file of the decision.
+        document: contents of the file.
+        decision: decision within the document.
     """
 
     def __init__(self, path: Path, document: Trusted, decision: Decision) -> None:
@@ -61,7 +61,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 @cache
 def shipped_index() -> Mapping[tuple[Problem, Regime], list[Shipped]]:
-    """Shipped decisions by problem and regime; no entry is built.
+    """Shipped decisions by problem and regime, without building entries.
 
     Raises:
         StoreError: when a file is damaged.
@@ -78,12 +78,12 @@ def shipped_index() -> Mapping[tuple[Problem, Regime], list[Shipped]]:
 
 @cache
 def shipped() -> tuple[Entry, ...]:
-    """The decisions that ship with the package, under ``cache/tuned/``, all of them built.
+    """Entries of all decisions that ship with the package, under ``cache/tuned/``.
 
-    What asks for one, or for what is decided at all, goes to `shipped_index`.
+    Use `shipped_index` for single decisions.
 
     Raises:
-        StoreError: when such a file is damaged.
+        StoreError: when a shipped file is damaged.
     """
     return tuple(one.entry for same in shipped_index().values() for one in same)
 
@@ -94,8 +94,8 @@ def with_shipped(
     """A store's entries and the shipped ones that it lacks, in a fixed order.
 
     Args:
-        stored: the store's.
-        builds: artifacts made here of shipped configs, by problem key and config digest.
+        stored: entries of the store.
+        builds: artifacts built here of shipped configs, by problem key and config digest.
     """
     found = {
         sort_key(entry): entry
@@ -107,8 +107,10 @@ def with_shipped(
 
 
 def in_use(entries: Iterable[Entry]) -> list[Entry]:
-    """Those that a lookup may answer with: no chained one beside a stream's of the same problem,
-    GPU, inputs and provenance.
+    """Entries that a lookup may return.
+
+    A chained entry is left out if the same problem, GPU, inputs and provenance have one in a
+    stream.
     """
     found = list(entries)
 

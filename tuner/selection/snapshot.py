@@ -1,8 +1,7 @@
-"""Data of a store for the read path, as bytes: the decisions, without trials, jobs and logs.
+"""Decisions of a store as bytes, for the read path: without trials, jobs and logs.
 
-Kilobytes where the store has megabytes.
-
-Standard library only. `unpack` makes a file that `tuner.selection.reader` reads as any other.
+A snapshot has kilobytes, the store megabytes. `unpack` makes a file for `tuner.selection.reader`.
+Needs the standard library only.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ DELETE FROM mirrors;
 
 
 def take(path: Path | None = None) -> bytes:
-    """The part of a store that is served; empty where there is no store.
+    """Bytes of a store's decisions; empty without a store.
 
     Args:
-        path: the SQLite file; default: `lookup.store_file`.
+        path: the SQLite file; default: `reader.store_file`.
 
     Raises:
         StoreError: when the file exists and cannot be read.
@@ -47,7 +46,7 @@ def take(path: Path | None = None) -> bytes:
         if not copy_store(source, copy):
             return b""
         try:
-            # They keep measurements as they are, in a store that somebody writes.
+            # The triggers protect measurements in a store that is written to.
             triggers = copy.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'")
             for (name,) in triggers.fetchall():
                 copy.execute(f'DROP TRIGGER "{name}"')
@@ -72,10 +71,14 @@ def _drop_logs(copy: sqlite3.Connection) -> None:
 
 
 def unpack(data: bytes, path: Path) -> None:
-    """Make a file of what `take` gave; none where that is empty.
+    """Make a file from the bytes of `take`; empty bytes make no file.
+
+    Args:
+        data: result of `take`.
+        path: file to write.
 
     Raises:
-        StoreError: when it cannot be written, or the bytes are damaged.
+        StoreError: when the file cannot be written, or the bytes are damaged.
     """
     try:
         if data:

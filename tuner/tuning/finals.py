@@ -60,8 +60,9 @@ class FinalPass:
     _provided_us: float | None = None
 
     def rank(self, notes: Sequence[str], again: bool = False) -> list[Measurement]:
-        """Time the finalists side by side; best first. Where the time limit ends it, the ranking
-        of the provisional decision.
+        """Time the finalists side by side, and rank them, best first.
+
+        If the time limit ends the pass, the result is the ranking of the provisional decision.
 
         Args:
             notes: what was said of the competition, for the error.
@@ -132,8 +133,9 @@ class FinalPass:
         return self.provided
 
     def provide(self) -> None:
-        """Verify the best own candidate beside the fastest vendor's kernel so far, and let them
-        decide for now, where nothing else is decided or it is much better than what is provisional.
+        """Decide provisionally between the best own candidate and the fastest vendor kernel.
+
+        Nothing happens if there is a final decision, or a provisional one that is nearly as good.
         """
         problem = self.competition.problem
         passed = sorted(
@@ -187,8 +189,9 @@ class FinalPass:
         self.write(lambda: self.store.decide(*place, ranked, self.sweep))
 
     def standing(self) -> Config | None:
-        """The best own config of what is decided, as far as it is legal still. Where nothing is
-        decided in a stream, that of the chained decision.
+        """The best own config of the standing decision, if it is still legal.
+
+        Without a decision in a stream the chained one counts.
         """
         problem = self.competition.problem
         regimes = Regime.preferred(self.competition.regime)

@@ -1,8 +1,7 @@
 """Sweep one problem: first answer, baselines, stages, search, final pass, decision.
 
-The driver alone writes the store, and writes each group as soon as it is collected: a sweep that
-is killed at any moment goes on from there, because the search is told what the store holds before
-it asks for anything.
+Only the driver writes the store, each group as soon as it is collected. A sweep that was killed
+continues from there: a new search starts with the store's measurements.
 """
 
 from __future__ import annotations

@@ -21,8 +21,9 @@ class Waits:
         self._runner, self._times, self._price = runner, times, price
 
     def is_over(self, problem: Problem, search: Search) -> bool:
-        """True if nothing is left but compiles that are not worth their wait. What is compiled is
-        always timed: that takes a second or two.
+        """True if only compiles are left, and none is worth its wait.
+
+        Compiled kernels are always timed, which takes a second or two.
         """
         under_way = {_place(one, search): one for one in self._runner.under_way(problem)}
         pending = {(m.family.name, key) for m in search.members for key in m.pending}

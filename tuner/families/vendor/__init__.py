@@ -205,8 +205,10 @@ class ListedVendor(Vendor):
 
 
 class PreparedCall(ABC):
-    """A vendor's call that is prepared for the contents of its inputs: a mask made of tables, say.
-    A program does that once for many calls, so it is not timed.
+    """A vendor's call with a preparation that depends on the contents of its inputs.
+
+    A program prepares once for many calls: it makes a mask from tables, for instance. The time of a
+    call does not include it.
     """
 
     @abstractmethod

@@ -1,9 +1,9 @@
 """Chunks of a long attention that a final pass checks in place of all rows. Pure functions.
 
-The quick pass compares every element of every candidate; a final pass draws other inputs, whose
-whole reference would take minutes. Let a fault be in a share f of the chunks. One kind of inputs
-misses it with probability (1 - f) ** `CHUNKS`: 0.7 % for one chunk of 20, 38 % for one of 100.
-Each kind of inputs draws its own. Guard bands and inputs are checked whole.
+The quick pass compares every element of every candidate. A final pass has new inputs, whose whole
+reference would take minutes. If a share f of the chunks is wrong, one kind of inputs misses it with
+probability (1 - f) ** `CHUNKS`. That is 0.7 % for one chunk in 20, and 38 % for one in 100. Each
+kind of inputs samples its own chunks. Guard bands and inputs are checked completely.
 """
 
 from __future__ import annotations

@@ -10,14 +10,14 @@ from __future__ import annotations
 import logging
 
 BACKEND = "tuner.runtime.vllm.backend.TunerBackend"
-"""Path of the class that vLLM's ``CUSTOM`` names."""
+"""Import path of the class registered as vLLM's ``CUSTOM`` backend."""
 
 _log = logging.getLogger("tuner.runtime")
 
 
 def register() -> None:
-    """Make `BACKEND` vLLM's ``CUSTOM`` attention backend, unless another package has. May be called
-    again.
+    """Register `BACKEND` as vLLM's ``CUSTOM`` attention backend, unless another package has
+    registered one. Repeated calls are harmless.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 

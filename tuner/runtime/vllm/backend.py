@@ -1,7 +1,7 @@
-"""vLLM's attention backend ``CUSTOM``: its FlashAttention backend, with calls by tuned kernels.
+"""vLLM's attention backend ``CUSTOM``: its FlashAttention backend, with tuned kernels in front.
 
-Cache, metadata and everything that no tuned kernel takes are those of the classes that are
-inherited.
+Cache, metadata and all calls that no tuned kernel takes are inherited from FlashAttention's
+classes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tuner.runtime.vllm.calls import (
     run,
 )
 
-#: Types of a cache that has the queries' own.
+#: Names for a cache of the queries' type.
 _PLAIN = ("auto", "float16", "half", "bfloat16")
 _STEP = "tuner_step"
 """Attribute of a metadata object: its `Step`."""
@@ -40,7 +40,7 @@ class TunerImpl(FlashAttentionImpl):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        most_queries()  # a wrong setting is said here, not in the first call
+        most_queries()  # a wrong setting raises here, not in the first call
         self._layout: Layout | None = layout_of(FlashAttentionBackend.get_kv_cache_shape)
         self._refusal = self._never()
         self._wide_sinks: torch.Tensor | None = None
@@ -58,7 +58,7 @@ class TunerImpl(FlashAttentionImpl):  # type: ignore[misc]
             self._wide_sinks.copy_(self.sinks.detach())
 
     def load(self, cache: torch.Tensor, metadata: Any) -> None:
-        """Have the kernel that serves a step loaded, before its calls are captured."""
+        """Load the kernel that serves a step, before its calls are captured."""
         step = _step_of(metadata)
         if self._refusal is None and step.refusal is None and cache.numel():
             query = cache.new_empty((step.tokens, self.num_heads, self.head_size))
@@ -111,7 +111,7 @@ class TunerImpl(FlashAttentionImpl):  # type: ignore[misc]
         return self._form
 
     def _never(self) -> Refusal | None:
-        """Reason why no call of the layer is served; else None."""
+        """Reason why a layer is never served; else None."""
         if self.attn_type != "decoder":
             return Refusal(Kind.ENCODER, str(getattr(self.attn_type, "value", self.attn_type)))
         if self.alibi_slopes is not None:
@@ -127,9 +127,11 @@ class TunerImpl(FlashAttentionImpl):  # type: ignore[misc]
 
 
 class TunerMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
-    """FlashAttention's metadata. Graphs are captured of batches in which all sequences have as many
-    queries: a tuned kernel is launched for the longest of them. Where no layer of a graph calls
-    FlashAttention, its schedule is left out.
+    """Builder of FlashAttention's metadata.
+
+    Graphs are captured of batches whose sequences all have equally many queries, because a tuned
+    kernel is launched for the longest sequence. A graph without a call of FlashAttention leaves out
+    its schedule.
     """
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
@@ -137,7 +139,7 @@ class TunerMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._captured: dict[tuple[int, int], list[Any]] = {}
-        """Metadata that graphs were captured with, or warmed up, by sequences and queries."""
+        """Metadata of captures and warm-ups, by numbers of sequences and queries."""
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
@@ -146,7 +148,7 @@ class TunerMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
         return super().build(common_prefix_len, common_attn_metadata, is_fast)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
-        """Metadata of a capture or of its warm-up, where vLLM has one. Neither has begun here."""
+        """Metadata for a capture or its warm-up; called before both."""
         metadata = super().build_for_cudagraph_capture(common_attn_metadata)
         self._captured.setdefault(_shape_of(common_attn_metadata), []).append(metadata)
         layers = self.vllm_config.compilation_config.static_forward_context
@@ -156,15 +158,16 @@ class TunerMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
         return metadata
 
     def _is_served(self, common: Any) -> bool:
-        """True when all graphs of such batches hold tuned kernels only. FlashAttention in a graph
-        reads a schedule from memory that each step writes anew.
+        """True when graphs of such batches hold only tuned kernels.
+
+        FlashAttention in a graph needs its schedule, which each step writes anew.
         """
         steps = [getattr(one, _STEP, None) for one in self._captured.get(_shape_of(common), ())]
         return bool(steps) and all(one and one.served and not one.refused for one in steps)
 
 
 class TunerBackend(FlashAttentionBackend):  # type: ignore[misc]
-    """FlashAttention's cache and abilities."""
+    """FlashAttention's backend with tuned layers and metadata."""
 
     @staticmethod
     def get_name() -> str:

@@ -1,7 +1,7 @@
-"""Calls of an engine's attention layers: which a tuned kernel serves, decided once a step.
+"""Calls of an engine's attention layers, and the choice of a kernel once a step.
 
 Nothing here imports vLLM. A *step* is one metadata object of the engine: all layers of a kind
-share its table, lengths and decisions. A *form* is the options of a layer.
+share its table, lengths and choices. A *form* is the options of a layer.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from tuner.runtime.refusal import Kind, Refusal
 from tuner.runtime.table import table
 
 OTHERS = "vLLM's own FlashAttention"
-"""The answer to calls that are refused."""
+"""Name of the kernel that answers refused calls."""
 _ROUNDED = 16
-"""Longest lengths are rounded up to so many steps an octave or fewer: few launches are sized."""
+"""Values between two powers of two that longest lengths are rounded up to, at most; this limits the
+number of sized plans."""
 
 
 class Layout(NamedTuple):
-    """Places of pages, slots, heads, and keys and values in an engine's cache tensor."""
+    """Dimensions of an engine's cache tensor."""
 
     order: tuple[int, int, int, int]
-    """Dimensions of pages, slots, heads and elements, of keys alone."""
+    """Dimensions of pages, slots, heads and elements, in the tensor of the keys."""
     halves: int
-    """Dimension along which keys lie before values; the last one: they share rows."""
+    """Dimension that separates keys from values; the last one: they share rows."""
 
     def split(self, cache: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values (pages, page size, HKV, D), views of the cache."""
@@ -46,17 +47,18 @@ class Layout(NamedTuple):
         return keys, values
 
     def values(self, cache: torch.Tensor, width: int) -> torch.Tensor:
-        """A view that starts where the values do."""
+        """A view that starts at the first value."""
         if self.halves == cache.dim() - 1:
             return cache.narrow(-1, width, width)
         return cache.select(self.halves, 1)
 
 
 def layout_of(shape_of: Callable[[int, int, int, int], tuple[int, ...]]) -> Layout | None:
-    """The layout behind an engine's shape of a cache; None where it is another kind of cache.
+    """The layout of an engine's cache; None for a kind of cache that is not known.
 
     Args:
-        shape_of: shape by count of pages, page size, heads and head dimension.
+        shape_of: the engine's function from number of pages, page size, heads and head dimension to
+            a shape.
     """
     sizes = pages, slots, heads, width = 7, 48, 5, 88
     shape = shape_of(*sizes)
@@ -78,9 +80,9 @@ class Step:
     """One metadata object of the engine."""
 
     table: torch.Tensor
-    """Pages of each sequence."""
+    """int32 (B, columns): pages of each sequence."""
     used: torch.Tensor
-    """Keys of each sequence."""
+    """int32 (B,): keys of each sequence."""
     starts: torch.Tensor
     queries: int
     """Queries of the longest sequence."""
@@ -108,7 +110,7 @@ class Form(NamedTuple):
 
 
 def rounded(keys: int, room: int) -> int:
-    """`keys` rounded up, within the same power of two, to `room` at most."""
+    """`keys` rounded up to a step of `_ROUNDED`, to `room` at most."""
     width = max(1, (1 << max(0, keys - 1).bit_length()) // _ROUNDED)
     return min(room, -(-keys // width) * width)
 
@@ -121,14 +123,14 @@ def run(
     cache: torch.Tensor,
     out: torch.Tensor,
 ) -> bool:
-    """Have a tuned kernel write the layer's output; False where none does, and it is counted.
+    """Write a layer's output by a tuned kernel; False and a counted reason when there is none.
 
     Args:
-        step: of this call.
-        form: of the layer.
-        kind: equal for layers whose forms pose equal calls.
+        step: the call's step.
+        form: the layer's options.
+        kind: key, equal for layers with equal forms.
         query: (tokens or more, H, D).
-        cache: as the engine has it, with the step's keys and values in it.
+        cache: the engine's cache, with the step's keys and values.
         out: (tokens or more, H, D), contiguous.
     """
     found = decide(step, form, kind, query, cache, out)
@@ -143,7 +145,7 @@ def run(
             if not isinstance(answer, Refusal):
                 step.served += 1
                 return True
-            found = step.refusal = answer  # the next step looks anew
+            found = step.refusal = answer  # the next step looks up again
     step.refused += 1
     counters.count_fallback(found.reason, OTHERS)
     return False
@@ -157,9 +159,9 @@ def decide(
     cache: torch.Tensor,
     out: torch.Tensor,
 ) -> KernelPlan | Refusal:
-    """The kernel that serves a call, loaded by now, or the reason why none does.
+    """The loaded kernel that serves a call, or the reason why none does.
 
-    Arguments are as `run` has them; the tensors' contents are not read.
+    Arguments are as of `run`; the tensors' contents are not read.
     """
     key = kind, *_lies(query), *_lies(cache), *_lies(out)
     found = step.decisions.get(key)
