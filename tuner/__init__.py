@@ -46,15 +46,14 @@ if TYPE_CHECKING:
     from tuner.runtime.products import swiglu as swiglu
     from tuner.runtime.sparse import sparse_attention as sparse_attention
     from tuner.runtime.varlen import attention_varlen as attention_varlen
-    from tuner.selection.reader import Answer as Answer
     from tuner.selection.reader import Entry as Entry
+    from tuner.selection.reader import LookupResult as LookupResult
     from tuner.selection.reader import lookup as lookup
     from tuner.tuning.sweep import sweep as sweep
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "Answer": "tuner.selection.reader",
+_MODULES = {
     "AttentionProblem": "tuner.problem",
     "BenchmarkError": "tuner.errors",
     "CompileError": "tuner.errors",
@@ -64,6 +63,7 @@ _HOMES = {
     "GemmProblem": "tuner.problem",
     "Gpu": "tuner.hardware",
     "GroupedGemmProblem": "tuner.problem",
+    "LookupResult": "tuner.selection.reader",
     "Measurement": "tuner.measurement",
     "NoValidConfigError": "tuner.errors",
     "Provenance": "tuner.measurement",
@@ -96,14 +96,19 @@ _HOMES = {
     "tune_linear_": "tuner.runtime",
 }
 
-__all__ = ["__version__", *_HOMES]
+__all__ = ["__version__", *_MODULES]
+
+
+_FORMER = {"Answer": "LookupResult"}
+"""Former names that still work."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    name = _FORMER.get(name, name)
+    if name not in _MODULES:
         raise AttributeError(f"module 'tuner' has no attribute '{name}'")
     try:
-        value = getattr(importlib.import_module(_HOMES[name]), name)
+        value = getattr(importlib.import_module(_MODULES[name]), name)
     except ImportError as exc:
         raise ImportError(f"tuner.{name}: {exc}", name=exc.name) from exc
     globals()[name] = value
@@ -111,4 +116,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *_MODULES})

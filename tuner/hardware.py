@@ -69,7 +69,7 @@ SMEM_KIB_BY_CAPABILITY: Mapping[str, int] = {
 }
 #: Memory bandwidth of a part whose driver does not say its clock: the most that any has (B200,
 #: datasheet), for a floor is made of it.
-MOST_MEMORY_GBS = 8000.0
+MAX_MEMORY_GBS = 8000.0
 #: Share of the datasheet's bandwidth that kernels reach: 4300 of 4800 GB/s on one H200 [M].
 REACHED_SHARE = 0.896
 #: exp2 results of one SM's special-function units a clock [CPG, "Arithmetic Instructions"].

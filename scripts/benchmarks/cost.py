@@ -2,8 +2,8 @@
 
 A family's constants are fitted to the logarithm of the recorded quick times, all problems at
 once; what counts most is the order within a problem. Judged is each problem by the constants
-fitted without it and others: the problems are dealt into `FOLDS` parts, and a fit leaves one out.
-``--write`` stores the fit to all problems as ``cache/cost/FAMILY.json``, which
+fitted without it and others: the problems are shuffled into `FOLDS` parts, and a fit leaves
+one out. ``--write`` stores the fit to all problems as ``cache/cost/FAMILY.json``, which
 is what `Family.constants` reads.
 """
 
@@ -109,7 +109,7 @@ class Fit:
     def __init__(self, recordings: Sequence[Recording]) -> None:
         self.parts = [p for p in parts(recordings) if p.regime == estimated(p.problem)]
         self._quick = {_key(part): quick_pass(part) for part in self.parts}
-        self._folds = cache(self._deal)
+        self._folds = cache(self._assigned)
         self._constants = cache(self._fit)
 
     def quick(self, part: Recording) -> tuple[Measurement, ...]:
@@ -125,11 +125,11 @@ class Fit:
         fold = None if without is None else self._folds(family.name).get(without.problem.key)
         return self._constants(family.name, fold)
 
-    def _deal(self, name: str) -> dict[str, int]:
+    def _assigned(self, name: str) -> dict[str, int]:
         """The part of each problem that a family was measured at, by the problem's key."""
         keys = {part.problem.key for part in self.parts if self.measured(name, part)}
-        dealt = sorted(keys, key=lambda key: hashlib.sha256(key.encode()).hexdigest())
-        return {key: i % FOLDS for i, key in enumerate(dealt)}
+        shuffled = sorted(keys, key=lambda key: hashlib.sha256(key.encode()).hexdigest())
+        return {key: i % FOLDS for i, key in enumerate(shuffled)}
 
     def without(self, part: Recording) -> list[Family]:
         """The own families that were recorded of a problem, fitted without it."""

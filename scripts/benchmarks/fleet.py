@@ -61,7 +61,7 @@ RECORDED = AttentionProblem.parse("S=1024,D=64")
 FAMILIES = ("cutlass_fmha", "fused_attention")
 LEASE_S = 20.0
 """Shorter than a real one, so that a killed worker's problem waits a like part of the run."""
-LEAST_TRIAL_S = 2.0
+MIN_TRIAL_S = 2.0
 """Of a trial whose kernels were compiled before: checking and timing alone."""
 ATTEMPTS = 50
 """A problem may be unlucky often: no kill may fail it."""
@@ -120,7 +120,7 @@ class Worn(ReplayRunner):
         measured = super().collect(timeout_s)
         self._told()
         compile_s = sum(m.compile_cpu_s or 0.0 for m in measured)
-        time.sleep((LEAST_TRIAL_S + compile_s) / self._speed)
+        time.sleep((MIN_TRIAL_S + compile_s) / self._speed)
         return measured
 
 

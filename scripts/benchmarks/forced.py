@@ -26,7 +26,7 @@ from tuner.measure.device import detect
 from tuner.measurement import Measurement, Regime, Status
 from tuner.problem import AttentionProblem, Problem
 from tuner.selection import portfolio
-from tuner.selection.reader import Answer
+from tuner.selection.reader import LookupResult
 from tuner.store.entry import Entry
 
 FAMILIES = ("fused_attention", "two_kernel_attention")
@@ -78,7 +78,7 @@ class Forced:
         self._compiler, self._gpu, self._families = compiler, gpu, tuple(families)
         self._built_only = built_only
         self._orders: dict[tuple[str, Problem], list[Config]] = {}
-        self._answers: dict[Problem, Answer | None] = {}
+        self._answers: dict[Problem, LookupResult | None] = {}
 
     def config(self, problem: AttentionProblem) -> Config | None:
         """The portfolio's kernel, or the first legal config of the first family that has one;
@@ -141,7 +141,7 @@ class Forced:
             problem, config, self._gpu, Regime(), Status.OK, latency_us=1.0, artifacts=keys
         )
 
-    def lookup(self, problem: Problem, **_: Any) -> Answer | None:
+    def lookup(self, problem: Problem, **_: Any) -> LookupResult | None:
         """In the place of `tuner.selection.reader.lookup`, whatever was tuned.
 
         Raises:
@@ -149,7 +149,7 @@ class Forced:
         """
         if problem not in self._answers:
             found = self.measurement(problem) if isinstance(problem, AttentionProblem) else None
-            answer = None if found is None else Answer(Entry.of([found]), exact=True)
+            answer = None if found is None else LookupResult(Entry.of([found]), exact=True)
             self._answers[problem] = answer
         return self._answers[problem]
 
@@ -210,7 +210,7 @@ def install(families: Sequence[str] = FAMILIES, *, built_only: bool = False) -> 
     table = importlib.import_module("tuner.runtime.table")
     forced = made(families, built_only=built_only)
 
-    def lookup(problem: Problem, **options: Any) -> Answer | None:
+    def lookup(problem: Problem, **options: Any) -> LookupResult | None:
         try:
             return forced.lookup(problem, **options)
         except TunerError as exc:  # a call that PyTorch answers would hide it

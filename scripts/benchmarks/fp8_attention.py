@@ -38,7 +38,7 @@ Calls = dict[str, Callable[[], Any]]
 
 
 @dataclass
-class Fp8Graph(cudnn_graph.Graph):
+class Fp8Graph(cudnn_graph.CudnnGraph):
     """Attention of e4m3 with cuDNN's factors; its output is bf16."""
 
     def compose(self) -> None:
@@ -105,7 +105,7 @@ def plans_of(
                 continue
             made = [torch.zeros(1, 1, 1, 1, device="cuda") for _ in range(2)]
 
-            def call(plan: cudnn_graph.Plan = plan, made: Sequence[Any] = tuple(made)) -> Any:
+            def call(plan: cudnn_graph.CudnnPlan = plan, made: Sequence[Any] = tuple(made)) -> Any:
                 out = torch.empty_strided(
                     problem.output.shape,
                     problem.output.strides,

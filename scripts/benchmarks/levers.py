@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tuner.bench.comparison import Comparison, Task
+from tuner.bench.comparison import ComparisonRun, RowTask
 from tuner.bench.results import Results
 from tuner.config import Config, Value
 from tuner.errors import ConfigError
@@ -132,12 +132,12 @@ def main(argv: Sequence[str]) -> int:
 
     problems = [PROBLEMS[args.op].parse(text) for text in args.shape]
     regime = Regime.default(args.op)
-    tasks = [Task("levers", p, regime, args.rounds, (), named) for p in problems]
+    tasks = [RowTask("levers", p, regime, args.rounds, (), named) for p in problems]
     with Runners(Machine((args.device,), args.jobs), _note) as runners:
         if (gpu := runners.gpu) is not None:
             for problem in problems:
                 _best_own(entries, problem, gpu)
-        comparison = Comparison(tasks, runners, entries, own=1, note=_note)
+        comparison = ComparisonRun(tasks, runners, entries, own=1, note=_note)
         results = comparison.run(save)
     save(results)
     print(table(results))

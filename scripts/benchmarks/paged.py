@@ -35,7 +35,7 @@ FAMILY = family("fused_attention")
 PEER = "flash3_serving"
 #: Bytes of keys and values that the rotated caches have together at least: three times the L2.
 ROTATED = 192 << 20
-LEAST_POOL = 4 << 30
+MIN_POOL = 4 << 30
 QUICK_ROUNDS, ROUNDS = 3, 15
 #: Calls of a graph: many of short ones, so that a graph takes half a millisecond or more.
 CALLS = range(4, 41)
@@ -508,7 +508,7 @@ def main(argv: Sequence[str]) -> int:
         raise BenchmarkError(f"torch {torch.__version__} sees no GPU")
     wanted = list(cases(args.group))
     kernels = built(wanted)
-    numbers = max(LEAST_POOL, ROTATED + max(case.cached_bytes for case in wanted)) // 2
+    numbers = max(MIN_POOL, ROTATED + max(case.cached_bytes for case in wanted)) // 2
     pool = torch.empty(numbers, dtype=torch.bfloat16, device="cuda").normal_()
     every: list[dict[str, Any]] = []
     member = family("vendor_sdpa")

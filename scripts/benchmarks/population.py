@@ -32,7 +32,7 @@ from tuner.families.vendor import installed_versions, peers
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measure import device
 from tuner.problem import listing as problem_listing
-from tuner.problem.population import Call, draw, subset
+from tuner.problem.population import ModelCall, draw, subset
 from tuner.selection.describe import table
 from tuner.selection.reader import find_gpu, lookup
 from tuner.store.entry import is_vendor
@@ -114,7 +114,7 @@ def commit() -> str:
     raise ConfigError("--seed commit needs a checkout of git (allowed elsewhere: any other text)")
 
 
-def problem_list(calls: Sequence[Call], op: str | None = None) -> str:
+def problem_list(calls: Sequence[ModelCall], op: str | None = None) -> str:
     """The distinct problems of the calls, as a file for ``tuner sweep --problems``.
 
     Args:
@@ -140,7 +140,7 @@ def surroundings() -> dict[str, Any]:
     return {"gpu": gpu.name, **device.environment().facts, **installed_versions(), **builds}
 
 
-def listing(calls: Sequence[Call], gpu: Gpu = DEFAULT_GPU) -> str:
+def listing(calls: Sequence[ModelCall], gpu: Gpu = DEFAULT_GPU) -> str:
     """Every call with what lookup answers on a GPU, then the counts."""
     lines, counts, reasons = [], Counter[tuple[str, str]](), Counter[str]()
     for call in calls:
@@ -153,7 +153,7 @@ def listing(calls: Sequence[Call], gpu: Gpu = DEFAULT_GPU) -> str:
     return "\n".join([*lines, "", _counted(counts), "", f"{NOT_POSED}:", *said, ""])
 
 
-def looked_up(call: Call, gpu: Gpu) -> tuple[str, str]:
+def looked_up(call: ModelCall, gpu: Gpu) -> tuple[str, str]:
     """Kind of lookup result for the problem that the runtime reads off the call's tensors, and a
     reason or a source.
     """
@@ -183,7 +183,7 @@ def _counted(counts: Mapping[tuple[str, str], int]) -> str:
 
 
 def measured(
-    calls: Sequence[Call],
+    calls: Sequence[ModelCall],
     heading: Mapping[str, Any],
     path: Path | None,
     command: Sequence[str],
@@ -215,7 +215,7 @@ def measured(
     return [known[call.key] for call in calls]
 
 
-def described(call: Call) -> dict[str, Any]:
+def described(call: ModelCall) -> dict[str, Any]:
     """Columns of a row that the draw decides."""
     return {
         "key": call.key,
@@ -275,7 +275,7 @@ def _append(path: Path, row: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def _measure(call: Call) -> dict[str, Any]:
+def _measure(call: ModelCall) -> dict[str, Any]:
     from benchmarks.call_times import time_calls
     from benchmarks.population_calls import measure
 

@@ -18,9 +18,9 @@ from benchmarks.population_tensors import Inputs, copies_of, made, posed
 from benchmarks.population_ways import PYTORCH, TUNER, activation, contenders
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.problem import AttentionProblem, GemmProblem, SwigluProblem
-from tuner.problem.population import Call
+from tuner.problem.population import ModelCall
 from tuner.runtime.refusal import Kind
-from tuner.selection.reader import Answer
+from tuner.selection.reader import LookupResult
 from tuner.store.entry import is_vendor
 
 REFERENCE_ROWS = 128
@@ -33,7 +33,7 @@ KINDS = {"exact": OWN, "portfolio": SELECTED}
 """Kinds of a lookup result as the report names them; a kind that is not here keeps its name."""
 
 
-def answered(stats: Any, answer: Answer | None) -> tuple[str, str]:
+def answered(stats: Any, answer: LookupResult | None) -> tuple[str, str]:
     """Kind of answer that one call of the tuner got, and the reason where PyTorch answered.
 
     Args:
@@ -53,7 +53,7 @@ def answered(stats: Any, answer: Answer | None) -> tuple[str, str]:
     return kind, ""
 
 
-def measure(call: Call, device: str, timer: Timer) -> dict[str, Any]:
+def measure(call: ModelCall, device: str, timer: Timer) -> dict[str, Any]:
     """One row: who answered, errors and microseconds by contender, and why others have none."""
     torch.manual_seed(0)
     inputs = made(call, device, copies_of(call))
@@ -83,7 +83,7 @@ def measure(call: Call, device: str, timer: Timer) -> dict[str, Any]:
 
 
 def _outputs(
-    call: Call, ways: Sequence[Contender]
+    call: ModelCall, ways: Sequence[Contender]
 ) -> tuple[dict[str, Any], dict[str, str], str, str]:
     """Each contender's output of the first copy, why others have none, and what the tuner did."""
     outputs: dict[str, Any] = {}
@@ -104,7 +104,7 @@ def _outputs(
     return outputs, failed, kind, reason
 
 
-def _looked_up(call: Call) -> Answer | None:
+def _looked_up(call: ModelCall) -> LookupResult | None:
     try:
         return tuner.lookup(posed(call), gpu=_gpu())
     except tuner.TunerError:
@@ -117,7 +117,7 @@ def _gpu() -> Gpu:
     return devices.gpu_of(0) if torch.cuda.is_available() else DEFAULT_GPU
 
 
-def _errors(call: Call, at: Inputs, outputs: Mapping[str, Any]) -> dict[str, float]:
+def _errors(call: ModelCall, at: Inputs, outputs: Mapping[str, Any]) -> dict[str, float]:
     """The larger relative error of each output: from the fp32 reference over its rows, and from
     PyTorch's output over all. That of SwiGLU is each one's own, for the weights differ in order.
     """
@@ -145,7 +145,7 @@ def _ends(count: int, device: Any) -> Any:
     return torch.unique(torch.cat([rows[:REFERENCE_ROWS], rows[-REFERENCE_ROWS:]]))
 
 
-def _references(call: Call, at: Inputs) -> tuple[Callable[[Any], Any], Callable[[bool], Any]]:
+def _references(call: ModelCall, at: Inputs) -> tuple[Callable[[Any], Any], Callable[[bool], Any]]:
     """Function that cuts the reference's rows out of an output, and the reference in fp32."""
     problem = call.problem
     if isinstance(problem, AttentionProblem):

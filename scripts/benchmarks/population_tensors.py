@@ -13,7 +13,7 @@ import torch
 
 from tuner.errors import ConfigError
 from tuner.problem import AttentionProblem, GemmProblem, Problem, SwigluProblem
-from tuner.problem.population import LOWER_RIGHT, PADDING, POSITIONS, Call
+from tuner.problem.population import LOWER_RIGHT, PADDING, POSITIONS, ModelCall
 from tuner.runtime.attention_plan import pose, scale_of
 from tuner.runtime.bias import as_operand
 from tuner.runtime.composed import Extras
@@ -38,7 +38,7 @@ class Inputs:
     """Booleans that PyTorch is given in place of a window."""
 
 
-def made(call: Call, device: str, copies: int) -> list[Inputs]:
+def made(call: ModelCall, device: str, copies: int) -> list[Inputs]:
     """So many copies of a call's tensors, normal but for zeros in the bias of positions."""
     build = _attention_inputs if call.views else _product_inputs
     built = [build(call, device) for _ in range(copies)]
@@ -46,7 +46,7 @@ def made(call: Call, device: str, copies: int) -> list[Inputs]:
     return [replace(one, **masks) for one in built]
 
 
-def copies_of(call: Call) -> int:
+def copies_of(call: ModelCall) -> int:
     """Copies that leave nothing of one in the L2 when its turn comes again; 1 of prompts, whose
     tensors were just written.
     """
@@ -55,7 +55,7 @@ def copies_of(call: Call) -> int:
     return max(1, min(MAX_COPIES, COLD_BYTES // max(1, call.bytes)))
 
 
-def _attention_inputs(call: Call, device: str) -> Inputs:
+def _attention_inputs(call: ModelCall, device: str) -> Inputs:
     dtype = getattr(torch, call.problem.to_json()["dtype"])
     meta = device == "meta"
     buffers = {
@@ -71,8 +71,8 @@ def _attention_inputs(call: Call, device: str) -> Inputs:
     return Inputs(tensors, source, _mask(call, dtype, device), _window_mask(call, device))
 
 
-def _mask(call: Call, dtype: torch.dtype, device: str) -> Any:
-    """The tensor that `Call.mask` names, as `attn_mask` takes it."""
+def _mask(call: ModelCall, dtype: torch.dtype, device: str) -> Any:
+    """The tensor that `ModelCall.mask` names, as `attn_mask` takes it."""
     problem = call.problem
     assert isinstance(problem, AttentionProblem)
     if call.mask == PADDING:
@@ -95,7 +95,7 @@ def _mask(call: Call, dtype: torch.dtype, device: str) -> Any:
     return bias.masked_fill_(away > 0, -torch.inf) if call.kind != "encoding" else bias
 
 
-def _window_mask(call: Call, device: str) -> Any:
+def _window_mask(call: ModelCall, device: str) -> Any:
     problem = call.problem
     assert isinstance(problem, AttentionProblem)
     if not problem.is_windowed:
@@ -111,7 +111,7 @@ def _diagonal(problem: AttentionProblem, device: str) -> Any:
     return keys - rows[:, None]
 
 
-def _product_inputs(call: Call, device: str) -> Inputs:
+def _product_inputs(call: ModelCall, device: str) -> Inputs:
     problem = call.problem
     dtype = getattr(torch, problem.to_json()["dtype"])
 
@@ -129,7 +129,7 @@ def _product_inputs(call: Call, device: str) -> Inputs:
     return Inputs((x, random(rows, problem.k, scale=problem.k**-0.5), bias), source)
 
 
-def posed(call: Call) -> Problem:
+def posed(call: ModelCall) -> Problem:
     """The problem that the runtime reads off such tensors.
 
     Raises:

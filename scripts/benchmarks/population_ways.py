@@ -16,7 +16,7 @@ from benchmarks.call_times import Contender
 from benchmarks.population_tensors import Inputs
 from tuner.families.vendor.sdpa import peer
 from tuner.problem import AttentionProblem, GemmProblem, SwigluProblem
-from tuner.problem.population import LOWER_RIGHT, PADDING, POSITIONS, Call
+from tuner.problem.population import LOWER_RIGHT, PADDING, POSITIONS, ModelCall
 
 PYTORCH, CONTROL, TUNER, ENABLED, FLEX = "pytorch", "pytorch again", "tuner", "enabled", "flex"
 """Contenders beside the peers. ``pytorch again`` is the same call once more: its ratio to
@@ -25,7 +25,7 @@ PYTORCH, CONTROL, TUNER, ENABLED, FLEX = "pytorch", "pytorch again", "tuner", "e
 _Way = tuple[str, Callable[[Inputs], Any], Callable[[], AbstractContextManager[Any]]]
 
 
-def contenders(call: Call, copies: Sequence[Inputs]) -> list[Contender]:
+def contenders(call: ModelCall, copies: Sequence[Inputs]) -> list[Contender]:
     """Everyone who may answer: `tuner` and PyTorch first."""
     ways = _attention_ways(call) if call.views else _product_ways(call)
     return [
@@ -34,7 +34,7 @@ def contenders(call: Call, copies: Sequence[Inputs]) -> list[Contender]:
     ]
 
 
-def _attention_ways(call: Call) -> Iterator[_Way]:
+def _attention_ways(call: ModelCall) -> Iterator[_Way]:
     problem = call.problem
     assert isinstance(problem, AttentionProblem)
     plain = contextlib.nullcontext
@@ -87,7 +87,7 @@ def _only_cudnn() -> AbstractContextManager[Any]:
     return sdpa_kernel(SDPBackend.CUDNN_ATTENTION)  # type: ignore[no-any-return]
 
 
-def _flash_ways(call: Call, problem: AttentionProblem) -> Iterator[_Way]:
+def _flash_ways(call: ModelCall, problem: AttentionProblem) -> Iterator[_Way]:
     """FlashAttention-3 and -4, which lay a causal mask along the last query and key."""
     variants: list[tuple[str, str, dict[str, Any]]] = [("flash3", "flash3", {})]
     if call.kind in ("decoding", "cross"):
@@ -149,7 +149,7 @@ def _flex(problem: AttentionProblem) -> Callable[[Inputs], Any]:
     return run
 
 
-def _product_ways(call: Call) -> Iterator[_Way]:
+def _product_ways(call: ModelCall) -> Iterator[_Way]:
     problem = call.problem
     plain = contextlib.nullcontext
     if isinstance(problem, SwigluProblem):

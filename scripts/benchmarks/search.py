@@ -52,7 +52,7 @@ TOGETHER = "all operations"
 STOPPED = "model-stopping"
 """The sampler `model` as a sweep uses it: it ends when no gain is expected."""
 METHODS = (*SAMPLERS, STOPPED)
-MOST_DEVIATION = 0.1
+MAX_DEVIATION = 0.1
 """Of a timing, as a share: more is a round that was interrupted, which moves no median. Of
 9,400 recorded quick timings 28 are so."""
 WIDE = COMPILED[-1] + 1
@@ -204,7 +204,7 @@ def _members(case: Case, sampler: str, seed: int) -> list[FamilySearch]:
             seeds=effort.seeds,
             sampler=sampler,
             seed=seed,
-            heat=effort.heat,
+            raced=effort.raced,
             history=case.history,
         )
         for family in case.families
@@ -228,7 +228,7 @@ def started(case: Case, method: str, seed: int, pace: Pace) -> Search:
     else:
         members = _members(case, sampler, seed)
     total = COMPILED[-1] if pace.trials is None else pace.trials * len(members)
-    return Search(members, total, effort.seeds, effort.least_gain if method == STOPPED else 0.0)
+    return Search(members, total, effort.seeds, effort.min_gain if method == STOPPED else 0.0)
 
 
 def timed_again(m: Measurement, rng: random.Random) -> Measurement:
@@ -236,7 +236,7 @@ def timed_again(m: Measurement, rng: random.Random) -> Measurement:
     if m.latency_us is None:
         return m
     deviation = (m.std_us or 0.0) / m.latency_us
-    if deviation > MOST_DEVIATION:
+    if deviation > MAX_DEVIATION:
         return m
     return m.but(latency_us=m.latency_us * math.exp(rng.gauss(0, deviation)))
 

@@ -44,7 +44,7 @@ POLL_S = 2.0
 CORES = 16
 LEARNT_CORES = (4, 16)
 SEEDS = 10
-LEAST_GROUPS = 32
+MIN_GROUPS = 32
 """Groups from which on a recording is searched: the best of fewer is soon found."""
 PRICES = (0.0, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2)
 TIMING_S = 0.4
@@ -183,7 +183,7 @@ def searched(case: Case, seed: int, cores: int, effort: str) -> Search:
     """A sweep's search of a case."""
     trials = EFFORTS[effort].trials.get(case.problem.op, DEFAULT_TRIALS)
     sought = search.started(case, search.STOPPED, seed, search.Pace(cores, trials))
-    sought.least_gain = EFFORTS[effort].least_gain
+    sought.min_gain = EFFORTS[effort].min_gain
     return sought
 
 
@@ -308,7 +308,7 @@ def _parser() -> argparse.ArgumentParser:
         "ends and what it loses, for prices of a second of waiting.",
     )
     parser.add_argument("--recordings", type=Path, default=recording.folder(), metavar="DIR")
-    parser.add_argument("--least-groups", type=int, default=LEAST_GROUPS, metavar="N")
+    parser.add_argument("--least-groups", type=int, default=MIN_GROUPS, metavar="N")
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--cores", type=int, default=CORES)
     parser.add_argument("--prices", default=",".join(map(str, PRICES)), metavar="SHARE,...")

@@ -49,7 +49,7 @@ EXPECTED: Mapping[str, str] = {
     ),
 }
 """Patterns of tests whose failure by forced kernels says nothing about a result, and why."""
-MOST_NAMES = 20
+MAX_NAMES = 20
 """Longest list on the terminal; the JSON has all."""
 
 
@@ -302,8 +302,8 @@ def text_of(name: str, found: Mapping[str, Any]) -> str:
 
 def _names(names: Iterator[str]) -> list[str]:
     every = list(names)
-    lines = [f"    {name}" for name in every[:MOST_NAMES]]
-    more = len(every) - MOST_NAMES
+    lines = [f"    {name}" for name in every[:MAX_NAMES]]
+    more = len(every) - MAX_NAMES
     return [*lines, f"    and {more} more"] if more > 0 else lines
 
 

@@ -22,7 +22,7 @@ from tuner.families.cutlass_fmha.shape import (
     INDIVIDUAL,
     PINGPONG,
     TMA,
-    Shape,
+    FmhaShape,
 )
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionProblem
@@ -78,7 +78,7 @@ def test_a_sample_compiles_and_refuses_before_any_launch(compiler: Compiler) -> 
         assert spilled == 0, config
         library = ctypes.CDLL(str(artifact.library))
         smem = getattr(library, f"tuner_{artifact.key}_smem_bytes")()
-        assert smem == Shape.of(problem, config).smem_bytes, config
+        assert smem == FmhaShape.of(problem, config).smem_bytes, config
         launch = FAMILY.launches(problem, config, 0.125)[0]
         kernel = load(artifact)
         rows = problem.batch * problem.heads_q * problem.seqlen_q

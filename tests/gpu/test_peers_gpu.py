@@ -150,7 +150,7 @@ def test_every_algorithm_of_cublaslt(text: str) -> None:
     print(len(configs) - 1, "algorithms, refused:", [reason for reason in refused if reason])
     assert not refused[0], "its first choice"
     assert refused.count("") > 1, "and one that was rebuilt"
-    made = lt.Product(lt.library(), problem, torch.cuda.current_device())
+    made = lt.LtDescriptors(lt.library(), problem, torch.cuda.current_device())
     numbers = [made.attributes(one.algorithm) for one in made.heuristics(64, 32 << 20)]
     exact = sum(
         bytes(made.rebuilt(number).algorithm) == bytes(one.algorithm)

@@ -16,7 +16,7 @@ from tuner.measure.gate import REFERENCE
 from tuner.measure.worker_client import WorkerClient
 from tuner.selection.kernels import Kernel, KernelList, Target, targets
 from tuner.selection.portfolio import shipped
-from tuner.tuning.proof import Progress, Prover, plan
+from tuner.tuning.proof import ProofProgress, Prover, plan
 
 pytestmark = pytest.mark.gpu
 
@@ -64,7 +64,7 @@ def worker() -> Iterator[WorkerClient]:
 
 def proven(
     compiler: Compiler, worker: WorkerClient, path: Path, target: Target, artifact_of: Target
-) -> Progress:
+) -> ProofProgress:
     """Prove a target by the artifact of one, its own or not."""
     (reference, built) = (
         future.result()

@@ -1,4 +1,4 @@
-"""The Triton family on the GPU: through the house's gate, and served by `tuner.attention`.
+"""The Triton family on the GPU: through the numerics gate, and served by `tuner.attention`.
 
 Runs on Hopper and on every other GPU that is served; each kernel takes about a CPU-second to
 compile.

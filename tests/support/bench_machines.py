@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tuner.bench.comparison import Comparison, Task
+from tuner.bench.comparison import ComparisonRun, RowTask
 from tuner.bench.results import Results
 from tuner.compile.artifacts import Artifact
 from tuner.config import Config
@@ -20,7 +20,7 @@ from tuner.families import family
 from tuner.families.base import KernelSpec
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure import device
-from tuner.measure.request import Outcome
+from tuner.measure.request import CandidateOutcome
 from tuner.measure.worker_client import Ask
 from tuner.measurement import Clocks, Environment, Measurement, Regime, Status
 from tuner.problem import AttentionProblem, Problem
@@ -76,17 +76,19 @@ class FakeWorker:
         self.failing: dict[str, Status] = {}
         self.before: Callable[[Ask], None] = lambda ask: None
 
-    def measure(self, ask: Ask) -> list[Outcome]:
+    def measure(self, ask: Ask) -> list[CandidateOutcome]:
         self.asked.append(ask)
         self.before(ask)
         return [self._outcome(config, ask.rounds) for config, _ in ask.candidates]
 
-    def _outcome(self, config: Config, rounds: int) -> Outcome:
+    def _outcome(self, config: Config, rounds: int) -> CandidateOutcome:
         status = self.failing.get(config.get("kernel", config.digest))
         if status is not None:
-            return Outcome(status, log="said why\nand more")
+            return CandidateOutcome(status, log="said why\nand more")
         us = self.us(config)
-        return Outcome(Status.OK, us, us / 100, rounds, (), 3e-4, 4096, Clocks(1900, power_w=600.0))
+        return CandidateOutcome(
+            Status.OK, us, us / 100, rounds, (), 3e-4, 4096, Clocks(1900, power_w=600.0)
+        )
 
     def facts(self) -> dict[str, str]:
         return {"torch": "2.11"}
@@ -142,12 +144,12 @@ def entry(*configs: Config, problem: Problem = PROBLEM, **but: Any) -> Entry:
     return Entry.of([measured(c, 10.0 + i, problem, **but) for i, c in enumerate(configs)])
 
 
-def task(problem: Problem = PROBLEM, regime: Regime = WARM, rounds: int = 20) -> Task:
-    return Task("toy", problem, regime, rounds, PEERS)
+def task(problem: Problem = PROBLEM, regime: Regime = WARM, rounds: int = 20) -> RowTask:
+    return RowTask("toy", problem, regime, rounds, PEERS)
 
 
-def compare(machines: Machines, *tasks: Task, entries: Sequence[Entry] = (), **more: Any) -> Any:
+def compare(machines: Machines, *tasks: RowTask, entries: Sequence[Entry] = (), **more: Any) -> Any:
     saved: list[Results] = []
     notes: list[str] = []
-    made = Comparison(tasks, machines, entries, own=more.pop("own", 3), note=notes.append)
+    made = ComparisonRun(tasks, machines, entries, own=more.pop("own", 3), note=notes.append)
     return made.run(saved.append, **more), saved, notes

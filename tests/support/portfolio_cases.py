@@ -11,7 +11,7 @@ from fused_configs import maker
 
 from tuner.config import Config
 from tuner.families import families
-from tuner.families.attention_work import TERMS, Sizes, Tiling, work
+from tuner.families.attention_work import TERMS, AttentionSizes, AttentionTiling, work
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Measurement, Regime, Status
 from tuner.problem import AttentionProblem
@@ -44,8 +44,10 @@ def attention(text: str) -> AttentionProblem:
     return AttentionProblem.parse(text)
 
 
-def amounts(text: str, tiling: Tiling) -> dict[str, float]:
-    return dict(zip(TERMS, work(Sizes.of(attention(text)), tiling, DEFAULT_GPU), strict=True))
+def amounts(text: str, tiling: AttentionTiling) -> dict[str, float]:
+    return dict(
+        zip(TERMS, work(AttentionSizes.of(attention(text)), tiling, DEFAULT_GPU), strict=True)
+    )
 
 
 def candidate(config: Config, terms: tuple[str, ...], **rates: float) -> Candidate:

@@ -15,7 +15,7 @@ import tuner
 from tuner.compile.artifacts import ArtifactCache
 from tuner.errors import BenchmarkError
 from tuner.hardware import GPUS
-from tuner.measure.request import Outcome
+from tuner.measure.request import CandidateOutcome
 from tuner.measure.worker_client import Ask
 from tuner.measurement import Measurement, Regime
 from tuner.problem import AttentionProblem
@@ -121,7 +121,7 @@ class FakeClient:
         self._quick = {m.config: m for m in measured if not m.is_final}
         self._final = {m.config: m for m in measured if m.is_final}
 
-    def measure(self, ask: Ask) -> list[Outcome]:
+    def measure(self, ask: Ask) -> list[CandidateOutcome]:
         for artifact in [ask.reference, *(a for _, used in ask.candidates for a in used.values())]:
             assert artifact.library.is_relative_to(self._cache.root)
             content = artifact.library.read_bytes()
@@ -143,8 +143,8 @@ class FakeClient:
         assert found is not None, config
         return found
 
-    def _outcome(self, m: Measurement) -> Outcome:
-        outcome = Outcome(m.status, m.latency_us, m.std_us, m.rounds, log=m.log)
+    def _outcome(self, m: Measurement) -> CandidateOutcome:
+        outcome = CandidateOutcome(m.status, m.latency_us, m.std_us, m.rounds, log=m.log)
         if self._gpu == "H100" and m.latency_us is not None:
             outcome = replace(outcome, latency_us=SLOWER * m.latency_us)
         return outcome

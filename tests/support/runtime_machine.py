@@ -17,7 +17,7 @@ from tuner.families.base import LSE, SCRATCH, Family, Launch, Ref
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Measurement, Regime, Status
 from tuner.problem import AttentionProblem, Problem
-from tuner.selection.reader import Answer, Entry
+from tuner.selection.reader import Entry, LookupResult
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -100,7 +100,7 @@ class Machine:
     def __init__(self, runtime: SimpleNamespace) -> None:
         self.runtime = runtime
         self.gpu = DEFAULT_GPU
-        self.answer: Answer | None = None
+        self.answer: LookupResult | None = None
         self.launched: list[tuple[Any, ...]] = []
         self.present = {"key-first", "key-second"}
         self.fails: Exception | None = None
@@ -138,7 +138,7 @@ class Machine:
         gpu: Gpu,
         path: Path | None,
         with_portfolio: bool,
-    ) -> Answer | None:
+    ) -> LookupResult | None:
         assert not with_portfolio, "the portfolio is asked with a look at the proofs"
         self.lookups += 1
         self.asked.append(path)
@@ -203,8 +203,8 @@ def measured(family: str = "toy", **changes: Any) -> Measurement:
     return base.but(**changes)
 
 
-def answer(*ranking: Measurement) -> Answer:
-    return Answer(entry=Entry.of(ranking), exact=True, notes=())
+def answer(*ranking: Measurement) -> LookupResult:
+    return LookupResult(entry=Entry.of(ranking), exact=True, notes=())
 
 
 def inputs(shape: tuple[int, ...] = (1, 2, 16, 8), dtype: Any = torch.float16) -> list[Any]:

@@ -19,7 +19,7 @@ from tuner.config import Config
 from tuner.hardware import GPUS
 from tuner.measurement import Environment, Measurement, Regime, Status
 from tuner.problem import AttentionProblem, Problem
-from tuner.service.connections import Limits
+from tuner.service.connections import ConnectionLimits
 from tuner.service.server import Server, listen
 from tuner.store import Store, open_store
 
@@ -98,7 +98,7 @@ def service(url: str, descriptors: int = 0) -> Iterator[tuple[str, subprocess.Po
 
 
 @contextlib.contextmanager
-def serving(app: Any, limits: Limits) -> Iterator[tuple[str, int]]:
+def serving(app: Any, limits: ConnectionLimits) -> Iterator[tuple[str, int]]:
     """An application served by a thread over real sockets, and where it listens."""
     with listen("127.0.0.1", 0) as listening:
         server = Server(app, limits)

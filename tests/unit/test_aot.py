@@ -14,7 +14,7 @@ import pytest
 from toys import REGIME, Toy
 
 from tuner.cli import main
-from tuner.cli.ahead import COLUMNS, compile_ahead, wanted_text
+from tuner.cli.aot import COLUMNS, compile_aot, wanted_text
 from tuner.config import Config
 from tuner.errors import CompileError
 from tuner.families.base import Family, KernelSpec
@@ -142,7 +142,7 @@ def test_each_reason_of_a_failed_compile_is_said_once(
     monkeypatch.setattr(FakeCompiler, "submit", submit)
     specs = [KernelSpec("toy.cu.j2", {"tile": tile}) for tile in range(3)]
     compiler: Any = FakeCompiler()
-    assert compile_ahead(specs, compiler, None) == 1
+    assert compile_aot(specs, compiler, None) == 1
     assert capsys.readouterr().err.splitlines()[-2:] == [
         "tuner: 2 kernels failed: a.cu.j2: too large",
         "tuner: 1 kernel failed: b.cu.j2: wrong",
@@ -158,7 +158,7 @@ def test_planning_counts_in_the_time_limit(
     monkeypatch.setattr(FakeCompiler, "submit", submit)
     compiler: Any = FakeCompiler()
     began = time.monotonic() - 60
-    assert compile_ahead([KernelSpec("toy.cu.j2", {})], compiler, 50.0, began) == 1
+    assert compile_aot([KernelSpec("toy.cu.j2", {})], compiler, 50.0, began) == 1
     assert "2 kernels are left" in capsys.readouterr().err
 
 
@@ -195,7 +195,7 @@ def test_the_command(
     problems.write_text("- op=softmax,M=64,N=512\n- op=softmax,M=4096,N=512\n")
     more = ["--trials", "2", "--store", f"{tmp_path}/store.sqlite"]
     for name in ("FIRST_PROGRESS_S", "PROGRESS_S"):
-        monkeypatch.setattr(f"tuner.cli.ahead.{name}", 0.0)
+        monkeypatch.setattr(f"tuner.cli.aot.{name}", 0.0)
     assert main(["sweep", "--problems", str(problems), *more, option]) == 0
     said = capsys.readouterr().err
     first, second, *_ = said.splitlines()

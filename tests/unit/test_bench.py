@@ -32,7 +32,7 @@ from bench_machines import (
 from benchmarks import __main__ as bench_main
 from tuner.base.processes import Interrupted
 from tuner.bench import presets
-from tuner.bench.comparison import Comparison, Task
+from tuner.bench.comparison import ComparisonRun, RowTask
 from tuner.bench.contenders import Role
 from tuner.bench.results import Results
 from tuner.cli import bench_tables, main
@@ -87,7 +87,7 @@ def test_named_kernels_are_timed_and_no_part_of_a_ratio(machines: Machines) -> N
     suite = presets.preset("design-documents", "gemm")
     problem = suite.problems[0]
     machines.worker.us = lambda config: 5.0 if config.get("cluster_m") == 2 else 10.0
-    wanted = Task(suite.name, problem, WARM, 20, ("cublas",), suite.named)
+    wanted = RowTask(suite.name, problem, WARM, 20, ("cublas",), suite.named)
     tuned = family("gemm").space(problem, DEFAULT_GPU)
     first = next(c for c in tuned if c["cluster_m"] == 1)
     decided = Entry.of([measured(first, 9.0, problem)])
@@ -272,7 +272,7 @@ def test_what_cannot_be_profiled_costs_a_note(machines: Machines) -> None:
     def fail() -> None:
         raise BenchmarkError("the profiler saw no kernel")
 
-    made = Comparison(
+    made = ComparisonRun(
         [task()], machines, [entry(*OWN[:2])], with_kernel_times=True, note=lambda text: None
     )
     (row,) = made.run(lambda results: None).rows

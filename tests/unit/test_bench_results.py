@@ -24,7 +24,7 @@ from bench_machines import (
 )
 
 from tuner.bench.contenders import Role
-from tuner.bench.results import Results, Row, Size, Summary, Timed, size_of
+from tuner.bench.results import Results, Row, Size, Summary, TimedKernel, size_of
 from tuner.cli import bench_tables
 from tuner.errors import ConfigError
 from tuner.hardware import DEFAULT_GPU
@@ -34,9 +34,9 @@ from tuner.problem import AttentionProblem, GemmProblem, Problem, SoftmaxProblem
 machines = fake_machines
 
 
-def timed(role: Role, us: float | None, name: str = "x", **more: Any) -> Timed:
+def timed(role: Role, us: float | None, name: str = "x", **more: Any) -> TimedKernel:
     status = Status.OK if us else Status.TIMEOUT
-    return Timed(role, name, OWN[0], status, us, (us or 0) / 50 if us else None, 25, **more)
+    return TimedKernel(role, name, OWN[0], status, us, (us or 0) / 50 if us else None, 25, **more)
 
 
 def row(own: float | None, peer: float | None, problem: Problem = PROBLEM, **more: Any) -> Row:

@@ -92,7 +92,7 @@ def test_what_the_jobs_compile_is_known_ahead(
                 seeds=effort(options.sweep.effort).seeds,
                 sampler="cost",
                 seed=0,
-                heat=effort(options.sweep.effort).heat,
+                raced=effort(options.sweep.effort).raced,
             )
         ],
         3,

@@ -25,7 +25,7 @@ from tuner.problem.population import (
     LOWER_RIGHT,
     PADDING,
     POSITIONS,
-    Call,
+    ModelCall,
     View,
     draw,
     subset,
@@ -40,12 +40,12 @@ def views(problem: AttentionProblem) -> tuple[View, ...]:
     return tuple(View(name, name, m.shape, m.strides) for name, m in named)
 
 
-def attention(text: str, kind: str = "prompt", mask: str = "") -> Call:
+def attention(text: str, kind: str = "prompt", mask: str = "") -> ModelCall:
     problem = AttentionProblem.parse(text)
-    return Call("toy", "layers", kind, 1, problem, views(problem), mask)
+    return ModelCall("toy", "layers", kind, 1, problem, views(problem), mask)
 
 
-def fused(batch: int, heads: int, tokens: int, width: int) -> Call:
+def fused(batch: int, heads: int, tokens: int, width: int) -> ModelCall:
     problem = AttentionProblem.parse(
         f"B={batch},H={heads},S={tokens},D={width},causal=1,dtype=bf16,layout=bshd"
     )
@@ -55,7 +55,7 @@ def fused(batch: int, heads: int, tokens: int, width: int) -> Call:
         View(name, "projection", shape, strides, place * heads * width)
         for place, name in enumerate(("query", "key", "value"))
     ]
-    return Call("toy", "layers", "prompt", 1, problem, tuple(made))
+    return ModelCall("toy", "layers", "prompt", 1, problem, tuple(made))
 
 
 SMALL = {
@@ -68,12 +68,12 @@ SMALL = {
     "drafts": attention("B=2,H=4,HKV=2,SQ=5,SKV=70,D=16,dtype=bf16", "decoding", LOWER_RIGHT),
     "positions": attention("B=2,H=4,S=50,D=16,bias=h,dtype=bf16", "prompt", POSITIONS),
     "decoding": attention("B=2,H=4,HKV=1,SQ=1,SKV=70,D=16,dtype=bf16", "decoding"),
-    "linear": Call("toy", "layers", "up", 1, GemmProblem(9, 64, 32, dtype="bfloat16")),
-    "gelu": Call(
+    "linear": ModelCall("toy", "layers", "up", 1, GemmProblem(9, 64, 32, dtype="bfloat16")),
+    "gelu": ModelCall(
         "toy", "layers", "up", 1,
         GemmProblem(9, 64, 32, dtype="float16", epilogue="bias_gelu_tanh"),
     ),
-    "swiglu": Call("toy", "layers", "swiglu", 1, SwigluProblem(9, 64, 32, dtype="bfloat16")),
+    "swiglu": ModelCall("toy", "layers", "swiglu", 1, SwigluProblem(9, 64, 32, dtype="bfloat16")),
 }  # fmt: skip
 
 

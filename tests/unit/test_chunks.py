@@ -13,7 +13,7 @@ from tuner.measure.gate import Gate
 from tuner.measure.gate import chunks as module
 from tuner.measure.gate.chunks import CHUNKS, ROWS, chunks_of, is_sampled
 from tuner.measure.gate.kernels import DTYPES, Command, attention_integers
-from tuner.measure.tolerance import Comparison
+from tuner.measure.tolerance import OutputComparison
 from tuner.measurement import Status
 from tuner.problem import AttentionProblem, GemmProblem, Operand
 
@@ -141,9 +141,9 @@ class TestGate:
             assert tensors[3] == made.reference("random") + 4 * shifts[out]
         compared: list[tuple[int, int, int]] = []
 
-        def compare(written: int, reference: int, operand: Operand, _: Any) -> Comparison:
+        def compare(written: int, reference: int, operand: Operand, _: Any) -> OutputComparison:
             compared.append((written, reference, operand.elements))
-            return Comparison(operand.elements, reference_squares=1.0)
+            return OutputComparison(operand.elements, reference_squares=1.0)
 
         monkeypatch.setattr(made, "compare", compare)
         monkeypatch.setattr(made._kernels, "strayed", lambda buffer: 0)

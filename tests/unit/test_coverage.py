@@ -17,7 +17,7 @@ from tuner.families import family
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Measurement, Provenance, Regime, Status
 from tuner.problem import AttentionProblem, GemmProblem, Problem
-from tuner.search.coverage import Plan, plan, times
+from tuner.search.coverage import CoveragePlan, plan, times
 from tuner.search.history import measured
 from tuner.store import open_store
 
@@ -46,12 +46,12 @@ def quick(problem: Problem, by_config: Mapping[Config, float | None]) -> list[Me
     ]
 
 
-def planned(rows: Mapping[int, Mapping[Config, float | None]], within: float) -> Plan:
+def planned(rows: Mapping[int, Mapping[Config, float | None]], within: float) -> CoveragePlan:
     found = {gemm(size): quick(gemm(size), row) for size, row in rows.items()}
     return plan(times(found, DEFAULT_GPU, found, predict=False), within)
 
 
-def served(made: Plan) -> dict[Config, set[int]]:
+def served(made: CoveragePlan) -> dict[Config, set[int]]:
     return {c.config: {s.problem.m for s in c.served} for c in made.choices}
 
 
@@ -182,14 +182,14 @@ def test_the_command(
     assert "nothing is known of M=1024,N=512,K=512" in capsys.readouterr().out
     file = tmp_path / "problems.json"
     file.write_text(json.dumps(["M=512,N=512,K=512", "M=1024,N=1024,K=1024"]))
-    monkeypatch.setattr("tuner.cli.ahead.FIRST_PROGRESS_S", math.inf)
+    monkeypatch.setattr("tuner.cli.aot.FIRST_PROGRESS_S", math.inf)
     assert main([*arguments, "--problems", str(file)]) == 0
     out, err = capsys.readouterr()
     assert err == "planning 2 problems on NVIDIA H200; nothing is measured\n"
     assert "2 configurations for 2 shapes, each within 3 % of the best known" in out
     assert "measured" in out
     for name in ("FIRST_PROGRESS_S", "PROGRESS_S"):
-        monkeypatch.setattr(f"tuner.cli.ahead.{name}", 0.0)
+        monkeypatch.setattr(f"tuner.cli.aot.{name}", 0.0)
     assert main([*arguments, "--problems", str(file), "--within", "25", "--json"]) == 0
     out, err = capsys.readouterr()
     assert re.fullmatch(r"planning .*\n1 of 2 shapes, \d+ s\n2 of 2 shapes, \d+ s\n", err)

@@ -101,7 +101,7 @@ def test_the_list_holds_what_rebuilds_each_once(fake: FakeLt) -> None:
     listed = FAMILY.listing(PLAIN, None)
     assert [config["algorithm"] for config in listed] == list(WORKSPACES)
     assert {config["version"] for config in listed} == {VERSION}
-    product = lt.Product(lt.library(), PLAIN, 0)
+    product = lt.LtDescriptors(lt.library(), PLAIN, 0)
     for config, one in zip(listed, product.heuristics(64, 1 << 30)[::2], strict=True):
         rebuilt = product.rebuilt({name: config[name] for name in lt.ATTRIBUTES})
         assert bytes(rebuilt.algorithm) == bytes(one.algorithm)
@@ -160,7 +160,7 @@ def test_the_loaded_version_is_a_fact(fake: FakeLt, monkeypatch: pytest.MonkeyPa
 
 
 def test_descriptors_go_with_their_product(fake: FakeLt) -> None:
-    product = lt.Product(lt.library(), PLAIN, 0)
+    product = lt.LtDescriptors(lt.library(), PLAIN, 0)
     made = len(fake.things)
     product.heuristics(4, 1 << 30)
     gc.collect()

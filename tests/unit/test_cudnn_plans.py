@@ -184,7 +184,7 @@ def test_a_config_has_what_names_a_plan_or_nothing() -> None:
 @pytest.mark.parametrize("implementation", ["AUTO", "COMPOSITE", "UNIFIED"])
 def test_nvidia_s_frontend_takes_the_graphs(text: str, implementation: str) -> None:
     cudnn = pytest.importorskip("cudnn", reason="nvidia-cudnn-frontend is not installed")
-    made = cudnn_graph.Graph(cudnn, AttentionProblem.parse(text), 0.3, implementation, None)
+    made = cudnn_graph.CudnnGraph(cudnn, AttentionProblem.parse(text), 0.3, implementation, None)
     assert len(made.graph.nodes) == 1
     assert {name.lower() for name in cudnn.knob_type.__members__} - {"not_set"} == {
         *cudnn_graph.KNOBS

@@ -19,7 +19,7 @@ from tuner.families.cutlass_fmha.shape import (
     PERSISTENT,
     PINGPONG,
     TMA,
-    Shape,
+    FmhaShape,
 )
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionProblem
@@ -146,7 +146,7 @@ def test_stages_are_legal_exactly_where_the_simulated_ring_works(schedule: str) 
     ],
 )
 def test_smem_is_the_compiled_kernels(head_dim: int, config: Config, expected: int) -> None:
-    assert Shape.of(problem_of(head_dim), config).smem_bytes == expected
+    assert FmhaShape.of(problem_of(head_dim), config).smem_bytes == expected
 
 
 @pytest.mark.parametrize(

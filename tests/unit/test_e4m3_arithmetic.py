@@ -12,8 +12,8 @@ from tuner.measure.tolerance import (
     E4M3_ROUNDING,
     E4M3_ROW,
     E4M3_SUM,
-    Comparison,
     Limits,
+    OutputComparison,
     judge,
     limits_of,
 )
@@ -44,14 +44,14 @@ def error(text: str, kind: str, tile_n: int) -> tuple[float, float]:
     return float((out - expected).norm() / expected.norm()), limits_of(problem).frobenius
 
 
-def compared(out: torch.Tensor, expected: torch.Tensor, limits: Limits) -> Comparison:
+def compared(out: torch.Tensor, expected: torch.Tensor, limits: Limits) -> OutputComparison:
     """What the gate's compare kernel sees; rows are those of the last dimension."""
     out, expected = out.double(), expected.double()
     rows = expected.square().mean(-1, keepdim=True).sqrt().expand_as(expected)
     off = (out - expected).abs()
     pairs = zip(expected.flatten().tolist(), rows.flatten().tolist(), strict=True)
     allowed = torch.tensor([limits.allowed(*pair) for pair in pairs], dtype=torch.float64)
-    return Comparison(
+    return OutputComparison(
         expected.numel(),
         float(off.square().sum()),
         float(expected.square().sum()),

@@ -22,7 +22,7 @@ from tuner.measure.evaluate import (
     trim,
 )
 from tuner.measure.gate import REFERENCE
-from tuner.measure.request import Outcome
+from tuner.measure.request import CandidateOutcome
 from tuner.measure.worker_client import Ask
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Resources, Status
 from tuner.problem import GemmProblem
@@ -96,15 +96,15 @@ class FakeCompiler:
 
 
 class FakeWorker:
-    def __init__(self, *outcomes: Outcome) -> None:
+    def __init__(self, *outcomes: CandidateOutcome) -> None:
         self.outcomes = list(outcomes)
         self.asked: list[Ask] = []
         self.closed = False
 
-    def measure(self, ask: Ask) -> list[Outcome]:
+    def measure(self, ask: Ask) -> list[CandidateOutcome]:
         self.asked.append(ask)
         return [
-            self.outcomes.pop(0) if self.outcomes else Outcome(Status.OK, 10.0, 0.1, 7)
+            self.outcomes.pop(0) if self.outcomes else CandidateOutcome(Status.OK, 10.0, 0.1, 7)
             for _ in ask.candidates
         ]
 
@@ -140,7 +140,7 @@ def toy(tile: int, **more: Any) -> Config:
 
 
 def test_a_measurement_says_everything() -> None:
-    worker = FakeWorker(Outcome(Status.OK, 12.5, 0.2, 7, (), 3e-4, 1024))
+    worker = FakeWorker(CandidateOutcome(Status.OK, 12.5, 0.2, 7, (), 3e-4, 1024))
     (seen,) = evaluator(FakeCompiler(late=False), worker, limit=4096).evaluate(PROBLEM, [toy(64)])
     assert (seen.status, seen.latency_us, seen.std_us, seen.rounds) == (Status.OK, 12.5, 0.2, 7)
     assert (seen.error, seen.workspace_bytes, seen.is_final) == (3e-4, 1024, False)
@@ -256,7 +256,7 @@ def test_nothing_left_to_measure_asks_nobody() -> None:
 
 
 def test_a_failed_run_is_a_status_with_a_short_log() -> None:
-    worker = FakeWorker(Outcome(Status.TIMEOUT, log="first " + "x" * 9000 + " last"))
+    worker = FakeWorker(CandidateOutcome(Status.TIMEOUT, log="first " + "x" * 9000 + " last"))
     (seen,) = evaluator(FakeCompiler(), worker).evaluate(PROBLEM, [toy(64)])
     assert seen.status is Status.TIMEOUT and not seen.ok and seen.latency_us is None
     assert seen.log.startswith("first") and seen.log.endswith("last")

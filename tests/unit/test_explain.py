@@ -19,7 +19,7 @@ from tuner.measurement import Clocks, Environment, Measurement, Regime, Resource
 from tuner.problem import AttentionProblem, GemmProblem, Problem, SoftmaxProblem
 from tuner.report import work
 from tuner.report.explain import COMPUTED, MEASURED, Explanation, explain
-from tuner.report.subject import Subject
+from tuner.report.subject import ReportSubject
 from tuner.report.work import Work, floors, works
 from tuner.runners import recording
 from tuner.runners.recording import Recording
@@ -71,13 +71,13 @@ def measured(
     )
 
 
-def subject(*found: Measurement) -> Subject:
+def subject(*found: Measurement) -> ReportSubject:
     first = found[0]
     recorded = Recording(first.problem, DEFAULT_GPU, first.regime, ENVIRONMENT, found)
-    return Subject(recorded, "a test")
+    return ReportSubject(recorded, "a test")
 
 
-def sample() -> Subject:
+def sample() -> ReportSubject:
     """The winner, a runner-up with smaller tiles, single changes and a vendor's kernel."""
     narrow = gemm(tile_n=128)
     return subject(
@@ -91,7 +91,7 @@ def sample() -> Subject:
     )
 
 
-def account(of: Subject) -> Explanation:
+def account(of: ReportSubject) -> Explanation:
     found = explain(of)
     assert found is not None
     return found

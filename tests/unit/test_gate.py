@@ -21,7 +21,7 @@ from tuner.measure.device import Pool
 from tuner.measure.gate import Gate, inputs, kernels
 from tuner.measure.gate.inputs import KINDS, border_columns, kinds_of, scale_of
 from tuner.measure.gate.kernels import POISON, Guarded
-from tuner.measure.tolerance import Comparison, floor_work
+from tuner.measure.tolerance import OutputComparison, floor_work
 from tuner.measurement import Status
 from tuner.problem import (
     E4M3,
@@ -48,7 +48,7 @@ PAGED = AttentionProblem.parse(
 BACKWARD = AttentionBackwardProblem.parse("H=4,HKV=2,SQ=70,SKV=90,D=64,dtype=bf16")
 GROUPED = GroupedGemmProblem(3, 7, 8, 64, sizes="sparse")
 NAN = float("nan")
-GOOD = Comparison(elements=32, error_squares=32e-8, reference_squares=32.0)
+GOOD = OutputComparison(elements=32, error_squares=32e-8, reference_squares=32.0)
 
 
 @pytest.mark.parametrize("kind", set(KINDS["attention"]) - {"huge_scores"})
@@ -412,12 +412,12 @@ def test_a_reference_that_is_not_finite_is_computed_once_more(
 ) -> None:
     made, _, kernel = opened(GEMM)
     made.load("random")
-    compared: list[Comparison] = []
+    compared: list[OutputComparison] = []
 
-    def compare(*_: Any) -> Comparison:
+    def compare(*_: Any) -> OutputComparison:
         times = [call[0] for call in kernel.calls].count(5)
         broken = times == 1 or not is_overwritten
-        compared.append(Comparison(32, NAN, NAN) if broken else GOOD)
+        compared.append(OutputComparison(32, NAN, NAN) if broken else GOOD)
         return compared[-1]
 
     monkeypatch.setattr(made, "compare", compare)

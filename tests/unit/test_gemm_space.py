@@ -15,7 +15,7 @@ from tuner.config import Config
 from tuner.families.base import group_by_kernels
 from tuner.families.gemm import cost as gemm_cost
 from tuner.families.gemm.shape import tile_blocks
-from tuner.families.gemm.space import Shape
+from tuner.families.gemm.space import GemmShape
 from tuner.hardware import DEFAULT_GPU, GPUS
 from tuner.problem import GemmProblem
 
@@ -69,7 +69,7 @@ def test_different_binaries_differ_in_their_text() -> None:
 
 def test_no_candidate_is_mostly_padding() -> None:
     problem = PROBLEMS["values"]
-    shape = Shape(1024, 64, 1024, 16, "row", "row", "row")
+    shape = GemmShape(1024, 64, 1024, 16, "row", "row", "row")
     for config in GEMM.space(problem, DEFAULT_GPU):
         if not config["swap_ab"]:
             _, blocks_n = tile_blocks(shape, config)

@@ -67,7 +67,7 @@ def test_other_problems_of_the_store(store: Store) -> None:
 
 
 def test_the_nearest_where_there_are_many(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "MOST_PROBLEMS", 1)
+    monkeypatch.setattr(history, "MAX_PROBLEMS", 1)
     tuned(store, FAR)
     tuned(store, NEAR)
     assert {m.problem for m in told(store)} == {NEAR}

@@ -22,7 +22,7 @@ from tuner.families import families_in
 from tuner.families.base import Family
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure import device
-from tuner.measure.request import Outcome
+from tuner.measure.request import CandidateOutcome
 from tuner.measure.worker_client import Ask
 from tuner.measurement import Environment, Provenance, Regime, Status
 from tuner.problem import GemmProblem, Problem
@@ -84,16 +84,16 @@ class FakeWorker:
         self.asked: list[Ask] = []
         self.interrupted = threading.Event()
 
-    def measure(self, ask: Ask) -> list[Outcome]:
+    def measure(self, ask: Ask) -> list[CandidateOutcome]:
         self.asked.append(ask)
         self.before(self, ask)
         if self.interrupted.is_set():
             raise CancelledError
         return [self._outcome(config, ask) for config, _ in ask.candidates]
 
-    def _outcome(self, config: Config, ask: Ask) -> Outcome:
+    def _outcome(self, config: Config, ask: Ask) -> CandidateOutcome:
         us = 10.0 + abs(config["tile"] - 5) if config.family == "toy" else 12.5
-        return Outcome(Status.OK, us, us / 1000, ask.rounds or 7)
+        return CandidateOutcome(Status.OK, us, us / 1000, ask.rounds or 7)
 
     def facts(self) -> dict[str, str]:
         return {"torch": "2.11"}

@@ -11,9 +11,9 @@ import pytest
 
 from tuner import families
 from tuner.bench import presets
-from tuner.bench.comparison import Comparison, Task
+from tuner.bench.comparison import ComparisonRun, RowTask
 from tuner.bench.contenders import Role, line_up, peers_named
-from tuner.bench.results import Results, Timed
+from tuner.bench.results import Results, TimedKernel
 from tuner.cli import bench_tables
 from tuner.config import Config
 from tuner.errors import ConfigError
@@ -64,11 +64,11 @@ class Machines:
 
 
 def bench(machines: Any) -> Results:
-    task = Task(presets.NAME, TILED, WARM, 20, ("cudnn",), presets.three_kernels)
-    return Comparison([task], machines, [], note=lambda _: None).run(lambda _: None)
+    task = RowTask(presets.NAME, TILED, WARM, 20, ("cudnn",), presets.three_kernels)
+    return ComparisonRun([task], machines, [], note=lambda _: None).run(lambda _: None)
 
 
-def by_name(results: Results) -> dict[str, Timed]:
+def by_name(results: Results) -> dict[str, TimedKernel]:
     return {timed.name: timed for timed in results.rows[0].timed}
 
 

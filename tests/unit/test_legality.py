@@ -17,7 +17,7 @@ from tuner.cli import legality, main
 from tuner.cli.legality import (
     REJECTED_TIMEOUT_S,
     SHAPES,
-    Draw,
+    SampledConfig,
     draw,
     evaluate,
     summary,
@@ -177,15 +177,15 @@ def test_nothing_drawn_is_nothing_evaluated() -> None:
     assert list(evaluate(runner, [])) == []
 
 
-def outcomes() -> Iterator[tuple[Draw, Measurement]]:
+def outcomes() -> Iterator[tuple[SampledConfig, Measurement]]:
     legal = [seen(0), seen(1), seen(2, used=SPILLING), seen(3, Status.WRONG_RESULT),
              seen(4, Status.COMPILE_ERROR)]  # fmt: skip
     rejected = [seen(200), seen(201, used=SPILLING), seen(202, Status.COMPILE_ERROR),
                 seen(203, Status.LAUNCH_ERROR)]  # fmt: skip
     for m in legal:
-        yield Draw(PROBLEM, m.config, ()), m
+        yield SampledConfig(PROBLEM, m.config, ()), m
     for m in rejected:
-        yield Draw(PROBLEM, m.config, ("too large",)), m
+        yield SampledConfig(PROBLEM, m.config, ("too large",)), m
 
 
 def test_a_summary_counts() -> None:
@@ -211,13 +211,13 @@ def test_a_share_of_nothing_is_unknown() -> None:
         None
     }
     failed = seen(0, Status.COMPILE_ERROR)
-    found = summary([(Draw(PROBLEM, failed.config, ()), failed)])
+    found = summary([(SampledConfig(PROBLEM, failed.config, ()), failed)])
     assert (found["compiled_share"], found["passed_share"]) == (0, None)
 
 
 def test_loads_of_spilled_registers_count_too() -> None:
     m = seen(0, used=Resources(255, 0, 4, 0))
-    assert summary([(Draw(PROBLEM, m.config, ()), m)])["legal_that_spill"] == 1
+    assert summary([(SampledConfig(PROBLEM, m.config, ()), m)])["legal_that_spill"] == 1
 
 
 class FakeCompiler:

@@ -23,7 +23,7 @@ from tuner.families.base import KernelSpec
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure import device
 from tuner.measure.gate import REFERENCE
-from tuner.measure.request import Outcome
+from tuner.measure.request import CandidateOutcome
 from tuner.measure.worker_client import Ask
 from tuner.measurement import Environment, Regime, Status
 from tuner.problem import GemmProblem
@@ -92,9 +92,9 @@ class FakeWorker:
         self.holds: threading.Event | None = None
         self.closed = 0
 
-    def measure(self, ask: Ask) -> list[Outcome]:
+    def measure(self, ask: Ask) -> list[CandidateOutcome]:
         self.asked.append(ask)
-        return [Outcome(Status.OK, 10.0, 0.1, ask.rounds or 7) for _ in ask.candidates]
+        return [CandidateOutcome(Status.OK, 10.0, 0.1, ask.rounds or 7) for _ in ask.candidates]
 
     def facts(self) -> dict[str, str]:
         return {"torch": "2.11"}
@@ -267,10 +267,10 @@ class TestAbandoning:
         other = GemmProblem(m=128, n=64, k=64)
         begun, goes_on = threading.Event(), threading.Event()
 
-        def measure(ask: Ask) -> list[Outcome]:
+        def measure(ask: Ask) -> list[CandidateOutcome]:
             begun.set()
             assert goes_on.wait(PATIENCE_S)
-            return [Outcome(Status.OK, 10.0, 0.1, 7) for _ in ask.candidates]
+            return [CandidateOutcome(Status.OK, 10.0, 0.1, 7) for _ in ask.candidates]
 
         worker.measure = measure  # type: ignore[method-assign]
         for tile, problem in ((64, PROBLEM), (128, PROBLEM), (256, PROBLEM), (512, other)):
@@ -307,7 +307,7 @@ class TestAbandoning:
         assert tiles(runner.collect(PATIENCE_S)) == [64]
         worker.holds = threading.Event()
 
-        def hang(ask: Ask) -> list[Outcome]:
+        def hang(ask: Ask) -> list[CandidateOutcome]:
             assert worker.holds is not None and worker.holds.wait(PATIENCE_S)
             raise CancelledError
 
@@ -326,7 +326,7 @@ class TestCuttingShort:
         self.is_waited_for = threading.Event()
         runner._done = self.results = Results(self.is_waited_for.set)
 
-        def measure(ask: Ask) -> list[Outcome]:
+        def measure(ask: Ask) -> list[CandidateOutcome]:
             self.begun.set()
             assert self.interrupted.wait(30), "nobody gave it up"
             raise CancelledError

@@ -21,7 +21,7 @@ from tuner.report import analysis, counters, curves, lengths, page, pictures, sp
 from tuner.report.explain import COUNTED, explain
 from tuner.report.lengths import Length
 from tuner.report.palette import DARK, LIGHT, colours
-from tuner.report.subject import Subject
+from tuner.report.subject import ReportSubject
 from tuner.runners.recording import Recording
 from tuner.store import Entry
 
@@ -56,11 +56,11 @@ def entry(problem: AttentionProblem, own: float, cudnn: float, flash: float) -> 
 
 
 @pytest.fixture
-def subject() -> Subject:
+def subject() -> ReportSubject:
     known = (entry(LONG, 40, 38, 50), entry(SHORT, 99, 99, 99), entry(OTHER, 5, 9, 10))
     ranking = entry(SHORT, 10, 15, 12).ranking
     recorded = Recording(SHORT, DEFAULT_GPU, REGIME, Environment({"driver": "580"}), ranking)
-    return Subject(recorded, "a test", known)
+    return ReportSubject(recorded, "a test", known)
 
 
 def counted(config: Config = OWN) -> Profile:
@@ -70,14 +70,16 @@ def counted(config: Config = OWN) -> Profile:
 
 
 class TestStanding:
-    def test_each_problem_by_its_own_fastest_vendor_slowest_first(self, subject: Subject) -> None:
+    def test_each_problem_by_its_own_fastest_vendor_slowest_first(
+        self, subject: ReportSubject
+    ) -> None:
         """The subject's own measurements stand for what its store decided before."""
         found = analysis.standing(subject)
         assert [s.problem for s in found] == [LONG, SHORT, OTHER]
         assert [round(s.ratio, 3) for s in found] == [0.95, 1.2, 1.8]
         assert [s.vendor.config for s in found] == [CUDNN, FLASH, CUDNN]
 
-    def test_other_gpus_and_regimes_are_no_part(self, subject: Subject) -> None:
+    def test_other_gpus_and_regimes_are_no_part(self, subject: ReportSubject) -> None:
         foreign = entry(OTHER, 1, 2, 3)
         moved = replace(
             foreign,
@@ -88,7 +90,7 @@ class TestStanding:
         )
         assert len(analysis.standing(replace(subject, known=(moved, eager)))) == 1
 
-    def test_the_page_says_it(self, subject: Subject) -> None:
+    def test_the_page_says_it(self, subject: ReportSubject) -> None:
         (section,) = (s for s in page.sections(subject) if s.name == "standing")
         assert "own kernels are ahead in 2, tie in 0 and are behind in 1" in section.words[0]
         assert section.table is not None
@@ -102,7 +104,7 @@ class TestStanding:
             assert text in svg, "what all share stands at the axis, not in each label"
         assert "undefined" not in svg
 
-    def test_a_tie_is_neither_a_win_nor_a_loss(self, subject: Subject) -> None:
+    def test_a_tie_is_neither_a_win_nor_a_loss(self, subject: ReportSubject) -> None:
         tied = entry(OTHER, 9.99, 10, 12)
         noisy = tuple(m.but(std_us=0.05) for m in tied.ranking)
         known = (replace(tied, ranking=noisy, best_own=noisy[0], vendors={"cudnn": noisy[1]}),)
@@ -113,7 +115,7 @@ class TestStanding:
         assert [value["who"] for value in values] == ["vendor is faster", "a tie", "own is faster"]
         assert values[1]["text"] == "1.00x cudnn, a tie"
 
-    def test_names_stand_whole_above_their_bars(self, subject: Subject) -> None:
+    def test_names_stand_whole_above_their_bars(self, subject: ReportSubject) -> None:
         """No label of an axis can be cut, and none takes the bars' width."""
         wide = replace(OTHER, window_left=256, window_right=256, softcap=30.0, heads_kv=1)
         many = replace(subject, known=(*subject.known, entry(wide, 5, 6, 7)))
@@ -129,12 +131,12 @@ class TestStanding:
             bars = [layer["encoding"]["y"] for layer in made["layer"] if "y" in layer["encoding"]]
             assert all(y["axis"] is None for y in bars)
 
-    def test_alone_there_is_nothing_to_compare(self, subject: Subject) -> None:
+    def test_alone_there_is_nothing_to_compare(self, subject: ReportSubject) -> None:
         names = [s.name for s in page.sections(replace(subject, known=()))]
         assert "standing" not in names
 
 
-def test_too_few_lengths_are_said_with_what_adds_some(subject: Subject) -> None:
+def test_too_few_lengths_are_said_with_what_adds_some(subject: ReportSubject) -> None:
     two = replace(subject, known=subject.known[:2])
     (section,) = (s for s in page.sections(two) if s.name == "scaling")
     assert "it takes 3 problems, tuned or benched" in section.words[0]
@@ -195,13 +197,13 @@ class TestLengths:
 
 
 class TestCounters:
-    def test_nothing_is_said_where_nothing_was_counted(self, subject: Subject) -> None:
+    def test_nothing_is_said_where_nothing_was_counted(self, subject: ReportSubject) -> None:
         account = explain(subject)
         assert account is not None and account.counted == ()
         assert "counted" not in [s.name for s in page.sections(subject)]
         assert page.data(subject)["counted"] is None
 
-    def test_the_account_names_what_was_counted(self, subject: Subject) -> None:
+    def test_the_account_names_what_was_counted(self, subject: ReportSubject) -> None:
         profile.keep(counted())
         account = explain(subject)
         assert account is not None
@@ -211,12 +213,12 @@ class TestCounters:
         assert "active in 84 % of the 25.8 k cycles" in active
         assert waits.endswith("arithmetic pipe busy 0.06.")
 
-    def test_another_config_s_counters_are_not_this_one_s(self, subject: Subject) -> None:
+    def test_another_config_s_counters_are_not_this_one_s(self, subject: ReportSubject) -> None:
         profile.keep(counted(CUDNN))
         account = explain(subject)
         assert account is not None and account.counted == ()
 
-    def test_the_page_shows_them(self, subject: Subject) -> None:
+    def test_the_page_shows_them(self, subject: ReportSubject) -> None:
         profile.keep(counted())
         (section,) = (s for s in page.sections(subject) if s.name == "counted")
         assert "Nsight Compute 2025.3" in section.words[0]
@@ -235,7 +237,7 @@ class TestCounters:
 
 
 class TestFiles:
-    def test_light_and_dark_in_one(self, subject: Subject) -> None:
+    def test_light_and_dark_in_one(self, subject: ReportSubject) -> None:
         for made in pictures.specs(subject).values():
             svg = pictures.svg(made)
             root = ElementTree.fromstring(svg)

@@ -15,7 +15,7 @@ import pytest
 from tuner.compile.artifacts import Artifact
 from tuner.config import Config
 from tuner.errors import BenchmarkError, WorkerLostError
-from tuner.measure.request import Outcome
+from tuner.measure.request import CandidateOutcome
 from tuner.measure.worker_client import Ask, WorkerClient
 from tuner.measurement import Regime, Status
 from tuner.problem import GemmProblem
@@ -116,9 +116,9 @@ def test_a_worker_prefers_what_it_has_at_home_and_takes_the_rest_rather_than_wai
     create: Create,
 ) -> None:
     pool, workers = create(2)
-    held = [pool.submit(waiting, home=name) for name in "ab"]
+    held = [pool.submit(waiting, affinity=name) for name in "ab"]
     assert all(worker.begun.wait(PATIENCE_S) for worker in workers)
-    at_home = dict(zip(("ab" if pool._homes["a"] is workers[0] else "ba"), workers, strict=True))
+    at_home = dict(zip(("ab" if pool._affine["a"] is workers[0] else "ba"), workers, strict=True))
     order: list[tuple[str, int]] = []
 
     def note(worker: Any, name: str) -> None:
@@ -127,7 +127,8 @@ def test_a_worker_prefers_what_it_has_at_home_and_takes_the_rest_rather_than_wai
     asked = [("a2", "a", False), ("A3", "a", True), ("c", "c", False), ("b2", "b", False)]
     asked += [("c2", "c", True), ("none", None, False)]
     futures = [
-        pool.submit(partial(note, name=name), home=home, first=first) for name, home, first in asked
+        pool.submit(partial(note, name=name), affinity=affinity, first=first)
+        for name, affinity, first in asked
     ]
     other = at_home["b"]
     other.go.set()
@@ -183,7 +184,7 @@ class Actor:
 
     def _measure(self, ask: Ask, wanted: Any) -> Any:
         self.asked += 1
-        return Lost("it is dead") if self.killed else Reply([Outcome(Status.OK, 5.0)])
+        return Lost("it is dead") if self.killed else Reply([CandidateOutcome(Status.OK, 5.0)])
 
 
 class Lost(Exception):

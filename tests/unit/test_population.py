@@ -17,8 +17,8 @@ from tuner.problem.population import (
     LOWER_RIGHT,
     PADDING,
     POSITIONS,
-    Call,
     Chance,
+    ModelCall,
     View,
     draw,
     is_held_out,
@@ -31,7 +31,7 @@ CALLS = draw(1, 1500, subset("all"))
 ATTENTION = [call for call in CALLS if isinstance(call.problem, AttentionProblem)]
 
 
-def calls_of(name: str, count: int = 300) -> list[Call]:
+def calls_of(name: str, count: int = 300) -> list[ModelCall]:
     return draw(0, count, subset(name))
 
 

@@ -26,7 +26,7 @@ from portfolio_cases import (
 
 from tuner.cli import main
 from tuner.config import Config
-from tuner.families.attention_work import Tiling
+from tuner.families.attention_work import AttentionTiling
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Provenance
 from tuner.problem import AttentionProblem
@@ -44,7 +44,7 @@ ships = ships_fixture
 class TestWork:
     def test_full_attention(self) -> None:
         """16 heads of 1024 queries are 128 blocks of 128 rows; 1024 keys are 8 steps of 128."""
-        found = amounts("S=1024,D=64,H=16", Tiling(128, 128))
+        found = amounts("S=1024,D=64,H=16", AttentionTiling(128, 128))
         assert (found["rounds"], found["round_steps"], found["longest_steps"]) == (1, 8, 8)
         assert found["blocks"] == pytest.approx(128 / 132)
         assert found["mean_steps"] == pytest.approx(8 * 128 / 132)
@@ -53,23 +53,23 @@ class TestWork:
 
     def test_a_causal_mask_halves_the_mean_and_leaves_the_longest(self) -> None:
         full, causal = (
-            amounts(f"S=4096,D=64{mask}", Tiling(128, 128)) for mask in ("", ",causal=1")
+            amounts(f"S=4096,D=64{mask}", AttentionTiling(128, 128)) for mask in ("", ",causal=1")
         )
         assert causal["longest_steps"] == full["longest_steps"] == 32
         assert causal["mean_steps"] == pytest.approx(full["mean_steps"] * 33 / 64, rel=0.05)
 
     def test_a_window_bounds_the_steps(self) -> None:
-        found = amounts("S=8192,D=64,causal=1,window=256", Tiling(128, 128))
+        found = amounts("S=8192,D=64,causal=1,window=256", AttentionTiling(128, 128))
         assert found["longest_steps"] <= 4
 
     def test_packed_heads_share_rows(self) -> None:
         shape = "SQ=1,SKV=4096,D=128,H=32,HKV=8"
-        alone, packed = (amounts(shape, Tiling(64, 128, packed=n)) for n in (1, 4))
+        alone, packed = (amounts(shape, AttentionTiling(64, 128, packed=n)) for n in (1, 4))
         assert packed["blocks"] == pytest.approx(alone["blocks"] / 4)
 
     def test_splits_share_steps_and_are_combined(self) -> None:
         shape = "SQ=1,SKV=4096,D=128,H=32,HKV=8"
-        one, eight = (amounts(shape, Tiling(64, 128, packed=4, splits=n)) for n in (1, 8))
+        one, eight = (amounts(shape, AttentionTiling(64, 128, packed=4, splits=n)) for n in (1, 8))
         assert eight["longest_steps"] == one["longest_steps"] / 8 == 4
         assert eight["splits"] == 8
         assert eight["partials"] == pytest.approx(4 * 8 * 32 * 128 / 1e6)

@@ -11,9 +11,9 @@ from tuner.families.product_work import (
     ROW_TERMS,
     STREAM_K,
     TERMS,
-    Rows,
-    Sizes,
-    Tiling,
+    FewRowsTiling,
+    ProductSizes,
+    ProductTiling,
     row_work,
     work,
 )
@@ -47,14 +47,14 @@ def product(text: str) -> GemmProblem:
     return GemmProblem.parse(text)
 
 
-def amounts(text: str, tiling: Tiling) -> dict[str, float]:
-    return dict(zip(TERMS, work(Sizes.of(product(text)), tiling, DEFAULT_GPU), strict=True))
+def amounts(text: str, tiling: ProductTiling) -> dict[str, float]:
+    return dict(zip(TERMS, work(ProductSizes.of(product(text)), tiling, DEFAULT_GPU), strict=True))
 
 
 class TestWork:
     def test_tiles_come_in_waves(self) -> None:
         """16 by 32 tiles of 128 by 128 on 132 multiprocessors; 4096 of K are 64 steps."""
-        found = amounts("M=2048,N=4096,K=4096", Tiling(128, 128))
+        found = amounts("M=2048,N=4096,K=4096", ProductTiling(128, 128))
         assert (found["waves"], found["wave_steps"]) == (4, 256)
         assert found["tiles"] == pytest.approx(512 / 132)
         assert found["mean_steps"] == pytest.approx(64 * 512 / 132)
@@ -62,25 +62,27 @@ class TestWork:
 
     def test_tiles_outside_of_the_output_are_padding(self) -> None:
         """Three rows of tiles in clusters of two have a fourth."""
-        whole = amounts("M=512,N=4096,K=4096", Tiling(128, 128, cluster_rows=2))
-        cut = amounts("M=384,N=4096,K=4096", Tiling(128, 128, cluster_rows=2))
+        whole = amounts("M=512,N=4096,K=4096", ProductTiling(128, 128, cluster_rows=2))
+        cut = amounts("M=384,N=4096,K=4096", ProductTiling(128, 128, cluster_rows=2))
         assert (whole["padding"], whole["tiles"]) == (0, cut["tiles"])
         assert cut["padding"] == pytest.approx(32 * 64 / 132)
 
     def test_a_swizzle_pads_as_the_scheduler_does(self) -> None:
         """It is halved until the shorter side has tiles enough, then both sides are rounded up."""
         few, many = (
-            amounts(f"M={m},N=8192,K=64", Tiling(128, 128, swizzle=8)) for m in (256, 1152)
+            amounts(f"M={m},N=8192,K=64", ProductTiling(128, 128, swizzle=8)) for m in (256, 1152)
         )
         assert few["padding"] == 0, "two rows of tiles: a swizzle of two"
         assert many["tiles"] == pytest.approx(16 * 64 / 132), "nine rows of tiles are sixteen"
 
     def test_swapped_operands_change_places(self) -> None:
-        swapped = amounts("M=16,N=4096,K=4096", Tiling(64, 16, is_swapped=True))
+        swapped = amounts("M=16,N=4096,K=4096", ProductTiling(64, 16, is_swapped=True))
         assert swapped["tiles"] == pytest.approx(64 / 132)
 
     def test_splits_share_steps_and_are_combined(self) -> None:
-        one, four = (amounts("M=128,N=4096,K=4096", Tiling(128, 128, splits=n)) for n in (1, 4))
+        one, four = (
+            amounts("M=128,N=4096,K=4096", ProductTiling(128, 128, splits=n)) for n in (1, 4)
+        )
         assert (one["wave_steps"], four["wave_steps"]) == (64, 16)
         assert (one["partials"], one["splits"]) == (0, 0)
         assert four["splits"] == 4
@@ -88,20 +90,25 @@ class TestWork:
 
     def test_stream_k_has_no_idle_part_of_a_wave(self) -> None:
         tiles, stream = (
-            amounts("M=2048,N=4608,K=4096", Tiling(128, 128, splits=n)) for n in (1, STREAM_K)
+            amounts("M=2048,N=4608,K=4096", ProductTiling(128, 128, splits=n))
+            for n in (1, STREAM_K)
         )
         assert tiles["waves"] == 5 and stream["waves"] == pytest.approx(16 * 36 / 132)
 
     def test_memory_binds_few_rows_and_tensor_cores_many(self) -> None:
-        few = amounts("M=16,N=8192,K=8192", Tiling(64, 16, is_swapped=True))
-        many = amounts("M=8192,N=8192,K=8192", Tiling(128, 256))
+        few = amounts("M=16,N=8192,K=8192", ProductTiling(64, 16, is_swapped=True))
+        many = amounts("M=8192,N=8192,K=8192", ProductTiling(128, 256))
         assert few["bound"] == pytest.approx(few["memory"] / 4.3)
         assert many["bound"] > 2 * many["memory"] / 4.3
 
     def test_rows_of_weights_come_in_rounds(self) -> None:
-        sizes = Sizes.of(product("M=4,N=8192,K=4096"))
+        sizes = ProductSizes.of(product("M=4,N=8192,K=4096"))
         found = dict(
-            zip(ROW_TERMS, row_work(sizes, Rows(16, 1024, 1, True), DEFAULT_GPU), strict=True)
+            zip(
+                ROW_TERMS,
+                row_work(sizes, FewRowsTiling(16, 1024, 1, True), DEFAULT_GPU),
+                strict=True,
+            )
         )
         assert (found["rounds"], found["round_steps"], found["row_steps"]) == (4, 16, 64)
         assert found["uneven"] == pytest.approx(found["memory"] * 4 * 132 / 512)
@@ -124,7 +131,10 @@ class TestWork:
         assert len(found) == len(member.work_terms) and all(amount >= 0 for amount in found)
 
     def test_a_gated_product_has_the_columns_of_both_projections(self) -> None:
-        plain, gated = Sizes.of(product("M=8,N=8192,K=64")), Sizes.of(SwigluProblem(8, 4096, 64))
+        plain, gated = (
+            ProductSizes.of(product("M=8,N=8192,K=64")),
+            ProductSizes.of(SwigluProblem(8, 4096, 64)),
+        )
         assert (gated.n, gated.inputs) == (plain.n, plain.inputs)
         assert gated.output == plain.output / 2
 

@@ -18,7 +18,7 @@ from tuner.hardware import DEFAULT_GPU, GPUS
 from tuner.measure import device, worker_client
 from tuner.measure.gate import REFERENCE
 from tuner.measure.log_sum_exp import judge_lse, lse_of
-from tuner.measure.request import Outcome
+from tuner.measure.request import CandidateOutcome
 from tuner.measure.worker_client import Ask
 from tuner.measurement import Environment, Status
 from tuner.problem import AttentionProblem
@@ -28,8 +28,8 @@ from tuner.tuning.proof import Prover, plan
 
 NVCC = "13.0.88"
 TARGETS = targets(shipped()[0])[:3]
-OK = Outcome(Status.OK)
-Judge = Callable[[Ask], Outcome]
+OK = CandidateOutcome(Status.OK)
+Judge = Callable[[Ask], CandidateOutcome]
 
 
 class Worker:
@@ -38,7 +38,7 @@ class Worker:
     def __init__(self, judge: Judge = lambda ask: OK) -> None:
         self.judge, self.asks = judge, list[Ask]()
 
-    def measure(self, ask: Ask) -> list[Outcome]:
+    def measure(self, ask: Ask) -> list[CandidateOutcome]:
         self.asks.append(ask)
         return [self.judge(ask)]
 
@@ -84,10 +84,10 @@ def verdicts(path: Path) -> list[tuple[bool, str]]:
     return [(one.proof is not None, one.fault) for one in found if one is not None]
 
 
-def wrong_at_one_query(ask: Ask) -> Outcome:
+def wrong_at_one_query(ask: Ask) -> CandidateOutcome:
     """A kernel that is wrong where there is one query."""
     if isinstance(ask.problem, AttentionProblem) and ask.problem.seqlen_q == 1:
-        return Outcome(Status.WRONG_RESULT, log="relative error 1.0")
+        return CandidateOutcome(Status.WRONG_RESULT, log="relative error 1.0")
     return OK
 
 
@@ -108,7 +108,7 @@ def test_what_passed_is_proven(built: Path) -> None:
 def test_a_wrong_kernel_is_caught_and_named_with_its_problem(built: Path) -> None:
     first = TARGETS[0].kernels["attention"]
 
-    def judge(ask: Ask) -> Outcome:
+    def judge(ask: Ask) -> CandidateOutcome:
         [(config, _)] = ask.candidates
         is_first = TARGETS[0].family.kernels(ask.problem, config)["attention"] == first
         return wrong_at_one_query(ask) if is_first else OK
@@ -124,7 +124,9 @@ def test_a_wrong_kernel_is_caught_and_named_with_its_problem(built: Path) -> Non
 
 @pytest.mark.parametrize("status", [Status.TIMEOUT, Status.WORKER_DIED, Status.ILLEGAL_ACCESS])
 def test_a_kernel_that_hangs_or_strays_has_a_fault(built: Path, status: Status) -> None:
-    progress = prover(Worker(lambda ask: Outcome(status, log="gone"))).run(plan(built, TARGETS))
+    progress = prover(Worker(lambda ask: CandidateOutcome(status, log="gone"))).run(
+        plan(built, TARGETS)
+    )
     assert len(progress.faults) == 3 and str(status) in progress.faults[0]
 
 
@@ -143,7 +145,7 @@ def test_an_ended_run_goes_on_where_it_was(built: Path) -> None:
 
 def test_memory_that_is_short_is_no_verdict(built: Path) -> None:
     with pytest.raises(BenchmarkError, match="memory is short"):
-        prover(Worker(lambda ask: Outcome(Status.OUT_OF_MEMORY))).run(plan(built, TARGETS))
+        prover(Worker(lambda ask: CandidateOutcome(Status.OUT_OF_MEMORY))).run(plan(built, TARGETS))
     assert verdicts(built) == [(False, "")] * 3
 
 

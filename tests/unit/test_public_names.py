@@ -15,7 +15,6 @@ import tuner
 from tuner.base.install import extra_command
 
 NAMES = {
-    "Answer",
     "AttentionProblem",
     "BenchmarkError",
     "CompileError",
@@ -25,6 +24,7 @@ NAMES = {
     "GemmProblem",
     "Gpu",
     "GroupedGemmProblem",
+    "LookupResult",
     "Measurement",
     "NoValidConfigError",
     "Provenance",
@@ -81,6 +81,10 @@ TORCH_NAMES = {
 needs_torch = pytest.mark.skipif(
     not importlib.util.find_spec("torch"), reason="torch is not installed"
 )
+
+
+def test_a_former_name_still_works() -> None:
+    assert tuner.Answer is tuner.LookupResult
 
 
 def test_names_are_frozen() -> None:

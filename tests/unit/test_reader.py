@@ -22,7 +22,7 @@ from tuner.hardware import DEFAULT_GPU, GPUS, Gpu
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
 from tuner.problem import AttentionProblem, GemmProblem, Problem
 from tuner.selection.reader import (
-    Answer,
+    LookupResult,
     decided,
     decided_stamp,
     entries,
@@ -98,7 +98,7 @@ def ship(folder: Path, *ranking: Measurement) -> None:
         (folder / "a.json").write_text(json.dumps(other.export()))
 
 
-def us(answer: Answer | None) -> float | None:
+def us(answer: LookupResult | None) -> float | None:
     assert answer is not None
     return answer.entry.winner.latency_us
 
@@ -107,7 +107,7 @@ class TestAnswers:
     def test_the_decision_as_the_store_gives_it(self, store: Store, path: Path) -> None:
         decide(store, measured(), measured(14.1, CUDNN))
         answer = lookup(PROBLEM, gpu=H200, path=path)
-        assert answer == Answer(store.best(PROBLEM, H200, WARM), exact=True, notes=())  # type: ignore[arg-type]
+        assert answer == LookupResult(store.best(PROBLEM, H200, WARM), exact=True, notes=())  # type: ignore[arg-type]
 
     def test_a_pin_is_served(self, store: Store, path: Path) -> None:
         decide(store, measured(), measured(14.1, CUDNN))

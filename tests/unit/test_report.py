@@ -17,7 +17,7 @@ import pytest
 from tuner import cli
 from tuner.base.install import extra_command
 from tuner.bench.contenders import Role
-from tuner.bench.results import Results, Row, Timed
+from tuner.bench.results import Results, Row, TimedKernel
 from tuner.config import Config
 from tuner.errors import NoValidConfigError
 from tuner.families.softmax import Softmax
@@ -27,14 +27,14 @@ from tuner.problem import AttentionProblem, SoftmaxProblem
 from tuner.report import analysis, charts, course, curves, lengths, page
 from tuner.report.heat import heat_panels
 from tuner.report.spec import CROSS, Spec
-from tuner.report.subject import Subject, from_known
+from tuner.report.subject import ReportSubject, from_known
 from tuner.runners import recording
 from tuner.runners.recording import Recording
 from tuner.selection.reader import Entry
 from tuner.store import open_store
 from tuner.store.entry import is_vendor
 
-MOST_BYTES = 6_000_000
+MAX_BYTES = 6_000_000
 ROOT = Path(__file__).parents[2]
 PROBLEM = SoftmaxProblem(256, 512)
 REGIME = Regime.default("softmax")
@@ -74,15 +74,15 @@ def vendor(kernel: str, us: float, std_us: float = 0.01) -> Measurement:
     return measurement(config, us, 59, is_final=True, std_us=std_us)
 
 
-def of(*measurements: Measurement, known: tuple[Entry, ...] = ()) -> Subject:
+def of(*measurements: Measurement, known: tuple[Entry, ...] = ()) -> ReportSubject:
     recorded = Recording(PROBLEM, DEFAULT_GPU, REGIME, ENVIRONMENT, measurements)
-    return Subject(recorded, "recording <b>one</b>", known)
+    return ReportSubject(recorded, "recording <b>one</b>", known)
 
 
 CONFIGS = list(Softmax().space(PROBLEM, DEFAULT_GPU))
 
 
-def sample() -> Subject:
+def sample() -> ReportSubject:
     """24 candidates; each fourth failed; the fastest, 30.0 us, is the eighth."""
     times = [None if n % 4 == 3 else 50.0 - n for n in range(24)]
     times[7] = 30.0 - 4
@@ -118,12 +118,12 @@ class Reader(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def recorded() -> Subject:
+def recorded() -> ReportSubject:
     return from_known(SHIPPED, DEFAULT_GPU, Regime.choices("attention"), None)
 
 
 @pytest.fixture(scope="module")
-def text(recorded: Subject) -> str:
+def text(recorded: ReportSubject) -> str:
     """The page of a shipped recording of some hundred candidates."""
     return page.render(recorded)
 
@@ -137,7 +137,7 @@ class TestPage:
     """The page of a shipped recording."""
 
     def test_it_is_small(self, text: str) -> None:
-        assert len(text.encode()) <= MOST_BYTES
+        assert len(text.encode()) <= MAX_BYTES
 
     def test_it_refers_to_nothing_outside(self, reader: Reader) -> None:
         for tag, attributes in reader.elements:
@@ -164,7 +164,9 @@ class TestPage:
         targets = {str(a["href"])[1:] for tag, a in reader.elements if tag == "a"}
         assert targets <= set(ids)
 
-    def test_its_numbers_are_the_measured_ones(self, reader: Reader, recorded: Subject) -> None:
+    def test_its_numbers_are_the_measured_ones(
+        self, reader: Reader, recorded: ReportSubject
+    ) -> None:
         data = reader.json("data")
         assert data["environment"] == dict(recorded.environment.facts)
         every = [m for part in recorded.recording.walk() for m in part.measurements]
@@ -194,7 +196,7 @@ def drawn(spec: Spec) -> str:
     return svg
 
 
-def specs(subject: Subject) -> Iterator[Spec]:
+def specs(subject: ReportSubject) -> Iterator[Spec]:
     own = subject.entry.best_own
     assert own is not None
     yield charts.ranking(subject)
@@ -210,7 +212,7 @@ def specs(subject: Subject) -> Iterator[Spec]:
 class TestPictures:
     """Each specification is drawn by Vega itself."""
 
-    def test_all_are_drawn(self, recorded: Subject) -> None:
+    def test_all_are_drawn(self, recorded: ReportSubject) -> None:
         for spec in [*specs(recorded), *specs(sample())]:
             assert drawn(spec).startswith("<svg")
 
@@ -231,7 +233,9 @@ class TestPictures:
         shown = "".join(drawn(spec) for _, spec in heat_panels(heat))
         assert f"{CROSS} 1</text>" in shown or f"{CROSS} 2</text>" in shown
 
-    def test_no_layer_is_empty_where_no_own_kernel_was_a_finalist(self, recorded: Subject) -> None:
+    def test_no_layer_is_empty_where_no_own_kernel_was_a_finalist(
+        self, recorded: ReportSubject
+    ) -> None:
         """The library warns of an empty one in the browser's console."""
         finals = [m for m in recorded.ranking if is_vendor(m.config)]
         quick = [m for m in recorded.recording.measurements if not m.is_final]
@@ -342,12 +346,12 @@ def test_importance_finds_the_parameter_that_matters() -> None:
         for n, c in enumerate(CONFIGS)
         if c["vector_width"] == CONFIGS[0]["vector_width"]
     ]
-    assert len(quick) >= analysis.LEAST_CANDIDATES
+    assert len(quick) >= analysis.MIN_CANDIDATES
     (found,) = analysis.importances(of(*quick))
     assert next(iter(found.shares)) == "passes"
     assert found.shares["passes"] > 0.95
     assert sum(found.shares.values()) == pytest.approx(1)
-    assert analysis.importances(of(*quick[: analysis.LEAST_CANDIDATES - 1])) == []
+    assert analysis.importances(of(*quick[: analysis.MIN_CANDIDATES - 1])) == []
 
 
 def tuned_at(*times: tuple[int, float, float]) -> tuple[Entry, ...]:
@@ -366,14 +370,14 @@ def tuned_at(*times: tuple[int, float, float]) -> tuple[Entry, ...]:
 class TestScaling:
     """Curves over the sequence length."""
 
-    def subject(self, *times: tuple[int, float, float]) -> Subject:
+    def subject(self, *times: tuple[int, float, float]) -> ReportSubject:
         known = tuned_at(*times)
         first = known[0].winner
         at = Recording(SHIPPED, DEFAULT_GPU, first.regime, ENVIRONMENT, known[0].ranking)
         # Neither another head dimension nor another mask is on the curve.
         others = [replace(e.winner.problem, is_causal=True) for e in known]  # type: ignore[type-var]
         causal = [Entry.of([known[0].winner.but(problem=p)]) for p in others]
-        return Subject(at, "a test", (*known, *causal))
+        return ReportSubject(at, "a test", (*known, *causal))
 
     def test_a_crossing_lies_where_the_curves_meet(self) -> None:
         # own / cuDNN is 1/2 at 512 and 2 at 2048: they meet at 1024.
@@ -397,9 +401,9 @@ class TestScaling:
         """All its lengths are of one run; lengths that it lacks are those that were tuned."""
         tuned = self.subject((256, 1, 3), (512, 10, 20), (2048, 80, 40))
 
-        def timed(role: Role, config: Config, us: float | None) -> Timed:
+        def timed(role: Role, config: Config, us: float | None) -> TimedKernel:
             status = Status.OK if us else Status.OUT_OF_MEMORY
-            return Timed(role, "x", config, status, us, workspace_bytes=10**6)
+            return TimedKernel(role, "x", config, status, us, workspace_bytes=10**6)
 
         unfused, cudnn = Config("three_kernel_attention"), SHIPPED_CUDNN
         row = Row(
@@ -452,7 +456,7 @@ class TestSources:
             other, DEFAULT_GPU, Regime.choices("attention"), str(path)
         ).source.startswith("shipped")
 
-    def test_what_ships(self, recorded: Subject) -> None:
+    def test_what_ships(self, recorded: ReportSubject) -> None:
         assert recorded.source.startswith("shipped recording attention-B1_H16_S1024_D64")
         assert recorded.has_finals and len(recorded.quick) >= 300
 

@@ -28,7 +28,7 @@ from runtime_machine import (
 from tuner.errors import ConfigError
 from tuner.hardware import Gpu
 from tuner.problem import AttentionProblem, Problem
-from tuner.selection.reader import Answer
+from tuner.selection.reader import LookupResult
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 TorchDispatchMode = importlib.import_module("torch.utils._python_dispatch").TorchDispatchMode
@@ -116,7 +116,7 @@ def test_a_window_has_a_plan_of_its_own(machine: Machine, monkeypatch: pytest.Mo
     told: list[Any] = []
     windowed = AttentionProblem(16, 16, 8, 1, 2, window_left=4, window_right=2, softcap=30.0)
 
-    def lookup(problem: Problem, *, gpu: Gpu, path: Path | None, **_: Any) -> Answer:
+    def lookup(problem: Problem, *, gpu: Gpu, path: Path | None, **_: Any) -> LookupResult:
         known.append(problem)
         return answer(measured(problem=problem))
 
@@ -151,7 +151,7 @@ def test_a_mask_that_is_added_is_a_bias(
     known: list[Problem] = []
     told: list[Any] = []
 
-    def lookup(problem: Problem, *, gpu: Gpu, path: Path | None, **_: Any) -> Answer:
+    def lookup(problem: Problem, *, gpu: Gpu, path: Path | None, **_: Any) -> LookupResult:
         known.append(problem)
         return answer(measured(problem=problem))
 

@@ -16,7 +16,7 @@ from tuner.families.grouped_gemm import GroupedGemm
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Measurement, Regime, Status
 from tuner.problem import GroupedGemmProblem, Problem
-from tuner.selection.reader import Answer, Entry
+from tuner.selection.reader import Entry, LookupResult
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 ROWS = (5, 0, 1, 0, 3)
@@ -187,9 +187,9 @@ def test_where_pytorch_won_its_own_call_answers(
         is_final=True,
     )
 
-    def lookup(asked: Problem, **_: Any) -> Answer:
+    def lookup(asked: Problem, **_: Any) -> LookupResult:
         assert asked == problem
-        return Answer(Entry.of([winner]), exact=True)
+        return LookupResult(Entry.of([winner]), exact=True)
 
     monkeypatch.setattr(on_cpu.table, "lookup", lookup)
     a, b, offsets = inputs()

@@ -26,7 +26,7 @@ from tuner.config import Config
 from tuner.families import families
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionProblem
-from tuner.selection.reader import Answer, Entry, decided_lengths
+from tuner.selection.reader import Entry, LookupResult, decided_lengths
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -159,8 +159,8 @@ def cache(length: int, layout: str = "bhsd", queries: int = 1) -> list[Any]:
 def everywhere(server: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
     """Every problem is decided, whatever its length; that is known by asking only."""
 
-    def lookup(problem: Any, **options: Any) -> Answer:
-        return Answer(entry=Entry.of((measured(problem),)), exact=True, notes=())
+    def lookup(problem: Any, **options: Any) -> LookupResult:
+        return LookupResult(entry=Entry.of((measured(problem),)), exact=True, notes=())
 
     monkeypatch.setattr(server.runtime.table, "lookup", lookup)
     server.time_passes()

@@ -14,7 +14,7 @@ from tuner.families import family
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Measurement, Regime, Status
 from tuner.problem import GemmProblem, Problem, SwigluProblem
-from tuner.selection.reader import Answer, Entry
+from tuner.selection.reader import Entry, LookupResult
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -165,9 +165,9 @@ def test_where_cublas_won_pytorch_s_own_call_answers(
             is_final=True,
         )
 
-    def lookup(asked: Problem, *, path: Any, **_: Any) -> Answer:
+    def lookup(asked: Problem, *, path: Any, **_: Any) -> LookupResult:
         assert asked == problem
-        return Answer(Entry.of([made("vendor_blas", 1.0), made("gemm", 2.0)]), exact=True)
+        return LookupResult(Entry.of([made("vendor_blas", 1.0), made("gemm", 2.0)]), exact=True)
 
     monkeypatch.setattr(on_cpu.table, "lookup", lookup)
     assert torch.equal(on_cpu.products.matmul(A, B), A @ B)
@@ -176,7 +176,7 @@ def test_where_cublas_won_pytorch_s_own_call_answers(
 
 def asked(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, *ranking: Measurement) -> None:
     """Have the store answer with a ranking."""
-    answer = Answer(Entry.of(ranking), exact=True)
+    answer = LookupResult(Entry.of(ranking), exact=True)
     monkeypatch.setattr(on_cpu.table, "lookup", lambda problem, **_: answer)
 
 
@@ -252,7 +252,7 @@ def test_an_algorithm_of_another_version_is_not_served(
 def test_a_peer_that_won_leaves_the_call_to_the_next(on_cpu: SimpleNamespace, kernel: str) -> None:
     problem = GemmProblem(m=8, n=16, k=32, epilogue="bias")
     ranking = won(problem, "vendor_blas", kernel, 1.0), won(problem, "gemm", "", 2.0)
-    answer = Answer(Entry.of(ranking), exact=True)
+    answer = LookupResult(Entry.of(ranking), exact=True)
     refusal = on_cpu.plan.resolve(on_cpu.plan.Posed(problem), answer, 0, ())
     assert refusal.kind is on_cpu.refusal.Kind.UNAVAILABLE
     assert f"{kernel} is measured, and not served; " in refusal.detail

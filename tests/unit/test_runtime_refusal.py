@@ -25,7 +25,7 @@ from sdpa_backends import CUDNN, EFFICIENT, FLASH, sdpa_backends
 
 import tuner
 from tuner.problem import AttentionProblem, GemmProblem, Problem
-from tuner.selection.reader import Answer
+from tuner.selection.reader import LookupResult
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -319,7 +319,7 @@ def test_a_generation_s_lengths_are_not_looked_up_one_by_one(
     machine.decide()
     decided = AttentionProblem(1, 40, 8, 1, 2)
 
-    def lookup(problem: Problem, *, path: Path | None, **_: Any) -> Answer | None:
+    def lookup(problem: Problem, *, path: Path | None, **_: Any) -> LookupResult | None:
         return answer(tuned_measurement(problem=problem)) if problem == decided else None
 
     monkeypatch.setattr(table, "lookup", lookup)

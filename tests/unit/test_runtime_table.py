@@ -27,7 +27,7 @@ from tuner.errors import BenchmarkError, StoreError
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Provenance, Status
 from tuner.problem import AttentionProblem
-from tuner.selection.reader import Answer, Entry
+from tuner.selection.reader import Entry, LookupResult
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -181,7 +181,7 @@ def test_where_flex_attention_won_under_a_block_mask_pytorch_answers(
 def test_a_pinned_winner_comes_first(machine: Machine) -> None:
     machine.vendor = lambda q, k, v: torch.full_like(q, 3.0)
     vendor, own = measured("vendor_sdpa", latency_us=5.0), measured()
-    machine.answer = Answer(entry=Entry.of([vendor, own], pin=own), exact=True, notes=())
+    machine.answer = LookupResult(entry=Entry.of([vendor, own], pin=own), exact=True, notes=())
     assert was_tuned(machine.attention(*inputs()))
 
 

@@ -75,7 +75,7 @@ def proposed(name: str, in_flight: int, monkeypatch: pytest.MonkeyPatch) -> list
             seeds=6,
             sampler="model",
             seed=0,
-            heat=2,
+            raced=2,
             history=list(past.values()),
         )
         members.append(made)

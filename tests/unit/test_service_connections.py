@@ -22,11 +22,11 @@ from serving import request, service, serving
 
 from tuner.cli import main
 from tuner.service import protocol
-from tuner.service.connections import SPARE_CONNECTIONS, Admission, Limits
+from tuner.service.connections import SPARE_CONNECTIONS, Admission, ConnectionLimits
 
 GET = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
 IDLE, ACTIVE = 2000, 200
-MANY = Limits(1000, 1000)
+MANY = ConnectionLimits(1000, 1000)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,7 +59,7 @@ class TestAdmission:
         return made
 
     def test_the_longest_wait_gives_way_at_the_limit(self) -> None:
-        admission = Admission(Limits(total=3, per_address=3))
+        admission = Admission(ConnectionLimits(total=3, per_address=3))
         first, second, third = self.entered(admission, "192.0.2.1", 3)
         admission.work(first)
         admission.wait(first)  # from now on: the second waits longer
@@ -67,21 +67,21 @@ class TestAdmission:
         assert [m.is_evicted for m in (first, second, third)] == [False, True, False]
 
     def test_an_address_at_its_limit_takes_places_of_its_own_only(self) -> None:
-        admission = Admission(Limits(total=4, per_address=2))
+        admission = Admission(ConnectionLimits(total=4, per_address=2))
         others = self.entered(admission, "192.0.2.1", 2)
         own = self.entered(admission, "192.0.2.2", 2)
         self.entered(admission, "192.0.2.2", 5)
         assert [m.is_evicted for m in (*others, *own)] == [False, False, True, True]
 
     def test_hosts_of_one_network_count_together(self) -> None:
-        admission = Admission(Limits(total=9, per_address=1))
+        admission = Admission(ConnectionLimits(total=9, per_address=1))
         (one,) = self.entered(admission, "2001:db8::1", 1)
         (far,) = self.entered(admission, "2001:db8:0:1::1", 1)
         self.entered(admission, "2001:db8::ffff:2", 1)
         assert (one.is_evicted, far.is_evicted) == (True, False)
 
     def test_what_is_worked_on_never_gives_way(self) -> None:
-        admission = Admission(Limits(total=2, per_address=2, spare=2))
+        admission = Admission(ConnectionLimits(total=2, per_address=2, spare=2))
         busy = self.entered(admission, "192.0.2.1", 2)
         for member in busy:
             admission.work(member)
@@ -92,7 +92,7 @@ class TestAdmission:
         assert admission.enter(Member(), "192.0.2.2")
 
     def test_who_has_left_is_not_counted(self) -> None:
-        admission = Admission(Limits(total=1, per_address=1, spare=0))
+        admission = Admission(ConnectionLimits(total=1, per_address=1, spare=0))
         for _ in range(3):
             (member,) = self.entered(admission, "192.0.2.1", 1)
             admission.leave(member)
@@ -106,7 +106,7 @@ class TestAdmission:
         self, monkeypatch: pytest.MonkeyPatch, soft: int, total: int
     ) -> None:
         monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, soft))
-        limits = Limits.of_process()
+        limits = ConnectionLimits.of_process()
         assert (limits.total, limits.per_address) == (total, total // 2)
 
     def test_too_few_descriptors_are_named(
@@ -194,7 +194,7 @@ class TestFlood:
         def ask(path: str) -> int:
             return request(f"http://{place[0]}:{place[1]}", "GET", path)[0]
 
-        limits = Limits(total=4, per_address=4, spare=2)
+        limits = ConnectionLimits(total=4, per_address=4, spare=2)
         with serving(app, limits) as place, contextlib.ExitStack() as stack:
             busy = [connected(stack, place) for _ in range(limits.total)]
             for connection in busy:

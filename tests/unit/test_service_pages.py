@@ -36,7 +36,7 @@ from tuner.report.spec import CONFIG
 from tuner.service.app import create_app
 from tuner.service.pages import overview, render, table, trials
 from tuner.service.pages.highlight import highlight
-from tuner.service.served import Table
+from tuner.service.served import DecisionTable
 from tuner.service.tokens import Tokens
 from tuner.store import Entry, Store, open_store
 from tuner.store.jobs import result_of
@@ -184,7 +184,7 @@ class TestCache:
 
     @pytest.mark.parametrize("order", ["problem", "us", "-tflops", "-speed", "-decided"])
     def test_orders(self, store: Store, order: Any) -> None:
-        found = table.Searcher().find(Table.read(store), "", order=order).entries
+        found = table.Searcher().find(DecisionTable.read(store), "", order=order).entries
         keys = {
             "problem": lambda e: 0,
             "us": lambda e: e.winner.latency_us,

@@ -20,7 +20,7 @@ from tuner.measure import bursts as bursts_module
 from tuner.measure import device
 from tuner.measure import stopwatch as benchmark
 from tuner.measure import subjects as subjects_module
-from tuner.measure.bursts import Burst, Entrant, Step, count_calls, count_sets
+from tuner.measure.bursts import Burst, Entrant, Replay, count_calls, count_sets
 from tuner.measure.stopwatch import Stopwatch, Timing, summarize
 from tuner.measure.subjects import CompiledSubject, Subject, VendorSubject
 from tuner.measurement import Clocks, Regime
@@ -43,8 +43,8 @@ class FakeBurst:
     def enqueue_alone(self) -> None:
         return
 
-    def steps(self, samples: int, chance: random.Random) -> list[Step]:
-        return [Step(1, self.enqueue)] * samples
+    def steps(self, samples: int, chance: random.Random) -> list[Replay]:
+        return [Replay(1, self.enqueue)] * samples
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_bursts_are_long_and_use_every_set_equally(estimate: float, sets: int) -
     n = count_calls(estimate, sets)
     assert n >= 2 and n % sets == 0
     assert n * estimate >= 100
-    assert n <= max(bursts_module.MOST_CALLS + sets, sets)
+    assert n <= max(bursts_module.MAX_CALLS + sets, sets)
 
 
 def test_timing_is_the_median_and_its_deviation() -> None:
@@ -205,7 +205,7 @@ def test_a_final_pass_of_a_10_ms_problem_takes_less_than_30_s(
 ) -> None:
     timings, seconds = long_pass(TEN_MS, 0.03, drift=0.02, seed=seed)
     assert seconds < 20, "20 rounds alone take 26 s, and noise of 2 % tripled them"
-    assert min(timing.rounds for timing in timings) == benchmark.LEAST_ROUNDS
+    assert min(timing.rounds for timing in timings) == benchmark.MIN_ROUNDS
     assert min(timings, key=lambda t: t.median_us) in timings[:3]
 
 
@@ -224,7 +224,7 @@ def test_a_long_pass_that_is_undecided_has_more_rounds(clocks: list[Clocks]) -> 
 
 def test_what_is_no_contender_leaves_a_long_pass(clocks: list[Clocks]) -> None:
     timings, _ = long_pass([10.0, 10.01, 40.0], 0.02)
-    assert timings[2].rounds == benchmark.LEAST_ROUNDS < timings[0].rounds == timings[1].rounds
+    assert timings[2].rounds == benchmark.MIN_ROUNDS < timings[0].rounds == timings[1].rounds
 
 
 def test_a_short_pass_is_not_cut(clocks: list[Clocks]) -> None:

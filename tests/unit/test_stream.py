@@ -12,8 +12,8 @@ from clocked import FakeDevice
 from tuner.errors import BenchmarkError
 from tuner.measure import device as device_module
 from tuner.measure import predecessor
-from tuner.measure.bursts import Burst, Entrant, Sets, Step, entrant, times_of
-from tuner.measure.predecessor import ElementWise, Predecessor, Product, largest_factor
+from tuner.measure.bursts import Burst, Entrant, Replay, Sets, entrant, times_of
+from tuner.measure.predecessor import ElementWise, Predecessor, ProductPredecessor, largest_factor
 from tuner.measure.stopwatch import Stopwatch
 from tuner.measure.subjects import Bound, Subject
 from tuner.measurement import Clocks, Regime
@@ -141,7 +141,7 @@ def test_times_of_pairs() -> None:
     def idle() -> None:
         return
 
-    steps = [Step(1, idle), Step(-1, idle), Step(-1, idle), Step(1, idle)]
+    steps = [Replay(1, idle), Replay(-1, idle), Replay(-1, idle), Replay(1, idle)]
     assert times_of(steps, [60.0, 20.0, 30.0, 50.0], 10) == pytest.approx([4.0, 2.0])
     assert times_of(steps[:1], [60.0], 10) == [6.0]
 
@@ -194,7 +194,7 @@ def test_a_gemm_writes_sixteen_bit_operands_only(monkeypatch: pytest.MonkeyPatch
     quantised = AttentionProblem.parse("S=64,D=64,dtype=e4m3").operands[0]
     memory: Any = Memory()
     with pytest.raises(BenchmarkError, match="allowed: fp16, bf16"):
-        Product(memory, quantised)
+        ProductPredecessor(memory, quantised)
 
 
 @pytest.mark.parametrize(

@@ -255,9 +255,9 @@ def test_a_small_family_is_enumerated_beside_a_large_one() -> None:
 
 def test_ahead_is_what_will_be_asked_first() -> None:
     search = Search([member(Toy())], total=20, seeds=4)
-    ahead = search.ahead()
-    assert [search.ask() for _ in range(4)] == ahead
-    assert search.ahead() == []
+    first = search.first_groups()
+    assert [search.ask() for _ in range(4)] == first
+    assert search.first_groups() == []
 
 
 def test_budget_of_one_and_no_family() -> None:
@@ -265,7 +265,7 @@ def test_budget_of_one_and_no_family() -> None:
     empty = Search([], total=10, seeds=4)
     assert empty.ask() is None
     assert empty.goal == 0
-    assert empty.ahead() == []
+    assert empty.first_groups() == []
 
 
 def test_sampler_is_one_setting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,7 +325,7 @@ def test_model_learns_from_like_problems() -> None:
 def test_model_ends_when_no_gain_is_expected() -> None:
     endless, frugal = (member(Toy(), sampler="model") for _ in range(2))
     assert len(run(Search([endless], total=200, seeds=4))) == len(endless.groups)
-    asked = run(Search([frugal], total=200, seeds=4, least_gain=0.005))
+    asked = run(Search([frugal], total=200, seeds=4, min_gain=0.005))
     assert len(asked) < len(endless.groups) / 2
     assert frugal.best_us <= 10.0 * 1.05
 
@@ -336,7 +336,7 @@ def test_a_quick_search_goes_on_while_half_a_percent_is_expected(
 ) -> None:
     monkeypatch.setattr(Surrogate, "gains", lambda self, keys, *_: dict.fromkeys(keys, gain))
     quick = module.effort("quick")
-    search = Search([member(Toy(), sampler="model")], 40, quick.seeds, quick.least_gain)
+    search = Search([member(Toy(), sampler="model")], 40, quick.seeds, quick.min_gain)
     assert (search.ask() is not None) == goes_on
 
 
@@ -348,7 +348,7 @@ def test_model_spends_nothing_on_a_family_without_hope() -> None:
             return 4 * super().predict_us(problem, config, gpu)
 
     toy, slow = member(Toy(), sampler="model"), member(Slow(), sampler="model")
-    run(Search([slow, toy], total=60, seeds=4, least_gain=0.001))
+    run(Search([slow, toy], total=60, seeds=4, min_gain=0.001))
     assert slow.started == 0
     assert toy.started > 10
 
@@ -356,12 +356,12 @@ def test_model_spends_nothing_on_a_family_without_hope() -> None:
 def test_model_begins_with_the_least_expected_times_and_spreads_what_follows() -> None:
     toy = member(Toy(), sampler="model")
     search = Search([toy], total=40, seeds=LEADING + 6)
-    expected, ahead = toy.open, search.ahead()
-    assert [search.ask() for _ in range(LEADING + 6)] == ahead
-    assert ahead[:LEADING] == [toy.groups[key][: len(ahead[0])] for key in expected[:LEADING]]
-    assert len({group[0].digest for group in ahead}) == LEADING + 6
-    kinds = {group[0]["n"] for group in ahead[:LEADING]}
-    assert kinds < {group[0]["n"] for group in ahead}, "not all of the same kind"
+    expected, first = toy.open, search.first_groups()
+    assert [search.ask() for _ in range(LEADING + 6)] == first
+    assert first[:LEADING] == [toy.groups[key][: len(first[0])] for key in expected[:LEADING]]
+    assert len({group[0].digest for group in first}) == LEADING + 6
+    kinds = {group[0]["n"] for group in first[:LEADING]}
+    assert kinds < {group[0]["n"] for group in first}, "not all of the same kind"
 
 
 def test_model_leads_with_the_best_of_all_families() -> None:
@@ -373,7 +373,7 @@ def test_model_leads_with_the_best_of_all_families() -> None:
             return factor * super().predict_us(problem, config, gpu)
 
     members = [member(Other(), sampler="model"), member(Toy(), sampler="model")]
-    asked = [group[0] for group in Search(members, total=40, seeds=4).ahead()]
+    asked = [group[0] for group in Search(members, total=40, seeds=4).first_groups()]
     estimates = {m.family.name: m.family for m in members}
     times = [estimates[c.family].predict_us(PROBLEM, c, DEFAULT_GPU) for c in asked]
     assert times == sorted(times) and {c.family for c in asked} == {"toy", "other"}
@@ -448,10 +448,10 @@ class Wide(Toy):
     runtime_parameters = frozenset({"raster", "schedule", "stages", "splits"})
 
 
-def race(heat: int) -> tuple[FamilySearch, list[list[Config]]]:
+def race(raced: int) -> tuple[FamilySearch, list[list[Config]]]:
     space = Wide().space(PROBLEM, DEFAULT_GPU)
     wide = FamilySearch(
-        Wide(), PROBLEM, DEFAULT_GPU, space, seeds=4, sampler="cost", seed=0, heat=heat
+        Wide(), PROBLEM, DEFAULT_GPU, space, seeds=4, sampler="cost", seed=0, raced=raced
     )
     return wide, run(Search([wide], total=100, seeds=4))
 
@@ -475,7 +475,7 @@ def test_a_race_compiles_nothing_twice() -> None:
 def test_what_survived_a_heat_counts_until_it_is_finished() -> None:
     space = Wide().space(PROBLEM, DEFAULT_GPU)
     wide = FamilySearch(
-        Wide(), PROBLEM, DEFAULT_GPU, space, seeds=4, sampler="model", seed=0, heat=3
+        Wide(), PROBLEM, DEFAULT_GPU, space, seeds=4, sampler="model", seed=0, raced=3
     )
     search = Search([wide], total=1, seeds=4)
     first = search.ask()
@@ -499,7 +499,7 @@ def test_a_lost_heat_stays_lost_after_a_restart() -> None:
         seeds=4,
         sampler="cost",
         seed=0,
-        heat=3,
+        raced=3,
     )
     search = Search([again], total=100, seeds=4)
     search.tell_known(sorted(raced.seen.values(), key=lambda m: m.latency_us or 0))

@@ -34,10 +34,10 @@ from tuner.tuning import survey
 from tuner.tuning.job import parse_problem, read_problems
 from tuner.tuning.progress import Interruption
 from tuner.tuning.survey import (
-    Draw,
-    Progress,
     Sample,
     Survey,
+    SurveyProgress,
+    SurveySize,
     draw,
 )
 from tuner.tuning.sweep import Sweep
@@ -45,10 +45,10 @@ from tuner.tuning.sweep import Sweep
 SMALL = parse_problem("op=gemm,M=512,N=4096,K=4096")
 LARGE = parse_problem("op=gemm,M=4096,N=4096,K=4096")
 SHORT = parse_problem("S=1024,D=64")
-FEW = Draw(kernels=10, variants=3)
+FEW = SurveySize(kernels=10, variants=3)
 
 
-def drawn(problem: Problem, how: Draw = FEW) -> Sample:
+def drawn(problem: Problem, how: SurveySize = FEW) -> Sample:
     return draw(problem, DEFAULT_GPU, how)
 
 
@@ -102,7 +102,7 @@ class FakeRunner:
 
 def surveyed(
     samples: Sequence[Sample], runner: Any, folder: Path, **options: Any
-) -> list[Progress]:
+) -> list[SurveyProgress]:
     return Survey(
         samples, lambda p: Regime.default(p.op), lambda p, r: runner, folder, **options
     ).run()
@@ -131,51 +131,53 @@ def test_more_kernels_hold_those_of_fewer() -> None:
 
 
 def test_problems_with_one_space_draw_the_same_kernels() -> None:
-    spaces = [drawn(p, Draw(kernels=10_000)) for p in (SMALL, LARGE)]
+    spaces = [drawn(p, SurveySize(kernels=10_000)) for p in (SMALL, LARGE)]
     assert kernels(spaces[0]) < kernels(spaces[1]), "these two no longer share their kernels"
-    both = kernels(drawn(SMALL, Draw(kernels=60))) & kernels(drawn(LARGE, Draw(kernels=60)))
+    both = kernels(drawn(SMALL, SurveySize(kernels=60))) & kernels(
+        drawn(LARGE, SurveySize(kernels=60))
+    )
     assert len(both) >= 58
 
 
 def test_families_share_a_draw_by_their_size() -> None:
-    sample = drawn(SHORT, Draw(kernels=30))
+    sample = drawn(SHORT, SurveySize(kernels=30))
     whole = {name: of_family for name, (of_family, _) in sample.spaces.items()}
     assert set(whole) == {"cutlass_fmha", "fused_attention"}, "no composite family, no spare one"
     for name, size in whole.items():
         assert sample.drawn(name) == pytest.approx(30 * size / sum(whole.values()), abs=1)
-    only = drawn(SHORT, Draw(kernels=30, families=("fused_attention",)))
+    only = drawn(SHORT, SurveySize(kernels=30, families=("fused_attention",)))
     assert only.drawn("fused_attention") == 30
 
 
 def test_a_small_space_is_drawn_whole() -> None:
     problem = parse_problem("op=softmax,M=64,N=64")
-    sample = drawn(problem, Draw(families=("softmax",)))
+    sample = drawn(problem, SurveySize(families=("softmax",)))
     space = families()["softmax"].space(problem, DEFAULT_GPU)
     assert {config for group in sample.groups for config in group} == set(space)
 
 
 def test_what_cannot_be_drawn_is_refused() -> None:
     with pytest.raises(ConfigError, match="'softmax' does not serve gemm"):
-        drawn(LARGE, Draw(families=("softmax",)))
+        drawn(LARGE, SurveySize(families=("softmax",)))
     with pytest.raises(ConfigError, match="no family has a kernel to draw for attention"):
-        drawn(SHORT, Draw(families=("three_kernel_attention",)))
+        drawn(SHORT, SurveySize(families=("three_kernel_attention",)))
     with pytest.raises(ConfigError, match=r"variants=0 is out of range \(allowed: 1 or more\)"):
-        Draw(variants=0)
+        SurveySize(variants=0)
 
 
 def test_values_count_kernels_of_what_is_compiled_in() -> None:
-    values = drawn(LARGE, Draw(kernels=40)).values("gemm")
+    values = drawn(LARGE, SurveySize(kernels=40)).values("gemm")
     assert sum(values["tile_n"].values()) == 40 and "raster_order" not in values
     assert all(int(a) < int(b) for a, b in pairwise(values["tile_n"]))
 
 
 def test_the_shipped_list_is_ten_unlike_problems_and_others_of_their_kernels() -> None:
     problems = read_problems(resources.cache() / "survey.yaml")
-    ten = [drawn(problem, Draw()) for problem in problems[:10]]
+    ten = [drawn(problem, SurveySize()) for problem in problems[:10]]
     assert {problem.op for problem in problems[:10]} == {"attention", "gemm", "softmax"}
     assert all(len(s.groups) == min(120, sum(n for n, _ in s.spaces.values())) for s in ten)
     known = set().union(*map(kernels, ten))
-    others = set().union(*(kernels(drawn(problem, Draw())) for problem in problems[10:]))
+    others = set().union(*(kernels(drawn(problem, SurveySize())) for problem in problems[10:]))
     assert len(others - known) < 0.1 * len(others)
 
 
@@ -199,7 +201,7 @@ def test_a_survey_measures_each_draw_once_and_writes_recordings(tmp_path: Path) 
 
 def test_a_request_holds_few_kernels_of_one_family(tmp_path: Path) -> None:
     runner = FakeRunner()
-    surveyed([drawn(SHORT, Draw(kernels=30))], runner, tmp_path)
+    surveyed([drawn(SHORT, SurveySize(kernels=30))], runner, tmp_path)
     assert runner.submitted
     for request in runner.submitted:
         member = families()[request[0].family]
@@ -210,7 +212,7 @@ def test_a_request_holds_few_kernels_of_one_family(tmp_path: Path) -> None:
 def test_a_survey_goes_on_where_it_stopped(tmp_path: Path) -> None:
     interruption = Interruption()
 
-    def stop(progress: Progress) -> None:
+    def stop(progress: SurveyProgress) -> None:
         interruption.number = signal.SIGINT
 
     first = FakeRunner()
@@ -225,9 +227,9 @@ def test_a_survey_goes_on_where_it_stopped(tmp_path: Path) -> None:
 
 
 def test_more_variants_extend_a_recording(tmp_path: Path) -> None:
-    surveyed([drawn(LARGE, Draw(kernels=5, variants=1))], FakeRunner(), tmp_path)
+    surveyed([drawn(LARGE, SurveySize(kernels=5, variants=1))], FakeRunner(), tmp_path)
     runner = FakeRunner()
-    [progress] = surveyed([drawn(LARGE, Draw(kernels=5, variants=2))], runner, tmp_path)
+    [progress] = surveyed([drawn(LARGE, SurveySize(kernels=5, variants=2))], runner, tmp_path)
     assert progress.is_complete and progress.resumed == 5
     assert len(recording.read(progress.path).measurements) == progress.sample.candidates
 

@@ -618,7 +618,7 @@ def test_only_what_is_compiled_competes(store: Store) -> None:
     outcome = sweep(runner, store, trials=27, compiled_only=True, sampler="model").run()
     own = {m.config["n"] for m in store.measurements() if m.config.family == "toy"}
     assert own == {64} and outcome.kernels <= 9
-    # The vendors' in one request, the others in as many as there are bursts and second heats.
+    # The vendors' in one request, the others in as many as there are bursts and races.
     assert runner.collected < outcome.kernels
     assert len(runner.submitted) == outcome.candidates + 2 == runner.submitted.total()
 

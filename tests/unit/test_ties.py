@@ -11,7 +11,7 @@ from tuner.measurement import Environment, Measurement, Provenance, Regime, Stat
 from tuner.problem import AttentionProblem
 from tuner.search.ranking import rank
 from tuner.selection.describe import against_fastest, answer_text, list_text, speedups_text
-from tuner.selection.reader import Answer
+from tuner.selection.reader import LookupResult
 from tuner.store.entry import Entry
 from tuner.store.jobs import result_of, result_speed, result_text
 from tuner.tuning.outcome import Outcome
@@ -85,7 +85,7 @@ def test_ratios() -> None:
 def test_lookup_and_list() -> None:
     assert speedups_text(TIED) == "1.00x cudnn, a tie; 1.49x flash4"
     assert against_fastest(TIED) == "1.00x cudnn, a tie"
-    text = answer_text(Answer(TIED, exact=True), PROBLEM, "a store")
+    text = answer_text(LookupResult(TIED, exact=True), PROBLEM, "a store")
     assert "\ntied first   fused_attention" in text
     assert "winner" not in text
     heading = list_text([TIED]).splitlines()[1].split()

@@ -12,7 +12,7 @@ import pytest
 from tuner.errors import GateError
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure import tolerance
-from tuner.measure.tolerance import E4M3_ROUNDING, LIMITS, Comparison, judge
+from tuner.measure.tolerance import E4M3_ROUNDING, LIMITS, OutputComparison, judge
 from tuner.measurement import Status
 from tuner.problem import (
     E4M3,
@@ -25,7 +25,7 @@ GEMM = GemmProblem(m=4, n=8, k=64)
 ATTENTION = AttentionProblem(seqlen_q=70, seqlen_kv=90, head_dim=64, heads_q=2, layout="bshd")
 QUANTISED = AttentionProblem.parse("H=4,HKV=2,SQ=70,SKV=90,D=64,dtype=e4m3")
 BIASED = AttentionProblem.parse("B=2,H=4,HKV=2,SQ=70,SKV=90,D=64,bias=h,alibi=1,causal=1")
-GOOD = Comparison(elements=32, error_squares=32e-8, reference_squares=32.0)
+GOOD = OutputComparison(elements=32, error_squares=32e-8, reference_squares=32.0)
 
 
 def test_a_good_result_passes_with_its_error() -> None:
@@ -48,13 +48,15 @@ def test_a_bad_result_says_what_and_where(
     changes: dict[str, Any], status: Status, words: str
 ) -> None:
     values = {"elements": 32, "error_squares": 0.0, "reference_squares": 32.0, **changes}
-    verdict = judge(Comparison(**values), GEMM.output, {}, [])
+    verdict = judge(OutputComparison(**values), GEMM.output, {}, [])
     assert verdict.status is status
     assert words in verdict.log
 
 
 def test_a_stray_write_outweighs_everything() -> None:
-    verdict = judge(Comparison(elements=32, not_finite=4), GEMM.output, {"a": 0, "d": 2}, ["b"])
+    verdict = judge(
+        OutputComparison(elements=32, not_finite=4), GEMM.output, {"a": 0, "d": 2}, ["b"]
+    )
     assert verdict.status is Status.OUT_OF_BOUNDS
     assert verdict.log == "4 bytes beside 'd' were written; input 'b' was changed"
 
@@ -70,7 +72,7 @@ def test_a_stray_write_outweighs_everything() -> None:
 )
 def test_limits_by_type(dtype: Any, error: float, passes: bool) -> None:
     output = GemmProblem(m=4, n=8, k=64, dtype=dtype).output
-    seen = Comparison(elements=32, error_squares=32 * error**2, reference_squares=32.0)
+    seen = OutputComparison(elements=32, error_squares=32 * error**2, reference_squares=32.0)
     assert (judge(seen, output, {}, []).status is Status.OK) == passes
 
 
@@ -80,7 +82,7 @@ def test_values_that_fp16_cannot_hold_better_are_no_error() -> None:
     squares = 131072 * (1 / 131072) ** 2
     rounding = 131072 * (2**-24) ** 2 / 12
     assert (rounding / squares) ** 0.5 > LIMITS["float16"].frobenius
-    seen = Comparison(131072, error_squares=rounding * 1.001, reference_squares=squares)
+    seen = OutputComparison(131072, error_squares=rounding * 1.001, reference_squares=squares)
     assert judge(seen, output, {}, []).status is Status.OK
 
 
@@ -94,13 +96,13 @@ def test_e4m3_is_judged_by_its_own_limits() -> None:
     assert E4M3_ROUNDING < short.frobenius < 1.3 * E4M3_ROUNDING
     assert short.frobenius < long.frobenius < 2 * short.frobenius
     assert tolerance.limits_of(ATTENTION) == LIMITS["float16"]
-    seen = Comparison(elements=32, error_squares=32 * 0.03**2, reference_squares=32.0)
+    seen = OutputComparison(elements=32, error_squares=32 * 0.03**2, reference_squares=32.0)
     assert judge(seen, QUANTISED.output, {}, [], short).status is Status.OK
     assert judge(seen, QUANTISED.output, {}, []).status is Status.WRONG_RESULT  # for bf16
 
 
 def test_a_zero_reference_does_not_divide_by_zero() -> None:
-    verdict = judge(Comparison(4, error_squares=1.0), GEMM.output, {}, [])
+    verdict = judge(OutputComparison(4, error_squares=1.0), GEMM.output, {}, [])
     assert verdict.status is Status.WRONG_RESULT
 
 
@@ -110,10 +112,10 @@ NAN, INFINITE = float("nan"), float("inf")
 @pytest.mark.parametrize("sums", [(NAN, NAN), (INFINITE, INFINITE), (0.0, NAN), (0.0, INFINITE)])
 def test_nothing_passes_where_the_reference_is_not_finite(sums: tuple[float, float]) -> None:
     """Nor is the output blamed, whatever it is: the comparison with NaN is always false."""
-    for seen in (Comparison(32, *sums), Comparison(32, *sums, not_finite=2)):
+    for seen in (OutputComparison(32, *sums), OutputComparison(32, *sums, not_finite=2)):
         with pytest.raises(GateError, match=r"reference of 'd' \(1, 4, 8\) is not finite"):
             judge(seen, GEMM.output, {"d": 0}, [])
-    verdict = judge(Comparison(32, *sums), GEMM.output, {"d": 2}, [])
+    verdict = judge(OutputComparison(32, *sums), GEMM.output, {"d": 2}, [])
     assert (verdict.status, verdict.error) == (Status.OUT_OF_BOUNDS, None)
 
 
@@ -125,7 +127,7 @@ def test_a_limit_that_is_no_number_lets_nothing_pass() -> None:
 def test_unpacks_what_the_kernel_writes() -> None:
     data = struct.pack("<2d3Qd2Q", 1.5, 2.5, 3, 4, 5, 6.5, 2**64 - 1 - 77, 0)
     assert len(data) == 64
-    assert Comparison.unpack(data, 9) == Comparison(9, 1.5, 2.5, 3, 4, 5, 6.5, 77)
+    assert OutputComparison.unpack(data, 9) == OutputComparison(9, 1.5, 2.5, 3, 4, 5, 6.5, 77)
 
 
 def test_position_follows_the_strides() -> None:

@@ -20,7 +20,7 @@ from tuner.config import Config
 from tuner.errors import BenchmarkError
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure import worker as worker_room
-from tuner.measure.request import Outcome
+from tuner.measure.request import CandidateOutcome
 from tuner.measure.tolerance import Verdict
 from tuner.measure.worker import Worker
 from tuner.measure.worker_client import Ask
@@ -70,8 +70,8 @@ def answer(
     return served.answer(made.to_json(range(len(acts)), careful))
 
 
-def results(events: list[dict[str, Any]]) -> list[Outcome]:
-    return [Outcome.from_json(e["outcome"]) for e in events if e["event"] == "result"]
+def results(events: list[dict[str, Any]]) -> list[CandidateOutcome]:
+    return [CandidateOutcome.from_json(e["outcome"]) for e in events if e["event"] == "result"]
 
 
 def test_a_quick_request(events: list[dict[str, Any]]) -> None:

@@ -28,7 +28,7 @@ from tuner.config import Config
 from tuner.errors import BenchmarkError
 from tuner.measure import worker as worker_room
 from tuner.measure import worker_client
-from tuner.measure.request import Outcome
+from tuner.measure.request import CandidateOutcome
 from tuner.measure.worker_client import Ask, WorkerClient
 from tuner.measurement import Clocks, Regime, Status
 
@@ -354,12 +354,12 @@ def test_a_worker_ends_with_its_driver_even_while_busy(tmp_path: Path) -> None:
 
 
 def test_an_outcome_survives_the_pipe() -> None:
-    outcome = Outcome(
+    outcome = CandidateOutcome(
         Status.OK, 3.5, 0.1, 20, ("noisy",), 1e-4, 512, Clocks(1900, throttle=("a", "b")), "text"
     )
     from dataclasses import asdict
 
-    assert Outcome.from_json(json.loads(json.dumps(asdict(outcome)))) == outcome
+    assert CandidateOutcome.from_json(json.loads(json.dumps(asdict(outcome)))) == outcome
 
 
 #: The worker's own `main` on the fakes.

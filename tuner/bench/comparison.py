@@ -10,7 +10,7 @@ from functools import partial
 from typing import Protocol
 
 from tuner.bench.contenders import Lineup, line_up
-from tuner.bench.results import Results, Row, Timed
+from tuner.bench.results import Results, Row, TimedKernel
 from tuner.bench.suites import Named, none_named
 from tuner.compile.compiler import Compiler
 from tuner.errors import BenchmarkError, ConfigError, StoreError, TunerError
@@ -28,7 +28,7 @@ _PROGRESS_S = 5.0
 
 
 @dataclass(frozen=True)
-class Task:
+class RowTask:
     """One row to fill."""
 
     suite: str
@@ -58,7 +58,7 @@ class Machines(Protocol):
         """Compiler for all of them."""
 
 
-class Comparison:
+class ComparisonRun:
     """A run over many rows. One that fails does not end the others.
 
     Args:
@@ -74,7 +74,7 @@ class Comparison:
 
     def __init__(
         self,
-        tasks: Sequence[Task],
+        tasks: Sequence[RowTask],
         machines: Machines,
         entries: Sequence[Entry],
         *,
@@ -164,7 +164,7 @@ class Comparison:
         gpu = self._machines.gpu or DEFAULT_GPU
         return self._compile([(task.problem, self._lineup(task, gpu)) for task in self._tasks])
 
-    def _lineup(self, task: Task, gpu: Gpu) -> Lineup:
+    def _lineup(self, task: RowTask, gpu: Gpu) -> Lineup:
         return line_up(
             task.problem,
             gpu,
@@ -194,7 +194,7 @@ class Comparison:
             left = list(waiting)
         return [exc for future in futures if (exc := future.exception()) is not None]
 
-    def _row(self, task: Task, lineup: Lineup) -> Row:
+    def _row(self, task: RowTask, lineup: Lineup) -> Row:
         """Time a lineup; what makes all of it impossible is the row's failure."""
         empty = Row(
             task.suite,
@@ -213,7 +213,7 @@ class Comparison:
             raise
         except TunerError as exc:
             return replace(empty, failure=str(exc))
-        timed = tuple(Timed.of(c, m) for c, m in zip(lineup.contenders, seen, strict=True))
+        timed = tuple(TimedKernel.of(c, m) for c, m in zip(lineup.contenders, seen, strict=True))
         clocks = next((m.clocks for m in seen if m.ok), empty.clocks)
         return replace(empty, timed=timed, clocks=clocks)
 
@@ -238,14 +238,14 @@ def _check_same(earlier: Results, here: Results) -> None:
         )
 
 
-def _others(earlier: Results, tasks: Sequence[Task]) -> Results:
+def _others(earlier: Results, tasks: Sequence[RowTask]) -> Results:
     """The earlier rows that no task asks for."""
     asked = {(task.suite, task.problem, task.regime) for task in tasks}
     kept = [r for r in earlier.rows if (r.suite, r.problem, r.regime) not in asked]
     return replace(earlier, rows=tuple(kept))
 
 
-def _known(earlier: Results, task: Task, lineup: Lineup) -> Row | None:
+def _known(earlier: Results, task: RowTask, lineup: Lineup) -> Row | None:
     """The earlier row of a task, if it timed these kernels over as many rounds."""
     configs = {contender.config for contender in lineup.contenders}
     for row in earlier.rows:

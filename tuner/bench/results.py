@@ -47,7 +47,7 @@ def half_width_us(std_us: float | None, rounds: int) -> float | None:
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedKernel:
     """One kernel of a row."""
 
     role: Role
@@ -116,7 +116,7 @@ class Row:
     suite: str
     problem: Problem
     regime: Regime
-    timed: tuple[Timed, ...] = ()
+    timed: tuple[TimedKernel, ...] = ()
     clocks: Clocks = field(default_factory=Clocks)
     notes: tuple[str, ...] = ()
     failure: str = ""
@@ -125,13 +125,13 @@ class Row:
     """UTC, ISO 8601."""
 
     @property
-    def own(self) -> Timed | None:
+    def own(self) -> TimedKernel | None:
         """The fastest own kernel: of the tuned ones, or of the untuned where none is tuned."""
         tuned = [t for t in self.timed if t.role is Role.OWN]
         return _fastest(tuned or [t for t in self.timed if t.role is Role.UNTUNED])
 
     @property
-    def peer(self) -> Timed | None:
+    def peer(self) -> TimedKernel | None:
         """The fastest peer."""
         return _fastest([t for t in self.timed if t.role is Role.PEER])
 
@@ -168,7 +168,7 @@ class Row:
         pairs = [(t.again_us, t.latency_us) for t in self.timed if t.again_us and t.latency_us]
         return max((abs(again / us - 1) for again, us in pairs), default=None)
 
-    def figures(self, timed: Timed, gpu: Gpu) -> dict[str, float]:
+    def figures(self, timed: TimedKernel, gpu: Gpu) -> dict[str, float]:
         """Figures derived from a time, by name; empty without one.
 
         ``tb_per_s`` counts the keys and values of attention, every operand of other operations;
@@ -279,10 +279,10 @@ class Row:
         )
 
 
-def _timed_from_json(data: Mapping[str, Any]) -> Timed:
-    found = document.checked(Timed, data)
+def _timed_from_json(data: Mapping[str, Any]) -> TimedKernel:
+    found = document.checked(TimedKernel, data)
     values = {name: value for name, value in found.items() if name != "figures"}
-    return Timed(
+    return TimedKernel(
         **{
             **values,
             "role": Role(values["role"]),
@@ -297,7 +297,7 @@ def _timed_from_json(data: Mapping[str, Any]) -> Timed:
     )
 
 
-def _fastest(timed: Sequence[Timed]) -> Timed | None:
+def _fastest(timed: Sequence[TimedKernel]) -> TimedKernel | None:
     passed = [t for t in timed if t.latency_us is not None]
     return min(passed, key=lambda t: t.latency_us or 0.0, default=None)
 
@@ -320,7 +320,7 @@ def size_of(problem: Problem) -> Size:
 
 
 @dataclass(frozen=True)
-class Part:
+class SizeGroup:
     """The problems of one size."""
 
     size: Size
@@ -345,7 +345,7 @@ class Summary:
     worst_label: str
     ties: int = 0
     """Problems whose two times are equal within the noise of both."""
-    parts: tuple[Part, ...] = ()
+    parts: tuple[SizeGroup, ...] = ()
     """By size, where there are problems of several."""
     control: float | None = None
     """The largest part that two times of one kernel in one pass differ by."""
@@ -358,7 +358,7 @@ class Summary:
         known = [(size_of(row.problem), row.ratio) for row in rows if row.ratio is not None]
         sized = {size: [ratio for of, ratio in known if of is size] for size in Size}
         parts = [
-            Part(size, len(found), statistics.geometric_mean(found))
+            SizeGroup(size, len(found), statistics.geometric_mean(found))
             for size, found in sized.items()
             if found
         ]

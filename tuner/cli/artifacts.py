@@ -20,13 +20,13 @@ def register(subparsers: Any) -> None:
     """Add the command."""
     parser = subparsers.add_parser("cache", help="size of the compiled kernels; make it less")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    info = actions.add_parser("info", help="where the artifacts are, how many, how large")
+    info = actions.add_parser("info", help="print the artifacts' folder, number and size")
     prune = actions.add_parser("prune", help="remove the least recently used artifacts")
     prune.add_argument(
         "--max-size",
         default=DEFAULT_MAX_SIZE,
         metavar="SIZE",
-        help=f"what may stay, as in 500MB or 2GB (default {DEFAULT_MAX_SIZE})",
+        help=f"size of the cache afterwards, as in 500MB or 2GB (default {DEFAULT_MAX_SIZE})",
     )
     for action, function in ((info, show), (prune, shrink)):
         action.add_argument("--json", action="store_true", help="one JSON object")

@@ -13,7 +13,7 @@ from tuner.measurement import BEHIND, LAUNCHES, launch_named
 from tuner.problem import PROBLEMS
 
 if TYPE_CHECKING:
-    from tuner.bench.comparison import Task
+    from tuner.bench.comparison import RowTask
     from tuner.bench.results import Results
     from tuner.bench.suites import Suite
     from tuner.measurement import Regime
@@ -114,7 +114,7 @@ def register(subparsers: Any) -> None:
 
 def _output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="everything, written after every row"
+        "--json", type=Path, metavar="FILE", help="file for all results, written after every row"
     )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="one line a kernel")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="the tables")
@@ -127,9 +127,9 @@ def run(args: argparse.Namespace) -> int:
     """Bench; 0 when every problem has a time of its own kernels, else 1."""
     from tuner.base.output import check_place, write
     from tuner.base.processes import exit_code
-    from tuner.bench.comparison import Comparison
+    from tuner.bench.comparison import ComparisonRun
     from tuner.cli import DONE, FAILED, bench_tables
-    from tuner.cli.ahead import say_failures
+    from tuner.cli.aot import say_failures
     from tuner.runners.choose import Machine, Runners
     from tuner.selection.reader import with_shipped
     from tuner.store import open_store
@@ -154,7 +154,7 @@ def run(args: argparse.Namespace) -> int:
     interrupted: KeyboardInterrupt | None = None
     try:
         with Runners(Machine((args.device,), args.jobs), _note) as runners:
-            comparison = Comparison(
+            comparison = ComparisonRun(
                 tasks,
                 runners,
                 entries,
@@ -186,13 +186,13 @@ def run(args: argparse.Namespace) -> int:
     return DONE if all(row.own is not None for row in results.rows) else FAILED
 
 
-def _tasks(args: argparse.Namespace) -> Iterator[Task]:
+def _tasks(args: argparse.Namespace) -> Iterator[RowTask]:
     """The rows that the options ask for.
 
     Raises:
         ConfigError: when an option is wrong.
     """
-    from tuner.bench.comparison import Task
+    from tuner.bench.comparison import RowTask
     from tuner.bench.contenders import peers_named
 
     for name, value, least in (
@@ -211,7 +211,7 @@ def _tasks(args: argparse.Namespace) -> Iterator[Task]:
         rounds = args.rounds or suite.rounds
         for problem in dict.fromkeys(suite.problems):
             for regime in _regimes(args, suite):
-                yield Task(suite.name, problem, regime, rounds, against, suite.named)
+                yield RowTask(suite.name, problem, regime, rounds, against, suite.named)
 
 
 def _suites(args: argparse.Namespace) -> list[Suite]:

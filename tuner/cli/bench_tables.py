@@ -7,7 +7,7 @@ import io
 from collections.abc import Collection, Sequence
 
 from tuner.bench.contenders import Role
-from tuner.bench.results import Results, Row, Summary, Timed
+from tuner.bench.results import Results, Row, Summary, TimedKernel
 from tuner.hardware import Gpu
 from tuner.measurement import Resources, speedup_text
 from tuner.problem import AttentionProblem, GemmProblem, Problem
@@ -195,7 +195,7 @@ def _line(row: Row, gpu: Gpu, peers: Sequence[str], speed: str) -> list[str]:
     ]
 
 
-def _cell(timed: Timed | None) -> str:
+def _cell(timed: TimedKernel | None) -> str:
     return "-" if timed is None or timed.latency_us is None else microseconds(timed.latency_us)
 
 

@@ -26,7 +26,7 @@ _TOLD_AFTER_S = 1.0
 
 
 @dataclass
-class Target:
+class BuildTarget:
     """One own config of an entry and the kernels it needs."""
 
     measurement: Measurement
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
             name = option.replace("_", "-")
             raise ConfigError(f"--{name} is not for entries (allowed: with --portfolio)")
     with open_store(args.store) as store:
-        targets = [Target(m) for e in _entries(store, args) for m in _own(e)]
+        targets = [BuildTarget(m) for e in _entries(store, args) for m in _own(e)]
         if not targets:
             raise NoValidConfigError(
                 "nothing to build: the cache names no measured own kernel"
@@ -265,7 +265,7 @@ def _own(entry: Entry) -> Iterator[Measurement]:
         yield entry.best_own
 
 
-def _refuse_second_gpus(targets: list[Target]) -> None:
+def _refuse_second_gpus(targets: list[BuildTarget]) -> None:
     """The store names the kernels built for a problem and a config once, for whatever GPU: of two
     that need other kernels the second would take the first's place.
     """
@@ -280,11 +280,11 @@ def _refuse_second_gpus(targets: list[Target]) -> None:
             )
 
 
-def _submit(targets: list[Target], compiler: Compiler) -> None:
+def _submit(targets: list[BuildTarget], compiler: Compiler) -> None:
     """Have every kernel of all targets compiled at once, so that units can be shared."""
     from tuner.families import family
 
-    wanted: list[tuple[Target, str, KernelSpec]] = []
+    wanted: list[tuple[BuildTarget, str, KernelSpec]] = []
     for target in targets:
         if target.reason:
             continue
@@ -305,7 +305,7 @@ def _submit(targets: list[Target], compiler: Compiler) -> None:
         target.cached += future.done()
 
 
-def _finish(target: Target, store: Store) -> None:
+def _finish(target: BuildTarget, store: Store) -> None:
     """Wait for a target's kernels, and tell the store where they are."""
     from tuner.errors import StoreError
 
@@ -325,7 +325,7 @@ def _finish(target: Target, store: Store) -> None:
         store.record_build(found.problem, found.config, artifacts)
 
 
-def _said(target: Target) -> str:
+def _said(target: BuildTarget) -> str:
     if target.reason:
         return f"failed, {target.reason}"
     made = len(target.kernels) - target.cached

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tuner.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tuner.report.changes import Comparison
+    from tuner.report.changes import DecisionComparison
 
 DESCRIPTION = """Compares what two sources decided for the same problems, GPUs and regimes: the
 kernel that is served and the best own one. A source is a store (SQLAlchemy URL or SQLite file), an
@@ -28,13 +28,13 @@ def register(subparsers: Any) -> None:
     """Add the command."""
     parser = subparsers.add_parser(
         "compare",
-        help="what got faster, slower or changed between two stores or recordings",
+        help="compare two stores or recordings: faster, slower, changed",
         description=DESCRIPTION,
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("a", metavar="A", help="before")
-    parser.add_argument("b", metavar="B", help="after")
+    parser.add_argument("a", metavar="A", help="the earlier store, file or recording")
+    parser.add_argument("b", metavar="B", help="the later store, file or recording")
     parser.add_argument(
         "--tolerance",
         type=float,
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     return FAILED if any(pair.is_slower for pair in found.pairs) else DONE
 
 
-def comparison_text(found: Comparison) -> str:
+def comparison_text(found: DecisionComparison) -> str:
     """A table of all pairs, and what only one side has."""
     from tuner.selection.describe import (
         kernel_name,

@@ -37,7 +37,7 @@ def register(subparsers: Any) -> None:
     """Add the command."""
     parser = subparsers.add_parser(
         "doctor",
-        help="what is found of GPU, driver, compilers, CUTLASS and torch, and what is missing",
+        help="look for GPU, driver, compilers, CUTLASS and torch, and name what is missing",
     )
     parser.add_argument("--device", type=int, default=0, help="CUDA device (default 0)")
     parser.add_argument("--json", action="store_true", help="one JSON object")

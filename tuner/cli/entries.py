@@ -23,8 +23,8 @@ from tuner.measurement import Environment, Measurement, Provenance, Regime
 from tuner.problem import PROBLEMS, Problem
 from tuner.selection import describe
 from tuner.selection.reader import (
-    Answer,
     Entry,
+    LookupResult,
     entries,
     find_gpu,
     gpus,
@@ -67,7 +67,7 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--config",
         required=True,
-        help="its digest, the beginning of that, or its JSON; of a vendor its name, as cudnn",
+        help="config by its digest, the beginning of one, or JSON; a vendor's by name, as cudnn",
     )
     parser = _add(subparsers, "unpin", unpin, "serve the decided winner again")
     _shape(parser)
@@ -99,7 +99,9 @@ def _shape(parser: argparse.ArgumentParser) -> None:
 
 def _filters(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--op", choices=sorted(PROBLEMS))
-    parser.add_argument("--shape", metavar="KEY=VALUE,...", help="of --op, default attention")
+    parser.add_argument(
+        "--shape", metavar="KEY=VALUE,...", help="a shape of --op (default: of attention)"
+    )
     _place(parser)
     parser.add_argument("--provenance", choices=[str(p) for p in Provenance])
 
@@ -442,7 +444,7 @@ def _environment() -> Environment:
     return Environment({**environment().facts, **installed_versions()})
 
 
-def _answer(args: argparse.Namespace) -> Answer | None:
+def _answer(args: argparse.Namespace) -> LookupResult | None:
     """Look a shape up; on a miss say so on standard error."""
     problem = _asked(args)
     regimes = _regimes(args, problem)

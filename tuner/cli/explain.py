@@ -1,4 +1,4 @@
-"""``tuner explain``: why a configuration won, in plain words."""
+"""``tuner explain``: explain in plain words why a configuration won."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tuner.errors import NoValidConfigError
 from tuner.selection.describe import config_lines, wrapped
 
 if TYPE_CHECKING:
-    from tuner.report.explain import Claim, Explanation
-    from tuner.report.subject import Subject
+    from tuner.report.explain import Explanation, Statement
+    from tuner.report.subject import ReportSubject
 
 DESCRIPTION = """Says what the best own kernel has that the runner-up and the default have not,
 what that does to waves, occupancy, bytes and instructions, what changing one parameter alone did,
@@ -23,7 +23,7 @@ and what limits it. Every sentence says whether its numbers were measured or com
 def register(subparsers: Any) -> None:
     """Add the command."""
     parser = subparsers.add_parser(
-        "explain", help="why a configuration won, in plain words", description=DESCRIPTION
+        "explain", help="explain in plain words why a configuration won", description=DESCRIPTION
     )
     add_subject(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object")
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def explanation_text(subject: Subject, found: Explanation) -> str:
+def explanation_text(subject: ReportSubject, found: Explanation) -> str:
     """The account in paragraphs."""
     lines = [
         f"{subject.label}: measured {subject.measured_on}, {subject.source}",
@@ -69,7 +69,7 @@ def explanation_text(subject: Subject, found: Explanation) -> str:
     return "\n".join(lines)
 
 
-def _claims(claims: Iterable[Claim]) -> list[str]:
+def _claims(claims: Iterable[Statement]) -> list[str]:
     return [line for claim in claims for line in _item(f"{claim.text} [{claim.source}]")]
 
 

@@ -23,7 +23,9 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--op", choices=sorted(DOMAINS), default="attention")
     parser.add_argument("--gpu", metavar="NAME", help="as H200 (default)")
     parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="where to write what was made")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="file to write the portfolio to"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.set_defaults(run=run)
 

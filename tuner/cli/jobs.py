@@ -40,9 +40,11 @@ def register(subparsers: Any) -> None:
         ("logs", logs, "what happened to a job"),
     ):
         one = _add(commands, name, run, text)
-        one.add_argument("id", metavar="JOB", help="its id or the beginning of it")
+        one.add_argument("id", metavar="JOB", help="the job's id, or its beginning")
         if name == "logs":
-            one.add_argument("--follow", action="store_true", help="go on until the job ends")
+            one.add_argument(
+                "--follow", action="store_true", help="print progress until the job ends"
+            )
 
 
 def _add(

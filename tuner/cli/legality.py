@@ -92,7 +92,7 @@ _PROGRESS_EVERY = 10
 
 
 @dataclass(frozen=True)
-class Draw:
+class SampledConfig:
     """One drawn config, and what the predicate says of it."""
 
     problem: Problem
@@ -107,18 +107,22 @@ def register(subparsers: Any) -> None:
         help="measure how well a family's legality predicate predicts the compiler and the GPU",
     )
     parser.add_argument("--family", required=True, help="a kernel family that is compiled")
-    parser.add_argument("--legal", type=int, default=60, help="legal configs to draw (default 60)")
-    parser.add_argument("--rejected", type=int, default=40, help="rejected ones (default 40)")
+    parser.add_argument(
+        "--legal", type=int, default=60, help="legal configs to sample (default 60)"
+    )
+    parser.add_argument(
+        "--rejected", type=int, default=40, help="rejected configs to sample (default 40)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=None, help="parallel compiles")
-    parser.add_argument("--output", type=Path, help="write every draw's outcome as JSON")
+    parser.add_argument("--output", type=Path, help="write every sample's outcome as JSON")
     parser.set_defaults(run=run)
 
 
 def draw(
     family: Family, gpu: Gpu, legal: int, rejected: int, rng: random.Random
-) -> tuple[list[Draw], list[Draw]]:
+) -> tuple[list[SampledConfig], list[SampledConfig]]:
     """Draw distinct configs until there are enough legal and enough rejected ones.
 
     Gives up, with fewer, after 100,000 draws: a small space has no more.
@@ -127,21 +131,23 @@ def draw(
 
     problems = [PROBLEMS[family.op].parse(text) for text in SHAPES[family.op]]
     spaces = [(p, space) for p in problems if (space := family.space(p, gpu))]
-    accepted: dict[str, Draw] = {}
-    refused: dict[str, Draw] = {}
+    accepted: dict[str, SampledConfig] = {}
+    refused: dict[str, SampledConfig] = {}
     for _ in range(_MAX_DRAWS if spaces else 0):
         if len(accepted) >= legal and len(refused) >= rejected:
             break
         problem, space = rng.choice(spaces)
         config = family.draw(problem, gpu, space, rng)
-        found = Draw(problem, config, tuple(family.violations(problem, config, gpu)))
+        found = SampledConfig(problem, config, tuple(family.violations(problem, config, gpu)))
         pool, wanted = (refused, rejected) if found.violations else (accepted, legal)
         if len(pool) < wanted:
             pool.setdefault(problem.key + config.digest, found)
     return list(accepted.values()), list(refused.values())
 
 
-def evaluate(runner: Runner, draws: Sequence[Draw]) -> Iterator[tuple[Draw, Measurement]]:
+def evaluate(
+    runner: Runner, draws: Sequence[SampledConfig]
+) -> Iterator[tuple[SampledConfig, Measurement]]:
     """Compile, check and time every draw; each is given when it is done, in the runner's order."""
     by_identity = {d.problem.key + d.config.digest: d for d in draws}
     waiting = list(by_identity.values())
@@ -157,7 +163,7 @@ def evaluate(runner: Runner, draws: Sequence[Draw]) -> Iterator[tuple[Draw, Meas
             yield by_identity[seen.problem.key + seen.config.digest], seen
 
 
-def summary(outcomes: Sequence[tuple[Draw, Measurement]]) -> dict[str, Any]:
+def summary(outcomes: Sequence[tuple[SampledConfig, Measurement]]) -> dict[str, Any]:
     """Counts and the shares that a predicate is judged by."""
     legal = [m for d, m in outcomes if not d.violations]
     refused = [m for d, m in outcomes if d.violations]
@@ -186,7 +192,11 @@ def _spills(m: Measurement) -> bool:
 
 
 def report(
-    family: Family, gpu: Gpu, seed: int, drawn: int, outcomes: Sequence[tuple[Draw, Measurement]]
+    family: Family,
+    gpu: Gpu,
+    seed: int,
+    drawn: int,
+    outcomes: Sequence[tuple[SampledConfig, Measurement]],
 ) -> dict[str, Any]:
     """Document of the command: `summary`, and every outcome so far of the `drawn` ones."""
     return {
@@ -219,7 +229,7 @@ def save(path: Path, content: dict[str, Any]) -> None:
     output.write(path, json.dumps(content, indent=1) + "\n")
 
 
-def progress(outcomes: Sequence[tuple[Draw, Measurement]], drawn: int) -> str:
+def progress(outcomes: Sequence[tuple[SampledConfig, Measurement]], drawn: int) -> str:
     """One line, as ``20 of 100: 17 ok, 3 compile_error``."""
     counts = Counter(m.status.value for _, m in outcomes).most_common()
     return f"{len(outcomes)} of {drawn}: " + ", ".join(f"{n} {status}" for status, n in counts)
@@ -243,7 +253,7 @@ def run(args: argparse.Namespace) -> int:
         raise BenchmarkError("no GPU found: legality is measured on a GPU")
     legal, rejected = draw(family, gpu, args.legal, args.rejected, random.Random(args.seed))
     drawn = len(legal) + len(rejected)
-    outcomes: list[tuple[Draw, Measurement]] = []
+    outcomes: list[tuple[SampledConfig, Measurement]] = []
     if args.output:  # at once: a path that cannot be written should not cost the whole run
         save(args.output, report(family, gpu, args.seed, drawn, outcomes))
     parts = ((legal, _UNIT, NVCC_TIMEOUT_S), (rejected, _REJECTED_UNIT, REJECTED_TIMEOUT_S))

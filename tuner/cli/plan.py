@@ -11,7 +11,7 @@ from tuner.cli.timing import add_launch, usual_inputs
 from tuner.problem import PROBLEMS, Problem
 
 if TYPE_CHECKING:
-    from tuner.search.coverage import Choice, Plan, Served
+    from tuner.search.coverage import CoveragePlan, CoveredProblem, PlannedConfig
 
 DESCRIPTION = """Says which few configurations serve every shape of a list, each within a given
 loss of the best known one there: by greedy set cover over measured times, and, where a
@@ -37,7 +37,7 @@ def register(subparsers: Any) -> None:
         "--within", type=float, default=3.0, metavar="PERCENT", help="loss allowed (default 3)"
     )
     parser.add_argument(
-        "--measured", action="store_true", help="count measured times only, predict none"
+        "--measured", action="store_true", help="use measured times only, predict none"
     )
     parser.add_argument("--gpu", metavar="NAME", help="as H200 (default)")
     add_launch(parser)
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: when a shape, the loss or a name is wrong.
     """
-    from tuner.cli.ahead import Progress, say_planning
+    from tuner.cli.aot import ProgressNotes, say_planning
     from tuner.errors import ConfigError
     from tuner.hardware import DEFAULT_GPU
     from tuner.search.coverage import plan, times
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         gpu = find_gpu(args.gpu, [e.gpu for e in store.entries()]) if args.gpu else DEFAULT_GPU
         say_planning(problems, gpu)
         regime, found = measured_in(ops[0], gpu, usual_inputs(args, ops[0]), store)
-    known = times(problems, gpu, found, predict=not args.measured, note=Progress())
+    known = times(problems, gpu, found, predict=not args.measured, note=ProgressNotes())
     made = plan(known, args.within / 100)
     head = f"{ops[0]} on {gpu.name}, {regime}"
     if args.json:
@@ -92,7 +92,7 @@ def _problems(args: argparse.Namespace) -> list[Problem]:
     return expand(PROBLEMS[args.op], args.shape)
 
 
-def plan_text(head: str, made: Plan) -> str:
+def plan_text(head: str, made: CoveragePlan) -> str:
     """The configurations, and a table of the shapes with where each number comes from."""
     from tuner.selection.describe import config_text, microseconds, table, wrapped
 
@@ -124,13 +124,13 @@ def plan_text(head: str, made: Plan) -> str:
     return "\n".join(lines)
 
 
-def _sum(choice: Choice) -> str:
+def _sum(choice: PlannedConfig) -> str:
     where = f"{_count(len(choice.served), 'shape')}, {choice.measured} of them measured"
     kernels = _count(choice.kernels, "kernel") + " to compile, " if choice.kernels else ""
     return f"{where}; {kernels}worst loss {100 * choice.worst_loss:.1f} %"
 
 
-def _elsewhere(served: Served) -> str:
+def _elsewhere(served: CoveredProblem) -> str:
     if served.elsewhere is None:
         return ""
     kernel, us = served.elsewhere

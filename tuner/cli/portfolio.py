@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from tuner.cli import DONE
-from tuner.cli.ahead import compile_ahead, say
+from tuner.cli.aot import compile_aot, say
 from tuner.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def _build(wanted: Sequence[Target], compiler: Compiler, dry_run: bool) -> int:
     def enter(spec: KernelSpec, artifact: Artifact) -> None:
         update(path, [Kernel(spec.key, artifact.key, artifact.sha256)], are_built=True)
 
-    code = compile_ahead(specs, compiler, None, started, enter)
+    code = compile_aot(specs, compiler, None, started, enter)
     built = [kernel for spec in specs if (kernel := KernelList.read(path).find(spec)) is not None]
     proven = sum(kernel.proof is not None for kernel in built)
     text = f"{path}: {proven} of {len(built)} kernels are proven and served"

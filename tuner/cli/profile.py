@@ -42,7 +42,11 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
     parser.add_argument("--ncu", type=Path, metavar="PATH", help="Nsight Compute's command")
     parser.add_argument(
-        "--timeout", type=float, default=300.0, metavar="S", help="kill it after this (default 300)"
+        "--timeout",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="seconds after which it is killed (default 300)",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.set_defaults(run=run)

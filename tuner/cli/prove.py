@@ -7,14 +7,14 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from tuner.cli.ahead import PROGRESS_S, say
+from tuner.cli.aot import PROGRESS_S, say
 from tuner.errors import BenchmarkError, ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tuner.hardware import Gpu
-    from tuner.tuning.proof import Plan, Progress, Prover
+    from tuner.tuning.proof import ProofPlan, ProofProgress, Prover
 
 DESCRIPTION = """Takes every kernel that `tuner build --portfolio` built through the numerics gate,
 on problems drawn from all that it serves: edges of tiles, one query, one key, every ratio of heads,
@@ -30,13 +30,24 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--op", help="only this operation's portfolio")
     parser.add_argument("--device", type=int, default=0, help="CUDA device (default 0)")
     parser.add_argument(
-        "--problems", type=int, default=64, metavar="N", help="of each kernel at least (default 64)"
+        "--problems",
+        type=int,
+        default=64,
+        metavar="N",
+        help="fewest problems for each kernel (default 64)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the draw (default 0)")
-    parser.add_argument("--again", action="store_true", help="also kernels that have a verdict")
-    parser.add_argument("--dry-run", action="store_true", help="say what is left, check nothing")
     parser.add_argument(
-        "--time-limit", type=float, metavar="SECONDS", help="end after this, with what there is"
+        "--seed", type=int, default=0, help="seed of the random problems (default 0)"
+    )
+    parser.add_argument("--again", action="store_true", help="also kernels that have a verdict")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="list the kernels that need a proof, check nothing"
+    )
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        metavar="SECONDS",
+        help="end after this time; finished proofs are kept",
     )
     parser.set_defaults(run=run)
 
@@ -103,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     return FAILED if faults or left else DONE
 
 
-def _prove(prover: Prover, plans: Sequence[Plan], faults: list[str]) -> int:
+def _prove(prover: Prover, plans: Sequence[ProofPlan], faults: list[str]) -> int:
     """Prove each list's kernels, add what failed to `faults`; returns how many are left."""
     left = 0
     for todo in plans:
@@ -116,7 +127,7 @@ def _prove(prover: Prover, plans: Sequence[Plan], faults: list[str]) -> int:
     return left
 
 
-def _plans(args: argparse.Namespace, gpu: Gpu) -> list[Plan]:
+def _plans(args: argparse.Namespace, gpu: Gpu) -> list[ProofPlan]:
     """Kernels without a proof in each list of the GPU's compute capability."""
     from tuner.base import resources
     from tuner.selection.kernels import BUILD, KernelList, targets, users
@@ -152,7 +163,7 @@ class _Teller:
     def __init__(self, problems: int) -> None:
         self._problems, self._next = problems, 0.0
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: ProofProgress) -> None:
         now = time.monotonic()
         if now < self._next:
             return

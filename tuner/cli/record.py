@@ -23,7 +23,12 @@ def register(subparsers: Any) -> None:
         description="Writes every measurement that the store holds of a shape, its stages' too, "
         "as one compact file, which `tuner sweep` replays where no GPU is.",
     )
-    parser.add_argument("out", type=Path, metavar="OUT", help="a file, or a folder to name it in")
+    parser.add_argument(
+        "out",
+        type=Path,
+        metavar="OUT",
+        help="output file, or a folder for a file named by the shape",
+    )
     parser.add_argument("--op", choices=sorted(PROBLEMS), default="attention")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--shape", metavar="KEY=VALUE,...", help="as S=1024,D=64")

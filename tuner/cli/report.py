@@ -12,7 +12,7 @@ from tuner.cli.subject import add_subject, subject_of
 from tuner.errors import ConfigError, NoValidConfigError
 
 if TYPE_CHECKING:
-    from tuner.report.subject import Subject
+    from tuner.report.subject import ReportSubject
 
 DESCRIPTION = """Writes one self-contained HTML page of a measured sweep: the verdict and how to use
 it, the kernel beside its peers, its limits, the reasons for its config, course and cost of the
@@ -26,7 +26,9 @@ def register(subparsers: Any) -> None:
         "report", help="a sweep as one HTML page", description=DESCRIPTION
     )
     add_subject(parser).add_argument(
-        "--job", metavar="ID", help="of `tuner jobs`: a page for each of its problems, in -o FOLDER"
+        "--job",
+        metavar="ID",
+        help="job of `tuner jobs`; writes a page for each of its problems into -o FOLDER",
     )
     parser.add_argument(
         "-o", "--out", type=Path, metavar="FILE", help="default: report.html; of a job report/"
@@ -36,16 +38,18 @@ def register(subparsers: Any) -> None:
         type=Path,
         action="append",
         metavar="FILE",
-        help="of `tuner bench --json`: its rows that differ in their sequence length only make the "
+        help="file of `tuner bench --json`; rows that differ only in length make the "
         "scaling curves; may be repeated",
     )
     parser.add_argument(
         "--pictures", type=Path, metavar="DIR", help="write the pictures as SVG instead of the page"
     )
     parser.add_argument(
-        "--only", metavar="NAMES", help="of --pictures these, as standing,ranking,progress"
+        "--only",
+        metavar="NAMES",
+        help="pictures to write with --pictures, as standing,ranking,progress",
     )
-    parser.add_argument("--json", action="store_true", help="say what was written as JSON")
+    parser.add_argument("--json", action="store_true", help="print the written files as JSON")
     parser.set_defaults(run=run)
 
 
@@ -79,13 +83,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _write(path: Path, subject: Subject) -> int:
+def _write(path: Path, subject: ReportSubject) -> int:
     from tuner.report.page import render
 
     return output.write(path, render(subject))
 
 
-def _facts(path: Path, size: int, subject: Subject) -> dict[str, Any]:
+def _facts(path: Path, size: int, subject: ReportSubject) -> dict[str, Any]:
     return {"path": str(path), "bytes": size, "source": subject.source}
 
 

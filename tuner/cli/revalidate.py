@@ -69,7 +69,7 @@ def register(subparsers: Any) -> None:
 
 def revalidate(args: argparse.Namespace) -> int:
     """Revalidate; 1 when an entry could not be decided anew."""
-    from tuner.tuning import revalidate as room
+    from tuner.tuning import revalidate as tuning
 
     if args.compile:
         return _compile(args)
@@ -78,7 +78,7 @@ def revalidate(args: argparse.Namespace) -> int:
 
     def work(entry: Entry, runner: Runner, store: Store) -> dict[str, Any]:
         print(f"{_label(entry)}: timing", file=sys.stderr, flush=True)
-        result = room.revalidate(entry, runner, store, compiled_only=args.compiled_only)
+        result = tuning.revalidate(entry, runner, store, compiled_only=args.compiled_only)
         if not args.json:
             print("\n".join(_revalidated_lines(result)), flush=True)
         return _revalidated_json(result)
@@ -88,7 +88,7 @@ def revalidate(args: argparse.Namespace) -> int:
 
 def _compile(args: argparse.Namespace) -> int:
     """Compile the own kernels of the entries that are asked for; 1 when one failed."""
-    from tuner.cli.ahead import compile_ahead
+    from tuner.cli.aot import compile_aot
     from tuner.families import families
     from tuner.hardware import DEFAULT_GPU
     from tuner.runners.choose import Machine, Runners
@@ -104,7 +104,7 @@ def _compile(args: argparse.Namespace) -> int:
             for config in candidates(entry, gpu)
             for spec in families()[config.family].kernels(entry.problem, config).values()
         ]
-        return compile_ahead(list(dict.fromkeys(specs)), compiler, args.time_limit)
+        return compile_aot(list(dict.fromkeys(specs)), compiler, args.time_limit)
 
 
 def _each(args: argparse.Namespace, work: Work) -> int:

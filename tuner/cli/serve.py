@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"port={args.port} is out of range (allowed: 0 to 65535)")
     try:
         from tuner.service.app import create_app
-        from tuner.service.connections import Limits
+        from tuner.service.connections import ConnectionLimits
         from tuner.service.server import Server, listen
         from tuner.service.tokens import Tokens
     except ImportError as exc:
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
             f"host={args.host} can be reached from elsewhere: set TUNER_READ_TOKEN and "
             "TUNER_WRITE_TOKEN, or leave --host out"
         )
-    limits = Limits.of_process()
+    limits = ConnectionLimits.of_process()
     # One that is named must be there: a slip would serve nothing. The default place is made.
     with open_store(args.store, create=not args.store) as store:
         server = Server(create_app(store, tokens), limits)

@@ -54,7 +54,7 @@ def register(subparsers: Any) -> None:
     )
     engine = parser.add_argument_group("paged caches")
     engine.add_argument(
-        "--engine", choices=tuple(ENGINES), help="whose cache and steps the problems have"
+        "--engine", choices=tuple(ENGINES), help="engine whose cache and steps define the problems"
     )
     engine.add_argument(
         "--concurrency", metavar="LIST", help="sequences decoded at a time (default 1,16,64,128)"

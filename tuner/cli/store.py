@@ -50,7 +50,7 @@ def register(subparsers: Any) -> None:
         one = commands.add_parser(name, help=about, description=text)
         one.add_argument("file", metavar="FILE", type=Path, help="the backup")
         one.add_argument("--store", metavar="URL", help="SQLite file or its URL")
-        one.add_argument("--json", action="store_true", help="what was done as JSON")
+        one.add_argument("--json", action="store_true", help="print the result as JSON")
         one.set_defaults(run=run)
 
 

@@ -10,7 +10,7 @@ from tuner.cli.timing import add_launch, usual_inputs
 from tuner.problem import PROBLEMS
 
 if TYPE_CHECKING:
-    from tuner.report.subject import Subject
+    from tuner.report.subject import ReportSubject
 
 
 def add_subject(parser: argparse.ArgumentParser) -> Any:
@@ -26,7 +26,7 @@ def add_subject(parser: argparse.ArgumentParser) -> Any:
     return what
 
 
-def subject_of(args: argparse.Namespace) -> Subject:
+def subject_of(args: argparse.Namespace) -> ReportSubject:
     """Read the sweep that the options name.
 
     Raises:

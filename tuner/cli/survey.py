@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner.cli.ahead import compile_ahead, say
+from tuner.cli.aot import compile_aot, say
 from tuner.cli.timing import add_launch
 from tuner.problem import PROBLEMS
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tuner.families.base import KernelSpec
     from tuner.hardware import Gpu
     from tuner.problem import Problem
-    from tuner.tuning.survey import Draw, Progress, Sample
+    from tuner.tuning.survey import Sample, SurveyProgress, SurveySize
 
 DESCRIPTION = """Draws kernels of each problem at random (the same arguments draw the same ones,
 whatever was measured before), compiles, checks and times them, and keeps one recording a problem,
@@ -29,7 +29,7 @@ def register(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "survey", help="measure a random sample of kernels, to judge by", description=DESCRIPTION
     )
-    parser.add_argument("out", type=Path, metavar="FOLDER", help="of the recordings")
+    parser.add_argument("out", type=Path, metavar="FOLDER", help="folder of the recordings")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--shape", metavar="KEY=VALUE,...", help="one problem, as S=1024,D=64")
     what.add_argument(
@@ -38,7 +38,7 @@ def register(subparsers: Any) -> None:
     what.add_argument(
         "--portfolio",
         action="store_true",
-        help="in place of a random draw the kernels that a portfolio may be made of, and "
+        help="measure, not a random sample, but the kernels that a portfolio may be made of, and "
         "PyTorch's, at problems of public models",
     )
     parser.add_argument(
@@ -47,19 +47,26 @@ def register(subparsers: Any) -> None:
         help="with --portfolio: only domains whose name holds each of these, as in D=128,one query",
     )
     parser.add_argument("--op", choices=sorted(PROBLEMS), default="attention")
-    parser.add_argument("--kernels", type=int, default=120, help="of each problem (default 120)")
-    parser.add_argument("--variants", type=int, default=4, help="of each kernel (default 4)")
-    parser.add_argument("--seed", type=int, default=0, help="of the draw (default 0)")
     parser.add_argument(
-        "--family", action="append", metavar="NAME", help="own family to draw; may be repeated"
+        "--kernels", type=int, default=120, help="kernels of each problem (default 120)"
+    )
+    parser.add_argument(
+        "--variants", type=int, default=4, help="run-time variants of each kernel (default 4)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sample (default 0)")
+    parser.add_argument(
+        "--family", action="append", metavar="NAME", help="own family to sample; may be repeated"
     )
     less = parser.add_mutually_exclusive_group()
-    less.add_argument("--list", action="store_true", help="say what is drawn, measure nothing")
+    less.add_argument("--list", action="store_true", help="print the sample, measure nothing")
     less.add_argument(
-        "--compile", action="store_true", help="compile what is drawn; needs and uses no GPU"
+        "--compile", action="store_true", help="compile the sample; needs and uses no GPU"
     )
     parser.add_argument(
-        "--time-limit", type=float, metavar="SECONDS", help="end after this, with what there is"
+        "--time-limit",
+        type=float,
+        metavar="SECONDS",
+        help="end after this time; finished measurements are kept",
     )
     add_launch(parser)
     parser.add_argument("--l2", choices=("warm", "cold"), help="state of the inputs")
@@ -77,11 +84,17 @@ def run(args: argparse.Namespace) -> int:
     from tuner.search.pool import regime
     from tuner.tuning.job import JobOptions
     from tuner.tuning.progress import Interruption
-    from tuner.tuning.survey import NO_GPU, POOL_REQUEST_KERNELS, REQUEST_KERNELS, Draw, Survey
+    from tuner.tuning.survey import (
+        NO_GPU,
+        POOL_REQUEST_KERNELS,
+        REQUEST_KERNELS,
+        Survey,
+        SurveySize,
+    )
 
     if args.jobs is not None and args.jobs < 1:
         raise ConfigError(f"jobs={args.jobs} is out of range (allowed: 1 or more)")
-    how = Draw(args.kernels, args.variants, args.seed, tuple(args.family or ()))
+    how = SurveySize(args.kernels, args.variants, args.seed, tuple(args.family or ()))
     if args.only and not args.portfolio:
         raise ConfigError("--only is for --portfolio (allowed elsewhere: --shape, --problems)")
     if args.portfolio and (args.regime or args.l2):
@@ -100,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
             compiler = runners.compiler()
             if args.portfolio:
                 compiler.batch = 1  # as `tuner build --portfolio`: equal builds are equal bytes
-            return compile_ahead(specs, compiler, args.time_limit)
+            return compile_aot(specs, compiler, args.time_limit)
         with Interruption() as interruption:
             survey = Survey(
                 samples,
@@ -120,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
     return _code(found, interruption.number)
 
 
-def _code(found: Sequence[Progress], interrupted_by: int | None) -> int:
+def _code(found: Sequence[SurveyProgress], interrupted_by: int | None) -> int:
     from tuner.base.processes import exit_code
     from tuner.cli import DONE, FAILED
 
@@ -133,7 +146,7 @@ def _code(found: Sequence[Progress], interrupted_by: int | None) -> int:
     return FAILED if left else DONE
 
 
-def _samples(args: argparse.Namespace, gpu: Gpu, how: Draw) -> list[Sample]:
+def _samples(args: argparse.Namespace, gpu: Gpu, how: SurveySize) -> list[Sample]:
     """Candidates that are measured for each problem."""
     from tuner.errors import ConfigError
     from tuner.selection.domains import DOMAINS
@@ -162,7 +175,7 @@ def _problems(args: argparse.Namespace) -> list[Problem]:
 
 
 def _list(
-    samples: Sequence[Sample], how: Draw, gpu: Gpu, tell: Callable[[str], None]
+    samples: Sequence[Sample], how: SurveySize, gpu: Gpu, tell: Callable[[str], None]
 ) -> list[KernelSpec]:
     """Say what is drawn, problem by problem, and how many kernels that is in all; the kernels."""
     from tuner.families import families
@@ -201,7 +214,7 @@ def sample_text(sample: Sample) -> str:
     return "\n".join(lines)
 
 
-def progress_text(progress: Progress) -> str:
+def progress_text(progress: SurveyProgress) -> str:
     """One line, as ``attention S=1024,D=64: 48 of 390 candidates, 30 resumed: 46 ok, ...``."""
     from collections import Counter
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner import settings
-from tuner.cli.ahead import sweep_ahead
+from tuner.cli.aot import sweep_aot
 from tuner.cli.artifacts import parse_size
 from tuner.cli.timing import add_launch
 from tuner.errors import ConfigError
@@ -59,7 +59,7 @@ def register(subparsers: Any) -> None:
         "kernels), until --time-limit; needs and uses no GPU, measures nothing",
     )
     ahead.add_argument(
-        "--list", action="store_true", help="say what --compile would compile, do nothing"
+        "--list", action="store_true", help="list the kernels that --compile would compile"
     )
     parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
     add_studies(parser)
@@ -84,7 +84,7 @@ def add_budget(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--time-limit", type=float, metavar="SECONDS", help="for all of it, the final pass included"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the search (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the search (default 0)")
     parser.add_argument("--sampler", help="model (default), tpe, gp, cmaes, cost or random")
     parser.add_argument(
         "--compiled-only",
@@ -175,7 +175,7 @@ def run(args: argparse.Namespace) -> int:
     machine = machine_of(args, options.sweep.max_workspace)
     url = args.store or settings.store_url()
     if args.compile or args.list:
-        return sweep_ahead(args, problems, options, url)
+        return sweep_aot(args, problems, options, url)
     with (
         open_store(url) as store,
         Interruption() as interruption,
@@ -215,13 +215,13 @@ def _say_known(
     """
     from tuner.hardware import DEFAULT_GPU
     from tuner.measurement import Provenance, Regime
-    from tuner.selection.reader import Answer, lookup
+    from tuner.selection.reader import LookupResult, lookup
     from tuner.selection.shipped import with_shipped
     from tuner.store.reading import sqlite_file
 
     path = sqlite_file(url)
     among = None if path else with_shipped(store.entries())
-    known: list[tuple[Problem, Answer]] = []
+    known: list[tuple[Problem, LookupResult]] = []
     for problem in problems:
         regimes = Regime.choices(problem.op, options.launch, options.l2)
         answer = lookup(problem, gpu=DEFAULT_GPU, regime=regimes, path=path, among=among)

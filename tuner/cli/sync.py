@@ -31,9 +31,9 @@ def register(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "sync", help="mirror a service's decisions in the local store", description=DESCRIPTION
     )
-    parser.add_argument("url", metavar="URL", help="of the service, as http://host:8265")
+    parser.add_argument("url", metavar="URL", help="address of the service, as http://host:8265")
     parser.add_argument(
-        "--every", type=float, metavar="SECONDS", help="go on, with this pause; else once"
+        "--every", type=float, metavar="SECONDS", help="repeat with this pause; default: once"
     )
     parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
     parser.add_argument("--json", action="store_true", help="one JSON object for each pull")

@@ -44,7 +44,7 @@ TERMS = (
 """
 
 
-class Tiling(NamedTuple):
+class AttentionTiling(NamedTuple):
     """How a kernel cuts the scores into blocks."""
 
     rows: int
@@ -61,7 +61,7 @@ class Tiling(NamedTuple):
     """Columns computed for the head dimension; 0: as many as there are."""
 
 
-class Sizes(NamedTuple):
+class AttentionSizes(NamedTuple):
     """Sizes from which the work of all kernels at one problem is counted."""
 
     seqlen_q: int
@@ -85,7 +85,7 @@ class Sizes(NamedTuple):
         return self.moved / MEGABYTE
 
     @classmethod
-    def of(cls, problem: AttentionProblem) -> Sizes:
+    def of(cls, problem: AttentionProblem) -> AttentionSizes:
         """The sizes of a problem. A selection begins with them: it is kept short."""
         queries, keys, batch = problem.seqlen_q, problem.seqlen_kv, problem.batch
         head_dim, heads = problem.head_dim, batch * problem.heads_q
@@ -101,7 +101,7 @@ class Sizes(NamedTuple):
         return cls(queries, keys, heads, is_masked, left, right, width, moved, outputs)
 
 
-def work(sizes: Sizes, tiling: Tiling, gpu: Gpu) -> tuple[float, ...]:
+def work(sizes: AttentionSizes, tiling: AttentionTiling, gpu: Gpu) -> tuple[float, ...]:
     """The amount of each of `TERMS`; it may be traced (`tuner.families.tape`), where the mask's
     presence is known, and several splits are a symbol.
     """
@@ -145,10 +145,10 @@ def work(sizes: Sizes, tiling: Tiling, gpu: Gpu) -> tuple[float, ...]:
 
 
 TILINGS = {
-    "128x128": Tiling(128, 128),
-    "64x128, two blocks": Tiling(64, 128, resident=2),
-    "192x128": Tiling(192, 128),
-    "256x128": Tiling(256, 128),
+    "128x128": AttentionTiling(128, 128),
+    "64x128, two blocks": AttentionTiling(64, 128, resident=2),
+    "192x128": AttentionTiling(192, 128),
+    "256x128": AttentionTiling(256, 128),
 }
 """Tiles that a kernel whose source is not known may have; a fit finds out which."""
 _OF_TILES = ("rounds", "round_steps", "busiest_steps", "mean_steps", "longest_steps")
@@ -169,7 +169,7 @@ CONSTANT_TERMS = frozenset({"launch", "memory", "stream", "partials", "repeated_
 """Terms whose rates do not follow the clock."""
 
 
-def closed_work(sizes: Sizes, tiling: None, gpu: Gpu) -> tuple[float, ...]:
+def closed_work(sizes: AttentionSizes, tiling: None, gpu: Gpu) -> tuple[float, ...]:
     """The amount of each of `CLOSED_TERMS`, for a kernel whose tiles are not known."""
     found = [work(sizes, tiling, gpu) for tiling in TILINGS.values()]
     blocks, memory = found[0][6:8]

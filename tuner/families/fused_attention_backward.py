@@ -33,7 +33,7 @@ WORDS = {"dtype": ("float16", "bfloat16"), "dq": ("bulk", "ordered", "direct")}
 INSTANCES = (64, 96, 128, 192, 256)
 #: Columns above which two warp groups share keys: dK and dV of 64 keys then fill the registers of
 #: two, each with half of the columns, and of half of the queries' scores.
-MOST_COLUMNS = 128
+MAX_COLUMNS = 128
 #: (producer, consumer) registers after setmaxnreg, by warp groups: multiples of 8 (PTX ISA,
 #: setmaxnreg) whose sum over a block's threads stays within what the block gets at its launch.
 REGISTERS: Mapping[int, tuple[int, int]] = {1: (56, 240), 2: (24, 240)}
@@ -45,7 +45,7 @@ GROUP_KEYS = 64
 #: mbarriers at the end of the shared memory, and what aligns its parts to 1024 bytes.
 BARRIER_BYTES = 2048
 #: KV heads whose blocks run side by side, at most.
-MOST_HEADS = 1024
+MAX_HEADS = 1024
 
 #: What only measurements say of a time: where a fit starts.
 CONSTANTS: Mapping[str, float] = {
@@ -69,7 +69,7 @@ def instance(head_dim: int) -> int:
 
 def sharing_groups(head_dim: int) -> int:
     """Warp groups that share 64 keys."""
-    return 2 if instance(head_dim) > MOST_COLUMNS else 1
+    return 2 if instance(head_dim) > MAX_COLUMNS else 1
 
 
 class FusedAttentionBackward(Family):
@@ -90,7 +90,7 @@ class FusedAttentionBackward(Family):
         "early_exp": (0, 50, 100),
         "early_dq": (False, True),
         "early_dv": (False, True),
-        "section_heads": tuple(2**i for i in range(MOST_HEADS.bit_length())),
+        "section_heads": tuple(2**i for i in range(MAX_HEADS.bit_length())),
         "pdl": (False, True),
     }
 
@@ -175,7 +175,7 @@ class FusedAttentionBackward(Family):
         """Two warp groups but where there are few keys; the transposed product for dQ only where
         the other has no slabs; dQ in order only where it has to be.
         """
-        heads = min(MOST_HEADS, problem.batch * problem.heads_kv)
+        heads = min(MAX_HEADS, problem.batch * problem.heads_kv)
         sections = sorted({1, 8, 32, 1 << (heads - 1).bit_length()})
         most = 1 << (heads - 1).bit_length()
         ways = ("ordered",) if problem.is_deterministic else ("bulk", "direct")

@@ -41,7 +41,7 @@ WORDS = {
     "activation": ("", *ACTIVATIONS),
 }
 #: Rows of an instruction of the tensor cores; with up to half of them it needs one read of A less.
-MOST_ROWS = 16
+MAX_ROWS = 16
 #: Elements of 16 bits in a 16-byte load, in the loads of four lanes, and weight rows of a warp's.
 VECTOR, PIECE, TILE_ROWS = 8, 32, 8
 MAX_BLOCK_THREADS = 1024
@@ -56,7 +56,7 @@ MAX_BATCH = 65535
 SMALL_K = 2048
 #: Bytes in flight on a multiprocessor that are worth trying, and bytes of a row in one copy: of 28
 #: kernels timed at M = 1 on one H200 those with fewer were never near the best.
-LEAST_IN_FLIGHT, LEAST_COPY = 48 << 10, 1 << 10
+MIN_IN_FLIGHT, MIN_COPY = 48 << 10, 1 << 10
 #: Elements of K of a block's first rows that are worth having in the L2 when it may begin: 2 KB a
 #: row, about what the multiprocessors have in flight. More would only wait there.
 LEAD = 1024
@@ -108,8 +108,8 @@ class Gemv(Family):
             return reason
         if problem.dtype == E4M3 or problem.scales:
             return f"{self.name} takes no factors: fp16 and bf16 alone, without scales"
-        if problem.m > MOST_ROWS:
-            return f"{self.name} serves M up to {MOST_ROWS}, not {problem.m}"
+        if problem.m > MAX_ROWS:
+            return f"{self.name} serves M up to {MAX_ROWS}, not {problem.m}"
         if problem.layout_a != "row" or problem.layout_b != "col":
             return f"{self.name} wants K contiguous in both operands"
         if problem.k % VECTOR:
@@ -185,7 +185,7 @@ class Gemv(Family):
         memory = gpu.memory_gbs * constants["memory_efficiency"] * 1e3
         reached = resident * in_flight_bytes(config) / constants["latency_us"] * gpu.sm_count
         bandwidth = (memory**-4 + reached**-4) ** -0.25
-        bandwidth /= 1 + constants["short_copy"] * LEAST_COPY / (2 * step_k(config))
+        bandwidth /= 1 + constants["short_copy"] * MIN_COPY / (2 * step_k(config))
         # Multiprocessors with fewer rows leave their part of the memory to the others, in part; a
         # step beyond K costs time and no bytes.
         uneven = (rounds * gpu.sm_count / tiles) ** 0.25
@@ -201,9 +201,11 @@ class Gemv(Family):
         starts_us = constants["start_us"] * further / resident**1.5
         return float(GRAPH_LAUNCH_US + ends_us + stream_us + starts_us)
 
-    def tiling(self, config: Config) -> product_work.Rows:
+    def tiling(self, config: Config) -> product_work.FewRowsTiling:
         resident, is_persistent = int(config["blocks_per_sm"]), bool(config["persistent"])
-        return product_work.Rows(block_rows(config), step_k(config), resident, is_persistent)
+        return product_work.FewRowsTiling(
+            block_rows(config), step_k(config), resident, is_persistent
+        )
 
     def legality_facts(self, problem: Problem) -> Hashable:
         """Shared memory holds all of A, whose rows are padded to whole pieces at least."""
@@ -236,7 +238,7 @@ def smem_bytes(problem: GemmProblem, config: Config) -> int:
     """Shared memory of a block: the ring of steps, A, two sets of the warps' sums, barriers."""
     rows = block_rows(config)
     ring = int(config["stages"]) * rows * _odd_pitch(2 * step_k(config))
-    kept = MOST_ROWS if _is_wide(problem) else problem.m
+    kept = MAX_ROWS if _is_wide(problem) else problem.m
     sums = 2 * 4 * int(config["k_warps"]) * problem.m * rows
     return ring + kept * _odd_pitch(2 * padded_k(problem, config)) + sums + BARRIER_BYTES
 
@@ -252,7 +254,7 @@ def _odd_pitch(size: int) -> int:
 
 
 def _is_wide(problem: GemmProblem) -> bool:
-    return problem.m > MOST_ROWS // 2
+    return problem.m > MAX_ROWS // 2
 
 
 def _gemm(problem: Problem) -> GemmProblem:
@@ -319,9 +321,9 @@ def _compiled(problem: GemmProblem) -> Iterator[dict[str, Value]]:
             "blocks_per_sm": blocks,
         }
         config = Config(Gemv.name, params)
-        enough = blocks * in_flight_bytes(config) >= LEAST_IN_FLIGHT
+        enough = blocks * in_flight_bytes(config) >= MIN_IN_FLIGHT
         whole = 4 * padded_k(problem, config) <= 5 * max(problem.k, SMALL_K)
-        if enough and whole and 2 * step_k(config) >= LEAST_COPY:
+        if enough and whole and 2 * step_k(config) >= MIN_COPY:
             yield params
 
 

@@ -20,12 +20,12 @@ MEGABYTE, GIGAFLOP = 1e6, 1e9
 NOMINAL_GBS, NOMINAL_TFLOPS = 4300.0, 800.0
 """Rates of `bound`: what one H200 reads of memory, and multiplies below its power limit."""
 STREAM_K = 0
-"""`Tiling.splits` of stream-K: every multiprocessor has an equal share of all K steps."""
-_LEAST_TILES = {2: 2, 4: 3, 8: 6}
+"""`ProductTiling.splits` of stream-K: every multiprocessor has an equal share of all K steps."""
+_MIN_TILES = {2: 2, 4: 3, 8: 6}
 """Tiles of each mode from which a swizzle is used (tile_scheduler_params.h of CUTLASS)."""
 
 
-class Tiling(NamedTuple):
+class ProductTiling(NamedTuple):
     """Blocks of a kernel along its own rows and columns: those of D, or of D^T with swapped
     operands.
     """
@@ -49,7 +49,7 @@ class Tiling(NamedTuple):
     """Blocks that share the K of a tile, or `STREAM_K`."""
 
 
-class Sizes(NamedTuple):
+class ProductSizes(NamedTuple):
     """Sizes from which the work of all kernels at one product is counted."""
 
     m: int
@@ -68,7 +68,7 @@ class Sizes(NamedTuple):
         return self.inputs + self.output
 
     @classmethod
-    def of(cls, problem: GemmProblem | SwigluProblem) -> Sizes:
+    def of(cls, problem: GemmProblem | SwigluProblem) -> ProductSizes:
         """The sizes of a product, of a gated one with the columns of both projections."""
         m, n, k, width = problem.m, problem.n, problem.k, DTYPE_BYTES[problem.dtype]
         output = width * m * n / MEGABYTE
@@ -103,7 +103,7 @@ TERMS = (
 """
 
 
-def work(sizes: Sizes, tiling: Tiling, gpu: Gpu) -> tuple[float, ...]:
+def work(sizes: ProductSizes, tiling: ProductTiling, gpu: Gpu) -> tuple[float, ...]:
     """The amount of each of `TERMS`; it may be traced (`tuner.families.tape`), where several splits
     are a symbol.
     """
@@ -117,7 +117,7 @@ def work(sizes: Sizes, tiling: Tiling, gpu: Gpu) -> tuple[float, ...]:
     swizzle = 1
     if most > 1:
         fewest = smaller(tiles_m, tiles_n)
-        for mode, least in _LEAST_TILES.items():
+        for mode, least in _MIN_TILES.items():
             swizzle = where(fewest, least - 1, mode, swizzle) if mode <= most else swizzle
         tiles_m = -(-tiles_m // (swizzle * by_m)) * swizzle * by_m
         tiles_n = -(-tiles_n // (swizzle * by_n)) * swizzle * by_n
@@ -157,7 +157,7 @@ def work(sizes: Sizes, tiling: Tiling, gpu: Gpu) -> tuple[float, ...]:
     )
 
 
-class Rows(NamedTuple):
+class FewRowsTiling(NamedTuple):
     """How a kernel of few rows cuts the weights."""
 
     rows: int
@@ -193,7 +193,7 @@ ROW_TERMS = (
 """
 
 
-def row_work(sizes: Sizes, tiling: Rows, gpu: Gpu) -> tuple[float, ...]:
+def row_work(sizes: ProductSizes, tiling: FewRowsTiling, gpu: Gpu) -> tuple[float, ...]:
     """The amount of each of `ROW_TERMS`."""
     rows, depth, resident, is_persistent, _ = tiling
     m, n, k, width, inputs, output = sizes
@@ -219,10 +219,10 @@ def row_work(sizes: Sizes, tiling: Rows, gpu: Gpu) -> tuple[float, ...]:
 
 
 TILINGS = {
-    "128x256": Tiling(128, 256),
-    "256x128": Tiling(256, 128),
-    "128x64": Tiling(128, 64),
-    "32x64": Tiling(32, 64),
+    "128x256": ProductTiling(128, 256),
+    "256x128": ProductTiling(256, 128),
+    "128x64": ProductTiling(128, 64),
+    "32x64": ProductTiling(32, 64),
 }
 """Tiles that a kernel whose source is not known may have; a fit finds out which."""
 _OF_TILES = ("waves", "wave_steps", "mean_steps", "bound")
@@ -243,7 +243,7 @@ CHIP_TERMS = frozenset({"gigaflops"})
 _of_tiles = itemgetter(*(TERMS.index(name) for name in _OF_TILES))
 
 
-def closed_work(sizes: Sizes, tiling: None, gpu: Gpu) -> tuple[float, ...]:
+def closed_work(sizes: ProductSizes, tiling: None, gpu: Gpu) -> tuple[float, ...]:
     """The amount of each of `CLOSED_TERMS`, for a kernel whose tiles are not known."""
     found = [work(sizes, tiling, gpu) for tiling in TILINGS.values()]
     flops = 2 * sizes.m * sizes.n * sizes.k / GIGAFLOP

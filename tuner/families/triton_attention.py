@@ -33,13 +33,13 @@ WORDS = {"dtype": ("float16", "bfloat16")}
 MIN_TRITON = (3, 6)
 EXTRA = "triton"
 #: Query heads that share a program's rows at most.
-MOST_PACKED = 16
+MAX_PACKED = 16
 #: Fewest columns of an operand of Triton's `dot`: the K extent of one 16-bit MMA.
-LEAST_COLUMNS = 16
+MIN_COLUMNS = 16
 #: Registers that a thread's parts of the scores, the outputs and a tile of keys take, above which
 #: nothing is tried. Compiled for 8.0 by Triton 3.6: 144 spill nothing, 176 spill 72 bytes, 224
 #: spill 304, 352 spill 2936.
-MOST_REGISTERS = 176
+MAX_REGISTERS = 176
 #: Registers beside these: addresses, statistics, loop state.
 OTHER_REGISTERS = 64
 #: Fewest and most rows worth trying, by the number of warps that share them.
@@ -83,7 +83,7 @@ class TritonAttention(Family):
     domains: ClassVar[Mapping[str, Domain]] = {
         "block_m": (16, 32, 64, 128, 256),
         "block_n": (16, 32, 64, 128, 256),
-        "packed_heads": (1, 2, 4, 8, MOST_PACKED),
+        "packed_heads": (1, 2, 4, 8, MAX_PACKED),
         "num_warps": (1, 2, 4, 8, 16),
         "num_stages": (1, 2, 3, 4, 6),
     }
@@ -125,7 +125,7 @@ class TritonAttention(Family):
                 continue
             if block_m < (32 if idle else 64) and block_m < rows:
                 continue
-            if _registers(block_m, block_n, columns, warps) > MOST_REGISTERS:
+            if _registers(block_m, block_n, columns, warps) > MAX_REGISTERS:
                 continue
             if not ROWS_OF_WARPS[warps][0] <= block_m <= ROWS_OF_WARPS[warps][1]:
                 continue
@@ -201,7 +201,7 @@ def triton_version() -> str:
 
 def padded(head_dim: int) -> int:
     """Columns of a tile: Triton's extents are powers of two."""
-    return max(LEAST_COLUMNS, 1 << (head_dim - 1).bit_length())
+    return max(MIN_COLUMNS, 1 << (head_dim - 1).bit_length())
 
 
 def programs(problem: AttentionProblem, config: Config) -> int:
@@ -252,7 +252,7 @@ def _steps(problem: AttentionProblem, config: Config) -> float:
 
 def _packings(problem: AttentionProblem) -> tuple[int, ...]:
     """Query heads of one KV head that share a program: all that can, where queries are few."""
-    most = math.gcd(problem.heads_q // problem.heads_kv, MOST_PACKED)
+    most = math.gcd(problem.heads_q // problem.heads_kv, MAX_PACKED)
     return (1, most) if most > 1 and problem.seqlen_q < 128 else (1,)
 
 

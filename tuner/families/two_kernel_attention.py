@@ -49,17 +49,17 @@ STATISTIC_BYTES = 8
 #: Images of probabilities that a warp group of the first kernel holds.
 IMAGES = 2
 #: Columns of V in a block of the second kernel at most; wider heads take two.
-MOST_COLUMNS = 128
+MAX_COLUMNS = 128
 #: Of one mbarrier: each stage of a ring has two, Q in the first kernel one.
 BARRIER_BYTES = 8
 #: Registers a consumer thread needs beside its accumulators. Found by compiling.
 OVERHEAD_REGISTERS = 40
 #: Blocks of a grid along y and z at most [CUDA C++ Programming Guide 13.0, "Compute Capabilities"].
-MOST_BLOCKS = 65535
+MAX_BLOCKS = 65535
 #: Launches worth trying: what follows is bound by launching; and probabilities that are too few to
 #: fill the chip.
-MOST_CHUNKS = 256
-LEAST_CHUNK_BYTES = 16 << 20
+MAX_CHUNKS = 256
+MIN_CHUNK_BYTES = 16 << 20
 #: What only measurements say: by hand, after 32 kernels at (1,16,1024,64) on one H200
 #: (`scripts/benchmarks/evidence/unfused-attention.json.gz`). Nothing of other shapes is known.
 CONSTANTS: Mapping[str, float] = {
@@ -117,8 +117,8 @@ class TwoKernelAttention(Family):
             )
         },
         "heads_per_launch": range(1, MAX_EXTENT + 1),
-        "rows_per_launch": range(ROWS, MOST_BLOCKS * ROWS + 1, ROWS),
-        "splits": range(1, MOST_BLOCKS + 1),
+        "rows_per_launch": range(ROWS, MAX_BLOCKS * ROWS + 1, ROWS),
+        "splits": range(1, MAX_BLOCKS + 1),
         "pdl": (False, True),
     }
     draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {
@@ -238,9 +238,9 @@ def _attention(problem: Problem) -> AttentionProblem:
 
 
 def columns(problem: AttentionProblem, stage: str) -> int:
-    """Shared memory of a block's tiles: all of Q and K, up to `MOST_COLUMNS` of V."""
+    """Shared memory of a block's tiles: all of Q and K, up to `MAX_COLUMNS` of V."""
     whole = instance(problem.head_dim)
-    return whole if stage == "scores" or whole <= MOST_COLUMNS else whole // 2
+    return whole if stage == "scores" or whole <= MAX_COLUMNS else whole // 2
 
 
 def bias_bytes(problem: AttentionProblem) -> int:
@@ -287,8 +287,8 @@ def chunk_sizes(problem: AttentionProblem) -> list[tuple[int, int]]:
         for heads, rows in sizes
         if (heads, rows) == sizes[0]
         or (
-            heads * rows * row_bytes >= LEAST_CHUNK_BYTES
-            and total // heads * ceil(blocks / rows) <= MOST_CHUNKS
+            heads * rows * row_bytes >= MIN_CHUNK_BYTES
+            and total // heads * ceil(blocks / rows) <= MAX_CHUNKS
         )
     ]
 

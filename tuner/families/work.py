@@ -11,7 +11,7 @@ from tuner.families.tape import larger
 from tuner.hardware import Gpu
 from tuner.problem import AttentionProblem, GemmProblem, Problem, SwigluProblem
 
-Sizes = attention_work.Sizes | product_work.Sizes
+Sizes = attention_work.AttentionSizes | product_work.ProductSizes
 
 
 def kind_of(problem: Problem) -> type[Sizes]:
@@ -21,9 +21,9 @@ def kind_of(problem: Problem) -> type[Sizes]:
         TypeError: of an operation whose work no family counts.
     """
     if isinstance(problem, AttentionProblem):
-        return attention_work.Sizes
+        return attention_work.AttentionSizes
     if isinstance(problem, GemmProblem | SwigluProblem):
-        return product_work.Sizes
+        return product_work.ProductSizes
     raise TypeError(f"no family counts the work of {problem.op}")
 
 

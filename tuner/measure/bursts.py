@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from tuner.errors import BenchmarkError
 from tuner.hardware import Gpu
-from tuner.measure.device import Device, Graph, Pool
+from tuner.measure.device import CapturedGraph, Device, Pool
 from tuner.measure.predecessor import Predecessor
 from tuner.measure.subjects import Call, Subject
 from tuner.measurement import Regime
@@ -22,8 +22,8 @@ from tuner.problem import Problem
 #: microseconds) then stays under 2 %, and events (0.5 us) far below.
 BURST_US = 400.0
 #: Calls a burst, warm; and, cold, the most sets of buffers that are rotated over.
-MOST_CALLS = 200
-MOST_SETS = 1024
+MAX_CALLS = 200
+MAX_SETS = 1024
 #: Rotated buffers hold this many times the L2, so that a call finds none of its own.
 COLD_L2S = 3
 
@@ -38,7 +38,7 @@ class Entrant:
     """The predecessor of each call; empty where calls follow one another."""
 
 
-class Step(NamedTuple):
+class Replay(NamedTuple):
     """One replay between two events."""
 
     sign: int
@@ -57,7 +57,7 @@ class Burst:
         """Args: entrant: what is timed; n: calls; launch: see `Regime`."""
         self.n = n
         self._calls: list[Call] = []
-        self._graphs: list[Graph] = []
+        self._graphs: list[CapturedGraph] = []
         self._replays: list[Callable[[], None]] = []
         turns = [entrant.calls[i % len(entrant.calls)] for i in range(n)]
         if launch == "eager":
@@ -84,23 +84,23 @@ class Burst:
         for replay in self._replays[1:]:
             replay()
 
-    def steps(self, samples: int, chance: random.Random) -> list[Step]:
+    def steps(self, samples: int, chance: random.Random) -> list[Replay]:
         """Steps enqueued between events for a number of times: pairs in shuffled order where
         predecessors are subtracted.
         """
         if len(self._replays) < 2:
-            return [Step(1, self.enqueue)] * samples
-        pair = [Step(1, self.enqueue), Step(-1, self.enqueue_alone)]
+            return [Replay(1, self.enqueue)] * samples
+        pair = [Replay(1, self.enqueue), Replay(-1, self.enqueue_alone)]
         return [step for _ in range(samples) for step in chance.sample(pair, 2)]
 
     def close(self) -> None:
         for graph in self._graphs:
-            if isinstance(graph, Graph):
+            if isinstance(graph, CapturedGraph):
                 graph.close()
         self._graphs, self._replays, self._calls = [], [], []
 
 
-def times_of(steps: Sequence[Step], spans: Sequence[float], n: int) -> list[float]:
+def times_of(steps: Sequence[Replay], spans: Sequence[float], n: int) -> list[float]:
     """Microseconds a call from the time of each step.
 
     Args:
@@ -113,7 +113,7 @@ def times_of(steps: Sequence[Step], spans: Sequence[float], n: int) -> list[floa
     return [a + b for a, b in zip(signed[::2], signed[1::2], strict=True)] if pairs else signed
 
 
-def median_of(steps: Sequence[Step], spans: Sequence[float], n: int) -> float:
+def median_of(steps: Sequence[Replay], spans: Sequence[float], n: int) -> float:
     """The median of `times_of`."""
     return statistics.median(times_of(steps, spans, n))
 
@@ -121,17 +121,17 @@ def median_of(steps: Sequence[Step], spans: Sequence[float], n: int) -> float:
 def count_sets(problem: Problem, gpu: Gpu, regime: Regime, free_bytes: int) -> int:
     """Sets of operands to rotate over: one when warm, `COLD_L2S` times the L2 when cold.
 
-    Limited by half of the free memory and by `MOST_SETS`.
+    Limited by half of the free memory and by `MAX_SETS`.
     """
     if regime.l2 == "warm":
         return 1
     wanted = math.ceil(COLD_L2S * gpu.l2_bytes / problem.bytes)
-    return max(1, min(wanted, MOST_SETS, 1 + free_bytes // 2 // problem.bytes))
+    return max(1, min(wanted, MAX_SETS, 1 + free_bytes // 2 // problem.bytes))
 
 
 def count_calls(estimate_us: float, sets: int) -> int:
     """Calls a burst: `BURST_US` long, at least 2, and every set equally often."""
-    n = min(MOST_CALLS, max(2, math.ceil(BURST_US / max(estimate_us, 0.1))))
+    n = min(MAX_CALLS, max(2, math.ceil(BURST_US / max(estimate_us, 0.1))))
     return math.ceil(n / sets) * sets
 
 

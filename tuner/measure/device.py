@@ -16,7 +16,7 @@ from typing import Any
 
 from tuner.base.install import install_command
 from tuner.errors import BenchmarkError
-from tuner.hardware import GPUS, MOST_MEMORY_GBS, Gpu
+from tuner.hardware import GPUS, MAX_MEMORY_GBS, Gpu
 from tuner.measurement import Clocks, Environment, Status, status_of
 
 #: NVML clock event reasons, nvml.h nvmlClocksEventReason*. Idle is no doubt about a timing.
@@ -152,7 +152,7 @@ def detect(index: int = 0) -> Gpu | None:
         ),
         sm_count=attribute("MULTIPROCESSOR_COUNT"),
         clock_max_mhz=int(clock or attribute("CLOCK_RATE") // 1000),
-        memory_gbs=shipped.memory_gbs if shipped else round(bandwidth, 1) or MOST_MEMORY_GBS,
+        memory_gbs=shipped.memory_gbs if shipped else round(bandwidth, 1) or MAX_MEMORY_GBS,
         l2_bytes=attribute("L2_CACHE_SIZE"),
     )
 
@@ -225,7 +225,7 @@ def read_clocks(index: int = 0) -> Clocks:
     )
 
 
-class Graph:
+class CapturedGraph:
     """A captured CUDA graph, ready to be replayed on the stream that it was captured from."""
 
     def __init__(self, graph: Any, stream: int) -> None:
@@ -354,7 +354,7 @@ class Device:
         call("cuEventSynchronize", end)
         return float(call("cuEventElapsedTime", start, end)) * 1e3
 
-    def capture(self, work: Callable[[], None]) -> Graph:
+    def capture(self, work: Callable[[], None]) -> CapturedGraph:
         """Capture what `work` launches on the stream into a graph.
 
         Raises:
@@ -368,7 +368,7 @@ class Device:
             # The stream must leave capture mode; what it holds is of no use.
             _driver().cuStreamEndCapture(self.stream)
             raise
-        return Graph(call("cuStreamEndCapture", self.stream), self.stream)
+        return CapturedGraph(call("cuStreamEndCapture", self.stream), self.stream)
 
 
 class Pool:

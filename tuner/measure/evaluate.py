@@ -17,7 +17,7 @@ from tuner.errors import BenchmarkError, CompileError, RenderError, StoreError
 from tuner.families.base import INCOMPATIBLE_CONFIG_ERRORS, Family, KernelSpec
 from tuner.hardware import Gpu
 from tuner.measure.gate import REFERENCE
-from tuner.measure.request import Outcome
+from tuner.measure.request import CandidateOutcome
 from tuner.measure.worker_client import AnyWorker, Ask
 from tuner.measurement import Environment, Measurement, Regime, Status
 from tuner.problem import Problem
@@ -206,7 +206,7 @@ class Evaluator:
         return None
 
     def _measurement(
-        self, pending: Pending, index: int, outcome: Outcome, *, is_final: bool
+        self, pending: Pending, index: int, outcome: CandidateOutcome, *, is_final: bool
     ) -> Measurement:
         config = pending.group[index]
         artifacts = _artifacts(pending, index)

@@ -19,7 +19,7 @@ UNSET = -1
 """Entries of a table behind a sequence's last page."""
 
 
-class Part(NamedTuple):
+class PagedSequence(NamedTuple):
     """One sequence of a paged problem, as dense attention."""
 
     problem: AttentionProblem
@@ -71,7 +71,7 @@ def row_bytes(problem: AttentionProblem) -> int:
     return 2 * problem.total_kv * problem.heads_kv * problem.head_dim
 
 
-def parts(problem: AttentionProblem, kind: str) -> Iterator[Part]:
+def parts(problem: AttentionProblem, kind: str) -> Iterator[PagedSequence]:
     """The sequences, in order."""
     left, right = problem.visible
     for queries, keys in zip(problem.lengths_q, lengths_of(problem, kind), strict=True):
@@ -82,4 +82,4 @@ def parts(problem: AttentionProblem, kind: str) -> Iterator[Part]:
             layout="bshd",
         )  # fmt: skip
         sides = (left - position, right + position) if keys else (0, -queries - 1)
-        yield Part(one, keys, *sides)
+        yield PagedSequence(one, keys, *sides)

@@ -43,7 +43,7 @@ class ElementWise(Predecessor):
         return self._gate.copying(self._source, call.first, self._size, subject.stream)
 
 
-class Product(Predecessor):
+class ProductPredecessor(Predecessor):
     """Computes the operand as a product of random matrices by PyTorch's own GEMM. The operand's
     former contents are lost.
     """
@@ -104,7 +104,7 @@ def predecessor(
     if not regime.behind:
         return None
     if regime.behind == "gemm":
-        return Product(device, first)
+        return ProductPredecessor(device, first)
     source = pool.allocate(first.bytes)
     device.copy(source, gate.pointers[first.name], first.bytes)
     return ElementWise(gate, source, first.bytes)

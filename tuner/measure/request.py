@@ -15,7 +15,7 @@ from tuner.problem import Problem, problem_from_json
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CandidateOutcome:
     """Result of one candidate; the part of a `Measurement` that only the GPU knows."""
 
     status: Status
@@ -29,7 +29,7 @@ class Outcome:
     log: str = ""
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Outcome:
+    def from_json(cls, data: Mapping[str, Any]) -> CandidateOutcome:
         """The inverse of `dataclasses.asdict` through JSON."""
         values = dict(data)
         clocks = dict(values.pop("clocks", {}))
@@ -43,7 +43,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class RequestedCandidate:
     """One config of a request."""
 
     index: int
@@ -54,7 +54,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Job:
+class WorkerRequest:
     """One request, read."""
 
     problem: Problem
@@ -69,13 +69,13 @@ class Job:
     careful: bool
     max_workspace: int | None
     reference: Artifact
-    candidates: Sequence[Candidate]
+    candidates: Sequence[RequestedCandidate]
     strides: Strides = field(default_factory=dict)
     """Strides of a product's matrices that differ from the problem's; for requests without
     timing."""
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Job:
+    def from_json(cls, data: Mapping[str, Any]) -> WorkerRequest:
         artifacts = {
             key: Artifact(key, Path(library), sha256, None, 0.0)
             for key, (library, sha256) in data["artifacts"].items()
@@ -90,7 +90,7 @@ class Job:
             max_workspace=data.get("max_workspace"),
             reference=artifacts[data["reference"]],
             candidates=[
-                Candidate(
+                RequestedCandidate(
                     item["index"],
                     Config.from_json(item["config"]),
                     {name: artifacts[key] for name, key in item["kernels"].items()},

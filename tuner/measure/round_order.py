@@ -34,7 +34,7 @@ class RoundOrder:
         """Indices of those that are no contenders."""
         self._burst_us = burst_us
         self._others_us = bursts * sum(burst_us[i] for i in self.others)
-        self.orders = self._deal()
+        self.orders = self._designs()
         """Indices in their order, without end."""
 
     def settling(self, first: int) -> int:
@@ -43,7 +43,7 @@ class RoundOrder:
         """
         return round(min(SETTLE_US, self._others_us) / max(self._burst_us[first], 1.0))
 
-    def _deal(self) -> Iterator[list[int]]:
+    def _designs(self) -> Iterator[list[int]]:
         """Zigzags 0, 1, -1, 2, ... and, of an odd number, their reverses: each shift of them has
         other neighbours.
         """
@@ -51,9 +51,9 @@ class RoundOrder:
         zigzag = [-(i // 2) if i % 2 == 0 else i // 2 + 1 for i in range(count)]
         chance = random.Random(0)
         while True:
-            dealt = chance.sample(self._contenders, count)
+            shuffled = chance.sample(self._contenders, count)
             for shift in chance.sample(range(count), count):
-                order = [dealt[(step + shift) % count] for step in zigzag]
+                order = [shuffled[(step + shift) % count] for step in zigzag]
                 yield order + self.others
                 if count % 2:
                     yield order[::-1] + self.others

@@ -17,7 +17,7 @@ from typing import Any
 
 from tuner.errors import BenchmarkError
 from tuner.measure import device as device_room
-from tuner.measure.bursts import Burst, Entrant, Step, count_calls, median_of, times_of
+from tuner.measure.bursts import Burst, Entrant, Replay, count_calls, median_of, times_of
 from tuner.measure.device import Device
 from tuner.measure.round_order import RoundOrder
 from tuner.measure.subjects import Call
@@ -31,15 +31,15 @@ SLOW_US = 50_000.0
 #: A round times each subject's burst this often, after one that is not timed.
 REPLAYS_A_ROUND = 3
 #: What deviates by this part of its median or more over the rounds is timed again, then flagged.
-MOST_DEVIATION = 0.02
+MAX_DEVIATION = 0.02
 #: A final pass whose rounds took so long goes on only until every place beside the fastest is
 #: decided (`is_decided`), and ends undecided at the limit.
 LONG_PASS_US = 3_000_000.0
 PASS_LIMIT_US = 15_000_000.0
 #: Rounds before a long pass may end, and those of a subject that is no contender there.
-LEAST_ROUNDS = 8
+MIN_ROUNDS = 8
 #: A long pass that stays undecided has so many times the rounds that were asked for, at most.
-MOST_PASSES = 3
+MAX_PASSES = 3
 #: Chance that the interval of a ratio misses the ratio, at each look.
 MISS = 0.05
 
@@ -60,7 +60,7 @@ class Timing:
 
     @property
     def is_noisy(self) -> bool:
-        return self.std_us >= MOST_DEVIATION * self.median_us
+        return self.std_us >= MAX_DEVIATION * self.median_us
 
 
 @dataclass
@@ -90,9 +90,9 @@ class _Rounds:
         count = len(self.clocks)
         if not self.is_long:
             return count >= rounds
-        if count < min(rounds, LEAST_ROUNDS):
+        if count < min(rounds, MIN_ROUNDS):
             return False
-        most = count >= MOST_PASSES * rounds or self.spent_us >= PASS_LIMIT_US
+        most = count >= MAX_PASSES * rounds or self.spent_us >= PASS_LIMIT_US
         return most or is_decided(self.samples)
 
 
@@ -144,12 +144,12 @@ class Stopwatch:
 
         Rounds under a thermal or hardware slowdown are taken again, at most as many as asked for.
         Beyond that they stay, and everything is flagged ``throttled``. When any deviation is
-        `MOST_DEVIATION` or more, all is timed once more with twice the rounds. A deviation that
+        `MAX_DEVIATION` or more, all is timed once more with twice the rounds. A deviation that
         stays gets the flag ``noisy``.
 
         The noise decides the number of rounds of a pass that takes longer than `LONG_PASS_US`.
-        After `LEAST_ROUNDS` it ends when everything `is_decided`. Otherwise it has up to
-        `MOST_PASSES` times the rounds within `PASS_LIMIT_US`. It is not repeated.
+        After `MIN_ROUNDS` it ends when everything `is_decided`. Otherwise it has up to
+        `MAX_PASSES` times the rounds within `PASS_LIMIT_US`. It is not repeated.
 
         Args:
             bursts: prepared bursts, own kernels and vendors'.
@@ -193,7 +193,7 @@ class Stopwatch:
         while not taken.is_over(rounds):
             progress(-1)
             order = next(round_order.orders)
-            if taken.is_long and len(taken.clocks) >= LEAST_ROUNDS:
+            if taken.is_long and len(taken.clocks) >= MIN_ROUNDS:
                 order = [index for index in order if index not in round_order.others]
             times, clocks = self._round(bursts, order, round_order, progress, careful)
             taken.spent_us += self._lasted_us()
@@ -246,7 +246,7 @@ class Stopwatch:
         """Microseconds of the latest round."""
         return self._device.elapsed_us(*self._events[:2])
 
-    def _series(self, burst: Burst, steps: Sequence[Step], events: Sequence[Any]) -> None:
+    def _series(self, burst: Burst, steps: Sequence[Replay], events: Sequence[Any]) -> None:
         """Enqueue one burst untimed, then a step between each event and the next."""
         burst.enqueue()
         self._device.record(events[0])

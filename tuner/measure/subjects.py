@@ -18,7 +18,7 @@ from tuner.config import Config
 from tuner.errors import BenchmarkError
 from tuner.families.base import LSE, Family, Launch, Ref, Strides
 from tuner.families.vendor import PreparedCall
-from tuner.measure.device import Device, Graph
+from tuner.measure.device import CapturedGraph, Device
 from tuner.measurement import Status
 from tuner.problem import Operand, Problem
 
@@ -155,7 +155,7 @@ class CompiledSubject(Subject):
     def stream(self) -> int:
         return self._device.stream
 
-    def capture(self, calls: Iterable[Call]) -> Graph:
+    def capture(self, calls: Iterable[Call]) -> CapturedGraph:
         def work() -> None:
             for call in calls:
                 call()

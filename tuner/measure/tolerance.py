@@ -141,7 +141,7 @@ def limits_of(problem: Problem) -> Limits:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class OutputComparison:
     """An output against its reference."""
 
     elements: int
@@ -159,7 +159,7 @@ class Comparison:
         return math.isfinite(self.error_squares + self.reference_squares)
 
     @classmethod
-    def unpack(cls, data: bytes, elements: int) -> Comparison:
+    def unpack(cls, data: bytes, elements: int) -> OutputComparison:
         """Read the eight words that the compare command of the template fills."""
         error, reference, beyond, not_finite, poisoned, worst, last, _ = struct.unpack(
             "<2d3Qd2Q", data
@@ -179,7 +179,7 @@ class Verdict:
 
 
 def judge(
-    comparison: Comparison,
+    comparison: OutputComparison,
     operand: Operand,
     strayed: Mapping[str, int],
     changed: Sequence[str],

@@ -53,7 +53,7 @@ from tuner.measure.gate.reference import reference_seconds
 from tuner.measure.kernel_times import again_text, alone_us, described, device_us
 from tuner.measure.log_sum_exp import lse_bytes
 from tuner.measure.predecessor import predecessor
-from tuner.measure.request import Candidate, Job, Outcome
+from tuner.measure.request import CandidateOutcome, RequestedCandidate, WorkerRequest
 from tuner.measure.stopwatch import Stopwatch, Timing
 from tuner.measure.subjects import WORKSPACE, CompiledSubject, Subject, VendorSubject, import_torch
 from tuner.measure.tolerance import Verdict, too_fast
@@ -98,10 +98,12 @@ class _Prepared:
             burst.close()
         self.subject.close()
 
-    def outcome(self, verdict: Verdict, timing: Timing | None = None, **more: Any) -> Outcome:
+    def outcome(
+        self, verdict: Verdict, timing: Timing | None = None, **more: Any
+    ) -> CandidateOutcome:
         """A latency only where the verdict is OK."""
         timed = timing is not None and verdict.status is Status.OK
-        return Outcome(
+        return CandidateOutcome(
             status=verdict.status,
             latency_us=timing.median_us if timing and timed else None,
             std_us=timing.std_us if timing and timed else None,
@@ -131,7 +133,7 @@ class Worker:
                 self._emit({"event": "listing", **self._listing(request)})
                 alive = self._device.healthy()
             else:
-                alive = self._measure(Job.from_json(request))
+                alive = self._measure(WorkerRequest.from_json(request))
         except BenchmarkError as exc:
             self._emit({"event": "failed", "status": str(exc.status), "log": str(exc)})
             return self._device.healthy()
@@ -163,7 +165,7 @@ class Worker:
     def _phase(self, index: int | None, what: str, allow_s: float = 0.0) -> None:
         self._emit({"event": "phase", "index": index, "what": what, "allow_s": round(allow_s, 3)})
 
-    def _measure(self, job: Job) -> bool:
+    def _measure(self, job: WorkerRequest) -> bool:
         self._phase(None, f"buffers of {job.problem.label()}")
         if self._gate is None:
             self._gate = Gate(self._device, load(job.reference))
@@ -181,7 +183,7 @@ class Worker:
                             return False
         return True
 
-    def _guarded(self, index: int, work: Callable[[], Outcome | None]) -> bool:
+    def _guarded(self, index: int, work: Callable[[], CandidateOutcome | None]) -> bool:
         """Turn whatever `work` does into a result; False when the context is lost.
 
         Raises:
@@ -195,28 +197,32 @@ class Worker:
             outcome = self._explain(exc)
         healthy = self._device.healthy()
         if outcome is not None or not healthy:
-            outcome = outcome or Outcome(Status.ILLEGAL_ACCESS, log="the CUDA context is lost")
+            outcome = outcome or CandidateOutcome(
+                Status.ILLEGAL_ACCESS, log="the CUDA context is lost"
+            )
             self._result(index, outcome, fatal=not healthy)
         return healthy
 
-    def _result(self, index: int, outcome: Outcome, fatal: bool = False) -> None:
+    def _result(self, index: int, outcome: CandidateOutcome, fatal: bool = False) -> None:
         self._emit({"event": "result", "index": index, "outcome": asdict(outcome), "fatal": fatal})
 
-    def _explain(self, exc: Exception) -> Outcome:
+    def _explain(self, exc: Exception) -> CandidateOutcome:
         """The status of a failure; the device's own error says more than a caller's."""
         if isinstance(exc, BenchmarkError) and exc.status != Status.LAUNCH_ERROR:
-            return Outcome(Status(exc.status), log=str(exc))
+            return CandidateOutcome(Status(exc.status), log=str(exc))
         try:
             self._device.synchronize()
         except BenchmarkError as sticky:
-            return Outcome(Status(sticky.status), log=f"{exc}\n{sticky}")
+            return CandidateOutcome(Status(sticky.status), log=f"{exc}\n{sticky}")
         if type(exc).__name__ == "OutOfMemoryError":  # torch's
-            return Outcome(Status.OUT_OF_MEMORY, log=str(exc))
+            return CandidateOutcome(Status.OUT_OF_MEMORY, log=str(exc))
         if isinstance(exc, TunerError):
-            return Outcome(Status.LAUNCH_ERROR, log=str(exc))
-        return Outcome(Status.LAUNCH_ERROR, log=traceback.format_exc())
+            return CandidateOutcome(Status.LAUNCH_ERROR, log=str(exc))
+        return CandidateOutcome(Status.LAUNCH_ERROR, log=traceback.format_exc())
 
-    def _one(self, job: Job, rotation: _Rotation, pool: Pool, candidate: Candidate) -> Outcome:
+    def _one(
+        self, job: WorkerRequest, rotation: _Rotation, pool: Pool, candidate: RequestedCandidate
+    ) -> CandidateOutcome:
         """Check one candidate and time it quickly."""
         prepared = self._prepare(job, pool, candidate)
         stopwatch = Stopwatch(self._device, job.regime)
@@ -235,15 +241,15 @@ class Worker:
             stopwatch.close()
 
     def _profiled(
-        self, job: Job, rotation: _Rotation, stopwatch: Stopwatch, prepared: _Prepared
-    ) -> Outcome:
+        self, job: WorkerRequest, rotation: _Rotation, stopwatch: Stopwatch, prepared: _Prepared
+    ) -> CandidateOutcome:
         """How long the kernels of a call run, by the profiler."""
         prepared.burst = self._burst(job, rotation, stopwatch, prepared)
         self._phase(prepared.index, "profiling", VENDOR_ALLOWANCE_S)
         timing = Timing(device_us(self._device, prepared.burst), 0.0, 1)
         return prepared.outcome(prepared.verdict, timing)
 
-    def _prepare(self, job: Job, pool: Pool, candidate: Candidate) -> _Prepared:
+    def _prepare(self, job: WorkerRequest, pool: Pool, candidate: RequestedCandidate) -> _Prepared:
         index, config = candidate.index, candidate.config
         family = self._members.get(config.family)
         if family is None:
@@ -275,7 +281,7 @@ class Worker:
         return _Prepared(index, subject, own)
 
     def _burst(
-        self, job: Job, rotation: _Rotation, stopwatch: Stopwatch, prepared: _Prepared
+        self, job: WorkerRequest, rotation: _Rotation, stopwatch: Stopwatch, prepared: _Prepared
     ) -> Burst:
         """A burst of a candidate, ready to be timed."""
         vendor = isinstance(prepared.subject, VendorSubject)
@@ -289,7 +295,7 @@ class Worker:
             raise BenchmarkError("the worker has no numerics gate yet")
         return self._gate
 
-    def _check(self, job: Job, prepared: _Prepared) -> None:
+    def _check(self, job: WorkerRequest, prepared: _Prepared) -> None:
         """Run the candidate on every kind of inputs; keeps the worst error, or the first fault."""
         gate = self._opened()
         worst = 0.0
@@ -315,7 +321,7 @@ class Worker:
             worst = max(worst, error or 0.0)
         prepared.verdict = Verdict(Status.OK, worst)
 
-    def _recheck(self, job: Job, prepared: _Prepared, timing: Timing) -> Verdict:
+    def _recheck(self, job: WorkerRequest, prepared: _Prepared, timing: Timing) -> Verdict:
         """The time against the floor, and once more the result, as the timed burst makes it."""
         if reason := too_fast(job.problem, self._gpu, timing.median_us):
             return Verdict(Status.TOO_FAST, prepared.verdict.error, reason)
@@ -332,7 +338,7 @@ class Worker:
             return prepared.verdict
         return Verdict(verdict.status, verdict.error, f"when launched repeatedly, {verdict.log}")
 
-    def _measure_together(self, job: Job, gate: Gate) -> bool:
+    def _measure_together(self, job: WorkerRequest, gate: Gate) -> bool:
         """Check all finalists, then time those that pass interleaved."""
         ready: list[_Prepared] = []
         stopwatch = Stopwatch(self._device, job.regime)
@@ -343,7 +349,7 @@ class Worker:
         ):
             closing.callback(stopwatch.close)
 
-            def enter(candidate: Candidate) -> Outcome | None:
+            def enter(candidate: RequestedCandidate) -> CandidateOutcome | None:
                 prepared = self._prepare(job, pool, candidate)
                 closing.callback(prepared.close)
                 self._check(job, prepared)
@@ -353,7 +359,7 @@ class Worker:
                 ready.append(prepared)
                 return None
 
-            def entered(candidate: Candidate) -> bool:
+            def entered(candidate: RequestedCandidate) -> bool:
                 with ranges.named(f"check: {_name(candidate)}"):
                     return self._guarded(candidate.index, partial(enter, candidate))
 
@@ -366,7 +372,7 @@ class Worker:
 
     def _interleave(
         self,
-        job: Job,
+        job: WorkerRequest,
         gate: Gate,
         rotation: _Rotation,
         ready: Sequence[_Prepared],
@@ -380,7 +386,7 @@ class Worker:
             culprit = ready[which % len(ready)].index if which >= 0 else None
             self._phase(culprit, "interleaved timing", _ROUND_ALLOWANCE_S)
 
-        def conclude(prepared: _Prepared, timing: Timing) -> Outcome:
+        def conclude(prepared: _Prepared, timing: Timing) -> CandidateOutcome:
             verdict = self._recheck(job, prepared, timing)
             if verdict.status is Status.OK and isinstance(prepared.subject, CompiledSubject):
                 scale = scale_of(job.problem)
@@ -421,7 +427,7 @@ class Worker:
 class _Rotation:
     """The sets of operands of a request, made when the first candidate is timed."""
 
-    def __init__(self, worker: Worker, job: Job, gate: Gate) -> None:
+    def __init__(self, worker: Worker, job: WorkerRequest, gate: Gate) -> None:
         self._worker, self._job, self._gate = worker, job, gate
         self._sets: Sets | None = None
 
@@ -442,7 +448,7 @@ class _Rotation:
             self._sets.close()
 
 
-def _name(candidate: Candidate) -> str:
+def _name(candidate: RequestedCandidate) -> str:
     return f"{candidate.config.family} {candidate.config.digest[:6]}"
 
 

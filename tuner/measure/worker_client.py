@@ -26,7 +26,7 @@ from tuner.compile.artifacts import Artifact
 from tuner.config import Config
 from tuner.errors import BenchmarkError
 from tuner.families.base import Strides
-from tuner.measure.request import Outcome
+from tuner.measure.request import CandidateOutcome
 from tuner.measurement import Regime, Status
 from tuner.problem import Problem
 
@@ -101,7 +101,7 @@ class AnyWorker(Protocol):
         """A request begins: forget an interruption of the one before. Neither waits nor raises."""
         ...
 
-    def measure(self, ask: Ask) -> list[Outcome]: ...
+    def measure(self, ask: Ask) -> list[CandidateOutcome]: ...
 
     def facts(self) -> dict[str, str]: ...
 
@@ -184,27 +184,27 @@ class WorkerClient:
                 found = [Config.from_json(config) for config in event["configs"]]
         return found
 
-    def measure(self, ask: Ask) -> list[Outcome]:
+    def measure(self, ask: Ask) -> list[CandidateOutcome]:
         """One outcome a candidate, in their order.
 
         Raises:
             BenchmarkError: when no worker can be started, or the gate itself fails.
             concurrent.futures.CancelledError: after `interrupt`.
         """
-        outcomes: dict[int, Outcome] = {}
+        outcomes: dict[int, CandidateOutcome] = {}
         careful, blameless = False, 0
         while remaining := [i for i in range(len(ask.candidates)) if i not in outcomes]:
             ending = self._attempt(ask.to_json(remaining, careful), outcomes)
             if ending is None:
                 continue
             if ending.culprit is not None:
-                outcomes.setdefault(ending.culprit, Outcome(ending.status, log=ending.log))
+                outcomes.setdefault(ending.culprit, CandidateOutcome(ending.status, log=ending.log))
                 continue
             # Nobody's turn: once more, waiting for each candidate; then it is everybody's.
             careful, blameless = True, blameless + 1
             if blameless > 1:
                 for index in range(len(ask.candidates)):
-                    outcomes.setdefault(index, Outcome(ending.status, log=ending.log))
+                    outcomes.setdefault(index, CandidateOutcome(ending.status, log=ending.log))
         return [outcomes[index] for index in range(len(ask.candidates))]
 
     def renew(self) -> None:
@@ -233,14 +233,16 @@ class WorkerClient:
             self._process = _Process(self._command + self._arguments)
             return self._process
 
-    def _attempt(self, request: Mapping[str, Any], outcomes: dict[int, Outcome]) -> _Ending | None:
+    def _attempt(
+        self, request: Mapping[str, Any], outcomes: dict[int, CandidateOutcome]
+    ) -> _Ending | None:
         """Ask once; adds what was finished to `outcomes`."""
         wanted = [candidate["index"] for candidate in request["candidates"]]
         for event in self._events(request):
             if isinstance(event, _Ending):
                 return event
             if event["event"] == "result":
-                outcomes[event["index"]] = Outcome.from_json(event["outcome"])
+                outcomes[event["index"]] = CandidateOutcome.from_json(event["outcome"])
                 if event["fatal"]:
                     self.close()
                     return None
@@ -248,7 +250,9 @@ class WorkerClient:
                 if event["status"] != Status.OUT_OF_MEMORY:
                     raise BenchmarkError(f"the numerics gate failed: {event['log']}")
                 for index in wanted:
-                    outcomes.setdefault(index, Outcome(Status.OUT_OF_MEMORY, log=event["log"]))
+                    outcomes.setdefault(
+                        index, CandidateOutcome(Status.OUT_OF_MEMORY, log=event["log"])
+                    )
                 return None
         missing = [index for index in wanted if index not in outcomes]
         if missing:

@@ -93,7 +93,7 @@ class View:
 
 
 @dataclass(frozen=True)
-class Call:
+class ModelCall:
     """One call as a model makes it."""
 
     model: str
@@ -204,7 +204,7 @@ def subset(names: str) -> tuple[PublicModel, ...]:
     return tuple(models[name] for name in dict.fromkeys(names.split(",")))
 
 
-def draw(seed: int | str, count: int, models: Collection[PublicModel]) -> list[Call]:
+def draw(seed: int | str, count: int, models: Collection[PublicModel]) -> list[ModelCall]:
     """The first `count` distinct calls of a seed: of two counts one begins as the other.
 
     Args:
@@ -217,7 +217,7 @@ def draw(seed: int | str, count: int, models: Collection[PublicModel]) -> list[C
     """
     if count < 1 or not models:
         raise ConfigError(f"count={count} of {len(models)} models (allowed: 1 and more of both)")
-    choices, found = tuple(models), dict[str, Call]()
+    choices, found = tuple(models), dict[str, ModelCall]()
     for index in range(TRIES * count):
         call = _drawn(Chance(seed, index), choices)
         if call is not None:
@@ -227,7 +227,7 @@ def draw(seed: int | str, count: int, models: Collection[PublicModel]) -> list[C
     raise ConfigError(f"only {len(found)} distinct calls were found (wanted: {count})")
 
 
-def _drawn(chance: Chance, models: Sequence[PublicModel]) -> Call | None:
+def _drawn(chance: Chance, models: Sequence[PublicModel]) -> ModelCall | None:
     """A call, or None where this one is too large or of a stack that makes none of its kind."""
     model = chance.one_of(models, "model")
     ranks = chance.one_of(model.shards, "ranks")
@@ -285,7 +285,7 @@ def _batch(chance: Chance, high: int) -> int:
 
 def _attention(
     chance: Chance, model: PublicModel, stack: Stack, ranks: int, dtype: DType, phase: _Phase
-) -> Call:
+) -> ModelCall:
     heads, heads_kv = stack.heads // ranks, stack.heads_kv // ranks
     is_decoding, is_cross = phase.kind == "decoding", stack.mask == "cross"
     queries, keys = phase.queries, phase.keys
@@ -321,7 +321,7 @@ def _attention(
         bias="h" if mask == POSITIONS else "",
     )
     kind = "cross" if is_cross else phase.kind
-    return Call(model.name, stack.name, kind, ranks, _laid_out(problem, views), views, mask)
+    return ModelCall(model.name, stack.name, kind, ranks, _laid_out(problem, views), views, mask)
 
 
 def _laid_out(problem: AttentionProblem, views: Sequence[View]) -> AttentionProblem:
@@ -376,7 +376,7 @@ def _views(
 
 def _product(
     chance: Chance, model: PublicModel, stack: Stack, ranks: int, dtype: DType, phase: _Phase
-) -> Call:
+) -> ModelCall:
     tokens = phase.queries
     batch = max(1, min(phase.batch, MAX_ROWS // tokens))
     name, (n, k, epilogue) = chance.one_of(list(linears(stack, ranks).items()), "layer kind")
@@ -390,7 +390,7 @@ def _product(
         problem = SwigluProblem(rows, n, k, dtype=dtype)
     else:
         problem = GemmProblem(rows, n, k, dtype=dtype, epilogue=epilogue)
-    return Call(model.name, stack.name, name, ranks, problem)
+    return ModelCall(model.name, stack.name, name, ranks, problem)
 
 
 def linears(stack: Stack, ranks: int = 1) -> dict[str, tuple[int, int, str]]:

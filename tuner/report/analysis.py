@@ -11,11 +11,11 @@ from tuner.config import Config, Value
 from tuner.families import families
 from tuner.measurement import Measurement, is_tie, versus
 from tuner.problem import Problem
-from tuner.report.subject import Subject
+from tuner.report.subject import ReportSubject
 from tuner.selection.describe import microseconds, short_name
 from tuner.store.entry import is_vendor
 
-LEAST_CANDIDATES = 20
+MIN_CANDIDATES = 20
 """Passed candidates of a family below which the importance of its parameters is not told."""
 TREES, DEPTH = 16, 6
 """Size of the forest that shares are read from: a tenth of the time of Optuna's 64 and 64. Shares
@@ -32,7 +32,7 @@ def latency(measurement: Measurement) -> float:
     return math.inf if measurement.latency_us is None else measurement.latency_us
 
 
-def verdict(subject: Subject) -> str:
+def verdict(subject: ReportSubject) -> str:
     """The winner and its ratio, in one sentence."""
     entry = subject.entry
     own, first = entry.best_own, entry.ranking[0]
@@ -78,7 +78,7 @@ def differences(one: Config, other: Config) -> dict[str, tuple[Value | None, Val
 
 
 @dataclass(frozen=True)
-class Change:
+class ParameterEffect:
     """Effect of changing one parameter alone, quick pass against quick pass."""
 
     name: str
@@ -89,7 +89,7 @@ class Change:
     measurement: Measurement
 
 
-def one_change(subject: Subject, winner: Measurement) -> list[Change]:
+def one_change(subject: ReportSubject, winner: Measurement) -> list[ParameterEffect]:
     """Measured candidates that differ from the winner in one parameter, least loss first."""
     quick = {m.config: m for m in subject.quick if m.ok}
     base = quick.get(winner.config)
@@ -102,11 +102,11 @@ def one_change(subject: Subject, winner: Measurement) -> list[Change]:
             if len(found) == 1:
                 ((name, (mine, theirs)),) = found.items()
                 ratio = latency(measurement) / latency(base)
-                changes.append(Change(name, mine, theirs, ratio, measurement))
+                changes.append(ParameterEffect(name, mine, theirs, ratio, measurement))
     return sorted(changes, key=lambda change: (change.ratio, change.name))
 
 
-def default_of(subject: Subject, winner: Measurement) -> Measurement | None:
+def default_of(subject: ReportSubject, winner: Measurement) -> Measurement | None:
     """The candidate that the cost estimate alone would have chosen among the measured ones of the
     winner's family: what one has without measuring. Its quick time.
     """
@@ -130,7 +130,7 @@ def predicted_us(measurement: Measurement) -> float | None:
         return None
 
 
-def quick_of(subject: Subject, config: Config) -> Measurement | None:
+def quick_of(subject: ReportSubject, config: Config) -> Measurement | None:
     """A config's quick time: comparable with other candidates' quick times."""
     return next((m for m in subject.quick if m.ok and m.config == config), None)
 
@@ -147,7 +147,7 @@ class Importance:
     """
 
 
-def importances(subject: Subject) -> list[Importance]:
+def importances(subject: ReportSubject) -> list[Importance]:
     """Functional analysis of variance (Optuna's fANOVA) of each family with enough candidates."""
     by_family: dict[str, list[Measurement]] = {}
     for measurement in subject.quick:
@@ -156,7 +156,7 @@ def importances(subject: Subject) -> list[Importance]:
     return [
         Importance(name, len(measured), shares)
         for name, measured in sorted(by_family.items())
-        if len(measured) >= LEAST_CANDIDATES and (shares := _importance(measured))
+        if len(measured) >= MIN_CANDIDATES and (shares := _importance(measured))
     ]
 
 
@@ -228,7 +228,7 @@ class HeatMap:
         return sorted({cell.panel for cell in self.cells}, key=str)
 
 
-def heat_maps(subject: Subject) -> Iterator[HeatMap]:
+def heat_maps(subject: ReportSubject) -> Iterator[HeatMap]:
     """The space of every family of the problem, then of its stages'."""
     for part in subject.recording.walk():
         by_family: dict[str, list[Measurement]] = {}
@@ -296,7 +296,7 @@ class Standing:
         return versus(self.own, self.vendor, short_name(self.vendor))
 
 
-def standing(subject: Subject) -> list[Standing]:
+def standing(subject: ReportSubject) -> list[Standing]:
     """Every measured problem of the operation with both, the least own speed first; under the
     subject's regime, on its GPU. This one's numbers are the subject's own.
     """

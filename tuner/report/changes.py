@@ -142,7 +142,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class DecisionComparison:
     """All that two sets have in common, and what only one has."""
 
     pairs: tuple[Pair, ...]
@@ -242,7 +242,7 @@ def compare(
     *,
     tolerance: float = TOLERANCE,
     is_relative: bool = False,
-) -> Comparison:
+) -> DecisionComparison:
     """Compare what two sets decided for the same problems, GPUs and regimes.
 
     Args:
@@ -262,7 +262,7 @@ def compare(
             f"nothing to compare: A holds {_labels(before.values())}; "
             f"B holds {_labels(after.values())}"
         )
-    return Comparison(
+    return DecisionComparison(
         pairs,
         tuple(before[key] for key in sorted(set(before) - set(after))),
         tuple(after[key] for key in sorted(set(after) - set(before))),

@@ -9,7 +9,7 @@ from typing import Any
 
 from tuner.measurement import Measurement, Status
 from tuner.report.analysis import Importance, Standing, latency
-from tuner.report.course import Step
+from tuner.report.course import SearchStep
 from tuner.report.explain import limits
 from tuner.report.spec import (
     BEST,
@@ -18,7 +18,7 @@ from tuner.report.spec import (
     INK,
     SERIES,
     SOFT,
-    Rows,
+    NamedBars,
     Spec,
     channel,
     log_scale,
@@ -26,7 +26,7 @@ from tuner.report.spec import (
     series_of,
     tips,
 )
-from tuner.report.subject import Subject
+from tuner.report.subject import ReportSubject
 from tuner.report.work import l2_bytes_per_us, total, works
 from tuner.selection.describe import config_text, microseconds, short_name
 from tuner.store.entry import is_vendor
@@ -37,7 +37,7 @@ _HERE = "\u25b8 "
 """Marks the subject's own problem among others."""
 
 
-def ranking(subject: Subject) -> Spec:
+def ranking(subject: ReportSubject) -> Spec:
     """Bars of the final pass against the peers; whiskers are one standard deviation."""
     values = [
         {
@@ -51,7 +51,7 @@ def ranking(subject: Subject) -> Spec:
         }
         for m in subject.ranking
     ]
-    rows = Rows("kernel", [short_name(m) for m in subject.ranking])
+    rows = NamedBars("kernel", [short_name(m) for m in subject.ranking])
     y = rows.y
     who = {
         "field": "who",
@@ -89,7 +89,7 @@ def ranking(subject: Subject) -> Spec:
     )
 
 
-def progress(steps: Sequence[Step]) -> Spec:
+def progress(steps: Sequence[SearchStep]) -> Spec:
     """Every candidate in the order of time, and the best so far; one passed at least."""
     slowest = max(latency(s.measurement) for s in steps if s.measurement.ok)
     values = [
@@ -172,7 +172,7 @@ def importance(found: Importance) -> Spec:
     )
 
 
-def roofline(subject: Subject) -> Spec | None:
+def roofline(subject: ReportSubject) -> Spec | None:
     """Every own candidate under the roofs of the L2 and of the tensor cores; None where nothing
     is computed of any.
     """
@@ -228,7 +228,7 @@ def roofline(subject: Subject) -> Spec | None:
     )
 
 
-def _rates(subject: Subject) -> list[dict[str, Any]]:
+def _rates(subject: ReportSubject) -> list[dict[str, Any]]:
     """Own candidates whose work is known: operations a byte, computed, and rate, measured."""
     final = {m.config: m for m in subject.ranking}
     own = subject.entry.best_own
@@ -250,7 +250,7 @@ def _rates(subject: Subject) -> list[dict[str, Any]]:
     return values
 
 
-def busy(subject: Subject, measurement: Measurement) -> Spec:
+def busy(subject: ReportSubject, measurement: Measurement) -> Spec:
     """Least time of each unit, against the measured time."""
     values = [
         {
@@ -294,7 +294,7 @@ def busy(subject: Subject, measurement: Measurement) -> Spec:
     )
 
 
-def standing(found: Sequence[Standing], subject: Subject) -> Spec:
+def standing(found: Sequence[Standing], subject: ReportSubject) -> Spec:
     """Own speed as a multiple of the fastest vendor's, from 1 to either side, in order."""
     labels, common = _without_common([s.problem.label() for s in found])
     values = [
@@ -319,7 +319,7 @@ def standing(found: Sequence[Standing], subject: Subject) -> Spec:
         # At the top: a reader of a long list sees it first.
         axis={"tickCount": 6, "orient": "top"},
     )
-    rows = Rows("problem", [str(value["problem"]) for value in values])
+    rows = NamedBars("problem", [str(value["problem"]) for value in values])
     y = rows.y
     who = {
         "field": "who",
@@ -374,7 +374,7 @@ def _without_common(labels: Sequence[str]) -> tuple[list[str], str]:
     return kept, ",".join(common)
 
 
-def memory(subject: Subject) -> Spec:
+def memory(subject: ReportSubject) -> Spec:
     """Operands and what a kernel uses beside them."""
     values = [
         {
@@ -388,7 +388,7 @@ def memory(subject: Subject) -> Spec:
             (("operands", m.problem.bytes), ("beside them", m.workspace_bytes))
         )
     ]
-    rows = Rows("kernel", [short_name(m) for m in subject.ranking])
+    rows = NamedBars("kernel", [short_name(m) for m in subject.ranking])
     part = {
         "field": "part",
         "type": "nominal",

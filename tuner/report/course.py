@@ -12,7 +12,7 @@ from itertools import pairwise
 from tuner.families import families
 from tuner.measurement import Measurement
 from tuner.report.analysis import latency
-from tuner.report.subject import Subject
+from tuner.report.subject import ReportSubject
 from tuner.store.entry import is_vendor
 
 BREAK_S = 120.0
@@ -21,7 +21,7 @@ and a half to compile on a full machine."""
 
 
 @dataclass(frozen=True)
-class Step:
+class SearchStep:
     """One candidate of the quick pass in the order of time."""
 
     number: int
@@ -31,18 +31,18 @@ class Step:
     """Fastest so far; infinite before the first that passed."""
 
 
-def progress(subject: Subject) -> list[Step]:
+def progress(subject: ReportSubject) -> list[SearchStep]:
     """The quick pass as the search went through it."""
     return steps_of(subject.quick)
 
 
-def steps_of(measurements: Iterable[Measurement]) -> list[Step]:
+def steps_of(measurements: Iterable[Measurement]) -> list[SearchStep]:
     """Candidates, in the order of time, each with the fastest so far."""
-    steps: list[Step] = []
+    steps: list[SearchStep] = []
     best = math.inf
     for number, measurement in enumerate(measurements, 1):
         best = min(best, latency(measurement))
-        steps.append(Step(number, measurement, best))
+        steps.append(SearchStep(number, measurement, best))
     return steps
 
 
@@ -61,7 +61,7 @@ class Stop:
     """From the first of them to the last, without breaks."""
 
 
-def stopping(steps: Sequence[Step]) -> list[Stop]:
+def stopping(steps: Sequence[SearchStep]) -> list[Stop]:
     """Loss of stopping after 1, 2, 5, 10, ... candidates and after all."""
     if not steps or math.isinf(steps[-1].best_us):
         return []
@@ -88,7 +88,7 @@ def _worked_s(measurements: Iterable[Measurement]) -> float:
     return sum(seconds for seconds in between if seconds <= BREAK_S)
 
 
-def found_at(steps: Sequence[Step]) -> int:
+def found_at(steps: Sequence[SearchStep]) -> int:
     """Number of the first candidate with the fastest quick time."""
     return next(step.number for step in steps if step.best_us == steps[-1].best_us)
 
@@ -108,7 +108,7 @@ class Cost:
     """From the first measurement to the last, wall clock, without breaks."""
 
 
-def cost(subject: Subject) -> Cost:
+def cost(subject: ReportSubject) -> Cost:
     """Cost of the search, by the measurements."""
     every = [m for part in subject.recording.walk() for m in part.measurements]
     own = [m for m in every if not m.is_final and not is_vendor(m.config)]

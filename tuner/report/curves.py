@@ -59,22 +59,22 @@ def memory_scaling(lengths: Sequence[Length]) -> Spec:
 
 HEIGHT = 320
 """Pixels."""
-LEAST_STEP = 1.5
+MIN_STEP = 1.5
 """Between two labels of the axis of lengths; every length has its points."""
-MOST_LEVEL = 9
+MAX_LEVEL = 9
 """Labels that stand side by side on a narrow page; more are tilted."""
 
 
 def _length_axis(lengths: Sequence[Length]) -> Spec:
     shown: list[int] = []
     for seqlen in sorted({length.seqlen for length in lengths}):
-        if not shown or seqlen >= LEAST_STEP * shown[-1]:
+        if not shown or seqlen >= MIN_STEP * shown[-1]:
             shown.append(seqlen)
     axis = {
         "values": shown,
         "labelExpr": "datum.value % 1024 ? datum.value : datum.value / 1024 + 'k'",
         "labelOverlap": False,
-        **({"labelAngle": -45} if len(shown) > MOST_LEVEL else {}),
+        **({"labelAngle": -45} if len(shown) > MAX_LEVEL else {}),
     }
     title = "sequence length (1k = 1024)"
     return channel("seqlen", title, axis=axis, **log_scale(base=2, padding=16))

@@ -22,7 +22,7 @@ from tuner.measure.profile import (
 from tuner.measurement import Measurement, deviation, is_tie
 from tuner.report import analysis
 from tuner.report.analysis import latency
-from tuner.report.subject import Subject
+from tuner.report.subject import ReportSubject
 from tuner.report.work import Work, floors, total, works
 from tuner.selection.describe import microseconds, short_name
 from tuner.store.entry import is_vendor
@@ -32,12 +32,12 @@ BUSY = 0.75
 """Share of the time from which on a unit is said to be what limits a kernel."""
 WAITS = 3
 """Reasons to wait that are told, the most frequent ones."""
-MOST_CHANGES = 8
+MAX_CHANGES = 8
 """Single changes that are told."""
 
 
 @dataclass(frozen=True)
-class Claim:
+class Statement:
     """One sentence and where its numbers come from."""
 
     text: str
@@ -52,7 +52,7 @@ class Contrast:
     title: str
     changes: tuple[str, ...]
     """Parameters that differ, winner's value first."""
-    claims: tuple[Claim, ...]
+    claims: tuple[Statement, ...]
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ class Explanation:
     config: Measurement
     """The best own kernel: what is explained."""
     contrasts: tuple[Contrast, ...]
-    single: tuple[Claim, ...]
+    single: tuple[Statement, ...]
     """Effect of changing one parameter alone."""
-    limits: tuple[Claim, ...]
-    counted: tuple[Claim, ...] = ()
+    limits: tuple[Statement, ...]
+    counted: tuple[Statement, ...] = ()
     """Counters of `tuner profile`; empty when it was not run."""
 
     def to_json(self) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class Explanation:
         }
 
 
-def explain(subject: Subject) -> Explanation | None:
+def explain(subject: ReportSubject) -> Explanation | None:
     """Account for the best own kernel; None where no own kernel passed."""
     entry = subject.entry
     own = entry.best_own
@@ -110,7 +110,7 @@ def explain(subject: Subject) -> Explanation | None:
         text = "The cost estimate alone, without measuring, would have chosen this configuration."
         if default is None:
             text = "None is known: nothing of this family was measured whose cost can be estimated."
-        contrasts.append(Contrast("Against the default", (), (Claim(text, COMPUTED),)))
+        contrasts.append(Contrast("Against the default", (), (Statement(text, COMPUTED),)))
     return Explanation(
         analysis.verdict(subject),
         own,
@@ -121,7 +121,7 @@ def explain(subject: Subject) -> Explanation | None:
     )
 
 
-def _contrast(subject: Subject, name: str, own: Measurement, other: Measurement) -> Contrast:
+def _contrast(subject: ReportSubject, name: str, own: Measurement, other: Measurement) -> Contrast:
     pass_ = "final" if own.is_final else "quick"
     ratio = latency(other) / latency(own)
     if is_tie(own, other):
@@ -132,7 +132,7 @@ def _contrast(subject: Subject, name: str, own: Measurement, other: Measurement)
     else:
         how = f"{abs(100 * (ratio - 1)):.1f} % {'slower' if ratio > 1 else 'faster'}"
     claims = [
-        Claim(
+        Statement(
             f"{short_name(other)} takes {microseconds(other.latency_us)} us in the {pass_} pass, "
             f"this one {microseconds(own.latency_us)} us: it is {how}.",
             MEASURED,
@@ -161,7 +161,7 @@ def _value(value: Value | None) -> str:
     return "not set" if value is None else str(value)
 
 
-def _compiled(own: Measurement, other: Measurement) -> list[Claim]:
+def _compiled(own: Measurement, other: Measurement) -> list[Statement]:
     """Reports of ptxas and the launch."""
     claims = []
     for kernel in sorted(set(own.resources) & set(other.resources)):
@@ -169,7 +169,7 @@ def _compiled(own: Measurement, other: Measurement) -> list[Claim]:
         spills = [r.spill_store_bytes + r.spill_load_bytes for r in (mine, theirs)]
         if mine.registers != theirs.registers or spills[0] != spills[1]:
             claims.append(
-                Claim(
+                Statement(
                     f"Registers: {mine.registers} a thread at launch, {spills[0]} bytes spilled, "
                     f"against {theirs.registers} and {spills[1]} ({kernel}, by ptxas).",
                     MEASURED,
@@ -177,7 +177,7 @@ def _compiled(own: Measurement, other: Measurement) -> list[Claim]:
             )
     if own.workspace_bytes != other.workspace_bytes:
         claims.append(
-            Claim(
+            Statement(
                 f"Memory beside the operands: {size(own.workspace_bytes)} against "
                 f"{size(other.workspace_bytes)}.",
                 MEASURED,
@@ -186,7 +186,7 @@ def _compiled(own: Measurement, other: Measurement) -> list[Claim]:
     return claims
 
 
-def _computed(mine: Sequence[Work], theirs: Sequence[Work]) -> list[Claim]:
+def _computed(mine: Sequence[Work], theirs: Sequence[Work]) -> list[Statement]:
     """Waves, occupancy, bytes and instructions, where they differ."""
     texts = []
     if [w.kernel for w in mine] == [w.kernel for w in theirs]:
@@ -211,7 +211,7 @@ def _computed(mine: Sequence[Work], theirs: Sequence[Work]) -> list[Claim]:
             "Waves, occupancy, bytes and instructions are the same for both: what differs is the "
             "order of the work."
         ]
-    return [Claim(text, COMPUTED) for text in texts]
+    return [Statement(text, COMPUTED) for text in texts]
 
 
 def _placed(one: Work, other: Work, where: str) -> list[str]:
@@ -240,12 +240,12 @@ def _placed(one: Work, other: Work, where: str) -> list[str]:
     return texts
 
 
-def _single(subject: Subject, own: Measurement) -> list[Claim]:
+def _single(subject: ReportSubject, own: Measurement) -> list[Statement]:
     claims = []
-    for change in analysis.one_change(subject, own)[:MOST_CHANGES]:
+    for change in analysis.one_change(subject, own)[:MAX_CHANGES]:
         how = "slower" if change.ratio > 1 else "faster"
         claims.append(
-            Claim(
+            Statement(
                 f"{change.name} {_value(change.other)} instead of {_value(change.winner)}: "
                 f"{microseconds(change.measurement.latency_us)} us, "
                 f"{abs(100 * (change.ratio - 1)):.1f} % {how} in the quick pass "
@@ -256,18 +256,18 @@ def _single(subject: Subject, own: Measurement) -> list[Claim]:
     return claims
 
 
-def limits(subject: Subject, measurement: Measurement) -> dict[str, float]:
+def limits(subject: ReportSubject, measurement: Measurement) -> dict[str, float]:
     """`work.floors` of a candidate at the clock of the subject's final pass."""
     found = works(measurement.problem, measurement.config, subject.gpu)
     return floors(measurement, subject.gpu, found, subject.clock_mhz)
 
 
-def _limits(subject: Subject, own: Measurement) -> list[Claim]:
+def _limits(subject: ReportSubject, own: Measurement) -> list[Statement]:
     busy = {name: us / latency(own) for name, us in limits(subject, own).items()}
     unit = max(busy, key=busy.__getitem__)
     shares = ", ".join(f"{name} {100 * share:.0f} %" for name, share in busy.items())
     claims = [
-        Claim(
+        Statement(
             f"Busy at least, of the measured time, at {subject.clock_mhz} MHz: {shares}.",
             COMPUTED,
         )
@@ -280,10 +280,10 @@ def _limits(subject: Subject, own: Measurement) -> list[Claim]:
             f"Limited by no single unit; nearest: {unit}. The rest is waiting: latency, what does "
             "not overlap, and multiprocessors without work."
         )
-    return [*claims, Claim(text, COMPUTED)]
+    return [*claims, Statement(text, COMPUTED)]
 
 
-def _counted(found: Profile | None) -> list[Claim]:
+def _counted(found: Profile | None) -> list[Statement]:
     """How busy the units were and what warps waited for, in the launch that took longest."""
     if found is None:
         return []
@@ -300,7 +300,7 @@ def _counted(found: Profile | None) -> list[Claim]:
     if waits:
         named = ", ".join(f"{c.label} {v.value:.2f}" for c, v in waits)
         texts.append(f"Warps waiting when an instruction is issued, by what for: {named}.")
-    return [Claim(text, COUNTED) for text in texts]
+    return [Statement(text, COUNTED) for text in texts]
 
 
 def size(count: float) -> str:

@@ -11,11 +11,11 @@ from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Regime, speedup_text
 from tuner.problem import AttentionProblem, Problem
 from tuner.report.analysis import latency
-from tuner.report.subject import Subject
+from tuner.report.subject import ReportSubject
 from tuner.selection.describe import kernel_name
 from tuner.store.entry import is_vendor
 
-LEAST_LENGTHS = 3
+MIN_LENGTHS = 3
 """Sequence lengths that make a curve."""
 
 
@@ -41,9 +41,9 @@ class Length:
         return tokens * 1e6 / latency(self.measurement)
 
 
-def scaling(subject: Subject) -> list[Length]:
+def scaling(subject: ReportSubject) -> list[Length]:
     """Problems that differ from this one in their sequence length only, each kernel's fastest;
-    empty when there are fewer than `LEAST_LENGTHS` of them.
+    empty when there are fewer than `MIN_LENGTHS` of them.
     """
     found: list[Length] = []
     for seqlen, measured in sorted(_runs(subject).items()):
@@ -51,15 +51,15 @@ def scaling(subject: Subject) -> list[Length]:
         for m in sorted(measured, key=latency):
             kernels.setdefault(kernel_name(m), m)
         found += [Length(seqlen, name, is_vendor(m.config), m) for name, m in kernels.items()]
-    return found if len({length.seqlen for length in found}) >= LEAST_LENGTHS else []
+    return found if len({length.seqlen for length in found}) >= MIN_LENGTHS else []
 
 
-def lengths_known(subject: Subject) -> list[int]:
+def lengths_known(subject: ReportSubject) -> list[int]:
     """Sequence lengths at which problems that differ in nothing else are timed; this one's too."""
     return sorted(_runs(subject))
 
 
-def _runs(subject: Subject) -> dict[int, list[Measurement]]:
+def _runs(subject: ReportSubject) -> dict[int, list[Measurement]]:
     """By sequence length what one interleaved run timed there: a bench's row, the earliest named
     first, for it has all lengths of one run; else the final pass of a sweep.
     """
@@ -80,7 +80,7 @@ def _length(problem: Problem) -> int:
     return problem.seqlen_kv if isinstance(problem, AttentionProblem) else 0
 
 
-def _is_sibling(subject: Subject, theirs: Problem, gpu: Gpu, regime: Regime) -> bool:
+def _is_sibling(subject: ReportSubject, theirs: Problem, gpu: Gpu, regime: Regime) -> bool:
     mine = subject.problem
     if not isinstance(mine, AttentionProblem) or not isinstance(theirs, AttentionProblem):
         return False

@@ -14,13 +14,13 @@ from tuner.report import analysis, assets, course
 from tuner.report.lengths import scaling
 from tuner.report.palette import colours
 from tuner.report.sections import sections
-from tuner.report.subject import Subject
+from tuner.report.subject import ReportSubject
 
 TEMPLATE = Path(__file__).with_name("page.html.j2")
 EXTRA = "report"
 
 
-def render(subject: Subject) -> str:
+def render(subject: ReportSubject) -> str:
     """The page's HTML.
 
     Raises:
@@ -66,7 +66,7 @@ def _in_script(value: Any) -> str:
     return text.replace("<", "\\u003c")
 
 
-def data(subject: Subject) -> dict[str, Any]:
+def data(subject: ReportSubject) -> dict[str, Any]:
     """Every number that the page draws from, with its environment."""
     own = subject.entry.best_own
     counted = subject.profile_of(own.config) if own else None
@@ -113,7 +113,7 @@ def data(subject: Subject) -> dict[str, Any]:
     }
 
 
-def _facts(subject: Subject) -> list[tuple[str, str]]:
+def _facts(subject: ReportSubject) -> list[tuple[str, str]]:
     cost = course.cost(subject)
     return [
         ("problem", f"{subject.problem.op} {subject.problem.label()}"),

@@ -14,7 +14,7 @@ from tuner.report.page import EXTRA
 from tuner.report.palette import colours
 from tuner.report.sections import sections
 from tuner.report.spec import CONFIG, Spec
-from tuner.report.subject import Subject
+from tuner.report.subject import ReportSubject
 
 #: What Vega tells of each mark to those who hear a page: in a file of its own, nine tenths of it.
 _OF_MARKS = re.compile(r' (?:role|aria-[a-z]+)="[^"]*"')
@@ -26,7 +26,7 @@ PADDING = {"left": 40, "right": 24, "top": 8, "bottom": 8}
 """Text is laid out here and drawn with the reader's fonts, which may be wider."""
 
 
-def specs(subject: Subject, only: Sequence[str] = ()) -> dict[str, Spec]:
+def specs(subject: ReportSubject, only: Sequence[str] = ()) -> dict[str, Spec]:
     """The specifications of the page's pictures, by name.
 
     Raises:

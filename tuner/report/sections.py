@@ -15,7 +15,7 @@ from tuner.report.explain import Explanation, explain, size
 from tuner.report.glossary import meanings
 from tuner.report.heat import heat_panels
 from tuner.report.lengths import (
-    LEAST_LENGTHS,
+    MIN_LENGTHS,
     crossings,
     drawn,
     fastest_of_kinds,
@@ -23,7 +23,7 @@ from tuner.report.lengths import (
     scaling,
 )
 from tuner.report.spec import Spec
-from tuner.report.subject import Subject
+from tuner.report.subject import ReportSubject
 from tuner.report.use import Use, use
 from tuner.selection.describe import (
     config_text,
@@ -33,7 +33,7 @@ from tuner.selection.describe import (
 )
 from tuner.store.entry import is_vendor
 
-MOST_ROWS = 1000
+MAX_ROWS = 1000
 """Candidates in the table of all; the fastest."""
 
 Row = Sequence[str]
@@ -49,7 +49,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Table:
+class TableSection:
     """A heading and rows."""
 
     columns: Row
@@ -64,7 +64,7 @@ class Section:
     title: str
     words: Sequence[str] = ()
     figures: Sequence[Figure] = ()
-    table: Table | None = None
+    table: TableSection | None = None
     table_title: str = "The numbers"
     is_table_open: bool = False
     explanation: Explanation | None = None
@@ -76,12 +76,12 @@ class Section:
     """Level of the heading; 3 is a part of the 2 before it."""
 
 
-def sections(subject: Subject) -> list[Section]:
+def sections(subject: ReportSubject) -> list[Section]:
     """The parts of the page, in order."""
     return list(_sections(subject))
 
 
-def _sections(subject: Subject) -> Iterable[Section]:
+def _sections(subject: ReportSubject) -> Iterable[Section]:
     yield _use(subject)
     yield _peers(subject)
     if (account := explain(subject)) is not None:
@@ -130,7 +130,7 @@ def _sections(subject: Subject) -> Iterable[Section]:
     yield _all(subject)
 
 
-def _use(subject: Subject) -> Section:
+def _use(subject: ReportSubject) -> Section:
     """The commands that put the decision to use, and who answers the call then."""
     first, own = subject.entry.ranking[0], subject.entry.best_own
     found = use(subject.problem, subject.gpu)
@@ -153,7 +153,7 @@ def _use(subject: Subject) -> Section:
     return Section("use", "Use it", words, use=found)
 
 
-def _glossary(subject: Subject) -> Section:
+def _glossary(subject: ReportSubject) -> Section:
     names = {
         name
         for m in subject.recording.measurements
@@ -169,7 +169,7 @@ def _glossary(subject: Subject) -> Section:
 PER_TOKEN = ("us a head", "Mtokens/s", "tokens/s/MB")
 
 
-def _peers(subject: Subject) -> Section:
+def _peers(subject: ReportSubject) -> Section:
     attention = isinstance(subject.problem, AttentionProblem)
     columns = (
         *("kernel", "us", "+- 95 %", "deviation", "TFLOP/s", "of peak", "error"),
@@ -202,7 +202,7 @@ def _peers(subject: Subject) -> Section:
     if flagged := [f"{short_name(m)}: {', '.join(m.flags)}" for m in subject.ranking if m.flags]:
         words.append(f"Flagged: {'; '.join(flagged)}.")
     figure = Figure("ranking", "Microseconds a call", charts.ranking(subject))
-    return Section("peers", "Against the peers", words, [figure], Table(columns, rows))
+    return Section("peers", "Against the peers", words, [figure], TableSection(columns, rows))
 
 
 def _per_token(m: Measurement) -> Iterable[str]:
@@ -214,7 +214,7 @@ def _per_token(m: Measurement) -> Iterable[str]:
         yield f"{tokens / ((m.problem.bytes + m.workspace_bytes) / 1e6):.0f}"
 
 
-def _counted(subject: Subject, account: Explanation) -> Iterable[Section]:
+def _counted(subject: ReportSubject, account: Explanation) -> Iterable[Section]:
     """Counters of the best own kernel (`tuner profile`), a part of the section before."""
     found = subject.profile_of(account.config.config)
     if found is None:
@@ -238,12 +238,12 @@ def _counted(subject: Subject, account: Explanation) -> Iterable[Section]:
             *(claim.text for claim in account.counted[1:]),
         ],
         figures,
-        Table(("kernel", "counter", "value", "unit", "says"), rows),
+        TableSection(("kernel", "counter", "value", "unit", "says"), rows),
         level=3,
     )
 
 
-def _search(subject: Subject) -> Iterable[Section]:
+def _search(subject: ReportSubject) -> Iterable[Section]:
     steps = course.progress(subject)
     stopping = course.stopping(steps)
     if not stopping:
@@ -269,13 +269,13 @@ def _search(subject: Subject) -> Iterable[Section]:
         for stop in stopping
     ]
     columns = ("stopped after", "best so far, us", "lost", "CPU-seconds compiling", "seconds")
-    table = Table(columns, rows)
+    table = TableSection(columns, rows)
     figure = Figure("progress", "Time over trial", charts.progress(steps))
     title = "Cost of stopping earlier"
     yield Section("search", "The search", words, [figure], table, title, is_table_open=True)
 
 
-def _passes(subject: Subject) -> str:
+def _passes(subject: ReportSubject) -> str:
     """How the best own kernel's two times differ; empty where it has one."""
     own = subject.entry.best_own
     quick = own and analysis.quick_of(subject, own.config)
@@ -288,7 +288,7 @@ def _passes(subject: Subject) -> str:
     )
 
 
-def _space(subject: Subject) -> Iterable[Section]:
+def _space(subject: ReportSubject) -> Iterable[Section]:
     heats = list(analysis.heat_maps(subject))
     if heats:
         words = (
@@ -320,7 +320,7 @@ def _space(subject: Subject) -> Iterable[Section]:
                 Figure(f"space-{number}-{place}", title, spec)
                 for place, (title, spec) in enumerate(panels)
             ],
-            table=Table(columns, rows),
+            table=TableSection(columns, rows),
         )
     if found := analysis.importances(subject):
         yield Section(
@@ -342,13 +342,13 @@ def _space(subject: Subject) -> Iterable[Section]:
         )
 
 
-def _scaling(subject: Subject) -> Iterable[Section]:
+def _scaling(subject: ReportSubject) -> Iterable[Section]:
     found = scaling(subject)
     if not found:
         if isinstance(subject.problem, AttentionProblem):
             known = ", ".join(map(str, lengths_known(subject))) or "none"
             text = (
-                f"Not drawn: it takes {LEAST_LENGTHS} problems, tuned or benched, that differ in "
+                f"Not drawn: it takes {MIN_LENGTHS} problems, tuned or benched, that differ in "
                 f"their sequence length only (known: {known}). `tuner sweep` of other lengths, the "
                 "rest as here, adds them, with memory and with where one kernel overtakes another."
             )
@@ -385,10 +385,10 @@ def _scaling(subject: Subject) -> Iterable[Section]:
         Figure("memory-scaling", "Memory over sequence length", curves.memory_scaling(shown)),
     ]
     columns = ("sequence length", "kernel", "us", "TFLOP/s", "Mtokens/s", "memory", "tokens/s/MB")
-    yield Section("scaling", "Sequence length", words, figures, Table(columns, rows))
+    yield Section("scaling", "Sequence length", words, figures, TableSection(columns, rows))
 
 
-def _standing(subject: Subject) -> Iterable[Section]:
+def _standing(subject: ReportSubject) -> Iterable[Section]:
     """Every tuned problem of the operation, this one among them."""
     found = analysis.standing(subject)
     if len(found) < 2:
@@ -419,10 +419,10 @@ def _standing(subject: Subject) -> Iterable[Section]:
     figure = Figure(
         "standing", "Own speed against the fastest vendor", charts.standing(found, subject)
     )
-    yield Section("standing", "All tuned problems", words, [figure], Table(columns, rows))
+    yield Section("standing", "All tuned problems", words, [figure], TableSection(columns, rows))
 
 
-def _all(subject: Subject) -> Section:
+def _all(subject: ReportSubject) -> Section:
     measured: list[Measurement] = sorted(
         subject.recording.measurements, key=lambda m: (not m.is_final, analysis.latency(m))
     )
@@ -434,13 +434,13 @@ def _all(subject: Subject) -> Section:
             "vendor" if is_vendor(m.config) else "own",
             config_text(m.config),
         )
-        for m in measured[:MOST_ROWS]
+        for m in measured[:MAX_ROWS]
     ]
     words = [
         f"Environment: {facts_text(subject.environment)}.",
         "The page holds all of it, stages included, as JSON in its element with the id data.",
     ]
-    if len(measured) > MOST_ROWS:
-        words.append(f"The table shows {MOST_ROWS} of {len(measured)} measurements.")
-    table = Table(("pass", "us", "status", "whose", "config"), rows)
+    if len(measured) > MAX_ROWS:
+        words.append(f"The table shows {MAX_ROWS} of {len(measured)} measurements.")
+    table = TableSection(("pass", "us", "status", "whose", "config"), rows)
     return Section("all", "Every measurement", words, table=table)

@@ -107,7 +107,7 @@ LINE, MAX_LINE = 14, 40
 
 
 @dataclass(frozen=True)
-class Rows:
+class NamedBars:
     """Horizontal bars whose names stand above them, whole on a page of any width."""
 
     field: str

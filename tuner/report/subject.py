@@ -32,7 +32,7 @@ from tuner.store.reading import sqlite_file
 
 
 @dataclass(frozen=True)
-class Subject:
+class ReportSubject:
     """Real measurements of one problem on one GPU, in one environment and regime."""
 
     recording: Recording
@@ -110,13 +110,13 @@ def quick_pass(part: Recording) -> tuple[Measurement, ...]:
     return tuple(sorted(own, key=lambda m: m.created_at))
 
 
-def from_file(path: Path, benches: Sequence[Path] = ()) -> Subject:
+def from_file(path: Path, benches: Sequence[Path] = ()) -> ReportSubject:
     """A recorded sweep.
 
     Raises:
         ConfigError: when it, or a bench, cannot be read or is something else.
     """
-    return Subject(
+    return ReportSubject(
         recording.read(path), f"recording {path.name}", _measured(shipped()), _benches(benches)
     )
 
@@ -132,7 +132,7 @@ def from_known(
     regimes: Regimes,
     url: str | None = None,
     benches: Sequence[Path] = (),
-) -> Subject:
+) -> ReportSubject:
     """The newest sweep of a problem: of the store, else a shipped recording, else what ships.
 
     Args:
@@ -165,7 +165,7 @@ def from_store(
     regimes: Regimes,
     name: str,
     benches: Sequence[Path] = (),
-) -> Subject:
+) -> ReportSubject:
     """The newest sweep of a problem in an open store, else what ships.
 
     Args:
@@ -184,7 +184,7 @@ def from_store(
     known, also = _measured(with_shipped(store.entries())), _benches(benches)
     stored = (_in_store(store, problem, gpu, one) for one in listed(regimes))
     if (found := next(filter(None, stored), None)) is not None:
-        return Subject(found, name, known, also)
+        return ReportSubject(found, name, known, also)
     return _shipped(problem, gpu, regimes, known, also)
 
 
@@ -194,16 +194,16 @@ def _shipped(
     regimes: Regimes,
     known: tuple[Entry, ...],
     also: tuple[Results, ...],
-) -> Subject:
+) -> ReportSubject:
     """A shipped recording, else a decision that ships."""
     if (recorded := recording.find(problem, gpu, regimes)) is not None:
         name = recording.file_name(problem, gpu, recorded.regime)
-        return Subject(recorded, f"shipped recording {name}", known, also)
+        return ReportSubject(recorded, f"shipped recording {name}", known, also)
     for regime, entry in itertools.product(listed(regimes), known):
         if (entry.problem, entry.gpu.identity, entry.regime) == (problem, gpu.identity, regime):
             environment = entry.winner.environment
             decided = Recording(problem, entry.gpu, regime, environment, entry.ranking)
-            return Subject(decided, "shipped decisions", known, also)
+            return ReportSubject(decided, "shipped decisions", known, also)
     raise NoValidConfigError(
         f"nothing was measured for {problem.op} {problem.label()} on {gpu.name} "
         f"({listed(regimes)[0]}): "

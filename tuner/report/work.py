@@ -19,7 +19,7 @@ from tuner.families import (
     triton_attention,
     two_kernel_attention,
 )
-from tuner.families.cutlass_fmha.shape import Shape
+from tuner.families.cutlass_fmha.shape import FmhaShape
 from tuner.families.fused_attention import FusedAttention, instance
 from tuner.families.gemm.shape import (
     CONSUMERS,
@@ -314,7 +314,7 @@ def _triton_attention(problem: AttentionProblem, config: Config, gpu: Gpu) -> Wo
 
 
 def _cutlass_fmha(problem: AttentionProblem, config: Config, gpu: Gpu) -> Work:
-    shape = Shape.of(problem, config)
+    shape = FmhaShape.of(problem, config)
     return _attention(
         problem,
         gpu,
@@ -429,7 +429,7 @@ def _gemv(problem: GemmProblem, config: Config, gpu: Gpu) -> Work:
         threads=gemv.block_threads(config),
         smem_bytes=gemv.smem_bytes(problem, config),
         blocks_per_sm=resident,
-        tensor_flops=2.0 * gemv.MOST_ROWS * rows * padded_k * tiles,
+        tensor_flops=2.0 * gemv.MAX_ROWS * rows * padded_k * tiles,
         wgmma=0,
         exponentials=0.0,
         l2_bytes=a.bytes / problem.batch * blocks + sum(operand.bytes for operand in others),

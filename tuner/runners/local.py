@@ -120,7 +120,7 @@ class LocalRunner:
         if not family.is_listed:
             return space
         work = partial(_listing, problem=problem, name=family.name, most=self._max_workspace)
-        asking = self._pool.submit(work, first=True, home=problem)
+        asking = self._pool.submit(work, first=True, affinity=problem)
         with self._lock:
             self._asked.add(asking)
         try:
@@ -241,7 +241,7 @@ class LocalRunner:
         if concurrent.futures.wait(pending.futures.values(), timeout_s).not_done:
             return []
         work = partial(self._evaluator.finish, pending, mode=mode, rounds=rounds)
-        timing = self._pool.submit(work, first=True, home=problem)
+        timing = self._pool.submit(work, first=True, affinity=problem)
         with self._lock:
             self._asked.add(timing)
         try:
@@ -282,7 +282,7 @@ class LocalRunner:
             if not any(pending is other for other in self._open):
                 return  # it was given up while it was compiled
             timing = self._pool.submit(
-                partial(self._evaluator.finish, pending), home=pending.problem
+                partial(self._evaluator.finish, pending), affinity=pending.problem
             )
             self._timed_as[pending] = timing
         timing.add_done_callback(lambda timing: done.put((pending, timing)))

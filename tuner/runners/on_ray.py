@@ -31,7 +31,7 @@ from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError, WorkerLostError
 from tuner.families.base import KernelSpec
 from tuner.hardware import OLDEST_CAPABILITY, Gpu
-from tuner.measure.request import Outcome
+from tuner.measure.request import CandidateOutcome
 from tuner.measure.worker_client import Ask
 from tuner.problem import Problem
 from tuner.runners.choose import ClusterPlace, Machine, Runners
@@ -48,7 +48,7 @@ START_TIMEOUT_S = 180.0
 REPLACE_TIMEOUT_S = 600.0
 """Without any GPU of a kind; then what waits for one fails."""
 POLL_S = 1.0
-MOST_PARCELS = 4096
+MAX_PARCELS = 4096
 """Kept in the object store; an older one is put there again when it is asked for."""
 
 
@@ -222,7 +222,7 @@ class Cluster:
             raise BenchmarkError(f"no GPU of the cluster can be used: {self._workers[0].reason}")
         return ready
 
-    def _sort(self, workers: Sequence[RemoteWorker]) -> list[Kind]:
+    def _sort(self, workers: Sequence[RemoteWorker]) -> list[ComparableGpus]:
         """Workers by GPU model; of one model, those whose environment most of them have."""
         groups: list[list[RemoteWorker]] = []
         for worker in workers:
@@ -231,7 +231,7 @@ class Cluster:
                 groups.append([worker])
             else:
                 group.append(worker)
-        kinds: dict[str, Kind] = {}
+        kinds: dict[str, ComparableGpus] = {}
         for group in sorted(groups, key=len, reverse=True):
             card = group[0].known
             chosen = kinds.get(card.gpu.identity)
@@ -243,7 +243,7 @@ class Cluster:
             elif not card.gpu.is_served:
                 reason = f"the kernels need compute capability {OLDEST_CAPABILITY} or newer"
             if not reason:
-                kinds[card.gpu.identity] = Kind(card, group)
+                kinds[card.gpu.identity] = ComparableGpus(card, group)
                 continue
             self._note(f"{len(group)} {card.gpu.name} of {card.node} are left out: {reason}")
             for worker in group:
@@ -256,7 +256,7 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class Kind:
+class ComparableGpus:
     """GPUs whose times can be compared."""
 
     card: Card
@@ -266,7 +266,9 @@ class Kind:
 class ClusterRunners(Runners):
     """The runners of one job on one kind of GPU of a cluster."""
 
-    def __init__(self, cluster: Cluster, kind: Kind, machine: Machine, note: Note) -> None:
+    def __init__(
+        self, cluster: Cluster, kind: ComparableGpus, machine: Machine, note: Note
+    ) -> None:
         super().__init__(machine, note)
         self._cluster, self._kind = cluster, kind
 
@@ -425,7 +427,7 @@ class RemoteWorker:
         except self._ray.exceptions.RayError:
             return []
 
-    def measure(self, ask: Ask) -> list[Outcome]:
+    def measure(self, ask: Ask) -> list[CandidateOutcome]:
         """As `WorkerClient.measure`, there.
 
         Raises:
@@ -494,7 +496,7 @@ class Parcels:
         """A parcel that a task left behind."""
         with self._lock:
             self._references[sha256] = reference
-            while len(self._references) > MOST_PARCELS:
+            while len(self._references) > MAX_PARCELS:
                 self._references.popitem(last=False)
 
     def of(self, artifact: Artifact) -> Any:

@@ -5,7 +5,7 @@ finalists and vendors' kernels are timed interleaved in one request, and their r
 GPU. Quick times of one search may come from several chips of a kind; they only choose the
 finalists.
 
-Requests with one affinity key (`home`) go to one worker unless another one is idle. That worker has
+Requests with one key (`affinity`) go to one worker unless another one is idle. That worker has
 the vendors' plans, which cost more than the timings.
 """
 
@@ -23,7 +23,7 @@ from tuner.measure.worker_client import AnyWorker
 
 T = TypeVar("T")
 
-MOST_LOSSES = 3
+MAX_LOSSES = 3
 """Workers that one request may cost: one that always loses its worker must end."""
 
 
@@ -32,7 +32,7 @@ class _Request:
     order: tuple[bool, int]
     work: Callable[[AnyWorker], Any]
     future: Future[Any]
-    home: Hashable
+    affinity: Hashable
     losses: int = 0
     """Workers that went away at it."""
 
@@ -49,7 +49,7 @@ class WorkerPool:
         self._changed = threading.Condition()
         self._waiting: list[_Request] = []
         self._running: dict[Future[Any], AnyWorker] = {}
-        self._homes: dict[Hashable, AnyWorker] = {}
+        self._affine: dict[Hashable, AnyWorker] = {}
         """Worker of the first request of each affinity key."""
         self._threads: list[threading.Thread] = []
         self._numbers = itertools.count()
@@ -75,7 +75,7 @@ class WorkerPool:
         work: Callable[[AnyWorker], T],
         *,
         first: bool = False,
-        home: Hashable = None,
+        affinity: Hashable = None,
     ) -> Future[T]:
         """Have the next worker that is free do something.
 
@@ -83,15 +83,15 @@ class WorkerPool:
             work: called with the worker, in a thread of the pool.
             first: before what waits and is as near to the worker; else it is done in the order of
                 submission. Nearness decides before it.
-            home: what it is about. A free worker takes what it has at home or what has none, then
-                what is new to all, and only then what is another's.
+            affinity: key of related requests. A free worker first takes requests with its own
+                keys or without one, then new keys, and last other workers' keys.
         """
         future: Future[T] = Future()
         with self._changed:
             if self._is_closed:
                 future.cancel()
                 return future
-            request = _Request((not first, next(self._numbers)), work, future, home)
+            request = _Request((not first, next(self._numbers)), work, future, affinity)
             self._waiting.append(request)
             self._start()
             self._changed.notify()
@@ -155,16 +155,16 @@ class WorkerPool:
                         # From here on `cancel` interrupts, and it may before the worker is asked.
                         worker.renew()
                         self._running[request.future] = worker
-                        self._homes.setdefault(request.home, worker)
+                        self._affine.setdefault(request.affinity, worker)
                         return request
                 self._changed.wait()
         return None
 
     def _distance(self, request: _Request, worker: AnyWorker) -> int:
-        """0 of a request at home with a worker or nowhere, 1 where its home is new, 2 elsewhere."""
-        if request.home is None or self._homes.get(request.home) is worker:
+        """0: the worker's own key, or none; 1: a new key; 2: another worker's key."""
+        if request.affinity is None or self._affine.get(request.affinity) is worker:
             return 0
-        return 2 if request.home in self._homes else 1
+        return 2 if request.affinity in self._affine else 1
 
     def _prepare(self, number: int) -> bool:
         """Have a worker ready for its next request; false when the pool was closed meanwhile."""
@@ -178,7 +178,7 @@ class WorkerPool:
             self._waiting.append(request)
             if self._is_closed:
                 self._drop(request.future, CancelledError())
-            elif request.losses >= MOST_LOSSES:
+            elif request.losses >= MAX_LOSSES:
                 text = f"{request.losses} workers went away at one request, the last: {exc}"
                 self._drop(request.future, BenchmarkError(text, status=exc.status))
             self._changed.notify()

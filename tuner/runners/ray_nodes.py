@@ -21,7 +21,7 @@ from tuner.errors import BenchmarkError, CompileError, RenderError
 from tuner.families.base import KernelSpec
 from tuner.hardware import Gpu
 from tuner.measure import device
-from tuner.measure.request import Outcome
+from tuner.measure.request import CandidateOutcome
 from tuner.measure.worker_client import Ask, WorkerClient
 from tuner.measurement import Resources
 from tuner.problem import Problem
@@ -71,7 +71,7 @@ class Card:
 class Reply:
     """An actor's answer to an `Ask`."""
 
-    outcomes: Sequence[Outcome] = ()
+    outcomes: Sequence[CandidateOutcome] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
     """Libraries that did not arrive, with the reason; nothing was measured then."""
     is_spent: bool = False
@@ -231,7 +231,7 @@ class Gauge:
         except ray.exceptions.RayError as exc:
             return {}, f"{type(exc).__name__} of its parcel"
 
-    def _measure(self, ask: Ask) -> list[Outcome]:
+    def _measure(self, ask: Ask) -> list[CandidateOutcome]:
         return self._client.measure(ask)
 
 

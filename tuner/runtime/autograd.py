@@ -33,7 +33,7 @@ _SCORES_BYTES = 1 << 28
 CUDNN_FLOPS = 4e10
 #: The same from which cuDNN's backward kernel replaces FlashAttention-2's where the gradient is
 #: computed here anyway: it is between the shapes measured where it lost and where it won.
-LEAST_CUDNN_FLOPS = 4e8
+MIN_CUDNN_FLOPS = 4e8
 #: Kinds of tensors that cuDNN was asked about, at most.
 _MAX_KNOWN = 4096
 _cudnn_takes: dict[Hashable, bool] = {}
@@ -157,7 +157,7 @@ def _backend(
     if not query.is_cuda or not (query.numel() and key.numel()):
         return none
     chosen = _choice(query, key, value, is_causal, scale)
-    is_large = _flops(query, key, is_causal) >= LEAST_CUDNN_FLOPS
+    is_large = _flops(query, key, is_causal) >= MIN_CUDNN_FLOPS
     if chosen == _FLASH and is_large and _takes_cudnn(query, key, value, is_causal):
         return _CUDNN
     is_bottom_right = is_causal and chosen == _FLASH and query.shape[2] != key.shape[2]

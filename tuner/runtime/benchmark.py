@@ -52,7 +52,7 @@ Run = Callable[[Plan | None], object]
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedChoice:
     """The choice for a problem."""
 
     config: Config | None
@@ -69,9 +69,9 @@ class Journal:
         self._lock = threading.RLock()
         self._path: Path | None = None
         self._read = 0
-        self._known: dict[tuple[str, str, str], Timed] = {}
+        self._known: dict[tuple[str, str, str], TimedChoice] = {}
 
-    def find(self, problem: Problem, gpu: Gpu) -> Timed | None:
+    def find(self, problem: Problem, gpu: Gpu) -> TimedChoice | None:
         """The choice for a problem on a GPU, made in this environment."""
         with self._lock:
             self._refresh()
@@ -79,7 +79,7 @@ class Journal:
 
     def decide(
         self, problem: Problem, gpu: Gpu, contenders: Mapping[Config, Plan], run: Run
-    ) -> Timed | None:
+    ) -> TimedChoice | None:
         """Time the contenders and PyTorch's kernel, and keep the fastest. A choice that another
         process made meanwhile is taken over.
 
@@ -143,7 +143,7 @@ class Journal:
         finally:
             os.close(descriptor)
 
-    def _write(self, problem: Problem, gpu: Gpu, timed: Timed) -> None:
+    def _write(self, problem: Problem, gpu: Gpu, timed: TimedChoice) -> None:
         key, identity, environment = _key(problem, gpu)
         row = {
             "problem": json.loads(key),
@@ -171,11 +171,11 @@ def _key(problem: Problem, gpu: Gpu) -> tuple[str, str, str]:
     return problem.key, gpu.identity, devices.environment().digest
 
 
-def _from_line(line: bytes) -> tuple[tuple[str, str, str], Timed]:
+def _from_line(line: bytes) -> tuple[tuple[str, str, str], TimedChoice]:
     row: dict[str, Any] = document.parse(line)
     problem = json.dumps(row["problem"], sort_keys=True, separators=(",", ":"))
     config = None if row["config"] is None else Config.from_json(row["config"])
-    timed = Timed(config, float(row["us"]), float(row["pytorch_us"]))
+    timed = TimedChoice(config, float(row["us"]), float(row["pytorch_us"]))
     return (problem, str(row["gpu"]), str(row["environment"])), timed
 
 
@@ -211,13 +211,13 @@ def _sample(plan: Plan | None, run: Run) -> float:
         return math.inf
 
 
-def _fastest(times: Mapping[Config | None, float]) -> Timed:
+def _fastest(times: Mapping[Config | None, float]) -> TimedChoice:
     pytorch_us = times[None]
     own = {config: us for config, us in times.items() if config is not None}
     best = min(own, key=lambda config: own[config])
     if own[best] * (1 + MIN_GAIN) <= pytorch_us:
-        return Timed(best, own[best], pytorch_us)
-    return Timed(None, pytorch_us, pytorch_us)
+        return TimedChoice(best, own[best], pytorch_us)
+    return TimedChoice(None, pytorch_us, pytorch_us)
 
 
 journal = Journal()

@@ -264,7 +264,7 @@ def _chunks(rank: int, ranks: int, is_causal: bool) -> tuple[int, ...]:
     return (rank, 2 * ranks - 1 - rank) if is_causal and ranks > 1 else (rank,)
 
 
-class Step(NamedTuple):
+class RingStep(NamedTuple):
     """Rows of this rank's queries and of another rank's keys that one step computes."""
 
     rows: slice
@@ -272,7 +272,7 @@ class Step(NamedTuple):
     is_causal: bool
 
 
-def step_of(rank: int, source: int, length: int, is_causal: bool) -> Step:
+def step_of(rank: int, source: int, length: int, is_causal: bool) -> RingStep:
     """The step of one rank's queries with another rank's keys, by the table above.
 
     Args:
@@ -282,9 +282,13 @@ def step_of(rank: int, source: int, length: int, is_causal: bool) -> Step:
         is_causal: mask of the whole attention.
     """
     if not is_causal or source == rank:
-        return Step(_ALL, _ALL, is_causal)
+        return RingStep(_ALL, _ALL, is_causal)
     half = length // 2
-    return Step(_ALL, slice(half), False) if source < rank else Step(slice(half, None), _ALL, False)
+    return (
+        RingStep(_ALL, slice(half), False)
+        if source < rank
+        else RingStep(slice(half, None), _ALL, False)
+    )
 
 
 def partial(

@@ -26,10 +26,10 @@ from tuner.measurement import Measurement, Provenance, Status
 from tuner.problem import GemmProblem, GroupedGemmProblem, Problem
 from tuner.runtime import counters, devices, native
 from tuner.runtime.refusal import Kind, Refusal
-from tuner.selection.reader import Answer
+from tuner.selection.reader import LookupResult
 
 #: What a family raises on a config of another version of itself.
-_FOREIGN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+_INCOMPATIBLE_CONFIG_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 #: Workspaces start at multiples of this many bytes, as separate allocations would.
 _ALIGNMENT = 256
 
@@ -299,7 +299,7 @@ class KernelPlan(Plan):
 
 def resolve(
     posed: Posed,
-    answer: Answer,
+    answer: LookupResult,
     device: int,
     withdrawn: Collection[Config],
     absent: Collection[str] = (),
@@ -358,7 +358,7 @@ def plan_of(posed: Posed, measurement: Measurement, device: int) -> Plan | Refus
         call = native.call(member.vendor_call, problem, config, posed.scale)
     except (BenchmarkError, ConfigError) as exc:
         return str(exc)
-    except _FOREIGN as exc:
+    except _INCOMPATIBLE_CONFIG_ERRORS as exc:
         return f"{config.family} here is another version than the entry's ({exc!r})"
     if isinstance(call, str):
         return call

@@ -33,7 +33,7 @@ from tuner.runtime import counters, devices, dispatch, lengths, portfolio
 from tuner.runtime.plan import KernelPlan, Plan, Posed, VendorPlan, resolve
 from tuner.runtime.refusal import Kind, Refusal, once
 from tuner.selection.reader import (
-    Answer,
+    LookupResult,
     decided,
     decided_lengths,
     decided_stamp,
@@ -90,7 +90,7 @@ class _Known:
         return replace(self.plan, until=0.0) if isinstance(self.plan, Refusal) else self.plan
 
 
-class Table:
+class PlanTable:
     """Plans by kind of call; safe between threads and after a fork."""
 
     def __init__(self) -> None:
@@ -447,7 +447,7 @@ class Table:
             ends = lengths.between(problem.seqlen_kv, decided_lengths(problem, self._path))
         return replace(known, plan=replace(refusal, lengths=ends))
 
-    def _ask(self, problem: Problem, gpu: Gpu) -> Answer | None:
+    def _ask(self, problem: Problem, gpu: Gpu) -> LookupResult | None:
         """The lookup result for a problem on a GPU, or None: the only look-up of the runtime.
 
         Raises:
@@ -456,7 +456,7 @@ class Table:
         # The portfolio's choices depend on the proofs, and are made in `_choose`.
         return lookup(problem, gpu=gpu, path=self._path, with_portfolio=False)
 
-    def _resolve(self, posed: Posed, answer: Answer, device: int) -> _Known:
+    def _resolve(self, posed: Posed, answer: LookupResult, device: int) -> _Known:
         """The best candidate of a lookup result that can run here."""
         problem = posed.problem
         with devices.use(device):
@@ -470,7 +470,7 @@ class Table:
         # A vendor's win holds until the store changes.
         return _refused(problem, plan, math.inf if plan.kind is Kind.VENDOR else RETRY_EVERY_S)
 
-    def _flag(self, answer: Answer) -> None:
+    def _flag(self, answer: LookupResult) -> None:
         """Warn once about entries that were measured in another environment."""
         found = "; ".join(differences(answer.entry, devices.environment()))
         if found and found not in self._flagged:
@@ -512,7 +512,7 @@ def _of_any_length(keys: Iterable[str]) -> Iterator[str]:
             yield of_any_length(problem_from_json(json.loads(key)))
 
 
-table = Table()
+table = PlanTable()
 
 
 def _after_fork() -> None:

@@ -63,7 +63,7 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Served:
+class CoveredProblem:
     """A problem and the time of its configuration."""
 
     problem: Problem
@@ -84,11 +84,11 @@ class Served:
 
 
 @dataclass(frozen=True)
-class Choice:
+class PlannedConfig:
     """A configuration of the plan and the problems that it serves."""
 
     config: Config
-    served: tuple[Served, ...]
+    served: tuple[CoveredProblem, ...]
 
     @property
     def kernels(self) -> int:
@@ -119,11 +119,11 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Plan:
+class CoveragePlan:
     """The configurations, in the order of the choice."""
 
     within: float
-    choices: tuple[Choice, ...]
+    choices: tuple[PlannedConfig, ...]
     unserved: tuple[Problem, ...]
     """Problems without measured or predicted times."""
 
@@ -222,7 +222,7 @@ def _predicted(
     return found
 
 
-def plan(known: Sequence[Times], within: float) -> Plan:
+def plan(known: Sequence[Times], within: float) -> CoveragePlan:
     """Choose configurations that serve every problem within a loss.
 
     Args:
@@ -230,12 +230,12 @@ def plan(known: Sequence[Times], within: float) -> Plan:
         within: allowed loss as a fraction: 0.03 for 3 %.
     """
     left = {t.problem: t for t in known if t.by_config}
-    serves: dict[Config, dict[Problem, Served]] = {}
+    serves: dict[Config, dict[Problem, CoveredProblem]] = {}
     for t in left.values():
         limit = (1 + within) * t.best_us
         for config, time in t.by_config.items():
             if time.us <= limit:
-                served = Served(t.problem, time, time.us / t.best_us - 1, t.elsewhere)
+                served = CoveredProblem(t.problem, time, time.us / t.best_us - 1, t.elsewhere)
                 serves.setdefault(config, {})[t.problem] = served
     chosen: list[Config] = []
     open_ = set(left)
@@ -250,10 +250,10 @@ def plan(known: Sequence[Times], within: float) -> Plan:
         if serves[config].keys() <= others:
             chosen.remove(config)
     choices = _assign(list(left), chosen, serves)
-    return Plan(within, choices, tuple(t.problem for t in known if not t.by_config))
+    return CoveragePlan(within, choices, tuple(t.problem for t in known if not t.by_config))
 
 
-def _rank(config: Config, served: Sequence[Served]) -> tuple[int, int, float, str]:
+def _rank(config: Config, served: Sequence[CoveredProblem]) -> tuple[int, int, float, str]:
     """Sort key of a configuration; smaller is better."""
     measured = sum(s.time.provenance is Provenance.MEASURED for s in served)
     loss = sum(max(0.0, s.loss) for s in served)
@@ -263,18 +263,18 @@ def _rank(config: Config, served: Sequence[Served]) -> tuple[int, int, float, st
 def _assign(
     problems: Sequence[Problem],
     chosen: Sequence[Config],
-    serves: Mapping[Config, Mapping[Problem, Served]],
-) -> tuple[Choice, ...]:
+    serves: Mapping[Config, Mapping[Problem, CoveredProblem]],
+) -> tuple[PlannedConfig, ...]:
     """Assign each problem to the chosen configuration with the least loss, measured before
     predicted. Every configuration serves a problem that the others do not.
     """
-    mine: dict[Config, list[Served]] = {config: [] for config in chosen}
+    mine: dict[Config, list[CoveredProblem]] = {config: [] for config in chosen}
     for problem in problems:
         able = [config for config in chosen if problem in serves[config]]
         best = min(able, key=lambda c: _preference(serves[c][problem]))
         mine[best].append(serves[best][problem])
-    return tuple(Choice(config, tuple(found)) for config, found in mine.items())
+    return tuple(PlannedConfig(config, tuple(found)) for config, found in mine.items())
 
 
-def _preference(served: Served) -> tuple[bool, float]:
+def _preference(served: CoveredProblem) -> tuple[bool, float]:
     return served.time.provenance is not Provenance.MEASURED, served.loss

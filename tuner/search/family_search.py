@@ -44,7 +44,7 @@ class FamilySearch:
         seeds: int,
         sampler: str,
         seed: int,
-        heat: int = 0,
+        raced: int = 0,
         history: Iterable[Measurement] = (),
     ) -> None:
         """Group and rank the space.
@@ -57,7 +57,7 @@ class FamilySearch:
             seeds: number of the family's own suggestions that lead the ranking.
             sampler: one of `SAMPLERS`.
             seed: seed of random draws.
-            heat: as `Effort.heat`.
+            raced: as `Effort.raced`.
             history: measurements of other problems, which `model` learns from.
         """
         self.family = family
@@ -69,7 +69,7 @@ class FamilySearch:
         self.seen: dict[str, Measurement] = {}
         """Measurements by their config's digest."""
         self.model: ModelSampler | None = None
-        self._heat = heat
+        self._raced = raced
         self._survivors: list[str] = []
         self._is_known = False
         estimates = {
@@ -155,8 +155,8 @@ class FamilySearch:
     def missing(self, key: str) -> list[Config]:
         """Configs of a group to measure next: the first variants of its race, or all others."""
         left = [config for config in self.groups[key] if config.digest not in self.seen]
-        is_first = self._heat > 0 and len(left) == len(self.groups[key])
-        return left[: self._heat] if is_first else left
+        is_first = self._raced > 0 and len(left) == len(self.groups[key])
+        return left[: self._raced] if is_first else left
 
     def take(self, key: str | None = None) -> list[Config]:
         """Start an open group, by default the sampler's next; returns its configs to measure."""
@@ -194,7 +194,7 @@ class FamilySearch:
     def _has_lost(self, key: str) -> bool:
         """True if a group's first variants were timed, and all are slower than `RACE_MARGIN`."""
         seen = [self.seen[c.digest] for c in self.groups[key] if c.digest in self.seen]
-        if not self._heat or len(seen) < self._heat:
+        if not self._raced or len(seen) < self._raced:
             return False
         value = _value(seen)
         return value is None or value > math.log((1 + RACE_MARGIN) * self.best_us)

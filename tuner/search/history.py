@@ -15,7 +15,7 @@ from tuner.runners import recording
 from tuner.runners.recording import Recording
 from tuner.store import Store
 
-MOST_PROBLEMS = 12
+MAX_PROBLEMS = 12
 """Number of the store's nearest problems that are read."""
 
 
@@ -68,7 +68,7 @@ def _stored(
     )
     return [
         m
-        for one in [problem, *near][: MOST_PROBLEMS + 1]
+        for one in [problem, *near][: MAX_PROBLEMS + 1]
         for m in store.measurements(
             problem=one, gpu=gpu, regime=regime, provenance=Provenance.MEASURED, final=False
         )

@@ -27,10 +27,10 @@ from tuner.families.gemv import LEAD as GEMV_LEAD
 from tuner.hardware import Gpu
 from tuner.measurement import Regime
 from tuner.problem import AttentionProblem, GemmProblem, Problem
-from tuner.problem.population import Call, draw, subset
+from tuner.problem.population import ModelCall, draw, subset
 from tuner.selection.domains import (
     EPILOGUES,
-    MOST_NARROW,
+    MAX_NARROW,
     AnyDomain,
     AttentionDomain,
     Domain,
@@ -108,7 +108,7 @@ def problems(op: str) -> dict[AnyDomain, list[Any]]:
 
 
 @cache
-def _calls() -> tuple[Call, ...]:
+def _calls() -> tuple[ModelCall, ...]:
     return tuple(draw(SEED, CALLS, subset("making")))
 
 
@@ -346,7 +346,7 @@ def _product_ways(problem: Any, kernel: Config) -> list[dict[str, Value]]:
     """Run-time parameters to try: tile orders, persistent blocks, ways to split K; for few rows
     also programmatic dependent launch.
     """
-    is_short = min(problem.m, problem.n) <= MOST_NARROW
+    is_short = min(problem.m, problem.n) <= MAX_NARROW
     if kernel.family == "gemv":
         early, late = {"pdl": True, "lead": GEMV_LEAD}, {"pdl": False, "lead": 0}
         return [{"persistent": one, **way} for one in (True, False) for way in (early, late)]

@@ -9,9 +9,9 @@ from tuner.config import Config
 from tuner.measurement import Measurement, is_tie
 from tuner.store.entry import is_vendor, vendor_name
 
-FAMILY_REACH = 1.3
+MAX_FAMILY_FACTOR = 1.3
 """Largest factor over the best own time at which a family's best candidate is a finalist."""
-LEAST_OWN = 3
+MIN_OWN = 3
 """Fewest distinct own kernels in the final pass, if that many passed."""
 MAX_LISTED = 3
 """Most plans or algorithms of one library in the final pass: its fastest."""
@@ -33,9 +33,9 @@ def finalists(
     families: dict[str, Measurement] = {}
     for measurement in own:
         kernels.setdefault(kernel(measurement.config), measurement)
-        if _us(measurement) <= FAMILY_REACH * _us(own[0]):
+        if _us(measurement) <= MAX_FAMILY_FACTOR * _us(own[0]):
             families.setdefault(measurement.config.family, measurement)
-    chosen = list(kernels.values())[: min(count, LEAST_OWN)]
+    chosen = list(kernels.values())[: min(count, MIN_OWN)]
     chosen += [m for m in own if m not in chosen][: count - len(chosen)]
     chosen += [m for m in families.values() if m not in chosen]
     named = Counter[str]()

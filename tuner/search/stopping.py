@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 FALLBACK_S = 25.0
 """Seconds of a compile in families without known durations: the median of the recorded ones."""
-LEAST_WAIT_S = 1.0
+MIN_WAIT_S = 1.0
 """Shortest wait that is considered, in seconds; timing a compiled group takes as long."""
 
 
@@ -79,7 +79,7 @@ class Stopping:
         order = sorted(left_s, key=lambda place: left_s[place])
         gains = self.search.joint_gains(order)
         return any(
-            gain >= self.price * max(LEAST_WAIT_S, left_s[place])
+            gain >= self.price * max(MIN_WAIT_S, left_s[place])
             for place, gain in zip(order, gains, strict=True)
         )
 

@@ -68,7 +68,7 @@ def open_storage(url: str | None, note: Callable[[str], None]) -> Iterator[Study
 
 
 @dataclass(frozen=True)
-class Subject:
+class StudySubject:
     """Subject of a study: equal subjects with equal choices share a study."""
 
     problem: Problem
@@ -146,7 +146,7 @@ class StudyStorage:
         except FAULTS as exc:
             raise StoreError(f"Optuna storage {self.name} cannot be opened: {_first(exc)}") from exc
 
-    def copy(self, trials: GroupStudy, subject: Subject) -> None:
+    def copy(self, trials: GroupStudy, subject: StudySubject) -> None:
         """Add the finished trials that the storage does not have yet.
 
         Args:
@@ -177,7 +177,7 @@ class StudyStorage:
 class _Copy:
     """One study's copy."""
 
-    def __init__(self, storage: BaseStorage, trials: GroupStudy, subject: Subject) -> None:
+    def __init__(self, storage: BaseStorage, trials: GroupStudy, subject: StudySubject) -> None:
         self._trials = trials
         self._provenance = subject.provenance.value
         self._study = optuna.create_study(

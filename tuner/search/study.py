@@ -49,14 +49,14 @@ class Effort:
     seeds: int
     """Trials of every family before its results decide its share. With `model`: trials of each
     family that may be compiled before any result."""
-    least_gain: float
+    min_gain: float
     """Share of the time that a trial must be expected to save; below, `model` ends."""
     price: float
     """Share of the time that a second of waiting must be expected to save (`stopping`); 0 waits."""
-    hopeless: float
+    cutoff: float
     """Cutoff: a family whose best estimate exceeds the best of all by this factor is left out,
     unless named."""
-    heat: int
+    raced: int
     """Candidates of a trial that race: the others are timed only if one of these comes within
     `family_search.RACE_MARGIN` of its family's best. 0 times all."""
     finalists: int
@@ -87,10 +87,10 @@ EFFORTS: dict[str, Effort] = {
         stage_trials=4,
         stage_keep=2,
         seeds=6,
-        least_gain=0.002,
+        min_gain=0.002,
         price=0.0005,
-        hopeless=2.5,
-        heat=2,
+        cutoff=2.5,
+        raced=2,
         finalists=4,
         rounds=20,
         predicted=2,
@@ -107,10 +107,10 @@ EFFORTS: dict[str, Effort] = {
         stage_trials=48,
         stage_keep=4,
         seeds=12,
-        least_gain=0.0,
+        min_gain=0.0,
         price=0.0,
-        hopeless=math.inf,
-        heat=0,
+        cutoff=math.inf,
+        raced=0,
         finalists=8,
         rounds=40,
         predicted=16,
@@ -128,9 +128,9 @@ MAX_JUDGED = 64
 """Most groups whose joint gain is sampled."""
 PROMISE_EXPONENT = 4
 """A family twice as slow as the best one gets 1/16 of its share."""
-UNSERVED = 1.0
+COLD_START = 1.0
 """Worth of a problem's first group, added to any saving: without a group it is not tuned."""
-HOPELESS = 0.01
+FAILED_PROMISE = 0.01
 """Promise of a family whose seeds are measured and none of them passed."""
 
 
@@ -163,7 +163,7 @@ def sampler_name(given: str | None) -> str:
     return name
 
 
-def least_estimate_us(
+def min_estimate_us(
     family: Family, problem: Problem, gpu: Gpu, catalogue: Callable[[str], Mapping[str, Family]]
 ) -> float:
     """Least estimated time of a family's configs, microseconds; for a composite family the sum of
@@ -179,7 +179,7 @@ def least_estimate_us(
     if stages:
         return sum(
             min(
-                least_estimate_us(member, stage, gpu, catalogue)
+                min_estimate_us(member, stage, gpu, catalogue)
                 for member in catalogue(stage.op).values()
                 if not member.is_vendor and not member.supports(stage, gpu)
             )
@@ -205,7 +205,7 @@ class Search:
     members: list[FamilySearch]
     total: int
     seeds: int
-    least_gain: float = 0.0
+    min_gain: float = 0.0
     """Share of the time that a group must be expected to save; below it `model` ends."""
     told: int = field(default=0, init=False)
     """Number of trials that came from the store."""
@@ -231,7 +231,7 @@ class Search:
         The other half is then chosen with results.
         """
         groups = sum(len(member.groups) for member in self.members)
-        is_enumerated = groups <= self.total and not self.least_gain
+        is_enumerated = groups <= self.total and not self.min_gain
         return max(1, groups if is_enumerated else math.ceil(self.total / 2))
 
     def ask(self) -> list[Config] | None:
@@ -267,7 +267,7 @@ class Search:
             member.tell_known(m for m in measurements if m.config.family == member.family.name)
         self.told = self.spent
 
-    def ahead(self) -> list[list[Config]]:
+    def first_groups(self) -> list[list[Config]]:
         """Groups that `ask` will return first, which may be compiled before the search."""
         left = self.total - self.spent
         groups: list[list[Config]] = []
@@ -291,7 +291,7 @@ class Search:
         """Worth of each open group, by family and key: share of the time that it may save.
 
         The expected saving is over the groups of `taken`, assumed to be measured. Without any it is
-        over the group expected to be slowest, plus `UNSERVED`.
+        over the group expected to be slowest, plus `COLD_START`.
 
         Args:
             taken: keys of these groups, by family.
@@ -306,7 +306,7 @@ class Search:
         measured = self.best_us
         if not known and math.isinf(measured):
             slowest = max(means.values(), default=0.0)
-            return {place: UNSERVED + slowest - mean for place, mean in means.items()}
+            return {place: COLD_START + slowest - mean for place, mean in means.items()}
         best = min([*known, *([math.log(measured)] if math.isfinite(measured) else [])])
         found: dict[tuple[str, str], float] = {}
         for member in self.members:
@@ -390,7 +390,7 @@ class Search:
                 offer = member.model.offer(best, assumed, leads=leads)
                 if offer is not None:
                     offers.append((member, offer))
-        if max((offer.most_gain for _, offer in offers), default=-1.0) < self.least_gain:
+        if max((offer.most_gain for _, offer in offers), default=-1.0) < self.min_gain:
             return None
         if leads:
             member, offer = min(offers, key=lambda pair: pair[1].mean)
@@ -445,5 +445,5 @@ class Search:
 
 def _promise(member: FamilySearch, best_us: float) -> float:
     if math.isinf(member.best_us):
-        return HOPELESS if member.finished else 1.0
+        return FAILED_PROMISE if member.finished else 1.0
     return (best_us / member.best_us) ** PROMISE_EXPONENT

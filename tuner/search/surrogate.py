@@ -44,7 +44,7 @@ PROBLEM_LENGTH = 10.0
 SAME_PROBLEM = 0.97
 #: Most results of other problems, nearest problems first. Conditioning takes time with their cube,
 #: half a second for this many.
-MOST_PAST = 1500
+MAX_PAST = 1500
 DRAWS = 4096
 """Joint samples of several groups' times: enough to know a gain of 0.1 % to a tenth of it."""
 
@@ -215,9 +215,9 @@ def _likeness(first: Problem, second: Problem) -> float:
 
 
 def _nearest(problem: Problem, past: Iterable[Past]) -> list[Past]:
-    """Results of the nearest problems, at most `MOST_PAST` of them."""
+    """Results of the nearest problems, at most `MAX_PAST` of them."""
     chosen: list[Past] = []
-    left = MOST_PAST
+    left = MAX_PAST
     for one in sorted(past, key=lambda one: (doublings(problem, one.problem), one.problem.key)):
         if one.errors and len(one.errors) <= left:
             chosen.append(one)

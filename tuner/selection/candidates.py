@@ -24,7 +24,7 @@ from tuner.measurement import Regime
 from tuner.problem import Problem
 from tuner.selection.domains import AnyDomain
 
-REACH = 2
+MAX_SIZE_FACTOR = 2
 """Largest factor between a size and the measured ones at which a time model is trusted."""
 RESCALED_MARGIN = 0.01
 """Additional share of its time by which an own kernel must win if the rates are another GPU's.
@@ -56,13 +56,13 @@ class Spread(NamedTuple):
                          for axis in axes))  # fmt: skip
 
     @property
-    def reached(self) -> tuple[tuple[float, float], ...]:
-        """The bounds within `REACH` times the measured sizes."""
-        return tuple((low / REACH, high * REACH) for low, high in self.bounds)
+    def trusted(self) -> tuple[tuple[float, float], ...]:
+        """The bounds within `MAX_SIZE_FACTOR` times the measured sizes."""
+        return tuple((low / MAX_SIZE_FACTOR, high * MAX_SIZE_FACTOR) for low, high in self.bounds)
 
     def holds(self, sizes: tuple[int, ...]) -> bool:
-        """True if every size is within `REACH` times the measured ones."""
-        return is_near(self.reached, sizes)
+        """True if every size is within `MAX_SIZE_FACTOR` times the measured ones."""
+        return is_near(self.trusted, sizes)
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ class DomainTimes:
         self._family_at = {place: self._families.index(family) for place, _, family in known}
         vendors_at = (self._family_at[place] for place in self._vendor_places)
         self._vendors_at = tuple(dict.fromkeys(vendors_at))
-        self._vendors_reached = [one.spread.reached for one in self.vendors]
+        self._vendors_trusted = [one.spread.trusted for one in self.vendors]
         self._configs: dict[Hashable, Config | None] = {}
         self._legal_vendors: dict[Hashable, _LegalVendors] = {}
         self._kind: Any = kind_of(models.domain.problems("float16")[0])
@@ -273,7 +273,7 @@ class DomainTimes:
 
     def is_vendor_near(self, number: int, sizes: tuple[int, ...]) -> bool:
         """True if one of `vendors` was measured near some sizes."""
-        return is_near(self._vendors_reached[number], sizes)
+        return is_near(self._vendors_trusted[number], sizes)
 
     def _compiled(self) -> Any:
         """A compiled function of a problem's sizes and the problem: own estimates, vendors' times,
@@ -303,14 +303,14 @@ class DomainTimes:
             loops += [f" for count in splits_{place}(problem):"]
             loops += [f"  {line}" for line in inner.lines(uses)]
             loops += [f"  own.append({row})"]
-        reached = [one.spread.reached for one in self._own.values()]
+        trusted = [one.spread.trusted for one in self._own.values()]
         axes = self.models.domain.axes_of(sizes)
-        every = [_within(bounds, axes) for bounds in reached]
+        every = [_within(bounds, axes) for bounds in trusted]
         tightest = [
             (max(low for low, _ in axis), min(high for _, high in axis))
-            for axis in zip(*reached, strict=True)
+            for axis in zip(*trusted, strict=True)
         ]
-        shared = _within(tightest, axes) if reached else "False"
+        shared = _within(tightest, axes) if trusted else "False"
         near = ", ".join(f"{place}: {text}" for place, text in zip(self._own, every, strict=True))
         vendors = [str(here(one.us(sizes, self._tiling(one), self.gpu))) for one in self.vendors]
         uses.update(names_in(" ".join((shared, near, *vendors))))

@@ -14,7 +14,7 @@ from tuner.measurement import Environment, Measurement, Provenance, versus
 from tuner.problem import Problem
 from tuner.problem.base import doublings
 from tuner.selection.portfolio import Selection
-from tuner.selection.reader import Answer, Entry
+from tuner.selection.reader import Entry, LookupResult
 from tuner.store.entry import is_vendor, ratios_json, vendor_name
 
 WIDTH = 100
@@ -177,7 +177,7 @@ def kernel_name(measurement: Measurement) -> str:
     return vendor_name(config) if is_vendor(config) else config.family
 
 
-def answer_text(answer: Answer, asked: Problem, source: str) -> str:
+def answer_text(answer: LookupResult, asked: Problem, source: str) -> str:
     """A few lines: the kernel that serves the problem, its time, its rivals, and the source.
 
     Args:
@@ -204,7 +204,7 @@ def answer_text(answer: Answer, asked: Problem, source: str) -> str:
     return "\n".join([*_answer_head(answer, asked), *lines])
 
 
-def _winner_rows(answer: Answer, width: int) -> list[tuple[str, list[str]]]:
+def _winner_rows(answer: LookupResult, width: int) -> list[tuple[str, list[str]]]:
     """The serving kernel, its measured or expected time, and the best own kernel beside it."""
     winner, own = answer.entry.winner, answer.entry.best_own
     is_tied = answer.entry.is_tied and winner is own
@@ -221,7 +221,7 @@ def _winner_rows(answer: Answer, width: int) -> list[tuple[str, list[str]]]:
     return rows
 
 
-def _answer_head(answer: Answer, asked: Problem) -> list[str]:
+def _answer_head(answer: LookupResult, asked: Problem) -> list[str]:
     """Heading: the shape that was looked up, and remarks on the times below."""
     entry = answer.entry
     lines = [f"{asked.op} {asked.label()} on {entry.gpu.name}, {entry.regime}"]
@@ -330,7 +330,7 @@ def _selection_json(selection: Selection) -> dict[str, Any]:
     }
 
 
-def answer_json(answer: Answer, asked: Problem, *, ranking: bool) -> dict[str, Any]:
+def answer_json(answer: LookupResult, asked: Problem, *, ranking: bool) -> dict[str, Any]:
     """A lookup result as one JSON object."""
     data = {
         **entry_json(answer.entry),

@@ -28,7 +28,7 @@ Rows = Literal["few", "narrow", "wide"]
 """Rows of a product: few enough for one block; up to two tiles (bound by reading the weights); or
 more (bound by tensor cores)."""
 
-MOST_FEW, MOST_NARROW = 16, 256
+MAX_FEW, MAX_NARROW = 16, 256
 """Most rows of a product of few rows, and of a narrow one."""
 EPILOGUES: Mapping[str, tuple[Rows, ...]] = {
     "": ("few", "narrow", "wide"),
@@ -341,20 +341,20 @@ class AttentionDomain(_Attention, Domain):
 #: Kernels of few rows hold all of A in shared memory, and are compiled for half of the rows and for
 #: all.
 _SMALL: Mapping[Rows, tuple[tuple[int, int], ...]] = {
-    "few": ((1, 256), (MOST_FEW // 2 + 1, 256)),
+    "few": ((1, 256), (MAX_FEW // 2 + 1, 256)),
     "narrow": ((128, 4096),),
     "wide": ((1024, 4096),),
 }
 _ROWS_TEXT: Mapping[Rows, str] = {
-    "few": f"M to {MOST_FEW}",
-    "narrow": f"M to {MOST_NARROW}",
-    "wide": f"M above {MOST_NARROW}",
+    "few": f"M to {MAX_FEW}",
+    "narrow": f"M to {MAX_NARROW}",
+    "wide": f"M above {MAX_NARROW}",
 }
 
 
 def rows_of(m: int) -> Rows:
     """The kind of product with so many rows."""
-    return "few" if m <= MOST_FEW else "narrow" if m <= MOST_NARROW else "wide"
+    return "few" if m <= MAX_FEW else "narrow" if m <= MAX_NARROW else "wide"
 
 
 class _Product(NamedTuple):

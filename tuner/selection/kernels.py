@@ -157,12 +157,12 @@ class KernelList:
         """
         known = self.with_kernels(kernels)
         proofs = shipped_proofs()
-        lent = (
+        adopted = (
             replace(kernel, proof=proofs[kernel.artifact])
             for kernel in known.kernels.values()
             if kernel.proof is None and not kernel.fault and kernel.artifact in proofs
         )
-        return known.with_kernels(lent)
+        return known.with_kernels(adopted)
 
     def with_kernels(self, kernels: Iterable[Kernel]) -> KernelList:
         """A list with kernels added. A kernel whose artifact changed loses its proof."""

@@ -33,7 +33,7 @@ from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Regime
 from tuner.problem import Problem
 from tuner.selection.candidates import (
-    REACH,
+    MAX_SIZE_FACTOR,
     Candidate,
     DomainModels,
     DomainTimes,
@@ -47,7 +47,7 @@ from tuner.selection.domains import DOMAINS, AnyDomain, AttentionDomain, Domain
 
 FORMAT = "cutlass-tuner portfolio"
 VERSION = 2
-_FAR = f"no kernel was measured within {REACH} times these sizes"
+_FAR = f"no kernel was measured within {MAX_SIZE_FACTOR} times these sizes"
 _WHOLE = "the time is that of a mask that hides nothing: what a block mask hides is not known"
 VENDOR_MARGIN = 0.25
 """Share of its time by which another kernel of PyTorch's must beat PyTorch's own choice."""
@@ -248,8 +248,10 @@ class Portfolio:
             return self._rescaled[other.gpu.identity]
         except KeyError:
             rescaled = other.rescaled(self.gpu).domains
-            lent = {domain: models for domain, models in rescaled.items() if domain in missing}
-            made = replace(self, domains={**self.domains, **lent}, made_on=other.gpu)
+            transferred = {
+                domain: models for domain, models in rescaled.items() if domain in missing
+            }
+            made = replace(self, domains={**self.domains, **transferred}, made_on=other.gpu)
             return self._rescaled.setdefault(other.gpu.identity, made)
 
     def models_of(self, domain: AnyDomain | None) -> DomainModels | None:
@@ -301,8 +303,8 @@ class Portfolio:
             return None
         # All schedules of a kernel compete, whatever sizes their rates were measured at.
         spread = Spread.over(one.spread for one in found)
-        lent = [replace(one, spread=spread) for one in found]
-        return replace(donor, domain=domain, candidates=lent, margin=0.0, kin=donor.domain)
+        transferred = [replace(one, spread=spread) for one in found]
+        return replace(donor, domain=domain, candidates=transferred, margin=0.0, kin=donor.domain)
 
     def _kin_of(self, domain: AnyDomain) -> DomainModels | None:
         if isinstance(domain, AttentionDomain) and domain.has_named_kernels:
@@ -311,17 +313,17 @@ class Portfolio:
             models = self.domains.get(other)
             if models is None:
                 continue
-            lent = list(islice(self._lent(domain, models), domain.kin_kernels))
-            candidates, margin = lent, 0.0
+            transferred = list(islice(self._transferred(domain, models), domain.kin_kernels))
+            candidates, margin = transferred, 0.0
             if domain.has_rival_kin:
-                candidates, margin = [*lent, *models.vendors], models.margin
+                candidates, margin = [*transferred, *models.vendors], models.margin
             if candidates:
                 return replace(
                     models, domain=domain, candidates=candidates, margin=margin, kin=other
                 )
         return None
 
-    def _lent(self, domain: AnyDomain, models: DomainModels) -> Iterator[Candidate]:
+    def _transferred(self, domain: AnyDomain, models: DomainModels) -> Iterator[Candidate]:
         """Own candidates as they are called in a domain of the kin, best first."""
         own = [one for one in models.candidates if not one.is_vendor]
         own.sort(key=lambda one: "packed_heads" in one.config.params)

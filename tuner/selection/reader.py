@@ -26,7 +26,7 @@ from tuner.errors import ConfigError
 from tuner.hardware import DEFAULT_GPU, Gpu, gpu_by_name
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Regimes, Status, listed
 from tuner.problem import AttentionProblem, Problem
-from tuner.selection.result import Answer, choose, differences, noted
+from tuner.selection.result import LookupResult, choose, differences, noted
 from tuner.selection.shipped import (
     SHIPPED,
     shipped,
@@ -49,8 +49,8 @@ from tuner.store.faults import decoding
 from tuner.store.reading import StoreFile, sqlite_file
 
 __all__ = [
-    "Answer",
     "Entry",
+    "LookupResult",
     "close",
     "copy_store",
     "decided",
@@ -117,7 +117,7 @@ def lookup(
     environment: Environment | None = None,
     among: Sequence[Entry] | None = None,
     with_portfolio: bool = True,
-) -> Answer | None:
+) -> LookupResult | None:
     """Find the best known kernel for a problem; None if there is none.
 
     Order of preference:
@@ -125,7 +125,7 @@ def lookup(
     1. a measured decision for the problem;
     2. a replayed decision;
     3. a decision of a GPU that shares them, as an H200's for an H100 (`Gpu.shares_decisions`);
-    4. a selection by a shipped portfolio, with expected time and regret (`Answer.kind`);
+    4. a selection by a shipped portfolio, with expected time and regret (`LookupResult.kind`);
     5. a predicted decision;
     6. with `allow_other_gpu`, another GPU's decision.
 
@@ -190,9 +190,9 @@ def _best(
     path: Path | None,
     allow_other_gpu: bool,
     among: Sequence[Entry] | None,
-) -> Answer | None:
+) -> LookupResult | None:
     """The best answer over some regimes; among equals the first regime's."""
-    answer: Answer | None = None
+    answer: LookupResult | None = None
     for one in regimes:
         if not (rank := _rank(answer)):
             break
@@ -203,7 +203,7 @@ def _best(
     return answer
 
 
-def _is_open(answer: Answer | None, gpu: Gpu) -> bool:
+def _is_open(answer: LookupResult | None, gpu: Gpu) -> bool:
     """True if a portfolio's choice is better than this decision for the problem itself."""
     if answer is None or not gpu.shares_decisions(answer.entry.gpu):
         return True
@@ -217,7 +217,7 @@ def _known(
     path: Path | None,
     allow_other_gpu: bool,
     among: Sequence[Entry] | None,
-) -> Answer | None:
+) -> LookupResult | None:
     """The answer under one regime."""
     if among is None:
         reader = _reader(path or store_file())
@@ -226,7 +226,7 @@ def _known(
     return choose(matching, gpu, allow_other_gpu)
 
 
-def _rank(answer: Answer | None) -> int:
+def _rank(answer: LookupResult | None) -> int:
     """Sort key of answers: measured before others, the requested GPU before another one."""
     if answer is None:
         return 3
@@ -345,7 +345,7 @@ def _shipped_lengths() -> Mapping[str, set[int]]:
 
 def _selected(
     problem: Problem, gpu: Gpu, regimes: Sequence[Regime], allow_other_gpu: bool
-) -> Answer | None:
+) -> LookupResult | None:
     """The selection by a shipped portfolio for the GPU, or for another one if that is allowed."""
     from tuner.selection import portfolio
 
@@ -362,7 +362,7 @@ def _selected(
             problem, selection.config, gpu, selection.regime, Status.OK, Provenance.PREDICTED
         )
         entry = Entry.of([chosen], origin=SHIPPED)
-        return Answer(entry, False, tuple(notes), selected=selection)
+        return LookupResult(entry, False, tuple(notes), selected=selection)
     return None
 
 
@@ -375,11 +375,11 @@ class _Reader:
         self._lock = threading.Lock()
         self._stamp: Hashable = None
         self._latest: tuple[Problem, list[Entry], Mapping[str, Mapping[str, str]]] | None = None
-        self._answers: dict[tuple[Problem, str, Regime, bool], Answer | None] = {}
+        self._answers: dict[tuple[Problem, str, Regime, bool], LookupResult | None] = {}
 
     def answer(
         self, problem: Problem, gpu: Gpu, regime: Regime, allow_other_gpu: bool
-    ) -> Answer | None:
+    ) -> LookupResult | None:
         key = (problem, gpu.identity, regime, allow_other_gpu)
         with self._lock:
             self._file.refresh()

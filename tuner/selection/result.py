@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Answer:
+class LookupResult:
     """Result of `lookup`."""
 
     entry: Entry
@@ -46,7 +46,7 @@ class Answer:
         return (winner, *(m for m in self.entry.ranking if m.config != winner.config))
 
 
-def noted(answer: Answer, note: str) -> Answer:
+def noted(answer: LookupResult, note: str) -> LookupResult:
     """An answer with one more note."""
     return replace(answer, notes=(*answer.notes, note))
 
@@ -61,7 +61,7 @@ def differences(entry: Entry, environment: Environment) -> list[str]:
     ]
 
 
-def choose(candidates: Sequence[Entry], gpu: Gpu, allow_other_gpu: bool) -> Answer | None:
+def choose(candidates: Sequence[Entry], gpu: Gpu, allow_other_gpu: bool) -> LookupResult | None:
     """The best entry by provenance, then GPU, then source (the order of `candidates`).
 
     Another GPU's entry answers if it shares its decisions, or by `allow_other_gpu` if it has the
@@ -82,7 +82,7 @@ def choose(candidates: Sequence[Entry], gpu: Gpu, allow_other_gpu: bool) -> Answ
     return None
 
 
-def _answer(entry: Entry, gpu: Gpu) -> Answer:
+def _answer(entry: Entry, gpu: Gpu) -> LookupResult:
     notes, is_own = [], entry.gpu.identity == gpu.identity
     if not is_own:
         why = "another GPU was allowed"
@@ -93,4 +93,4 @@ def _answer(entry: Entry, gpu: Gpu) -> Answer:
         notes.append(f"{entry.provenance}, not measured")
     if entry.origin:
         notes.append(entry.origin)
-    return Answer(entry, is_own, tuple(notes))
+    return LookupResult(entry, is_own, tuple(notes))

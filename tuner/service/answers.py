@@ -11,19 +11,19 @@ from tuner.service.bodies import Op
 TaskState = Literal["queued", "running", "done", "failed", "cancelled"]
 
 
-class Answer(BaseModel):
+class ApiModel(BaseModel):
     """An answer; new keys may be added to it."""
 
     model_config = ConfigDict(extra="allow")
 
 
-class Error(Answer):
+class Error(ApiModel):
     """Why there is no other answer: one line that names what was wrong and what is allowed."""
 
     error: str
 
 
-class Configuration(Answer):
+class Configuration(ApiModel):
     """One decision."""
 
     op: Op
@@ -50,27 +50,27 @@ class Configuration(Answer):
     decided_at: str
 
 
-class Configurations(Answer):
+class Configurations(ApiModel):
     """Some of the decisions that match, and how many do."""
 
     total: int
     entries: list[Configuration]
 
 
-class Found(Configuration):
+class ServedConfiguration(Configuration):
     """Configuration that serves a problem."""
 
     exact: bool
     notes: list[str]
 
 
-class Lookups(Answer):
+class Lookups(ApiModel):
     """In the order of the questions; null where nothing is known."""
 
-    answers: list[Found | None]
+    answers: list[ServedConfiguration | None]
 
 
-class Snapshot(Answer):
+class Snapshot(ApiModel):
     """The document that `tuner export` writes and `tuner import` reads."""
 
     format: Literal["cutlass-tuner-entries"]
@@ -79,7 +79,7 @@ class Snapshot(Answer):
     entries: list[dict[str, Any]]
 
 
-class Job(Answer):
+class JobSummary(ApiModel):
     """One job."""
 
     id: str
@@ -91,14 +91,14 @@ class Job(Answer):
     counts: dict[TaskState, int]
 
 
-class Jobs(Answer):
+class JobList(ApiModel):
     """Some of the jobs, and how many there are."""
 
     total: int
-    jobs: list[Job]
+    jobs: list[JobSummary]
 
 
-class Result(Answer):
+class Result(ApiModel):
     """Decision for a problem of a job."""
 
     winner: str
@@ -116,7 +116,7 @@ class Result(Answer):
     """True when the two are equal within their noise."""
 
 
-class Task(Answer):
+class JobProblem(ApiModel):
     """One problem of a job."""
 
     op: Op
@@ -132,7 +132,7 @@ class Task(Answer):
     result: Result | None
 
 
-class Trial(Answer):
+class JobMeasurement(ApiModel):
     """One measurement of a job."""
 
     id: int
@@ -148,20 +148,20 @@ class Trial(Answer):
     created_at: str
 
 
-class JobDetail(Job):
+class JobDetail(JobSummary):
     """A job with its problems and trials."""
 
-    problems: list[Task]
-    trials: list[Trial]
+    problems: list[JobProblem]
+    trials: list[JobMeasurement]
 
 
-class Cancelled(Answer):
+class Cancelled(ApiModel):
     """How many problems were open."""
 
     cancelled: int
 
 
-class Health(Answer):
+class Health(ApiModel):
     """True when the store could be read a moment ago."""
 
     status: Literal["ok", "stale"]

@@ -35,7 +35,7 @@ from tuner.service.metrics import CONTENT_TYPE, Metrics
 from tuner.service.pages.render import error_page, wants_page
 from tuner.service.pages.routes import add_pages
 from tuner.service.rates import RateLimit
-from tuner.service.served import Question, Served, entries_json
+from tuner.service.served import Question, ServedDecisions, entries_json
 from tuner.service.tokens import Sessions, Tokens
 from tuner.store import Store
 from tuner.store.jobs import JobRecord
@@ -99,7 +99,7 @@ def create_app(store: Store, tokens: Tokens) -> Guard:
         store: what is served; the caller closes it.
         tokens: without them only requests from this machine, by its own name, are let in.
     """
-    served, sessions = Served(store), Sessions(tokens)
+    served, sessions = ServedDecisions(store), Sessions(tokens)
     metrics = Metrics(
         tasks=store.jobs.counts,
         entries=lambda: len(served.table.entries),
@@ -162,7 +162,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         return error(request, 500, "a defect of the service; its log says more")
 
 
-def _add_configs(app: FastAPI, served: Served, metrics: Metrics) -> None:
+def _add_configs(app: FastAPI, served: ServedDecisions, metrics: Metrics) -> None:
     @app.get(
         "/v1/configs",
         summary="Decisions that match every filter given",
@@ -239,7 +239,9 @@ def _add_jobs(app: FastAPI, store: Store) -> None:
                 detail = f"too many {what} (allowed: {limit.most} an hour)"
                 raise HTTPException(429, detail, {"retry-after": str(math.ceil(wait_s))})
 
-    @app.post("/v1/jobs", status_code=201, summary="Submit a job", response_model=answers.Job)
+    @app.post(
+        "/v1/jobs", status_code=201, summary="Submit a job", response_model=answers.JobSummary
+    )
     def submit(request: JobRequest) -> Json:
         options = options_of(request)
         problems = []
@@ -258,7 +260,7 @@ def _add_jobs(app: FastAPI, store: Store) -> None:
     @app.get(
         "/v1/jobs",
         summary="All jobs, newest first",
-        response_model=answers.Jobs,
+        response_model=answers.JobList,
         dependencies=_KNOWN_QUERY,
     )
     def jobs(
@@ -354,7 +356,7 @@ def _event(kind: str, data: Any, id: int | None = None) -> bytes:
     return f"{number}event: {kind}\ndata: {json.dumps(data)}\n\n".encode()
 
 
-def _add_state(app: FastAPI, served: Served, metrics: Metrics) -> None:
+def _add_state(app: FastAPI, served: ServedDecisions, metrics: Metrics) -> None:
     @app.get(HEALTH_PATH, summary="Whether the store can be read", response_model=answers.Health)
     async def health() -> Json:
         state = {"status": "ok" if served.is_healthy else "stale", "age_s": round(served.age_s, 1)}

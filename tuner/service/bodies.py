@@ -15,7 +15,7 @@ from pydantic import (
     WrapValidator,
 )
 
-from tuner.store.jobs import MOST_PRIORITY
+from tuner.store.jobs import MAX_PRIORITY
 
 MAX_BATCH = 1000
 MAX_PROBLEMS = 10_000
@@ -95,5 +95,5 @@ class JobRequest(Body):
     compiled_only: bool = False
     regime: Launch | None = None
     l2: L2 | None = None
-    priority: Annotated[int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)] = 0
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
     attempts: Annotated[int, Field(ge=1, le=10)] = 3

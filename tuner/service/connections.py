@@ -33,7 +33,7 @@ class Connection(Protocol):
 
 
 @dataclass(frozen=True)
-class Limits:
+class ConnectionLimits:
     """Most connections: served in all, served of one address, and beside them the spare ones."""
 
     total: int
@@ -66,7 +66,7 @@ class Admission:
         limits: most connections of each kind.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: ConnectionLimits) -> None:
         self._limits = limits
         self._served: dict[Connection, str] = {}
         """Network of each, as `network_of` names it."""

@@ -50,7 +50,7 @@ class Question(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Table:
+class DecisionTable:
     """The decisions at one moment."""
 
     version: int
@@ -68,7 +68,7 @@ class Table:
     """Each question's answer as JSON, once it was asked."""
 
     @classmethod
-    def read(cls, store: Store) -> Table:
+    def read(cls, store: Store) -> DecisionTable:
         """Read every decision."""
         # The version first: what changes meanwhile is read again.
         version = store.decisions_version()
@@ -151,12 +151,12 @@ def entries_json(entries: Sequence[Entry], total: int) -> bytes:
     return _encode({"total": total, "entries": [entry_json(entry) for entry in entries]})
 
 
-class Served:
-    """Holds the newest `Table` of a store; a thread renews it when a decision changes."""
+class ServedDecisions:
+    """Holds the newest `DecisionTable` of a store; a thread renews it when a decision changes."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self.table = Table.read(store)
+        self.table = DecisionTable.read(store)
         self._checked = time.monotonic()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="served", daemon=True)
@@ -190,7 +190,7 @@ class Served:
             StoreError: when the store cannot be read.
         """
         if self._store.decisions_version() != self.table.version:
-            self.table = Table.read(self._store)
+            self.table = DecisionTable.read(self._store)
         self._checked = time.monotonic()
 
     def _renew(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import uvicorn
 
 from tuner.errors import ConfigError
-from tuner.service.connections import ACCEPTORS, Admission, Limits
+from tuner.service.connections import ACCEPTORS, Admission, ConnectionLimits
 from tuner.service.guard import App
 from tuner.service.protocol import Protocol
 
@@ -26,7 +26,7 @@ class Server(uvicorn.Server):
         limits: most connections.
     """
 
-    def __init__(self, app: App, limits: Limits) -> None:
+    def __init__(self, app: App, limits: ConnectionLimits) -> None:
         protocol = partial(Protocol, admission=Admission(limits))
         super().__init__(
             uvicorn.Config(

@@ -13,9 +13,9 @@ from tuner.store.entry import Entry, is_vendor, vendor_name
 
 LEASE_S = 30.0
 """How long a holder may stay silent."""
-MOST_PRIORITY = 1000
+MAX_PRIORITY = 1000
 """Either side of 0."""
-MOST_ATTEMPTS = 100
+MAX_ATTEMPTS = 100
 """More than over HTTP: where workers are killed on purpose (`benchmarks.fleet`), 50 are used."""
 
 TASK_STATES = ("queued", "running", "done", "failed", "cancelled")

@@ -24,8 +24,8 @@ from tuner.store.entry import as_object, canonical, checked_measurement, problem
 from tuner.store.faults import decoding
 from tuner.store.jobs import (
     LEASE_S,
-    MOST_ATTEMPTS,
-    MOST_PRIORITY,
+    MAX_ATTEMPTS,
+    MAX_PRIORITY,
     OPEN_STATES,
     Claim,
     Event,
@@ -125,8 +125,8 @@ class SqlJobs(Jobs):
         if not problems:
             raise ConfigError("problems=0 is out of range (allowed: 1 or more)")
         for name, value, least, most in (
-            ("attempts", attempts, 1, MOST_ATTEMPTS),
-            ("priority", priority, -MOST_PRIORITY, MOST_PRIORITY),
+            ("attempts", attempts, 1, MAX_ATTEMPTS),
+            ("priority", priority, -MAX_PRIORITY, MAX_PRIORITY),
         ):
             if not least <= value <= most:
                 raise ConfigError(f"{name}={value} is out of range (allowed: {least} to {most})")

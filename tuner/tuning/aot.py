@@ -23,7 +23,7 @@ from tuner.search.study import EFFORTS, Search
 from tuner.store import Store
 from tuner.tuning.sweep import Catalogue, Sweep, SweepOptions
 
-LEAST_GAIN = EFFORTS["quick"].least_gain
+MIN_GAIN = EFFORTS["quick"].min_gain
 """Share of the time below which a problem expects nothing of a group, as a quick search."""
 
 
@@ -96,7 +96,7 @@ def wanted(
                 serving.setdefault(label, []).append((plan, name, key))
                 worth[label] = worth.get(label, 0.0) + gain
         best = max(worth, key=lambda label: (worth[label], label), default=None)
-        if best is None or worth[best] < LEAST_GAIN:
+        if best is None or worth[best] < MIN_GAIN:
             return found
         found.append(_take(serving[best], worth[best]))
 
@@ -104,7 +104,7 @@ def wanted(
 def _take(places: Sequence[tuple[_Plan, str, str]], worth: float) -> Wanted:
     """Think of a set of kernels as measured wherever it is legal."""
     for plan, name, key in places:
-        plan.wants += plan.worths()[name, key] >= LEAST_GAIN
+        plan.wants += plan.worths()[name, key] >= MIN_GAIN
         plan.take(name, key)
     plan, name, key = places[0]
     family, config = plan.group(name, key)

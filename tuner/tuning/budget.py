@@ -6,18 +6,18 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tuner.measure.stopwatch import LEAST_ROUNDS, PASS_LIMIT_US
+from tuner.measure.stopwatch import MIN_ROUNDS, PASS_LIMIT_US
 
 ROUND_CALLS = 4
 """Bursts of a finalist in a round, the untimed one included."""
-LEAST_BURST_S = 0.001
+MIN_BURST_S = 0.001
 CHECK_S = 0.3
 """Inputs, reference and check of a finalist whose call takes little."""
 OPENING_S = 2.0
 """From the end of a search to the first round: what a GPU still works on, and the store."""
 GRACE_S = 2.0
 """Beyond the limit a final pass is given up: its end costs less than beginning anew."""
-LEAST_SEARCH = 0.5
+MIN_SEARCH = 0.5
 """Part of the limit that the search has at least."""
 
 
@@ -59,9 +59,9 @@ class Budget:
             times_us: of the finalists' calls, microseconds.
             rounds: of the pass.
         """
-        each = [max(LEAST_BURST_S, 2e-6 * us) for us in times_us]
+        each = [max(MIN_BURST_S, 2e-6 * us) for us in times_us]
         round_s = ROUND_CALLS * sum(each)
-        longest = max(1e-6 * PASS_LIMIT_US, LEAST_ROUNDS * round_s)
+        longest = max(1e-6 * PASS_LIMIT_US, MIN_ROUNDS * round_s)
         checks_s = len(each) * max(CHECK_S, self.pass_s / 2)
         return OPENING_S + checks_s + min(rounds * round_s, longest)
 
@@ -69,5 +69,5 @@ class Budget:
         """When the search must end, so that a final pass of these calls fits."""
         if self.limit_s is None:
             return None
-        reserved = min(self.final_s(times_us, rounds), (1 - LEAST_SEARCH) * self.limit_s)
+        reserved = min(self.final_s(times_us, rounds), (1 - MIN_SEARCH) * self.limit_s)
         return self.started + self.limit_s - reserved

@@ -16,7 +16,7 @@ from tuner.runners.base import Runner
 from tuner.search import ranking
 from tuner.search.expectation import expected
 from tuner.search.family_search import FamilySearch
-from tuner.search.study import DEFAULT_TRIALS, Search, effort, least_estimate_us, sampler_name
+from tuner.search.study import DEFAULT_TRIALS, Search, effort, min_estimate_us, sampler_name
 from tuner.selection.portfolio import serving, shipped
 from tuner.store import Store
 from tuner.tuning.options import Catalogue, SweepOptions, check_families
@@ -103,10 +103,10 @@ class Competition:
     def _without_hopeless(self, families: list[Family]) -> list[Family]:
         """Those that may win by their estimates: a composite family costs its stages' kernels."""
         gpu, problem = self.runner.gpu, self.problem
-        if len(families) < 2 or math.isinf(self.effort.hopeless):
+        if len(families) < 2 or math.isinf(self.effort.cutoff):
             return families
-        estimates = [least_estimate_us(f, problem, gpu, self._catalogue) for f in families]
-        limit = self.effort.hopeless * min(estimates)
+        estimates = [min_estimate_us(f, problem, gpu, self._catalogue) for f in families]
+        limit = self.effort.cutoff * min(estimates)
         for family, estimate in zip(families, estimates, strict=True):
             if estimate > limit:
                 ratio = estimate / min(estimates)
@@ -150,21 +150,21 @@ class Competition:
         members = self._competing(self.problem, families)
         each = self.effort.trials.get(self.problem.op, DEFAULT_TRIALS)
         total = self.options.trials or each * len(members)
-        return self._start(self.problem, members, total, self.effort.least_gain)
+        return self._start(self.problem, members, total, self.effort.min_gain)
 
     def stage_search(self, sub: Problem, families: Sequence[Family] | None = None) -> Search:
         if families is None:
             families = [f for f in self.stage_families(sub) if not f.stages(sub)]
         members = self._competing(sub, families)
-        return self._start(sub, members, self.effort.stage_trials, self.effort.least_gain)
+        return self._start(sub, members, self.effort.stage_trials, self.effort.min_gain)
 
     def _start(
-        self, problem: Problem, members: list[FamilySearch], total: int, least_gain: float = 0.0
+        self, problem: Problem, members: list[FamilySearch], total: int, min_gain: float = 0.0
     ) -> Search:
         """A search that has been told what the store holds."""
         if self.runner.provenance is Provenance.PREDICTED:
             total = min(total, self.effort.predicted * len(members))
-        search = Search(members, total, self.effort.seeds, least_gain)
+        search = Search(members, total, self.effort.seeds, min_gain)
         search.tell_known(
             self._store.measurements(
                 problem=problem,
@@ -193,7 +193,7 @@ class Competition:
                 seeds=self.effort.seeds,
                 sampler=self.sampler,
                 seed=self.options.seed,
-                heat=0 if family.is_vendor else self.effort.heat,
+                raced=0 if family.is_vendor else self.effort.raced,
                 history=() if family.is_vendor else self.history(problem),
             )
         return self.members[key]

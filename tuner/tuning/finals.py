@@ -21,7 +21,7 @@ from tuner.tuning.progress import Interruption
 
 BRIEF_FINALISTS = 2
 """Own finalists of a pass that is to be over soon."""
-LEAST_ROUNDS = 20
+MIN_ROUNDS = 20
 PROVISIONAL = "provisional"
 """Flag of the times of a decision that its sweep may still replace."""
 PROVISIONAL_GAIN = 0.05
@@ -99,7 +99,7 @@ class FinalPass:
         """The finalists, and rounds of their pass; few where little time is left."""
         effort = self.competition.effort
         count = BRIEF_FINALISTS if brief else effort.finalists
-        rounds = LEAST_ROUNDS if brief else effort.rounds
+        rounds = MIN_ROUNDS if brief else effort.rounds
         seen = self.competition.seen(self.competition.problem)
         chosen = ranking.finalists(seen, count, self.competition.kernel)
         chosen = [m for m in chosen if self.competition.fits(m)]
@@ -149,7 +149,7 @@ class FinalPass:
         self._provided_us = own.latency_us
         began = self.budget.now()
         configs = [m.config for m in (own, vendor) if m is not None]
-        found = [m for m in self._retime(configs, LEAST_ROUNDS) if m.ok and m.is_final]
+        found = [m for m in self._retime(configs, MIN_ROUNDS) if m.ok and m.is_final]
         self.budget.pass_s = self.budget.now() - began
         if not any(m.config == own.config for m in found):
             return

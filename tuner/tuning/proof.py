@@ -18,7 +18,7 @@ from tuner.compile.artifacts import Artifact
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.hardware import Gpu
 from tuner.measure.gate import REFERENCE
-from tuner.measure.request import Outcome
+from tuner.measure.request import CandidateOutcome
 from tuner.measure.worker import LSE_PROBE
 from tuner.measure.worker_client import AnyWorker, Ask
 from tuner.measurement import Regime, Status
@@ -41,7 +41,7 @@ _FAULT_CHARACTERS = 400
 
 
 @dataclass(frozen=True)
-class Plan:
+class ProofPlan:
     """Kernels of one list that need a proof."""
 
     path: Path
@@ -58,7 +58,7 @@ class Plan:
 
 
 @dataclass
-class Progress:
+class ProofProgress:
     """How far a run is."""
 
     kernels: int
@@ -76,7 +76,7 @@ class Progress:
         return (time.monotonic() - self.started) / self.done * (self.kernels - self.done)
 
 
-def plan(path: Path, targets: Sequence[Target], *, again: bool = False) -> Plan:
+def plan(path: Path, targets: Sequence[Target], *, again: bool = False) -> ProofPlan:
     """See what a list lacks.
 
     Args:
@@ -108,7 +108,7 @@ def plan(path: Path, targets: Sequence[Target], *, again: bool = False) -> Plan:
         else:
             named = zip(target.kernels, found, strict=True)
             waiting.append((target, {name: one for name, one in named if one is not None}))
-    return Plan(path, known, reference, waiting, missing, proven, failed)
+    return ProofPlan(path, known, reference, waiting, missing, proven, failed)
 
 
 class Prover:
@@ -132,14 +132,14 @@ class Prover:
         *,
         problems: int = PROBLEMS,
         seed: int = 0,
-        changed: Callable[[Progress], None] = lambda progress: None,
+        changed: Callable[[ProofProgress], None] = lambda progress: None,
         is_over: Callable[[], bool] = lambda: False,
     ) -> None:
         self._gpu, self._driver, self._worker = gpu, driver, worker
         self._problems, self._seed = problems, seed
         self._changed, self._is_over = changed, is_over
 
-    def run(self, todo: Plan) -> Progress:
+    def run(self, todo: ProofPlan) -> ProofProgress:
         """Prove what waits, and write each verdict at once.
 
         Raises:
@@ -147,7 +147,7 @@ class Prover:
             StoreError: when the list cannot be written.
             concurrent.futures.CancelledError: after the worker's `interrupt`.
         """
-        progress = Progress(len(todo.waiting))
+        progress = ProofProgress(len(todo.waiting))
         for target, artifacts in todo.waiting:
             progress.trials = 0
             verdict = self._prove(target, artifacts, todo.reference, progress)
@@ -165,7 +165,7 @@ class Prover:
         target: Target,
         artifacts: Mapping[str, Artifact],
         reference: Artifact,
-        progress: Progress,
+        progress: ProofProgress,
     ) -> Proof | str | None:
         """The proof, the fault, or None where the run is over."""
         drawn = trials(target, self._gpu, self._problems, self._seed)
@@ -194,7 +194,7 @@ class Prover:
         number: int,
         artifacts: Mapping[str, Artifact],
         reference: Artifact,
-    ) -> Outcome:
+    ) -> CandidateOutcome:
         # Unlike inputs for each trial; the worker's seeds are whole numbers.
         text = f"{self._seed}:{target.config.digest}:{number}"
         ask = Ask(
@@ -209,7 +209,7 @@ class Prover:
         return self._worker.measure(ask)[0]
 
     @staticmethod
-    def _enter(todo: Plan, target: Target, verdict: Proof | str) -> None:
+    def _enter(todo: ProofPlan, target: Target, verdict: Proof | str) -> None:
         """Write a verdict into the list, for all kernels of the target."""
         proof, fault = (None, verdict) if isinstance(verdict, str) else (verdict, "")
         built = (todo.kernels.kernels[spec.key] for spec in target.kernels.values())

@@ -26,11 +26,11 @@ class Studies:
         """Copy the finished trials of an own family."""
         if self._storage is None or member.family.is_vendor:
             return
-        from tuner.search.storage import Subject
+        from tuner.search.storage import StudySubject
 
         competition = self._competition
         runner = competition.runner
-        subject = Subject(
+        subject = StudySubject(
             member.problem,
             runner.gpu,
             competition.regime,

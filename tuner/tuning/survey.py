@@ -44,7 +44,7 @@ POOL_REQUEST_KERNELS = 64
 
 
 @dataclass(frozen=True)
-class Draw:
+class SurveySize:
     """How much of every problem's space is measured."""
 
     kernels: int = 120
@@ -98,7 +98,7 @@ class Sample:
         }
 
 
-def draw(problem: Problem, gpu: Gpu, how: Draw, catalogue: Catalogue = families_of) -> Sample:
+def draw(problem: Problem, gpu: Gpu, how: SurveySize, catalogue: Catalogue = families_of) -> Sample:
     """The kernels and variants of a problem that a survey measures; nothing is measured for it.
 
     Raises:
@@ -169,7 +169,7 @@ def _shares(sizes: Sequence[int], total: int) -> list[int]:
 
 
 @dataclass
-class Progress:
+class SurveyProgress:
     """How far the survey of one problem is."""
 
     sample: Sample
@@ -213,7 +213,7 @@ class Survey:
         folder: Path,
         *,
         together: int = REQUEST_KERNELS,
-        changed: Callable[[Progress], None] = lambda progress: None,
+        changed: Callable[[SurveyProgress], None] = lambda progress: None,
         interruption: Interruption | None = None,
         time_limit_s: float | None = None,
     ) -> None:
@@ -232,7 +232,7 @@ class Survey:
     def _stopped(self) -> bool:
         return self._interruption.requested or time.monotonic() >= self._deadline
 
-    def run(self) -> list[Progress]:
+    def run(self) -> list[SurveyProgress]:
         """Measure what is not measured yet; how far each problem is in the end.
 
         Raises:
@@ -256,7 +256,7 @@ class Survey:
             raise BenchmarkError(NO_GPU)
         return runner
 
-    def _open(self, sample: Sample) -> Progress:
+    def _open(self, sample: Sample) -> SurveyProgress:
         """Measurements of the problem in a recording of the folder."""
         problem, regime = sample.problem, self._regime_of(sample.problem)
         runner = self._runner(problem)
@@ -267,11 +267,11 @@ class Survey:
             if whole.environment.digest != runner.environment.digest:
                 raise ConfigError(f"{path} was measured in another environment: use another folder")
         self._wholes[problem] = whole
-        progress = Progress(sample, path, list(whole.measurements))
+        progress = SurveyProgress(sample, path, list(whole.measurements))
         progress.resumed = len(progress.seen)
         return progress
 
-    def _measure(self, progress: Progress, runner: Runner) -> None:
+    def _measure(self, progress: SurveyProgress, runner: Runner) -> None:
         """Request by request; each is in the recording before the next is waited for."""
         started, problem = time.monotonic(), progress.sample.problem
         requests = _requests(_missing(progress), self._together)
@@ -296,7 +296,7 @@ class Survey:
         """Wakes who waits for a result when the time is over."""
         return _Alarm(self._deadline - time.monotonic(), runner.cancel)
 
-    def _write(self, progress: Progress) -> None:
+    def _write(self, progress: SurveyProgress) -> None:
         whole = self._wholes[progress.sample.problem]
         recording.write(progress.path, replace(whole, measurements=tuple(progress.measurements)))
 
@@ -317,7 +317,7 @@ class _Alarm:
             self._timer.cancel()
 
 
-def _missing(progress: Progress) -> list[list[Config]]:
+def _missing(progress: SurveyProgress) -> list[list[Config]]:
     """Drawn candidates that are not measured, by kernel."""
     seen = {m.config for m in progress.seen}
     left = ([c for c in group if c not in seen] for group in progress.sample.groups)

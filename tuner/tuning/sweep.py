@@ -124,12 +124,12 @@ class Sweep:
         competition = self.competition
         for family in competition.own:
             for sub in family.stages(self.problem).values():
-                self.runner.prefetch(sub, competition.stage_search(sub).ahead())
+                self.runner.prefetch(sub, competition.stage_search(sub).first_groups())
         search = competition.plain_search()
         if search.members:
             standing = self._finals.standing()
             first = [] if standing is None else [[standing]]
-            self.runner.prefetch(self.problem, first + search.ahead())
+            self.runner.prefetch(self.problem, first + search.first_groups())
 
     def run(
         self, on_drained: Callable[[], None] | None = None, began: float | None = None

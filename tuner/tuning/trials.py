@@ -24,7 +24,7 @@ from typing import Any, cast, get_args
 from tuner.config import Config, Value
 from tuner.families import product_work
 from tuner.families.base import Family, Strides
-from tuner.families.gemv import MOST_ROWS
+from tuner.families.gemv import MAX_ROWS
 from tuner.hardware import Gpu
 from tuner.problem import LAYOUTS, AttentionProblem, Problem, SwigluProblem
 from tuner.problem.attention import BLOCK_AXES, MAX_HEAD_DIM, Axes
@@ -98,7 +98,7 @@ class Trial:
         return self._product_facts(self.problem, family, gpu)
 
     def _product_facts(self, problem: Any, family: Family, gpu: Gpu) -> set[Fact]:
-        sizes = product_work.Sizes.of(problem)
+        sizes = product_work.ProductSizes.of(problem)
         tile_m, tile_n, _ = tile_of(family.tiling(self.config))
         tiles = -(-sizes.m // tile_m) * -(-sizes.n // tile_n)
         return {
@@ -398,8 +398,8 @@ def tile_of(tiling: Any) -> tuple[int, int, int]:
     """Rows of A, columns of the weights, and elements of K that a kernel of products computes at a
     time.
     """
-    if isinstance(tiling, product_work.Rows):
-        return MOST_ROWS, tiling.rows, tiling.depth
+    if isinstance(tiling, product_work.FewRowsTiling):
+        return MAX_ROWS, tiling.rows, tiling.depth
     tile = tiling.rows, tiling.columns
     tile_m, tile_n = tile[::-1] if tiling.is_swapped else tile
     return tile_m, tile_n, tiling.depth

@@ -34,7 +34,7 @@ TOP = Path(__file__).resolve().parents[3]
 SILENCE_S = 45.0
 START_S = 180.0
 #: Children that may be lost to a hang or a crash before the rest is given up.
-MOST_LOST = 4
+MAX_LOST = 4
 PROGRESS_S = 10.0
 #: Python's arguments, before the plan's path.
 CHILD = ("-m", "fused_attention_proof.child")
@@ -108,7 +108,7 @@ class _Runner:
 
     def run(self) -> None:
         self._started = time.monotonic()
-        for _ in range(MOST_LOST):
+        for _ in range(MAX_LOST):
             left = [trial for trial in self.trials if trial not in self.findings]
             if not left:
                 return
@@ -117,7 +117,7 @@ class _Runner:
             if end:
                 self._lost(end)
         for trial in self.trials:
-            reason = f"not run: {MOST_LOST} processes were lost before it"
+            reason = f"not run: {MAX_LOST} processes were lost before it"
             self.findings.setdefault(trial, Finding(faults=[reason]))
 
     def _child(self, left: Sequence[Trial], folder: Path) -> str:

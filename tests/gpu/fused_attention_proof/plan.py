@@ -60,9 +60,9 @@ TOGETHER: dict[tuple[int, bool, str], tuple[dict[str, Value | None], ...]] = {
     (256, True, "bfloat16"): ({"stages_output": True, "persistent": True, "packed_heads": None},),
 }
 #: Kernels of a combination among which the first are chosen; a space has a thousand.
-MOST_COMPARED = 100
+MAX_COMPARED = 100
 #: Settings of the run-time parameters that one kernel computes one case with.
-MOST_SETTINGS = 3
+MAX_SETTINGS = 3
 #: Bytes of an output from which a problem is launched only as its own space would.
 LARGE_BYTES = 16 << 20
 
@@ -154,7 +154,7 @@ def choose(
         pool: Sequence[Kernel], having: Mapping[str, Value | None] = MappingProxyType({})
     ) -> None:
         left = [kernel for kernel in pool if kernel not in chosen]
-        left = [kernel for kernel in left if _has(kernel, having)][:MOST_COMPARED]
+        left = [kernel for kernel in left if _has(kernel, having)][:MAX_COMPARED]
         served = {k: set(_served(family, gpu, k, waiting[k.combination])) for k in left}
         if left:
             best = max(left, key=lambda k: (len(served[k]), *(len(m - seen) for m in _marks(k))))
@@ -165,7 +165,7 @@ def choose(
     for number in range(each):
         for found, pool in pools.items():
             together = TOGETHER.get(found, ())[number : number + 1]
-            take(pool if together else pool[:MOST_COMPARED], *together)
+            take(pool if together else pool[:MAX_COMPARED], *together)
     for found, pool in pools.items():
         while any(next(_served(family, gpu, k, waiting[found]), None) for k in pool):
             take(pool)
@@ -262,7 +262,7 @@ def trials(
                 if not family.violations(case.problem, config, gpu)
                 and (usual is None or _setting(family, config) in usual)
             ]
-            for config in draw.sample(legal, min(len(legal), MOST_SETTINGS)):
+            for config in draw.sample(legal, min(len(legal), MAX_SETTINGS)):
                 found[Trial(case, config)] = None
     return list(found)
 

@@ -15,7 +15,7 @@ from tuner.families.base import KernelSpec
 from .plan import Kernel, Trial
 
 #: Faults printed below the table; the JSON has all.
-MOST_LINES = 20
+MAX_LINES = 20
 
 
 @dataclass(frozen=True)
@@ -114,9 +114,9 @@ class Report:
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
                  for row in rows]  # fmt: skip
         faults = self.faults()
-        lines += [f"FAULT {fault}" for fault in faults[:MOST_LINES]]
-        if len(faults) > MOST_LINES:
-            lines.append(f"and {len(faults) - MOST_LINES} more")
+        lines += [f"FAULT {fault}" for fault in faults[:MAX_LINES]]
+        if len(faults) > MAX_LINES:
+            lines.append(f"and {len(faults) - MAX_LINES} more")
         lines.append(
             f"{len(self.artifacts)} kernels, {len({t.case.problem for t, _ in self.results})} "
             f"problems, {len(faults)} faults, {self.seconds:.0f} s"

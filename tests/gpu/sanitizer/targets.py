@@ -35,7 +35,7 @@ from tuner.problem import (
 Pair = tuple[Problem, Config]
 
 #: Floating-point operations of a tiny problem stay below this.
-MOST_FLOPS = 10**9
+MAX_FLOPS = 10**9
 #: Heads come in groups that packings up to 8 divide, one of 16; the last two have twice more tiles
 #: than multiprocessors.
 FUSED = (
@@ -85,7 +85,7 @@ class Target:
 
 def tiny(chosen: Config, name: str, problems: Iterable[Problem]) -> Target:
     """One config on those of the problems that are small."""
-    pairs = tuple((problem, chosen) for problem in problems if problem.flops < MOST_FLOPS)
+    pairs = tuple((problem, chosen) for problem in problems if problem.flops < MAX_FLOPS)
     return Target(chosen.family, name, pairs)
 
 
@@ -185,7 +185,7 @@ def fused_launches(gpu: Gpu, kernel: plan.Kernel) -> tuple[Pair, ...]:
         width = head_dim - 8 * (index % 2)  # the instance's own, and padded
         problem = AttentionProblem.parse(f"{text},D={width},causal={causal},dtype={dtype}")
         legal = [config for config in kernel.members if not member.violations(problem, config, gpu)]
-        some = draw.sample(legal, min(len(legal), plan.MOST_SETTINGS))
+        some = draw.sample(legal, min(len(legal), plan.MAX_SETTINGS))
         found += [(problem, config) for config in some]
     return tuple(found)
 

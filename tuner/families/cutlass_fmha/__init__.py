@@ -31,7 +31,7 @@ from tuner.families.cutlass_fmha.shape import (
     SCHEDULERS,
     SCHEDULES,
     TMA,
-    Shape,
+    FmhaShape,
     attention,
     fields,
 )
@@ -107,7 +107,7 @@ class CutlassFmha(Family):
         problem = attention(problem)
         if found := _presence_violations(problem, config):
             return found
-        shape = Shape.of(problem, config)
+        shape = FmhaShape.of(problem, config)
         found = _tile_violations(shape) + _ring_violations(problem, shape)
         found += _register_violations(shape)
         if not found and shape.smem_bytes > SMEM_PER_BLOCK_BYTES:
@@ -153,7 +153,7 @@ class CutlassFmha(Family):
 
     def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
         problem = attention(problem)
-        shape = Shape.of(problem, config)
+        shape = FmhaShape.of(problem, config)
         is_pingpong = shape.schedule == PINGPONG
         variables: dict[str, Value] = {
             "dtype": problem.dtype,
@@ -207,7 +207,7 @@ class CutlassFmha(Family):
         problem = attention(problem)
         calls = 1 if _nests(problem) else problem.batch
         return cutlass_fmha_cost.predict_us(
-            problem, Shape.of(problem, config), gpu, self.constants, calls
+            problem, FmhaShape.of(problem, config), gpu, self.constants, calls
         )
 
     def draw(
@@ -261,7 +261,7 @@ def _presence_violations(problem: AttentionProblem, config: Config) -> list[str]
     ]
 
 
-def _tile_violations(shape: Shape) -> list[str]:
+def _tile_violations(shape: FmhaShape) -> list[str]:
     found = []
     if shape.schedule == TMA:
         if shape.tile_m != 64:
@@ -278,7 +278,7 @@ def _tile_violations(shape: Shape) -> list[str]:
     return found
 
 
-def _ring_violations(problem: AttentionProblem, shape: Shape) -> list[str]:
+def _ring_violations(problem: AttentionProblem, shape: FmhaShape) -> list[str]:
     """Conditions on `kv_stages` and `q_stages`; tiles loaded are K0 V0 K1 V1 ..., one a slot."""
     stages, visits = shape.kv_stages, shape.max_visits(problem)
     found = []
@@ -304,7 +304,7 @@ def _ring_violations(problem: AttentionProblem, shape: Shape) -> list[str]:
     return found
 
 
-def _register_violations(shape: Shape) -> list[str]:
+def _register_violations(shape: FmhaShape) -> list[str]:
     """Spills are slow and legal; what ptxas cannot allocate at all does not compile."""
     limit = shape.launch_registers
     needed = {
@@ -375,7 +375,7 @@ def _config(schedule: str, **params: Value) -> Config:
 
 def _is_poor(problem: AttentionProblem, config: Config) -> bool:
     """Legal, but with nothing to win: spills, much padding, unused slots or blocks."""
-    shape = Shape.of(problem, config)
+    shape = FmhaShape.of(problem, config)
     visits = shape.max_visits(problem)
     columns = -(-problem.seqlen_kv // shape.tile_n) * shape.tile_n
     is_padded = columns > (1 + MAX_WASTE) * problem.seqlen_kv and visits > 1
@@ -387,7 +387,7 @@ def _is_poor(problem: AttentionProblem, config: Config) -> bool:
     return any(poor) or shape.kv_stages not in _useful_stages(shape, visits)
 
 
-def _useful_stages(shape: Shape, visits: int) -> tuple[int, ...]:
+def _useful_stages(shape: FmhaShape, visits: int) -> tuple[int, ...]:
     """4 slots hide the loads and 6 a slow one (measured: 3 take 16.4 us where 4 take 13.5); odd
     counts only where the next even one does not fit, and none beyond what a block loads.
     """

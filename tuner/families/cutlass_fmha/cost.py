@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import ceil
 
-from tuner.families.cutlass_fmha.shape import TMA, WIDTH, Shape
+from tuner.families.cutlass_fmha.shape import TMA, WIDTH, FmhaShape
 from tuner.hardware import (
     EXP_PER_CLOCK_SM,
     REGISTERS_PER_SM,
@@ -54,7 +54,7 @@ SHARPNESS = 4
 
 def predict_us(
     problem: AttentionProblem,
-    shape: Shape,
+    shape: FmhaShape,
     gpu: Gpu,
     constants: Mapping[str, float],
     calls: int = 1,
@@ -96,7 +96,7 @@ def predict_us(
 
 
 def _step_clocks(
-    problem: AttentionProblem, shape: Shape, resident: int, constants: Mapping[str, float]
+    problem: AttentionProblem, shape: FmhaShape, resident: int, constants: Mapping[str, float]
 ) -> float:
     """Clocks of one K/V tile in each of the blocks that share a multiprocessor."""
     scores = shape.group_rows * shape.tile_n
@@ -118,7 +118,7 @@ def _step_clocks(
     return float(sum(part**SHARPNESS for part in parts) ** (1 / SHARPNESS))
 
 
-def _resident_blocks(shape: Shape) -> int:
+def _resident_blocks(shape: FmhaShape) -> int:
     """Blocks that fit a multiprocessor, whatever the launch bounds ask for."""
     by_smem = SMEM_PER_SM_BYTES // (shape.smem_bytes + SMEM_RESERVED_PER_BLOCK_BYTES)
     by_registers = REGISTERS_PER_SM // (shape.launch_registers * shape.threads)
@@ -131,7 +131,7 @@ def _blocks(row_blocks: int) -> range:
     return range(row_blocks - 1, -1, -stride)
 
 
-def _visits(problem: AttentionProblem, shape: Shape, block: int) -> int:
+def _visits(problem: AttentionProblem, shape: FmhaShape, block: int) -> int:
     """K/V tiles of one block, as the template's mask counts them."""
     columns = problem.seqlen_kv
     if problem.is_causal:

@@ -70,7 +70,7 @@ def fields(schedule: Any, scheduler: Any, problem: AttentionProblem) -> set[str]
 
 
 @dataclass(frozen=True)
-class Shape:
+class FmhaShape:
     """The numbers of a well-formed config."""
 
     schedule: str

@@ -73,17 +73,17 @@ BLOCK_MASK_REGISTERS = 12
 #: Rows of K and V that a tile under a block-sparse mask may have: its bits lie in one word.
 SPARSE_TILES = (32, 64, 128)
 #: Query heads that share a tile's rows at most.
-MOST_PACKED = 32
+MAX_PACKED = 32
 #: The same with e4m3: a thread's two rows are 8 apart and have one factor, that of one head.
-MOST_PACKED_E4M3 = 8
+MAX_PACKED_E4M3 = 8
 #: Blocks that share the keys of a tile at most; two for each multiprocessor of a chip are 264.
-MOST_SPLITS = 512
+MAX_SPLITS = 512
 #: (warp groups, key groups, blocks an SM) worth trying.
 SHAPES = ((1, 1, 1), (1, 1, 2), (2, 1, 1), (3, 1, 1), (2, 2, 1), (4, 2, 1), (4, 4, 1))
 #: Query heads in a tile whose output may go through shared memory: those of a warp's rows.
-MOST_STAGED = 16
+MAX_STAGED = 16
 #: Blocks of a cluster at most (CUDA's limit where non-portable sizes are allowed).
-MOST_CLUSTERED = 16
+MAX_CLUSTERED = 16
 #: Share of the multiprocessors that clusters can be relied on to fill: a cluster's are those of one
 #: GPC, of which some are left over. On an H200 42 clusters of three, 16 of eight or 8 of sixteen
 #: took two rounds.
@@ -91,7 +91,7 @@ CLUSTERED_SHARE = 0.85
 #: Rows of a page that one copy may bring, widest first.
 BOXES = (64, PAGE_MULTIPLE)
 #: Keys of one split: fewer do not pay for the combining kernel.
-LEAST_SPLIT_KEYS = 128
+MIN_SPLIT_KEYS = 128
 #: Splits of sequences of unlike lengths, where there are tiles enough without.
 UNLIKE_SPLITS = 8
 #: mbarriers and two tiles' coordinates at the end of the shared memory, rounded to the alignment
@@ -130,14 +130,14 @@ class FusedAttention(Family):
         "tile_n": range(16, 257, 16),  # up to the N extent of one WGMMA
         "kv_stages": (1, 2, 3, 4, 5, 8),
         "score_buffers": (1, 2),
-        "packed_heads": (1, 2, 4, 8, 16, MOST_PACKED),
+        "packed_heads": (1, 2, 4, 8, 16, MAX_PACKED),
         "ping_pong": (False, True),
         "q_in_registers": (False, True),
         "early_exp": (0, 50, 100),
         "stages_output": (True,),
         "persistent": (False, True),
         "blocks_per_sm": (1, 2),
-        "splits": range(1, MOST_SPLITS + 1),
+        "splits": range(1, MAX_SPLITS + 1),
         "pdl": (False, True),
         "combine": ("cluster", "kernel"),
         "box_rows": BOXES,
@@ -186,8 +186,8 @@ class FusedAttention(Family):
         if ("combine" in config.params) != (splits > 1):
             found.append("combine is for splits > 1, only")
         elif config.get("combine", "kernel") == "cluster":
-            if splits > MOST_CLUSTERED:
-                found.append(f"splits={splits} exceed the {MOST_CLUSTERED} blocks of a cluster")
+            if splits > MAX_CLUSTERED:
+                found.append(f"splits={splits} exceed the {MAX_CLUSTERED} blocks of a cluster")
             if groups > 1:
                 found.append("combine=cluster is for one warp group, only")
         smem = self.smem_bytes(problem, config)
@@ -225,10 +225,10 @@ class FusedAttention(Family):
                 )
         if "stages_output" in config.params:
             packed = config.get("packed_heads", 1)
-            if problem.is_packed or packed > MOST_STAGED:
+            if problem.is_packed or packed > MAX_STAGED:
                 found.append(
                     "stages_output is not for variable lengths, paged caches or more than "
-                    f"{MOST_STAGED} packed heads"
+                    f"{MAX_STAGED} packed heads"
                 )
         return found
 
@@ -278,9 +278,9 @@ class FusedAttention(Family):
         found = []
         if group % packed:
             found.append(f"packed_heads={packed} does not divide the {group} heads to a KV head")
-        if problem.dtype == E4M3 and packed > MOST_PACKED_E4M3:
+        if problem.dtype == E4M3 and packed > MAX_PACKED_E4M3:
             found.append(
-                f"packed_heads={packed} exceeds {MOST_PACKED_E4M3}: a thread's rows would have "
+                f"packed_heads={packed} exceeds {MAX_PACKED_E4M3}: a thread's rows would have "
                 "different descale_q"
             )
         return found
@@ -519,8 +519,8 @@ class FusedAttention(Family):
         head_tile = instance(attention.head_dim)
         return cost.predict_us(attention, config, head_tile, gpu, self.constants)
 
-    def tiling(self, config: Config) -> attention_work.Tiling:
-        return attention_work.Tiling(
+    def tiling(self, config: Config) -> attention_work.AttentionTiling:
+        return attention_work.AttentionTiling(
             rows=_tile_m(config.params),
             keys=int(config["tile_n"]) * int(config.get("key_groups", 1)),
             resident=int(config["blocks_per_sm"]),
@@ -542,8 +542,8 @@ class FusedAttention(Family):
             if not is_split:
                 return (1,)
             tiles = -(-problem.seqlen_q * packed // rows) * problem.batch * heads // packed
-            most = min(room // tiles, problem.seqlen_kv // LEAST_SPLIT_KEYS)
-            return _counts(min(most, MOST_CLUSTERED) if is_clustered else most)
+            most = min(room // tiles, problem.seqlen_kv // MIN_SPLIT_KEYS)
+            return _counts(min(most, MAX_CLUSTERED) if is_clustered else most)
 
         return splits
 
@@ -643,7 +643,7 @@ def _tile_m(params: Mapping[str, Value]) -> int:
 
 def _packings(problem: AttentionProblem) -> tuple[int, ...]:
     """Query heads of one KV head that share the rows of a tile: one, or all that can."""
-    limit = MOST_PACKED_E4M3 if problem.dtype == E4M3 else MOST_PACKED
+    limit = MAX_PACKED_E4M3 if problem.dtype == E4M3 else MAX_PACKED
     most = math.gcd(problem.heads_q // problem.heads_kv, limit)
     return (1, most) if most > 1 else (1,)
 
@@ -664,12 +664,12 @@ def _splits(problem: AttentionProblem, tiles: int, gpu: Gpu) -> tuple[tuple[int,
     if problem.block_mask or (not problem.is_paged and (problem.is_windowed or problem.is_varlen)):
         return ((1, None),)
     once, twice = gpu.sm_count // tiles, 2 * gpu.sm_count // tiles
-    most = min(twice, problem.seqlen_kv // LEAST_SPLIT_KEYS)
+    most = min(twice, problem.seqlen_kv // MIN_SPLIT_KEYS)
     if problem.is_paged and problem.is_varlen:  # the longest must not outlast the others
-        most = max(most, min(UNLIKE_SPLITS, problem.seqlen_kv // LEAST_SPLIT_KEYS))
+        most = max(most, min(UNLIKE_SPLITS, problem.seqlen_kv // MIN_SPLIT_KEYS))
     counts = {2**i for i in range(1, max(1, most).bit_length())} | {once, twice}
     several = sorted(count for count in counts if 1 < count <= most)
-    clustered = [(splits, "cluster") for splits in several if splits <= MOST_CLUSTERED]
+    clustered = [(splits, "cluster") for splits in several if splits <= MAX_CLUSTERED]
     return ((1, None), *clustered, *((splits, "kernel") for splits in several))
 
 

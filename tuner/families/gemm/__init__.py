@@ -270,11 +270,11 @@ class Gemm(Family):
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         return cost.predict_us(_gemm(problem), config, gpu, self.constants)
 
-    def tiling(self, config: Config) -> product_work.Tiling:
+    def tiling(self, config: Config) -> product_work.ProductTiling:
         return tiling_of(config)
 
     def splitter(self, config: Config, gpu: Gpu) -> Callable[[Any], Sequence[int]]:
-        return lambda problem: splits_of(product_work.Sizes.of(_gemm(problem)), config, gpu)
+        return lambda problem: splits_of(product_work.ProductSizes.of(_gemm(problem)), config, gpu)
 
     def is_scheduled(self, config: Config) -> bool:
         return bool(config.get("decomposition_mode") == "SplitK")
@@ -287,7 +287,7 @@ class Gemm(Family):
         return legality_facts(problem, product.m, product.n, product.k, product.dtype)
 
 
-def tiling_of(config: Config) -> product_work.Tiling:
+def tiling_of(config: Config) -> product_work.ProductTiling:
     """How a kernel of the family cuts its product. Blocks that share a multiprocessor are those of
     the plain schedule, as its stages leave room for them.
     """
@@ -297,7 +297,7 @@ def tiling_of(config: Config) -> product_work.Tiling:
         room = SMEM_PER_SM_BYTES // (2 * used + SMEM_RESERVED_PER_BLOCK_BYTES)
         resident = max(1, min(cost.MAX_RESIDENT, room))
     mode, cluster = params.get("decomposition_mode"), config["cluster_m"] * config["cluster_n"]
-    return product_work.Tiling(
+    return product_work.ProductTiling(
         rows=int(params["tile_m"]),
         columns=int(params["tile_n"]),
         depth=int(params["tile_k"]),
@@ -312,7 +312,7 @@ def tiling_of(config: Config) -> product_work.Tiling:
     )
 
 
-def splits_of(sizes: product_work.Sizes, config: Config, gpu: Gpu) -> Sequence[int]:
+def splits_of(sizes: product_work.ProductSizes, config: Config, gpu: Gpu) -> Sequence[int]:
     """Counts of splits of a kernel that are worth considering: those that fill the chip once."""
     mode = config.get("decomposition_mode")
     if mode != "SplitK":

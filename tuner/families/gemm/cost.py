@@ -20,7 +20,7 @@ from tuner.families.gemm.shape import (
     NO_SMEM,
     PLAIN,
     PROMOTED_K,
-    Shape,
+    GemmShape,
     instruction_columns,
     oriented,
     smem_bytes,
@@ -113,7 +113,7 @@ def spared(cluster: int) -> float:
 
 
 def _energy(
-    problem: GemmProblem, shape: Shape, config: Config, constants: Mapping[str, float]
+    problem: GemmProblem, shape: GemmShape, config: Config, constants: Mapping[str, float]
 ) -> float:
     """Microseconds for the call's energy at the power limit: products, shared memory, L2."""
     tile_m, tile_n = int(config["tile_m"]), int(config["tile_n"])
@@ -154,7 +154,7 @@ def _step_cycles(
 
 
 def _busy_cycles(
-    problem: GemmProblem, shape: Shape, config: Config, gpu: Gpu, constants: Mapping[str, float]
+    problem: GemmProblem, shape: GemmShape, config: Config, gpu: Gpu, constants: Mapping[str, float]
 ) -> float:
     """Cycles of the multiprocessor that has most to do."""
     blocks_m, blocks_n = tile_blocks(shape, config)
@@ -197,7 +197,7 @@ def _busy_cycles(
     return main + epilogue + (rounds - 1) * max(main, stores, (main + epilogue) / 2)
 
 
-def _memory_bytes(problem: GemmProblem, shape: Shape, config: Config, gpu: Gpu) -> float:
+def _memory_bytes(problem: GemmProblem, shape: GemmShape, config: Config, gpu: Gpu) -> float:
     """Bytes through memory: inputs again for each wave of tiles when the L2 cannot hold them."""
     width = DTYPE_BYTES[problem.dtype]
     written = problem.m * problem.n * problem.batch * DTYPE_BYTES[problem.dtype_d]

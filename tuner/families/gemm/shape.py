@@ -32,7 +32,7 @@ _DECLARED_N = (256, 192, 128, 96, 64, 32, 16, 8)
 
 
 @dataclass(frozen=True)
-class Shape:
+class GemmShape:
     """A problem as the kernel sees it: after the swap."""
 
     m: int
@@ -44,17 +44,17 @@ class Shape:
     layout_d: str
 
 
-def oriented(problem: GemmProblem, swap_ab: bool) -> Shape:
+def oriented(problem: GemmProblem, swap_ab: bool) -> GemmShape:
     """The problem as the kernel computes it: itself, or transposed."""
     if not swap_ab:
         a, b = problem.layout_a, problem.layout_b
-        return Shape(problem.m, problem.n, problem.k, problem.batch, a, b, "row")
+        return GemmShape(problem.m, problem.n, problem.k, problem.batch, a, b, "row")
     flip = {"row": "col", "col": "row"}
     layout_a, layout_b = flip[problem.layout_b], flip[problem.layout_a]
-    return Shape(problem.n, problem.m, problem.k, problem.batch, layout_a, layout_b, "col")
+    return GemmShape(problem.n, problem.m, problem.k, problem.batch, layout_a, layout_b, "col")
 
 
-def instruction_columns(shape: Shape, tile_n: int) -> int:
+def instruction_columns(shape: GemmShape, tile_n: int) -> int:
     """Columns of one WGMMA of a tile.
 
     All of the tile's where both operands lie along K: `gemm.cu.j2` writes out the widths that CuTe
@@ -114,7 +114,7 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def tile_blocks(shape: Shape, config: Config) -> tuple[int, int]:
+def tile_blocks(shape: GemmShape, config: Config) -> tuple[int, int]:
     """Tiles along M and N, rounded up to the cluster and the swizzle, as the scheduler does."""
     swizzle = config.get("max_swizzle_size", 1)
     blocks_m = round_up(ceil(shape.m / config["tile_m"]), config["cluster_m"])

@@ -15,7 +15,7 @@ from tuner.families.gemm.shape import (
     RASTER_ORDERS,
     SWIZZLES,
     TMA_EPILOGUE,
-    Shape,
+    GemmShape,
     effective_swizzle,
     instruction_columns,
     oriented,
@@ -116,7 +116,7 @@ def candidates(problem: GemmProblem, gpu: Gpu) -> Iterator[list[Config]]:
 
 
 def _compiled(
-    problem: GemmProblem, shape: Shape, swap_ab: bool, gpu: Gpu
+    problem: GemmProblem, shape: GemmShape, swap_ab: bool, gpu: Gpu
 ) -> Iterator[dict[str, Value]]:
     """Compile-time parameters worth a binary for a shape, in a fixed order."""
     atom = SWIZZLE_BYTES // DTYPE_BYTES[problem.dtype]
@@ -146,7 +146,7 @@ def _compiled(
 _Binary = tuple[str, int, int, int, tuple[int, int], dict[str, Value]]
 
 
-def _binaries(shape: Shape, atom: int, gpu: Gpu) -> Iterator[_Binary]:
+def _binaries(shape: GemmShape, atom: int, gpu: Gpu) -> Iterator[_Binary]:
     # K as it fills a swizzle atom; half of that only where the atom would mostly be padding.
     tile_k = atom // 2 if shape.k <= atom // 2 else atom
     for schedule, m, n in _TILES:
@@ -176,7 +176,7 @@ def _binaries(shape: Shape, atom: int, gpu: Gpu) -> Iterator[_Binary]:
         yield schedule, m, n, tile_k, (2, 1), {"epilogue_schedule": NO_SMEM}
 
 
-def _filling_widths(shape: Shape, schedule: str, tile_m: int, gpu: Gpu) -> Iterator[int]:
+def _filling_widths(shape: GemmShape, schedule: str, tile_m: int, gpu: Gpu) -> Iterator[int]:
     """Widths between the usual ones whose tiles fill the multiprocessors' last wave better.
 
     One instruction spans such a tile only where both operands lie along K. A wider tile reads less
@@ -200,7 +200,7 @@ def _filling_widths(shape: Shape, schedule: str, tile_m: int, gpu: Gpu) -> Itera
             yield width
 
 
-def _fits(shape: Shape, params: dict[str, Value], atom: int) -> bool:
+def _fits(shape: GemmShape, params: dict[str, Value], atom: int) -> bool:
     """True when no smaller tile or cluster does the same: the rest would be padding."""
     m, n, k = (int(params[f"tile_{x}"]) for x in "mnk")
     least_m = 64 * CONSUMERS[str(params["kernel_schedule"])]
@@ -213,7 +213,7 @@ def _fits(shape: Shape, params: dict[str, Value], atom: int) -> bool:
     )
 
 
-def _plain_stages(problem: GemmProblem, shape: Shape, params: dict[str, Value]) -> list[int]:
+def _plain_stages(problem: GemmProblem, shape: GemmShape, params: dict[str, Value]) -> list[int]:
     """Stages that let one, two or three blocks share a multiprocessor: their phases overlap."""
     accumulators = int(params["tile_m"]) * int(params["tile_n"]) // WARP_GROUP
     useful = max(2, ceil(shape.k / int(params["tile_k"])))
@@ -237,7 +237,7 @@ def _plain_stages(problem: GemmProblem, shape: Shape, params: dict[str, Value]) 
     return list(dict.fromkeys(found))
 
 
-def _scheduled(shape: Shape, compiled: dict[str, Value], gpu: Gpu) -> Iterator[Config]:
+def _scheduled(shape: GemmShape, compiled: dict[str, Value], gpu: Gpu) -> Iterator[Config]:
     """The run-time choices of one binary that differ from one another for this shape."""
     if compiled["kernel_schedule"] == PLAIN:
         yield Config("gemm", compiled)
@@ -258,7 +258,7 @@ def _scheduled(shape: Shape, compiled: dict[str, Value], gpu: Gpu) -> Iterator[C
             yield Config("gemm", {**compiled, "raster_order": raster, "max_swizzle_size": swizzle})
 
 
-def _swizzles(shape: Shape, config: Config, gpu: Gpu) -> Iterator[int]:
+def _swizzles(shape: GemmShape, config: Config, gpu: Gpu) -> Iterator[int]:
     blocks_m, blocks_n = tile_blocks(shape, config)
     for swizzle in SWIZZLES:
         if swizzle == 1:
@@ -274,7 +274,7 @@ def _swizzles(shape: Shape, config: Config, gpu: Gpu) -> Iterator[int]:
             yield swizzle
 
 
-def _decompositions(shape: Shape, config: Config, gpu: Gpu) -> Iterator[dict[str, Value]]:
+def _decompositions(shape: GemmShape, config: Config, gpu: Gpu) -> Iterator[dict[str, Value]]:
     blocks_m, blocks_n = tile_blocks(shape, config)
     tiles = blocks_m * blocks_n * shape.batch
     steps = ceil(shape.k / config["tile_k"])

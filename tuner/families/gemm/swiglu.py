@@ -115,11 +115,13 @@ class GemmSwiglu(Family):
         """
         return cost.predict_us(product_of(problem), config, gpu, _GEMM.constants)
 
-    def tiling(self, config: Config) -> product_work.Tiling:
+    def tiling(self, config: Config) -> product_work.ProductTiling:
         return tiling_of(config)
 
     def splitter(self, config: Config, gpu: Gpu) -> Callable[[Any], Sequence[int]]:
-        return lambda problem: splits_of(product_work.Sizes.of(product_of(problem)), config, gpu)
+        return lambda problem: splits_of(
+            product_work.ProductSizes.of(product_of(problem)), config, gpu
+        )
 
     def is_scheduled(self, config: Config) -> bool:
         return bool(config.get("decomposition_mode") == "SplitK")

@@ -85,13 +85,15 @@ class VendorCublasltSearch(ListedVendor):
         return VendorBlas().predict_us(problem, Config("vendor_blas", {"kernel": "inductor"}), gpu)
 
 
-def _product(problem: GemmProblem) -> lt.Product:
+def _product(problem: GemmProblem) -> lt.LtDescriptors:
     import torch
 
-    return lt.Product(lt.library(), problem, torch.cuda.current_device())
+    return lt.LtDescriptors(lt.library(), problem, torch.cuda.current_device())
 
 
-def called(problem: GemmProblem, product: lt.Product, chosen: lt.Heuristic) -> Callable[..., Any]:
+def called(
+    problem: GemmProblem, product: lt.LtDescriptors, chosen: lt.Heuristic
+) -> Callable[..., Any]:
     """call(a, b, *others) -> d, newly allocated; looks at the tensors' addresses only."""
     import torch
 

@@ -42,7 +42,7 @@ class PlanName:
 
 
 @dataclass
-class Graph:
+class CudnnGraph:
     """A graph of one problem and scale, not yet planned."""
 
     cudnn: Any
@@ -128,14 +128,14 @@ class Graph:
                 found.append(PlanName(int(engine), tuple(sorted(knobs.items())), is_unified))
         return found
 
-    def built(self, engine: int, knobs: Mapping[str, int]) -> Plan:
+    def built(self, engine: int, knobs: Mapping[str, int]) -> CudnnPlan:
         """The plan of an engine and its knobs, compiled."""
         kinds = self.cudnn.knob_type
         values = {getattr(kinds, name.upper()): value for name, value in knobs.items()}
         self.graph.create_execution_plan(engine, values)
         return self._plan(self.graph.get_execution_plan_count() - 1)
 
-    def first(self) -> Plan:
+    def first(self) -> CudnnPlan:
         """The first plan of cuDNN's own heuristic that can be built."""
         self.graph.create_execution_plans([self.cudnn.heur_mode.A])
         refused: Exception = LookupError("cuDNN has no plan")
@@ -146,14 +146,14 @@ class Graph:
                 refused = exc
         raise refused
 
-    def _plan(self, index: int) -> Plan:
+    def _plan(self, index: int) -> CudnnPlan:
         self.graph.build_plan_at_index(index)
         size = int(self.graph.get_workspace_size_plan_at_index(index))
-        return Plan(self.cudnn, self.graph, index, size)
+        return CudnnPlan(self.cudnn, self.graph, index, size)
 
 
 @dataclass
-class Plan:
+class CudnnPlan:
     """A compiled plan."""
 
     cudnn: Any
@@ -186,7 +186,7 @@ def names(cudnn: Any, problem: AttentionProblem, scale: float, handle: Any) -> l
     for heuristic in HEURISTICS:
         for implementation in IMPLEMENTATIONS.values():
             try:
-                graph = Graph(cudnn, problem, scale, implementation, handle)
+                graph = CudnnGraph(cudnn, problem, scale, implementation, handle)
                 found.update(dict.fromkeys(graph.planned(heuristic)))
             except (RuntimeError, cudnn.cudnnGraphNotSupportedError) as exc:
                 refused = refused or exc

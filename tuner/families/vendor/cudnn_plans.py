@@ -14,7 +14,7 @@ from tuner.base.install import install_command
 from tuner.config import Config
 from tuner.families.base import Domain
 from tuner.families.vendor import MAX_INTEGER, ListedVendor, cudnn_graph, stream_of
-from tuner.families.vendor.cudnn_graph import KNOBS, Graph
+from tuner.families.vendor.cudnn_graph import KNOBS, CudnnGraph
 from tuner.families.vendor.sdpa import VendorSdpa
 from tuner.hardware import Gpu
 from tuner.problem import E4M3, AttentionProblem, Problem
@@ -93,11 +93,13 @@ class VendorCudnnPlans(ListedVendor):
         handle = _handle(cudnn)
         try:
             if "engine" not in config.params:
-                plan = Graph(cudnn, problem, scale, "AUTO", handle).first()
+                plan = CudnnGraph(cudnn, problem, scale, "AUTO", handle).first()
             else:
                 kind = cudnn_graph.IMPLEMENTATIONS[config["is_unified"]]
                 knobs = {name: config[name] for name in KNOBS if name in config.params}
-                plan = Graph(cudnn, problem, scale, kind, handle).built(config["engine"], knobs)
+                plan = CudnnGraph(cudnn, problem, scale, kind, handle).built(
+                    config["engine"], knobs
+                )
         except cudnn.cudnnGraphNotSupportedError as exc:  # of no class that others have
             return f"{KERNEL} refuses: {exc}"
         return called(problem, plan)
@@ -129,7 +131,7 @@ def _handle(cudnn: Any) -> Any:
     return cudnn_graph.handle_of(cudnn, device, stream_of(torch.device("cuda", device)))
 
 
-def called(problem: AttentionProblem, plan: cudnn_graph.Plan) -> Callable[..., Any]:
+def called(problem: AttentionProblem, plan: cudnn_graph.CudnnPlan) -> Callable[..., Any]:
     """call(query, key, value[, bias]) -> out, newly allocated."""
     import torch
 

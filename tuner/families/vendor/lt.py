@@ -175,7 +175,7 @@ def library() -> Library:
     return Library(loaded)
 
 
-class Product:
+class LtDescriptors:
     """Descriptors of a problem, for all of its algorithms and calls.
 
     cuBLASLt's matrices lie by columns. A row-major D is its transpose by columns, so the product is

@@ -24,7 +24,7 @@ from tuner.measure.gate.kernels import POISON, Buffers, Guarded, Kernels, guarde
 from tuner.measure.gate.reference import References
 from tuner.measure.log_sum_exp import judge_lse, lse_of
 from tuner.measure.subjects import Call
-from tuner.measure.tolerance import Comparison, Limits, Verdict, judge, limits_of
+from tuner.measure.tolerance import Limits, OutputComparison, Verdict, judge, limits_of
 from tuner.measurement import Status
 from tuner.problem import (
     DTYPE_BYTES,
@@ -211,7 +211,9 @@ class Gate:
         log = verdict.log and f"{self._kind} inputs: {verdict.log}"
         return Verdict(verdict.status, verdict.error, log)
 
-    def compare(self, output: int, reference: int, operand: Operand, limits: Limits) -> Comparison:
+    def compare(
+        self, output: int, reference: int, operand: Operand, limits: Limits
+    ) -> OutputComparison:
         """Compare an output's memory with fp32 reference memory of the same order."""
         return self._kernels.compare(output, reference, operand, limits)
 

@@ -13,7 +13,7 @@ from tuner.families.base import Strides
 from tuner.measure import pages
 from tuner.measure.device import Device, Pool
 from tuner.measure.subjects import Call
-from tuner.measure.tolerance import Comparison, Limits
+from tuner.measure.tolerance import Limits, OutputComparison
 from tuner.problem import E4M3, AttentionProblem, Operand, Problem, SoftmaxProblem
 
 POISON = 0x7FA5
@@ -103,7 +103,9 @@ class Kernels:
         data = self._ask((pointer, self._result), (Command.CHECKSUM, size))
         return int.from_bytes(data[:8], "little")
 
-    def compare(self, output: int, reference: int, operand: Operand, limits: Limits) -> Comparison:
+    def compare(
+        self, output: int, reference: int, operand: Operand, limits: Limits
+    ) -> OutputComparison:
         """Compare an output's memory with fp32 reference memory of the same order."""
         width = max(
             extent
@@ -115,7 +117,7 @@ class Kernels:
             (Command.COMPARE, DTYPES[operand.dtype], operand.elements, width),
             (limits.absolute, limits.relative, limits.row),
         )
-        return Comparison.unpack(data, operand.elements)
+        return OutputComparison.unpack(data, operand.elements)
 
     def copying(self, source: int, target: int, size: int, stream: Callable[[], int]) -> Call:
         """A launch of the element-wise kernel that copies `size` bytes, on the stream of then."""

@@ -19,12 +19,12 @@ from vllm.v1.attention.backends.flash_attn import (
 from tuner.runtime.composed import Extras
 from tuner.runtime.refusal import Kind, Refusal
 from tuner.runtime.vllm.calls import (
+    EngineStep,
     Form,
     Layout,
-    Step,
     decide,
     layout_of,
-    most_queries,
+    max_queries,
     refuse,
     run,
 )
@@ -32,7 +32,7 @@ from tuner.runtime.vllm.calls import (
 #: Names for a cache of the queries' type.
 _PLAIN = ("auto", "float16", "half", "bfloat16")
 _STEP = "tuner_step"
-"""Attribute of a metadata object: its `Step`."""
+"""Attribute of a metadata object: its `EngineStep`."""
 
 
 class TunerImpl(FlashAttentionImpl):  # type: ignore[misc]
@@ -40,7 +40,7 @@ class TunerImpl(FlashAttentionImpl):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        most_queries()  # a wrong setting raises here, not in the first call
+        max_queries()  # a wrong setting raises here, not in the first call
         self._layout: Layout | None = layout_of(FlashAttentionBackend.get_kv_cache_shape)
         self._refusal = self._never()
         self._wide_sinks: torch.Tensor | None = None
@@ -191,8 +191,8 @@ def _wide(sinks: torch.Tensor) -> torch.Tensor:
         return sinks.detach().float()
 
 
-def _step_of(metadata: Any) -> Step:
-    step: Step | None = getattr(metadata, _STEP, None)
+def _step_of(metadata: Any) -> EngineStep:
+    step: EngineStep | None = getattr(metadata, _STEP, None)
     if (
         step is None
         or step.table is not metadata.block_table  # a copy for another group of layers
@@ -203,7 +203,7 @@ def _step_of(metadata: Any) -> Step:
     return step
 
 
-def _step(metadata: Any) -> Step:
+def _step(metadata: Any) -> EngineStep:
     causal = metadata.causal
     refusal: Refusal | None = None
     if metadata.use_cascade:
@@ -214,7 +214,7 @@ def _step(metadata: Any) -> Step:
         refusal = Refusal(Kind.ENGINE_MASK, "ranges that see each other")
     elif getattr(metadata, "rswa_prefix_lens", None) is not None:
         refusal = Refusal(Kind.ENGINE_MASK, "a prompt that no window hides")
-    return Step(
+    return EngineStep(
         metadata.block_table,
         metadata.seq_lens,
         metadata.query_start_loc,

@@ -76,7 +76,7 @@ def layout_of(shape_of: Callable[[int, int, int, int], tuple[int, ...]]) -> Layo
 
 
 @dataclass(slots=True)
-class Step:
+class EngineStep:
     """One metadata object of the engine."""
 
     table: torch.Tensor
@@ -116,7 +116,7 @@ def rounded(keys: int, room: int) -> int:
 
 
 def run(
-    step: Step,
+    step: EngineStep,
     form: Form,
     kind: Any,
     query: torch.Tensor,
@@ -152,7 +152,7 @@ def run(
 
 
 def decide(
-    step: Step,
+    step: EngineStep,
     form: Form,
     kind: Any,
     query: torch.Tensor,
@@ -170,7 +170,7 @@ def decide(
     return found
 
 
-def refuse(reason: Refusal, step: Step | None = None) -> None:
+def refuse(reason: Refusal, step: EngineStep | None = None) -> None:
     """Count a call that the engine answers itself."""
     if step is not None:
         step.refused += 1
@@ -182,13 +182,13 @@ def _lies(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _decided(
-    step: Step, form: Form, query: torch.Tensor, cache: torch.Tensor, out: torch.Tensor
+    step: EngineStep, form: Form, query: torch.Tensor, cache: torch.Tensor, out: torch.Tensor
 ) -> KernelPlan | Refusal:
     if step.refusal is not None:
         return step.refusal
     if cache.dtype != query.dtype:
         return Refusal(Kind.CACHE_TYPE, f"{cache.dtype}, {query.dtype}")
-    if (limit := most_queries()) is not None and step.queries > limit:
+    if (limit := max_queries()) is not None and step.queries > limit:
         return Refusal(Kind.QUERIES, f"TUNER_VLLM_QUERIES={limit}")
     if (out.shape, out.dtype) != (query.shape, query.dtype) or not out.is_contiguous():
         return Refusal(Kind.TENSORS, f"output {out.dtype} {tuple(out.shape)}")
@@ -197,7 +197,7 @@ def _decided(
 
 
 def _prepared(
-    step: Step, form: Form, query: torch.Tensor, cache: torch.Tensor, longest: int
+    step: EngineStep, form: Form, query: torch.Tensor, cache: torch.Tensor, longest: int
 ) -> KernelPlan | Refusal:
     keys, values = form.layout.split(cache, form.width)
     of_step = step.table, step.used, step.starts
@@ -212,7 +212,7 @@ def _prepared(
 
 
 @cache
-def most_queries() -> int | None:
+def max_queries() -> int | None:
     """``TUNER_VLLM_QUERIES``, read once.
 
     Raises:

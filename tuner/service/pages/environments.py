@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from tuner.measurement import Environment, Measurement, Provenance
 from tuner.report.changes import (
     Change,
-    Comparison,
+    DecisionComparison,
     Pair,
     compare,
 )
@@ -99,7 +99,7 @@ def _shipped() -> list[Entry]:
 class Sides:
     """Two environments and how they compare."""
 
-    comparison: Comparison
+    comparison: DecisionComparison
     pairs: Sequence[Pair]
     """Problems that both measured: slower winners first, then faster ones, the largest change
     first."""
@@ -131,7 +131,7 @@ class Comparer:
         return kept[1]
 
 
-def _sides(found: Comparison) -> Sides:
+def _sides(found: DecisionComparison) -> Sides:
     order = (Change.SLOWER, Change.FASTER, Change.SAME)
     changes = {id(pair): pair.change(pair.served) for pair in found.pairs}
     pairs = sorted(

@@ -19,7 +19,7 @@ from tuner.store.entry import is_vendor
 
 
 @dataclass(frozen=True)
-class Kernel:
+class KernelSource:
     """One compiled kernel of a configuration."""
 
     name: str
@@ -34,7 +34,7 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class Subject:
+class KernelPage:
     """A configuration of a problem."""
 
     problem: Problem
@@ -42,7 +42,7 @@ class Subject:
     measurements: Sequence[Measurement]
     """Measurements of it, not empty. Order: of the asked GPU and regime, final ones, newest
     ones."""
-    kernels: Sequence[Kernel]
+    kernels: Sequence[KernelSource]
     silence: str
     """Why there is no source; empty where there is."""
 
@@ -59,7 +59,7 @@ def find(
     *,
     gpu: str | None = None,
     regimes: Sequence[Regime] | None = None,
-) -> Subject | None:
+) -> KernelPage | None:
     """The configuration of a digest among all that was measured of a problem.
 
     Args:
@@ -90,7 +90,7 @@ def find(
     resources = next((m.resources for m in measured if m.resources), {})
     artifacts = next((m.artifacts for m in measured if m.artifacts), {})
     kernels = [
-        Kernel(
+        KernelSource(
             name,
             *sources.get(name, ("", "cuda")),
             resources.get(name),
@@ -98,7 +98,7 @@ def find(
         )
         for name in sorted({*sources, *resources, *artifacts})
     ]
-    return Subject(problem, config, measured, kernels, silence)
+    return KernelPage(problem, config, measured, kernels, silence)
 
 
 def _sources(

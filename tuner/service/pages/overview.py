@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from tuner.measurement import Provenance, speedup_text
 from tuner.service.pages.table import standing_of
-from tuner.service.served import Table
+from tuner.service.served import DecisionTable
 from tuner.store.entry import Entry
 from tuner.store.jobs import Jobs, Task
 
-MOST_LOSSES = 5
+MAX_LOSSES = 5
 """Problems that the page names."""
 
 
@@ -80,9 +80,9 @@ class Overviews:
     """Makes the overview of a table once."""
 
     def __init__(self) -> None:
-        self._kept: tuple[Table, Overview] | None = None
+        self._kept: tuple[DecisionTable, Overview] | None = None
 
-    def of(self, table: Table) -> Overview:
+    def of(self, table: DecisionTable) -> Overview:
         """The overview of what is served."""
         kept = self._kept  # two requests may both make it: each then has the same
         if kept is None or kept[0] is not table:
@@ -99,7 +99,7 @@ def overview(entries: Sequence[Entry]) -> Overview:
             groups.setdefault(place, []).append(entry)
     parts = [Coverage(*place, found) for place, found in sorted(groups.items())]
     lost = [entry for part in parts for entry in part.compared if standing_of(entry) == "behind"]
-    return Overview(parts, sorted(lost, key=ratio_of)[:MOST_LOSSES])
+    return Overview(parts, sorted(lost, key=ratio_of)[:MAX_LOSSES])
 
 
 def workers(jobs: Jobs) -> list[tuple[str, Task]]:

@@ -1,7 +1,7 @@
 // Keeps a page current: fetches it again and takes over the parts that changed (`data-live`).
 import { draw, offerCopy } from "/static/figures.js";
 
-const MOST_LINES = 1000; // of the log
+const MAX_LINES = 1000; // of the log
 const LOG_SLACK = 40; // pixels from its end within which it follows what is added
 
 const { every, events } = document.body.dataset;
@@ -77,7 +77,7 @@ function tell(line) {
   const shape = line.shape?.replaceAll(",", ",\u200b");
   item.append(time, shape ? `${line.op} ${shape}: ${line.text}` : line.text);
   log.append(item);
-  while (log.children.length > MOST_LINES) log.firstChild.remove();
+  while (log.children.length > MAX_LINES) log.firstChild.remove();
   if (follows) log.scrollTop = log.scrollHeight;
 }
 

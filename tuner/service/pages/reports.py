@@ -16,7 +16,7 @@ from tuner.report import page, subject
 from tuner.selection.reader import find_gpu
 from tuner.service.bodies import L2, GpuName, Launch, Op, Shape
 from tuner.service.pages.render import HEADERS
-from tuner.service.served import Served
+from tuner.service.served import ServedDecisions
 from tuner.store import Store
 
 REPORT_HEADERS = {
@@ -38,7 +38,7 @@ REPORT_HEADERS = {
 }
 
 
-def add_report(app: FastAPI, store: Store, served: Served) -> None:
+def add_report(app: FastAPI, store: Store, served: ServedDecisions) -> None:
     """Add ``/report``.
 
     Args:

@@ -29,10 +29,10 @@ from tuner.service.pages.render import FOLDER, page, url
 from tuner.service.pages.reports import add_report
 from tuner.service.pages.table import ROWS, Filter, Order, Searcher, Standing
 from tuner.service.rates import RateLimit
-from tuner.service.served import Served
+from tuner.service.served import ServedDecisions
 from tuner.service.tokens import COOKIE, LIFETIME_S, Sessions
 from tuner.store import Store
-from tuner.store.jobs import MOST_PRIORITY, TASK_STATES, Task
+from tuner.store.jobs import MAX_PRIORITY, TASK_STATES, Task
 
 JOB_ROWS = 50
 TASK_ROWS = 200
@@ -60,7 +60,7 @@ First = Annotated[int, Query(ge=0, lt=1 << 31)]
 State = Annotated[str, Query(pattern=f"^({'|'.join(TASK_STATES)})$")]
 
 
-def add_pages(app: FastAPI, store: Store, served: Served, sessions: Sessions) -> None:
+def add_pages(app: FastAPI, store: Store, served: ServedDecisions, sessions: Sessions) -> None:
     """Add every page.
 
     Args:
@@ -116,7 +116,7 @@ def _read(name: str) -> str:
     return (FOLDER / name).read_text(encoding="utf-8")
 
 
-def _add_overview(app: FastAPI, store: Store, served: Served) -> None:
+def _add_overview(app: FastAPI, store: Store, served: ServedDecisions) -> None:
     overviews = Overviews()
 
     @app.get("/", include_in_schema=False)
@@ -130,7 +130,7 @@ def _add_overview(app: FastAPI, store: Store, served: Served) -> None:
         return page(request, "overview", values)
 
 
-def _add_cache(app: FastAPI, served: Served) -> None:
+def _add_cache(app: FastAPI, served: ServedDecisions) -> None:
     searcher = Searcher()
 
     @app.get("/cache", include_in_schema=False)
@@ -190,7 +190,7 @@ def _add_jobs(app: FastAPI, store: Store, *, needs_token: bool) -> None:
 
     @app.get("/jobs/new", include_in_schema=False)
     async def new_job(request: Request) -> Response:
-        values = {"ops": list(PROBLEMS), "needs_token": needs_token, "most": MOST_PRIORITY}
+        values = {"ops": list(PROBLEMS), "needs_token": needs_token, "most": MAX_PRIORITY}
         return page(request, "new_job", values)
 
     @app.get("/jobs/{id}", include_in_schema=False)

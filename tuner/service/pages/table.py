@@ -9,7 +9,7 @@ from typing import Literal
 
 from tuner.selection.describe import config_text, kernel_name, where_from
 from tuner.selection.reader import Entry
-from tuner.service.served import Table
+from tuner.service.served import DecisionTable
 
 ROWS = 100
 """Rows of one page."""
@@ -61,7 +61,7 @@ _KEYS: dict[str, Callable[[Entry], tuple[float | str, ...]]] = {
 
 
 @dataclass(frozen=True)
-class Found:
+class TablePage:
     """One page of what matches."""
 
     entries: Sequence[Entry]
@@ -78,11 +78,17 @@ class Searcher:
     """Finds entries by words; prepares the text of each once a table."""
 
     def __init__(self) -> None:
-        self._prepared: tuple[Table | None, list[tuple[str, Entry]]] = (None, [])
+        self._prepared: tuple[DecisionTable | None, list[tuple[str, Entry]]] = (None, [])
 
     def find(
-        self, table: Table, words: str, *, order: Order, first: int = 0, only: Filter = NO_FILTER
-    ) -> Found:
+        self,
+        table: DecisionTable,
+        words: str,
+        *,
+        order: Order,
+        first: int = 0,
+        only: Filter = NO_FILTER,
+    ) -> TablePage:
         """The entries that hold every one of some words, in any case of letters.
 
         Args:
@@ -101,9 +107,9 @@ class Searcher:
         name = order.removeprefix("-")
         if name in _KEYS:
             found.sort(key=_KEYS[name], reverse=order != name)
-        return Found(found[first : first + ROWS], len(found), first)
+        return TablePage(found[first : first + ROWS], len(found), first)
 
-    def _texts(self, table: Table) -> list[tuple[str, Entry]]:
+    def _texts(self, table: DecisionTable) -> list[tuple[str, Entry]]:
         # Two requests may both prepare it: each then has the same.
         known, texts = self._prepared
         if known is not table:

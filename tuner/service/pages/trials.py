@@ -16,7 +16,7 @@ from tuner.measurement import Environment, Measurement, Provenance, Regime, Stat
 from tuner.problem import Problem
 from tuner.report import charts
 from tuner.report.analysis import latency
-from tuner.report.course import Step, steps_of
+from tuner.report.course import SearchStep, steps_of
 from tuner.runners import recording
 from tuner.search.ranking import rank
 from tuner.selection.describe import kernel_name
@@ -93,7 +93,7 @@ class Run:
         return Entry.of(ranked) if ranked else None
 
     @property
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[SearchStep]:
         return steps_of(self.quick)
 
     @property

@@ -28,7 +28,7 @@ COLUMNS = 120
 """Width of a line about a set of kernels."""
 
 
-def sweep_ahead(
+def sweep_aot(
     args: argparse.Namespace, problems: Sequence[Problem], options: JobOptions, url: str
 ) -> int:
     """Say which kernels a sweep of some problems wants first, and compile them unless ``--list``.
@@ -59,7 +59,7 @@ def sweep_ahead(
                 store,
                 options.sweep,
                 each=options.sweep.trials or effort(options.sweep.effort).seeds,
-                note=Progress(),
+                note=ProgressNotes(),
             )
         specs = list(dict.fromkeys(spec for one in found for spec in one.kernels))
         for number, one in enumerate(found, 1):
@@ -69,7 +69,7 @@ def sweep_ahead(
         say(f"{where}: {len(specs)} kernels, {there} of them compiled already")
         if args.list:
             return 0
-        return compile_ahead(specs, compiler, options.sweep.time_limit_s, started)
+        return compile_aot(specs, compiler, options.sweep.time_limit_s, started)
 
 
 def wanted_text(number: int, one: Wanted) -> str:
@@ -85,7 +85,7 @@ def wanted_text(number: int, one: Wanted) -> str:
     return cut(text, COLUMNS)
 
 
-def compile_ahead(
+def compile_aot(
     specs: Sequence[KernelSpec],
     compiler: Compiler,
     time_limit_s: float | None,
@@ -136,7 +136,7 @@ def say_planning(problems: Sequence[Problem], gpu: Gpu) -> None:
     say(f"planning {counted(len(problems), 'problem')} on {gpu.name}; nothing is measured")
 
 
-class Progress:
+class ProgressNotes:
     """Says after `FIRST_PROGRESS_S`, and then every `PROGRESS_S`, how far it is."""
 
     def __init__(self) -> None:
