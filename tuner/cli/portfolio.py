@@ -32,13 +32,11 @@ def chosen(op: str | None, gpu: str | None) -> list[Portfolio]:
     Raises:
         ConfigError: when there is none.
     """
-    from tuner.selection.portfolio import serving, shipped
+    from tuner.selection.portfolio import everywhere, serving, shipped
     from tuner.selection.reader import find_gpu
 
     known = shipped()
-    made_on = dict.fromkeys(one.gpu for one in known)
-    gpus = [find_gpu(gpu, made_on)] if gpu else list(made_on)
-    there = [one for each in gpus for one in serving(known, each)]
+    there = serving(known, find_gpu(gpu, [one.gpu for one in known])) if gpu else everywhere()
     found = [one for one in there if op in (None, one.op)]
     if not found:
         allowed = ", ".join(f"--op {one.op} --gpu '{one.gpu.name}'" for one in known) or "none"

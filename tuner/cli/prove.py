@@ -131,12 +131,12 @@ def _plans(args: argparse.Namespace, gpu: Gpu) -> list[ProofPlan]:
     """Kernels without a proof in each list of the GPU's compute capability."""
     from tuner.base import resources
     from tuner.selection.kernels import BUILD, KernelList, targets, users
-    from tuner.selection.portfolio import shipped
+    from tuner.selection.portfolio import everywhere
     from tuner.tuning.proof import plan
 
     wanted = {
         tuple(sorted(spec.key for spec in target.kernels.values())): target
-        for one in shipped()
+        for one in everywhere()
         if args.op in (None, one.op) and one.gpu.shares_kernels(gpu)
         for target in targets(one)
     }

@@ -217,6 +217,8 @@ class Portfolio:
     made_on: Gpu | None = None
     """GPU that was measured, where rates are rescaled; of all domains, or of those that were not
     measured on this one (`beside`)."""
+    fallback: Portfolio | None = None
+    """Portfolio whose kernels serve the domains that were measured on no GPU (`beside`)."""
     _found: dict[AnyDomain, DomainModels | None] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
@@ -241,17 +243,16 @@ class Portfolio:
 
     def beside(self, other: Portfolio) -> Portfolio:
         """It with another GPU's domains, rescaled, where it has none itself; made once."""
-        missing = other.domains.keys() - self.domains.keys()
-        if not missing:
+        if other.domains.keys() <= self.domains.keys():
             return self
         try:
             return self._rescaled[other.gpu.identity]
         except KeyError:
-            rescaled = other.rescaled(self.gpu).domains
-            transferred = {
-                domain: models for domain, models in rescaled.items() if domain in missing
-            }
-            made = replace(self, domains={**self.domains, **transferred}, made_on=other.gpu)
+            rescaled = other.rescaled(self.gpu)
+            domains = {**rescaled.domains, **self.domains}
+            made = Portfolio(
+                self.op, self.gpu, domains, self.origin, made_on=other.gpu, fallback=rescaled
+            )
             return self._rescaled.setdefault(other.gpu.identity, made)
 
     def models_of(self, domain: AnyDomain | None) -> DomainModels | None:
@@ -263,7 +264,8 @@ class Portfolio:
         try:
             return self._found[domain]
         except KeyError:
-            found = self.domains.get(domain) or self._kin_of(domain)
+            kin_of = self._kin_of if self.fallback is None else self.fallback.models_of
+            found = self.domains.get(domain) or kin_of(domain)
             return self._found.setdefault(domain, found)
 
     def served(self) -> Iterator[tuple[AnyDomain, DomainModels]]:
@@ -503,6 +505,16 @@ def serving(known: Iterable[Portfolio], gpu: Gpu) -> list[Portfolio]:
         elif gpu.is_described:
             found.append(first.rescaled(gpu))
     return found
+
+
+def everywhere() -> list[Portfolio]:
+    """The portfolios that serve on each GPU that a shipped one was made on.
+
+    Raises:
+        StoreError: when a shipped file is damaged.
+    """
+    known = shipped()
+    return [one for gpu in dict.fromkeys(one.gpu for one in known) for one in serving(known, gpu)]
 
 
 def _distance(one: Gpu, other: Gpu) -> tuple[bool, int, str]:
