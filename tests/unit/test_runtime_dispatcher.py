@@ -298,7 +298,7 @@ def test_what_a_call_costs_is_measured_through_it(
     assert found["growing_dispatched"] > 0.98, "Python is asked once a block of lengths"
     under_enable = calls.ROUNDS * (calls.BURST + 1)
     counted = server.runtime.counters.stats().fallbacks
-    refused = (calls.ROUNDS + 1) * calls.BURST + under_enable
+    refused = 1 + (calls.ROUNDS + 1) * calls.BURST + under_enable  # one sees that it is refused
     assert counted == {"no measured winner": refused + grown}
     assert server.runtime.dispatch._module is module
     q, k, v = inputs()

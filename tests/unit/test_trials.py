@@ -23,7 +23,7 @@ from tuner.tuning.trials import (
     trials,
 )
 
-PORTFOLIOS = {one.op: one for one in shipped()}
+PORTFOLIOS = {one.op: one for one in shipped() if one.gpu == DEFAULT_GPU}
 TARGETS = targets(PORTFOLIOS["attention"])
 #: One of each kind: persistent, one block a tile, packed heads, split keys.
 KINDS = {

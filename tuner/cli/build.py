@@ -245,6 +245,9 @@ def _entries(store: Store, args: argparse.Namespace) -> Iterable[Entry]:
         and problem in (None, entry.problem)
         and (gpu is None or gpu.shares_decisions(entry.gpu))
     ]
+    if gpu is not None:  # what it has itself comes before what it shares
+        own = {entry.problem for entry in chosen if entry.gpu.identity == gpu.identity}
+        chosen = [e for e in chosen if e.gpu.identity == gpu.identity or e.problem not in own]
     if problem is not None and not chosen:
         answer = lookup(problem, gpu=gpu, among=())
         if answer is not None:

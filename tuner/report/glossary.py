@@ -15,6 +15,8 @@ MEANINGS: Mapping[str, str] = {
     "decomposition_mode": "Split-K (equal parts of K) or stream-K (parts as the chip fills).",
     "dq": "How the query's gradient is added: in bulk by TMA, in a fixed order, or directly.",
     "ds_stages": "Buffers of the scores' gradient between two products of the backward pass.",
+    "early_dq": "Adds the query's gradient of a step before the next step's scores.",
+    "early_dv": "Computes the value's gradient of a step before the probabilities' gradient.",
     "early_exp": "Percent of a step's exponentials computed while the product with V still runs.",
     "epilogue_schedule": "CUTLASS's epilogue: stores through shared memory and TMA, or directly.",
     "heads_per_launch": "Heads of the batch that one launch computes; few keep scores in the L2.",

@@ -5,11 +5,11 @@ kernel. FlashAttention-2 takes the log-sum-exp as fp32 (B, H, SQ), cuDNN as fp32
 with the natural logarithm. The kernels read a random state for dropout only, which no tuned kernel
 supports.
 
-The kernel that runs is the one that PyTorch would choose for these tensors, except that cuDNN's
-replaces FlashAttention-2's where it takes them and the work is not tiny. Behind an ordinary kernel,
-in bf16 (one H200, torch 2.11, cuDNN 9.19), it was faster at each of 14 shapes of 0.5 GFLOP and
-more: 1.09 to 1.92 times. At (1,16,128,32), 0.08 GFLOP, it took 12.8 us and FlashAttention-2's 10.3.
-Where PyTorch would choose neither, the scores are recomputed a block of rows at a time.
+PyTorch's choice of a kernel holds, with one exception. cuDNN's replaces FlashAttention-2's where it
+takes the tensors and the work is not tiny. It was faster at each of 14 shapes of 0.5 GFLOP and
+more, 1.09 to 1.92 times (bf16, behind an ordinary kernel, one H100, torch 2.11, cuDNN 9.19). At
+(1,16,128,32), 0.08 GFLOP, it took 12.8 us and FlashAttention-2's 10.3.
+Without a fused kernel the scores are recomputed, a block of rows at a time.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from tuner.problem import SCALE_BLOCK
 from tuner.runtime import quantiser
 
 RECIPROCAL = 1 / 448
-"""Of the largest e4m3 number. PyTorch's division by a number is this product on a GPU, and a
-division on a CPU; the product has the same bits on both."""
+"""Reciprocal of the largest e4m3 number. PyTorch divides by multiplying with it on a GPU, and truly
+divides on a CPU. This product has the same bits on both."""
 MIN_MAXIMUM = 1e-4
 """Smallest maximum that a block's factor is computed from, so that no factor is zero."""
 

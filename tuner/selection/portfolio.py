@@ -484,9 +484,10 @@ def shipped() -> tuple[Portfolio, ...]:
 
 
 def serving(known: Iterable[Portfolio], gpu: Gpu) -> list[Portfolio]:
-    """The portfolios that serve on a GPU, one an operation: its own; for domains that were not
-    measured there that of a GPU whose kernels it shares, rescaled; of several that with the nearest
-    count of multiprocessors.
+    """The portfolio that serves each operation on a GPU: its own.
+
+    Domains that were not measured there come from a GPU whose kernels it shares, rescaled. It is
+    the GPU with the most domains, then the one with the nearest count of multiprocessors.
 
     Args:
         known: portfolios to choose from.
@@ -499,11 +500,13 @@ def serving(known: Iterable[Portfolio], gpu: Gpu) -> list[Portfolio]:
             alike.setdefault(one.op, []).append(one)
     found = []
     for portfolios in alike.values():
-        first, *others = sorted(portfolios, key=lambda one: _distance(one.gpu, gpu))
-        if first.gpu.identity == gpu.identity:
-            found.append(first.beside(others[0]) if others and gpu.is_described else first)
-        elif gpu.is_described:
-            found.append(first.rescaled(gpu))
+        portfolios.sort(key=lambda one: (-len(one.domains), _distance(one.gpu, gpu)))
+        own = next((one for one in portfolios if one.gpu.identity == gpu.identity), None)
+        other = next((one for one in portfolios if one is not own and gpu.is_described), None)
+        if own is not None:
+            found.append(own if other is None else own.beside(other))
+        elif other is not None:
+            found.append(other.rescaled(gpu))
     return found
 
 
