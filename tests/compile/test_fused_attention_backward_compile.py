@@ -197,7 +197,10 @@ def source(number: int, problem: AttentionBackwardProblem, config: Config) -> st
 
 def test_each_pair_of_the_mask_is_visited_once_and_in_order(tmp_path: Path) -> None:
     kernels, calls = [], []
-    configs = ((64, make()), (64, make(tile_m=96)), (64, make(warp_groups=1)), (256, make()))
+    configs = (
+        *((64, make()), (64, make(tile_m=96)), (64, make(warp_groups=1)), (256, make())),
+        *((64, make(dq="ordered")), (64, make(dq="ordered", tile_m=128))),
+    )
     shapes = itertools.product((0, 1), (0, 1), configs)
     for number, (windowed, causal, (head_dim, config)) in enumerate(shapes):
         text = f"S=1024,D={head_dim},causal={causal}" + (",window=9" if windowed else "")
