@@ -113,7 +113,8 @@ struct Tile {
 
   CUTE_DEVICE static Tile at(Params const& p, int index) {
     // Sections of heads that share the L2; in each the first tiles of all heads, which under a causal
-    // mask are the longest, come first.
+    // mask are the longest, come first. In order the last do: each starts at queries that no other
+    // tile of keys of those before it has left to do, and none waits for another's whole length.
     int const all_heads = p.batch * p.heads_kv, per_section = p.section * p.n_blocks;
     int const section = index / per_section, within = index - section * per_section;
     int const here = min(p.section, all_heads - section * p.section);
@@ -134,7 +135,7 @@ struct Tile {
 
   CUTE_DEVICE int steps(Params const& p) const { return (last - first) * (p.heads / p.heads_kv); }
 
-  // Tiles of keys before this one that are added to a tile of queries.
+  // Tiles of keys before this one, in the order of the blocks, that are added to a tile of queries.
   CUTE_DEVICE int before(Params const& p, int m_block) const {
     return n_block;
   }
@@ -418,16 +419,24 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Tile const& t) {
     }
     warpgroup_commit_batch();
   };
-  // Scores less the log-sum-exp, to base 2, and of the first octets of queries their exponentials. No
-  // accumulator of a product goes round the loop as it is: ptxas would put all products in a row.
-  auto start_exponentials = [&](int stage) {
+  // The log-sum-exps of a thread's queries, read while the scores are on their way.
+  auto log_sums = [&](int stage) {
+    cute::array<float2, kOctets> lse;
     CUTE_UNROLL
     for (int j = 0; j < kOctets; ++j) {
-      float2 const lse = *reinterpret_cast<float2 const*>(&s.lse_log2[stage][share * kQueries + 8 * j + 2 * (lane % 4)]);
+      lse[j] = *reinterpret_cast<float2 const*>(&s.lse_log2[stage][share * kQueries + 8 * j + 2 * (lane % 4)]);
+    }
+    return lse;
+  };
+  // Scores less the log-sum-exp, to base 2, and of the first octets of queries their exponentials. No
+  // accumulator of a product goes round the loop as it is: ptxas would put all products in a row.
+  auto start_exponentials = [&](cute::array<float2, kOctets> const& lse) {
+    CUTE_UNROLL
+    for (int j = 0; j < kOctets; ++j) {
       CUTE_UNROLL
       for (int i = 0; i < 4; ++i) {
         float& x = tS(4 * j + i);
-        x = fmaf(x, p.scale_log2, i % 2 ? -lse.y : -lse.x);
+        x = fmaf(x, p.scale_log2, i % 2 ? -lse[j].y : -lse[j].x);
         if (j < kEarlyOctets) x = exp2_approx(x);
       }
     }
@@ -500,9 +509,10 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Tile const& t) {
     Full::wait(&s.k_full, 0);
     Full::wait(&s.q_full[0], 0);
     issue_scores(tSrK, tSrQ, 0, tS);
+    auto const lse = log_sums(0);
     warpgroup_wait<0>();
     warpgroup_fence_operand(tS);
-    start_exponentials(0);
+    start_exponentials(lse);
     Full::wait(&s.v_full, 0);
     while (true) {
       int const stage = place_of<kStages>(step);
@@ -542,10 +552,12 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Tile const& t) {
         warpgroup_fence_operand(tDk);
         release(&s.q_empty[stage]);
       };
-      auto start_next = [&] {
+      auto start_next = [&](auto waiting) {
+        auto const lse = log_sums(next);
+        warpgroup_wait<decltype(waiting)::value>();
         warpgroup_fence_operand(tNext);
         copy(tNext, tS);
-        start_exponentials(next);
+        start_exponentials(lse);
       };
       if constexpr (kEarlyDq) {
         issue_dq(tDq);
@@ -554,14 +566,12 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Tile const& t) {
         warpgroup_wait<1>();
         warpgroup_fence_operand(tDq);
         add_dq(tDq);
-        warpgroup_wait<0>();
-        start_next();
+        start_next(_0{});
       } else {
         issue_next();
         finish_dk();
         issue_dq(tDq);
-        warpgroup_wait<1>();
-        start_next();
+        start_next(_1{});
         warpgroup_wait<0>();
         warpgroup_fence_operand(tDq);
         add_dq(tDq);
