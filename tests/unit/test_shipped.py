@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -36,6 +38,7 @@ from tuner.tuning.job import read_problems
 
 H200 = GPUS["H200"]
 ROOT = Path(__file__).parents[2]
+EVIDENCE = ROOT / "scripts" / "benchmarks" / "evidence"
 ATTENTION = AttentionProblem.parse("S=1024,D=64")
 GEMM = GemmProblem.parse("M=4096,N=4096,K=4096")
 
@@ -261,10 +264,12 @@ def test_the_table_of_final_passes_is_read() -> None:
 
 
 #: Rows of the README's table: the beginning of a name, the suite, and which of its problems.
-GROUPS: dict[str, tuple[str, Callable[[Problem], bool]]] = {
+STREAM: dict[str, tuple[str, Callable[[Problem], bool]]] = {
     "attention, acceptance suite, up to": ("acceptance", lambda p: p.seqlen_q <= 1024),
     "attention, acceptance suite, 2048": ("acceptance", lambda p: p.seqlen_q > 1024),
     "attention, decoding": ("decoding", lambda p: True),
+}
+GROUPS: dict[str, tuple[str, Callable[[Problem], bool]]] = {
     "products, plain": ("plain", lambda p: True),
     "products with bias": ("mlp", lambda p: True),
     "products of 1 to 64 rows": ("few", lambda p: True),
@@ -273,13 +278,57 @@ GROUPS: dict[str, tuple[str, Callable[[Problem], bool]]] = {
 }
 
 
+def readme_row(name: str) -> list[str]:
+    """Cells of a row of the README's tables behind its name."""
+    lines = (ROOT / "README.md").read_text().splitlines()
+    (row,) = [line for line in lines if line.startswith(f"| {name}")]
+    return [cell.strip().strip("*") for cell in row.split("|")[2:-1]]
+
+
 @pytest.mark.parametrize("name", GROUPS)
 def test_the_readme_s_table_is_of_what_ships(name: str) -> None:
     suite, belongs = GROUPS[name]
-    (row,) = [x for x in (ROOT / "README.md").read_text().splitlines() if x.startswith(f"| {name}")]
     problems = [problem for problem in SUITES[suite].problems if belongs(problem)]
     count, mean, worst = summary(shipped_of(problems, "H200"))
-    assert [cell.strip() for cell in row.split("|")[2:5]] == [str(count), mean, worst]
+    assert readme_row(name) == [str(count), mean, worst]
+
+
+@pytest.mark.parametrize("name", STREAM)
+def test_the_readme_s_rows_in_a_stream_are_of_the_evidence(name: str) -> None:
+    suite, belongs = STREAM[name]
+    problems = [problem for problem in SUITES[suite].problems if belongs(problem)]
+    rows = json.loads((EVIDENCE / "stream-h100.json").read_text())["rows"]
+    timed = {AttentionProblem.parse(row["shape"]): row["own_speed"] for row in rows}
+    found = [timed[problem] for problem in problems if problem in timed]
+    count = f"{len(found)} of {len(problems)}" if len(found) < len(problems) else f"{len(found)}"
+    mean = geometric_mean(found)
+    assert readme_row(name) == [count, f"{mean:.3f}", f"{min(found):.3f}"]
+
+
+NO_PEERS = {"tuner", "pytorch", "pytorch again", "enabled"}
+
+
+@pytest.mark.parametrize("operation", ["attention", "products", ""])
+@pytest.mark.parametrize("answered", ["selection", ""])
+def test_the_readme_s_population_is_of_the_evidence(operation: str, answered: str) -> None:
+    if answered and not operation:
+        return
+    with gzip.open(EVIDENCE / "population-h100.jsonl.gz", "rt") as lines:
+        _, *rows = map(json.loads, lines)
+    of = [row for row in rows if operation in ("", row["operation"])]
+    part = [row for row in of if answered in ("", row["answered"])]
+    over: list[list[float]] = [[], []]
+    for us in (row["us"] for row in part if "tuner" in row["us"]):
+        over[0].append(us["pytorch"] / us["tuner"])
+        if peers := [us[name] for name in us.keys() - NO_PEERS]:
+            over[1].append(min(peers) / us["tuner"])
+    figures = [f"{x:.3f}" for y in over for x in (geometric_mean(y), min(y))]
+    name = f"{operation}, {len(of)}" if operation else f"all {len(of)}"
+    by = "own kernels" if answered else "all"
+    share = f"{100 * len(part) / len(of):.0f} %"
+    lines_of = (ROOT / "README.md").read_text().splitlines()
+    found = [[c.strip().strip("*") for c in line.split("|")[1:-1]] for line in lines_of]
+    assert [name, by, share, *figures] in found
 
 
 def test_every_file_of_evidence_is_explained_and_none_is_missing() -> None:
