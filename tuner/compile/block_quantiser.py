@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shlex
+from pathlib import Path
 
 from tuner.base import resources
-from tuner.base.processes import ProcessPool
+from tuner.compile import single
 from tuner.compile.artifacts import Artifact, ArtifactCache
-from tuner.errors import CompileError
 
 SOURCE = "block_quantiser.cu"
 """Under ``templates/``."""
@@ -23,8 +22,6 @@ FLAGS = (
     *("-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-shared", "-cudart=static"),
     *("-Xcompiler=-fPIC", "-Xlinker=-s"),
 )
-TIMEOUT_S = 300.0
-_LOG_LIMIT = 4000
 
 
 def key() -> str:
@@ -40,39 +37,21 @@ def find(artifacts: ArtifactCache) -> Artifact | None:
 
 
 def build(artifacts: ArtifactCache) -> Artifact:
-    """Find the kernel or compile it; one process of the machine does, the others wait.
+    """Find the kernel or compile it.
 
     Raises:
         CompileError: when there is no compiler, or it refuses.
         StoreError: when the cache cannot be written.
     """
-    from tuner.compile.toolchain import find_toolchain  # only a build needs it
-
     name = key()
-    with artifacts.lock(name):
-        if found := artifacts.find(name):
-            return found
-        tools = find_toolchain()
-        folder = resources.templates()
-        with artifacts.workspace() as made:
-            library = made / "kernel.so"
-            command = [str(tools.nvcc), *FLAGS, f"-ccbin={tools.host_compiler}", f"-I{folder}"]
-            command += [*(f"-L{path}" for path in tools.library_dirs), f"-DTUNER_KERNEL={name}"]
-            command += [str(folder / SOURCE), "-o", str(library)]
-            done = ProcessPool(TIMEOUT_S).run(command, made)
-            if done.returncode != 0:
-                lines = [line for line in done.log.splitlines() if "error" in line]
-                reason = (lines or ["no message"])[0].strip()
-                raise CompileError(
-                    f"{SOURCE}: {'stopped: too slow' if done.timed_out else reason}",
-                    command=shlex.join(command),
-                    log=done.log[:_LOG_LIMIT],
-                )
-            return artifacts.put(
-                name,
-                library,
-                resources=None,
-                compile_cpu_s=done.cpu_s,
-                source=(folder / SOURCE).read_text(encoding="utf-8"),
-                facts={"template": SOURCE, "nvcc": tools.nvcc_version},
-            )
+
+    def recipe(library: Path) -> tuple[list[str], dict[str, str]]:
+        from tuner.compile.toolchain import find_toolchain  # only a build needs it
+
+        tools, folder = find_toolchain(), resources.templates()
+        command = [str(tools.nvcc), *FLAGS, f"-ccbin={tools.host_compiler}", f"-I{folder}"]
+        command += [*(f"-L{path}" for path in tools.library_dirs), f"-DTUNER_KERNEL={name}"]
+        command += [str(folder / SOURCE), "-o", str(library)]
+        return command, {"nvcc": tools.nvcc_version}
+
+    return single.build(artifacts, name, SOURCE, recipe)

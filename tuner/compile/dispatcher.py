@@ -17,6 +17,7 @@ from pathlib import Path
 from tuner.base import resources
 from tuner.base.install import extra_command
 from tuner.base.processes import ProcessPool
+from tuner.compile import single
 from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.errors import CompileError
 
@@ -25,8 +26,6 @@ SOURCE = "dispatcher/dispatcher.cpp"
 """Under ``templates/``; its headers lie beside it."""
 FLAGS = ("-std=c++20", "-O2", "-DNDEBUG", "-shared", "-fPIC", "-fvisibility=hidden", "-w")
 LIBRARIES = ("-ltorch_python", "-ltorch_cpu", "-lc10")
-TIMEOUT_S = 300.0
-_LOG_LIMIT = 4000
 
 
 def find(artifacts: ArtifactCache) -> Artifact | None:
@@ -39,7 +38,7 @@ def find(artifacts: ArtifactCache) -> Artifact | None:
 
 
 def build(artifacts: ArtifactCache, processes: ProcessPool | None = None) -> Artifact:
-    """Find the dispatcher or compile it; one process of the machine does, the others wait.
+    """Find the dispatcher or compile it.
 
     Args:
         artifacts: where it is kept.
@@ -49,37 +48,16 @@ def build(artifacts: ArtifactCache, processes: ProcessPool | None = None) -> Art
         CompileError: when torch, Python's headers or a C++ compiler is missing, or it refuses.
         StoreError: when the cache cannot be written.
     """
-    import shlex
 
-    from tuner.compile.toolchain import find_host_compiler  # only a build needs it
+    def recipe(library: Path) -> tuple[list[str], dict[str, str]]:
+        from tuner.compile.toolchain import find_host_compiler  # only a build needs it
 
-    key = _key()
-    with artifacts.lock(key):
-        if found := artifacts.find(key):
-            return found
         compiler, version = find_host_compiler()
         source = resources.templates() / SOURCE
-        with artifacts.workspace() as folder:
-            library = folder / "kernel.so"
-            command = [str(compiler), *FLAGS, *_places(), str(source), "-o", str(library)]
-            command += LIBRARIES
-            done = (processes or ProcessPool(TIMEOUT_S)).run(command, folder)
-            if done.returncode != 0:
-                lines = [line for line in done.log.splitlines() if "error" in line]
-                reason = (lines or ["no message"])[0].strip()
-                raise CompileError(
-                    f"{SOURCE}: {'stopped: too slow' if done.timed_out else reason}",
-                    command=shlex.join(command),
-                    log=done.log[:_LOG_LIMIT],
-                )
-            return artifacts.put(
-                key,
-                library,
-                resources=None,
-                compile_cpu_s=done.cpu_s,
-                source=source.read_text(encoding="utf-8"),
-                facts={"template": SOURCE, "host_compiler": version, **_facts()},
-            )
+        command = [str(compiler), *FLAGS, *_places(), str(source), "-o", str(library), *LIBRARIES]
+        return command, {"host_compiler": version, **_facts()}
+
+    return single.build(artifacts, _key(), SOURCE, recipe, processes)
 
 
 def _key() -> str:

@@ -28,7 +28,7 @@ from typing import Any, Final, Literal
 import torch
 
 from tuner.base.processes import ProcessPool
-from tuner.compile import dispatcher
+from tuner.compile import dispatcher, single
 from tuner.compile.artifacts import Artifact, ArtifactCache, verify
 from tuner.errors import TunerError
 from tuner.runtime import counters, devices
@@ -109,7 +109,7 @@ def load_built(then: Callable[[], None]) -> bool:
 def _prepare(then: Callable[[], None]) -> None:
     if _module is not None:
         return
-    processes = ProcessPool(dispatcher.TIMEOUT_S)
+    processes = ProcessPool(single.TIMEOUT_S)
     atexit.register(processes.kill)
     try:
         cache = ArtifactCache()
