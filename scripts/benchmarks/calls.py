@@ -21,7 +21,7 @@ from tuner.problem import AttentionProblem
 
 PROBLEM = AttentionProblem.parse("S=1024,D=64")
 REFUSED = AttentionProblem.parse("H=3,S=200,D=192")
-"""Of a head dimension that no portfolio has, and not tuned: PyTorch answers."""
+"""Problem that PyTorch answers: no portfolio has its head dimension, and it is not tuned."""
 HOST_LIMIT_US, TABLE_LIMIT_US = 5.0, 0.5
 REFUSED_LIMIT_US = 1.0
 """Beyond PyTorch's own call, also under `tuner.enable` and over a growing cache."""
@@ -81,7 +81,7 @@ def host() -> dict[str, Any]:
     hits = tuner.stats().hits
     calls["refused"]()
     if tuner.stats().hits != hits:
-        raise BenchmarkError(f"{REFUSED.label()} is served: there is no refused call to time")
+        raise BenchmarkError(f"{REFUSED.label()} is served (wanted: a call that PyTorch answers)")
     for _ in range(ROUNDS):
         times["bare"].append(_bare(plan, tensors))
         for name, call in calls.items():

@@ -264,7 +264,7 @@ def wheel(runs: int = RUNS) -> dict[str, Any]:
     """
     lists = users()
     if not lists:
-        raise BenchmarkError("there is no kernel list: tuner build --portfolio")
+        raise BenchmarkError("no kernel is built: tuner build --portfolio")
     with tempfile.TemporaryDirectory() as folder:
         packages, cache = Path(folder) / "packages", Path(folder) / "cache"
         cache.mkdir()

@@ -39,7 +39,7 @@ MODES = (ALONE, FORCED)
 POLL_S = 0.2
 """Seconds between two looks at the processes."""
 Tests = dict[str, dict[str, Any]]
-"""What became of each test, by its name."""
+"""Outcome of each test by its name."""
 EXPECTED: Mapping[str, str] = {
     r"sdp_choice|sdp_priority|sdp_backend|backend_(?:selection|priority)|test_dispatch": (
         "asserts which backend answers"

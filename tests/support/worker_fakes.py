@@ -71,7 +71,7 @@ class FakeDevice:
 class FakeGate:
     verdicts: list[Verdict]
     opened: ClassVar[list[bool]] = []
-    """Of each request, true if a sample is to be checked."""
+    """True for each request that checks a sample only."""
     broken: tuple[int, ...] = ()
     is_lse_wrong = False
 

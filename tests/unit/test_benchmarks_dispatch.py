@@ -275,7 +275,7 @@ def test_prebuilt_kernels_serve_without_cache_and_compiler(
     monkeypatch.setenv("TUNER_STORE", "sqlite:///elsewhere")
     monkeypatch.setenv("TOLD", "42.0")
     monkeypatch.setattr(dispatch, "_FIRST_CALL", FIRST_CALL)
-    with pytest.raises(BenchmarkError, match="no kernel list: tuner build --portfolio"):
+    with pytest.raises(BenchmarkError, match="no kernel is built: tuner build --portfolio"):
         dispatch.wheel(1)
     (tmp_path / "kernels").mkdir()
     kernel = Kernel("spec", "k1", hashlib.sha256(b"kernel").hexdigest(), PROOF)

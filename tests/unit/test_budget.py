@@ -1,4 +1,4 @@
-"""What a final pass is expected to take, and when a search must end for it."""
+"""Expected time of a final pass, and when a search must end for it."""
 
 from __future__ import annotations
 

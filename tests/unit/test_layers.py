@@ -50,6 +50,7 @@ RUNTIME_READS = (
     "compile.background",
     "compile.block_quantiser",
     "compile.dispatcher",
+    "compile.single",
     "selection",
 )
 #: Not loaded by any module that `runtime` loads when it is imported.

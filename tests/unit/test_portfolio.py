@@ -380,7 +380,7 @@ class TestLookup:
         assert lookup(UNTUNED, gpu="H200", path=tmp_path / "none", with_portfolio=False) is None
 
     def test_another_gpu_only_where_it_is_allowed(self, ships: Portfolio, tmp_path: Path) -> None:
-        """Of a part without a description: its datasheet is not known."""
+        """A part without a description has no known datasheet."""
         path, gh200 = tmp_path / "none", Gpu("NVIDIA GH200 480GB", "9.0", 132, 1980, 4000.0, 1)
         assert lookup(UNTUNED, gpu=gh200, path=path) is None
         answer = lookup(UNTUNED, gpu=gh200, path=path, allow_other_gpu=True)

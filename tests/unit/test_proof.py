@@ -272,7 +272,7 @@ class TestCommand:
         monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str],
     ) -> None:
-        """Of the same compute capability; proven anew, it is that GPU's."""
+        """A proof of the same compute capability holds; a new one names its own GPU."""
         assert main(["prove", "--problems", "8"]) == 0
         monkeypatch.setattr(device, "detect", lambda index: GPUS["H100"])
         assert main(["prove", "--problems", "8"]) == 0

@@ -107,7 +107,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     """The default store, and nothing shipped beside it."""
     caches = (LOOKUP.shipped, LOOKUP.shipped_index)
     monkeypatch.setattr("tuner.selection.shipped._tuned", lambda: tmp_path / "nothing")
-    monkeypatch.setattr("tuner.tuning.revalidate.portfolio.shipped", lambda: ())
+    monkeypatch.setattr("tuner.tuning.revalidate.portfolio.promising", lambda problem, gpu: ())
     for cached in caches:
         cached.cache_clear()
     with open_store() as made:
@@ -193,16 +193,9 @@ class TestRevalidate:
     def test_the_portfolio_s_most_promising_kernels_are_timed_too(
         self, store: Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        class Planted:
-            op, gpu = PROBLEM.op, H200
-
-            def select(self, problem: Problem, gpu: Any) -> Any:
-                return self
-
-            def ranked(self) -> Iterator[tuple[float, Config]]:
-                return iter([(float(i), OWN[i]) for i in range(len(OWN))])
-
-        monkeypatch.setattr("tuner.tuning.revalidate.portfolio.shipped", lambda: (Planted(),))
+        monkeypatch.setattr(
+            "tuner.tuning.revalidate.portfolio.promising", lambda problem, gpu: iter(OWN)
+        )
         entry = decide(store, measured(OWN[1], 12.0))
         runner = runner_of({})
         revalidate(entry, runner, store)
@@ -288,7 +281,7 @@ class TestCommands:
         self, store: Store, machine: type[FakeRunners], capsys: pytest.CaptureFixture[str]
     ) -> None:
         decide(store, measured(OWN[0], 12.0))
-        assert main(["revalidate", "--all", "--time-limit", "-1"]) == 1
+        assert main(["revalidate", "--all", "--time-limit", "0"]) == 1
         assert "1 entries are left; the same command goes on" in capsys.readouterr().err
 
     def test_what_changed_is_printed(
@@ -340,6 +333,8 @@ class TestCommands:
             ["revalidate", "--shape", "S=0,D=64"],
             ["revalidate", "--jobs", "0"],
             ["revalidate", "--device", "-1"],
+            ["revalidate", "--time-limit", "-1"],
+            ["revalidate", "--gpu", "H100"],
         ],
     )
     def test_wrong_input(self, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:

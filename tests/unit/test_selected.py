@@ -97,7 +97,7 @@ def varied(usual: Problem, rng: random.Random) -> Problem:
 def check(portfolio: Portfolio, problem: Problem, gpu: Gpu) -> bool:
     """Compare a selection with what is found by hand; whether an own kernel was chosen."""
     models = portfolio.models_of(Domain.of(problem))
-    found = portfolio.select(problem, gpu)
+    found = portfolio.select(problem)
     if models is None:
         assert found is None
         return False

@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 from collections.abc import Callable, Iterable
+from operator import eq
 from pathlib import Path
 from statistics import geometric_mean
 
@@ -13,6 +14,7 @@ import pytest
 from shipped_recordings import FILES, read_once
 
 from benchmarks import cost
+from benchmarks.population_report import over_peer, over_pytorch
 from tuner.base import resources
 from tuner.bench.suites import SUITES
 from tuner.cli import main
@@ -305,9 +307,6 @@ def test_the_readme_s_rows_in_a_stream_are_of_the_evidence(name: str) -> None:
     assert readme_row(name) == [count, f"{mean:.3f}", f"{min(found):.3f}"]
 
 
-NO_PEERS = {"tuner", "pytorch", "pytorch again", "enabled"}
-
-
 @pytest.mark.parametrize(
     ("operation", "answered"),
     [(op, by) for op in ("attention", "products") for by in ("selection", "")] + [("", "")],
@@ -317,11 +316,7 @@ def test_the_readme_s_population_is_of_the_evidence(operation: str, answered: st
         _, *rows = map(json.loads, lines)
     of = [row for row in rows if operation in ("", row["operation"])]
     part = [row for row in of if answered in ("", row["answered"])]
-    over: list[list[float]] = [[], []]
-    for us in (row["us"] for row in part if "tuner" in row["us"]):
-        over[0].append(us["pytorch"] / us["tuner"])
-        if peers := [us[name] for name in us.keys() - NO_PEERS]:
-            over[1].append(min(peers) / us["tuner"])
+    over = [[x for row in part if (x := ratio(row))] for ratio in (over_pytorch, over_peer)]
     figures = [f"{x:.3f}" for y in over for x in (geometric_mean(y), min(y))]
     name = f"{operation}, {len(of)}" if operation else f"all {len(of)}"
     by = "own kernels" if answered else "all"
@@ -329,6 +324,28 @@ def test_the_readme_s_population_is_of_the_evidence(operation: str, answered: st
     lines_of = (ROOT / "README.md").read_text().splitlines()
     found = [[c.strip().strip("*") for c in line.split("|")[1:-1]] for line in lines_of]
     assert [name, by, share, *figures] in found
+
+
+def test_the_readme_s_row_of_block_masks_is_of_the_evidence() -> None:
+    rows = json.loads((EVIDENCE / "served-block-masks.json").read_text())["rows"]
+    found = [row["flex_over_own"] for row in rows]
+    figures = f"{geometric_mean(found):.3f}", f"{min(found):.3f}"
+    assert readme_row("block masks that nobody tuned") == [str(len(found)), *figures]
+
+
+def test_the_plug_in_s_tokens_are_vllm_s() -> None:
+    """Every run of the evidence, as the benchmarks' README counts them."""
+    same = wanted = 0
+    with gzip.open(EVIDENCE / "engines-h100.json.gz", "rt") as text:
+        for run in json.load(text):
+            ways = {each["way"]: each["concurrency"] for each in run["runs"]}
+            for count, served in ways["tuner"].items():
+                for own, theirs in zip(
+                    served["tokens"], ways["vllm"][count]["tokens"], strict=True
+                ):
+                    same += sum(map(eq, own, theirs))
+                    wanted += len(theirs)
+    assert f"{same:,} of {wanted:,}" in RESULTS.read_text()
 
 
 def test_every_file_of_evidence_is_explained_and_none_is_missing() -> None:

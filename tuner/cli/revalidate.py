@@ -119,7 +119,8 @@ def _each(args: argparse.Namespace, work: Work) -> int:
     from tuner.runners.choose import Machine, Runners
     from tuner.store import open_store
 
-    for name, value, least in (("device", args.device, 0), ("jobs", args.jobs, 1)):
+    options = ("device", args.device, 0), ("jobs", args.jobs, 1), ("time-limit", args.time_limit, 0)
+    for name, value, least in options:
         if value is not None and value < least:
             raise ConfigError(f"{name}={value} is out of range (allowed: {least} or more)")
     done: list[dict[str, Any]] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -66,9 +67,9 @@ class GroupSampler(BaseSampler):  # type: ignore[misc]  # Optuna is untyped here
     def __init__(self, groups: Groups) -> None:
         self.groups = groups
 
+    @abstractmethod
     def propose(self) -> str:
         """Key of the group to evaluate next."""
-        raise NotImplementedError
 
     def infer_relative_search_space(
         self, study: optuna.Study, trial: FrozenTrial

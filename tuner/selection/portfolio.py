@@ -230,9 +230,10 @@ class Portfolio:
     def rescaled(self, gpu: Gpu) -> Portfolio:
         """The portfolio rescaled to another GPU of the same compute capability; made once.
 
-        Rates of a multiprocessor's work are rescaled by the clock, rates of bytes by the bandwidth,
-        for own and vendors' kernels. Amounts are counted over the GPU's multiprocessors. Own
-        kernels must win by `RESCALED_MARGIN` more.
+        Rates of a multiprocessor's work are rescaled by the clock, and amounts are counted over the
+        GPU's multiprocessors. Own and vendors' kernels alike wait longer, or shorter, by the
+        difference that the bandwidths make for the call's bytes. Own kernels must win by
+        `RESCALED_MARGIN` more.
         """
         try:
             return self._rescaled[gpu.identity]
@@ -242,7 +243,7 @@ class Portfolio:
             return self._rescaled.setdefault(gpu.identity, made)
 
     def beside(self, other: Portfolio) -> Portfolio:
-        """It with another GPU's domains, rescaled, where it has none itself; made once."""
+        """The portfolio with another GPU's rescaled domains where it has none; made once."""
         if other.domains.keys() <= self.domains.keys():
             return self
         try:
@@ -364,12 +365,11 @@ class Portfolio:
         is_legal = any(family.accepts(problem, config, self.gpu) for config in called)
         return replace(one, config=config) if is_legal else None
 
-    def select(self, problem: Problem, gpu: Gpu | None = None) -> Selection | None:
+    def select(self, problem: Problem) -> Selection | None:
         """The kernel with the least expected time, the vendor's unless an own one wins clearly.
 
         Args:
             problem: problem of this operation.
-            gpu: GPU that it runs on; default: the portfolio's.
 
         Returns:
             The selection. None if neither the problem's domain nor its kin was measured, or no
@@ -378,7 +378,7 @@ class Portfolio:
         models = self.models_of(Domain.of(problem))
         if models is None:
             return None
-        times = models.times(gpu or self.gpu)
+        times = models.times(self.gpu)
         estimates, vendors_us, is_near = times.estimates(problem)
         facts = times.legality(problem)
         vendor_us, vendor, name = _vendors_best(times, problem, vendors_us, facts)
@@ -518,6 +518,22 @@ def everywhere() -> list[Portfolio]:
     """
     known = shipped()
     return [one for gpu in dict.fromkeys(one.gpu for one in known) for one in serving(known, gpu)]
+
+
+def promising(problem: Problem, gpu: Gpu) -> Iterator[Config]:
+    """Own kernels that the shipped portfolios have for a problem, by expected time.
+
+    Args:
+        problem: problem of any operation.
+        gpu: GPU that it runs on.
+
+    Raises:
+        StoreError: when a shipped file is damaged.
+    """
+    for one in serving(shipped(), gpu):
+        if one.op == problem.op:
+            selection = one.select(problem)
+            yield from (config for _, config in selection.ranked()) if selection else ()
 
 
 def _distance(one: Gpu, other: Gpu) -> tuple[bool, int, str]:

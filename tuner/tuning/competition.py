@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from tuner.config import Config
 from tuner.errors import NoValidConfigError
 from tuner.families.base import Family, without_fallbacks
-from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Provenance, Regime
 from tuner.problem import Problem
 from tuner.runners.base import Runner
@@ -17,7 +16,7 @@ from tuner.search import ranking
 from tuner.search.expectation import expected
 from tuner.search.family_search import FamilySearch
 from tuner.search.study import DEFAULT_TRIALS, Search, effort, min_estimate_us, sampler_name
-from tuner.selection.portfolio import serving, shipped
+from tuner.selection.portfolio import promising
 from tuner.store import Store
 from tuner.tuning.options import Catalogue, SweepOptions, check_families
 from tuner.tuning.outcome import summary
@@ -255,7 +254,7 @@ class Competition:
         first `PORTFOLIO_FIRST` that are.
         """
         found: dict[str, Config] = {}
-        for config in (*wanted, *_portfolio(self.problem, self.runner.gpu)):
+        for config in (*wanted, *promising(self.problem, self.runner.gpu)):
             member = self.members.get((self.problem.key, config.family))
             family = self.family(config.family)
             if member is None or family is None or len(found) == PORTFOLIO_FIRST:
@@ -279,11 +278,3 @@ class Competition:
             reasons = "; ".join(notes) or "the search had no candidate"
             return f"no candidate for {self.problem.label()}: {reasons}"
         return f"no candidate for {self.problem.label()} passed: {summary(seen)}"
-
-
-def _portfolio(problem: Problem, gpu: Gpu) -> Iterator[Config]:
-    """Own kernels of a shape's portfolio, the most promising first."""
-    for portfolio in serving(shipped(), gpu):
-        if portfolio.op == problem.op:
-            selection = portfolio.select(problem)
-            yield from (config for _, config in selection.ranked()) if selection else ()

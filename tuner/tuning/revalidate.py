@@ -87,18 +87,8 @@ def revalidate(
 def candidates(entry: Entry, gpu: Gpu) -> list[Config]:
     """Own configs that are timed again: the entry's, then the portfolio's most promising ones."""
     stored = [m.config for m in entry.ranked if _fits(m)]
-    selections = (
-        one.select(entry.problem, gpu)
-        for one in portfolio.shipped()
-        if one.op == entry.problem.op and one.gpu.compute_capability == gpu.compute_capability
-    )
-    promising = [
-        config
-        for selection in selections
-        if selection is not None
-        for _, config in islice(selection.ranked(), PROMISING)
-    ]
-    return list(dict.fromkeys([*stored, *promising]))
+    likely = islice(portfolio.promising(entry.problem, gpu), PROMISING)
+    return list(dict.fromkeys([*stored, *likely]))
 
 
 def _vendors(problem: Problem, runner: Runner) -> list[Config]:
