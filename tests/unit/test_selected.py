@@ -94,9 +94,9 @@ def varied(usual: Problem, rng: random.Random) -> Problem:
     )
 
 
-def check(portfolio: Portfolio, problem: Problem, gpu: Gpu) -> bool:
+def check(portfolio: Portfolio, problem: Problem) -> bool:
     """Compare a selection with what is found by hand; whether an own kernel was chosen."""
-    models = portfolio.models_of(Domain.of(problem))
+    gpu, models = portfolio.gpu, portfolio.models_of(Domain.of(problem))
     found = portfolio.select(problem)
     if models is None:
         assert found is None
@@ -129,11 +129,8 @@ def check(portfolio: Portfolio, problem: Problem, gpu: Gpu) -> bool:
 @pytest.mark.parametrize("portfolio", shipped(), ids=lambda one: one.op)
 def test_every_domain_selects_what_the_time_models_say(portfolio: Portfolio) -> None:
     rng = random.Random(25)
-    smaller = replace(portfolio.gpu, sm_count=100)
-    chosen = [
-        check(portfolio, problem, rng.choice((portfolio.gpu, smaller)))
-        for problem in drawn(portfolio, rng)
-    ]
+    smaller = replace(portfolio, gpu=replace(portfolio.gpu, sm_count=100))
+    chosen = [check(rng.choice((portfolio, smaller)), problem) for problem in drawn(portfolio, rng)]
     assert any(chosen) and not all(chosen)
 
 
@@ -141,8 +138,6 @@ def test_calls_of_models_select_what_the_time_models_say() -> None:
     by_op = {one.op: one for one in shipped() if one.gpu == GPUS["H200"]}
     calls = population.draw("selected", 300, population.subset("all"))
     chosen = [
-        check(by_op[call.problem.op], call.problem, by_op[call.problem.op].gpu)
-        for call in calls
-        if call.problem.op in by_op
+        check(by_op[call.problem.op], call.problem) for call in calls if call.problem.op in by_op
     ]
     assert any(chosen) and not all(chosen)

@@ -53,7 +53,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def portfolio(monkeypatch: pytest.MonkeyPatch, *configs: Config) -> None:
-    monkeypatch.setattr(competition, "_portfolio", lambda problem, gpu: iter(configs))
+    monkeypatch.setattr(competition, "promising", lambda problem, gpu: iter(configs))
 
 
 def swept(
