@@ -149,29 +149,10 @@ __device__ __forceinline__ void products_wait() { asm volatile("wgmma.wait_group
 // Keeps the compiler from moving what reads or writes an accumulator past it.
 __device__ __forceinline__ void accumulator_fence(float& x) { asm volatile("" : "+f"(x)::"memory"); }
 
-// Four matrices of eight by eight 16-bit values, two of each a lane; lane 8 i + r has the address of row r of
-// matrix i.
-__device__ __forceinline__ void store_matrices(uint32_t to, uint32_t const (&word)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], { %1, %2, %3, %4 };"
-               ::"r"(to), "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3]) : "memory");
-}
-
 // A box of a matrix from shared memory by TMA; what lies beyond the matrix is left.
 __device__ __forceinline__ void store_box(CUtensorMap const& map, uint32_t from, int column, int row) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, { %1, %2 }], [%3];"
                ::"l"(&map), "r"(column), "r"(row), "r"(from) : "memory");
-}
-
-// This thread's boxes so far are a group. Until all groups have been read, or been stored.
-__device__ __forceinline__ void boxes_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-__device__ __forceinline__ void boxes_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-__device__ __forceinline__ void boxes_stored() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-
-// Two floats as bf16, the first in the lower half.
-__device__ __forceinline__ uint32_t packed_bf16(float low, float high) {
-  uint32_t both;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-  return both;
 }
 
 // Eight by eight 16-bit values of a warp, two a lane, rows for columns.

@@ -39,20 +39,22 @@ def render(spec: KernelSpec, kernel_id: str) -> str:
 
     Args:
         spec: the template and its variables.
-        kernel_id: the suffix of every global name of the kernel; the template sees it as `id`.
+        kernel_id: the suffix of every global name of the kernel; the template sees it as `id`, and the
+            spec's declaration as `arguments`.
 
     Raises:
         RenderError: names the template and the fault: a missing file, a syntax error with its line,
             a missing variable, or one whose value is not declared.
     """
-    if "id" in spec.variables:
-        raise RenderError(f"template {spec.template}: 'id' is set by the tuner, not by a family")
+    own = {"id": kernel_id, "arguments": spec.arguments}
+    if taken := sorted(own.keys() & spec.variables.keys()):
+        raise RenderError(f"template {spec.template}: '{taken[0]}' is set by the tuner")
     if not _ID.fullmatch(kernel_id):
         raise RenderError(f"template {spec.template}: {shown(kernel_id)} cannot be part of a name")
     for name, value in spec.variables.items():
         if fault := _fault(value, spec.words.get(name, ())):
             raise RenderError(f"template {spec.template}: {shown(name)} is {fault}")
-    return fill(spec.template, {**spec.variables, "id": kernel_id})
+    return fill(spec.template, {**spec.variables, **own})
 
 
 def fill(template: str, values: Mapping[str, Any]) -> str:

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Self, final
 from tuner.base import resources
 from tuner.config import Config, Value
 from tuner.errors import TunerError
+from tuner.families.arguments import Arguments
 from tuner.families.work import sizes_of
 from tuner.hardware import (
     MAX_TMA_STRIDE_BYTES,
@@ -70,6 +71,8 @@ class KernelSpec:
     variables: Mapping[str, Value] = field(default_factory=dict)
     words: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """All values of each variable that is text; constants of the family, never a config's."""
+    arguments: Arguments = Arguments()
+    """Names of what a launch passes, for the template; they follow from the variables."""
 
     @cached_property
     def key(self) -> str:
@@ -103,8 +106,8 @@ class Launch:
         int tuner_ID_launch(void* const* tensors, const int64_t* integers,
                             const double* scalars, void* workspace, void* stream);
 
-    Both return 0, a positive cudaError_t, or a negative cutlass::Status. The template's opening
-    comment lists the order of tensors, integers and scalars.
+    Both return 0, a positive cudaError_t, or a negative cutlass::Status. The order of tensors,
+    integers and scalars is that of `KernelSpec.arguments`: `named` makes it.
     """
 
     kernel: str
@@ -115,6 +118,22 @@ class Launch:
     lane: int = 0
     """Launches of one lane follow each other. Several lanes may run side by side, each on a stream
     of its own, or one after the other."""
+
+    @classmethod
+    def named(
+        cls,
+        kernel: str,
+        arguments: Arguments,
+        tensors: Mapping[str, Ref],
+        integers: Mapping[str, int],
+        scalars: Mapping[str, float],
+    ) -> Self:
+        """A call whose arguments are given by name.
+
+        Raises:
+            ValueError: when `arguments` declares other names.
+        """
+        return cls(kernel, *arguments.ordered(tensors, integers, scalars))
 
 
 class Family(ABC):

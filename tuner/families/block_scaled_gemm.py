@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from tuner.config import Config, Value
 from tuner.errors import ConfigError
+from tuner.families.arguments import Arguments
 from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref, Strides, tma_conflict
 from tuner.hardware import (
     E4M3_RATE,
@@ -139,16 +140,18 @@ class BlockScaledGemm(Family):
     ) -> list[Launch]:
         a, b, scale_a, scale_b, d = problem.operands
         along = {o.name: strides.get(o.name, o.strides) for o in problem.operands}
-        integers = (
-            *(problem.m, problem.n, problem.k),
-            *(along[a.name][1], along[b.name][2], along[d.name][1]),
-            *reversed(along[scale_a.name]),
-            *along[scale_b.name],
-            *launched(config),
-            *(1, 0),
-        )
-        tensors = tuple(Ref(operand.name) for operand in (a, b, d, scale_a, scale_b))
-        return [Launch(KERNEL, tensors, integers, (scale,))]
+        (a_block, a_row), (b_column, b_block) = along[scale_a.name], along[scale_b.name]
+        integers = {
+            **{"m": problem.m, "n": problem.n, "k": problem.k},
+            **{"lda": along[a.name][1], "ldb": along[b.name][2], "ldd": along[d.name][1]},
+            **{"scale_a_row": a_row, "scale_a_block": a_block},
+            **{"scale_b_column": b_column, "scale_b_block": b_block},
+            **launched(config),
+            **{"groups": 1, "scale_b_group": 0},
+        }
+        tensors = {operand.name: Ref(operand.name) for operand in problem.operands}
+        arguments = arguments_of(is_grouped=False)
+        return [Launch.named(KERNEL, arguments, tensors, integers, {"alpha": scale})]
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         """The busiest multiprocessor's clocks beside memory's time, nearly the longer of them."""
@@ -187,13 +190,31 @@ def spec_of(config: Config, *, is_grouped: bool) -> KernelSpec:
     compiled = {k: v for k, v in config.params.items() if k not in at_run_time}
     alone: dict[str, Value] = {"split_k": 1}
     variables = {**alone, **compiled, "grouped": is_grouped}
-    return KernelSpec(TEMPLATE, variables)
+    return KernelSpec(TEMPLATE, variables, arguments=arguments_of(is_grouped=is_grouped))
 
 
-def launched(config: Config) -> tuple[int, int, int]:
+def arguments_of(*, is_grouped: bool) -> Arguments:
+    """Declaration of a launch's arguments."""
+    return Arguments(
+        tensors=("a", "b", "d", "scale_a", "scale_b", *(("offsets",) if is_grouped else ())),
+        integers=(
+            *("m", "n", "k"),
+            *("lda", "ldb", "ldd"),
+            *("scale_a_row", "scale_a_block", "scale_b_column", "scale_b_block"),
+            *("max_swizzle_size", "raster_order", "pdl"),
+            *("groups", "scale_b_group"),
+        ),
+        scalars=("alpha",),
+    )
+
+
+def launched(config: Config) -> dict[str, int]:
     """Integers of a launch that the run-time parameters choose."""
-    order = RASTER_ORDERS[config["raster_order"]]
-    return config["max_swizzle_size"], order, int(config["pdl"])
+    return {
+        "max_swizzle_size": config["max_swizzle_size"],
+        "raster_order": RASTER_ORDERS[config["raster_order"]],
+        "pdl": int(config["pdl"]),
+    }
 
 
 def step_clocks(config: Config) -> float:

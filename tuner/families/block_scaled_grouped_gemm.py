@@ -16,6 +16,7 @@ from tuner.errors import ConfigError
 from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref
 from tuner.families.block_scaled_gemm import (
     BlockScaledGemm,
+    arguments_of,
     cluster_violations,
     deepened,
     extent_conflict,
@@ -73,17 +74,19 @@ class BlockScaledGroupedGemm(Family):
 
     def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
         problem = _grouped(problem)
-        a, b, offsets, scale_a, scale_b, d = problem.operands
-        integers = (
-            *(problem.m, problem.n, problem.k),
-            *(a.strides[0], b.strides[1], d.strides[0]),
-            *reversed(scale_a.strides),
-            *scale_b.strides[1:],
-            *launched(config),
-            *(problem.groups, scale_b.strides[0]),
-        )
-        tensors = tuple(Ref(operand.name) for operand in (a, b, d, scale_a, scale_b, offsets))
-        return [Launch(KERNEL, tensors, integers, (scale,))]
+        a, b, _, scale_a, scale_b, d = problem.operands
+        (a_block, a_row), (b_group, b_column, b_block) = scale_a.strides, scale_b.strides
+        integers = {
+            **{"m": problem.m, "n": problem.n, "k": problem.k},
+            **{"lda": a.strides[0], "ldb": b.strides[1], "ldd": d.strides[0]},
+            **{"scale_a_row": a_row, "scale_a_block": a_block},
+            **{"scale_b_column": b_column, "scale_b_block": b_block},
+            **launched(config),
+            **{"groups": problem.groups, "scale_b_group": b_group},
+        }
+        tensors = {operand.name: Ref(operand.name) for operand in problem.operands}
+        arguments = arguments_of(is_grouped=True)
+        return [Launch.named(KERNEL, arguments, tensors, integers, {"alpha": scale})]
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         """As `block_scaled_gemm`'s estimate without memory, of a product with every group's rows,

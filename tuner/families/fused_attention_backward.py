@@ -7,6 +7,14 @@ from itertools import product
 from typing import ClassVar
 
 from tuner.config import Config, Value
+from tuner.families.arguments import (
+    EXTENTS,
+    WINDOW,
+    Arguments,
+    extents_of,
+    named_strides,
+    stride_names,
+)
 from tuner.families.base import (
     Domain,
     Family,
@@ -27,6 +35,7 @@ from tuner.problem import MAX_EXTENT, AttentionBackwardProblem, Operand, Problem
 
 KERNEL = "attention_backward"
 """Name of the one kernel: its library launches all three."""
+TEMPLATE = "fused_attention_backward.cu.j2"
 #: Text that the template takes, by variable.
 WORDS = {"dtype": ("float16", "bfloat16"), "dq": ("bulk", "ordered", "direct")}
 #: Columns that the template is instantiated for; a smaller D is padded by TMA.
@@ -217,7 +226,7 @@ class FusedAttentionBackward(Family):
             "producer_registers": producer,
             "consumer_registers": consumer,
         }
-        return {KERNEL: KernelSpec("fused_attention_backward.cu.j2", variables, WORDS)}
+        return {KERNEL: KernelSpec(TEMPLATE, variables, WORDS, arguments_of(problem))}
 
     def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
         return self._launches(_backward(problem), config, scale, {})
@@ -236,15 +245,16 @@ class FusedAttentionBackward(Family):
     def _launches(
         self, problem: AttentionBackwardProblem, config: Config, scale: float, own: Strides
     ) -> list[Launch]:
-        strides = [s for m in _matrices(problem) for s in own.get(m.name, m.strides)[:3]]
-        extents = (
-            *(problem.batch, problem.heads_q, problem.heads_kv),
-            *(problem.seqlen_q, problem.seqlen_kv, problem.head_dim),
-        )
-        window = problem.visible if problem.is_windowed else ()
-        schedule = (int(config["pdl"]), int(config["section_heads"]))
-        tensors = tuple(Ref(operand.name) for operand in problem.operands)
-        return [Launch(KERNEL, tensors, (*extents, *strides, *schedule, *window), (scale,))]
+        integers = {
+            **extents_of(problem),
+            **named_strides({m.name: own.get(m.name, m.strides) for m in _matrices(problem)}),
+            **{"pdl": int(config["pdl"]), "section_heads": int(config["section_heads"])},
+        }
+        if problem.is_windowed:
+            integers |= zip(WINDOW, problem.visible, strict=True)
+        tensors = {operand.name: Ref(operand.name) for operand in problem.operands}
+        arguments = arguments_of(problem)
+        return [Launch.named(KERNEL, arguments, tensors, integers, {"scale": scale})]
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         problem, constants = _backward(problem), self.constants
@@ -266,6 +276,20 @@ class FusedAttentionBackward(Family):
         moved = 12 * problem.batch * problem.heads_q * problem.seqlen_q * head_dim
         around_us = constants["rows_us"] + moved / gpu.memory_gbs / 1e3
         return float(GRAPH_LAUNCH_US + around_us + waves * block_us)
+
+
+def arguments_of(problem: AttentionBackwardProblem) -> Arguments:
+    """Declaration of a launch's arguments."""
+    return Arguments(
+        tensors=tuple(operand.name for operand in problem.operands),
+        integers=(
+            *EXTENTS,
+            *stride_names(*(matrix.name for matrix in _matrices(problem))),
+            *("pdl", "section_heads"),
+            *(WINDOW if problem.is_windowed else ()),
+        ),
+        scalars=("scale",),
+    )
 
 
 def _matrices(problem: AttentionBackwardProblem) -> list[Operand]:

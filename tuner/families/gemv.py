@@ -16,6 +16,7 @@ from typing import ClassVar
 from tuner.config import Config, Value
 from tuner.errors import ConfigError
 from tuner.families import product_work
+from tuner.families.arguments import Arguments
 from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref, Strides
 from tuner.families.gemm import stride_conflict
 from tuner.hardware import (
@@ -146,7 +147,7 @@ class Gemv(Family):
             "activation": problem.activation,
             "residual": problem.has_residual,
         }
-        return {KERNEL: KernelSpec(TEMPLATE, variables, WORDS)}
+        return {KERNEL: KernelSpec(TEMPLATE, variables, WORDS, arguments_of(problem))}
 
     def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
         return self._launches(_gemm(problem), config, scale, {})
@@ -164,15 +165,15 @@ class Gemv(Family):
     ) -> list[Launch]:
         a, b, *others, d = problem.operands
         along_a, along_b = (strides.get(o.name, o.strides) for o in (a, b))
-        integers = (
-            *(problem.m, problem.n, problem.k, problem.batch),
-            *(along_a[1], along_b[2], problem.n),
-            *(along_a[0], along_b[0], d.strides[0]),
-            *(int(config["persistent"]), int(config["pdl"]), config["lead"]),
-        )
-        tensors = tuple(Ref(operand.name) for operand in (a, b, d, *others))
-        scalars = (scale, 1.0) if problem.has_residual else (scale,)
-        return [Launch(KERNEL, tensors, integers, scalars)]
+        integers = {
+            **{"m": problem.m, "n": problem.n, "k": problem.k, "batch": problem.batch},
+            **{"lda": along_a[1], "ldb": along_b[2], "ldd": problem.n},
+            **{"batch_a": along_a[0], "batch_b": along_b[0], "batch_d": d.strides[0]},
+            **{name: int(config[name]) for name in ("persistent", "pdl", "lead")},
+        }
+        tensors = {operand.name: Ref(operand.name) for operand in (a, b, d, *others)}
+        scalars = {"alpha": scale, **({"beta": 1.0} if problem.has_residual else {})}
+        return [Launch.named(KERNEL, arguments_of(problem), tensors, integers, scalars)]
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         """Bytes over the bandwidth that the bytes in flight and the copies' length allow; the
@@ -255,6 +256,21 @@ def _odd_pitch(size: int) -> int:
 
 def _is_wide(problem: GemmProblem) -> bool:
     return problem.m > MAX_ROWS // 2
+
+
+def arguments_of(problem: GemmProblem) -> Arguments:
+    """Declaration of a launch's arguments."""
+    extra = {"bias": problem.has_bias, "residual": problem.has_residual}
+    return Arguments(
+        tensors=("a", "b", "d", *(name for name, is_there in extra.items() if is_there)),
+        integers=(
+            *("m", "n", "k", "batch"),
+            *("lda", "ldb", "ldd"),
+            *("batch_a", "batch_b", "batch_d"),
+            *("persistent", "pdl", "lead"),
+        ),
+        scalars=("alpha", "beta") if problem.has_residual else ("alpha",),
+    )
 
 
 def _gemm(problem: Problem) -> GemmProblem:

@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from tuner.config import Config, Value
 from tuner.errors import ConfigError
+from tuner.families.arguments import Arguments
 from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref
 from tuner.families.gemm import Gemm, cost
 from tuner.families.gemm import space as gemm_space
@@ -32,6 +33,11 @@ from tuner.problem import DTYPE_BYTES, E4M3, GemmProblem, GroupedGemmProblem, Pr
 
 KERNEL = "grouped_gemm"
 TEMPLATE = "grouped_gemm.cu.j2"
+ARGUMENTS = Arguments(
+    tensors=("a", "b", "offsets", "d"),
+    integers=("m", "n", "k", "groups", "raster_order", "sm_count"),
+    scalars=("alpha",),
+)
 SCHEDULES = (PINGPONG, COOPERATIVE)
 #: Text that the template takes, by variable.
 WORDS = {"dtype": ("float16", "bfloat16"), "kernel_schedule": SCHEDULES}
@@ -100,21 +106,16 @@ class GroupedGemm(Family):
     def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
         variables = {name: config[name] for name in _COMPILED}
         variables["dtype"] = _grouped(problem).dtype
-        return {KERNEL: KernelSpec(TEMPLATE, variables, WORDS)}
+        return {KERNEL: KernelSpec(TEMPLATE, variables, WORDS, ARGUMENTS)}
 
     def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
         problem = _grouped(problem)
-        return [
-            Launch(
-                kernel=KERNEL,
-                tensors=tuple(Ref(operand.name) for operand in problem.operands),
-                integers=(
-                    *(problem.m, problem.n, problem.k, problem.groups),
-                    *(RASTER_ORDERS[config["raster_order"]], 0),
-                ),
-                scalars=(scale,),
-            )
-        ]
+        integers = {
+            **{"m": problem.m, "n": problem.n, "k": problem.k, "groups": problem.groups},
+            **{"raster_order": RASTER_ORDERS[config["raster_order"]], "sm_count": 0},
+        }
+        tensors = {operand.name: Ref(operand.name) for operand in problem.operands}
+        return [Launch.named(KERNEL, ARGUMENTS, tensors, integers, {"alpha": scale})]
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         """Nearly the longer of two times. The first is `gemm`'s estimate without memory, of a

@@ -16,12 +16,18 @@ from typing import ClassVar
 
 from tuner.config import Config
 from tuner.errors import ConfigError
+from tuner.families.arguments import Arguments
 from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref
 from tuner.hardware import GRAPH_LAUNCH_US, HOPPER, REGISTERS_PER_SM, WARP, Gpu
 from tuner.problem import DTYPE_BYTES, MAX_EXTENT, Problem, SoftmaxProblem
 
 KERNEL = "softmax"
 """Name of the one kernel."""
+ARGUMENTS = Arguments(
+    tensors=("scores", "probabilities"),
+    integers=("rows", "cols", "stride_scores", "stride_probabilities", "query_rows", "pdl"),
+    scalars=("scale", "factor"),
+)
 #: Text that the template takes, by variable.
 WORDS = {"dtype": ("float16", "bfloat16")}
 #: Most threads of a block [CUDA C++ Programming Guide 13.0, "Compute Capabilities"].
@@ -92,7 +98,7 @@ class Softmax(Family):
             "dtype": problem.dtype,
             "is_causal": problem.is_causal,
         }
-        return {KERNEL: KernelSpec("softmax.cu.j2", variables, WORDS)}
+        return {KERNEL: KernelSpec("softmax.cu.j2", variables, WORDS, ARGUMENTS)}
 
     def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
         return [softmax_launch(_softmax(problem), scale, Ref("scores"), Ref("probabilities"))]
@@ -141,15 +147,16 @@ def softmax_launch(
         factor: of every probability.
         pdl: launch with programmatic stream serialization, after a kernel that allows it.
     """
-    integers = (
-        problem.batch * problem.rows,
-        problem.cols,
-        stride_scores or problem.cols,
-        stride_probabilities or problem.cols,
-        problem.query_rows,
-        int(pdl),
-    )
-    return Launch(kernel, (scores, probabilities), integers, (scale, factor))
+    integers = {
+        "rows": problem.batch * problem.rows,
+        "cols": problem.cols,
+        "stride_scores": stride_scores or problem.cols,
+        "stride_probabilities": stride_probabilities or problem.cols,
+        "query_rows": problem.query_rows,
+        "pdl": int(pdl),
+    }
+    tensors = {"scores": scores, "probabilities": probabilities}
+    return Launch.named(kernel, ARGUMENTS, tensors, integers, {"scale": scale, "factor": factor})
 
 
 def vectors_per_thread(problem: SoftmaxProblem, config: Config) -> int:

@@ -32,7 +32,7 @@ from tuner.families.base import (
     Ref,
     group_by_kernels,
 )
-from tuner.families.gemm import Gemm, gemm_launch
+from tuner.families.gemm import Gemm, Matrix, gemm_launch
 from tuner.families.softmax import Softmax, softmax_launch
 from tuner.hardware import GRAPH_LAUNCH_US, HOPPER, TMA_ALIGNMENT_BYTES, Gpu
 from tuner.problem import (
@@ -362,17 +362,17 @@ def _chunk_launches(
     yield gemm_launch(
         qk,
         config.stages["qk"],
+        (
+            Matrix(
+                _head(query, chunk.batch_index, chunk.head),
+                query.strides[2],
+                query.strides[1] * stacked,
+            ),
+            Matrix(_head(key, chunk.batch_index, key_head), key.strides[2], key.strides[1]),
+            Matrix(scores, qk.n, qk.m * qk.n),
+        ),
+        1.0,
         kernel="qk.gemm",
-        a=_head(query, chunk.batch_index, chunk.head),
-        b=_head(key, chunk.batch_index, key_head),
-        d=scores,
-        lda=query.strides[2],
-        ldb=key.strides[2],
-        ldd=qk.n,
-        batch_a=query.strides[1] * stacked,
-        batch_b=key.strides[1],
-        batch_d=qk.m * qk.n,
-        alpha=1.0,
         # What runs before this call need not know of programmatic launches.
         pdl=config["pdl"] and not chunk.is_first,
     )
@@ -389,17 +389,15 @@ def _chunk_launches(
     yield gemm_launch(
         pv,
         config.stages["pv"],
+        (
+            Matrix(probabilities, stride, pv.m * stride),
+            Matrix(_head(value, chunk.batch_index, key_head), value.strides[2], value.strides[1]),
+            Matrix(
+                _head(out, chunk.batch_index, chunk.head), out.strides[2], out.strides[1] * stacked
+            ),
+        ),
+        1.0 / PROBABILITY_FACTOR,
         kernel="pv.gemm",
-        a=probabilities,
-        b=_head(value, chunk.batch_index, key_head),
-        d=_head(out, chunk.batch_index, chunk.head),
-        lda=stride,
-        ldb=value.strides[2],
-        ldd=out.strides[2],
-        batch_a=pv.m * stride,
-        batch_b=value.strides[1],
-        batch_d=out.strides[1] * stacked,
-        alpha=1.0 / PROBABILITY_FACTOR,
         pdl=config["pdl"],
     )
 

@@ -14,6 +14,7 @@ from typing import ClassVar
 
 from tuner.base.install import extra_command
 from tuner.config import Config, Value
+from tuner.families.arguments import Arguments, extents_of, named_strides, stride_names
 from tuner.families.base import LSE, Domain, Family, KernelSpec, Launch, Ref
 from tuner.hardware import (
     EXP_PER_CLOCK_SM,
@@ -27,6 +28,13 @@ from tuner.hardware import (
 from tuner.problem import DTYPE_BYTES, MAX_EXTENT, AttentionProblem, Problem
 
 KERNEL = "attention"
+MATRICES = ("query", "key", "value", "out")
+EXTENTS = ("heads_q", "heads_kv", "seqlen_q", "seqlen_kv")
+ARGUMENTS = Arguments(
+    tensors=(*MATRICES, LSE),
+    integers=("programs", *EXTENTS, *stride_names(*MATRICES)),
+    scalars=("scale",),
+)
 #: Text that the template takes, by variable.
 WORDS = {"dtype": ("float16", "bfloat16")}
 #: The release whose compiler's interface `tuner.compile.triton_compiler` is written against.
@@ -148,20 +156,18 @@ class TritonAttention(Family):
             "head_dim": attention.head_dim,
             "is_causal": attention.is_causal,
         }
-        return {KERNEL: KernelSpec("triton_attention.py.j2", variables, WORDS)}
+        return {KERNEL: KernelSpec("triton_attention.py.j2", variables, WORDS, ARGUMENTS)}
 
     def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
         attention = _attention(problem)
-        integers = (
-            programs(attention, config),
-            attention.heads_q,
-            attention.heads_kv,
-            attention.seqlen_q,
-            attention.seqlen_kv,
-            *(stride for operand in problem.operands for stride in operand.strides[:3]),
-        )
-        tensors = (*(Ref(operand.name) for operand in problem.operands), Ref(LSE))
-        return [Launch(KERNEL, tensors, integers, (scale,))]
+        extents = extents_of(attention)
+        integers = {
+            "programs": programs(attention, config),
+            **{name: extents[name] for name in EXTENTS},
+            **named_strides({o.name: o.strides for o in attention.operands}),
+        }
+        tensors = {name: Ref(name) for name in ARGUMENTS.tensors}
+        return [Launch.named(KERNEL, ARGUMENTS, tensors, integers, {"scale": scale})]
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         """Waves of equal programs, or the bytes; product, softmax and waits of each step."""

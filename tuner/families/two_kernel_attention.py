@@ -23,6 +23,7 @@ from math import ceil, log
 from typing import ClassVar, NamedTuple
 
 from tuner.config import Config, Value
+from tuner.families.arguments import EXTENTS, Arguments, extents_of, named_strides, stride_names
 from tuner.families.base import LSE, SCRATCH, Domain, Family, KernelSpec, Launch, Ref
 from tuner.families.fused_attention import REGISTERS, instance
 from tuner.hardware import (
@@ -88,9 +89,9 @@ class Chunk(NamedTuple):
     """Part of the problem that one launch covers: heads counted over the batch, rows of each."""
 
     first_head: int
-    heads: int
+    head_count: int
     first_row: int
-    rows: int
+    row_count: int
 
 
 class TwoKernelAttention(Family):
@@ -360,6 +361,27 @@ def _spec(problem: AttentionProblem, config: Config, stage: str) -> KernelSpec:
             "consumer_registers": consumer,
         },
         WORDS,
+        arguments_of(problem, stage),
+    )
+
+
+def arguments_of(problem: AttentionProblem, stage: str) -> Arguments:
+    """Declaration of the arguments of a launch of one kernel."""
+    common = (*EXTENTS, *Chunk._fields, "pdl")
+    if stage == "output":
+        return Arguments(
+            tensors=("probabilities", "statistics", "value", "out", LSE),
+            integers=(*common, *stride_names("value", "out")),
+            scalars=("maximum_scale",),
+        )
+    modifiers = [operand.name for operand in problem.operands[3:-1]]
+    return Arguments(
+        tensors=("query", "key", "probabilities", "statistics", *modifiers),
+        integers=(
+            *(*common, *stride_names("query", "key"), "splits"),
+            *(stride_names("bias") if problem.bias else ()),
+        ),
+        scalars=("scale", "softcap") if problem.softcap else ("scale",),
     )
 
 
@@ -386,31 +408,33 @@ def _chunk_launches(
     query, key, value, out = problem.matrices
     probabilities = Ref(SCRATCH)
     statistics = Ref(SCRATCH, _scratch_parts(problem, config)[0])
-    common = (
-        problem.batch,
-        problem.heads_q,
-        problem.heads_kv,
-        problem.seqlen_q,
-        problem.seqlen_kv,
-        problem.head_dim,
-        *chunk,
-        int(config["pdl"]),
-    )
-    modifiers = [Ref(operand.name) for operand in problem.operands[3:-1]]
-    yield Launch(
+    between = {"probabilities": probabilities, "statistics": statistics}
+    common = {
+        **extents_of(problem),
+        **dict(zip(Chunk._fields, chunk, strict=True)),
+        "pdl": int(config["pdl"]),
+    }
+    integers = {
+        **common,
+        **named_strides({"query": query.strides, "key": key.strides}),
+        "splits": config["splits"],
+    }
+    if problem.bias:
+        integers |= zip(stride_names("bias"), problem.mask_strides, strict=True)
+    yield Launch.named(
         "scores",
-        (Ref(query.name), Ref(key.name), probabilities, statistics, *modifiers),
-        (
-            *(*common, *query.strides[:3], *key.strides[:3], config["splits"]),
-            *(problem.mask_strides if problem.bias else ()),
-        ),
-        (scale, *((problem.softcap,) if problem.softcap else ())),
+        arguments_of(problem, "scores"),
+        {**{one.name: Ref(one.name) for one in problem.operands[:2]}, **between}
+        | {one.name: Ref(one.name) for one in problem.operands[3:-1]},
+        integers,
+        {"scale": scale, **({"softcap": problem.softcap} if problem.softcap else {})},
     )
-    yield Launch(
+    yield Launch.named(
         "output",
-        (probabilities, statistics, Ref(value.name), Ref(out.name), Ref(LSE)),
-        (*common, *value.strides[:3], *out.strides[:3]),
-        (_maximum_scale(problem, scale),),
+        arguments_of(problem, "output"),
+        {**between, "value": Ref(value.name), "out": Ref(out.name), LSE: Ref(LSE)},
+        {**common, **named_strides({"value": value.strides, "out": out.strides})},
+        {"maximum_scale": _maximum_scale(problem, scale)},
     )
 
 

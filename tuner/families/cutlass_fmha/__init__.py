@@ -18,6 +18,7 @@ from itertools import product
 from typing import ClassVar
 
 from tuner.config import Config, Value
+from tuner.families.arguments import EXTENTS, Arguments, extents_of, named_strides, stride_names
 from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref
 from tuner.families.cutlass_fmha import cost as cutlass_fmha_cost
 from tuner.families.cutlass_fmha.shape import (
@@ -39,6 +40,8 @@ from tuner.hardware import HOPPER, SMEM_PER_BLOCK_BYTES, Gpu
 from tuner.problem import DTYPE_BYTES, MAX_EXTENT, AttentionProblem, Problem
 
 KERNEL = "attention"
+MATRICES = ("query", "key", "value", "out")
+ARGUMENTS = Arguments(MATRICES, (*EXTENTS, *stride_names(*MATRICES), "sm_count"), ("scale",))
 #: Text that the template takes, by variable.
 WORDS = {"dtype": ("float16", "bfloat16"), "kernel_schedule": SCHEDULES}
 #: Extents of the grid's y and z dimensions, where the upstream scheduler puts batch and heads
@@ -175,30 +178,26 @@ class CutlassFmha(Family):
             "is_residual": problem.seqlen_kv % shape.tile_n != 0,
         }
         extended = "_extended" if shape.tile_n in EXTENDED_TILES_N else ""
-        return {KERNEL: KernelSpec(f"cutlass_fmha{extended}.cu.j2", variables, WORDS)}
+        return {KERNEL: KernelSpec(f"cutlass_fmha{extended}.cu.j2", variables, WORDS, ARGUMENTS)}
 
     def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
         problem = attention(problem)
         operands = problem.operands
-        strides = tuple(stride for o in operands for stride in o.strides[:3])
         calls = 1 if _nests(problem) else problem.batch
-        integers = (
-            problem.batch // calls,
-            problem.heads_q,
-            problem.heads_kv,
-            problem.seqlen_q,
-            problem.seqlen_kv,
-            problem.head_dim,
-            *strides,
-            0,
-        )
+        integers = {
+            **extents_of(problem),
+            "batch": problem.batch // calls,
+            **named_strides({o.name: o.strides for o in operands}),
+            "sm_count": 0,
+        }
         width = DTYPE_BYTES[problem.dtype]
         return [
-            Launch(
+            Launch.named(
                 KERNEL,
-                tuple(Ref(o.name, call * o.strides[0] * width) for o in operands),
+                ARGUMENTS,
+                {o.name: Ref(o.name, call * o.strides[0] * width) for o in operands},
                 integers,
-                (scale,),
+                {"scale": scale},
             )
             for call in range(calls)
         ]

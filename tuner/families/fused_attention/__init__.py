@@ -11,6 +11,14 @@ from typing import Any, ClassVar
 
 from tuner.config import Config, Value
 from tuner.families import attention_work
+from tuner.families.arguments import (
+    EXTENTS,
+    WINDOW,
+    Arguments,
+    extents_of,
+    named_strides,
+    stride_names,
+)
 from tuner.families.base import (
     LSE,
     Domain,
@@ -29,9 +37,13 @@ from tuner.hardware import (
     SMEM_RESERVED_PER_BLOCK_BYTES,
     Gpu,
 )
-from tuner.problem import DTYPE_BYTES, E4M3, AttentionProblem, Problem
+from tuner.problem import DTYPE_BYTES, E4M3, AttentionProblem, Operand, Problem
 from tuner.problem.attention import BLOCK_SIZE, PAGE_MULTIPLE
 
+KERNEL = "attention"
+"""Name of the one kernel: its library launches what is to run before and after it."""
+MASK_STRIDES = ("mask_batch", "mask_head", "mask_row", "mask_key")
+"""Names of the strides of a mask or bias."""
 #: Text that the template takes, by variable.
 WORDS = {"dtype": ("float16", "bfloat16", E4M3), "mask_operand": ("bool", "additive")}
 #: Columns of Q, K and V that the template is instantiated for; a smaller D is padded by TMA.
@@ -443,7 +455,7 @@ class FusedAttention(Family):
             rows = config.get("box_rows", widest)
             paged = {"is_paged": True, "box_rows": rows, "has_sinks": attention.has_sinks}
         return {
-            "attention": KernelSpec(
+            KERNEL: KernelSpec(
                 "fused_attention.cu.j2",
                 {
                     "ping_pong": False,
@@ -465,6 +477,7 @@ class FusedAttention(Family):
                     **paged,
                 },
                 WORDS,
+                arguments_of(attention),
             )
         }
 
@@ -483,36 +496,35 @@ class FusedAttention(Family):
     def _launches(
         self, attention: AttentionProblem, config: Config, scale: float, own: Strides
     ) -> list[Launch]:
-        strides = [s for m in attention.matrices for s in own.get(m.name, m.strides)[:3]]
-        extents = (
-            attention.batch,
-            attention.heads_q,
-            attention.heads_kv,
-            attention.seqlen_q,
-            attention.seqlen_kv,
-            attention.head_dim,
-        )
-        names = [matrix.name for matrix in attention.matrices]
-        others = [operand.name for operand in attention.operands if operand.name not in names]
-        masked = _mask_strides(attention, own)
-        tensors = tuple(Ref(name) for name in (*names, LSE, *others))
-        clustered = config.get("combine", "kernel") == "cluster"
-        schedule = (config["splits"], int(config["pdl"]), int(clustered))
-        window = attention.visible if attention.is_windowed else ()
-        cap = (attention.softcap,) if attention.softcap else ()
-        rows: tuple[int, ...] = ()
+        strides = {m.name: own.get(m.name, m.strides) for m in attention.matrices}
+        integers = {
+            **extents_of(attention),
+            **named_strides(strides),
+            "splits": config["splits"],
+            "pdl": int(config["pdl"]),
+            "clustered": int(config.get("combine", "kernel") == "cluster"),
+        }
+        if attention.is_windowed:
+            integers |= zip(WINDOW, attention.visible, strict=True)
         if attention.is_paged:
             key, table = attention.matrices[1], own.get("page_table", (max(attention.pages), 1))
-            rows = (attention.total_q, attention.page_size, key.shape[0], table[0])
+            integers |= {"total_q": attention.total_q, "page_size": attention.page_size}
+            integers |= {"pages": key.shape[0], "table_stride": table[0]}
         elif attention.is_varlen:
-            rows = (attention.total_q, attention.total_kv)
-        blocks: tuple[int, ...] = ()
+            integers |= {"total_q": attention.total_q, "total_kv": attention.total_kv}
+        if mask := attention.mask_operand:
+            integers |= zip(MASK_STRIDES, _mask_strides(attention, mask, own), strict=True)
         if attention.block_mask:
             of_batch, of_heads, of_queries, columns = attention.block_shape
-            steps = of_heads * of_queries * (of_batch > 1), of_queries * (of_heads > 1)
-            blocks = (*steps, columns)
-        integers = (*extents, *strides, *schedule, *window, *rows, *masked, *blocks)
-        return [Launch("attention", tensors, integers, (scale, *cap))]
+            integers |= {
+                "blocks_batch": of_heads * of_queries * (of_batch > 1),
+                "blocks_head": of_queries * (of_heads > 1),
+                "block_columns": columns,
+            }
+        tensors = {_argument(one.name): Ref(one.name) for one in attention.operands}
+        tensors[LSE] = Ref(LSE)
+        scalars = {"scale": scale, **({"softcap": attention.softcap} if attention.softcap else {})}
+        return [Launch.named(KERNEL, arguments_of(attention), tensors, integers, scalars)]
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         attention = _attention(problem).evened
@@ -623,13 +635,39 @@ def _mask_variables(problem: AttentionProblem) -> Mapping[str, Value]:
     return {"mask_operand": kind} if problem.mask_operand else {}
 
 
-def _mask_strides(problem: AttentionProblem, own: Strides) -> tuple[int, ...]:
-    """Strides of a mask operand over batch, heads, queries and keys, 0 along axes that it has not;
-    empty without one.
+def arguments_of(problem: AttentionProblem) -> Arguments:
+    """Declaration of a launch's arguments."""
+    names = [matrix.name for matrix in problem.matrices]
+    others = [one.name for one in problem.operands if one.name not in names]
+    rows: tuple[str, ...] = ()
+    if problem.is_paged:
+        rows = ("total_q", "page_size", "pages", "table_stride")
+    elif problem.is_varlen:
+        rows = ("total_q", "total_kv")
+    return Arguments(
+        tensors=(*names, LSE, *map(_argument, others)),
+        integers=(
+            *EXTENTS,
+            *stride_names(*names),
+            *("splits", "pdl", "clustered"),
+            *(WINDOW if problem.is_windowed else ()),
+            *rows,
+            *(MASK_STRIDES if problem.mask_operand else ()),
+            *(("blocks_batch", "blocks_head", "block_columns") if problem.block_mask else ()),
+        ),
+        scalars=("scale", "softcap") if problem.softcap else ("scale",),
+    )
+
+
+def _argument(operand: str) -> str:
+    """The kernel's name of an operand: a bias and a boolean mask are one argument."""
+    return "mask" if operand == "bias" else operand
+
+
+def _mask_strides(problem: AttentionProblem, operand: Operand, own: Strides) -> tuple[int, ...]:
+    """Strides of a mask operand over batch, heads, queries and keys, 0 along axes that it has
+    not.
     """
-    operand = problem.mask_operand
-    if operand is None:
-        return ()
     strides = own.get(operand.name, (*problem.mask_strides, 1))
     return tuple(
         0 if size == 1 else stride for size, stride in zip(operand.shape, strides, strict=True)

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tuner.config import Config, Value
 from tuner.errors import ConfigError
 from tuner.families import product_work
+from tuner.families.arguments import Arguments
 from tuner.families.base import (
     Domain,
     Family,
@@ -191,7 +193,7 @@ class Gemm(Family):
             "residual": problem.has_residual,
             "gated": False,
         }
-        return {KERNEL: KernelSpec(TEMPLATE, variables, WORDS)}
+        return {KERNEL: KernelSpec(TEMPLATE, variables, WORDS, arguments_of(problem))}
 
     def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
         return self._launches(_gemm(problem), config, scale, {})
@@ -213,19 +215,14 @@ class Gemm(Family):
             gemm_launch(
                 problem,
                 config,
-                kernel=KERNEL,
-                a=Ref(a.name),
-                b=Ref(b.name),
-                d=Ref(d.name),
-                lda=along_a[1 if problem.layout_a == "row" else 2],
-                ldb=along_b[1 if problem.layout_b == "row" else 2],
-                ldd=problem.n,
-                batch_a=along_a[0],
-                batch_b=along_b[0],
-                batch_d=d.strides[0],
-                alpha=scale,
+                (
+                    Matrix(Ref(a.name), along_a[1 if problem.layout_a == "row" else 2], along_a[0]),
+                    Matrix(Ref(b.name), along_b[1 if problem.layout_b == "row" else 2], along_b[0]),
+                    Matrix(Ref(d.name), problem.n, d.strides[0]),
+                ),
+                scale,
                 pdl=config.get("pdl", False),
-                extra=tuple(Ref(operand.name) for operand in problem.operands[2:-1]),
+                extra={operand.name: Ref(operand.name) for operand in problem.operands[2:-1]},
                 beta=1.0,
             )
         ]
@@ -483,24 +480,47 @@ def stride_conflict(problem: GemmProblem, strides: Strides) -> str:
     return f"{', '.join(sorted(others))}: of A and B only strides are free" if others else ""
 
 
+def arguments_of(problem: GemmProblem) -> Arguments:
+    """Declaration of a launch's arguments. The epilogue's tensors are in its operands' order."""
+    extra = {
+        "scale_a": problem.scales,
+        "scale_b": problem.scales,
+        "bias": problem.has_bias,
+        "residual": problem.has_residual,
+    }
+    return Arguments(
+        tensors=("a", "b", "d", *(name for name, is_there in extra.items() if is_there)),
+        integers=(
+            *("m", "n", "k", "batch"),
+            *("lda", "ldb", "ldd"),
+            *("batch_a", "batch_b", "batch_d"),
+            *("max_swizzle_size", "raster_order", "decomposition_mode", "splits"),
+            *("sm_count", "pdl"),
+        ),
+        scalars=("alpha", "beta") if problem.has_residual else ("alpha",),
+    )
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix of a launch: its first element, and its strides in elements."""
+
+    ref: Ref
+    leading: int
+    """Between rows (layout row) or columns (layout col)."""
+    batch: int
+    """Between batches."""
+
+
 def gemm_launch(
     problem: GemmProblem,
     config: Config,
-    *,
-    kernel: str,
-    a: Ref,
-    b: Ref,
-    d: Ref,
-    lda: int,
-    ldb: int,
-    ldd: int,
-    batch_a: int,
-    batch_b: int,
-    batch_d: int,
+    operands: tuple[Matrix, Matrix, Matrix],
     alpha: float,
+    *,
+    kernel: str = KERNEL,
     pdl: bool = False,
-    batch: int | None = None,
-    extra: tuple[Ref, ...] = (),
+    extra: Mapping[str, Ref] | None = None,
     beta: float = 0.0,
 ) -> Launch:
     """One call of a compiled GEMM on operands of the caller's choice.
@@ -508,46 +528,34 @@ def gemm_launch(
     Args:
         problem: extents, data types and layouts; its dense strides are not used.
         config: a legal config of the family `gemm` for `problem`.
-        kernel: key of the kernel in the calling family's `kernels`.
-        a: the (M, K) operand of the first batch.
-        b: the (K, N) operand.
-        d: the (M, N) result.
-        lda: stride of `a` in elements between rows (layout row) or columns (col).
-        ldb: the same of `b`.
-        ldd: elements between the rows of `d`.
-        batch_a: elements between two batches of `a`.
-        batch_b: the same of `b`.
-        batch_d: the same of `d`.
+        operands: the (M, K) operand, the (K, N) one and the (M, N) result, of the first batch.
         alpha: factor of the product.
+        kernel: key of the kernel in the calling family's `kernels`.
         pdl: start before the kernel in front ends, and wait for it on the device.
-        batch: batches of this call; all of the problem's by default.
-        extra: what the problem's epilogue reads, in the order of its operands: factors of `a` and
-            `b`, or bias, residual. The residual has the strides of `d`.
+        extra: what the problem's epilogue reads, by the names of `arguments_of`. The residual has
+            the strides of the result.
         beta: factor of the residual.
 
     Byte offsets, strides and batch strides are multiples of 16 bytes, else the launch fails.
     """
     shape = oriented(problem, config["swap_ab"])
-    tensors, leading, strides = [a, b], [lda, ldb], [batch_a, batch_b]
+    a, b, d = operands
+    extra = dict(extra or {})
     if config["swap_ab"]:
-        tensors, leading, strides = tensors[::-1], leading[::-1], strides[::-1]
-        extra = extra[::-1] if problem.scales else extra
-    scheduler = (
-        config.get("max_swizzle_size", 1),
-        RASTER_ORDERS.get(config.get("raster_order", ""), 0),
-        DECOMPOSITIONS.get(config.get("decomposition_mode", ""), 0),
-        config.get("splits", 1),
-    )
-    batches = problem.batch if batch is None else batch
-    return Launch(
-        kernel=kernel,
-        tensors=(*tensors, d, *extra),
-        integers=(
-            *(shape.m, shape.n, shape.k, batches),
-            *(*leading, ldd),
-            *(*strides, batch_d),
-            *scheduler,
-            *(0, int(pdl)),
-        ),
-        scalars=(alpha, beta) if problem.has_residual else (alpha,),
-    )
+        a, b = b, a
+        if problem.scales:
+            extra["scale_a"], extra["scale_b"] = extra["scale_b"], extra["scale_a"]
+    integers = {
+        **{"m": shape.m, "n": shape.n, "k": shape.k, "batch": problem.batch},
+        **{"lda": a.leading, "ldb": b.leading, "ldd": d.leading},
+        **{"batch_a": a.batch, "batch_b": b.batch, "batch_d": d.batch},
+        "max_swizzle_size": config.get("max_swizzle_size", 1),
+        "raster_order": RASTER_ORDERS.get(config.get("raster_order", ""), 0),
+        "decomposition_mode": DECOMPOSITIONS.get(config.get("decomposition_mode", ""), 0),
+        "splits": config.get("splits", 1),
+        "sm_count": 0,
+        "pdl": int(pdl),
+    }
+    tensors = {"a": a.ref, "b": b.ref, "d": d.ref, **extra}
+    scalars = {"alpha": alpha, **({"beta": beta} if problem.has_residual else {})}
+    return Launch.named(kernel, arguments_of(problem), tensors, integers, scalars)

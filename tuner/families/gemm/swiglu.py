@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from tuner.config import Config
@@ -19,6 +20,7 @@ from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref
 from tuner.families.gemm import (
     KERNEL,
     Gemm,
+    Matrix,
     cost,
     gemm_launch,
     legality_facts,
@@ -78,7 +80,7 @@ class GemmSwiglu(Family):
 
     def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
         spec = _GEMM.kernels(product_of(problem), config)[KERNEL]
-        return {KERNEL: KernelSpec(spec.template, {**spec.variables, "gated": True}, spec.words)}
+        return {KERNEL: replace(spec, variables={**spec.variables, "gated": True})}
 
     def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
         product = product_of(problem)
@@ -87,17 +89,12 @@ class GemmSwiglu(Family):
             gemm_launch(
                 product,
                 config,
-                kernel=KERNEL,
-                a=Ref(a.name),
-                b=Ref(weights.name),
-                d=Ref(d.name),
-                lda=product.k,
-                ldb=product.k,
-                ldd=product.n // 2,
-                batch_a=a.elements,
-                batch_b=weights.elements,
-                batch_d=d.elements,
-                alpha=scale,
+                (
+                    Matrix(Ref(a.name), product.k, a.elements),
+                    Matrix(Ref(weights.name), product.k, weights.elements),
+                    Matrix(Ref(d.name), product.n // 2, d.elements),
+                ),
+                scale,
                 pdl=config.get("pdl", False),
             )
         ]
