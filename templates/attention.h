@@ -4,6 +4,7 @@
 #include <cute/tensor.hpp>
 #include <cutlass/numeric_conversion.h>
 
+#include "arguments.h"
 #include "ptx.h"
 #include "warp.h"
 

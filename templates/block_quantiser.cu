@@ -6,21 +6,27 @@
 //
 // Compiled with TUNER_KERNEL, the end of its functions' names.
 //
-// tensors   rows, elements, factors      device pointers; 16-byte aligned, 8-byte aligned, 4-byte aligned
-// integers  0 M   1 K                    rows and columns; K a multiple of 8
-//           2 stride                     between rows of bf16, a multiple of 8; elements are contiguous
-//           3 block                      stride of the factors between blocks of columns; rows lie side by side
-//           4 pdl                        1: launch with programmatic stream serialization
+// Arguments (their order: tuner/compile/block_quantiser.py)
+//   rows, elements, factors   device pointers; 16-byte aligned, 8-byte aligned, 4-byte aligned
+//   m, k                      rows and columns; k a multiple of 8
+//   row_stride                between rows of bf16, a multiple of 8; elements are contiguous
+//   block_stride              of the factors between blocks of columns; rows lie side by side
+//   pdl                       1: launch with programmatic stream serialization
 #include <cstdint>
 
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
+#include "arguments.h"
 #include "ptx.h"
 
 namespace {
 
 using namespace tuner;
+
+// As `arguments.cu.j2` makes them: a test compares both.
+struct Tensors { void *rows, *elements, *factors; };
+struct Integers { int64_t m, k, row_stride, block_stride, pdl; };
 
 constexpr float kMinMaximum = 1e-4f;
 constexpr float kReciprocal = 1.0f / 448.0f;  // of the largest e4m3 number
@@ -31,13 +37,6 @@ constexpr int kWarp = 32;
 constexpr int kRows = 8;      // of a thread block, a warp each
 constexpr int kVectors = 4;   // that a lane has under way
 constexpr int kBlocks = kVectors * kWarp / kLanes;  // of columns, of a thread block
-
-// Two numbers as e4m3, the first in the lower byte.
-__device__ __forceinline__ uint32_t packed_e4m3(float low, float high) {
-  uint16_t both;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(high), "f"(low));
-  return both;
-}
 
 __global__ void __launch_bounds__(kRows * kWarp) quantise(const __nv_bfloat16* rows, uint8_t* elements, float* factors, int m, int k,
                                                           int64_t stride, int64_t block_stride) {
@@ -76,19 +75,21 @@ __global__ void __launch_bounds__(kRows * kWarp) quantise(const __nv_bfloat16* r
   }
 }
 
-bool valid(const int64_t* integers) {
-  const int64_t m = integers[0], k = integers[1], blocks = (k + kBlock - 1) / kBlock;
-  return m >= 1 && m <= (1 << 30) && k >= 1 && k <= (1 << 25) && k % kVector == 0 && integers[2] >= k &&
-         integers[2] % kVector == 0 && integers[2] < (int64_t(1) << 36) && (blocks == 1 || integers[3] >= m) &&
-         integers[3] < (int64_t(1) << 36);
+bool valid(Integers const& call) {
+  const int64_t m = call.m, k = call.k, blocks = (k + kBlock - 1) / kBlock;
+  return m >= 1 && m <= (1 << 30) && k >= 1 && k <= (1 << 25) && k % kVector == 0 && call.row_stride >= k &&
+         call.row_stride % kVector == 0 && call.row_stride < (int64_t(1) << 36) && (blocks == 1 || call.block_stride >= m) &&
+         call.block_stride < (int64_t(1) << 36);
 }
 
-cudaError_t launch(void* const* tensors, const int64_t* integers, cudaStream_t stream) {
-  if (!valid(integers)) return cudaErrorInvalidValue;
-  constexpr int kAlignments[] = {16, 8, 4};
-  for (int i = 0; i < 3; ++i)
-    if (tensors[i] == nullptr || reinterpret_cast<uintptr_t>(tensors[i]) % kAlignments[i] != 0) return cudaErrorMisalignedAddress;
-  const int m = static_cast<int>(integers[0]), k = static_cast<int>(integers[1]);
+bool misses(const void* tensor, uintptr_t alignment) {
+  return tensor == nullptr || reinterpret_cast<uintptr_t>(tensor) % alignment != 0;
+}
+
+cudaError_t launch(Tensors const& tensors, Integers const& call, cudaStream_t stream) {
+  if (!valid(call)) return cudaErrorInvalidValue;
+  if (misses(tensors.rows, 16) || misses(tensors.elements, 8) || misses(tensors.factors, 4)) return cudaErrorMisalignedAddress;
+  const int m = static_cast<int>(call.m), k = static_cast<int>(call.k);
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -97,9 +98,10 @@ cudaError_t launch(void* const* tensors, const int64_t* integers, cudaStream_t s
   config.blockDim = dim3(kRows * kWarp);
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = integers[4] != 0;
-  return cudaLaunchKernelEx(&config, quantise, static_cast<const __nv_bfloat16*>(tensors[0]), static_cast<uint8_t*>(tensors[1]),
-                            static_cast<float*>(tensors[2]), m, k, integers[2], integers[3]);
+  config.numAttrs = call.pdl != 0;
+  return cudaLaunchKernelEx(&config, quantise, static_cast<const __nv_bfloat16*>(tensors.rows),
+                            static_cast<uint8_t*>(tensors.elements), static_cast<float*>(tensors.factors), m, k,
+                            call.row_stride, call.block_stride);
 }
 
 }  // namespace
@@ -109,9 +111,9 @@ cudaError_t launch(void* const* tensors, const int64_t* integers, cudaStream_t s
 
 extern "C" int TUNER_NAME(TUNER_KERNEL, _workspace)(const int64_t* integers, int64_t* bytes) {
   *bytes = 0;
-  return valid(integers) ? 0 : static_cast<int>(cudaErrorInvalidValue);
+  return valid(view<Integers>(integers)) ? 0 : static_cast<int>(cudaErrorInvalidValue);
 }
 
 extern "C" int TUNER_NAME(TUNER_KERNEL, _launch)(void* const* tensors, const int64_t* integers, const double*, void*, void* stream) {
-  return static_cast<int>(launch(tensors, integers, static_cast<cudaStream_t>(stream)));
+  return static_cast<int>(launch(view<Tensors>(tensors), view<Integers>(integers), static_cast<cudaStream_t>(stream)));
 }

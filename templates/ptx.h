@@ -31,6 +31,13 @@ __device__ __forceinline__ uint32_t packed_fp16(float low, float high) {
   return both;
 }
 
+// Two floats as e4m3, the first in the lower byte.
+__device__ __forceinline__ uint32_t packed_e4m3(float low, float high) {
+  uint16_t both;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(high), "f"(low));
+  return both;
+}
+
 // Waits until the kernels before this launch in the stream have ended and what they wrote is seen;
 // before that a thread touches nothing in memory but the parameters. Takes no time unless the kernel
 // was launched as a programmatic dependent.

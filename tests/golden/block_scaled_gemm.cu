@@ -4,6 +4,7 @@
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
+#include "arguments.h"
 #include "pipeline.h"
 #include "ptx.h"
 #include "warp.h"
@@ -398,7 +399,7 @@ __device__ __forceinline__ void store_boxes(Params const& p, Tile const& tile, R
   const uint32_t boxes = ring.boxes(lane.group * 4 + lane.warp);
 #pragma unroll
   for (int first = 0; first < kBoxes; first += kBuffers) {
-    if (thread == 0) boxes_read();
+    if (thread == 0) copies_read();
     __syncwarp();
 #pragma unroll
     for (int box = first; box < kBoxes && box < first + kBuffers; ++box) {
@@ -421,7 +422,7 @@ __device__ __forceinline__ void store_boxes(Params const& p, Tile const& tile, R
       for (int box = first; box < kBoxes && box < first + kBuffers; ++box)
         store_box(p.d_map, boxes + (box - first) * kBoxBytes, tile.column + first_column(box),
                   tile.row + lane.first(box / kChunks) - lane.row);
-      boxes_commit();
+      copies_commit();
     }
   }
 }
@@ -518,7 +519,7 @@ __device__ __forceinline__ void multiply_tiles(Params const& p, Ring ring, Part 
     store_tile(p, tile, ring, lane, of_k.rank, sums);
   }
   if constexpr (kStoreBuffers > 0) {
-    if (threadIdx.x % kWarp == 0) boxes_stored();
+    if (threadIdx.x % kWarp == 0) copies_stored();
     __syncwarp();
   }
 }
@@ -557,21 +558,22 @@ inline bool aligned(int64_t elements, int64_t width) {
   return elements > 0 && elements * width % 16 == 0 && elements < (int64_t(1) << 36);
 }
 
-inline bool valid(const int64_t* integers) {
-  for (int i = 0; i < 3; ++i)
-    if (integers[i] < 1 || integers[i] > (1 << 30)) return false;
-  const int64_t m = integers[0], n = integers[1], k = integers[2];
+struct Tensors { void *a, *b, *d, *scale_a, *scale_b; };
+struct Integers { int64_t m, n, k, lda, ldb, ldd, scale_a_row, scale_a_block, scale_b_column, scale_b_block, max_swizzle_size, raster_order, pdl, groups, scale_b_group; };
+struct Scalars { double alpha; };
+
+inline bool valid(Integers const& call) {
+  const int64_t m = call.m, n = call.n, k = call.k, groups = call.groups;
+  for (int64_t extent : {m, n, k})
+    if (extent < 1 || extent > (1 << 30)) return false;
   if (n % 8 != 0 || k % 16 != 0 || (k + kBlock - 1) / kBlock < kSplits) return false;
-  if (!aligned(integers[3], 1) || !aligned(integers[4], 1) || !aligned(integers[5], 2)) return false;
-  for (int i = 6; i < 10; ++i)
-    if (integers[i] < 0 || integers[i] >= (int64_t(1) << 36)) return false;
-  const int64_t groups = integers[13];
-  if (groups < 1 || groups > 65536 || (!kGrouped && groups > 1) || groups * n > INT32_MAX || integers[14] < 0 ||
-      integers[14] >= (int64_t(1) << 36))
-    return false;
+  if (!aligned(call.lda, 1) || !aligned(call.ldb, 1) || !aligned(call.ldd, 2)) return false;
+  for (int64_t stride : {call.scale_a_row, call.scale_a_block, call.scale_b_column, call.scale_b_block, call.scale_b_group})
+    if (stride < 0 || stride >= (int64_t(1) << 36)) return false;
+  if (groups < 1 || groups > 65536 || (!kGrouped && groups > 1) || groups * n > INT32_MAX) return false;
   const int64_t tiles = ((m + 7) / 8 + groups - 1) * ((n + 7) / 8);
-  return integers[3] >= k && integers[4] >= k && integers[5] >= n && integers[10] >= 1 && integers[10] <= 64 &&
-         (integers[11] == 1 || integers[11] == 2) && tiles <= (int64_t(1) << 30);
+  return call.lda >= k && call.ldb >= k && call.ldd >= n && call.max_swizzle_size >= 1 && call.max_swizzle_size <= 64 &&
+         (call.raster_order == 1 || call.raster_order == 2) && tiles <= (int64_t(1) << 30);
 }
 
 // Boxes of 128 bytes by `box_rows` rows of a row-major matrix of `width` elements a row.
@@ -640,46 +642,50 @@ inline cudaError_t prepare(int* clusters) {
   return error;
 }
 
-inline cudaError_t launch(void* const* tensors, const int64_t* integers, const double* scalars, cudaStream_t stream) {
-  if (!valid(integers)) return cudaErrorInvalidValue;
-  for (int i = 0; i < (kGrouped ? 6 : 5); ++i)
-    if (tensors[i] == nullptr || reinterpret_cast<uintptr_t>(tensors[i]) % (i < 3 ? 16 : 4) != 0)
-      return cudaErrorMisalignedAddress;
+inline bool misses(const void* tensor, uintptr_t alignment) {
+  return tensor == nullptr || reinterpret_cast<uintptr_t>(tensor) % alignment != 0;
+}
+
+inline cudaError_t launch(Tensors const& tensors, Integers const& call, Scalars const& scalars, cudaStream_t stream) {
+  if (!valid(call)) return cudaErrorInvalidValue;
+  for (const void* matrix : {tensors.a, tensors.b, tensors.d})
+    if (misses(matrix, 16)) return cudaErrorMisalignedAddress;
+  for (const void* vector : { tensors.scale_a, tensors.scale_b })
+    if (misses(vector, 4)) return cudaErrorMisalignedAddress;
   int clusters = 0;
   if (cudaError_t error = prepare(&clusters); error != cudaSuccess) return error;
-  const int64_t m = integers[0], n = integers[1], k = integers[2], groups = integers[13];
+  const int64_t m = call.m, n = call.n, k = call.k, groups = call.groups;
   const int64_t rows_x = kSwapped ? n * groups : m, rows_y = kSwapped ? m : n * groups;
   Params p{};
-  const void* const of_x = tensors[kSwapped ? 1 : 0];
-  const void* const of_y = tensors[kSwapped ? 0 : 1];
+  const void* const of_x = kSwapped ? tensors.b : tensors.a;
+  const void* const of_y = kSwapped ? tensors.a : tensors.b;
   const auto bytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
-  cudaError_t error = describe(&p.x, bytes, 1, of_x, k, rows_x, integers[kSwapped ? 4 : 3], kTileX / kClusterY);
+  cudaError_t error = describe(&p.x, bytes, 1, of_x, k, rows_x, kSwapped ? call.ldb : call.lda, kTileX / kClusterY);
   if (error == cudaSuccess)
-    error = describe(&p.y, bytes, 1, of_y, k, rows_y, integers[kSwapped ? 3 : 4], kTileY / kClusterX);
+    error = describe(&p.y, bytes, 1, of_y, k, rows_y, kSwapped ? call.lda : call.ldb, kTileY / kClusterX);
   if (error == cudaSuccess && kStoreBuffers > 0)
-    error = describe(&p.d_map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, tensors[2], n, m, integers[5], 16);
+    error = describe(&p.d_map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, tensors.d, n, m, call.ldd, 16);
   if (error != cudaSuccess) return error;
-  p.d = static_cast<__nv_bfloat16*>(tensors[2]);
-  p.scale_a = static_cast<const float*>(tensors[3]);
-  p.scale_b = static_cast<const float*>(tensors[4]);
+  p.d = static_cast<__nv_bfloat16*>(tensors.d);
+  p.scale_a = static_cast<const float*>(tensors.scale_a);
+  p.scale_b = static_cast<const float*>(tensors.scale_b);
   p.m = static_cast<int>(m);
   p.n = static_cast<int>(n);
   p.blocks = static_cast<int>((k + kBlock - 1) / kBlock);
   const auto tiles_of = [](int64_t rows, int a_cluster) { return static_cast<int>((rows + a_cluster - 1) / a_cluster); };
   p.tiles_x = tiles_of(kSwapped ? n : m, kTileX * kClusterX);
   p.tiles_y = tiles_of(kSwapped ? m : n, kTileY * kClusterY);
-  p.along_x = (integers[11] == 1) != kSwapped;
-  p.band = static_cast<int>(integers[10]);
-  p.lead = integers[12] != 0;
-  p.ldd = integers[5];
-  p.a_row = integers[6];
-  p.a_block = integers[7];
-  p.b_column = integers[8];
-  p.b_block = integers[9];
-  p.b_group = integers[14];
+  p.along_x = (call.raster_order == 1) != kSwapped;
+  p.band = static_cast<int>(call.max_swizzle_size);
+  p.lead = call.pdl != 0;
+  p.ldd = call.ldd;
+  p.a_row = call.scale_a_row;
+  p.a_block = call.scale_a_block;
+  p.b_column = call.scale_b_column;
+  p.b_block = call.scale_b_block;
+  p.b_group = call.scale_b_group;
   p.groups = static_cast<int>(groups);
-  p.offsets = kGrouped ? static_cast<const int*>(tensors[5]) : nullptr;
-  p.alpha = static_cast<float>(scalars[0]);
+  p.alpha = static_cast<float>(scalars.alpha);
   // Of groups at most: each but the first may begin a tile of rows.
   const int tiles = (p.tiles_x + (kGrouped && !kSwapped ? p.groups - 1 : 0)) *
                     (p.tiles_y + (kGrouped && kSwapped ? p.groups - 1 : 0));
@@ -692,7 +698,7 @@ inline cudaError_t launch(void* const* tensors, const int64_t* integers, const d
   config.dynamicSmemBytes = kSmemBytes;
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = set_attributes(attributes, integers[12] != 0);
+  config.numAttrs = set_attributes(attributes, call.pdl != 0);
   return cudaLaunchKernelEx(&config, block_scaled_0123456789abcdef, p);
 }
 
@@ -700,10 +706,13 @@ inline cudaError_t launch(void* const* tensors, const int64_t* integers, const d
 
 extern "C" int tuner_0123456789abcdef_workspace(const int64_t* integers, int64_t* bytes) {
   *bytes = 0;
-  return k_0123456789abcdef::valid(integers) ? 0 : static_cast<int>(cudaErrorInvalidValue);
+  using namespace k_0123456789abcdef;
+  return valid(view<Integers>(integers)) ? 0 : static_cast<int>(cudaErrorInvalidValue);
 }
 
 extern "C" int tuner_0123456789abcdef_launch(void* const* tensors, const int64_t* integers, const double* scalars, void*,
                                      void* stream) {
-  return static_cast<int>(k_0123456789abcdef::launch(tensors, integers, scalars, static_cast<cudaStream_t>(stream)));
+  using namespace k_0123456789abcdef;
+  return static_cast<int>(k_0123456789abcdef::launch(view<Tensors>(tensors), view<Integers>(integers), view<Scalars>(scalars),
+                                             static_cast<cudaStream_t>(stream)));
 }

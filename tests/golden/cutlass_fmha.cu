@@ -15,6 +15,8 @@
 #include "collective/fmha_fusion.hpp"
 #include "kernel/fmha_kernel_builder.hpp"
 
+#include "arguments.h"
+
 namespace k_golden {
 
 using Element = cutlass::half_t;
@@ -95,10 +97,13 @@ using Base = Builder<cutlass::gemm::KernelTma,
 struct kernel_golden : Base {};
 using Kernel = kernel_golden;
 
-struct Integers {
-  int64_t batch, heads_q, heads_kv, seqlen_q, seqlen_kv, head_dim;
-  int64_t query[3], key[3], value[3], out[3];  // strides: batch, head, row
-  int64_t sm_count;
+using tuner::view;
+struct Tensors { void *query, *key, *value, *out; };
+struct Integers { int64_t batch, heads_q, heads_kv, seqlen_q, seqlen_kv, head_dim, query_batch, query_head, query_row, key_batch, key_head, key_row, value_batch, value_head, value_row, out_batch, out_head, out_row, sm_count; };
+struct Scalars { double scale; };
+
+struct Strides {
+  int64_t batch, head, row;
 };
 
 constexpr int64_t kMaxInt = INT32_MAX;
@@ -106,7 +111,7 @@ constexpr int64_t kMaxInt = INT32_MAX;
 constexpr int failed(cutlass::Status status) { return -static_cast<int>(status); }
 
 // TMA and the collectives' 32-bit strides: extents in range, strides whole 16-byte units.
-inline cutlass::Status check(Integers const& n, void* const* tensors) {
+inline cutlass::Status check(Integers const& n, Tensors const& tensors) {
   for (int64_t extent : {n.batch, n.heads_q, n.heads_kv, n.seqlen_q, n.seqlen_kv, n.head_dim}) {
     if (extent < 1 || extent > kMaxInt) return cutlass::Status::kErrorInvalidProblem;
   }
@@ -118,13 +123,12 @@ inline cutlass::Status check(Integers const& n, void* const* tensors) {
   }
   constexpr int kUnit = 16 / sizeof(Element);
   bool is_aligned = n.head_dim % kUnit == 0;
-  for (auto const* strides : {n.query, n.key, n.value, n.out}) {
-    for (int i = 0; i < 3; i++) {
-      is_aligned = is_aligned && strides[i] >= 0 && strides[i] % kUnit == 0;
-    }
+  for (int64_t stride : {n.query_batch, n.query_head, n.query_row, n.key_batch, n.key_head, n.key_row,
+                         n.value_batch, n.value_head, n.value_row, n.out_batch, n.out_head, n.out_row}) {
+    is_aligned = is_aligned && stride >= 0 && stride % kUnit == 0;
   }
-  for (int i = 0; i < 4; i++) {
-    is_aligned = is_aligned && reinterpret_cast<uintptr_t>(tensors[i]) % 16 == 0;
+  for (void const* tensor : {tensors.query, tensors.key, tensors.value, tensors.out}) {
+    is_aligned = is_aligned && reinterpret_cast<uintptr_t>(tensor) % 16 == 0;
   }
   return is_aligned ? cutlass::Status::kSuccess : cutlass::Status::kErrorMisalignedOperand;
 }
@@ -137,49 +141,50 @@ struct Outer {
 // The collectives know two outer modes, and the same coordinate indexes all four tensors. Without
 // grouped heads they are (B, H). With them they are (H / HKV, B x HKV): the query heads of a group
 // share a key head by a stride of 0, and batch and key head make one mode where they nest.
-inline bool nests(Integers const& n, int64_t const* strides, int64_t group) {
-  return n.batch == 1 || n.heads_kv == 1 || strides[0] == n.heads_kv * group * strides[1];
+inline bool nests(Integers const& n, Strides const& strides, int64_t group) {
+  return n.batch == 1 || n.heads_kv == 1 || strides.batch == n.heads_kv * group * strides.head;
 }
 
-inline Outer outer(Integers const& n, int64_t const* strides, bool is_query) {
+inline Outer outer(Integers const& n, Strides const& strides, bool is_query) {
   if (n.heads_q == n.heads_kv) {
-    return {n.batch > 1 ? strides[0] : 0, n.heads_q > 1 ? strides[1] : 0};
+    return {n.batch > 1 ? strides.batch : 0, n.heads_q > 1 ? strides.head : 0};
   }
   int64_t const group = is_query ? n.heads_q / n.heads_kv : 1;
-  int64_t const second = n.heads_kv > 1 ? group * strides[1] : n.batch > 1 ? strides[0] : 0;
-  return {is_query ? strides[1] : 0, second};
+  int64_t const second = n.heads_kv > 1 ? group * strides.head : n.batch > 1 ? strides.batch : 0;
+  return {is_query ? strides.head : 0, second};
 }
 
-inline bool fits(Outer const& o, int64_t const* strides) {
-  return o.first <= kMaxInt && o.second <= kMaxInt && strides[2] <= kMaxInt;
+inline bool fits(Outer const& o, Strides const& strides) {
+  return o.first <= kMaxInt && o.second <= kMaxInt && strides.row <= kMaxInt;
 }
 
-inline RowStride row_stride(Outer const& o, int64_t const* strides) {
-  return cute::make_stride(int(strides[2]), cute::_1{}, cute::make_stride(int(o.first), int(o.second)));
+inline RowStride row_stride(Outer const& o, Strides const& strides) {
+  return cute::make_stride(int(strides.row), cute::_1{}, cute::make_stride(int(o.first), int(o.second)));
 }
 
-inline int launch(void* const* tensors, int64_t const* integers, double const* scalars,
-                  void* workspace, cudaStream_t stream) {
-  Integers const& n = *reinterpret_cast<Integers const*>(integers);
+inline int launch(Tensors const& tensors, Integers const& n, Scalars const& scalars, void* workspace,
+                  cudaStream_t stream) {
   if (cutlass::Status status = check(n, tensors); status != cutlass::Status::kSuccess) {
     return failed(status);
   }
   // The running maximum is taken before scaling: right for positive scales only.
-  if (!(scalars[0] > 0.0)) return failed(cutlass::Status::kErrorInvalidProblem);
+  if (!(scalars.scale > 0.0)) return failed(cutlass::Status::kErrorInvalidProblem);
   if (workspace == nullptr) return failed(cutlass::Status::kErrorWorkspaceNull);
 
   bool const is_grouped = n.heads_q != n.heads_kv;
   int64_t const group = n.heads_q / n.heads_kv;
-  if (is_grouped && !(nests(n, n.query, group) && nests(n, n.out, group) && nests(n, n.key, 1) &&
-                      nests(n, n.value, 1))) {
+  Strides const of_query{n.query_batch, n.query_head, n.query_row}, of_key{n.key_batch, n.key_head, n.key_row};
+  Strides const of_value{n.value_batch, n.value_head, n.value_row}, of_out{n.out_batch, n.out_head, n.out_row};
+  if (is_grouped && !(nests(n, of_query, group) && nests(n, of_out, group) && nests(n, of_key, 1) &&
+                      nests(n, of_value, 1))) {
     return failed(cutlass::Status::kErrorNotSupported);
   }
   int64_t const first = is_grouped ? group : n.batch;
   int64_t const second = is_grouped ? n.batch * n.heads_kv : n.heads_q;
-  Outer const query = outer(n, n.query, true), key = outer(n, n.key, false);
-  Outer const value = outer(n, n.value, false), out = outer(n, n.out, true);
-  if (second > kMaxInt || first * second > kMaxInt || !fits(query, n.query) || !fits(key, n.key) ||
-      !fits(value, n.value) || !fits(out, n.out) || first * second * n.seqlen_q > kMaxInt) {
+  Outer const query = outer(n, of_query, true), key = outer(n, of_key, false);
+  Outer const value = outer(n, of_value, false), out = outer(n, of_out, true);
+  if (second > kMaxInt || first * second > kMaxInt || !fits(query, of_query) || !fits(key, of_key) ||
+      !fits(value, of_value) || !fits(out, of_out) || first * second * n.seqlen_q > kMaxInt) {
     return failed(cutlass::Status::kErrorInvalidProblem);
   }
 
@@ -196,16 +201,16 @@ inline int launch(void* const* tensors, int64_t const* integers, double const* s
   auto* lse = static_cast<float*>(workspace);
   typename Kernel::Arguments arguments{
       {int(first), int(second), int(n.seqlen_q), int(n.seqlen_kv), int(n.head_dim)},
-      {static_cast<Element const*>(tensors[0]), row_stride(query, n.query),
-       static_cast<Element const*>(tensors[1]), row_stride(key, n.key),
-       static_cast<Element const*>(tensors[2]), row_stride(value, n.value)},
-      {static_cast<Element*>(tensors[3]), row_stride(out, n.out), lse,
+      {static_cast<Element const*>(tensors.query), row_stride(query, of_query),
+       static_cast<Element const*>(tensors.key), row_stride(key, of_key),
+       static_cast<Element const*>(tensors.value), row_stride(value, of_value)},
+      {static_cast<Element*>(tensors.out), row_stride(out, of_out), lse,
        cute::make_stride(cute::_1{}, cute::make_stride(int(second * n.seqlen_q), int(n.seqlen_q)))},
       hardware};
   typename Kernel::Params params = Kernel::to_underlying_arguments(arguments, workspace);
   // The collectives derive the scale from D; the caller's goes in its place.
-  params.mainloop.scale_softmax = float(scalars[0]);
-  params.mainloop.scale_softmax_log2 = float(scalars[0] * 1.4426950408889634);
+  params.mainloop.scale_softmax = float(scalars.scale);
+  params.mainloop.scale_softmax_log2 = float(scalars.scale * 1.4426950408889634);
 
   auto* function = cutlass::device_kernel<Kernel>;
   cudaError_t error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -221,14 +226,16 @@ inline int launch(void* const* tensors, int64_t const* integers, double const* s
 }  // namespace k_golden
 
 extern "C" int tuner_golden_workspace(int64_t const* integers, int64_t* bytes) {
-  auto const& n = *reinterpret_cast<k_golden::Integers const*>(integers);
+  using namespace k_golden;
+  auto const& n = view<Integers>(integers);
   *bytes = n.batch * n.heads_q * n.seqlen_q * int64_t(sizeof(float));
   return 0;
 }
 
 extern "C" int tuner_golden_launch(void* const* tensors, int64_t const* integers,
                                      double const* scalars, void* workspace, void* stream) {
-  return k_golden::launch(tensors, integers, scalars, workspace,
+  using namespace k_golden;
+  return k_golden::launch(view<Tensors>(tensors), view<Integers>(integers), view<Scalars>(scalars), workspace,
                             static_cast<cudaStream_t>(stream));
 }
 

@@ -15,6 +15,9 @@
 namespace k_golden {
 using namespace cute;
 using namespace tuner;
+struct Tensors { void *query, *key, *value, *out, *lse; };
+struct Integers { int64_t batch, heads_q, heads_kv, seqlen_q, seqlen_kv, head_dim, query_batch, query_head, query_row, key_batch, key_head, key_row, value_batch, value_head, value_row, out_batch, out_head, out_row, splits, pdl, clustered; };
+struct Scalars { double scale; };
 using Element = cutlass::half_t;  // of Q, K, V and P
 using Out = Element;
 constexpr int kTileN = 128, kD = 64, kPack = 1;
@@ -60,7 +63,7 @@ using MmaQK = decltype(make_tiled_mma(AtomQK{}, GroupLayout{}));
 using MmaPV = decltype(make_tiled_mma(
     GMMA::rs_op_selector<Element, Element, float, Shape<Int<kTileM>, Int<kD>, Int<kTileN>>,
                          GMMA::Major::K, GMMA::Major::MN>(), GroupLayout{}));
-inline int64_t image_bytes(int64_t const*) { return 0; }
+inline int64_t image_bytes(Integers const&) { return 0; }
 
 // Rows of Q: the sequence, or (packed heads, sequence), heads running faster.
 template <class T, class Rows, class Stride>
@@ -681,7 +684,7 @@ struct Consumer {
           constexpr int kEarly = kOctets * 50 / 100;
           softmax.template exponentials<0, kEarly>(tSrS, scale_log2);
           warpgroup_fence_operand(tSrS);
-          asm volatile("" : "+f"(softmax.shift[0]), "+f"(softmax.shift[1]));
+          opaque(softmax.shift[0], softmax.shift[1]);
           release_keys();
           warpgroup_wait<0>();
           values_read();
@@ -1079,39 +1082,46 @@ inline int prepare(int& multiprocessors) {
   return 0;
 }
 
-inline int64_t partial_rows(int64_t const* n) { return n[18] > 1 && !n[20] ? n[18] * n[0] * n[1] * n[3] : 0; }
+inline int64_t partial_rows(Integers const& n) {
+  return n.splits > 1 && !n.clustered ? n.splits * n.batch * n.heads_q * n.seqlen_q : 0;
+}
 
 // What one call passes. Descriptors and parameters follow from it and from nothing else.
 struct Call {
-  void const* tensors[5];
-  int64_t n[21];
-  double scalars[1];
+  Tensors tensors;
+  Integers integers;
+  Scalars scalars;
   void* workspace;
 
   bool operator==(Call const& other) const { return std::memcmp(this, &other, sizeof(Call)) == 0; }
 };
 
 inline Params params_of(Call const& call) {
-  int64_t const* n = call.n;
+  Tensors const& tensors = call.tensors;
+  Integers const& n = call.integers;
+  Scalars const& scalars = call.scalars;
   Params p;
-  p.batch = n[0], p.heads = n[1], p.heads_kv = n[2], p.seqlen_q = n[3], p.seqlen_kv = n[4], p.head_dim = n[5];
-  auto data = [&](int index) { return static_cast<Element const*>(call.tensors[index]); };
-  p.query = {data(0), n[6], n[7], n[8]}, p.key = {data(1), n[9], n[10], n[11]}, p.value = {data(2), n[12], n[13], n[14]};
+  p.batch = n.batch, p.heads = n.heads_q, p.heads_kv = n.heads_kv;
+  p.seqlen_q = n.seqlen_q, p.seqlen_kv = n.seqlen_kv, p.head_dim = n.head_dim;
+  auto elements = [](void* tensor) { return static_cast<Element const*>(tensor); };
+  p.query = {elements(tensors.query), n.query_batch, n.query_head, n.query_row};
+  p.key = {elements(tensors.key), n.key_batch, n.key_head, n.key_row};
+  p.value = {elements(tensors.value), n.value_batch, n.value_head, n.value_row};
   p.q = make_tma_copy(SM90_TMA_LOAD{},
-                      global_tensor(data(0), rows_q(p.seqlen_q), rows_q_stride(n[7], n[8]), p.head_dim, p.heads / kPack, p.batch,
-                                    n[7] * kPack, n[6]),
+                      global_tensor(p.query.data, rows_q(p.seqlen_q), rows_q_stride(p.query.head, p.query.row), p.head_dim,
+                                    p.heads / kPack, p.batch, p.query.head * kPack, p.query.batch),
                       SmemLayoutQ{}, tile_q<kTileM>(), _1{});
-  auto keys = [&](int index, int64_t const* stride) {
+  auto keys = [&](Matrices const& of) {
     return make_tma_copy(SM90_TMA_LOAD{},
-                         global_tensor(data(index), p.seqlen_kv, stride[2], p.head_dim, p.heads_kv, p.batch, stride[1], stride[0]),
+                         global_tensor(of.data, p.seqlen_kv, of.row, p.head_dim, p.heads_kv, p.batch, of.head, of.batch),
                          SmemLayoutKV{}(_, _, 0), Shape<Int<kTileN>, Int<kD>>{}, _1{});
   };
-  p.k = keys(1, n + 9);
-  p.v = keys(2, n + 12);
-  p.out = static_cast<Out*>(const_cast<void*>(call.tensors[3]));
-  p.out_batch = n[15], p.out_head = n[16], p.out_row = n[17];
-  p.lse = static_cast<float*>(const_cast<void*>(call.tensors[4]));
-  p.splits = n[18], p.is_clustered = n[20];
+  p.k = keys(p.key);
+  p.v = keys(p.value);
+  p.out = static_cast<Out*>(tensors.out);
+  p.out_batch = n.out_batch, p.out_head = n.out_head, p.out_row = n.out_row;
+  p.lse = static_cast<float*>(tensors.lse);
+  p.splits = n.splits, p.is_clustered = n.clustered;
   p.counter = static_cast<int*>(call.workspace);
   p.partial = reinterpret_cast<float*>(static_cast<char*>(call.workspace) + kCounterBytes + image_bytes(n));
   p.partial_statistics = reinterpret_cast<float2*>(p.partial + partial_rows(n) * p.head_dim);
@@ -1123,7 +1133,7 @@ inline Params params_of(Call const& call) {
   p.by_m_blocks = cutlass::FastDivmod(p.m_blocks);
   p.by_splits = cutlass::FastDivmod(p.splits);
   p.by_heads = cutlass::FastDivmod(heads);
-  p.scale_log2 = float(call.scalars[0]) * kLog2E;
+  p.scale_log2 = float(scalars.scale) * kLog2E;
   return p;
 }
 
@@ -1131,37 +1141,37 @@ inline Params params_of(Call const& call) {
 // host as much as the launch.
 inline Params const& parameters(Call const& call) {
   static thread_local std::vector<std::pair<Call, Params>> kept(16);
-  uintptr_t const mixed = reinterpret_cast<uintptr_t>(call.tensors[0]) ^ reinterpret_cast<uintptr_t>(call.tensors[3]) * 31;
+  uintptr_t const mixed = reinterpret_cast<uintptr_t>(call.tensors.query) ^ reinterpret_cast<uintptr_t>(call.tensors.out) * 31;
   auto& [known, params] = kept[mixed * 0x9e3779b97f4a7c15u >> 60];
   if (!(known == call)) params = params_of(call), known = call;
   return params;
 }
 
-inline int launch(void* const* tensors, int64_t const* n, double const* scalars, void* workspace, cudaStream_t stream) {
-  if ((!kSplits && n[18] != 1) || (!kClusters && n[20])) return cudaErrorInvalidValue;
-  Call call;
-  std::copy_n(tensors, std::size(call.tensors), call.tensors);
-  std::copy_n(n, std::size(call.n), call.n);
-  std::copy_n(scalars, std::size(call.scalars), call.scalars);
-  call.workspace = workspace;
+inline int launch(Call const& call, cudaStream_t stream) {
+  Integers const& n = call.integers;
+  if ((!kSplits && n.splits != 1) || (!kClusters && n.clustered)) return cudaErrorInvalidValue;
   Params const& p = parameters(call);
   int multiprocessors;
   if (int e = prepare(multiprocessors)) return e;
   if constexpr (kDynamic) {
-    if (int e = launch_one(clear_counter<kernel_golden>, 1, 1, 32, 0, n[19], p, stream)) return e;
+    if (int e = launch_one(clear_counter<kernel_golden>, 1, 1, 32, 0, n.pdl, p, stream)) return e;
   }
   int const blocks = kPersistent ? std::min(p.tiles, multiprocessors * kBlocksPerSm) : p.tiles;
   int const cluster = p.is_clustered ? p.splits : 1;
-  if (int e = launch_one(fused_attention<kernel_golden>, blocks, cluster, kThreads, sizeof(Storage), kDynamic || n[19], p, stream)) return e;
+  if (int e = launch_one(fused_attention<kernel_golden>, blocks, cluster, kThreads, sizeof(Storage), kDynamic || n.pdl, p, stream)) return e;
   if (p.splits == 1 || p.is_clustered) return 0;
   return launch_one(combine<kernel_golden>, (int64_t(p.batch) * p.heads * p.seqlen_q + 3) / 4, 1, 128, 0, true, p, stream);
 }
 }  // namespace k_golden
 
 extern "C" int tuner_golden_workspace(int64_t const* integers, int64_t* bytes) {
-  *bytes = k_golden::kCounterBytes + k_golden::image_bytes(integers) + k_golden::partial_rows(integers) * (integers[5] + 2) * int64_t(sizeof(float));
+  using namespace k_golden;
+  Integers const& n = view<Integers>(integers);
+  *bytes = kCounterBytes + image_bytes(n) + partial_rows(n) * (n.head_dim + 2) * int64_t(sizeof(float));
   return 0;
 }
 extern "C" int tuner_golden_launch(void* const* tensors, int64_t const* integers, double const* scalars, void* workspace, void* stream) {
-  return k_golden::launch(tensors, integers, scalars, workspace, static_cast<cudaStream_t>(stream));
+  using namespace k_golden;
+  return k_golden::launch({view<Tensors>(tensors), view<Integers>(integers), view<Scalars>(scalars), workspace},
+                            static_cast<cudaStream_t>(stream));
 }

@@ -15,6 +15,9 @@
 namespace k_KERNEL_ID {
 using namespace cute;
 using namespace tuner;
+struct Tensors { void *query, *key, *value, *out, *logsumexp, *grad_out, *grad_query, *grad_key, *grad_value; };
+struct Integers { int64_t batch, heads_q, heads_kv, seqlen_q, seqlen_kv, head_dim, query_batch, query_head, query_row, key_batch, key_head, key_row, value_batch, value_head, value_row, out_batch, out_head, out_row, grad_out_batch, grad_out_head, grad_out_row, grad_query_batch, grad_query_head, grad_query_row, grad_key_batch, grad_key_head, grad_key_row, grad_value_batch, grad_value_head, grad_value_row, pdl, section_heads; };
+struct Scalars { double scale; };
 using Element = cutlass::half_t;
 constexpr int kGroups = 2, kTileM = 64, kD = 128;
 // Groups that share 64 keys, and of them each one's queries of S^T and dP^T and columns of dK and dV.
@@ -71,16 +74,6 @@ using MmaDkv = decltype(make_tiled_mma(AtomDkv{}, GroupLayout{}));
 using MmaDq = decltype(make_tiled_mma(
     GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<kPart>, Int<kTileN>>, GMMA::Major::MN, GMMA::Major::MN>()));
 
-// Rows, columns, heads and batches of a tensor.
-template <class T>
-CUTE_HOST_DEVICE auto global_tensor(T* data, int rows, int d, int heads, int batch, int64_t const* stride) {
-  return make_tensor(make_gmem_ptr(data), make_shape(rows, d, heads, batch), make_stride(stride[2], _1{}, stride[1], stride[0]));
-}
-using Gmem = decltype(global_tensor((Element const*)nullptr, 1, 1, 1, 1, (int64_t const*)nullptr));
-using TmaQ = decltype(make_tma_copy(SM90_TMA_LOAD{}, Gmem{}, SmemLayoutQ{}(_, _, 0), Shape<Int<kTileM>, Int<kD>>{}, _1{}));
-using TmaK = decltype(make_tma_copy(SM90_TMA_LOAD{}, Gmem{}, SmemLayoutK{}, Shape<Int<kTileN>, Int<kD>>{}, _1{}));
-using TmaV = decltype(make_tma_copy(SM90_TMA_LOAD{}, Gmem{}, SmemLayoutV{}, Shape<Int<kTileN>, Int<kD>>{}, _1{}));
-
 template <class T>
 struct Matrices {
   T* data;
@@ -89,6 +82,16 @@ struct Matrices {
     return data + in_batch * batch + in_head * head + in_row * row;
   }
 };
+
+// Rows, columns, heads and batches of a tensor.
+template <class T>
+CUTE_HOST_DEVICE auto global_tensor(Matrices<T> const& of, int rows, int d, int heads, int batch) {
+  return make_tensor(make_gmem_ptr(of.data), make_shape(rows, d, heads, batch), make_stride(of.row, _1{}, of.head, of.batch));
+}
+using Gmem = decltype(global_tensor(Matrices<Element const>{}, 1, 1, 1, 1));
+using TmaQ = decltype(make_tma_copy(SM90_TMA_LOAD{}, Gmem{}, SmemLayoutQ{}(_, _, 0), Shape<Int<kTileM>, Int<kD>>{}, _1{}));
+using TmaK = decltype(make_tma_copy(SM90_TMA_LOAD{}, Gmem{}, SmemLayoutK{}, Shape<Int<kTileN>, Int<kD>>{}, _1{}));
+using TmaV = decltype(make_tma_copy(SM90_TMA_LOAD{}, Gmem{}, SmemLayoutV{}, Shape<Int<kTileN>, Int<kD>>{}, _1{}));
 
 struct Params {
   TmaQ q, grad;
@@ -212,8 +215,7 @@ CUTE_DEVICE uint32_t round_of(int step) { return uint32_t(step) / kPlaces % 2; }
 // Copies a row statistic's tile; counts towards the barrier's bytes.
 template <int kCount>
 CUTE_DEVICE void load_statistic(float const* from, float* to, uint64_t* full) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               ::"r"(cast_smem_ptr_to_uint(to)), "l"(from), "n"(kCount * 4), "r"(cast_smem_ptr_to_uint(full)) : "memory");
+  copy_bytes(cast_smem_ptr_to_uint(to), from, kCount * 4, cast_smem_ptr_to_uint(full));
 }
 
 // All loads of a block: one thread.
@@ -278,36 +280,26 @@ CUTE_DEVICE void add_sums(Params const& p, Storage& s, Tile const& t) {
     for (int m = t.first; m < t.last; ++m, to += kTileM * kD, ++added, phase ^= 1) {
       if constexpr (kOrdered) {
         int const wanted = t.before(p, m);
-        int found;
-        do {
-          asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(added) : "memory");
-        } while (found != wanted);
-        asm volatile("fence.proxy.async.global;" ::: "memory");
+        while (load_acquire(added) != wanted) continue;
+        async_global_fence();
       }
       CUTE_UNROLL
       for (int i = 0; i < kGroups; ++i) {
         Empty::wait(&s.sums_full[i], phase);
-        asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
-                     ::"l"(to + i * kGroupSums), "r"(cast_smem_ptr_to_uint(s.sums[i])), "n"(kGroupSums * 4) : "memory");
-        asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+        add_bytes(to + i * kGroupSums, cast_smem_ptr_to_uint(s.sums[i]), kGroupSums * 4);
+        copies_commit();
       }
-      asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+      copies_read();
       CUTE_UNROLL
       for (int i = 0; i < kGroups; ++i) Empty::arrive(&s.sums_empty[i]);
       if constexpr (kOrdered) {
-        asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-        asm volatile("fence.proxy.async.global;" ::: "memory");
-        asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(added) : "memory");
+        copies_stored();
+        async_global_fence();
+        add_release(added);
       }
     }
   }
-  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-}
-// The index of a thread, read anew: what follows from it does not live through the loop.
-CUTE_DEVICE int opaque_thread() {
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
+  copies_stored();
 }
 // Columns of dS's swizzle atom, and the place of eight elements in shared memory.
 constexpr int kDsAtom = kColumnsDs % 64 == 0 ? 64 : kColumnsDs % 32 == 0 ? 32 : 16;
@@ -318,9 +310,8 @@ CUTE_DEVICE int ds_offset(int row, int column) {
 
 // Four matrices of 8 by 8 elements of a warp to shared memory: a thread has the address of a row.
 template <class Words>
-CUTE_DEVICE void store_matrices(uint32_t at, Words const& word) {
-  asm volatile("stmatrix.sync.aligned.x4.m8n8.shared.b16 [%0], { %1, %2, %3, %4 };"
-               ::"r"(at), "r"(word(0)), "r"(word(1)), "r"(word(2)), "r"(word(3)) : "memory");
+CUTE_DEVICE void store_words(uint32_t at, Words const& word) {
+  store_matrices(at, {word(0), word(1), word(2), word(3)});
 }
 
 // A consumer warp group's part of a block: 64 keys against all queries.
@@ -468,12 +459,12 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Tile const& t) {
   auto publish = [&] {
     if constexpr (kDsStages == 1) Empty::wait(&s.ds_empty, step % 2 ^ 1);
     uint32_t place = ds_place + place_of<kDsStages>(step) * (kTileM * kTileN * 2);
-    asm volatile("" : "+r"(place));  // not eight addresses that live through the loop
+    opaque(place);  // not eight addresses that live through the loop
     CUTE_UNROLL
     for (int kk = 0; kk < kQueries / 16; ++kk) {
       uint32_t const at = (place ^ 32 * (kk % (kDsAtom / 16))) + kk / (kDsAtom / 16) * (kTileN * kDsAtom * 2);
-      store_matrices(at, recast<uint32_t>(tDs)(_, 0, kk));
-      if constexpr (kSharing > 1) store_matrices(at + probabilities, recast<uint32_t>(tP)(_, 0, kk));
+      store_words(at, recast<uint32_t>(tDs)(_, 0, kk));
+      if constexpr (kSharing > 1) store_words(at + probabilities, recast<uint32_t>(tP)(_, 0, kk));
     }
     async_copy_fence();
     release(&s.ds_full[place_of<kDsStages>(step)]);
@@ -487,8 +478,7 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Tile const& t) {
       float* const to = p.sums + row_tile(p, t.batch, head, m) * (kTileM * kD) + group * kGroupSums + 4 * thread;
       CUTE_UNROLL
       for (int j = 0; j < kPart / 8; ++j) {
-        asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], { %1, %2, %3, %4 };"
-                     ::"l"(to + 512 * j), "f"(tDq(4 * j)), "f"(tDq(4 * j + 1)), "f"(tDq(4 * j + 2)), "f"(tDq(4 * j + 3)) : "memory");
+        add_to_global(to + 512 * j, make_float4(tDq(4 * j), tDq(4 * j + 1), tDq(4 * j + 2), tDq(4 * j + 3)));
       }
     } else {
       Empty::wait(&s.sums_empty[group], step % 2 ^ 1);
@@ -753,8 +743,8 @@ __global__ void __launch_bounds__(128 * kGroups) finish_rows(CUTE_GRID_CONSTANT 
 struct Workspace {
   int64_t rows, sums, added, bytes;  // row tiles; then bytes
 
-  explicit Workspace(int64_t const* n) {
-    rows = n[0] * n[1] * ((n[3] + kTileM - 1) / kTileM);
+  explicit Workspace(Integers const& n) {
+    rows = n.batch * n.heads_q * ((n.seqlen_q + kTileM - 1) / kTileM);
     sums = rows * kTileM * kD * int64_t(sizeof(float));
     added = kOrdered ? rows * int64_t(sizeof(int)) : 0;
     bytes = sums + rows * (kLogSums + kTileM) * int64_t(sizeof(float)) + added;
@@ -787,34 +777,40 @@ inline int prepare_device() {
 
 // What one call passes. Descriptors and parameters follow from it and from nothing else.
 struct Call {
-  void const* tensors[9];
-  int64_t n[32];
-  double scale;
+  Tensors tensors;
+  Integers integers;
+  Scalars scalars;
   void* workspace;
 
   bool operator==(Call const& other) const { return std::memcmp(this, &other, sizeof(Call)) == 0; }
 };
 
 inline Params params_of(Call const& call) {
-  int64_t const* n = call.n;
+  Tensors const& tensors = call.tensors;
+  Integers const& n = call.integers;
+  Scalars const& scalars = call.scalars;
   Params p;
-  p.batch = n[0], p.heads = n[1], p.heads_kv = n[2], p.seqlen_q = n[3], p.seqlen_kv = n[4], p.head_dim = n[5];
-  auto data = [&](int index) { return static_cast<Element const*>(call.tensors[index]); };
-  auto target = [&](int index) { return static_cast<Element*>(const_cast<void*>(call.tensors[index])); };
-  auto rows = [&](int index, int64_t const* stride) {
-    return make_tma_copy(SM90_TMA_LOAD{}, global_tensor(data(index), p.seqlen_q, p.head_dim, p.heads, p.batch, stride),
-                         SmemLayoutQ{}(_, _, 0), Shape<Int<kTileM>, Int<kD>>{}, _1{});
+  p.batch = n.batch, p.heads = n.heads_q, p.heads_kv = n.heads_kv;
+  p.seqlen_q = n.seqlen_q, p.seqlen_kv = n.seqlen_kv, p.head_dim = n.head_dim;
+  auto source = [](void* tensor) { return static_cast<Element const*>(tensor); };
+  auto target = [](void* tensor) { return static_cast<Element*>(tensor); };
+  p.out = {source(tensors.out), n.out_batch, n.out_head, n.out_row};
+  p.grad_out = {source(tensors.grad_out), n.grad_out_batch, n.grad_out_head, n.grad_out_row};
+  auto rows = [&](Matrices<Element const> const& of) {
+    return make_tma_copy(SM90_TMA_LOAD{}, global_tensor(of, p.seqlen_q, p.head_dim, p.heads, p.batch), SmemLayoutQ{}(_, _, 0),
+                         Shape<Int<kTileM>, Int<kD>>{}, _1{});
   };
-  p.q = rows(0, n + 6), p.grad = rows(5, n + 18);
-  p.k = make_tma_copy(SM90_TMA_LOAD{}, global_tensor(data(1), p.seqlen_kv, p.head_dim, p.heads_kv, p.batch, n + 9),
-                      SmemLayoutK{}, Shape<Int<kTileN>, Int<kD>>{}, _1{});
-  p.v = make_tma_copy(SM90_TMA_LOAD{}, global_tensor(data(2), p.seqlen_kv, p.head_dim, p.heads_kv, p.batch, n + 12),
-                      SmemLayoutV{}, Shape<Int<kTileN>, Int<kD>>{}, _1{});
-  p.out = {data(3), n[15], n[16], n[17]}, p.grad_out = {data(5), n[18], n[19], n[20]};
-  p.grad_query = {target(6), n[21], n[22], n[23]};
-  p.grad_key = {target(7), n[24], n[25], n[26]};
-  p.grad_value = {target(8), n[27], n[28], n[29]};
-  p.lse = static_cast<float const*>(call.tensors[4]);
+  p.q = rows({source(tensors.query), n.query_batch, n.query_head, n.query_row}), p.grad = rows(p.grad_out);
+  Matrices<Element const> const key{source(tensors.key), n.key_batch, n.key_head, n.key_row};
+  Matrices<Element const> const value{source(tensors.value), n.value_batch, n.value_head, n.value_row};
+  p.k = make_tma_copy(SM90_TMA_LOAD{}, global_tensor(key, p.seqlen_kv, p.head_dim, p.heads_kv, p.batch), SmemLayoutK{},
+                      Shape<Int<kTileN>, Int<kD>>{}, _1{});
+  p.v = make_tma_copy(SM90_TMA_LOAD{}, global_tensor(value, p.seqlen_kv, p.head_dim, p.heads_kv, p.batch), SmemLayoutV{},
+                      Shape<Int<kTileN>, Int<kD>>{}, _1{});
+  p.grad_query = {target(tensors.grad_query), n.grad_query_batch, n.grad_query_head, n.grad_query_row};
+  p.grad_key = {target(tensors.grad_key), n.grad_key_batch, n.grad_key_head, n.grad_key_row};
+  p.grad_value = {target(tensors.grad_value), n.grad_value_batch, n.grad_value_head, n.grad_value_row};
+  p.lse = static_cast<float const*>(tensors.logsumexp);
   Workspace const space(n);
   char* const start = static_cast<char*>(call.workspace);
   p.sums = reinterpret_cast<float*>(start);
@@ -822,8 +818,8 @@ inline Params params_of(Call const& call) {
   p.delta = p.lse_log2 + space.rows * kLogSums;
   p.added = reinterpret_cast<int*>(p.delta + space.rows * kTileM);
   p.m_blocks = (p.seqlen_q + kTileM - 1) / kTileM, p.n_blocks = (p.seqlen_kv + kTileN - 1) / kTileN;
-  p.section = int(std::min<int64_t>(n[31], int64_t(p.batch) * p.heads_kv));
-  p.scale = float(call.scale), p.scale_log2 = p.scale * kLog2E;
+  p.section = int(std::min<int64_t>(n.section_heads, int64_t(p.batch) * p.heads_kv));
+  p.scale = float(scalars.scale), p.scale_log2 = p.scale * kLog2E;
   return p;
 }
 
@@ -831,32 +827,31 @@ inline Params params_of(Call const& call) {
 // host as much as the launches.
 inline Params const& parameters(Call const& call) {
   static thread_local std::vector<std::pair<Call, Params>> kept(16);
-  uintptr_t const mixed = reinterpret_cast<uintptr_t>(call.tensors[0]) ^ reinterpret_cast<uintptr_t>(call.tensors[6]) * 31;
+  uintptr_t const mixed = reinterpret_cast<uintptr_t>(call.tensors.query) ^ reinterpret_cast<uintptr_t>(call.tensors.grad_query) * 31;
   auto& [known, params] = kept[mixed * 0x9e3779b97f4a7c15u >> 60];
   if (!(known == call)) params = params_of(call), known = call;
   return params;
 }
 
-inline int launch(void* const* tensors, int64_t const* n, double const* scalars, void* workspace, cudaStream_t stream) {
-  if (n[31] < 1) return cudaErrorInvalidValue;
-  Call call;
-  std::copy_n(tensors, std::size(call.tensors), call.tensors);
-  std::copy_n(n, std::size(call.n), call.n);
-  call.scale = scalars[0];
-  call.workspace = workspace;
+inline int launch(Call const& call, cudaStream_t stream) {
+  Integers const& n = call.integers;
+  if (n.section_heads < 1) return cudaErrorInvalidValue;
   Params const& p = parameters(call);
   if (int e = prepare_device()) return e;
   int64_t const rows = Workspace(n).rows, blocks = int64_t(p.n_blocks) * p.batch * p.heads_kv;
-  if (int e = launch_one(prepare_rows<kernel_KERNEL_ID>, rows, kRowThreads, 0, n[30], p, stream)) return e;
+  if (int e = launch_one(prepare_rows<kernel_KERNEL_ID>, rows, kRowThreads, 0, n.pdl, p, stream)) return e;
   if (int e = launch_one(fused_attention_backward<kernel_KERNEL_ID>, blocks, kThreads, sizeof(Storage), true, p, stream)) return e;
   return launch_one(finish_rows<kernel_KERNEL_ID>, rows, 128 * kGroups, 0, true, p, stream);
 }
 }  // namespace k_KERNEL_ID
 
 extern "C" int tuner_KERNEL_ID_workspace(int64_t const* integers, int64_t* bytes) {
-  *bytes = k_KERNEL_ID::Workspace(integers).bytes;
+  using namespace k_KERNEL_ID;
+  *bytes = Workspace(view<Integers>(integers)).bytes;
   return 0;
 }
 extern "C" int tuner_KERNEL_ID_launch(void* const* tensors, int64_t const* integers, double const* scalars, void* workspace, void* stream) {
-  return k_KERNEL_ID::launch(tensors, integers, scalars, workspace, static_cast<cudaStream_t>(stream));
+  using namespace k_KERNEL_ID;
+  return k_KERNEL_ID::launch({view<Tensors>(tensors), view<Integers>(integers), view<Scalars>(scalars), workspace},
+                            static_cast<cudaStream_t>(stream));
 }

@@ -6,6 +6,7 @@
 #if !defined(__CUDA_ARCH__)
 #include "host_half.h"
 #endif
+#include "arguments.h"
 #include "cutlass/cutlass.h"
 #include "cutlass/device_kernel.h"
 #include "cutlass/numeric_types.h"
@@ -213,28 +214,33 @@ inline int hardware(int64_t sm_count, cutlass::KernelHardwareInfo& info) {
   return info.max_active_clusters > 0 ? 0 : status_code(cutlass::Status::kErrorInvalidProblem);
 }
 
-inline Kernel::Arguments arguments(void* const* tensors, const int64_t* integers, float alpha,
+using tuner::view;
+struct Tensors { void *a, *b, *d; };
+struct Integers { int64_t m, n, k, batch, lda, ldb, ldd, batch_a, batch_b, batch_d, max_swizzle_size, raster_order, decomposition_mode, splits, sm_count, pdl; };
+struct Scalars { double alpha; };
+
+inline Kernel::Arguments arguments(Tensors const& tensors, Integers const& call, Scalars const& scalars,
                                    cutlass::KernelHardwareInfo const& info) {
-  const bool batched = integers[3] > 1;
-  const int64_t batch_a = batched ? integers[7] : 0;
-  const int64_t batch_b = batched ? integers[8] : 0;
-  const int64_t batch_d = batched ? integers[9] : 0;
+  const bool batched = call.batch > 1;
+  const int64_t batch_a = batched ? call.batch_a : 0;
+  const int64_t batch_b = batched ? call.batch_b : 0;
+  const int64_t batch_d = batched ? call.batch_d : 0;
   Kernel::Arguments args{};
   args.mode = cutlass::gemm::GemmUniversalMode::kGemm;
-  args.problem_shape = cute::make_shape(static_cast<int>(integers[0]), static_cast<int>(integers[1]),
-                                        static_cast<int>(integers[2]), static_cast<int>(integers[3]));
-  args.mainloop.ptr_A = static_cast<Input const*>(tensors[0]);
-  args.mainloop.dA = cute::make_stride(integers[4], cute::_1{}, batch_a);
-  args.mainloop.ptr_B = static_cast<Input const*>(tensors[1]);
-  args.mainloop.dB = cute::make_stride(integers[5], cute::_1{}, batch_b);
-  args.epilogue.alpha = alpha;
-  args.epilogue.ptr_D = static_cast<Output*>(tensors[2]);
-  args.epilogue.dD = cute::make_stride(integers[6], cute::_1{}, batch_d);
+  args.problem_shape = cute::make_shape(static_cast<int>(call.m), static_cast<int>(call.n),
+                                        static_cast<int>(call.k), static_cast<int>(call.batch));
+  args.mainloop.ptr_A = static_cast<Input const*>(tensors.a);
+  args.mainloop.dA = cute::make_stride(call.lda, cute::_1{}, batch_a);
+  args.mainloop.ptr_B = static_cast<Input const*>(tensors.b);
+  args.mainloop.dB = cute::make_stride(call.ldb, cute::_1{}, batch_b);
+  args.epilogue.alpha = static_cast<float>(scalars.alpha);
+  args.epilogue.ptr_D = static_cast<Output*>(tensors.d);
+  args.epilogue.dD = cute::make_stride(call.ldd, cute::_1{}, batch_d);
   args.hw_info = info;
   using Raster = decltype(args.scheduler.raster_order);
-  args.scheduler.max_swizzle_size = static_cast<int>(integers[10]);
-  args.scheduler.raster_order = integers[11] == 1   ? Raster::AlongM
-                                : integers[11] == 2 ? Raster::AlongN
+  args.scheduler.max_swizzle_size = static_cast<int>(call.max_swizzle_size);
+  args.scheduler.raster_order = call.raster_order == 1   ? Raster::AlongM
+                                : call.raster_order == 2 ? Raster::AlongN
                                                     : Raster::Heuristic;
   return args;
 }
@@ -245,21 +251,21 @@ inline bool aligned(int64_t elements, int64_t width) {
   return bytes >= 0 && bytes % kTmaAlignment == 0 && bytes < (int64_t(1) << 40);
 }
 
-inline cutlass::Status check(const int64_t* integers) {
-  for (int i = 0; i < 4; ++i)
-    if (integers[i] < 1 || integers[i] > INT32_MAX) return cutlass::Status::kErrorInvalidProblem;
-  if (integers[10] < 1 || integers[11] < 0 || integers[11] > 2 || integers[12] < 0 ||
-      integers[12] > 3 || integers[13] < 1)
+inline cutlass::Status check(Integers const& call) {
+  for (int64_t extent : {call.m, call.n, call.k, call.batch})
+    if (extent < 1 || extent > INT32_MAX) return cutlass::Status::kErrorInvalidProblem;
+  if (call.max_swizzle_size < 1 || call.raster_order < 0 || call.raster_order > 2 ||
+      call.decomposition_mode < 0 || call.decomposition_mode > 3 || call.splits < 1)
     return cutlass::Status::kErrorInvalidProblem;
-  if (integers[1] % 64 != 0) return cutlass::Status::kErrorInvalidProblem;
-  const bool leading = aligned(integers[4], sizeof(Input)) && aligned(integers[5], sizeof(Input)) &&
-                       aligned(integers[6], sizeof(Output));
-  const bool batch = aligned(integers[7], sizeof(Input)) && aligned(integers[8], sizeof(Input)) &&
-                     aligned(integers[9], sizeof(Output));
-  if (!leading || (integers[3] > 1 && !batch)) return cutlass::Status::kErrorMisalignedOperand;
-  const bool fits = integers[4] >= integers[2] &&
-                    integers[5] >= integers[2] &&
-                    integers[6] >= integers[1] / 2;
+  if (call.n % 64 != 0) return cutlass::Status::kErrorInvalidProblem;
+  const bool leading = aligned(call.lda, sizeof(Input)) && aligned(call.ldb, sizeof(Input)) &&
+                       aligned(call.ldd, sizeof(Output));
+  const bool batch = aligned(call.batch_a, sizeof(Input)) && aligned(call.batch_b, sizeof(Input)) &&
+                     aligned(call.batch_d, sizeof(Output));
+  if (!leading || (call.batch > 1 && !batch)) return cutlass::Status::kErrorMisalignedOperand;
+  const bool fits = call.lda >= call.k &&
+                    call.ldb >= call.k &&
+                    call.ldd >= call.n / 2;
   return fits ? cutlass::Status::kSuccess : cutlass::Status::kErrorInvalidLayout;
 }
 
@@ -268,7 +274,8 @@ inline cutlass::Status check(const int64_t* integers) {
 extern "C" int tuner_golden_workspace(const int64_t* integers, int64_t* bytes) {
   using namespace k_golden;
   *bytes = 0;
-  if (cutlass::Status status = check(integers); status != cutlass::Status::kSuccess)
+  auto const& call = view<Integers>(integers);
+  if (cutlass::Status status = check(call); status != cutlass::Status::kSuccess)
     return status_code(status);
   return 0;
 }
@@ -276,16 +283,17 @@ extern "C" int tuner_golden_workspace(const int64_t* integers, int64_t* bytes) {
 extern "C" int tuner_golden_launch(void* const* tensors, const int64_t* integers,
                                      const double* scalars, void* workspace, void* stream) {
   using namespace k_golden;
-  for (int i = 0; i < 3; ++i)
+  for (size_t i = 0; i < sizeof(Tensors) / sizeof(void*); ++i)
     if (tensors[i] == nullptr || reinterpret_cast<uintptr_t>(tensors[i]) % kTmaAlignment != 0)
       return status_code(cutlass::Status::kErrorMisalignedOperand);
-  if (cutlass::Status status = check(integers); status != cutlass::Status::kSuccess)
+  auto const& call = view<Integers>(integers);
+  if (cutlass::Status status = check(call); status != cutlass::Status::kSuccess)
     return status_code(status);
   cutlass::KernelHardwareInfo info;
-  if (int code = hardware(integers[14], info)) return code;
-  Kernel::Arguments args = arguments(tensors, integers, static_cast<float>(scalars[0]), info);
+  if (int code = hardware(call.sm_count, info)) return code;
+  Kernel::Arguments args = arguments(view<Tensors>(tensors), call, view<Scalars>(scalars), info);
   if (!Kernel::can_implement(args)) return status_code(cutlass::Status::kInvalid);
-  bool pdl = integers[15] != 0;
+  bool pdl = call.pdl != 0;
   auto queue = static_cast<cudaStream_t>(stream);
   if (cutlass::Status status = Kernel::initialize_workspace(args, workspace, queue);
       status != cutlass::Status::kSuccess)

@@ -5,6 +5,8 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include "arguments.h"
+#include "pipeline.h"
 #include "ptx.h"
 
 namespace k_golden {
@@ -43,6 +45,8 @@ constexpr int kKnownDevices = 64;
 static_assert(kWarps % kKWarps == 0 && kThreads <= 1024, "k_warps divides warps, up to 1024 threads");
 static_assert(kStages >= 2, "a step is copied while another is used");
 
+enum NamedBarrier { kConsumersMeet = 1 };
+
 struct Params {
   const Input* a;
   const Input* b;
@@ -58,43 +62,8 @@ struct Params {
   float alpha, beta;
 };
 
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
-__device__ __forceinline__ uint4 load_shared(uint32_t from) {
-  uint4 v;
-  asm volatile("ld.shared.v4.b32 { %0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from));
-  return v;
-}
-
-// B is read once and leaves the caches to others.
-__device__ __forceinline__ uint64_t evict_first() {
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
-__device__ __forceinline__ void multiply(float (&d)[4], uint4 const& a, uint32_t b0, uint32_t b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-               "{ %0, %1, %2, %3}, { %4, %5, %6, %7}, { %8, %9}, { %0, %1, %2, %3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
-}
-
 // The warps that multiply, without the one that copies.
-__device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(kConsumers) : "memory"); }
-
-__device__ __forceinline__ void wait_for(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-      "@!p bra again;\n"
-      "}" ::"r"(barrier), "r"(parity) : "memory");
-}
+__device__ __forceinline__ void meet() { named_barrier(kConsumersMeet, kConsumers); }
 
 struct Lane {
   int row, column;  // of eight rows, and the first of eight elements among 32
@@ -137,13 +106,13 @@ template <class Weights>
 __device__ __forceinline__ void add_step(Params const& p, uint32_t a, Weights&& weights, Sums& sums) {
 #pragma unroll
   for (int piece = 0; piece < kPieces; ++piece) {
-    const uint4 first = load_shared(a + piece * kPieceK * 2);
-    const uint4 second = kWide ? load_shared(a + piece * kPieceK * 2 + 8 * p.pitch_a) : first;
+    const uint4 first = load_shared_words(a + piece * kPieceK * 2);
+    const uint4 second = kWide ? load_shared_words(a + piece * kPieceK * 2 + 8 * p.pitch_a) : first;
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) {
       const uint4 w = weights(tile, piece);
-      multiply(sums[tile][0], first, w.x, w.y);
-      multiply(sums[tile][1], second, w.z, w.w);
+      multiply_fp16(sums[tile][0], first, w.x, w.y);
+      multiply_fp16(sums[tile][1], second, w.z, w.w);
     }
   }
 }
@@ -191,8 +160,7 @@ __device__ __forceinline__ const Input* row_of(Params const& p, int row) {
 __device__ __forceinline__ void fetch_ahead(Params const& p) {
   const int bytes = 2 * min(p.lead, p.k);
   for (int row = threadIdx.x; row < kRows && bytes > 0; row += kThreads)
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(row_of(p, blockIdx.x * kRows + row)),
-                 "r"(bytes) : "memory");
+    fetch_bytes(row_of(p, blockIdx.x * kRows + row), bytes);
 }
 
 __device__ __forceinline__ void wait_for_kernel_in_front() {
@@ -206,7 +174,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) gemv_golden(const __gr
   char* const kept = shared + kRingBytes;
   float* parts = reinterpret_cast<float*>(kept + a_rows(p.m) * p.pitch_a);
   const int part_of_parts = kKWarps * p.m * kRows;
-  const uint64_t policy = evict_first();
+  const uint64_t policy = evict_first_policy();  // B is read once
   const Lane lane;
   // Rows beyond M read the last one.
   const uint32_t a = shared_address(kept) + (kWide ? lane.row : min(lane.row, p.m - 1)) * p.pitch_a +
@@ -217,10 +185,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) gemv_golden(const __gr
   __shared__ uint64_t full[kStages], free[kStages];
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(full + stage)));
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(free + stage)), "n"(kWarps));
+      init_barrier(shared_address(full + stage), 1);
+      init_barrier(shared_address(free + stage), kWarps);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barrier_init_fence();
   }
   __syncthreads();
   wait_for_kernel_in_front();
@@ -234,15 +202,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) gemv_golden(const __gr
         const uint32_t barrier = shared_address(full + stage);
         wait_for(shared_address(free + stage), phase ^ 1);  // the first time round it is
         const int bytes = 2 * min(kStepK, p.k - k);
-        if (threadIdx.x == kConsumers)
-          asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
-                       "r"(bytes * kRows) : "memory");
+        if (threadIdx.x == kConsumers) arrive_expecting(barrier, bytes * kRows);
         __syncwarp();
         for (int row = threadIdx.x - kConsumers; row < kRows; row += kWarp)
-          asm volatile(
-              "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-              "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(shared) + stage * kStageBytes + row * kPitch),
-              "l"(row_of(p, tile * kRows + row) + k), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+          copy_bytes(shared_address(shared) + stage * kStageBytes + row * kPitch, row_of(p, tile * kRows + row) + k, bytes,
+                     barrier, policy);
       }
     return;
   }
@@ -257,14 +221,13 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) gemv_golden(const __gr
       wait_for(shared_address(full + stage), phase);
       add_step(p, a + k * 2,
                [&](int i, int piece) {
-                 const uint4 w = load_shared(b + 8 * i * kPitch + piece * kPieceK * 2);
+                 const uint4 w = load_shared_words(b + 8 * i * kPitch + piece * kPieceK * 2);
                  // Beyond K is what was there before: not even zero times it is sure to be zero.
                  return whole || piece * kPieceK < left ? w : make_uint4(0, 0, 0, 0);
                }, sums);
       async_copy_fence();
       __syncwarp();
-      if (threadIdx.x % kWarp == 0)
-        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(free + stage)) : "memory");
+      if (threadIdx.x % kWarp == 0) arrive(shared_address(free + stage));
     }
     finish(p, lane, tile, parts + (parity ^= 1) * part_of_parts, sums);
   }
@@ -276,15 +239,19 @@ inline int64_t smem_bytes(int64_t m, int64_t k) {
   return kRingBytes + int64_t(a_rows(m)) * odd_pitch(padded(k) * 2) + 2 * 4 * kKWarps * m * kRows;
 }
 
-inline bool valid(const int64_t* integers) {
-  for (int i = 0; i < 4; ++i)
-    if (integers[i] < 1 || integers[i] > INT32_MAX) return false;
-  const int64_t m = integers[0], n = integers[1], k = integers[2], batch = integers[3];
+struct Tensors { void *a, *b, *d; };
+struct Integers { int64_t m, n, k, batch, lda, ldb, ldd, batch_a, batch_b, batch_d, persistent, pdl, lead; };
+struct Scalars { double alpha; };
+
+inline bool valid(Integers const& call) {
+  for (int64_t extent : {call.m, call.n, call.k, call.batch})
+    if (extent < 1 || extent > INT32_MAX) return false;
+  const int64_t m = call.m, n = call.n, k = call.k, batch = call.batch;
   if (m > kMaxM || k % 8 != 0 || k > kMaxSmem || batch > 65535 || smem_bytes(m, k) > kMaxSmem) return false;
-  if (integers[4] < k || integers[5] < k || integers[6] < n || integers[4] % 8 != 0 || integers[5] % 8 != 0)
+  if (call.lda < k || call.ldb < k || call.ldd < n || call.lda % 8 != 0 || call.ldb % 8 != 0)
     return false;
-  return (batch == 1 || (integers[7] % 8 == 0 && integers[8] % 8 == 0)) && integers[12] >= 0 &&
-         integers[12] % 8 == 0 && integers[12] <= INT32_MAX;
+  return (batch == 1 || (call.batch_a % 8 == 0 && call.batch_b % 8 == 0)) && call.lead >= 0 &&
+         call.lead % 8 == 0 && call.lead <= INT32_MAX;
 }
 
 // Multiprocessors, and all of their shared memory for this kernel; asked for once a device.
@@ -305,45 +272,46 @@ inline cudaError_t prepare(int* multiprocessors) {
   return error;
 }
 
-inline cudaError_t launch(void* const* tensors, const int64_t* integers, const double* scalars,
+inline cudaError_t launch(Tensors const& tensors, Integers const& call, Scalars const& scalars,
                           cudaStream_t stream) {
-  if (!valid(integers)) return cudaErrorInvalidValue;
-  for (int i = 0; i < 3; ++i)
-    if (tensors[i] == nullptr || (i < 2 && reinterpret_cast<uintptr_t>(tensors[i]) % 16 != 0))
-      return cudaErrorMisalignedAddress;
+  if (!valid(call)) return cudaErrorInvalidValue;
+  for (const void* tensor : {tensors.a, tensors.b, tensors.d})
+    if (tensor == nullptr) return cudaErrorMisalignedAddress;
+  if ((reinterpret_cast<uintptr_t>(tensors.a) | reinterpret_cast<uintptr_t>(tensors.b)) % 16 != 0)
+    return cudaErrorMisalignedAddress;
   int multiprocessors = 0;
   if (cudaError_t error = prepare(&multiprocessors); error != cudaSuccess) return error;
-  const bool batched = integers[3] > 1;
+  const bool batched = call.batch > 1;
   Params p{};
-  p.a = static_cast<const Input*>(tensors[0]);
-  p.b = static_cast<const Input*>(tensors[1]);
-  p.d = static_cast<Output*>(tensors[2]);
-  p.m = static_cast<int>(integers[0]);
-  p.n = static_cast<int>(integers[1]);
-  p.k = static_cast<int>(integers[2]);
+  p.a = static_cast<const Input*>(tensors.a);
+  p.b = static_cast<const Input*>(tensors.b);
+  p.d = static_cast<Output*>(tensors.d);
+  p.m = static_cast<int>(call.m);
+  p.n = static_cast<int>(call.n);
+  p.k = static_cast<int>(call.k);
   p.tiles = (p.n - 1) / kRows + 1;
   p.padded_k = padded(p.k);
   p.pitch_a = odd_pitch(p.padded_k * 2);
-  p.lead = integers[11] != 0 ? static_cast<int>(integers[12]) : 0;
-  p.lda = integers[4];
-  p.ldb = integers[5];
-  p.ldd = integers[6];
-  p.batch_a = batched ? integers[7] : 0;
-  p.batch_b = batched ? integers[8] : 0;
-  p.batch_d = batched ? integers[9] : 0;
-  p.alpha = static_cast<float>(scalars[0]);
+  p.lead = call.pdl != 0 ? static_cast<int>(call.lead) : 0;
+  p.lda = call.lda;
+  p.ldb = call.ldb;
+  p.ldd = call.ldd;
+  p.batch_a = batched ? call.batch_a : 0;
+  p.batch_b = batched ? call.batch_b : 0;
+  p.batch_d = batched ? call.batch_d : 0;
+  p.alpha = static_cast<float>(scalars.alpha);
   const int resident = multiprocessors * kBlocksPerSm;
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(integers[10] != 0 && p.tiles > resident ? resident : p.tiles,
-                        static_cast<unsigned>(integers[3]));
+  config.gridDim = dim3(call.persistent != 0 && p.tiles > resident ? resident : p.tiles,
+                        static_cast<unsigned>(call.batch));
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = static_cast<size_t>(smem_bytes(p.m, p.k));
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = integers[11] != 0 ? 1 : 0;
+  config.numAttrs = call.pdl != 0 ? 1 : 0;
   return cudaLaunchKernelEx(&config, gemv_golden, p);
 }
 
@@ -351,11 +319,13 @@ inline cudaError_t launch(void* const* tensors, const int64_t* integers, const d
 
 extern "C" int tuner_golden_workspace(const int64_t* integers, int64_t* bytes) {
   *bytes = 0;
-  return k_golden::valid(integers) ? 0 : static_cast<int>(cudaErrorInvalidValue);
+  using namespace k_golden;
+  return valid(view<Integers>(integers)) ? 0 : static_cast<int>(cudaErrorInvalidValue);
 }
 
 extern "C" int tuner_golden_launch(void* const* tensors, const int64_t* integers,
                                      const double* scalars, void*, void* stream) {
-  return static_cast<int>(
-      k_golden::launch(tensors, integers, scalars, static_cast<cudaStream_t>(stream)));
+  using namespace k_golden;
+  return static_cast<int>(k_golden::launch(view<Tensors>(tensors), view<Integers>(integers), view<Scalars>(scalars),
+                                             static_cast<cudaStream_t>(stream)));
 }

@@ -10,6 +10,8 @@
 #include "cutlass/gemm/collective/collective_builder.hpp"
 #include "cutlass/gemm/kernel/gemm_universal.hpp"
 
+#include "arguments.h"
+
 namespace k_golden {
 
 using Element = cutlass::bfloat16_t;
@@ -234,32 +236,36 @@ inline int hardware(int64_t sm_count, cutlass::KernelHardwareInfo& info) {
   return info.max_active_clusters > 0 ? 0 : status_code(cutlass::Status::kErrorInvalidProblem);
 }
 
-inline Kernel::Arguments arguments(void* const* tensors, const int64_t* integers, float alpha,
+using tuner::view;
+struct Tensors { void *a, *b, *offsets, *d; };
+struct Integers { int64_t m, n, k, groups, raster_order, sm_count; };
+struct Scalars { double alpha; };
+
+inline Kernel::Arguments arguments(Tensors const& tensors, Integers const& call, Scalars const& scalars,
                                    cutlass::KernelHardwareInfo const& info) {
   Kernel::Arguments args{};
   args.mode = cutlass::gemm::GemmUniversalMode::kGrouped;
-  args.problem_shape = {static_cast<int>(integers[3]), static_cast<int>(integers[0]),
-                        static_cast<int>(integers[1]), static_cast<int>(integers[2]),
-                        static_cast<int const*>(tensors[2])};
-  args.mainloop.a = static_cast<Element const*>(tensors[0]);
-  args.mainloop.b = static_cast<Element const*>(tensors[1]);
-  args.epilogue.d = static_cast<Element*>(tensors[3]);
+  args.problem_shape = {static_cast<int>(call.groups), static_cast<int>(call.m), static_cast<int>(call.n),
+                        static_cast<int>(call.k), static_cast<int const*>(tensors.offsets)};
+  args.mainloop.a = static_cast<Element const*>(tensors.a);
+  args.mainloop.b = static_cast<Element const*>(tensors.b);
+  args.epilogue.d = static_cast<Element*>(tensors.d);
   // An address for the descriptor that the device completes: never used, but it must be aligned.
-  args.epilogue.ptr_D = reinterpret_cast<Element**>(tensors[3]);
-  args.epilogue.thread.alpha = alpha;
+  args.epilogue.ptr_D = static_cast<Element**>(tensors.d);
+  args.epilogue.thread.alpha = static_cast<float>(scalars.alpha);
   args.epilogue.thread.beta = 0.0f;
   args.hw_info = info;
   using Raster = decltype(args.scheduler.raster_order);
-  args.scheduler.raster_order = integers[4] == 1 ? Raster::AlongM : Raster::AlongN;
+  args.scheduler.raster_order = call.raster_order == 1 ? Raster::AlongM : Raster::AlongN;
   return args;
 }
 
-inline cutlass::Status check(const int64_t* integers) {
-  for (int i = 0; i < 4; ++i)
-    if (integers[i] < 1 || integers[i] > INT32_MAX) return cutlass::Status::kErrorInvalidProblem;
-  if (integers[1] * integers[3] > INT32_MAX || integers[4] < 1 || integers[4] > 2)
+inline cutlass::Status check(Integers const& call) {
+  for (int64_t extent : {call.m, call.n, call.k, call.groups})
+    if (extent < 1 || extent > INT32_MAX) return cutlass::Status::kErrorInvalidProblem;
+  if (call.n * call.groups > INT32_MAX || call.raster_order < 1 || call.raster_order > 2)
     return cutlass::Status::kErrorInvalidProblem;
-  const bool aligned = integers[1] % kAlignment == 0 && integers[2] % kAlignment == 0;
+  const bool aligned = call.n % kAlignment == 0 && call.k % kAlignment == 0;
   return aligned ? cutlass::Status::kSuccess : cutlass::Status::kErrorMisalignedOperand;
 }
 
@@ -268,28 +274,32 @@ inline cutlass::Status check(const int64_t* integers) {
 extern "C" int tuner_golden_workspace(const int64_t* integers, int64_t* bytes) {
   using namespace k_golden;
   *bytes = 0;
-  if (cutlass::Status status = check(integers); status != cutlass::Status::kSuccess)
+  auto const& call = view<Integers>(integers);
+  if (cutlass::Status status = check(call); status != cutlass::Status::kSuccess)
     return status_code(status);
   cutlass::KernelHardwareInfo info;
-  if (int code = hardware(integers[5], info)) return code;
-  void* const none[4] = {};
-  *bytes = static_cast<int64_t>(Kernel::get_workspace_size(arguments(none, integers, 1.0f, info)));
+  if (int code = hardware(call.sm_count, info)) return code;
+  *bytes = static_cast<int64_t>(Kernel::get_workspace_size(arguments(Tensors{}, call, Scalars{}, info)));
   return 0;
 }
 
 extern "C" int tuner_golden_launch(void* const* tensors, const int64_t* integers,
                                      const double* scalars, void* workspace, void* stream) {
   using namespace k_golden;
-  for (int i = 0; i < 4; ++i)
-    if (tensors[i] == nullptr ||
-        reinterpret_cast<uintptr_t>(tensors[i]) % (i == 2 ? sizeof(int) : kTmaAlignment) != 0)
-      return status_code(cutlass::Status::kErrorMisalignedOperand);
-  if (cutlass::Status status = check(integers); status != cutlass::Status::kSuccess)
+  auto const& operands = view<Tensors>(tensors);
+  auto const misses = [](void* tensor, int64_t alignment) {
+    return tensor == nullptr || reinterpret_cast<uintptr_t>(tensor) % alignment != 0;
+  };
+  if (misses(operands.a, kTmaAlignment) || misses(operands.b, kTmaAlignment) ||
+      misses(operands.offsets, sizeof(int)) || misses(operands.d, kTmaAlignment))
+    return status_code(cutlass::Status::kErrorMisalignedOperand);
+  auto const& call = view<Integers>(integers);
+  if (cutlass::Status status = check(call); status != cutlass::Status::kSuccess)
     return status_code(status);
   if (workspace == nullptr) return status_code(cutlass::Status::kErrorWorkspaceNull);
   cutlass::KernelHardwareInfo info;
-  if (int code = hardware(integers[5], info)) return code;
-  Kernel::Arguments args = arguments(tensors, integers, static_cast<float>(scalars[0]), info);
+  if (int code = hardware(call.sm_count, info)) return code;
+  Kernel::Arguments args = arguments(operands, call, view<Scalars>(scalars), info);
   if (!Kernel::can_implement(args)) return status_code(cutlass::Status::kInvalid);
   Kernel::Params const params = Kernel::to_underlying_arguments(args, workspace);
   cudaLaunchAttribute cluster{};

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include "arguments.h"
 #include "ptx.h"
 
 namespace k_golden {
@@ -69,13 +70,7 @@ constexpr float kLowest = -FLT_MAX;
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 
 __device__ __forceinline__ uint32_t pack(float low, float high) {
-  uint32_t both;
-  if constexpr (kBfloat16) {
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-  } else {
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-  }
-  return both;
+  return kBfloat16 ? packed_bf16(low, high) : packed_fp16(low, high);
 }
 
 __device__ __forceinline__ float lanes_max(float x, unsigned lanes) {
@@ -301,45 +296,49 @@ __global__ void __launch_bounds__(kBlock) softmax_golden(const Params params) {
   }
 }
 
-inline bool valid(void* const* tensors, const int64_t* integers) {
-  const int64_t rows = integers[0], cols = integers[1];
-  if (rows < 1 || rows > INT32_MAX || cols < 1 || cols > kMaxCols) return false;
-  if (kPasses == 1 && cols > kTile) return false;
-  const int64_t widths[2] = {sizeof(float), sizeof(uint16_t)};
-  for (int i = 0; i < 2; ++i) {
-    const int64_t stride = integers[2 + i];
-    const int64_t bytes = kVector * widths[i] < 16 ? kVector * widths[i] : 16;
-    if (stride < cols || stride % kVector != 0 || tensors[i] == nullptr ||
-        reinterpret_cast<uintptr_t>(tensors[i]) % bytes != 0)
-      return false;
-  }
-  if (tensors[0] == tensors[1] && integers[3] != 2 * integers[2]) return false;
-  return !kCausal || (integers[4] >= 1 && integers[4] <= INT32_MAX);
+struct Tensors { void *scores, *probabilities; };
+struct Integers { int64_t rows, cols, stride_scores, stride_probabilities, query_rows, pdl; };
+struct Scalars { double scale, factor; };
+
+// A matrix of `width` bytes an element, that rows of `cols` and whole vectors fit.
+inline bool fits(const void* matrix, int64_t width, int64_t stride, int64_t cols) {
+  const int64_t bytes = kVector * width < 16 ? kVector * width : 16;
+  return stride >= cols && stride % kVector == 0 && matrix != nullptr && reinterpret_cast<uintptr_t>(matrix) % bytes == 0;
 }
 
-inline cudaError_t launch(void* const* tensors, const int64_t* integers, const double* scalars,
+inline bool valid(Tensors const& tensors, Integers const& call) {
+  if (call.rows < 1 || call.rows > INT32_MAX || call.cols < 1 || call.cols > kMaxCols) return false;
+  if (kPasses == 1 && call.cols > kTile) return false;
+  if (!fits(tensors.scores, sizeof(float), call.stride_scores, call.cols) ||
+      !fits(tensors.probabilities, sizeof(uint16_t), call.stride_probabilities, call.cols))
+    return false;
+  if (tensors.scores == tensors.probabilities && call.stride_probabilities != 2 * call.stride_scores) return false;
+  return !kCausal || (call.query_rows >= 1 && call.query_rows <= INT32_MAX);
+}
+
+inline cudaError_t launch(Tensors const& tensors, Integers const& call, Scalars const& scalars,
                           cudaStream_t stream) {
-  if (!valid(tensors, integers)) return cudaErrorInvalidValue;
+  if (!valid(tensors, call)) return cudaErrorInvalidValue;
   Params params{};
-  params.scores = static_cast<const float*>(tensors[0]);
-  params.probabilities = static_cast<uint16_t*>(tensors[1]);
-  params.rows = static_cast<int>(integers[0]);
-  params.cols = static_cast<int>(integers[1]);
-  params.stride_scores = integers[2];
-  params.stride_probabilities = integers[3];
-  params.query_rows = static_cast<int>(integers[4]);
-  params.overlaid = tensors[0] == tensors[1];
-  params.scale_log2 = static_cast<float>(scalars[0] * kLog2E);
-  params.factor = static_cast<float>(scalars[1]);
+  params.scores = static_cast<const float*>(tensors.scores);
+  params.probabilities = static_cast<uint16_t*>(tensors.probabilities);
+  params.rows = static_cast<int>(call.rows);
+  params.cols = static_cast<int>(call.cols);
+  params.stride_scores = call.stride_scores;
+  params.stride_probabilities = call.stride_probabilities;
+  params.query_rows = static_cast<int>(call.query_rows);
+  params.overlaid = tensors.scores == tensors.probabilities;
+  params.scale_log2 = static_cast<float>(scalars.scale * kLog2E);
+  params.factor = static_cast<float>(scalars.factor);
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>((integers[0] + kRowsPerBlock - 1) / kRowsPerBlock));
+  config.gridDim = dim3(static_cast<unsigned>((call.rows + kRowsPerBlock - 1) / kRowsPerBlock));
   config.blockDim = dim3(kBlock);
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = integers[5] != 0 ? 1 : 0;
+  config.numAttrs = call.pdl != 0 ? 1 : 0;
   return cudaLaunchKernelEx(&config, softmax_golden, params);
 }
 
@@ -352,6 +351,7 @@ extern "C" int tuner_golden_workspace(const int64_t*, int64_t* bytes) {
 
 extern "C" int tuner_golden_launch(void* const* tensors, const int64_t* integers,
                                      const double* scalars, void*, void* stream) {
-  return static_cast<int>(
-      k_golden::launch(tensors, integers, scalars, static_cast<cudaStream_t>(stream)));
+  using namespace k_golden;
+  return static_cast<int>(k_golden::launch(view<Tensors>(tensors), view<Integers>(integers), view<Scalars>(scalars),
+                                             static_cast<cudaStream_t>(stream)));
 }

@@ -11,6 +11,9 @@
 namespace k_golden {
 using namespace cute;
 using namespace tuner;
+struct Tensors { void *probabilities, *statistics, *value, *out, *lse; };
+struct Integers { int64_t batch, heads_q, heads_kv, seqlen_q, seqlen_kv, head_dim, first_head, head_count, first_row, row_count, pdl, value_batch, value_head, value_row, out_batch, out_head, out_row; };
+struct Scalars { double maximum_scale; };
 using Element = cutlass::half_t;
 constexpr int kTileN = 128, kColumns = 64, kGroups = 2, kStages = 4;
 constexpr int kBlocksPerSm = 1, kThreads = 128 * (kGroups + 1), kRows = 64;
@@ -47,10 +50,10 @@ struct Part {
   int first_head, head_count, first_block, blocks, tiles;
 
   Part() = default;
-  explicit Part(int64_t const* n)
-      : batch(n[0]), heads(n[1]), heads_kv(n[2]), seqlen_q(n[3]), seqlen_kv(n[4]), head_dim(n[5]),
-        first_head(n[6]), head_count(n[7]), first_block(n[8] / kRows), blocks((n[9] + kRows - 1) / kRows),
-        tiles((n[4] + kTileN - 1) / kTileN) {}
+  explicit Part(Integers const& n)
+      : batch(n.batch), heads(n.heads_q), heads_kv(n.heads_kv), seqlen_q(n.seqlen_q), seqlen_kv(n.seqlen_kv),
+        head_dim(n.head_dim), first_head(n.first_head), head_count(n.head_count), first_block(n.first_row / kRows),
+        blocks((n.row_count + kRows - 1) / kRows), tiles((n.seqlen_kv + kTileN - 1) / kTileN) {}
 
   // Tiles of keys that some row of a block of the launch sees; none beyond its last block.
   CUTE_DEVICE int tiles_of(int block) const {
@@ -304,21 +307,22 @@ struct kernel_golden {
   }
 };
 
-inline Params params_of(void* const* tensors, int64_t const* n, double const* scalars) {
+inline Params params_of(Tensors const& tensors, Integers const& n, Scalars const& scalars) {
   Params p;
   static_cast<Part&>(p) = Part(n);
   p.v = make_tma_copy(SM90_TMA_LOAD{},
-                      global_tensor(static_cast<Element const*>(tensors[2]), p.seqlen_kv, n[13], p.head_dim, p.heads_kv, p.batch, n[12], n[11]),
+                      global_tensor(static_cast<Element const*>(tensors.value), p.seqlen_kv, n.value_row, p.head_dim, p.heads_kv,
+                                    p.batch, n.value_head, n.value_batch),
                       SmemLayoutKV{}(_, _, 0), Shape<Int<kTileN>, Int<kColumns>>{}, _1{});
-  p.probabilities = static_cast<Element const*>(tensors[0]);
-  p.statistics = static_cast<float2 const*>(tensors[1]);
-  p.maximum_scale = float(scalars[0]);
-  p.out = static_cast<Element*>(tensors[3]);
-  p.out_batch = n[14], p.out_head = n[15], p.out_row = n[16];
-  p.lse = static_cast<float*>(tensors[4]);
+  p.probabilities = static_cast<Element const*>(tensors.probabilities);
+  p.statistics = static_cast<float2 const*>(tensors.statistics);
+  p.maximum_scale = float(scalars.maximum_scale);
+  p.out = static_cast<Element*>(tensors.out);
+  p.out_batch = n.out_batch, p.out_head = n.out_head, p.out_row = n.out_row;
+  p.lse = static_cast<float*>(tensors.lse);
   return p;
 }
-inline int depth(Params const& p, int64_t const*) { return (p.head_dim + kColumns - 1) / kColumns; }
+inline int depth(Params const& p, Integers const&) { return (p.head_dim + kColumns - 1) / kColumns; }
 
 static_assert(sizeof(Storage) == 201728, "shared memory is not what the family counts");
 template <class Kernel>
@@ -337,7 +341,7 @@ inline int prepare() {
   return 0;
 }
 
-inline int launch(void* const* tensors, int64_t const* n, double const* scalars, cudaStream_t stream) {
+inline int launch(Tensors const& tensors, Integers const& n, Scalars const& scalars, cudaStream_t stream) {
   Params const p = params_of(tensors, n, scalars);
   if (int e = prepare()) return e;
   cudaLaunchAttribute dependent;
@@ -346,7 +350,7 @@ inline int launch(void* const* tensors, int64_t const* n, double const* scalars,
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(p.head_count, (p.blocks + kGroups - 1) / kGroups, depth(p, n));
   config.blockDim = dim3(kThreads), config.dynamicSmemBytes = sizeof(Storage), config.stream = stream;
-  config.attrs = &dependent, config.numAttrs = n[10] ? 1 : 0;
+  config.attrs = &dependent, config.numAttrs = n.pdl ? 1 : 0;
   return cudaLaunchKernelEx(&config, two_kernel_output<kernel_golden>, p);
 }
 }  // namespace k_golden
@@ -356,5 +360,7 @@ extern "C" int tuner_golden_workspace(int64_t const*, int64_t* bytes) {
   return 0;
 }
 extern "C" int tuner_golden_launch(void* const* tensors, int64_t const* integers, double const* scalars, void*, void* stream) {
-  return k_golden::launch(tensors, integers, scalars, static_cast<cudaStream_t>(stream));
+  using namespace k_golden;
+  return k_golden::launch(view<Tensors>(tensors), view<Integers>(integers), view<Scalars>(scalars),
+                            static_cast<cudaStream_t>(stream));
 }

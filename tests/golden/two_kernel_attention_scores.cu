@@ -11,6 +11,9 @@
 namespace k_golden {
 using namespace cute;
 using namespace tuner;
+struct Tensors { void *query, *key, *probabilities, *statistics, *bias, *slopes; };
+struct Integers { int64_t batch, heads_q, heads_kv, seqlen_q, seqlen_kv, head_dim, first_head, head_count, first_row, row_count, pdl, query_batch, query_head, query_row, key_batch, key_head, key_row, splits, bias_batch, bias_head, bias_row; };
+struct Scalars { double scale, softcap; };
 using Element = cutlass::half_t;
 constexpr int kTileN = 128, kColumns = 64, kGroups = 2, kStages = 3;
 constexpr int kBlocksPerSm = 1, kThreads = 128 * (kGroups + 1), kRows = 64;
@@ -47,10 +50,10 @@ struct Part {
   int first_head, head_count, first_block, blocks, tiles;
 
   Part() = default;
-  explicit Part(int64_t const* n)
-      : batch(n[0]), heads(n[1]), heads_kv(n[2]), seqlen_q(n[3]), seqlen_kv(n[4]), head_dim(n[5]),
-        first_head(n[6]), head_count(n[7]), first_block(n[8] / kRows), blocks((n[9] + kRows - 1) / kRows),
-        tiles((n[4] + kTileN - 1) / kTileN) {}
+  explicit Part(Integers const& n)
+      : batch(n.batch), heads(n.heads_q), heads_kv(n.heads_kv), seqlen_q(n.seqlen_q), seqlen_kv(n.seqlen_kv),
+        head_dim(n.head_dim), first_head(n.first_head), head_count(n.head_count), first_block(n.first_row / kRows),
+        blocks((n.row_count + kRows - 1) / kRows), tiles((n.seqlen_kv + kTileN - 1) / kTileN) {}
 
   // Tiles of keys that some row of a block of the launch sees; none beyond its last block.
   CUTE_DEVICE int tiles_of(int block) const {
@@ -164,8 +167,8 @@ struct Modifiers {
         CUTE_UNROLL
         for (int r = 0; r < 2; ++r) {
           auto& word = held[i][r];
-          asm volatile("ld.global.L1::no_allocate.v4.b32 { %0, %1, %2, %3 }, [%4];"
-                       : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3]) : "l"(bias[r] + first + 32 * i));
+          uint4 const four = load_once(bias[r] + first + 32 * i);
+          word[0] = four.x, word[1] = four.y, word[2] = four.z, word[3] = four.w;
         }
       }
       return;
@@ -295,7 +298,7 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Work const& w) {
       }
     }
     // The image that was filled two tiles ago has left.
-    if (lane == 0) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kImages - 1) : "memory");
+    if (lane == 0) tma_store_wait<kImages - 1>();
     __syncwarp();
     Element* const image = images + parity * kImage;
     parity ^= 1;
@@ -315,7 +318,7 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Work const& w) {
       Element* const octets = image + matrix_row + j / 8 * (kRows * 64) + unit * 8;
       SM90_U32x4_STSM_N::copy(word[0], word[1], word[2], word[3], *reinterpret_cast<uint128_t*>(octets));
     }
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    async_copy_fence();
     __syncwarp();
     if (lane == 0) {
       CUTE_UNROLL
@@ -323,7 +326,7 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Work const& w) {
         int const offset = i * kRows * 64;
         SM90_BULK_COPY_S2G::copy(image + warp_row * 64 + offset, target + int64_t(n) * kImage + offset, 16 * 128);
       }
-      asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+      copies_commit();
     }
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
@@ -364,7 +367,7 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Work const& w) {
       break;
     }
   }
-  if (lane == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  if (lane == 0) copies_read();
 }
 
 #endif
@@ -399,28 +402,28 @@ struct kernel_golden {
   }
 };
 
-inline Params params_of(void* const* tensors, int64_t const* n, double const* scalars) {
+inline Params params_of(Tensors const& tensors, Integers const& n, Scalars const& scalars) {
   Params p;
   static_cast<Part&>(p) = Part(n);
-  auto data = [&](int index) { return static_cast<Element const*>(tensors[index]); };
-  p.q = make_tma_copy(SM90_TMA_LOAD{}, global_tensor(data(0), p.seqlen_q, n[13], p.head_dim, p.heads, p.batch, n[12], n[11]),
+  auto elements = [](void* tensor) { return static_cast<Element const*>(tensor); };
+  p.q = make_tma_copy(SM90_TMA_LOAD{}, global_tensor(elements(tensors.query), p.seqlen_q, n.query_row, p.head_dim, p.heads, p.batch, n.query_head, n.query_batch),
                       SmemLayoutQ{}(_, _, 0), Shape<Int<kRows>, Int<kColumns>>{}, _1{});
-  p.k = make_tma_copy(SM90_TMA_LOAD{}, global_tensor(data(1), p.seqlen_kv, n[16], p.head_dim, p.heads_kv, p.batch, n[15], n[14]),
+  p.k = make_tma_copy(SM90_TMA_LOAD{}, global_tensor(elements(tensors.key), p.seqlen_kv, n.key_row, p.head_dim, p.heads_kv, p.batch, n.key_head, n.key_batch),
                       SmemLayoutKV{}(_, _, 0), Shape<Int<kTileN>, Int<kColumns>>{}, _1{});
-  p.probabilities = static_cast<Element*>(tensors[2]);
-  p.statistics = static_cast<float2*>(tensors[3]);
-  p.scale_log2 = float(scalars[0]) * kLog2E;
+  p.probabilities = static_cast<Element*>(tensors.probabilities);
+  p.statistics = static_cast<float2*>(tensors.statistics);
+  p.scale_log2 = float(scalars.scale) * kLog2E;
   // The kernel's scores are tanh(..), in [-1, 1]; tanh(x) = 2 / (1 + exp(-2 x)) - 1.
-  p.scale_log2 = float(scalars[1]) * kLog2E;
-  p.cap_log2 = float(-2 * scalars[0] / scalars[1]) * kLog2E;
-  p.bias = data(4);
-  p.bias_batch = n[18], p.bias_head = n[19], p.bias_row = n[20];
+  p.scale_log2 = float(scalars.softcap) * kLog2E;
+  p.cap_log2 = float(-2 * scalars.scale / scalars.softcap) * kLog2E;
+  p.bias = elements(tensors.bias);
+  p.bias_batch = n.bias_batch, p.bias_head = n.bias_head, p.bias_row = n.bias_row;
   int64_t const steps = p.bias_batch | p.bias_head | p.bias_row;  // elements; 8 of them are 16 bytes
   p.is_bias_aligned = reinterpret_cast<uintptr_t>(p.bias) % 16 == 0 && steps % 8 == 0;
-  p.slopes = static_cast<float const*>(tensors[5]);
+  p.slopes = static_cast<float const*>(tensors.slopes);
   return p;
 }
-inline int depth(Params const&, int64_t const* n) { return n[17]; }
+inline int depth(Params const&, Integers const& n) { return n.splits; }
 
 static_assert(sizeof(Storage) == 132096, "shared memory is not what the family counts");
 template <class Kernel>
@@ -439,7 +442,7 @@ inline int prepare() {
   return 0;
 }
 
-inline int launch(void* const* tensors, int64_t const* n, double const* scalars, cudaStream_t stream) {
+inline int launch(Tensors const& tensors, Integers const& n, Scalars const& scalars, cudaStream_t stream) {
   Params const p = params_of(tensors, n, scalars);
   if (int e = prepare()) return e;
   cudaLaunchAttribute dependent;
@@ -448,7 +451,7 @@ inline int launch(void* const* tensors, int64_t const* n, double const* scalars,
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(p.head_count, (p.blocks + kGroups - 1) / kGroups, depth(p, n));
   config.blockDim = dim3(kThreads), config.dynamicSmemBytes = sizeof(Storage), config.stream = stream;
-  config.attrs = &dependent, config.numAttrs = n[10] ? 1 : 0;
+  config.attrs = &dependent, config.numAttrs = n.pdl ? 1 : 0;
   return cudaLaunchKernelEx(&config, two_kernel_scores<kernel_golden>, p);
 }
 }  // namespace k_golden
@@ -458,5 +461,7 @@ extern "C" int tuner_golden_workspace(int64_t const*, int64_t* bytes) {
   return 0;
 }
 extern "C" int tuner_golden_launch(void* const* tensors, int64_t const* integers, double const* scalars, void*, void* stream) {
-  return k_golden::launch(tensors, integers, scalars, static_cast<cudaStream_t>(stream));
+  using namespace k_golden;
+  return k_golden::launch(view<Tensors>(tensors), view<Integers>(integers), view<Scalars>(scalars),
+                            static_cast<cudaStream_t>(stream));
 }

@@ -12,7 +12,8 @@ from gate_fakes import FakeDevice, FakeKernel
 from tuner.measure.gate import Gate
 from tuner.measure.gate import chunks as module
 from tuner.measure.gate.chunks import CHUNKS, ROWS, chunks_of, is_sampled
-from tuner.measure.gate.kernels import DTYPES, Command, attention_integers
+from tuner.measure.gate.commands import COMMANDS, Command
+from tuner.measure.gate.kernels import DTYPES, attention_integers
 from tuner.measure.tolerance import OutputComparison
 from tuner.measurement import Status
 from tuner.problem import AttentionProblem, GemmProblem, Operand
@@ -71,13 +72,13 @@ def test_a_chunk_is_computed_as_the_whole_is(text: str) -> None:
     chance = np.random.default_rng(0)
     memory = {o.name: chance.standard_normal(o.elements) for o in problem.matrices[:3]}
     whole = np.full(problem.output.elements, np.nan)
-    integers = [*attention_integers(problem, 4), *problem.visible, 0, 0, 0]
+    integers = [*attention_integers(problem, 4).values(), *problem.visible, 0, 0, 0]
     attention(memory, [0, 0, 0], integers, whole, 0)
     seen = np.zeros(whole.size, bool)
     for one in chunks_of(problem, "random", 1):
         shifts, part = one.shifts(problem), np.full(whole.size, np.nan)
         at = [shifts[name] for name in ("query", "key", "value")]
-        attention(memory, at, one.integers(problem), part, shifts["out"])
+        attention(memory, at, [*one.integers(problem).values()], part, shifts["out"])
         inside = slice(shifts["out"], shifts["out"] + one.output(problem).elements)
         assert np.allclose(part[inside], whole[inside])
         assert np.isnan(np.delete(part, np.arange(inside.start, inside.stop))).all()
@@ -135,7 +136,9 @@ class TestGate:
         out = ATTENTION.output.name
         for one, (tensors, integers) in zip(drawn, given, strict=True):
             shifts = one.shifts(ATTENTION)
-            assert integers == [4, DTYPES[ATTENTION.dtype], *one.integers(ATTENTION)]
+            names = COMMANDS[Command.ATTENTION].integers
+            wanted = one.integers(ATTENTION) | {"command": 4, "dtype": DTYPES[ATTENTION.dtype]}
+            assert dict(zip(names, integers, strict=True)) == wanted
             assert len(integers) == 25 and len(tensors) == 12
             assert tensors[0] == made.pointers["query"] + 2 * shifts["query"]
             assert tensors[3] == made.reference("random") + 4 * shifts[out]
@@ -165,4 +168,4 @@ class TestGate:
         made.open(ATTENTION, 7)
         made.load("random")
         [integers] = [n for _, n in kernel.given if n[0] == Command.ATTENTION]
-        assert integers[2:8] == attention_integers(ATTENTION, 4)[:6]
+        assert list(integers[2:8]) == [*attention_integers(ATTENTION, 4).values()][:6]

@@ -15,10 +15,13 @@ import pytest
 from gate_fakes import FakeDevice, FakeKernel
 
 from tuner.base import resources
+from tuner.compile.render import render
 from tuner.errors import BenchmarkError, GateError
 from tuner.measure import block_masks, pages
 from tuner.measure.device import Pool
-from tuner.measure.gate import Gate, inputs, kernels
+from tuner.measure.gate import REFERENCE, Gate, inputs, kernels
+from tuner.measure.gate.commands import COMMANDS as DECLARED
+from tuner.measure.gate.commands import Command
 from tuner.measure.gate.inputs import KINDS, border_columns, kinds_of, scale_of
 from tuner.measure.gate.kernels import POISON, Guarded
 from tuner.measure.tolerance import OutputComparison, floor_work
@@ -73,17 +76,21 @@ def test_the_template_and_the_gate_agree_on_the_poison() -> None:
     assert POISON & 0x7F80 == 0x7F80 and POISON & 0x7F  # and in bf16, so in the upper half of fp32
 
 
-def test_each_command_of_the_template_is_one_that_its_launch_goes_to() -> None:
-    """Those whose first argument is the type, and the others."""
+def test_the_template_has_a_case_for_each_command() -> None:
+    """Those whose kernels are compiled for each type, whose integers name it, and the others."""
     text = (resources.templates() / "reference.cu.j2").read_text()
-    typed, _, rest = text.partition("int run_typed(")[2].partition("inline int run_untyped(")
-    untyped, _, launch = rest.partition('extern "C"')
-    cases = [{int(n) for n in re.findall(r"case (\d+):", part)} for part in (typed, untyped)]
-    assert not cases[0] & cases[1] and cases[0] | cases[1] == set(range(max(cases[1]) + 1))
-    [condition] = re.findall(r"if \((.*)\) \{\s+return own::run_untyped", launch, re.DOTALL)
-    python = " ".join(condition.split()).replace("||", "or").replace("&&", "and")
-    for command in range(max(cases[1]) + 2):
-        assert eval(python, {"command": command}) == (command in cases[1]), command
+    typed, _, plain = text.partition("int run_typed(")[2].partition("inline int run(")
+    cases = [re.findall(r"case Command::(\w+):", part) for part in (typed, plain)]
+    kinds: tuple[list[str], list[str]] = ([], [])
+    for command in Command:
+        kinds["dtype" not in DECLARED[command].integers].append(command.name.lower())
+    assert [sorted(one) for one in cases] == [sorted(one) for one in kinds]
+
+
+def test_commands_count_from_zero_as_the_enum_of_the_template_does() -> None:
+    assert [*Command] == [*range(len(DECLARED))] and {*DECLARED} == {*Command}
+    names = ", ".join(command.name.lower() for command in Command)
+    assert f"enum class Command : int64_t {{ {names} }};" in render(REFERENCE, "gate")
 
 
 @pytest.mark.parametrize("k", [1, 8, 16, 17, 64, 129, 4096])

@@ -13,11 +13,17 @@ from pathlib import Path
 from tuner.base import resources
 from tuner.compile import single
 from tuner.compile.artifacts import Artifact, ArtifactCache
+from tuner.families.arguments import Arguments
 
 SOURCE = "block_quantiser.cu"
 """Under ``templates/``."""
-HEADERS = ("ptx.h",)
+HEADERS = ("arguments.h", "ptx.h")
 """Headers there that it includes."""
+ARGUMENTS = Arguments(
+    tensors=("rows", "elements", "factors"),
+    integers=("m", "k", "row_stride", "block_stride", "pdl"),
+)
+"""Declaration of a launch's arguments. The source, which is no template, repeats it."""
 FLAGS = (
     *("-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-shared", "-cudart=static"),
     *("-Xcompiler=-fPIC", "-Xlinker=-s"),

@@ -123,9 +123,22 @@ def _launch(kernel: LoadedKernel, rows: torch.Tensor) -> Quantised:
     index = rows.get_device()
     elements = torch.empty(m, k, dtype=torch.float8_e4m3fn, device=rows.device)
     factors = empty_factors(rows)
-    tensors = (rows.data_ptr(), elements.data_ptr(), factors.data_ptr())
-    # One row has any stride; that of the factors between blocks is their second.
-    integers = (m, k, rows.stride(0) if m > 1 else k, factors.stride(1), 1)
+    tensors, integers, _ = block_quantiser.ARGUMENTS.ordered(
+        {
+            "rows": rows.data_ptr(),
+            "elements": elements.data_ptr(),
+            "factors": factors.data_ptr(),
+        },
+        {
+            "m": m,
+            "k": k,
+            # One row has any stride; that of the factors between blocks is their second.
+            "row_stride": rows.stride(0) if m > 1 else k,
+            "block_stride": factors.stride(1),
+            "pdl": 1,
+        },
+        {},
+    )
     with devices.use(index):
         devices.bind(index)
         kernel.launch(tensors, integers, (), 0, devices.stream_of(index))

@@ -432,12 +432,12 @@ inline void store_box(CUtensorMap const& map, uint32_t from, int column, int row
               source.block->memory.at(emulator::swizzled(source.address + r * 128 + c) - emulator::kBase);
   }});
 }
-inline void boxes_commit() {}
-inline void boxes_read() {
+inline void copies_commit() {}
+inline void copies_read() {
   auto& stores = emulator::self().stores;
   for (; !stores.empty(); stores.pop_front()) stores.front().run();
 }
-inline void boxes_stored() { boxes_read(); }
+inline void copies_stored() { copies_read(); }
 inline uint32_t packed_bf16(float low, float high) {
   auto const bits = [](float x) { return uint32_t(__bfloat16_as_ushort(__float2bfloat16(x))); };
   return bits(high) << 16 | bits(low);

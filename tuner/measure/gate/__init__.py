@@ -19,6 +19,7 @@ from tuner.compile.artifacts import LoadedKernel
 from tuner.errors import BenchmarkError
 from tuner.families.base import KernelSpec, Strides
 from tuner.measure.device import Device, Pool
+from tuner.measure.gate.commands import COMMANDS, Command
 from tuner.measure.gate.filling import fill
 from tuner.measure.gate.kernels import POISON, Buffers, Guarded, Kernels, guarded
 from tuner.measure.gate.reference import References
@@ -34,7 +35,10 @@ from tuner.problem import (
     Problem,
 )
 
-REFERENCE = KernelSpec("reference.cu.j2")
+REFERENCE = KernelSpec(
+    "reference.cu.j2",
+    arguments={command.name.lower(): COMMANDS[command] for command in Command},
+)
 """The kernels that compute references; compiled like a candidate's."""
 
 

@@ -12,6 +12,8 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from tuner.measure.gate.commands import MASK_STRIDES
+from tuner.measure.gate.kernels import attention_integers
 from tuner.problem import E4M3, AttentionProblem, Operand, Problem
 
 CHUNKS = 96
@@ -57,16 +59,18 @@ class RowChunk:
             )
         return found
 
-    def integers(self, problem: AttentionProblem) -> list[int]:
+    def integers(self, problem: AttentionProblem) -> dict[str, int]:
         """Extents, strides and mask, as the reference's attention takes them."""
-        strides = [s for matrix in problem.matrices for s in matrix.strides[:3]]
-        heads_kv = 1 if self.heads == 1 else problem.heads_kv
         left, right = problem.visible
-        return [
-            *(1, self.heads, heads_kv, self.rows, problem.seqlen_kv, problem.head_dim),
-            *strides,
-            *(left - self.first, right + self.first, 0, 0, 0),
-        ]
+        return {
+            **attention_integers(problem, 4),
+            "batch": 1,
+            "heads_q": self.heads,
+            "heads_kv": 1 if self.heads == 1 else problem.heads_kv,
+            "seqlen_q": self.rows,
+            **{"left": left - self.first, "right": right + self.first},
+            **dict.fromkeys(MASK_STRIDES, 0),
+        }
 
 
 def is_sampled(problem: Problem) -> bool:

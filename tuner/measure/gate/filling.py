@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import random
 
+from tuner.families.arguments import WINDOW
 from tuner.measure import block_masks, pages
+from tuner.measure.gate.commands import Command
 from tuner.measure.gate.inputs import (
     COLUMN_FACTOR,
     DOMINANCE,
@@ -27,10 +29,10 @@ from tuner.measure.gate.kernels import (
     DTYPES,
     POISON,
     Buffers,
-    Command,
     Kernels,
     attention_integers,
     matrices,
+    matrix_strides,
     softmax_integers,
 )
 from tuner.problem import (
@@ -68,9 +70,14 @@ def fill(kernels: Kernels, buffers: Buffers, kind: str, seed: int) -> None:
             continue
         if operand.dtype == "bool":
             *parts, rows, keys = operand.shape
-            extents = math.prod(parts) * rows, rows, keys
-            pointer = buffers.operands[operand.name].pointer
-            kernels.run((pointer,), (Command.PLANT_MASK, *extents, draw.getrandbits(62)))
+            kernels.run(
+                Command.PLANT_MASK,
+                {"mask": buffers.operands[operand.name].pointer},
+                {
+                    **{"rows": math.prod(parts) * rows, "query_rows": rows, "cols": keys},
+                    "seed": draw.getrandbits(62),
+                },
+            )
             continue
         if operand.name in _BLOCKS and isinstance(problem, AttentionProblem):
             data = getattr(block_masks.tables(problem, kind, seed), operand.name)
@@ -84,9 +91,13 @@ def fill(kernels: Kernels, buffers: Buffers, kind: str, seed: int) -> None:
         if operand.name in buffers.rows:
             elements = buffers.rows[operand.name].bytes // DTYPE_BYTES[operand.dtype]
         kernels.run(
-            (buffers.sources[operand.name],),
-            (Command.FILL, DTYPES[operand.dtype], elements, draw.getrandbits(62)),
-            (means.get(operand.name, 0.0), deviations.get(operand.name, 1.0)),
+            Command.FILL,
+            {"target": buffers.sources[operand.name]},
+            {"dtype": DTYPES[operand.dtype], "n": elements, "seed": draw.getrandbits(62)},
+            {
+                "mean": means.get(operand.name, 0.0),
+                "deviation": deviations.get(operand.name, 1.0),
+            },
         )
     if kind == "dominant" or kind == "planted":
         _plant(kernels, buffers, problem, kind, seed, draw.getrandbits(62))
@@ -108,9 +119,15 @@ def _fill_pages(kernels: Kernels, buffers: Buffers, problem: AttentionProblem, k
         kernels.device.fill16(cache.pointer, POISON, cache.bytes)
         source, table = buffers.rows[operand.name].pointer, buffers.pointers["page_table"]
         for part in pages.parts(problem, kind):
-            integers = (part.keys, heads, width, *operand.strides[:3], problem.page_size)
+            page, head, slot, _ = operand.strides
+            integers = {
+                **{"rows": part.keys, "heads": heads, "head_dim": width},
+                **{"page_stride": page, "head_stride": head, "slot_stride": slot},
+                "page_size": problem.page_size,
+            }
+            tensors = {"source": source, "cache": cache.pointer, "table": table}
             if part.keys:
-                kernels.run((source, cache.pointer, table), (Command.TO_PAGES, *integers))
+                kernels.run(Command.TO_PAGES, tensors, integers)
             source += 2 * part.keys * heads * width
             table += 4 * columns
 
@@ -127,34 +144,37 @@ def _plant(
             if sees_nothing(one, sides):
                 continue
             kernels.run(
-                (at["query"] + shift["query"], at["key"] + shift["key"]),
-                (
-                    Command.PLANT_ATTENTION,
-                    DTYPES[one.dtype],
-                    *attention_integers(one, 2),
-                    *sides,
-                    row_seed,
-                ),
-                (strength,),
+                Command.PLANT_ATTENTION,
+                {name: at[name] + shift[name] for name in ("query", "key")},
+                {
+                    "dtype": DTYPES[one.dtype],
+                    **attention_integers(one, 2),
+                    **dict(zip(WINDOW, sides, strict=True)),
+                    "seed": row_seed,
+                },
+                {"strength": strength},
             )
     elif isinstance(problem, GemmProblem | SwigluProblem | GroupedGemmProblem):
         columns = border_columns(problem.k, seed)
-        batch, rows, strides = matrices(buffers.lying(problem.operands[0]))
+        batch, rows, strides = matrices(buffers.lying(problem.operands[0]), "a")
         kernels.run(
-            (at["a"],),
-            (
-                *(Command.SCALE_COLUMNS, DTYPES[problem.dtype], batch, rows),
-                *(*strides, len(columns), *columns),
-            ),
-            (E4M3_COLUMN_FACTOR if problem.dtype == E4M3 else COLUMN_FACTOR,),
+            Command.SCALE_COLUMNS,
+            {"a": at["a"]},
+            {
+                "dtype": DTYPES[problem.dtype],
+                **{"batch": batch, "rows": rows, **strides, "count": len(columns)},
+            },
+            {"factor": E4M3_COLUMN_FACTOR if problem.dtype == E4M3 else COLUMN_FACTOR},
+            columns,
         )
         if isinstance(problem, GemmProblem) and problem.scales == "block":
             _plant_factors(kernels, buffers, problem, seed)
     else:
         kernels.run(
-            (at["scores"],),
-            (Command.PLANT_SOFTMAX, *softmax_integers(problem), row_seed),
-            (LARGE / SOFTMAX_SCALE,),
+            Command.PLANT_SOFTMAX,
+            {"scores": at["scores"]},
+            {**softmax_integers(problem), "seed": row_seed},
+            {"height": LARGE / SOFTMAX_SCALE},
         )
 
 
@@ -170,12 +190,15 @@ def _plant_factors(kernels: Kernels, buffers: Buffers, problem: GemmProblem, see
         (scale_b, scale_b.strides[::-1], [columns - 1]),
     ):
         kernels.run(
-            (buffers.pointers[operand.name],),
-            (
-                *(Command.SCALE_COLUMNS, DTYPES[operand.dtype], 1, blocks, operand.elements),
-                *(*strides, len(chosen), *chosen),
-            ),
-            (SMALL_FACTOR,),
+            Command.SCALE_COLUMNS,
+            {"a": buffers.pointers[operand.name]},
+            {
+                **{"dtype": DTYPES[operand.dtype], "batch": 1, "rows": blocks},
+                **matrix_strides({"a": (operand.elements, *strides)}),
+                "count": len(chosen),
+            },
+            {"factor": SMALL_FACTOR},
+            chosen,
         )
 
 
@@ -187,20 +210,21 @@ def _plant_huge(
     if isinstance(problem, AttentionBackwardProblem):
         problem = problem.forward
     if not isinstance(problem, AttentionProblem):
-        rows, cols, *_ = softmax_integers(problem)
-        limits = (HUGE_SOFTMAX.start, len(HUGE_SOFTMAX))
-        kernels.run((at["scores"],), (Command.PLANT_HUGE_SOFTMAX, rows, cols, row_seed), limits)
+        extents = softmax_integers(problem)
+        kernels.run(
+            Command.PLANT_HUGE_SOFTMAX,
+            {"scores": at["scores"]},
+            {"rows": extents["rows"], "cols": extents["cols"], "seed": row_seed},
+            {"least_exponent": HUGE_SOFTMAX.start, "count": len(HUGE_SOFTMAX)},
+        )
         return
     exponents, _ = HUGE_EXPONENTS[problem.dtype]
     for one, shift, sides in parts_of(problem, kind):
         if sees_nothing(one, sides):
             continue
         kernels.run(
-            (at["query"] + shift["query"], at["key"] + shift["key"]),
-            (
-                *(Command.PLANT_HUGE_ATTENTION, DTYPES[one.dtype]),
-                *attention_integers(one, 2),
-                row_seed,
-            ),
-            (exponents.start, len(exponents)),
+            Command.PLANT_HUGE_ATTENTION,
+            {name: at[name] + shift[name] for name in ("query", "key")},
+            {"dtype": DTYPES[one.dtype], **attention_integers(one, 2), "seed": row_seed},
+            {"least_exponent": exponents.start, "count": len(exponents)},
         )

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum
 
 from tuner.compile.artifacts import LoadedKernel
 from tuner.errors import BenchmarkError
+from tuner.families.arguments import extents_of, named_strides
 from tuner.families.base import Strides
 from tuner.measure import pages
 from tuner.measure.device import Device, Pool
+from tuner.measure.gate.commands import COMMANDS, MATRIX_STRIDES, Command
 from tuner.measure.subjects import Call
 from tuner.measure.tolerance import Limits, OutputComparison
 from tuner.problem import E4M3, AttentionProblem, Operand, Problem, SoftmaxProblem
@@ -24,29 +25,6 @@ GUARD_BYTES = 1 << 20
 DTYPES = {"float16": 0, "bfloat16": 1, "float32": 2, E4M3: 3}
 """Element types by the template's numbers."""
 _RESULT_BYTES = 64
-
-
-class Command(IntEnum):
-    """The first integer of a launch, by the template's numbers."""
-
-    FILL = 0
-    PLANT_ATTENTION = 1
-    SCALE_COLUMNS = 2
-    PLANT_SOFTMAX = 3
-    ATTENTION = 4
-    GEMM = 5
-    SOFTMAX = 6
-    COMPARE = 7
-    COUNT_CHANGED = 8
-    CHECKSUM = 9
-    GATE_PAIRS = 10
-    PLANT_HUGE_ATTENTION = 11
-    PLANT_HUGE_SOFTMAX = 12
-    COPY = 13
-    TO_PAGES = 14
-    GRADIENTS = 15
-    KEEP_ATTENTION = 16
-    PLANT_MASK = 17
 
 
 @dataclass(frozen=True)
@@ -82,10 +60,25 @@ class Kernels:
         self._result = device.allocate(_RESULT_BYTES)
 
     def run(
-        self, tensors: Sequence[int], integers: Sequence[int], scalars: Sequence[float] = ()
+        self,
+        command: Command,
+        tensors: Mapping[str, int],
+        integers: Mapping[str, int],
+        scalars: Mapping[str, float] | None = None,
+        more: Sequence[int] = (),
     ) -> None:
-        """Launch one on the device's stream: addresses, then a `Command` and its integers."""
-        self._kernel.launch(tensors, integers, scalars, 0, self.device.stream)
+        """Launch one on the device's stream.
+
+        Args:
+            command: which.
+            tensors: addresses, by the names of `COMMANDS`.
+            integers: the same, without the command.
+            scalars: the same.
+            more: integers that follow.
+        """
+        self._kernel.launch(
+            *_ordered(command, tensors, integers, scalars, more), 0, self.device.stream
+        )
 
     def poison(self, buffer: Guarded) -> None:
         """Poison both guard bands of a buffer."""
@@ -94,13 +87,15 @@ class Kernels:
 
     def strayed(self, buffer: Guarded) -> int:
         """16-bit words of both guard bands of a buffer that do not hold the poison."""
-        integers = (Command.COUNT_CHANGED, GUARD_BYTES)
-        counts = (self._ask((band, self._result), integers) for band in _bands(buffer))
+        size = {"bytes": GUARD_BYTES}
+        counts = (
+            self._ask(Command.COUNT_CHANGED, {"data": band}, size) for band in _bands(buffer)
+        )
         return sum(int.from_bytes(data[:8], "little") for data in counts)
 
     def checksum(self, pointer: int, size: int) -> int:
         """Checksum of `size` bytes."""
-        data = self._ask((pointer, self._result), (Command.CHECKSUM, size))
+        data = self._ask(Command.CHECKSUM, {"data": pointer}, {"bytes": size})
         return int.from_bytes(data[:8], "little")
 
     def compare(
@@ -113,22 +108,41 @@ class Kernels:
             if stride == 1
         )
         data = self._ask(
-            (output, reference, self._result),
-            (Command.COMPARE, DTYPES[operand.dtype], operand.elements, width),
-            (limits.absolute, limits.relative, limits.row),
+            Command.COMPARE,
+            {"out": output, "reference": reference},
+            {"dtype": DTYPES[operand.dtype], "n": operand.elements, "width": width},
+            {"absolute": limits.absolute, "relative": limits.relative, "row": limits.row},
         )
         return OutputComparison.unpack(data, operand.elements)
 
     def copying(self, source: int, target: int, size: int, stream: Callable[[], int]) -> Call:
         """A launch of the element-wise kernel that copies `size` bytes, on the stream of then."""
-        return lambda: self._kernel.launch((source, target), (Command.COPY, size), (), 0, stream())
+        tensors = {"source": source, "target": target}
+        ordered = _ordered(Command.COPY, tensors, {"bytes": size})
+        return lambda: self._kernel.launch(*ordered, 0, stream())
 
     def _ask(
-        self, tensors: Sequence[int], integers: Sequence[int], scalars: Sequence[float] = ()
+        self,
+        command: Command,
+        tensors: Mapping[str, int],
+        integers: Mapping[str, int],
+        scalars: Mapping[str, float] | None = None,
     ) -> bytes:
         self.device.fill8(self._result, 0, _RESULT_BYTES)
-        self.run(tensors, integers, scalars)
+        self.run(command, {**tensors, "result": self._result}, integers, scalars)
         return self.device.read(self._result, _RESULT_BYTES)
+
+
+def _ordered(
+    command: Command,
+    tensors: Mapping[str, int],
+    integers: Mapping[str, int],
+    scalars: Mapping[str, float] | None = None,
+    more: Sequence[int] = (),
+) -> tuple[Sequence[int], Sequence[int], Sequence[float]]:
+    given = {"command": command, **integers}
+    addresses, numbers, factors = COMMANDS[command].ordered(tensors, given, scalars or {})
+    return addresses, (*numbers, *more), factors
 
 
 class Buffers:
@@ -190,14 +204,13 @@ class Buffers:
         ]
 
 
-def attention_integers(problem: AttentionProblem, tensors: int) -> list[int]:
+def attention_integers(problem: AttentionProblem, tensors: int) -> dict[str, int]:
     """Extents of an attention, and the strides of its first matrices, as its commands take them."""
-    strides = [s for matrix in problem.matrices[:tensors] for s in matrix.strides[:3]]
-    extents = [problem.batch, problem.heads_q, problem.heads_kv]
-    return [*extents, problem.seqlen_q, problem.seqlen_kv, problem.head_dim, *strides]
+    matrices = problem.matrices[:tensors]
+    return {**extents_of(problem), **named_strides({m.name: m.strides for m in matrices})}
 
 
-def softmax_integers(problem: Problem) -> list[int]:
+def softmax_integers(problem: Problem) -> dict[str, int]:
     """Extents of a softmax as its commands take them.
 
     Raises:
@@ -205,12 +218,31 @@ def softmax_integers(problem: Problem) -> list[int]:
     """
     if not isinstance(problem, SoftmaxProblem):
         raise BenchmarkError(f"the numerics gate has no reference for '{problem.op}'")
-    rows = problem.batch * problem.rows
-    return [rows, problem.cols, problem.query_rows, int(problem.is_causal)]
+    return {
+        "rows": problem.batch * problem.rows,
+        "cols": problem.cols,
+        "query_rows": problem.query_rows,
+        "causal": int(problem.is_causal),
+    }
 
 
-def matrices(operand: Operand) -> tuple[int, int, tuple[int, int, int]]:
-    """Batch, rows, and strides of batch, row and column of an operand with or without a batch."""
+def matrices(operand: Operand, name: str) -> tuple[int, int, dict[str, int]]:
+    """Batch, rows, and strides of batch, row and column of an operand with or without a batch.
+
+    Args:
+        operand: a matrix, or a batch of them.
+        name: of the matrix to its command.
+    """
     *batch, rows, _ = operand.shape
     *outer, row, column = operand.strides
-    return math.prod(batch), rows, (outer[0] if outer else operand.elements, row, column)
+    strides = (outer[0] if outer else operand.elements, row, column)
+    return math.prod(batch), rows, matrix_strides({name: strides})
+
+
+def matrix_strides(matrices: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """Strides of a product's matrices, by their names to its commands."""
+    return {
+        f"{name}_{axis}": stride
+        for name, strides in matrices.items()
+        for axis, stride in zip(MATRIX_STRIDES, strides, strict=True)
+    }

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from tuner.families.arguments import WINDOW
 from tuner.measure.device import Pool
 from tuner.measure.gate.chunks import RowChunk, chunks_of, is_sampled
+from tuner.measure.gate.commands import ATTENTION_OTHERS, MASK_STRIDES, Command
 from tuner.measure.gate.inputs import group_rows, parts_of, scale_of
 from tuner.measure.gate.kernels import (
     DTYPES,
     Buffers,
-    Command,
     Kernels,
     attention_integers,
+    matrix_strides,
     softmax_integers,
 )
 from tuner.measure.log_sum_exp import score_rows
@@ -27,8 +29,8 @@ from tuner.problem import (
     SwigluProblem,
 )
 
-#: Attention's operands beside the matrices as the reference takes them; null where there is none.
-_ATTENTION_OTHERS = ("descale_q", "descale_k", "descale_v", "bias", "slopes", "sinks", "mask")
+_PLAIN_TENSORS = dict.fromkeys(("bias", "residual", "scale_a", "scale_b"), 0)
+"""What a product of two matrices alone does not have."""
 
 
 def reference_seconds(problem: Problem) -> float:
@@ -107,39 +109,41 @@ class References:
         scale = scale_of(problem, kind)
         self._run_attention(forward, kind, (exact, statistics), {}, scale)
         self._kernels.run(
-            (exact, statistics, at["out"], at["logsumexp"]),
-            (
-                *(Command.KEEP_ATTENTION, DTYPES[problem.dtype]),
-                *(forward.output.elements, score_rows(forward)),
-            ),
+            Command.KEEP_ATTENTION,
+            {
+                **{"exact": exact, "statistics": statistics},
+                **{"out": at["out"], "logsumexp": at["logsumexp"]},
+            },
+            {
+                "dtype": DTYPES[problem.dtype],
+                **{"n": forward.output.elements, "rows": score_rows(forward)},
+            },
         )
 
     def compute(self, kind: str) -> None:
         """Compute what belongs to the inputs that are in the buffers."""
         problem, references = self._buffers.problem, self._outputs[kind]
         at = self._buffers.pointers
-        inputs = [at[operand.name] for operand in problem.inputs]
         reference = references[problem.output.name]
         scale = scale_of(problem, kind)
         if isinstance(problem, GemmProblem):
             a, b, *_, d = map(self._buffers.lying, problem.operands)
-            extents = (problem.batch, problem.m, problem.n, problem.k)
-            activation = ("", *ACTIVATIONS).index(problem.activation)
-            integers = (
-                *(
-                    Command.GEMM,
-                    DTYPES[problem.dtype],
-                    *extents,
-                    *a.strides,
-                    *b.strides,
-                    *d.strides,
-                ),
-                *(activation, DTYPES[d.dtype], int(problem.scales == "row")),
-                problem.operands[2].strides[0] if problem.scales == "block" else 0,
-            )
+            is_blocks = problem.scales == "block"
+            integers = {
+                "dtype": DTYPES[problem.dtype],
+                **{"batch": problem.batch, "m": problem.m, "n": problem.n, "k": problem.k},
+                **matrix_strides({"a": a.strides, "b": b.strides, "d": d.strides}),
+                "activation": ("", *ACTIVATIONS).index(problem.activation),
+                "residual_dtype": DTYPES[d.dtype],
+                "scales_each": int(problem.scales == "row"),
+                "scale_a_block": problem.operands[2].strides[0] if is_blocks else 0,
+            }
             others = ("bias", "residual", "scale_a", "scale_b")
-            tensors = (at["a"], at["b"], reference, *(at.get(name, 0) for name in others))
-            self._kernels.run(tensors, integers, (scale, 1.0))
+            tensors = {
+                **{"a": at["a"], "b": at["b"], "d": reference},
+                **{name: at.get(name, 0) for name in others},
+            }
+            self._kernels.run(Command.GEMM, tensors, integers, {"alpha": scale, "beta": 1.0})
         elif isinstance(problem, SwigluProblem):
             self._compute_swiglu(problem, scale, reference)
         elif isinstance(problem, GroupedGemmProblem):
@@ -149,8 +153,12 @@ class References:
         elif isinstance(problem, AttentionBackwardProblem):
             self._compute_gradients(problem, kind, scale, references)
         else:
-            integers = (Command.SOFTMAX, *softmax_integers(problem))
-            self._kernels.run((*inputs, reference), integers, (scale,))
+            self._kernels.run(
+                Command.SOFTMAX,
+                {"scores": at["scores"], "out": reference},
+                softmax_integers(problem),
+                {"scale": scale},
+            )
         self._kernels.device.wait()
 
     def _compute_attention(
@@ -160,7 +168,7 @@ class References:
             self._compute_chunks(problem, chunks, scale, reference)
             return
         at = self._buffers.sources
-        others = {name: at[name] for name in _ATTENTION_OTHERS if name in at}
+        others = {name: at[name] for name in ATTENTION_OTHERS if name in at}
         with Pool(self._kernels.device) as pool:
             statistics = self._statistics.get(kind) or pool.allocate(16 * score_rows(problem))
             self._run_attention(problem, kind, (reference, statistics), others, scale)
@@ -174,12 +182,15 @@ class References:
             statistics = pool.allocate(16 * max(one.rows * one.heads for one in chunks))
             for one in chunks:
                 shifts = one.shifts(problem)
-                matrices = [at[n] + width * shifts[n] for n in ("query", "key", "value")]
-                none = [0] * len(_ATTENTION_OTHERS)
                 self._kernels.run(
-                    (*matrices, reference + 4 * shifts["out"], statistics, *none),
-                    (Command.ATTENTION, DTYPES[problem.dtype], *one.integers(problem)),
-                    (scale, problem.softcap),
+                    Command.ATTENTION,
+                    {
+                        **{n: at[n] + width * shifts[n] for n in ("query", "key", "value")},
+                        **{"out": reference + 4 * shifts["out"], "statistics": statistics},
+                        **dict.fromkeys(ATTENTION_OTHERS, 0),
+                    },
+                    {"dtype": DTYPES[problem.dtype], **one.integers(problem)},
+                    {"scale": scale, "softcap": problem.softcap},
                 )
             self._kernels.device.wait()
 
@@ -197,24 +208,26 @@ class References:
             problem: what is computed of the operands `query`, `key` and `value`.
             kind: of the inputs.
             results: addresses of the fp32 output and of each row's maximum and sum.
-            others: addresses of those of `_ATTENTION_OTHERS` that there are.
+            others: addresses of those of `ATTENTION_OTHERS` that there are.
             scale: of the scores.
         """
         at = self._buffers.sources
         reference, statistics = results
         for one, shift, sides in parts_of(problem, kind):
-            matrices = [at[name] + shift[name] for name in ("query", "key", "value")]
-            further = [others.get(name, 0) for name in _ATTENTION_OTHERS]
             self._kernels.run(
-                (*matrices, reference + shift["reference"], statistics, *further),
-                (
-                    Command.ATTENTION,
-                    DTYPES[one.dtype],
-                    *attention_integers(one, 4),
-                    *sides,
-                    *one.mask_strides,
-                ),
-                (scale, one.softcap),
+                Command.ATTENTION,
+                {
+                    **{name: at[name] + shift[name] for name in ("query", "key", "value")},
+                    **{"out": reference + shift["reference"], "statistics": statistics},
+                    **{name: others.get(name, 0) for name in ATTENTION_OTHERS},
+                },
+                {
+                    "dtype": DTYPES[one.dtype],
+                    **attention_integers(one, 4),
+                    **dict(zip(WINDOW, sides, strict=True)),
+                    **dict(zip(MASK_STRIDES, one.mask_strides, strict=True)),
+                },
+                {"scale": scale, "softcap": one.softcap},
             )
             statistics += 16 * score_rows(one)
 
@@ -229,14 +242,20 @@ class References:
         forward, at = problem.forward, self._buffers.pointers
         with Pool(self._kernels.device) as pool:
             delta = pool.allocate(8 * score_rows(forward))
-            inputs = [at[name] for name in ("query", "key", "value", "grad_out")]
+            exact, statistics = self._kept[kind]
             self._kernels.run(
-                (*inputs, *self._kept[kind], delta, *references.values()),
-                (
-                    *(Command.GRADIENTS, DTYPES[problem.dtype]),
-                    *(*attention_integers(forward, 4), *forward.visible),
-                ),
-                (scale,),
+                Command.GRADIENTS,
+                {
+                    **{name: at[name] for name in ("query", "key", "value", "grad_out")},
+                    **{"out": exact, "statistics": statistics, "delta": delta},
+                    **references,
+                },
+                {
+                    "dtype": DTYPES[problem.dtype],
+                    **attention_integers(forward, 4),
+                    **dict(zip(WINDOW, forward.visible, strict=True)),
+                },
+                {"scale": scale},
             )
             self._kernels.device.wait()
 
@@ -250,15 +269,17 @@ class References:
         start, at = 0, self._buffers.pointers
         for group, rows in enumerate(group_rows(problem, kind)):
             a, b = at["a"] + start * k * width, at["b"] + group * n * k * width
-            strides = (rows * k, k, 1, n * k, 1, k, rows * n, n, 1)
-            integers = (Command.GEMM, DTYPES[problem.dtype], 1, rows, n, k, *strides, 0, 0, 0, step)
-            scales = (0, 0)
+            scales = {"scale_a": 0, "scale_b": 0}
             if factors:
                 shift = 4 * group * factors["scale_b"].strides[0]
-                scales = at["scale_a"] + 4 * start, at["scale_b"] + shift
+                scales = {"scale_a": at["scale_a"] + 4 * start, "scale_b": at["scale_b"] + shift}
             if rows:
-                outputs = (a, b, reference + 4 * start * n, 0, 0, *scales)
-                self._kernels.run(outputs, integers, (scale, 1.0))
+                self._kernels.run(
+                    Command.GEMM,
+                    {**_PLAIN_TENSORS, "a": a, "b": b, "d": reference + 4 * start * n, **scales},
+                    {**_plain_product(problem.dtype, rows, n, k), "scale_a_block": step},
+                    {"alpha": scale, "beta": 1.0},
+                )
             start += rows
 
     def _compute_swiglu(self, problem: SwigluProblem, scale: float, reference: int) -> None:
@@ -267,10 +288,30 @@ class References:
         at = self._buffers.pointers
         with Pool(self._kernels.device) as pool:
             both = pool.allocate(4 * m * 2 * n)
-            extents = (1, m, 2 * n, k)
-            strides = (m * k, k, 1, 2 * n * k, 1, k, m * 2 * n, 2 * n, 1)
-            integers = (Command.GEMM, DTYPES[problem.dtype], *extents, *strides, 0, 0, 0, 0)
-            self._kernels.run((at["a"], at["weights"], both, 0, 0, 0, 0), integers, (scale, 1.0))
+            self._kernels.run(
+                Command.GEMM,
+                {**_PLAIN_TENSORS, "a": at["a"], "b": at["weights"], "d": both},
+                _plain_product(problem.dtype, m, 2 * n, k),
+                {"alpha": scale, "beta": 1.0},
+            )
             steps = [stride // k for stride in problem.operands[1].strides[:-1]]
-            self._kernels.run((both, reference), (Command.GATE_PAIRS, m, n, *steps))
+            pair, group, lane, chunk = steps
+            self._kernels.run(
+                Command.GATE_PAIRS,
+                {"both": both, "out": reference},
+                {
+                    **{"rows": m, "n": n},
+                    **{"pair": pair, "group": group, "lane": lane, "chunk": chunk},
+                },
+            )
             self._kernels.device.wait()
+
+
+def _plain_product(dtype: str, m: int, n: int, k: int) -> dict[str, int]:
+    """Integers of a product of dense matrices, B with K contiguous, that nothing is added to."""
+    return {
+        "dtype": DTYPES[dtype],
+        **{"batch": 1, "m": m, "n": n, "k": k},
+        **matrix_strides({"a": (m * k, k, 1), "b": (n * k, 1, k), "d": (m * n, n, 1)}),
+        **dict.fromkeys(("activation", "residual_dtype", "scales_each", "scale_a_block"), 0),
+    }
