@@ -13,7 +13,7 @@ from gemm_cases import with_epilogue as problem_of
 from tuner.compile.artifacts import LoadedKernel, load
 from tuner.compile.compiler import Compiler
 from tuner.families.base import KernelSpec, Ref
-from tuner.families.gemm import Gemm, gemm_launch
+from tuner.families.gemm import Gemm, Matrix, gemm_launch
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure.device import Device, Pool
 from tuner.measure.gate import REFERENCE, Gate
@@ -102,19 +102,10 @@ def test_alpha_beta_and_a_residual_in_place(device: Device, gate: Gate, compiler
     launch = gemm_launch(
         problem,
         chosen,
-        kernel="gemm",
-        a=Ref("a"),
-        b=Ref("b"),
-        d=Ref("d"),
-        lda=k,
-        ldb=k,
-        ldd=n,
-        batch_a=m * k,
-        batch_b=n * k,
-        batch_d=m * n,
-        alpha=0.5,
+        (Matrix(Ref("a"), k, m * k), Matrix(Ref("b"), k, n * k), Matrix(Ref("d"), n, m * n)),
+        0.5,
         beta=-0.75,
-        extra=(Ref("bias"), Ref("d")),
+        extra={"bias": Ref("bias"), "residual": Ref("d")},
     )
     device.copy(at["d"], at["residual"], problem.output.bytes)
     kernel = compiled(compiler, "bias_residual")

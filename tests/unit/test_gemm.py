@@ -17,7 +17,7 @@ from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import family
 from tuner.families.base import Ref
-from tuner.families.gemm import Gemm, gemm_launch
+from tuner.families.gemm import Gemm, Matrix, gemm_launch
 from tuner.families.gemm.shape import NO_SMEM, smem_bytes
 from tuner.hardware import DEFAULT_GPU, SMEM_PER_BLOCK_BYTES
 from tuner.problem import E4M3, EPILOGUE_SCALES, EPILOGUES, AttentionProblem, GemmProblem
@@ -361,23 +361,18 @@ def test_swapped_layouts(layouts: tuple[Any, Any], swapped: tuple[str, ...]) -> 
 
 
 def test_another_family_gives_its_own_operands() -> None:
-    problem = GemmProblem(1024, 1024, 64, batch=16, dtype_d="float32")
+    problem = GemmProblem(1024, 1024, 64, batch=4, dtype_d="float32")
     launch = gemm_launch(
         problem,
         plain(tile_m=64),
+        (
+            Matrix(Ref("query", 256), 1024, 64),
+            Matrix(Ref("key"), 512, 32),
+            Matrix(Ref("scratch", 1024), 2048, 4096),
+        ),
+        0.125,
         kernel="qk.gemm",
-        a=Ref("query", 256),
-        b=Ref("key"),
-        d=Ref("scratch", 1024),
-        lda=1024,
-        ldb=512,
-        ldd=2048,
-        batch_a=64,
-        batch_b=32,
-        batch_d=4096,
-        alpha=0.125,
         pdl=True,
-        batch=4,
     )
     assert launch.kernel == "qk.gemm"
     assert launch.tensors == (Ref("query", 256), Ref("key"), Ref("scratch", 1024))
