@@ -12,7 +12,7 @@ import pytest
 from tuner.base import resources
 from tuner.errors import ConfigError
 from tuner.families.base import KernelSpec
-from tuner.selection.kernels import Kernel, KernelList, Proof, shipped_proofs
+from tuner.selection.kernels import Kernel, KernelList, Proof, shipped_kernels
 
 SPEC = KernelSpec("toy.cu.j2", {"tile": 64})
 PROOF = Proof(64, 0, "NVIDIA H200", "580.159.04", "2026-11-23")
@@ -48,9 +48,9 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     proven = EMPTY.with_kernels([Kernel("another spec", "toy_1", "cd" * 32, PROOF)])
     proven.write(tmp_path / "proofs" / "a.json")
     monkeypatch.setattr(resources, "cache", lambda: tmp_path)
-    shipped_proofs.cache_clear()
+    shipped_kernels.cache_clear()
     yield
-    shipped_proofs.cache_clear()
+    shipped_kernels.cache_clear()
 
 
 def test_a_built_kernel_has_the_shipped_proof_of_its_artifact(shipped: None) -> None:

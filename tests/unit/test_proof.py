@@ -75,7 +75,7 @@ def built() -> Path:
 
 
 def prover(worker: Worker, **more: object) -> Prover:
-    return Prover(DEFAULT_GPU, "580.1", worker, problems=64, **more)  # type: ignore[arg-type]
+    return Prover(DEFAULT_GPU, "580.1", [worker], problems=64, **more)  # type: ignore[arg-type]
 
 
 def verdicts(path: Path) -> list[tuple[bool, str]]:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from tuner.hardware import Gpu
     from tuner.tuning.proof import ProofPlan, ProofProgress, Prover
 
+MAX_PROCESSES = 64
+"""Most processes on one GPU."""
 DESCRIPTION = """Takes every kernel that `tuner build --portfolio` built through the numerics gate,
 on problems drawn from all that it serves: edges of tiles, one query, one key, every ratio of heads,
 every layout, splits, log-sum-exp. The runtime serves what passed, at any shape. Nothing is timed. A
@@ -38,6 +40,19 @@ def register(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of the random problems (default 0)"
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="kernels to check side by side on the GPU, a process each (default 1)",
+    )
+    parser.add_argument(
+        "--carry",
+        action="store_true",
+        help="check nothing: take over the shipped proofs of kernels whose text changed and whose "
+        "machine code is equal; needs no GPU",
     )
     parser.add_argument("--again", action="store_true", help="also kernels that have a verdict")
     parser.add_argument(
@@ -70,6 +85,12 @@ def run(args: argparse.Namespace) -> int:
 
     if args.problems < 1:
         raise ConfigError(f"--problems {args.problems} is out of range (allowed: 1 or more)")
+    if not 1 <= args.processes <= MAX_PROCESSES:
+        raise ConfigError(
+            f"--processes {args.processes} is out of range (allowed: 1 to {MAX_PROCESSES})"
+        )
+    if args.carry:
+        return _carry()
     gpu = device.detect(args.device)
     if gpu is None and not args.dry_run:
         raise BenchmarkError(f"CUDA device {args.device} is not there: kernels run to be proven")
@@ -86,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
         _name(faults)
         return DONE
     started = time.monotonic()
-    worker = WorkerClient(args.device)
+    workers = [WorkerClient(args.device) for _ in range(args.processes)]
     try:
         with Interruption() as interruption:
 
@@ -97,15 +118,16 @@ def run(args: argparse.Namespace) -> int:
             prover = Prover(
                 gpu,
                 str(device.environment(args.device).facts.get("driver", "")),
-                worker,
+                workers,
                 problems=args.problems,
                 seed=args.seed,
-                changed=_Teller(args.problems),
+                changed=_Teller(args.problems * args.processes),
                 is_over=is_over,
             )
             left = _prove(prover, plans, faults)
     finally:
-        worker.close()
+        for worker in workers:
+            worker.close()
     _name(faults)
     if left:
         print(f"tuner: {left} kernels are left; the same command goes on", file=sys.stderr)
@@ -125,6 +147,30 @@ def _prove(prover: Prover, plans: Sequence[ProofPlan], faults: list[str]) -> int
         spent = time.monotonic() - found.started
         say(f"{todo.path}: {passed} of {found.kernels} kernels proven in {spent:.0f} s")
     return left
+
+
+def _carry() -> int:
+    """Carry proofs over in each list of these templates.
+
+    Raises:
+        ConfigError: when nothing is built.
+    """
+    from tuner.base import resources
+    from tuner.cli import DONE
+    from tuner.selection.kernels import BUILD, PROVE, KernelList, shipped_kernels, users
+    from tuner.tuning.proof import carry
+
+    current = resources.templates_digest()
+    paths = [path for path in users() if KernelList.read(path).templates == current]
+    if not paths:
+        raise ConfigError(f"no kernel is built for templates {current[:8]} ({BUILD})")
+    for path in paths:
+        found = carry(path, shipped_kernels())
+        say(
+            f"{path}: {found.carried} proofs carried over; left for {PROVE}: {found.other_code} "
+            f"kernels with other machine code, {found.unknown} without a known proof"
+        )
+    return DONE
 
 
 def _plans(args: argparse.Namespace, gpu: Gpu) -> list[ProofPlan]:
@@ -170,7 +216,7 @@ class _Teller:
         self._next = now + PROGRESS_S
         left_s = progress.left_s()
         say(
-            f"{progress.done} of {progress.kernels} kernels, {progress.trials} of "
+            f"{progress.done} of {progress.kernels} kernels, {sum(progress.at_work.values())} of "
             f"{self._problems} problems of the next, {now - progress.started:.0f} s"
             + ("" if left_s is None else f", about {left_s:.0f} s left")
             + (f", {len(progress.faults)} failed" if progress.faults else "")

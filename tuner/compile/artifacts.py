@@ -75,6 +75,12 @@ class Artifact:
     facts: Mapping[str, Any] = field(default_factory=dict)
     """How it was built: template, variables, versions, `advice` of ptxas."""
 
+    @property
+    def code(self) -> str:
+        """`device_code` of the kernel; empty where its library holds no machine code of it."""
+        known = "" if self.resources is None else self.resources.code
+        return known or device_code(self.library.read_bytes(), self.key)
+
 
 class ArtifactCache:
     """The artifacts under one folder; safe between threads and processes of one machine.

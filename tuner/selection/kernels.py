@@ -5,8 +5,10 @@ and the rendered text. A *kernel list* connects both: for each `KernelSpec` the 
 it, and its `Proof`. ``tuner build --portfolio`` writes the user's list, and ``tuner prove`` adds
 the proofs. A wheel of prebuilt kernels has a list of its own.
 
-Templates declare the arguments of a launch, so a list made with other templates is ignored. Proofs
-of one compiler's artifacts ship (`shipped_proofs`); equal builds need no new proof.
+Templates know the arguments of a launch, so a list made with other templates is ignored. Proofs
+of one compiler's artifacts ship (`shipped_kernels`); equal builds need no new proof. A proof names
+the machine code that was checked. An artifact of another text whose machine code is equal can take
+the proof over (``tuner prove --carry``), which then says so.
 
 A proof holds on every GPU of the list's compute capability (`Gpu.shares_kernels`). It is about
 machine code, whose instructions, shared memory and registers belong to the capability. The number
@@ -119,6 +121,12 @@ class Proof:
     driver: str
     date: str
     """Day of the proof, UTC, as ``2026-11-23``."""
+    code: str = ""
+    """`Artifact.code` of what was checked; empty in proofs from before it was recorded."""
+    carried: str = ""
+    """Key of the artifact that was checked, where the proof is carried over from another text with
+    equal machine code; empty: the kernel's own. GPU, driver and day stay those of the check.
+    """
 
 
 @dataclass(frozen=True)
@@ -156,7 +164,7 @@ class KernelList:
         their artifact, if there is one.
         """
         known = self.with_kernels(kernels)
-        proofs = shipped_proofs()
+        proofs = {one.artifact: one.proof for one in shipped_kernels()}
         adopted = (
             replace(kernel, proof=proofs[kernel.artifact])
             for kernel in known.kernels.values()
@@ -252,24 +260,24 @@ def places() -> list[Path]:
 
 
 @cache
-def shipped_proofs() -> Mapping[str, Proof]:
-    """Proofs that ship with the package, under ``cache/proofs/``, by the artifact's key.
+def shipped_kernels() -> tuple[Kernel, ...]:
+    """Proven kernels that ship with the package, under ``cache/proofs/``.
 
-    The key covers the compiler's version, the flags and the source: equal keys mean the same
-    kernel.
+    An artifact's key covers the compiler's version, the flags and the source: equal keys mean the
+    same kernel.
 
     Raises:
         StoreError: when a shipped file is damaged.
     """
-    found = {}
     try:
-        for path in sorted((resources.cache() / "proofs").glob("*.json")):
-            for kernel in KernelList.read(path).kernels.values():
-                if kernel.proof is not None:
-                    found[kernel.artifact] = kernel.proof
+        return tuple(
+            kernel
+            for path in sorted((resources.cache() / "proofs").glob("*.json"))
+            for kernel in KernelList.read(path).kernels.values()
+            if kernel.proof is not None
+        )
     except ConfigError as exc:
         raise StoreError(f"a shipped file cannot be read: {exc}") from exc
-    return found
 
 
 def update(

@@ -2,28 +2,34 @@
 
 A kernel passes all of its trials, or it has a fault, which names the first that it failed. The
 verdict is written into the kernel list before the next kernel's turn, so that a run that ended
-early goes on where it was.
+early goes on where it was. Several workers prove side by side on one GPU: correctness does not
+depend on what else runs there, time does.
+
+A proof is about machine code. `carry` gives it to an artifact of another text with equal code.
 """
 
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tuner.compile.artifacts import Artifact
+from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.hardware import Gpu
 from tuner.measure.gate import REFERENCE
-from tuner.measure.request import CandidateOutcome
 from tuner.measure.worker import LSE_PROBE
 from tuner.measure.worker_client import AnyWorker, Ask
 from tuner.measurement import Regime, Status
 from tuner.selection.kernels import (
     BUILD,
+    Kernel,
     KernelList,
     Proof,
     Target,
@@ -38,6 +44,14 @@ PROBLEMS = 64
 _REGIME = Regime()
 """Regime of a request; nothing is timed."""
 _FAULT_CHARACTERS = 400
+
+
+_Queue = deque[tuple[Target, Mapping[str, Artifact]]]
+"""Kernels to prove, with their artifacts."""
+
+
+class _TimedOut(Exception):
+    """A kernel took too long, in the words of a fault: beside others that may be theirs."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +78,8 @@ class ProofProgress:
     kernels: int
     """To be proven in this run."""
     done: int = 0
-    trials: int = 0
-    """Passed trials of the kernel at work."""
+    at_work: dict[int, int] = field(default_factory=dict)
+    """Passed trials of each worker's kernel."""
     faults: list[str] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
 
@@ -111,13 +125,70 @@ def plan(path: Path, targets: Sequence[Target], *, again: bool = False) -> Proof
     return ProofPlan(path, known, reference, waiting, missing, proven, failed)
 
 
+@dataclass
+class CarriedProofs:
+    """What became of a list's kernels without a verdict."""
+
+    carried: int = 0
+    other_code: int = 0
+    """Kernels whose machine code is not the one that was checked."""
+    unknown: int = 0
+    """Kernels whose spec was never proven, or whose checked machine code is not known."""
+
+
+def carry(path: Path, earlier: Iterable[Kernel]) -> CarriedProofs:
+    """Carry proofs over to a list's kernels without a verdict: those of equal spec and machine code.
+
+    Args:
+        path: of the list.
+        earlier: proven kernels, of other texts. Where a proof does not name its machine code, the
+            artifact that was checked must be in the cache.
+
+    Raises:
+        ConfigError: when the list cannot be read.
+        StoreError: when it cannot be written.
+    """
+    found, carried = CarriedProofs(), list[Kernel]()
+    proven: dict[str, list[Kernel]] = {}
+    for kernel in earlier:
+        proven.setdefault(kernel.spec, []).append(kernel)
+    for kernel in KernelList.read(path).kernels.values():
+        if kernel.proof is not None or kernel.fault or kernel.spec == REFERENCE.key:
+            continue
+        proofs = [_named(one) for one in proven.get(kernel.spec, ())]
+        known = [proof for proof in proofs if proof is not None]
+        code = _code_of(kernel.artifact) if known else ""
+        same = next((proof for proof in known if proof.code == code), None)
+        if same is not None:
+            carried.append(replace(kernel, proof=same))
+        elif code:
+            found.other_code += 1
+        else:
+            found.unknown += 1
+    update(path, carried)
+    found.carried = len(carried)
+    return found
+
+
+def _named(kernel: Kernel) -> Proof | None:
+    """A kernel's proof as another artifact has it; None where its machine code is not known."""
+    if kernel.proof is None or not (code := kernel.proof.code or _code_of(kernel.artifact)):
+        return None
+    return replace(kernel.proof, code=code, carried=kernel.proof.carried or kernel.artifact)
+
+
+def _code_of(key: str) -> str:
+    artifact = ArtifactCache().find(key)
+    return "" if artifact is None else artifact.code
+
+
 class Prover:
-    """Proves the kernels of one list, one after the other.
+    """Proves the kernels of one list, as many at a time as there are workers.
 
     Args:
         gpu: where.
         driver: its version, which the proofs name.
-        worker: checks a candidate in a process of its own.
+        workers: each checks one candidate at a time in a process of its own, on one GPU.
         problems: trials of a kernel, at least.
         seed: of the draws and of the inputs.
         changed: told how far it is after each trial.
@@ -128,76 +199,134 @@ class Prover:
         self,
         gpu: Gpu,
         driver: str,
-        worker: AnyWorker,
+        workers: Sequence[AnyWorker],
         *,
         problems: int = PROBLEMS,
         seed: int = 0,
         changed: Callable[[ProofProgress], None] = lambda progress: None,
         is_over: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._gpu, self._driver, self._worker = gpu, driver, worker
+        self._gpu, self._driver, self._workers = gpu, driver, workers
         self._problems, self._seed = problems, seed
         self._changed, self._is_over = changed, is_over
+        self._lock, self._is_stopped = threading.Lock(), threading.Event()
 
     def run(self, todo: ProofPlan) -> ProofProgress:
-        """Prove what waits, and write each verdict at once.
+        """Prove what waits, and write each verdict at once. A kernel that timed out beside others
+        is proven again, alone.
 
         Raises:
             BenchmarkError: when no worker can be started, the gate fails, or memory is short.
             StoreError: when the list cannot be written.
             concurrent.futures.CancelledError: after the worker's `interrupt`.
         """
-        progress = ProofProgress(len(todo.waiting))
-        for target, artifacts in todo.waiting:
-            progress.trials = 0
-            verdict = self._prove(target, artifacts, todo.reference, progress)
-            if verdict is None:
-                break
-            if isinstance(verdict, str):
-                progress.faults.append(f"{target.label()}: {verdict}")
-            self._enter(todo, target, verdict)
-            progress.done += 1
-            self._changed(progress)
+        progress, waiting = ProofProgress(len(todo.waiting)), deque(todo.waiting)
+        if len(self._workers) > 1:
+            late: _Queue = deque()
+            with ThreadPoolExecutor(len(self._workers)) as threads:
+                running = [
+                    threads.submit(self._work, number, waiting, late, todo, progress)
+                    for number in range(len(self._workers))
+                ]
+                try:
+                    for future in as_completed(running):
+                        future.result()
+                except BaseException:
+                    self._is_stopped.set()
+                    for worker in self._workers:
+                        worker.interrupt()
+                    raise
+            waiting = late
+        self._work(0, waiting, None, todo, progress)
         return progress
+
+    def _work(
+        self,
+        number: int,
+        waiting: _Queue,
+        late: _Queue | None,
+        todo: ProofPlan,
+        progress: ProofProgress,
+    ) -> None:
+        """Prove with one worker until nothing waits.
+
+        Args:
+            number: of the worker.
+            waiting: kernels that no worker has taken yet.
+            late: takes those that timed out beside others; None: the worker is alone.
+            todo: the run.
+            progress: of all workers.
+        """
+        while True:
+            try:
+                target, artifacts = waiting.popleft()
+            except IndexError:
+                return
+            try:
+                verdict = self._prove(number, target, artifacts, todo, progress)
+            except _TimedOut as timeout:
+                if late is not None:
+                    late.append((target, artifacts))
+                    continue
+                verdict = str(timeout)
+            if verdict is None:
+                return
+            with self._lock:
+                if isinstance(verdict, str):
+                    progress.faults.append(f"{target.label()}: {verdict}")
+                self._enter(todo, target, artifacts, verdict)
+                progress.done += 1
+                progress.at_work.pop(number, None)
+                self._changed(progress)
 
     def _prove(
         self,
+        number: int,
         target: Target,
         artifacts: Mapping[str, Artifact],
-        reference: Artifact,
+        todo: ProofPlan,
         progress: ProofProgress,
     ) -> Proof | str | None:
-        """The proof, the fault, or None where the run is over."""
+        """The proof, the fault, or None where the run is over.
+
+        Raises:
+            _TimedOut: the fault, where the worker was too slow.
+        """
         drawn = trials(target, self._gpu, self._problems, self._seed)
         if len(drawn) < self._problems:
             return f"only {len(drawn)} problems could be drawn (needed: {self._problems})"
-        for number, trial in enumerate(drawn):
-            if self._is_over():
+        for passed, trial in enumerate(drawn):
+            if self._is_over() or self._is_stopped.is_set():
                 return None
-            outcome = self._check(target, trial, number, artifacts, reference)
+            ask = self._ask(target, trial, passed, artifacts, todo.reference)
+            outcome = self._workers[number].measure(ask)[0]
             if outcome.status is Status.OUT_OF_MEMORY:
                 raise BenchmarkError(
                     f"memory is short on {self._gpu.name}: {trial.label()}: {outcome.log}"
                 )
             if outcome.status is not Status.OK:
                 log = first_line(outcome.log)
-                return f"{outcome.status} at {trial.label()}: {log}"[:_FAULT_CHARACTERS]
-            progress.trials = number + 1
-            self._changed(progress)
+                fault = f"{outcome.status} at {trial.label()}: {log}"[:_FAULT_CHARACTERS]
+                if outcome.status is Status.TIMEOUT:
+                    raise _TimedOut(fault)
+                return fault
+            with self._lock:
+                progress.at_work[number] = passed + 1
+                self._changed(progress)
         today = datetime.now(UTC).date().isoformat()
         return Proof(len(drawn), self._seed, self._gpu.name, self._driver, today)
 
-    def _check(
+    def _ask(
         self,
         target: Target,
         trial: Trial,
         number: int,
         artifacts: Mapping[str, Artifact],
         reference: Artifact,
-    ) -> CandidateOutcome:
+    ) -> Ask:
         # Unlike inputs for each trial; the worker's seeds are whole numbers.
         text = f"{self._seed}:{target.config.digest}:{number}"
-        ask = Ask(
+        return Ask(
             problem=trial.problem,
             regime=_REGIME,
             mode=LSE_PROBE if trial.with_lse and target.family.writes_lse else "probe",
@@ -206,11 +335,18 @@ class Prover:
             candidates=[(trial.config, artifacts)],
             strides=trial.strides,
         )
-        return self._worker.measure(ask)[0]
 
     @staticmethod
-    def _enter(todo: ProofPlan, target: Target, verdict: Proof | str) -> None:
+    def _enter(
+        todo: ProofPlan, target: Target, artifacts: Mapping[str, Artifact], verdict: Proof | str
+    ) -> None:
         """Write a verdict into the list, for all kernels of the target."""
-        proof, fault = (None, verdict) if isinstance(verdict, str) else (verdict, "")
-        built = (todo.kernels.kernels[spec.key] for spec in target.kernels.values())
-        update(todo.path, [replace(kernel, proof=proof, fault=fault) for kernel in built])
+        judged = []
+        for name, spec in target.kernels.items():
+            kernel = todo.kernels.kernels[spec.key]
+            if isinstance(verdict, str):
+                judged.append(replace(kernel, proof=None, fault=verdict))
+            else:
+                proof = replace(verdict, code=artifacts[name].code)
+                judged.append(replace(kernel, proof=proof, fault=""))
+        update(todo.path, judged)
