@@ -88,3 +88,11 @@ def test_another_document_is_refused(
     path.write_text(json.dumps({**EMPTY.with_kernels([BUILT]).to_json(), **change}))
     with pytest.raises(ConfigError, match=message):
         KernelList.read(path)
+
+
+def test_a_proof_without_machine_code_is_read() -> None:
+    """As those of before it was recorded."""
+    data = EMPTY.with_kernels([replace(BUILT, proof=PROOF)]).to_json()
+    for name in ("code", "carried"):
+        del data["kernels"][0]["proof"][name]
+    assert KernelList.from_json(data).kernels[SPEC.key].proof == PROOF

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,9 +24,20 @@ from tuner.measure.request import CandidateOutcome
 from tuner.measure.worker_client import Ask
 from tuner.measurement import Environment, Status
 from tuner.problem import AttentionProblem
-from tuner.selection.kernels import Kernel, KernelList, Lists, Target, path_of, targets, users
+from tuner.selection import kernels
+from tuner.selection.kernels import (
+    Kernel,
+    KernelList,
+    Lists,
+    Proof,
+    Target,
+    path_of,
+    targets,
+    update,
+    users,
+)
 from tuner.selection.portfolio import shipped
-from tuner.tuning.proof import Prover, plan
+from tuner.tuning.proof import Prover, carry, plan
 
 NVCC = "13.0.88"
 TARGETS = targets(shipped()[0])[:3]
@@ -62,20 +75,20 @@ def put(key: str, text: str) -> Artifact:
 @pytest.fixture
 def built() -> Path:
     """A list of three kernels and the gate's."""
-    kernels = []
+    found = []
     specs = [REFERENCE, *(spec for target in TARGETS for spec in target.kernels.values())]
     for number, spec in enumerate(specs):
         artifact = put(f"key{number}", f"library {number}")
-        kernels.append(Kernel(spec.key, artifact.key, artifact.sha256))
+        found.append(Kernel(spec.key, artifact.key, artifact.sha256))
     known = KernelList(NVCC, "4.2.0", "9.0", resources.templates_digest())
     path = path_of(NVCC, "9.0")
     path.parent.mkdir(parents=True, exist_ok=True)
-    known.with_kernels(kernels).write(path)
+    known.with_kernels(found).write(path)
     return path
 
 
-def prover(worker: Worker, **more: object) -> Prover:
-    return Prover(DEFAULT_GPU, "580.1", [worker], problems=64, **more)  # type: ignore[arg-type]
+def prover(*workers: Worker, **more: object) -> Prover:
+    return Prover(DEFAULT_GPU, "580.1", workers, problems=64, **more)  # type: ignore[arg-type]
 
 
 def verdicts(path: Path) -> list[tuple[bool, str]]:
@@ -160,6 +173,163 @@ def test_without_the_gate_s_kernels_nothing_is_proven(built: Path) -> None:
     ArtifactCache().remove("key0")
     with pytest.raises(ConfigError, match="the numerics gate's kernels are not built"):
         plan(built, TARGETS)
+
+
+class TestSideBySide:
+    """Several workers over one list."""
+
+    def test_all_is_proven_once(self, built: Path) -> None:
+        workers = [Worker(), Worker(), Worker()]
+        progress = prover(*workers, seed=3).run(plan(built, TARGETS))
+        assert (progress.done, progress.faults, progress.at_work) == (3, [], {})
+        assert verdicts(built) == [(True, "")] * 3
+        digests = [
+            {ask.candidates[0][1]["attention"].key for ask in worker.asks} for worker in workers
+        ]
+        assert sum(len(worker.asks) for worker in workers) == 3 * 64
+        assert sorted(key for found in digests for key in found) == ["key1", "key2", "key3"]
+
+    def test_they_work_at_the_same_time(self, built: Path) -> None:
+        meeting = threading.Barrier(3, timeout=60)
+
+        def judge(ask: Ask) -> CandidateOutcome:
+            if not seen.get(threading.get_ident()):
+                seen[threading.get_ident()] = True
+                meeting.wait()  # breaks where they come one after the other
+            return OK
+
+        seen: dict[int, bool] = {}
+        prover(*(Worker(judge) for _ in range(3))).run(plan(built, TARGETS))
+        assert verdicts(built) == [(True, "")] * 3
+
+    def test_an_ended_run_keeps_what_is_proven(self, built: Path) -> None:
+        workers = [Worker(), Worker()]
+
+        def is_over() -> bool:
+            return any(is_proven for is_proven, _ in verdicts(built))
+
+        found = prover(*workers, is_over=is_over).run(plan(built, TARGETS))
+        assert 1 <= found.done < 3
+        assert sum(is_proven for is_proven, _ in verdicts(built)) == found.done
+
+    def test_a_failure_ends_the_others_and_is_raised(self, built: Path) -> None:
+        interrupted = []
+
+        class Failing(Worker):
+            def interrupt(self) -> None:
+                interrupted.append(self)
+
+        workers = [Failing(), Failing(lambda ask: CandidateOutcome(Status.OUT_OF_MEMORY))]
+        with pytest.raises(BenchmarkError, match="memory is short"):
+            prover(*workers).run(plan(built, TARGETS))
+        assert interrupted == workers
+
+    def test_what_timed_out_beside_others_is_proven_alone(self, built: Path) -> None:
+        """A slow neighbour is no fault; a kernel that hangs alone as well has one."""
+        first: list[str] = []
+
+        def judge(ask: Ask) -> CandidateOutcome:
+            [(_, artifacts)] = ask.candidates
+            key = artifacts["attention"].key
+            is_late = key == "key3" or (key == "key2" and not first)
+            if key == "key2":
+                first.append(key)
+            return CandidateOutcome(Status.TIMEOUT, log="too slow") if is_late else OK
+
+        progress = prover(Worker(judge), Worker(judge)).run(plan(built, TARGETS))
+        assert progress.done == 3 and len(progress.faults) == 1
+        assert [is_proven for is_proven, _ in verdicts(built)] == [True, True, False]
+        assert "timeout at" in verdicts(built)[2][1]
+
+
+class TestCarry:
+    """Proofs of other texts with equal machine code."""
+
+    OLD = Proof(64, 0, "NVIDIA H200", "570.1", "2026-11-20", code="a" * 32)
+
+    @pytest.fixture
+    def codes(self, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+        """Machine code by the artifact's key."""
+        known = {"key1": "a" * 32, "key2": "b" * 32, "old2": "b" * 32, "key3": "c" * 32}
+        monkeypatch.setattr(Artifact, "code", property(lambda own: known.get(own.key, "")))
+        return known
+
+    def earlier(self, number: int, proof: Proof, key: str = "") -> Kernel:
+        [spec] = TARGETS[number].kernels.values()
+        return Kernel(spec.key, key or f"old{number + 1}", "ab" * 32, proof)
+
+    def kernel(self, path: Path, number: int) -> Kernel:
+        [spec] = TARGETS[number].kernels.values()
+        found = KernelList.read(path).find(spec)
+        assert found is not None
+        return found
+
+    @pytest.mark.usefixtures("codes")
+    def test_equal_code_takes_the_proof_over_and_says_so(self, built: Path) -> None:
+        found = carry(built, [self.earlier(0, self.OLD)])
+        assert (found.carried, found.other_code, found.unknown) == (1, 0, 2)
+        proof = self.kernel(built, 0).proof
+        assert proof == replace(self.OLD, carried="old1")
+        assert proof.gpu == "NVIDIA H200" and proof.date == "2026-11-20"
+        assert self.kernel(built, 0).artifact == "key1"
+        assert Lists().proven(TARGETS[0].kernels, "9.0") == {"attention": "key1"}
+        assert len(plan(built, TARGETS).waiting) == 2
+
+    @pytest.mark.usefixtures("codes")
+    def test_a_new_proof_names_the_machine_code(self, built: Path) -> None:
+        prover(Worker()).run(plan(built, TARGETS))
+        proofs = [self.kernel(built, number).proof for number in range(3)]
+        assert [one and (one.code, one.carried) for one in proofs] == [
+            (letter * 32, "") for letter in "abc"
+        ]
+
+    @pytest.mark.usefixtures("codes")
+    def test_other_code_is_refused(self, built: Path) -> None:
+        found = carry(built, [self.earlier(2, self.OLD)])
+        assert (found.carried, found.other_code) == (0, 1)
+        assert verdicts(built) == [(False, "")] * 3
+
+    @pytest.mark.usefixtures("codes")
+    def test_another_spec_s_proof_is_not_taken(self, built: Path) -> None:
+        elsewhere = replace(self.earlier(0, self.OLD), spec="another spec")
+        assert carry(built, [elsewhere]).carried == 0
+
+    @pytest.mark.usefixtures("codes")
+    def test_code_that_no_proof_names_is_read_from_the_checked_library(self, built: Path) -> None:
+        unnamed = replace(self.OLD, code="")
+        assert carry(built, [self.earlier(1, unnamed)]).unknown == 3  # the library is not there
+        put("old2", "the library that was checked")
+        assert carry(built, [self.earlier(1, unnamed)]).carried == 1
+        assert self.kernel(built, 1).proof == replace(self.OLD, code="b" * 32, carried="old2")
+
+    def test_what_holds_no_code_takes_no_proof(self, built: Path, codes: dict[str, str]) -> None:
+        codes.clear()
+        assert carry(built, [self.earlier(0, self.OLD)]).carried == 0
+
+    @pytest.mark.usefixtures("codes")
+    def test_a_proof_that_was_carried_names_the_artifact_that_was_checked(
+        self, built: Path
+    ) -> None:
+        assert carry(built, [self.earlier(0, replace(self.OLD, carried="oldest"))]).carried == 1
+        proof = self.kernel(built, 0).proof
+        assert proof is not None and proof.carried == "oldest"
+
+    @pytest.mark.usefixtures("codes")
+    def test_a_verdict_is_kept(self, built: Path) -> None:
+        update(built, [replace(self.kernel(built, 0), fault="wrong at S=1")])
+        assert carry(built, [self.earlier(0, self.OLD)]).carried == 0
+        assert self.kernel(built, 0).fault == "wrong at S=1"
+
+    @pytest.mark.usefixtures("codes")
+    def test_the_command_needs_no_gpu(
+        self, built: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(device, "detect", lambda index: None)
+        shipped = (self.earlier(0, self.OLD), self.earlier(2, self.OLD))
+        monkeypatch.setattr(kernels, "shipped_kernels", lambda: shipped)
+        assert main(["prove", "--carry"]) == 0
+        text = capsys.readouterr().err
+        assert "1 proofs carried over" in text and "1 kernels with other machine code" in text
 
 
 class TestLists:
@@ -261,6 +431,14 @@ class TestCommand:
         assert "3 failed before" in capsys.readouterr().err
         assert main(["prove", "--again"]) == 0
         assert verdicts(built) == [(True, "")] * 3
+
+    def test_processes(
+        self, built: Path, worker: Worker, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["prove", "--processes", "3"]) == 0
+        assert verdicts(built) == [(True, "")] * 3 and len(worker.asks) == 3 * 64
+        assert main(["prove", "--processes", "0"]) == 2
+        assert "--processes 0 is out of range (allowed: 1 to 64)" in capsys.readouterr().err
 
     def test_a_dry_run_checks_nothing(self, built: Path, worker: Worker) -> None:
         assert main(["prove", "--dry-run"]) == 0 and worker.asks == []
