@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,8 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Family:
     module.write_text("\n".join(blocks("python")))
     (template,) = blocks("cuda")
     (tmp_path / f"{NAME}.cu.j2").write_text(template)
+    for shared in ("arguments.cu.j2", "arguments.h"):
+        shutil.copy(resources.templates() / shared, tmp_path)
     monkeypatch.setattr(resources, "templates", lambda: tmp_path)
     (family,) = families_in(module).values()
     return family
@@ -61,6 +64,7 @@ def test_its_kernels_render_and_its_launches_name_operands(written: Family) -> N
     operands = {operand.name for operand in PROBLEM.operands}
     assert {ref.operand for ref in launch.tensors} == operands
     assert launch.integers == (3000, 333, 1000)
+    assert "struct Integers { int64_t rows, cols, query_rows; };" in text
 
 
 def test_its_domains_hold_what_the_page_asks_for(written: Family) -> None:

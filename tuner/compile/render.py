@@ -39,8 +39,8 @@ def render(spec: KernelSpec, kernel_id: str) -> str:
 
     Args:
         spec: the template and its variables.
-        kernel_id: the suffix of every global name of the kernel; the template sees it as `id`, and the
-            spec's declaration as `arguments`.
+        kernel_id: the suffix of every global name of the kernel; the template sees it as `id`. It
+            sees the spec's declaration as `arguments`.
 
     Raises:
         RenderError: names the template and the fault: a missing file, a syntax error with its line,

@@ -71,7 +71,7 @@ class KernelSpec:
     variables: Mapping[str, Value] = field(default_factory=dict)
     words: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """All values of each variable that is text; constants of the family, never a config's."""
-    arguments: Arguments | Mapping[str, Arguments] = Arguments()
+    arguments: Arguments | Mapping[str, Arguments] = field(default_factory=Arguments)
     """Names of what a launch passes, for the template; they follow from the variables. Of a kernel
     with several commands by each one's name.
     """

@@ -137,7 +137,7 @@ class CarriedProofs:
 
 
 def carry(path: Path, earlier: Iterable[Kernel]) -> CarriedProofs:
-    """Carry proofs over to a list's kernels without a verdict: those of equal spec and machine code.
+    """Carry proofs of equal spec and machine code over to a list's kernels without a verdict.
 
     Args:
         path: of the list.

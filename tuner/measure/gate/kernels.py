@@ -88,9 +88,7 @@ class Kernels:
     def strayed(self, buffer: Guarded) -> int:
         """16-bit words of both guard bands of a buffer that do not hold the poison."""
         size = {"bytes": GUARD_BYTES}
-        counts = (
-            self._ask(Command.COUNT_CHANGED, {"data": band}, size) for band in _bands(buffer)
-        )
+        counts = (self._ask(Command.COUNT_CHANGED, {"data": band}, size) for band in _bands(buffer))
         return sum(int.from_bytes(data[:8], "little") for data in counts)
 
     def checksum(self, pointer: int, size: int) -> int:
