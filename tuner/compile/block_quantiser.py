@@ -23,7 +23,7 @@ ARGUMENTS = Arguments(
     tensors=("rows", "elements", "factors"),
     integers=("m", "k", "row_stride", "block_stride", "pdl"),
 )
-"""Declaration of a launch's arguments. The source, which is no template, repeats it."""
+"""Declaration of a launch's arguments. The source is not a template, and repeats it."""
 FLAGS = (
     *("-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-shared", "-cudart=static"),
     *("-Xcompiler=-fPIC", "-Xlinker=-s"),

@@ -127,7 +127,7 @@ def plan(path: Path, targets: Sequence[Target], *, again: bool = False) -> Proof
 
 @dataclass
 class CarriedProofs:
-    """What became of a list's kernels without a verdict."""
+    """Numbers of a list's kernels that had no verdict."""
 
     carried: int = 0
     other_code: int = 0
@@ -140,8 +140,8 @@ def carry(path: Path, earlier: Iterable[Kernel]) -> CarriedProofs:
     """Carry proofs of equal spec and machine code over to a list's kernels without a verdict.
 
     Args:
-        path: of the list.
-        earlier: proven kernels, of other texts. Where a proof does not name its machine code, the
+        path: file of the list.
+        earlier: proven kernels, of other texts. If a proof does not name its machine code, the
             artifact that was checked must be in the cache.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Commands of the gate's own kernels (``templates/reference.cu.j2``) and what each of them takes.
+"""Commands of the gate's own kernels (``templates/reference.cu.j2``) and arguments of each.
 
 The first integer of every launch is the command. The template makes its enum and its structs of
 this table.
@@ -121,4 +121,4 @@ COMMANDS: Mapping[Command, Arguments] = {
     Command.KEEP_ATTENTION: _typed(("exact", "statistics", "out", "logsumexp"), ("n", "rows")),
     Command.PLANT_MASK: _plain(("mask",), ("rows", "query_rows", "cols", "seed")),
 }
-"""What each command takes. Of `SCALE_COLUMNS` as many columns follow as it counts."""
+"""Arguments of each command. Behind those of `SCALE_COLUMNS` come as many columns as it counts."""

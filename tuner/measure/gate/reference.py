@@ -30,7 +30,7 @@ from tuner.problem import (
 )
 
 _PLAIN_TENSORS = dict.fromkeys(("bias", "residual", "scale_a", "scale_b"), 0)
-"""What a product of two matrices alone does not have."""
+"""Tensors that a product of two matrices alone does not have: null."""
 
 
 def reference_seconds(problem: Problem) -> float:
