@@ -48,6 +48,8 @@ SEED, CALLS = "survey", 4000
 """Seed and number of the models' calls that problems are sampled from."""
 PROBLEMS: Mapping[int, int] = {64: 18, 96: 12, 128: 18, 192: 12, 256: 12}
 """Number of problems of an attention domain, by head dimension: most models have 64 or 128."""
+LEAST_MODELS = 6
+"""Least models (numbers of heads) of an attention domain: a time model needs several."""
 DECODED = 2
 """Factor for domains in which one query decodes: lengths and batches vary most there, and PyTorch's
 kernels are nearest."""
@@ -135,7 +137,7 @@ def _taken(
 ) -> list[AttentionProblem]:
     wanted = PROBLEMS[domain.head_dim] * (DECODED if domain.phase == "one" else 1)
     own = list(called.get(domain, ()))
-    found = dict.fromkeys(_in_turn(domain, own)[:wanted])
+    found = dict.fromkeys(_in_turn(domain, own, wanted // LEAST_MODELS)[:wanted])
     widths = sorted({problem.head_dim for problem in own} | {domain.head_dim})
     others = [
         problem
@@ -152,14 +154,20 @@ def _taken(
     return list(found)
 
 
-def _in_turn(domain: AnyDomain, found: Sequence[_P]) -> list[_P]:
+def _in_turn(domain: AnyDomain, found: Sequence[_P], most: int | None = None) -> list[_P]:
     """Problems in turn over numbers of heads or widths of layers: the first of each, the second of
     each, and so on.
+
+    Args:
+        domain: domain of the problems.
+        found: problems.
+        most: most problems of one number of heads; None: all.
     """
     groups: dict[tuple[int, ...], list[_P]] = defaultdict(list)
     for problem in found:
         groups[domain.group(problem)[:2]].append(problem)
     turns = max(map(len, groups.values()), default=0)
+    turns = turns if most is None else min(turns, most)
     return [group[turn] for turn in range(turns) for group in groups.values() if turn < len(group)]
 
 
