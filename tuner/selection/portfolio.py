@@ -218,14 +218,15 @@ class Portfolio:
     """GPU that was measured, where rates are rescaled; of all domains, or of those that were not
     measured on this one (`beside`)."""
     fallback: Portfolio | None = None
-    """Portfolio whose kernels serve the domains that were measured on no GPU (`beside`)."""
+    """The same, with the other GPU's domains before this one's: its kernels serve the domains that
+    were measured on neither (`beside`)."""
     _found: dict[AnyDomain, DomainModels | None] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
     _rescaled: dict[str, Portfolio] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
-    """By the other GPU: as of `rescaled` or `beside`."""
+    """Of `rescaled` by the other GPU, and of `beside`."""
 
     def rescaled(self, gpu: Gpu) -> Portfolio:
         """The portfolio rescaled to another GPU of the same compute capability; made once.
@@ -246,15 +247,19 @@ class Portfolio:
         """The portfolio with another GPU's rescaled domains where it has none; made once."""
         if other.domains.keys() <= self.domains.keys():
             return self
+        key = f"beside {other.gpu.identity}"
         try:
-            return self._rescaled[other.gpu.identity]
+            return self._rescaled[key]
         except KeyError:
-            rescaled = other.rescaled(self.gpu)
-            domains = {**rescaled.domains, **self.domains}
+            theirs = other.rescaled(self.gpu).domains
             made = Portfolio(
-                self.op, self.gpu, domains, self.origin, made_on=other.gpu, fallback=rescaled
+                self.op, self.gpu, {**theirs, **self.domains}, self.origin, made_on=other.gpu
             )
-            return self._rescaled.setdefault(other.gpu.identity, made)
+            # Both GPUs have the same kernels for what was measured on neither.
+            if len(other.domains) > len(self.domains):
+                wide = {**self.domains, **theirs}
+                made = replace(made, fallback=replace(made, domains=wide))
+            return self._rescaled.setdefault(key, made)
 
     def models_of(self, domain: AnyDomain | None) -> DomainModels | None:
         """The candidates of a domain. An unmeasured one, with a window or a bias for instance, gets
@@ -316,7 +321,7 @@ class Portfolio:
             models = self.domains.get(other)
             if models is None:
                 continue
-            transferred = list(islice(self._transferred(domain, models), domain.kin_kernels))
+            transferred = list(self._transferred(domain, models))
             candidates, margin = transferred, 0.0
             if domain.has_rival_kin:
                 candidates, margin = [*transferred, *models.vendors], models.margin
@@ -330,10 +335,12 @@ class Portfolio:
         """Own candidates as they are called in a domain of the kin, best first."""
         own = [one for one in models.candidates if not one.is_vendor]
         own.sort(key=lambda one: "packed_heads" in one.config.params)
+        if domain.splits_kin:
+            yield from self._divided(domain, own)
+            return
         if domain.kin_kernels is not None:
-            for one in own:
-                if (carried := self._carried(domain, one, (1,))) is not None:
-                    yield carried
+            every = (self._carried(domain, one, (1,)) for one in own)
+            yield from islice((one for one in every if one is not None), domain.kin_kernels)
             return
         kinds = set[Hashable]()
         for one in (*own, *map(_unpacked, own)):
@@ -341,6 +348,27 @@ class Portfolio:
             if kind not in kinds and (carried := self._carried(domain, one)) is not None:
                 kinds.add(kind)
                 yield carried
+
+    def _divided(self, domain: AnyDomain, own: Sequence[Candidate]) -> Iterator[Candidate]:
+        """The best own kernel that splits the keys: with one split, and in each measured way to
+        combine several. The best of all where none splits them.
+        """
+        of_kernel: dict[str, list[Candidate]] = {}
+        for one in own:
+            if one.family is not None:
+                of_kernel.setdefault(one.family.compile_digest(one.config), []).append(one)
+        by_use = sorted(
+            of_kernel.values(), key=lambda ways: not any("combine" in w.config.params for w in ways)
+        )
+        for ways in by_use:
+            params = {name: v for name, v in ways[0].config.params.items() if name != "combine"}
+            whole = replace(ways[0], config=Config(ways[0].config.family, params))
+            carried = self._carried(domain, whole, (1,))
+            if carried is not None:
+                yield carried
+                several = (self._carried(domain, one) for one in ways if "combine" in one.config.params)
+                yield from (one for one in several if one is not None)
+                return
 
     def _carried(
         self, domain: AnyDomain, one: Candidate, splits: Sequence[int] | None = None
