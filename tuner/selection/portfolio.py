@@ -18,7 +18,7 @@ import json
 import math
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
+from functools import cache, reduce
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -252,8 +252,9 @@ class Portfolio:
             return self._rescaled[key]
         except KeyError:
             theirs = other.rescaled(self.gpu).domains
+            made_on = self.made_on or other.gpu
             made = Portfolio(
-                self.op, self.gpu, {**theirs, **self.domains}, self.origin, made_on=other.gpu
+                self.op, self.gpu, {**theirs, **self.domains}, self.origin, made_on=made_on
             )
             # Both GPUs have the same kernels for what was measured on neither.
             if len(other.domains) > len(self.domains):
@@ -514,8 +515,8 @@ def shipped() -> tuple[Portfolio, ...]:
 def serving(known: Iterable[Portfolio], gpu: Gpu) -> list[Portfolio]:
     """The portfolio that serves each operation on a GPU: its own.
 
-    Domains that were not measured there come from a GPU whose kernels it shares, rescaled. It is
-    the GPU with the most domains, then the one with the nearest count of multiprocessors.
+    Domains that were not measured there come from GPUs whose kernels it shares, rescaled. The GPU
+    with the most domains is first, then the one with the nearest count of multiprocessors.
 
     Args:
         known: portfolios to choose from.
@@ -529,12 +530,11 @@ def serving(known: Iterable[Portfolio], gpu: Gpu) -> list[Portfolio]:
     found = []
     for portfolios in alike.values():
         portfolios.sort(key=lambda one: (-len(one.domains), _distance(one.gpu, gpu)))
-        own = next((one for one in portfolios if one.gpu.identity == gpu.identity), None)
-        other = next((one for one in portfolios if one is not own and gpu.is_described), None)
-        if own is not None:
-            found.append(own if other is None else own.beside(other))
-        elif other is not None:
-            found.append(other.rescaled(gpu))
+        own = [one for one in portfolios if one.gpu.identity == gpu.identity]
+        others = [one for one in portfolios if one not in own and gpu.is_described]
+        if own or others:
+            first = own[0] if own else others.pop(0).rescaled(gpu)
+            found.append(reduce(Portfolio.beside, others, first))
     return found
 
 
