@@ -262,6 +262,25 @@ class Portfolio:
                 made = replace(made, fallback=replace(made, domains=wide))
             return self._rescaled.setdefault(key, made)
 
+    def updated(self, newer: Portfolio) -> Portfolio:
+        """The portfolio with the domains of a newer one in place of its own.
+
+        Raises:
+            ConfigError: when the newer one is of another operation or GPU.
+        """
+        if (newer.op, newer.gpu) != (self.op, self.gpu):
+            raise ConfigError(
+                f"the portfolio is of {self.op} on {self.gpu.name} "
+                f"(wanted: {newer.op} on {newer.gpu.name})"
+            )
+        origin = {
+            name: sorted({*self.origin.get(name, ()), *newer.origin.get(name, ())})
+            for name in sorted({*self.origin, *newer.origin})
+        }
+        days = origin.get("days", [])
+        origin["days"] = [days[0], days[-1]] if days else []
+        return Portfolio(self.op, self.gpu, {**self.domains, **newer.domains}, origin)
+
     def models_of(self, domain: AnyDomain | None) -> DomainModels | None:
         """The candidates of a domain. An unmeasured one, with a window or a bias for instance, gets
         the best candidates of its kin (`Domain.kin`).
