@@ -226,7 +226,7 @@ class Portfolio:
     _rescaled: dict[str, Portfolio] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
-    """Of `rescaled` by the other GPU, and of `beside`."""
+    """Results of `rescaled`, by the other GPU, and of `beside`."""
 
     def rescaled(self, gpu: Gpu) -> Portfolio:
         """The portfolio rescaled to another GPU of the same compute capability; made once.
@@ -386,7 +386,9 @@ class Portfolio:
             carried = self._carried(domain, whole, (1,))
             if carried is not None:
                 yield carried
-                several = (self._carried(domain, one) for one in ways if "combine" in one.config.params)
+                several = (
+                    self._carried(domain, one) for one in ways if "combine" in one.config.params
+                )
                 yield from (one for one in several if one is not None)
                 return
 
