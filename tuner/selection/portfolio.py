@@ -257,10 +257,14 @@ class Portfolio:
                 self.op, self.gpu, {**theirs, **self.domains}, self.origin, made_on=made_on
             )
             # Both GPUs have the same kernels for what was measured on neither.
-            if len(other.domains) > len(self.domains):
+            if other._breadth > self._breadth:
                 wide = {**self.domains, **theirs}
                 made = replace(made, fallback=replace(made, domains=wide))
             return self._rescaled.setdefault(key, made)
+
+    @property
+    def _breadth(self) -> tuple[int, str]:
+        return len(self.domains), self.gpu.identity
 
     def updated(self, newer: Portfolio) -> Portfolio:
         """The portfolio with the domains of a newer one in place of its own.
