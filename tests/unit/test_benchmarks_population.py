@@ -30,6 +30,8 @@ from tuner.problem.population import (
     draw,
     subset,
 )
+from tuner.selection.domains import Domain
+from tuner.selection.portfolio import serving, shipped
 
 CALLS = draw(3, 12, subset("all"))
 HEADING = {"format": population.FORMAT, "seed": "3", "models": "all"}
@@ -242,6 +244,17 @@ def test_what_the_runtime_reads_off_the_tensors(calls: Any) -> None:
     assert isinstance(padded, AttentionProblem) and isinstance(drafts, AttentionProblem)
     assert calls.posed(SMALL["padding"]) == replace(padded, mask="bk")
     assert calls.posed(SMALL["drafts"]) == replace(drafts, mask="1")
+
+
+def test_calls_of_public_models_have_own_kernels(calls: Any) -> None:
+    portfolios = {g: one for g in ("H200", "H100") for one in serving(shipped(), GPUS[g])
+                  if one.op == AttentionProblem.op}  # fmt: skip
+    for call in draw("kinds", 800, subset("all")):
+        if call.views:
+            for gpu, portfolio in portfolios.items():
+                models = portfolio.models_of(Domain.of(calls.posed(call)))
+                assert models is not None, (gpu, call.label)
+                assert not all(one.is_vendor for one in models.candidates), (gpu, call.label)
 
 
 def test_a_listing_counts_every_call(calls: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,6 +159,24 @@ class TestServing:
             assert None not in kin
         assert serving([theirs, here], H200) == serving([here, theirs], H200)
 
+    def test_kin_of_a_measured_domain_has_the_times_measured_here(self) -> None:
+        theirs = known(9.0, 10.0, 0.25)
+        (models,) = theirs.domains.values()
+        slow = [replace(one, rates={"launch": 90.0}) for one in models.candidates]
+        here = replace(theirs, gpu=H100, domains={models.domain: replace(models, candidates=slow)})
+        wide = models.domain._replace(phase="prompt")
+        theirs = replace(theirs, domains={**theirs.domains, wide: replace(models, domain=wide)})
+        (found,) = serving([theirs, here], H100)
+        for operand in ("additive", "bool"):
+            one, many = (
+                found.models_of(domain._replace(operand=operand))
+                for domain in (models.domain, wide)
+            )
+            assert one is not None and many is not None
+            assert one.made_on is None and {c.rates["launch"] for c in one.candidates} == {90.0}
+            assert many.made_on == H200 and many.candidates[0].rates["launch"] == 9.0
+            assert len(one.vendors) == len(many.vendors) == (operand == "additive")
+
     def test_the_kernels_are_the_same(self) -> None:
         """They are built, proven and legal once for all of a compute capability."""
         (theirs,) = (one for one in shipped() if one.op == "gemm")

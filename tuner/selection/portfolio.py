@@ -295,7 +295,9 @@ class Portfolio:
             return self._found[domain]
         except KeyError:
             kin_of = self._kin_of if self.fallback is None else self.fallback.models_of
-            found = self.domains.get(domain) or kin_of(domain)
+            found = self.domains.get(domain)
+            if found is None and (theirs := kin_of(domain)) is not None:
+                found = self._timed_here(theirs)
             return self._found.setdefault(domain, found)
 
     def served(self) -> Iterator[tuple[AnyDomain, DomainModels]]:
@@ -354,6 +356,24 @@ class Portfolio:
                     models, domain=domain, candidates=candidates, margin=margin, kin=other
                 )
         return None
+
+    def _timed_here(self, theirs: DomainModels) -> DomainModels:
+        """Candidates of a domain of kin with the rates of this GPU where it measured the kin."""
+        domain, kin = theirs.domain, theirs.kin
+        here = None if kin is None else self.domains.get(kin)
+        if here is None or here.made_on is not None or theirs.made_on is None:
+            return theirs
+        if isinstance(domain, AttentionDomain) and domain.has_named_kernels:
+            return theirs
+        wanted = {one.config for one in theirs.candidates}
+        own = [one for one in here.candidates if not one.is_vendor]
+        carried = (self._carried(domain, one) for one in (*own, *map(_unpacked, own)))
+        timed = {one.config: one for one in carried if one is not None and one.config in wanted}
+        if not timed:
+            return theirs
+        candidates = [*timed.values(), *(here.vendors if theirs.vendors else ())]
+        margin = here.margin if theirs.vendors else theirs.margin
+        return replace(here, domain=domain, candidates=candidates, margin=margin, kin=kin)
 
     def _transferred(self, domain: AnyDomain, models: DomainModels) -> Iterator[Candidate]:
         """Own candidates as they are called in a domain of the kin, best first."""
