@@ -34,15 +34,19 @@ class Inputs:
     source: Any
     """Tensor that the element-wise kernel reads; it writes the first of `tensors`."""
     mask: Any = None
-    window_mask: Any = None
-    """Booleans that PyTorch is given in place of a window."""
+    whole_mask: Any = None
+    """Mask that PyTorch is given: `mask`, with a window as booleans."""
+    seen: Any = None
+    """(B or 1, H or 1, SQ, 1): rows that see a key; None: all do. What the others hold is nobody's
+    to say: PyTorch's kernels differ there."""
 
 
 def made(call: ModelCall, device: str, copies: int) -> list[Inputs]:
     """So many copies of a call's tensors, normal but for zeros in the bias of positions."""
     build = _attention_inputs if call.views else _product_inputs
     built = [build(call, device) for _ in range(copies)]
-    masks = {"mask": built[0].mask, "window_mask": built[0].window_mask}
+    first = built[0]
+    masks = {"mask": first.mask, "whole_mask": first.whole_mask, "seen": first.seen}
     return [replace(one, **masks) for one in built]
 
 
@@ -68,7 +72,12 @@ def _attention_inputs(call: ModelCall, device: str) -> Inputs:
         torch.as_strided(buffers[v.buffer], v.shape, v.strides, v.offset) for v in call.views
     )
     source = tensors[0] if meta else tensors[0].clone(memory_format=torch.contiguous_format)
-    return Inputs(tensors, source, _mask(call, dtype, device), _window_mask(call, device))
+    mask = _mask(call, dtype, device)
+    whole = _with_window(call, mask, device)
+    seen = None
+    if not meta and whole is not None and whole.dtype == torch.bool:
+        seen = whole[(None,) * (4 - whole.dim())].any(-1, keepdim=True)
+    return Inputs(tensors, source, mask, whole, None if seen is None or seen.all() else seen)
 
 
 def _mask(call: ModelCall, dtype: torch.dtype, device: str) -> Any:
@@ -95,14 +104,16 @@ def _mask(call: ModelCall, dtype: torch.dtype, device: str) -> Any:
     return bias.masked_fill_(away > 0, -torch.inf) if call.kind != "encoding" else bias
 
 
-def _window_mask(call: ModelCall, device: str) -> Any:
+def _with_window(call: ModelCall, mask: Any, device: str) -> Any:
+    """The mask with the problem's window as booleans; the mask itself without a window."""
     problem = call.problem
     assert isinstance(problem, AttentionProblem)
     if not problem.is_windowed:
-        return None
+        return mask
     left, right = problem.visible
     away = _diagonal(problem, device)
-    return (away >= -left) & (away <= right)
+    window = (away >= -left) & (away <= right)
+    return window if mask is None else mask & window
 
 
 def _diagonal(problem: AttentionProblem, device: str) -> Any:

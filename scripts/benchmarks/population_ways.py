@@ -52,7 +52,7 @@ def _attention_ways(call: ModelCall) -> Iterator[_Way]:
 
     def sdpa(at: Inputs) -> Any:
         attend, (query, key, value) = functional.scaled_dot_product_attention, at.tensors
-        mask = at.mask if at.window_mask is None else at.window_mask
+        mask = at.whole_mask
         if mask is None:
             return attend(query, key, value, **options)
         if is_grouped:  # as Transformers does: few backends take both
@@ -121,15 +121,30 @@ def _refuse(reason: str, at: Inputs) -> Any:
 
 
 def _flex(problem: AttentionProblem) -> Callable[[Inputs], Any]:
-    """Compiled FlexAttention with the problem's window and soft cap."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    """Compiled FlexAttention with the problem's window and soft cap, and the call's mask."""
+    from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention
 
     left, right = problem.visible
     cap = problem.softcap
+    is_masked = problem.is_causal or problem.is_windowed
     kept: list[Any] = []
 
-    def seen(b: Any, h: Any, row: Any, key: Any) -> Any:
+    def within(b: Any, h: Any, row: Any, key: Any) -> Any:
         return (key - row >= -left) & (key - row <= right)
+
+    def given(mask: Any) -> Any:
+        whole = mask[(None,) * (4 - mask.dim())]
+        whole = whole.expand(problem.batch, 1, problem.seqlen_q, problem.seqlen_kv)
+        return lambda b, h, row, key: whole[b, 0, row, key]
+
+    def blocks(at: Inputs) -> Any:
+        found = [within] if is_masked else []
+        found += [] if at.mask is None else [given(at.mask)]
+        if not found:
+            return None
+        batch = None if at.mask is None else problem.batch
+        sizes = problem.seqlen_q, problem.seqlen_kv
+        return create_block_mask(and_masks(*found), batch, None, *sizes, at.tensors[0].device)
 
     def capped(score: Any, b: Any, h: Any, row: Any, key: Any) -> Any:
         return cap * torch.tanh(score / cap)
@@ -137,10 +152,7 @@ def _flex(problem: AttentionProblem) -> Callable[[Inputs], Any]:
     def run(at: Inputs) -> Any:
         if not kept:
             torch.compiler.reset()
-            sizes = problem.seqlen_q, problem.seqlen_kv
-            is_masked = problem.is_causal or problem.is_windowed
-            where = at.tensors[0].device
-            kept.append(create_block_mask(seen, None, None, *sizes, where) if is_masked else None)
+            kept.append(blocks(at))
             kept.append(torch.compile(flex_attention, dynamic=False))
         options = {"score_mod": capped} if cap else {}
         is_grouped = problem.heads_q != problem.heads_kv

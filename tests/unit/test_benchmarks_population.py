@@ -30,6 +30,8 @@ from tuner.problem.population import (
     draw,
     subset,
 )
+from tuner.selection.domains import Domain
+from tuner.selection.portfolio import serving, shipped
 
 CALLS = draw(3, 12, subset("all"))
 HEADING = {"format": population.FORMAT, "seed": "3", "models": "all"}
@@ -64,6 +66,10 @@ SMALL = {
     "window": attention("H=2,S=96,D=16,causal=1,window=15,dtype=bf16"),
     "window both ways": attention("H=2,S=96,D=16,window=15,dtype=fp16", "encoding"),
     "softcap": attention("H=2,S=64,D=16,causal=1,softcap=30,dtype=bf16"),
+    "capped drafts": attention(
+        "B=2,H=4,HKV=2,SQ=5,SKV=70,D=16,softcap=30,dtype=bf16", "decoding", LOWER_RIGHT
+    ),
+    "padded window": attention("B=3,H=2,S=96,D=16,window=7,dtype=fp16", "encoding", PADDING),
     "padding": attention("B=3,H=2,S=40,D=16,dtype=fp16", "encoding", PADDING),
     "drafts": attention("B=2,H=4,HKV=2,SQ=5,SKV=70,D=16,dtype=bf16", "decoding", LOWER_RIGHT),
     "positions": attention("B=2,H=4,S=50,D=16,bias=h,dtype=bf16", "prompt", POSITIONS),
@@ -75,6 +81,9 @@ SMALL = {
     ),
     "swiglu": ModelCall("toy", "layers", "swiglu", 1, SwigluProblem(9, 64, 32, dtype="bfloat16")),
 }  # fmt: skip
+
+CAPPED = "softcap", "capped drafts"
+"""PyTorch answers these by FlexAttention."""
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +106,7 @@ def times_of(contenders: Sequence[Any], before: Callable[[int], Any], copies: in
     return Times({one.name: 8.0 if one.name == "tuner" else 10.0 for one in contenders}, {})
 
 
-@pytest.mark.parametrize("name", [name for name in SMALL if name != "softcap"])
+@pytest.mark.parametrize("name", [name for name in SMALL if name not in CAPPED])
 def test_a_call_is_made_checked_and_timed(calls: Any, name: str, monkeypatch: Any) -> None:
     from benchmarks import population_ways
 
@@ -113,6 +122,41 @@ def test_a_call_is_made_checked_and_timed(calls: Any, name: str, monkeypatch: An
     json.dumps(row)
     if name in SMALL and SMALL[name].views:
         assert {"flash3", "flash4"} <= set(row["failed"])
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("name", [*CAPPED, "window", "padded window"])
+def test_flex_attention_computes_the_call(calls: Any, name: str, monkeypatch: Any) -> None:
+    import torch
+
+    from benchmarks import population_ways
+
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    call = SMALL[name]
+    (at,) = calls.made(call, "cpu", 1)
+    assert isinstance(call.problem, AttentionProblem)
+    out = population_ways._flex(call.problem)(at)
+    plain = torch.nn.functional.scaled_dot_product_attention(*at.tensors, enable_gqa=True)
+    errors = calls._errors(call, at, {"flex": out, "unmasked": plain})
+    assert errors["flex"] < 0.02 < errors["unmasked"]
+
+
+def test_rows_that_see_no_key_are_not_compared(calls: Any) -> None:
+    call = SMALL["padded window"]
+    (at,) = calls.made(call, "cpu", 1)
+    blind = ~at.seen
+    assert blind.any() and not blind.all()
+    out = calls._errors(call, at, {"tuner": at.tensors[0]})["tuner"]
+    assert 0.5 < out < float("inf")
+    right = torch_attention(at)
+    assert calls._errors(call, at, {"tuner": right.masked_fill(blind, 9.0)})["tuner"] < 0.02
+    assert calls._errors(call, at, {"tuner": right.masked_fill(~blind, 9.0)})["tuner"] > 0.5
+
+
+def torch_attention(at: Any) -> Any:
+    import torch
+
+    return torch.nn.functional.scaled_dot_product_attention(*at.tensors, at.whole_mask)
 
 
 def test_a_soft_cap_is_the_references_too(calls: Any) -> None:
@@ -200,6 +244,17 @@ def test_what_the_runtime_reads_off_the_tensors(calls: Any) -> None:
     assert isinstance(padded, AttentionProblem) and isinstance(drafts, AttentionProblem)
     assert calls.posed(SMALL["padding"]) == replace(padded, mask="bk")
     assert calls.posed(SMALL["drafts"]) == replace(drafts, mask="1")
+
+
+def test_calls_of_public_models_have_own_kernels(calls: Any) -> None:
+    portfolios = {g: one for g in ("H200", "H100") for one in serving(shipped(), GPUS[g])
+                  if one.op == AttentionProblem.op}  # fmt: skip
+    for call in draw("kinds", 800, subset("all")):
+        if call.views:
+            for gpu, portfolio in portfolios.items():
+                models = portfolio.models_of(Domain.of(calls.posed(call)))
+                assert models is not None, (gpu, call.label)
+                assert not all(one.is_vendor for one in models.candidates), (gpu, call.label)
 
 
 def test_a_listing_counts_every_call(calls: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ from tuner.families.attention_work import AttentionTiling
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Provenance
 from tuner.problem import AttentionProblem
+from tuner.search import portfolio as fitting
 from tuner.selection import portfolio
 from tuner.selection.candidates import DomainModels
 from tuner.selection.domains import AttentionDomain, Domain, Mask
@@ -238,7 +239,7 @@ class TestKin:
             assert found is not None and found.config["tile_n"] == width, "160 leaves no registers"
             assert found.vendor == ""
         assert known.select(attention("SQ=5,SKV=1999,D=128")) is None
-        operands = [domain.operand for domain, _ in known.served() if domain.operand]
+        operands = [one.operand for one, _ in known.served() if one.operand and not one.is_composed]
         assert sorted(operands) == ["additive"] * 3 + ["bool"] * 3
         for domain, _ in known.served():
             for problem in domain.problems("float16"):
@@ -265,6 +266,27 @@ class TestKin:
         assert kinds == [(4, False), (4, True), (1, False), (1, True)]
         capped = known.models_of(domain._replace(has_softcap=True))
         assert capped is not None and len(capped.candidates) == 1
+
+    def test_a_soft_cap_in_decoding_takes_a_kernel_with_its_splits(self) -> None:
+        whole = maker()(2, 80)
+        ways = [maker()(1, 64, splits=2, combine=way) for way in ("cluster", "kernel")]
+        made = [
+            candidate(fitting.kernel_of(config), FUSED.work_terms, launch=us)
+            for us, config in zip((9.0, 8.0, 7.0), (whole, *ways), strict=True)
+        ]
+        domain = AttentionDomain(128, "full", "one")
+        models = DomainModels(domain, WARM, made, 0.5, REGRET)
+        known = Portfolio("attention", DEFAULT_GPU, {domain: models})
+        for text in ("softcap=30", "softcap=30,mask=bk"):
+            problem = attention(f"B=2,H=4,SQ=1,SKV=8192,D=128,{text}")
+            found = known.select(problem)
+            assert found is not None and not found.vendor
+            assert found.config["combine"] == "kernel" and found.config["splits"] > 1
+            many = known.select(replace(problem, batch=400))
+            assert many is not None and many.config["splits"] == 1
+            kernels = {target.config["tile_n"] for target in targets(known)
+                       if Domain.of(target.problem) == Domain.of(replace(problem, seqlen_q=256))}  # fmt: skip
+            assert kernels == {64}, "one kernel with all of its ways"
 
     def test_each_is_served_once(self) -> None:
         known = made(9.0, 5.0, 0.0)

@@ -22,6 +22,7 @@ from portfolio_cases import (
     ships_fixture,
 )
 
+from tuner import cli
 from tuner.base import resources
 from tuner.config import Config
 from tuner.errors import ConfigError, StoreError
@@ -218,6 +219,35 @@ class TestMake:
         alone = [m for m in planted(0) if m.problem.heads_q == 16]  # type: ignore[attr-defined]
         with pytest.raises(ConfigError, match="no domain has a kernel with 6 measurements"):
             fitting.make("attention", {WARM: alone}, DEFAULT_GPU)
+
+    def test_only_some_domains_are_made_and_the_file_keeps_the_others(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        path, store = tmp_path / "p.json", ["--store", str(tmp_path / "empty.db")]
+        before, other = made(9.0, 10.0, 0.0), AttentionDomain(128, "full", "one")
+        (models,) = before.domains.values()
+        former = {models.domain: models, other: replace(models, domain=other)}
+        origin = {"days": ["2026-01-01", "2026-01-02"], "cuda": ["12.9"]}
+        before = replace(before, domains=former, origin=origin)
+        before.write(path)
+        rows = [m.but(created_at="2026-11-25T09:00:00Z") for m in planted(0)]
+        monkeypatch.setattr(
+            fitting, "measurements", lambda op, gpu, regime, store: rows if regime == WARM else []
+        )
+        only = ["fit", *store, "--output", str(path), "--only"]
+        assert cli.main([*only, "D=128"]) == cli.WRONG_INPUT
+        assert "no domain with D=128 in its name has a kernel" in capsys.readouterr().err
+        assert Portfolio.read(path).to_json() == before.to_json()
+        assert cli.main([*only, "D=64,prompts"]) == 0
+        after = Portfolio.read(path)
+        assert after.domains[other] == Portfolio.from_json(before.to_json()).domains[other]
+        assert after.domains[models.domain].regret.problems == 60
+        assert after.origin == {"days": ["2026-01-01", "2026-11-25"], "cuda": ["12.9"]}
+        replace(before, gpu=GPUS["H100"]).write(path)
+        assert cli.main([*only, "D=64"]) == cli.WRONG_INPUT
+        assert "the portfolio is of attention on NVIDIA H100" in capsys.readouterr().err
+        assert cli.main(["fit", *store, "--only", "D=64"]) == cli.WRONG_INPUT
+        assert "--only is for --output" in capsys.readouterr().err
 
     def test_failed_and_modified_ones_are_left_out(self) -> None:
         failed = [m.but(status=Status.WRONG_RESULT, latency_us=None) for m in planted(0)]

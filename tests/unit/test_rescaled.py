@@ -11,6 +11,7 @@ import pytest
 from portfolio_cases import (
     CUDNN,
     FUSED,
+    NARROW,
     REGRET,
     VENDOR,
     WARM,
@@ -135,6 +136,47 @@ class TestServing:
         (found,) = serving([replace(theirs, gpu=PCIE), theirs], H100)
         assert found.made_on == H200
 
+    def test_what_each_measured_serves_on_all_with_the_same_kernels(self) -> None:
+        theirs = made(9.0, 10.0, 0.0)
+        (models,) = theirs.domains.values()
+        domains = [models.domain._replace(head_dim=width) for width in (64, 96, 128)]
+        theirs = replace(theirs, domains={d: replace(models, domain=d) for d in domains[:2]})
+        own = candidate(fitting.kernel_of(NARROW), FUSED.work_terms, launch=9.0)
+        narrow = replace(models, candidates=[own])
+        here = Portfolio(
+            "attention", H100, {d: replace(narrow, domain=d) for d in domains[1:]}, theirs.origin
+        )
+        found = {gpu: serving([theirs, here], gpu)[0] for gpu in (H200, H100, PCIE)}
+        assert {tuple(one.domains) for one in map(sorted_domains, found.values())} == {
+            tuple(domains)
+        }
+        assert found[H100].domains[domains[1]] == here.domains[domains[1]]
+        assert found[H200].domains[domains[1]] == theirs.domains[domains[1]]
+        capped = [domain._replace(has_softcap=True) for domain in domains]
+        for domain in capped:
+            kin = [one.models_of(domain) for one in found.values()]
+            assert len({one.candidates[0].config for one in kin if one is not None}) == 1
+            assert None not in kin
+        assert serving([theirs, here], H200) == serving([here, theirs], H200)
+
+    def test_kin_of_a_measured_domain_has_the_times_measured_here(self) -> None:
+        theirs = known(9.0, 10.0, 0.25)
+        (models,) = theirs.domains.values()
+        slow = [replace(one, rates={"launch": 90.0}) for one in models.candidates]
+        here = replace(theirs, gpu=H100, domains={models.domain: replace(models, candidates=slow)})
+        wide = models.domain._replace(phase="prompt")
+        theirs = replace(theirs, domains={**theirs.domains, wide: replace(models, domain=wide)})
+        (found,) = serving([theirs, here], H100)
+        for operand in ("additive", "bool"):
+            one, many = (
+                found.models_of(domain._replace(operand=operand))
+                for domain in (models.domain, wide)
+            )
+            assert one is not None and many is not None
+            assert one.made_on is None and {c.rates["launch"] for c in one.candidates} == {90.0}
+            assert many.made_on == H200 and many.candidates[0].rates["launch"] == 9.0
+            assert len(one.vendors) == len(many.vendors) == (operand == "additive")
+
     def test_the_kernels_are_the_same(self) -> None:
         """They are built, proven and legal once for all of a compute capability."""
         (theirs,) = (one for one in shipped() if one.op == "gemm")
@@ -142,6 +184,10 @@ class TestServing:
             assert [t.kernels for t in targets(theirs.rescaled(gpu))] == [
                 t.kernels for t in targets(theirs)
             ]
+
+
+def sorted_domains(one: Portfolio) -> Portfolio:
+    return replace(one, domains=dict(sorted(one.domains.items())))
 
 
 def known(own_us: float, vendor_us: float, margin: float, l2: str = "cold") -> Portfolio:

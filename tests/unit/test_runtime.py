@@ -232,6 +232,29 @@ def test_a_mask_grows_with_its_cache_as_the_dispatcher_has_it(
     assert (posed.problem.seqlen_kv, posed.strides) == (20, strides)
 
 
+def test_a_mask_beside_a_soft_cap_or_a_window_is_an_operand(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known: list[Problem] = []
+
+    def lookup(problem: Problem, *, gpu: Gpu, path: Path | None, **_: Any) -> LookupResult:
+        known.append(problem)
+        return answer(measured(problem=problem))
+
+    machine.toy = ToyWithBias()
+    monkeypatch.setattr(machine.runtime.table, "lookup", lookup)
+    tensors = [torch.randn(3, 2, 16, 8).half() for _ in range(3)]
+    mask = torch.zeros(3, 1, 1, 16).half()
+    for options in ({"softcap": 2.0}, {"window": (3, 5)}, {"window": (3, 0), "softcap": 2.0}):
+        assert was_tuned(machine.attention(*tensors, mask, **options))
+    shape = "B=3,H=2,S=16,D=8,bias=bk"
+    texts = ("softcap=2", "left=3,right=5", "left=3,causal=1,softcap=2")
+    assert known == [AttentionProblem.parse(f"{shape},{text}") for text in texts]
+    assert [call[1][0] for call in machine.launched[1::2]] == [mask.data_ptr()] * 3
+    out = machine.attention(*tensors, mask, is_causal=True, softcap=2.0)
+    assert not was_tuned(out) and machine.stats().fallbacks == {"attn_mask is given": 1}
+
+
 def called(tensors: list[torch.Tensor], mask: torch.Tensor | None) -> Any:
     """A call of `tuner.attention` with such a mask."""
     from tuner.runtime.attention_plan import AttentionCall

@@ -12,7 +12,7 @@ from tuner.selection.domains import DOMAINS
 DESCRIPTION = """Makes an answer for any shape of an operation from the problems that the store, the
 shipped recordings and the shipped decisions hold: a portfolio of few kernels for each domain
 (attention: head dimension, mask, phase; products: rows, epilogue) with a time model for each, and
-the regret at models that were left out."""
+the regret at models that were left out. With --only, FILE keeps its other domains."""
 
 
 def register(subparsers: Any) -> None:
@@ -24,6 +24,12 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--gpu", metavar="NAME", help="as H200 (default)")
     parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
     parser.add_argument(
+        "--only",
+        metavar="TEXT,...",
+        help="only domains whose name holds each of these, as in D=256,few queries; the others "
+        "stay as FILE has them",
+    )
+    parser.add_argument(
         "--output", type=Path, metavar="FILE", help="file to write the portfolio to"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object")
@@ -34,26 +40,33 @@ def run(args: argparse.Namespace) -> int:
     """Make a portfolio; 0.
 
     Raises:
-        ConfigError: when there is too little to make one from.
+        ConfigError: when there is too little to make one from, or FILE is of another operation or
+            GPU.
         StoreError: when the store cannot be read, or the file not written.
     """
     from tuner.base.output import check_place
+    from tuner.errors import ConfigError
     from tuner.hardware import DEFAULT_GPU
     from tuner.measurement import Regime
     from tuner.search import portfolio
+    from tuner.selection.portfolio import Portfolio
     from tuner.selection.reader import find_gpu
     from tuner.store import open_store
 
     check_place(args.output)
+    if args.only and args.output is None:
+        raise ConfigError("--only is for --output: FILE has the other domains")
+    before = Portfolio.read(args.output) if args.only else None
     with open_store(args.store) as store:
         gpu = find_gpu(args.gpu, [e.gpu for e in store.entries()]) if args.gpu else DEFAULT_GPU
         measured = {
             regime: portfolio.measurements(args.op, gpu, regime, store)
             for regime in Regime.choices(args.op)
         }
-    made = portfolio.make(args.op, measured, gpu)
+    only = args.only.split(",") if args.only else ()
+    made = portfolio.make(args.op, measured, gpu, only)
     if args.output is not None:
-        made.write(args.output)
+        (made if before is None else before.updated(made)).write(args.output)
     if args.json:
         print(json.dumps(made.to_json()))
         return 0

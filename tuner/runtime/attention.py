@@ -158,5 +158,7 @@ def _composed(call: AttentionCall) -> torch.Tensor:
     call = AttentionCall(query, key, value, *call[3:])
     if torch.compiler.is_compiling():
         return compose(*call[:9])
+    if call.attn_mask is not None:
+        call = call._replace(operand=as_operand(call.attn_mask, query, key, call.is_causal))
     out = serving.answer(call)
     return call.by_pytorch() if out is None else out

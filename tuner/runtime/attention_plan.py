@@ -34,7 +34,7 @@ class _Attention(NamedTuple):
     extras: Extras = NONE
     operand: torch.Tensor | Refusal | None = None
     """`attn_mask` as `as_operand` makes it, or the reason why no kernel takes it. None without a
-    mask, and with extras."""
+    mask."""
 
 
 class AttentionCall(_Attention, Call):
@@ -56,8 +56,6 @@ class AttentionCall(_Attention, Call):
         if self.dropout_p:
             return Refusal(Kind.DROPOUT)
         if self.attn_mask is not None:
-            if self.operand is None:
-                return Refusal(Kind.MASK, "beside a window or a soft cap")
             if isinstance(self.operand, Refusal):
                 return self.operand
             if guards.wants_gradient(*self.inputs):

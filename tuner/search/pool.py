@@ -48,6 +48,10 @@ SEED, CALLS = "survey", 4000
 """Seed and number of the models' calls that problems are sampled from."""
 PROBLEMS: Mapping[int, int] = {64: 18, 96: 12, 128: 18, 192: 12, 256: 12}
 """Number of problems of an attention domain, by head dimension: most models have 64 or 128."""
+LEAST_MODELS = 6
+"""Least models (numbers of heads) of an attention domain: a time model needs several."""
+BY_SIZE = 1 / 3
+"""Share of a domain's problems of one query that are of other sizes and ratios of heads."""
 DECODED = 2
 """Factor for domains in which one query decodes: lengths and batches vary most there, and PyTorch's
 kernels are nearest."""
@@ -55,6 +59,8 @@ PRODUCTS, FUSED_PRODUCTS = 24, 12
 """Number of problems of a product's domain, and of one with an activation."""
 MAX_FLOPS = 2e12
 """Largest attention problem, FLOP: about 3 ms on an H200."""
+MAX_DECODED_BYTES = 1 << 30
+"""Largest problem that is taken for its size: a third of a millisecond on an H100."""
 MAX_PRODUCT_FLOPS = 4e11
 """Largest product, FLOP: times of larger ones follow from smaller ones."""
 KINDS: tuple[tuple[Mask, Phase], ...] = (
@@ -135,7 +141,10 @@ def _taken(
 ) -> list[AttentionProblem]:
     wanted = PROBLEMS[domain.head_dim] * (DECODED if domain.phase == "one" else 1)
     own = list(called.get(domain, ()))
-    found = dict.fromkeys(_in_turn(domain, own)[:wanted])
+    found = dict.fromkeys(_in_turn(domain, own, wanted // LEAST_MODELS)[:wanted])
+    if domain.phase == "one" and len({domain.group(p)[:2] for p in own}) >= LEAST_MODELS:
+        by_heads = list(found)[: round(wanted * (1 - BY_SIZE))]
+        found = dict.fromkeys([*by_heads, *_by_size(by_heads, own)][:wanted])
     widths = sorted({problem.head_dim for problem in own} | {domain.head_dim})
     others = [
         problem
@@ -152,14 +161,38 @@ def _taken(
     return list(found)
 
 
-def _in_turn(domain: AnyDomain, found: Sequence[_P]) -> list[_P]:
+def _by_size(
+    taken: Sequence[AttentionProblem], found: Sequence[AttentionProblem]
+) -> list[AttentionProblem]:
+    """Problems of other sizes, to a factor of four in bytes, and ratios of heads than the taken
+    ones; the largest first: memory binds them, and their times do not follow from smaller ones.
+    """
+
+    def kind(problem: AttentionProblem) -> tuple[int, int]:
+        return problem.bytes.bit_length() // 2, problem.heads_q // problem.heads_kv
+
+    seen = {kind(problem) for problem in taken}
+    others: dict[tuple[int, int], AttentionProblem] = {}
+    for problem in found:
+        if kind(problem) not in seen and problem.bytes <= MAX_DECODED_BYTES:
+            others.setdefault(kind(problem), problem)
+    return [others[key] for key in sorted(others, key=lambda key: (-key[0], key[1]))]
+
+
+def _in_turn(domain: AnyDomain, found: Sequence[_P], most: int | None = None) -> list[_P]:
     """Problems in turn over numbers of heads or widths of layers: the first of each, the second of
     each, and so on.
+
+    Args:
+        domain: domain of the problems.
+        found: problems.
+        most: most problems of one number of heads; None: all.
     """
     groups: dict[tuple[int, ...], list[_P]] = defaultdict(list)
     for problem in found:
         groups[domain.group(problem)[:2]].append(problem)
     turns = max(map(len, groups.values()), default=0)
+    turns = turns if most is None else min(turns, most)
     return [group[turn] for turn in range(turns) for group in groups.values() if turn < len(group)]
 
 

@@ -131,7 +131,12 @@ def measurements(op: str, gpu: Gpu, regime: Regime, store: Store) -> list[Measur
     return [m for rows in known.values() for m in rows]
 
 
-def make(op: str, measured: Mapping[Regime, Sequence[Measurement]], gpu: Gpu) -> Portfolio:
+def make(
+    op: str,
+    measured: Mapping[Regime, Sequence[Measurement]],
+    gpu: Gpu,
+    only: Collection[str] = (),
+) -> Portfolio:
     """Fit the portfolio of an operation on a GPU.
 
     Args:
@@ -139,12 +144,17 @@ def make(op: str, measured: Mapping[Regime, Sequence[Measurement]], gpu: Gpu) ->
         measured: measurements by regime. A domain uses those in a stream if they suffice for time
             models of its kernels, else the regime with most of its problems.
         gpu: GPU of the measurements.
+        only: texts that a domain's name must hold, all of them.
 
     Raises:
         ConfigError: when no domain has enough measurements, or scipy is not installed.
     """
     by_domain: dict[AnyDomain, dict[Regime, list[Point]]] = defaultdict(lambda: defaultdict(list))
-    for regime, rows in measured.items():
+    wanted = {
+        regime: [m for m in rows if _is_named(Domain.of(m.problem), only)]
+        for regime, rows in measured.items()
+    }
+    for regime, rows in wanted.items():
         for point in points(rows, gpu):
             domain = Domain.of(point.problem)
             if domain is not None:
@@ -160,11 +170,16 @@ def make(op: str, measured: Mapping[Regime, Sequence[Measurement]], gpu: Gpu) ->
                 made[domain] = models
                 break
     if not made:
+        named = f" with {', '.join(only)} in its name" if only else ""
         raise ConfigError(
-            f"no domain has a kernel with {MIN_POINTS} measurements on {gpu.name}: "
+            f"no domain{named} has a kernel with {MIN_POINTS} measurements on {gpu.name}: "
             "tuner sweep measures them"
         )
-    return Portfolio(op, gpu, made, _origin(measured.values()))
+    return Portfolio(op, gpu, made, _origin(wanted.values()))
+
+
+def _is_named(domain: AnyDomain | None, only: Collection[str]) -> bool:
+    return domain is not None and all(text in domain.label() for text in only)
 
 
 def _origin(measured: Iterable[Sequence[Measurement]]) -> dict[str, list[str]]:

@@ -111,6 +111,11 @@ class Domain:
         raise NotImplementedError
 
     @property
+    def splits_kin(self) -> bool:
+        """True if a kernel that an unmeasured domain takes from its kin also splits the keys."""
+        return False
+
+    @property
     def max_kernels(self) -> int:
         """Most compiled kernels of the domain, each of which is built and proven.
 
@@ -158,6 +163,10 @@ class _Attention(NamedTuple):
     """A block-sparse mask, of which the domain knows no more: ``full`` is its mask."""
 
 
+#: Instances whose calls may have a mask operand.
+MASKED = (64, 96, 128, 256)
+#: Head dimensions of public models with a soft cap, whose calls may have a mask also (Gemma 2).
+CAPPED = (128, 256)
 #: Phases whose kernels a mask as an operand may have where its own has none, nearest first.
 _OTHER_PHASES: Mapping[Phase, tuple[Phase, ...]] = {
     "prompt": (),
@@ -240,8 +249,13 @@ class AttentionDomain(_Attention, Domain):
 
     @property
     def varied(self) -> Iterator[Self]:
+        """Public models have plain calls only of D = 136 to 192. Decoding with D = 256 has no
+        window: a cache keeps what it lets through.
+        """
+        if self.head_dim == 192:
+            return
         windowed = self._replace(mask="windowed")
-        if self.mask == "causal" or self.phase != "prompt":
+        if self.mask == "causal" or (self.phase != "prompt" and self.head_dim <= 128):
             yield windowed
             yield windowed._replace(has_softcap=True)
         yield self._replace(has_softcap=True)
@@ -253,7 +267,7 @@ class AttentionDomain(_Attention, Domain):
         """Domains of paged caches, of mask operands and of block-sparse masks.
 
         Paged caches: plain ones of every instance, windows where public models have them, and sinks
-        as in GPT-OSS. Mask operands, without a causal flag: every instance and phase.
+        as in GPT-OSS. Mask operands, without a causal flag: every phase.
         """
         kinds: tuple[tuple[Mask, Phase], ...]
         kinds = ("full", "one"), ("causal", "few"), ("causal", "prompt")
@@ -266,8 +280,11 @@ class AttentionDomain(_Attention, Domain):
                 if head_dim in (64, 128, 256):
                     yield one._replace(mask="windowed", has_sinks=head_dim == 64)
         operands = get_args(MaskOperand)[1:]
-        for head_dim, of_mask, operand in product(INSTANCES, get_args(Phase), operands):
-            yield cls(head_dim, "full", of_mask, operand=operand)
+        for head_dim, phase, operand in product(MASKED, get_args(Phase), operands):
+            yield cls(head_dim, "full", phase, operand=operand)
+        for head_dim, phase in product(CAPPED, get_args(Phase)):
+            yield cls(head_dim, "full", phase, has_softcap=True, operand="bool")
+        yield cls(64, "windowed", "prompt", operand="bool")  # padding, as in ModernBERT
         for head_dim in sparse.HEAD_DIMS:
             yield cls(head_dim, "full", "prompt", is_sparse=True)
             if head_dim != 96:
@@ -279,8 +296,17 @@ class AttentionDomain(_Attention, Domain):
         return self.is_paged or self.is_sparse
 
     @property
+    def is_composed(self) -> bool:
+        """PyTorch has no operator for such calls, and composes them of several operations."""
+        return self.mask == "windowed" or self.has_softcap or self.is_varlen
+
+    @property
     def kin_kernels(self) -> int | None:
-        return None if self.operand else 1
+        return None if self.operand and not self.is_composed else 1
+
+    @property
+    def splits_kin(self) -> bool:
+        return self.has_softcap and self.phase != "prompt" and self.head_dim in CAPPED
 
     @property
     def max_kernels(self) -> int:
@@ -289,8 +315,7 @@ class AttentionDomain(_Attention, Domain):
     @property
     def has_rival_kin(self) -> bool:
         """So cuDNN's kernels take additive masks."""
-        is_plain = self.mask != "windowed" and not (self.has_softcap or self.is_varlen)
-        return self.operand == "additive" and is_plain
+        return self.operand == "additive" and not self.is_composed
 
     @property
     def vendors(self) -> frozenset[str]:

@@ -18,7 +18,7 @@ import json
 import math
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
+from functools import cache, reduce
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -218,14 +218,15 @@ class Portfolio:
     """GPU that was measured, where rates are rescaled; of all domains, or of those that were not
     measured on this one (`beside`)."""
     fallback: Portfolio | None = None
-    """Portfolio whose kernels serve the domains that were measured on no GPU (`beside`)."""
+    """The same, with the other GPU's domains before this one's: its kernels serve the domains that
+    were measured on neither (`beside`)."""
     _found: dict[AnyDomain, DomainModels | None] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
     _rescaled: dict[str, Portfolio] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
-    """By the other GPU: as of `rescaled` or `beside`."""
+    """Results of `rescaled`, by the other GPU, and of `beside`."""
 
     def rescaled(self, gpu: Gpu) -> Portfolio:
         """The portfolio rescaled to another GPU of the same compute capability; made once.
@@ -246,15 +247,43 @@ class Portfolio:
         """The portfolio with another GPU's rescaled domains where it has none; made once."""
         if other.domains.keys() <= self.domains.keys():
             return self
+        key = f"beside {other.gpu.identity}"
         try:
-            return self._rescaled[other.gpu.identity]
+            return self._rescaled[key]
         except KeyError:
-            rescaled = other.rescaled(self.gpu)
-            domains = {**rescaled.domains, **self.domains}
+            theirs = other.rescaled(self.gpu).domains
+            made_on = self.made_on or other.gpu
             made = Portfolio(
-                self.op, self.gpu, domains, self.origin, made_on=other.gpu, fallback=rescaled
+                self.op, self.gpu, {**theirs, **self.domains}, self.origin, made_on=made_on
             )
-            return self._rescaled.setdefault(other.gpu.identity, made)
+            # Both GPUs have the same kernels for what was measured on neither.
+            if other._breadth > self._breadth:
+                wide = {**self.domains, **theirs}
+                made = replace(made, fallback=replace(made, domains=wide))
+            return self._rescaled.setdefault(key, made)
+
+    @property
+    def _breadth(self) -> tuple[int, str]:
+        return len(self.domains), self.gpu.identity
+
+    def updated(self, newer: Portfolio) -> Portfolio:
+        """The portfolio with the domains of a newer one in place of its own.
+
+        Raises:
+            ConfigError: when the newer one is of another operation or GPU.
+        """
+        if (newer.op, newer.gpu) != (self.op, self.gpu):
+            raise ConfigError(
+                f"the portfolio is of {self.op} on {self.gpu.name} "
+                f"(wanted: {newer.op} on {newer.gpu.name})"
+            )
+        origin = {
+            name: sorted({*self.origin.get(name, ()), *newer.origin.get(name, ())})
+            for name in sorted({*self.origin, *newer.origin})
+        }
+        days = origin.get("days", [])
+        origin["days"] = [days[0], days[-1]] if days else []
+        return Portfolio(self.op, self.gpu, {**self.domains, **newer.domains}, origin)
 
     def models_of(self, domain: AnyDomain | None) -> DomainModels | None:
         """The candidates of a domain. An unmeasured one, with a window or a bias for instance, gets
@@ -266,7 +295,9 @@ class Portfolio:
             return self._found[domain]
         except KeyError:
             kin_of = self._kin_of if self.fallback is None else self.fallback.models_of
-            found = self.domains.get(domain) or kin_of(domain)
+            found = self.domains.get(domain)
+            if found is None and (theirs := kin_of(domain)) is not None:
+                found = self._timed_here(theirs)
             return self._found.setdefault(domain, found)
 
     def served(self) -> Iterator[tuple[AnyDomain, DomainModels]]:
@@ -316,7 +347,7 @@ class Portfolio:
             models = self.domains.get(other)
             if models is None:
                 continue
-            transferred = list(islice(self._transferred(domain, models), domain.kin_kernels))
+            transferred = list(self._transferred(domain, models))
             candidates, margin = transferred, 0.0
             if domain.has_rival_kin:
                 candidates, margin = [*transferred, *models.vendors], models.margin
@@ -326,14 +357,34 @@ class Portfolio:
                 )
         return None
 
+    def _timed_here(self, theirs: DomainModels) -> DomainModels:
+        """Candidates of a domain of kin with the rates of this GPU where it measured the kin."""
+        domain, kin = theirs.domain, theirs.kin
+        here = None if kin is None else self.domains.get(kin)
+        if here is None or here.made_on is not None or theirs.made_on is None:
+            return theirs
+        if isinstance(domain, AttentionDomain) and domain.has_named_kernels:
+            return theirs
+        wanted = {one.config for one in theirs.candidates}
+        own = [one for one in here.candidates if not one.is_vendor]
+        carried = (self._carried(domain, one) for one in (*own, *map(_unpacked, own)))
+        timed = {one.config: one for one in carried if one is not None and one.config in wanted}
+        if not timed:
+            return theirs
+        candidates = [*timed.values(), *(here.vendors if theirs.vendors else ())]
+        margin = here.margin if theirs.vendors else theirs.margin
+        return replace(here, domain=domain, candidates=candidates, margin=margin, kin=kin)
+
     def _transferred(self, domain: AnyDomain, models: DomainModels) -> Iterator[Candidate]:
         """Own candidates as they are called in a domain of the kin, best first."""
         own = [one for one in models.candidates if not one.is_vendor]
         own.sort(key=lambda one: "packed_heads" in one.config.params)
+        if domain.splits_kin:
+            yield from self._divided(domain, own)
+            return
         if domain.kin_kernels is not None:
-            for one in own:
-                if (carried := self._carried(domain, one, (1,))) is not None:
-                    yield carried
+            every = (self._carried(domain, one, (1,)) for one in own)
+            yield from islice((one for one in every if one is not None), domain.kin_kernels)
             return
         kinds = set[Hashable]()
         for one in (*own, *map(_unpacked, own)):
@@ -341,6 +392,29 @@ class Portfolio:
             if kind not in kinds and (carried := self._carried(domain, one)) is not None:
                 kinds.add(kind)
                 yield carried
+
+    def _divided(self, domain: AnyDomain, own: Sequence[Candidate]) -> Iterator[Candidate]:
+        """The best own kernel that splits the keys: with one split, and in each measured way to
+        combine several. The best of all where none splits them.
+        """
+        of_kernel: dict[str, list[Candidate]] = {}
+        for one in own:
+            if one.family is not None:
+                of_kernel.setdefault(one.family.compile_digest(one.config), []).append(one)
+        by_use = sorted(
+            of_kernel.values(), key=lambda ways: not any("combine" in w.config.params for w in ways)
+        )
+        for ways in by_use:
+            params = {name: v for name, v in ways[0].config.params.items() if name != "combine"}
+            whole = replace(ways[0], config=Config(ways[0].config.family, params))
+            carried = self._carried(domain, whole, (1,))
+            if carried is not None:
+                yield carried
+                several = (
+                    self._carried(domain, one) for one in ways if "combine" in one.config.params
+                )
+                yield from (one for one in several if one is not None)
+                return
 
     def _carried(
         self, domain: AnyDomain, one: Candidate, splits: Sequence[int] | None = None
@@ -486,8 +560,8 @@ def shipped() -> tuple[Portfolio, ...]:
 def serving(known: Iterable[Portfolio], gpu: Gpu) -> list[Portfolio]:
     """The portfolio that serves each operation on a GPU: its own.
 
-    Domains that were not measured there come from a GPU whose kernels it shares, rescaled. It is
-    the GPU with the most domains, then the one with the nearest count of multiprocessors.
+    Domains that were not measured there come from GPUs whose kernels it shares, rescaled. The GPU
+    with the most domains is first, then the one with the nearest count of multiprocessors.
 
     Args:
         known: portfolios to choose from.
@@ -501,12 +575,11 @@ def serving(known: Iterable[Portfolio], gpu: Gpu) -> list[Portfolio]:
     found = []
     for portfolios in alike.values():
         portfolios.sort(key=lambda one: (-len(one.domains), _distance(one.gpu, gpu)))
-        own = next((one for one in portfolios if one.gpu.identity == gpu.identity), None)
-        other = next((one for one in portfolios if one is not own and gpu.is_described), None)
-        if own is not None:
-            found.append(own if other is None else own.beside(other))
-        elif other is not None:
-            found.append(other.rescaled(gpu))
+        own = [one for one in portfolios if one.gpu.identity == gpu.identity]
+        others = [one for one in portfolios if one not in own and gpu.is_described]
+        if own or others:
+            first = own[0] if own else others.pop(0).rescaled(gpu)
+            found.append(reduce(Portfolio.beside, others, first))
     return found
 
 
