@@ -13,6 +13,7 @@ import pytest
 from tuner.compile.render import render
 from tuner.config import Config
 from tuner.families import families, family
+from tuner.families.arguments import Arguments
 from tuner.families.base import LSE, SCRATCH, Family, group_by_kernels
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import PROBLEMS, Problem
@@ -117,6 +118,13 @@ def test_kernels_render_and_launches_name_what_exists(member: Family, problem: P
             assert "tuner_0123456789abcdef_workspace" in text
         launches = member.launches(problem, config, 0.125)
         assert {launch.kernel for launch in launches} == set(kernels)
+        for launch in launches:
+            declared = kernels[launch.kernel].arguments
+            assert isinstance(declared, Arguments)
+            given = (launch.tensors, launch.integers, launch.scalars)
+            names = (declared.tensors, declared.integers, declared.scalars)
+            assert [*map(len, given)] == [*map(len, names)]
+            assert len({*names[0], *names[1], *names[2]}) == sum(map(len, names))
         sizes = {operand.name: operand.bytes for operand in problem.operands}
         sizes[SCRATCH] = member.scratch_bytes(problem, config)
         if member.writes_lse:

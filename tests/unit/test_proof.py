@@ -330,6 +330,8 @@ class TestCarry:
         assert main(["prove", "--carry"]) == 0
         text = capsys.readouterr().err
         assert "1 proofs carried over" in text and "1 kernels with other machine code" in text
+        assert main(["prove", "--dry-run"]) == 0
+        assert "2 kernels to prove, 1 proven (1 by carried proofs)" in capsys.readouterr().err
 
 
 class TestLists:

@@ -98,8 +98,9 @@ def run(args: argparse.Namespace) -> int:
     plans = _plans(args, gpu)
     for todo in plans:
         say(
-            f"{todo.path}: {len(todo.waiting)} kernels to prove, {todo.proven} proven, "
-            f"{len(todo.failed)} failed before, {todo.missing} not built"
+            f"{todo.path}: {len(todo.waiting)} kernels to prove, {todo.proven} proven"
+            + (f" ({todo.carried} by carried proofs), " if todo.carried else ", ")
+            + f"{len(todo.failed)} failed before, {todo.missing} not built"
         )
     faults = [fault for todo in plans for fault in todo.failed]
     left = 0

@@ -72,8 +72,8 @@ class KernelSpec:
     words: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """All values of each variable that is text; constants of the family, never a config's."""
     arguments: Arguments | Mapping[str, Arguments] = field(default_factory=Arguments)
-    """Names of a launch's arguments, for the template; they follow from the variables. A kernel with
-    several commands has a declaration for each, by name.
+    """Names of a launch's arguments, for the template; they follow from the variables. A kernel
+    with several commands has a declaration for each, by name.
     """
 
     @cached_property

@@ -67,6 +67,8 @@ class ProofPlan:
     missing: int
     """Kernels of the targets that are not built, or not there any more."""
     proven: int
+    carried: int
+    """Kernels among the proven whose proofs were carried over."""
     failed: Sequence[str]
     """Failures of an earlier run."""
 
@@ -106,7 +108,7 @@ def plan(path: Path, targets: Sequence[Target], *, again: bool = False) -> Proof
     reference = None if gate is None else artifact_of(known, gate)
     if reference is None:
         raise ConfigError(f"{path}: the numerics gate's kernels are not built ({BUILD})")
-    waiting, missing, proven = [], 0, 0
+    waiting, missing, proven, carried = [], 0, 0, 0
     failed: list[str] = []
     for target in targets:
         kernels = [known.find(spec) for spec in target.kernels.values()]
@@ -119,10 +121,11 @@ def plan(path: Path, targets: Sequence[Target], *, again: bool = False) -> Proof
             failed.append(f"{target.label()}: {fault}")
         elif not again and all(one.proof is not None for one in built):
             proven += 1
+            carried += any(one.proof is not None and one.proof.carried for one in built)
         else:
             named = zip(target.kernels, found, strict=True)
             waiting.append((target, {name: one for name, one in named if one is not None}))
-    return ProofPlan(path, known, reference, waiting, missing, proven, failed)
+    return ProofPlan(path, known, reference, waiting, missing, proven, carried, failed)
 
 
 @dataclass
