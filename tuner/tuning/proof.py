@@ -270,6 +270,7 @@ class Prover:
             except _TimedOut as timeout:
                 if late is not None:
                     late.append((target, artifacts))
+                    progress.at_work.pop(number, None)
                     continue
                 verdict = str(timeout)
             if verdict is None:
