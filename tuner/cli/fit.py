@@ -30,6 +30,9 @@ def register(subparsers: Any) -> None:
         "stay as FILE has them",
     )
     parser.add_argument(
+        "--kernels", type=int, metavar="N", help="most compiled kernels of a domain (default 4 to 8)"
+    )
+    parser.add_argument(
         "--output", type=Path, metavar="FILE", help="file to write the portfolio to"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object")
@@ -56,6 +59,8 @@ def run(args: argparse.Namespace) -> int:
     check_place(args.output)
     if args.only and args.output is None:
         raise ConfigError("--only is for --output: FILE has the other domains")
+    if args.kernels is not None and args.kernels < 1:
+        raise ConfigError(f"kernels={args.kernels} is out of range (allowed: 1 or more)")
     before = Portfolio.read(args.output) if args.only else None
     with open_store(args.store) as store:
         gpu = find_gpu(args.gpu, [e.gpu for e in store.entries()]) if args.gpu else DEFAULT_GPU
@@ -64,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
             for regime in Regime.choices(args.op)
         }
     only = args.only.split(",") if args.only else ()
-    made = portfolio.make(args.op, measured, gpu, only)
+    made = portfolio.make(args.op, measured, gpu, only, args.kernels)
     if args.output is not None:
         (made if before is None else before.updated(made)).write(args.output)
     if args.json:

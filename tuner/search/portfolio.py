@@ -82,11 +82,20 @@ class _Row:
 
 @dataclass(frozen=True, eq=False)
 class _Kernel:
-    """Measurements of one kernel in one domain."""
+    """Measurements of one kernel in one domain, and those that it takes from its kin."""
 
     domain: AnyDomain
     config: Config
     points: Sequence[Point]
+
+    @cached_property
+    def is_known(self) -> bool:
+        """True if the measurements suffice for a time model."""
+        return len(self.points) >= MIN_POINTS and len(set(self.groups)) >= MIN_GROUPS
+
+    def is_own(self, point: Point) -> bool:
+        """True for measurements of this kernel in this domain."""
+        return Domain.of(point.problem) == self.domain and kernel_of(point.config) == self.config
 
     @cached_property
     def spread(self) -> Spread:
@@ -136,6 +145,7 @@ def make(
     measured: Mapping[Regime, Sequence[Measurement]],
     gpu: Gpu,
     only: Collection[str] = (),
+    kernels: int | None = None,
 ) -> Portfolio:
     """Fit the portfolio of an operation on a GPU.
 
@@ -145,27 +155,27 @@ def make(
             models of its kernels, else the regime with most of its problems.
         gpu: GPU of the measurements.
         only: texts that a domain's name must hold, all of them.
+        kernels: most compiled kernels of a domain; None: `Domain.max_kernels`.
 
     Raises:
         ConfigError: when no domain has enough measurements, or scipy is not installed.
     """
     by_domain: dict[AnyDomain, dict[Regime, list[Point]]] = defaultdict(lambda: defaultdict(list))
-    wanted = {
-        regime: [m for m in rows if _is_named(Domain.of(m.problem), only)]
-        for regime, rows in measured.items()
-    }
-    for regime, rows in wanted.items():
+    for regime, rows in measured.items():
         for point in points(rows, gpu):
             domain = Domain.of(point.problem)
             if domain is not None:
                 by_domain[domain][regime].append(point)
     made: dict[AnyDomain, DomainModels] = {}
     for domain, regimes in sorted(by_domain.items()):
+        if not _is_named(domain, only):
+            continue
         by_use = sorted(
             regimes, key=lambda one: (one.launch != "stream", -len(regimes[one]), str(one))
         )
         for regime in by_use:
-            models = _models(domain, regime, regimes[regime], gpu)
+            others = [p for kin in domain.of_times for p in by_domain.get(kin, {}).get(regime, ())]
+            models = _models(domain, regime, regimes[regime], others, gpu, kernels)
             if models is not None:
                 made[domain] = models
                 break
@@ -175,11 +185,12 @@ def make(
             f"no domain{named} has a kernel with {MIN_POINTS} measurements on {gpu.name}: "
             "tuner sweep measures them"
         )
-    return Portfolio(op, gpu, made, _origin(wanted.values()))
+    used = [[m for m in rows if Domain.of(m.problem) in made] for rows in measured.values()]
+    return Portfolio(op, gpu, made, _origin(used))
 
 
-def _is_named(domain: AnyDomain | None, only: Collection[str]) -> bool:
-    return domain is not None and all(text in domain.label() for text in only)
+def _is_named(domain: AnyDomain, only: Collection[str]) -> bool:
+    return all(text in domain.label() for text in only)
 
 
 def _origin(measured: Iterable[Sequence[Measurement]]) -> dict[str, list[str]]:
@@ -195,28 +206,61 @@ def _origin(measured: Iterable[Sequence[Measurement]]) -> dict[str, list[str]]:
 
 
 def _models(
-    domain: AnyDomain, regime: Regime, found: Sequence[Point], gpu: Gpu
+    domain: AnyDomain,
+    regime: Regime,
+    found: Sequence[Point],
+    others: Sequence[Point],
+    gpu: Gpu,
+    most: int | None,
 ) -> DomainModels | None:
-    by_kernel: dict[Config, list[Point]] = defaultdict(list)
-    for point in found:
-        by_kernel[kernel_of(point.config)].append(point)
-    kernels = [
-        kernel
-        for config, rows in sorted(by_kernel.items(), key=lambda item: item[0].digest)
-        if len((kernel := _Kernel(domain, config, rows)).points) >= MIN_POINTS
-        and len(set(kernel.groups)) >= MIN_GROUPS
-    ]
+    """Candidates of a domain; None with too few measurements.
+
+    Args:
+        domain: the domain.
+        regime: regime of the measurements.
+        found: measurements of the domain.
+        others: measurements of domains whose times follow the same rates. Kernels take them that
+            have too few of their own.
+        gpu: GPU of the measurements.
+        most: most compiled kernels.
+    """
+    by_kernel, elsewhere = _by_kernel(found), _by_kernel(others)
+    unpacked: dict[Config, list[Point]] = defaultdict(list)
+    for config, rows in (*by_kernel.items(), *elsewhere.items()) if others else ():
+        unpacked[_unpacked(config)] += rows
+    kernels = []
+    for config, rows in sorted(by_kernel.items(), key=lambda item: item[0].digest):
+        tried = (
+            _Kernel(domain, config, points)
+            for points in (rows, [*rows, *elsewhere.get(config, ())], unpacked[_unpacked(config)])
+        )
+        kernels += [next((one for one in tried if one.is_known), None)]
+    kernels = [one for one in kernels if one is not None]
     own = [kernel for kernel in kernels if not _is_vendor(kernel.config)]
     if not own:
         return None
     judge = _Judge(domain, kernels, gpu)
-    chosen = judge.cover([kernel for kernel in own if judge.is_known(kernel)])
+    count = domain.max_kernels if most is None else min(most, domain.max_kernels)
+    chosen = judge.cover([kernel for kernel in own if judge.is_known(kernel)], count)
     if not chosen:
         return None
     vendors = [k for k in kernels if k.config.get("kernel") in domain.vendors]
     margin, regret = judge.margin(chosen, vendors)
     candidates = [judge.candidate(kernel) for kernel in (*chosen, *vendors)]
     return DomainModels(domain, regime, candidates, margin, regret)
+
+
+def _by_kernel(found: Iterable[Point]) -> dict[Config, list[Point]]:
+    by_kernel: dict[Config, list[Point]] = defaultdict(list)
+    for point in found:
+        by_kernel[kernel_of(point.config)].append(point)
+    return by_kernel
+
+
+def _unpacked(config: Config) -> Config:
+    """The config whatever heads it packs: work is counted with them."""
+    params = {name: value for name, value in config.params.items() if name != "packed_heads"}
+    return Config(config.family, params)
 
 
 class _Judge:
@@ -228,12 +272,12 @@ class _Judge:
         """Points of own kernels, by family."""
         for kernel in kernels:
             if not _is_vendor(kernel.config):
-                self._own[kernel.config.family] += kernel.points
+                self._own[kernel.config.family] += filter(kernel.is_own, kernel.points)
         self._priors: dict[tuple[str, frozenset[tuple[int, ...]]], list[float]] = {}
         self._rows: dict[str, list[_Row]] = defaultdict(list)
         self._errors: dict[Config, list[float]] = {}
         for kernel in kernels:
-            rows = self._left_out(kernel)
+            rows = [row for row in self._left_out(kernel) if kernel.is_own(row.point)]
             self._errors[kernel.config] = sorted(abs(r.expected / r.us - 1) for r in rows)
             for row in rows:
                 self._rows[row.point.problem.key].append(row)
@@ -268,7 +312,7 @@ class _Judge:
         rest = [p for p in kernel.points if group(p.problem) not in out]
         return fitted(rest, self._gpu, prior)
 
-    def cover(self, own: Sequence[_Kernel]) -> list[_Kernel]:
+    def cover(self, own: Sequence[_Kernel], most: int) -> list[_Kernel]:
         """Few kernels with a small loss against each problem's fastest own kernel."""
         table = self._table(own)
         best = [min(column) for column in zip(*table, strict=True)]
@@ -278,7 +322,7 @@ class _Judge:
         while True:
             taken, tried = {compiled[at] for at in chosen}, []
             for at in set(range(len(own))) - set(chosen):
-                if len(taken) == self._domain.max_kernels and compiled[at] not in taken:
+                if len(taken) == most and compiled[at] not in taken:
                     continue
                 times = [min(pair) for pair in zip(reached, table[at], strict=True)]
                 tried.append((_mean_loss(times, best), own[at].config.digest, at, times))

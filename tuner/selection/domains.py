@@ -93,6 +93,11 @@ class Domain:
         raise NotImplementedError
 
     @property
+    def of_times(self) -> Iterator[Self]:
+        """Domains in which a kernel's times follow the same rates."""
+        yield from ()
+
+    @property
     def varied(self) -> Iterator[Self]:
         """Served domains that have this one among their `kin`."""
         raise NotImplementedError
@@ -246,6 +251,13 @@ class AttentionDomain(_Attention, Domain):
             plain = type(self)(self.head_dim, mask, phase)
             if plain != self:
                 yield plain
+
+    @property
+    def of_times(self) -> Iterator[Self]:
+        """Both phases of decoding."""
+        other: dict[Phase, Phase] = {"one": "few", "few": "one"}
+        if self.phase in other:
+            yield self._replace(phase=other[self.phase])
 
     @property
     def varied(self) -> Iterator[Self]:
