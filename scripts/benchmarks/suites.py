@@ -204,7 +204,8 @@ class Runner:
             if not any(tests) and time.monotonic() < self._deadline:
                 self.broken.setdefault(suite.name, f"no test was run (-k '{suite.keyword}')")
         if self.broken and not any(chain(*found)):
-            raise BenchmarkError("; ".join(f"{name}: {why}" for name, why in self.broken.items()))
+            first = {why: name for name, why in reversed(self.broken.items())}
+            raise BenchmarkError("; ".join(f"{name}: {why}" for why, name in first.items()))
         return found
 
     def _shares(self, suite: Suite, mode: str) -> Iterator[Share]:
@@ -374,7 +375,7 @@ def run_suites(suites: Sequence[Suite], runner: Runner) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run them; 1 when a test fails by forced kernels alone, or was not run.
+    """Run them; 1 when a test fails by forced kernels alone, or was not run, or none was.
 
     Raises:
         BenchmarkError: where there is no GPU, or tests cannot be run.
@@ -437,6 +438,7 @@ def main(argv: Sequence[str]) -> int:
     for name, why in runner.broken.items():
         print(f"{name}: {why}")
     is_clean = not runner.broken and all(
-        not found["new_failures"] and not found["not_run"] for found in document["suites"].values()
+        found["tests"] and not found["new_failures"] and not found["not_run"]
+        for found in document["suites"].values()
     )
     return 0 if is_clean else 1
