@@ -500,7 +500,9 @@ class TestCommand:
         assert cli.main(["report", "--recording", str(file), "-o", str(out), "--json"]) == 0
         facts = json.loads(capsys.readouterr().out)
         assert facts["bytes"] == out.stat().st_size
-        assert facts["verdict"] in out.read_text().translate({0xA0: " ", 0x200B: ""}).replace("&#39;", "'")
+        assert facts["verdict"] in out.read_text().translate({0xA0: " ", 0x200B: ""}).replace(
+            "&#39;", "'"
+        )
         assert not list(tmp_path.glob("*.partial"))
 
     def test_a_job_s_problems_have_a_page_each(

@@ -33,9 +33,9 @@ pytestmark = pytest.mark.skipif(
 
 PROBLEM = AttentionProblem.parse("S=64,D=64,H=2")
 PATIENCE_S = 120
-#: Ranks, forked from one process that has imported torch, which takes 2 CPU-seconds. It has no other
-#: thread, whose locks a child would find taken for ever: the ranks' store is a child as well. A rank
-#: agrees, or not; then calls attention once, and says what was launched.
+#: Ranks, forked from one process that has imported torch, which takes 2 CPU-seconds. The process
+#: has one thread: a child of several can find a lock taken for ever. The ranks' store is a child as
+#: well. A rank agrees, or not; then calls attention once, and says what was launched.
 RANKS = """
 import contextlib, json, os, signal, socket, sys, traceback
 from datetime import timedelta

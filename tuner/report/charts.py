@@ -191,9 +191,7 @@ def roofline(subject: ReportSubject) -> Spec | None:
     ]
     best = [v for v in values if v["best"]]
     names = sorted({v["series"] for v in values})
-    x = channel(
-        "intensity", "FLOP a byte from or to the L2", **log_scale(domain=[low, high])
-    )
+    x = channel("intensity", "FLOP a byte from or to the L2", **log_scale(domain=[low, high]))
     ring = {"type": "point", "shape": "circle", "size": 220, "strokeWidth": 2.5, "color": BEST}
     points: Spec = {
         "mark": {"type": "point", "filled": True, "size": 30, "opacity": 0.75},
