@@ -27,7 +27,18 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from benchmarks.suites_plugin import ALONE, BEGIN, END, FORCED, Share, append, last, read, row_of
+from benchmarks.suites_plugin import (
+    ALONE,
+    BEGIN,
+    END,
+    FORCED,
+    START,
+    Share,
+    append,
+    last,
+    read,
+    row_of,
+)
 from tuner.base.install import install_command
 from tuner.base.output import check_place
 from tuner.base.processes import python_command
@@ -157,7 +168,7 @@ class Runner:
         test_limit_s: seconds after which a test, or the way to the first one, is ended.
 
     Attributes:
-        broken: shares that cannot be gone on with, and why.
+        broken: shares that could not be run to their end, and why.
     """
 
     def __init__(
@@ -234,6 +245,7 @@ class Runner:
         # Plug-ins that happen to be installed change nothing, and take seconds to import.
         environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
         known = len(read(Path(share.record)))
+        append(Path(share.record), {START: known})
         with Path(share.record).with_suffix(".log").open("ab") as log:
             popen = subprocess.Popen(
                 command,
@@ -416,6 +428,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it here")
     args = parser.parse_args(argv)
     samples = (args.sample, args.pytorch_sample)
+    if args.test_limit <= 0:
+        raise ConfigError("--test-limit must be above 0 seconds")
     if args.processes < 1 or not all(0 < sample <= 1 for sample in samples):
         raise ConfigError("--processes must be 1 or more, samples above 0 and at most 1")
     check_place(args.json)

@@ -27,8 +27,8 @@ MAX_MESSAGE = 300
 COMPLETE = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
 PLAIN = (str, int, float, bool, complex)
 """Types of values that pytest names by their text, others by argument and place."""
-BEGIN, END = "begin", "end"
-"""Keys of the lines that name the test which begins, and say that the share is complete."""
+START, BEGIN, END = "start", "begin", "end"
+"""Keys of lines: a process starts, a test begins, the share is complete."""
 
 
 @dataclass(frozen=True)

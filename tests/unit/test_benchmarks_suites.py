@@ -17,7 +17,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from benchmarks import flash_attention_adapter, forced, suites  # noqa: E402
-from benchmarks.suites_plugin import ALONE, END, FORCED, Share, append, last, read  # noqa: E402
+from benchmarks.suites_plugin import ALONE, BEGIN, END, FORCED, Share, append, last, read  # noqa: E402
 from tuner.errors import BenchmarkError, ConfigError  # noqa: E402
 from tuner.families import family  # noqa: E402
 from tuner.hardware import DEFAULT_GPU  # noqa: E402
@@ -169,6 +169,20 @@ def test_a_broken_share_leaves_the_others(planted: suites.Suite, tmp_path: Path)
     assert "no_such_module" in made.broken["other-alone-0-of-1"]
 
 
+def test_a_test_that_was_ended_by_the_limit_has_not_failed(
+    planted: suites.Suite, tmp_path: Path
+) -> None:
+    """Not even where the process that goes on ends before its first test."""
+    made = runner(tmp_path)
+    (share,) = made._shares(planted, ALONE)
+    (tmp_path / "work").mkdir()
+    append(Path(share.record), {BEGIN: "test_planted.py::test_served"})
+    planted.path.write_text("import no_such_module\n")
+    with pytest.raises(BenchmarkError, match="no_such_module"):
+        made.run(planted, [ALONE])
+    assert read(Path(share.record)) == {}
+
+
 def test_a_suite_that_cannot_be_imported_says_why(planted: suites.Suite, tmp_path: Path) -> None:
     planted.path.write_text("import no_such_module\n")
     with pytest.raises(BenchmarkError, match="no_such_module"):
@@ -214,6 +228,7 @@ def test_a_package_that_its_tests_import_is_named(planted: suites.Suite) -> None
         (["--flash-attention", "nowhere"], "a checkout with tests/test_flash_attn.py"),
         (["--pytorch", "x", "--processes", "0"], "--processes must be 1 or more"),
         (["--flash-attention", "x", "--sample", "2"], "samples above 0 and at most 1"),
+        (["--pytorch", "x", "--test-limit", "0"], "--test-limit must be above 0 seconds"),
     ],
 )
 def test_wrong_arguments_are_one_line(arguments: list[str], reason: str) -> None:
