@@ -27,7 +27,18 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from benchmarks.suites_plugin import ALONE, FORCED, Share, is_complete, read
+from benchmarks.suites_plugin import (
+    ALONE,
+    BEGIN,
+    END,
+    FORCED,
+    START,
+    Share,
+    append,
+    last,
+    read,
+    row_of,
+)
 from tuner.base.install import install_command
 from tuner.base.output import check_place
 from tuner.base.processes import python_command
@@ -49,6 +60,8 @@ EXPECTED: Mapping[str, str] = {
     ),
 }
 """Patterns of tests whose failure by forced kernels says nothing about a result, and why."""
+TEST_LIMIT_S = 120.0
+"""Of one test; the slowest of both suites takes seconds."""
 MAX_NAMES = 20
 """Longest list on the terminal; the JSON has all."""
 
@@ -95,6 +108,21 @@ class Process:
     popen: subprocess.Popen[bytes]
     known: int
     """Tests of its record when it began."""
+    size: int = 0
+    """Bytes of its record at the last look."""
+    grown: float = 0.0
+    """When the record last grew, of `time.monotonic`."""
+
+    @property
+    def record(self) -> Path:
+        return Path(self.share.record)
+
+    def is_stuck(self, limit_s: float) -> bool:
+        """True if its record has not grown for so long."""
+        size = self.record.stat().st_size if self.record.exists() else 0
+        if size != self.size or not self.grown:
+            self.size, self.grown = size, time.monotonic()
+        return time.monotonic() - self.grown > limit_s
 
 
 def suites_of(args: argparse.Namespace) -> list[Suite]:
@@ -129,20 +157,32 @@ def suites_of(args: argparse.Namespace) -> list[Suite]:
 
 
 class Runner:
-    """Runs the shares of suites as processes, and again those whose CUDA context was lost.
+    """Runs the shares of suites as processes, and goes on after a test that lost its CUDA context,
+    ended its process, or did not end.
 
     Args:
         work: folder of records and logs; what they hold is not run again.
         processes: of each suite and mode, all side by side.
         deadline: of `time.monotonic`; what runs then is ended.
         built_only: as of `Share`.
+        test_limit_s: seconds after which a test, or the way to the first one, is ended.
+
+    Attributes:
+        broken: shares that could not be run to their end, and why.
     """
 
     def __init__(
-        self, work: Path, processes: int, deadline: float, *, built_only: bool = False
+        self,
+        work: Path,
+        processes: int,
+        deadline: float,
+        *,
+        built_only: bool = False,
+        test_limit_s: float = TEST_LIMIT_S,
     ) -> None:
         self._work, self._processes, self._deadline = work, processes, deadline
-        self._built_only = built_only
+        self._built_only, self._test_limit_s = built_only, test_limit_s
+        self.broken: dict[str, str] = {}
 
     def run(self, suite: Suite, modes: Sequence[str] = MODES) -> list[Tests]:
         """The tests of a suite by name in each mode, as far as they were run.
@@ -156,7 +196,7 @@ class Runner:
         """As `run`, for each suite, all at the same time.
 
         Raises:
-            BenchmarkError: when a process ends before its first test, or there is none.
+            BenchmarkError: when no test of any suite was run, though there was time.
         """
         self._work.mkdir(parents=True, exist_ok=True)
         shares = [[list(self._shares(suite, mode)) for mode in modes] for suite in suites]
@@ -173,7 +213,10 @@ class Runner:
         found = [[_read_all(own) for own in of_modes] for of_modes in shares]
         for suite, tests in zip(suites, found, strict=True):
             if not any(tests) and time.monotonic() < self._deadline:
-                raise BenchmarkError(f"no test of {suite.path} was run (-k '{suite.keyword}')")
+                self.broken.setdefault(suite.name, f"no test was run (-k '{suite.keyword}')")
+        if self.broken and not any(chain(*found)):
+            first = {why: name for name, why in reversed(self.broken.items())}
+            raise BenchmarkError("; ".join(f"{name}: {why}" for why, name in first.items()))
         return found
 
     def _shares(self, suite: Suite, mode: str) -> Iterator[Share]:
@@ -202,6 +245,7 @@ class Runner:
         # Plug-ins that happen to be installed change nothing, and take seconds to import.
         environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
         known = len(read(Path(share.record)))
+        append(Path(share.record), {START: known})
         with Path(share.record).with_suffix(".log").open("ab") as log:
             popen = subprocess.Popen(
                 command,
@@ -218,15 +262,22 @@ class Runner:
         if time.monotonic() >= self._deadline:
             _end(process.popen)
             return
-        if process.popen.poll() is None:
+        code = process.popen.poll()
+        is_stuck = code is None and process.is_stuck(self._test_limit_s)
+        if code is None and not is_stuck:
             yield process
             return
-        record = Path(process.share.record)
-        if is_complete(record):
+        _end(process.popen)
+        record, row = process.record, last(process.record)
+        if END in row and not is_stuck:
             return
+        why = f"no end in {self._test_limit_s:g} s" if is_stuck else f"its process ended: {code}"
+        if BEGIN in row:
+            append(record, row_of(row[BEGIN], "failed", why))
         if len(read(record)) == process.known:
             tail = record.with_suffix(".log").read_text(errors="replace").splitlines()[-5:]
-            raise BenchmarkError(f"{record.stem} ended without a test: {' | '.join(tail)}")
+            self.broken[record.stem] = f"no test was run ({why}): {' | '.join(tail)}"
+            return
         yield self._start(process.suite, process.share)
 
 
@@ -251,13 +302,15 @@ def compared(
         alone: tests by name, as PyTorch answers.
         forced: the same with forced kernels.
     """
-    new, expected = [], []
+    new, expected, both = [], [], []
     for name, row in sorted(forced.items()):
-        if row["outcome"] != "failed" or alone.get(name, row)["outcome"] == "failed":
+        if row["outcome"] != "failed" or name not in alone:
             continue
         fact = {"id": name, "message": row["message"], "hits": row["hits"]}
         reason = next((why for text, why in EXPECTED.items() if re.search(text, name)), "")
-        if reason:
+        if alone[name]["outcome"] == "failed":
+            both.append({**fact, "alone": alone[name]["message"]})
+        elif reason:
             expected.append({**fact, "reason": reason})
         else:
             new.append(fact)
@@ -279,6 +332,7 @@ def compared(
         "fallbacks": dict(fallbacks.most_common()),
         "new_failures": new,
         "expected_failures": expected,
+        "failures_of_both": both,
     }
 
 
@@ -291,9 +345,11 @@ def text_of(name: str, found: Mapping[str, Any]) -> str:
         f"  {found['hits']} calls answered by forced kernels, in {found['tests_with_hits']} tests; "
         f"{sum(found['fallbacks'].values())} by PyTorch",
         f"  failures that PyTorch alone does not have: {len(found['new_failures'])}",
-        *_names(row["id"] for row in found["new_failures"]),
+        *_names(f"{row['id']} ({row['message']})" for row in found["new_failures"]),
         f"  besides, tests of backends and of dropout: {len(found['expected_failures'])}",
         *_names(f"{row['id']} ({row['reason']})" for row in found["expected_failures"]),
+        f"  in both modes: {len(found['failures_of_both'])}",
+        *_names(f"{row['id']} ({row['alone']})" for row in found["failures_of_both"]),
     ]
     if found["not_run"]:
         lines.append(f"  run in one mode only: {len(found['not_run'])} tests")
@@ -327,11 +383,11 @@ def run_suites(suites: Sequence[Suite], runner: Runner) -> dict[str, Any]:
         found[suite.name] = compared(*tests)
         options = {**asdict(suite), "checkout": suite.checkout.name}
         found[suite.name]["options"] = options
-    return {"environment": _environment(suites), "suites": found}
+    return {"environment": _environment(suites), "suites": found, "broken": runner.broken}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run them; 1 when a test fails by forced kernels alone, or was not run.
+    """Run them; 1 when a test fails by forced kernels alone, or was not run, or none was.
 
     Raises:
         BenchmarkError: where there is no GPU, or tests cannot be run.
@@ -352,6 +408,13 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="end what runs then")
     parser.add_argument(
+        "--test-limit",
+        type=float,
+        default=TEST_LIMIT_S,
+        metavar="SECONDS",
+        help=f"a test that takes longer has failed (default {TEST_LIMIT_S:g})",
+    )
+    parser.add_argument(
         "--work", type=Path, default=Path("suites"), metavar="DIR", help="records (default suites)"
     )
     parser.add_argument(
@@ -365,6 +428,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it here")
     args = parser.parse_args(argv)
     samples = (args.sample, args.pytorch_sample)
+    if args.test_limit <= 0:
+        raise ConfigError("--test-limit must be above 0 seconds")
     if args.processes < 1 or not all(0 < sample <= 1 for sample in samples):
         raise ConfigError("--processes must be 1 or more, samples above 0 and at most 1")
     check_place(args.json)
@@ -374,16 +439,20 @@ def main(argv: Sequence[str]) -> int:
         print(f"{forced.made(needs_gpu=False).compile_usual()} kernels compiled")
         return 0
     suites = suites_of(args)
-    deadline = time.monotonic() + (args.time_limit or float("inf"))
+    limit_s = float("inf") if args.time_limit is None else args.time_limit
+    deadline = time.monotonic() + limit_s
     if not args.built_only:
         forced.made().compile_usual()
-    runner = Runner(args.work, args.processes, deadline, built_only=args.built_only)
-    document = run_suites(suites, runner)
-    for name, found in document["suites"].items():
-        print(text_of(name, found))
+    options: dict[str, Any] = {"built_only": args.built_only, "test_limit_s": args.test_limit}
+    document = run_suites(suites, runner := Runner(args.work, args.processes, deadline, **options))
     if args.json:
         write_json(args.json, document)
-    is_clean = all(
-        not found["new_failures"] and not found["not_run"] for found in document["suites"].values()
+    for name, found in document["suites"].items():
+        print(text_of(name, found))
+    for name, why in runner.broken.items():
+        print(f"{name}: {why}")
+    is_clean = not runner.broken and all(
+        found["tests"] and not found["new_failures"] and not found["not_run"]
+        for found in document["suites"].values()
     )
     return 0 if is_clean else 1

@@ -1,7 +1,7 @@
 """pytest plug-in of ``scripts/bench suites``: one process's share of a suite, recorded.
 
-`VARIABLE` holds a `Share` as JSON. Each test adds a line to the record when it ends, so that what a
-killed process did is known and is not done again.
+`VARIABLE` holds a `Share` as JSON. Each test adds a line to the record when it begins and when it
+ends, so that what a killed process did is known and is not done again.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ MAX_MESSAGE = 300
 COMPLETE = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
 PLAIN = (str, int, float, bool, complex)
 """Types of values that pytest names by their text, others by argument and place."""
-END = "end"
-"""Key of the line that says that the share is complete."""
+START, BEGIN, END = "start", "begin", "end"
+"""Keys of lines: a process starts, a test begins, the share is complete."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,33 @@ def read(path: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def is_complete(path: Path) -> bool:
-    """True if the last process of a record came to its end."""
+def last(path: Path) -> Mapping[str, Any]:
+    """The last row of a record; empty before the first, and where it was cut off."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return bool(lines) and lines[-1].startswith(f'{{"{END}"')
+    try:
+        row: Mapping[str, Any] = json.loads(lines[-1]) if lines else {}
+    except ValueError:
+        return {}
+    return row
+
+
+def append(path: Path, row: Mapping[str, Any]) -> None:
+    """Add a row to a record, also behind one that was cut off."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write("\n" + json.dumps(row))
+
+
+def row_of(
+    name: str, outcome: str, message: str, hits: int = 0, fallbacks: Mapping[str, int] | None = None
+) -> dict[str, Any]:
+    """Row of a test that ended: `passed`, `failed` or `skipped`."""
+    return {
+        "id": name,
+        "outcome": outcome,
+        "message": message,
+        "hits": hits,
+        "fallbacks": dict(fallbacks or {}),
+    }
 
 
 class Recorder:
@@ -134,20 +157,16 @@ class Recorder:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[Any]:
         from tuner.runtime import stats
 
+        append(self._path, {BEGIN: item.nodeid})
         before = stats()
         result = yield
         after = stats()
         outcome, message = self._outcomes.pop(item.nodeid, ("failed", "nothing was reported"))
         fallbacks = Counter(after.fallbacks)
         fallbacks.subtract(before.fallbacks)
-        row = {
-            "id": item.nodeid,
-            "outcome": outcome,
-            "message": message,
-            "hits": after.hits - before.hits,
-            "fallbacks": {reason: count for reason, count in fallbacks.items() if count},
-        }
-        self._write(row)
+        new = {reason: count for reason, count in fallbacks.items() if count}
+        hits = after.hits - before.hits
+        append(self._path, row_of(item.nodeid, outcome, message, hits, new))
         if outcome == "failed" and any(text in message for text in LOST):
             item.session.shouldstop = "the CUDA context is lost"
         return result
@@ -163,11 +182,7 @@ class Recorder:
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         # Neither after a lost context, nor where the tests cannot be imported.
         if exitstatus in COMPLETE:
-            self._write({END: True})
-
-    def _write(self, row: Mapping[str, Any]) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+            append(self._path, {END: True})
 
 
 def _argument_names(mark: pytest.Mark) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from benchmarks import flash_attention_adapter, forced, suites  # noqa: E402
-from benchmarks.suites_plugin import ALONE, FORCED, Share, is_complete, read  # noqa: E402
+from benchmarks.suites_plugin import ALONE, BEGIN, END, FORCED, Share, append, last, read  # noqa: E402
 from tuner.errors import BenchmarkError, ConfigError  # noqa: E402
 from tuner.families import family  # noqa: E402
 from tuner.hardware import DEFAULT_GPU  # noqa: E402
@@ -63,6 +64,18 @@ def test_loses():
 def test_last():
     pass
 """
+ENDS = """
+import os, pathlib, signal, time
+here = pathlib.Path(__file__).with_name("runs")
+def test_passes():
+    here.write_text(here.read_text() + "x" if here.exists() else "x")
+def test_crashes():
+    os.kill(os.getpid(), signal.SIGSEGV)
+def test_hangs():
+    time.sleep(1000)
+def test_passes_as_well():
+    test_passes()
+"""
 
 
 @pytest.fixture
@@ -82,8 +95,11 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> suites.Suite:
     )
 
 
-def runner(tmp_path: Path, processes: int = 1, limit_s: float = 300) -> suites.Runner:
-    return suites.Runner(tmp_path / "work", processes, time.monotonic() + limit_s)
+def runner(
+    tmp_path: Path, processes: int = 1, limit_s: float = 300, test_limit_s: float = 200
+) -> suites.Runner:
+    deadline = time.monotonic() + limit_s
+    return suites.Runner(tmp_path / "work", processes, deadline, test_limit_s=test_limit_s)
 
 
 def names(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -103,10 +119,14 @@ def test_a_suite_in_both_modes(planted: suites.Suite, tmp_path: Path) -> None:
     assert (found["hits"], found["tests_with_hits"]) == (2, 2)
     assert found["fallbacks"] == {"a mask": 1}
     assert found["skipped"] == {"Skipped: no such GPU": 1}
+    assert [row["id"].rpartition("::")[2] for row in found["failures_of_both"]] == [
+        *("test_fails_anyway", "test_teardown"),
+    ]
     assert found["not_run"] == []
     assert json.loads(json.dumps(document))["suites"]["planted"]["options"]["sample"] == 1.0
     text = suites.text_of("planted", found)
-    assert "failures that PyTorch alone does not have: 1\n    test_planted.py::test_wrong" in text
+    assert "failures that PyTorch alone does not have: 1\n    test_planted.py::test_wrong (" in text
+    assert "in both modes: 2\n    test_planted.py::test_fails_anyway (" in text
 
 
 def test_what_was_run_is_not_run_again(planted: suites.Suite, tmp_path: Path) -> None:
@@ -118,7 +138,49 @@ def test_what_was_run_is_not_run_again(planted: suites.Suite, tmp_path: Path) ->
     assert runner(tmp_path).run(planted, [ALONE]) == [found]
     assert planted.path.with_name("runs").read_text() == "x"
     (record,) = (tmp_path / "work").glob("*.jsonl")
-    assert is_complete(record)
+    assert END in last(record)
+
+
+def test_what_ends_its_process_or_does_not_end_has_failed(
+    planted: suites.Suite, tmp_path: Path
+) -> None:
+    """The share goes on behind it, and none of its other tests is run twice."""
+    planted.path.write_text(ENDS)
+    (found,) = runner(tmp_path, test_limit_s=20).run(planted, [ALONE])
+    told = {
+        name.rpartition("::")[2]: (row["outcome"], row["message"]) for name, row in found.items()
+    }
+    assert told == {
+        "test_crashes": ("failed", f"its process ended: {-signal.SIGSEGV}"),
+        "test_hangs": ("failed", "no end in 20 s"),
+        "test_passes": ("passed", ""),
+        "test_passes_as_well": ("passed", ""),
+    }
+    assert planted.path.with_name("runs").read_text() == "xx"
+
+
+def test_a_broken_share_leaves_the_others(planted: suites.Suite, tmp_path: Path) -> None:
+    other = replace(planted, name="other", file="test/test_other.py", keyword="")
+    other.path.write_text("import no_such_module\n")
+    document = suites.run_suites([planted, other], made := runner(tmp_path))
+    assert names(document["suites"]["planted"]["new_failures"]) == ["test_wrong"]
+    assert document["broken"] == made.broken
+    assert {"other-alone-0-of-1", "other-forced-0-of-1"} <= set(made.broken)
+    assert "no_such_module" in made.broken["other-alone-0-of-1"]
+
+
+def test_a_test_that_was_ended_by_the_limit_has_not_failed(
+    planted: suites.Suite, tmp_path: Path
+) -> None:
+    """Not even where the process that goes on ends before its first test."""
+    made = runner(tmp_path)
+    (share,) = made._shares(planted, ALONE)
+    (tmp_path / "work").mkdir()
+    append(Path(share.record), {BEGIN: "test_planted.py::test_served"})
+    planted.path.write_text("import no_such_module\n")
+    with pytest.raises(BenchmarkError, match="no_such_module"):
+        made.run(planted, [ALONE])
+    assert read(Path(share.record)) == {}
 
 
 def test_a_suite_that_cannot_be_imported_says_why(planted: suites.Suite, tmp_path: Path) -> None:
@@ -146,7 +208,10 @@ def test_a_line_that_was_cut_off_is_passed_over(tmp_path: Path) -> None:
     record = tmp_path / "r.jsonl"
     record.write_text('{"id": "a", "outcome": "passed"}\n{"id": "b", "ou')
     assert list(read(record)) == ["a"]
-    assert not is_complete(record)
+    assert last(record) == {}
+    append(record, {"id": "c"})
+    assert list(read(record)) == ["a", "c"]
+    assert last(record) == {"id": "c"}
 
 
 def test_a_package_that_its_tests_import_is_named(planted: suites.Suite) -> None:
@@ -163,6 +228,7 @@ def test_a_package_that_its_tests_import_is_named(planted: suites.Suite) -> None
         (["--flash-attention", "nowhere"], "a checkout with tests/test_flash_attn.py"),
         (["--pytorch", "x", "--processes", "0"], "--processes must be 1 or more"),
         (["--flash-attention", "x", "--sample", "2"], "samples above 0 and at most 1"),
+        (["--pytorch", "x", "--test-limit", "0"], "--test-limit must be above 0 seconds"),
     ],
 )
 def test_wrong_arguments_are_one_line(arguments: list[str], reason: str) -> None:

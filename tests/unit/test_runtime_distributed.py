@@ -33,10 +33,11 @@ pytestmark = pytest.mark.skipif(
 
 PROBLEM = AttentionProblem.parse("S=64,D=64,H=2")
 PATIENCE_S = 120
-#: Ranks, forked from one process that has imported torch, which takes 2 CPU-seconds. A rank agrees,
-#: or not; then calls attention once, and says what was launched.
+#: Ranks, forked from one process that has imported torch, which takes 2 CPU-seconds. The process
+#: has one thread: a child of several can find a lock taken for ever. The ranks' store is a child as
+#: well. A rank agrees, or not; then calls attention once, and says what was launched.
 RANKS = """
-import contextlib, json, os, signal, sys, traceback
+import contextlib, json, os, signal, socket, sys, traceback
 from datetime import timedelta
 import torch, torch.distributed as dist
 import tuner
@@ -98,26 +99,40 @@ def rank(how):
         "fallbacks": list(tuner.stats().fallbacks),
     }), flush=True)
 
-def fork(order, port):
+def fork(run, patience_s):
+    assert len(os.listdir("/proc/self/task")) == 1, "a child of threads can hang"
     if child := os.fork():
         return child
     code = 1
     try:
-        signal.alarm(order["patience_s"])
-        for name, number in (("out", 1), ("err", 2)):
-            os.dup2(os.open(order[name], os.O_WRONLY | os.O_CREAT), number)
-        os.environ.update(order["environment"])
-        rank({**order["how"], "port": port})
+        signal.alarm(patience_s)
+        run()
         code = 0
     except BaseException:
         traceback.print_exc()
     os._exit(code)
 
+def serve(listener):
+    store = dist.TCPStore("127.0.0.1", listener.getsockname()[1], is_master=True,
+                          wait_for_workers=False, master_listen_fd=listener.detach())
+    signal.pause()
+
+def begin(order, port):
+    for name, number in (("out", 1), ("err", 2)):
+        os.dup2(os.open(order[name], os.O_WRONLY | os.O_CREAT), number)
+    os.environ.update(order["environment"])
+    rank({**order["how"], "port": port})
+
 for line in sys.stdin:  # the ranks of a run
-    # Listens here: a port that is only looked for may be another program's by the time of its use.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    children = [fork(order, store.port) for order in json.loads(line)]
+    orders = json.loads(line)
+    # Listens before they start: a port that is only looked for may be another program's by then.
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port, patience_s = listener.getsockname()[1], orders[0]["patience_s"]
+        store = fork(lambda: serve(listener), 2 * patience_s)
+    children = [fork(lambda: begin(order, port), patience_s) for order in orders]
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    os.kill(store, signal.SIGKILL)
+    os.waitpid(store, 0)
     print(json.dumps(codes), flush=True)
 """
 

@@ -13,11 +13,13 @@ pytest.importorskip("fastapi", reason="the extra [service] is not installed")
 
 import browser as browsers
 from browser import Browser
-from serving import PROBLEM, READ, SHAPE, WRITE, decide, measured, service
+from serving import H200, PROBLEM, READ, SHAPE, WRITE, decide, measured, service
 
 from tuner.config import Config
-from tuner.measurement import Environment, Status
+from tuner.measurement import Environment, Regime, Status
 from tuner.problem import GemmProblem
+from tuner.report import page
+from tuner.report.subject import from_known
 from tuner.store import Store, open_store
 from tuner.store.jobs import Claim
 
@@ -124,6 +126,29 @@ def test_every_page_fits_and_asks_nobody_else(browser: Browser, site: Site) -> N
             assert all(name.startswith((site.address, "data:")) for name in asked)
             complaints = [c for c in browser.complaints() if "404 (Not Found)" not in c]
             assert complaints == [], path
+
+
+#: Texts of pictures that their picture cuts off.
+CUT_OFF = """
+return [...document.querySelectorAll('.chart svg text')].filter(text => {
+  const own = text.getBoundingClientRect(), all = text.ownerSVGElement.getBoundingClientRect();
+  return own.width > 0 && (own.left < all.left - 1 || own.right > all.right + 1);
+}).map(text => text.textContent);
+"""
+
+
+def test_no_picture_of_a_report_cuts_off_its_words(browser: Browser, tmp_path: Path) -> None:
+    """A kernel that keeps one unit busy for most of its time has a bar to the border."""
+    problem = GemmProblem.parse("M=4096,N=4096,K=4096")
+    report = tmp_path / "report.html"
+    subject = from_known(problem, H200, Regime.choices("gemm"), None)
+    report.write_text(page.render(subject), encoding="utf-8")
+    for width in (DESK, PHONE):
+        browser.resize(width)
+        browser.go(report.as_uri())
+        browser.wait("document.querySelectorAll('#chart-limits svg text').length > 5")
+        browser.wait("document.querySelectorAll('.chart:not(:has(svg))').length === 0")
+        assert browser.run(CUT_OFF) == [], width
 
 
 def test_the_picture_holds_every_trial(browser: Browser, site: Site) -> None:

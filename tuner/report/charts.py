@@ -191,9 +191,7 @@ def roofline(subject: ReportSubject) -> Spec | None:
     ]
     best = [v for v in values if v["best"]]
     names = sorted({v["series"] for v in values})
-    x = channel(
-        "intensity", "FLOP a byte between L2 and multiprocessors", **log_scale(domain=[low, high])
-    )
+    x = channel("intensity", "FLOP a byte from or to the L2", **log_scale(domain=[low, high]))
     ring = {"type": "point", "shape": "circle", "size": 220, "strokeWidth": 2.5, "color": BEST}
     points: Spec = {
         "mark": {"type": "point", "filled": True, "size": 30, "opacity": 0.75},
@@ -253,43 +251,27 @@ def _rates(subject: ReportSubject) -> list[dict[str, Any]]:
 def busy(subject: ReportSubject, measurement: Measurement) -> Spec:
     """Least time of each unit, against the measured time."""
     values = [
-        {
-            "unit": name,
-            "share": us / latency(measurement),
-            "text": f"{100 * us / latency(measurement):.0f} % ({us:.2f} us)",
-        }
+        {"unit": f"{name}: {100 * share:.0f} % ({us:.2f} us)", "share": share, "all": 1}
         for name, us in limits(subject, measurement).items()
+        for share in (us / latency(measurement),)
     ]
+    rows = NamedBars("unit", [str(value["unit"]) for value in values])
+    x = channel(
+        "share",
+        "share of the measured time",
+        axis={"format": "%", "tickCount": 5},
+        scale={"domain": [0, 1.1], "nice": False},
+    )
+    # A line through all rows would strike the names out.
+    whole = {"type": "tick", "color": BEST, "size": 20, "thickness": 2, **rows.at_bar}
     return picture(
         values,
         "Share of the measured time that each unit is busy at the least.",
-        height=28 * len(values),
+        height=rows.height,
         layer=[
-            {
-                "mark": {"type": "bar", "height": 16, "color": SERIES[0]},
-                "encoding": {
-                    "y": channel("unit", "", "nominal", sort=None, axis={"title": None}),
-                    "x": channel(
-                        "share",
-                        "share of the measured time",
-                        axis={"format": "%", "tickCount": 5},
-                        scale={"domain": [0, 1.35], "nice": False},
-                    ),
-                },
-            },
-            {
-                "mark": {"type": "text", "align": "left", "dx": 5, "color": INK},
-                "encoding": {
-                    "y": channel("unit", "", "nominal", sort=None),
-                    "x": channel("share", "share of the measured time"),
-                    "text": {"field": "text"},
-                },
-            },
-            {
-                "data": {"values": [{"share": 1}]},
-                "mark": {"type": "rule", "color": BEST, "strokeWidth": 2, "strokeDash": [5, 4]},
-                "encoding": {"x": channel("share", "share of the measured time")},
-            },
+            {"mark": {**rows.bar, "color": SERIES[0]}, "encoding": {"y": rows.y, "x": x}},
+            {"mark": whole, "encoding": {"y": rows.y, "x": {**x, "field": "all"}}},
+            rows.layer,
         ],
     )
 
