@@ -33,6 +33,11 @@ def register(subparsers: Any) -> None:
         "--kernels", type=int, metavar="N", help="most compiled kernels of a domain (default 4 to 8)"
     )
     parser.add_argument(
+        "--shipped-kernels",
+        action="store_true",
+        help="only kernels of the shipped portfolios, which need no new proof",
+    )
+    parser.add_argument(
         "--output", type=Path, metavar="FILE", help="file to write the portfolio to"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object")
@@ -69,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
             for regime in Regime.choices(args.op)
         }
     only = args.only.split(",") if args.only else ()
+    if args.shipped_kernels:
+        measured = {regime: portfolio.of_shipped(rows) for regime, rows in measured.items()}
     made = portfolio.make(args.op, measured, gpu, only, args.kernels)
     if args.output is not None:
         (made if before is None else before.updated(made)).write(args.output)

@@ -30,7 +30,7 @@ from tuner.measurement import Measurement, Regime
 from tuner.problem import Problem
 from tuner.selection.candidates import Candidate, DomainModels, Regret, Spread
 from tuner.selection.domains import AnyDomain, Domain
-from tuner.selection.portfolio import Portfolio, preferred
+from tuner.selection.portfolio import Portfolio, preferred, shipped
 from tuner.store import Store
 
 MIN_POINTS = 6
@@ -138,6 +138,29 @@ def measurements(op: str, gpu: Gpu, regime: Regime, store: Store) -> list[Measur
 
     known = measured(op, gpu, regime, store, with_finals=True)
     return [m for rows in known.values() for m in rows]
+
+
+def of_shipped(found: Iterable[Measurement]) -> list[Measurement]:
+    """Measurements of vendors' kernels, and of own ones that a shipped portfolio has in the same
+    domain.
+    """
+
+    def kernel(config: Config) -> str:
+        return families()[config.family].compile_digest(kernel_of(config))
+
+    known = {
+        (domain, kernel(one.config))
+        for portfolio in shipped()
+        for domain, models in portfolio.domains.items()
+        for one in models.candidates
+        if one.family is not None and not one.is_vendor
+    }
+    return [
+        m
+        for m in found
+        if m.config.family in families()
+        and (_is_vendor(m.config) or (Domain.of(m.problem), kernel(m.config)) in known)
+    ]
 
 
 def make(

@@ -199,6 +199,8 @@ class AttentionDomain(_Attention, Domain):
             is_served = problem.seqlen_q >= BLOCK_SIZE and tiles >= sparse.MIN_TILES.get(width, 1)
             return cls(width, "full", "prompt", has_softcap, is_sparse=True) if is_served else None
         operand: MaskOperand = "bool" if problem.mask else "additive" if problem.bias else ""
+        if operand and problem.is_windowed and problem.is_causal:
+            return None
         mask: Mask = "causal" if problem.is_causal else "full"
         few: Phase = "one" if problem.seqlen_q == 1 else "few"
         is_paged = problem.is_paged
@@ -247,10 +249,23 @@ class AttentionDomain(_Attention, Domain):
         masks: tuple[Mask, ...] = ("causal", "full") if self.mask == "windowed" else (self.mask,)
         is_slow_elsewhere = self.operand or self.has_softcap or self.mask == "windowed"
         phases = (self.phase, *(_OTHER_PHASES[self.phase] if is_slow_elsewhere else ()))
+        if self._shares_kernels:
+            phases = ("few", "one", "prompt")
+        elif self.head_dim == 256 and self.operand and self.phase != "prompt":
+            phases = ("prompt",)
         for phase, mask in product(phases, masks):
             plain = type(self)(self.head_dim, mask, phase)
             if plain != self:
                 yield plain
+
+    @property
+    def _shares_kernels(self) -> bool:
+        """Both phases of decoding have the same few kernels: public models call them seldom."""
+        is_capped = self.has_softcap and self.mask == "full"
+        if self.phase == "prompt" or self.operand == "additive":
+            return False
+        is_masked = self.operand == "bool"
+        return (self.head_dim == 256 and (is_capped or is_masked)) or (is_capped and is_masked)
 
     @property
     def of_times(self) -> Iterator[Self]:
@@ -318,7 +333,8 @@ class AttentionDomain(_Attention, Domain):
 
     @property
     def splits_kin(self) -> bool:
-        return self.has_softcap and self.phase != "prompt" and self.head_dim in CAPPED
+        is_capped = self.has_softcap and self.phase != "prompt" and self.head_dim in CAPPED
+        return is_capped or self._shares_kernels
 
     @property
     def max_kernels(self) -> int:
@@ -334,11 +350,13 @@ class AttentionDomain(_Attention, Domain):
         return frozenset(BACKENDS)
 
     def problems(self, dtype: DType) -> tuple[AttentionProblem, ...]:
-        """Small problems of the domain; a windowed domain has two, one of them causal.
+        """Small problems of the domain; a windowed domain without a mask operand has two, one of
+        them causal.
 
         A paged one has one: a single query needs no causal mask, several queries have one.
         """
         both = (False, True) if self.mask == "windowed" else (self.mask == "causal",)
+        both = (False,) if self.operand else both
         queries = 2048 if self.is_sparse else 256  # the tiles that every instance needs
         if self.is_paged:
             both, queries = (self.phase != "one",), {"one": 1, "few": 8, "prompt": 256}[self.phase]

@@ -394,8 +394,9 @@ class Portfolio:
                 yield carried
 
     def _divided(self, domain: AnyDomain, own: Sequence[Candidate]) -> Iterator[Candidate]:
-        """The best own kernel that splits the keys: with one split, and in each measured way to
-        combine several. The best of all where none splits them.
+        """The best own kernel that splits the keys, for each number of packed heads if the domain
+        takes several: with one split, and in each measured way to combine several. The best of all
+        where none splits them.
         """
         of_kernel: dict[str, list[Candidate]] = {}
         for one in own:
@@ -404,16 +405,20 @@ class Portfolio:
         by_use = sorted(
             of_kernel.values(), key=lambda ways: not any("combine" in w.config.params for w in ways)
         )
+        taken = set[Any]()
         for ways in by_use:
+            packed = ways[0].config.get("packed_heads", 1)
             params = {name: v for name, v in ways[0].config.params.items() if name != "combine"}
             whole = replace(ways[0], config=Config(ways[0].config.family, params))
             carried = self._carried(domain, whole, (1,))
-            if carried is not None:
-                yield carried
-                several = (
-                    self._carried(domain, one) for one in ways if "combine" in one.config.params
-                )
-                yield from (one for one in several if one is not None)
+            splits = [one for one in ways if "combine" in one.config.params]
+            if carried is None or packed in taken or (taken and not splits):
+                continue
+            taken.add(packed)
+            yield carried
+            several = (self._carried(domain, one) for one in splits)
+            yield from (one for one in several if one is not None)
+            if domain.kin_kernels is not None:
                 return
 
     def _carried(
