@@ -117,22 +117,24 @@ bool read(Operation operation, Call& call, PyObject* const* arguments) {
 at::Tensor pytorchs(Operation operation, Call const& call, PyObject* const* arguments) {
   if (at::impl::torch_function_mode_enabled()) return {};
   Native native;
-  auto const& tensors = call.tensors;
-  Optional last;
+  // Torch takes the GIL where the number of a tensor's owners becomes 1 or leaves it, for the
+  // Python object's sake. These owners live as long as the call, so that it does so never.
+  at::Tensor tensors[kMaxInputs];
+  for (int i = 0; i < call.count; ++i) tensors[i] = *call.tensors[i];
+  auto const optional = [&](int i) { return i < call.count ? Optional(tensors[i]) : Optional(); };
   if (operation == kLinear) {
     if (arguments[3] != Py_None) return {};  // an activation
-    if (call.count > 2) last = *tensors[2];
-    return without_gil([&] { return at::linear(*tensors[0], *tensors[1], last); });
+    Optional const bias = optional(2);
+    return without_gil([&] { return at::linear(tensors[0], tensors[1], bias); });
   }
-  if (operation == kMatmul)
-    return without_gil([&] { return at::matmul(*tensors[0], *tensors[1]); });
-  if (call.count > 3) last = *tensors[3];
+  if (operation == kMatmul) return without_gil([&] { return at::matmul(tensors[0], tensors[1]); });
+  Optional const mask = optional(3);
   double const dropout_p = PyFloat_AS_DOUBLE(arguments[4]);
   bool const is_causal = arguments[5] == Py_True, enable_gqa = arguments[7] == Py_True;
   std::optional<double> scale;
   if (arguments[6] != Py_None) scale = PyFloat_AS_DOUBLE(arguments[6]);
   return without_gil([&] {
-    return at::scaled_dot_product_attention(*tensors[0], *tensors[1], *tensors[2], last, dropout_p,
+    return at::scaled_dot_product_attention(tensors[0], tensors[1], tensors[2], mask, dropout_p,
                                             is_causal, scale, enable_gqa);
   });
 }

@@ -12,15 +12,12 @@
 
 #include <memory>
 #include <optional>
-#include <string_view>
 #include <tuple>
 
 #include <ATen/Context.h>
-#include <ATen/core/boxing/impl/boxing.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/alias.h>
 #include <ATen/ops/scaled_dot_product_attention_native.h>
-#include <c10/util/Exception.h>
 
 #include "launch.h"
 
@@ -153,7 +150,10 @@ inline at::Tensor attend(at::Tensor const& query, at::Tensor const& key, at::Ten
   return pytorchs();
 }
 
-// An operator of a backend, and the kernel that was registered for it before.
+// An operator of PyTorch's backends. The override stands at BackendSelect, the last key before the
+// backend's own kernel, which no such operator has a kernel for: whatever kernel the backend has at
+// the time of a call, a provider's of flash attention say, answers what is not served.
+template <class Result, class... Given>
 class Backend {
  public:
   explicit Backend(char const* name) : name_(name) {}
@@ -162,49 +162,33 @@ class Backend {
 
   // False where PyTorch has no such kernel for the device.
   bool find() {
-    if (!operation_) operation_ = c10::Dispatcher::singleton().findSchemaOrThrow(name_, "");
-    if (!operation_->hasKernelForDispatchKey(device.backend)) return false;
-    auto found = operation_->getComputedKernelForDispatchKey(device.backend);
-    std::atomic_store(&before_, std::make_shared<c10::SafeKernelFunction const>(std::move(found)));
-    return true;
+    auto const found = c10::Dispatcher::singleton().findSchemaOrThrow(name_, "");
+    if (!operation_) operation_ = found.template typed<Result(Given...)>();
+    return found.hasKernelForDispatchKey(device.backend);
   }
 
-  template <class Result, class... Given>
-  Result call(DispatchKeySet keys, Given const&... given) const {
-    try {
-      return call_kernel<Result>(keys, given...);
-    } catch (c10::Error const& error) {
-      // Whoever registered the kernel has taken it away: a provider of flash attention, say.
-      std::string_view const what = error.what_without_backtrace();
-      if (what.substr(0, 39) != "SafeKernelFunction has been invalidated") throw;
-    }
-    find_backends_anew();
-    return call_kernel<Result>(keys, given...);
+  Result call(DispatchKeySet keys, Given... given) const {
+    constexpr DispatchKeySet kBelow(DispatchKeySet::FULL_AFTER, DispatchKey::BackendSelect);
+    return operation_->redispatch(keys & kBelow, given...);
   }
 
  private:
-  static void find_backends_anew();
-
-  template <class Result, class... Given>
-  Result call_kernel(DispatchKeySet keys, Given const&... given) const {
-    auto const kernel = std::atomic_load(&before_);
-    auto stack = c10::impl::boxArgs<Given...>(given...);
-    kernel->callBoxed(*operation_, keys, &stack);
-    return c10::impl::PopResult<Result>::call(stack);
-  }
-
   char const* const name_;
-  std::optional<c10::OperatorHandle> operation_;
-  std::shared_ptr<c10::SafeKernelFunction const> before_;
+  std::optional<c10::TypedOperatorHandle<Result(Given...)>> operation_;
 };
-
-inline Backend flash_backend{"aten::_scaled_dot_product_flash_attention"};
-inline Backend cudnn_backend{"aten::_scaled_dot_product_cudnn_attention"};
-inline Backend efficient_backend{"aten::_scaled_dot_product_efficient_attention"};
 
 using Nine = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::SymInt,
                         at::Tensor, at::Tensor, at::Tensor>;
 using Four = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using Scale = std::optional<double>;
+using Input = at::Tensor const&;
+
+inline Backend<Nine, Input, Input, Input, double, bool, bool, Scale> flash_backend{
+    "aten::_scaled_dot_product_flash_attention"};
+inline Backend<Nine, Input, Input, Input, Optional const&, bool, double, bool, bool, Scale>
+    cudnn_backend{"aten::_scaled_dot_product_cudnn_attention"};
+inline Backend<Four, Input, Input, Input, Optional const&, bool, double, bool, Scale>
+    efficient_backend{"aten::_scaled_dot_product_efficient_attention"};
 
 // The outputs of a backend's operator by a tuned kernel, or nothing.
 inline Outputs behind(Operation operation, Arguments const& given) {
@@ -225,8 +209,8 @@ inline Nine flash(DispatchKeySet keys, at::Tensor const& query, at::Tensor const
   Outputs made;
   if (!return_debug_mask) made = behind(kFlash, given);
   if (!made.out.defined())
-    return flash_backend.call<Nine>(keys, query, key, value, dropout_p, is_causal,
-                                    return_debug_mask, scale);
+    return flash_backend.call(keys, query, key, value, dropout_p, is_causal, return_debug_mask,
+                              scale);
   return {made.out, made.lse, {}, {}, query.size(2), key.size(2),
           unused(query, {2}, at::kUInt64), unused(query, {}, at::kUInt64),
           unused(query, {0}, query.scalar_type())};
@@ -240,8 +224,8 @@ inline Nine cudnn(DispatchKeySet keys, at::Tensor const& query, at::Tensor const
   Outputs made;
   if (!return_debug_mask) made = behind(compute_lse ? kCudnnWithLse : kAttention, given);
   if (!made.out.defined())
-    return cudnn_backend.call<Nine>(keys, query, key, value, mask, compute_lse, dropout_p,
-                                    is_causal, return_debug_mask, scale);
+    return cudnn_backend.call(keys, query, key, value, mask, compute_lse, dropout_p, is_causal,
+                              return_debug_mask, scale);
   at::Tensor const lse = made.lse.defined() ? made.lse.unsqueeze(-1) : at::Tensor();
   return {made.out, lse, {}, {}, query.size(2), key.size(2), unused(query, {}, at::kLong),
           unused(query, {}, at::kLong), {}};
@@ -254,8 +238,8 @@ inline Four efficient(DispatchKeySet keys, at::Tensor const& query, at::Tensor c
   Outputs made;
   if (!compute_lse) made = behind(kAttention, given);  // its log-sum-exp has rows of its own
   if (!made.out.defined())
-    return efficient_backend.call<Four>(keys, query, key, value, mask, compute_lse, dropout_p,
-                                        is_causal, scale);
+    return efficient_backend.call(keys, query, key, value, mask, compute_lse, dropout_p, is_causal,
+                                  scale);
   return {made.out, unused(query, {query.size(0), query.size(1), 0}, at::kFloat),
           unused(query, {}, at::kLong), unused(query, {}, at::kLong)};
 }
@@ -272,25 +256,6 @@ inline std::unique_ptr<torch::Library> library(DispatchKey key) {
   return std::make_unique<torch::Library>(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
 }
 
-inline void install_backends() {
-  Silent silent;
-  c10::WarningUtils::WarningHandlerGuard guard(&silent);
-  backend_overrides = library(device.backend);
-  auto const put = [](Backend& backend, auto kernel) {
-    if (backend.find()) backend_overrides->impl(backend.name() + std::strlen("aten::"), kernel);
-  };
-  put(flash_backend, TORCH_FN(flash));
-  put(cudnn_backend, TORCH_FN(cudnn));
-  put(efficient_backend, TORCH_FN(efficient));
-}
-
-inline void Backend::find_backends_anew() {
-  std::scoped_lock lock(installing);
-  if (!backend_overrides) return;  // disabled meanwhile
-  backend_overrides.reset();
-  install_backends();
-}
-
 inline void uninstall() {
   std::scoped_lock lock(installing);
   backend_overrides.reset();
@@ -301,7 +266,13 @@ inline void uninstall() {
 inline bool install() {
   std::scoped_lock lock(installing);
   if (overrides) return true;
-  install_backends();
+  backend_overrides = library(DispatchKey::BackendSelect);
+  auto const put = [](auto& backend, auto kernel) {
+    if (backend.find()) backend_overrides->impl(backend.name() + std::strlen("aten::"), kernel);
+  };
+  put(flash_backend, TORCH_FN(flash));
+  put(cudnn_backend, TORCH_FN(cudnn));
+  put(efficient_backend, TORCH_FN(efficient));
   Silent silent;
   c10::WarningUtils::WarningHandlerGuard guard(&silent);
   overrides = library(DispatchKey::CompositeImplicitAutograd);
