@@ -1,7 +1,7 @@
 // What `tuner.enable` registers with torch's dispatcher: see tuner/runtime/enable.py.
 //
 // Called with the GIL or without, by any thread. What the table does not know is asked of Python,
-// under the GIL; what Python does not serve goes to the kernel that was registered before.
+// under the GIL; what Python does not serve goes to PyTorch's kernel.
 
 #pragma once
 
@@ -33,7 +33,7 @@ struct Native {
 
 using Optional = std::optional<at::Tensor>;
 
-#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 11  // no c10::SafeKernelFunction
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 11  // other operators
 
 inline bool install() { return false; }
 inline void uninstall() {}

@@ -30,6 +30,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from tuner.errors import ConfigError
 from tuner.runtime import devices, dispatch, guards, native, quantised, serving
@@ -121,13 +122,15 @@ def attention(
     if window is not None or softcap:
         options = attn_mask, dropout_p, is_causal, scale, enable_gqa
         return _composed(AttentionCall(query, key, value, *options, Extras.of(window, softcap)))
-    if torch.compiler.is_compiling():
+    if is_dynamo_compiling():  # cheaper than `is_compiling`
         return _traced(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     out = dispatch.attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if out is dispatch.REFUSED:
         return native.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if out is not None:
         return out
+    if torch.compiler.is_compiling():  # by an export without dynamo: no plain tensors
+        return _traced(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     query, key, value = guards.autocast(devices.TYPE, query, key, value)
     is_plain = attn_mask is None and not dropout_p
     if is_plain and guards.wants_gradient(query, key, value):

@@ -5,9 +5,9 @@ The C++ dispatcher (`templates/dispatcher/operators.h`) overrides these operator
 | operator of `aten` | dispatch key | calls that reach it |
 |---|---|---|
 | `scaled_dot_product_attention` | CompositeImplicitAutograd | all, before a backend is chosen |
-| `_scaled_dot_product_flash_attention` | CUDA | recorded by autograd; compiled graphs |
-| `_scaled_dot_product_cudnn_attention` | CUDA | the same |
-| `_scaled_dot_product_efficient_attention` | CUDA | compiled graphs; masked calls among them |
+| `_scaled_dot_product_flash_attention` | BackendSelect | recorded by autograd; compiled graphs |
+| `_scaled_dot_product_cudnn_attention` | BackendSelect | the same |
+| `_scaled_dot_product_efficient_attention` | BackendSelect | compiled graphs; masked calls among them |
 
 The first is the fast path: it saves PyTorch's choice of a backend. It is registered under
 PyTorch's own dispatch key, so tables computed from that key stay valid. A kernel for CUDA or
@@ -20,17 +20,17 @@ subclasses, nested tensors, functorch's transforms and modes.
 
 A call that wants a gradient passes through PyTorch's function to a backend's operator. Autograd
 records it there with PyTorch's formula, and the overriding kernel returns output and log-sum-exp.
-So gradients do not depend on the switch, in the forward pass or in the backward pass. The backends'
-former kernels are kept (`c10::SafeKernelFunction`) and serve the other calls. They are looked up
-again when their owner has removed them.
+So gradients do not depend on the switch, in the forward pass or in the backward pass. BackendSelect
+is the last key before the backend's own, where PyTorch has no kernel for these operators. The other
+calls go on to the kernel that the backend has at that time, unboxed.
 
 The dispatcher's table answers hits and refusals without Python and without the GIL. Python answers,
 under the GIL, unknown kinds of calls, and looks at the store twice a second. A refused call passes
 the other three operators uncounted. `disable` removes the registrations, and PyTorch's kernels are
 active again.
 
-Without a built dispatcher, Python overrides the flash and cuDNN operators. A dispatcher built in
-the meantime takes over at the next `enable`.
+Without a built dispatcher, Python overrides the flash and cuDNN operators at the same key. A
+dispatcher built in the meantime takes over at the next `enable`.
 
 Under ``is_causal`` with unequal SQ and SKV the operators align the mask differently.
 FlashAttention aligns it bottom-right (`torch.nn.attention.bias.causal_lower_right`), the others
@@ -41,7 +41,6 @@ call to FlashAttention.
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -63,6 +62,9 @@ Outputs = tuple[Any, ...]
 tensors (empty), longest query and key, dropout's random state (two tensors), and a debug mask."""
 Found = tuple[torch.Tensor, torch.Tensor | None]
 """Output and log-sum-exp."""
+
+#: Keys that a call goes on to from the overriding kernel.
+_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
 
 class _Overrides:
@@ -147,16 +149,13 @@ def _override_from_python() -> Library:
         ("_scaled_dot_product_flash_attention", _before_flash),
         ("_scaled_dot_product_cudnn_attention", _before_cudnn),
     ):
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key):
-            continue
-        kernel = torch.library.get_kernel(f"aten::{name}", key)
-        with warnings.catch_warnings():  # of a kernel replaced by another: it is meant
-            warnings.simplefilter("ignore", UserWarning)
-            library.impl(name, before(kernel), key, with_keyset=True)
+        if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key):
+            operator = getattr(torch.ops.aten, name).default
+            library.impl(name, before(operator), "BackendSelect", with_keyset=True)
     return library
 
 
-def _before_flash(kernel: Any) -> Callable[..., Outputs]:
+def _before_flash(operator: Any) -> Callable[..., Outputs]:
     def attend(
         keys: torch._C.DispatchKeySet,
         query: torch.Tensor,
@@ -173,7 +172,7 @@ def _before_flash(kernel: Any) -> Callable[..., Outputs]:
             found = _tuned("flash", query, key, value, None, dropout_p, is_causal, scale)
         if found is None:
             arguments = query, key, value, dropout_p, is_causal, return_debug_mask
-            outputs: Outputs = kernel.call_boxed(keys, *arguments, scale=scale)
+            outputs: Outputs = operator.redispatch(keys & _BELOW, *arguments, scale=scale)
             return outputs
         random_state = query.new_empty(2, dtype=torch.uint64)
         offset = query.new_empty((), dtype=torch.uint64)
@@ -183,7 +182,7 @@ def _before_flash(kernel: Any) -> Callable[..., Outputs]:
     return attend
 
 
-def _before_cudnn(kernel: Any) -> Callable[..., Outputs]:
+def _before_cudnn(operator: Any) -> Callable[..., Outputs]:
     def attend(
         keys: torch._C.DispatchKeySet,
         query: torch.Tensor,
@@ -203,7 +202,8 @@ def _before_cudnn(kernel: Any) -> Callable[..., Outputs]:
             found = _tuned(name, query, key, value, attn_bias, dropout_p, is_causal, scale)
         if found is None:
             options = attn_bias, compute_log_sumexp, dropout_p, is_causal, return_debug_mask
-            outputs: Outputs = kernel.call_boxed(keys, query, key, value, *options, scale=scale)
+            arguments = query, key, value, *options
+            outputs: Outputs = operator.redispatch(keys & _BELOW, *arguments, scale=scale)
             return outputs
         out, lse = found
         lse = None if lse is None else lse.unsqueeze(-1)
