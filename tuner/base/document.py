@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import cache
 from typing import Any
 
 from tuner.errors import ConfigError
@@ -137,12 +138,21 @@ def checked(cls: type, data: Any) -> dict[str, Any]:
     """
     if not isinstance(data, Mapping):
         raise ConfigError(f"{cls.__name__}: {data!r} is not an object")
-    for field in fields(cls):
-        if field.name in data and str(field.type) in _TYPES:
-            value, (words, types) = data[field.name], _TYPES[str(field.type)]
-            is_flag = isinstance(value, bool)
-            if not isinstance(value, types) or (is_flag and bool not in types):
-                raise ConfigError(f"{field.name}={value!r} is not {words}")
+    for name, words, types in _known_fields(cls):
+        if name in data:
+            value = data[name]
+            if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+                raise ConfigError(f"{name}={value!r} is not {words}")
             if isinstance(value, float) and not math.isfinite(value):
-                raise ConfigError(f"{field.name}={value!r} is not finite")
+                raise ConfigError(f"{name}={value!r} is not finite")
     return dict(data)
+
+
+@cache
+def _known_fields(cls: type) -> tuple[tuple[str, str, tuple[type, ...]], ...]:
+    """Names of a dataclass's fields that `checked` checks, and their `_TYPES`."""
+    return tuple(
+        (field.name, *_TYPES[str(field.type)])
+        for field in fields(cls)
+        if str(field.type) in _TYPES
+    )

@@ -73,18 +73,26 @@ def _defined_in(module: ModuleType) -> dict[str, Family]:
 
 
 def family(name: str) -> Family:
-    """One family by name; where its module is named as it is (``gemm.swiglu`` for `gemm_swiglu`),
-    the others are not loaded.
+    """One family by name, without loading the others where `find` does.
 
     Raises:
         ConfigError: when there is none of that name; says which there are.
     """
+    found = find(name)
+    if found is None:
+        raise ConfigError(f"family '{name}' is not known (allowed: {', '.join(families())})")
+    return found
+
+
+@cache
+def find(name: str) -> Family | None:
+    """One family by name, or None; where its module is named as it is (``gemm.swiglu`` for
+    `gemm_swiglu`), the others are not loaded.
+    """
     for module in _modules():
         if module.replace(".", "_") == name and (member := _members(module).get(name)):
             return member
-    if name not in families():
-        raise ConfigError(f"family '{name}' is not known (allowed: {', '.join(families())})")
-    return families()[name]
+    return families().get(name)
 
 
 def families_of(op: str) -> dict[str, Family]:

@@ -1,6 +1,13 @@
-"""The functions that a model calls. They read the store and compiled kernels, and tune nothing."""
+"""The functions that a model calls. They read the store and compiled kernels, and tune nothing.
+
+Attention and its operators are loaded here, the other functions at their first use: the import is
+part of a program's first call.
+"""
 
 from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 try:
     import torch as _torch  # noqa: F401
@@ -13,15 +20,33 @@ except ImportError as exc:
 
 from tuner.runtime import operators as _operators  # noqa: F401  (defines them)
 from tuner.runtime.attention import attention
-from tuner.runtime.block_mask import prepare_block_mask
 from tuner.runtime.counters import Stats, stats
 from tuner.runtime.enable import disable, enable, enabled
-from tuner.runtime.grouped import grouped_mm
-from tuner.runtime.layers import linear_problems, restore_linear_, tune_linear_
-from tuner.runtime.paged import paged_attention
-from tuner.runtime.products import interleave, linear, matmul, scaled_mm, swiglu
-from tuner.runtime.sparse import sparse_attention
-from tuner.runtime.varlen import attention_varlen
+
+if TYPE_CHECKING:
+    from tuner.runtime.block_mask import prepare_block_mask
+    from tuner.runtime.grouped import grouped_mm
+    from tuner.runtime.layers import linear_problems, restore_linear_, tune_linear_
+    from tuner.runtime.paged import paged_attention
+    from tuner.runtime.products import interleave, linear, matmul, scaled_mm, swiglu
+    from tuner.runtime.sparse import sparse_attention
+    from tuner.runtime.varlen import attention_varlen
+
+_MODULES = {
+    "attention_varlen": "varlen",
+    "grouped_mm": "grouped",
+    "interleave": "products",
+    "linear": "products",
+    "linear_problems": "layers",
+    "matmul": "products",
+    "paged_attention": "paged",
+    "prepare_block_mask": "block_mask",
+    "restore_linear_": "layers",
+    "scaled_mm": "products",
+    "sparse_attention": "sparse",
+    "swiglu": "products",
+    "tune_linear_": "layers",
+}
 
 __all__ = [
     "Stats",
@@ -44,3 +69,11 @@ __all__ = [
     "swiglu",
     "tune_linear_",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'tuner.runtime' has no attribute '{name}'")
+    value = getattr(importlib.import_module(f"tuner.runtime.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value

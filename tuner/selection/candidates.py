@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from tuner.config import Config
-from tuner.families import families
+from tuner.families import find
 from tuner.families.base import Family
 from tuner.families.tape import Tape, compiled, names_in
 from tuner.families.vendor.sdpa import BACKENDS
@@ -83,7 +83,7 @@ class Candidate:
     @cached_property
     def family(self) -> Family | None:
         """The config's family; None if this version does not have it."""
-        return families().get(self.config.family)
+        return find(self.config.family)
 
     @cached_property
     def is_vendor(self) -> bool:

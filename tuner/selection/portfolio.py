@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from tuner.base import document, output, resources
 from tuner.config import Config
 from tuner.errors import ConfigError, StoreError
-from tuner.families import families
+from tuner.families import find
 from tuner.families.base import INCOMPATIBLE_CONFIG_ERRORS
 from tuner.families.fused_attention import paged, sparse
 from tuner.hardware import DEFAULT_GPU, Gpu
@@ -664,7 +664,7 @@ def _models_from(kind: type[AnyDomain], row: Mapping[str, Any]) -> DomainModels:
 
 def _candidate_from(kind: type[AnyDomain], row: Mapping[str, Any]) -> Candidate:
     config = Config.from_json({"family": row["family"], "params": row["params"]})
-    family = families().get(config.family)
+    family = find(config.family)
     rates = {str(term): _number(us) for term, us in row["rates"].items()}
     if family is not None and (unknown := set(rates) - set(family.work_terms)):
         raise ConfigError(f"{config.family} counts no '{sorted(unknown)[0]}'")
