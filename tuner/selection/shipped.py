@@ -10,9 +10,8 @@ from pathlib import Path
 
 from tuner.base import resources
 from tuner.errors import StoreError
-from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Regime
-from tuner.problem import Problem, problem_from_json
+from tuner.problem import Problem
 from tuner.store.entry import Entry, sort_key
 from tuner.store.exchange import Decision, Trusted
 
@@ -35,10 +34,7 @@ class Shipped:
 
     def __init__(self, path: Path, document: Trusted, decision: Decision) -> None:
         self._path, self._document, self._decision = path, document, decision
-        first = document.row(decision.ranking[0])
-        self.problem = problem_from_json(first["problem"])
-        self.regime = Regime.parse(first["regime"])
-        self.gpu = Gpu(**first["gpu"])
+        self.problem, self.gpu, self.regime = document.place(decision.ranking[0])
 
     @cached_property
     def entry(self) -> Entry:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,7 +21,9 @@ from typing import TYPE_CHECKING, Any
 from tuner.base import resources
 from tuner.base.printable import printable
 from tuner.errors import ConfigError, StoreError
-from tuner.measurement import Measurement, Provenance, Status
+from tuner.hardware import Gpu
+from tuner.measurement import Measurement, Provenance, Regime, Status
+from tuner.problem import Problem, problem_from_json
 from tuner.store.entry import Entry, digest_of, ranking_fault, to_row
 
 if TYPE_CHECKING:
@@ -334,6 +337,16 @@ def servable(
     return allowed, refused
 
 
+@cache
+def _gpu(text: bytes) -> Gpu:
+    return Gpu(**json.loads(text))
+
+
+@cache
+def _regime(text: bytes) -> Regime:
+    return Regime.parse(text.decode())
+
+
 class Trusted:
     """A document that ships with the package: a measurement is parsed when it is asked for.
 
@@ -355,14 +368,32 @@ class Trusted:
         """Find the rows of a text in the layout of `to_text`; ValueError where it is another."""
         if not text.startswith(_HEAD.encode()):
             raise ValueError("another layout")
-        measurements, rest = text[len(_HEAD) :].split(_BETWEEN.encode())
-        entries = rest.removesuffix(_END.encode())
-        self._measurements = measurements.split(_COMMA.encode())
+        end = text.index(_BETWEEN.encode())
+        breaks = re.compile(_COMMA.encode()).finditer(text, len(_HEAD), end)
+        self._text = text
+        self._starts = [len(_HEAD), *(one.end() for one in breaks), end + len(_COMMA)]
+        entries = text[end + len(_BETWEEN) :].removesuffix(_END.encode())
         self.decisions = [Decision(**row) for row in json.loads(b"[%b]" % entries)]
+
+    def _line(self, number: int) -> bytes:
+        return self._text[self._starts[number] : self._starts[number + 1] - len(_COMMA)]
+
+    def place(self, number: int) -> tuple[Problem, Gpu, Regime]:
+        """What a measurement is of; the rest of it is not parsed."""
+        row = self._line(number)
+        try:
+            problem, rest = row.split(b'"problem":', 1)[1].split(b',"config":', 1)
+            gpu, rest = rest.split(b',"gpu":', 1)[1].split(b',"regime":"', 1)
+        except (ValueError, IndexError):  # another order of fields than `Measurement.to_json`'s
+            whole = self.row(number)
+            where = Gpu(**whole["gpu"]), Regime.parse(whole["regime"])
+            return problem_from_json(whole["problem"]), *where
+        regime = rest[: rest.index(b'"')]
+        return problem_from_json(json.loads(problem)), _gpu(gpu), _regime(regime)
 
     def row(self, number: int) -> dict[str, Any]:
         """A measurement as it is written."""
-        row: dict[str, Any] = json.loads(self._measurements[number])
+        row: dict[str, Any] = json.loads(self._line(number))
         return row
 
     def entry(self, decision: Decision, origin: str) -> Entry:
