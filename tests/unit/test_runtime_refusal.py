@@ -91,6 +91,29 @@ def test_a_refused_call_is_refused_at_once(server: Server, slow: list[str], reas
     assert by_kernel(server.attention(q, k, v), q, 16), "the tuned call is served as before"
 
 
+@pytest.mark.filterwarnings("ignore:.*Overriding a previously registered kernel")
+def test_a_refused_call_has_owners_of_its_own(server: Server) -> None:
+    """Torch takes the GIL whenever a Python tensor's only owner gains or loses a second one."""
+    owners: list[list[int]] = []
+
+    def kernel(q: Any, k: Any, v: Any, *options: Any, **more: Any) -> Any:
+        owners.append([tensor._use_count() for tensor in (q, k, v)])
+        return torch.zeros_like(q), torch.zeros(q.shape[:3])
+
+    library = torch.library.Library("aten", "IMPL")
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    try:
+        library.impl(name, kernel, "CPU", allow_override=True)
+        tensors = inputs()
+        for _ in range(2):
+            server.attention(*tensors)
+        SDPA(*tensors)
+    finally:
+        library._destroy()
+    _, refused, pytorchs = owners
+    assert refused == pytorchs
+
+
 def test_refused_products(server: Server, slow: list[str]) -> None:
     linear, matmul = server.runtime.products.linear, server.runtime.products.matmul
     server.decide(GemmProblem(m=8, n=16, k=32))
