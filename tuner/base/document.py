@@ -152,7 +152,5 @@ def checked(cls: type, data: Any) -> dict[str, Any]:
 def _known_fields(cls: type) -> tuple[tuple[str, str, tuple[type, ...]], ...]:
     """Names of a dataclass's fields that `checked` checks, and their `_TYPES`."""
     return tuple(
-        (field.name, *_TYPES[str(field.type)])
-        for field in fields(cls)
-        if str(field.type) in _TYPES
+        (field.name, *_TYPES[str(field.type)]) for field in fields(cls) if str(field.type) in _TYPES
     )

@@ -7,7 +7,7 @@ The C++ dispatcher (`templates/dispatcher/operators.h`) overrides these operator
 | `scaled_dot_product_attention` | CompositeImplicitAutograd | all, before a backend is chosen |
 | `_scaled_dot_product_flash_attention` | BackendSelect | recorded by autograd; compiled graphs |
 | `_scaled_dot_product_cudnn_attention` | BackendSelect | the same |
-| `_scaled_dot_product_efficient_attention` | BackendSelect | compiled graphs; masked calls among them |
+| `_scaled_dot_product_efficient_attention` | BackendSelect | compiled graphs, masked calls too |
 
 The first is the fast path: it saves PyTorch's choice of a backend. It is registered under
 PyTorch's own dispatch key, so tables computed from that key stay valid. A kernel for CUDA or

@@ -379,7 +379,7 @@ class Trusted:
         return self._text[self._starts[number] : self._starts[number + 1] - len(_COMMA)]
 
     def place(self, number: int) -> tuple[Problem, Gpu, Regime]:
-        """What a measurement is of; the rest of it is not parsed."""
+        """Problem, GPU and regime of a measurement, without parsing the rest of it."""
         row = self._line(number)
         try:
             problem, rest = row.split(b'"problem":', 1)[1].split(b',"config":', 1)
