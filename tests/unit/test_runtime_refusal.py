@@ -91,7 +91,7 @@ def test_a_refused_call_is_refused_at_once(server: Server, slow: list[str], reas
     assert by_kernel(server.attention(q, k, v), q, 16), "the tuned call is served as before"
 
 
-@pytest.mark.filterwarnings("ignore:.*Overriding a previously registered kernel")
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of the kernel that is replaced
 def test_a_refused_call_has_owners_of_its_own(server: Server) -> None:
     """Torch takes the GIL whenever a Python tensor's only owner gains or loses a second one."""
     owners: list[list[int]] = []
