@@ -1,1 +1,1 @@
-"""From a config to a library: rendering, the toolchain, nvcc and Triton, the artifact cache."""
+"""Compilation of kernels: rendering, the toolchain, nvcc and Triton, and the artifact cache."""

@@ -1,19 +1,20 @@
-"""Compiled kernels: a content-addressed folder each, and the C calls into one.
+"""Content-addressed cache of compiled kernels, and the C interface of a loaded one.
 
 ::
 
     <root>/<key>/kernel.so    shared library; kernels of one translation unit are hard links
                  meta.json    sha256, ptxas resources, CPU-seconds, facts of the build
                  kernel.cu    the rendered source, for inspection
-    <root>/.building/         built aside here, then renamed; a dead process's leftovers are swept
-    <root>/.locks/            one file a key while somebody builds it
+    <root>/.building/         builds in progress, renamed when complete; a dead process's are swept
+    <root>/.locks/            one file a key while a process builds it
     <root>/.quarantine/       folders whose library does not match its recorded hash
 
-A miss is None. A damaged folder is a miss; only a cache that cannot be written is an error.
+A lookup that finds nothing returns None. A damaged folder counts as a miss. Only a cache that
+cannot be written is an error.
 
-The libraries are loaded into processes. So the root and each library belong to this user or to
-root, and nobody else can write them. A library is hashed
-through one descriptor, and again when its inode, size or time of change differs.
+The libraries are loaded into this process. So the root and each library must belong to this user or
+to root, and must not be writable by anyone else. A library is hashed through one descriptor, and
+again when its inode, size or time of change differs.
 """
 
 from __future__ import annotations
@@ -46,16 +47,17 @@ from tuner.measurement import Resources, status_of
 _log = logging.getLogger(__name__)
 
 KEY = re.compile(r"[0-9A-Za-z_]{1,64}", re.ASCII)
-"""Keys of artifacts, whose folders and C functions are named by them."""
+"""Pattern of an artifact's key, which names its folder and its C functions."""
 FORMAT = 1
-"""Version of meta.json; another one is a miss."""
+"""Version of meta.json; an artifact of another version is a miss."""
 SAFE_AGE_S = 60.0
-"""`prune` leaves what was made or used within this time: somebody may be about to load it."""
+"""`prune` keeps artifacts made or used within this time: another process may be about to load
+them."""
 _TOUCH_EVERY_S = 10.0
 _LOCK_POLL_S = 0.05
 
 _FOLDER_MODE = 0o755
-"""Mode of what is made here, before the umask."""
+"""Mode of new folders, before the umask."""
 
 _File = tuple[int, int]
 """Device and inode."""
@@ -71,9 +73,9 @@ class Artifact:
     resources: Resources | None
     """None when ptxas reported nothing under the kernel's id."""
     compile_cpu_s: float
-    """CPU-seconds its build took: its share of the translation unit's."""
+    """CPU-seconds of its build: its share of the translation unit's."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """How it was built: template, variables, versions, `advice` of ptxas."""
+    """Facts of the build: template, variables, versions, `advice` of ptxas."""
 
     @property
     def code(self) -> str:
@@ -86,8 +88,8 @@ class ArtifactCache:
     """The artifacts under one folder; safe between threads and processes of one machine.
 
     Args:
-        root: the folder. Default: the user's, and what it lacks is found in the installed wheel of
-            prebuilt kernels, which is only read.
+        root: folder of the cache. The default is the user's; artifacts that it lacks are then read
+            from the installed wheel of prebuilt kernels.
     """
 
     def __init__(self, root: Path | None = None) -> None:
@@ -95,16 +97,16 @@ class ArtifactCache:
         self._prebuilt = prebuilt.artifacts() if root is None else None
 
     def check(self) -> None:
-        """See that others cannot put libraries here.
+        """Check that other users cannot put libraries into the cache.
 
         Raises:
-            StoreError: when they can, with what to do.
+            StoreError: when they can; the message says how to mend it.
         """
         if reason := self._unsafe():
             raise StoreError(reason)
 
     def _unsafe(self) -> str:
-        """Reason not to trust the root; empty where there is none, or no root."""
+        """Reason not to trust the root; empty if it can be trusted or does not exist."""
         try:
             facts = self.root.stat()
         except OSError:
@@ -131,10 +133,10 @@ class ArtifactCache:
         return self.root / key
 
     def find(self, key: str) -> Artifact | None:
-        """The artifact of `key`, its library's hash verified, or None.
+        """Return the artifact of `key` after verifying its library's hash, or None.
 
-        A corrupt folder is moved to quarantine. Finding one counts as using it.
-        Everything is a miss where others can write the cache, which is said once.
+        A corrupt folder is moved to quarantine. An artifact that is found counts as used. If other
+        users can write the cache, every lookup is a miss, with one warning.
         """
         if not KEY.fullmatch(key):
             return None
@@ -148,7 +150,7 @@ class ArtifactCache:
         if artifact is not None:
             _touch(folder / "meta.json")
             return artifact
-        if folder.is_dir():  # created by rename, so never seen half made: damaged
+        if folder.is_dir():  # folders are created by rename, so an incomplete one is damaged
             self._quarantine(folder)
         return self._find_prebuilt(key)
 
@@ -175,7 +177,7 @@ class ArtifactCache:
         source: str,
         facts: Mapping[str, Any],
     ) -> Artifact:
-        """Add a built library; `library` is hard-linked where the file system allows, else copied.
+        """Add a built library. It is hard-linked if the file system allows, else copied.
 
         Raises:
             ConfigError: when the key is not one.
@@ -214,7 +216,7 @@ class ArtifactCache:
         return found
 
     def _publish(self, made: Path, folder: Path) -> None:
-        """Rename into place; what another process put there first stays if it is good."""
+        """Rename into place. An intact artifact that another process put there first stays."""
         for _ in range(2):
             try:
                 made.rename(folder)
@@ -229,10 +231,10 @@ class ArtifactCache:
 
     @contextlib.contextmanager
     def workspace(self) -> Iterator[Path]:
-        """A folder on the cache's file system, removed at the end however that comes.
+        """Temporary folder on the cache's file system, removed on exit.
 
         Raises:
-            StoreError: when the cache folder cannot be written, or others can write it.
+            StoreError: when the cache folder cannot be written, or other users can write it.
         """
         with contextlib.ExitStack() as stack:
             try:
@@ -242,11 +244,11 @@ class ArtifactCache:
             yield folder
 
     def _made(self, name: str) -> Path:
-        """A folder of the cache's own under the root, made where it is not there.
+        """Folder of the cache under the root, created if it is missing.
 
         Raises:
-            OSError: when it cannot be made.
-            StoreError: when others can write the root.
+            OSError: when it cannot be created.
+            StoreError: when other users can write the root.
         """
         self.root.mkdir(_FOLDER_MODE, parents=True, exist_ok=True)
         self.check()
@@ -256,10 +258,10 @@ class ArtifactCache:
 
     @contextlib.contextmanager
     def lock(self, key: str, stop: threading.Event | None = None) -> Iterator[bool]:
-        """Hold the lock of `key` between processes and threads; waits for it.
+        """Wait for and hold the lock of `key`, between processes and threads.
 
         Yields:
-            True when it is held; False only when `stop` was set while waiting.
+            True while the lock is held; False only if `stop` was set while waiting.
 
         Raises:
             ConfigError: when the key is not one.
@@ -295,20 +297,20 @@ class ArtifactCache:
         return None
 
     def sweep(self) -> None:
-        """Remove what dead processes left in ``.building``.
+        """Remove leftovers of dead processes from ``.building``.
 
         Raises:
-            StoreError: when others can write the cache folder.
+            StoreError: when other users can write the cache folder.
         """
         self.check()
         scratch.sweep(self.root / ".building")
 
     def keys(self) -> list[str]:
-        """Every key in the cache, sorted; not verified."""
+        """Every key in the cache, sorted. Artifacts are not verified."""
         return sorted(f.name for f in _folders(self.root) if KEY.fullmatch(f.name))
 
     def total_bytes(self) -> int:
-        """Bytes of all artifacts and of the quarantine, a library shared by links counted once."""
+        """Bytes of all artifacts and of the quarantine; each hard-linked library counts once."""
         return sum(_union(_files(folder) for folder in self._all_folders()).values())
 
     def prune(self, max_bytes: int) -> tuple[int, int]:
@@ -318,7 +320,7 @@ class ArtifactCache:
         of a library's hard links goes.
 
         Returns:
-            How many artifacts (quarantined ones too) were removed, and the bytes freed.
+            Number of artifacts removed, quarantined ones included, and the bytes freed.
 
         Raises:
             StoreError: when the cache folder cannot be written.
@@ -359,7 +361,7 @@ class ArtifactCache:
             return False
         try:
             with self.workspace() as aside:
-                folder.rename(aside / folder.name)  # readers see all of it or nothing
+                folder.rename(aside / folder.name)  # readers see the whole artifact or none
         except OSError as exc:
             raise self.write_error(exc) from exc
         finally:
@@ -369,12 +371,12 @@ class ArtifactCache:
 
     def _quarantine(self, folder: Path) -> None:
         target = self.root / ".quarantine" / f"{folder.name}-{time.time_ns()}"
-        with contextlib.suppress(OSError):  # read-only cache, or another process was faster
+        with contextlib.suppress(OSError):  # the cache is read-only, or another process was faster
             target.parent.mkdir(_FOLDER_MODE, exist_ok=True)
             folder.rename(target)
 
     def write_error(self, exc: OSError) -> StoreError:
-        """One clear line for a cache that cannot be written."""
+        """Error for a cache that cannot be written, in one line."""
         if exc.errno in (errno.ENOSPC, errno.EDQUOT):
             return StoreError(
                 f"the disk of the artifact cache {self.root} is full: free some space, "
@@ -388,7 +390,7 @@ class ArtifactCache:
 
 
 class LoadedKernel:
-    """The C interface of one artifact; see `tuner.families.base.Launch`."""
+    """C interface of one loaded artifact; see `tuner.families.base.Launch`."""
 
     def __init__(self, key: str, library: Path) -> None:
         self.key = key
@@ -427,7 +429,7 @@ class LoadedKernel:
         workspace: int,
         stream: int,
     ) -> None:
-        """Enqueue the kernel: device addresses, then its arguments, on a CUstream handle.
+        """Enqueue the kernel on a CUstream handle, with device addresses and its other arguments.
 
         Raises:
             BenchmarkError: when CUDA or CUTLASS refuses; `status` says which kind.
@@ -437,7 +439,7 @@ class LoadedKernel:
     def bind(
         self, integers: Sequence[int], scalars: Sequence[float]
     ) -> Callable[[Sequence[int], int, int], None]:
-        """`launch` with these arguments made ready: call(tensors, workspace, stream)."""
+        """Bind these arguments; call the result as ``call(tensors, workspace, stream)``."""
         arguments = (
             (ctypes.c_int64 * len(integers))(*integers),
             (ctypes.c_double * len(scalars))(*scalars),
@@ -476,14 +478,14 @@ _CUTLASS_STATUS = {
 
 _loaded: dict[str, LoadedKernel] = {}
 _said: set[str] = set()
-"""Warnings that were given."""
+"""Warnings already given."""
 
 
 def load(artifact: Artifact) -> LoadedKernel:
-    """The kernel of `artifact`, loaded once a process (a loaded library is never unloaded).
+    """Load the kernel of `artifact`, once a process. A library is never unloaded.
 
     Raises:
-        BenchmarkError: when the library is not the artifact's any more, cannot be loaded, or lacks
+        BenchmarkError: when the library has changed since it was found, cannot be loaded, or lacks
             the interface.
     """
     kernel = _loaded.get(artifact.key)
@@ -494,10 +496,11 @@ def load(artifact: Artifact) -> LoadedKernel:
 
 
 def verify(artifact: Artifact) -> None:
-    """See that a library is still what it was when its artifact was found, maybe elsewhere.
+    """Check that a library has not changed since its artifact was found, possibly by another
+    process.
 
     Raises:
-        BenchmarkError: when it is not, or cannot be read.
+        BenchmarkError: when it has changed, or cannot be read.
     """
     try:
         is_same = trusted_sha256(artifact.library) == artifact.sha256
@@ -512,12 +515,12 @@ def verify(artifact: Artifact) -> None:
 
 
 def loaded(key: str) -> LoadedKernel | None:
-    """The kernel of an artifact that this process has verified and loaded before."""
+    """Kernel of an artifact that this process has already verified and loaded."""
     return _loaded.get(key)
 
 
 def _intact(key: str, folder: Path) -> Artifact | None:
-    """Artifact in a folder, the library's hash verified; None when it is damaged."""
+    """Artifact in a folder, its library's hash verified; None if it is damaged."""
     try:
         text = (folder / "meta.json").read_text(encoding="utf-8")
         artifact = _read_meta(key, folder, text)
@@ -542,7 +545,7 @@ def _read_meta(key: str, folder: Path, text: str) -> Artifact:
 
 
 def _touch(path: Path) -> None:
-    """Mark as used; a cache that is read only is still a cache."""
+    """Mark an artifact as used; a read-only cache is left as it is."""
     with contextlib.suppress(OSError):
         if time.time() - path.stat().st_mtime > _TOUCH_EVERY_S:
             os.utime(path)
@@ -563,7 +566,7 @@ def _folders(parent: Path) -> list[Path]:
 
 
 def _files(folder: Path) -> dict[_File, int]:
-    """Size of each file of a folder, by what hard links share."""
+    """Size of each file of a folder, by device and inode."""
     sizes: dict[_File, int] = {}
     for file in folder.rglob("*"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Has the kernels that the runtime misses compiled beside it: ``TUNER_BUILD_ON_MISS=1``.
+"""Background compilation of kernels that the runtime misses: ``TUNER_BUILD_ON_MISS=1``.
 
 Off by default: serving compiles nothing. Switched on, ``tuner build`` compiles the missing kernel
 of a measured entry (imported, shipped or pruned). It is a process of its own that outlives this
@@ -25,11 +25,13 @@ _log = logging.getLogger("tuner.runtime")
 _LOG_CHARACTERS = 500
 
 _Wanted = tuple[Problem, str]
-"""A problem and the GPU's name: what ``tuner build`` is called with."""
+"""Problem and GPU name, the arguments of ``tuner build``."""
 
 
 class Builder:
-    """One of a process: builds one problem after the other, each at most once."""
+    """Builds the kernels of one problem after the other, each at most once. A process has one
+    builder.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -38,14 +40,15 @@ class Builder:
         self._thread: threading.Thread | None = None
 
     def request(self, missing: Measurement) -> bool:
-        """Have the kernels of an entry built; returns at once. Whoever wants them looks again.
+        """Start building the kernels of an entry, and return at once. The caller looks them up
+        again later.
 
         Args:
-            missing: the measurement that cannot be launched for want of its artifacts.
+            missing: measurement whose artifacts are missing.
 
         Returns:
-            True when this call started it. False when it is switched off, the measurement is not to
-            be served, or the problem was asked for before.
+            True if this call started the build. False if building is switched off, the measurement
+            may not be served, or the problem was requested before.
         """
         if not settings.build_on_miss() or missing.provenance is not Provenance.MEASURED:
             return False
@@ -72,10 +75,10 @@ class Builder:
 
 
 def build(problem: Problem, gpu: str) -> str:
-    """Run ``tuner build`` for a problem and wait for it; empty, or what it said when it failed."""
+    """Run ``tuner build`` for a problem and wait. Returns its error text, empty on success."""
     command = python_command("-m", "tuner", "build", "--op", problem.op)
     command += ["--shape", problem.label(), "--gpu", gpu]
-    # A file and a session of its own: neither this process's end nor its Ctrl-C stops the build.
+    # An own log file and session: neither this process's end nor its Ctrl-C stops the build.
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
         try:
             done = subprocess.run(
@@ -103,7 +106,7 @@ def request(missing: Measurement) -> bool:
 
 
 def _after_fork() -> None:
-    """A child has no thread yet, and may need what its parent asked for."""
+    """Reset after a fork: the child has no thread, and may need its parent's problems."""
     global _builder
     _builder = Builder()
 

@@ -1,7 +1,7 @@
-"""Compiles the kernel that quantises activations for block-scaled products, and keeps it like any.
+"""Compilation of the kernel that quantises activations for block-scaled GEMMs.
 
-It has neither a problem nor parameters, so that its key needs no template and no compiler: the
-runtime finds it by its source alone.
+The kernel has neither a problem nor parameters. So its key needs neither a template nor a compiler:
+the runtime finds it by its source alone.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ FLAGS = (
 
 
 def key() -> str:
-    """The artifact's key: a hash of source, headers and flags."""
+    """Artifact key: a hash of source, headers and flags."""
     folder = resources.templates()
     digests = [hashlib.sha256((folder / n).read_bytes()).hexdigest() for n in (SOURCE, *HEADERS)]
     return hashlib.sha256(json.dumps([digests, FLAGS]).encode()).hexdigest()[:32]
 
 
 def find(artifacts: ArtifactCache) -> Artifact | None:
-    """The kernel, where it is built already."""
+    """Return the kernel if it is already built, else None."""
     return artifacts.find(key())
 
 
@@ -46,7 +46,7 @@ def build(artifacts: ArtifactCache) -> Artifact:
     """Find the kernel or compile it.
 
     Raises:
-        CompileError: when there is no compiler, or it refuses.
+        CompileError: when there is no compiler, or it rejects the source.
         StoreError: when the cache cannot be written.
     """
     name = key()

@@ -1,13 +1,11 @@
-"""From kernel specs to artifacts: translation units built by nvcc, several at a time.
+"""Compilation of kernel specs to artifacts: translation units built by nvcc, several in parallel.
 
-A unit holds up to `Compiler.batch` similar kernels of one template. Most of a compile is reading
-CUTLASS's headers and instantiating its templates, which kernels of one tile share. So a further
-kernel costs a fraction of the first. A unit that fails is taken apart and its kernels are built
-alone.
+A unit holds up to `Compiler.batch` similar kernels of one template. Most of the time goes into
+CUTLASS's headers and template instantiations, which kernels of one tile share. So a further kernel
+costs a fraction of the first. If a unit fails, its kernels are built one by one.
 
-A text that includes
-``host_half.h`` has a half for the device, which nvcc compiles alone, and one for the host's
-compiler. Kernels in Triton take the same way: another program builds their units
+A source that includes ``host_half.h`` has a device half, which nvcc compiles, and a host half for
+the host compiler. Kernels in Triton take the same way: another program builds their units
 (`tuner.compile.triton_compiler`).
 """
 
@@ -58,34 +56,36 @@ FLAGS = (
     "-Xptxas=-v",
 )
 UNIT = 8
-"""Most kernels of a translation unit."""
+"""Maximum number of kernels in a translation unit."""
 UNIT_BYTES = 7 << 30
-"""Memory of one unit, nvcc 13.0. Eight unlike attention kernels take 7.1 GB at the peak, eight
-similar ones 2.7 GB; eight unlike products take 7.0 GB, eight similar ones 5.1 to 6.2 GB."""
+"""Memory of one unit, as measured with nvcc 13.0. Eight unlike attention kernels take 7.1 GB at the
+peak, eight similar ones 2.7 GB; eight unlike products take 7.0 GB, eight similar ones 5.1 to 6.2
+GB."""
 NVCC_TIMEOUT_S = 900.0
 HOST_FLAGS = ("-Xcompiler=-fpermissive,-w",)
-"""For a host half that is compiled by itself: what only a device runs names what g++ lacks."""
+"""Flags for a separately compiled host half: device-only bodies name functions that g++ does not
+know."""
 _HALVES = '#include "host_half.h"'
-"""In the text of kernels whose device half nvcc compiles alone: half of the CPU time."""
+"""Marks sources whose device half nvcc compiles separately, which halves the CPU time."""
 _UNFUSED = "// nvcc: -fmad=false\n"
-"""In the text of kernels in which no product and sum may become one multiply-add."""
+"""Marks sources in which products and sums must not be fused into multiply-adds."""
 _HOST = '#include "unit.cu"\n'
 _LOG_LIMIT = 20_000
 _PLACEHOLDER = "KERNEL_ID"
-"""Stands for the id in the text that a key is made of."""
+"""Stands for the kernel's id in the text that its key is computed from."""
 
 
 class Compiler:
-    """Compiles kernel specs in the background; one per process is enough.
+    """Compiles kernel specs in the background. One per process is enough.
 
     Args:
-        toolchain: see `find_toolchain`.
-        artifacts: where what is built is kept and looked for first.
-        jobs: nvcc processes at a time (default: one a core); fewer where memory is short, by
-            `UNIT_BYTES` each.
-        batch: most kernels in a translation unit.
-        timeout_s: after which one nvcc is killed.
-        capability: compute capability that it compiles for.
+        toolchain: result of `find_toolchain`.
+        artifacts: cache that is searched first and receives new artifacts.
+        jobs: maximum number of nvcc processes (default: one a core). Fewer run if memory is short,
+            at `UNIT_BYTES` each.
+        batch: maximum number of kernels in a translation unit.
+        timeout_s: seconds after which an nvcc process is killed.
+        capability: target compute capability, as ``9.0``.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Compiler:
         artifacts.sweep()
 
     def _most_units(self, jobs: int | None) -> int:
-        """Units at a time."""
+        """Number of units that may be built in parallel."""
         wanted = jobs or len(os.sched_getaffinity(0))
         return max(1, min(wanted, available_bytes() // UNIT_BYTES))
 
@@ -129,14 +129,14 @@ class Compiler:
         self.close(cancel=kind is not None)
 
     def key(self, spec: KernelSpec) -> str:
-        """The artifact's identity, 32 hex digits: equal keys are the same device code.
+        """Artifact key, 32 hexadecimal digits. Equal keys mean the same device code.
 
-        The host compiler is not a part of it: it only compiles the function that fills in the
-        launch. So a machine can build for another one that has a different host compiler.
+        The host compiler is not part of the key: it only compiles the launch function. So a machine
+        can build for another one that has a different host compiler.
 
         Raises:
             RenderError: when the spec does not render.
-            CompileError: when it is Triton's and there is none.
+            CompileError: when it is a Triton kernel and Triton is not installed.
         """
         text = render(spec, _PLACEHOLDER)
         ingredients = {
@@ -147,7 +147,7 @@ class Compiler:
         return hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()[:32]
 
     def _ingredients(self, spec: KernelSpec) -> dict[str, Any]:
-        """Part of a key that stands for the compiler."""
+        """Part of a key that identifies the compiler."""
         tools = self.toolchain
         if triton_compiler.compiles(spec.template):
             return triton_compiler.ingredients(tools, self.capability)
@@ -160,11 +160,11 @@ class Compiler:
         }
 
     def cached(self, spec: KernelSpec) -> Artifact | None:
-        """The artifact of `spec` where it is built already."""
+        """Artifact of `spec` if it is already built, else None."""
         return self.artifacts.find(self.key(spec))
 
     def compiled(self, family: Family, problem: Problem, space: Sequence[Config]) -> list[Config]:
-        """Those of `space` whose kernels are all built already."""
+        """Configs of `space` whose kernels are all built already."""
         known: dict[KernelSpec, bool] = {}
 
         def is_built(spec: KernelSpec) -> bool:
@@ -177,20 +177,21 @@ class Compiler:
     def submit(
         self, specs: Sequence[KernelSpec], owner: Hashable = None
     ) -> list[tuple[KernelSpec, Future[Artifact]]]:
-        """Have `specs` compiled; returns at once, in the same order.
+        """Submit `specs` for compilation. Returns at once, in the same order.
 
-        A spec that is cached, or compiling already, is not compiled again. Kernels that wait
-        together are grouped into units when a core becomes free, smaller ones where that keeps
-        more cores busy.
+        A spec that is cached, or already being compiled, is not compiled again. When a core becomes
+        free, waiting kernels are grouped into units. The units are smaller if that keeps more cores
+        busy.
 
         Args:
-            specs: what is wanted.
-            owner: may `release` it later; of None it stays wanted.
+            specs: kernels to compile.
+            owner: submitter that may `release` the specs later. With None they are never released.
 
         Returns:
-            Futures of the artifacts. They raise CompileError (nvcc refused, with `command` and
-            `log`), RenderError (the spec does not render) or StoreError (the cache cannot be
-            written). After `close` or `release` they raise concurrent.futures.CancelledError.
+            Futures of the artifacts. They raise CompileError (nvcc rejected the source; it has
+            `command` and `log`), RenderError (the spec does not render) or StoreError (the cache
+            cannot be written). After `close` or `release` they raise
+            concurrent.futures.CancelledError.
         """
         futures: list[tuple[KernelSpec, Future[Artifact]]] = []
         added = 0
@@ -222,8 +223,8 @@ class Compiler:
         return futures
 
     def release(self, owner: Hashable) -> None:
-        """Give up what `owner` submitted. Kernels that nobody else wants are not begun, and a unit
-        of only such kernels is killed; returns at once.
+        """Release the specs that `owner` submitted, and return at once. Kernels without another
+        owner are not started, and a unit of only such kernels is killed.
         """
         with self._lock:
             unwanted = [job for job in self._in_flight.values() if owner in job.owners]
@@ -239,7 +240,7 @@ class Compiler:
             for unit in units:
                 unit.cancelled.set()
             for job in (*dropped, *(job for unit in units for job in unit.jobs)):
-                self._forget(job)  # whoever wants it from here on begins anew
+                self._forget(job)  # a later submission starts again
         for job in dropped:
             if not job.future.cancel():
                 self._fail([job], CancelledError())
@@ -248,7 +249,7 @@ class Compiler:
                 self._processes.kill(unit.folder)
 
     def underway(self) -> dict[Future[Artifact], Underway]:
-        """Kernels that are being built at this moment."""
+        """Kernels that are being built now."""
         now = time.monotonic()
         with self._lock:
             return {
@@ -258,7 +259,9 @@ class Compiler:
             }
 
     def close(self, cancel: bool = False) -> None:
-        """End: wait for what was submitted, or with `cancel` kill it and leave nothing behind."""
+        """Close the compiler: wait for all submitted kernels, or with `cancel` kill their builds
+        and remove the leftovers.
+        """
         if cancel:
             with self._lock:
                 self._stop.set()
@@ -273,7 +276,7 @@ class Compiler:
         self._stop.set()
 
     def _wake(self, times: int) -> None:
-        with contextlib.suppress(RuntimeError):  # closed: the threads at work take what is left
+        with contextlib.suppress(RuntimeError):  # closed: the running threads take the rest
             for _ in range(times):
                 self._threads.submit(self._work)
 
@@ -285,14 +288,14 @@ class Compiler:
                 self._fail(unit.jobs, exc)
             except OSError as exc:
                 self._fail(unit.jobs, self.artifacts.write_error(exc))
-            except Exception as exc:  # a fault of ours must not leave a future waiting forever
+            except Exception as exc:  # an internal error must not leave a future waiting forever
                 self._fail(unit.jobs, exc)
             finally:
                 with self._lock:
                     self._units.discard(unit)
 
     def _take(self) -> Unit | None:
-        """The next unit: the oldest job and those most like it, fairly to idle threads."""
+        """Next unit: the oldest job and the most similar ones. Idle threads get their share."""
         with self._lock:
             self._pending = [job for job in self._pending if self._starts(job)]
             if not self._pending:
@@ -314,28 +317,34 @@ class Compiler:
         return unit
 
     def _starts(self, job: KernelJob) -> bool:
-        """Past this point a future cannot be cancelled from outside; one that was is dropped."""
+        """Mark the jobs as running, after which their futures cannot be cancelled. Cancelled ones
+        are dropped.
+        """
         if job.future.running() or job.future.set_running_or_notify_cancel():
             return True
         self._forget(job)
         return False
 
     def _forget(self, job: KernelJob) -> None:
-        """Take a job off what compiles, unless another one has its place; with the lock."""
+        """Remove a job from those in flight, unless another one has taken its place. The caller
+        holds the lock.
+        """
         if self._in_flight.get(job.key) is job:
             del self._in_flight[job.key]
 
     def _build(self, unit: Unit) -> None:
-        """Compile one unit and settle its futures, or put its jobs back to be built alone."""
+        """Compile one unit and resolve its futures. If it fails, its jobs are queued again to be
+        built one by one.
+        """
         with contextlib.ExitStack() as stack:
-            # In one order everywhere, so that two processes never wait for each other.
+            # Locks are taken in one order everywhere, so that two processes never deadlock.
             for job in sorted(unit.jobs, key=lambda j: j.key):
                 stack.enter_context(self.artifacts.lock(job.key, unit.cancelled))
             todo = [job for job in unit.jobs if not self._settle_found(job)]
             if not todo:
                 return
             folder = stack.enter_context(self.artifacts.workspace())
-            with self._lock:  # from here on a kill finds it
+            with self._lock:  # from here on it can be killed
                 unit.folder = folder
             if unit.cancelled.is_set():
                 raise CancelledError
@@ -392,7 +401,7 @@ class Compiler:
         return {"nvcc": tools.nvcc_version, "cutlass": tools.cutlass_version}
 
     def _run(self, commands: Sequence[list[str]], folder: Path) -> tuple[list[str], Finished]:
-        """Run `commands` until one fails; returns the last one and how all of them ended."""
+        """Run `commands` until one fails. Returns the last one run, and the result of all."""
         runs: list[Finished] = []
         for command in commands:
             runs.append(self._processes.run(command, folder))
@@ -403,7 +412,7 @@ class Compiler:
         return command, replace(runs[-1], cpu_s=cpu_s, wall_s=wall_s, log=log)
 
     def _write(self, folder: Path, template: str, text: str) -> list[list[str]]:
-        """Put a unit's text into `folder`; returns the commands that make its library."""
+        """Write a unit's source into `folder`. Returns the commands that build its library."""
         tools = self.toolchain
         if triton_compiler.compiles(template):
             (folder / triton_compiler.UNIT).write_text(text, encoding="utf-8")
@@ -415,7 +424,7 @@ class Compiler:
             *flags(self.capability),
             *(("-fmad=false",) if _UNFUSED in text else ()),
             f"-ccbin={tools.host_compiler}",
-            "-Xlinker=-s",  # symbols name nvcc's temporary files, other ones in each build
+            "-Xlinker=-s",  # symbols hold names of temporary files, which differ by build
             *(f"-I{path}" for path in includes),
             *(f"-L{path}" for path in tools.library_dirs),
         ]
@@ -433,7 +442,7 @@ class Compiler:
         ]
 
     def _settle_found(self, job: KernelJob) -> bool:
-        """Another process may have built it while this one waited for the lock."""
+        """Resolve a job that another process built while this one waited for the lock."""
         artifact = self.artifacts.find(job.key)
         if artifact is not None:
             self._settle(job, artifact)
@@ -456,7 +465,7 @@ class Compiler:
 
 
 def flags(capability: str) -> tuple[str, ...]:
-    """Nvcc's options for a compute capability; Hopper's are those of `FLAGS`."""
+    """Nvcc options for a compute capability; `FLAGS` are Hopper's."""
     if capability == HOPPER:
         return FLAGS
     number = capability.replace(".", "")

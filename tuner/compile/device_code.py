@@ -1,9 +1,9 @@
-"""Hash of the machine code of one kernel, read from the library that holds it.
+"""Hash of one kernel's machine code, read from its library.
 
-An artifact's key is the hash of everything that its code was made from, and so changes with every
-edit of a template. Its machine code need not: this hash tells the edits that left it as it was. It
-covers the instructions, register count, static shared memory and constants of the functions whose
-names hold the artifact's key, and not those names.
+An artifact's key is the hash of all its inputs, so every edit of a template changes it. This hash
+shows whether an edit also changed the machine code. It covers the instructions, register count,
+static shared memory and constants of the functions whose names contain the artifact's key, but not
+the names themselves.
 
 Libraries hold cubins, ELF files for the machine EM_CUDA, uncompressed (nvcc compresses PTX only,
 unless told otherwise).
@@ -38,11 +38,11 @@ class _Section(NamedTuple):
 
 
 def device_code(library: bytes, key: str) -> str:
-    """The hash of a kernel's machine code; empty where the library has none under the key.
+    """Hash of a kernel's machine code; empty if the library has no function of that key.
 
     Args:
         library: contents of the shared library.
-        key: the artifact's, which the names of its functions hold.
+        key: the artifact's, contained in the names of its functions.
     """
     found = [
         (section.name.replace(key, ""), section.info >> 24, section.size, section.content)
@@ -59,7 +59,7 @@ def device_code(library: bytes, key: str) -> str:
 
 
 def _sections(library: bytes) -> Iterator[_Section]:
-    """Those of every cubin; what is cut short or damaged is passed over."""
+    """Sections of every cubin. Truncated or damaged ones are skipped."""
     at = library.find(_MAGIC)
     while at >= 0:
         try:

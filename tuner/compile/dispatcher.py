@@ -1,8 +1,8 @@
-"""Compiles the runtime's dispatcher, once for a torch and a Python, and keeps it like a kernel.
+"""Compilation of the runtime's dispatcher, once for each version of torch and Python.
 
-It is an extension module of CPython against torch's own headers. It takes 13 CPU-seconds to
-compile, and 0.5 us a call with the output's allocation; an operator of torch's stable ABI takes
-2.8.
+The dispatcher is a CPython extension module built against torch's headers. It takes 13 CPU-seconds
+to compile. A call takes 0.5 us with the output's allocation, and an operator of torch's stable ABI
+2.8 us.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from tuner.errors import CompileError
 
 MODULE = "tuner_dispatcher"
 SOURCE = "dispatcher/dispatcher.cpp"
-"""Under ``templates/``; its headers lie beside it."""
+"""Path under ``templates/``, beside its headers."""
 FLAGS = ("-std=c++20", "-O2", "-DNDEBUG", "-shared", "-fPIC", "-fvisibility=hidden", "-w")
 LIBRARIES = ("-ltorch_python", "-ltorch_cpu", "-lc10")
 
 
 def find(artifacts: ArtifactCache) -> Artifact | None:
-    """The dispatcher for the installed torch and this Python, where it is built already.
+    """Return the dispatcher for the installed torch and this Python if it is already built, else
+    None.
 
     Raises:
         CompileError: when torch is not installed.
@@ -41,11 +42,12 @@ def build(artifacts: ArtifactCache, processes: ProcessPool | None = None) -> Art
     """Find the dispatcher or compile it.
 
     Args:
-        artifacts: where it is kept.
-        processes: what runs the compiler, so that a caller can end it.
+        artifacts: cache for the library.
+        processes: pool that runs the compiler, so that the caller can kill it.
 
     Raises:
-        CompileError: when torch, Python's headers or a C++ compiler is missing, or it refuses.
+        CompileError: when torch, Python's headers or a C++ compiler is missing, or the compiler
+            rejects the source.
         StoreError: when the cache cannot be written.
     """
 
@@ -81,7 +83,7 @@ def _facts() -> dict[str, str]:
 
 
 def _places() -> list[str]:
-    """Options that say where headers and libraries are."""
+    """Compiler options for the paths of headers and libraries."""
     spec = importlib.util.find_spec("torch")
     locations = (spec and spec.submodule_search_locations) or [""]
     torch = Path(locations[0])

@@ -1,7 +1,7 @@
-"""The installed wheel of prebuilt kernels (`scripts/build-kernels`), where there is one.
+"""The optional wheel of prebuilt kernels (`scripts/build-kernels`).
 
-Its package is data and never imported. It holds artifacts as the cache does, and a kernel list with
-their proofs (`tuner.selection.kernels`).
+The wheel's package is data and is never imported. It holds artifacts in the cache's layout, and a
+kernel list with their proofs (`tuner.selection.kernels`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ARTIFACTS, KERNELS = "artifacts", "kernels.json"
 
 @cache
 def folder() -> Path | None:
-    """The package's folder; None where the wheel is not installed."""
+    """Folder of the package; None if the wheel is not installed."""
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -26,12 +26,12 @@ def folder() -> Path | None:
 
 
 def artifacts() -> Path | None:
-    """Folder of its artifacts."""
+    """Folder of the wheel's artifacts; None if it is not installed."""
     found = folder()
     return None if found is None else found / ARTIFACTS
 
 
 def kernel_list() -> Path | None:
-    """The file of its kernel list."""
+    """File of the wheel's kernel list; None if it is not installed."""
     found = folder()
     return None if found is None else found / KERNELS

@@ -1,4 +1,4 @@
-"""Report of `ptxas -v` on each kernel of a translation unit."""
+"""Parser of the output of `ptxas -v`, by kernel of a translation unit."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _FUNCTION = re.compile(r"(?:Compiling entry function '|Function properties for )
 _FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SMEM = re.compile(r"(\d+) bytes smem")
-#: Advice that costs time and is easily missed: (C7506) to (C7519), such as wgmma instructions
-#: that were serialised or a `setmaxnreg` that was ignored; "Potential Performance Loss".
+#: Warnings about lost performance that are easily missed: "Potential Performance Loss", and (C7506)
+#: to (C7519), such as serialised wgmma instructions or an ignored `setmaxnreg`.
 _ADVICE = re.compile(r"\(C75\d\d\)|Potential Performance Loss")
 
 
 def parse_resources(log: str, ids: Iterable[str]) -> dict[str, Resources]:
-    """Resources by kernel id, for the ids whose functions the log names.
+    """Resources by kernel id, for the ids whose functions appear in the log.
 
-    An id is recognised inside the mangled function name. The worst of an id's functions counts
-    (the one with the most registers, spills, stack).
+    An id is recognised inside the mangled function name. If an id has several functions, the one
+    with the most registers, spills and stack counts.
     """
     found: dict[str, Resources] = {}
     wanted = tuple(ids)

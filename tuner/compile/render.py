@@ -1,7 +1,7 @@
-"""From a kernel spec to CUDA text; an unknown variable is an error, never an empty string.
+"""Rendering of kernel specs to CUDA source. An unknown variable is an error, never an empty string.
 
-The last check of a config before it is source code. A variable is a whole number, a truth value, or
-one of the words that its family declares (`KernelSpec.words`).
+This is the last check of a config before it becomes source code. A variable is an integer, a
+boolean, or one of the words that its family declares (`KernelSpec.words`).
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from tuner.families.base import KernelSpec, shown
 _INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"\n]+)[>"]', re.MULTILINE)
 
 _WORD = re.compile(r"[A-Za-z0-9_:<>, ]{0,128}")
-"""Text that a variable may be even where it is declared: names and template arguments, without
-quotes, operators, semicolons, braces or line breaks."""
+"""Text allowed as a declared word: names and template arguments, without quotes, operators,
+semicolons, braces or line breaks."""
 _ID = re.compile(r"[A-Za-z0-9_]{0,64}")
-"""Identifier of a kernel: the end of its functions' names."""
+"""Identifier of a kernel, the suffix of its functions' names."""
 _INTEGER_BITS = 63
-"""Bits of a variable's magnitude: it must fit a 64-bit integer of C++."""
+"""Maximum bits of an integer's magnitude, so that it fits a 64-bit C++ integer."""
 
 _digests: dict[tuple[Path, str], tuple[tuple[tuple[Path, int], ...], str]] = {}
-"""(folder, template) -> the files it was made of with their mtime_ns, and the digest."""
+"""(folder, template) -> its files with their mtime_ns, and the digest."""
 
 
 def render(spec: KernelSpec, kernel_id: str) -> str:
@@ -44,7 +44,7 @@ def render(spec: KernelSpec, kernel_id: str) -> str:
 
     Raises:
         RenderError: names the template and the fault: a missing file, a syntax error with its line,
-            a missing variable, or one whose value is not declared.
+            a missing variable, or a value that is not declared.
     """
     own = {"id": kernel_id, "arguments": spec.arguments}
     if taken := sorted(own.keys() & spec.variables.keys()):
@@ -58,7 +58,7 @@ def render(spec: KernelSpec, kernel_id: str) -> str:
 
 
 def fill(template: str, values: Mapping[str, Any]) -> str:
-    """Render a template with values that the tuner computed itself. Those of a config go through
+    """Render a template with trusted values that the tuner computed. Values of a config go through
     `render`, which checks them.
 
     Raises:
@@ -71,7 +71,7 @@ def fill(template: str, values: Mapping[str, Any]) -> str:
 
 
 def _fault(value: object, words: Sequence[str]) -> str:
-    """Why a value cannot be a variable's; empty when it can."""
+    """Reason why a value is not allowed as a variable; empty if it is."""
     if type(value) is bool:
         return ""
     if type(value) is int:
@@ -84,13 +84,14 @@ def _fault(value: object, words: Sequence[str]) -> str:
 
 
 def template_digest(template: str) -> str:
-    """SHA-256 of a file under ``templates/`` and of all that it pulls in.
+    """SHA-256 of a file under ``templates/`` and of every file that it includes.
 
-    Followed transitively: Jinja's include, import and extends, and the `#include` of headers under
-    ``templates/``. CUTLASS's own headers are the toolchain's part of a key.
+    Jinja's include, import and extends, and `#include` of headers under ``templates/``, are
+    followed transitively. CUTLASS's headers enter an artifact's key through the toolchain.
 
     Raises:
-        RenderError: when a file is missing, or named by an expression that only rendering knows.
+        RenderError: when a file is missing, or its name is an expression that is known only when
+            rendering.
     """
     folder = resources.templates()
     known = _digests.get((folder, template))
@@ -107,7 +108,7 @@ def template_digest(template: str) -> str:
 
 
 def included(text: str) -> list[str]:
-    """Names of the headers under ``templates/`` that a rendered text includes itself."""
+    """Names of the headers under ``templates/`` that a rendered source includes directly."""
     folder = resources.templates()
     return sorted({name for name in _INCLUDE.findall(text) if (folder / name).is_file()})
 
@@ -125,7 +126,7 @@ def _environment(folder: Path) -> jinja2.Environment:
 
 
 def _gather(folder: Path, name: str, texts: dict[str, str]) -> None:
-    """Add `name` and everything it pulls in to `texts`."""
+    """Add `name` and every file it includes to `texts`."""
     if name in texts:
         return
     try:

@@ -1,4 +1,4 @@
-"""Compiles one source into a library of its own, which is kept like a kernel's."""
+"""Compilation of a single source to a library in the artifact cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ TIMEOUT_S = 300.0
 _LOG_LIMIT = 4000
 
 Recipe = Callable[[Path], tuple[list[str], Mapping[str, str]]]
-"""The command that writes a library to a path, and the facts of its tools; it looks for these."""
+"""Function that finds its tools and returns the command that writes a library to a path, and the
+tools' facts."""
 
 
 def build(
@@ -25,17 +26,17 @@ def build(
     recipe: Recipe,
     processes: ProcessPool | None = None,
 ) -> Artifact:
-    """Find a library or compile it; one process of the machine does, the others wait.
+    """Find a library or compile it. One process of the machine compiles, and the others wait.
 
     Args:
-        artifacts: where it is kept.
-        key: the artifact's.
+        artifacts: cache for the library.
+        key: key of the artifact.
         source: path under ``templates/``.
-        recipe: called only where the library is not there.
-        processes: what runs the compiler, so that a caller can end it.
+        recipe: called only if the library is not cached.
+        processes: pool that runs the compiler, so that the caller can kill it.
 
     Raises:
-        CompileError: when a tool is missing, or the compiler refuses.
+        CompileError: when a tool is missing, or the compiler rejects the source.
         StoreError: when the cache cannot be written.
     """
     with artifacts.lock(key):

@@ -1,4 +1,4 @@
-"""Finding nvcc, the host compiler and CUTLASS, and checking that they are new enough."""
+"""Discovery of nvcc, the host compiler and CUTLASS, and their version checks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tuner.errors import CompileError
 from tuner.families.triton_attention import triton_version
 
 #: include/cutlass/arch/config.h of CUTLASS 4.2 switches on the last feature of Sm90 (TMA maps
-#: modified on the device) from 12.3; older compilers are not tried here.
+#: modified on the device) from CUDA 12.3; older compilers are not accepted.
 MIN_NVCC = (12, 3)
 #: CUTLASS's README: "recommended" for performance.
 GOOD_NVCC = (12, 8)
@@ -33,20 +33,20 @@ CUTLASS_RELEASE = "nvidia-cutlass==4.2.0.0"
 
 
 def nvcc_help() -> str:
-    """How to get nvcc."""
+    """Advice on installing nvcc."""
     command = extra_command("nvcc")
     return f"install it with {command}, or set TUNER_NVCC to the nvcc of a CUDA toolkit"
 
 
 def cutlass_help() -> str:
-    """How to get CUTLASS."""
+    """Advice on installing CUTLASS."""
     command = install_command(CUTLASS_RELEASE)
     return f"install it with {command}, or set TUNER_CUTLASS_DIR to a checkout"
 
 
 @dataclass(frozen=True)
 class Toolchain:
-    """Compiler of a kernel; every field but the paths is part of an artifact's key."""
+    """Tools that compile a kernel. Every field except the paths is part of an artifact's key."""
 
     nvcc: Path
     nvcc_version: str
@@ -58,19 +58,19 @@ class Toolchain:
     """Folder with ``include/``, ``tools/`` and ``examples/``."""
     cutlass_version: str
     library_dirs: tuple[Path, ...] = ()
-    """Folder of the static CUDA runtime when nvcc does not find it."""
+    """Folder of the static CUDA runtime if nvcc does not find it by itself."""
     cutlass_digest: str = ""
-    """SHA-256 over the CUTLASS headers that a kernel can include: a checkout may be edited."""
+    """SHA-256 over the CUTLASS headers that a kernel can include. It detects edited checkouts."""
     triton_version: str = ""
-    """Empty where there is none: it is needed by Triton's kernels alone."""
+    """Empty if Triton is not installed; only Triton kernels need it."""
 
 
 def find_toolchain() -> Toolchain:
-    """Find everything that compiling needs.
+    """Find all tools that compiling needs.
 
     Raises:
-        CompileError: names each thing that is missing or too old, every place searched, and how
-            to get it.
+        CompileError: names each tool that is missing or too old, every place searched, and how to
+            get it.
     """
     missing: list[str] = []
     found: dict[str, tuple[Path, str]] = {}
@@ -95,8 +95,7 @@ def find_toolchain() -> Toolchain:
 def find_nvcc() -> tuple[Path, str]:
     """Path and version of the first nvcc that is new enough.
 
-    Order: TUNER_NVCC (which is not passed over: a wrong one is an error), CUDA_HOME, CUDA_PATH,
-    PATH, the PyPI packages.
+    Order: TUNER_NVCC (an unusable one is an error), CUDA_HOME, CUDA_PATH, PATH, the PyPI packages.
 
     Raises:
         CompileError: when there is none.
@@ -118,13 +117,13 @@ def find_nvcc() -> tuple[Path, str]:
 
 
 def nvcc_version(nvcc: Path) -> str:
-    """As in ``13.0.88``; empty when `nvcc` does not run or is something else."""
+    """Version as in ``13.0.88``; empty if `nvcc` does not run or is another program."""
     match = re.search(r"release [\d.]+, V([\d.]+)", _output(nvcc, "--version"))
     return match[1] if match else ""
 
 
 def is_old(version: str) -> bool:
-    """True when this nvcc compiles, but makes slower kernels than newer ones."""
+    """True if this nvcc works, but newer ones make faster kernels."""
     return _numbers(version) < GOOD_NVCC
 
 
@@ -132,7 +131,7 @@ def find_host_compiler() -> tuple[Path, str]:
     """Path and version line of the C++ compiler: NVCC_CCBIN, CXX, g++ on PATH.
 
     Raises:
-        CompileError: when there is none, or when a variable names something that does not run.
+        CompileError: when there is none, or a variable names a program that does not run.
     """
     for variable in ("NVCC_CCBIN", "CXX"):
         if named := os.environ.get(variable):
@@ -206,7 +205,7 @@ def headers_digest(cutlass: Path) -> str:
 
 
 def library_dirs(nvcc: Path) -> tuple[Path, ...]:
-    """Folders to add to the linker's path.
+    """Folders to add to the linker's search path.
 
     The PyPI packages put the CUDA runtime into ``lib``, while the nvcc among them looks in
     ``lib64`` (its nvcc.profile).
@@ -218,10 +217,10 @@ def library_dirs(nvcc: Path) -> tuple[Path, ...]:
 
 
 def probe(toolchain: Toolchain) -> str:
-    """Compile an empty kernel (2 s): empty when that works, else what the compiler said.
+    """Compile an empty kernel, which takes 2 s. Returns the compiler's error, empty on success.
 
-    Finds what looking at versions cannot: a PyPI package missing beside nvcc, a host compiler
-    that this nvcc refuses.
+    This finds faults that versions do not show: a missing PyPI package beside nvcc, or a host
+    compiler that this nvcc rejects.
     """
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "probe.cu"
@@ -269,7 +268,7 @@ def _executable(name: str) -> Path | None:
 
 
 def _output(program: Path, *arguments: str) -> str:
-    """Output of the program, or nothing when it cannot be run."""
+    """Output of a program; empty if it cannot be run."""
     try:
         done = subprocess.run(
             [str(program), *arguments], capture_output=True, text=True, timeout=60, check=True

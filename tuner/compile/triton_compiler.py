@@ -1,10 +1,10 @@
-"""From a unit of rendered Triton kernels to a shared library, without a GPU.
+"""Compilation of a unit of rendered Triton kernels to a shared library, without a GPU.
 
-The compiler runs this module as a process: ``python -m tuner.compile.triton_compiler 8.0``, in a
-folder of its own. It imports ``unit.py`` there and has Triton compile each ``BUILD_<id>`` for the
+The compiler runs this module as a process, ``python -m tuner.compile.triton_compiler 8.0``, in the
+unit's folder. It imports ``unit.py`` there and has Triton compile each ``BUILD_<id>`` for the
 compute capability. Then it links the cubins into ``kernel.so`` with the C interface of every
-artifact (`templates/triton_library.cpp.j2`). Triton prints what ptxas says to the log, where it
-is read like nvcc's.
+artifact (`templates/triton_library.cpp.j2`). Triton prints the output of ptxas to the log, which is
+parsed like nvcc's.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ LIBRARY = "triton_library.cpp.j2"
 UNIT, SOURCE = "unit.py", "library.cpp"
 FLAGS = ("-std=c++17", "-O2", "-DNDEBUG", "-shared", "-fPIC", "-fvisibility=hidden")
 LIBRARIES = ("-ldl",)
-#: Triton's types of arguments -> letters of the library's template.
+#: Argument types of Triton -> letters in the library's template.
 LETTERS: Mapping[str, str] = {"i32": "i", "i64": "l", "fp32": "f"}
 _SCRATCH_POINTERS = 2
 """Parameters that Triton appends to a kernel's own."""
 
 
 def compiles(template: str) -> bool:
-    """True when a template is one of Triton's."""
+    """True for templates of Triton kernels."""
     return template.endswith(SUFFIX)
 
 
 def ingredients(tools: Toolchain, capability: str) -> dict[str, Any]:
-    """Part of an artifact's key beside its template and text.
+    """Part of an artifact's key beside its template and source.
 
     Raises:
-        CompileError: when there is no Triton.
+        CompileError: when Triton is not installed.
     """
     if not tools.triton_version:
         raise CompileError(f"Triton is not installed: {extra_command(EXTRA)}")
@@ -70,15 +70,17 @@ def command(tools: Toolchain, capability: str) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compile the unit in the working folder; 1, with the reason in a line with ``error``."""
+    """Compile the unit in the working folder. Returns 1 on failure, with the reason in a line that
+    contains ``error``.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m tuner.compile.triton_compiler", description=__doc__
     )
     parser.add_argument("capability", help="compute capability, as in 8.0")
     parser.add_argument("--host-compiler", default="g++")
     args = parser.parse_args(arguments)
-    # Read by Triton when it is imported. What it caches goes with the folder; line information
-    # is most of a cubin, and holds the folder's name.
+    # Triton reads these when it is imported. Its cache is removed with the folder. Line information
+    # is most of a cubin, and contains the folder's name.
     folder = Path.cwd()
     os.environ.pop("TRITON_INTERPRET", None)  # compiles nothing
     os.environ |= {
@@ -96,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TunerError as exc:
         print(f"error: {exc}", flush=True)
         return 1
-    except Exception as exc:  # Triton's passes raise whatever they like
+    except Exception as exc:  # Triton's passes raise any exception
         reason = (str(exc).strip() or "no message").splitlines()[-1]
         print(f"error: {type(exc).__name__}: {reason}", flush=True)
         traceback.print_exc()
@@ -105,16 +107,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def compiled(kernel_id: str, build: Mapping[str, Any], capability: str) -> dict[str, Any]:
-    """One kernel, as the library's template wants it.
+    """Compile one kernel to the form that the library's template takes.
 
     Args:
         kernel_id: suffix of its functions.
-        build: `kernel`, its run-time `arguments` in order as (name, type, what divides it), its
+        build: `kernel`, its run-time `arguments` in order as (name, type, known divisor), its
             `constants` and Triton's `options`.
-        capability: as in ``8.0``.
+        capability: compute capability, as in ``8.0``.
 
     Raises:
-        CompileError: when it needs what a block or the library cannot give it.
+        CompileError: when it needs more than a thread block or the library provides.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -155,7 +157,7 @@ def link(kernels: Sequence[Mapping[str, Any]], folder: Path, host_compiler: str)
     """Write and compile the library around the cubins.
 
     Raises:
-        CompileError: when the host compiler refuses it.
+        CompileError: when the host compiler rejects it.
     """
     source = folder / SOURCE
     source.write_text(fill(LIBRARY, {"kernels": list(kernels)}), encoding="utf-8")
@@ -168,7 +170,7 @@ def link(kernels: Sequence[Mapping[str, Any]], folder: Path, host_compiler: str)
 
 
 def _load(path: Path) -> ModuleType:
-    """The unit as a module: Triton reads the source of its functions from the file."""
+    """Load the unit as a module from its file, from which Triton reads the functions' source."""
     digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     spec = importlib.util.spec_from_file_location(f"tuner_unit_{digest}", path)
     if spec is None or spec.loader is None:
@@ -185,7 +187,7 @@ def _parameters(ptx: str, name: str) -> int:
 
 
 def _threads(ptx: str) -> int:
-    """Threads of a block: with specialised warps they are more than `num_warps` says."""
+    """Threads of a block. With specialised warps there are more than `num_warps` says."""
     found = re.search(r"\.reqntid\s+(\d+)", ptx)
     if found is None:
         raise CompileError("the PTX does not say how many threads a block has")

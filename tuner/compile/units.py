@@ -1,4 +1,4 @@
-"""Kernels that wait for the compiler, the units built of them, and the memory that they take."""
+"""Kernels queued for the compiler, the units they are built in, and the memory available."""
 
 from __future__ import annotations
 
@@ -15,48 +15,48 @@ from tuner.families.base import KernelSpec
 
 @dataclass
 class KernelJob:
-    """A kernel that is to be compiled."""
+    """Kernel in the compiler's queue."""
 
     spec: KernelSpec
     key: str
     future: Future[Artifact]
     alone: bool = False
-    """Set when its unit failed: build it by itself."""
+    """True after its unit failed: it is then built alone."""
     cpu_s: float = 0.0
-    """Its share of the units that failed."""
+    """Its share of the CPU-seconds of failed units."""
     owners: set[Hashable] = field(default_factory=set)
     """Submitters that still want it."""
 
 
 @dataclass(eq=False)
 class Unit:
-    """Kernels that are built together."""
+    """Kernels that are built together in one translation unit."""
 
     jobs: Sequence[KernelJob]
     began: float = field(default_factory=time.monotonic)
     cancelled: threading.Event = field(default_factory=threading.Event)
-    """Set when nobody wants any of it."""
+    """Set when no kernel of the unit has an owner any more."""
     folder: Path | None = None
-    """Folder that its compiler works in."""
+    """Working folder of its compiler."""
 
 
 @dataclass(frozen=True)
 class Underway:
-    """A kernel that is being built."""
+    """Kernel that is being built."""
 
     elapsed_s: float
-    """Since its unit began."""
+    """Seconds since its unit started."""
     kernels: int
-    """Kernels of its unit."""
+    """Number of kernels in its unit."""
 
 
 def available_bytes(proc: Path = Path("/proc"), group: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory that can be used now: the machine's, or the control group's where that is less."""
+    """Bytes of free memory: the machine's or the control group's, whichever is less."""
     machine = _table(proc / "meminfo").get("MemAvailable:", 64 << 20) * 1024
     limit, used = (next(_lines(group / f"memory.{n}"), "") for n in ("max", "current"))
     if not (limit.isdigit() and used.isdigit()):
         return machine
-    held = _table(group / "memory.stat")  # the page cache counts as used and can be dropped
+    held = _table(group / "memory.stat")  # the page cache counts as used but can be dropped
     cached = held.get("inactive_file", 0) + held.get("active_file", 0)
     return max(0, min(machine, int(limit) - int(used) + cached))
 
@@ -74,5 +74,7 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def shared(spec: KernelSpec, other: KernelSpec) -> int:
-    """How many variables of two kernels are equal: the more, the more instantiations they share."""
+    """Number of equal variables of two kernels. The more are equal, the more instantiations the
+    kernels share.
+    """
     return sum(other.variables.get(name) == value for name, value in spec.variables.items())
