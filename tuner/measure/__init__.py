@@ -1,1 +1,1 @@
-"""One candidate on one GPU: worker processes, stopwatch, numerics gate, profiler."""
+"""Measurement of candidates on one GPU: worker processes, stopwatch, numerics gate, profiler."""

@@ -1,8 +1,8 @@
-"""Block-sparse masks as the numerics gate draws them, and their tables. Nothing runs here.
+"""Block-sparse masks that the numerics gate draws, and their tables. Pure functions.
 
-A row of a mask is a whole number whose bit k is set where the query sees key k. The dense mask, a
-byte a query and key, is what the reference reads; the tables are what a kernel reads. Places of the
-tables that no kernel may use hold what would be seen in a result.
+A row of a mask is an integer whose bit k is set if the query attends to key k. The reference reads
+the dense mask, one byte for each query and key. Kernels read the tables. Unused entries of the
+tables hold values that would show in a result.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from tuner.problem.attention import BLOCK_SIZE
 
 UNSET = -1
 """Entries of a row of `block_indices` behind its last block."""
-#: Masks that differ; those of further batches and heads repeat them.
+#: Number of distinct masks; further batches and heads repeat them.
 _DISTINCT = 5
-#: Bits of a block that nobody uses: all seen.
+#: Bits of an unused block: all visible.
 _ROW_BYTES = BLOCK_SIZE // 8
 _SEEN = b"\xff" * _ROW_BYTES
 
 Rows = Callable[[int], int]
-"""Keys that a query sees."""
+"""Visible keys of each query, as bits."""
 
 
 class Tables(NamedTuple):
-    """A mask in both forms: operands by name, and the dense mask, (B, H, SQ, SKV) bytes."""
+    """Mask in both forms: tables by operand name, and the dense mask, (B, H, SQ, SKV) bytes."""
 
     block_counts: bytes
     block_indices: bytes
@@ -40,15 +40,15 @@ class Tables(NamedTuple):
 
 @lru_cache(4)
 def tables(problem: AttentionProblem, kind: str, seed: int) -> Tables:
-    """The mask of a problem under a kind of inputs.
+    """Mask of a problem for one kind of inputs.
 
-    A kernel that is timed on one mask serves any. The timed inputs are those of `random`; all other
-    kinds have another pattern in each block of queries.
+    A kernel that is timed on one mask serves any mask. The inputs of `random` are the timed ones.
+    All other kinds have a different pattern in each block of queries.
 
     Args:
-        problem: with a block-sparse mask.
-        kind: of the gate's inputs.
-        seed: of what is drawn.
+        problem: attention with a block-sparse mask.
+        kind: kind of the gate's inputs.
+        seed: random seed.
     """
     batches, heads, *_ = problem.block_shape
     count = 1 if kind == "random" else min(_DISTINCT, batches * heads)
@@ -62,12 +62,12 @@ def tables(problem: AttentionProblem, kind: str, seed: int) -> Tables:
 
 
 def timed(problem: AttentionProblem) -> list[int]:
-    """Rows of the mask that kernels are timed on: a prefix that all see, and a causal mask."""
+    """Rows of the timed mask: a prefix visible to all queries, and a causal mask."""
     return [(1 << len(problem.keys_of(query, query))) - 1 for query in range(problem.seqlen_q)]
 
 
 def drawn(problem: AttentionProblem, rng: random.Random) -> Iterator[int]:
-    """Rows of a mask with a pattern of its own in each block of queries."""
+    """Rows of a mask with a different pattern in each block of queries."""
     for first in range(0, problem.seqlen_q, BLOCK_SIZE):
         row = rng.choice(_PATTERNS)(problem, rng)
         for query in range(first, min(first + BLOCK_SIZE, problem.seqlen_q)):
@@ -75,7 +75,7 @@ def drawn(problem: AttentionProblem, rng: random.Random) -> Iterator[int]:
 
 
 def tables_of(rows: Sequence[int], keys: int) -> Tables:
-    """The tables of one mask: one batch, one head."""
+    """Tables of the mask of one batch and head."""
     columns = -(-keys // BLOCK_SIZE)
     counts, indices, bits = bytearray(), bytearray(), bytearray()
     for first in range(0, len(rows), BLOCK_SIZE):
@@ -103,8 +103,8 @@ def _block(row: bytes, column: int) -> bytes:
 
 
 def _in_order(blocks: bytes) -> bytes:
-    """Each 128 bits of some rows in the order of `AttentionProblem`: a word for each lane of a
-    quad. Of every octet a lane has two bits, which are brought together in all rows at once.
+    """Reorder each 128 bits of some rows as `AttentionProblem` describes: a word for each lane of a
+    quad. A lane has two bits of every octet, which are gathered in all rows at once.
     """
     size, found = len(blocks), 0
     every = int.from_bytes(blocks, "little")
@@ -118,7 +118,7 @@ def _in_order(blocks: bytes) -> bytes:
 
 @lru_cache(256)
 def _repeated(word: int, octets: int, size: int) -> int:
-    """A number of `size` octets that holds `word` in each so many of them."""
+    """Integer of `size` octets that repeats `word`."""
     return int.from_bytes(word.to_bytes(octets, "little") * (size // octets), "little")
 
 
@@ -126,12 +126,12 @@ _ZEROS_AND_ONES = bytes.maketrans(b"01", b"\0\1")
 
 
 def _bytes(row: int, keys: int) -> bytes:
-    """A byte a key."""
+    """One byte for each key."""
     return f"{row:0{keys}b}"[::-1].encode().translate(_ZEROS_AND_ONES)
 
 
 def _between(first: int, last: int, keys: int) -> int:
-    """Keys first..last of those that there are."""
+    """Bits of keys first..last, clipped to the existing keys."""
     first, end = max(0, first), min(last + 1, keys)
     return ((1 << end) - (1 << first)) if first < end else 0
 
@@ -147,14 +147,14 @@ def _prefix(problem: AttentionProblem, rng: random.Random) -> Rows:
 
 
 def _window(problem: AttentionProblem, rng: random.Random) -> Rows:
-    """A window, and tokens that all see."""
+    """Sliding window, and tokens visible to all."""
     keys, left = problem.seqlen_kv, rng.choice((0, 7, 128, 300))
     tokens = sum(1 << key for key in {rng.randrange(keys) for _ in range(3)})
     return lambda query: _between(query - left, query, keys) | tokens
 
 
 def _blocks(problem: AttentionProblem, rng: random.Random) -> Rows:
-    """Whole blocks of keys, at random."""
+    """Random whole blocks of keys."""
     keys = problem.seqlen_kv
     starts = [key for key in range(0, keys, BLOCK_SIZE) if rng.random() < 0.4]
     row = sum(_between(start, start + BLOCK_SIZE - 1, keys) for start in starts)
@@ -162,7 +162,7 @@ def _blocks(problem: AttentionProblem, rng: random.Random) -> Rows:
 
 
 def _ragged(problem: AttentionProblem, rng: random.Random) -> Rows:
-    """For each row keys at random, one, or none."""
+    """Random keys, one key, or none, by row."""
     keys, base = problem.seqlen_kv, rng.getrandbits(32)
 
     def row(query: int) -> int:

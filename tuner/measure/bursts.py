@@ -1,4 +1,4 @@
-"""Calls that are enqueued together, and the sets of buffers that they rotate over."""
+"""Bursts of calls that are enqueued together, and the sets of operands that they rotate over."""
 
 from __future__ import annotations
 
@@ -18,43 +18,44 @@ from tuner.measure.subjects import Call, Subject
 from tuner.measurement import Regime
 from tuner.problem import Problem
 
-#: A burst lasts about this long: the gap between a graph's launch and its first kernel (several
+#: Target length of a burst: the gap between a graph's launch and its first kernel (several
 #: microseconds) then stays under 2 %, and events (0.5 us) far below.
 BURST_US = 400.0
-#: Calls a burst, warm; and, cold, the most sets of buffers that are rotated over.
+#: Limits of the calls in a burst (warm) and of the sets of buffers that are rotated (cold).
 MAX_CALLS = 200
 MAX_SETS = 1024
-#: Rotated buffers hold this many times the L2, so that a call finds none of its own.
+#: Rotated buffers are this many times as large as the L2, so that a call finds none of its data
+#: there.
 COLD_L2S = 3
 
 
 @dataclass(frozen=True)
 class Entrant:
-    """A subject ready to be timed: what to call, one call a set of buffers."""
+    """A subject ready to be timed: one bound call for each set of buffers."""
 
     subject: Subject
     calls: Sequence[Call]
     before: Sequence[Call] = ()
-    """The predecessor of each call; empty where calls follow one another."""
+    """Predecessor of each call; empty if calls follow one another."""
 
 
 class Replay(NamedTuple):
-    """One replay between two events."""
+    """One timed replay between two events."""
 
     sign: int
-    """+1: calls with their predecessors, where there are such; -1: predecessors alone."""
+    """+1: calls with their predecessors, if any; -1: predecessors only."""
     enqueue: Callable[[], None]
 
 
 class Burst:
-    """n calls of one subject, enqueued together: a graph's replay, or one by one when eager.
+    """n calls of one subject, enqueued together: as one graph replay, or one by one in eager mode.
 
-    When calls have predecessors, a second graph holds only the predecessors. A time is the
-    difference of a replay of either, over n.
+    If calls have predecessors, a second graph holds only the predecessors. The time of a call is
+    the difference of the two replays, divided by n.
     """
 
     def __init__(self, entrant: Entrant, n: int, launch: str) -> None:
-        """Args: entrant: what is timed; n: calls; launch: see `Regime`."""
+        """Args: entrant: subject to time; n: number of calls; launch: see `Regime`."""
         self.n = n
         self._calls: list[Call] = []
         self._graphs: list[CapturedGraph] = []
@@ -72,7 +73,7 @@ class Burst:
                 self._replays.append(graph.replay)
 
     def enqueue(self) -> None:
-        """The calls, behind their predecessors."""
+        """Enqueue the calls, each behind its predecessor."""
         if self._replays:
             self._replays[0]()
             return
@@ -80,13 +81,13 @@ class Burst:
             call()
 
     def enqueue_alone(self) -> None:
-        """The predecessors alone; nothing where there are none."""
+        """Enqueue only the predecessors, if there are any."""
         for replay in self._replays[1:]:
             replay()
 
     def steps(self, samples: int, chance: random.Random) -> list[Replay]:
-        """Steps enqueued between events for a number of times: pairs in shuffled order where
-        predecessors are subtracted.
+        """Steps to enqueue between events for `count` times. If predecessors are subtracted, they
+        are pairs in shuffled order.
         """
         if len(self._replays) < 2:
             return [Replay(1, self.enqueue)] * samples
@@ -101,12 +102,12 @@ class Burst:
 
 
 def times_of(steps: Sequence[Replay], spans: Sequence[float], n: int) -> list[float]:
-    """Microseconds a call from the time of each step.
+    """Microseconds a call, computed from the time of each step.
 
     Args:
-        steps: of `Burst.steps`.
-        spans: microseconds of each.
-        n: calls a burst.
+        steps: result of `Burst.steps`.
+        spans: microseconds of each step.
+        n: calls in a burst.
     """
     signed = [step.sign * span / n for step, span in zip(steps, spans, strict=True)]
     pairs = any(step.sign < 0 for step in steps)
@@ -114,12 +115,13 @@ def times_of(steps: Sequence[Replay], spans: Sequence[float], n: int) -> list[fl
 
 
 def median_of(steps: Sequence[Replay], spans: Sequence[float], n: int) -> float:
-    """The median of `times_of`."""
+    """Median of `times_of`, microseconds."""
     return statistics.median(times_of(steps, spans, n))
 
 
 def count_sets(problem: Problem, gpu: Gpu, regime: Regime, free_bytes: int) -> int:
-    """Sets of operands to rotate over: one when warm, `COLD_L2S` times the L2 when cold.
+    """Number of sets of operands to rotate: one if warm; if cold, enough for `COLD_L2S` times the
+    L2.
 
     Limited by half of the free memory and by `MAX_SETS`.
     """
@@ -130,20 +132,23 @@ def count_sets(problem: Problem, gpu: Gpu, regime: Regime, free_bytes: int) -> i
 
 
 def count_calls(estimate_us: float, sets: int) -> int:
-    """Calls a burst: `BURST_US` long, at least 2, and every set equally often."""
+    """Number of calls in a burst: as many as take `BURST_US`, at least 2, with every set equally
+    often.
+    """
     n = min(MAX_CALLS, max(2, math.ceil(BURST_US / max(estimate_us, 0.1))))
     return math.ceil(n / sets) * sets
 
 
 class Sets:
-    """Operands that calls are rotated over; the first is the gate's own.
+    """Sets of operands that calls rotate over. The first set is the gate's own.
 
     Args:
-        device: where.
-        problem: whose operands.
-        first: device address of each operand of the gate.
-        count: sets.
-        behind: makes the predecessor of the calls, from a pool that lives as long as the sets.
+        device: device of the buffers.
+        problem: problem whose operands they are.
+        first: device address of each of the gate's operands.
+        count: number of sets.
+        behind: function that makes the calls' predecessor, from a pool that lives as long as the
+            sets.
     """
 
     def __init__(
@@ -154,7 +159,7 @@ class Sets:
         count: int,
         behind: Callable[[Pool], Predecessor | None] = lambda pool: None,
     ) -> None:
-        """Copies the inputs of `first` into `count - 1` further sets."""
+        """Copy the inputs of `first` into `count - 1` further sets."""
         self._pool = Pool(device)
         self.buffers: list[dict[str, int]] = [dict(first)]
         try:
@@ -174,7 +179,7 @@ class Sets:
 
 
 def entrant(subject: Subject, sets: Sets, own: Mapping[str, int], scale: float) -> Entrant:
-    """Bind a subject to every set; `own` holds its scratch and workspace."""
+    """Bind a subject to every set. `own` holds its scratch and workspace."""
     calls = [subject.bind({**buffers, **own}, scale) for buffers in sets.buffers]
     lead = sets.predecessor
     return Entrant(subject, calls, [lead.bind(call, subject) for call in calls] if lead else ())

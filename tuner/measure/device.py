@@ -1,8 +1,8 @@
-"""Talking to the GPU through cuda-python: what it is, its state, memory, events and graphs.
+"""Access to the GPU through cuda-python: properties, state, memory, events and graphs.
 
-Everything goes through ``cuda.bindings`` (driver API and NVML), imported when first needed, so
-that this module loads anywhere. A process that only asks (`detect`, `environment`, `occupants`,
-`read_clocks`) creates no context and takes no GPU memory; `Device` does.
+All access uses ``cuda.bindings`` (driver API and NVML). It is imported on first use, so that this
+module loads on any machine. `detect`, `environment`, `occupants` and `read_clocks` create no
+context and take no GPU memory; `Device` does.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tuner.errors import BenchmarkError
 from tuner.hardware import GPUS, MAX_MEMORY_GBS, Gpu
 from tuner.measurement import Clocks, Environment, Status, status_of
 
-#: NVML clock event reasons, nvml.h nvmlClocksEventReason*. Idle is no doubt about a timing.
+#: NVML clock event reasons (nvml.h, nvmlClocksEventReason*). Idle does not affect a timing.
 THROTTLE_REASONS: dict[int, str] = {
     0x2: "applications_clocks_setting",
     0x4: "sw_power_cap",
@@ -30,8 +30,8 @@ THROTTLE_REASONS: dict[int, str] = {
     0x80: "hw_power_brake_slowdown",
     0x100: "display_clock_setting",
 }
-#: Reasons after which a timing round is taken again. The software power cap is normal for large
-#: GEMMs and only recorded.
+#: Reasons for which a timing round is repeated. The software power cap is normal for large GEMMs
+#: and is only recorded.
 SLOWDOWNS = frozenset(
     {"hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown"}
 )
@@ -54,10 +54,10 @@ def _driver() -> Any:
 
 
 def call(name: str, *arguments: Any) -> Any:
-    """Call a driver function; returns its value, or the tuple of its values.
+    """Call a driver function. Returns its value, or the tuple of its values.
 
     Raises:
-        BenchmarkError: with the status that the error code stands for.
+        BenchmarkError: with the status for the driver's error code.
     """
     error, *values = getattr(_driver(), name)(*arguments)
     if int(error) != 0:
@@ -76,7 +76,7 @@ def _describe(error: Any) -> str:
 
 @cache
 def _nvml() -> Any | None:
-    """The NVML binding, initialised; None where the library or the binding is missing."""
+    """Initialised NVML binding; None if the library or the binding is missing."""
     try:
         nvml = importlib.import_module("cuda.bindings.nvml")
         nvml.init_v2()
@@ -90,7 +90,7 @@ def _nvml() -> Any | None:
 
 
 def _ask(name: str, *arguments: Any, default: Any = None) -> Any:
-    """One NVML value, or `default` where this driver or machine does not offer it."""
+    """One NVML value, or `default` if this driver or machine does not provide it."""
     nvml = _nvml()
     if nvml is None or not hasattr(nvml, name):
         return default
@@ -102,7 +102,9 @@ def _ask(name: str, *arguments: Any, default: Any = None) -> Any:
 
 @cache
 def _handle(index: int) -> Any | None:
-    """NVML's handle of CUDA device `index`, by PCI address: the two count in different orders."""
+    """NVML handle of CUDA device `index`, found by PCI address because the two libraries number
+    devices differently.
+    """
     if _nvml() is None:
         return None
     text = call("cuDeviceGetPCIBusId", 16, call("cuDeviceGet", index))
@@ -115,7 +117,7 @@ def _text(value: Any) -> str:
 
 
 def count() -> int:
-    """CUDA devices of this machine, as CUDA_VISIBLE_DEVICES leaves them; 0 without a driver."""
+    """Number of visible CUDA devices (CUDA_VISIBLE_DEVICES); 0 without a driver."""
     try:
         call("cuInit", 0)
         return int(call("cuDeviceGetCount"))
@@ -124,7 +126,7 @@ def count() -> int:
 
 
 def detect(index: int = 0) -> Gpu | None:
-    """CUDA device `index`; None without a driver or such a device."""
+    """Description of CUDA device `index`; None without a driver or without such a device."""
     try:
         call("cuInit", 0)
         if index >= call("cuDeviceGetCount"):
@@ -141,7 +143,7 @@ def detect(index: int = 0) -> Gpu | None:
 
     name = _text(call("cuDeviceGetName", 128, device))
     shipped = next((gpu for gpu in GPUS.values() if gpu.name == name), None)
-    # Kilohertz and bits; double data rate. Only for a part that is not in `hardware.GPUS`.
+    # Kilohertz and bits at double data rate. Used only for a GPU that is not in `hardware.GPUS`.
     bandwidth = attribute("MEMORY_CLOCK_RATE") * 2 * attribute("GLOBAL_MEMORY_BUS_WIDTH") / 8 / 1e6
     handle = _handle(index)
     clock = _ask("device_get_max_clock_info", handle, _clock("CLOCK_SM")) if handle else None
@@ -163,10 +165,10 @@ def _clock(name: str) -> int:
 
 
 def environment(index: int = 0) -> Environment:
-    """Version of the driver and limits of the chip.
+    """Driver and CUDA versions, and the chip's clock and power limits.
 
     Raises:
-        BenchmarkError: where there is no GPU.
+        BenchmarkError: when there is no GPU.
     """
     call("cuInit", 0)
     version = int(call("cuDriverGetVersion"))
@@ -190,7 +192,7 @@ def occupants(index: int = 0, own: frozenset[int] = frozenset()) -> list[str]:
 
     Args:
         index: CUDA device.
-        own: process ids to leave out, besides this process.
+        own: further process ids to leave out, besides this process.
     """
     call("cuInit", 0)
     handle = _handle(index)
@@ -203,14 +205,14 @@ def occupants(index: int = 0, own: frozenset[int] = frozenset()) -> list[str]:
             continue
         name = _text(_ask("system_get_process_name", pid, default="name not readable"))
         mebibytes = int(process.used_gpu_memory) >> 20
-        # NVML reports all ones where the memory of a process is not known.
+        # NVML reports all ones if the memory of a process is not known.
         used = f", {mebibytes} MiB" if mebibytes < 1 << 40 else ""
         found.append(f"pid {pid} ({name}){used}")
     return found
 
 
 def read_clocks(index: int = 0) -> Clocks:
-    """Clocks, temperature, power and throttle reasons at this moment; zeros without NVML."""
+    """Current clocks, temperature, power and throttle reasons; zeros without NVML."""
     handle = _handle(index)
     if not handle:
         return Clocks()
@@ -226,7 +228,7 @@ def read_clocks(index: int = 0) -> Clocks:
 
 
 class CapturedGraph:
-    """A captured CUDA graph, ready to be replayed on the stream that it was captured from."""
+    """Captured CUDA graph, replayed on the stream that it was captured from."""
 
     def __init__(self, graph: Any, stream: int) -> None:
         self._graph, self._stream = graph, stream
@@ -253,18 +255,19 @@ class Device:
         self._context = call("cuDevicePrimaryCtxRetain", self._device)
         call("cuCtxSetCurrent", self._context)
         flags = _driver().CUstream_flags.CU_STREAM_NON_BLOCKING
-        # An int in bindings of one version and an enum in others; the value is accepted by all.
+        # The type is an int in one version of the bindings and an enum in others; all accept the
+        # value.
         self._flags = int(flags)
         self.stream = int(call("cuStreamCreate", self._flags))
         self._lanes = [self.stream]
         self._marks: list[Any] = []
 
     def synchronize(self) -> None:
-        """Wait for all work of the context; raises what any of it did wrong."""
+        """Wait for all work of the context. Raises the error of any of it."""
         call("cuCtxSynchronize")
 
     def healthy(self) -> bool:
-        """False after a sticky error: the process has to be replaced."""
+        """False after a sticky CUDA error, after which the process must be replaced."""
         try:
             self.synchronize()
         except BenchmarkError:
@@ -275,7 +278,9 @@ class Device:
         return int(call("cuMemGetInfo")[0])
 
     def allocate(self, size: int) -> int:
-        """Device memory, 256-byte aligned; out of memory is a `BenchmarkError` of that status."""
+        """Allocate device memory, 256-byte aligned. Raises `BenchmarkError` with status out of
+        memory.
+        """
         try:
             return int(call("cuMemAlloc", max(size, 1)))
         except BenchmarkError as exc:
@@ -317,12 +322,12 @@ class Device:
         call("cuMemcpyHtoD", pointer, ctypes.addressof(host), len(data))
 
     def wait(self) -> None:
-        """Wait for the stream; raises what its work did wrong."""
+        """Wait for the stream. Raises the error of its work."""
         call("cuStreamSynchronize", self.stream)
 
     def fork(self, count: int) -> list[int]:
-        """Streams that wait for what is on the device's, which is the first of them; `join` has it
-        wait for theirs. Both may be captured.
+        """Fork the device's stream, the first of those returned: the others wait for its work.
+        `join` makes it wait for theirs. Both may be captured.
         """
         no_timing = int(_driver().CUevent_flags.CU_EVENT_DISABLE_TIMING)
         while len(self._lanes) < count:
@@ -335,7 +340,7 @@ class Device:
         return self._lanes[:count]
 
     def join(self, count: int) -> None:
-        """End what `fork` began."""
+        """Make the device's stream wait for the streams of `fork`."""
         for lane, mark in zip(self._lanes[1:count], self._marks[1:count], strict=True):
             call("cuEventRecord", mark, lane)
             call("cuStreamWaitEvent", self.stream, mark, 0)
@@ -350,7 +355,7 @@ class Device:
         call("cuEventRecord", event, self.stream)
 
     def elapsed_us(self, start: Any, end: Any) -> float:
-        """Microseconds between two recorded events; waits for the second."""
+        """Microseconds between two recorded events. Waits for the second."""
         call("cuEventSynchronize", end)
         return float(call("cuEventElapsedTime", start, end)) * 1e3
 
@@ -358,14 +363,14 @@ class Device:
         """Capture what `work` launches on the stream into a graph.
 
         Raises:
-            BenchmarkError: when `work` does something that is not allowed during capture.
+            BenchmarkError: when `work` makes a call that is not allowed during capture.
         """
         mode = _driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         call("cuStreamBeginCapture", self.stream, mode)
         try:
             work()
         except BaseException:
-            # The stream must leave capture mode; what it holds is of no use.
+            # The stream must leave capture mode; the partial graph is discarded.
             _driver().cuStreamEndCapture(self.stream)
             raise
         return CapturedGraph(call("cuStreamEndCapture", self.stream), self.stream)
@@ -384,7 +389,7 @@ class Pool:
         return pointer
 
     def close(self) -> None:
-        """Free everything; a context that is already lost has nothing left to free."""
+        """Free everything. A lost context has nothing left to free."""
         while self._pointers:
             pointer = self._pointers.pop()
             try:

@@ -1,4 +1,4 @@
-"""Compile, check and time candidates: the only place where an error becomes a status."""
+"""Compile, check and time candidates. Only here does an error become a candidate's status."""
 
 from __future__ import annotations
 
@@ -22,29 +22,31 @@ from tuner.measure.worker_client import AnyWorker, Ask
 from tuner.measurement import Environment, Measurement, Regime, Status
 from tuner.problem import Problem
 
-#: Characters of a log that are stored with a measurement.
+#: Maximum characters of a log that are stored with a measurement.
 LOG_LIMIT = 4096
 
 
 @dataclass(eq=False)
 class Pending:
-    """A group whose kernels are being compiled."""
+    """Group of configs whose kernels are being compiled."""
 
     problem: Problem
     group: Sequence[Config]
     kernels: Sequence[Mapping[str, KernelSpec]]
-    """For each config, its kernels by name within the family."""
+    """Kernels of each config, by name within the family."""
     futures: Mapping[KernelSpec, Future[Artifact]]
     failures: dict[int, Measurement] = field(default_factory=dict)
-    """Configs that have no kernels to compile for a reason of their own."""
+    """Configs without kernels to compile, and the reasons."""
 
     @property
     def is_ready(self) -> bool:
-        """Nothing is compiling any more."""
+        """True once no kernel of the group is compiling."""
         return all(future.done() for future in self.futures.values())
 
     def when_ready(self, then: Callable[[], None]) -> None:
-        """Call `then` once nothing is compiling any more: now, or in the compiler's thread."""
+        """Call `then` once no kernel of the group is compiling: now, or later in the compiler's
+        thread.
+        """
         building = set(self.futures.values())
         if not building:
             then()
@@ -59,15 +61,17 @@ class Pending:
 
 
 class Evaluator:
-    """Evaluates on GPUs of one kind under one regime; `finish` from any thread.
+    """Evaluates candidates on GPUs of one model under one regime. `finish` may be called from any
+    thread.
 
     Args:
-        gpu: what the workers measure on.
+        gpu: model of the workers' GPUs.
         regime: how candidates are timed.
-        compiler: for the candidates' kernels and the gate's.
+        compiler: compiler of the candidates' kernels and the gate's.
         members: families by name.
-        environment: stored with every measurement; asked for when the first is made.
-        max_workspace: bytes that a candidate may use beside its operands; None: no limit.
+        environment: function that returns the environment stored with every measurement; called at
+            the first one.
+        max_workspace: maximum bytes that a candidate may use beside its operands; None: no limit.
     """
 
     def __init__(
@@ -83,20 +87,20 @@ class Evaluator:
         self._members, self._environment, self._max_workspace = members, environment, max_workspace
         self._fresh: set[KernelSpec] = set()
         self._seeds: dict[Problem, int] = {}
-        """Seed of the inputs of each problem's quick pass."""
+        """Seed of each problem's inputs in quick passes."""
         self._lock = threading.Lock()
         [(_, self._reference)] = compiler.submit([REFERENCE])
 
     def owner(self, problem: Problem) -> Hashable:
-        """Names to the compiler what is submitted for a problem here."""
+        """Owner name under which a problem's kernels are submitted to the compiler."""
         return self, problem
 
     def prefetch(self, problem: Problem, configs: Sequence[Config]) -> None:
-        """Compile without waiting; what fails is reported by the evaluation that needs it."""
+        """Compile without waiting. The evaluation that needs a kernel reports its failure."""
         self.start(problem, configs)
 
     def start(self, problem: Problem, group: Sequence[Config]) -> Pending:
-        """Have the kernels of a group compiled in the background."""
+        """Start compiling the kernels of a group in the background."""
         kernels: list[Mapping[str, KernelSpec]] = []
         failures: dict[int, Measurement] = {}
         for index, config in enumerate(group):
@@ -116,20 +120,21 @@ class Evaluator:
     def finish(
         self, pending: Pending, worker: AnyWorker, *, mode: str = "quick", rounds: int = 0
     ) -> list[Measurement]:
-        """Wait for the compiler, then check and time: one measurement a config, in order.
+        """Wait for the compiler, then check and time. Returns one measurement for each config, in
+        order.
 
         Args:
-            pending: from `start`.
-            worker: of the GPU to measure on.
+            pending: result of `start`.
+            worker: worker of the GPU to measure on.
             mode: quick (one by one), final (interleaved over `rounds`), probe (checks only),
                 kernels (the profiler's durations, unchecked).
-            rounds: of a final pass.
+            rounds: minimum rounds of a final pass.
 
         Raises:
             CompileError: when the gate's own kernels cannot be compiled.
             BenchmarkError: when no worker can be started.
             StoreError: when the artifact cache cannot be written.
-            concurrent.futures.CancelledError: when the worker was interrupted.
+            concurrent.futures.CancelledError: when the worker is interrupted.
         """
         found: dict[int, Measurement] = dict(pending.failures)
         ready: list[int] = []
@@ -161,8 +166,9 @@ class Evaluator:
         return [found[index] for index in range(len(pending.group))]
 
     def _seed(self, problem: Problem, mode: str) -> int:
-        """Seed of a request's inputs. Quick requests of a problem share one, so that a worker
-        computes its references once; other modes draw their own: finalists are checked anew.
+        """Seed of a request's inputs. Quick requests of a problem share one seed, so that a worker
+        computes its references once. Other modes draw a new seed, so finalists are checked again on
+        new inputs.
         """
         drawn = secrets.randbits(62)
         if mode != "quick":
@@ -171,8 +177,8 @@ class Evaluator:
             return self._seeds.setdefault(problem, drawn)
 
     def _renew(self, problem: Problem) -> None:
-        """Have the next quick request of a problem draw its inputs anew: what failed may have
-        written into the references that a worker keeps.
+        """Give the next quick request of a problem new inputs: a failed candidate may have written
+        into the worker's references.
         """
         with self._lock:
             self._seeds.pop(problem, None)
@@ -188,10 +194,10 @@ class Evaluator:
             raise BenchmarkError("compiling was cancelled") from exc
 
     def _compile_error(self, pending: Pending, index: int) -> CompileError | RenderError | None:
-        """Why a config's kernels are not there, or None.
+        """Error that kept a config's kernels from being compiled, or None.
 
         Raises:
-            StoreError: when the cache cannot be written, which no other candidate survives.
+            StoreError: when the cache cannot be written, which ends the whole evaluation.
             BenchmarkError: when the compiler was closed.
         """
         for spec in pending.kernels[index].values():
@@ -213,7 +219,7 @@ class Evaluator:
         specs = pending.kernels[index]
         compile_cpu_s = None
         if not self._members[config.family].is_vendor:
-            # A kernel is paid for once, by the first measurement that uses it.
+            # A kernel's compile time is counted once, for the first measurement that uses it.
             with self._lock:
                 fresh = {spec for spec in specs.values() if spec in self._fresh}
                 self._fresh -= fresh
@@ -254,7 +260,7 @@ class Evaluator:
 
 
 def trim(log: str, limit: int = LOG_LIMIT) -> str:
-    """The beginning and the end of a log, `limit` characters at most."""
+    """Beginning and end of a log, `limit` characters at most."""
     if len(log) <= limit:
         return log
     mark = f"\n... {len(log)} characters in all ...\n"

@@ -1,7 +1,7 @@
-"""The kernels of one call: each alone, and by the profiler.
+"""Times of the kernels within one call: each timed alone, and as the profiler reports them.
 
-A call's time beside its kernels timed alone lies between its launches. Its time beside the
-profiler's durations is the launch itself, and the effect of its predecessor on the caches.
+A call's time beyond the sum of its kernels timed alone is spent between its launches. Its time
+beyond the profiler's durations is the launch itself and the predecessor's effect on the caches.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ def alone_us(
     scale: float,
     stopwatch: Stopwatch,
 ) -> dict[str, float]:
-    """Microseconds of each kernel of a call (of all its launches), timed quickly and repeated
-    without the others. Empty for a call of one kernel.
+    """Microseconds of each kernel of a call over all its launches, timed quickly without the other
+    kernels. Empty for a call of one kernel.
 
     Args:
-        subject: has run on these buffers.
-        sets: operands.
-        own: its scratch and workspace.
+        subject: subject that has already run on these buffers.
+        sets: sets of operands.
+        own: scratch and workspace of the subject.
         scale: see `Family.launches`.
-        stopwatch: times them under the regime of the whole.
+        stopwatch: stopwatch that times them under the whole call's regime.
     """
     parts = subject.parts()
     found: dict[str, float] = {}
@@ -52,8 +52,9 @@ def alone_us(
 
 
 def described(found: Mapping[str, float], whole_us: float) -> str:
-    """One line: what each takes, and what is left of the whole call for what lies between them.
-    Less than nothing where they overlap, or where one finds in the L2 what in the call it does not.
+    """Format the kernels' times, and the rest of the whole call's time, as one line. The rest is
+    negative if kernels overlap, or if a kernel alone finds data in the L2 that it misses within the
+    call.
     """
     if not found:
         return ""
@@ -62,23 +63,25 @@ def described(found: Mapping[str, float], whole_us: float) -> str:
 
 
 def again_text(us: float) -> str:
-    """One line: the time of the same kernel, timed in the same pass as another finalist."""
+    """Format the control's time, of the same kernel as a second participant of the pass, as one
+    line.
+    """
     return f"again {us:.4f} us"
 
 
 def read_again(log: str) -> float | None:
-    """The inverse of `again_text`; None for another log."""
+    """Inverse of `again_text`; None for another log."""
     said = _AGAIN.search(log)
     return float(said[1]) if said else None
 
 
 def device_us(device: Device, burst: Burst) -> float:
-    """Microseconds that the kernels of one call run, by PyTorch's profiler; of kernels that
-    overlap the sum. Those of the predecessors are left out.
+    """Microseconds that the kernels of one call run, by PyTorch's profiler. Overlapping kernels are
+    summed. Predecessors are left out.
 
     Args:
-        device: where.
-        burst: prepared; it was replayed before.
+        device: device to run on.
+        burst: prepared burst that has been replayed before.
 
     Raises:
         BenchmarkError: without torch, or when the profiler saw no kernel.
@@ -96,7 +99,7 @@ def device_us(device: Device, burst: Burst) -> float:
 
 
 def _recorded(torch: Any, device: Device, work: Callable[[], None]) -> dict[str, tuple[int, float]]:
-    """Count and microseconds of each kernel that some work launches, by name."""
+    """Count and total microseconds of each kernel that `work` launches, by name."""
     profiler = torch.profiler
     with profiler.profile(activities=[profiler.ProfilerActivity.CUDA]) as seen:
         work()
@@ -109,6 +112,6 @@ def _recorded(torch: Any, device: Device, work: Callable[[], None]) -> dict[str,
 
 
 def read(line: str) -> dict[str, float]:
-    """The inverse of `described`, to a hundredth of a microsecond; empty for another log."""
+    """Inverse of `described`, to a hundredth of a microsecond; empty for another log."""
     said = _ALONE.search(line)
     return {name: float(us) for name, us in _ONE.findall(said[1])} if said else {}

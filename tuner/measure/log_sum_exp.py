@@ -1,4 +1,4 @@
-"""Attention's log-sum-exp: its size, its reference and what it may be off by. Nothing runs here."""
+"""Attention's log-sum-exp: size, reference and error limit. Pure functions."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from tuner.measurement import Status
 from tuner.problem import AttentionProblem, Problem
 
 ABSOLUTE, RELATIVE = 1e-3, 1e-5
-"""A value may be off by ``ABSOLUTE + RELATIVE * |reference|``: it is computed in fp32."""
+"""Limit of a value's error, ``ABSOLUTE + RELATIVE * |reference|``, for a log-sum-exp computed in
+fp32."""
 
 
 def score_rows(problem: Problem) -> int:
-    """Rows of attention's scores, each sequence as long as the longest."""
+    """Number of rows of attention's scores, with each sequence as long as the longest."""
     if not isinstance(problem, AttentionProblem):
         raise BenchmarkError(f"'{problem.op}' has no log-sum-exp")
     return problem.batch * problem.heads_q * problem.seqlen_q
@@ -34,12 +35,11 @@ def lse_bytes(problem: Problem) -> int:
 
 
 def lse_of(problem: AttentionProblem, statistics: Sequence[float]) -> list[float]:
-    """The log-sum-exp of a problem, in its memory's order.
+    """Reference log-sum-exp of a problem, in the order of its memory.
 
     Args:
-        problem: of packed sequences, or of equal ones.
-        statistics: maximum and sum of exponentials of each row, sequence after sequence, head
-            after head.
+        problem: attention over packed or equally long sequences.
+        statistics: maximum and sum of exponentials of each row, by sequence, then head.
     """
     tops, totals = statistics[::2], statistics[1::2]
     found = [
@@ -58,7 +58,7 @@ def lse_of(problem: AttentionProblem, statistics: Sequence[float]) -> list[float
 
 
 def judge_lse(found: Sequence[float], wanted: Sequence[float]) -> Verdict:
-    """Compare a log-sum-exp with its reference, -inf where a query sees no key."""
+    """Compare a log-sum-exp with its reference, which is -inf for a query without visible keys."""
     worst, first, count = 0.0, -1, 0
     for index, (value, reference) in enumerate(zip(found, wanted, strict=True)):
         if value == reference:

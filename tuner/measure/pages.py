@@ -1,7 +1,7 @@
-"""A paged cache as the numerics gate fills it: lengths, tables and masks. Nothing runs here.
+"""Paged KV cache as the numerics gate fills it: lengths, page tables and masks. Pure functions.
 
-Keys and values are drawn as packed rows, which the reference reads, and then copied to their pages,
-which are shuffled. All other slots hold the gate's poison, a NaN.
+Keys and values are drawn as packed rows, which the reference reads, and then copied to shuffled
+pages. All other slots hold the gate's poison, a NaN.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from typing import NamedTuple
 from tuner.problem import AttentionProblem
 
 UNSET = -1
-"""Entries of a table behind a sequence's last page."""
+"""Table entry behind a sequence's last page."""
 
 
 class PagedSequence(NamedTuple):
-    """One sequence of a paged problem, as dense attention."""
+    """One sequence of a paged problem, posed as dense attention."""
 
     problem: AttentionProblem
-    """Problem of one sequence without mask; it has one key, which no query sees, instead of
-    none."""
+    """Problem of one sequence without a mask. A sequence without keys gets one key that no query
+    sees."""
     keys: int
     left: int
-    """Query i sees keys i - left..i + right."""
+    """Query i sees keys i - left to i + right."""
     right: int
 
 
 def lengths_of(problem: AttentionProblem, kind: str) -> tuple[int, ...]:
-    """Keys of each sequence under a kind of inputs.
+    """Number of keys of each sequence for one kind of inputs.
 
-    A kernel that is timed on one distribution serves any. All kinds but `random`, whose inputs are
-    timed, have lengths at the edges of pages, and zero.
+    A kernel that is timed on one distribution of lengths serves any. `random` has the timed
+    lengths. All other kinds have lengths at the edges of pages, and zero.
     """
     if kind == "random":
         return problem.lengths_kv
@@ -47,7 +47,7 @@ def lengths_of(problem: AttentionProblem, kind: str) -> tuple[int, ...]:
 
 
 def table_of(problem: AttentionProblem, kind: str, seed: int) -> list[list[int]]:
-    """Pages of each sequence, in order, all rows as long as the longest."""
+    """Page numbers of each sequence, in order. All rows are as long as the longest."""
     places = list(range(sum(problem.pages)))
     random.Random(f"{seed}:pages").shuffle(places)
     columns, rows = max(problem.pages), []
@@ -59,7 +59,7 @@ def table_of(problem: AttentionProblem, kind: str, seed: int) -> list[list[int]]
 
 
 def written(problem: AttentionProblem, name: str, kind: str, seed: int) -> bytes:
-    """Contents of the operand `page_table` or `seqused_k`."""
+    """Contents of the operands `page_table` and `seqused_k`."""
     values = lengths_of(problem, kind)
     if name == "page_table":
         values = tuple(chain.from_iterable(table_of(problem, kind, seed)))
@@ -67,12 +67,12 @@ def written(problem: AttentionProblem, name: str, kind: str, seed: int) -> bytes
 
 
 def row_bytes(problem: AttentionProblem) -> int:
-    """Bytes of the packed rows that keys, or values, are drawn as."""
+    """Bytes of the packed rows in which keys or values are drawn."""
     return 2 * problem.total_kv * problem.heads_kv * problem.head_dim
 
 
 def parts(problem: AttentionProblem, kind: str) -> Iterator[PagedSequence]:
-    """The sequences, in order."""
+    """Sequences of a paged problem, in order."""
     left, right = problem.visible
     for queries, keys in zip(problem.lengths_q, lengths_of(problem, kind), strict=True):
         position = keys - queries

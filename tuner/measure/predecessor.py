@@ -1,6 +1,6 @@
-"""The ordinary kernel that stands before each timed call, as one does in a model.
+"""Ordinary kernel that runs before each timed call, as another operation does in a model.
 
-It is launched without attributes, so that nothing behind it begins before it ends. It writes the
+It is launched without attributes, so no kernel behind it starts before it ends. It writes the
 call's first operand, which is then as warm as in a model.
 """
 
@@ -18,25 +18,25 @@ from tuner.measure.subjects import Bound, Call, CudaArray, Subject, import_torch
 from tuner.measurement import Regime
 from tuner.problem import Operand, Problem
 
-#: Columns of the product behind which calls are timed, at most: a model's hidden size.
+#: Maximum columns of the GEMM that calls are timed behind: a model's hidden size.
 MAX_COLUMNS = 4096
 
 
 class Predecessor(ABC):
-    """Writes the first operand of calls."""
+    """Kernel that writes the first operand of calls."""
 
     @abstractmethod
     def bind(self, call: Bound, subject: Subject) -> Call:
-        """The launch that writes the first operand of `call`, on the subject's stream of then."""
+        """Launch that writes the first operand of `call`, on the subject's stream at that time."""
 
 
 class ElementWise(Predecessor):
-    """Copies the operand from a buffer of its own, 16 bytes a thread at a time. These are the reads
-    and writes of any element-wise kernel; without arithmetic every type is possible.
+    """Copies the operand from a buffer of its own, 16 bytes a thread. It has the reads and writes
+    of any element-wise kernel. It does no arithmetic, so it supports every type.
     """
 
     def __init__(self, gate: Gate, source: int, size: int) -> None:
-        """Args: gate: has the kernel; source: device address; size: bytes of the operand."""
+        """Args: gate: owner of the kernel; source: device address; size: bytes of the operand."""
         self._gate, self._source, self._size = gate, source, size
 
     def bind(self, call: Bound, subject: Subject) -> Call:
@@ -44,7 +44,7 @@ class ElementWise(Predecessor):
 
 
 class ProductPredecessor(Predecessor):
-    """Computes the operand as a product of random matrices by PyTorch's own GEMM. The operand's
+    """Computes the operand as a product of random matrices with PyTorch's GEMM. The operand's
     former contents are lost.
     """
 
@@ -52,7 +52,7 @@ class ProductPredecessor(Predecessor):
         """Imports torch.
 
         Raises:
-            BenchmarkError: with status UNAVAILABLE without torch or GPU, and for other types than
+            BenchmarkError: with status UNAVAILABLE without torch or a GPU, and for types other than
                 fp16 and bf16.
         """
         self._torch = torch = import_torch(device)
@@ -81,24 +81,24 @@ class ProductPredecessor(Predecessor):
 
 
 def largest_factor(number: int, most: int) -> int:
-    """The largest divisor of a number that is at most `most`."""
+    """Largest divisor of a number that is at most `most`."""
     return next(one for one in range(min(most, number), 0, -1) if number % one == 0)
 
 
 def predecessor(
     regime: Regime, device: Device, gate: Gate, problem: Problem, pool: Pool
 ) -> Predecessor | None:
-    """The predecessor that a regime asks for; None where calls follow one another.
+    """Predecessor for a regime; None if calls follow one another.
 
     Args:
-        regime: how calls are timed.
-        device: where.
-        gate: has the problem open, with the inputs that are timed.
-        problem: what is timed.
-        pool: for the element-wise kernel's source.
+        regime: regime of the timing.
+        device: device to run on.
+        gate: gate that has the problem open, with the timed inputs.
+        problem: timed problem.
+        pool: pool for the element-wise kernel's source.
 
     Raises:
-        BenchmarkError: where there is no memory for it, or no PyTorch for a product.
+        BenchmarkError: when memory is short, or PyTorch is missing for a GEMM.
     """
     first = problem.operands[0]
     if not regime.behind:

@@ -1,6 +1,6 @@
-"""Counters of Nsight Compute: which are asked for, what each says, how they are read and kept.
+"""Counters of Nsight Compute: their names and meanings, and profiles read and stored.
 
-A profile is one JSON file under ``profiles/`` of the cache folder, named after its problem, GPU and
+A profile is a JSON file under ``profiles/`` of the cache folder, named by its problem, GPU and
 config. `tuner.measure.profiler` makes it; reports show it.
 """
 
@@ -37,8 +37,8 @@ class Counter:
 
 
 _ACTIVE, _ELAPSED = "avg.pct_of_peak_sustained_active", "avg.pct_of_peak_sustained_elapsed"
-#: Shares of what a unit can do at most, percent; of the cycles in which multiprocessors are active,
-#: and for L2 and memory of all.
+#: Utilisation of units in percent of their peak: over the cycles in which multiprocessors are
+#: active, and for L2 and memory over all cycles.
 SHARES: tuple[Counter, ...] = (
     Counter(
         f"sm__pipe_tensor_cycles_active.{_ACTIVE}",
@@ -59,7 +59,7 @@ SHARES: tuple[Counter, ...] = (
 )
 DURATION, CLOCK = "gpu__time_duration.sum", "smsp__cycles_elapsed.avg.per_second"
 CYCLES_ACTIVE, CYCLES = "sm__cycles_active.avg", "sm__cycles_elapsed.max"
-#: Other counters, in the units that ``--print-units base`` gives.
+#: Other counters, in the units of ``--print-units base``.
 FACTS: tuple[Counter, ...] = (
     Counter(DURATION, "duration", "under the profiler, kernel by kernel, without neighbours"),
     Counter(CLOCK, "SM clock", "while it was profiled; not locked"),
@@ -77,7 +77,7 @@ FACTS: tuple[Counter, ...] = (
     Counter("launch__registers_per_thread", "registers", "of a thread at launch"),
 )
 _STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
-#: Warps that wait for a reason when an instruction is issued, mean number.
+#: Mean number of warps that are stalled for each reason when an instruction is issued.
 STALLS: tuple[Counter, ...] = tuple(
     Counter(_STALL.format(name), label, "warps waiting when an instruction is issued")
     for name, label in (
@@ -102,47 +102,48 @@ COUNTERS = (*SHARES, *FACTS, *STALLS)
 
 @dataclass(frozen=True)
 class Value:
-    """A counter's value."""
+    """Value of a counter."""
 
     value: float
     unit: str
-    """As Nsight Compute names it: ``%``, ``nsecond``, ``byte``, ``cycle``."""
+    """Unit as Nsight Compute names it: ``%``, ``nsecond``, ``byte``, ``cycle``."""
 
 
 @dataclass(frozen=True)
 class KernelCounters:
-    """One launch of a call."""
+    """Counters of one launch within a call."""
 
     kernel: str
     counters: Mapping[str, Value]
-    """By metric; one that this version of Nsight Compute or this chip lacks is absent."""
+    """Values by metric. A metric that this version of Nsight Compute or this chip lacks is
+    absent."""
 
     def get(self, metric: str) -> float | None:
-        """A counter's value, None where it was not counted."""
+        """Value of a counter; None if it was not counted."""
         found = self.counters.get(metric)
         return None if found is None else found.value
 
     def shown(self, counters: Sequence[Counter]) -> list[tuple[Counter, Value]]:
-        """Those of some counters that were counted, in order."""
+        """The given counters that were counted, in order."""
         return [(c, self.counters[c.metric]) for c in counters if c.metric in self.counters]
 
 
 @dataclass(frozen=True)
 class Profile:
-    """The counters of one call of a config."""
+    """Counters of one call of a config."""
 
     problem: Problem
     gpu: Gpu
     regime: Regime
     config: Config
     environment: Environment
-    """With ``ncu``, the profiler's version."""
+    """Environment; ``ncu`` is the profiler's version."""
     kernels: tuple[KernelCounters, ...]
     created_at: str
 
     @property
     def main(self) -> KernelCounters:
-        """The launch that takes longest."""
+        """Launch with the longest duration."""
         return max(self.kernels, key=lambda kernel: kernel.get(DURATION) or 0.0)
 
     def to_json(self) -> dict[str, Any]:
@@ -198,18 +199,18 @@ class Profile:
 
 
 def folder() -> Path:
-    """Folder of this machine's profiles."""
+    """Folder of the profiles on this machine."""
     return settings.cache_dir() / "profiles"
 
 
 def file_name(problem: Problem, gpu: Gpu, config: Config) -> str:
-    """The name of a profile's file: equal for what is the same kernel on the same GPU model."""
+    """File name of a profile, equal for the same kernel on the same GPU model."""
     identity = f"{problem.key}|{gpu.identity}|{config.digest}"
     return f"{problem.op}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
 
 
 def keep(profile: Profile) -> Path:
-    """Write a profile to `folder`, in the place of an older one; returns its path.
+    """Write a profile to `folder`, replacing an older one. Returns its path.
 
     Raises:
         StoreError: when it cannot be written.
@@ -220,7 +221,7 @@ def keep(profile: Profile) -> Path:
 
 
 def find(problem: Problem, gpu: Gpu, config: Config) -> Profile | None:
-    """This machine's profile of a config, None where it was not profiled.
+    """Profile of a config on this machine; None if it was not profiled.
 
     Raises:
         ConfigError: when the file is damaged.
@@ -235,10 +236,9 @@ def find(problem: Problem, gpu: Gpu, config: Config) -> Profile | None:
 
 
 def read_csv(text: str) -> tuple[KernelCounters, ...]:
-    """Output of ``ncu --csv --page raw --print-units base``, a row a launch.
+    """Parse the output of ``ncu --csv --page raw --print-units base``, one row a launch.
 
-    Lines before the table (``==PROF==``, what the program printed) are passed over, and so are
-    values like ``n/a``.
+    Lines before the table (``==PROF==``, the program's output) and values like ``n/a`` are skipped.
 
     Raises:
         BenchmarkError: when there is no table, or no launch in it.

@@ -1,5 +1,4 @@
-"""The process that is profiled: ``python -m tuner.measure.profiled REQUEST.json``, started under
-ncu.
+"""Process to profile, started under ncu: ``python -m tuner.measure.profiled REQUEST.json``.
 
 It prepares a call as the numerics gate does (normal inputs) and runs it a few times. Then it runs
 the call once between the marks of the CUDA profiler. ncu counts only between them
@@ -31,13 +30,14 @@ from tuner.measure.subjects import (
 from tuner.problem import Problem, problem_from_json
 
 CALLS_BEFORE = 2
-"""The first loads modules, the second finds the inputs in the L2."""
+"""Calls before the counted one: the first loads modules, the second brings the inputs into the
+L2."""
 
 
 def request(
     problem: Problem, config: Config, reference: Artifact, kernels: Mapping[str, Artifact]
 ) -> dict[str, Any]:
-    """Input of `main`."""
+    """JSON input of `main`."""
     return {
         "problem": problem.to_json(),
         "config": config.to_json(),
@@ -56,7 +56,7 @@ def _artifact(data: Sequence[str]) -> Artifact:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the call that the request names."""
+    """Run the call that the request describes."""
     (path,) = sys.argv[1:] if argv is None else argv
     asked = json.loads(Path(path).read_text())
     problem, config = problem_from_json(asked["problem"]), Config.from_json(asked["config"])

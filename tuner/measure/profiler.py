@@ -1,8 +1,8 @@
-"""Counts one call of a config with Nsight Compute, in a process that can be killed.
+"""Profiling of one call of a config with Nsight Compute, in a process that can be killed.
 
-Clocks are left as they are (``--clock-control none``), so the counters are of an ordinary run. The
+Clocks are not locked (``--clock-control none``), so the counters are those of an ordinary run. The
 call is replayed once for each set of counters that the hardware can hold, so its duration here is
-not a time. Times come only from the stopwatch.
+not a measured time. Times come only from the stopwatch.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from tuner.measurement import Environment, Regime, Status
 from tuner.problem import Problem
 
 TIMEOUT_S = 300.0
-"""Nsight Compute starts in seconds and replays a call some 30 times."""
+"""Time-out. Nsight Compute starts in seconds and replays a call about 30 times."""
 _PLACES = ("/usr/local/cuda/bin/ncu", "/opt/nvidia/nsight-compute")
-#: What ncu says of a counter's reading that the driver keeps to administrators.
+#: Error of ncu when the driver restricts counters to administrators.
 NOT_PERMITTED = "ERR_NVGPUCTRPERM"
 
 
 def find_ncu(given: Path | None = None) -> Path:
-    """Nsight Compute's command: as given, in PATH, in CUDA_HOME, or where its packages put it.
+    """Find Nsight Compute's command: `given`, else in PATH, CUDA_HOME, or the packages' folders.
 
     Raises:
-        BenchmarkError: with status UNAVAILABLE; says where it was looked for and how to get it.
+        BenchmarkError: with status UNAVAILABLE; names the places searched and how to get it.
     """
     for path in [given] if given else _candidates():
         if path.is_file() and os.access(path, os.X_OK):
@@ -73,22 +73,23 @@ def profile(
     *,
     timeout_s: float = TIMEOUT_S,
 ) -> Profile:
-    """Count one call.
+    """Profile one call.
 
     Args:
         ncu: Nsight Compute's command.
-        problem: what is computed.
+        problem: problem to compute.
         config: an own config or a vendor's.
-        gpu: device 0.
-        regime: a cold one flushes the caches before each replay.
-        reference: the numerics gate's kernels, which make the inputs.
-        kernels: the config's, by name; empty for a vendor's.
-        environment: this machine's; ncu's version is added.
-        timeout_s: after which everything that was started is killed.
+        gpu: model of device 0.
+        regime: regime; a cold one flushes the caches before each replay.
+        reference: artifact of the numerics gate's kernels, which fill the inputs.
+        kernels: artifacts of the config, by kernel name; empty for a vendor's.
+        environment: environment of this machine; ncu's version is added.
+        timeout_s: seconds after which all started processes are killed.
 
     Raises:
-        BenchmarkError: when the counters may not be read, time is up, the call failed, or the
-            table cannot be read. Status UNAVAILABLE stands for the machine.
+        BenchmarkError: when the counters may not be read, the time-out passes, the call fails, or
+            the table cannot be read. Status UNAVAILABLE means that the machine does not permit
+            profiling.
     """
     with tempfile.TemporaryDirectory(prefix="tuner-profile-") as name:
         folder = Path(name)
@@ -99,7 +100,7 @@ def profile(
         ended = _run([*command(ncu, table, regime, asked), str(request)], folder, timeout_s)
         said = _said(table, ended)
         if refused := _refused(asked, said) if ended.returncode else []:
-            # Another version of ncu, or another chip: what it does not know is left out.
+            # Metrics that this version of ncu or this chip does not know are left out.
             asked = [metric for metric in asked if metric not in refused]
             ended = _run([*command(ncu, table, regime, asked), str(request)], folder, timeout_s)
             said = _said(table, ended)
@@ -111,7 +112,7 @@ def profile(
 
 
 def command(ncu: Path, table: Path, regime: Regime, metrics: Sequence[str]) -> list[str]:
-    """The profiler's command line, up to the request's file."""
+    """Command line of the profiler, up to the request's file."""
     return [
         str(ncu),
         "--clock-control=none",
@@ -136,13 +137,13 @@ def _run(arguments: Sequence[str], folder: Path, timeout_s: float) -> Finished:
 
 
 def _refused(metrics: Sequence[str], said: str) -> list[str]:
-    """Metrics that the profiler's own errors name."""
+    """Metrics named in the profiler's errors."""
     errors = "\n".join(line for line in said.splitlines() if line.startswith("==ERROR=="))
     return [metric for metric in metrics if metric in errors]
 
 
 def _said(table: Path, ended: Finished) -> str:
-    """Everything that the profiler and the call wrote."""
+    """Output of the profiler and of the call."""
     return f"{_text(table)}\n{ended.log}"
 
 

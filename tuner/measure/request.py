@@ -1,4 +1,4 @@
-"""Requests to a worker, and its answer for each candidate."""
+"""Requests to a worker, and the outcome of each candidate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tuner.problem import Problem, problem_from_json
 
 @dataclass(frozen=True)
 class CandidateOutcome:
-    """Result of one candidate; the part of a `Measurement` that only the GPU knows."""
+    """Result of one candidate: the part of a `Measurement` that comes from the GPU."""
 
     status: Status
     latency_us: float | None = None
@@ -30,7 +30,7 @@ class CandidateOutcome:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CandidateOutcome:
-        """The inverse of `dataclasses.asdict` through JSON."""
+        """Inverse of `dataclasses.asdict` after JSON."""
         values = dict(data)
         clocks = dict(values.pop("clocks", {}))
         clocks["throttle"] = tuple(clocks.get("throttle", ()))
@@ -44,18 +44,18 @@ class CandidateOutcome:
 
 @dataclass(frozen=True)
 class RequestedCandidate:
-    """One config of a request."""
+    """Candidate of a request."""
 
     index: int
-    """Its place among the configs of the driver."""
+    """Index of its config in the driver's list."""
     config: Config
     artifacts: Mapping[str, Artifact]
-    """By the kernel's name within the family; empty for a vendor's."""
+    """Artifact keys by kernel name within the family; empty for a vendor's."""
 
 
 @dataclass(frozen=True)
 class WorkerRequest:
-    """One request, read."""
+    """Parsed request."""
 
     problem: Problem
     regime: Regime
@@ -71,8 +71,7 @@ class WorkerRequest:
     reference: Artifact
     candidates: Sequence[RequestedCandidate]
     strides: Strides = field(default_factory=dict)
-    """Strides of a product's matrices that differ from the problem's; for requests without
-    timing."""
+    """Strides of a GEMM's matrices that differ from the problem's, for requests without timing."""
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> WorkerRequest:

@@ -1,14 +1,14 @@
-"""Round order of kernels that are timed side by side: a Williams design, shuffled."""
+"""Round order of kernels in a final pass: a shuffled Williams design."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
 
-#: What takes this many times the fastest's time is no contender for the first place.
+#: A subject that takes this many times the fastest's time is not a contender for first place.
 CONTENDING = 1.5
-#: Microseconds for which a burst at the power limit keeps the clocks that its predecessor left. It
-#: is faster after a kernel that draws little power.
+#: Microseconds for which a burst at the power limit still runs at the clocks left by its
+#: predecessor. It is faster after a kernel that draws little power.
 SETTLE_US = 40_000.0
 
 
@@ -21,9 +21,9 @@ class RoundOrder:
     have settled.
 
     Args:
-        burst_us: time of each burst.
-        calls: calls of each.
-        bursts: how many of each a round has.
+        burst_us: microseconds of each burst.
+        calls: calls in each burst.
+        bursts: bursts of each subject in a round.
     """
 
     def __init__(self, burst_us: Sequence[float], calls: Sequence[int], bursts: int) -> None:
@@ -31,21 +31,21 @@ class RoundOrder:
         bound = CONTENDING * min(per_call)
         self._contenders = [i for i, us in enumerate(per_call) if us < bound]
         self.others = [i for i, us in enumerate(per_call) if us >= bound]
-        """Indices of those that are no contenders."""
+        """Indices of subjects that are not contenders."""
         self._burst_us = burst_us
         self._others_us = bursts * sum(burst_us[i] for i in self.others)
         self.orders = self._designs()
-        """Indices in their order, without end."""
+        """Endless iterator of round orders, as indices."""
 
     def settling(self, first: int) -> int:
-        """Bursts of a round's first that are not timed: as long as what ran before it, at most
+        """Untimed bursts of a round's first subject: as long as the burst before it, at most
         `SETTLE_US`.
         """
         return round(min(SETTLE_US, self._others_us) / max(self._burst_us[first], 1.0))
 
     def _designs(self) -> Iterator[list[int]]:
-        """Zigzags 0, 1, -1, 2, ... and, of an odd number, their reverses: each shift of them has
-        other neighbours.
+        """Zigzags 0, 1, -1, 2, ... and, for an odd number of subjects, their reverses. Each shift
+        has different neighbours.
         """
         count = len(self._contenders)
         zigzag = [-(i // 2) if i % 2 == 0 else i // 2 + 1 for i in range(count)]

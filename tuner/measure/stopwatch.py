@@ -1,7 +1,7 @@
-"""Time one candidate, or many interleaved, under a regime.
+"""Timing of one candidate, or of many interleaved, under a regime.
 
-Times are of bursts (`tuner.measure.bursts`): n calls enqueued at once. In a stream each has a
-predecessor, and the time of as many predecessors alone is taken off, pair by pair.
+Times are taken over bursts (`tuner.measure.bursts`) of n calls enqueued together. In regime
+`stream` each call has a predecessor. The time of n predecessors is subtracted, pair by pair.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from tuner.measurement import TIE, Clocks, Regime
 #: Clocks ramp from idle (345 MHz on an H200) within this time.
 WARM_UP_US = 20_000.0
 QUICK_REPLAYS = 7
-#: A call of this length is not run again only to learn its time.
+#: A call of this length is not repeated only to estimate its time.
 SLOW_US = 50_000.0
-#: A round times each subject's burst this often, after one that is not timed.
+#: Timed bursts of each subject in a round, after an untimed one.
 REPLAYS_A_ROUND = 3
-#: What deviates by this part of its median or more over the rounds is timed again, then flagged.
+#: Relative deviation over the rounds from which a subject is timed again, then flagged.
 MAX_DEVIATION = 0.02
-#: A final pass whose rounds took so long goes on only until every place beside the fastest is
-#: decided (`is_decided`), and ends undecided at the limit.
+#: A final pass whose rounds took this long continues only until every subject's rank relative to
+#: the fastest is decided (`is_decided`), and ends undecided at the limit.
 LONG_PASS_US = 3_000_000.0
 PASS_LIMIT_US = 15_000_000.0
-#: Rounds before a long pass may end, and those of a subject that is no contender there.
+#: Rounds before a long pass may end, and rounds of its subjects that are not contenders.
 MIN_ROUNDS = 8
-#: A long pass that stays undecided has so many times the rounds that were asked for, at most.
+#: An undecided long pass has at most this many times the requested rounds.
 MAX_PASSES = 3
-#: Chance that the interval of a ratio misses the ratio, at each look.
+#: Probability that a ratio's interval misses the ratio, at each look.
 MISS = 0.05
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds a call over `rounds` repetitions."""
+    """Times of a call over `rounds` rounds, in microseconds."""
 
     median_us: float
     std_us: float
@@ -68,7 +68,7 @@ class _Rounds:
     """Accepted rounds of a final pass."""
 
     samples: list[list[float]]
-    """Microseconds a call of each subject, round by round."""
+    """Microseconds a call of each subject, by round."""
     clocks: list[Clocks] = field(default_factory=list)
     spent_us: float = 0.0
     is_throttled: bool = False
@@ -85,7 +85,7 @@ class _Rounds:
         """True if no further round is needed.
 
         Args:
-            rounds: that were asked for.
+            rounds: requested rounds.
         """
         count = len(self.clocks)
         if not self.is_long:
@@ -106,7 +106,7 @@ class Stopwatch:
 
     def prepare(self, entrant: Entrant) -> Burst:
         """Estimate a call's time, capture a burst of fitting length, and warm it up."""
-        _all(entrant.before[:1])  # it may choose algorithms also
+        _all(entrant.before[:1])  # it may also choose algorithms
         three = [entrant.calls[0]] * 3
         estimate = self._time(lambda: _all(three)) / 3
         if estimate < SLOW_US:  # the first calls may have loaded modules or chosen algorithms
@@ -119,13 +119,13 @@ class Stopwatch:
                 spent += max(self._time(burst.enqueue), 1.0)
                 burst.enqueue_alone()
         except BenchmarkError:
-            with contextlib.suppress(BenchmarkError):  # of a device that is lost
+            with contextlib.suppress(BenchmarkError):  # the device is lost
                 burst.close()
             raise
         return burst
 
     def quick(self, burst: Burst) -> tuple[Timing, Clocks]:
-        """`QUICK_REPLAYS` bursts, one after the other, after one that is not timed."""
+        """Time `QUICK_REPLAYS` bursts one after the other, after an untimed one."""
         steps = burst.steps(QUICK_REPLAYS, self._chance)
         events = self._take(len(steps) + 1)
         self._series(burst, steps, events)
@@ -140,22 +140,23 @@ class Stopwatch:
         *,
         careful: bool,
     ) -> tuple[list[Timing], Clocks]:
-        """Interleave all bursts over at least `rounds` accepted rounds, by `RoundOrder`.
+        """Time all bursts interleaved over at least `rounds` accepted rounds, in the order of
+        `RoundOrder`.
 
-        Rounds under a thermal or hardware slowdown are taken again, at most as many as asked for.
-        Beyond that they stay, and everything is flagged ``throttled``. When any deviation is
-        `MAX_DEVIATION` or more, all is timed once more with twice the rounds. A deviation that
-        stays gets the flag ``noisy``.
+        Rounds under a thermal or hardware slowdown are repeated, at most as many as requested.
+        Further ones are kept, and all times are flagged ``throttled``. If any deviation reaches
+        `MAX_DEVIATION`, all subjects are timed again with twice the rounds. A deviation that stays
+        above it is flagged ``noisy``.
 
-        The noise decides the number of rounds of a pass that takes longer than `LONG_PASS_US`.
-        After `MIN_ROUNDS` it ends when everything `is_decided`. Otherwise it has up to
-        `MAX_PASSES` times the rounds within `PASS_LIMIT_US`. It is not repeated.
+        For a pass longer than `LONG_PASS_US` the noise decides the number of rounds. After
+        `MIN_ROUNDS` it ends once `is_decided`. Otherwise it takes up to `MAX_PASSES` times the
+        requested rounds within `PASS_LIMIT_US`. It is not repeated.
 
         Args:
             bursts: prepared bursts, own kernels and vendors'.
-            rounds: accepted rounds wanted.
-            progress: called with a burst's index before it is enqueued, -1 once a round.
-            careful: wait for each burst, so that the one that hangs is known.
+            rounds: accepted rounds requested.
+            progress: callback that gets a burst's index before it is enqueued, and -1 once a round.
+            careful: True to wait for each burst, so that a hanging one is identified.
         """
         round_order = self._round_order(bursts, progress, careful)
         taken = self._rounds(bursts, round_order, rounds, progress, careful)
@@ -215,7 +216,7 @@ class Stopwatch:
         progress: Callable[[int], None],
         careful: bool,
     ) -> tuple[dict[int, float], Clocks]:
-        """One burst after the other: microseconds a call of each."""
+        """Run one burst after the other. Returns microseconds a call of each."""
         steps = {index: bursts[index].steps(REPLAYS_A_ROUND, self._chance) for index in order}
         taken = iter(self._take(2 + sum(len(mine) + 1 for mine in steps.values()))[2:])
         events = {
@@ -233,7 +234,7 @@ class Stopwatch:
             if careful:
                 self._device.wait()
         self._device.record(self._events[1])
-        # Read while the GPU works: an idle one reports idle clocks.
+        # Clocks are read while the GPU works: an idle one reports idle clocks.
         clocks = device_room.read_clocks(self._device.index)
         self._device.wait()
         times = {
@@ -247,7 +248,7 @@ class Stopwatch:
         return self._device.elapsed_us(*self._events[:2])
 
     def _series(self, burst: Burst, steps: Sequence[Replay], events: Sequence[Any]) -> None:
-        """Enqueue one burst untimed, then a step between each event and the next."""
+        """Enqueue an untimed burst, then one step between each two events."""
         burst.enqueue()
         self._device.record(events[0])
         for step, event in zip(steps, events[1:], strict=True):
@@ -277,13 +278,13 @@ class Stopwatch:
 
 
 def is_decided(samples: Sequence[Sequence[float]]) -> bool:
-    """True if further rounds would not change the fastest subject by more than a tie.
+    """True if further rounds could change the fastest subject only within a tie.
 
-    Each other subject's ratio to the fastest has an interval (`median_interval`) that is narrower
-    than `TIE`, or above 1 + `TIE`.
+    It is true if each other subject's ratio to the fastest has an interval (`median_interval`)
+    narrower than `TIE`, or above 1 + `TIE`.
 
     Args:
-        samples: times of each subject, one a round, from the same first rounds.
+        samples: times of each subject, one a round, over the same rounds.
     """
     medians = [statistics.median(series) for series in samples]
     fastest = samples[medians.index(min(medians))]
@@ -299,11 +300,11 @@ def is_decided(samples: Sequence[Sequence[float]]) -> bool:
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
     """Confidence interval of the median by the sign test, for any distribution.
 
-    From six values on it misses the median with a probability of at most `MISS`. For fewer values
+    From six values on, it misses the median with a probability of at most `MISS`. For fewer values
     it is their range.
     """
     ordered, count = sorted(values), len(values)
-    rank, below = 0, 0.0  # chance that at most `rank` values are below the median
+    rank, below = 0, 0.0  # probability that at most `rank` values are below the median
     while rank < count // 2:
         below += math.comb(count, rank) / 2**count
         if 2 * below > MISS:
@@ -319,7 +320,7 @@ def _all(calls: Iterable[Call]) -> None:
 
 
 def summarize(seen: Sequence[Clocks]) -> Clocks:
-    """Medians over rounds, the highest temperature, and every throttle reason."""
+    """Median clocks over the rounds, the highest temperature, and every throttle reason."""
     if not seen:
         return Clocks()
     return Clocks(

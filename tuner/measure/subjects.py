@@ -1,7 +1,7 @@
-"""Subjects of timing: an own config with its artifacts loaded, or a vendor's kernel.
+"""Subjects of timing: configs of own families with loaded artifacts, and vendors' kernels.
 
-`CompiledSubject` launches artifacts and is captured into a CUDA graph by cuda-python;
-`VendorSubject` calls PyTorch and is captured by it. Both read the same buffers.
+`CompiledSubject` launches artifacts, and cuda-python captures it into a CUDA graph. `VendorSubject`
+calls PyTorch, which also captures it. Both read the same buffers.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from tuner.measurement import Status
 from tuner.problem import Operand, Problem
 
 WORKSPACE = "workspace"
-"""Name of the kernels' workspaces among the buffers of a call."""
+"""Name of the kernels' workspace among a call's buffers."""
 _ALIGN = 256
 
 Call = Callable[[], Any]
 
 
 class Bound:
-    """One call on fixed buffers, enqueued when it is called.
+    """Call on fixed buffers.
 
     Args:
-        call: enqueues it.
-        first: device address of its first operand as the kernel reads it.
+        call: function that enqueues the call.
+        first: device address of the first operand that the kernel reads.
     """
 
     def __init__(self, call: Call, first: int) -> None:
@@ -45,41 +45,41 @@ class Bound:
 
 
 class Subject(ABC):
-    """Something that computes a problem and can be timed."""
+    """Implementation of a problem that can be timed."""
 
     scratch_bytes = 0
-    """Its own temporary buffers: the family's scratch."""
+    """Bytes of its own temporary buffers, the family's scratch."""
     workspace_bytes = 0
-    """Its kernels' workspaces together."""
+    """Bytes of its kernels' workspaces together."""
     temporary_bytes = 0
-    """Memory that a call allocates beside its output, seen when it was checked."""
+    """Bytes that a call allocates beside its output, observed during its check."""
 
     @abstractmethod
     def bind(self, buffers: Mapping[str, int], scale: float, *, deliver: bool = False) -> Bound:
-        """One call on fixed buffers, enqueued on the device's stream.
+        """Bind one call to fixed buffers, to be enqueued on the device's stream.
 
         Args:
             buffers: device address of each operand, of `SCRATCH` and of `WORKSPACE`.
             scale: see `Family.launches`.
-            deliver: the output has to arrive in the operand's buffer (for a check); without it
-                a vendor's kernel leaves it where it made it.
+            deliver: True if the output must arrive in the operand's buffer, as for a check. If
+                False, a vendor's kernel leaves it in its own memory.
         """
 
     @abstractmethod
     def capture(self, calls: Iterable[Call]) -> Any:
-        """Capture calls into a graph that has `replay()`."""
+        """Capture calls into a graph with a method `replay`."""
 
     @abstractmethod
     def stream(self) -> int:
-        """The stream that a call would now be enqueued on."""
+        """Stream on which a call would now be enqueued."""
 
     def close(self) -> None:
-        """Give back what timing it took."""
+        """Release the resources of timing."""
         return
 
 
 class CompiledSubject(Subject):
-    """A config of an own family, its artifacts loaded."""
+    """Config of an own family, with loaded artifacts."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class CompiledSubject(Subject):
             raise BenchmarkError(f"{family.name} launches nothing for {config.digest}")
 
     def _launches(self, scale: float) -> list[Launch]:
-        """Raises: BenchmarkError: when the family takes no such strides."""
+        """Raises: BenchmarkError: when the family does not support such strides."""
         if not self._strides:
             return self._family.launches(self._problem, self._config, scale)
         found = self._family.strided_launches(self._problem, self._config, scale, self._strides)
@@ -114,8 +114,8 @@ class CompiledSubject(Subject):
         return found
 
     def parts(self) -> dict[str, CompiledSubject]:
-        """Each kernel's launches as a subject of their own, in the order of the kernels. Timed on
-        the buffers of the whole, which has to have run before.
+        """One subject for each kernel's launches, in the order of the kernels. They are timed on
+        the buffers of the whole call, which must have run before.
         """
         found = {}
         for name in self._kernels:
@@ -164,17 +164,17 @@ class CompiledSubject(Subject):
 
 
 def _address(buffers: Mapping[str, int], ref: Ref) -> int:
-    """Address of a launch's tensor; null for a log-sum-exp that is not wanted."""
+    """Address of a launch's tensor; null for a log-sum-exp that was not requested."""
     if ref.operand == LSE and LSE not in buffers:
         return 0
     return buffers[ref.operand] + ref.offset_bytes
 
 
 class CudaArray:
-    """Device memory in the form that `torch.as_tensor` takes without copying."""
+    """Device memory in a form that `torch.as_tensor` takes without copying."""
 
     def __init__(self, pointer: int, operand: Operand) -> None:
-        # Integers of the right width: the interface has no bfloat16. Viewed as the real type.
+        # Integers of the same width, viewed as the real type: the interface does not have bfloat16.
         width = operand.bytes // operand.elements
         self.__cuda_array_interface__ = {
             "data": (pointer, False),
@@ -186,18 +186,18 @@ class CudaArray:
 
 
 class VendorSubject(Subject):
-    """A vendor's kernel through PyTorch, on our buffers and our stream."""
+    """A vendor's kernel, called through PyTorch on the gate's buffers and stream."""
 
     def __init__(self, device: Device, family: Family, problem: Problem, config: Config) -> None:
         """Imports torch, and makes the device's stream its current one.
 
-        A vendor that wants another layout than the problem's (`Family.handed_over`) gets copies
-        of the inputs, made when a call is bound and no part of it. Then it also prepares itself
-        for their contents (`PreparedCall`).
+        A vendor that needs a different layout than the problem's (`Family.handed_over`) gets copies
+        of the inputs. They are made when a call is bound, which is not timed. The vendor then also
+        prepares itself for their contents (`PreparedCall`).
 
         Raises:
-            BenchmarkError: with status UNAVAILABLE where there is no torch; `bind` raises it
-                where the vendor cannot serve the problem.
+            BenchmarkError: with status UNAVAILABLE without torch. `bind` raises it if the vendor
+                cannot serve the problem.
         """
         self._device, self._family, self._problem, self._config = device, family, problem, config
         self._wanted = family.handed_over(problem, config)
@@ -218,7 +218,7 @@ class VendorSubject(Subject):
         return tensor.view(getattr(self._torch, operand.dtype))
 
     def _input(self, pointer: int, here: Operand, wanted: Operand) -> Any:
-        """An input as the vendor wants it: the buffer itself, or a copy with other strides."""
+        """An input in the vendor's layout: the buffer itself, or a copy with other strides."""
         tensor = self._tensor(pointer, here)
         if here.strides == wanted.strides:
             return tensor
@@ -264,14 +264,14 @@ class VendorSubject(Subject):
         return int(self._torch.cuda.current_stream().cuda_stream)
 
     def _requested(self, which: str) -> int:
-        """Bytes that were asked of torch's allocator, now or at the peak."""
+        """Bytes requested from torch's allocator, now or at the peak."""
         return int(self._torch.cuda.memory_stats()[f"requested_bytes.all.{which}"])
 
     def capture(self, calls: Iterable[Call]) -> Any:
         torch = self._torch
         graph = torch.cuda.CUDAGraph()
-        # Outputs of different sets stay alive side by side, as own kernels' do: writing one
-        # buffer again and again would leave it in L2.
+        # Outputs of different sets stay alive side by side, as own kernels' do: a buffer that is
+        # written repeatedly would stay in L2.
         outputs: dict[Call, Any] = {}
         with torch.cuda.graph(graph):
             for call in calls:
@@ -284,10 +284,10 @@ class VendorSubject(Subject):
 
 
 def import_torch(device: Device) -> Any:
-    """PyTorch on the device's stream.
+    """Import PyTorch and make the device's stream its current one.
 
     Raises:
-        BenchmarkError: with status UNAVAILABLE where it is not installed or sees no GPU.
+        BenchmarkError: with status UNAVAILABLE if it is not installed or sees no GPU.
     """
     try:
         torch = importlib.import_module("torch")
