@@ -1,6 +1,6 @@
-"""Limits of an output's error, and verdicts on comparisons and times. Nothing runs here.
+"""Limits of an output's error, and verdicts on comparisons and times. Pure functions.
 
-A time that the chip cannot reach is a failure too (`too_fast`).
+A time that the chip cannot reach is also a failure (`too_fast`).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from tuner.problem import (
     SwigluProblem,
 )
 
-#: Spacing of fp16 below its normal numbers: values there cannot be rounded any better.
+#: Spacing of fp16's subnormal numbers, the best precision of rounding there.
 _FP16_SUBNORMAL_STEP = 2.0**-24
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of an output's error."""
+    """Limits of an output's error against the fp64 reference."""
 
     frobenius: float
     """Relative Frobenius norm of the error."""
@@ -42,10 +42,10 @@ class Limits:
     """Every element: `allowed`."""
 
     def allowed(self, reference: float, row_rms: float = 0.0) -> float:
-        """Limit of an element's error, as the gate's compare kernel computes it.
+        """Limit of an element's absolute error, as the gate's compare kernel computes it.
 
         Args:
-            reference: its reference.
+            reference: reference value of the element.
             row_rms: root mean square of the reference over its row: the output's elements along
                 the axis of unit stride, the head dimension of attention.
         """
@@ -53,13 +53,14 @@ class Limits:
 
     @property
     def text(self) -> str:
-        """The rule of `allowed`."""
+        """Formula of `allowed`, as text."""
         row = f" + {self.row:.3g} x row's RMS" if self.row else ""
         return f"{self.absolute:.3g} + {self.relative:.3g} x |reference|{row}"
 
 
-#: By the output's type. bf16 has 3 mantissa bits fewer than fp16: 8 times as much. fp32 results
-#: of 16-bit operands differ from the reference by accumulation only and meet fp16's with ease.
+#: Limits by the output's type. bf16 has 3 mantissa bits fewer than fp16, so its limits are 8 times
+#: as large. fp32 results of 16-bit operands differ from the reference only by accumulation, well
+#: within fp16's limits.
 LIMITS = {
     "float16": Limits(1e-3, 2e-3, 2e-3),
     "bfloat16": Limits(8e-3, 1.6e-2, 1.6e-2),
@@ -67,9 +68,9 @@ LIMITS = {
 }
 
 
-#: The same of attention's gradients. The derivative of a score is the difference of two sums, one
-#: of them over the rounded output: where a few keys have most of a row's probability, both are
-#: nearly equal. Emulated on the gate's planted inputs (512 queries and keys), kernels that round
+#: Limits of attention's gradients. The derivative of a score is the difference of two sums, one of
+#: them over the rounded output: where a few keys have most of a row's probability, both are nearly
+#: equal. Emulated on the gate's planted inputs (512 queries and keys), kernels that round
 #: probabilities and derivatives to 16 bits are off by up to 1.1e-3 in fp16 and 8.5e-3 in bf16, an
 #: element by up to 3.3e-3 and 3.2e-2.
 GRADIENT_LIMITS = {
@@ -78,13 +79,14 @@ GRADIENT_LIMITS = {
 }
 
 
-#: Relative error of a probability that is rounded to e4m3: uniform within a spacing of 2^-3 to
-#: 2^-4 of it, its logarithm uniform over an octave, 2^-3 / sqrt(12) * sqrt(3 / (8 ln 2)).
+#: Standard deviation of the relative error of a probability rounded to e4m3: uniform within a
+#: spacing of 2^-3 to 2^-4 of it, its logarithm uniform over an octave, 2^-3 / sqrt(12) * sqrt(3 /
+#: (8 ln 2)).
 E4M3_ROUNDING = 0.0266
 #: WGMMA adds the products of 8-bit operands to an accumulator of 13 mantissa bits and cuts off the
 #: rest: half a unit on average each time, once for every `E4M3_DEPTH` keys.
 E4M3_TRUNCATION, E4M3_DEPTH = 2.0**-14, 32
-#: What is allowed over what is expected of a sound kernel.
+#: Allowed error over the expected error of a correct kernel.
 E4M3_MARGIN = 1.25
 #: An element of e4m3 attention, relative to the root mean square of its row (`limits_of`).
 E4M3_ROW = 2.0**-4 * 8
@@ -95,30 +97,30 @@ E4M3_ROW = 2.0**-4 * 8
 #: are cut off, and such errors have either sign. Source: the emulation in
 #: `tests/unit/test_e4m3_arithmetic.py`.
 E4M3_SUM = 2.1e-5
-#: What an element's error may be of that, which is the deviation of all.
+#: Limit of an element's error in units of that standard deviation.
 E4M3_DEVIATIONS = 8
 
 
 def limits_of(problem: Problem) -> Limits:
     """Limits of the error of `problem`'s output.
 
-    e4m3 products may be off by what the accumulators lose over the products that stay in them, on
-    top of what 16-bit ones may. e4m3 attention is judged against the exact result of its quantised
-    inputs: what is left is the rounding of the probabilities and the accumulators' truncation,
+    e4m3 GEMMs have the limits of 16-bit ones, plus the accumulators' truncation over the products
+    that stay in them. e4m3 attention is judged against the exact result of its quantised inputs.
+    Its remaining error is the rounding of the probabilities, and the accumulators' truncation,
     which grows with the keys.
 
     An element of that attention is ``sum(p_j * v_j)``, and its error ``sum(d_j * p_j * v_j)``. The
     relative roundings d_j are at most 2^-4: e4m3 has three mantissa bits (Micikevicius et al., "FP8
     Formats for Deep Learning", 2022, table 1). They are independent from key to key.
 
-    - Many keys count: the error over the row's root mean square is normal with the deviation
+    - Many keys have weight: the error over the row's root mean square is normal with the deviation
       `E4M3_ROUNDING`, for both grow alike with the keys. Eight deviations are 0.21.
-    - One key counts: the row is its value, and an element is off by 2^-4 of itself. None of a row
-      exceeds eight times the row's root mean square: 0.5. Kernels that scale the largest
+    - One key has all the weight: the row is its value, and an element is off by 2^-4 of itself. No
+      element exceeds eight times the row's root mean square: 0.5. Kernels that scale the largest
       probability to a power of two round it exactly; vendors' need not.
 
-    The limit is the larger, `E4M3_ROW`. A row that was left out is off by its own elements, of
-    whatever size they are; 62 % of normal ones exceed it.
+    The limit is the larger, `E4M3_ROW`. A row that a kernel left out is off by its own elements,
+    and 62 % of normal elements exceed the limit.
     """
     if isinstance(problem, AttentionBackwardProblem):
         return GRADIENT_LIMITS[problem.dtype]
@@ -142,7 +144,7 @@ def limits_of(problem: Problem) -> Limits:
 
 @dataclass(frozen=True)
 class OutputComparison:
-    """An output against its reference."""
+    """Result of comparing an output with its reference."""
 
     elements: int
     error_squares: float = 0.0
@@ -155,12 +157,12 @@ class OutputComparison:
 
     @property
     def is_sound(self) -> bool:
-        """False where the reference is not finite: elements that differ from it are not seen."""
+        """False if the reference is not finite, since differences from it cannot be detected."""
         return math.isfinite(self.error_squares + self.reference_squares)
 
     @classmethod
     def unpack(cls, data: bytes, elements: int) -> OutputComparison:
-        """Read the eight words that the compare command of the template fills."""
+        """Read the eight words that the template's compare command writes."""
         error, reference, beyond, not_finite, poisoned, worst, last, _ = struct.unpack(
             "<2d3Qd2Q", data
         )
@@ -170,7 +172,7 @@ class OutputComparison:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of a check; `status` OK passes."""
+    """Result of a check. A candidate passes if `status` is OK."""
 
     status: Status
     error: float | None = None
@@ -185,17 +187,17 @@ def judge(
     changed: Sequence[str],
     limits: Limits | None = None,
 ) -> Verdict:
-    """Turn what was seen into a verdict.
+    """Make a verdict from a comparison and the checks of the buffers.
 
     Args:
-        comparison: the output against the reference.
-        operand: the output.
-        strayed: 16-bit words of each buffer's guard bands that were written.
-        changed: inputs whose contents changed.
-        limits: of the problem (`limits_of`); those of the output's type when None.
+        comparison: result of comparing the output with the reference.
+        operand: operand that is the output.
+        strayed: number of 16-bit words written in each buffer's guard bands.
+        changed: names of inputs whose contents changed.
+        limits: limits of the problem (`limits_of`); None: those of the output's type.
 
     Raises:
-        GateError: when the reference is not finite: nothing can be said of the output.
+        GateError: when the reference is not finite, so that the output cannot be judged.
     """
     limits = limits or LIMITS[operand.dtype]
     error: float | None = None
@@ -231,10 +233,11 @@ def judge(
 
 
 def floor_work(problem: Problem) -> tuple[int, int]:
-    """Tensor-core operations, at the rate of 16-bit ones, and bytes that no kernel can avoid.
+    """Lower bounds of any kernel's work: tensor-core operations at the rate of 16-bit ones, and
+    bytes of memory traffic.
 
-    Under a mask only the visible pairs count, exactly, and keys that the last query does not reach
-    are never read. A softmax has no tensor-core work.
+    Under a mask exactly the visible pairs count, and keys beyond the reach of the last query are
+    not read. A softmax does not use tensor cores.
     """
     if isinstance(problem, GemmProblem | SwigluProblem | GroupedGemmProblem):
         return problem.flops // problem.tensor_rate, problem.bytes
@@ -248,14 +251,14 @@ def floor_work(problem: Problem) -> tuple[int, int]:
         return sum(flops for flops, _ in each), sum(moved for _, moved in each)
     keys = problem.seqlen_kv
     seen = min(problem.seqlen_q + problem.visible[1], keys)
-    if problem.is_paged:  # whole pages, of which no slot behind a sequence is read
+    if problem.is_paged:  # whole pages, without the slots behind a sequence's end
         keys = sum(problem.pages) // problem.batch * problem.page_size
         seen = len(problem.keys_of(0, problem.seqlen_q - 1))
     unread = (keys - seen) * problem.head_dim * problem.heads_kv * problem.batch
     flops = 4 * problem.batch * problem.heads_q * problem.head_dim * problem.pairs
     unread *= 2
     for bits in problem.operands[3:-1]:
-        if bits.name == "block_bits":  # of blocks that are seen whole or not at all none is read
+        if bits.name == "block_bits":  # masks of full and empty blocks are not read
             unread += bits.bytes // DTYPE_BYTES[problem.dtype]
     for bias in problem.operands[3:-1]:
         if bias.name == "bias":  # one element for each visible pair
@@ -264,7 +267,7 @@ def floor_work(problem: Problem) -> tuple[int, int]:
 
 
 def too_fast(problem: Problem, gpu: Gpu, latency_us: float) -> str:
-    """Why a time cannot be true, or an empty text."""
+    """Reason why a time is impossible, or an empty string."""
     floor = gpu.floor_us(*floor_work(problem))
     if latency_us >= floor:
         return ""

@@ -1,8 +1,9 @@
-"""The process that measures: ``python -m tuner.measure.worker``, started and killed by
+"""Worker process that measures: ``python -m tuner.measure.worker``, started and killed by
 `worker_client`.
 
-Requests and answers are JSON lines over two pipes of their own; standard output and error are the
-log. One request at a time. Answers are streamed, so that what is finished survives what hangs::
+Requests and answers are JSON lines over two separate pipes; standard output and error are the log.
+The worker handles one request at a time. Answers are streamed, so that finished results survive a
+later hang::
 
     {"event": "ready"}                                       once
     {"event": "phase", "index": 3 | null, "what": "...", "allow_s": 2.0}
@@ -11,10 +12,10 @@ log. One request at a time. Answers are streamed, so that what is finished survi
     {"event": "failed", "status": "...", "log": "..."}       the request, not a candidate
     {"event": "done"}
 
-After a result that is `fatal` the process ends: its CUDA context is lost, or the rest of its
-request. It ends without one when interleaved finalists fail and the faulty one is not known; asked
-again with care, it names it. When the pipe of requests closes, as by a killed driver, it ends its
-whole process group at once.
+After a `fatal` result the process ends: its CUDA context is lost. It also ends if interleaved
+finalists fail and the faulty one is not known. A repeated request in careful mode then identifies
+it. When the request pipe closes, as after the driver was killed, the worker ends its whole process
+group at once.
 """
 
 from __future__ import annotations
@@ -60,22 +61,22 @@ from tuner.measure.tolerance import Verdict, too_fast
 from tuner.measurement import Status
 from tuner.problem import problem_from_json
 
-#: Importing torch, loading cuDNN, choosing algorithms and compiling (FlashAttention-4 does) may
-#: take this much longer than a launch.
+#: Extra time over a launch for importing torch, loading cuDNN, choosing algorithms and compiling
+#: (FlashAttention-4).
 VENDOR_ALLOWANCE_S = 120.0
-#: A round of many finalists, some of them slow, may take this much longer than a launch.
+#: Extra time over a launch for a round of many finalists, some of them slow.
 _ROUND_ALLOWANCE_S = 10.0
 
 LSE_PROBE = "probe_lse"
 PROBES = ("probe", LSE_PROBE)
-"""Modes that check and do not time."""
+"""Modes that check without timing."""
 
 Emit = Callable[[Mapping[str, Any]], None]
 
 
 @dataclass
 class _Prepared:
-    """A candidate that can run: what to call and the buffers that are its own."""
+    """A candidate ready to run: its subject and its own buffers."""
 
     index: int
     subject: Subject
@@ -101,7 +102,7 @@ class _Prepared:
     def outcome(
         self, verdict: Verdict, timing: Timing | None = None, **more: Any
     ) -> CandidateOutcome:
-        """A latency only where the verdict is OK."""
+        """Outcome of the candidate; it has a latency only if the verdict is OK."""
         timed = timing is not None and verdict.status is Status.OK
         return CandidateOutcome(
             status=verdict.status,
@@ -124,7 +125,7 @@ class Worker:
         self._gate: Gate | None = None
 
     def answer(self, request: Mapping[str, Any]) -> bool:
-        """Handle one request, to its last event unless the process has to end: False then."""
+        """Handle one request to its last event. Returns False if the process has to end."""
         try:
             if request["mode"] == "environment":
                 self._emit({"event": "facts", "facts": self._facts()})
@@ -142,7 +143,7 @@ class Worker:
         return alive
 
     def _facts(self) -> dict[str, str]:
-        """Facts of the vendor families about this machine; imports torch."""
+        """Facts of the vendor families about this machine. Imports torch."""
         self._phase(None, "versions of the vendors' libraries", VENDOR_ALLOWANCE_S)
         facts: dict[str, str] = {}
         for member in self._members.values():
@@ -151,14 +152,14 @@ class Worker:
         return facts
 
     def _listing(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The candidates of a library for a problem; a reason where it has none."""
+        """A library's candidates for a problem, or the reason why it has none."""
         family = self._members[request["family"]]
         self._phase(None, f"candidates of {family.name}", VENDOR_ALLOWANCE_S)
         problem = problem_from_json(request["problem"])
         try:
             import_torch(self._device)
             configs = family.listing(problem, request["max_workspace"])
-        except Exception as exc:  # the worker's loop: a library may fail in any way
+        except Exception as exc:  # worker's loop: a library may raise anything
             return {"configs": [], "reason": str(exc) or type(exc).__name__}
         return {"configs": [config.to_json() for config in configs], "reason": ""}
 
@@ -184,16 +185,17 @@ class Worker:
         return True
 
     def _guarded(self, index: int, work: Callable[[], CandidateOutcome | None]) -> bool:
-        """Turn whatever `work` does into a result; False when the context is lost.
+        """Turn the end of `work`, a failure included, into a result. Returns False when the context
+        is lost.
 
         Raises:
-            GateError: which fails the request.
+            GateError: when the gate itself fails, which fails the request.
         """
         try:
             outcome = work()
         except GateError:
             raise
-        except Exception as exc:  # the worker's loop: a candidate may fail in any way
+        except Exception as exc:  # worker's loop: a candidate may raise anything
             outcome = self._explain(exc)
         healthy = self._device.healthy()
         if outcome is not None or not healthy:
@@ -207,7 +209,7 @@ class Worker:
         self._emit({"event": "result", "index": index, "outcome": asdict(outcome), "fatal": fatal})
 
     def _explain(self, exc: Exception) -> CandidateOutcome:
-        """The status of a failure; the device's own error says more than a caller's."""
+        """Status of a failure. An error of the device takes precedence over the caller's."""
         if isinstance(exc, BenchmarkError) and exc.status != Status.LAUNCH_ERROR:
             return CandidateOutcome(Status(exc.status), log=str(exc))
         try:
@@ -223,7 +225,7 @@ class Worker:
     def _one(
         self, job: WorkerRequest, rotation: _Rotation, pool: Pool, candidate: RequestedCandidate
     ) -> CandidateOutcome:
-        """Check one candidate and time it quickly."""
+        """Check one candidate and time it in a quick pass."""
         prepared = self._prepare(job, pool, candidate)
         stopwatch = Stopwatch(self._device, job.regime)
         try:
@@ -243,7 +245,7 @@ class Worker:
     def _profiled(
         self, job: WorkerRequest, rotation: _Rotation, stopwatch: Stopwatch, prepared: _Prepared
     ) -> CandidateOutcome:
-        """How long the kernels of a call run, by the profiler."""
+        """Duration of a call's kernels, by the profiler."""
         prepared.burst = self._burst(job, rotation, stopwatch, prepared)
         self._phase(prepared.index, "profiling", VENDOR_ALLOWANCE_S)
         timing = Timing(device_us(self._device, prepared.burst), 0.0, 1)
@@ -283,7 +285,7 @@ class Worker:
     def _burst(
         self, job: WorkerRequest, rotation: _Rotation, stopwatch: Stopwatch, prepared: _Prepared
     ) -> Burst:
-        """A burst of a candidate, ready to be timed."""
+        """Burst of a candidate, ready to be timed."""
         vendor = isinstance(prepared.subject, VendorSubject)
         self._phase(prepared.index, "timing", VENDOR_ALLOWANCE_S if vendor else 0.0)
         scale = scale_of(job.problem)
@@ -296,7 +298,7 @@ class Worker:
         return self._gate
 
     def _check(self, job: WorkerRequest, prepared: _Prepared) -> None:
-        """Run the candidate on every kind of inputs; keeps the worst error, or the first fault."""
+        """Run the candidate on every kind of inputs. Keeps the worst error, or the first fault."""
         gate = self._opened()
         worst = 0.0
         vendor = isinstance(prepared.subject, VendorSubject)
@@ -322,13 +324,13 @@ class Worker:
         prepared.verdict = Verdict(Status.OK, worst)
 
     def _recheck(self, job: WorkerRequest, prepared: _Prepared, timing: Timing) -> Verdict:
-        """The time against the floor, and once more the result, as the timed burst makes it."""
+        """Check the time against the chip's limit, and the result again after the timed burst."""
         if reason := too_fast(job.problem, self._gpu, timing.median_us):
             return Verdict(Status.TOO_FAST, prepared.verdict.error, reason)
         if prepared.burst is None or isinstance(prepared.subject, VendorSubject):
-            return prepared.verdict  # a vendor's output stays in memory of its own
+            return prepared.verdict  # a vendor's output stays in its own memory
         if job.regime.behind == "gemm":
-            return prepared.verdict  # its predecessor computed other inputs
+            return prepared.verdict  # its predecessor wrote other inputs
         gate = self._opened()
         self._phase(prepared.index, "check after timing")
         gate.arm(prepared.own)
@@ -339,7 +341,7 @@ class Worker:
         return Verdict(verdict.status, verdict.error, f"when launched repeatedly, {verdict.log}")
 
     def _measure_together(self, job: WorkerRequest, gate: Gate) -> bool:
-        """Check all finalists, then time those that pass interleaved."""
+        """Check all finalists, then time those that pass, interleaved."""
         ready: list[_Prepared] = []
         stopwatch = Stopwatch(self._device, job.regime)
         with (
@@ -367,7 +369,7 @@ class Worker:
                 not ready or self._interleave(job, gate, rotation, ready, stopwatch)
             )
             if not alive:
-                closing.pop_all()  # a lost context closes nothing any more; the process ends
+                closing.pop_all()  # a lost context cannot close anything; the process ends
         return alive
 
     def _interleave(
@@ -382,7 +384,7 @@ class Worker:
 
         def progress(which: int) -> None:
             nonlocal culprit
-            # The control is the first finalist once more.
+            # The control is the first finalist, a second time.
             culprit = ready[which % len(ready)].index if which >= 0 else None
             self._phase(culprit, "interleaved timing", _ROUND_ALLOWANCE_S)
 
@@ -404,14 +406,14 @@ class Worker:
         bursts = [prepared.burst for prepared in ready if prepared.burst is not None]
         culprit = ready[0].index
         try:
-            # The control: what two times of one kernel differ by.
+            # The control: difference of two times of one kernel.
             ready[0].control = self._burst(job, rotation, stopwatch, ready[0])
             bursts.append(ready[0].control)
             with ranges.named(f"interleaved timing of {len(ready)}"):
                 (*timings, control), clocks = stopwatch.final(
                     bursts, job.rounds, progress, careful=job.careful
                 )
-        except Exception as exc:  # as in the worker's loop, but of whose turn it was
+        except Exception as exc:  # as in the worker's loop, for the subject whose turn it was
             outcome = self._explain(exc)
             if culprit is None:
                 sys.stderr.write(f"{outcome.log}\n")
@@ -425,7 +427,7 @@ class Worker:
 
 
 class _Rotation:
-    """The sets of operands of a request, made when the first candidate is timed."""
+    """Sets of operands of a request, made when the first candidate is timed."""
 
     def __init__(self, worker: Worker, job: WorkerRequest, gate: Gate) -> None:
         self._worker, self._job, self._gate = worker, job, gate
@@ -455,7 +457,7 @@ def _name(candidate: RequestedCandidate) -> str:
 def read_requests(descriptor: int) -> Iterator[Mapping[str, Any]]:
     """Requests from a pipe.
 
-    A thread reads it from now on, all the time: the pipe's end is the end of the process.
+    A thread reads the pipe from now on: when the pipe closes, the process ends.
     """
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
 
@@ -470,7 +472,7 @@ def read_requests(descriptor: int) -> Iterator[Mapping[str, Any]]:
 
 
 def end_group() -> None:
-    """End this process and what it started at once: a hung kernel lets nothing end in order."""
+    """Kill this process and its children at once: with a hung kernel an orderly end is impossible."""
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpgrp(), signal.SIGKILL)
     os._exit(0)
@@ -479,8 +481,8 @@ def end_group() -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until the pipe of requests closes or the CUDA context is lost.
 
-    Only the driver ends it. A signal to every process of a service must not look like a candidate
-    that took the worker down.
+    Signals are ignored, so that only the driver ends the worker. A signal to every process of a
+    service must not look like a candidate that killed the worker.
     """
     parser = argparse.ArgumentParser(prog="python -m tuner.measure.worker")
     parser.add_argument("--requests", type=int, required=True, help="file descriptor to read")
@@ -524,5 +526,5 @@ def _serve(options: argparse.Namespace) -> int:
 if __name__ == "__main__":
     code = main()
     sys.stderr.flush()
-    # After a lost context the libraries' own clean-up can hang or abort.
+    # After a lost context the libraries' clean-up can hang or abort.
     os._exit(code)

@@ -1,7 +1,8 @@
-"""The driver's side of `worker`: start it, ask it, kill it, and say what became of each candidate.
+"""Driver's side of `worker`: starts it, sends requests, kills it, and reports each candidate's
+outcome.
 
-A candidate may hang, corrupt the CUDA context or take the process down. Whatever it does, it gets
-a status and the others of its group are measured, in a fresh process if need be.
+A candidate may hang, corrupt the CUDA context or kill the process. In each case it gets a status,
+and the others of its group are measured, in a new process if necessary.
 """
 
 from __future__ import annotations
@@ -30,35 +31,35 @@ from tuner.measure.request import CandidateOutcome
 from tuner.measurement import Regime, Status
 from tuner.problem import Problem
 
-#: Longest silence of a worker, beyond what it says that a phase may take.
+#: Longest silence of a worker beyond the time that it announced for a phase.
 TIMEOUT_S = 20.0
-#: Start-up: importing, and creating the CUDA context, on a machine that is busy compiling.
+#: Time-out of the start-up: imports and the CUDA context, on a machine that is busy compiling.
 START_TIMEOUT_S = 120.0
-#: A killed process whose kernel hangs leaves the GPU within this time.
+#: Time within which a killed process with a hung kernel leaves the GPU.
 KILL_TIMEOUT_S = 60.0
-#: How much of the worker's output ends up in a measurement's log.
+#: Characters of the worker's output that are kept in a measurement's log.
 LOG_TAIL_BYTES = 2000
 
 
 @dataclass(frozen=True)
 class Ask:
-    """Work of a worker on candidates of one problem."""
+    """Request for candidates of one problem."""
 
     problem: Problem
     regime: Regime
     mode: str
-    """quick, final, probe or kernels; see `request.Job`."""
+    """Mode of `WorkerRequest`."""
     seed: int
     reference: Artifact
-    """The gate's kernels."""
+    """Artifact of the gate's kernels."""
     candidates: Sequence[tuple[Config, Mapping[str, Artifact]]]
     rounds: int = 0
     max_workspace: int | None = None
     strides: Strides = field(default_factory=dict)
-    """As `request.Job` has them."""
+    """Strides as in `WorkerRequest`."""
 
     def to_json(self, indices: Sequence[int], careful: bool) -> dict[str, Any]:
-        """The request for some of the candidates."""
+        """JSON request for some of the candidates."""
         used = [self.reference]
         for index in indices:
             used += self.candidates[index][1].values()
@@ -86,19 +87,19 @@ class Ask:
 
 @dataclass(frozen=True)
 class _Ending:
-    """How an attempt ended before every candidate had its result."""
+    """End of an attempt before every candidate had its result."""
 
     status: Status
     log: str
     culprit: int | None
-    """The candidate that was at work; None when it was none's turn."""
+    """Index of the candidate that was running; None if none was."""
 
 
 class AnyWorker(Protocol):
-    """A worker on one GPU: a process of this machine, or an actor of a cluster."""
+    """Worker on one GPU: a process on this machine, or an actor on a cluster."""
 
     def renew(self) -> None:
-        """A request begins: forget an interruption of the one before. Neither waits nor raises."""
+        """Begin a request: clear an earlier interruption. Neither waits nor raises."""
         ...
 
     def measure(self, ask: Ask) -> list[CandidateOutcome]: ...
@@ -113,15 +114,15 @@ class AnyWorker(Protocol):
 
 
 class WorkerClient:
-    """Owns at most one worker process, started when it is first needed. One thread at a time asks
-    it; `interrupt` may come from another, and holds until `renew`.
+    """Owner of at most one worker process, which is started on first use. Only one thread may send
+    requests at a time. `interrupt` may be called from another thread, and holds until `renew`.
 
     Args:
         device_index: CUDA device.
-        family_modules: Python files that define further families, for tests.
-        timeout_s: longest silence beyond what a phase announces.
-        start_timeout_s: until the process is ready.
-        command: what to run instead of this interpreter's ``-m tuner.measure.worker``.
+        family_modules: Python files with further families, for tests.
+        timeout_s: longest silence beyond the time that a phase announces.
+        start_timeout_s: seconds until the process must be ready.
+        command: command to run instead of this interpreter's ``-m tuner.measure.worker``.
     """
 
     def __init__(
@@ -144,14 +145,14 @@ class WorkerClient:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the worker, None while there is none."""
+        """Process id of the worker; None while it is not running."""
         return None if self._process is None else self._process.pid
 
     def facts(self) -> dict[str, str]:
         """Versions of the vendor families' libraries.
 
         Raises:
-            BenchmarkError: when the worker cannot say.
+            BenchmarkError: when the worker does not answer.
             concurrent.futures.CancelledError: after `interrupt`.
         """
         found: dict[str, str] = {}
@@ -166,7 +167,7 @@ class WorkerClient:
         return found
 
     def listing(self, problem: Problem, family: str, max_workspace: int | None) -> list[Config]:
-        """`Family.listing` on the GPU; none where the library or the worker fails.
+        """`Family.listing` on the GPU; empty if the library or the worker fails.
 
         Raises:
             BenchmarkError: when no worker can be started.
@@ -185,7 +186,7 @@ class WorkerClient:
         return found
 
     def measure(self, ask: Ask) -> list[CandidateOutcome]:
-        """One outcome a candidate, in their order.
+        """Measure candidates. Returns one outcome each, in their order.
 
         Raises:
             BenchmarkError: when no worker can be started, or the gate itself fails.
@@ -200,7 +201,7 @@ class WorkerClient:
             if ending.culprit is not None:
                 outcomes.setdefault(ending.culprit, CandidateOutcome(ending.status, log=ending.log))
                 continue
-            # Nobody's turn: once more, waiting for each candidate; then it is everybody's.
+            # No candidate was running: retry in careful mode; if that fails, all candidates fail.
             careful, blameless = True, blameless + 1
             if blameless > 1:
                 for index in range(len(ask.candidates)):
@@ -212,8 +213,8 @@ class WorkerClient:
             self._is_interrupted = False
 
     def interrupt(self) -> None:
-        """Kill the worker from another thread. Requests to it before `renew` end in
-        `CancelledError`, and the next request is a fresh worker's.
+        """Kill the worker from another thread. Requests before `renew` end with `CancelledError`.
+        The next request starts a new worker.
         """
         with self._lock:
             self._is_interrupted = True
@@ -221,7 +222,7 @@ class WorkerClient:
                 self._process.signal()
 
     def close(self) -> None:
-        """Kill the worker and all that it started."""
+        """Kill the worker and its children."""
         if self._process is not None:
             self._process.close()
             self._process = None
@@ -236,7 +237,7 @@ class WorkerClient:
     def _attempt(
         self, request: Mapping[str, Any], outcomes: dict[int, CandidateOutcome]
     ) -> _Ending | None:
-        """Ask once; adds what was finished to `outcomes`."""
+        """Send one request. Adds finished outcomes to `outcomes`."""
         wanted = [candidate["index"] for candidate in request["candidates"]]
         for event in self._events(request):
             if isinstance(event, _Ending):
@@ -261,7 +262,7 @@ class WorkerClient:
         return None
 
     def _events(self, request: Mapping[str, Any]) -> Iterator[Any]:
-        """Send a request and yield its events; the last may be an `_Ending` instead."""
+        """Send a request and yield its events. The last may be an `_Ending`."""
         process = self._process
         if process is None or not process.alive():
             self.close()
@@ -321,12 +322,13 @@ def _with_tail(text: str, tail: str) -> str:
 
 
 class _Process:
-    """One worker process, its two pipes and its log."""
+    """Worker process with its two pipes and its log."""
 
     def __init__(self, command: Sequence[str]) -> None:
         requests, self._requests = os.pipe()
         self._answers, answers = os.pipe()
-        # Unlinked at once; read back through the descriptor, also after the process is dead.
+        # The log is unlinked at once, and read through its descriptor, also after the process is
+        # dead.
         self._log: IO[bytes] = tempfile.TemporaryFile()
         try:
             self._popen = subprocess.Popen(
@@ -353,7 +355,7 @@ class _Process:
         return self._popen.pid
 
     def alive(self) -> bool:
-        """True when it may be asked; one that was sent its signal is as good as gone."""
+        """True if it can take requests; False once it was sent a signal."""
         return not self._signalled and self._popen.poll() is None
 
     def send(self, request: Mapping[str, Any]) -> None:
@@ -370,10 +372,10 @@ class _Process:
             raise EOFError from None
 
     def receive(self, timeout_s: float) -> dict[str, Any]:
-        """The next event.
+        """Wait for the next event.
 
         Raises:
-            TimeoutError: when none comes in time.
+            TimeoutError: when none arrives in time.
             EOFError: when the process is gone.
         """
         deadline = time.monotonic() + timeout_s
@@ -392,17 +394,17 @@ class _Process:
         return event
 
     def signal(self) -> None:
-        """Kill the process group; whoever reads its answers sees their end."""
+        """Kill the process group. Readers of its answers see the end of the pipe."""
         self._signalled = True
-        # The group outlives its leader where the worker has started something.
+        # The group outlives its leader if the worker has started children.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._popen.pid, signal.SIGKILL)
 
     def kill(self) -> None:
-        """Kill the process group and wait until it is gone.
+        """Kill the process group and wait for its end.
 
         Raises:
-            BenchmarkError: when it does not go: the driver holds it.
+            BenchmarkError: when it does not end because the driver holds it.
         """
         if self._killed:
             return
@@ -418,21 +420,21 @@ class _Process:
             ) from None
 
     def close(self) -> None:
-        """Kill it and forget its log."""
+        """Kill it and close its log."""
         try:
             self.kill()
         finally:
             self._log.close()
 
     def death(self) -> str:
-        """How it ended, in words."""
+        """Description of how the process ended."""
         code = self._popen.returncode
         if code is None or code >= 0:
             return f"ended with exit code {code}"
         return f"was killed by {signal.Signals(-code).name}"
 
     def tail(self) -> str:
-        """The end of its standard output and error."""
+        """Last part of its standard output and error."""
         size = self._log.seek(0, os.SEEK_END)
         self._log.seek(max(0, size - LOG_TAIL_BYTES))
         return self._log.read().decode(errors="replace").strip()

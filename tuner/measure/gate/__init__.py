@@ -1,13 +1,14 @@
-"""The compulsory numerics check, wholly on the GPU: inputs, reference, comparison, guards.
+"""Numerics gate, the mandatory check of every candidate, entirely on the GPU: inputs, reference,
+comparison, guard bands.
 
-Every check fills the inputs anew from the request's seed. It runs a candidate into a poisoned
-output between guard bands, and compares every element with a reference in fp64. Kernels of
+Every check fills the inputs again from the request's seed. The candidate writes to a poisoned
+output between guard bands, and every element is compared with an fp64 reference. Kernels of
 ``templates/reference.cu.j2`` compute the reference. Products of up to 32 elements are summed in
-fp32 first. PyTorch and numpy take no part. A final pass compares a sample of the rows of problems
-whose reference takes long (`chunks`).
+fp32 first. Neither PyTorch nor numpy is used. If the reference takes long, a final pass compares a
+sample of the rows (`chunks`).
 
-`inputs` draws the inputs, `filling` puts them on the device, `reference` computes the references,
-`chunks` draws samples, and `measure.tolerance` limits the deviation.
+`inputs` defines the inputs, `filling` writes them on the device, `reference` computes the
+references, `chunks` draws samples, and `measure.tolerance` has the limits.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ REFERENCE = KernelSpec(
 class Gate:
     """Checks candidates on one device.
 
-    The operands' buffers belong to the gate and are allocated once a problem; references are kept
-    for the latest problem and seed.
+    The gate owns the operands' buffers, and allocates them once a problem. References are kept for
+    the latest problem and seed.
 
     Args:
-        device: where to run.
-        kernel: `REFERENCE`, compiled and loaded.
+        device: device to run on.
+        kernel: loaded kernel of `REFERENCE`.
     """
 
     def __init__(self, device: Device, kernel: LoadedKernel) -> None:
@@ -60,7 +61,7 @@ class Gate:
         self._seed: int | None = None
         self._is_sampled = False
         self._sums: dict[str, dict[str, int]] = {}
-        """Checksums of each kind of inputs, by operand."""
+        """Checksums of the inputs by kind and operand."""
         self._kind = ""
 
     @property
@@ -84,10 +85,10 @@ class Gate:
         """Allocate a problem's buffers and forget the references of another problem or seed.
 
         Args:
-            problem: what is checked.
-            seed: of the inputs.
-            strides: of a product's matrices that lie otherwise than the problem's.
-            is_sampled: compute and compare `chunks` in place of the whole, where there are some.
+            problem: problem to check.
+            seed: random seed of the inputs.
+            strides: strides of a GEMM's matrices that differ from the problem's.
+            is_sampled: True to compute and compare only `chunks`, for problems that have them.
         """
         buffers, strides = self._buffers, strides or {}
         if buffers is None or (buffers.problem, buffers.strides) != (problem, strides):
@@ -99,7 +100,7 @@ class Gate:
         self._seed, self._is_sampled = seed, is_sampled
 
     def close(self) -> None:
-        """Free everything that depends on the problem."""
+        """Free all memory that depends on the problem."""
         self._forget()
         if self._buffers is not None:
             self._buffers.close()
@@ -113,15 +114,17 @@ class Gate:
         self._kind = ""
 
     def allocate(self, pool: Pool, name: str, size: int) -> Guarded:
-        """A buffer of `pool` with guard bands, 256-byte aligned, an even number of bytes."""
+        """Allocate a buffer between guard bands from `pool`: 256-byte aligned, an even number of
+        bytes.
+        """
         return guarded(pool, name, size)
 
     def load(self, kind: str, with_lse: bool = False) -> None:
-        """Put the inputs of `kind` into the buffers; computes the reference when it is new.
+        """Write the inputs of `kind` into the buffers. Computes their reference if it is not known.
 
         Args:
-            kind: of `inputs.KINDS`.
-            with_lse: of attention: `examine_lse` will be called.
+            kind: one of `inputs.KINDS`.
+            with_lse: True if `examine_lse` will be called, for attention.
         """
         buffers, references, seed = self._opened()
         fill(self._kernels, buffers, kind, seed)
@@ -132,7 +135,7 @@ class Gate:
         self._kind = kind
 
     def arm(self, extra: Sequence[Guarded] = ()) -> None:
-        """Poison the outputs, the candidate's own buffers, and every guard band."""
+        """Fill the outputs, the candidate's own buffers and every guard band with poison."""
         buffers, _, _ = self._opened()
         operands, problem = buffers.operands, buffers.problem
         outputs = [operands[output.name] for output in problem.outputs]
@@ -142,13 +145,13 @@ class Gate:
             self._kernels.poison(buffer)
 
     def examine(self, extra: Sequence[Guarded] = ()) -> Verdict:
-        """Wait for the candidate and judge what it left.
+        """Wait for the candidate and judge its output.
 
-        A reference that is not finite is computed again: what strays far may have written there.
+        A reference that is not finite is computed again: the candidate may have overwritten it.
 
         Raises:
             BenchmarkError: when the candidate's work failed on the device.
-            GateError: when the reference is not finite either way.
+            GateError: when the reference is still not finite.
         """
         self._device.wait()
         buffers, references, _ = self._opened()
@@ -178,8 +181,8 @@ class Gate:
         return Verdict(Status.OK, worst)
 
     def _compared(self, wanted: Mapping[str, int]) -> Iterator[tuple[str, Operand, int, int]]:
-        """What is compared: its name in a verdict, its extent, and the addresses of what was
-        written and of its reference.
+        """Parts to compare: name in a verdict, extent, and addresses of the output and its
+        reference.
         """
         buffers, references, _ = self._opened()
         problem = buffers.problem
@@ -196,13 +199,14 @@ class Gate:
                 yield f"{one.text}: ", one.output(problem), *at
 
     def examine_lse(self, lse: Guarded) -> Verdict:
-        """Judge the log-sum-exp that an attention kernel left, after `examine`.
+        """Judge the log-sum-exp of an attention kernel, after `examine`.
 
         Args:
-            lse: (B, H, SQ) fp32; of packed sequences (H, total_q).
+            lse: device address of the log-sum-exp: fp32 (B, H, SQ), or (H, total_q) for packed
+                sequences.
 
         Raises:
-            BenchmarkError: when it was not asked for by `load`.
+            BenchmarkError: when `load` was called without `with_lse`.
         """
         buffers, references, _ = self._opened()
         problem, kept = buffers.problem, references.statistics(self._kind)
@@ -218,19 +222,21 @@ class Gate:
     def compare(
         self, output: int, reference: int, operand: Operand, limits: Limits
     ) -> OutputComparison:
-        """Compare an output's memory with fp32 reference memory of the same order."""
+        """Compare an output with an fp32 reference of the same memory order."""
         return self._kernels.compare(output, reference, operand, limits)
 
     def copying(self, source: int, target: int, size: int, stream: Callable[[], int]) -> Call:
-        """A launch of the element-wise kernel that copies `size` bytes, on the stream of then."""
+        """Bound launch of the element-wise kernel that copies `size` bytes, on the stream at that
+        time.
+        """
         return self._kernels.copying(source, target, size, stream)
 
     def reference(self, kind: str, output: str = "") -> int:
-        """Address of the fp32 reference of inputs that were loaded before.
+        """Device address of the fp32 reference of inputs that were loaded before.
 
         Args:
-            kind: of the inputs.
-            output: name of the operand; empty: the last one.
+            kind: kind of the inputs.
+            output: name of the output operand; empty: the last one.
         """
         buffers, references, _ = self._opened()
         return references.outputs(kind)[output or buffers.problem.output.name]

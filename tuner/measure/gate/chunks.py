@@ -1,9 +1,10 @@
-"""Chunks of a long attention that a final pass checks in place of all rows. Pure functions.
+"""Sampled chunks of a long attention, which a final pass checks instead of all rows. Pure
+functions.
 
-The quick pass compares every element of every candidate. A final pass has new inputs, whose whole
-reference would take minutes. If a share f of the chunks is wrong, one kind of inputs misses it with
-probability (1 - f) ** `CHUNKS`. That is 0.7 % for one chunk in 20, and 38 % for one in 100. Each
-kind of inputs samples its own chunks. Guard bands and inputs are checked completely.
+The quick pass compares every element of every candidate. A final pass has new inputs, whose full
+reference would take minutes. If a share f of the chunks is wrong, one kind of inputs misses the
+fault with probability (1 - f) ** `CHUNKS`. That is 0.7 % for one chunk in 20, and 38 % for one in
+100. Each kind of inputs has its own sample. Guard bands and inputs are checked completely.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from tuner.problem import E4M3, AttentionProblem, Operand, Problem
 
 CHUNKS = 96
 ROWS = 128
-"""Queries of a chunk, a tile of most kernels."""
+"""Queries in a chunk, the tile of most kernels."""
 LONG_REFERENCE_S = 60.0
-"""Seconds of `reference_seconds`, an upper estimate, from which on a reference is long."""
+"""Value of `reference_seconds`, an upper estimate, from which a reference counts as long."""
 
 
 @dataclass(frozen=True)
 class RowChunk:
-    """Queries of one batch and one head; of all heads where a query's heads lie side by side."""
+    """Consecutive queries of one batch and head; of all heads if a query's heads are contiguous."""
 
     batch: int
     head: int
@@ -35,19 +36,19 @@ class RowChunk:
 
     @property
     def text(self) -> str:
-        """For the log of a verdict."""
+        """Description for a verdict's log."""
         last = self.first + self.rows - 1
         heads = f"head {self.head}" if self.heads == 1 else "all heads"
         return f"queries {self.first} to {last} of batch {self.batch}, {heads}"
 
     def output(self, problem: AttentionProblem) -> Operand:
-        """Its part of the output, which is contiguous; the first element is `shifts`' out."""
+        """Its contiguous part of the output, which starts at the out element of `shifts`."""
         width = problem.head_dim
         *_, out = problem.matrices
         return replace(out, shape=(self.rows * self.heads, width), strides=(width, 1))
 
     def shifts(self, problem: AttentionProblem) -> Mapping[str, int]:
-        """Elements from the start of query, key, value and out to its own."""
+        """Offsets of its first elements in query, key, value and out."""
         group = problem.heads_q // problem.heads_kv
         heads = {"key": self.head // group, "value": self.head // group}
         found = {}
@@ -74,7 +75,9 @@ class RowChunk:
 
 
 def is_sampled(problem: Problem) -> bool:
-    """True of attention without operands of scores, in 16 bits, and of one length."""
+    """True for 16-bit attention with sequences of one length, and without operands that change
+    scores.
+    """
     if not isinstance(problem, AttentionProblem) or problem.is_packed or problem.block_mask:
         return False
     has_more = problem.mask_operand is not None or problem.is_alibi or problem.has_sinks
@@ -82,12 +85,12 @@ def is_sampled(problem: Problem) -> bool:
 
 
 def chunks_of(problem: AttentionProblem, kind: str, seed: int) -> list[RowChunk]:
-    """`CHUNKS` different chunks, or all where there are fewer.
+    """Draw `CHUNKS` different chunks, or all if there are fewer.
 
     Args:
-        problem: one that `is_sampled`.
+        problem: problem for which `is_sampled` is true.
         kind: of the inputs.
-        seed: of the request.
+        seed: random seed of the request.
     """
     *_, out = problem.matrices
     heads = problem.heads_q if out.strides[2] == problem.heads_q * problem.head_dim else 1

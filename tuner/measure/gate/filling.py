@@ -1,4 +1,6 @@
-"""Inputs of the numerics gate on the device: random elements, planted ones, pages and masks."""
+"""Filling of the numerics gate's inputs on the device: random elements, planted ones, pages and
+masks.
+"""
 
 from __future__ import annotations
 
@@ -51,13 +53,13 @@ _BLOCKS = ("block_counts", "block_indices", "block_bits")
 
 
 def fill(kernels: Kernels, buffers: Buffers, kind: str, seed: int) -> None:
-    """Put inputs of a kind into the buffers.
+    """Write inputs of one kind into the buffers.
 
     Args:
-        kernels: of the reference.
-        buffers: of a problem.
+        kernels: kernels of the reference.
+        buffers: operands of the problem.
         kind: of `inputs.KINDS`.
-        seed: equal seeds, equal inputs.
+        seed: random seed; equal seeds give equal inputs.
     """
     problem = buffers.problem
     means, deviations = moments(problem, kind)
@@ -111,7 +113,7 @@ def fill(kernels: Kernels, buffers: Buffers, kind: str, seed: int) -> None:
 
 
 def _fill_pages(kernels: Kernels, buffers: Buffers, problem: AttentionProblem, kind: str) -> None:
-    """Copy keys and values to their pages; all other slots hold the poison."""
+    """Copy keys and values to their pages. All other slots hold the poison."""
     heads, width = problem.heads_kv, problem.head_dim
     columns = max(problem.pages)
     for operand in problem.matrices[1:3]:
@@ -179,8 +181,8 @@ def _plant(
 
 
 def _plant_factors(kernels: Kernels, buffers: Buffers, problem: GemmProblem, seed: int) -> None:
-    """Small factors of A's rows at the borders of tiles, and of the last block of B's columns:
-    a neighbour's factor in their place makes a result 16 times too large.
+    """Plant small factors for A's rows at tile borders and for the last block of B's columns: a
+    neighbour's factor in their place makes a result 16 times too large.
     """
     _, _, scale_a, scale_b, _ = problem.operands
     (blocks, _), (columns, _) = scale_a.shape, scale_b.shape
@@ -205,7 +207,7 @@ def _plant_factors(kernels: Kernels, buffers: Buffers, problem: GemmProblem, see
 def _plant_huge(
     kernels: Kernels, buffers: Buffers, problem: Problem, kind: str, row_seed: int
 ) -> None:
-    """Scores that are all equal, and one that differs, as large as the type allows."""
+    """Plant scores that are all equal except one, as large as the type allows."""
     at = buffers.sources
     if isinstance(problem, AttentionBackwardProblem):
         problem = problem.forward

@@ -1,4 +1,4 @@
-"""Inputs of the numerics gate: their kinds, distributions and planted elements. Pure functions."""
+"""Inputs of the numerics gate: kinds, distributions and planted elements. Pure functions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tuner.problem import (
     rows_of,
 )
 
-#: Kinds of inputs. `random` comes last: its inputs stay in the buffers for the timing.
+#: Kinds of inputs. `random` comes last, because its inputs stay in the buffers for the timing.
 KINDS: dict[str, tuple[str, ...]] = {
     "attention": ("dominant", "large_scores", "huge_scores", "random"),
     "attention_backward": ("planted", "huge_scores", "random"),
@@ -40,9 +40,9 @@ HUGE_EXPONENTS: Mapping[str, tuple[range, int]] = {
     E4M3: (range(2, 8), 7),
 }
 HUGE_DESCALE = 2.0**20
-#: The same of a softmax alone, whose scores are fp32.
+#: The same for a softmax on its own, whose scores are fp32.
 HUGE_SOFTMAX = range(14, 41)
-#: `large_scores`: standard deviation of the scaled scores, which random inputs have at 1.
+#: `large_scores`: standard deviation of the scaled scores, which is 1 for random inputs.
 LARGE = 30.0
 #: `dominant`: a query is this many times its key, so that with D = 64 its score stands 32 above
 #: the mean of the others, whose deviation is 4.5; or minus this where every score is to be low.
@@ -52,15 +52,15 @@ KEY_MEAN = 0.5
 #: Mean of ALiBi's slopes, a quarter of it their deviation: near keys outweigh far ones. Under
 #: `dominant` the farthest key loses no more than `DOMINANCE`, so that what is planted shows.
 SLOPE = 2.0**-4
-#: `planted`: what the columns of A at the borders of k-tiles are multiplied by.
+#: `planted`: factor of A's columns at the borders of k-tiles.
 COLUMN_FACTOR = 16.0
-#: The same of e4m3: a column's largest stays below 448 up to seven deviations.
+#: The same for e4m3: elements up to seven deviations stay below 448.
 E4M3_COLUMN_FACTOR = 4.0
-#: What factors of blocks are multiplied by that are to be unlike their neighbours'.
+#: Multiplier of block factors that must differ from their neighbours'.
 SMALL_FACTOR = 1 / 16
-#: A softmax alone works on scores of deviation 8, as raw scores of D = 64 have.
+#: Standard deviation of a softmax's own scores: 8, as of raw scores with D = 64.
 SOFTMAX_SCALE = 0.125
-#: `dominant` uses a scale other than the default, so that a kernel ignoring its scale is seen.
+#: `dominant` uses a scale other than the default, to detect a kernel that ignores its scale.
 SCALE_FACTOR = 0.75
 
 #: Standard deviation of e4m3 elements: `dominant`, `DOMINANCE` times six deviations, stays below
@@ -71,20 +71,20 @@ DESCALE_SPREAD = 1 / 8
 
 
 STARTS = ("cu_seqlens_q", "cu_seqlens_kv", "offsets")
-"""Operands that hold where sequences or groups start."""
+"""Operands that hold the starts of sequences or groups."""
 
 
 def kinds_of(problem: Problem, *, is_vendor: bool = False) -> tuple[str, ...]:
-    """Kinds of inputs that a candidate for `problem` is checked with.
+    """Kinds of inputs that a candidate for `problem` must pass.
 
-    A vendor's kernel is spared `huge_scores`: where it overflows, PyTorch's own answer does.
+    Vendors' kernels skip `huge_scores`: if one overflows there, PyTorch's own result does too.
     """
     kinds = KINDS[problem.op]
     return tuple(kind for kind in kinds if not (is_vendor and kind == "huge_scores"))
 
 
 def scale_of(problem: Problem, kind: str = "random") -> float:
-    """The scale (alpha of a GEMM) that a problem is checked with; `random`'s is the timed one."""
+    """Scale (alpha of a GEMM) that a problem is checked with. `random` has the timed one."""
     if isinstance(problem, GemmProblem | SwigluProblem | GroupedGemmProblem):
         return 1.0
     base = SOFTMAX_SCALE
@@ -94,7 +94,9 @@ def scale_of(problem: Problem, kind: str = "random") -> float:
 
 
 def border_columns(k: int, seed: int) -> list[int]:
-    """Up to ten distinct columns of A: the first, the last, and both sides of tile borders."""
+    """Up to ten distinct columns of A: the first, the last, and those on both sides of tile
+    borders.
+    """
     draw = random.Random(f"{seed}:columns")
     columns = {0, k - 1}
     for tile in (16, 32, 64, 128):
@@ -105,7 +107,7 @@ def border_columns(k: int, seed: int) -> list[int]:
 
 
 def moments(problem: Problem, kind: str) -> tuple[dict[str, float], dict[str, float]]:
-    """Mean and standard deviation of each input that are not 0 and 1."""
+    """Mean and standard deviation of each input for which they are not 0 and 1."""
     large = LARGE if kind == "large_scores" else 1.0
     if kind == "huge_scores":
         return _huge_moments(problem)
@@ -122,9 +124,9 @@ def moments(problem: Problem, kind: str) -> tuple[dict[str, float], dict[str, fl
     if isinstance(problem, SwigluProblem):
         return {}, {"weights": 1 / math.sqrt(problem.k)}
     if isinstance(problem, GemmProblem | GroupedGemmProblem):
-        # Outputs of deviation 1: the bound of 2e-3 an element then speaks of rounding, while with
-        # N(0,1) operands it would judge how a sum of size sqrt(K) is accumulated in fp32.
-        # What is added to them is smaller: a sum must not cancel a product which a vendor rounded.
+        # Outputs get deviation 1, so that the limit of 2e-3 an element judges rounding. With N(0,1)
+        # operands it would judge the fp32 accumulation of a sum of size sqrt(K). Addends are
+        # smaller: a sum must not cancel a product that a vendor has rounded.
         deviations = {"b": 1 / math.sqrt(problem.k), "bias": 0.5, "residual": 0.5}
         if problem.dtype != E4M3:
             return _scaled({"scale_a": 1.0, "scale_b": 1.0}, deviations)
@@ -134,12 +136,12 @@ def moments(problem: Problem, kind: str) -> tuple[dict[str, float], dict[str, fl
 
 
 def _huge_moments(problem: Problem) -> tuple[dict[str, float], dict[str, float]]:
-    """Keys that are all alike, for `Gate._plant_huge`; nothing is added to their scores.
+    """Moments for `huge_scores`: all keys are equal, and nothing is added to their scores.
 
-    What a bias or ALiBi adds would be lost beside them in fp32, and not in the reference.
+    A bias or ALiBi would be lost beside such scores in fp32, but not in the reference.
 
-    Gradients have an output's gradient of zero, and are zero. A log-sum-exp of 1e12 in fp32 does
-    not tell a probability of one from another; but none is infinite, and then it makes no NaN.
+    For gradients the output's gradient is zero, and so are the results. A log-sum-exp of 1e12 in
+    fp32 cannot distinguish a probability of one from another, but it must not give infinity or NaN.
     """
     means: dict[str, float] = {}
     if isinstance(problem, AttentionBackwardProblem):
@@ -157,7 +159,9 @@ def _huge_moments(problem: Problem) -> tuple[dict[str, float], dict[str, float]]
 
 
 def _e4m3_moments(has_mean: bool, large: float) -> tuple[dict[str, float], dict[str, float]]:
-    """`moments` of quantised tensors and their factors, which make them what others are."""
+    """`moments` of quantised tensors and their factors, whose products are distributed like other
+    inputs.
+    """
     factors = {f"descale_{name}": 1 / E4M3_DEVIATION for name in "qkv"}
     factors["descale_q"] *= large
     means, deviations = _scaled(factors, dict.fromkeys(("query", "key", "value"), E4M3_DEVIATION))
@@ -167,7 +171,7 @@ def _e4m3_moments(has_mean: bool, large: float) -> tuple[dict[str, float], dict[
 def _scaled(
     factors: dict[str, float], deviations: dict[str, float]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Means and deviations of factors, and of the elements that they scale."""
+    """Means and deviations of scale factors, and of the elements that they scale."""
     return factors, {
         **{name: mean * DESCALE_SPREAD for name, mean in factors.items()},
         **deviations,
@@ -175,7 +179,7 @@ def _scaled(
 
 
 def starts_of(problem: Problem, operand: Operand, kind: str) -> bytes:
-    """Starts of the packed sequences or groups, and the last one's end."""
+    """Starts of the packed sequences or groups, followed by the end of the last."""
     lengths = _lengths(problem, operand, kind)
     return struct.pack(f"<{operand.elements}i", 0, *accumulate(lengths))
 
@@ -189,8 +193,8 @@ def _lengths(problem: Problem, starts: Operand, kind: str) -> tuple[int, ...]:
 
 
 def group_rows(problem: GroupedGemmProblem, kind: str) -> tuple[int, ...]:
-    """Rows of each group. A kernel that is timed on one distribution serves any: planted inputs
-    come with the first group empty and the others unlike.
+    """Rows of each group. A kernel that is timed on one distribution of rows serves any. So planted
+    inputs have an empty first group, and others of unequal size.
     """
     if kind != "planted" or problem.groups == 1:
         return problem.rows
@@ -198,10 +202,10 @@ def group_rows(problem: GroupedGemmProblem, kind: str) -> tuple[int, ...]:
 
 
 def prominence(problem: AttentionBackwardProblem) -> float:
-    """Factor of a query over its key: the key then has about a quarter of the row's probability.
+    """Ratio of a query to its key at which the key has about a quarter of the row's probability.
 
-    If it had nearly all, as under `dominant`, derivatives would be differences of equal numbers:
-    only the rounding of the output would be left.
+    If it had nearly all, as under `dominant`, derivatives would be differences of nearly equal
+    numbers: only the output's rounding would be left.
     """
     keys = max(4, problem.seqlen_kv)
     return math.log(keys / 2) / (SCALE_FACTOR * math.sqrt(problem.head_dim))
@@ -210,11 +214,11 @@ def prominence(problem: AttentionBackwardProblem) -> float:
 def parts_of(
     problem: AttentionProblem, kind: str
 ) -> Iterator[tuple[AttentionProblem, Mapping[str, int], tuple[int, int]]]:
-    """Problem that the reference is given at once; bytes of it beyond each tensor's start; and
-    left and right of its mask.
+    """Parts that the reference computes at once: problem, byte offset in each tensor, and left and
+    right of the mask.
 
-    Sequences of variable lengths, and those of a paged cache, one by one; any other problem is
-    whole.
+    Sequences of variable lengths and of a paged cache are parts of their own. Any other problem is
+    one part.
     """
     starts = dict.fromkeys(("query", "key", "value", "reference"), 0)
     if not problem.is_packed:
@@ -225,7 +229,7 @@ def parts_of(
     else:
         every = [(one, one.seqlen_kv, [*one.visible]) for one in problem.sequences]
     for one, keys, (left, right) in every:
-        # Of a sequence without keys a row is read that is there, though nothing sees it.
+        # For a sequence without keys an existing row is read, which no query sees.
         first = {} if keys else {"key": 0, "value": 0}
         yield one, {**starts, **first}, (left, right)
         query, key, value, out = one.matrices
@@ -236,10 +240,10 @@ def parts_of(
 
 
 def sees_nothing(one: AttentionProblem, sides: tuple[int, int]) -> bool:
-    """True when not even the last query of a part sees a key.
+    """True if not even the last query of a part sees a key.
 
     Args:
-        one: a part as of `parts_of`.
-        sides: left and right of its mask.
+        one: part from `parts_of`.
+        sides: left and right of the part's mask.
     """
     return one.seqlen_q - 1 + sides[1] < 0

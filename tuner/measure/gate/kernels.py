@@ -1,4 +1,4 @@
-"""Launches of the kernels of ``templates/reference.cu.j2``, and the buffers they work on."""
+"""Launches of the kernels of ``templates/reference.cu.j2``, and their buffers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from tuner.measure.tolerance import Limits, OutputComparison
 from tuner.problem import E4M3, AttentionProblem, Operand, Problem, SoftmaxProblem
 
 POISON = 0x7FA5
-"""A NaN in fp16 and bf16, and twice over in fp32, with a payload that arithmetic never makes."""
+"""NaN in fp16 and bf16, and doubled in fp32, with a payload that arithmetic never produces."""
 GUARD_BYTES = 1 << 20
-"""Poisoned on both sides of every buffer; a stray tile (at most 256 x 256 x 4 bytes) fits."""
+"""Bytes of poison on both sides of every buffer. A stray tile (at most 256 x 256 x 4 bytes)
+fits."""
 
 DTYPES = {"float16": 0, "bfloat16": 1, "float32": 2, E4M3: 3}
 """Element types by the template's numbers."""
@@ -29,7 +30,7 @@ _RESULT_BYTES = 64
 
 @dataclass(frozen=True)
 class Guarded:
-    """A buffer between two guard bands."""
+    """Buffer between two guard bands."""
 
     name: str
     pointer: int
@@ -37,7 +38,7 @@ class Guarded:
 
 
 def guarded(pool: Pool, name: str, size: int) -> Guarded:
-    """A buffer of `pool` with guard bands, 256-byte aligned, an even number of bytes."""
+    """Allocate a buffer between guard bands from `pool`, 256-byte aligned, of even size."""
     size += size % 2
     return Guarded(name, pool.allocate(size + 2 * GUARD_BYTES) + GUARD_BYTES, size)
 
@@ -48,11 +49,11 @@ def _bands(buffer: Guarded) -> tuple[int, int]:
 
 
 class Kernels:
-    """The reference's kernels on one device.
+    """Kernels of the reference, on one device.
 
     Args:
-        device: where they run.
-        kernel: `REFERENCE`, compiled and loaded.
+        device: device to run on.
+        kernel: loaded kernel of `REFERENCE`.
     """
 
     def __init__(self, device: Device, kernel: LoadedKernel) -> None:
@@ -99,7 +100,7 @@ class Kernels:
     def compare(
         self, output: int, reference: int, operand: Operand, limits: Limits
     ) -> OutputComparison:
-        """Compare an output's memory with fp32 reference memory of the same order."""
+        """Compare an output with an fp32 reference of the same memory order."""
         width = max(
             extent
             for extent, stride in zip(operand.shape, operand.strides, strict=True)
@@ -144,12 +145,12 @@ def _ordered(
 
 
 class Buffers:
-    """The operands of one problem on a device, each between guard bands.
+    """Operands of one problem on a device, each between guard bands.
 
     Args:
-        device: where they are allocated.
-        problem: whose operands they are.
-        strides: of a product's matrices that lie otherwise than the problem's.
+        device: device they are allocated on.
+        problem: problem whose operands they are.
+        strides: strides of a GEMM's matrices that differ from the problem's.
     """
 
     def __init__(self, device: Device, problem: Problem, strides: Strides) -> None:
@@ -160,8 +161,8 @@ class Buffers:
             for operand in self._memory()
         }
         self.rows: dict[str, Guarded] = {}
-        """Tensors that the reference alone reads: keys and values of a paged cache as packed rows,
-        which are copied to its pages; the dense form of a block-sparse mask.
+        """Tensors that only the reference reads: keys and values of a paged cache as packed rows,
+        which are copied to its pages, and the dense form of a block-sparse mask.
         """
         if isinstance(problem, AttentionProblem) and problem.is_paged:
             size = pages.row_bytes(problem)
@@ -183,11 +184,11 @@ class Buffers:
 
     @property
     def inputs(self) -> list[Operand]:
-        """The memory of what is read."""
+        """Memory of the operands that are read."""
         return [operand for operand in self._memory() if not operand.is_output]
 
     def lying(self, operand: Operand) -> Operand:
-        """An operand with the strides that it has here."""
+        """An operand with its strides in these buffers."""
         return replace(operand, strides=self.strides.get(operand.name, operand.strides))
 
     def close(self) -> None:
@@ -195,7 +196,7 @@ class Buffers:
         self._pool.close()
 
     def _memory(self) -> list[Operand]:
-        """The memory of each operand, the outputs' last."""
+        """Memory of each operand, outputs last."""
         return [
             one.apart(self.strides[one.name]) if one.name in self.strides else one
             for one in self.problem.operands
@@ -212,7 +213,7 @@ def softmax_integers(problem: Problem) -> dict[str, int]:
     """Extents of a softmax as its commands take them.
 
     Raises:
-        BenchmarkError: when it is another problem.
+        BenchmarkError: when the problem is not a softmax.
     """
     if not isinstance(problem, SoftmaxProblem):
         raise BenchmarkError(f"the numerics gate has no reference for '{problem.op}'")

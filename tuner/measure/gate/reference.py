@@ -1,4 +1,4 @@
-"""References of the numerics gate: fp64 results of the inputs that are in the buffers."""
+"""References of the numerics gate: fp64 results of the inputs in the buffers."""
 
 from __future__ import annotations
 
@@ -34,17 +34,18 @@ _PLAIN_TENSORS = dict.fromkeys(("bias", "residual", "scale_a", "scale_b"), 0)
 
 
 def reference_seconds(problem: Problem) -> float:
-    """Upper estimate of a reference's time, to allow for: 1 TFLOP/s of three products."""
+    """Upper estimate of a reference's time in seconds, used as an allowance: three products at 1
+    TFLOP/s.
+    """
     return 3 * problem.flops * (2 if getattr(problem, "is_causal", False) else 1) / 1e12
 
 
 class References:
-    """The references of one problem and seed, by kind of inputs.
+    """References of one problem and seed, by kind of inputs.
 
     Args:
-        kernels: that compute them.
-        buffers: the problem's operands.
-        sample: seed of the chunks that are computed in place of the whole; None: the whole.
+        kernels: kernels that compute them.
+        sample: seed of the sampled chunks; None: compute the whole.
     """
 
     def __init__(self, kernels: Kernels, buffers: Buffers, sample: int | None = None) -> None:
@@ -53,34 +54,34 @@ class References:
         self._outputs: dict[str, dict[str, int]] = {}
         """Address of each output's fp32 reference."""
         self._kept: dict[str, tuple[int, int]] = {}
-        """Inputs of gradients: attention's exact output and row statistics."""
+        """Inputs of gradients: attention's exact output and its row statistics."""
         self._statistics: dict[str, int] = {}
-        """Maximum and sum of exponentials of each row of attention, where they are kept."""
+        """Maximum and sum of exponentials of each row of attention, if kept."""
 
     def outputs(self, kind: str) -> Mapping[str, int]:
         """Address of each output's fp32 reference."""
         return self._outputs[kind]
 
     def chunks(self, kind: str) -> list[RowChunk]:
-        """Chunks that are computed in place of the whole; empty where it is whole."""
+        """Sampled chunks of a kind of inputs; empty if the whole is computed."""
         problem = self._buffers.problem
         if self._sample is None or not isinstance(problem, AttentionProblem):
             return []
         return chunks_of(problem, kind, self._sample) if is_sampled(problem) else []
 
     def statistics(self, kind: str) -> int | None:
-        """Address of attention's row statistics; None where they were not asked for."""
+        """Address of attention's row statistics; None if they were not requested."""
         return self._statistics.get(kind)
 
     def load(self, kind: str, with_lse: bool) -> bool:
-        """Compute what belongs to the inputs that are in the buffers, unless it is known.
+        """Compute the reference of the inputs in the buffers, unless it is known.
 
         Args:
             kind: of the inputs.
-            with_lse: of attention: keep the row statistics.
+            with_lse: True to keep the row statistics of attention.
 
         Returns:
-            True when it was computed.
+            True if it was computed.
         """
         problem = self._buffers.problem
         if with_lse and kind not in self._statistics:
@@ -99,7 +100,7 @@ class References:
         self._pool.close()
 
     def keep_attention(self, problem: AttentionBackwardProblem, kind: str) -> None:
-        """Put attention's output and log-sum-exp in their places among the inputs."""
+        """Write attention's output and log-sum-exp to the inputs that hold them."""
         forward, at = problem.forward, self._buffers.pointers
         if kind not in self._kept:
             exact = self._pool.allocate(4 * forward.output.elements)
@@ -121,7 +122,7 @@ class References:
         )
 
     def compute(self, kind: str) -> None:
-        """Compute what belongs to the inputs that are in the buffers."""
+        """Compute the reference of the inputs in the buffers."""
         problem, references = self._buffers.problem, self._outputs[kind]
         at = self._buffers.pointers
         reference = references[problem.output.name]
@@ -202,10 +203,10 @@ class References:
         others: Mapping[str, int],
         scale: float,
     ) -> None:
-        """One sequence after the other where their lengths vary; else all at once.
+        """Run attention: sequence by sequence if their lengths vary, else all at once.
 
         Args:
-            problem: what is computed of the operands `query`, `key` and `value`.
+            problem: attention over the operands `query`, `key` and `value`.
             kind: of the inputs.
             results: addresses of the fp32 output and of each row's maximum and sum.
             others: addresses of those of `ATTENTION_OTHERS` that there are.
@@ -238,7 +239,7 @@ class References:
         scale: float,
         references: Mapping[str, int],
     ) -> None:
-        """From the exact output, not from the rounded one among the inputs."""
+        """Compute gradients from the exact output, not from the rounded one among the inputs."""
         forward, at = problem.forward, self._buffers.pointers
         with Pool(self._kernels.device) as pool:
             delta = pool.allocate(8 * score_rows(forward))
@@ -262,7 +263,7 @@ class References:
     def _compute_groups(
         self, problem: GroupedGemmProblem, kind: str, scale: float, reference: int
     ) -> None:
-        """One group that has rows after the other."""
+        """Compute a grouped GEMM, one group with rows after the other."""
         n, k, width = problem.n, problem.k, DTYPE_BYTES[problem.dtype]
         factors = {operand.name: operand for operand in problem.operands[3:-1]}
         step = factors["scale_a"].strides[0] if factors else 0
@@ -283,7 +284,7 @@ class References:
             start += rows
 
     def _compute_swiglu(self, problem: SwigluProblem, scale: float, reference: int) -> None:
-        """Both projections in the order of the weights' rows, then the pairs."""
+        """Compute both projections in the order of the weights' rows, then SwiGLU of the pairs."""
         m, n, k = problem.m, problem.n, problem.k
         at = self._buffers.pointers
         with Pool(self._kernels.device) as pool:
