@@ -86,7 +86,7 @@ class Burst:
             replay()
 
     def steps(self, samples: int, chance: random.Random) -> list[Replay]:
-        """Steps to enqueue between events for `count` times. If predecessors are subtracted, they
+        """Steps to enqueue between events for `samples` times. If predecessors are subtracted, they
         are pairs in shuffled order.
         """
         if len(self._replays) < 2:

@@ -472,7 +472,7 @@ def read_requests(descriptor: int) -> Iterator[Mapping[str, Any]]:
 
 
 def end_group() -> None:
-    """Kill this process and its children at once: with a hung kernel an orderly end is impossible."""
+    """Kill this process and its children at once: a hung kernel prevents an orderly end."""
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpgrp(), signal.SIGKILL)
     os._exit(0)

@@ -45,6 +45,7 @@ class References:
 
     Args:
         kernels: kernels that compute them.
+        buffers: operands of the problem.
         sample: seed of the sampled chunks; None: compute the whole.
     """
 
