@@ -1,4 +1,6 @@
-"""The command line. Every command is a module here; heavy libraries load when one runs."""
+"""Command line. Each command is a module of this package, and imports heavy libraries only when it
+runs.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ COMMANDS = (
     "serve",
     "sync",
 )
-"""Modules of this package with a `register`."""
+"""Modules of this package that have a function `register`."""
 
 DONE, FAILED, WRONG_INPUT = 0, 1, 2
 
@@ -62,9 +64,9 @@ EXIT_CODES = """exit codes:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line.
+    """Argument parser whose errors are one line.
 
-    Words that are not UTF-8 may name files (``type=Path``); elsewhere they are errors.
+    Arguments that are not UTF-8 are accepted only as file names (``type=Path``).
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -72,14 +74,14 @@ class Parser(argparse.ArgumentParser):
         self.register("type", None, _text)
 
     def add_subparsers(self, **options: Any) -> Any:
-        """Add commands, whose parsers check their own words."""
+        """Add commands, whose parsers check their own arguments."""
         action = super().add_subparsers(**options)
         action.type = str
         return action
 
     def error(self, message: str) -> NoReturn:
-        """End with exit code 2 and the message, without the usage. A wrong choice is told with the
-        nearest allowed one.
+        """Exit with code 2 and the message, without the usage. For a wrong choice the message
+        suggests the nearest allowed one.
         """
         if given := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
             allowed = [word.strip(" '") for word in given[2].split(",")]
@@ -97,7 +99,7 @@ def _text(word: str) -> str:
 
 
 class _Notes(io.FileIO):
-    """Standard error that drops what it cannot write, in place of raising."""
+    """Standard error that drops output it cannot write, instead of raising."""
 
     def write(self, data: Any) -> int:
         try:
@@ -107,9 +109,11 @@ class _Notes(io.FileIO):
 
 
 def _secure_streams() -> None:
-    """Open the null device where standard input or error is closed, and never fail to write notes.
+    """Open the null device in place of a closed standard input or error, and make writes to
+    standard error never fail.
 
-    A database opened later would take the closed stream's number, and be written into.
+    Otherwise a database opened later would take the closed stream's descriptor, and be written
+    into.
     """
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)
@@ -120,7 +124,7 @@ def _secure_streams() -> None:
 
 
 def parser() -> Parser:
-    """The parser of all commands."""
+    """Parser of all commands."""
     variables = "\n".join(f"  {name:<19} {text}" for name, text in VARIABLES.items())
     about = "Finds, keeps and serves the fastest CUTLASS kernel of a problem on Hopper."
     root = Parser(
@@ -135,7 +139,7 @@ def parser() -> Parser:
     )
     for name in COMMANDS:
         importlib.import_module(f"{__name__}.{name}").register(commands)
-    # Without the suppressed list argparse prints the commands nowhere: they stand here, in groups.
+    # Argparse's own list of commands is suppressed; the description lists them in groups.
     shown = {action.dest: action.help or "" for action in commands._get_subactions()}
     commands.choices["help"].set_defaults(root=root)
     root.description = f"{about}\n\n{groups_text(shown)}"
@@ -143,10 +147,10 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code.
+    """Run one command and return the exit code.
 
     Args:
-        argv: arguments; None: the process's own. It is then to end with the code that is returned.
+        argv: arguments; None: the process's own, which must then exit with the returned code.
     """
     with RaisesInterrupted() as signals:
         code = _run(argv)
@@ -156,9 +160,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    if argv is None:  # of the process
+    if argv is None:  # arguments of the process
         _secure_streams()
-    if sys.stdout is None:  # closed: a database would be opened in its place, and printed into
+    if sys.stdout is None:  # closed: a database would get its descriptor and be printed into
         return _fail("standard output is closed: leave it open, or send it to a file", FAILED)
     try:
         args = parser().parse_args(argv)
@@ -173,7 +177,7 @@ def _run(argv: Sequence[str] | None) -> int:
     except KeyboardInterrupt as exc:
         return _fail("interrupted", exit_code(exc))
     except BrokenPipeError:
-        # Whoever read standard output has gone: nothing more can be said there.
+        # The reader of standard output is gone: further output goes to the null device.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except OSError as exc:
@@ -182,9 +186,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 @contextlib.contextmanager
 def _printing() -> Iterator[None]:
-    """Have nothing of what commands print act on the terminal: names in a store may come from
-    anywhere.
-    """
+    """Strip terminal control sequences from all output: stored names may come from anywhere."""
     out, err = (
         None if stream is None else cast("TextIO", PrintableStream(stream))
         for stream in (sys.stdout, sys.stderr)

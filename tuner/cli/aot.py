@@ -1,4 +1,4 @@
-"""Compiling what a later run on a GPU will need: for ``tuner sweep`` and ``tuner survey``."""
+"""Ahead-of-time compilation for ``tuner sweep`` and ``tuner survey``."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ if TYPE_CHECKING:
     from tuner.tuning.job import JobOptions
 
 PROGRESS_S = 5.0
-"""Between two lines on how far it is."""
+"""Seconds between two lines of progress."""
 FIRST_PROGRESS_S = 1.0
-"""Before the first line on how far it is."""
+"""Seconds before the first line of progress."""
 COLUMNS = 120
-"""Width of a line about a set of kernels."""
+"""Maximum width of a line about a group of kernels."""
 
 
 def sweep_aot(
     args: argparse.Namespace, problems: Sequence[Problem], options: JobOptions, url: str
 ) -> int:
-    """Say which kernels a sweep of some problems wants first, and compile them unless ``--list``.
+    """Print which kernels a sweep of some problems would try first, and compile them unless
+    ``--list``.
 
-    Needs and uses no GPU. Returns 0 when all of them are compiled, or were to be listed only.
+    Neither needs nor uses a GPU. Returns 0 if all of them are compiled, or only listed.
 
     Raises:
-        ConfigError: when the options do not suit a problem.
+        ConfigError: when the options do not fit a problem.
         CompileError: when there is no compiler.
         StoreError: when the store cannot be read.
     """
@@ -92,14 +93,14 @@ def compile_aot(
     started: float | None = None,
     finished: Callable[[KernelSpec, Artifact], None] = lambda spec, artifact: None,
 ) -> int:
-    """Compile kernels and the gate's; 1 when some are left or failed.
+    """Compile kernels, and those of the numerics gate. Returns 1 if some are left or failed.
 
     Args:
-        specs: kernels, the most wanted first.
-        compiler: what compiles them.
-        time_limit_s: seconds after which no more are waited for; None: without end.
-        started: `time.monotonic` from which the limit counts; None: now.
-        finished: called with each kernel that is there.
+        specs: kernels, those with the most expected gain first.
+        compiler: compiler to use.
+        time_limit_s: seconds after which waiting ends; None: no limit.
+        started: `time.monotonic` at which the limit starts; None: now.
+        finished: callback for each kernel that is compiled or cached.
     """
     from tuner.cli import DONE, FAILED
     from tuner.measure.gate import REFERENCE
@@ -130,14 +131,14 @@ def compile_aot(
 
 
 def say_planning(problems: Sequence[Problem], gpu: Gpu) -> None:
-    """Say what begins, before anything that takes time."""
+    """Print what is planned, before any step that takes time."""
     from tuner.selection.describe import counted
 
     say(f"planning {counted(len(problems), 'problem')} on {gpu.name}; nothing is measured")
 
 
 class ProgressNotes:
-    """Says after `FIRST_PROGRESS_S`, and then every `PROGRESS_S`, how far it is."""
+    """Prints progress after `FIRST_PROGRESS_S`, and then every `PROGRESS_S`."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()
@@ -151,8 +152,8 @@ class ProgressNotes:
 
 
 def say_failures(errors: Iterable[BaseException]) -> None:
-    """Say on standard error why kernels were not compiled: one line for each reason, the
-    most frequent first.
+    """Print on standard error why kernels were not compiled: one line a reason, the most frequent
+    first.
     """
     from tuner.tuning.outcome import first_line
 
@@ -162,5 +163,5 @@ def say_failures(errors: Iterable[BaseException]) -> None:
 
 
 def say(text: str) -> None:
-    """Tell a person, at once, how far it is."""
+    """Print a line on standard error, unbuffered."""
     print(text, file=sys.stderr, flush=True)

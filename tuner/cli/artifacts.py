@@ -1,4 +1,4 @@
-"""``tuner cache``: how much the compiled kernels take, and making that less."""
+"""``tuner cache``: size of the compiled kernels, and pruning."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def register(subparsers: Any) -> None:
 
 
 def show(args: argparse.Namespace) -> int:
-    """Print where the artifacts are and what they take.
+    """Print the artifacts' folder, number and size.
 
     Raises:
-        StoreError: when others can write the cache.
+        StoreError: when other users can write the cache.
     """
     from tuner.compile.artifacts import ArtifactCache
 
@@ -56,10 +56,10 @@ def show(args: argparse.Namespace) -> int:
 
 
 def shrink(args: argparse.Namespace) -> int:
-    """Prune and print what that freed.
+    """Prune, and print the bytes freed.
 
     Raises:
-        ConfigError: when the size cannot be read.
+        ConfigError: when the size cannot be parsed.
         StoreError: when the cache cannot be written.
     """
     from tuner.compile.artifacts import ArtifactCache
@@ -76,10 +76,10 @@ def shrink(args: argparse.Namespace) -> int:
 
 
 def parse_size(size: str, option: str = "--max-size") -> int:
-    """Bytes of ``2GB`` (10^9) or ``2GiB`` (2^30); only 0 needs no unit.
+    """Bytes of a size such as ``2GB`` (10^9) or ``2GiB`` (2^30). Only 0 may lack a unit.
 
     Raises:
-        ConfigError: when it is not a number with a known unit, or too large.
+        ConfigError: when it is not a number with a known unit, or is too large.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", size.strip())
     units = _UNITS | _BINARY
@@ -95,7 +95,7 @@ def parse_size(size: str, option: str = "--max-size") -> int:
 
 
 def text(size: int) -> str:
-    """As in ``1.5 GB``."""
+    """Format bytes as ``1.5 GB``."""
     for unit in ("GB", "MB", "KB"):
         if size >= _UNITS[unit]:
             return f"{size / _UNITS[unit]:.1f} {unit}"

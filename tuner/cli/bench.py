@@ -1,4 +1,4 @@
-"""``tuner bench``: own kernels and the strongest of the field side by side, in one run."""
+"""``tuner bench``: own kernels beside vendors' and peers' kernels, interleaved in one run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 BOTH = "both"
 SHAPES = "shapes"
-"""`bench.results.Row.suite` of problems that were named one by one."""
+"""`bench.results.Row.suite` for problems named by ``--shape``."""
 
 DESCRIPTION = """Times the best own kernels that the cache holds for each problem beside the
 vendors' and peers' kernels: checked against the reference, interleaved in one run, each peer in the
@@ -124,7 +124,7 @@ def _output(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Bench; 0 when every problem has a time of its own kernels, else 1."""
+    """Run the benchmark. Returns 0 if every problem has a time of an own kernel, else 1."""
     from tuner.base.output import check_place, write
     from tuner.base.processes import exit_code
     from tuner.bench.comparison import ComparisonRun
@@ -187,7 +187,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _tasks(args: argparse.Namespace) -> Iterator[RowTask]:
-    """The rows that the options ask for.
+    """Rows that the options select.
 
     Raises:
         ConfigError: when an option is wrong.
@@ -228,7 +228,7 @@ def _suites(args: argparse.Namespace) -> list[Suite]:
 
 
 def _regimes(args: argparse.Namespace, suite: Suite) -> list[Regime]:
-    """The suite's, with the launches and the state of the inputs that the options ask for."""
+    """The suite's regimes, changed by ``--regime``, ``--l2`` and ``--behind``."""
     from tuner.measurement import Regime
 
     stream = next(launch for launch, kernel in BEHIND.items() if kernel == args.behind)

@@ -1,4 +1,4 @@
-"""The results of a bench as text, as Markdown and as CSV."""
+"""Results of a benchmark as text, Markdown and CSV."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tuner.selection.describe import (
 )
 
 FEW_ROWS = 64
-"""Rows of a product that take no longer than reading the weights for one."""
+"""Number of rows up to which a GEMM takes as long as reading its weights."""
 
 FIGURES = (
     "half_width_us",
@@ -35,15 +35,15 @@ FIGURES = (
     "again_us",
     "kernel_us",
 )
-"""Columns of the CSV that follow from a time, in the order of `Row.figures`' names."""
+"""Columns of the CSV that are computed from a time, in the order of `Row.figures`' names."""
 
 
 def text(results: Results, details: Collection[str | None]) -> str:
     """Tables for a terminal.
 
     Args:
-        results: of a run.
-        details: suites whose rows are shown kernel by kernel first.
+        results: results of a run.
+        details: suites whose rows are first shown kernel by kernel.
     """
     parts = [_environment(results)]
     for rows in results.sections:
@@ -77,8 +77,8 @@ def _grid(cells: Sequence[Sequence[str]], right: Collection[int]) -> str:
 
 
 def csv_text(results: Results) -> str:
-    """One line a kernel, numbers in full, with the clocks and the environment that they were
-    measured under; `stages_us` as ``qk=20.1;softmax=9.8``.
+    """CSV with one line a kernel, numbers in full, clocks and environment; `stages_us` as
+    ``qk=20.1;softmax=9.8``.
     """
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -100,7 +100,7 @@ def csv_text(results: Results) -> str:
 
 
 def summary_text(summary: Summary) -> str:
-    """How the own kernels stand in a suite: in all, and by the problems' sizes."""
+    """Summary of a suite's ratios: overall, and by problem size."""
     count = f"{summary.count} problem{'' if summary.count == 1 else 's'}"
     head = f"{summary.suite}, {summary.regime}: {count}"
     head += f", {summary.missing} without a ratio" if summary.missing else ""
@@ -132,12 +132,12 @@ def _heading(rows: Sequence[Row]) -> str:
 
 
 def _peers(rows: Sequence[Row]) -> list[str]:
-    """Columns: every peer of any row, in the order of the rows."""
+    """Column names: every peer of any row, in the order of the rows."""
     return list(dict.fromkeys(t.name for row in rows for t in row.timed if t.role is Role.PEER))
 
 
 def _is_decoding(rows: Sequence[Row]) -> bool:
-    """True when reading keys and values, or weights, and not arithmetic, is what counts."""
+    """True if reading keys and values, or weights, takes longer than the arithmetic."""
     return all(map(_reads, (row.problem for row in rows)))
 
 
@@ -152,11 +152,12 @@ def _numbers(rows: Sequence[Row]) -> frozenset[int]:
 
 
 CHAINED, KERNELS = "chained", "kernel alone"
-"""Columns of a stream's table: the ratio behind copies of the call; durations by the profiler."""
+"""Columns of a table of regime `stream`: the ratio behind copies of the call, and the profiler's
+durations."""
 
 
 def _cells(rows: Sequence[Row], results: Results) -> list[list[str]]:
-    """One row a problem under a heading: first text, then numbers, then the kernel's name."""
+    """Heading and one row a problem: text, numbers, then the kernel's name."""
     peers = _peers(rows)
     speed, name = ("TB/s", "tb_per_s") if _is_decoding(rows) else ("TFLOP/s", "tflops")
     heading = ["problem", "own", *peers, "own speed", speed, "us/head", "error", "own kernel"]
@@ -175,7 +176,7 @@ def _append(cells: list[list[str]], heading: str, column: Sequence[str]) -> None
 
 
 def _durations(row: Row) -> str:
-    """Microseconds of the own kernel and of the fastest peer, by the profiler."""
+    """Microseconds of the fastest own kernel and peer, by the profiler."""
     return " / ".join(microseconds(t.kernel_us) if t else "-" for t in (row.own, row.peer))
 
 
@@ -200,7 +201,7 @@ def _cell(timed: TimedKernel | None) -> str:
 
 
 def _missing(rows: Sequence[Row]) -> list[str]:
-    """Kernels without a time and their reasons, each once; further notes."""
+    """Kernels without a time with their reasons, each once, and further notes."""
     said: dict[str, list[str]] = {}
     for row in rows:
         label = row.problem.label()
@@ -239,7 +240,7 @@ def _row_heading(row: Row) -> str:
 
 
 def _stage_cells(row: Row, gpu: Gpu) -> list[list[str]]:
-    """The stages of the kernels that have some, under a heading; empty where none has."""
+    """Heading and rows of the kernels' stages; empty if none has stages."""
     staged = [timed for timed in row.timed if timed.stages_us]
     names = list(dict.fromkeys(name for timed in staged for name in timed.stages_us))
     lines = [
@@ -255,7 +256,7 @@ def _stage_cells(row: Row, gpu: Gpu) -> list[list[str]]:
 
 
 def _kernel_cells(row: Row, gpu: Gpu) -> list[list[str]]:
-    """Every kernel of one problem, fastest first, under a heading."""
+    """Heading and rows of one problem's kernels, fastest first."""
     attention = isinstance(row.problem, AttentionProblem)
     heading = ["kernel", "role", "us", "+- 95 %", "own speed", "TFLOP/s", "of peak", "TB/s", "MB"]
     heading += ["error"]
@@ -290,7 +291,7 @@ def _kernel_cells(row: Row, gpu: Gpu) -> list[list[str]]:
 
 
 def _kernels(row: Row, gpu: Gpu) -> str:
-    """Every kernel of one problem, and what the best own one is."""
+    """Table of one problem's kernels, and the best own config."""
     cells = _kernel_cells(row, gpu)
     parts = [_row_heading(row), table(cells, _after_two(cells))]
     if stages := _stage_cells(row, gpu):

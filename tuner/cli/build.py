@@ -1,4 +1,4 @@
-"""``tuner build``: compile what the cache names, so that the runtime can launch it."""
+"""``tuner build``: compile the kernels of decisions, so that the runtime can launch them."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _TOLD_AFTER_S = 1.0
 
 @dataclass
 class BuildTarget:
-    """One own config of an entry and the kernels it needs."""
+    """Own config of an entry, and the kernels it needs."""
 
     measurement: Measurement
     kernels: dict[str, Future[Artifact]] = field(default_factory=dict)
     cached: int = 0
     reason: str = ""
-    """Why it cannot be built; empty when it can."""
+    """Reason why it cannot be built; empty if it can."""
 
     @property
     def capability(self) -> str:
-        """Compute capability that it is compiled for."""
+        """Target compute capability."""
         return self.measurement.gpu.compute_capability
 
     @property
@@ -92,11 +92,11 @@ def register(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Build; 0 if every kernel named is there at the end, else 1.
+    """Build. Returns 0 if every kernel is present at the end, else 1.
 
     Raises:
-        ConfigError: when the shape or the GPU cannot be read.
-        NoValidConfigError: when the cache names nothing to build.
+        ConfigError: when the shape or the GPU cannot be parsed.
+        NoValidConfigError: when no decision has a kernel to build.
         CompileError: when there is no compiler.
         StoreError: when the store or the artifact cache cannot be opened or written.
     """
@@ -181,7 +181,7 @@ def _portfolio(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _alone(artifacts: ArtifactCache) -> Iterator[None]:
-    """Hold the machine's one place for a build; says so where another has it."""
+    """Hold the machine's lock for builds. Says so if another process holds it."""
     told = threading.Timer(
         _TOLD_AFTER_S, print, ["waiting for another build of this machine"], {"file": sys.stderr}
     )
@@ -196,7 +196,7 @@ def _alone(artifacts: ArtifactCache) -> Iterator[None]:
 
 
 def _dispatcher(artifacts: ArtifactCache) -> str:
-    """Compile what the runtime calls kernels through; without it calls go through Python."""
+    """Compile the dispatcher of the runtime. Without it calls go through Python."""
     from tuner.compile import dispatcher
 
     return _beside(dispatcher, artifacts)
@@ -207,7 +207,7 @@ def _beside(library: Any, artifacts: ArtifactCache) -> str:
 
     Args:
         library: module with `find` and `build`.
-        artifacts: where it is kept.
+        artifacts: cache for the library.
     """
     try:
         if library.find(artifacts):
@@ -219,8 +219,8 @@ def _beside(library: Any, artifacts: ArtifactCache) -> str:
 
 
 def _entries(store: Store, args: argparse.Namespace) -> Iterable[Entry]:
-    """Measured decisions of the store, and the shipped ones that it does not have itself; for one
-    problem without any a portfolio's choice.
+    """Measured decisions of the store, and shipped ones that it lacks. For one problem without a
+    decision, the portfolio's choice.
     """
     from tuner.measurement import Provenance
     from tuner.problem import PROBLEMS
@@ -245,7 +245,7 @@ def _entries(store: Store, args: argparse.Namespace) -> Iterable[Entry]:
         and problem in (None, entry.problem)
         and (gpu is None or gpu.shares_decisions(entry.gpu))
     ]
-    if gpu is not None:  # what it has itself comes before what it shares
+    if gpu is not None:  # the GPU's own decisions come before shared ones
         own = {entry.problem for entry in chosen if entry.gpu.identity == gpu.identity}
         chosen = [e for e in chosen if e.gpu.identity == gpu.identity or e.problem not in own]
     if problem is not None and not chosen:
@@ -257,8 +257,8 @@ def _entries(store: Store, args: argparse.Namespace) -> Iterable[Entry]:
 
 
 def _own(entry: Entry) -> Iterator[Measurement]:
-    """Configs of an entry that the runtime may launch: a pinned or winning own one, the best
-    own.
+    """Configs of an entry that the runtime may launch: a pinned or winning own config, and the best
+    own one.
     """
     from tuner.store.entry import is_vendor
 
@@ -269,8 +269,8 @@ def _own(entry: Entry) -> Iterator[Measurement]:
 
 
 def _refuse_second_gpus(targets: list[BuildTarget]) -> None:
-    """The store names the kernels built for a problem and a config once, for whatever GPU: of two
-    that need other kernels the second would take the first's place.
+    """Refuse a second GPU that needs other kernels: the store records the kernels of a problem and
+    config once, so the second GPU's would replace the first's.
     """
     first: dict[tuple[str, str], str] = {}
     for target in targets:
@@ -284,7 +284,7 @@ def _refuse_second_gpus(targets: list[BuildTarget]) -> None:
 
 
 def _submit(targets: list[BuildTarget], compiler: Compiler) -> None:
-    """Have every kernel of all targets compiled at once, so that units can be shared."""
+    """Submit the kernels of all targets at once, so that they can share units."""
     from tuner.families import family
 
     wanted: list[tuple[BuildTarget, str, KernelSpec]] = []
@@ -309,7 +309,7 @@ def _submit(targets: list[BuildTarget], compiler: Compiler) -> None:
 
 
 def _finish(target: BuildTarget, store: Store) -> None:
-    """Wait for a target's kernels, and tell the store where they are."""
+    """Wait for a target's kernels, and record their artifacts in the store."""
     from tuner.errors import StoreError
 
     if target.reason:
@@ -318,7 +318,7 @@ def _finish(target: BuildTarget, store: Store) -> None:
     for name, future in target.kernels.items():
         try:
             artifacts[name] = future.result().key
-        except StoreError:  # no disk: the others fail too
+        except StoreError:  # the disk is full: the others would fail too
             raise
         except TunerError as exc:
             target.reason = f"{name}: {exc}"

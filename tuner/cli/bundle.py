@@ -1,4 +1,4 @@
-"""``tuner bundle``: entries and their compiled kernels in one file, and back."""
+"""``tuner bundle``: pack entries and their compiled kernels into one file, and install it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 INSTALL = "install"
 MAX_REASONS = 3
-"""Lines about entries that were left out; the others are counted."""
+"""Maximum lines about entries that were left out; further ones are counted."""
 
 DESCRIPTION = """Packs measured entries with their compiled kernels, for machines and containers
 without a compiler, and prints the file's SHA-256. `tuner bundle install FILE` verifies such a file

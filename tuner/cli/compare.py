@@ -1,4 +1,4 @@
-"""``tuner compare``: two stores, exported files or recordings against each other."""
+"""``tuner compare``: compare two stores, exported files or recordings."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def register(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare; 1 when something got slower.
+    """Compare. Returns 1 if a problem became slower.
 
     Raises:
-        ConfigError: when a source cannot be read, or the two have nothing in common.
+        ConfigError: when a source cannot be read, or the two share no problem.
     """
     from tuner.cli import DONE, FAILED
     from tuner.errors import StoreError
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         before, after = load_entries(args.a), load_entries(args.b)
     except StoreError as exc:
-        # What cannot be read is wrong input here: 1 says that something got slower.
+        # An unreadable source is wrong input here: exit code 1 means that a problem became slower.
         raise ConfigError(str(exc)) from exc
     found = compare(before, after, tolerance=tolerance, is_relative=args.relative)
     print(json.dumps(found.to_json()) if args.json else comparison_text(found))
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def comparison_text(found: DecisionComparison) -> str:
-    """A table of all pairs, and what only one side has."""
+    """Table of all pairs, and of the entries that only one side has."""
     from tuner.selection.describe import (
         kernel_name,
         microseconds,

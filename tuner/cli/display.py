@@ -1,6 +1,6 @@
-"""Display of a running sweep: a live panel on a terminal, else plain lines.
+"""Display of a running sweep: a live panel on a terminal, otherwise plain lines.
 
-Progress goes to standard error and results to standard output, so that either can be kept.
+Progress goes to standard error and results to standard output, so that either can be redirected.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from tuner.problem import Problem
 
 PLAIN_INTERVAL_S = 5.0
-"""Between two plain lines of one phase."""
+"""Seconds between two plain lines of one phase."""
 
 
 class Display(Watcher):
-    """Plain lines.
+    """Display in plain lines.
 
     Args:
-        store: where outcomes are stored, as shown.
-        show_results: print each outcome on standard output when it is there.
+        store: name of the store, as shown.
+        show_results: True to print each outcome on standard output.
     """
 
     def __init__(self, store: str, *, show_results: bool) -> None:
@@ -52,7 +52,9 @@ class Display(Watcher):
         """Nothing to end."""
 
     def changed(self, state: SweepState) -> None:
-        """One line for each new phase, and a problem at most one every `PLAIN_INTERVAL_S`."""
+        """Print a line for each new phase, and otherwise at most one every `PLAIN_INTERVAL_S` for a
+        problem.
+        """
         phase, last = self._last.get(state.problem, ("", 0.0))
         now = time.monotonic()
         if phase != state.phase or now - last >= PLAIN_INTERVAL_S:
@@ -73,7 +75,7 @@ class Display(Watcher):
 
 
 class LiveDisplay(Display):
-    """A panel that is drawn anew while the sweep waits."""
+    """Panel that is redrawn while the sweep waits."""
 
     def __enter__(self) -> Self:
         from rich.console import Console
@@ -126,18 +128,19 @@ class LiveDisplay(Display):
 
 
 def create_display(store: str, *, show_results: bool) -> Display:
-    """A live display where standard error is a terminal, unless only JSON is wanted.
+    """Create a live display if standard error is a terminal and the output is not JSON, otherwise
+    plain lines.
 
     Args:
         store: where outcomes are stored, as shown.
-        show_results: False where standard output is for a JSON document alone.
+        show_results: False if standard output is only for a JSON document.
     """
     live = show_results and sys.stderr.isatty() and sys.stdout.isatty()
     return (LiveDisplay if live else Display)(store, show_results=show_results)
 
 
 def facts_of(state: SweepState) -> dict[str, str]:
-    """Name and text of each fact; empty text where there is nothing to say."""
+    """Name and text of each fact; the text is empty if there is none."""
     failed = ", ".join(f"{count} {status}" for status, count in state.failures.most_common())
     own, vendor = state.best_own, state.best_vendor
     speed = versus(own, vendor, kernel_name(vendor)) if own and vendor else ""
@@ -161,7 +164,7 @@ def facts_of(state: SweepState) -> dict[str, str]:
 
 
 def _left(state: SweepState) -> str:
-    """Time left of the phase at its pace so far, or of the time limit if that comes first."""
+    """Remaining time of the phase at its pace so far, or until the time limit if that is sooner."""
     now = time.monotonic()
     estimates = []
     if state.deadline is not None:

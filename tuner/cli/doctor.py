@@ -1,4 +1,4 @@
-"""``tuner doctor``: what is found of all that a sweep needs, what is missing, how to get it."""
+"""``tuner doctor``: check everything that a sweep needs, and advise on what is missing."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ OK, MISSING, NOTE = "ok", "missing", "note"
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked for."""
+    """Result of one check."""
 
     name: str
     state: str
-    """ok; missing: a sweep cannot measure without it; note: it can, with something left out."""
+    """State: ok; missing: a sweep cannot measure without it; note: it can, but some function is
+    unavailable."""
     found: str
     advice: str = ""
-    """Advice when the state is not ok."""
+    """Advice if the state is not ok."""
 
 
 def register(subparsers: Any) -> None:
@@ -45,7 +46,7 @@ def register(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the findings; 0 if a sweep could measure here, else 1."""
+    """Print the findings. Returns 0 if a sweep can measure here, else 1."""
     findings = examine(args.device)
     missing = {f.name for f in findings if f.state == MISSING}
     verdict = conclude(missing)
@@ -59,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def findings_text(findings: Sequence[Finding]) -> str:
-    """A line for each finding, with what to do."""
+    """One line a finding, with its advice."""
     width = max(len(f.name) for f in findings)
     return "\n".join(
         f"{f.state:<8}{f.name:<{width + 2}}{f.found}" + (f" - {f.advice}" if f.advice else "")
@@ -68,7 +69,7 @@ def findings_text(findings: Sequence[Finding]) -> str:
 
 
 def examine(device: int = 0) -> list[Finding]:
-    """Look for everything, in the order in which a sweep meets it."""
+    """Run all checks, in the order in which a sweep needs them."""
     return [
         *_gpu(device),
         *_compiling(),
@@ -80,7 +81,7 @@ def examine(device: int = 0) -> list[Finding]:
 
 
 def conclude(missing: set[str]) -> str:
-    """One line: can a sweep measure here, and if not, what can still be done."""
+    """One-line verdict: whether a sweep can measure here, and otherwise what still works."""
     if not missing:
         return "A sweep can measure here."
     gpu = missing & {"GPU", "driver", "cuda-python"}
@@ -140,7 +141,7 @@ def _gpu(index: int) -> Iterator[Finding]:
 
 
 def serving_finding(gpu: Gpu) -> Finding:
-    """Shipped data that serves on a GPU, and the kernels that are proven here."""
+    """Finding about the shipped data that serves a GPU, and the kernels proven on it."""
     from tuner.selection.kernels import BUILD, PROVE, lists
     from tuner.selection.portfolio import serving, shipped
     from tuner.selection.shipped import shipped_index
@@ -186,7 +187,9 @@ def _no_driver() -> Finding | None:
 
 
 def _driver(version: str, cuda: str) -> Finding:
-    """A driver runs kernels of its own CUDA major version and older ones."""
+    """Finding about the driver, which runs kernels of its own CUDA major version and of older
+    ones.
+    """
     from tuner.compile import toolchain
     from tuner.errors import CompileError
 
@@ -235,7 +238,7 @@ def _compiling() -> Iterator[Finding]:
 
 
 def _triton() -> Finding:
-    """Compiler of attention for GPUs other than Hopper."""
+    """Finding about Triton, the compiler of attention for GPUs other than Hopper."""
     from tuner.families.triton_attention import EXTRA, TritonAttention, triton_version
 
     lacks = TritonAttention().lacks()
@@ -330,7 +333,7 @@ def _cache() -> Finding:
 
 
 def _prebuilt() -> Iterator[Finding]:
-    """The wheel of prebuilt kernels, where it is installed."""
+    """Finding about the wheel of prebuilt kernels, if it is installed."""
     import tuner
     from tuner.compile import prebuilt
     from tuner.errors import ConfigError
@@ -357,7 +360,7 @@ def _prebuilt() -> Iterator[Finding]:
 
 
 def _unwritable(folder: Path) -> str:
-    """Why nothing can be made in `folder`, or in the nearest parent that exists; or empty."""
+    """Reason why `folder`, or its nearest existing parent, cannot be written; empty if it can."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     try:

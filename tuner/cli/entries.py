@@ -1,6 +1,6 @@
-"""``tuner lookup, list, show, export, import, pin, unpin, forget``: what the store knows.
+"""``tuner lookup, list, show, export, import, pin, unpin, forget``: entries of the store.
 
-Looking needs the standard library only; the commands that change a store load SQLAlchemy.
+Reading needs only the standard library. Commands that change a store import SQLAlchemy.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from tuner.store import Store
 
 _MIN_DIGEST = 4
-"""Shortest beginning of a digest that names a config."""
+"""Minimum length of a digest's prefix that identifies a config."""
 
 
 def register(subparsers: Any) -> None:
@@ -122,7 +122,7 @@ def _other_gpu(parser: argparse.ArgumentParser) -> None:
 
 
 def look_up(args: argparse.Namespace) -> int:
-    """Print what serves a shape; 1 when nothing is known of it."""
+    """Print the lookup result of a shape. Returns 1 if there is none."""
     answer = _answer(args)
     if answer is None:
         return 1
@@ -157,7 +157,7 @@ def list_all(args: argparse.Namespace) -> int:
 
 
 def show(args: argparse.Namespace) -> int:
-    """Print one entry in full; 1 when nothing is known of the shape."""
+    """Print one entry in full. Returns 1 if the shape has none."""
     answer = _answer(args)
     if answer is None:
         return 1
@@ -185,7 +185,7 @@ def show(args: argparse.Namespace) -> int:
 
 
 def _sources(winner: Measurement) -> dict[str, str]:
-    """The rendered source of each of the winner's kernels."""
+    """Rendered source of each of the winner's kernels."""
     from tuner.compile.render import render
     from tuner.families import family
 
@@ -202,7 +202,7 @@ def export(args: argparse.Namespace) -> int:
     """Write entries as JSON to a file or to standard output.
 
     Raises:
-        NoValidConfigError: when nothing is to be written.
+        NoValidConfigError: when there is no entry to write.
     """
     from tuner.store.exchange import to_text
 
@@ -225,7 +225,7 @@ def export(args: argparse.Namespace) -> int:
 
 
 def import_file(args: argparse.Namespace) -> int:
-    """Take over an exported file, all of it or nothing."""
+    """Import an exported file, as a whole or not at all."""
     from tuner.store.exchange import load
 
     document = load(args.file)
@@ -250,7 +250,7 @@ def import_file(args: argparse.Namespace) -> int:
 
 
 def unservable(measurement: Measurement) -> Sequence[str]:
-    """Why a measurement from outside must not be served: its family's legality predicate."""
+    """Reason why an imported measurement must not be served, by its family's legality predicate."""
     from tuner.families import family
 
     try:
@@ -261,7 +261,7 @@ def unservable(measurement: Measurement) -> Sequence[str]:
     except ConfigError as exc:
         return [f"config: {exc}"]
     except (KeyError, TypeError, ValueError, AttributeError) as exc:
-        # The predicate is total on its family's configs only, and this came from outside.
+        # The predicate is defined only on its family's configs; an imported config may not be one.
         return [f"config: not one of {measurement.config.family} ({type(exc).__name__}: {exc})"]
     return [f"config: {reason}" for reason in reasons]
 
@@ -283,7 +283,7 @@ def pin(args: argparse.Namespace) -> int:
 
 
 def _opened(args: argparse.Namespace) -> Store:
-    """The store that is there; a wrong shape is said before a store that is not."""
+    """Open an existing store. A wrong shape is reported before a missing store."""
     _problem(args)
     return open_store(_url(args), create=False)
 
@@ -324,7 +324,7 @@ def _config(text: str, store: Store, problem: Problem, gpu: Gpu, regime: Regime)
 
 
 def _import_hint(problem: Problem) -> str:
-    """How to pin a config of what ships; nothing of a problem that does not."""
+    """Advice on pinning a config of a shipped decision; empty if the problem does not ship."""
     if all(entry.problem != problem for entry in shipped()):
         return ""
     folder = resources.cache() / "tuned"
@@ -332,7 +332,7 @@ def _import_hint(problem: Problem) -> str:
 
 
 def unpin(args: argparse.Namespace) -> int:
-    """Take a pin back; 1 when there was none."""
+    """Remove a pin. Returns 1 if there was none."""
     with _opened(args) as store:
         problem, gpu, regime = _one(args, store)
         done = store.unpin(problem, gpu, regime)
@@ -345,9 +345,9 @@ def unpin(args: argparse.Namespace) -> int:
 
 
 def forget(args: argparse.Namespace) -> int:
-    """Delete a shape's decisions, sweeps and measurements; 1 when there were none."""
+    """Delete a shape's decisions, sweeps and measurements. Returns 1 if there were none."""
     with _opened(args) as store:
-        # A row that cannot be read may be what is to be deleted: nothing is read without need.
+        # An unreadable row may be the one to delete, so rows are not read unnecessarily.
         wanted = _wanted(args, store.entries() if args.gpu else [])
         decisions, measurements = store.forget(wanted["problem"], wanted["gpu"], wanted["regime"])
     if args.json:
@@ -373,7 +373,7 @@ def _source(args: argparse.Namespace) -> str:
 
 
 def known_entries(args: argparse.Namespace) -> list[Entry]:
-    """Every entry; an SQLite file is read with the standard library and never made."""
+    """Every entry. An SQLite file is read with the standard library and is never created."""
     path = _file(args)
     if path is None:
         with open_store(_url(args)) as store:
@@ -382,7 +382,7 @@ def known_entries(args: argparse.Namespace) -> list[Entry]:
 
 
 def _file(args: argparse.Namespace) -> Path | None:
-    """The SQLite file to read, None for another database; one that is named must be there."""
+    """SQLite file to read; None for another database. A named file must exist."""
     path = sqlite_file(_url(args))
     if path and args.store and not path.exists():
         raise StoreError(f"store {path} does not exist (a sweep or an import makes it)")
@@ -396,19 +396,19 @@ def _problem(args: argparse.Namespace) -> Problem | None:
 
 
 def _asked(args: argparse.Namespace) -> Problem:
-    """The problem of a command that must name one."""
+    """Problem of a command that requires one."""
     return PROBLEMS[args.op].parse(args.shape)
 
 
 def _regimes(args: argparse.Namespace, problem: Problem | None) -> tuple[Regime, ...] | None:
-    """Those that the options leave; None where they name no part of one."""
+    """Regimes that match the options; None if no option names one."""
     if args.regime is None and args.l2 is None:
         return None
     return regimes_of(args, problem.op if problem else (args.op or "attention"))
 
 
 def _wanted(args: argparse.Namespace, known: Sequence[Entry]) -> dict[str, Any]:
-    """The filters of `Store.entries` and `Store.export` that the options name."""
+    """Filters of `Store.entries` and `Store.export` from the options."""
     problem = _problem(args)
     provenance = getattr(args, "provenance", None)
     return {
@@ -421,7 +421,7 @@ def _wanted(args: argparse.Namespace, known: Sequence[Entry]) -> dict[str, Any]:
 
 
 def _one(args: argparse.Namespace, store: Store) -> tuple[Problem, Gpu, Regime]:
-    """The problem, GPU and regime of a command that changes one entry."""
+    """Problem, GPU and regime of a command that changes one entry."""
     problem = _asked(args)
     gpu = find_gpu(args.gpu, [e.gpu for e in store.entries()]) if args.gpu else _detected()
     gpu = gpu or DEFAULT_GPU
@@ -437,7 +437,7 @@ def _detected() -> Gpu | None:
 
 
 def _environment() -> Environment:
-    """Environment that a sweep would record here, as far as it is known without torch."""
+    """Environment that a sweep would record here, as far as is known without torch."""
     from tuner.families.vendor import installed_versions
     from tuner.measure.device import environment
 
@@ -445,7 +445,7 @@ def _environment() -> Environment:
 
 
 def _answer(args: argparse.Namespace) -> LookupResult | None:
-    """Look a shape up; on a miss say so on standard error."""
+    """Look a shape up. A miss is reported on standard error."""
     problem = _asked(args)
     regimes = _regimes(args, problem)
     path = _file(args)

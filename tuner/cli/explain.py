@@ -1,4 +1,4 @@
-"""``tuner explain``: explain in plain words why a configuration won."""
+"""``tuner explain``: explanation of why a config won."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def register(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the account.
+    """Print the explanation.
 
     Raises:
         NoValidConfigError: when no own kernel passed.
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def explanation_text(subject: ReportSubject, found: Explanation) -> str:
-    """The account in paragraphs."""
+    """The explanation, in paragraphs."""
     lines = [
         f"{subject.label}: measured {subject.measured_on}, {subject.source}",
         "",

@@ -1,4 +1,4 @@
-"""``tuner fit``: a portfolio for shapes that nobody tuned, from measurements."""
+"""``tuner fit``: fit a portfolio for untuned shapes to measurements."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def register(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Make a portfolio; 0.
+    """Fit a portfolio and write it. Returns 0.
 
     Raises:
         ConfigError: when there is too little to make one from, or FILE is of another operation or

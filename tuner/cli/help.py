@@ -1,4 +1,4 @@
-"""``tuner help``: the commands in groups, and the keys of ``--shape``."""
+"""``tuner help``: commands in groups, keys of ``--shape``, and a glossary."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tuner.problem import PROBLEMS
 from tuner.selection.describe import table
 
 SHAPES, GLOSSARY = "shapes", "glossary"
-"""The topics that are not a command's help."""
+"""Topics beside the commands."""
 
 WORDS: Mapping[str, str] = {
     "problem": "An operation with its shape, types and layouts: what is to be computed.",
@@ -26,12 +26,12 @@ WORDS: Mapping[str, str] = {
     "provenance": "Source of a time: measured here, replayed from a recording, or predicted.",
     "tie": "Two times that are equal within their noise, at most 1 %.",
 }
-"""Words that every face uses."""
+"""Glossary of words in the output of all commands."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Commands of one purpose and an example of them."""
+    """Group of commands with an example."""
 
     title: str
     example: str
@@ -66,7 +66,7 @@ GROUPS = (
         ("record", "survey", "fit", "legality"),
     ),
 )
-"""Every command, once."""
+"""Groups that list every command once."""
 
 
 def register(subparsers: Any) -> None:
@@ -81,10 +81,10 @@ def run(args: argparse.Namespace) -> int:
     """Print the help of a topic.
 
     Args:
-        args: the topic, and as ``root`` the parser of all commands.
+        args: the topic, and the parser of all commands as ``root``.
 
     Raises:
-        ConfigError: when there is no such topic.
+        ConfigError: when the topic does not exist.
     """
     if args.topic == SHAPES:
         print(shapes_text())
@@ -106,16 +106,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def commands_of(root: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """The parser of each command, by name."""
+    """Parser of each command, by name."""
     [commands] = (a for a in root._actions if isinstance(a, argparse._SubParsersAction))
     return dict(commands.choices)
 
 
 def groups_text(about: Mapping[str, str]) -> str:
-    """The commands in groups.
+    """List of the commands in groups.
 
     Args:
-        about: help of each command, by name.
+        about: help text of each command, by name.
     """
     width = max(map(len, about))
     parts = []
@@ -127,7 +127,7 @@ def groups_text(about: Mapping[str, str]) -> str:
 
 
 def glossary_text() -> str:
-    """The words that every face uses, and the families' parameters."""
+    """Glossary, and the families' parameters."""
     from tuner.report.glossary import MEANINGS
 
     words = table([("word", "meaning"), *WORDS.items()])
@@ -135,7 +135,7 @@ def glossary_text() -> str:
 
 
 def shapes_text() -> str:
-    """The keys of ``--shape`` with meaning, unit and default, of every operation."""
+    """Keys of ``--shape`` of every operation, with meaning, unit and default."""
     parts = ["Keys of --shape KEY=VALUE,... by operation. `tuner shapes` lists a model's problems."]
     for op, kind in PROBLEMS.items():
         rows = [("key", "meaning", "unit", "default")]

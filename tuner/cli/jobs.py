@@ -1,4 +1,4 @@
-"""``tuner jobs submit, list, show, cancel, retry, logs``: what the workers are to do."""
+"""``tuner jobs submit, list, show, cancel, retry, logs``: jobs for workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tuner.store.jobs import Event, JobRecord, Task
 
 FOLLOW_S = 0.5
-"""Between two looks for new events."""
+"""Seconds between two polls for new events."""
 
 
 def register(subparsers: Any) -> None:
@@ -154,12 +154,12 @@ def _progress_text(task: Task) -> str:
 
 
 def cancel(args: argparse.Namespace) -> int:
-    """End a job; 1 when it had ended already."""
+    """Cancel a job. Returns 1 if it had already ended."""
     return _change(args, "cancelled", lambda store, id: store.jobs.cancel(id))
 
 
 def retry(args: argparse.Namespace) -> int:
-    """Queue what failed again; 1 when nothing had."""
+    """Queue the failed problems of a job again. Returns 1 if none had failed."""
     return _change(args, "queued", lambda store, id: store.jobs.retry(id))
 
 
@@ -180,7 +180,7 @@ def logs(args: argparse.Namespace) -> int:
     with open_store(args.store, create=False) as store:
         job = _find(store, args.id)
         while True:
-            # The state first: what happened before it ended is then among the events.
+            # The state is read first, so that all events before its end are included.
             is_open = _find(store, job.id).is_open
             while events := store.jobs.events(job.id, after=last):
                 _print_events(events, as_json=args.json)

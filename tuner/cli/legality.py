@@ -1,4 +1,4 @@
-"""``tuner legality``: does a family's legality predicate agree with the compiler and the GPU?"""
+"""``tuner legality``: compare a family's legality predicate with the compiler and the GPU."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from tuner.problem import Problem
     from tuner.runners.base import Runner
 
-#: The folders before a file's name in a compiler's words.
+#: Folders before a file name in a compiler's messages.
 _FOLDERS = re.compile(r"/[A-Za-z][\w.+-]*/(?:[\w.+-]+/)*")
-#: What is drawn from: every mask, data type and layout of the operation, tails among the lengths.
+#: Problems to draw from: every mask, data type and layout of each operation, with lengths that
+#: leave partial tiles.
 SHAPES: dict[str, tuple[str, ...]] = {
     "attention": (
         "S=1024,D=64",
@@ -83,17 +84,18 @@ SHAPES: dict[str, tuple[str, ...]] = {
     ),
 }
 _MAX_DRAWS = 100_000
-#: Kernels of a unit: most rejected configs fail, and would cost their neighbours a second compile.
+#: Kernels in a unit. Most rejected configs fail, and the rest of their unit would be compiled
+#: again.
 _UNIT, _REJECTED_UNIT = 4, 1
-#: A rejected config whose accumulators spill keeps ptxas busy for minutes. A legal kernel takes 15
-#: to 30 s by itself; one that takes longer than this counts as one that does not compile.
+#: Time-out of a compile, seconds. A rejected config whose accumulators spill takes ptxas minutes; a
+#: legal kernel takes 15 to 30 s alone. One that takes longer counts as not compiling.
 REJECTED_TIMEOUT_S = 60.0
 _PROGRESS_EVERY = 10
 
 
 @dataclass(frozen=True)
 class SampledConfig:
-    """One drawn config, and what the predicate says of it."""
+    """Drawn config with the predicate's result."""
 
     problem: Problem
     config: Config
@@ -125,7 +127,7 @@ def draw(
 ) -> tuple[list[SampledConfig], list[SampledConfig]]:
     """Draw distinct configs until there are enough legal and enough rejected ones.
 
-    Gives up, with fewer, after 100,000 draws: a small space has no more.
+    Stops with fewer after 100,000 draws, because a small space may not have more.
     """
     from tuner.problem import PROBLEMS
 
@@ -148,7 +150,9 @@ def draw(
 def evaluate(
     runner: Runner, draws: Sequence[SampledConfig]
 ) -> Iterator[tuple[SampledConfig, Measurement]]:
-    """Compile, check and time every draw; each is given when it is done, in the runner's order."""
+    """Compile, check and time every draw. Each is yielded when it is done, in the runner's
+    order.
+    """
     by_identity = {d.problem.key + d.config.digest: d for d in draws}
     waiting = list(by_identity.values())
     in_flight = 0
@@ -164,7 +168,7 @@ def evaluate(
 
 
 def summary(outcomes: Sequence[tuple[SampledConfig, Measurement]]) -> dict[str, Any]:
-    """Counts and the shares that a predicate is judged by."""
+    """Counts, and the shares that a predicate is judged by."""
     legal = [m for d, m in outcomes if not d.violations]
     refused = [m for d, m in outcomes if d.violations]
     compiled = [m for m in legal if m.status != "compile_error"]
@@ -179,7 +183,7 @@ def summary(outcomes: Sequence[tuple[SampledConfig, Measurement]]) -> dict[str, 
         "rejected": len(refused),
         "rejected_that_work": len(worked),
         "rejected_that_work_share": len(worked) / len(refused) if refused else None,
-        # Of those that worked, and many times slower than they could.
+        # Rejected configs that worked by spilling, and are many times slower for it.
         "rejected_that_spill": sum(map(_spills, worked)),
         "legal_that_spill": sum(map(_spills, passed)),
         "legal_statuses": dict(Counter(m.status.value for m in legal)),
@@ -198,7 +202,7 @@ def report(
     drawn: int,
     outcomes: Sequence[tuple[SampledConfig, Measurement]],
 ) -> dict[str, Any]:
-    """Document of the command: `summary`, and every outcome so far of the `drawn` ones."""
+    """JSON document of the command: `summary`, and every outcome of `drawn` so far."""
     return {
         "family": family.name,
         "gpu": gpu.name,
@@ -220,12 +224,12 @@ def report(
 
 
 def without_folders(log: str) -> str:
-    """A log with the names of files alone: where they lay says nothing to another machine."""
+    """Log with file names instead of paths, which mean nothing on another machine."""
     return _FOLDERS.sub("", log)
 
 
 def save(path: Path, content: dict[str, Any]) -> None:
-    """Write the file whole: a run that is cut off leaves what it had last."""
+    """Write the file atomically, so that an interrupted run leaves its last state."""
     output.write(path, json.dumps(content, indent=1) + "\n")
 
 
@@ -236,7 +240,7 @@ def progress(outcomes: Sequence[tuple[SampledConfig, Measurement]], drawn: int) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Draw, evaluate, print the shares; the exit code does not judge them."""
+    """Draw, evaluate and print the shares, which do not affect the exit code."""
     from tuner.compile.artifacts import ArtifactCache
     from tuner.compile.compiler import NVCC_TIMEOUT_S, Compiler, find_toolchain
     from tuner.errors import BenchmarkError, ConfigError
@@ -254,7 +258,7 @@ def run(args: argparse.Namespace) -> int:
     legal, rejected = draw(family, gpu, args.legal, args.rejected, random.Random(args.seed))
     drawn = len(legal) + len(rejected)
     outcomes: list[tuple[SampledConfig, Measurement]] = []
-    if args.output:  # at once: a path that cannot be written should not cost the whole run
+    if args.output:  # written at once, so that a wrong path fails before the run
         save(args.output, report(family, gpu, args.seed, drawn, outcomes))
     parts = ((legal, _UNIT, NVCC_TIMEOUT_S), (rejected, _REJECTED_UNIT, REJECTED_TIMEOUT_S))
     for draws, unit, timeout_s in parts:

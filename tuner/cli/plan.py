@@ -1,4 +1,4 @@
-"""``tuner plan``: which few configurations serve a range of shapes within x %."""
+"""``tuner plan``: choose few configs that serve a range of shapes within a given loss."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def register(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan; 1 when a shape is left that nothing is known of.
+    """Print the plan. Returns 1 if a shape without any data is left.
 
     Raises:
         ConfigError: when a shape, the loss or a name is wrong.
@@ -93,7 +93,7 @@ def _problems(args: argparse.Namespace) -> list[Problem]:
 
 
 def plan_text(head: str, made: CoveragePlan) -> str:
-    """The configurations, and a table of the shapes with where each number comes from."""
+    """Chosen configs, and a table of the shapes with the source of each number."""
     from tuner.selection.describe import config_text, microseconds, table, wrapped
 
     choices = made.choices

@@ -1,4 +1,4 @@
-"""The kernels of the shipped portfolios: what `tuner build --portfolio` compiles and lists."""
+"""Kernels of the shipped portfolios, for `tuner build --portfolio`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 def chosen(op: str | None, gpu: str | None) -> list[Portfolio]:
-    """The shipped portfolios of an operation that serve on a GPU.
+    """Shipped portfolios of an operation that serve a GPU.
 
     Args:
         op: operation; None: all.
-        gpu: name; None: every GPU that one was made on.
+        gpu: name; None: every GPU that has a portfolio of its own.
 
     Raises:
         ConfigError: when there is none.
@@ -54,23 +54,24 @@ def build(
     dry_run: bool,
     reproducible: bool,
 ) -> int:
-    """Compile the kernels of the shipped portfolios, and enter each into the user's kernel list.
+    """Compile the kernels of the shipped portfolios, and add each to the user's kernel list.
 
     Args:
-        artifacts: where compiled kernels are kept.
-        op: as of `chosen`.
-        gpu: as of `chosen`.
-        jobs: nvcc processes at a time; None: the cores.
-        only: texts that a kernel's label must hold, all of them; none: every kernel.
-        dry_run: list the kernels, compile nothing.
-        reproducible: one library a kernel, so that equal builds are equal bytes, for the wheel of
-            prebuilt kernels. About three times the CPU time of libraries of eight.
+        artifacts: cache for compiled kernels.
+        op: as in `chosen`.
+        gpu: as in `chosen`.
+        jobs: maximum nvcc processes; None: one a core.
+        only: texts that a kernel's label must all contain; empty: every kernel.
+        dry_run: True to list the kernels without compiling.
+        reproducible: True for one library a kernel, so that equal builds give equal bytes, as for
+            the wheel of prebuilt kernels. This takes about three times the CPU time of libraries of
+            eight.
 
     Returns:
-        Exit code: 1 when a kernel failed.
+        Exit code: 1 if a kernel failed.
 
     Raises:
-        ConfigError: when no portfolio ships for that, or no kernel's label holds all of `only`.
+        ConfigError: when no such portfolio ships, or no kernel's label contains all of `only`.
         CompileError: when there is no compiler.
         StoreError: when the artifact cache or the list cannot be written.
     """
@@ -138,7 +139,9 @@ def _build(wanted: Sequence[Target], compiler: Compiler, dry_run: bool) -> int:
 
 
 def _start(path: Path, compiler: Compiler, specs: Sequence[KernelSpec]) -> KernelList:
-    """The list on disk; where other templates made it, the kernels that these make alike."""
+    """Kernel list to start from: the one on disk. If it was made from other templates, only kernels
+    that are unchanged.
+    """
     from tuner.base import resources
     from tuner.selection.kernels import KernelList
 

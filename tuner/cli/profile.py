@@ -1,4 +1,4 @@
-"""``tuner profile``: what Nsight Compute counts of a shape's kernel."""
+"""``tuner profile``: Nsight Compute's counters of a shape's kernel."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def register(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Profile, keep and print.
+    """Profile a kernel, store the counters and print them.
 
     Raises:
         ConfigError: when the shape, the kernel or a number is wrong.
-        NoValidConfigError: when nothing is measured for the shape on this GPU.
+        NoValidConfigError: when the shape has no measured decision on this GPU.
         BenchmarkError: when there is no GPU or no ncu, or the counters cannot be read.
         CompileError: when a kernel cannot be compiled.
     """
@@ -94,8 +94,8 @@ def _chosen(
     regimes: Sequence[Regime],
     name: str | None,
 ) -> tuple[Config, Regime]:
-    """The best own kernel of the shape's measured decision, or the one that is named, and the
-    regime of the decision.
+    """Best own kernel of the shape's measured decision, or the named one, and the decision's
+    regime.
     """
     from tuner.errors import ConfigError, NoValidConfigError
     from tuner.measurement import Provenance
@@ -164,7 +164,7 @@ def _profile(
 
 
 def profile_text(counted: Profile) -> str:
-    """The counters as tables, a kernel after the other."""
+    """Tables of the counters, one kernel after the other."""
     from tuner.measure.profile import FACTS, SHARES, STALLS
     from tuner.selection.describe import (
         config_lines,

@@ -1,4 +1,6 @@
-"""``tuner prove``: check the portfolio's built kernels over all the problems that they serve."""
+"""``tuner prove``: check the portfolio's built kernels over the range of problems that they
+serve.
+"""
 
 from __future__ import annotations
 
@@ -68,10 +70,10 @@ def register(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prove; 1 when a kernel failed, now or before, or is left.
+    """Prove. Returns 1 if a kernel failed, now or before, or is left.
 
     Raises:
-        ConfigError: when an argument is out of range, or nothing is built for this GPU.
+        ConfigError: when an argument is out of range, or no kernel is built for this GPU.
         BenchmarkError: when there is no GPU, or the gate itself fails.
         StoreError: when a kernel list cannot be written.
     """
@@ -138,7 +140,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _prove(prover: Prover, plans: Sequence[ProofPlan], faults: list[str]) -> int:
-    """Prove each list's kernels, add what failed to `faults`; returns how many are left."""
+    """Prove each list's kernels and add failures to `faults`. Returns the number of kernels
+    left.
+    """
     left = 0
     for todo in plans:
         found = prover.run(todo)
@@ -175,7 +179,7 @@ def _carry() -> int:
 
 
 def _plans(args: argparse.Namespace, gpu: Gpu) -> list[ProofPlan]:
-    """Kernels without a proof in each list of the GPU's compute capability."""
+    """Kernels without a proof, for each list of the GPU's compute capability."""
     from tuner.base import resources
     from tuner.selection.kernels import BUILD, KernelList, targets, users
     from tuner.selection.portfolio import everywhere
@@ -199,13 +203,13 @@ def _plans(args: argparse.Namespace, gpu: Gpu) -> list[ProofPlan]:
 
 
 def _name(faults: Sequence[str]) -> None:
-    """Name each kernel that is never served, and how it failed."""
+    """Print each kernel that is not served, and how it failed."""
     for fault in faults:
         print(f"tuner: not served: {fault}", file=sys.stderr)
 
 
 class _Teller:
-    """Says every `PROGRESS_S` how far a run is."""
+    """Prints progress every `PROGRESS_S`."""
 
     def __init__(self, problems: int) -> None:
         self._problems, self._next = problems, 0.0

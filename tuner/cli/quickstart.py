@@ -1,4 +1,6 @@
-"""``tuner quickstart``: one shape from the check of the machine to a call in PyTorch."""
+"""``tuner quickstart``: first steps with one shape, from a check of the machine to a call in
+PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def register(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the steps; 0 when the call was made, 1 when something is missing for it."""
+    """Run the steps. Returns 0 if the call was made, 1 if a requirement is missing."""
     from tuner.cli.doctor import MISSING, OK, conclude, examine, findings_text
     from tuner.hardware import DEFAULT_GPU
     from tuner.measure.device import detect
@@ -68,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _command(line: str) -> int:
-    """Print a command and run it; its exit code, 1 where it could not be done."""
+    """Print a command and run it. Returns its exit code, or 1 if it raised an error."""
     from tuner.cli import parser
 
     print(f"\n$ tuner {line}", flush=True)

@@ -1,4 +1,4 @@
-"""``tuner record``: write what a store holds of a sweep as a recording."""
+"""``tuner record``: write the stored measurements of a sweep as a recording."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def register(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the recordings; 1 when nothing was measured of one of several.
+    """Write the recordings. Returns 1 if one of several problems has no measurements.
 
     Raises:
-        ConfigError: when nothing was measured of `--shape`.
+        ConfigError: when the problem of `--shape` has no measurements.
         StoreError: when a file cannot be written.
     """
     from tuner.cli.sweep import problems_of

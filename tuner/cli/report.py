@@ -1,4 +1,4 @@
-"""``tuner report``: a sweep as one page that needs no network."""
+"""``tuner report``: a sweep as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def run(args: argparse.Namespace) -> int:
     """Write the page.
 
     Raises:
-        ConfigError: when the extra is not installed or the file has no place.
+        ConfigError: when the extra is not installed, or the file's folder does not exist.
         StoreError: when the file cannot be written.
-        NoValidConfigError: when nothing was measured.
+        NoValidConfigError: when there are no measurements.
     """
     from tuner.report.analysis import verdict
 
@@ -94,11 +94,12 @@ def _facts(path: Path, size: int, subject: ReportSubject) -> dict[str, Any]:
 
 
 def _job(args: argparse.Namespace) -> int:
-    """A page for each problem of a stored job that something was measured of; 1 when one is left.
+    """Write a page for each problem of a stored job that has measurements. Returns 1 if one has
+    none.
 
     Raises:
-        ConfigError: when there is no such job, or the place is no folder.
-        NoValidConfigError: when nothing was measured of a problem; the other pages are written.
+        ConfigError: when the job does not exist, or the path is not a folder.
+        NoValidConfigError: when a problem has no measurements; the other pages are written.
     """
     from tuner.hardware import DEFAULT_GPU
     from tuner.measure.device import detect

@@ -1,4 +1,4 @@
-"""Text that a sweep prints at its end."""
+"""Text of a sweep's outcome."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tuner.tuning.outcome import Outcome
 
 
 def outcome_text(outcome: Outcome, store: str) -> str:
-    """The table of a sweep and what belongs under it.
+    """Table of a sweep's outcome, and the lines under it.
 
     Args:
-        outcome: how it ended.
-        store: where it was stored.
+        outcome: outcome of the sweep.
+        store: name of the store.
     """
     head = f"{outcome.problem.op} {outcome.problem.label()} on {outcome.gpu.name}, {outcome.regime}"
     entry = outcome.entry
@@ -49,8 +49,8 @@ def outcome_text(outcome: Outcome, store: str) -> str:
 
 
 def _unranked_lines(outcome: Outcome) -> list[str]:
-    """Finalists without a final time, and how fast they were in the quick pass, against the
-    fastest vendor's kernel there.
+    """Finalists without a final time, and their quick times against the fastest vendor's quick
+    time.
     """
     lines, vendor = [], outcome.quick_vendor
     for m in outcome.unranked:
@@ -75,7 +75,7 @@ def _effort_text(outcome: Outcome) -> str:
 
 
 def _ranking_table(entry: Entry) -> str:
-    """Winner, runner-up, best own kernel and every baseline, each once."""
+    """Table of winner, runner-up, best own kernel and every baseline, each once."""
     heading = ("role", "kernel", "us", "us/head", "TFLOP/s", "deviation", "workspace")
     rows: list[tuple[str, ...]] = [heading]
     rows += [(_roles(entry, m), short_name(m), *_numbers(m)) for m in _shown(entry)]
@@ -85,7 +85,7 @@ def _ranking_table(entry: Entry) -> str:
 
 
 def _config_lines(entry: Entry) -> list[str]:
-    """The own configs of the table in full, each under the name that the table gives it."""
+    """Own configs of the table in full, under the table's names."""
     lines = []
     for m in _shown(entry):
         if not is_vendor(m.config):

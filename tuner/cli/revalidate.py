@@ -1,4 +1,4 @@
-"""``tuner revalidate``: measure again what is stored."""
+"""``tuner revalidate``: measure stored decisions again."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def register(subparsers: Any) -> None:
 
 
 def revalidate(args: argparse.Namespace) -> int:
-    """Revalidate; 1 when an entry could not be decided anew."""
+    """Revalidate. Returns 1 if an entry could not be decided again."""
     from tuner.tuning import revalidate as tuning
 
     if args.compile:
@@ -87,7 +87,7 @@ def revalidate(args: argparse.Namespace) -> int:
 
 
 def _compile(args: argparse.Namespace) -> int:
-    """Compile the own kernels of the entries that are asked for; 1 when one failed."""
+    """Compile the own kernels of the selected entries. Returns 1 if one failed."""
     from tuner.cli.aot import compile_aot
     from tuner.families import families
     from tuner.hardware import DEFAULT_GPU
@@ -108,10 +108,10 @@ def _compile(args: argparse.Namespace) -> int:
 
 
 def _each(args: argparse.Namespace, work: Work) -> int:
-    """Do `work` for every entry that is asked for; one that fails does not end the others.
+    """Call `work` for every selected entry. A failure does not stop the others.
 
     Raises:
-        ConfigError: when the shape or an option cannot be read.
+        ConfigError: when the shape or an option cannot be parsed.
         BenchmarkError: when there is no GPU to measure on.
         NoValidConfigError: when no entry matches.
     """
@@ -155,15 +155,15 @@ def _note(text: str) -> None:
 
 
 def _wanted(args: argparse.Namespace, entry: Entry) -> Regime:
-    """The regime that an entry is decided under."""
+    """Regime to decide an entry under."""
     from tuner.measurement import Regime
 
     return Regime(args.regime, entry.regime.l2) if args.regime else entry.regime
 
 
 def _chosen(args: argparse.Namespace, runners: Runners) -> Iterator[Entry]:
-    """Measured entries of this GPU, shipped ones too: of a shape, all, or the outdated ones; those
-    without a decision under the regime that is asked for.
+    """Measured entries of this GPU, shipped ones included: those of a shape, all, the outdated
+    ones, or those without a decision under the requested regime.
     """
     from tuner.selection.reader import differences
 
@@ -184,14 +184,14 @@ def _chosen(args: argparse.Namespace, runners: Runners) -> Iterator[Entry]:
 
 
 def _problem(args: argparse.Namespace) -> Problem | None:
-    """The problem of ``--shape``."""
+    """Problem of ``--shape``."""
     from tuner.tuning.job import DEFAULT_OP
 
     return PROBLEMS[args.op or DEFAULT_OP].parse(args.shape) if args.shape else None
 
 
 def _known(args: argparse.Namespace, problem: Problem | None, gpu: Gpu) -> list[Entry]:
-    """Measured entries of a GPU that the options leave.
+    """Measured entries of a GPU that match the options.
 
     Raises:
         NoValidConfigError: when there is none.

@@ -1,4 +1,4 @@
-"""``tuner serve``: the HTTP service."""
+"""``tuner serve``: run the HTTP service."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def run(args: argparse.Namespace) -> int:
     """Serve until one of `ENDING_SIGNALS`; returns its `exit_code`.
 
     Raises:
-        ConfigError: when an argument is wrong, or a library or a token is missing.
-        StoreError: when the store that was named does not exist, or none can be opened.
+        ConfigError: when an argument is wrong, or a package or a token is missing.
+        StoreError: when the named store does not exist, or the store cannot be opened.
     """
     if not 0 <= args.port <= 65535:
         raise ConfigError(f"port={args.port} is out of range (allowed: 0 to 65535)")
@@ -57,7 +57,8 @@ def run(args: argparse.Namespace) -> int:
             "TUNER_WRITE_TOKEN, or leave --host out"
         )
     limits = ConnectionLimits.of_process()
-    # One that is named must be there: a slip would serve nothing. The default place is made.
+    # A named store must exist, since a typing error would serve an empty one. The default store is
+    # created.
     with open_store(args.store, create=not args.store) as store:
         server = Server(create_app(store, tokens), limits)
         received: list[int] = []
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         listening = listen(args.host, args.port)
         host, port = listening.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        # The server handles SIGINT and SIGTERM while it runs, and raises them again at its end.
+        # The server handles SIGINT and SIGTERM while it runs, and raises them again when it ends.
         with EndingSignals(stop):
             print(f"serving on http://{shown}:{port}", file=sys.stderr, flush=True)
             server.run_on(listening)

@@ -1,4 +1,4 @@
-"""``tuner shapes``: the problems of a model, as a list for ``tuner sweep --problems``."""
+"""``tuner shapes``: list a model's problems for ``tuner sweep --problems``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tuner.problem import Problem
 from tuner.problem.engines import ENGINES
 from tuner.problem.shapes import OPS
 
-#: Options that say something of the dense forward pass alone, and of a paged cache alone.
+#: Options that apply only to the dense forward pass, and only to a paged cache.
 DENSE, PAGED = ("batch", "decode"), ("concurrency", "page_size", "chunk")
 
 DESCRIPTION = """Lists the attention, GEMM and SwiGLU problems of a dense Transformers model's
@@ -25,7 +25,7 @@ length, and steps of prompts, with the windows, sinks and soft cap of the model'
 
 
 def _of(name: str) -> str:
-    """The engines' defaults of an option."""
+    """Default of an option for each engine."""
     return ", ".join(f"{engine}: {getattr(found, name)}" for engine, found in ENGINES.items())
 
 

@@ -1,4 +1,6 @@
-"""``tuner store copy, backup, restore``: a whole store into another database or file, and back."""
+"""``tuner store copy, backup, restore``: copy a whole store to another database or file, and
+back.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,7 @@ def run_backup(args: argparse.Namespace) -> int:
 
 
 def run_restore(args: argparse.Namespace) -> int:
-    """Put a backup in the place of a store."""
+    """Replace a store by a backup."""
     from tuner.store.backup import restore
 
     store = _sqlite(args)
@@ -106,10 +108,10 @@ def run_restore(args: argparse.Namespace) -> int:
 
 
 def _sqlite(args: argparse.Namespace) -> Path:
-    """The SQLite file that is meant.
+    """SQLite file of the store.
 
     Raises:
-        ConfigError: when the store is another database.
+        ConfigError: when the store is not an SQLite database.
     """
     path = sqlite_file(args.store or settings.store_url())
     if path is None:
@@ -128,7 +130,7 @@ def _counted(rows: dict[str, int]) -> str:
 
 
 class _Progress:
-    """At most a line a second, on standard error."""
+    """Prints progress on standard error, at most one line a second."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()

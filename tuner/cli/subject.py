@@ -1,4 +1,4 @@
-"""The sweep that ``tuner report`` and ``tuner explain`` speak of."""
+"""Selection of the sweep for ``tuner report`` and ``tuner explain``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 def add_subject(parser: argparse.ArgumentParser) -> Any:
-    """Add the options that `subject_of` reads; returns the group of which one names the sweep."""
+    """Add the options that `subject_of` reads. Returns the group of exclusive options that name the
+    sweep.
+    """
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--shape", metavar="KEY=VALUE,...", help="as S=1024,D=64")
     what.add_argument("--recording", type=Path, metavar="FILE", help="a recorded sweep")
@@ -27,11 +29,11 @@ def add_subject(parser: argparse.ArgumentParser) -> Any:
 
 
 def subject_of(args: argparse.Namespace) -> ReportSubject:
-    """Read the sweep that the options name.
+    """Read the sweep named by the options.
 
     Raises:
         ConfigError: when a name is wrong or the recording cannot be read.
-        NoValidConfigError: when nothing was measured.
+        NoValidConfigError: when the sweep has no measurements.
     """
     from tuner.hardware import DEFAULT_GPU
     from tuner.measure.device import detect

@@ -1,4 +1,4 @@
-"""``tuner survey``: measure a random sample of problems' kernels, as recordings."""
+"""``tuner survey``: measure random samples of problems' kernels, as recordings."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def register(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Say what is drawn, measure it, say what was found; 1 when something is left."""
+    """Print the sample, measure it and print the results. Returns 1 if candidates are left."""
     from tuner.errors import BenchmarkError, ConfigError
     from tuner.hardware import DEFAULT_GPU
     from tuner.runners.choose import Machine, Runners
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
         if args.compile:
             compiler = runners.compiler()
             if args.portfolio:
-                compiler.batch = 1  # as `tuner build --portfolio`: equal builds are equal bytes
+                compiler.batch = 1  # as `tuner build --portfolio`: equal builds give equal bytes
             return compile_aot(specs, compiler, args.time_limit)
         with Interruption() as interruption:
             survey = Survey(
@@ -147,7 +147,7 @@ def _code(found: Sequence[SurveyProgress], interrupted_by: int | None) -> int:
 
 
 def _samples(args: argparse.Namespace, gpu: Gpu, how: SurveySize) -> list[Sample]:
-    """Candidates that are measured for each problem."""
+    """Candidates to measure for each problem."""
     from tuner.errors import ConfigError
     from tuner.selection.domains import DOMAINS
     from tuner.selection.portfolio import serving, shipped
@@ -177,7 +177,7 @@ def _problems(args: argparse.Namespace) -> list[Problem]:
 def _list(
     samples: Sequence[Sample], how: SurveySize, gpu: Gpu, tell: Callable[[str], None]
 ) -> list[KernelSpec]:
-    """Say what is drawn, problem by problem, and how many kernels that is in all; the kernels."""
+    """Print the sample of each problem and the total number of kernels. Returns the kernels."""
     from tuner.families import families
 
     known = families()
@@ -198,7 +198,7 @@ def _list(
 
 
 def sample_text(sample: Sample) -> str:
-    """Draw of a problem: counts of each family, and values of parameters."""
+    """Sample of a problem as text: counts by family, and values of parameters."""
     kernels = sum(of_family for of_family, _ in sample.spaces.values())
     candidates = sum(of_family for _, of_family in sample.spaces.values())
     lines = [

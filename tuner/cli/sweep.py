@@ -68,7 +68,7 @@ def register(subparsers: Any) -> None:
 
 
 def add_budget(parser: argparse.ArgumentParser) -> None:
-    """Arguments that `options_of` reads, with those of `add_regime`."""
+    """Add the arguments that `options_of` reads, those of `add_regime` included."""
     parser.add_argument(
         "--family", action="append", metavar="NAME", help="own family to try; may be repeated"
     )
@@ -94,7 +94,7 @@ def add_budget(parser: argparse.ArgumentParser) -> None:
 
 
 def add_studies(parser: argparse.ArgumentParser) -> None:
-    """Argument of `open_storage`."""
+    """Add the argument of `open_storage`."""
     parser.add_argument(
         "--optuna-storage",
         metavar="URL",
@@ -104,7 +104,7 @@ def add_studies(parser: argparse.ArgumentParser) -> None:
 
 
 def add_regime(parser: argparse.ArgumentParser) -> None:
-    """How it is timed, and within which memory."""
+    """Add the arguments of the regime and of the memory limit."""
     add_launch(
         parser,
         "stream: behind an ordinary kernel, as in a model (default); chained: behind copies of "
@@ -121,11 +121,11 @@ def add_regime(parser: argparse.ArgumentParser) -> None:
 
 
 def add_machine(parser: argparse.ArgumentParser, devices: str) -> None:
-    """Arguments that `machine_of` reads.
+    """Add the arguments that `machine_of` reads.
 
     Args:
-        parser: the command's.
-        devices: CUDA devices where none is named.
+        parser: parser of the command.
+        devices: default CUDA devices.
     """
     parser.add_argument(
         "--device",
@@ -144,7 +144,7 @@ def add_machine(parser: argparse.ArgumentParser, devices: str) -> None:
 
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
-    """Arguments that `cluster_of` reads."""
+    """Add the arguments that `cluster_of` reads."""
     group = parser.add_argument_group("on a Ray cluster")
     group.add_argument(
         "--runner", choices=("local", "ray"), default="local", help="where to evaluate"
@@ -162,7 +162,7 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Sweep; 0 when everything was decided."""
+    """Run the sweep. Returns 0 if every problem was decided."""
     from tuner.cli.display import create_display
     from tuner.runners.opening import open_runners
     from tuner.search.storage import open_storage
@@ -210,8 +210,8 @@ def _say_known(
     url: str,
     note: Callable[[str], None],
 ) -> None:
-    """On a machine that cannot measure, say how to see the problems' measurements, or what
-    measurements of others make of them.
+    """On a machine that cannot measure, print how to see the problems' measurements, or predictions
+    from other problems' measurements.
     """
     from tuner.hardware import DEFAULT_GPU
     from tuner.measurement import Provenance, Regime
@@ -243,10 +243,10 @@ def _say_known(
 
 
 def _check_ahead(args: argparse.Namespace) -> None:
-    """Refuse what --compile, or --list of it, would pass over.
+    """Refuse options that --compile or --list would ignore.
 
     Raises:
-        ConfigError: names the two that contradict each other.
+        ConfigError: names the two options that contradict each other.
     """
     ahead = "--compile" if args.compile else "--list" if args.list else ""
     for option, given, why in (
@@ -259,7 +259,7 @@ def _check_ahead(args: argparse.Namespace) -> None:
 
 
 def machine_of(args: argparse.Namespace, max_workspace: int | None) -> Machine:
-    """Runners of the sweep.
+    """Machine to measure on, from the options.
 
     Raises:
         ConfigError: when a number or a device is out of range.
@@ -274,10 +274,10 @@ def machine_of(args: argparse.Namespace, max_workspace: int | None) -> Machine:
 
 
 def cluster_of(args: argparse.Namespace) -> ClusterPlace | None:
-    """The part of a cluster to evaluate on; None: this machine.
+    """Part of a cluster to evaluate on; None for this machine.
 
     Raises:
-        ConfigError: when an argument is wrong, or belongs to the other runner.
+        ConfigError: when an argument is wrong, or belongs to another runner.
     """
     from tuner.runners.choose import ClusterPlace
 
@@ -310,10 +310,10 @@ def _labels(option: str, texts: list[str]) -> dict[str, str]:
 
 
 def problems_of(args: argparse.Namespace) -> list[Problem]:
-    """The problems that were named.
+    """Problems named by the options.
 
     Raises:
-        ConfigError: names every one that is wrong.
+        ConfigError: names every wrong problem.
     """
     from tuner.tuning.job import parse_problem, read_problems
 
@@ -323,7 +323,7 @@ def problems_of(args: argparse.Namespace) -> list[Problem]:
 
 
 def options_of(args: argparse.Namespace) -> JobOptions:
-    """Options of the sweep.
+    """Sweep options from the arguments.
 
     Raises:
         ConfigError: when one is out of range.
@@ -351,7 +351,9 @@ def options_of(args: argparse.Namespace) -> JobOptions:
 
 
 def _document(args: argparse.Namespace, result: JobResult, url: str) -> dict[str, Any]:
-    """One problem's outcome, or those of a job or of several GPU models."""
+    """JSON document of one problem's outcome, or of the outcomes of a job or of several GPU
+    models.
+    """
     outcomes = [{**outcome.to_json(), "store": url} for outcome in result.outcomes]
     if args.shape and len(outcomes) == 1:
         return outcomes[0]
@@ -364,7 +366,7 @@ def _document(args: argparse.Namespace, result: JobResult, url: str) -> dict[str
 
 
 def _report(result: JobResult, interruption: Interruption) -> int:
-    """Say on standard error what did not end well; the exit code."""
+    """Print failures on standard error. Returns the exit code."""
     from tuner.base.processes import exit_code
     from tuner.cli import DONE, FAILED
 

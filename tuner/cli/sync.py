@@ -41,11 +41,12 @@ def register(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Pull once, or until a signal; after whatever a service does it is asked at the next turn.
+    """Pull once, or repeatedly until a signal. After any failure the service is asked again at the
+    next turn.
 
     Raises:
-        ConfigError: when the URL or the pause is wrong, or the snapshot does not fit.
-        StoreError: when the service does not answer and there is no next turn.
+        ConfigError: when the URL or the pause is wrong, or the snapshot is not valid.
+        StoreError: when the service does not answer a single pull.
     """
     from tuner.store.sync import checked, pull
 
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _pause(seconds: float) -> None:
-    """Sleep in pieces: a signal that comes just before a sleep does not cut it short."""
+    """Sleep in short steps, because a signal just before a sleep would not end it."""
     end = time.monotonic() + seconds
     while (left := end - time.monotonic()) > 0:
         time.sleep(min(left, _PIECE_S))

@@ -1,4 +1,4 @@
-"""``tuner worker``: works off the jobs of a store."""
+"""``tuner worker``: run the jobs of a store."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def register(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Work; 0 when the queue is drained, `exit_code` of the signal that stopped it.
+    """Run jobs. Returns 0 when the queue is empty, or the `exit_code` of the signal that stopped
+    it.
 
     Raises:
         ConfigError: when an argument is wrong.
@@ -48,7 +49,8 @@ def run(args: argparse.Namespace) -> int:
     machine = machine_of(args, None)
     url = args.store or settings.store_url()
     with (
-        # One that is named must be there: a slip would find no job. The default place is made.
+        # A named store must exist, since a typing error would find no jobs. The default store is
+        # created.
         open_store(url, create=not args.store) as store,
         create_display(url, show_results=True) as display,
         open_storage(args.optuna_storage, display.note) as studies,
