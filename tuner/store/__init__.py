@@ -1,6 +1,6 @@
-"""The database of measurements and decisions.
+"""Database of measurements and decisions.
 
-Importing this package needs the standard library only. `open_store` loads SQLAlchemy; reading an
+Importing this package needs only the standard library. `open_store` imports SQLAlchemy. Reading an
 SQLite store does not (`tuner.selection.reader`).
 """
 
@@ -19,15 +19,15 @@ __all__ = ["Entry", "ImportReport", "Store", "SweepRecord", "open_store"]
 
 
 def open_store(url: str | None = None, *, create: bool = True) -> Store:
-    """Open a store for reading and writing; makes or upgrades its tables where needed.
+    """Open a store for reading and writing. Creates or upgrades its tables if necessary.
 
     Args:
         url: an SQLAlchemy URL or the path of an SQLite file; default: `settings.store_url()`.
         create: False refuses an SQLite file that does not exist.
 
     Raises:
-        ConfigError: when the URL cannot be read or its driver is not installed.
-        StoreError: when the database cannot be opened or holds something else.
+        ConfigError: when the URL cannot be parsed or its driver is not installed.
+        StoreError: when the database cannot be opened or is not a store.
     """
     from tuner.store.sql import SqlStore
 

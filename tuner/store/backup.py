@@ -19,17 +19,17 @@ from tuner.store.faults import FAULTS, newer_schema, store_error
 from tuner.store.reading import REVISION, open_file
 
 COMPANIONS = ("-wal", "-shm", "-journal")
-"""Ends of the names of the files that SQLite keeps beside a store."""
+"""Suffixes of the files that SQLite keeps beside a store."""
 
 _COUNTED = ("measurements", "winners")
 
 
 def back_up(store: Path, target: Path) -> dict[str, int]:
-    """Write a store, as of one moment, into one file; returns the rows that it counts.
+    """Write a consistent copy of a store into one file. Returns the number of rows by table.
 
     Args:
-        store: an SQLite file, which may be in use.
-        target: replaced when the copy is complete and sound.
+        store: SQLite file, which may be in use.
+        target: file to write; an existing one is replaced once the copy is complete and verified.
 
     Raises:
         ConfigError: when the target cannot be a backup of this store.
@@ -44,19 +44,19 @@ def back_up(store: Path, target: Path) -> dict[str, int]:
 
 
 def restore(backup: Path, store: Path) -> tuple[dict[str, int], Path | None]:
-    """Put a backup in the place of a store.
+    """Replace a store by a backup.
 
-    Returns its count of rows, and the path of the former store, None when there was none.
+    Returns the number of rows, and the path of the former store, or None if there was none.
 
     Args:
-        backup: what `back_up` wrote.
-        store: an SQLite file, damaged or missing perhaps. Together with the files beside it, it is
-            kept under another name.
+        backup: file that `back_up` wrote.
+        store: SQLite file, possibly damaged or missing. It is kept under another name, with the
+            files beside it.
 
     Raises:
-        ConfigError: when both are one file, or the store's folder is not there.
-        StoreError: when the backup is not a store, is damaged or of a newer program; the store is
-            left as it is.
+        ConfigError: when both are one file, or the store's folder does not exist.
+        StoreError: when the backup is not a store, is damaged or from a newer program. The store is
+            then unchanged.
     """
     _check_apart(backup, store)
     output.check_place(store)
@@ -76,13 +76,13 @@ def _check_apart(source: Path, target: Path) -> None:
 
 
 def _copy(source: Path, target: Path, consequence: str, *, is_still: bool) -> dict[str, int]:
-    """Copy a store into an empty file and check the copy; returns the rows that it counts."""
+    """Copy a store into an empty file and check the copy. Returns the number of rows."""
     try:
         with (
             contextlib.closing(open_file(source, is_still=is_still)[0]) as reading,
             contextlib.closing(sqlite3.connect(target, isolation_level=None)) as writing,
         ):
-            # The file is private, and brought to the disk before it gets its name.
+            # The file is private, and flushed to disk before it gets its name.
             writing.execute("PRAGMA journal_mode = OFF")
             writing.execute("PRAGMA synchronous = OFF")
             reading.backup(writing)
@@ -96,7 +96,7 @@ def _check(copy: sqlite3.Connection, source: Path, consequence: str) -> dict[str
     """Count the rows of a copy.
 
     Raises:
-        StoreError: when it is damaged, or not a store that this program reads.
+        StoreError: when it is damaged, or not a store of this version.
     """
     fault = copy.execute("PRAGMA integrity_check(1)").fetchone()[0]
     if fault != "ok":
@@ -112,11 +112,12 @@ def _check(copy: sqlite3.Connection, source: Path, consequence: str) -> dict[str
 
 
 def _set_aside(store: Path) -> Path | None:
-    """Give a store and the files beside it another name; returns it, None where there is none."""
+    """Rename a store and the files beside it. Returns the new name; None if there is no store."""
     now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
     aside = store.with_name(f"{store.name}.replaced-{now}")
     found = False
-    # The log goes first: a store without its log is the older one, a log without its store is lost.
+    # The log is renamed first: a store without its log is only older, a log without its store is
+    # lost.
     for end in (*COMPANIONS, ""):
         with contextlib.suppress(FileNotFoundError):
             Path(f"{store}{end}").rename(f"{aside}{end}")

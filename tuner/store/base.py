@@ -1,4 +1,4 @@
-"""The contract of a store, and what passes through it."""
+"""Contract of a store, and its records."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from tuner.store.jobs import Jobs, Lease
 SWEEP_STATES = ("running", "done", "interrupted")
 
 Check = Callable[[Measurement], Sequence[str]]
-"""Reasons why an imported measurement cannot be served, beyond what the schema can see."""
+"""Function that returns why an imported measurement cannot be served, beyond the schema's
+checks."""
 
 
 @dataclass(frozen=True)
 class SweepRecord:
-    """One sweep of one problem. A sweep that was killed stays ``running``."""
+    """Sweep of one problem. A sweep that was killed stays ``running``."""
 
     id: str
     problem: Problem
@@ -35,7 +36,7 @@ class SweepRecord:
     """Digest of the options that decide what a sweep measures."""
     state: str = "running"
     created_at: str = ""
-    """UTC, ISO 8601; filled in by the store."""
+    """Time of creation, UTC, ISO 8601; filled in by the store."""
     finished_at: str = ""
 
     def but(self, **changes: Any) -> SweepRecord:
@@ -45,7 +46,7 @@ class SweepRecord:
 
 @dataclass(frozen=True)
 class EnvironmentRecord:
-    """An environment that final passes were measured in."""
+    """Environment that final passes were measured in."""
 
     environment: Environment
     newest: str
@@ -54,18 +55,18 @@ class EnvironmentRecord:
 
 @dataclass(frozen=True)
 class ImportReport:
-    """Counts of an import; every line of the file is in one of them."""
+    """Counts of an import. Every row of the file is in one of them."""
 
     measurements_added: int = 0
     measurements_known: int = 0
-    """Rows that were stored already."""
+    """Measurements that were already stored."""
     entries_added: int = 0
     entries_known: int = 0
-    """Decisions that were stored already."""
+    """Decisions that were already stored."""
     entries_replaced: int = 0
     """Older imported decisions that a newer one replaced."""
     entries_kept: tuple[str, ...] = field(default=())
-    """Decisions of this store that were kept in place of the file's, by label."""
+    """Decisions of this store that were kept instead of the file's, by label."""
     entries_dropped: int = 0
     """Mirrored decisions that the service no longer has."""
     entries_refused: tuple[str, ...] = field(default=())
@@ -75,15 +76,15 @@ class ImportReport:
 class Store(ABC):
     """Measurements, sweeps and decisions.
 
-    Measurements are immutable: adding an equal one again gives the id of the first. A decision
-    is kept for each problem, GPU identity, regime and provenance. So a replayed or predicted one
-    never displaces a measured one. The newest of its kind stands. Every method that writes
-    is one transaction. All methods raise `StoreError` when the database fails.
+    Measurements are immutable: adding an equal one again returns the id of the first. There is one
+    decision, the newest, for each problem, GPU identity, regime and provenance. So a replayed or
+    predicted one never replaces a measured one. Every method that writes is one transaction. All
+    methods raise `StoreError` when the database fails.
     """
 
     @abstractmethod
     def add(self, measurements: Iterable[Measurement]) -> list[int]:
-        """Store measurements; returns their ids in order."""
+        """Store measurements. Returns their ids in order."""
 
     @abstractmethod
     def measurements(
@@ -96,7 +97,7 @@ class Store(ABC):
         provenance: Provenance | None = None,
         final: bool | None = None,
     ) -> list[Measurement]:
-        """The stored measurements that match, oldest first.
+        """Stored measurements that match, oldest first.
 
         Args:
             problem: only of this problem.
@@ -118,23 +119,24 @@ class Store(ABC):
     ) -> None:
         """Store final measurements and the decision that ranks them.
 
-        A pin stays; it moves to the new measurement of the pinned config where there is one. A
-        mirrored decision's pin is the service's, and goes with the decision that is replaced.
+        A pin stays, and moves to the pinned config's new measurement if there is one. The pin of a
+        mirrored decision belongs to the service, and is removed with the replaced decision.
 
         Args:
-            problem: what was tuned.
-            gpu: where.
-            regime: how it was timed.
-            ranking: final ones that passed, own and vendors', best first; one provenance.
-            sweep: identity of the deciding sweep.
+            problem: problem that was tuned.
+            gpu: GPU that it was measured on.
+            regime: regime of the times.
+            ranking: final measurements that passed, own and vendors', best first, of one
+                provenance.
+            sweep: id of the deciding sweep.
 
         Raises:
-            StoreError: when the ranking is empty or holds a measurement that does not belong.
+            StoreError: when the ranking is empty or contains a measurement of something else.
         """
 
     @abstractmethod
     def best(self, problem: Problem, gpu: Gpu, regime: Regime) -> Entry | None:
-        """The decision: the measured entry, else the replayed, else the predicted one."""
+        """Decision of a problem: the measured entry, else the replayed, else the predicted one."""
 
     @abstractmethod
     def entries(
@@ -150,54 +152,55 @@ class Store(ABC):
 
     @abstractmethod
     def environments(self) -> list[EnvironmentRecord]:
-        """Those of measured final passes, newest first."""
+        """Environments of measured final passes, newest first."""
 
     @abstractmethod
     def begin_sweep(self, sweep: SweepRecord) -> SweepRecord:
-        """Record a sweep as running, or take up the one of this id; returns what is stored."""
+        """Record a sweep as running, or resume the one of this id. Returns the stored record."""
 
     @abstractmethod
     def end_sweep(self, id: str, state: str) -> None:
         """Record that a sweep ended as ``done`` or ``interrupted``.
 
         Raises:
-            StoreError: when there is no sweep of this id.
+            StoreError: when no sweep has this id.
         """
 
     @abstractmethod
     def find_sweep(
         self, problem: Problem, gpu: Gpu, regime: Regime, environment: str, settings: str
     ) -> SweepRecord | None:
-        """The newest sweep of a problem in an environment with equal settings."""
+        """Newest sweep of a problem in an environment with equal settings."""
 
     @abstractmethod
     def pin(self, problem: Problem, gpu: Gpu, regime: Regime, config: Config) -> Entry:
-        """Serve `config` whatever sweeps decide, until `unpin`; returns the entry.
+        """Serve `config` until `unpin`, whatever sweeps decide. Returns the entry.
 
         Raises:
-            ConfigError: when the config has no measurement here that passed.
-            StoreError: when nothing measured is decided for the problem.
+            ConfigError: when the config has no passing measurement in this store.
+            StoreError: when the problem has no measured decision.
         """
 
     @abstractmethod
     def unpin(self, problem: Problem, gpu: Gpu, regime: Regime) -> bool:
-        """Serve the decided winner again; False when nothing was pinned."""
+        """Serve the decided winner again. Returns False if no config was pinned."""
 
     @abstractmethod
     def record_build(self, problem: Problem, config: Config, artifacts: Mapping[str, str]) -> None:
-        """Name the artifacts made here for a config that was measured elsewhere or pruned.
+        """Record the artifacts built on this machine for a config that was measured elsewhere or
+        pruned.
 
-        Entries then answer with these; an imported measurement has none before.
+        Entries then name these artifacts. An imported measurement does not name any before.
         """
 
     @abstractmethod
     def forget(
         self, problem: Problem, gpu: Gpu | None = None, regime: Regimes | None = None
     ) -> tuple[int, int]:
-        """Delete a problem's decisions, sweeps and measurements, damaged rows among them.
+        """Delete a problem's decisions, sweeps and measurements, damaged rows included.
 
         Returns:
-            How many decisions and how many measurements were deleted.
+            Numbers of deleted decisions and measurements.
         """
 
     @abstractmethod
@@ -211,7 +214,7 @@ class Store(ABC):
         provenance: Provenance | None = None,
         trials: bool = False,
     ) -> dict[str, Any]:
-        """Decisions and their measurements as the document that `import_` reads.
+        """Export decisions and their measurements as a document for `import_`.
 
         Args:
             op: only of this operation.
@@ -219,22 +222,22 @@ class Store(ABC):
             gpu: only of GPUs with this identity.
             regime: only of this regime or of these.
             provenance: only of this provenance.
-            trials: every measurement, not only those that decisions rank.
+            trials: True for every measurement, not only those that decisions rank.
         """
 
     @abstractmethod
     def import_(
         self, document: Mapping[str, Any], *, origin: str = "imported", check: Check | None = None
     ) -> ImportReport:
-        """Store an exported document, all of it or nothing. It holds data only.
+        """Import an exported document, as a whole or not at all. It holds only data.
 
-        A decision made by this store stands against an imported one; of two imported ones the
-        newer stands.
+        A decision made by this store is kept over an imported one. Of two imported ones the newer
+        is kept.
 
         Args:
-            document: what `export` gave.
-            origin: where it comes from, kept with each new measurement.
-            check: further reasons to refuse a measurement that a decision serves.
+            document: result of `export`.
+            origin: source of the document, stored with each new measurement.
+            check: further checks of measurements that a decision serves.
 
         Raises:
             ConfigError: when a row does not fit; names every such row with its reason.
@@ -244,16 +247,17 @@ class Store(ABC):
     def mirror(
         self, document: Mapping[str, Any], *, url: str, etag: str, check: Check
     ) -> ImportReport:
-        """Hold just those decisions of a service that its snapshot holds, all or none.
+        """Replace the decisions mirrored from a service by those of its snapshot, as a whole or not
+        at all.
 
-        Decisions mirrored from there before follow the service, pins included; those that it no
-        longer has are dropped. A decision of this store's own, or from elsewhere and newer, stands.
+        Mirrored decisions follow the service, pins included, and those that it no longer has are
+        dropped. A decision of this store, or a newer one from elsewhere, is kept.
 
         Args:
             document: the snapshot, as `export` writes it.
-            url: of the service.
-            etag: of the snapshot; `mirrored` gives it back.
-            check: reasons why a measurement must not be served here.
+            url: URL of the service.
+            etag: ETag of the snapshot, which `mirrored` returns.
+            check: checks of measurements to be served here.
 
         Raises:
             ConfigError: when a row does not fit; names every such row with its reason.
@@ -261,22 +265,22 @@ class Store(ABC):
 
     @abstractmethod
     def mirrored(self, url: str) -> str | None:
-        """The ETag of the snapshot that was mirrored last from a service."""
+        """ETag of the snapshot that was last mirrored from a service."""
 
     @property
     @abstractmethod
     def jobs(self) -> Jobs:
-        """The jobs that this store holds."""
+        """Jobs of this store."""
 
     @abstractmethod
     def under(self, lease: Lease) -> Store:
-        """This store for the holder of a lease: once it is lost, each method that writes raises
-        `LeaseLostError` and writes nothing.
+        """This store for the holder of a lease. Once the lease is lost, each method that writes
+        raises `LeaseLostError` instead.
         """
 
     @abstractmethod
     def decisions_version(self) -> int:
-        """A number that every change of what is decided, pinned or built raises."""
+        """Number that rises with every change of decisions, pins and builds."""
 
     @abstractmethod
     def close(self) -> None:

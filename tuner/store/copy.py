@@ -1,8 +1,8 @@
-"""Copies a whole store into an empty one of another kind: SQLite to PostgreSQL and back.
+"""Copy of a whole store into an empty one of another database: SQLite to PostgreSQL and back.
 
-Rows that only grow (measurements and their references) go over in durable chunks. A copy that was
-cut short goes on after the last chunk. The rest (decisions, sweeps, jobs) may change, and goes over
-in one transaction at the end. Then every row is read back and compared.
+Append-only rows (measurements and their references) are copied in committed chunks, so an
+interrupted copy resumes after the last chunk. The other rows (decisions, sweeps, jobs) may change,
+and are copied in one transaction at the end. Then every row is read back and compared.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from tuner.store.sql import SqlStore
 CHUNK = 1000
 """Rows that one transaction writes."""
 
-#: Rows of these are never changed, and get rising ids.
+#: Tables whose rows never change and get rising ids.
 _GROWING = (models.problems, models.gpus, models.environments, models.measurements)
-#: `versions` counts the changes of one database: it is no content.
+#: `versions` counts the changes of one database, and is not copied.
 _OTHERS = tuple(
     table
     for table in models.metadata.sorted_tables
@@ -29,19 +29,19 @@ _OTHERS = tuple(
 )
 
 Progress = Callable[[str, int, int], None]
-"""Told a table's name, how many of its rows are there, and how many there will be."""
+"""Callback for a table's name, its rows copied so far, and its rows in all."""
 
 
 def copy(source: SqlStore, target: SqlStore, progress: Progress) -> dict[str, int]:
-    """Make `target` hold just what `source` holds; returns the rows of each table.
+    """Copy the contents of `source` to `target`. Returns the number of rows by table.
 
     Args:
-        source: read in one transaction: what comes later is not copied.
-        target: empty, or holding what an earlier copy of `source` left there.
-        progress: told of every chunk.
+        source: store to read, in one transaction. Later rows are not copied.
+        target: empty store, or one with an interrupted copy of `source`.
+        progress: called after every chunk.
 
     Raises:
-        StoreError: when the target holds anything else, or differs afterwards.
+        StoreError: when the target has other contents, or differs afterwards.
     """
     with source.transaction(write=False) as reading:
         with target.transaction(write=False) as there:
@@ -68,10 +68,10 @@ def copy(source: SqlStore, target: SqlStore, progress: Progress) -> dict[str, in
 def _check(
     reading: sa.Connection, there: sa.Connection, source: SqlStore, target: SqlStore
 ) -> bool:
-    """True when the copy is complete already.
+    """True if the copy is already complete.
 
     Raises:
-        StoreError: when the target holds what the source does not.
+        StoreError: when the target has rows that the source does not.
     """
     own = StoreError(
         f"store {target.where} holds other rows than {source.where}; name an empty one, or bring "
@@ -112,7 +112,9 @@ def _copy_rows(reading: sa.Connection, writing: sa.Connection, table: sa.Table) 
 
 
 def _set_sequences(writing: sa.Connection) -> None:
-    """New rows get ids above those that were copied; SQLite does so by itself."""
+    """Set the sequences, so that new rows get ids above the copied ones. SQLite does so by
+    itself.
+    """
     if writing.dialect.name != "postgresql":
         return
     for table in (*_GROWING, *_OTHERS):
@@ -138,7 +140,7 @@ def _fingerprint(
 ) -> tuple[int, int]:
     """Count and content of a table, or of its rows with ids up to `last`.
 
-    The content is the sum of the rows' SHA-256, so that the databases' ways to sort do not matter.
+    The content is the sum of the rows' SHA-256, which does not depend on the databases' sort order.
     """
     query = sa.select(table)
     if last is not None:

@@ -1,4 +1,4 @@
-"""Opens a database: the URL, the pool, how SQLite's transactions begin, and the schema."""
+"""Opening of a database: URL, connection pool, SQLite's transactions, and schema."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from tuner.store.faults import FAULTS, is_busy, store_error, store_lost
 from tuner.store.reading import REVISION, sqlite_file
 
 BUSY_TIMEOUT_S = 5.0
-"""How long one statement waits inside SQLite, where no Ctrl-C is seen. It is enough for BEGIN
-IMMEDIATE only: deferred transactions fail at once when two of them turn into writers."""
+"""Seconds that one statement waits inside SQLite, during which Ctrl-C has no effect. Only BEGIN
+IMMEDIATE waits: deferred transactions fail at once if two of them become writers."""
 PATIENCE_S = 60.0
-"""How long a transaction that writes waits for its turn. SQLite keeps no queue: whoever asks just
-after the lock is free has it, so that one of many greedy writers may wait for long."""
+"""Seconds that a writing transaction waits for the lock. SQLite does not queue writers, so one of
+many may wait for long."""
 
 
 class OpenFile:
-    """An SQLite file by name and inode. SQLite writes to an open file that was removed or replaced
-    as to any other, and all of it is lost.
+    """SQLite file by name and inode. SQLite keeps writing to an open file that was removed or
+    replaced, and such writes are lost.
 
     Args:
-        path: of the file, which the first connection may make.
+        path: path of the file, which the first connection may create.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,19 +39,19 @@ class OpenFile:
         self._inode: tuple[int, int] | None = None
 
     def note_inode(self) -> None:
-        """Remember the file of the first connection."""
+        """Store the inode of the first connection's file."""
         if self._inode is None:
             with contextlib.suppress(OSError):
                 self._inode = self._find_inode()
 
     @property
     def is_lost(self) -> bool:
-        """True when another file, or none, has the name by now."""
+        """True if the name now refers to another file or to none."""
         try:
             return self._inode is not None and self._find_inode() != self._inode
         except (FileNotFoundError, NotADirectoryError):
             return True
-        except OSError:  # a folder or a medium that cannot be asked at the moment
+        except OSError:  # the folder or medium is temporarily not readable
             return False
 
     def _find_inode(self) -> tuple[int, int]:
@@ -60,11 +60,11 @@ class OpenFile:
 
 
 def connect(url: str, *, create: bool) -> tuple[sa.Engine, str, OpenFile | None]:
-    """An engine on a database that has this program's schema, the name to call it by, and its file
-    where it is one.
+    """Engine of a database with this program's schema, the database's display name, and its file if
+    it is SQLite's.
 
     Raises:
-        ConfigError: when the URL cannot be read or its driver is not installed.
+        ConfigError: when the URL cannot be parsed or its driver is not installed.
         StoreError: when the database cannot be opened, is another program's or is newer.
     """
     path = sqlite_file(url)
@@ -92,7 +92,7 @@ def connect(url: str, *, create: bool) -> tuple[sa.Engine, str, OpenFile | None]
 
 
 def _watch(engine: sa.Engine, file: OpenFile) -> None:
-    """Have every connection of an engine open the file of the first one, or none."""
+    """Make connections of an engine fail if they would open another file than the first one."""
 
     @sa.event.listens_for(engine, "do_connect")
     def _refuse_another(*_: object) -> None:
@@ -101,7 +101,7 @@ def _watch(engine: sa.Engine, file: OpenFile) -> None:
 
     @sa.event.listens_for(engine, "connect")
     def _note_first(connection: sqlite3.Connection, _: object) -> None:
-        # Opens the write-ahead log, too: it cannot be opened any more once the file is lost.
+        # This also opens the write-ahead log, which cannot be opened once the file is lost.
         connection.execute("PRAGMA schema_version").fetchall()
         file.note_inode()
 
@@ -130,7 +130,7 @@ def _engine(url: str) -> tuple[sa.Engine, str]:
             return engine, parsed.render_as_string(hide_password=True)
         arguments = {"timeout": BUSY_TIMEOUT_S, "check_same_thread": False}
         in_memory = sqlite_file(url) is None
-        # One connection is one database in memory: threads take turns on it.
+        # A database in memory is one connection: threads take turns on it.
         pool = {"pool_size": 1, "max_overflow": 0} if in_memory else {}
         engine = sa.create_engine(parsed, poolclass=sa.QueuePool, connect_args=arguments, **pool)
     except (ArgumentError, NoSuchModuleError, ImportError, ValueError) as exc:
@@ -170,7 +170,7 @@ def _begin_writing(connection: sa.Connection) -> None:
 
 def _prepare(engine: sa.Engine, where: str, *, is_file: bool) -> None:
     with engine.connect() as connection:
-        # Before anything is written: the file may be another program's.
+        # Checked before any write: the file may be another program's.
         current = migrate.revision(connection, where)
     if current == REVISION:
         return

@@ -1,4 +1,4 @@
-"""The answer of a decision, read from the `best` view. Standard library only.
+"""Entries of decisions, read from the `best` view. Standard library only.
 
 The SQLAlchemy store and the standard-library reader share this module, so a row means the same
 to both.
@@ -33,7 +33,7 @@ PINNED = -1
 """Position of a pinned measurement in a ranking; the decided ones count from 0."""
 
 VENDOR_PREFIX = "vendor_"
-"""Families of vendors' kernels are named so."""
+"""Prefix of the names of vendors' families."""
 
 MEASUREMENT_COLUMNS = (
     "problem",
@@ -58,7 +58,7 @@ MEASUREMENT_COLUMNS = (
     "sweep",
     "created_at",
 )
-"""Columns that make one measurement, of the table's joins as of the view."""
+"""Columns of one measurement, in the joined tables as in the view."""
 
 BEST_COLUMNS = (
     "winner_id",
@@ -90,20 +90,20 @@ PROVENANCES = (Provenance.MEASURED, Provenance.REPLAYED, Provenance.PREDICTED)
 
 @dataclass(frozen=True)
 class Entry:
-    """The decision for one problem, GPU, regime and provenance."""
+    """Decision for one problem, GPU, regime and provenance."""
 
     winner: Measurement
-    """The pinned measurement, else the first of the ranking."""
+    """Pinned measurement, else the first of the ranking."""
     ranking: tuple[Measurement, ...]
     """Measurements of one pass of one run, best first: own kernels and vendors'."""
     best_own: Measurement | None
-    """The first of the ranking that is not a vendor's."""
+    """First measurement of the ranking that is not a vendor's."""
     vendors: Mapping[str, Measurement]
     """Each vendor kernel of the ranking by `vendor_name`."""
     pinned: bool
     provenance: Provenance
     origin: str = ""
-    """Empty where it was made here; else ``imported``, ``bundle`` or ``shipped``."""
+    """Empty if it was made by this store; else ``imported``, ``bundle`` or ``shipped``."""
     sweep: str = ""
     decided_at: str = ""
     """UTC, ISO 8601."""
@@ -143,8 +143,8 @@ class Entry:
 
     @property
     def ranked(self) -> tuple[Measurement, ...]:
-        """The winner, which may be pinned, and the ranking; a winner that is not pinned is in it
-        twice.
+        """The winner, which may be pinned, followed by the ranking. A winner that is not pinned
+        appears twice.
         """
         return self.winner, *self.ranking
 
@@ -158,8 +158,8 @@ class Entry:
 
     @property
     def pass_name(self) -> str:
-        """The deciding pass: ``final``, or ``quick`` of a replay whose recording has no final time
-        of an own kernel. Empty of estimates.
+        """Deciding pass: ``final``, or ``quick`` for a replay whose recording has no final time of
+        an own kernel. Empty for predictions.
         """
         if self.provenance is Provenance.PREDICTED:
             return ""
@@ -167,8 +167,8 @@ class Entry:
 
     @property
     def speedups(self) -> dict[str, float]:
-        """Time of each vendor's kernel over that of the best own one, above 1 where ours is
-        faster; the fastest vendor's first.
+        """Time of each vendor's kernel over that of the best own one, above 1 if the own is faster;
+        the fastest vendor first.
         """
         own = self.best_own
         found = {name: own.speedup(m) for name, m in self.vendors.items()} if own else {}
@@ -177,23 +177,23 @@ class Entry:
 
     @property
     def fastest_vendor(self) -> tuple[str, Measurement] | None:
-        """Name and measurement of the fastest vendor's kernel; None where none was measured."""
+        """Name and measurement of the fastest vendor's kernel; None if none was measured."""
         times = {name: m.latency_us for name, m in self.vendors.items() if m.latency_us is not None}
         name = min(times, key=times.__getitem__, default=None)
         return None if name is None else (name, self.vendors[name])
 
     @property
     def is_tied(self) -> bool:
-        """True when the best own kernel and the fastest vendor's are equal within their noise."""
+        """True if the best own kernel and the fastest vendor's are equal within their noise."""
         vendor, own = self.fastest_vendor, self.best_own
         return vendor is not None and own is not None and is_tie(own, vendor[1])
 
 
 def ratios_json(entry: Entry | None) -> dict[str, dict[str, float]]:
-    """An entry's ratios by vendor's kernel, as its JSON holds them.
+    """Ratios of an entry by vendor's kernel, as in its JSON.
 
-    ``vendor_over_own`` is what every face shows (`Entry.speedups`); ``own_over_vendor``, its
-    inverse, stays for programs that read it.
+    ``vendor_over_own`` is the ratio that all commands show (`Entry.speedups`). Its inverse
+    ``own_over_vendor`` is kept for programs that read it.
     """
     found = entry.speedups if entry else {}
     inverse = {name: 1 / ratio for name, ratio in found.items()}
@@ -201,7 +201,7 @@ def ratios_json(entry: Entry | None) -> dict[str, dict[str, float]]:
 
 
 def is_vendor(config: Config) -> bool:
-    """True when a config calls a vendor's kernel."""
+    """True if a config calls a vendor's kernel."""
     return config.family.startswith(VENDOR_PREFIX)
 
 
@@ -222,7 +222,7 @@ def is_of_quick_pass(measurement: Measurement) -> bool:
 
 
 def ranking_fault(ranking: Sequence[Measurement]) -> str:
-    """Why a ranking cannot be a decision; empty when it can."""
+    """Reason why a ranking cannot be a decision; empty if it can."""
     if not ranking:
         return "its ranking is empty"
     first = ranking[0]
@@ -245,7 +245,7 @@ def ranking_fault(ranking: Sequence[Measurement]) -> str:
 
 
 def check_ranking(ranking: Sequence[Measurement]) -> None:
-    """See that stored rows still make a decision.
+    """Check that stored rows make a valid decision.
 
     Raises:
         ValueError: when they do not.
@@ -255,10 +255,10 @@ def check_ranking(ranking: Sequence[Measurement]) -> None:
 
 
 def as_text(value: Any) -> str:
-    """A text as it was stored: SQLite gives a damaged one as another type.
+    """A stored text. SQLite returns a damaged one as another type.
 
     Raises:
-        TypeError: when it is not a text.
+        TypeError: when it is not a string.
     """
     if not isinstance(value, str):
         raise TypeError(f"{value!r} is not a text")
@@ -266,7 +266,7 @@ def as_text(value: Any) -> str:
 
 
 def as_object(text: Any) -> dict[str, Any]:
-    """A JSON object as it was stored.
+    """A stored JSON object.
 
     Raises:
         ValueError, TypeError: when the text is not one.
@@ -278,7 +278,7 @@ def as_object(text: Any) -> dict[str, Any]:
 
 
 def artifacts_from_row(text: str) -> dict[str, str]:
-    """The artifacts of a row, by kernel.
+    """Artifacts of a row, by kernel.
 
     Raises:
         ValueError, TypeError: when the row was damaged.
@@ -354,16 +354,16 @@ def checked_measurement(row: Mapping[str, Any]) -> Measurement:
     return from_row(row)
 
 
-# Many rows share these: each distinct text is parsed once.
+# Many rows share these, so each distinct text is parsed once.
 @lru_cache(16384)
 def problem_from_row(text: str) -> Problem:
-    """The problem of a row's key."""
+    """Problem of a row's key."""
     return problem_from_json(json.loads(text))
 
 
 @lru_cache(64)
 def gpu_from_row(text: str) -> Gpu:
-    """The GPU of a row's facts."""
+    """GPU of a row's facts."""
     return Gpu(**document.checked(Gpu, json.loads(text)))
 
 
@@ -377,12 +377,12 @@ _regime_from_row = lru_cache(64)(Regime.parse)
 
 @lru_cache(64)
 def environment_from_row(text: str) -> Environment:
-    """The environment of a row's facts."""
+    """Environment of a row's facts."""
     return Environment(as_object(text))
 
 
 def from_row(row: Mapping[str, Any]) -> Measurement:
-    """The inverse of `to_row`.
+    """Inverse of `to_row`.
 
     Raises:
         ConfigError, ValueError, TypeError, LookupError, AttributeError: when a row was damaged.
@@ -416,7 +416,7 @@ def from_row(row: Mapping[str, Any]) -> Measurement:
 def entries_from_rows(rows: Iterable[Mapping[str, Any]]) -> list[Entry]:
     """Entries of rows of the `best` view with `CHECKED_COLUMNS`, sorted by winner and position.
 
-    Decisions that ranked times of two passes together are left out.
+    Decisions that ranked times of two passes together are skipped.
 
     Raises:
         ConfigError, ValueError, TypeError, LookupError: when a row was damaged.
@@ -445,6 +445,6 @@ def entries_from_rows(rows: Iterable[Mapping[str, Any]]) -> list[Entry]:
 
 
 def sort_key(entry: Entry) -> tuple[str, str, str, str, int]:
-    """The fixed order of entries: problem, GPU, regime, then measured before the others."""
+    """Sort key of entries: problem, GPU, regime, then measured before the others."""
     order = PROVENANCES.index(entry.provenance)
     return entry.problem.op, entry.problem.key, entry.gpu.identity, entry.regime.key, order

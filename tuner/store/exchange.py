@@ -1,8 +1,8 @@
 """Export and import: a JSON document of measurements, and the decisions that rank them.
 
-A document holds data only. `to_text` writes it with one line a measurement. `read` is for documents
-from outside: it checks everything and takes all or nothing. `Trusted` is for the documents that
-ship with the package, and parses of them what is asked for.
+A document holds only data. `to_text` writes it with one line a measurement. `read` is for untrusted
+documents: it checks everything, and accepts the whole document or nothing. `Trusted` is for
+documents that ship with the package, and parses only the requested parts.
 """
 
 from __future__ import annotations
@@ -31,25 +31,28 @@ if TYPE_CHECKING:
 
 FORMAT = "cutlass-tuner-entries"
 VERSION = 2
-"""1 is read too. Earlier programs wrote rows ``around`` decisions too, which are not read."""
+"""Version of the format. Version 1 is also read, except its rows ``around`` decisions."""
 
 MAX_AHEAD = timedelta(days=1)
-"""How far a time may lie ahead of this machine's clock: what came later than any decision to come
-would never be replaced."""
+"""How far a time may lie ahead of this machine's clock. A decision from the far future would never
+be replaced."""
 
 _HEAD = f'{{\n "format": "{FORMAT}",\n "version": {VERSION},\n "measurements": [\n'
 _BETWEEN = '\n ],\n "entries": [\n'
 _END = "\n ]\n}\n"
 _COMMA = ",\n"
-"""The layout of `to_text`: a line break ends a row, for JSON escapes those in texts."""
+"""Separator in the layout of `to_text`: a line break ends a row, since JSON escapes line breaks in
+texts."""
 
-#: Most of a row's faults are consequences of the first ones.
+#: Maximum faults reported for a row; most others follow from the first ones.
 _FAULTS_PER_ROW = 3
 
 
 @dataclass
 class Decision:
-    """A ranking by measurement number: a row of the document, or an id of a store."""
+    """Decision that refers to measurements by number: a row of the document, or an id of a
+    store.
+    """
 
     ranking: list[int]
     pinned: int | None
@@ -58,21 +61,21 @@ class Decision:
 
     @property
     def numbers(self) -> list[int]:
-        """Its ranked and its pinned configs."""
+        """Numbers of its ranked and pinned measurements."""
         return [*self.ranking, *([] if self.pinned is None else [self.pinned])]
 
     def renumbered(self, ids: Sequence[int] | Mapping[int, int]) -> Decision:
-        """The same decision by other numbers."""
+        """The same decision with other numbers."""
         pinned = None if self.pinned is None else ids[self.pinned]
         return Decision([ids[n] for n in self.ranking], pinned, self.sweep, self.decided_at)
 
 
 def write(measured: Mapping[int, Measurement], decisions: Sequence[Decision]) -> dict[str, Any]:
-    """The document of some measurements and decisions; equal content, equal document.
+    """Make the document of measurements and decisions. Equal content gives an equal document.
 
     Args:
-        measured: by number.
-        decisions: by these numbers.
+        measured: measurements by number.
+        decisions: decisions that refer to these numbers.
     """
     order = sorted(measured, key=lambda id: _order(measured[id]))
     row = {id: number for number, id in enumerate(order)}
@@ -86,7 +89,7 @@ def write(measured: Mapping[int, Measurement], decisions: Sequence[Decision]) ->
 
 
 def to_text(document: Mapping[str, Any]) -> str:
-    """A document as JSON text, each of its rows on a line of its own."""
+    """Format a document as JSON, with one line a row."""
     measurements, entries = (
         _COMMA.join(json.dumps(row, separators=(",", ":"), allow_nan=False) for row in rows)
         for rows in (document["measurements"], document["entries"])
@@ -95,7 +98,9 @@ def to_text(document: Mapping[str, Any]) -> str:
 
 
 def _order(measurement: Measurement) -> tuple[Any, ...]:
-    """By what was asked, then final ones first and the fastest first; the digest ends ties."""
+    """Sort key: problem and regime, then final before quick, then the fastest first, then the
+    digest.
+    """
     m = measurement
     asked = (m.problem.op, m.problem.key, m.gpu.identity, m.regime.key, m.provenance.value)
     time = math.inf if m.latency_us is None else m.latency_us
@@ -104,13 +109,13 @@ def _order(measurement: Measurement) -> tuple[Any, ...]:
 
 def _row(measurement: Measurement) -> dict[str, Any]:
     row = measurement.to_json()
-    # The numbers as the store keeps them: 14 and 14.0 are one latency.
+    # Numbers in the store's form: 14 and 14.0 are one latency.
     row.update({k: v for k, v in to_row(measurement).items() if isinstance(v, float)})
     return {"config_digest": measurement.config.digest, **row}
 
 
 def is_ahead(time: str) -> bool:
-    """True when a time (UTC, ISO 8601, or empty) lies further ahead than clocks differ."""
+    """True if a time (UTC, ISO 8601, or empty) lies more than `MAX_AHEAD` in the future."""
     limit = datetime.now(UTC) + MAX_AHEAD
     return time[:19] > limit.isoformat(timespec="seconds")[:19]
 
@@ -124,10 +129,10 @@ def _ahead_faults(name: str, times: Iterable[str]) -> list[str]:
 
 
 def parse(text: str) -> Any:
-    """Strict JSON: no NaN or infinity, no repeated key.
+    """Parse strict JSON: without NaN, infinity or repeated keys.
 
     Raises:
-        ConfigError: says where the text stops being JSON.
+        ConfigError: names the position at which the text is not JSON.
     """
     try:
         return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique)
@@ -137,7 +142,7 @@ def parse(text: str) -> Any:
         raise ConfigError("not a document of entries: it is nested too deeply") from exc
     except ConfigError:
         raise
-    except ValueError as exc:  # a whole number of thousands of digits
+    except ValueError as exc:  # an integer of thousands of digits
         raise ConfigError(f"not JSON: {exc}") from exc
 
 
@@ -179,7 +184,7 @@ def _validators() -> dict[str, Draft202012Validator]:
         schema = json.loads(path.read_text(encoding="utf-8"))
     except OSError as exc:
         raise StoreError(f"the schema of imports is missing: {path}") from exc
-    # The document's own schema looks at its outline; rows are looked at one by one.
+    # The document's schema covers its outline; rows are checked one by one.
     outline = {**schema, "properties": {**schema["properties"]}}
     for name in ("measurements", "entries"):
         outline["properties"][name] = {"type": "array"}
@@ -200,14 +205,14 @@ def _schema_faults(kind: str, value: Any) -> Iterator[str]:
 def read(
     document: Any, check: Callable[[Measurement], Sequence[str]] | None = None
 ) -> tuple[list[Measurement], list[Decision]]:
-    """Check a document from outside and take its content.
+    """Check an untrusted document and return its content.
 
     Args:
         document: parsed JSON.
         check: further reasons to refuse a measurement that a decision serves.
 
     Raises:
-        ConfigError: when anything does not fit; names every such row with its reasons.
+        ConfigError: when a row is not valid; names every such row with its reasons.
     """
     if isinstance(document, Mapping) and document.get("format") == FORMAT:
         version = document.get("version")
@@ -253,7 +258,7 @@ def _measurement(row: Any) -> tuple[Measurement | None, list[str]]:
         values = dict(row)
         digest = values.pop("config_digest")
         measurement = Measurement.from_json(values)
-        # JSON can escape half a character; no database takes one.
+        # JSON can escape half of a surrogate pair, which databases reject.
         json.dumps(row, ensure_ascii=False).encode()
     except RecursionError:
         return None, ["config: it is nested too deeply"]
@@ -271,7 +276,7 @@ def _measurement(row: Any) -> tuple[Measurement | None, list[str]]:
 
 
 def _infinite(value: Any, name: str = "") -> Iterator[str]:
-    """Numbers such as 1e999, which JSON allows and no float holds."""
+    """Numbers such as 1e999, which JSON allows but a float cannot hold."""
     if isinstance(value, int | float) and not abs(value) <= sys.float_info.max:
         yield name
     elif isinstance(value, dict):
@@ -325,7 +330,9 @@ def servable(
     decisions: Iterable[Decision],
     check: Callable[[Measurement], Sequence[str]],
 ) -> tuple[list[Decision], list[str]]:
-    """The decisions all of whose measurements may be served, and the others' labels and reasons."""
+    """Decisions whose measurements may all be served, and the other decisions' labels and
+    reasons.
+    """
     allowed, refused = [], []
     for decision in decisions:
         if reasons := [reason for n in decision.numbers for reason in check(measured[n])]:
@@ -348,14 +355,14 @@ def _regime(text: bytes) -> Regime:
 
 
 class Trusted:
-    """A document that ships with the package: a measurement is parsed when it is asked for.
+    """Document that ships with the package. A measurement is parsed when it is requested.
 
-    Standard library only. Its methods raise ValueError (of which ConfigError is one), KeyError,
-    IndexError or TypeError where the text is damaged.
+    Standard library only. If the text is damaged, its methods raise ValueError (ConfigError is a
+    subclass), KeyError, IndexError or TypeError.
 
     Args:
-        text: what `to_text` writes, as bytes: decoding megabytes takes longer than cutting them
-            into lines. JSON of another layout is read too, and slowly.
+        text: output of `to_text` as bytes, because decoding megabytes takes longer than splitting
+            lines. JSON of another layout is read more slowly.
     """
 
     def __init__(self, text: bytes) -> None:
@@ -365,7 +372,9 @@ class Trusted:
             self._cut(to_text(json.loads(text)).encode())
 
     def _cut(self, text: bytes) -> None:
-        """Find the rows of a text in the layout of `to_text`; ValueError where it is another."""
+        """Find the rows of a text in the layout of `to_text`. Raises ValueError for another
+        layout.
+        """
         if not text.startswith(_HEAD.encode()):
             raise ValueError("another layout")
         end = text.index(_BETWEEN.encode())
@@ -397,7 +406,7 @@ class Trusted:
         return row
 
     def entry(self, decision: Decision, origin: str) -> Entry:
-        """The entry of one of the decisions."""
+        """Entry of one of the decisions."""
         return Entry.of(
             [self._measurement(number) for number in decision.ranking],
             pin=None if decision.pinned is None else self._measurement(decision.pinned),

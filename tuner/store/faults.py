@@ -1,4 +1,4 @@
-"""The one seam where a database's errors become `StoreError`. Standard library only."""
+"""Mapping of database errors to `StoreError`, in one place. Standard library only."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _SQLITE: dict[int, str] = {
 
 
 def store_error(where: str, error: BaseException) -> StoreError:
-    """One clear line for a database error.
+    """Convert a database error to a one-line `StoreError`.
 
     Args:
         where: the store's path, or its URL without the password.
@@ -61,12 +61,12 @@ def store_error(where: str, error: BaseException) -> StoreError:
 
 
 def is_busy(error: BaseException | None) -> bool:
-    """True when SQLite's error says that another connection holds a lock."""
+    """True if SQLite's error means that another connection holds a lock."""
     return _code(error) in _BUSY
 
 
 def _code(error: BaseException | None) -> int:
-    """SQLite's primary result code: the low byte, which the others refine."""
+    """SQLite's primary result code, the low byte of the extended code."""
     return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
 
 
@@ -76,13 +76,13 @@ def _first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def decoding(where: str) -> Iterator[None]:
-    """Around the making of objects from stored rows.
+    """Context in which objects are made from stored rows.
 
     Args:
         where: the store's path, or its URL without the password.
 
     Raises:
-        StoreError: when a row was damaged.
+        StoreError: when a row is damaged.
     """
     try:
         yield
@@ -91,11 +91,11 @@ def decoding(where: str) -> Iterator[None]:
 
 
 def store_lost(where: str, kept: str = "") -> StoreLostError:
-    """The file of an open store is another one by now.
+    """Error for an open store whose file was removed or replaced.
 
     Args:
         where: the file's path.
-        kept: what became of its content.
+        kept: sentence that says where its content was saved.
     """
     return StoreLostError(
         f"store {where} was removed or replaced while it was open{kept and f'; {kept}'}"
@@ -103,7 +103,7 @@ def store_lost(where: str, kept: str = "") -> StoreLostError:
 
 
 def newer_schema(where: str, revision: str, known: str) -> StoreError:
-    """The store was written by a newer program."""
+    """Error for a store that was written by a newer program."""
     return StoreError(
         f"store {where} has schema {revision}, newer than this program knows ({known}): "
         "install a newer cutlass-tuner or name another store; it was left as it is"
@@ -111,7 +111,7 @@ def newer_schema(where: str, revision: str, known: str) -> StoreError:
 
 
 def unreadable_row(where: str, error: BaseException) -> StoreError:
-    """A row that this program cannot read back."""
+    """Error for a row that this program cannot read."""
     return StoreError(
         f"store {where} holds a row that cannot be read ({type(error).__name__}: "
         f"{_first_line(error)}); "

@@ -1,4 +1,4 @@
-"""The contract of the jobs in a store, and what passes through it. Standard library only."""
+"""Contract of the jobs in a store, and their records. Standard library only."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from tuner.problem import Problem
 from tuner.store.entry import Entry, is_vendor, vendor_name
 
 LEASE_S = 30.0
-"""How long a holder may stay silent."""
+"""Seconds for which a holder may stay silent."""
 MAX_PRIORITY = 1000
-"""Either side of 0."""
+"""Largest priority, of either sign."""
 MAX_ATTEMPTS = 100
-"""More than over HTTP: where workers are killed on purpose (`benchmarks.fleet`), 50 are used."""
+"""Limit of attempts, larger than over HTTP: `benchmarks.fleet`, which kills workers on purpose,
+uses 50."""
 
 TASK_STATES = ("queued", "running", "done", "failed", "cancelled")
 OPEN_STATES = TASK_STATES[:2]
-"""States that may still change by themselves."""
+"""States that can still change without a user's action."""
 
 
 @dataclass(frozen=True)
 class Lease:
-    """The right to work on a task; every claim raises `token`."""
+    """Right to work on a task. Every claim raises `token`."""
 
     task: int
     token: int
@@ -33,7 +34,7 @@ class Lease:
 
 @dataclass(frozen=True)
 class Claim:
-    """A task that was claimed, with what is needed to work on it."""
+    """Claimed task, with the data needed to work on it."""
 
     lease: Lease
     job: str
@@ -43,11 +44,11 @@ class Claim:
 
 
 def result_of(entry: Entry) -> dict[str, Any]:
-    """A finished task's decision, as names and numbers.
+    """Summary of a finished task's decision, as JSON.
 
-    ``vendor_over_own`` is the fastest vendor's time over the best own kernel's, above 1 where ours
-    is faster. It and the names are null when one of the two is missing. ``is_tie``: the two are
-    equal within their noise. Times are microseconds.
+    ``vendor_over_own`` is the fastest vendor's time over the best own kernel's, above 1 if the own
+    is faster. It and the names are null if one of the two is missing. ``is_tie``: the two are equal
+    within their noise. Times are in microseconds.
     """
     winner, own, vendor = entry.winner, entry.best_own, entry.fastest_vendor
     config = winner.config
@@ -81,11 +82,11 @@ def result_text(result: Mapping[str, Any]) -> str:
 
 
 def result_speed(result: Mapping[str, Any]) -> str:
-    """A result's own speed in words; ``-`` without both times."""
+    """A result's own speed as text; ``-`` unless both times are known."""
     ratio = result["vendor_over_own"]
     if ratio is None:
         return "-"
-    # Results of earlier versions do not tell ties.
+    # Results of earlier versions do not record ties.
     return speedup_text(ratio, result["fastest_vendor"], is_tie=result.get("is_tie", False))
 
 
@@ -98,7 +99,7 @@ _SHOWN: Mapping[str, tuple[type, ...]] = {
 
 
 def check_told(progress: Mapping[str, Any], result: Any) -> None:
-    """See that a stored progress and result can be shown.
+    """Check that a stored progress and result can be shown.
 
     Raises:
         ValueError, TypeError, LookupError: when they were damaged.
@@ -119,16 +120,16 @@ class Task:
     state: str
     attempt: int
     reason: str
-    """Why its last attempt ended without a decision; empty when none did."""
+    """Reason why its last attempt ended without a decision; empty if none did."""
     holder: str
     """Holder of the lease, as ``host:pid``."""
     sweep: str
     progress: Mapping[str, Any]
-    """Last report of its holder: phase, done, goal, candidates, failures, times so far."""
+    """Last report of its holder: phase, done, goal, candidates, failures, and times so far."""
     trials: int
     """Quick measurements that its sweep has stored."""
     result: Mapping[str, Any] | None = None
-    """The decision (`result_of`); None before it is done, or when nothing was recorded."""
+    """Summary of the decision (`result_of`); None before the end, or if none was recorded."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -148,13 +149,13 @@ class Task:
 
 @dataclass(frozen=True)
 class JobRecord:
-    """One job: problems to be tuned with the same options."""
+    """Job: problems to tune with the same options."""
 
     id: str
     priority: int
-    """Higher ones are taken first."""
+    """Jobs of higher priority are taken first."""
     attempts: int
-    """How often each problem is tried."""
+    """Maximum attempts for each problem."""
     options: Mapping[str, Any]
     created_at: str
     """UTC, ISO 8601."""
@@ -163,13 +164,13 @@ class JobRecord:
 
     @property
     def state(self) -> str:
-        """The first of running, queued, failed, cancelled that a task is in, else done."""
+        """First of running, queued, failed, cancelled that any task has, else done."""
         order = ("running", "queued", "failed", "cancelled")
         return next((state for state in order if self.counts.get(state)), "done")
 
     @property
     def is_open(self) -> bool:
-        """True when something is left to do."""
+        """True if a task is left to do."""
         return self.state in OPEN_STATES
 
     def to_json(self) -> dict[str, Any]:
@@ -186,15 +187,15 @@ class JobRecord:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened to a job."""
+    """Event in the log of a job."""
 
     id: int
-    """Rises in the order in which a job's events are seen."""
+    """Id that rises in the order in which a job's events become visible."""
     at: str
     """UTC, ISO 8601."""
     text: str
     problem: Problem | None
-    """None when it concerns the whole job."""
+    """Problem of the event; None if it concerns the whole job."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -209,9 +210,9 @@ class Event:
 class Jobs(ABC):
     """Jobs whose problems controllers take one by one under leases.
 
-    A problem of a job is a task. No two tasks of one problem run at a time, whatever their jobs.
-    A lease that is not extended in time is given to the next who asks, and its former holder can
-    write nothing any more (`Store.under`). Every method that writes is one transaction. All
+    A problem of a job is a task. Two tasks of one problem never run at the same time, even of
+    different jobs. A lease that is not extended in time goes to the next claim, and its former
+    holder cannot write any more (`Store.under`). Every method that writes is one transaction. All
     methods raise `StoreError` when the database fails.
     """
 
@@ -226,7 +227,7 @@ class Jobs(ABC):
         priority: int = 0,
         attempts: int = 3,
     ) -> str:
-        """Add a job; returns its id. Equal problems are one task.
+        """Add a job and return its id. Equal problems are one task.
 
         Raises:
             ConfigError: when there is no problem, or a number is out of range.
@@ -238,33 +239,35 @@ class Jobs(ABC):
 
     @abstractmethod
     def find(self, id: str) -> JobRecord | None:
-        """The job whose id is this or begins with it.
+        """Job whose id is this or starts with it.
 
         Raises:
-            ConfigError: when several do, or it is empty.
+            ConfigError: when several jobs match, or it is empty.
         """
 
     @abstractmethod
     def tasks(self, job: str, *, state: str | None = None) -> list[Task]:
-        """The tasks of a job, those of one state or all, in the order in which they were given."""
+        """Tasks of a job, of one state or all, in the order of submission."""
 
     @abstractmethod
     def trials(
         self, job: str, *, after: int = 0, limit: int = 1000
     ) -> list[tuple[int, Measurement]]:
-        """Measurements that the job's sweeps stored, each with its id, those above `after`."""
+        """Measurements of the job's sweeps with ids above `after`, each with its id."""
 
     @abstractmethod
     def events(self, job: str, *, after: int = 0, limit: int = 1000) -> list[Event]:
-        """Events of a job, oldest first, of ids above `after`."""
+        """Events of a job with ids above `after`, oldest first."""
 
     @abstractmethod
     def cancel(self, job: str) -> int:
-        """End every open task; returns how many. Measurements are kept; nothing is decided."""
+        """Cancel every open task and return their number. Measurements are kept, without a
+        decision.
+        """
 
     @abstractmethod
     def retry(self, job: str) -> int:
-        """Put failed and cancelled tasks back into the queue; returns how many."""
+        """Queue failed and cancelled tasks again and return their number."""
 
     @abstractmethod
     def counts(self) -> dict[str, int]:
@@ -274,24 +277,24 @@ class Jobs(ABC):
 
     @abstractmethod
     def claim(self, holder: str, lease_s: float = LEASE_S) -> Claim | None:
-        """Take the first task that is due: by priority, then in order of submission.
+        """Claim the first task that is due, by priority, then in order of submission.
 
         Args:
-            holder: who asks, as ``host:pid``.
-            lease_s: until the lease runs out unless it is extended; at most `LEASE_S`.
+            holder: claiming process, as ``host:pid``.
+            lease_s: seconds until the lease expires unless it is extended; at most `LEASE_S`.
         """
 
     @abstractmethod
     def extend(self, lease: Lease, progress: Mapping[str, Any], lease_s: float = LEASE_S) -> bool:
-        """Say that the holder is alive, and how far it is; False when the lease is lost."""
+        """Extend a lease and report progress. Returns False if the lease is lost."""
 
     @abstractmethod
     def is_held(self, lease: Lease) -> bool:
-        """True when a lease is still its holder's; writes nothing."""
+        """True if a lease is still held. Does not write."""
 
     @abstractmethod
     def begin(self, lease: Lease, sweep: str) -> None:
-        """Name the sweep that works on a task.
+        """Record the sweep that works on a task.
 
         Raises:
             LeaseLostError: when the lease is no longer held.
@@ -302,9 +305,9 @@ class Jobs(ABC):
         """End a task as done.
 
         Args:
-            lease: what was worked on.
-            text: what was decided, for the log.
-            result: the same as `Task.result` tells it.
+            lease: lease of the task.
+            text: the decision in words, for the log.
+            result: value for `Task.result`.
 
         Raises:
             LeaseLostError: when the lease is no longer held.
@@ -312,12 +315,12 @@ class Jobs(ABC):
 
     @abstractmethod
     def fail(self, lease: Lease, reason: str, *, is_final: bool = False) -> bool:
-        """End an attempt; returns whether another one follows.
+        """End an attempt as failed. Returns True if another one follows.
 
         Args:
             lease: what was worked on.
-            reason: kept with the task.
-            is_final: another attempt would fail in the same way.
+            reason: reason that is stored with the task.
+            is_final: True if another attempt would fail in the same way.
 
         Raises:
             LeaseLostError: when the lease is no longer held.
@@ -325,7 +328,7 @@ class Jobs(ABC):
 
     @abstractmethod
     def release(self, lease: Lease, reason: str) -> None:
-        """Put a task back into the queue; the attempt does not count.
+        """Put a task back into the queue. The attempt does not count.
 
         Raises:
             LeaseLostError: when the lease is no longer held.

@@ -1,4 +1,4 @@
-"""Brings a database to the schema of this program, with Alembic, in one transaction."""
+"""Migration of a database to this program's schema, with Alembic, in one transaction."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tuner.store.reading import REVISION
 
 VERSION_TABLE = "tuner_version"
 
-#: Any fixed number: PostgreSQL's advisory lock under which one process migrates at a time.
+#: PostgreSQL advisory lock under which one process migrates at a time; an arbitrary fixed number.
 _LOCK = 88_200_001
 
-#: Alembic keeps the migration that runs in module globals.
+#: Alembic keeps the running migration in module globals.
 _one_at_a_time = threading.Lock()
 
 
 def revision(connection: sa.Connection, where: str) -> str | None:
-    """The schema revision of a database; None when it is empty.
+    """Schema revision of a database; None if it is empty.
 
     Raises:
         StoreError: when the database is another program's.
@@ -32,7 +32,7 @@ def revision(connection: sa.Connection, where: str) -> str | None:
     if VERSION_TABLE in tables:
         version: str | None = connection.scalar(sa.text(f"SELECT version_num FROM {VERSION_TABLE}"))
         return version
-    # A schema of a server may be shared, a file may not.
+    # A server's schema may be shared with other programs, a file may not.
     taken = tables if connection.dialect.name == "sqlite" else set(tables) & set(metadata.tables)
     if taken:
         raise StoreError(
@@ -43,7 +43,9 @@ def revision(connection: sa.Connection, where: str) -> str | None:
 
 
 def load() -> None:
-    """Import Alembic: that takes longer than a migration, and nobody else writes during one."""
+    """Import Alembic before the transaction: the import takes longer than a migration, which
+    blocks all writers.
+    """
     importlib.import_module("alembic.command")
 
 
@@ -60,7 +62,7 @@ def upgrade(connection: sa.Connection, where: str) -> None:
 
     if connection.dialect.name == "postgresql":
         connection.execute(sa.text(f"SELECT pg_advisory_xact_lock({_LOCK})"))
-    # Another process may have migrated between the first look and this lock.
+    # Another process may have migrated before this lock was taken.
     current = revision(connection, where)
     if current == REVISION:
         return

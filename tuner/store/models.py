@@ -1,7 +1,7 @@
-"""The tables (SQLAlchemy Core) and the `best` view.
+"""Tables (SQLAlchemy Core) and the `best` view.
 
-The migrations under ``cache/migrations`` make them; a test holds both equal. JSON is kept as
-canonical text, so that equal values are equal rows on every database.
+The migrations under ``cache/migrations`` create them, and a test keeps both equal. JSON is stored
+as canonical text, so that equal values are equal rows on every database.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from tuner.store.entry import BEST_COLUMNS
 
 ORIGIN_CHARACTERS = 64
-"""Longest name of where an imported measurement comes from."""
+"""Maximum length of an imported measurement's origin."""
 
 metadata = sa.MetaData()
 
@@ -116,8 +116,8 @@ rankings = sa.Table(
     ),
 )
 
-#: Artifacts that `tuner build` made here of an imported or pruned kernel: they stand in the view
-#: in place of the measurement's own.
+#: Artifacts that `tuner build` made on this machine for an imported or pruned kernel. The view
+#: shows them instead of the measurement's own.
 builds = sa.Table(
     "builds",
     metadata,
@@ -131,7 +131,7 @@ jobs = sa.Table(
     metadata,
     sa.Column("id", sa.String(16), primary_key=True),
     sa.Column("priority", sa.Integer, nullable=False),
-    # How often each of its problems may be tried.
+    # Maximum attempts for each of its problems.
     sa.Column("attempts", sa.Integer, nullable=False),
     sa.Column("options", sa.Text, nullable=False),
     sa.Column("created_at", sa.String(40), nullable=False),
@@ -146,10 +146,10 @@ tasks = sa.Table(
     sa.Column("problem_id", sa.Integer, sa.ForeignKey("problems.id"), nullable=False),
     sa.Column("state", sa.String(16), nullable=False, index=True),
     sa.Column("attempt", sa.Integer, nullable=False),
-    # Why the last attempt ended without a decision.
+    # Reason why the last attempt ended without a decision.
     sa.Column("reason", sa.Text, nullable=False),
-    # The lease: its number, which every claim raises, who has it and until when (seconds since
-    # 1970 on the database's clock).
+    # The lease: its number, which every claim raises, its holder and its end (seconds since 1970 on
+    # the database's clock).
     sa.Column("token", sa.Integer, nullable=False),
     sa.Column("holder", sa.String(128), nullable=False),
     sa.Column("expires_at", sa.Double, nullable=False),
@@ -185,7 +185,7 @@ mirrors = sa.Table(
     sa.Column("synced_at", sa.String(40), nullable=False),
 )
 
-#: ``decisions`` is raised by triggers whenever what is served may have changed.
+#: Triggers raise ``decisions`` whenever a served decision may have changed.
 versions = sa.Table(
     "versions",
     metadata,
@@ -193,7 +193,7 @@ versions = sa.Table(
     sa.Column("number", sa.Integer, nullable=False),
 )
 
-#: The view, which the migrations make.
+#: The view, created by the migrations.
 best = sa.table("best", sa.column("op"), sa.column("gpu_identity"), *map(sa.column, BEST_COLUMNS))
 
 #: The view with `entry.CHECKED_COLUMNS`.

@@ -1,4 +1,4 @@
-"""A store's SQLite file, read through one connection that stays open. Standard library only."""
+"""Reading of a store's SQLite file through one persistent connection. Standard library only."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ REVISION = "0002"
 """Newest schema revision under ``cache/migrations/versions``: the one this program reads."""
 
 BUSY_TIMEOUT_S = 0.2
-"""Under write-ahead logging readers wait for nobody but a recovery after a crash, and a call of a
-model must not wait longer."""
+"""Under write-ahead logging readers wait only for a recovery after a crash. A model's call must not
+wait longer than this."""
 
 
 def sqlite_file(url: str) -> Path | None:
-    """The file of an SQLite URL or of a plain path; None for other databases and for memory."""
+    """File of an SQLite URL or of a plain path; None for other databases and for memory."""
     scheme, separator, rest = url.partition("://")
     if not separator:
         return Path(url).expanduser()
@@ -34,11 +34,11 @@ def sqlite_file(url: str) -> Path | None:
 
 
 class StoreFile:
-    """One file as it comes, changes and goes; not for several threads at once.
+    """SQLite file that may appear, change and vanish. Not thread-safe.
 
     Args:
-        path: need not exist.
-        forget: called when what was read before is good no more.
+        path: path of the file, which need not exist.
+        forget: callback for when earlier results are out of date.
     """
 
     def __init__(self, path: Path, forget: Callable[[], None]) -> None:
@@ -51,17 +51,17 @@ class StoreFile:
         self.has_tables = False
 
     def refresh(self) -> None:
-        """Open, reopen or close the file as it comes and goes; drop what a commit made old."""
+        """Open, reopen or close the file as needed, and call `forget` after a commit."""
         try:
             status = self._path.stat()
         except (FileNotFoundError, NotADirectoryError):
-            # What was read while there was none is as good as before.
+            # Results read while there was no file are still valid.
             if self._connection is not None and (connection := self.close()):
                 connection.close()
             return
         except OSError as exc:
             raise StoreError(f"store {self._path} cannot be read: {exc.strerror}") from exc
-        # While the old file is held open its number cannot be given to a new one.
+        # While the old file is open, its inode number cannot be reused.
         if self._connection is None or self._file != self._identify(status):
             if connection := self.close():
                 connection.close()
@@ -78,7 +78,7 @@ class StoreFile:
     def select(
         self, query: str, values: tuple[str, ...] | Mapping[str, str] = ()
     ) -> list[tuple[Any, ...]]:
-        """Every row; none without a file."""
+        """Every row of a query; empty without a file."""
         if self._connection is None:
             return []
         try:
@@ -87,7 +87,7 @@ class StoreFile:
             self._fail(exc)
 
     def copy_into(self, target: sqlite3.Connection) -> bool:
-        """Copy all of it, as of one moment; false where there is nothing."""
+        """Make a consistent copy. Returns False if there is no store."""
         if self._connection is None or not self.has_tables:
             return False
         try:
@@ -97,7 +97,7 @@ class StoreFile:
         return True
 
     def close(self) -> sqlite3.Connection | None:
-        """Forget everything; returns the connection, still open."""
+        """Reset the state. Returns the connection, still open."""
         connection, self._connection = self._connection, None
         self._file = ()
         self._is_immutable = False
@@ -107,21 +107,21 @@ class StoreFile:
         return connection
 
     def _fail(self, exc: BaseException) -> NoReturn:
-        # The next call opens the file again: it may have been mended or replaced.
+        # The next call opens the file again, which may have been repaired or replaced.
         if connection := self.close():
             connection.close()
         raise store_error(str(self._path), exc) from exc
 
     def _identify(self, status: os.stat_result) -> tuple[int, ...]:
-        """Identity of the file for which the open connection is good."""
+        """Identity of the file for which the open connection is valid."""
         if not self._is_immutable:
             return status.st_dev, status.st_ino
-        # SQLite does not look whether such a file changes: its own times must tell.
+        # SQLite does not detect changes of such a file, so its times are compared.
         has_wal = log_of(self._path).exists()
         return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size, has_wal
 
     def _check_schema(self) -> bool:
-        """True when there are tables; false in a file that is being made just now.
+        """True if there are tables; False in a file that is just being created.
 
         Raises:
             StoreError: when they are another program's or of another revision.
@@ -146,17 +146,18 @@ class StoreFile:
 
 
 def log_of(path: Path) -> Path:
-    """SQLite's write-ahead log beside a file."""
+    """Path of SQLite's write-ahead log beside a file."""
     return Path(f"{path}-wal")
 
 
 def open_file(path: Path, *, is_still: bool = False) -> tuple[sqlite3.Connection, bool]:
-    """Open an SQLite file for reading; also returns whether SQLite takes it for immutable, and sees
-    no change of it.
+    """Open an SQLite file for reading. Also returns True if SQLite treats it as immutable, and so
+    does not detect changes.
 
     Args:
         path: of the file.
-        is_still: nobody writes the file: none is made beside it where no log lies there.
+        is_still: True if the file is never written: without a log beside it, SQLite then creates no
+            files there.
 
     Raises:
         StoreError: when it cannot be opened.
@@ -167,8 +168,8 @@ def open_file(path: Path, *, is_still: bool = False) -> tuple[sqlite3.Connection
     try:
         return _connect(address), is_still
     except FAULTS as exc:
-        # On a read-only medium SQLite cannot make the files beside a database in WAL mode;
-        # where none lies there nothing is missed by reading the file alone.
+        # On a read-only medium SQLite cannot create the files beside a database in WAL mode. If
+        # none exist, the file alone is complete.
         if os.access(path, os.R_OK) and not log_of(path).exists():
             with contextlib.suppress(*FAULTS):
                 return _connect(f"{address}&immutable=1"), True
@@ -180,7 +181,7 @@ def _connect(address: str) -> sqlite3.Connection:
         address, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
     )
     try:
-        # The file is opened by the first statement that reads it.
+        # SQLite opens the file at the first statement that reads it.
         connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
     except FAULTS:
         connection.close()

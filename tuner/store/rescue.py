@@ -1,4 +1,4 @@
-"""Keeps what a lost SQLite file held: its open connection still reads it."""
+"""Rescue of the contents of a lost SQLite file, which its open connection can still read."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tuner.store.faults import FAULTS
 
 
 class Rescue:
-    """A JSON file beside a lost store, as `tuner import` reads it; safe between threads.
+    """JSON file beside a lost store, for `tuner import`. Thread-safe.
 
     Args:
-        file: the store's.
+        file: file of the store.
     """
 
     def __init__(self, file: OpenFile) -> None:
@@ -32,11 +32,11 @@ class Rescue:
         self._said = ""
 
     def keep(self, read: Callable[[], Mapping[str, Any]], *, anew: bool) -> str:
-        """Write what the lost file holds; returns the words that say where it is.
+        """Write the contents of the lost file. Returns a sentence that says where.
 
         Args:
-            read: gives it as a document.
-            anew: write it again, for it has changed since the last time.
+            read: function that returns the contents as a document.
+            anew: True to write again, after a change.
         """
         with self._lock:
             if anew or not self._said:
