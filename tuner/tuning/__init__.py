@@ -1,1 +1,1 @@
-"""From a problem to a decision: sweeps, jobs, controllers, surveys, revalidation."""
+"""Tuning of problems to decisions: sweeps, jobs, controllers, surveys, revalidation, proofs."""

@@ -1,9 +1,9 @@
-"""Which kernels to compile before a job has its GPU: those that its searches expect most from.
+"""Choice of the kernels to compile before a job has a GPU: those with the largest expected gain.
 
-Problems that differ in their sizes share kernels. The next kernel has the largest expected
-gain over the chosen ones, summed over the problems that it is legal for. Kernels that serve many
-problems come first, then those that may be better at some. A GPU then measures compiled kernels
-without waiting for a compiler (`SweepOptions.compiled_only`).
+Problems that differ only in their sizes share kernels. The next kernel is the one with the largest
+expected gain over the chosen ones, summed over the problems that it is legal for. So kernels that
+serve many problems come first, then those that may be better for some. A GPU can then measure
+compiled kernels without waiting for a compiler (`SweepOptions.compiled_only`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from tuner.store import Store
 from tuner.tuning.sweep import Catalogue, Sweep, SweepOptions
 
 MIN_GAIN = EFFORTS["quick"].min_gain
-"""Share of the time below which a problem expects nothing of a group, as a quick search."""
+"""Relative gain below which a group is not worth compiling for a problem, as in a quick search."""
 
 
 class _Absent(PredictRunner):
-    """Stands for a GPU that will measure: a sweep may be begun on it, never run."""
+    """Runner in place of a GPU that will measure later. Sweeps can be prepared with it, but not
+    run.
+    """
 
     def __init__(self, gpu: Gpu, regime: Regime) -> None:
         super().__init__(gpu, regime)
@@ -40,15 +42,16 @@ class _Absent(PredictRunner):
 
 @dataclass(frozen=True)
 class Wanted:
-    """A set of kernels worth compiling."""
+    """Set of kernels that is worth compiling."""
 
     config: Config
-    """One that needs them."""
+    """A config that needs these kernels."""
     kernels: tuple[KernelSpec, ...]
     problems: tuple[Problem, ...]
-    """Those whose searches may try it."""
+    """Problems whose searches may try the config."""
     worth: float
-    """Expected gain, summed over them: 0.02 where it is expected to save one of them 2 %."""
+    """Expected relative gain, summed over the problems: 0.02 if it is expected to save one of them
+    2 %."""
 
 
 def wanted(
@@ -62,21 +65,22 @@ def wanted(
     catalogue: Catalogue = families_of,
     note: Callable[[str], None] = lambda text: None,
 ) -> list[Wanted]:
-    """Kernels to compile for a job, most valuable first; compiled ones included, so that
-    the same job wants the same again.
+    """Kernels to compile for a job, with the largest gain first. Compiled ones are included, so
+    that the same job gives the same list again.
 
     Args:
-        problems: of the job.
-        regime_of: how each will be timed.
-        gpu: where.
-        store: what it and the shipped recordings hold of other problems is learned from.
-        options: of the job's sweeps.
-        each: sets of kernels that are wanted for one problem at most.
-        catalogue: finds the families of an operation.
-        note: told, again and again, how far it is.
+        problems: problems of the job.
+        regime_of: regime that a problem will be timed under.
+        gpu: GPU that will measure.
+        store: its measurements of other problems inform the searches, beside the shipped
+            recordings.
+        options: options of the job's sweeps.
+        each: maximum sets of kernels for one problem.
+        catalogue: function that returns the families of an operation.
+        note: callback for progress.
 
     Raises:
-        ConfigError: when the options do not suit a problem.
+        ConfigError: when the options do not fit a problem.
     """
     plans: list[_Plan] = []
     every = dict.fromkeys(problems)
@@ -102,7 +106,7 @@ def wanted(
 
 
 def _take(places: Sequence[tuple[_Plan, str, str]], worth: float) -> Wanted:
-    """Think of a set of kernels as measured wherever it is legal."""
+    """Treat a set of kernels as measured for every problem where it is legal."""
     for plan, name, key in places:
         plan.wants += plan.worths()[name, key] >= MIN_GAIN
         plan.take(name, key)
@@ -114,18 +118,18 @@ def _take(places: Sequence[tuple[_Plan, str, str]], worth: float) -> Wanted:
 
 @dataclass(eq=False)
 class _Plan:
-    """One problem: its search, and the groups that are thought of as measured."""
+    """A problem's search, and the groups that are treated as measured."""
 
     problem: Problem
     search: Search
     taken: dict[str, list[str]] = field(default_factory=dict)
     wants: int = 0
-    """Groups that were chosen and that it expects something of."""
+    """Chosen groups from which the problem expects a gain."""
     _worths: Mapping[tuple[str, str], float] | None = None
     _labels: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def worths(self) -> Mapping[tuple[str, str], float]:
-        """Values of the groups that are left."""
+        """Expected gains of the remaining groups."""
         if self._worths is None:
             self._worths = self.search.worths(self.taken)
         return self._worths
@@ -135,12 +139,12 @@ class _Plan:
         self._worths = None
 
     def group(self, name: str, key: str) -> tuple[Family, Config]:
-        """A group's family and its first config."""
+        """Family and first config of a group."""
         member = next(m for m in self.search.members if m.family.name == name)
         return member.family, member.groups[key][0]
 
     def label(self, name: str, key: str) -> str:
-        """Equal for groups of equal kernels, whatever problem they are for."""
+        """Label that is equal for groups of equal kernels, even of different problems."""
         if (name, key) not in self._labels:
             family, config = self.group(name, key)
             specs = family.kernels(self.problem, config).values()

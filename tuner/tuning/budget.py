@@ -1,4 +1,4 @@
-"""Time limit of a sweep, in the seconds of one clock."""
+"""Time budget of a sweep."""
 
 from __future__ import annotations
 
@@ -12,32 +12,33 @@ ROUND_CALLS = 4
 """Bursts of a finalist in a round, the untimed one included."""
 MIN_BURST_S = 0.001
 CHECK_S = 0.3
-"""Inputs, reference and check of a finalist whose call takes little."""
+"""Seconds for inputs, reference and check of a finalist with a short call."""
 OPENING_S = 2.0
-"""From the end of a search to the first round: what a GPU still works on, and the store."""
+"""Seconds from the end of a search to the first round, for running GPU work and the store."""
 GRACE_S = 2.0
-"""Beyond the limit a final pass is given up: its end costs less than beginning anew."""
+"""Seconds over the limit after which a final pass is abandoned: ending it costs less than a
+restart."""
 MIN_SEARCH = 0.5
-"""Part of the limit that the search has at least."""
+"""Minimum share of the limit for the search."""
 
 
 @dataclass
 class Budget:
-    """A sweep's clock and its limit.
+    """Clock and time limit of a sweep.
 
     Args:
-        limit_s: seconds for all of it; None: no limit.
+        limit_s: seconds for the whole sweep; None: no limit.
         started: `now` at its start.
     """
 
     limit_s: float | None
     started: float
     pass_s: float = 0.0
-    """Seconds that the last brief final pass took."""
+    """Duration of the last brief final pass, seconds."""
 
     @staticmethod
     def now() -> float:
-        """Seconds of a clock that never goes back."""
+        """Seconds of a monotonic clock."""
         return time.monotonic()
 
     @property
@@ -56,8 +57,8 @@ class Budget:
         """Seconds that a final pass is expected to take.
 
         Args:
-            times_us: of the finalists' calls, microseconds.
-            rounds: of the pass.
+            times_us: microseconds of the finalists' calls.
+            rounds: rounds of the pass.
         """
         each = [max(MIN_BURST_S, 2e-6 * us) for us in times_us]
         round_s = ROUND_CALLS * sum(each)
@@ -66,7 +67,7 @@ class Budget:
         return OPENING_S + checks_s + min(rounds * round_s, longest)
 
     def search_deadline(self, times_us: Iterable[float], rounds: int) -> float | None:
-        """When the search must end, so that a final pass of these calls fits."""
+        """Time at which the search must end for a final pass of these calls to fit."""
         if self.limit_s is None:
             return None
         reserved = min(self.final_s(times_us, rounds), (1 - MIN_SEARCH) * self.limit_s)

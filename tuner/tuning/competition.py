@@ -1,4 +1,4 @@
-"""Families and candidates that compete in a sweep, and the searches among them."""
+"""Families and candidates that compete in a sweep, and their searches."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from tuner.tuning.outcome import summary
 from tuner.tuning.progress import Interruption
 
 PORTFOLIO_FIRST = 3
-"""Kernels of a portfolio that are timed before anything is waited for."""
+"""Maximum kernels of a portfolio that are timed before the sweep waits for compiles."""
 
 
 class Competition:
-    """Own and vendors' families of one problem, and what was measured of each.
+    """Own and vendors' families of one problem, with their measurements.
 
     Args:
-        problem: what is tuned.
-        regime: how it is timed.
-        runner: says what can be evaluated.
-        store: tells searches what was measured.
-        options: narrow what competes.
-        catalogue: finds the families of an operation.
-        interruption: cuts waits short.
-        note: told what a person should know.
+        problem: problem to tune.
+        regime: regime of the times.
+        runner: runner that evaluates candidates.
+        store: store with earlier measurements for the searches.
+        options: options that restrict the families and candidates.
+        catalogue: function that returns the families of an operation.
+        interruption: interruption that ends waits early.
+        note: callback for messages to the user.
 
     Raises:
-        ConfigError: when a family that the options name does not serve the problem.
+        ConfigError: when a named family does not serve the problem.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Competition:
         self.problem, self.regime, self.runner = problem, regime, runner
         self.options, self.effort = options, effort(options.effort)
         is_predicted = runner.provenance is Provenance.PREDICTED
-        # Estimates can only be ranked: nothing is learned from what the cost model says itself.
+        # Predictions are only ranked: a search does not learn from the cost model's own values.
         self.sampler = "cost" if is_predicted else sampler_name(options.sampler)
         self._store, self._catalogue = store, catalogue
         self._interruption, self._note = interruption, note
@@ -68,14 +68,14 @@ class Competition:
         self.own, self.vendors = self._competitors()
 
     def plain_search(self) -> Search:
-        """The search of own families that are not composites of others, which wait for their
-        stages; it has been told what the store holds.
+        """Search of the own families that are not composites, which wait for their stages. It has
+        the store's measurements.
         """
         return self.main_search([f for f in self.own if not f.stages(self.problem)])
 
     def expectation(self) -> str:
-        """Time and loss that a search of this effort is expected to have; empty where that was not
-        learnt: for another sampler or budget, and where nothing is measured.
+        """Text of the expected time and loss of a search of this effort. Empty for another sampler
+        or budget, and if the search does not measure.
         """
         options, cores = self.options, self.runner.compiles
         is_usual = options.trials is None and options.time_limit_s is None
@@ -87,7 +87,7 @@ class Competition:
     # What competes
 
     def _competitors(self) -> tuple[list[Family], list[Family]]:
-        """Own families as asked for, and vendors'; only vendors' when only those are named."""
+        """Own families as requested, and vendors'. Only vendors' if only those are named."""
         known = self._catalogue(self.problem.op)
         check_families(self.options.families, self.problem.op, known)
         named = set(self.options.families)
@@ -100,7 +100,9 @@ class Competition:
         return kept, self._serving(vendors, self.problem)
 
     def _without_hopeless(self, families: list[Family]) -> list[Family]:
-        """Those that may win by their estimates: a composite family costs its stages' kernels."""
+        """Families that may win by their estimates. The others' estimates exceed the cutoff; a
+        composite family also costs its stages' kernels.
+        """
         gpu, problem = self.runner.gpu, self.problem
         if len(families) < 2 or math.isinf(self.effort.cutoff):
             return families
@@ -130,7 +132,7 @@ class Competition:
         return self._serving(own, sub)
 
     def best_configs(self, search: Search) -> list[Config]:
-        """The best config of each of the best kernels."""
+        """Best config of each of the fastest kernels."""
         best: dict[str, Measurement] = {}
         passed = [
             (m, member.family) for member in search.members for m in member.seen.values() if m.ok
@@ -160,7 +162,7 @@ class Competition:
     def _start(
         self, problem: Problem, members: list[FamilySearch], total: int, min_gain: float = 0.0
     ) -> Search:
-        """A search that has been told what the store holds."""
+        """New search that has the store's measurements."""
         if self.runner.provenance is Provenance.PREDICTED:
             total = min(total, self.effort.predicted * len(members))
         search = Search(members, total, self.effort.seeds, min_gain)
@@ -181,7 +183,9 @@ class Competition:
         return [member for member in members if member.groups]
 
     def _member(self, problem: Problem, family: Family) -> FamilySearch:
-        """The search of a family, kept from `prefetch` to `run`; a composite family's is new."""
+        """Search of a family, kept from `prefetch` to `run`. A composite family's is new each
+        time.
+        """
         key = (problem.key, family.name)
         if key not in self.members or family.stages(problem):
             self.members[key] = FamilySearch(
@@ -198,7 +202,7 @@ class Competition:
         return self.members[key]
 
     def history(self, problem: Problem) -> Sequence[Measurement]:
-        """Measurements of other problems, read once; for the sampler that learns from it."""
+        """Measurements of other problems, read once, for the sampler that learns from them."""
         if self.sampler != "model":
             return ()
         if problem not in self._histories:
@@ -223,10 +227,11 @@ class Competition:
         return self.runner.compiled(problem, family, space) if self.options.compiled_only else space
 
     def check_compiled(self) -> None:
-        """See that an own kernel will compete; vendors' alone are not worth the GPU's time.
+        """Check that an own kernel can compete. A sweep with vendors' kernels only would waste GPU
+        time.
 
         Raises:
-            NoValidConfigError: when none is compiled.
+            NoValidConfigError: when no own kernel is compiled.
         """
         is_plain = any(not family.stages(self.problem) for family in self.own)
         if is_plain and not self.plain_search().members:
@@ -236,7 +241,7 @@ class Competition:
             )
 
     def seen(self, problem: Problem | None = None) -> list[Measurement]:
-        """Every quick measurement told to the searches, of one problem or of all."""
+        """Every quick measurement that the searches have, of one problem or of all."""
         wanted = problem.key if problem is not None else None
         return [
             m
@@ -250,8 +255,8 @@ class Competition:
         return self._catalogue(self.problem.op).get(name)
 
     def ready(self, wanted: Iterable[Config]) -> list[Config]:
-        """Those of `wanted` that are compiled already, and those of the shape's portfolio: the
-        first `PORTFOLIO_FIRST` that are.
+        """Compiled configs of `wanted`, and the first `PORTFOLIO_FIRST` compiled ones of the
+        shape's portfolio.
         """
         found: dict[str, Config] = {}
         for config in (*wanted, *promising(self.problem, self.runner.gpu)):
@@ -272,7 +277,7 @@ class Competition:
         return most is None or m.workspace_bytes <= most
 
     def why_nothing(self, notes: Sequence[str]) -> str:
-        """Why no candidate passed."""
+        """Reason why no candidate passed."""
         seen = self.seen()
         if not seen:
             reasons = "; ".join(notes) or "the search had no candidate"

@@ -1,11 +1,11 @@
-"""Works off the jobs of a store: takes one problem at a time under a lease and sweeps it.
+"""Controller of stored jobs: takes one problem at a time under a lease and sweeps it.
 
-The controller owns the search of its problem and is that problem's only writer: all it writes is
-fenced by the lease. A thread extends the lease and sees when it is lost: by a cancelled job, or
-to another controller while this process was stopped. The sweep is then abandoned at once.
+The controller owns the search of its problem and is its only writer: every write is fenced by the
+lease. A thread extends the lease and detects its loss, after the job was cancelled, or after
+another controller took over while this process was stopped. The sweep is then abandoned at once.
 
 Ctrl-C, SIGTERM and SIGHUP put the problem back into the queue. All measurements are in the store,
-and the next controller goes on from there.
+from which the next controller continues.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("tuner.controller")
 
 BEAT_S = 2.0
-"""Between two looks at a lease: how soon a cancelled sweep is abandoned."""
+"""Seconds between two checks of a lease, the delay until a cancelled sweep is abandoned."""
 POLL_S, LONGEST_POLL_S = 1.0, 5.0
-"""Between two looks into an empty queue, the longer the longer it is empty."""
+"""First and longest seconds between two polls of an empty queue."""
 STORE_WAIT_S = 5.0
-"""After the store failed, before it is tried again."""
+"""Seconds before a retry after the store failed."""
 
 
 class Abandoned(BaseException):
-    """Raised in the main thread, wherever it is, when it must leave the sweep at once. Not an
-    `Exception`: nothing on the way may take it for a failure of a candidate.
+    """Raised in the main thread at any point to leave the sweep at once. It is not an `Exception`,
+    so that it is never handled as a candidate's failure.
     """
 
 
 @dataclass
 class Turn:
-    """A claimed problem and, once it is prepared, its sweep."""
+    """Claimed problem and, once prepared, its sweep."""
 
     claim: Claim
     options: JobOptions
@@ -70,16 +70,16 @@ class Turn:
 
 
 class Controller:
-    """Takes problems from the queue of a store until it is stopped. Belongs in the main thread.
+    """Takes problems from a store's queue until it is stopped. Must run in the main thread.
 
     Args:
-        store: holds the jobs, and takes the measurements and decisions.
-        machine: where to evaluate; each job says how much workspace it allows.
-        watcher: told of every change.
-        lease_s: how long this process may stay silent before another takes over.
+        store: store of the jobs, measurements and decisions.
+        machine: machine to evaluate on. Each job has its own limit of workspace.
+        watcher: receiver of every change.
+        lease_s: seconds that this process may stay silent before another takes over.
         catalogue: finds the families of an operation.
-        create_runners: what evaluates, for a machine and a sink of notes.
-        studies: takes copies of the searches' studies.
+        create_runners: function that makes the runners of a machine, given a receiver of notes.
+        studies: storage for copies of the searches' studies.
     """
 
     def __init__(
@@ -120,17 +120,17 @@ class Controller:
 
     @property
     def stopped_by(self) -> int | None:
-        """The signal that ended it."""
+        """Signal that ended it."""
         return self._leases.stopped_by
 
     def run(self, *, drain: bool = False) -> int:
-        """Work until one of `ENDING_SIGNALS`; returns how many problems were decided.
+        """Run until one of `ENDING_SIGNALS`. Returns the number of problems decided.
 
         Args:
-            drain: end when no problem is queued or running any more.
+            drain: True to end once no problem is queued or running.
 
         Raises:
-            BenchmarkError: when there is no GPU and a replay was not asked for.
+            BenchmarkError: when there is no GPU and replays were not requested.
             StoreLostError: when the store's file was removed or replaced.
         """
         if not self._machine.replay and self._runners_for(None).gpu is None:
@@ -153,7 +153,7 @@ class Controller:
             except LeaseLostError as exc:
                 self._watcher.note(str(exc))
             except StoreLostError:
-                raise  # it does not come back
+                raise  # this error is permanent
             except StoreError as exc:
                 self._watcher.note(f"{exc}; trying again in {STORE_WAIT_S:.0f} s")
                 time.sleep(STORE_WAIT_S)
@@ -168,7 +168,7 @@ class Controller:
     # One problem
 
     def _next(self) -> Turn | None:
-        """The problem that was claimed ahead, else the first of the queue."""
+        """Problem that was already claimed, else the first of the queue."""
         turn, self._ahead = self._ahead, None
         return turn or self._claim()
 
@@ -186,7 +186,7 @@ class Controller:
             return None
 
     def _work(self, turn: Turn) -> None:
-        """Sweep a problem, and say in the queue how it ended."""
+        """Sweep a problem, and record in the queue how it ended."""
         lease = turn.claim.lease
         try:
             with self._leases.armed(lease):
@@ -194,7 +194,7 @@ class Controller:
                     self._sweep(turn)
                 except StoreError:
                     raise
-                except Exception as exc:  # Even a defect must not keep the others from their turn.
+                except Exception as exc:  # Even an internal error must not stop the other problems.
                     self._forget_all_but_ahead()
                     self._fail(turn, exc)
         except StoreError:
@@ -209,8 +209,8 @@ class Controller:
                 self._watcher.note(f"{label}: left, for its job was cancelled or taken over")
 
     def _forget_all_but_ahead(self) -> None:
-        """After a sweep was left anywhere: what evaluates may be half way through something, and
-        a lease that was just claimed must not be extended without anybody at work.
+        """Clean up after a sweep was abandoned at any point: the runners may be in the middle of a
+        request, and a lease that was just claimed must not be extended while idle.
         """
         self._close_runners()
         self._leases.keep(self._ahead.claim.lease if self._ahead else None)
@@ -232,7 +232,7 @@ class Controller:
         self._watcher.finished(outcome)
 
     def _prepare(self, turn: Turn) -> Sweep | None:
-        """The sweep of a turn; None when the problem is tuned already, which ends the turn."""
+        """Sweep of a turn; None if the problem is already tuned, which ends the turn."""
         if turn.sweep is not None:
             return turn.sweep
         claim, options = turn.claim, turn.options
@@ -259,7 +259,7 @@ class Controller:
         return turn.sweep
 
     def _known_result(self, turn: Turn, runner: Runner) -> dict[str, Any] | None:
-        """The decision that stands for a problem that was tuned already."""
+        """Decision of a problem that was already tuned."""
         problem = turn.claim.problem
         found = self._store.entries(
             problem=problem,
@@ -270,10 +270,10 @@ class Controller:
         return result_of(found[0]) if found else None
 
     def _claim_ahead(self) -> None:
-        """Have the next problem's kernels compiled while this one's finalists are timed."""
+        """Claim the next problem and compile its kernels while this one's finalists are timed."""
         turn = self._ahead = self._claim()
         if turn is None or turn.options.sweep.max_workspace != self._machine.max_workspace:
-            return  # Where it needs runners of its own, nothing is compiled ahead.
+            return  # If it needs other runners, its kernels are not compiled in advance.
         try:
             sweep = self._prepare(turn)
             if sweep is None:
@@ -287,7 +287,9 @@ class Controller:
             self._fail(turn, exc)
 
     def _fail(self, turn: Turn, exc: Exception) -> None:
-        """End an attempt with its reason; it is tried again unless that must end the same way."""
+        """End an attempt with its reason. It is retried unless a retry would fail in the same
+        way.
+        """
         self._leases.remove(turn.claim.lease)
         is_final = isinstance(exc, ConfigError | NoValidConfigError)
         reason = str(exc)
@@ -303,9 +305,9 @@ class Controller:
         try:
             self._store.jobs.release(turn.claim.lease, f"{self._holder} was stopped")
         except LeaseLostError:
-            pass  # It ended at that moment, or was cancelled.
+            pass  # It ended at the same moment, or was cancelled.
         except StoreError as exc:
-            self._watcher.note(str(exc))  # The lease runs out by itself.
+            self._watcher.note(str(exc))  # The lease expires by itself.
 
     # What evaluates
 
@@ -326,14 +328,13 @@ class Controller:
 
 
 def longer_pause(pause_s: float) -> float:
-    """Next pause of an idle controller, after a pause of so many seconds."""
+    """Next pause of an idle controller in seconds, after a pause of `pause_s`."""
     return min(1.5 * pause_s, LONGEST_POLL_S)
 
 
 class Pulse:
-    """Keeps one lease. It is written again when it has lost a quarter of its time, or with
-    progress. Otherwise it is only read: writes of idle or slow workers would keep the database
-    busy.
+    """Extends one lease. It is written after a quarter of its time, or with progress. Otherwise it
+    is only read, because writes of idle or slow workers would load the database.
     """
 
     def __init__(self, jobs: Jobs, lease: Lease, lease_s: float) -> None:
@@ -343,14 +344,14 @@ class Pulse:
 
     @property
     def may_hold(self) -> bool:
-        """True when the lease lasts still if nobody cancelled it."""
+        """True if the lease has not expired, unless it was cancelled."""
         return time.monotonic() - self._written < self._lease_s
 
     def beat(self, progress: Mapping[str, Any]) -> bool:
-        """True when the lease is held.
+        """Check the lease. Returns True if it is held.
 
         Raises:
-            StoreError: when the store cannot say.
+            StoreError: when the store fails.
         """
         now = time.monotonic()
         if progress == self._told and now - self._written < self._lease_s / 4:
@@ -361,7 +362,7 @@ class Pulse:
 
 
 class _Leases:
-    """The leases that this process holds: extends them, and interrupts the main thread.
+    """Leases of this process: extends them, and interrupts the main thread.
 
     `Abandoned` is raised only inside `armed`, once, by the handler of the signal that the thread
     sends when the lease is lost, or of `ENDING_SIGNALS`.
@@ -385,13 +386,13 @@ class _Leases:
         return self.stopped_by is not None
 
     def start(self) -> None:
-        """Take over the signals and begin to extend."""
+        """Install the signal handlers and start extending."""
         self._signals.__enter__()
         self._previous = signal.signal(signal.SIGUSR1, self._on_lost)
         self._thread.start()
 
     def stop(self) -> None:
-        """Give the signals back and extend nothing any more."""
+        """Restore the signal handlers and stop extending."""
         self._ended.set()
         self._thread.join()
         signal.signal(signal.SIGUSR1, self._previous)
@@ -407,7 +408,7 @@ class _Leases:
         self._lost.discard(lease)
 
     def keep(self, lease: Lease | None) -> None:
-        """Extend no lease but this one."""
+        """Extend only this lease from now on."""
         for held in list(self._progress):
             if held != lease:
                 self.remove(held)
@@ -419,7 +420,9 @@ class _Leases:
 
     @contextmanager
     def armed(self, lease: Lease) -> Iterator[None]:
-        """While in here `Abandoned` is raised when this lease is lost or the process is to end."""
+        """Context in which `Abandoned` is raised when this lease is lost or the process must
+        end.
+        """
         self._armed = lease
         if self.stopping or lease in self._lost:
             self._armed = None
@@ -451,23 +454,24 @@ class _Leases:
                 if lease not in self._lost and not self._is_held(lease, progress):
                     self._lost.add(lease)
             main = threading.main_thread().ident
-            # At each beat: Python keeps a signal that comes just before a wait until its end.
+            # At each beat: Python delays a signal that comes just before a wait until the wait's
+            # end.
             if self._armed in self._lost and main is not None:
                 signal.pthread_kill(main, signal.SIGUSR1)
 
     def _is_held(self, lease: Lease, progress: Mapping[str, Any]) -> bool:
         pulse = self._pulses.get(lease)
         if pulse is None:
-            return True  # it was given back at this moment
+            return True  # it was released at this moment
         try:
             held = pulse.beat(progress)
         except StoreError:
-            return pulse.may_hold  # the store may come back before the lease runs out
+            return pulse.may_hold  # the store may recover before the lease expires
         return held or lease not in self._progress
 
 
 class _Reporter(Watcher):
-    """Tells the job's rows what the display is told."""
+    """Writes the progress that displays receive to the job's rows."""
 
     def __init__(self, watcher: Watcher, store: Store, claim: Claim, leases: _Leases) -> None:
         self._watcher, self._store, self._claim, self._leases = watcher, store, claim, leases

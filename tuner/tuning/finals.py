@@ -1,4 +1,4 @@
-"""The final pass of a sweep: finalists timed side by side, and the decision that it makes."""
+"""Final pass of a sweep: interleaved timing of the finalists, and the decision."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tuner.tuning.outcome import summary
 from tuner.tuning.progress import Interruption
 
 BRIEF_FINALISTS = 2
-"""Own finalists of a pass that is to be over soon."""
+"""Own finalists of a brief pass."""
 MIN_ROUNDS = 20
 PROVISIONAL = "provisional"
-"""Flag of the times of a decision that its sweep may still replace."""
+"""Flag of measurements of a provisional decision, which its sweep may replace."""
 PROVISIONAL_GAIN = 0.05
-"""Share of the time that a better kernel must save to replace what is provisional."""
+"""Relative gain by which a kernel replaces a provisional decision."""
 
 
 @dataclass
@@ -33,15 +33,15 @@ class FinalPass:
     """Final passes of one sweep.
 
     Args:
-        competition: what was measured.
-        store: takes what fails, and decisions.
-        budget: the sweep's clock.
-        interruption: cuts a wait short.
-        sign: completes a measurement before it is stored.
-        write: writes to the store, again while it is locked.
-        show: told how many are timed.
-        sweep: identity of the sweep.
-        note: told what a person should know.
+        competition: families with their measurements.
+        store: store for failures and decisions.
+        budget: time budget of the sweep.
+        interruption: interruption that ends waits early.
+        sign: function that completes a measurement before it is stored.
+        write: function that writes to the store, with retries while it is locked.
+        show: callback for the number of timed subjects.
+        sweep: id of the sweep.
+        note: callback for messages to the user.
     """
 
     competition: Competition
@@ -54,23 +54,23 @@ class FinalPass:
     note: Callable[[str], None]
     sweep: str
     unranked: list[Measurement] = field(default_factory=list)
-    """Quick times of finalists that the ranking lacks."""
+    """Quick measurements of finalists that are not in the ranking."""
     provided: list[Measurement] = field(default_factory=list)
-    """Ranking of the provisional decision; empty where there is none."""
+    """Ranking of the provisional decision; empty if there is none."""
     _provided_us: float | None = None
 
     def rank(self, notes: Sequence[str], again: bool = False) -> list[Measurement]:
-        """Time the finalists side by side, and rank them, best first.
+        """Time the finalists interleaved, and rank them, best first.
 
         If the time limit ends the pass, the result is the ranking of the provisional decision.
 
         Args:
-            notes: what was said of the competition, for the error.
-            again: whether the last one was brief already.
+            notes: messages about the competition, for the error.
+            again: True if the last pass was already brief.
 
         Raises:
-            NoValidConfigError: when none passed, or none was verified within the limit.
-            BenchmarkError: when it was given up, and not to be brief.
+            NoValidConfigError: when no candidate passed, or none was verified within the limit.
+            BenchmarkError: when the pass was abandoned, except to be repeated as a brief one.
         """
         interrupted, problem = self.interruption.requested, self.competition.problem
         chosen, rounds = self._chosen(brief=interrupted)
@@ -91,12 +91,12 @@ class FinalPass:
                     f"the final pass of {problem.label()} was given up: its runner was "
                     "cancelled or closed"
                 )
-            # The first Ctrl-C came during it, or a job that saw it later gave a brief one up.
+            # The first Ctrl-C came during the pass, or a job abandoned a brief one after it.
             return self.rank(notes, again=interrupted)
         return self._ranked(chosen, finals)
 
     def _chosen(self, brief: bool) -> tuple[list[Measurement], int]:
-        """The finalists, and rounds of their pass; few where little time is left."""
+        """Finalists and rounds of the pass; few if little time is left."""
         effort = self.competition.effort
         count = BRIEF_FINALISTS if brief else effort.finalists
         rounds = MIN_ROUNDS if brief else effort.rounds
@@ -111,7 +111,7 @@ class FinalPass:
         self, chosen: Sequence[Measurement], finals: Sequence[Measurement]
     ) -> list[Measurement]:
         seen = {m.config: m for m in chosen}
-        # Quick times, as a replay may answer with, are in the store already.
+        # Quick times, which a replay may return, are already stored.
         finals = [m if m.is_final else seen.get(m.config, m) for m in finals]
         ranked = ranking.rank([m for m in finals if self.competition.fits(m)])
         self.write(lambda: self.store.add([m for m in finals if not m.ok]))
@@ -133,9 +133,9 @@ class FinalPass:
         return self.provided
 
     def provide(self) -> None:
-        """Decide provisionally between the best own candidate and the fastest vendor kernel.
+        """Make a provisional decision between the best own candidate and the fastest vendor kernel.
 
-        Nothing happens if there is a final decision, or a provisional one that is nearly as good.
+        Does nothing if there is a final decision, or a provisional one that is nearly as good.
         """
         problem = self.competition.problem
         passed = sorted(
@@ -163,7 +163,7 @@ class FinalPass:
         )
 
     def _is_wanted(self, own: Measurement, vendor: Measurement | None) -> bool:
-        """True if these are worth a provisional decision."""
+        """True if these candidates are worth a provisional decision."""
         if self.competition.runner.provenance is not Provenance.MEASURED or self._is_decided:
             return False
         if self._provided_us is None or own.latency_us is None:
@@ -189,9 +189,9 @@ class FinalPass:
         self.write(lambda: self.store.decide(*place, ranked, self.sweep))
 
     def standing(self) -> Config | None:
-        """The best own config of the standing decision, if it is still legal.
+        """Best own config of the current decision, if it is still legal.
 
-        Without a decision in a stream the chained one counts.
+        Without a decision under regime `stream` the chained one is used.
         """
         problem = self.competition.problem
         regimes = Regime.preferred(self.competition.regime)
@@ -203,8 +203,8 @@ class FinalPass:
         return best.config if family.accepts(problem, best.config, self._gpu) else None
 
     def _standing(self) -> list[Config]:
-        """The standing config where this sweep did not try it: a search among fewer candidates is
-        not to take its place untimed. Under a time limit only one that is compiled.
+        """Current config that this sweep did not try, so that a search of fewer candidates cannot
+        replace it untimed. Under a time limit only a compiled one.
         """
         config, problem = self.standing(), self.competition.problem
         family = None if config is None else self.competition.family(config.family)
@@ -233,7 +233,7 @@ class FinalPass:
         return entries[0] if entries else None
 
     def _retime(self, configs: Sequence[Config], rounds: int) -> list[Measurement]:
-        """One final pass; empty when the first Ctrl-C came during it, or the time limit."""
+        """Run one final pass. Empty if the first Ctrl-C or the time limit ended it."""
         runner, problem = self.competition.runner, self.competition.problem
         left_s = self.budget.left_s()
         if left_s is not None and left_s <= 0:

@@ -1,8 +1,8 @@
-"""Many problems with one set of options: what a job is, and `Job`, which sweeps them here and now.
+"""Jobs, which sweep many problems with one set of options on this machine.
 
-While one problem's finalists are timed the next one's kernels compile; what is tuned is skipped. A
-job that is stored instead (`tuner.store.jobs`) is worked off by controllers
-(`tuner.tuning.controller`).
+While one problem's finalists are timed, the next one's kernels are compiled. Tuned problems are
+skipped. Stored jobs (`tuner.store.jobs`) are run by controllers (`tuner.tuning.controller`)
+instead.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 DEFAULT_OP = "attention"
 MAX_BYTES = 4 << 20
-"""Most bytes of a list of problems; 10,000 problems have a tenth of them."""
+"""Maximum bytes of a list of problems; 10,000 problems take a tenth of it."""
 MAX_ERRORS = 20
-"""Most wrong entries that a message names."""
+"""Maximum wrong entries that a message names."""
 
 
 @dataclass(frozen=True)
@@ -59,17 +59,17 @@ class JobOptions:
         return Regime(self.launch or default.launch, self.l2 or default.l2)
 
     def check(self, problems: Iterable[Problem], catalogue: Catalogue = families_of) -> None:
-        """See that these options suit some problems.
+        """Check that the options fit the problems.
 
         Raises:
-            ConfigError: when a family that they name does not serve one of them.
+            ConfigError: when a named family does not serve one of the problems.
         """
         Regime(self.launch or "stream", self.l2 or "warm")
         for op in sorted({problem.op for problem in problems}):
             check_families(self.sweep.families, op, catalogue(op))
 
     def find_tuned(self, problem: Problem, runner: Runner, store: Store) -> SweepRecord | None:
-        """The sweep that tuned a problem already: with equal settings, in this environment."""
+        """Completed sweep of a problem with equal settings in this environment, if any."""
         if not self.skip_tuned:
             return None
         found = store.find_sweep(
@@ -82,19 +82,19 @@ class JobOptions:
         return found if found is not None and found.state == "done" else None
 
     def to_json(self) -> dict[str, Any]:
-        """Names and numbers only."""
+        """JSON of names and numbers."""
         data = asdict(self)
         return {**data.pop("sweep"), **data}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """The inverse of `to_json`.
+        """Inverse of `to_json`.
 
         Raises:
             ConfigError: when an option is unknown or out of range.
         """
         own = {name: data[name] for name in ("launch", "l2", "skip_tuned") if name in data}
-        # "widen" is of earlier versions.
+        # "widen" is an option of earlier versions.
         rest = {name: data[name] for name in data if name not in own and name != "widen"}
         rest["families"] = tuple(rest.get("families", ()))
         try:
@@ -105,7 +105,7 @@ class JobOptions:
 
 @dataclass
 class JobResult:
-    """How the problems of a job ended."""
+    """Outcomes of a job's problems."""
 
     outcomes: list[Outcome] = field(default_factory=list)
     skipped: list[Problem] = field(default_factory=list)
@@ -114,21 +114,21 @@ class JobResult:
 
 
 class Job:
-    """A job over many problems. One that fails does not end the others.
+    """Job over many problems. A failing one does not stop the others.
 
     Args:
-        problems: to sweep, each once for every kind of GPU.
-        runners: of the GPUs, or of the first kind of them.
-        store: takes what is found.
-        options: common to all.
-        watcher: told of every change.
-        interruption: ends it early.
+        problems: problems to sweep, each once for every GPU model.
+        runners: runners of the GPUs, or of the first GPU model.
+        store: store for the results.
+        options: options for all problems.
+        watcher: receiver of every change.
+        interruption: interruption that ends the job early.
         catalogue: finds the families of an operation.
-        further: runners of other kinds of GPU; times of two kinds never meet in one sweep.
-        studies: takes copies of the searches' studies.
+        further: runners of other GPU models. One sweep never mixes times of two models.
+        studies: storage for copies of the searches' studies.
 
     Raises:
-        ConfigError: when a family that the options name does not serve one of them.
+        ConfigError: when a family that the options name does not serve one of the problems.
     """
 
     def __init__(
@@ -159,16 +159,16 @@ class Job:
         self._lock = threading.Lock()
 
     def run(self) -> JobResult:
-        """Sweep one problem after the other; with several GPUs, as many at a time. The others go on
-        with their searches while one problem's finalists are timed on one GPU. The costliest
-        problems begin, so that none is left alone at the end. Without anything to compile one
-        GPU has two at a time, so that it is busy while one search computes.
+        """Sweep the problems, as many at a time as there are GPUs. While one problem's finalists
+        are timed on one GPU, the others continue their searches. The costliest problems come first,
+        so that none runs alone at the end. If all kernels are compiled, one GPU gets two problems
+        at a time, so that it stays busy while a search computes.
 
         Raises:
-            ConfigError: when the device that was chosen is not there.
-            StoreError: when the store fails: nothing after it would be kept.
+            ConfigError: when the chosen device does not exist.
+            StoreError: when the store fails, since later results would be lost.
         """
-        # Asked first: what is said of the GPUs comes before anything starts.
+        # Detected first, so that notes about the GPUs are printed before the sweeps start.
         devices = sum(len(runners.devices) for runners in self._kinds)
         together = 2 if devices == 1 and self._options.sweep.compiled_only else devices
         if together > 1 and len(self._problems) * len(self._kinds) > 1:
@@ -184,7 +184,9 @@ class Job:
         return result
 
     def _run_together(self, count: int, *, costliest_first: bool) -> JobResult:
-        """Sweep some problems at a time, a thread each; results in the order of the problems."""
+        """Sweep several problems at a time, one thread each. Results are in the order of the
+        problems.
+        """
         turns = [(p, runners, JobResult()) for p in self._problems for runners in self._kinds]
         results = [result for *_, result in turns]
         if costliest_first:
@@ -194,7 +196,7 @@ class Job:
             try:
                 self._wait(futures)
             except BaseException:
-                # At once: nothing that the others still find would be kept, or be wanted.
+                # At once, because later results of the others would be lost or unwanted.
                 threads.shutdown(wait=False, cancel_futures=True)
                 for runners in self._kinds:
                     runners.close()
@@ -207,7 +209,9 @@ class Job:
         )
 
     def _wait(self, futures: Sequence[Future[None]]) -> None:
-        """Until all are done, one failed, or the second Ctrl-C; the first ends them early."""
+        """Wait until all are done, one failed, or the second Ctrl-C. The first Ctrl-C ends them
+        early.
+        """
         with self._interruption.waiting():
             wait(futures, return_when=FIRST_EXCEPTION)
         if self._interruption.requested:
@@ -219,7 +223,7 @@ class Job:
             future.result()
 
     def _sweep_beside(self, problem: Problem, runners: Runners, result: JobResult) -> None:
-        """Sweep a problem while others are swept, with a runner of its own."""
+        """Sweep a problem beside others, with a runner of its own."""
         if self._interruption.requested:
             result.interrupted = True
             return
@@ -247,8 +251,8 @@ class Job:
         result: JobResult,
         on_drained: Callable[[], None] | None = None,
     ) -> None:
-        """Sweep one problem, and add to the result how that ended."""
-        began = Budget.now()  # asking the machine for its environment counts
+        """Sweep one problem, and add its outcome to the result."""
+        began = Budget.now()  # the time to read the machine's environment counts
         try:
             sweep = self._prepare(problem, runner_of)
             if sweep is None:
@@ -268,7 +272,7 @@ class Job:
     def _prepare(
         self, problem: Problem, runner_of: Callable[[Problem, Regime], Runner]
     ) -> Sweep | None:
-        """The sweep of a problem, None when it is tuned already."""
+        """Prepare the sweep of a problem; None if it is already tuned."""
         if problem in self._sweeps:
             return self._sweeps[problem]
         runner = runner_of(problem, self._options.regime(problem))
@@ -287,7 +291,7 @@ class Job:
         )
 
     def _ahead(self, problems: Sequence[Problem]) -> None:
-        """Start compiling for the next problem that is not tuned; its errors wait for its turn."""
+        """Start compiling for the next untuned problem. Its errors are reported at its turn."""
         for problem in problems:
             try:
                 sweep = self._prepare(problem, self._runners.of)
@@ -302,22 +306,22 @@ class Job:
 
 
 def _floor_us(problem: Problem) -> float:
-    """Least time of a call, to order problems by the cost of timing them."""
+    """Lower bound of a call's time in microseconds, to order problems by the cost of timing."""
     return DEFAULT_GPU.floor_us(*floor_work(problem))
 
 
 def read_problems(path: Path, op: str = DEFAULT_OP) -> list[Problem]:
     """Read a YAML or JSON list of problems.
 
-    An entry is text (``S=1024,D=64``, with ``op=gemm`` for another operation) or an object of the
-    same keys.
+    An entry is a string (``S=1024,D=64``, with ``op=gemm`` for another operation) or an object with
+    the same keys.
 
     Args:
-        path: the file.
-        op: operation of entries that name none.
+        path: path of the file.
+        op: operation of entries without one.
 
     Raises:
-        ConfigError: names the entries that are wrong, `MAX_ERRORS` at most.
+        ConfigError: names the wrong entries, at most `MAX_ERRORS`.
     """
     entries = _load(path, _read(path))
     if not isinstance(entries, list) or not entries:
@@ -341,10 +345,10 @@ def read_problems(path: Path, op: str = DEFAULT_OP) -> list[Problem]:
 
 
 def parse_problem(entry: Any, op: str = DEFAULT_OP) -> Problem:
-    """One problem from text or from an object of keys.
+    """Parse a problem from a string or from an object of keys.
 
     Raises:
-        ConfigError: when it is neither, or the problem is wrong.
+        ConfigError: when it is neither, or the problem is not valid.
     """
     if isinstance(entry, str):
         parts = [part.strip() for part in entry.split(",")]

@@ -14,7 +14,7 @@ from tuner.measurement import Provenance
 from tuner.search.study import effort, sampler_name
 
 Catalogue = Callable[[str], Mapping[str, Family]]
-"""The families of an operation by name."""
+"""Function that returns the families of an operation by name."""
 
 
 @dataclass(frozen=True)
@@ -25,15 +25,16 @@ class SweepOptions:
     """Own families to try; empty means all. Vendors' kernels are always measured beside them."""
     effort: str = "quick"
     trials: int | None = None
-    """Groups of candidates, in place of the effort's; those in the store count."""
+    """Number of groups of candidates, instead of the effort's. Groups in the store count."""
     time_limit_s: float | None = None
-    """Seconds for all of it: the search ends early enough for the final pass."""
+    """Seconds for the whole sweep. The search ends early enough for the final pass."""
     max_workspace: int | None = None
     """Bytes that a candidate may use beside its operands."""
     seed: int = 0
     sampler: str | None = None
     compiled_only: bool = False
-    """Only candidates whose kernels are compiled already: a GPU waits for no compiler."""
+    """True to evaluate only candidates with compiled kernels, so that the GPU never waits for a
+    compiler."""
 
     def __post_init__(self) -> None:
         effort(self.effort)
@@ -49,14 +50,14 @@ class SweepOptions:
             raise ConfigError(f"time-limit={limit} is out of range (allowed: above 0 seconds)")
 
     def digest(self, provenance: Provenance) -> str:
-        """Equal for sweeps that would measure the same."""
+        """Digest, equal for sweeps that would measure the same."""
         facts = {
             **asdict(self),
             "families": sorted(self.families),
             "sampler": sampler_name(self.sampler),
             "provenance": provenance.value,
         }
-        if not self.compiled_only:  # as before there was such a choice
+        if not self.compiled_only:  # as before this option existed
             del facts["compiled_only"]
         if provenance is Provenance.REPLAYED:  # older replays ranked times of two passes together
             facts["passes"] = 1
@@ -64,10 +65,10 @@ class SweepOptions:
 
 
 def check_families(names: Sequence[str], op: str, known: Mapping[str, Family]) -> None:
-    """See that every named family serves an operation.
+    """Check that every named family serves an operation.
 
     Raises:
-        ConfigError: when one does not; says which do.
+        ConfigError: when one does not; names those that do.
     """
     for name in names:
         if name not in known:

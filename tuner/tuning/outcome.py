@@ -1,4 +1,4 @@
-"""How a sweep of one problem ended."""
+"""Outcome of a sweep of one problem."""
 
 from __future__ import annotations
 
@@ -25,37 +25,36 @@ class Outcome:
     provenance: Provenance
     sweep: str
     ranking: tuple[Measurement, ...]
-    """Measurements of one pass that passed, best first; empty only when it was interrupted. It is
-    the final pass. A replay whose recording has no final time of an own finalist has the quick
-    pass."""
+    """Measurements of one pass that passed, best first; empty only after an interruption. The pass
+    is the final one, or the quick one for a replay whose recording has no final time of an own
+    finalist."""
     candidates: int
-    """Own candidates with a measurement, those of stages counted."""
+    """Number of own candidates with a measurement, stages included."""
     kernels: int
-    """Groups of them: sets of compiled kernels."""
+    """Number of their groups: sets of compiled kernels."""
     resumed: int
-    """Groups, own and vendors', that the store held before."""
+    """Number of groups, own and vendors', that were already in the store."""
     failures: Mapping[str, int]
-    """Own candidates that failed, by status."""
+    """Number of own candidates that failed, by status."""
     unavailable: Mapping[str, str]
     """Vendors' kernels that could not be measured, with the reason."""
     interrupted: bool
     elapsed_s: float
     notes: tuple[str, ...] = ()
     unranked: tuple[Measurement, ...] = ()
-    """Quick times of finalists that the ranking's final pass lacks, as in a replay whose recording
-    did not time them again."""
+    """Quick measurements of finalists without a final time, as in a replay whose recording lacks
+    it."""
     quick_vendor: Measurement | None = None
-    """The fastest vendor's kernel of the quick pass: what `unranked` compares with."""
+    """Fastest vendor's kernel of the quick pass, for comparison with `unranked`."""
 
     given_up: int = 0
-    """Sets of kernels that were asked for and not waited for."""
+    """Number of sets of kernels that were submitted but not waited for."""
     expected_loss: float | None = None
-    """Share of the best own time that the sets without a result were expected to save, by the
-    surrogate; None where it does not say."""
+    """Expected relative gain of the sets without a result, by the surrogate; None if unknown."""
 
     @property
     def entry(self) -> Entry | None:
-        """The decision as the store answers it."""
+        """Entry of the decision, as the store returns it."""
         return Entry.of(self.ranking, sweep=self.sweep) if self.ranking else None
 
     def to_json(self) -> dict[str, Any]:
@@ -90,7 +89,7 @@ class Outcome:
 
 
 def summary(measurements: Sequence[Measurement]) -> str:
-    """Failures by reason, each with the first line of one log."""
+    """Failures by status, each with the first line of one log."""
     failed = [m for m in measurements if not m.ok]
     counts = Counter(m.status.value for m in failed)
     lines = {m.status.value: first_line(m.log) for m in failed if m.log.strip()}
@@ -101,6 +100,6 @@ def summary(measurements: Sequence[Measurement]) -> str:
 
 
 def first_line(log: str) -> str:
-    """First line of a log that is not empty, cut to 200 characters."""
+    """First non-empty line of a log, at most 200 characters."""
     stripped = log.strip()
     return stripped.splitlines()[0][:200] if stripped else ""

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class Interruption:
-    """Request to end: the first signal asks the sweep to end with what it has, a further Ctrl-C
-    ends it at once. A further SIGTERM or SIGHUP does not: both are often sent twice.
+    """Request to end. The first signal makes the sweep end with its results so far, and a further
+    Ctrl-C ends it at once. A further SIGTERM or SIGHUP does not, because both are often sent twice.
     """
 
     def __init__(self) -> None:
         self.number: int | None = None
-        """The signal that came first."""
+        """Number of the first signal."""
         self._is_forced = False
         self._waiting = False
         self._signals = EndingSignals(self._on_signal)
@@ -57,8 +57,8 @@ class Interruption:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around a wait that the first signal should cut short: the main thread's, for another's
-        is not reached by signals.
+        """Context of a wait that the first signal should end. It must be in the main thread, the
+        only one that signals reach.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -75,7 +75,7 @@ class Interruption:
 
 @dataclass
 class SweepState:
-    """State of a sweep for a display; changes as it goes on."""
+    """State of a running sweep for a display."""
 
     problem: Problem
     gpu: Gpu
@@ -87,34 +87,34 @@ class SweepState:
     phase: str = "planning"
     phase_started: float = 0.0
     goal: int = 0
-    """Groups that this phase may evaluate."""
+    """Number of groups that this phase may evaluate."""
     done: int = 0
     done_before: int = 0
-    """Groups that were done when the phase began."""
+    """Number of groups that were done when the phase began."""
     in_flight: int = 0
-    """Groups that were submitted and not collected."""
+    """Number of groups that were submitted and not collected."""
     building: Callable[[], int] = lambda: 0
-    """How many of those in flight are not compiled yet, at this moment."""
+    """Number of groups in flight that are not compiled yet."""
     resumed: int = 0
-    """Groups taken from the store."""
+    """Number of groups taken from the store."""
     candidates: int = 0
-    """Candidates evaluated in this run."""
+    """Number of candidates evaluated in this run."""
     failures: Counter[str] = field(default_factory=Counter)
     best_own: Measurement | None = None
     best_vendor: Measurement | None = None
 
 
 class Watcher:
-    """Told of every change; a display overrides it."""
+    """Receiver of every change. Displays override its methods."""
 
     def changed(self, state: SweepState) -> None:
-        """Something of `state` changed."""
+        """Called when `state` changes."""
 
     def note(self, text: str) -> None:
-        """Something that a person should know, once."""
+        """Called once for a message to the user."""
 
     def finished(self, outcome: Outcome) -> None:
-        """A sweep ended with this."""
+        """Called when a sweep ends with an outcome."""
 
     def failed(self, problem: Problem) -> None:
-        """A sweep ended without an outcome."""
+        """Called when a sweep ends without an outcome."""

@@ -1,4 +1,5 @@
-"""`tuner prove`: built kernels through the numerics gate, on problems drawn from all they serve.
+"""Proofs of built kernels (`tuner prove`): the numerics gate on problems drawn from a kernel's
+whole domain.
 
 A kernel passes all of its trials, or it has a fault, which names the first that it failed. The
 verdict is written into the kernel list before the next kernel's turn, so that a run that ended
@@ -40,9 +41,9 @@ from tuner.tuning.outcome import first_line
 from tuner.tuning.trials import Trial, trials
 
 PROBLEMS = 64
-"""Trials of a kernel, at least."""
+"""Minimum trials of a kernel."""
 _REGIME = Regime()
-"""Regime of a request; nothing is timed."""
+"""Regime of the requests, which are not timed."""
 _FAULT_CHARACTERS = 400
 
 
@@ -61,24 +62,24 @@ class ProofPlan:
     path: Path
     kernels: KernelList
     reference: Artifact
-    """The gate's own kernels."""
+    """Artifact of the gate's kernels."""
     waiting: Sequence[tuple[Target, Mapping[str, Artifact]]]
     """Kernels to prove, with their artifacts."""
     missing: int
-    """Kernels of the targets that are not built, or not there any more."""
+    """Kernels of the targets that are not built, or were removed."""
     proven: int
     carried: int
     """Kernels among the proven whose proofs were carried over."""
     failed: Sequence[str]
-    """Failures of an earlier run."""
+    """Kernels that failed in an earlier run."""
 
 
 @dataclass
 class ProofProgress:
-    """How far a run is."""
+    """Progress of a run."""
 
     kernels: int
-    """To be proven in this run."""
+    """Number of kernels to prove in this run."""
     done: int = 0
     at_work: dict[int, int] = field(default_factory=dict)
     """Passed trials of each worker's kernel."""
@@ -86,19 +87,19 @@ class ProofProgress:
     started: float = field(default_factory=time.monotonic)
 
     def left_s(self) -> float | None:
-        """Seconds to the end, by the kernels that are done; None before the first."""
+        """Estimated seconds to the end, from the kernels that are done; None before the first."""
         if not self.done:
             return None
         return (time.monotonic() - self.started) / self.done * (self.kernels - self.done)
 
 
 def plan(path: Path, targets: Sequence[Target], *, again: bool = False) -> ProofPlan:
-    """See what a list lacks.
+    """Find the kernels of a list that lack a proof.
 
     Args:
-        path: of the list.
-        targets: kernels that are to be proven, where they are built.
-        again: also those that have a verdict.
+        path: path of the list.
+        targets: kernels to prove if they are built.
+        again: True to include kernels that have a verdict.
 
     Raises:
         ConfigError: when the list cannot be read, or the gate's kernels are not built.

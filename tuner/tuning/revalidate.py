@@ -1,6 +1,6 @@
-"""Measure again what is stored, in another environment or regime: nothing is searched. The stored
-best configs, the portfolio's most promising kernels and the vendors' kernels are timed side by
-side, and decided anew.
+"""Revalidation of stored decisions in another environment or regime, without a search. The stored
+best configs, the portfolio's most promising kernels and the vendors' kernels are timed interleaved,
+and a new decision is made.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from tuner.store.entry import Entry, is_vendor
 from tuner.tuning.outcome import summary
 
 PROMISING = 3
-"""Kernels of the shipped portfolio that are timed beside an entry's own."""
+"""Number of the shipped portfolio's kernels that are timed beside an entry's own."""
 
 
 @dataclass(frozen=True)
 class Revalidation:
-    """Result for one entry."""
+    """Result of revalidating one entry."""
 
     before: Entry
     after: Entry
     failed: tuple[Measurement, ...]
-    """Own configs of the entry that passed once and do not any more."""
+    """Own configs of the entry that passed before and now fail."""
 
     @property
     def is_replaced(self) -> bool:
-        """True when another config wins now; a pin is not the tuner's to replace."""
+        """True if another config wins now. A pin is never replaced."""
         return self.before.ranking[0].config != self.after.ranking[0].config
 
 
@@ -51,13 +51,13 @@ def revalidate(
     decision under the runner's regime.
 
     Args:
-        entry: measured on the runner's GPU, under any regime.
-        runner: what times.
-        store: where the decision goes; an imported or shipped entry becomes the store's own.
-        compiled_only: leave out own configs whose kernels are not compiled yet.
+        entry: entry measured on the runner's GPU, under any regime.
+        runner: runner that times.
+        store: store for the decision. An imported or shipped entry becomes the store's own.
+        compiled_only: True to leave out own configs whose kernels are not compiled.
 
     Raises:
-        NoValidConfigError: when nothing passed; the entry stays as it was.
+        NoValidConfigError: when no candidate passed. The entry is then unchanged.
         StoreError: when the store cannot be written.
     """
     problem = entry.problem
@@ -85,14 +85,14 @@ def revalidate(
 
 
 def candidates(entry: Entry, gpu: Gpu) -> list[Config]:
-    """Own configs that are timed again: the entry's, then the portfolio's most promising ones."""
+    """Own configs to time again: the entry's, then the portfolio's most promising ones."""
     stored = [m.config for m in entry.ranked if _fits(m)]
     likely = islice(portfolio.promising(entry.problem, gpu), PROMISING)
     return list(dict.fromkeys([*stored, *likely]))
 
 
 def _vendors(problem: Problem, runner: Runner) -> list[Config]:
-    """Every vendor's kernel; of a library's list the fastest of a quick pass."""
+    """Every vendor's kernel. From a library's list, the fastest of a quick pass."""
     found: list[Config] = []
     for member in families_of(problem.op).values():
         if not member.is_vendor or member.supports(problem, runner.gpu) or member.lacks():
@@ -111,7 +111,7 @@ def _vendors(problem: Problem, runner: Runner) -> list[Config]:
 def _time(
     problem: Problem, configs: Sequence[Config], runner: Runner
 ) -> tuple[list[Measurement], list[Measurement]]:
-    """All final measurements and the ranking of those that passed."""
+    """Run the final pass. Returns all measurements, and the ranking of those that passed."""
     if not configs:
         return [], []
     sweep = uuid.uuid4().hex[:16]
@@ -121,7 +121,7 @@ def _time(
 
 
 def _fits(measurement: Measurement) -> bool:
-    """True when a stored config is an own one that this version has and that is legal."""
+    """True if a stored config is an own one of this version's families and legal."""
     member = families().get(measurement.config.family)
     if member is None or member.is_vendor:
         return False

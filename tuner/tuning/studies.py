@@ -15,8 +15,8 @@ class Studies:
     """Copies the finished trials of own families.
 
     Args:
-        competition: whose searches are copied.
-        storage: takes the copies; None: nothing is copied.
+        competition: competition whose searches are copied.
+        storage: storage for the copies; None: no copies.
     """
 
     def __init__(self, competition: Competition, storage: StudyStorage | None) -> None:
@@ -43,10 +43,10 @@ class Studies:
         self._storage.copy(member.trials, subject)
 
     def end(self, reason: str) -> None:
-        """Fail the trials that have no result, and let go of the copies.
+        """Mark trials without a result as failed, and close the copies.
 
         Args:
-            reason: of each trial that fails.
+            reason: reason of each failed trial.
         """
         for member in self._competition.members.values():
             member.trials.abandon(reason)

@@ -1,12 +1,12 @@
-"""Survey: measure a sample of a problem's space that was drawn before anything was measured.
+"""Surveys: measurements of a random sample of a problem's space, drawn before any measurement.
 
-A sweep measures what looks good, so its recording flatters whatever chose it. A survey draws
-kernels at random, by a hash of the seed and of the compiled text. The same command draws the same
-ones, and problems whose spaces share kernels draw the same of them.
+A sweep measures promising candidates, so its recording is biased towards the model that chose them.
+A survey draws kernels at random, by a hash of the seed and of the compiled source. The same command
+draws the same kernels, and problems that share kernels draw the same ones.
 
-`pooled` takes the kernels that a portfolio may be made of in their place (`tuner.search.pool`).
-Each problem has one recording, written after every request. Its measurements of this environment
-are not repeated.
+`pooled` instead takes the kernels that a portfolio may be made of (`tuner.search.pool`). Each
+problem has one recording, written after every request. Its measurements from this environment are
+not repeated.
 """
 
 from __future__ import annotations
@@ -38,22 +38,23 @@ from tuner.tuning.progress import Interruption
 NO_GPU = "no GPU found: a survey is measured on a GPU; --compile compiles its kernels without one"
 REQUEST_KERNELS = 4
 """Kernels that are timed in one request: as many as a translation unit holds. Each request computes
-the references of its problem anew."""
+the references of its problem again."""
 POOL_REQUEST_KERNELS = 64
-"""The same of a portfolio's kernels, which are compiled ahead."""
+"""The same for a portfolio's kernels, which are compiled in advance."""
 
 
 @dataclass(frozen=True)
 class SurveySize:
-    """How much of every problem's space is measured."""
+    """Size of the sample of every problem's space."""
 
     kernels: int = 120
-    """Distinct kernels of a problem at most; its families share them by the size of their space."""
+    """Maximum distinct kernels of a problem, divided among its families by the size of their
+    space."""
     variants: int = 4
-    """Run-time variants of each kernel at most."""
+    """Maximum run-time variants of each kernel."""
     seed: int = 0
     families: tuple[str, ...] = ()
-    """Own families; empty means all competing ones that are not composed of others."""
+    """Own families; empty: all competing ones that are not composites."""
 
     def __post_init__(self) -> None:
         for name in ("kernels", "variants"):
@@ -61,30 +62,30 @@ class SurveySize:
                 raise ConfigError(f"{name}={value} is out of range (allowed: 1 or more)")
 
     def rank(self, text: str) -> str:
-        """Rank of a kernel or a variant among others; the first ones are drawn."""
+        """Random rank of a kernel or a variant; those of lowest rank are drawn."""
         return hashlib.sha256(f"{self.seed}:{text}".encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Draw of one problem."""
+    """Sample of one problem."""
 
     problem: Problem
     groups: tuple[tuple[Config, ...], ...]
-    """Candidates that share a kernel, family by family."""
+    """Groups of candidates that share a kernel, by family."""
     spaces: Mapping[str, tuple[int, int]]
-    """Kernels and candidates of each family's whole space."""
+    """Number of kernels and candidates in each family's whole space."""
 
     @property
     def candidates(self) -> int:
         return sum(map(len, self.groups))
 
     def drawn(self, family: str) -> int:
-        """Kernels of a family."""
+        """Number of drawn kernels of a family."""
         return sum(group[0].family == family for group in self.groups)
 
     def values(self, family: str) -> dict[str, dict[Value, int]]:
-        """Kernels by the value of each parameter that tells a family's kernels apart."""
+        """Number of drawn kernels by value of each compile-time parameter."""
         counts: dict[str, Counter[Value]] = {}
         for group in self.groups:
             params = group[0].params if group[0].family == family else {}
@@ -99,7 +100,7 @@ class Sample:
 
 
 def draw(problem: Problem, gpu: Gpu, how: SurveySize, catalogue: Catalogue = families_of) -> Sample:
-    """The kernels and variants of a problem that a survey measures; nothing is measured for it.
+    """Draw the kernels and variants of a problem for a survey. Does not measure.
 
     Raises:
         ConfigError: when no family serves the problem, or a named one does not.
@@ -131,13 +132,14 @@ def draw(problem: Problem, gpu: Gpu, how: SurveySize, catalogue: Catalogue = fam
 def pooled(
     op: str, gpu: Gpu, portfolio: Portfolio | None, only: Sequence[str] = ()
 ) -> list[Sample]:
-    """The kernels that a portfolio may be made of, and PyTorch's, at problems of public models.
+    """Kernels that a portfolio may be made of, and PyTorch's, for problems of public models.
 
     Args:
         op: operation.
-        gpu: where.
-        portfolio: the one that ships for it and the GPU, or another of its compute capability.
-        only: texts that a domain's name must hold, all of them.
+        gpu: GPU to measure on.
+        portfolio: shipped portfolio of the operation and GPU, or of another GPU of its compute
+            capability.
+        only: texts that a domain's name must all contain.
     """
     found = []
     for domain, problems in pool.problems(op).items():
@@ -153,12 +155,12 @@ def pooled(
 
 
 def _kernel(family: Family, problem: Problem, group: Sequence[Config]) -> str:
-    """Key of a group's compiled kernels, whatever the problem."""
+    """Key of a group's compiled kernels, independent of the problem."""
     return "\n".join(sorted(spec.key for spec in family.kernels(problem, group[0]).values()))
 
 
 def _shares(sizes: Sequence[int], total: int) -> list[int]:
-    """`total` split in proportion to `sizes`, each at most its size (largest remainders)."""
+    """Split `total` in proportion to `sizes`, each at most its size (largest remainders)."""
     total = min(total, sum(sizes))
     exact = [total * size / sum(sizes) for size in sizes]
     shares = [math.floor(part) for part in exact]
@@ -170,19 +172,19 @@ def _shares(sizes: Sequence[int], total: int) -> list[int]:
 
 @dataclass
 class SurveyProgress:
-    """How far the survey of one problem is."""
+    """Progress of the survey of one problem."""
 
     sample: Sample
     path: Path
     measurements: list[Measurement] = field(default_factory=list)
-    """Those of its recording."""
+    """Measurements in its recording."""
     resumed: int = 0
-    """Drawn candidates that the recording held before."""
+    """Number of drawn candidates that were already in the recording."""
     elapsed_s: float = 0.0
 
     @property
     def seen(self) -> list[Measurement]:
-        """The quick pass's measurements of what was drawn."""
+        """Quick measurements of the drawn candidates."""
         drawn = {config for group in self.sample.groups for config in group}
         return [m for m in self.measurements if not m.is_final and m.config in drawn]
 
@@ -192,17 +194,17 @@ class SurveyProgress:
 
 
 class Survey:
-    """Measures samples on a GPU, one problem after the other; their kernels compile meanwhile.
+    """Measures samples on a GPU, one problem after the other, while later kernels compile.
 
     Args:
-        samples: what was drawn, the most wanted problem first.
-        regime_of: how a problem is timed.
-        runner_of: the runner of a problem and regime.
-        folder: where the recordings lie.
-        together: kernels of one request.
-        changed: called with a problem's progress after every request.
-        interruption: ends it early; what was measured is kept.
-        time_limit_s: after which no result is waited for any more; None: no limit.
+        samples: samples, with the most important problem first.
+        regime_of: regime that a problem is timed under.
+        runner_of: function that returns the runner of a problem and regime.
+        folder: folder of the recordings.
+        together: kernels in one request.
+        changed: callback for a problem's progress after every request.
+        interruption: interruption that ends the survey early. Measurements are kept.
+        time_limit_s: seconds after which waiting for results ends; None: no limit.
     """
 
     def __init__(
@@ -233,17 +235,18 @@ class Survey:
         return self._interruption.requested or time.monotonic() >= self._deadline
 
     def run(self) -> list[SurveyProgress]:
-        """Measure what is not measured yet; how far each problem is in the end.
+        """Measure the candidates that are not measured yet. Returns the final progress of each
+        problem.
 
         Raises:
             BenchmarkError: when there is no GPU, or it cannot be used.
-            ConfigError: when a recording is damaged, or of another environment.
-            StoreError: when one cannot be written.
+            ConfigError: when a recording is damaged, or from another environment.
+            StoreError: when a recording cannot be written.
         """
         if self._limit_s is not None:
             self._deadline = time.monotonic() + self._limit_s
         work = [(self._open(sample), self._runner(sample.problem)) for sample in self._samples]
-        for progress, runner in work:  # in the order in which they will be waited for
+        for progress, runner in work:  # in the order in which their results are collected
             runner.prefetch(progress.sample.problem, _missing(progress))
         for progress, runner in work:
             if not self._stopped:
@@ -257,7 +260,7 @@ class Survey:
         return runner
 
     def _open(self, sample: Sample) -> SurveyProgress:
-        """Measurements of the problem in a recording of the folder."""
+        """Measurements of the problem in its recording in the folder."""
         problem, regime = sample.problem, self._regime_of(sample.problem)
         runner = self._runner(problem)
         path = self._folder / recording.file_name(problem, runner.gpu, regime)
@@ -272,7 +275,9 @@ class Survey:
         return progress
 
     def _measure(self, progress: SurveyProgress, runner: Runner) -> None:
-        """Request by request; each is in the recording before the next is waited for."""
+        """Measure request by request. Each is written to the recording before the next is
+        collected.
+        """
         started, problem = time.monotonic(), progress.sample.problem
         requests = _requests(_missing(progress), self._together)
         for request in requests:
@@ -293,7 +298,7 @@ class Survey:
             runner.cancel()
 
     def _alarm(self, runner: Runner) -> _Alarm:
-        """Wakes who waits for a result when the time is over."""
+        """Timer that ends the wait for a result when the time is over."""
         return _Alarm(self._deadline - time.monotonic(), runner.cancel)
 
     def _write(self, progress: SurveyProgress) -> None:
@@ -302,7 +307,7 @@ class Survey:
 
 
 class _Alarm:
-    """A timer around a block; none where there is no limit."""
+    """Timer around a block; does nothing without a limit."""
 
     def __init__(self, seconds: float, then: Callable[[], None]) -> None:
         self._timer = threading.Timer(max(0.0, seconds), then) if seconds < math.inf else None
@@ -325,7 +330,7 @@ def _missing(progress: SurveyProgress) -> list[list[Config]]:
 
 
 def _requests(groups: Sequence[Sequence[Config]], together: int) -> list[list[Config]]:
-    """Candidates of up to `together` kernels of one family each."""
+    """Requests with candidates of up to `together` kernels of one family."""
     requests: list[list[Config]] = []
     families: dict[str, list[Sequence[Config]]] = {}
     for group in groups:

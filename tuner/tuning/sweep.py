@@ -1,7 +1,7 @@
-"""Sweep one problem: first answer, baselines, stages, search, final pass, decision.
+"""Sweep of one problem: first answer, baselines, stages, search, final pass, decision.
 
-Only the driver writes the store, each group as soon as it is collected. A sweep that was killed
-continues from there: a new search starts with the store's measurements.
+Only the driver writes to the store, each group as soon as it is collected. A killed sweep continues
+from there: a new search starts with the store's measurements.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ __all__ = ["Catalogue", "Sweep", "SweepOptions", "sweep"]
 _LOG = logging.getLogger("tuner.sweep")
 
 STAGES_TIME = 0.5
-"""Part of the time limit that the stages of composite families may use."""
+"""Maximum share of the time limit for the stages of composite families."""
 POLL_S = 2.0
-"""Between two looks at the rule that ends a search, while nothing is measured."""
-#: Reasons of a trial that had no result when its sweep ended.
+"""Seconds between two checks of the search's stopping rule while no result arrives."""
+#: Reasons of a trial without a result at the end of its sweep.
 INTERRUPTED = "interrupted"
 GIVEN_UP = "given up: not expected to change the answer by what its wait costs"
 
 
 class Sweep:
-    """One sweep. `prefetch` may come long before `run`."""
+    """One sweep. `prefetch` may be called long before `run`."""
 
     def __init__(
         self,
@@ -116,11 +116,11 @@ class Sweep:
 
     @property
     def id(self) -> str:
-        """Identity of this sweep in the store."""
+        """Id of this sweep in the store."""
         return self._record.id
 
     def prefetch(self) -> None:
-        """Start compiling what the search is certain to ask for."""
+        """Start compiling the kernels that the search will certainly request."""
         competition = self.competition
         for family in competition.own:
             for sub in family.stages(self.problem).values():
@@ -137,11 +137,11 @@ class Sweep:
         """Sweep, decide, store.
 
         Args:
-            on_drained: called once, when nothing is left to compile for this problem.
-            began: `Budget.now` from which the time limit counts; default: now.
+            on_drained: called once, when no kernel of this problem is left to compile.
+            began: `Budget.now` at which the time limit starts; default: now.
 
         Raises:
-            NoValidConfigError: when no candidate passed; says what failed how often.
+            NoValidConfigError: when no candidate passed; names the failures with their counts.
             StoreError: when the store cannot be written.
         """
         state, budget = self._state, self._budget
@@ -156,7 +156,7 @@ class Sweep:
         except StoreError:
             raise  # it stays ``running``, as after a kill
         except BaseException:
-            with contextlib.suppress(StoreError):  # the first fault is the one to be told
+            with contextlib.suppress(StoreError):  # the first fault is the one to report
                 self.store.end_sweep(self._record.id, "interrupted")
             raise
         finally:
@@ -185,8 +185,8 @@ class Sweep:
         return self._outcome(self._finals.rank(self._notes))
 
     def _answer_first(self) -> None:
-        """Time kernels that are compiled already and expected to be good, and let the best of them
-        decide for now: an answer stands before anything is waited for.
+        """Time compiled kernels that are expected to be fast, and make a provisional decision: an
+        answer exists before the first wait for a compile.
         """
         if self.runner.provenance is not Provenance.MEASURED or self.options.compiled_only:
             return
@@ -196,17 +196,19 @@ class Sweep:
         groups = [search.take(config) for config in ready]
         if any(groups):
             self._drive("first answer", self.problem, search, first=groups, is_whole=True)
-            # The search did not know these before.
+            # New measurements for the search.
             self._state.resumed -= search.spent - search.told
             self._finals.provide()
 
     def _standing_group(self, search: Search) -> list[list[Config]]:
-        """The group of what is decided already, which a search begins with."""
+        """Group of the current decision's config, with which a search begins."""
         standing = self._finals.standing()
         return [] if standing is None else [search.take(standing)]
 
     def _resolve(self, family: Family, problem: Problem) -> Family | None:
-        """A family ready to be searched: a composite one from the best configs of its stages."""
+        """Family ready to be searched; a composite one is built from the best configs of its
+        stages.
+        """
         competition = self.competition
         winners: dict[str, list[Config]] = {}
         for name, sub in family.stages(problem).items():
@@ -232,16 +234,16 @@ class Sweep:
         is_whole: bool = False,
         share: float = 1.0,
     ) -> None:
-        """Evaluate what `search` asks for until it ends, no wait is worth its time, the time is
-        over or Ctrl-C.
+        """Evaluate the candidates of `search` until it ends, no wait is worth its time, the time
+        limit, or Ctrl-C.
 
         Args:
-            phase: for the display.
-            problem: of the search.
-            search: says what is next.
-            first: groups that were taken from it already.
-            is_whole: nothing but `first`.
-            share: of the time limit that may be spent when it ends.
+            phase: name of the phase, for the display.
+            problem: problem of the search.
+            search: search that proposes candidates.
+            first: groups that were already taken from it.
+            is_whole: True to evaluate only `first`.
+            share: share of the time limit that may be used up at its end.
         """
         state, waits = self._state, self._waits(problem)
         state.phase, state.goal, state.phase_started = phase, search.goal, Budget.now()
@@ -277,9 +279,9 @@ class Sweep:
         self._state.in_flight += len(requests)
 
     def _requests(self, burst: list[list[Config]]) -> list[list[Config]]:
-        """A group each, that none waits for another's compiling. Where nothing is to be compiled a
-        family's go together: each request allocates and rotates its inputs anew, which takes
-        longer than timing some kernels.
+        """Make a request for each group, so that none waits for another's compile. Compiled groups
+        of a family share a request: each request allocates its inputs again, which takes longer
+        than timing some kernels.
         """
         if not self.options.compiled_only:
             return burst
@@ -289,14 +291,14 @@ class Sweep:
         return list(together.values())
 
     def _is_late(self, share: float = 1.0) -> bool:
-        """True if a search must end: by Ctrl-C, or for the final pass to fit into the limit."""
+        """True if a search must end: after Ctrl-C, or for the final pass to fit into the limit."""
         if self._interruption.requested:
             return True
         deadline = self._search_deadline(share)
         return deadline is not None and Budget.now() >= deadline
 
     def _search_deadline(self, share: float) -> float | None:
-        """When a search must end, if ever."""
+        """Time at which a search must end, if any."""
         if self._budget.limit_s is None:
             return None
         effort, problem = self.competition.effort, self.problem
@@ -309,24 +311,24 @@ class Sweep:
         return None if deadline is None else started + share * (deadline - started)
 
     def _waits(self, problem: Problem) -> Waits:
-        """With what is known of compiles now; the recorded ones are read once."""
+        """Judge of waits, with the compile times known now. Recorded ones are read once."""
         if problem not in self._known_times:
             self._known_times.add(problem)
             self._times.observe(self.competition.history(problem))
         return Waits(self.runner, self._times, self.competition.effort.price)
 
     def _give_up(self, problem: Problem, search: Search) -> None:
-        """Wait no longer for what a search asked for."""
+        """Give up the requests of a search."""
         self._given_up += search.pending
         self.runner.abandon(problem)
         self._state.in_flight = 0
 
     def _collect(self, share: float) -> bool:
-        """Wait for one request, up to `POLL_S`; store it before anything else happens. False where
-        nothing came.
+        """Wait for one request, up to `POLL_S`, and store its result before anything else. Returns
+        False if none arrived.
 
         Raises:
-            BenchmarkError: when it was given up, and not by Ctrl-C.
+            BenchmarkError: when the request was abandoned, except by Ctrl-C.
         """
         deadline = self._search_deadline(share)
         wait_s = POLL_S if deadline is None else min(POLL_S, max(0.0, deadline - Budget.now()))
@@ -349,9 +351,7 @@ class Sweep:
         self._times.observe(measured)
         member = self.competition.members.get((first.problem.key, first.config.family))
         if member is None:
-            return (
-                True  # Left over from the problem before, whose time was over: kept, nothing more.
-            )
+            return True  # A late result of the problem before: it is only stored.
         member.tell(measured)
         self._studies.copy(member)
         self._state.in_flight = max(0, self._state.in_flight - 1)
@@ -366,7 +366,7 @@ class Sweep:
         return True
 
     def _write(self, write: Callable[[], object]) -> None:
-        """Write to the store, again while another program has it locked, up to Ctrl-C.
+        """Write to the store, with retries while another program has it locked, until Ctrl-C.
 
         Raises:
             StoreError: when it cannot be written.
@@ -435,7 +435,7 @@ class Sweep:
         )
 
     def _sweep_record(self) -> SweepRecord:
-        """A new record, or that of the sweep with the same settings that did not end."""
+        """New record, or the record of an unfinished sweep with the same settings."""
         digest = self.options.digest(self.runner.provenance)
         environment = self.runner.environment.digest
         found = self.store.find_sweep(
@@ -466,18 +466,18 @@ def sweep(
     """Tune one problem, as ``tuner sweep`` does: on the GPU, else replayed, else predicted.
 
     Args:
-        problem: what to tune.
-        regime: how to time; the operation's default, which is what the runtime serves.
+        problem: problem to tune.
+        regime: regime of the times; default: the operation's, which the runtime serves.
         options: budgets and families.
-        machine: GPU, compile jobs.
+        machine: devices and compile jobs.
         store: SQLAlchemy URL or path; default: `settings.store_url()`.
-        optuna_storage: takes copies of the studies, as `StudyStorage` names it; default:
+        optuna_storage: storage for copies of the studies, in the form of `StudyStorage`; default:
             `settings.optuna_storage()`.
-        note: told once what a person should know.
+        note: callback for messages to the user.
 
     Raises:
         NoValidConfigError: when no candidate passed.
-        CompileError: when there is a GPU and no compiler.
+        CompileError: when there is a GPU but no compiler.
         StoreError: when the store cannot be opened or written.
     """
     from tuner.search.storage import open_storage

@@ -1,15 +1,16 @@
-"""Problems that a kernel is proven on: drawn by a seed from all of its domain, edges planted.
+"""Trials for a kernel's proof: problems drawn by a seed from its whole domain, with planted edge
+cases.
 
-Sizes, strides and counts of heads are arguments of a launch, so a kernel's domain is all of them.
-Each *axis* has values at which errors hide:
+Sizes, strides and head counts are launch arguments, so a kernel's domain covers all of them. Each
+*axis* has values at which errors are likely:
 
 - attention: one query, one key, lengths beside a tile's edge
 - heads: dimensions below the compiled one, odd counts, every legal ratio; the most splits
 - products: one row, extents beside a tile's edge, odd multiples of the alignment, a vocabulary's
   columns, rows that lie apart
 
-Each value is in one trial at least; the
-others are drawn. A trial is bounded in memory and time.
+Each value is in at least one trial, and the other values are drawn. A trial is bounded in memory
+and time.
 """
 
 from __future__ import annotations
@@ -32,56 +33,57 @@ from tuner.problem.swiglu import STEP as SWIGLU_STEP
 from tuner.selection.kernels import Target
 
 MAX_FLOPS = 1 << 32
-"""Limit for a trial's problem without its mask; the fp64 reference takes four passes of as many."""
+"""Maximum FLOPs of a trial's problem without its mask. The fp64 reference takes four times as
+many."""
 MAX_BYTES = 96 << 20
-"""Limit for a trial's operands, and for the outputs of its splits."""
+"""Maximum bytes of a trial's operands, and of the outputs of its splits."""
 MAX_LENGTH = 4096
-"""Longest drawn sequence; planted ones may be longer."""
+"""Maximum length of drawn sequences; planted ones may be longer."""
 MAX_LSE_ROWS = 1 << 15
-"""Most rows of a log-sum-exp, which is compared on the host."""
+"""Maximum rows of a log-sum-exp, which is compared on the host."""
 MAX_MASK_PAIRS = 1 << 23
-"""Limit for the queries times keys of all block-sparse masks of a trial, which the host draws."""
+"""Maximum queries times keys of all block-sparse masks of a trial, which the host draws."""
 _ATTEMPTS = 1000
 _BATCHES = (1, 2, 3, 5, 8, 17, 32)
-#: Query and key heads as public models have them: Falcon's 71 on 1, Qwen2.5's 14 on 2 and 28 on
-#: 4, GPT-2 XL's 25 on 25.
+#: Query and KV heads of public models: Falcon's 71 on 1, Qwen2.5's 14 on 2 and 28 on 4, GPT-2 XL's
+#: 25 on 25.
 _HEADS = ((71, 1), (14, 2), (28, 4), (25, 25), (1, 1), (16, 16))
-#: Further ratios: multiples of the heads that share a tile, on each of these key heads.
+#: Further ratios: multiples of the heads that share a tile, with each of these KV heads.
 _RATIOS, _KEY_HEADS = (1, 2, 3, 5, 7), (1, 2, 5)
-#: Values that are tried of a run-time parameter whose domain is a range, beside its last.
+#: Values to try of a run-time parameter whose domain is a range, beside its last.
 _OF_RANGE = (1, 2, 3, 7, 16, 17, 64)
 _SOFTCAPS = (50.0, 5.0)
-#: Slots of a page: engines', and those that no power of two divides well.
+#: Page sizes in slots: those of engines, and sizes that powers of two do not divide well.
 _PAGES = (16, 32, 48, 64, 80, 128, 192, 256)
-#: Longest planted sequence of keys.
+#: Length of the longest planted sequence of keys.
 _LONG = 16384 + 1
-#: Elements of 16 bits of which a product's rows are whole multiples.
+#: Alignment of a GEMM's rows in 16-bit elements.
 _ALIGNED = 8
 MAX_EXTENT = 8192
-"""Limit for a drawn product's columns and depth; planted ones may be longer."""
-#: Columns of a public model's logits, and a depth beyond every pipeline.
+"""Maximum N and K of drawn GEMMs; planted ones may be larger."""
+#: N of a public model's logits, and a K longer than every pipeline.
 _VOCABULARY, _DEEP = 128256, 16384 + 8
-#: Elements that lie between the rows of A, and of the weights.
+#: Padding elements between the rows of A, and between those of the weights.
 _APART = ((0, 0), (8, 0), (0, 8), (72, 1024))
 
 Fact = tuple[str, Hashable]
-"""An axis and a value there."""
+"""Value on an axis."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One problem, the config that a kernel is called with, and the optional output."""
+    """Problem, config of the kernel's call, and whether the optional output is requested."""
 
     problem: Problem
     config: Config
     with_lse: bool = False
-    """The log-sum-exp of attention is wanted."""
+    """True if attention's log-sum-exp is requested."""
     apart: tuple[int, int] = (0, 0)
-    """Elements between the rows of a product's A, and between those of its weights."""
+    """Padding elements between the rows of a GEMM's A, and between those of its weights."""
 
     @property
     def strides(self) -> Strides:
-        """Strides of the tensors that lie otherwise than the problem's."""
+        """Strides of the tensors that differ from the problem's."""
         found = {}
         for operand, apart in zip(self.problem.operands, self.apart, strict=False):
             if apart:
@@ -92,7 +94,7 @@ class Trial:
         return found
 
     def facts(self, family: Family, gpu: Gpu) -> set[Fact]:
-        """The value on each axis."""
+        """Values on each axis."""
         if isinstance(self.problem, AttentionProblem):
             return self._attention_facts(self.problem, family, gpu)
         return self._product_facts(self.problem, family, gpu)
@@ -135,7 +137,7 @@ class Trial:
         }
 
     def label(self) -> str:
-        """Short text for people."""
+        """Short description."""
         runtime = ",".join(f"{k}={v}" for k, v in sorted(self.config.params.items()))
         more = " and log-sum-exp" * self.with_lse
         more += f", rows {self.apart} apart" if any(self.apart) else ""
@@ -143,15 +145,15 @@ class Trial:
 
 
 def trials(target: Target, gpu: Gpu, count: int, seed: int) -> list[Trial]:
-    """At least `count` trials of a kernel; more where the planted values need them.
+    """At least `count` trials of a kernel; more if the planted values need them.
 
     Args:
-        target: the kernel.
-        gpu: where it runs.
-        count: trials.
-        seed: equal seeds draw equal trials.
+        target: kernel to prove.
+        gpu: GPU that it runs on.
+        count: minimum number of trials.
+        seed: random seed; equal seeds draw equal trials.
     """
-    # Equal for both types: what fails in one is looked at in the other.
+    # Equal for both types, so that a failure in one can be compared with the other.
     kind = _AttentionDraw if target.problem.op == AttentionProblem.op else _ProductDraw
     draw: _Draw = kind(target, gpu, random.Random(f"{seed}:{target.config.digest}"))
     found: dict[Trial, None] = {}
@@ -182,7 +184,7 @@ class _Draw(ABC):
         self._compiled = Config(target.config.family, compiled, target.config.stages)
 
     def one(self, planted: Mapping[str, Any]) -> Trial | None:
-        """A trial with given values on some axes; None where none was found."""
+        """Trial with given values on some axes; None if none was found."""
         for _ in range(_ATTEMPTS):
             values = {**{name: self._value(name) for name in self.axes}, **planted}
             if (trial := self._trial(values, planted)) is not None:
@@ -191,14 +193,16 @@ class _Draw(ABC):
 
     @abstractmethod
     def _value(self, name: str) -> Any:
-        """A value of an axis."""
+        """Draw a value of an axis."""
 
     @abstractmethod
     def _trial(self, values: Mapping[str, Any], planted: Mapping[str, Any]) -> Trial | None:
-        """A trial of these values; None where they do not go together."""
+        """Trial of these values; None if they cannot be combined."""
 
     def _config(self, problem: Problem, schedule: Sequence[tuple[str, Value]]) -> Config | None:
-        """The kernel's config for a problem; None where it is another kernel's, or not legal."""
+        """Config of the kernel for a problem; None if it belongs to another kernel or is not
+        legal.
+        """
         family, config = self._family, self._carried(problem)
         if config is None:
             return None
@@ -208,7 +212,7 @@ class _Draw(ABC):
         return config if family.kernels(problem, config) == self._target.kernels else None
 
     def _carried(self, problem: Problem) -> Config | None:
-        """The compiled kernel as it is called for a problem, without run-time parameters."""
+        """Config of the compiled kernel for a problem, without run-time parameters."""
         found = self._family.scheduled(problem, self._compiled, self._gpu)
         names = self._family.runtime_parameters
         for config in found:
@@ -244,18 +248,18 @@ class _AttentionDraw(_Draw):
             "schedule": [one for one in _schedules(family) if self._config(usual, one)],
             "with_lse": (False, True),
         }
-        if target.problem.is_paged:  # and the gate fills lengths at the edges of pages, and none
+        if target.problem.is_paged:  # the gate then fills lengths at the edges of pages, and zero
             self.axes = {
                 **self.axes,
                 "layout": ("bhsd", "bshd"),
                 "page_size": [size for size in _PAGES if self._pages_of(size)],
                 "is_varlen": (False, True),
             }
-        if target.problem.block_mask:  # and the gate fills another pattern into each block
+        if target.problem.block_mask:  # the gate then fills a different pattern into each block
             self.axes = {**self.axes, "block_mask": BLOCK_AXES}
 
     def _value(self, name: str) -> Any:
-        """One of an axis's values half of the time; of sizes anything the other half."""
+        """Draw one of an axis's planted values half of the time, and any size the other half."""
         if name in ("seqlen_q", "seqlen_kv") and self._rng.random() < 0.5:
             return round(2 ** self._rng.uniform(0, MAX_LENGTH.bit_length() - 1))
         if name == "batch" and self._rng.random() < 0.5:
@@ -314,7 +318,7 @@ class _AttentionDraw(_Draw):
         return self._family.kernels(problem, self._target.config) == self._target.kernels
 
     def _pages_of(self, size: int) -> bool:
-        """True when the kernel's copies divide pages of this size."""
+        """True if the kernel's copies divide pages of this size."""
         problem, kernels = replace(self._usual, page_size=size), self._target.kernels
         is_divided = all(size % int(one.variables["box_rows"]) == 0 for one in kernels.values())
         return is_divided and self._family.kernels(problem, self._target.config) == kernels
@@ -327,7 +331,7 @@ class _AttentionDraw(_Draw):
                 yield heads_q, heads_kv
 
     def _windows(self) -> Sequence[tuple[bool, bool]]:
-        """Which sides a window has."""
+        """Sides on which a window is bounded."""
         if not self._usual.is_windowed:
             return ((False, False),)
         if self._usual.is_causal:
@@ -355,7 +359,7 @@ class _ProductDraw(_Draw):
         }
 
     def _edges(self, tile: int, step: int = 0) -> list[int]:
-        """One step, and the extents beside the edges of a tile, in whole steps."""
+        """One step, and the extents beside the edges of a tile, as multiples of the step."""
         step = step or self._step
         tile = -(-tile // step) * step
         near = (tile - step, tile, tile + step, 2 * tile - step, 2 * tile + step, 5 * tile)
@@ -363,14 +367,14 @@ class _ProductDraw(_Draw):
         return sorted({step, odd, *(extent for extent in near if extent > 0)})
 
     def _holds(self, m: int) -> bool:
-        """True when it is the kernel for so many rows, and takes them."""
+        """True if this kernel serves and supports so many rows."""
         problem = replace(self._usual, m=m)
         if self._family.supports(problem, self._gpu):
             return False
         return self._family.kernels(problem, self._target.config) == self._target.kernels
 
     def _value(self, name: str) -> Any:
-        """One of an axis's values half of the time; of extents anything the other half."""
+        """Draw one of an axis's planted values half of the time, and any extent the other half."""
         rng = self._rng
         if name not in ("m", "n", "k") or rng.random() < 0.5:
             return rng.choice(self.axes[name])
@@ -395,9 +399,7 @@ class _ProductDraw(_Draw):
 
 
 def tile_of(tiling: Any) -> tuple[int, int, int]:
-    """Rows of A, columns of the weights, and elements of K that a kernel of products computes at a
-    time.
-    """
+    """Tile (M, N, K) of a GEMM kernel."""
     if isinstance(tiling, product_work.FewRowsTiling):
         return MAX_ROWS, tiling.rows, tiling.depth
     tile = tiling.rows, tiling.columns
@@ -423,7 +425,7 @@ def _edges(tile: int) -> list[int]:
 
 
 def _schedules(family: Family) -> Iterator[tuple[tuple[str, Value], ...]]:
-    """Every setting of the run-time parameters worth trying, legal at some problem or not."""
+    """Every setting of the run-time parameters to try, legal for some problem or not."""
     pools: list[list[Value | None]] = []
     names = sorted(family.runtime_parameters)
     for name in names:

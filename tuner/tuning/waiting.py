@@ -1,4 +1,4 @@
-"""Waits of a sweep for its compiler: how long each still is, and which are worth their time."""
+"""Waits of a sweep for its compiler: their remaining time, and whether they are worth it."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ class Waits:
     """Judges the compiles that a search waits for.
 
     Args:
-        runner: says what compiles.
-        times: durations of compiles.
-        price: as `Effort.price`.
+        runner: runner that knows the compiles in progress.
+        times: durations of earlier compiles.
+        price: price of a second, as in `Effort.price`.
     """
 
     def __init__(self, runner: Runner, times: CompileTimes, price: float) -> None:
         self._runner, self._times, self._price = runner, times, price
 
     def is_over(self, problem: Problem, search: Search) -> bool:
-        """True if only compiles are left, and none is worth its wait.
+        """True if only compiles are left, and none is worth waiting for.
 
-        Compiled kernels are always timed, which takes a second or two.
+        Compiled kernels are always timed, which takes one or two seconds.
         """
         under_way = {_place(one, search): one for one in self._runner.under_way(problem)}
         pending = {(m.family.name, key) for m in search.members for key in m.pending}
