@@ -12,8 +12,10 @@ from __future__ import annotations
 import argparse
 import hashlib
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,9 @@ SETTLED = 1e-3
 FOLDS = 16
 #: Measurements from which on a problem's rank correlation says something.
 RANKED = 10
+#: Rank correlation that is aimed at, and limits of the groups of problems by spread (`by_spread`).
+AIM = 0.8
+SPREADS = (0.03, 0.06, 0.1, 0.2)
 
 
 def read(folder: Path) -> list[Recording]:
@@ -203,6 +208,11 @@ def rank_correlation(
     return float(spearmanr(predicted, [m.latency_us for m in measured]).statistic)
 
 
+def deviation(values: Sequence[float]) -> float:
+    """Standard deviation of the natural logarithms."""
+    return statistics.pstdev(map(math.log, values))
+
+
 def judge(fit: Fit, family: Family) -> list[dict[str, Any]]:
     """How a family's estimate does on each problem, by a fit without and with it."""
     rows = []
@@ -224,6 +234,8 @@ def judge(fit: Fit, family: Family) -> list[dict[str, Any]]:
                 "spearman": rank_correlation(left_out, part, measured),
                 "spearman_in_fit": rank_correlation(fitted, part, measured),
                 "bias": math.exp(sum(map(math.log, ratios)) / len(ratios)) - 1,
+                "spread": deviation([m.latency_us for m in measured if m.latency_us]),
+                "error": deviation(ratios),
                 "best_over_lowest": predicted[best.config] / min(predicted.values()),
             }
         )
@@ -260,6 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         document[name] = {"constants": constants, "judged": judged}
         print(f"\n{name}: " + ", ".join(f"{n}={v:g}" for n, v in constants.items()))
         print(_table(judged))
+        print(by_spread(judged))
         if args.write and any(row["spearman"] is not None for row in judged):
             _write(name, constants, judged)
     if args.json is not None:
@@ -271,7 +284,10 @@ def _table(judged: Sequence[Mapping[str, Any]]) -> str:
     def text(value: float | None) -> str:
         return "" if value is None else f"{value:.2f}"
 
-    head = ("problem", "measured", "Spearman left out", "in fit", "bias", "best / lowest")
+    head = (
+        *("problem", "measured", "Spearman left out", "in fit", "bias", "best / lowest"),
+        *("spread", "error"),
+    )
     rows = [
         (
             row["problem"],
@@ -280,9 +296,30 @@ def _table(judged: Sequence[Mapping[str, Any]]) -> str:
             text(row["spearman_in_fit"]),
             f"{100 * row['bias']:+.0f} %",
             f"{row['best_over_lowest']:.3f}",
+            *(f"{100 * row[name]:.1f} %" for name in ("spread", "error")),
         )
         for row in judged
     ]
+    return table([head, *rows], frozenset(range(1, len(head))))
+
+
+def by_spread(judged: Sequence[Mapping[str, Any]]) -> str:
+    """Rank correlations of the problems, grouped by the deviation of their measured times."""
+    rows = []
+    for low, high in pairwise((0.0, *SPREADS, math.inf)):
+        group = [r for r in judged if low <= r["spread"] < high and r["spearman"] is not None]
+        if group:
+            found = [row["spearman"] for row in group]
+            rows.append(
+                (
+                    f"{100 * low:.0f} to {100 * high:.0f} %",
+                    str(len(group)),
+                    str(sum(value >= AIM for value in found)),
+                    f"{statistics.median(found):.2f}",
+                    f"{100 * statistics.median(row['error'] for row in group):.1f} %",
+                )
+            )
+    head = ("spread of the times", "problems", f"{AIM} or more", "median", "median error")
     return table([head, *rows], frozenset(range(1, len(head))))
 
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 
 from tuner.base import resources
-from tuner.cli import build as room
+from tuner.cli import build as command
 from tuner.cli import main
 from tuner.compile import compiler, toolchain
 from tuner.compile.artifacts import Artifact, ArtifactCache
@@ -82,7 +82,7 @@ def one_domain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(portfolio.Portfolio, "_kin_of", lambda self, domain: None)
     monkeypatch.setattr(compiler, "Compiler", Compiler)
     monkeypatch.setattr(toolchain, "find_toolchain", lambda: TOOLS)
-    monkeypatch.setattr(room, "_dispatcher", lambda artifacts: "there already")
+    monkeypatch.setattr(command, "_dispatcher", lambda artifacts: "there already")
     for name, value in (("version", "1"), ("refuses", ""), ("built", []), ("company", 1)):
         monkeypatch.setattr(Compiler, name, value)
 

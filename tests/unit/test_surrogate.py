@@ -119,7 +119,7 @@ def test_what_is_pending_is_not_asked_twice() -> None:
     assert found.gains(keys, math.log(10.0)) == free, "asking changes nothing"
 
 
-def test_surprises_widen_the_belief() -> None:
+def test_surprises_raise_the_uncertainty() -> None:
     calm, shaken = believe(), believe()
     for key, error in (("64 a 2", 1.0), ("128 a 8", -1.0), ("256 a None", 1.0)):
         calm.observe(key, calm.mean(key))

@@ -113,7 +113,9 @@ def test_the_cost_models_sampler_ends_early_and_near_the_optimum(store: Store) -
     assert outcome.ranking[0].latency_us == pytest.approx(10.0, rel=0.06)
 
 
-def test_a_hopeless_family_is_left_out_unless_named_or_all_are_wanted(store: Store) -> None:
+def test_a_family_beyond_the_cutoff_is_left_out_unless_named_or_all_are_wanted(
+    store: Store,
+) -> None:
     class Slow(Toy):
         name = "slow"
 

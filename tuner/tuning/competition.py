@@ -96,10 +96,10 @@ class Competition:
         if named and not own:
             vendors = [f for f in vendors if f.name in named]
         serving = self._serving(own, self.problem)
-        kept = serving if named else self._without_hopeless(without_fallbacks(serving))
+        kept = serving if named else self._within_cutoff(without_fallbacks(serving))
         return kept, self._serving(vendors, self.problem)
 
-    def _without_hopeless(self, families: list[Family]) -> list[Family]:
+    def _within_cutoff(self, families: list[Family]) -> list[Family]:
         """Families that may win by their estimates. The others' estimates exceed the cutoff; a
         composite family also costs its stages' kernels.
         """
