@@ -1,6 +1,6 @@
-"""Kernels against the strongest of their field: what is timed, how a run goes, what it says.
+"""Benchmarks of own kernels against vendors' and peers' kernels.
 
-`suites` names the problems, `contenders` who takes part, `compare` runs them side by side, and
-`results` holds what was seen. Benchmarks write results; they assert nothing about speed. Those with
-a question of their own lie in `scripts/benchmarks/`.
+`suites` and `presets` define the problems, `contenders` the kernels of a row, `comparison` runs
+them interleaved, and `results` holds the times. Benchmarks write results without asserting any
+speed. Special benchmarks are in `scripts/benchmarks/`.
 """

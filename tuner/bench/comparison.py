@@ -1,4 +1,4 @@
-"""Own kernels and peers side by side: compile what is missing, then time row by row."""
+"""Comparison of own kernels and peers: compile missing kernels, then time row by row."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tuner.problem import Problem
 from tuner.runners.base import Runner
 from tuner.selection.reader import Entry
 
-#: Between two words on how compiling goes on.
+#: Seconds between two lines on the progress of compiling.
 _PROGRESS_S = 5.0
 
 
@@ -49,27 +49,27 @@ class Machines(Protocol):
 
     @property
     def gpu(self) -> Gpu | None:
-        """The GPU to measure on."""
+        """GPU to measure on."""
 
     def of(self, problem: Problem, regime: Regime) -> Runner:
-        """The runner of a problem."""
+        """Runner of a problem."""
 
     def compiler(self) -> Compiler:
         """Compiler for all of them."""
 
 
 class ComparisonRun:
-    """A run over many rows. One that fails does not end the others.
+    """Run over many rows. A failing row does not stop the others.
 
     Args:
-        tasks: the rows, in order.
-        machines: where.
-        entries: the cache's decisions.
-        own: own kernels to take from each decision.
-        with_untuned: time what the cost model picks beside what was tuned.
-        with_kernel_times: once all rows are timed, have the profiler say how long the kernels of
-            the fastest own one and of the fastest peer run.
-        note: told how it goes on.
+        tasks: rows to fill, in order.
+        machines: runners and compiler.
+        entries: decisions of the store.
+        own: number of own kernels to take from each decision.
+        with_untuned: True to also time the kernel that the cost model picks.
+        with_kernel_times: True to profile the kernel durations of the fastest own kernel and peer
+            once all rows are timed.
+        note: callback for progress.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class ComparisonRun:
         self._with_kernel_times = with_kernel_times
 
     def run(self, save: Callable[[Results], None], earlier: Results | None = None) -> Results:
-        """Fill every row; `save` is given what is there after each.
+        """Fill every row. `save` gets the results so far after each.
 
         Args:
-            save: keeps intermediate results.
-            earlier: rows of another run. Those of other tasks stay; that of a task is taken over
-                where the same kernels were timed, else filled anew.
+            save: function that stores intermediate results.
+            earlier: rows of another run. Rows of other tasks stay. A task's row is reused if the
+                same kernels were timed, else timed again.
 
         Raises:
             BenchmarkError: when there is no GPU.
@@ -124,7 +124,7 @@ class ComparisonRun:
             save(results)
             said = f"{self._tasks[number].label}: {_said(filled[number])}"
             self._note(f"{done}/{len(left)} {said}")
-        # Last, for a profiler stays with the process that it was started in.
+        # Profiled last, because a profiler stays loaded in its process.
         for number in left if self._with_kernel_times else ():
             filled[number] = self._profiled(filled[number])
             results = base.with_rows(filled)
@@ -132,7 +132,9 @@ class ComparisonRun:
         return results
 
     def _profiled(self, row: Row) -> Row:
-        """A stream's row with the durations of its fastest kernels; as it is where those fail."""
+        """Add the durations of the fastest kernels to a row of regime `stream`. If profiling
+        fails, the row is unchanged.
+        """
         chosen = [t for t in (row.own, row.peer) if t is not None and row.regime.behind]
         if not chosen:
             return row
@@ -152,10 +154,10 @@ class ComparisonRun:
         return replace(row, timed=timed, notes=(*row.notes, *failed))
 
     def compile(self) -> list[BaseException]:
-        """Have every kernel of every row built, and what checks them; no GPU is needed.
+        """Build every kernel of every row, and the gate's kernels. Does not need a GPU.
 
         Returns:
-            Why some could not be, one error a kernel.
+            Errors of kernels that could not be built, one each.
 
         Raises:
             CompileError: when there is no compiler.
@@ -177,9 +179,7 @@ class ComparisonRun:
         )
 
     def _compile(self, wanted: Sequence[tuple[Problem, Lineup]]) -> list[BaseException]:
-        """Have every kernel built before anything is timed; one that fails is its row's affair.
-        Returns their errors.
-        """
+        """Build every kernel before the timing. A failure affects only its row. Returns errors."""
         specs: dict[KernelSpec, None] = {REFERENCE: None}
         for problem, lineup in wanted:
             for contender in lineup.contenders:
@@ -195,7 +195,7 @@ class ComparisonRun:
         return [exc for future in futures if (exc := future.exception()) is not None]
 
     def _row(self, task: RowTask, lineup: Lineup) -> Row:
-        """Time a lineup; what makes all of it impossible is the row's failure."""
+        """Time a lineup. An error that prevents all of it becomes the row's failure."""
         empty = Row(
             task.suite,
             task.problem,
@@ -219,10 +219,10 @@ class ComparisonRun:
 
 
 def _check_same(earlier: Results, here: Results) -> None:
-    """See that rows of an earlier run may stand beside those of this one.
+    """Check that rows of an earlier run are comparable with those of this one.
 
     Raises:
-        ConfigError: when it ran elsewhere; names what differs.
+        ConfigError: when its environment differs; names the differences.
     """
     theirs = {"gpu": earlier.gpu.name, **earlier.environment.facts}
     ours = {"gpu": here.gpu.name, **here.environment.facts}
@@ -239,14 +239,14 @@ def _check_same(earlier: Results, here: Results) -> None:
 
 
 def _others(earlier: Results, tasks: Sequence[RowTask]) -> Results:
-    """The earlier rows that no task asks for."""
+    """Earlier rows that do not belong to a task."""
     asked = {(task.suite, task.problem, task.regime) for task in tasks}
     kept = [r for r in earlier.rows if (r.suite, r.problem, r.regime) not in asked]
     return replace(earlier, rows=tuple(kept))
 
 
 def _known(earlier: Results, task: RowTask, lineup: Lineup) -> Row | None:
-    """The earlier row of a task, if it timed these kernels over as many rounds."""
+    """Earlier row of a task, if it timed these kernels over as many rounds."""
     configs = {contender.config for contender in lineup.contenders}
     for row in earlier.rows:
         if (
@@ -260,7 +260,7 @@ def _known(earlier: Results, task: RowTask, lineup: Lineup) -> Row | None:
 
 
 def _said(row: Row) -> str:
-    """A row in a few words."""
+    """Short description of a row."""
     if row.failure:
         return row.failure
     parts = [f"{t.name} {t.latency_us:.4g} us" for t in (row.own, row.peer) if t and t.latency_us]

@@ -1,4 +1,4 @@
-"""Contenders of a problem: the cache's kernels, and the kernels to measure against."""
+"""Contenders of a problem: kernels of decisions, and vendors' and peers' kernels."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from tuner.selection.reader import Entry
 from tuner.store.entry import is_vendor
 
 COMPILED_PEERS: Mapping[str, str] = {"triton": "triton_attention"}
-"""Families that are measured against where they are named, by what they are called."""
+"""Own families that take part as peers if named, by the name used."""
 
 
 class Role(StrEnum):
-    """Why a kernel takes part."""
+    """Role of a kernel in a comparison."""
 
     OWN = "own"
-    """From the cache."""
+    """From a decision of the store."""
     UNTUNED = "untuned"
-    """An own kernel that the cost model picks; competes only where nothing was tuned."""
+    """Own kernel that the cost model picks. It counts as own only if the problem is not tuned."""
     NAMED = "named"
-    """An own kernel that was asked for by its config; shown, and no part of a ratio."""
+    """Own kernel that was requested by its config. It is shown but does not enter a ratio."""
     PEER = "peer"
 
 
@@ -43,7 +43,9 @@ class Contender:
 
     @property
     def name(self) -> str:
-        """Its label, a peer's kernel, or a family and the beginning of a config's digest."""
+        """Its label, a peer's kernel name, or a family and the first digits of a config's
+        digest.
+        """
         if self.role is Role.PEER and not self.label:
             return str(self.config["kernel"])
         return self.label or f"{self.config.family} {self.config.digest[:6]}"
@@ -68,18 +70,17 @@ def line_up(
     with_untuned: bool,
     named: Mapping[str, Config] | None = None,
 ) -> Lineup:
-    """The best own kernels of the cache, those that are named, and the peers.
+    """Line up the best own kernels of the decisions, the named ones, and the peers.
 
     Args:
-        problem: what is computed.
-        gpu: where.
-        regime: decisions of this regime come first, those of others follow.
-        entries: the cache's decisions; only measured ones that serve on this GPU are used,
-            its own first.
-        against: kernels to measure against, of `peers_named`.
+        problem: problem to compute.
+        gpu: GPU to measure on.
+        regime: regime of the times. Its decisions come first, followed by those of other regimes.
+        entries: decisions. Only measured ones that serve this GPU are used, its own first.
+        against: peers, from `peers_named`.
         own: own kernels to take from each decision.
         with_untuned: time what the cost model picks beside what was tuned.
-        named: further legal configs, by what they are called.
+        named: further legal configs by name.
     """
     notes: list[str] = []
     cached = [
@@ -115,7 +116,7 @@ def line_up(
 
 
 def _best(entry: Entry, gpu: Gpu, count: int, notes: list[str]) -> Iterator[Config]:
-    """The winner where it is an own kernel, then the best own ones, as far as they are legal."""
+    """Winner if it is an own kernel, then the best own ones, if they are legal."""
     ranked = [m.config for m in entry.ranked if not is_vendor(m.config)]
     left = count
     for config in dict.fromkeys(ranked):
@@ -127,7 +128,7 @@ def _best(entry: Entry, gpu: Gpu, count: int, notes: list[str]) -> Iterator[Conf
 
 
 def _illegal(problem: Problem, config: Config, gpu: Gpu) -> str:
-    """Why a stored config cannot serve today; empty when it can."""
+    """Reason why a stored config cannot serve in this version; empty if it can."""
     try:
         member = family(config.family)
         found = member.violations(problem, config, gpu)
@@ -139,9 +140,9 @@ def _illegal(problem: Problem, config: Config, gpu: Gpu) -> str:
 
 
 def predicted(problem: Problem, gpu: Gpu, count: int) -> list[Config]:
-    """The cost model's first choices over all own families, best first.
+    """First choices of the cost model over all own families, best first.
 
-    Families that are put together from tuned stages have no space before those are tuned.
+    Composite families do not have a space before their stages are tuned.
     """
     found: list[tuple[float, str, Config]] = []
     serving = [
@@ -157,13 +158,13 @@ def predicted(problem: Problem, gpu: Gpu, count: int) -> list[Config]:
 
 
 def peers_named(op: str, names: Sequence[str] = ()) -> list[str]:
-    """Kernels of the vendors and peers of an operation; without names, all of their space.
+    """Kernels of vendors and peers for an operation; all of them without names.
 
-    A name takes its variants along that are timed by default: ``flash3`` is ``flash3`` and
-    ``flash3_splits``, ``cublaslt`` is ``cublaslt`` and ``cublaslt_search``.
+    A name includes its variants that are timed by default: ``flash3`` means ``flash3`` and
+    ``flash3_splits``, ``cublaslt`` means ``cublaslt`` and ``cublaslt_search``.
 
     Raises:
-        ConfigError: when a name is not known; says which are.
+        ConfigError: when a name is not known; lists the known ones.
     """
     vendors = _vendors(op)
     usual = [kernel for member in vendors for kernel in (*member.offered, *member.found())]
@@ -183,7 +184,9 @@ def peers_named(op: str, names: Sequence[str] = ()) -> list[str]:
 def _peers(
     problem: Problem, gpu: Gpu, names: Sequence[str], cached: Sequence[Entry], notes: list[str]
 ) -> Iterator[Contender]:
-    """Those named that take the problem; of a library's list what a sweep found fastest."""
+    """Named peers that support the problem. For a library's list, the candidate that a sweep
+    found fastest.
+    """
     for member in _vendors(problem.op):
         for kernel in (*member.offered, *member.on_request):
             config = member.preferred(problem, kernel)

@@ -38,9 +38,9 @@ TILES: tuple[Tile, ...] = (
 THREADS = (16, 32, 256)
 """Softmax threads a row."""
 STREAMS = (1, 4)
-"""Streams that heads, launched one by one, are dealt over."""
+"""Number of streams over which heads that are launched one by one are distributed."""
 TILED = AttentionProblem(1024, 1024, 64)
-"""The workload of the tiles."""
+"""Workload for the comparison of tiles."""
 #: The documents' best GEMM: tile, cluster_m, cluster_n.
 GEMM: tuple[Tile, int, int] = ((128, 256, 64), 2, 1)
 #: The tile without a cluster that CUTLASS's examples begin with, and what its CollectiveBuilder
@@ -139,7 +139,7 @@ def _two_kernels_label(config: Config) -> str:
 
 
 def gemms(problem: Problem, gpu: Gpu) -> dict[str, Config]:
-    """The documents' tile, and CUTLASS's default; of square problems."""
+    """The documents' tile and CUTLASS's default, for square problems."""
     tile, cluster_m, cluster_n = GEMM
     cluster = {"cluster_m": cluster_m, "cluster_n": cluster_n}
     label = f"gemm {'x'.join(map(str, tile))} cluster {cluster_m}x{cluster_n}"
@@ -240,10 +240,10 @@ PRESETS: dict[str, tuple[Suite, ...]] = {
 
 
 def preset(name: str, op: str) -> Suite:
-    """The part of a preset that an operation has.
+    """Part of a preset for an operation.
 
     Raises:
-        ConfigError: when there is none; says which there are.
+        ConfigError: when there is none; lists the known ones.
     """
     if name not in PRESETS:
         raise ConfigError(f"preset '{name}' is not known (allowed: {', '.join(PRESETS)})")

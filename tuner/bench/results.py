@@ -40,7 +40,9 @@ _MEDIAN_95 = 1.96 * math.sqrt(math.pi / 2)
 
 
 def half_width_us(std_us: float | None, rounds: int) -> float | None:
-    """A median is known to plus or minus this, 95 % confidence; None of fewer than two rounds."""
+    """Half the width of the median's 95 % confidence interval, microseconds; None for fewer than
+    two rounds.
+    """
     if std_us is None or rounds < 2:
         return None
     return _MEDIAN_95 * std_us / math.sqrt(rounds)
@@ -55,7 +57,7 @@ class TimedKernel:
     config: Config
     status: Status
     latency_us: float | None = None
-    """Median over the rounds; None where it was not timed."""
+    """Median over the rounds, microseconds; None if it was not timed."""
     std_us: float | None = None
     rounds: int = 0
     error: float | None = None
@@ -69,8 +71,8 @@ class TimedKernel:
     again_us: float | None = None
     """The same kernel's time as a second participant of the same pass: the control."""
     kernel_us: float | None = None
-    """How long its kernels ran, by the profiler, in a run of their own; of kernels that overlap
-    the sum. The latency holds the launch also, and what the predecessor left in the caches."""
+    """Duration of its kernels by the profiler, in a separate run; overlapping kernels are summed.
+    The latency also includes the launch, and the predecessor's effect on the caches."""
 
     @classmethod
     def of(cls, contender: Contender, seen: Measurement) -> Self:
@@ -93,7 +95,7 @@ class TimedKernel:
 
     @property
     def deviation(self) -> float:
-        """Standard deviation over the rounds as a part of the median."""
+        """Standard deviation over the rounds relative to the median."""
         return (self.std_us or 0.0) / (self.latency_us or math.inf)
 
     @property
@@ -103,7 +105,7 @@ class TimedKernel:
 
     @property
     def reason(self) -> str:
-        """Why it has no time; empty when it has one."""
+        """Reason why it has no time; empty if it has one."""
         if self.latency_us is not None:
             return ""
         return f"{self.status}: {said}" if (said := first_line(self.log)) else str(self.status)
@@ -120,13 +122,13 @@ class Row:
     clocks: Clocks = field(default_factory=Clocks)
     notes: tuple[str, ...] = ()
     failure: str = ""
-    """Why nothing was timed; empty when something was."""
+    """Reason why no kernel was timed; empty if one was."""
     created_at: str = ""
     """UTC, ISO 8601."""
 
     @property
     def own(self) -> TimedKernel | None:
-        """The fastest own kernel: of the tuned ones, or of the untuned where none is tuned."""
+        """Fastest own kernel: of the tuned ones, or of the untuned ones if none is tuned."""
         tuned = [t for t in self.timed if t.role is Role.OWN]
         return _fastest(tuned or [t for t in self.timed if t.role is Role.UNTUNED])
 
@@ -137,7 +139,9 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Time of the fastest peer over that of the fastest own kernel; above 1 ours is faster."""
+        """Time of the fastest peer over that of the fastest own kernel; above 1 the own kernel
+        is faster.
+        """
         own, peer = self.own, self.peer
         if own is None or peer is None or not own.latency_us or not peer.latency_us:
             return None
@@ -145,7 +149,7 @@ class Row:
 
     @property
     def is_tie(self) -> bool:
-        """True when own kernel and peer are equal within the noise of both."""
+        """True if own kernel and peer are equal within the noise of both."""
         own, peer = self.own, self.peer
         if self.ratio is None or own is None or peer is None:
             return False
@@ -164,7 +168,7 @@ class Row:
 
     @property
     def control(self) -> float | None:
-        """Difference of two times of one kernel in this pass, as a part of them."""
+        """Relative difference of two times of one kernel in this pass."""
         pairs = [(t.again_us, t.latency_us) for t in self.timed if t.again_us and t.latency_us]
         return max((abs(again / us - 1) for again, us in pairs), default=None)
 
@@ -199,7 +203,7 @@ class Row:
         if (own := self.own) is not None and own.latency_us:
             found["over_own"] = us / own.latency_us
         if timed.stages_us:
-            # Below zero where a kernel begins before the one before it ends.
+            # Negative if a kernel starts before its predecessor ends.
             found["gaps_us"] = us - sum(timed.stages_us.values())
         extra = {"again_us": timed.again_us, "kernel_us": timed.kernel_us}
         found |= {name: seen for name, seen in extra.items() if seen is not None}
@@ -208,7 +212,7 @@ class Row:
         return found
 
     def measurements(self, results: Results) -> list[Measurement]:
-        """The kernels as one final pass of a sweep would have stored them."""
+        """Measurements as a sweep's final pass would store them."""
         return [
             Measurement(
                 self.problem,
@@ -233,7 +237,7 @@ class Row:
         ]
 
     def to_json(self, gpu: Gpu) -> dict[str, Any]:
-        """Every field, and beside them what follows, for people and other programs to read."""
+        """Every field, and derived figures for readers and other programs."""
         own, peer = self.own, self.peer
         return {
             "suite": self.suite,
@@ -303,7 +307,7 @@ def _fastest(timed: Sequence[TimedKernel]) -> TimedKernel | None:
 
 
 class Size(StrEnum):
-    """How long a problem is: its keys, or its rows."""
+    """Size class of a problem, by its keys or rows."""
 
     SMALL = "up to 1024"
     MIDDLE = "1025 to 4096"
@@ -336,19 +340,19 @@ class Summary:
     suite: str
     regime: Regime
     count: int
-    """Problems with both an own time and a peer's."""
+    """Number of problems with both an own time and a peer's."""
     missing: int
-    """Problems without."""
+    """Number of problems without one of them."""
     geometric_mean: float | None
     """Geometric mean of peer's time over own time."""
     worst: float | None
     worst_label: str
     ties: int = 0
-    """Problems whose two times are equal within the noise of both."""
+    """Number of problems whose two times are equal within the noise of both."""
     parts: tuple[SizeGroup, ...] = ()
-    """By size, where there are problems of several."""
+    """Summaries by size, if there are several sizes."""
     control: float | None = None
-    """The largest part that two times of one kernel in one pass differ by."""
+    """Largest relative difference of two times of one kernel in one pass."""
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Self:
@@ -378,14 +382,14 @@ class Summary:
 
 @dataclass(frozen=True)
 class Results:
-    """A run of `compare.Comparison`, finished or not."""
+    """Results of a `comparison.ComparisonRun`, finished or not."""
 
     gpu: Gpu
     environment: Environment
     rows: tuple[Row, ...] = ()
 
     def with_rows(self, numbered: Mapping[int, Row]) -> Results:
-        """These and further ones, in the order of their numbers."""
+        """These results with further rows, in the order of their numbers."""
         return replace(self, rows=(*self.rows, *(numbered[i] for i in sorted(numbered))))
 
     @property
@@ -396,7 +400,7 @@ class Results:
         return [list(group) for _, group in groupby(ranked, key=_section)]
 
     def beside(self, row: Row) -> Row | None:
-        """The chained row of a stream's problem and inputs."""
+        """Row of regime `chained` for the same problem and inputs as a row of `stream`."""
         if not row.regime.behind:
             return None
         place = (row.suite, row.problem, row.regime.chained)
@@ -420,7 +424,7 @@ class Results:
         """The inverse of `to_json`.
 
         Raises:
-            ConfigError: when it is something else.
+            ConfigError: when it is not such a document.
         """
         try:
             if data["format"] != FORMAT:
@@ -448,7 +452,7 @@ class Results:
         """The inverse of `write`.
 
         Raises:
-            ConfigError: when it cannot be read or is something else.
+            ConfigError: when it cannot be read or is not such a document.
         """
         try:
             return cls.from_json(document.parse(path.read_text()))
@@ -459,7 +463,7 @@ class Results:
 
 
 def write_json(path: Path, document: Any) -> None:
-    """Write the file whole: a killed run leaves what it had.
+    """Write the file atomically, so that a killed run leaves its last state.
 
     Raises:
         StoreError: when it cannot be written.

@@ -1,4 +1,4 @@
-"""The problems that kernels are judged by, as data."""
+"""Suites of problems for benchmarks, as data."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ _K = 1024
 _WARM, _COLD = Regime("stream", "warm"), Regime("stream", "cold")
 
 Named = Callable[[Problem, Gpu], Mapping[str, Config]]
-"""Configs to time whatever the cache holds, by the name that they are shown under."""
+"""Function that returns configs to time independently of the store, by the name that they are shown
+under."""
 
 
 def none_named(problem: Problem, gpu: Gpu) -> Mapping[str, Config]:
-    """No config but the cache's."""
+    """No further configs."""
     return {}
 
 
 @dataclass(frozen=True)
 class Suite:
-    """Problems that are summed up together."""
+    """Problems with a common summary."""
 
     name: str
     about: str
@@ -44,7 +45,7 @@ class Suite:
     rounds: int = 20
     """Rounds of the interleaved timing."""
     against: tuple[str, ...] = ("cudnn", "flash2", "flash3", "flash4")
-    """Peers that lead somewhere; see `contenders.peers_named`."""
+    """Peers to time, those that are fastest for some problem; see `contenders.peers_named`."""
     named: Named = none_named
 
     @property
@@ -228,7 +229,7 @@ def suites_named(name: str, op: str) -> list[Suite]:
     """One suite of an operation, or all of them; the first where the name is empty.
 
     Raises:
-        ConfigError: when there is none of that name; says which there are.
+        ConfigError: when there is none of that name; lists the known ones.
     """
     known = {suite.name: suite for suite in SUITES.values() if suite.op == op}
     if not known:
