@@ -8,12 +8,12 @@ A bundle is a tar file without compression, equal for equal content::
     artifacts/<key>.cu       the rendered source
     libraries/<sha256>.so    kernels of one translation unit share one
 
-Installing is the only way in for a binary, and takes all or nothing. Members are read by the names
-above and never extracted. Each kernel's source must equal the text that this program renders for a
-config of the bundle's entries, so its interface is known.
+Installing a bundle is the only way to import binaries, and installs all of it or nothing. Members
+are read by the names above and are never extracted. Each kernel's source must equal the source that
+this program renders for a config of the bundle's entries, so its interface is known.
 
-A library does not show whether it was made from that source. The hash of the whole file, compared
-with the printed one, says that it is the maker's.
+A library does not prove that it was built from that source. Comparing the hash of the whole file
+with the published one shows that it is the publisher's file.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ from tuner.measurement import Measurement
 FORMAT = "cutlass-tuner-bundle"
 VERSION = 1
 ORIGIN = "bundle"
-"""`Entry.origin` of what was installed."""
+"""`Entry.origin` of installed entries."""
 MANIFEST, ENTRIES = "manifest.json", "entries.json"
-#: Every name that a bundle may hold, with the most bytes that such a member may have.
+#: Allowed member names of a bundle, with their maximum bytes.
 MEMBERS = (
     (re.compile(r"manifest\.json"), 64 << 20),
     (re.compile(r"entries\.json"), 512 << 20),
@@ -37,7 +37,7 @@ def this_platform() -> str:
 
 
 def sources_of(measurement: Measurement) -> dict[str, str]:
-    """Texts that this program renders for a measurement's kernels; empty if it cannot."""
+    """Sources that this program renders for a measurement's kernels; empty if it cannot."""
     try:
         member = family(measurement.config.family)
         specs = member.kernels(measurement.problem, measurement.config)

@@ -1,4 +1,4 @@
-"""Reading a bundle: every member checked, all of it taken or nothing."""
+"""Installation of a bundle: every member is checked, and all of it is installed or nothing."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Installed:
     report: ImportReport
     kernels_added: int
     kernels_known: int
-    """Kernels that were in the artifact cache already."""
+    """Number of kernels that were already in the artifact cache."""
 
 
 @dataclass(frozen=True)
@@ -71,20 +71,20 @@ def install(
     check: Check | None = None,
     sha256: str = "",
 ) -> Installed:
-    """Verify a bundle, then add its kernels and entries: all of them or nothing.
+    """Verify a bundle, then add its kernels and entries, as a whole or not at all.
 
-    Entries that this store decided itself stand against the bundle's, as with `Store.import_`.
+    Entries that this store decided itself are kept over the bundle's, as with `Store.import_`.
 
     Args:
-        path: the file.
-        store: where the entries go.
-        artifacts: where the kernels go.
-        check: further reasons to refuse a measurement that an entry serves.
-        sha256: what the whole file's hash has to be; empty: any.
+        path: path of the bundle.
+        store: store for the entries.
+        artifacts: cache for the kernels.
+        check: further checks of measurements that an entry serves.
+        sha256: required hash of the whole file; empty: any.
 
     Raises:
-        ConfigError: names what is wrong with the file; nothing was installed.
-        StoreError: when the store or the artifact cache cannot be written; nothing was installed.
+        ConfigError: when the file is not valid; names the fault. Nothing is installed.
+        StoreError: when the store or the artifact cache cannot be written. Nothing is installed.
     """
     try:
         with artifacts.workspace() as aside:
@@ -124,7 +124,8 @@ class _Member(tarfile.TarInfo):
 def _read(path: Path, aside: Path, sha256: str) -> dict[str, bytes]:
     """Every member by name, checked against the manifest; libraries go into files of `aside`.
 
-    What is hashed and read is a copy in `aside`: the file itself may change at any moment.
+    The hash and the contents come from a copy in `aside`, because the file itself may change
+    meanwhile.
     """
     content: dict[str, bytes] = {}
     files: Mapping[str, Any] = {}
@@ -166,7 +167,7 @@ def _copy(file: IO[bytes], target: Path) -> str:
     """Copy a bundle; returns the SHA-256 of what was written.
 
     Raises:
-        ConfigError: when it is not a plain file, or grows meanwhile.
+        ConfigError: when it is not a plain file, or grows during the copy.
     """
     facts = os.fstat(file.fileno())
     if not stat.S_ISREG(facts.st_mode):
@@ -197,7 +198,7 @@ def _check_member(member: tarfile.TarInfo, content: Mapping[str, bytes]) -> int:
     """The member's size.
 
     Raises:
-        ConfigError: when it is twice there, too large or not a bundle's.
+        ConfigError: when it is repeated, too large or not a bundle's.
     """
     name = member.name
     limit = next((most for names, most in MEMBERS if names.fullmatch(name)), None)
@@ -214,7 +215,7 @@ def _files(text: bytes) -> Mapping[str, Any]:
     """The manifest's list of members.
 
     Raises:
-        ConfigError: when it is of another program, version or platform.
+        ConfigError: when it is from another program, version or platform.
     """
     try:
         manifest = _parse(text)
@@ -240,7 +241,7 @@ def _files(text: bytes) -> Mapping[str, Any]:
 
 
 def _take(name: str, data: IO[bytes], size: int, files: Mapping[str, Any], aside: Path) -> bytes:
-    """The content of a member that the manifest names with this hash; a library's is its file."""
+    """Contents of a member that the manifest names with this hash; for a library, its file."""
     if name not in files:
         raise ConfigError(f"member '{name}' is not in its manifest")
     library = name.removeprefix("libraries/") if name.startswith("libraries/") else ""
@@ -262,7 +263,7 @@ def _take(name: str, data: IO[bytes], size: int, files: Mapping[str, Any], aside
 def _served(
     measured: Sequence[Measurement], decisions: Iterable[Decision]
 ) -> dict[str, Measurement]:
-    """The own measurements that entries rank, by digest.
+    """Own measurements that entries rank, by digest.
 
     Raises:
         ConfigError: when an entry is not measured.
@@ -283,10 +284,11 @@ def _served(
 def _check_kernels(
     content: Mapping[str, bytes], aside: Path, served: Mapping[str, Measurement]
 ) -> list[_Kernel]:
-    """The artifacts, each with the source that this program renders for a config served.
+    """Check the artifacts, each against the source that this program renders for a served config.
 
     Raises:
-        ConfigError: when a kernel lacks a part, is no entry's, or is of other templates.
+        ConfigError: when a kernel lacks a part, does not belong to an entry, or is from other
+            templates.
     """
     rendered: dict[str, set[str]] = {}
     for m in served.values():
@@ -339,7 +341,7 @@ def _kernel(key: str, text: bytes, source: str, aside: Path) -> _Kernel:
 
 
 def _put(kernels: Sequence[_Kernel], artifacts: ArtifactCache) -> list[str]:
-    """Add the kernels that are not there; the keys of those added. On an error none is."""
+    """Add the missing kernels. Returns the keys of those added. On an error none is added."""
     added: list[str] = []
     try:
         for kernel in kernels:
@@ -367,9 +369,9 @@ def _point(
     store: Store,
     artifacts: ArtifactCache,
 ) -> None:
-    """Have the entries launch these kernels, for what is imported names none.
+    """Record these kernels for the entries, since imported measurements do not name any.
 
-    A config that can be launched here already keeps its own.
+    A config that can already be launched keeps its own kernels.
     """
     for m in served.values():
         if not all(f"artifacts/{key}.json" in members for key in m.artifacts.values()):

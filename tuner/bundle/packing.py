@@ -1,4 +1,4 @@
-"""Writing a bundle."""
+"""Packing of a bundle."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Packed:
     sha256: str
     """SHA-256 of the whole file."""
     left_out: tuple[str, ...]
-    """Why entries are not in it."""
+    """Reasons of entries that were left out."""
 
 
 def pack(
@@ -49,16 +49,16 @@ def pack(
     *,
     leave_out: bool = False,
 ) -> Packed:
-    """Write a bundle of measured entries, with every own config whose kernels are here.
+    """Write a bundle of measured entries, with every own config whose kernels are in the cache.
 
     Args:
-        entries: what is packed.
-        artifacts: holds the kernels.
-        out: the file; an older one is replaced at the end.
-        leave_out: leave out an entry whose best own kernel is not here, in place of an error.
+        entries: entries to pack.
+        artifacts: cache with the kernels.
+        out: path of the bundle. An older file is replaced at the end.
+        leave_out: True to leave out an entry whose best own kernel is missing, instead of an error.
 
     Raises:
-        NoValidConfigError: when the kernels of an entry, or of all, are not here.
+        NoValidConfigError: when the kernels of an entry, or of all entries, are missing.
         StoreError: when the file cannot be written.
     """
     taken: list[Entry] = []
@@ -80,7 +80,7 @@ def pack(
 
 
 def _kernels(entry: Entry, artifacts: ArtifactCache) -> dict[str, Artifact]:
-    """The artifacts of an entry's own configs; those of the first ones have to be there."""
+    """Artifacts of an entry's own configs. Those of the best ones must exist."""
     found: dict[str, Artifact] = {}
     needed = {m.config for m in (entry.winner, entry.best_own) if m is not None}
     for m in entry.ranked:
@@ -155,7 +155,7 @@ def _document(entries: Sequence[Entry]) -> dict[str, Any]:
 
 
 def _write(out: Path, members: Mapping[str, bytes | Path]) -> tuple[int, str]:
-    """Write the file whole (`replacing`); returns the size and the hash of all of it."""
+    """Write the file atomically (`replacing`). Returns its size and hash."""
     files = {name: _described(content) for name, content in members.items()}
     manifest = {
         "format": FORMAT,
@@ -181,7 +181,7 @@ def _described(content: bytes | Path) -> tuple[str, int]:
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes | Path) -> None:
-    # No time, owner or mode of this machine: equal content, equal file.
+    # Times, owners and modes are fixed, so that equal content gives an equal file.
     info = tarfile.TarInfo(name)
     info.mode = 0o644
     if isinstance(content, bytes):

@@ -1,4 +1,4 @@
-"""A wheel of prebuilt kernels, which `scripts/build-kernels` writes through this module.
+"""Wheel of prebuilt kernels, written by `scripts/build-kernels`.
 
 A bundle packs decisions with their kernels for one store. The wheel packs the proven kernels of a
 kernel list, for every machine of the GPU's kind, and pip installs it beside the tuner::
@@ -36,7 +36,7 @@ from tuner.errors import ConfigError, TunerError
 from tuner.selection.kernels import KernelList, users
 
 MAX_BYTES = 60_000_000
-"""Size of a wheel at most: what package indexes take without asking."""
+"""Maximum size of a wheel, the default limit of package indexes."""
 PLATFORM = "manylinux_2_34_x86_64"
 """The libraries need glibc 2.34, which nvcc's static runtime is linked to on Debian 12."""
 MAX_GLIBC = (2, 34)
@@ -65,13 +65,13 @@ def write_wheel(
     """Write the wheel of a kernel list.
 
     Args:
-        kernels: what is packed; kernels without a proof are left out.
-        artifacts: where they are.
-        folder: where the wheel is put.
-        with_unproven: pack kernels without a proof too; none of them is served.
+        kernels: kernels to pack. Those without a proof are left out.
+        artifacts: cache with the kernels.
+        folder: folder for the wheel.
+        with_unproven: True to also pack kernels without a proof, which are not served.
 
     Raises:
-        ConfigError: when nothing is left to pack, an artifact is missing or was built anew, a
+        ConfigError: when no kernel is left to pack, an artifact is missing or was rebuilt, a
             library needs a newer glibc, or the wheel exceeds `MAX_BYTES`.
         StoreError: when it cannot be written.
     """
@@ -90,15 +90,15 @@ def write_wheel(
 
 
 def write_package(kernels: KernelList, artifacts: ArtifactCache, folder: Path) -> int:
-    """Write the wheel's package into a folder, as pip installs it; returns the number of kernels.
+    """Write the wheel's package into a folder, as pip installs it. Returns the number of kernels.
 
     Args:
-        kernels: as of `write_wheel`.
-        artifacts: as of `write_wheel`.
-        folder: folder that Python is to find the package in.
+        kernels: as in `write_wheel`.
+        artifacts: as in `write_wheel`.
+        folder: folder on Python's path.
 
     Raises:
-        ConfigError: as `write_wheel`, whatever the size.
+        ConfigError: as in `write_wheel`, except for the size.
         StoreError: when it cannot be written.
     """
     packed = _packed(kernels, with_unproven=False)
@@ -108,10 +108,10 @@ def write_package(kernels: KernelList, artifacts: ArtifactCache, folder: Path) -
 
 
 def _packed(kernels: KernelList, with_unproven: bool) -> KernelList:
-    """The part of a list that is packed.
+    """Kernels of a list to pack.
 
     Raises:
-        ConfigError: when nothing is left.
+        ConfigError: when no kernel is left.
     """
     chosen = [k for k in kernels.kernels.values() if k.proof is not None or with_unproven]
     if not chosen:
@@ -126,7 +126,7 @@ def newest_glibc(library: bytes) -> tuple[int, int]:
 
 
 def _zipped(members: Mapping[str, bytes]) -> bytes:
-    """A zip file that depends on the members alone."""
+    """Zip file that depends only on its members."""
     whole = io.BytesIO()
     with zipfile.ZipFile(whole, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as target:
         for member, data in sorted(members.items()):
@@ -156,7 +156,7 @@ def _package(kernels: KernelList, artifacts: ArtifactCache) -> Iterator[tuple[st
 
 
 def _info(kernels: KernelList, name: str) -> Iterator[tuple[str, bytes]]:
-    """As `_package`, of the facts about it, but for the record."""
+    """Path and content of the wheel's metadata files, without the record."""
     info = f"{name}.dist-info"
     metadata = {
         "Metadata-Version": "2.1",
@@ -177,7 +177,7 @@ def _info(kernels: KernelList, name: str) -> Iterator[tuple[str, bytes]]:
 
 
 def _meta(artifact: Artifact) -> bytes:
-    """The artifact's facts, but for those that differ from build to build."""
+    """Facts of the artifact, without those that differ from build to build."""
     meta = json.loads((artifact.library.parent / "meta.json").read_text())
     facts = {name: meta["facts"][name] for name in _KEPT if name in meta["facts"]}
     kept = {**meta, "compile_cpu_s": 0.0, "facts": facts}
@@ -200,7 +200,7 @@ def _record(members: Mapping[str, bytes], own: str) -> bytes:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the wheel that the arguments name; says its size and hash."""
+    """Write the wheel that the arguments name, and print its size and hash."""
     parser = argparse.ArgumentParser(prog="scripts/build-kernels", description=__doc__)
     text = "kernel list (default: the one of `tuner build --portfolio`)"
     parser.add_argument("--kernels", type=Path, metavar="FILE", help=text)
