@@ -1,1 +1,1 @@
-"""Measurements as a page, as words and as a comparison. Reads; decides nothing."""
+"""Reports of measurements: a page, an explanation, a comparison. This package only reads."""

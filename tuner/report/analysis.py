@@ -1,4 +1,4 @@
-"""Conclusions from the measurements of a sweep; every number comes from a measured one."""
+"""Analysis of a sweep's measurements. Every number comes from a measured one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tuner.selection.describe import microseconds, short_name
 from tuner.store.entry import is_vendor
 
 MIN_CANDIDATES = 20
-"""Passed candidates of a family below which the importance of its parameters is not told."""
+"""Minimum passed candidates of a family for the importance of its parameters."""
 TREES, DEPTH = 16, 6
 """Size of the forest that shares are read from: a tenth of the time of Optuna's 64 and 64. Shares
 of the shipped recordings change by less than 0.05."""
@@ -28,7 +28,7 @@ PANELS = ("kernel_schedule", "blocks_per_sm", "passes", "pdl")
 
 
 def latency(measurement: Measurement) -> float:
-    """Microseconds of a measurement that passed; infinite for others."""
+    """Microseconds of a passed measurement; infinite for others."""
     return math.inf if measurement.latency_us is None else measurement.latency_us
 
 
@@ -64,7 +64,7 @@ def _us(measurement: Measurement) -> str:
 
 
 def differences(one: Config, other: Config) -> dict[str, tuple[Value | None, Value | None]]:
-    """Parameters that two configs of one family do not share, stages' as ``stage.name``."""
+    """Parameters in which two configs of one family differ; those of stages as ``stage.name``."""
     found = {
         name: (one.get(name), other.get(name))
         for name in sorted({*one.params, *other.params})
@@ -79,7 +79,7 @@ def differences(one: Config, other: Config) -> dict[str, tuple[Value | None, Val
 
 @dataclass(frozen=True)
 class ParameterEffect:
-    """Effect of changing one parameter alone, quick pass against quick pass."""
+    """Effect of changing only one parameter, by quick times."""
 
     name: str
     winner: Value | None
@@ -107,8 +107,8 @@ def one_change(subject: ReportSubject, winner: Measurement) -> list[ParameterEff
 
 
 def default_of(subject: ReportSubject, winner: Measurement) -> Measurement | None:
-    """The candidate that the cost estimate alone would have chosen among the measured ones of the
-    winner's family: what one has without measuring. Its quick time.
+    """Measured candidate of the winner's family with the best cost estimate, which one would use
+    without tuning, and its quick time.
     """
     found: dict[str, tuple[float, Measurement]] = {}
     for m in subject.quick:
@@ -120,13 +120,13 @@ def default_of(subject: ReportSubject, winner: Measurement) -> Measurement | Non
 
 
 def predicted_us(measurement: Measurement) -> float | None:
-    """The cost estimate; None for a config that this version's families do not know."""
+    """Cost estimate of a config; None if this version's families do not know it."""
     m, member = measurement, families().get(measurement.config.family)
     if member is None:
         return None
     try:
         return member.predict_us(m.problem, m.config, m.gpu)
-    except KeyError:  # a parameter that came later
+    except KeyError:  # a parameter of a later version
         return None
 
 
@@ -137,7 +137,7 @@ def quick_of(subject: ReportSubject, config: Config) -> Measurement | None:
 
 @dataclass(frozen=True)
 class Importance:
-    """How much of the spread of a family's times each parameter explains by itself."""
+    """Share of the spread of a family's times that each parameter explains by itself."""
 
     family: str
     candidates: int
@@ -190,7 +190,7 @@ def _importance(measured: Sequence[Measurement]) -> dict[str, float]:
 
 
 def _choice(config: Config, name: str) -> str:
-    """A value as a category; a parameter that does not apply is one of its own."""
+    """Category of a value. A parameter that does not apply is a category of its own."""
     return str(config.get(name, "-"))
 
 
@@ -282,7 +282,7 @@ class Standing:
 
     @property
     def ratio(self) -> float:
-        """The vendor's time over the own one's: above 1 the own kernel is faster."""
+        """Vendor's time over the own kernel's: above 1 the own kernel is faster."""
         return latency(self.vendor) / latency(self.own)
 
     @property

@@ -1,6 +1,6 @@
 """Scripts that pictures need in a browser: the drawing library, and its call.
 
-The report carries them inside its one file; the service hands them out beside its pages.
+The report contains them in its one file. The service serves them beside its pages.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Two sets of decisions against each other: what got faster, slower, and changed its winner.
+"""Comparison of two sets of decisions: faster, slower and changed winners.
 
-Times of two runs move together by some percent with clocks and temperature, and each has its own
-noise; a difference counts beyond both (`limit`). `Pair.drift` shows what the vendors' kernels that
-both measured did meanwhile: they did not change with this program.
+Times of two runs drift by some percent with clocks and temperature, and each has its own noise.
+Only a difference beyond both counts (`limit`). `Pair.drift` is the change of the vendors' kernels
+that both measured, which do not change with this program.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from tuner.store.exchange import load, read
 from tuner.store.reading import sqlite_file
 
 TOLERANCE = 0.03
-"""Least difference that counts. The same kernel differed by up to 2.1 % between two sweeps of one
-H200 (cudnn at (1,16,1024,64): 14.4 and 14.1 us, November 2026)."""
+"""Minimum relative difference that counts. The same kernel differed by up to 2.1 % between two
+sweeps of one H200 (cudnn at (1,16,1024,64): 14.4 and 14.1 us, November 2026)."""
 
 
 class Change(StrEnum):
@@ -49,7 +49,7 @@ class Pair:
     b: Entry
     tolerance: float = TOLERANCE
     is_relative: bool = False
-    """Judge times as parts of the vendors' that both measured."""
+    """True to judge times relative to the vendors' that both measured."""
 
     @property
     def drift(self) -> float | None:
@@ -87,11 +87,11 @@ class Pair:
         return "-" if self.drift is None else speedup_text(1 / self.drift, is_slower=False)
 
     def limit(self, pair: tuple[Measurement, Measurement]) -> float:
-        """Difference, as a part, up to which two times are the same."""
+        """Relative difference up to which two times count as equal."""
         return max(self.tolerance, math.hypot(deviation(pair[0]), deviation(pair[1])))
 
     def change(self, pair: tuple[Measurement, Measurement]) -> Change:
-        """True when the second of two times is another one beyond noise."""
+        """Change between two times, if it is beyond noise."""
         ratio, limit = self.ratio(pair), 1 + self.limit(pair)
         if ratio > limit:
             return Change.SLOWER
@@ -99,7 +99,7 @@ class Pair:
 
     @property
     def new_winner(self) -> str:
-        """B's choice in place of A's winner; empty when that is still as good in B."""
+        """B's winner if it replaces A's; empty if A's is still as good in B."""
         before, after = self.served
         if before.config == after.config:
             return ""
@@ -110,7 +110,7 @@ class Pair:
 
     @property
     def is_slower(self) -> bool:
-        """True when what is served or the best own kernel got slower."""
+        """True if the served kernel or the best own kernel became slower."""
         pairs = [self.served, *([self.own] if self.own else [])]
         return any(self.change(pair) is Change.SLOWER for pair in pairs)
 
@@ -143,7 +143,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class DecisionComparison:
-    """All that two sets have in common, and what only one has."""
+    """Pairs that two sets share, and problems that only one has."""
 
     pairs: tuple[Pair, ...]
     only_a: tuple[Entry, ...]
@@ -174,7 +174,7 @@ def load_entries(text: str) -> list[Entry]:
             (``.json.gz``), a folder of recordings, or ``shipped``.
 
     Raises:
-        ConfigError: when it does not exist, cannot be read, or nothing measured is in it.
+        ConfigError: when it does not exist, cannot be read, or has no measured decision.
         StoreError: when a database cannot be read.
     """
     path = Path(text)
@@ -248,11 +248,11 @@ def compare(
     Args:
         a: decisions before.
         b: decisions after.
-        tolerance: least difference, as a part, that counts.
-        is_relative: judge times as parts of the vendors' that both measured.
+        tolerance: minimum relative difference that counts.
+        is_relative: True to judge times relative to the vendors' that both measured.
 
     Raises:
-        ConfigError: when the two have nothing in common.
+        ConfigError: when the two share no problem.
     """
     before, after = _keyed(a), _keyed(b)
     common = sorted(set(before) & set(after))

@@ -1,4 +1,4 @@
-"""The pictures of the ranking, the search, the roofline, memory and scaling (see `spec`)."""
+"""Charts of the ranking, the search, the roofline, memory and scaling (see `spec`)."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def ranking(subject: ReportSubject) -> Spec:
 
 
 def progress(steps: Sequence[SearchStep]) -> Spec:
-    """Every candidate in the order of time, and the best so far; one passed at least."""
+    """Every candidate in the order of time, and the best so far. At least one must have passed."""
     slowest = max(latency(s.measurement) for s in steps if s.measurement.ok)
     values = [
         {
@@ -173,8 +173,8 @@ def importance(found: Importance) -> Spec:
 
 
 def roofline(subject: ReportSubject) -> Spec | None:
-    """Every own candidate under the roofs of the L2 and of the tensor cores; None where nothing
-    is computed of any.
+    """Every own candidate under the rooflines of the L2 and of the tensor cores; None if no
+    candidate's work is known.
     """
     values = _rates(subject)
     if not values:
@@ -227,7 +227,7 @@ def roofline(subject: ReportSubject) -> Spec | None:
 
 
 def _rates(subject: ReportSubject) -> list[dict[str, Any]]:
-    """Own candidates whose work is known: operations a byte, computed, and rate, measured."""
+    """Own candidates whose work is known: computed operations a byte, and measured rate."""
     final = {m.config: m for m in subject.ranking}
     own = subject.entry.best_own
     values = []
@@ -249,7 +249,7 @@ def _rates(subject: ReportSubject) -> list[dict[str, Any]]:
 
 
 def busy(subject: ReportSubject, measurement: Measurement) -> Spec:
-    """Least time of each unit, against the measured time."""
+    """Lower bound of each unit's time beside the measured time."""
     values = [
         {"unit": f"{name}: {100 * share:.0f} % ({us:.2f} us)", "share": share, "all": 1}
         for name, us in limits(subject, measurement).items()

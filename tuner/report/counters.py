@@ -1,4 +1,4 @@
-"""The pictures of what `tuner profile` counted (see `spec`)."""
+"""Charts of the counters of `tuner profile` (see `spec`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tuner.report.spec import INK, SERIES, Spec, channel, picture, tips
 
 
 def shares(kernel: KernelCounters) -> Spec:
-    """Utilisation of each unit by the profiler, as a part of its peak."""
+    """Utilisation of each unit by the profiler, relative to its peak."""
     values = [
         {
             "unit": counter.label,

@@ -1,4 +1,4 @@
-"""The course of a search, what it cost, and what stopping earlier would have lost."""
+"""Course and cost of a search, and the loss of stopping it earlier."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SearchStep:
 
 
 def progress(subject: ReportSubject) -> list[SearchStep]:
-    """The quick pass as the search went through it."""
+    """Quick pass in the search's order."""
     return steps_of(subject.quick)
 
 
@@ -54,11 +54,11 @@ class Stop:
     best_us: float
     """Fastest so far."""
     loss: float
-    """Against the fastest of all, as a part."""
+    """Relative to the fastest of all."""
     compile_cpu_s: float
-    """Spent on compiling these candidates."""
+    """CPU-seconds spent on compiling these candidates."""
     worked_s: float
-    """From the first of them to the last, without breaks."""
+    """Seconds from the first of them to the last, without breaks."""
 
 
 def stopping(steps: Sequence[SearchStep]) -> list[Stop]:
@@ -102,10 +102,10 @@ class Cost:
     """Groups of candidates that share their compiled kernels."""
     failures: dict[str, int]
     compiled: int
-    """Candidates that something was compiled for."""
+    """Number of candidates with kernels compiled for them."""
     compile_cpu_s: float
     worked_s: float
-    """From the first measurement to the last, wall clock, without breaks."""
+    """Wall-clock seconds from the first measurement to the last, without breaks."""
 
 
 def cost(subject: ReportSubject) -> Cost:

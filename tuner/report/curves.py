@@ -1,4 +1,4 @@
-"""The pictures over the sequence length: rates, memory, and where the fastest kernel changes."""
+"""Charts over the sequence length: rates, memory, and changes of the fastest kernel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def scaling(lengths: Sequence[Length]) -> Spec:
     """Rate of each kernel over the sequence length; crossings marked.
 
     Args:
-        lengths: of the kernels to draw (`lengths.drawn`).
+        lengths: lengths of the kernels to draw (`lengths.drawn`).
     """
     marks = [
         {"seqlen": place, "text": f"{after} from here"} for place, _, after in crossings(lengths)

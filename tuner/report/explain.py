@@ -1,4 +1,4 @@
-"""Why a configuration won, in plain words; every claim from a number that it names.
+"""Explanation of why a config won. Every claim names the number that it comes from.
 
 Times, registers and memory beside the operands were measured, by the stopwatch and by ptxas. Tiles,
 waves, occupancy, bytes and instructions are computed (`work`). Counters of Nsight Compute are shown
@@ -29,16 +29,16 @@ from tuner.store.entry import is_vendor
 
 MEASURED, COMPUTED, COUNTED = "measured", "computed", "counted"
 BUSY = 0.75
-"""Share of the time from which on a unit is said to be what limits a kernel."""
+"""Share of the time from which a unit counts as the limit of a kernel."""
 WAITS = 3
-"""Reasons to wait that are told, the most frequent ones."""
+"""Number of stall reasons that are named, the most frequent ones."""
 MAX_CHANGES = 8
-"""Single changes that are told."""
+"""Maximum single changes that are named."""
 
 
 @dataclass(frozen=True)
 class Statement:
-    """One sentence and where its numbers come from."""
+    """Sentence with the source of its numbers."""
 
     text: str
     source: str
@@ -57,14 +57,14 @@ class Contrast:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The whole account."""
+    """Complete explanation."""
 
     headline: str
     config: Measurement
-    """The best own kernel: what is explained."""
+    """Explained config: the best own kernel."""
     contrasts: tuple[Contrast, ...]
     single: tuple[Statement, ...]
-    """Effect of changing one parameter alone."""
+    """Effects of changing only one parameter."""
     limits: tuple[Statement, ...]
     counted: tuple[Statement, ...] = ()
     """Counters of `tuner profile`; empty when it was not run."""
@@ -90,7 +90,7 @@ class Explanation:
 
 
 def explain(subject: ReportSubject) -> Explanation | None:
-    """Account for the best own kernel; None where no own kernel passed."""
+    """Explain the best own kernel; None if no own kernel passed."""
     entry = subject.entry
     own = entry.best_own
     if own is None:
@@ -284,7 +284,7 @@ def _limits(subject: ReportSubject, own: Measurement) -> list[Statement]:
 
 
 def _counted(found: Profile | None) -> list[Statement]:
-    """How busy the units were and what warps waited for, in the launch that took longest."""
+    """Utilisation of the units and stall reasons of the warps, in the longest launch."""
     if found is None:
         return []
     main = found.main
@@ -304,7 +304,7 @@ def _counted(found: Profile | None) -> list[Statement]:
 
 
 def size(count: float) -> str:
-    """Bytes for people."""
+    """Bytes in a readable unit."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= scale:
             return f"{count / scale:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""Kernels over the sequence length: which one is the fastest where, and with how much memory."""
+"""Kernels over the sequence length: the fastest at each length, and their memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tuner.selection.describe import kernel_name
 from tuner.store.entry import is_vendor
 
 MIN_LENGTHS = 3
-"""Sequence lengths that make a curve."""
+"""Minimum sequence lengths for a curve."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Length:
 
 
 def scaling(subject: ReportSubject) -> list[Length]:
-    """Problems that differ from this one in their sequence length only, each kernel's fastest;
-    empty when there are fewer than `MIN_LENGTHS` of them.
+    """Fastest of each kernel for problems that differ from this one only in their sequence length;
+    empty if there are fewer than `MIN_LENGTHS` of them.
     """
     found: list[Length] = []
     for seqlen, measured in sorted(_runs(subject).items()):
@@ -93,7 +93,7 @@ def _is_sibling(subject: ReportSubject, theirs: Problem, gpu: Gpu, regime: Regim
 
 
 def crossings(lengths: Sequence[Length]) -> list[tuple[float, str, str]]:
-    """Lengths at which another kernel becomes the fastest.
+    """Lengths at which a different kernel becomes the fastest.
 
     Returns:
         (sequence length, the one before, the one after); between two measured lengths it is
@@ -125,12 +125,12 @@ KINDS: Mapping[str, str] = {
     "two_kernel_attention": "two kernels",
     "three_kernel_attention": "three kernels",
 }
-"""How an own family computes attention; another one is called by its name."""
+"""Kind of attention by own family. Other families have their own name."""
 
 
 def fastest_of_kinds(lengths: Sequence[Length]) -> dict[str, str]:
-    """How each kind of kernel of ours stands against the fastest vendor's: at which lengths it is
-    the faster one, and where that changes.
+    """Comparison of each kind of own kernel with the fastest vendor's: lengths at which it is
+    faster, and where that changes.
     """
     best: dict[str, dict[int, float]] = {}
     for length in lengths:

@@ -1,4 +1,4 @@
-"""The page: one file that needs no network, made of the specifications and of tables."""
+"""Report page: one self-contained HTML file of chart specifications and tables."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _in_script(value: Any) -> str:
 
 
 def data(subject: ReportSubject) -> dict[str, Any]:
-    """Every number that the page draws from, with its environment."""
+    """Every number behind the page's charts, with its environment."""
     own = subject.entry.best_own
     counted = subject.profile_of(own.config) if own else None
     return {

@@ -1,4 +1,4 @@
-"""The colours of the report, of its pictures as files, and of the service's pages."""
+"""Colours of the report, of its pictures, and of the service's pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page's pictures as files: SVG that follows the reader's choice of light or dark."""
+"""Pictures of the page as SVG files that follow the reader's choice of light or dark."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def specs(subject: ReportSubject, only: Sequence[str] = ()) -> dict[str, Spec]:
     """The specifications of the page's pictures, by name.
 
     Raises:
-        ConfigError: when a name in `only` is none of them; says which there are.
+        ConfigError: when a name in `only` is not known; lists the known ones.
     """
     found = {figure.name: figure.spec for part in sections(subject) for figure in part.figures}
     if unknown := [name for name in only if name not in found]:

@@ -1,4 +1,4 @@
-"""The parts of the page: words, pictures and tables of each, in order."""
+"""Sections of the page: text, charts and tables of each, in order."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _sections(subject: ReportSubject) -> Iterable[Section]:
 
 
 def _use(subject: ReportSubject) -> Section:
-    """The commands that put the decision to use, and who answers the call then."""
+    """Commands that put the decision to use, and the kernel that then answers the call."""
     first, own = subject.entry.ranking[0], subject.entry.best_own
     found = use(subject.problem, subject.gpu)
     words = []
@@ -276,7 +276,7 @@ def _search(subject: ReportSubject) -> Iterable[Section]:
 
 
 def _passes(subject: ReportSubject) -> str:
-    """How the best own kernel's two times differ; empty where it has one."""
+    """Difference of the best own kernel's two times; empty if it has only one."""
     own = subject.entry.best_own
     quick = own and analysis.quick_of(subject, own.config)
     if own is None or quick is None or not own.is_final:

@@ -1,4 +1,4 @@
-"""Measurements of one problem to report on: from a store, a recording or what ships."""
+"""Measurements of one problem to report on: from a store, a recording or shipped data."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class ReportSubject:
 
     recording: Recording
     source: str
-    """Source of the measurements, for people."""
+    """Description of the measurements' source."""
     known: tuple[Entry, ...] = ()
-    """Measured decisions of every problem, this one's too: what scaling is drawn from."""
+    """Measured decisions of every problem, this one's included, for charts of scaling."""
     benches: tuple[Results, ...] = ()
-    """Benches of any problem, what ships last: scaling is drawn from them too."""
+    """Benchmark results of any problem, shipped ones last, also for charts of scaling."""
 
     def __post_init__(self) -> None:
         if not self.ranking:
@@ -76,7 +76,7 @@ class ReportSubject:
 
     @property
     def ranking(self) -> tuple[Measurement, ...]:
-        """The final pass, best first; the quick pass where there was no final one."""
+        """Final pass, best first; the quick pass if there was no final one."""
         measured = self.recording.measurements
         return tuple(rank([m for m in measured if m.is_final]) or rank(measured))
 
@@ -86,7 +86,7 @@ class ReportSubject:
 
     @property
     def quick(self) -> tuple[Measurement, ...]:
-        """Own candidates of the quick pass, whatever came of them, in the order of time."""
+        """Own candidates of the quick pass, failed ones included, in the order of time."""
         return quick_pass(self.recording)
 
     @property
@@ -195,7 +195,7 @@ def _shipped(
     known: tuple[Entry, ...],
     also: tuple[Results, ...],
 ) -> ReportSubject:
-    """A shipped recording, else a decision that ships."""
+    """Shipped recording, else a shipped decision."""
     if (recorded := recording.find(problem, gpu, regimes)) is not None:
         name = recording.file_name(problem, gpu, recorded.regime)
         return ReportSubject(recorded, f"shipped recording {name}", known, also)

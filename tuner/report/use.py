@@ -1,4 +1,4 @@
-"""The commands and the Python line that put a result to use."""
+"""Commands and Python call that put a result to use."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tuner.problem.swiglu import SwigluProblem
 
 @dataclass(frozen=True)
 class Use:
-    """How a measured problem is built and called."""
+    """Build command and call of a measured problem."""
 
     build: str
     """Shell command that compiles the kernel; needs no GPU."""
     call: str
-    """Python expression that calls it; empty where the runtime has no such call."""
+    """Python expression that calls it; empty if the runtime does not have such a call."""
     tensors: str
     """Shapes and types of the call's tensors."""
 

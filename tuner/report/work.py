@@ -86,20 +86,20 @@ class Work:
     slots: int
     """Pieces that the chip holds at once."""
     is_even: bool
-    """True when the pieces are equal; under a causal mask they are not."""
+    """True if the pieces are equal, which they are not under a causal mask."""
     threads: int
     """Threads of a block."""
     smem_bytes: int
     """Shared memory of a block, bytes."""
     blocks_per_sm: int
     tensor_flops: float
-    """Executed by tensor cores, padding and masked elements of visited tiles counted."""
+    """FLOPs executed by tensor cores, including padding and masked elements of visited tiles."""
     wgmma: float
-    """Warp-group instructions, at most 64 x 256 x 16 each."""
+    """Number of warp-group instructions, at most 64 x 256 x 16 each."""
     exponentials: float
     """Evaluated by the special-function units."""
     l2_bytes: float
-    """Between the L2 and the multiprocessors."""
+    """Bytes between the L2 and the multiprocessors."""
 
     @property
     def waves(self) -> float:
@@ -116,7 +116,7 @@ class Work:
 
     @property
     def occupancy(self) -> float:
-        """Resident warps over the most that a multiprocessor holds."""
+        """Resident warps over the maximum of a multiprocessor."""
         return self.warps_per_sm / WARPS_PER_SM
 
 
@@ -168,15 +168,15 @@ def total(found: Iterable[Work], name: str) -> float:
 def floors(
     measurement: Measurement, gpu: Gpu, found: Sequence[Work], clock_mhz: int
 ) -> dict[str, float]:
-    """Microseconds that each unit is busy at the least, by its name.
+    """Lower bound of each unit's busy time in microseconds, by name.
 
-    The units can work at the same time: the largest is what nothing could beat, and their sum
-    says nothing. Without `found` (a vendor's kernel) it is the problem's own work.
+    The units can work at the same time, so the largest bound limits the call, and their sum has no
+    meaning. Without `found` (a vendor's kernel) the problem's own work is used.
 
     Args:
-        measurement: of which call.
+        measurement: measurement of the call.
         gpu: where.
-        found: its `works`.
+        found: result of `works` for its config.
         clock_mhz: clock of the multiprocessors.
     """
     problem = measurement.problem
@@ -195,12 +195,12 @@ def floors(
 
 
 def l2_bytes_per_us(gpu: Gpu) -> float:
-    """Most that the multiprocessors take from the L2."""
+    """Maximum bytes a microsecond from the L2 to the multiprocessors."""
     return L2_BYTES_PER_CLOCK_SM * gpu.sm_count * float(gpu.clock_max_mhz)
 
 
 def memory_bytes(problem: Problem, gpu: Gpu, regime: Regime) -> int:
-    """Bytes that must cross the memory bus: all operands, or what the L2 cannot keep of them."""
+    """Bytes that must cross the memory bus: all operands, or the part that the L2 cannot hold."""
     return problem.bytes if regime.l2 == "cold" else max(0, problem.bytes - gpu.l2_bytes)
 
 
