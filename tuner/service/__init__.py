@@ -1,5 +1,5 @@
-"""The HTTP face: configurations to look up, a snapshot to pull, jobs to submit and watch.
+"""HTTP service: lookups, snapshots, and jobs to submit and watch.
 
-It takes names and numbers only. No source, flag, path or binary goes in, and every answer comes
-from the store.
+It accepts only names and numbers, never source, flags, paths or binaries. Every answer comes from
+the store.
 """

@@ -1,4 +1,4 @@
-"""Answers for the OpenAPI document. Objects may hold more than is named here."""
+"""Response models for the OpenAPI document. Objects may have more keys than are named here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The routes."""
+"""Routes of the service."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ from tuner.tuning.outcome import first_line
 from tuner.tuning.sweep import SweepOptions
 
 EVENT_POLL_S = 0.5
-"""Between two looks for what a stream should tell."""
+"""Seconds between two polls for events of a stream."""
 KEEP_ALIVE_S = 15.0
-"""A stream with nothing to tell says that it is there."""
+"""Seconds after which an idle stream sends a keep-alive."""
 MAX_STREAMS = 64
 MAX_JOBS, MAX_PROBLEMS = 600, 100_000
-"""Most an hour with the token to write; without tokens, most in all."""
+"""Maximum an hour with the write token; without tokens, maximum in all."""
 
 _asked = attrgetter(*Question._fields)
-"""Fields of a `Lookup` in one call; one by one, a batch would cost twice as much."""
+"""Fields of a `Lookup` in one call; reading them one by one would double the cost of a batch."""
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "model": answers.Error}
@@ -71,7 +71,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 async def _knows_its_query(request: Request) -> None:
-    """Refuses parameters that the route does not name: a misspelt filter would let all through."""
+    """Refuses parameters that the route does not name: a misspelt filter would not filter."""
     known = [field.alias for field in request.scope["route"].dependant.query_params]
     if unknown := [name for name in request.query_params if name not in known]:
         raise ConfigError(
@@ -84,7 +84,7 @@ _KNOWN_QUERY = [Depends(_knows_its_query)]
 
 
 class Json(Response):
-    """JSON that was encoded already, or is now; ASCII, so that any text can be told."""
+    """JSON response from encoded bytes or an object; ASCII, so that any text can be sent."""
 
     media_type = "application/json"
 
@@ -93,11 +93,11 @@ class Json(Response):
 
 
 def create_app(store: Store, tokens: Tokens) -> Guard:
-    """The service over a store.
+    """Create the service over a store.
 
     Args:
-        store: what is served; the caller closes it.
-        tokens: without them only requests from this machine, by its own name, are let in.
+        store: store to serve. The caller closes it.
+        tokens: tokens; without them only requests from this machine, by its own name, are accepted.
     """
     served, sessions = ServedDecisions(store), Sessions(tokens)
     metrics = Metrics(
@@ -138,7 +138,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, exc: RequestValidationError) -> Response:
-        # What came is not repeated: it may be anything.
+        # The input is not echoed, since it may be anything.
         texts = [
             f"{'.'.join(map(str, e['loc']))}: {e['msg'].removeprefix('Value error, ')}"
             for e in exc.errors()[:4]
@@ -321,7 +321,7 @@ def _add_jobs(app: FastAPI, store: Store) -> None:
 async def _stream(
     store: Store, id: str, last: int, streams: asyncio.Semaphore
 ) -> AsyncIterator[bytes]:
-    """Log lines as they come (with ids to go on after), the state whenever it changes, the end."""
+    """Stream of log lines with ids to resume after, changes of the state, and the end."""
 
     def look(after: int) -> tuple[dict[str, Any], list[Any]]:
         # The state first: what happened before the job ended is then among the events.
@@ -390,7 +390,7 @@ def _describe_tokens(app: FastAPI) -> None:
 
 
 def options_of(request: JobRequest) -> JobOptions:
-    """The options of a job.
+    """Options of a job.
 
     Raises:
         ConfigError: when one is not allowed.
@@ -409,7 +409,7 @@ def options_of(request: JobRequest) -> JobOptions:
 
 
 def trial_json(id: int, m: Measurement) -> dict[str, Any]:
-    """A measurement of a job; its source and its artifacts stay here."""
+    """JSON of a job's measurement, without its source and artifacts."""
     return {
         "id": id,
         "op": m.problem.op,

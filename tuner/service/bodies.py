@@ -1,4 +1,4 @@
-"""Bodies of requests: names and numbers, each within bounds. Nothing else is taken."""
+"""Request bodies: names and numbers within bounds, and nothing else."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Words = Annotated[str, StringConstraints(max_length=200)]
 
 
 class Body(BaseModel):
-    """Takes no key that it does not name, and converts nothing."""
+    """Refuses unknown keys, and does not convert types."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -62,7 +62,7 @@ ShapeKeys = Annotated[dict[Name, ShapeValue], Field(min_length=1, max_length=16)
 
 
 def _in_one_line(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    """Instead of what each branch of the union has against it."""
+    """One message instead of one for each branch of the union."""
     try:
         return check(value)
     except ValidationError as exc:

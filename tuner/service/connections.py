@@ -1,7 +1,7 @@
 """Admission of connections: a limit in all and one an address, below the process's descriptors.
 
-At a limit the connection that has waited longest for its client is ended for a newer one. So silent
-clients lock nobody out, however many they are.
+At a limit the connection that has waited longest for its client is closed for a newer one. So
+silent clients cannot lock others out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tuner.errors import ConfigError
 
 MAX_CONNECTIONS = 4096
 ACCEPTORS = 32
-"""Most connections accepted in one turn of the event loop; the next turn reads them."""
+"""Maximum connections accepted in one turn of the event loop; the next turn reads them."""
 SPARE_CONNECTIONS = 4 * ACCEPTORS
 """Places beyond the limit, each for one health check or refusal."""
 OWN_DESCRIPTORS = 192
@@ -34,7 +34,7 @@ class Connection(Protocol):
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """Most connections: served in all, served of one address, and beside them the spare ones."""
+    """Maximum connections: served in all, served for one address, and spare ones beside them."""
 
     total: int
     per_address: int
@@ -63,7 +63,7 @@ class Admission:
     """Open connections, and which ones wait for their clients.
 
     Args:
-        limits: most connections of each kind.
+        limits: maximum connections of each kind.
     """
 
     def __init__(self, limits: ConnectionLimits) -> None:
@@ -108,7 +108,7 @@ class Admission:
         self._waiting.pop(connection, None)
 
     def leave(self, connection: Connection) -> None:
-        """Forget a connection that has ended; one that is not known is passed over."""
+        """Remove a connection that has ended; an unknown one is ignored."""
         self._spare.pop(connection, None)
         self._waiting.pop(connection, None)
         network = self._served.pop(connection, None)
@@ -118,13 +118,15 @@ class Admission:
                 del self._counts[network]
 
     def _has_room(self, network: str) -> bool:
-        """Make room for one more connection of a network; False when all others are at work."""
+        """Evict a waiting connection if a limit is reached. Returns False if all others are at
+        work.
+        """
         if self._counts[network] >= self._limits.per_address:
             return self._evict(c for c in self._waiting if self._served[c] == network)
         return len(self._served) < self._limits.total or self._evict(self._waiting)
 
     def _evict(self, among: Iterable[Connection]) -> bool:
-        """End the first of some; False when there is none."""
+        """Evict the first of some connections. Returns False if there is none."""
         connection = next(iter(among), None)
         if connection is None:
             return False

@@ -33,18 +33,18 @@ DISCARDED_BYTES, DISCARD_S = 16 << 20, 0.5
 HEALTH_PATH = "/healthz"
 LOGIN_PATH, LOGOUT_PATH = "/login", "/logout"
 OPEN_PATHS = (HEALTH_PATH, "/openapi.json", LOGIN_PATH, LOGOUT_PATH)
-"""They tell nothing about what is stored."""
+"""Paths without a token: they reveal nothing about the store."""
 STATIC_PATH = "/static/"
-"""Files that pages are drawn with; the same for every user."""
+"""Static files of the pages, equal for every user."""
 API_PATH = "/v1/"
-"""Below it programs are answered, never with a page."""
+"""Prefix of the API, which never answers with a page."""
 LOOKUP_PATH = "/v1/configs:lookup"
-"""The one POST that changes nothing."""
+"""The only POST that does not change anything."""
 _LOCAL_NAMES = ("127.0.0.1", "localhost", "[::1]")
 
 
 class Refused(Exception):
-    """A request that is not let in."""
+    """Refused request."""
 
     def __init__(self, status: int, detail: str, headers: tuple[tuple[str, str], ...] = ()) -> None:
         super().__init__(detail)
@@ -52,13 +52,13 @@ class Refused(Exception):
 
 
 class Guard:
-    """Lets only sound requests through, and counts all.
+    """ASGI middleware that passes only valid requests, and counts all.
 
     Args:
-        app: what answers.
-        tokens: without them only requests to this machine by its own names are let in.
-        sessions: let a browser read without a bearer token.
-        metrics: where requests are counted.
+        app: application behind the guard.
+        tokens: tokens; without them only requests to this machine by its own names are accepted.
+        sessions: sessions with which a browser can read without a bearer token.
+        metrics: counters of requests.
     """
 
     def __init__(self, app: App, *, tokens: Tokens, sessions: Sessions, metrics: Metrics) -> None:
@@ -89,10 +89,10 @@ class Guard:
             self._metrics.count(scope["method"], route, status, time.perf_counter() - started)
 
     async def _check(self, scope: Scope, receive: Receive) -> bytes:
-        """The whole body, if the request may come in.
+        """Check a request. Returns its whole body.
 
         Raises:
-            Refused: when it may not.
+            Refused: when the request is refused.
         """
         headers = {name: value for name, value in scope["headers"]}
         if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
@@ -102,7 +102,7 @@ class Guard:
         if self._tokens:
             self._check_token(scope, headers)
         else:
-            # A web page must not reach a service that asks for no token by a name of its own.
+            # A web page must not reach a service without tokens through a host name of its own.
             host = headers.get(b"host", b"").decode("latin-1").lower()
             if host not in _LOCAL_NAMES and host.rpartition(":")[0] not in _LOCAL_NAMES:
                 raise Refused(403, "without tokens only this machine is answered, by its own name")
@@ -127,7 +127,7 @@ class Guard:
 
 
 def _looks(scope: Scope) -> bool:
-    """True for methods that change nothing."""
+    """True for methods that only read."""
     return scope["method"] in ("GET", "HEAD")
 
 
@@ -231,7 +231,7 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 async def refuse(refused: Refused, send: Send) -> None:
-    """Answer a request that is not let in."""
+    """Answer a refused request."""
     body = json.dumps({"error": refused.detail}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     headers += [(name.encode(), value.encode()) for name, value in refused.headers]

@@ -16,12 +16,12 @@ _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0)
 
 
 class Metrics:
-    """The numbers of one service.
+    """Counters of one service.
 
     Args:
-        tasks: tells the tasks of all jobs by state, when asked.
-        entries: tells how many decisions are served.
-        age_s: tells how old what is served is.
+        tasks: function that returns the number of tasks of all jobs by state.
+        entries: function that returns the number of served decisions.
+        age_s: function that returns the age of the served data, seconds.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Metrics:
         self._registry.register(_Tasks(tasks))
 
     def count(self, method: str, route: str, status: int, seconds: float) -> None:
-        """Count a request; a method that is none does not make a series of its own."""
+        """Count a request. Unknown methods share one series."""
         method = method if method in _METHODS else "other"
         self._requests.labels(method, route, str(status)).inc()
         self._seconds.labels(route).observe(seconds)
@@ -61,7 +61,7 @@ class Metrics:
         self._misses.inc(misses)
 
     def text(self) -> bytes:
-        """All of them in Prometheus' text format."""
+        """Counters in Prometheus' text format."""
         return generate_latest(self._registry)
 
 

@@ -1,4 +1,4 @@
-"""Every decision of a store, in memory, kept up to date by a thread."""
+"""All decisions of a store in memory, kept up to date by a thread."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from tuner.store import Store
 _LOG = logging.getLogger(__name__)
 
 REFRESH_S = 1.0
-"""Between two looks for new decisions; ten times as long as the last reading took, if that is
+"""Seconds between two checks for new decisions; ten times the last read's duration if that is
 more."""
 STALE_S = 15.0
-"""Without a successful look the service calls itself unhealthy after this."""
+"""Seconds without a successful check after which the service reports itself unhealthy."""
 _MAX_ANSWERS = 65536
 _COMPRESSION = 1
 """Level for the snapshot: the fastest already shrinks a table of 10,000 entries to a twentieth."""
@@ -51,7 +51,7 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True)
 class DecisionTable:
-    """The decisions at one moment."""
+    """Snapshot of the decisions."""
 
     version: int
     entries: Sequence[Entry]
@@ -65,12 +65,12 @@ class DecisionTable:
     """The snapshot under gzip."""
     etag: str
     answers: dict[Question, bytes] = field(default_factory=dict)
-    """Each question's answer as JSON, once it was asked."""
+    """JSON answers of questions asked so far."""
 
     @classmethod
     def read(cls, store: Store) -> DecisionTable:
         """Read every decision."""
-        # The version first: what changes meanwhile is read again.
+        # The version is read first, so that later changes cause another read.
         version = store.decisions_version()
         entries = with_shipped(store.entries())
         index: dict[tuple[Problem, Regime], list[Entry]] = {}
@@ -84,10 +84,10 @@ class DecisionTable:
         return cls(version, entries, index, gpus, snapshot, packed, f'W/"{digest}"')
 
     def answer(self, question: Question) -> bytes:
-        """The answer as JSON, ``null`` where nothing is known.
+        """Answer of a question as JSON; ``null`` if there is none.
 
         Raises:
-            ConfigError: when the question is wrong; says what is allowed.
+            ConfigError: when the question is not valid; names the allowed values.
         """
         found = self.answers.get(question)
         if found is None:
@@ -176,7 +176,7 @@ class ServedDecisions:
 
     @property
     def age_s(self) -> float:
-        """Since the store was last asked with success."""
+        """Seconds since the last successful check of the store."""
         return time.monotonic() - self._checked
 
     @property

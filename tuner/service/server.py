@@ -33,7 +33,7 @@ class Server(uvicorn.Server):
                 cast(Any, app),
                 http=cast(Any, protocol),
                 ws="none",  # it would take connections out of the limits
-                log_level="error",  # nothing that a client does is worth a line
+                log_level="error",  # requests are not logged
                 use_colors=False,
                 access_log=False,
                 server_header=False,
@@ -54,7 +54,7 @@ class Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens on an address.
+    """Open a socket that listens on an address.
 
     Raises:
         ConfigError: when the address cannot be listened on.

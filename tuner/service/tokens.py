@@ -1,4 +1,4 @@
-"""Rights to read and to write: bearer tokens, and the cookie that a login gives a browser."""
+"""Authorisation to read and to write: bearer tokens, and a browser's session cookie."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ MIN_TOKEN_CHARACTERS = 16
 COOKIE = "tuner_session"
 LIFETIME_S = 12 * 3600
 MAX_SESSIONS = 1000
-"""Most open sessions; one more ends the oldest."""
+"""Maximum open sessions; one more ends the oldest."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens to read and to write; where both are empty, none is asked for."""
+    """Read and write tokens; if both are empty, none is required."""
 
     read: str = ""
     write: str = ""
@@ -42,8 +42,8 @@ class Tokens:
         return bool(self.read)
 
     def allows(self, given: bytes, *, writes: bool) -> bool:
-        """True when a token suffices; who may write may read."""
-        # Both are compared, always: the time tells nothing.
+        """True if a token suffices. The write token also permits reading."""
+        # Both are always compared, so that the time reveals nothing.
         may_read = hmac.compare_digest(given, self.read.encode())
         may_write = hmac.compare_digest(given, self.write.encode())
         return may_write or (may_read and not writes)
@@ -69,7 +69,7 @@ class Sessions:
         return bool(self._tokens)
 
     def begin(self, token: str) -> str | None:
-        """A new session for who has one of the tokens; None for who has not."""
+        """Begin a session if the token is one of the two; None otherwise."""
         given = token.encode(errors="replace")
         if not (self and self._tokens.allows(given, writes=False)):
             return None
