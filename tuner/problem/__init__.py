@@ -1,8 +1,8 @@
-"""Problems: one frozen dataclass an operation, parsed from ``S=1024,D=64``.
+"""Problems: one frozen dataclass for each operation, parsed from text such as ``S=1024,D=64``.
 
-A problem is the first of the three identities (problem, artifact, environment). It holds the
-operation, data types, layouts, mask and shape; the GPU is named beside it by `hardware.Gpu`.
-A new operation is one file here, entered in `PROBLEMS`.
+A problem is one of three identities (problem, artifact, environment). It has the operation, data
+types, layouts, mask and shape. The GPU is a separate `hardware.Gpu`. A new operation is a file in
+this package and an entry in `PROBLEMS`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ __all__ = [
     "rows_of",
 ]
 
-#: By `op`, in the order that messages name them.
+#: Problem classes by `op`, in the order of messages.
 PROBLEMS: dict[str, type[Problem]] = {
     cls.op: cls
     for cls in (
@@ -87,7 +87,7 @@ PROBLEMS: dict[str, type[Problem]] = {
 
 
 def problem_from_json(data: Mapping[str, Any]) -> Problem:
-    """The inverse of `Problem.to_json`.
+    """Inverse of `Problem.to_json`.
 
     Raises:
         ConfigError: when `op` or a field is unknown, missing or of the wrong type.

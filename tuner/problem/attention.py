@@ -1,4 +1,4 @@
-"""Attention: `AttentionProblem`."""
+"""Attention problem: `AttentionProblem`."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from tuner.problem.base import (
 
 Layout = Literal["bhsd", "bshd", "bshd_bhsd"]
 """Order of the dimensions in memory. ``bshd_bhsd``: queries and output bshd, keys and values bhsd,
-as Transformers' models have them that fill a cache.
+as in Transformers' models that fill a cache.
 """
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 Axes = Literal["", "1", "b", "h", "bh", "k", "bk", "hk", "bhk"]
-"""Axes of a mask operand beside the keys. ``b``, ``h``: it has B, H; 1: neither; ``k``: it has one
+"""Axes of a mask operand beside the keys. ``b`` and ``h``: it has B and H; 1: neither; ``k``: one
 row for all queries."""
 #: Head dimensions above this have no instance on Hopper (a 64 x 256 output fills the registers).
 MAX_HEAD_DIM = 256
 MAX_LISTED_HEADS = 1024
-"""Most heads whose divisors a message lists; to search those of 2^31 - 1 takes minutes."""
-#: Fields of `AttentionProblem` that its JSON leaves out where they have these values.
+"""Maximum heads whose divisors a message lists; finding those of 2^31 - 1 takes minutes."""
+#: Fields of `AttentionProblem` that its JSON omits if they have these values.
 _OFF: Mapping[str, Any] = {
     "window_left": -1,
     "window_right": -1,
@@ -49,12 +49,12 @@ _OFF: Mapping[str, Any] = {
     "block_mask": "",
 }
 PAGE_MULTIPLE = 16
-"""Keys that the size of a page is a multiple of: the rows of the smallest copy to shared memory."""
+"""Granularity of a page's size in keys: the rows of the smallest copy to shared memory."""
 BLOCK_SIZE = 128
-"""Queries, and keys, of a block of a block-sparse mask: FlexAttention's default."""
+"""Queries and keys of a block in a block-sparse mask: FlexAttention's default."""
 BLOCK_AXES: tuple[Axes, ...] = ("1", "b", "h", "bh")
 """Axes that a block-sparse mask may have."""
-#: Of the order in which the sequences of unlike lengths lie.
+#: Seed of the order of sequences of different lengths.
 _LENGTHS_SEED = 0
 
 
@@ -102,8 +102,8 @@ class AttentionProblem(Problem):
     (total_kv, HKV, D), in a layout called bshd. int32 `cu_seqlens_q` and `cu_seqlens_kv` (B + 1)
     hold each sequence's first row, and the last one's end.
 
-    A causal mask is top-left in each sequence. Tuned and measured on `lengths_q` and `lengths_kv`.
-    It comes with no window, soft cap, bias, mask or ALiBi, and not with e4m3.
+    A causal mask is top-left in each sequence. It is tuned and measured on `lengths_q` and
+    `lengths_kv`. It excludes windows, soft caps, biases, masks, ALiBi and e4m3.
 
     With ``page_size=P`` keys and values lie in a cache of pages, (pages, HKV, P, D) with any
     strides. int32 `page_table` (B, ceil(SKV / P)) names each sequence's pages in order, and int32
@@ -274,7 +274,7 @@ class AttentionProblem(Problem):
         object.__setattr__(self, "layout", "bshd")
 
     def _reduce_axes(self, name: str, known: tuple[Axes, ...] = get_args(Axes)[1:]) -> None:
-        """Give equal biases, or masks, equal fields: no axis of one element."""
+        """Normalise biases and masks: remove axes of one element."""
         axes: str = getattr(self, name)
         axes = "" if axes == "0" else axes
         check_choice(name, axes or "0", ("0", *known))
@@ -285,7 +285,7 @@ class AttentionProblem(Problem):
         object.__setattr__(self, name, axes)
 
     def _reduce_window(self) -> None:
-        """Give equal masks equal fields."""
+        """Normalise windows, so that equal masks have equal fields."""
         left, right, is_causal = self.window_left, self.window_right, self.is_causal
         last, behind = self.seqlen_q - 1, self.seqlen_kv - 1
         if self.is_paged:  # masks are bottom-right
@@ -302,40 +302,40 @@ class AttentionProblem(Problem):
 
     @property
     def is_paged(self) -> bool:
-        """Keys and values lie in pages."""
+        """True if keys and values are in a paged cache."""
         return self.page_size > 0
 
     @property
     def is_packed(self) -> bool:
-        """Queries of all sequences lie one after the other."""
+        """True if queries of all sequences are packed."""
         return self.is_varlen or self.is_paged
 
     @property
     def position(self) -> int:
-        """Key at which the mask's diagonal begins: the first query's."""
+        """Key at which the mask's diagonal starts, that of the first query."""
         return self.seqlen_kv - self.seqlen_q if self.is_paged else 0
 
     @property
     def pages(self) -> tuple[int, ...]:
-        """Pages of each sequence, as a problem of a paged cache is measured."""
+        """Pages of each sequence with which a paged problem is measured."""
         return tuple(-(-length // self.page_size) for length in self.lengths_kv)
 
     @property
     def is_windowed(self) -> bool:
-        """A sliding window hides keys beyond what the causal mask does."""
+        """True if a sliding window hides keys that the causal mask does not."""
         return self.window_left >= 0 or self.window_right >= 0
 
     @property
     def is_decoding(self) -> bool:
-        """Fewer queries than a tile has rows, against a cache of keys: it lies in memory, not in
-        the L2, when its turn comes.
+        """True for fewer queries than a tile has rows, against a cache of keys, which is then in
+        memory and not in the L2.
         """
         return self.seqlen_q < 64 and self.seqlen_kv > self.seqlen_q
 
     @property
     def visible(self) -> tuple[int, int]:
-        """(left, right): query i sees keys i - left..i + right of those that there are, counted
-        from `position`.
+        """(left, right): query i sees the existing keys i - left to i + right, counted from
+        `position`.
         """
         most_left, most_right = self.seqlen_q, self.seqlen_kv
         if self.is_paged:
@@ -345,7 +345,7 @@ class AttentionProblem(Problem):
         return left, 0 if self.is_causal else right
 
     def keys_of(self, first: int, last: int) -> range:
-        """The keys that queries first..last see; beyond the last query there is none."""
+        """Range of keys that queries first to last see."""
         if self.block_mask:
             shown = min(last, self.seqlen_q - 1) + 1 + self.seqlen_kv - self.seqlen_q
             return range(max(self.block_prefix, min(shown, self.seqlen_kv)))
@@ -355,7 +355,7 @@ class AttentionProblem(Problem):
 
     @property
     def pairs(self) -> int:
-        """(query, key) pairs of one head that the mask lets through."""
+        """Number of visible (query, key) pairs of one head."""
         if self.block_mask:
             prefix, behind = self.block_prefix, self.seqlen_kv - self.block_prefix
             offset = self.seqlen_kv - self.seqlen_q + 1 - prefix
@@ -366,7 +366,9 @@ class AttentionProblem(Problem):
         return self._keys_below(at + right + 1, most) - self._keys_below(at - left, most)
 
     def _keys_below(self, offset: int, most: int) -> int:
-        """Over all queries i, the sum of the numbers of `most` keys that are below i + offset."""
+        """Sum over all queries i of the number of the first `most` keys that are below i +
+        offset.
+        """
 
         def total(end: int) -> int:  # of x clamped to [0, most], over x < end
             rising = max(0, min(end, most))
@@ -376,12 +378,12 @@ class AttentionProblem(Problem):
 
     @property
     def block_prefix(self) -> int:
-        """Keys that all queries see, as a problem with a block-sparse mask is measured."""
+        """Keys visible to all queries in the mask that a block-sparse problem is measured with."""
         return -(-self.seqlen_kv // 4)
 
     @property
     def extras(self) -> str:
-        """Features of this problem beyond plain attention, full or causal, in words; or empty."""
+        """Text naming the features beyond plain full or causal attention; empty without any."""
         parts = (
             ("sliding window", self.is_windowed),
             ("soft cap", self.softcap > 0),
@@ -394,7 +396,7 @@ class AttentionProblem(Problem):
 
     @property
     def modifiers(self) -> str:
-        """The extras that change single scores, in words; or empty."""
+        """Text naming the extras that change single scores; empty without any."""
         parts = (
             ("additive bias", bool(self.bias)),
             ("boolean mask", bool(self.mask)),
@@ -405,25 +407,29 @@ class AttentionProblem(Problem):
 
     @property
     def lengths_q(self) -> tuple[int, ...]:
-        """Rows of each sequence of queries, as a problem of unlike lengths is measured."""
+        """Lengths of the sequences of queries with which a problem of variable lengths is
+        measured.
+        """
         return self._lengths(self.seqlen_q)
 
     @property
     def lengths_kv(self) -> tuple[int, ...]:
-        """Rows of each sequence of keys, in the order of `lengths_q`."""
+        """Lengths of the sequences of keys, in the order of `lengths_q`."""
         return self._lengths(self.seqlen_kv)
 
     @property
     def evened(self) -> AttentionProblem:
-        """As many sequences, all of the mean length, for estimates; itself where all are equal."""
+        """Problem with as many sequences of the mean length, for estimates; itself if all are
+        equal.
+        """
         if not self.is_varlen:
             return self
         queries, keys = (-(-total // self.batch) for total in (self.total_q, self.total_kv))
         return replace(self, seqlen_q=queries, seqlen_kv=keys, is_varlen=False)
 
     def _lengths(self, longest: int) -> tuple[int, ...]:
-        """Evenly spread from `longest` down to a quarter of it, in an order that is always the
-        same; all `longest` where lengths do not vary.
+        """Lengths evenly spread from `longest` down to a quarter of it, in a fixed order; all
+        `longest` if lengths do not vary.
         """
         if not self.is_varlen:
             return (longest,) * self.batch
@@ -434,17 +440,17 @@ class AttentionProblem(Problem):
 
     @property
     def total_q(self) -> int:
-        """Rows of queries over all sequences."""
+        """Total rows of queries over all sequences."""
         return sum(self.lengths_q)
 
     @property
     def total_kv(self) -> int:
-        """Rows of keys over all sequences."""
+        """Total rows of keys over all sequences."""
         return sum(self.lengths_kv)
 
     @property
     def sequences(self) -> tuple[AttentionProblem, ...]:
-        """Each sequence of a problem of unlike lengths as a problem of its own, in order."""
+        """Sequences of a problem of variable lengths, each as a problem, in order."""
         return tuple(
             replace(self, batch=1, seqlen_q=queries, seqlen_kv=keys, is_varlen=False)
             for queries, keys in zip(self.lengths_q, self.lengths_kv, strict=True)
@@ -548,7 +554,7 @@ class AttentionProblem(Problem):
 
     @property
     def block_shape(self) -> tuple[int, int, int, int]:
-        """(B, H, QB, KB) of the tables of a block-sparse mask, 1 along axes that it has not."""
+        """(B, H, QB, KB) of the tables of a block-sparse mask, 1 along axes that it lacks."""
         return (
             self.batch if "b" in self.block_mask else 1,
             self.heads_q if "h" in self.block_mask else 1,
@@ -558,7 +564,7 @@ class AttentionProblem(Problem):
 
     @property
     def mask_operand(self) -> Operand | None:
-        """The additive bias, or the boolean mask; None without either."""
+        """Operand of the additive bias or the boolean mask; None without either."""
         axes = self.bias or self.mask
         if not axes:
             return None
@@ -571,8 +577,8 @@ class AttentionProblem(Problem):
 
     @property
     def mask_strides(self) -> tuple[int, int, int]:
-        """Elements from one batch, head and query of the bias or mask to the next; 0 along an axis
-        that it has not, and without either. A block-sparse mask has the strides of its dense form.
+        """Batch, head and query strides of the bias or mask in elements; 0 along an axis that it
+        lacks, and without either. A block-sparse mask has the strides of its dense form.
         """
         if self.block_mask:
             of_batch, of_heads, *_ = self.block_shape
@@ -588,8 +594,8 @@ class AttentionProblem(Problem):
 
     @property
     def matrices(self) -> tuple[Operand, Operand, Operand, Operand]:
-        """The operands query, key, value and out, all (B, H, S, D). Packed sequences are a batch of
-        one; each page of a cache is one of many.
+        """Operands query, key, value and out, all (B, H, S, D). Packed sequences have B = 1. In a
+        paged cache B counts the pages.
         """
         parts_q, rows_q = self.batch, self.seqlen_q
         parts_kv, rows_kv = self.batch, self.seqlen_kv
@@ -624,20 +630,20 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def rounded(size: int) -> int:
-    """A size up to a power of two: calls over packed sequences are looked up so, few kinds however
-    lengths vary.
+    """Size rounded up to a power of two. Calls over packed sequences are looked up by it, so that
+    few kinds of calls occur.
     """
     return 1 << (max(1, size) - 1).bit_length()
 
 
 def _divisors(n: int) -> str:
-    """Divisors of a number of heads in words, listed up to `MAX_LISTED_HEADS`."""
+    """Text listing the divisors of a number of heads, up to `MAX_LISTED_HEADS`."""
     if n > MAX_LISTED_HEADS:
         return "a divisor of H"
     return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
 
 
 def _exact(value: float) -> str:
-    """The shortest text that reads as this number."""
+    """Shortest text that parses to this number."""
     short = f"{value:g}"
     return short if float(short) == value else repr(value)

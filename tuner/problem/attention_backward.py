@@ -1,4 +1,4 @@
-"""Gradients of attention: `AttentionBackwardProblem`."""
+"""Problem of attention's gradients: `AttentionBackwardProblem`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tuner.errors import ConfigError
 from tuner.problem.attention import AttentionProblem, Layout
 from tuner.problem.base import E4M3, DType, Meaning, Operand, Problem
 
-#: Keys of attention that its gradients have, and what the deterministic ones add.
+#: Keys shared with attention, and the key for deterministic gradients.
 _SHARED = (
     *("B", "H", "HKV", "S", "SQ", "SKV", "D"),
     *("causal", "window", "left", "right", "dtype", "layout"),
@@ -66,7 +66,7 @@ class AttentionBackwardProblem(Problem):
 
     @cached_property
     def forward(self) -> AttentionProblem:
-        """The attention whose gradients these are."""
+        """Attention problem whose gradients these are."""
         shared = {f.name: getattr(self, f.name) for f in fields(self)}
         del shared["is_deterministic"]
         return AttentionProblem(**shared)
@@ -75,10 +75,10 @@ class AttentionBackwardProblem(Problem):
     def of(
         cls, forward: AttentionProblem, is_deterministic: bool = False
     ) -> AttentionBackwardProblem:
-        """The gradients of an attention.
+        """Problem of the gradients of an attention.
 
         Raises:
-            ConfigError: when it has none here.
+            ConfigError: when its gradients are not supported.
         """
         shared = {f.name: getattr(forward, f.name) for f in fields(cls) if hasattr(forward, f.name)}
         made = cls(**shared, is_deterministic=is_deterministic)
@@ -93,12 +93,12 @@ class AttentionBackwardProblem(Problem):
 
     @property
     def is_windowed(self) -> bool:
-        """As of the attention."""
+        """As for the attention."""
         return self.forward.is_windowed
 
     @property
     def visible(self) -> tuple[int, int]:
-        """(left, right), as of the attention."""
+        """(left, right), as for the attention."""
         return self.forward.visible
 
     @property

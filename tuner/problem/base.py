@@ -1,4 +1,4 @@
-"""Base class of problems: a frozen dataclass with textual keys, JSON, operands and its work."""
+"""Base class of problems: a frozen dataclass with text keys, JSON, operands and FLOPs."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ DTYPE_ALIASES: dict[str, str] = {
     "e4m3": E4M3,
     **{name: name for name in DTYPE_BYTES},
 }
-#: As labels have them.
+#: Names of data types in labels.
 DTYPE_SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", E4M3: "e4m3"}
 #: Largest extent of one dimension: CUTLASS's TMA coordinates are 32-bit signed.
 MAX_EXTENT = 2**31 - 1
 MAX_PARTS = 1 << 16
-"""Most parts of unlike sizes, groups or sequences; each one takes time and memory."""
+"""Maximum groups or sequences of different sizes; each one takes time and memory."""
 
 
 @dataclass(frozen=True)
 class Operand:
-    """One tensor of a problem: logical `shape`, `strides` in elements, and its data type."""
+    """Tensor of a problem: logical `shape`, `strides` in elements, and data type."""
 
     name: str
     shape: tuple[int, ...]
@@ -60,21 +60,21 @@ class Operand:
         return self.elements * DTYPE_BYTES[self.dtype]
 
     def apart(self, strides: tuple[int, ...]) -> Operand:
-        """It over memory in which elements lie apart: a flat operand of as many elements as there
-        are from the first to the last.
+        """Flat operand that spans the memory from its first to its last element, for strided
+        tensors.
         """
         last = sum((n - 1) * stride for n, stride in zip(self.shape, strides, strict=True))
         return Operand(self.name, (last + 1,), (1,), self.dtype, self.is_output)
 
 
 class Meaning(NamedTuple):
-    """One key of a problem's text, for people."""
+    """Description of one key of a problem's text."""
 
     text: str
     unit: str = ""
-    """Unit of its number; empty when it is not a count."""
+    """Unit of its number; empty if it is not a count."""
     default: str = ""
-    """Text where the field's default stands for the value of another key."""
+    """Text to show if the field's default means the value of another key."""
 
 
 class DescribedKey(NamedTuple):
@@ -84,7 +84,7 @@ class DescribedKey(NamedTuple):
     meaning: str
     unit: str
     default: str
-    """Value where the key is left out, ``required``, or the key that it may stand in for."""
+    """Default value, ``required``, or the key that may replace it."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Problem(ABC):
 
     @classmethod
     def from_keys(cls, values: Mapping[str, Any]) -> Self:
-        """Build from the textual keys (`keys`) with string or typed values."""
+        """Build a problem from text keys (`keys`) with string or typed values."""
         unknown = set(values) - set(cls.keys)
         if unknown:
             raise ConfigError(
@@ -161,7 +161,7 @@ class Problem(ABC):
 
     @classmethod
     def _missing(cls, key: str, parsed: Mapping[str, Any]) -> str:
-        """Text to give for a required key: itself, or the parts of it that are left."""
+        """Text that names a missing required key: itself, or its missing parts."""
         names = cls.keys[key].split("+")
         absent = [name for name in names if name not in parsed]
         if absent and len(absent) < len(names):
@@ -179,13 +179,13 @@ class Problem(ABC):
 
     @abstractmethod
     def label(self) -> str:
-        """Short text for people, in the syntax of `parse`."""
+        """Short text in the syntax of `parse`."""
 
     @property
     @abstractmethod
     def flops(self) -> int:
-        """Floating-point operations of the operation itself; a causal mask counts half, a sliding
-        window what it lets through.
+        """Floating-point operations of the operation. A causal mask counts half, a sliding window
+        its visible pairs.
         """
 
     @property
@@ -205,28 +205,28 @@ class Problem(ABC):
 
     @property
     def output(self) -> Operand:
-        """The only output, or the last of several."""
+        """Only output, or the last of several."""
         return self.operands[-1]
 
     @property
     def tensor_rate(self) -> int:
-        """Operations a clock of the tensor cores, over those that 16-bit operands get."""
+        """Tensor-core rate relative to that of 16-bit operands."""
         return 1
 
     @property
     def bytes(self) -> int:
-        """Fewest bytes moved: each input read once, each output written once."""
+        """Minimum bytes moved: each input read once, each output written once."""
         return sum(operand.bytes for operand in self.operands)
 
 
 def listing(problems: Iterable[Problem]) -> str:
-    """The text of a file for ``tuner sweep --problems``: JSON, a line a problem."""
+    """Text of a file for ``tuner sweep --problems``: JSON, one line a problem."""
     lines = [json.dumps(f"op={problem.op},{problem.label()}") for problem in problems]
     return "[\n  " + ",\n  ".join(lines) + "\n]\n" if lines else "[]\n"
 
 
 def _default_text(value: Any) -> str:
-    """A default as it is typed behind its key; ``none`` of an empty text."""
+    """Default value as it is typed after its key; ``none`` for an empty string."""
     if isinstance(value, bool | float):
         return f"{value:g}"
     return DTYPE_SHORT.get(value, str(value)) or "none"
@@ -267,20 +267,20 @@ def _to_float(value: Any) -> float | None:
 
 
 def check_extent(key: str, value: int, minimum: int = 1, maximum: int = MAX_EXTENT) -> None:
-    """Refuse a dimension outside `minimum` to `maximum`.
+    """Check that a dimension is from `minimum` to `maximum`.
 
     Raises:
-        ConfigError: for one outside.
+        ConfigError: when it is not.
     """
     if not minimum <= value <= maximum:
         raise ConfigError(f"{key}={value} is out of range (allowed: {minimum} to {maximum})")
 
 
 def check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Refuse a value that is none of those allowed.
+    """Check that a value is allowed.
 
     Raises:
-        ConfigError: for any other.
+        ConfigError: when it is not.
     """
     if value not in allowed:
         names = ", ".join(DTYPE_SHORT.get(name, name) for name in allowed)
@@ -289,12 +289,12 @@ def check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
 
 
 def doublings(one: Problem, other: Problem) -> float:
-    """Doublings between two problems' sizes, and one for every other difference: finite between
-    the classes of an operation too.
+    """Distance of two problems: doublings between their sizes, plus one for every other difference.
+    It is finite between different classes of an operation.
     """
     here, there = _facts(one), _facts(other)
 
-    def between(a: Any, b: Any) -> float:  # None where only one of them has a feature
+    def between(a: Any, b: Any) -> float:  # None if only one of them has a feature
         if type(a) is int and type(b) is int and a and b:
             return abs(math.log2(a / b))
         return float(a != b)

@@ -1,4 +1,4 @@
-"""Problems that serving engines pose: attention over a paged cache, from a model's ``config.json``.
+"""Problems of serving engines: attention over a paged cache, from a model's ``config.json``.
 
 An engine's step decodes many sequences, takes a chunk of a long prompt, or takes as many whole
 prompts as fill it. Sizes are rounded as the runtime rounds those of a call.
@@ -25,8 +25,8 @@ DECODERS = (
     *("gemma2", "gemma3", "gemma3_text", "gpt_oss", "granite", "mixtral", "olmo2", "phi3"),
     *("qwen2_moe", "qwen3_moe"),
 )
-"""Kinds of model whose attention is plain, by `model_type`."""
-#: Kinds without `layer_types` whose layers alternate between a window and all keys.
+"""Model types with plain attention, by `model_type`."""
+#: Model types without `layer_types` whose layers alternate between a window and all keys.
 ALTERNATING = ("gemma2", "gemma3", "gemma3_text", "gpt_oss")
 #: Kinds whose window is off where their configuration does not say `use_sliding_window`.
 OFF = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
@@ -34,7 +34,7 @@ OFF = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 
 @dataclass(frozen=True)
 class Engine:
-    """How an engine lays out its cache, and what it puts into a step, by its defaults."""
+    """Cache layout of an engine and its default batch of a step."""
 
     page_size: int
     """Keys of a page."""
@@ -60,7 +60,7 @@ class Decoder:
     heads_kv: int
     head_dim: int
     positions: int
-    """Longest sequence that the model was made for; 0 where its configuration does not say."""
+    """Maximum sequence length of the model; 0 if its configuration does not say."""
     windows: tuple[int, ...]
     """Keys that a query sees, its own among them, by kind of layer; 0: all."""
     softcap: float

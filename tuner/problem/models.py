@@ -44,7 +44,7 @@ TENSORS: Mapping[str, tuple[str, str, str]] = {
     "per_head": (PER_HEAD, PER_HEAD, PER_HEAD),
     "per_head_value": (BHSD, BHSD, PER_HEAD),
 }
-"""Memory of query, key and value, as a layer without a cache hands them to attention.
+"""Memory layout of query, key and value that a layer without a cache passes to attention.
 
 ``bshd`` and ``bhsd`` are dense. ``joined`` is a view of one projection, whose rows hold all query
 heads, then all key heads, then all value heads. In ``per_head`` the rows hold query, key and value
@@ -66,17 +66,17 @@ class Stack:
     head_dim: int = 0
     """0: `hidden` over `heads`."""
     intermediate: int = 0
-    """Width of the feed-forward layer; 0 where the stack has none, or experts in its place."""
+    """Width of the feed-forward layer; 0 if the stack has none, or experts instead."""
     activation: str = OTHER
     mask: str = "causal"
     positions: int = 0
-    """Most tokens of a sequence; 0 where `lengths` says all."""
+    """Maximum tokens of a sequence; 0 if `lengths` lists all."""
     lengths: tuple[int, ...] = ()
-    """The only numbers of tokens that come up, as of patches."""
+    """Only possible numbers of tokens, as of patches."""
     keys: tuple[int, ...] = ()
     """Numbers of keys of cross attention."""
     context: int = 0
-    """Width of what cross attention's keys are made from; 0: `hidden`."""
+    """Input width of cross attention's keys; 0: `hidden`."""
     window: int = 0
     """Keys that a query sees, its own among them; under a full mask those on each side. 0: all."""
     softcap: float = 0.0
@@ -122,22 +122,22 @@ class Stack:
 
     @property
     def is_generating(self) -> bool:
-        """Its tokens come one after the other: it decodes with a cache."""
+        """True if it generates tokens one by one, with a cache."""
         return self.mask != "full" and not self.lengths
 
     @property
     def has_logits(self) -> bool:
-        """Its last layer is followed by the projection to the vocabulary."""
+        """True if its last layer is followed by the projection to the vocabulary."""
         return bool(self.vocab) and self.mask == "causal"
 
     @property
     def has_position_bias(self) -> bool:
-        """Something that depends on the positions is added to the scores."""
+        """True if a bias that depends on the positions is added to the scores."""
         return self.is_alibi or self.is_relative
 
     @property
     def has_joined_projection(self) -> bool:
-        """One linear layer makes queries, keys and values."""
+        """True if one linear layer computes queries, keys and values."""
         lies = set(TENSORS[self.tensors])
         return self.is_qkv_joined or bool(lies & {JOINED, PER_HEAD})
 
@@ -182,7 +182,7 @@ def public_models() -> Mapping[str, PublicModel]:
 
 
 def read(path: Path) -> Mapping[str, PublicModel]:
-    """Models of a file of that form.
+    """Read the models of a file of that form.
 
     Raises:
         ConfigError: as `public_models`.

@@ -1,7 +1,7 @@
-"""Calls drawn from public models: attention and products with the sizes, types, strides and masks
-that the models give them.
+"""Calls drawn from public models: attention and GEMMs with the models' sizes, types, strides and
+masks.
 
-How a call is drawn, each choice by its own number from a hash of seed, index and name:
+Rules of drawing a call. Each choice has its own random number, from a hash of seed, index and name:
 
 - the model: each equally likely; its tensor-parallel ranks: each that the model names.
 - its layer: by how many of the model's layers are of its kind. Half of the calls are attention.
@@ -50,19 +50,19 @@ MAX_TOKENS = 65536
 MAX_ROWS = 16384
 MAX_BATCH, MAX_DECODING_BATCH, MAX_QUERIES = 32, 128, 16
 MAX_BYTES, MAX_FLOPS = 12 << 30, 4e13
-"""Most memory of a call's operands and mask, and most work of it."""
+"""Maximum bytes of a call's operands and mask, and maximum FLOPs."""
 HELD_OUT_OF = 4
-"""One group of models in so many is held out."""
+"""One group of models in this many is held out."""
 HELD_OUT_SALT = 3
 """First whole number that holds out a fifth to a third of the models, with models of every field on
 both sides. It was chosen before anything was measured.
 """
 HALF_TYPES: tuple[DType, ...] = ("float16", "bfloat16")
-"""Types that a float32 checkpoint is run in."""
+"""Types in which a float32 checkpoint is run."""
 VOCAB_STEP = 64
 """Ranks that share the logits' columns pad them to a multiple of this before."""
 TRIES = 20
-"""Draws for each call that is wanted, before a small population counts as exhausted."""
+"""Draws for each requested call before a small population counts as exhausted."""
 
 PADDING, LOWER_RIGHT, POSITIONS = "padding", "lower_right", "positions"
 """Masks, in this order:
@@ -94,7 +94,7 @@ class View:
 
 @dataclass(frozen=True)
 class ModelCall:
-    """One call as a model makes it."""
+    """One call of a model."""
 
     model: str
     stack: str
@@ -111,7 +111,7 @@ class ModelCall:
 
     @property
     def label(self) -> str:
-        """Line for people, which tells the call from all others."""
+        """Line that identifies the call."""
         parts = [f"{self.model}/{self.stack} {self.kind}: {self.problem.op}", self.problem.label()]
         parts += [f"ranks={self.ranks}"] if self.ranks > 1 else []
         parts += [f"mask={self.mask}"] if self.mask else []
@@ -124,7 +124,7 @@ class ModelCall:
 
     @property
     def key(self) -> str:
-        """Hash of what is computed on which memory, whatever the model."""
+        """Hash of the computation and its memory layout, independent of the model."""
         text = repr((self.problem.key, self.views, self.mask))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -147,18 +147,18 @@ class ModelCall:
 
 
 class Chance:
-    """Numbers that depend on a seed and a name alone, on every platform and Python.
+    """Random numbers that depend only on a seed and a name, equal on every platform and Python.
 
     Args:
-        seed: of all calls.
-        index: which of them.
+        seed: seed of all calls.
+        index: index of the call.
     """
 
     def __init__(self, seed: int | str, index: int) -> None:
         self._prefix = f"{seed}/{index}"
 
     def below(self, count: int, name: str) -> int:
-        """A whole number from 0 to `count` - 1, each equally likely but for 2^-32."""
+        """Integer from 0 to `count` - 1, each equally likely to within 2^-32."""
         text = f"{self._prefix}/{name}".encode()
         return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") * count >> 64
 
@@ -205,15 +205,15 @@ def subset(names: str) -> tuple[PublicModel, ...]:
 
 
 def draw(seed: int | str, count: int, models: Collection[PublicModel]) -> list[ModelCall]:
-    """The first `count` distinct calls of a seed: of two counts one begins as the other.
+    """First `count` distinct calls of a seed. A smaller count gives a prefix of a larger one.
 
     Args:
-        seed: any number or text, as a commit's hash.
-        count: of calls.
-        models: what they are drawn from.
+        seed: any text, for example a commit's hash.
+        count: number of calls.
+        models: models to draw from.
 
     Raises:
-        ConfigError: when the models have fewer calls than that.
+        ConfigError: when the models have fewer distinct calls.
     """
     if count < 1 or not models:
         raise ConfigError(f"count={count} of {len(models)} models (allowed: 1 and more of both)")
@@ -228,7 +228,7 @@ def draw(seed: int | str, count: int, models: Collection[PublicModel]) -> list[M
 
 
 def _drawn(chance: Chance, models: Sequence[PublicModel]) -> ModelCall | None:
-    """A call, or None where this one is too large or of a stack that makes none of its kind."""
+    """Draw a call; None if it is too large, or its stack does not make calls of this kind."""
     model = chance.one_of(models, "model")
     ranks = chance.one_of(model.shards, "ranks")
     dtype = model.dtype
@@ -325,7 +325,7 @@ def _attention(
 
 
 def _laid_out(problem: AttentionProblem, views: Sequence[View]) -> AttentionProblem:
-    """The problem in the first layout that the views have, or (B, S, H, D) where they have none."""
+    """Problem in the first layout that matches the views, or (B, S, H, D) if none does."""
     for layout in LAYOUTS:
         found = replace(problem, layout=layout)
         if all(map(_lies, views, found.matrices)):

@@ -1,5 +1,5 @@
-"""Lists of problems: those that a dense Transformers model poses, from its ``config.json``, and
-those of a range of shapes.
+"""Lists of problems: those of a dense Transformers model, from its ``config.json``, and those of a
+range of shapes.
 
 A layer is one attention and the GEMMs around it, as Transformers computes them. A decoder fills a
 cache, whose keys lie head by head. Each projection is a product of its own. Weights of `nn.Linear`
@@ -25,12 +25,12 @@ from tuner.problem import (
 )
 from tuner.problem.swiglu import STEP as SWIGLU_STEP
 
-#: Encoders: every token sees every other.
+#: Encoders, in which every token sees every other.
 ENCODERS = ("bert", "roberta", "xlm-roberta")
 #: Causal decoders of one layout: separate projections, grouped keys, a gate of the shape of the
 #: projection that it gates.
 GATED = ("gemma", "llama", "mistral", "qwen2", "qwen3")
-#: Of these the ones whose gate is SiLU where the configuration names no activation.
+#: Decoders of these whose gate is SiLU if the configuration does not name an activation.
 SILU = ("llama", "mistral", "qwen2", "qwen3")
 #: Operations that are listed, in the order of a layer.
 OPS = ("attention", "gemm", "swiglu")
@@ -58,16 +58,16 @@ class Model:
     intermediate_size: int
     vocabulary: int
     positions: int
-    """Longest sequence that the model was made for; 0 where its configuration does not say."""
+    """Maximum sequence length of the model; 0 if its configuration does not say."""
     window: int
-    """Keys that a query sees at most; 0 for all."""
+    """Maximum keys that a query sees; 0 for all."""
     dtype: str
     has_swiglu: bool = False
-    """True when the feed-forward layer is a gated product with SiLU."""
+    """True if the feed-forward layer is gated with SiLU."""
 
     @classmethod
     def read(cls, path: Path) -> Model:
-        """Read a ``config.json``; of a model of several parts, its text part.
+        """Read a ``config.json``. For a model of several parts, read its text part.
 
         Raises:
             ConfigError: when it cannot be read, lacks a size, or is of a kind whose layers are not
@@ -77,10 +77,10 @@ class Model:
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Model:
-        """From the fields of a configuration.
+        """Make a model from the fields of a configuration.
 
         Raises:
-            ConfigError: as `read`.
+            ConfigError: as in `read`.
         """
         kind = data.get("model_type")
         if kind not in KINDS:
@@ -121,15 +121,15 @@ def problems(
     """Every distinct problem of a forward pass.
 
     Args:
-        model: whose.
+        model: model to list.
         batches: sequences at a time.
-        seqlens: tokens of a sequence; with `decode`, those in the cache.
-        decode: one new token a sequence instead of all of them.
-        dtype: in place of the model's own.
+        seqlens: tokens of a sequence; with `decode`, tokens in the cache.
+        decode: True for one new token a sequence instead of all tokens.
+        dtype: data type, instead of the model's own.
         ops: operations to list.
 
     Raises:
-        ConfigError: when a shape has no problem here.
+        ConfigError: when a shape is not supported.
     """
     name = DTYPE_ALIASES.get(dtype or model.dtype, "")
     if name not in ("float16", "bfloat16"):
@@ -255,10 +255,10 @@ def configuration(path: Path) -> Mapping[str, Any]:
 
 
 def size(data: Mapping[str, Any], quantity: str, default: int | None = None) -> int:
-    """A quantity by whichever of its names the configuration has.
+    """Value of a quantity under any of its names in the configuration.
 
     Raises:
-        ConfigError: when it has none and there is no default, or not a number.
+        ConfigError: when it has none of the names and there is no default, or it is not a number.
     """
     for name in NAMES[quantity]:
         if data.get(name) is not None:
@@ -269,10 +269,10 @@ def size(data: Mapping[str, Any], quantity: str, default: int | None = None) -> 
 
 
 def whole(name: str, value: Any, least: int = 1) -> int:
-    """A field's whole number.
+    """Integer value of a field.
 
     Raises:
-        ConfigError: when it is not one, or less than `least`.
+        ConfigError: when it is not an integer, or less than `least`.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{name}={value!r} of the model is not a whole number from {least} up")
