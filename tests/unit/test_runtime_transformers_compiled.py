@@ -1,6 +1,7 @@
 """`attn_implementation="tuner"` under torch.compile: small models with random weights, CPU tensors.
 
-A tuned kernel that is exact stands for all; `sdpa`, not compiled, is the reference.
+A tuned kernel that is exact stands for all; `sdpa`, not compiled, is the reference. Dynamo decides
+about masks and caches, so those graphs are run by the backend `eager`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ GROUPED = {**SMALL, "num_key_value_heads": 2}
 GPT2 = {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
 VIT = {"image_size": 16, "patch_size": 4, "num_channels": 3}
 OFF = {"attention_dropout": 0.0, "attention_probs_dropout_prob": 0.0, "attn_pdrop": 0.0}
+#: For the configurations of all architectures.
+ONE_LAYER = {"num_hidden_layers": 1, "n_layer": 1}
 #: Architecture -> its configuration's class and values.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "LlamaForCausalLM": ("LlamaConfig", GROUPED),
@@ -78,10 +81,10 @@ def test_every_layer_is_served_in_one_graph(tuned: SimpleNamespace, name: str) -
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_layer_is_trained_in_one_graph(tuned: SimpleNamespace, name: str) -> None:
+def test_a_layer_is_trained_in_one_graph(tuned: SimpleNamespace, name: str) -> None:
     grads = []
     for implementation in ("tuner", "sdpa"):
-        model = made(name, implementation).train()
+        model = made(name, implementation, **ONE_LAYER).train()
         for module in model.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
@@ -90,7 +93,7 @@ def test_every_layer_is_trained_in_one_graph(tuned: SimpleNamespace, name: str) 
             call = torch.compile(model, fullgraph=True, backend="aot_eager")
         call(**arguments(name)).logits.float().square().mean().backward()
         grads.append({k: p.grad for k, p in model.named_parameters() if p.grad is not None})
-    assert len(tuned.problems) == 2
+    assert len(tuned.problems) == 1
     assert tuned.counters.stats().fallbacks == {}
     assert grads[0].keys() == grads[1].keys()
     for key, wanted in grads[1].items():
@@ -102,7 +105,7 @@ def test_lengths_that_vary_are_one_graph(tuned: SimpleNamespace) -> None:
     model, reference = (
         made("LlamaForCausalLM", way, num_hidden_layers=1) for way in ("tuner", "sdpa")
     )
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+    compiled = torch.compile(model, fullgraph=True, backend="eager", dynamic=True)
     for length in (LENGTH, 20, 33):
         given = arguments("LlamaForCausalLM", length)
         assert near(compiled(**given).logits, reference(**given).logits, 1e-2)
@@ -118,7 +121,7 @@ def test_padding_is_masked(tuned: SimpleNamespace, name: str, side: str) -> None
     mask = torch.ones_like(given["input_ids"])
     mask[0, slice(0, 4) if side == "left" else slice(-4, None)] = 0
     model, reference = (made(name, way, num_hidden_layers=1) for way in ("tuner", "sdpa"))
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
     found = compiled(**given, attention_mask=mask).logits
     wanted = reference(**given, attention_mask=mask).logits
     assert near(found[mask > 0], wanted[mask > 0], 1e-2)
@@ -134,7 +137,7 @@ def test_windows_are_masked_where_they_hide_keys(tuned: SimpleNamespace) -> None
         torch.manual_seed(0)
         model = transformers.MistralForCausalLM._from_config(config, attn_implementation="tuner")
         given = arguments("MistralForCausalLM", length)
-        compiled = torch.compile(model.eval().bfloat16(), fullgraph=True, backend="aot_eager")
+        compiled = torch.compile(model.eval().bfloat16(), fullgraph=True, backend="eager")
         found = compiled(**given).logits
         model.set_attn_implementation("sdpa")
         assert near(found, model(**given).logits, 1e-2)
@@ -147,7 +150,7 @@ def test_a_cache_that_grows(tuned: SimpleNamespace) -> None:
     model, reference = (  # each step is another graph: of as few operations as there may be
         made("LlamaForCausalLM", way, num_hidden_layers=1) for way in ("tuner", "sdpa")
     )
-    compiled = torch.compile(model, backend="aot_eager")
+    compiled = torch.compile(model, backend="eager")
     ids = arguments("LlamaForCausalLM")["input_ids"]
     found = []
     for call in (compiled, reference):
@@ -169,7 +172,7 @@ def test_packed_sequences_are_masked(tuned: SimpleNamespace) -> None:
     model, reference = (
         made("LlamaForCausalLM", way, num_hidden_layers=1) for way in ("tuner", "sdpa")
     )
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
     found = compiled(**given).logits
     assert near(found, reference(**given).logits, 1e-2)
     assert [bool(p.mask) for p in tuned.problems] == [True]

@@ -231,7 +231,7 @@ class Store(ABC):
     ) -> ImportReport:
         """Import an exported document, as a whole or not at all. It holds only data.
 
-        A decision made by this store is kept over an imported one. Of two imported ones the newer
+        A decision made by this store is kept over an imported one. The newer of two imported ones
         is kept.
 
         Args:
