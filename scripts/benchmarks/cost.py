@@ -312,7 +312,9 @@ def by_spread(judged: Sequence[Mapping[str, Any]]) -> str:
             found = [row["spearman"] for row in group]
             rows.append(
                 (
-                    f"{100 * low:.0f} to {100 * high:.0f} %",
+                    f"{100 * low:.0f} % and more"
+                    if math.isinf(high)
+                    else f"{100 * low:.0f} to {100 * high:.0f} %",
                     str(len(group)),
                     str(sum(value >= AIM for value in found)),
                     f"{statistics.median(found):.2f}",

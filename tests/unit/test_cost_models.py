@@ -210,6 +210,20 @@ def test_the_judgement_is_of_problems_left_out(toy: Toy) -> None:
         assert row["spearman"] == pytest.approx(1.0)
         assert row["best_over_lowest"] == 1.0
         assert abs(row["bias"]) < 0.1
+        assert row["error"] < 0.01 < row["spread"]
+
+
+def test_problems_are_grouped_by_the_spread_of_their_times() -> None:
+    rows = [
+        {"spread": spread, "spearman": rank, "error": 0.01}
+        for spread, rank in ((0.01, 0.2), (0.02, 0.9), (0.03, 0.5), (0.4, 1.0), (0.4, None))
+    ]
+    lines = [line.split() for line in cost.by_spread(rows).splitlines()[2:]]
+    assert [line[:-2] for line in lines] == [
+        ["0", "to", "3", "%", "2", "1", "0.55"],
+        ["3", "to", "6", "%", "1", "0", "0.50"],
+        ["20", "%", "and", "more", "1", "1", "1.00"],
+    ]
 
 
 def test_another_regime_is_another_thing(toy: Toy) -> None:

@@ -36,6 +36,21 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return files_of(tmp_path_factory.mktemp("whole") / "s.sqlite")
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("written") / "s.sqlite"
+    fill(path)
+    return path.read_bytes()
+
+
+@pytest.fixture
+def path(written: bytes, tmp_path: Path) -> Path:
+    """A store with something in every table."""
+    path = tmp_path / "s.sqlite"
+    path.write_bytes(written)
+    return path
+
+
 @pytest.fixture
 def stores(files: dict[str, bytes], tmp_path: Path, long_mode: bool) -> Iterator[Path]:
     return damaged(files, tmp_path / "damaged", LONG if long_mode else SHORT, seed=1)
@@ -192,9 +207,7 @@ def test_every_fault_of_a_damaged_file_is_a_store_error(
         "digest = replace(digest, 'a', 'b') || id",
     ],
 )
-def test_a_measurement_that_changed_is_not_shown(change: str, tmp_path: Path) -> None:
-    path = tmp_path / "s.sqlite"
-    fill(path)
+def test_a_measurement_that_changed_is_not_shown(change: str, path: Path) -> None:
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute("DROP TRIGGER measurements_immutable")
         connection.execute(f"UPDATE measurements SET {change}")
@@ -209,10 +222,8 @@ def test_a_measurement_that_changed_is_not_shown(change: str, tmp_path: Path) ->
             store.measurements()
 
 
-def test_a_byte_of_the_schema_s_text_that_is_no_character(tmp_path: Path) -> None:
+def test_a_byte_of_the_schema_s_text_that_is_no_character(path: Path) -> None:
     """SQLite quotes it in its message, which Python then cannot read."""
-    path = tmp_path / "s.sqlite"
-    fill(path)
     content = path.read_bytes()
     path.write_bytes(content.replace(b"CREATE TABLE builds (", b"CREATE TAB\xffE builds ("))
     for call in (
@@ -252,9 +263,7 @@ def test_a_byte_of_the_schema_s_text_that_is_no_character(tmp_path: Path) -> Non
         ("UPDATE tuner_version SET version_num = x'00'", {"lookup", "open"}),
     ],
 )
-def test_values_that_nobody_wrote(statement: str, met: set[str], tmp_path: Path) -> None:
-    path = tmp_path / "s.sqlite"
-    fill(path)
+def test_values_that_nobody_wrote(statement: str, met: set[str], path: Path) -> None:
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute("DROP TRIGGER measurements_immutable")
         connection.execute(statement)
