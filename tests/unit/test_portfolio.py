@@ -284,8 +284,12 @@ class TestKin:
             assert found.config["combine"] == "kernel" and found.config["splits"] > 1
             many = known.select(replace(problem, batch=400))
             assert many is not None and many.config["splits"] == 1
-            kernels = {target.config["tile_n"] for target in targets(known)
-                       if Domain.of(target.problem) == Domain.of(replace(problem, seqlen_q=256))}  # fmt: skip
+            many = Domain.of(replace(problem, seqlen_q=256))
+            kernels = {
+                target.config["tile_n"]
+                for target in targets(known)
+                if Domain.of(target.problem) == many
+            }
             assert kernels == {64}, "one kernel with all of its ways"
 
     def test_each_is_served_once(self) -> None:

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: when there is too little to make one from, or FILE is of another operation or
             GPU.
-        StoreError: when the store cannot be read, or the file not written.
+        StoreError: when the store cannot be read, or the file cannot be written.
     """
     from tuner.base.output import check_place
     from tuner.errors import ConfigError

@@ -18,7 +18,7 @@ from tuner.families.arguments import Arguments
 SOURCE = "block_quantiser.cu"
 """Under ``templates/``."""
 HEADERS = ("arguments.h", "ptx.h")
-"""Headers there that it includes."""
+"""Headers under ``templates/`` that it includes."""
 ARGUMENTS = Arguments(
     tensors=("rows", "elements", "factors"),
     integers=("m", "k", "row_stride", "block_stride", "pdl"),

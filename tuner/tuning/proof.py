@@ -1,10 +1,10 @@
 """Proofs of built kernels (`tuner prove`): the numerics gate on problems drawn from a kernel's
 whole domain.
 
-A kernel passes all of its trials, or it has a fault, which names the first that it failed. The
-verdict is written into the kernel list before the next kernel's turn, so that a run that ended
-early goes on where it was. Several workers prove side by side on one GPU: correctness does not
-depend on what else runs there, time does.
+A kernel either passes all of its trials, or has a fault, which names the first failed one. The
+verdict is written to the kernel list before the next kernel starts, so that an interrupted run
+continues there. Several workers prove side by side on one GPU: correctness does not depend on what
+else runs there, time does.
 
 A proof is about machine code. `carry` gives it to an artifact of another text with equal code.
 """
@@ -190,13 +190,14 @@ class Prover:
     """Proves the kernels of one list, as many at a time as there are workers.
 
     Args:
-        gpu: where.
-        driver: its version, which the proofs name.
+        gpu: GPU to check on.
+        driver: driver version, recorded in the proofs.
         workers: each checks one candidate at a time in a process of its own, on one GPU.
-        problems: trials of a kernel, at least.
-        seed: of the draws and of the inputs.
-        changed: told how far it is after each trial.
-        is_over: asked before each trial whether to end; what is at work then has no verdict.
+        problems: minimum trials of a kernel.
+        seed: random seed of the trials and of the inputs.
+        changed: callback for progress after each trial.
+        is_over: called before each trial; True ends the run, and the current kernel gets no
+            verdict.
     """
 
     def __init__(
@@ -216,8 +217,8 @@ class Prover:
         self._lock, self._is_stopped = threading.Lock(), threading.Event()
 
     def run(self, todo: ProofPlan) -> ProofProgress:
-        """Prove what waits, and write each verdict at once. A kernel that timed out beside others
-        is proven again, alone.
+        """Prove the waiting kernels, and write each verdict at once. A kernel that timed out beside
+        others is proven again, alone.
 
         Raises:
             BenchmarkError: when no worker can be started, the gate fails, or memory is short.
@@ -292,7 +293,7 @@ class Prover:
         todo: ProofPlan,
         progress: ProofProgress,
     ) -> Proof | str | None:
-        """The proof, the fault, or None where the run is over.
+        """Prove one kernel. Returns its proof or fault, or None if the run is over.
 
         Raises:
             _TimedOut: the fault, where the worker was too slow.
@@ -329,7 +330,7 @@ class Prover:
         artifacts: Mapping[str, Artifact],
         reference: Artifact,
     ) -> Ask:
-        # Unlike inputs for each trial; the worker's seeds are whole numbers.
+        # Different inputs for each trial; the worker's seeds are integers.
         text = f"{self._seed}:{target.config.digest}:{number}"
         return Ask(
             problem=trial.problem,
@@ -345,7 +346,7 @@ class Prover:
     def _enter(
         todo: ProofPlan, target: Target, artifacts: Mapping[str, Artifact], verdict: Proof | str
     ) -> None:
-        """Write a verdict into the list, for all kernels of the target."""
+        """Write a verdict to the list, for all kernels of the target."""
         judged = []
         for name, spec in target.kernels.items():
             kernel = todo.kernels.kernels[spec.key]

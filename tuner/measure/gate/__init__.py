@@ -40,7 +40,7 @@ REFERENCE = KernelSpec(
     "reference.cu.j2",
     arguments={command.name.lower(): COMMANDS[command] for command in Command},
 )
-"""The kernels that compute references; compiled like a candidate's."""
+"""Spec of the kernels that compute references. They are compiled like a candidate's."""
 
 
 class Gate:

@@ -61,7 +61,7 @@ class RowChunk:
         return found
 
     def integers(self, problem: AttentionProblem) -> dict[str, int]:
-        """Extents, strides and mask, as the reference's attention takes them."""
+        """Extents, strides and mask, in the form of the reference's attention."""
         left, right = problem.visible
         return {
             **attention_integers(problem, 4),

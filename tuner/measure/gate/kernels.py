@@ -87,13 +87,13 @@ class Kernels:
             self.device.fill16(band, POISON, GUARD_BYTES)
 
     def strayed(self, buffer: Guarded) -> int:
-        """16-bit words of both guard bands of a buffer that do not hold the poison."""
+        """Number of 16-bit words in both guard bands of a buffer that do not hold the poison."""
         size = {"bytes": GUARD_BYTES}
         counts = (self._ask(Command.COUNT_CHANGED, {"data": band}, size) for band in _bands(buffer))
         return sum(int.from_bytes(data[:8], "little") for data in counts)
 
     def checksum(self, pointer: int, size: int) -> int:
-        """Checksum of `size` bytes."""
+        """Checksum of `size` bytes of device memory."""
         data = self._ask(Command.CHECKSUM, {"data": pointer}, {"bytes": size})
         return int.from_bytes(data[:8], "little")
 
@@ -115,7 +115,9 @@ class Kernels:
         return OutputComparison.unpack(data, operand.elements)
 
     def copying(self, source: int, target: int, size: int, stream: Callable[[], int]) -> Call:
-        """A launch of the element-wise kernel that copies `size` bytes, on the stream of then."""
+        """Bound launch of the element-wise kernel that copies `size` bytes, on the stream at
+        that time.
+        """
         tensors = {"source": source, "target": target}
         ordered = _ordered(Command.COPY, tensors, {"bytes": size})
         return lambda: self._kernel.launch(*ordered, 0, stream())
@@ -204,13 +206,13 @@ class Buffers:
 
 
 def attention_integers(problem: AttentionProblem, tensors: int) -> dict[str, int]:
-    """Extents of an attention, and the strides of its first matrices, as its commands take them."""
+    """Extents of an attention and strides of its first matrices, in the commands' order."""
     matrices = problem.matrices[:tensors]
     return {**extents_of(problem), **named_strides({m.name: m.strides for m in matrices})}
 
 
 def softmax_integers(problem: Problem) -> dict[str, int]:
-    """Extents of a softmax as its commands take them.
+    """Extents of a softmax, in the commands' order.
 
     Raises:
         BenchmarkError: when the problem is not a softmax.
@@ -226,7 +228,7 @@ def softmax_integers(problem: Problem) -> dict[str, int]:
 
 
 def matrices(operand: Operand, name: str) -> tuple[int, int, dict[str, int]]:
-    """Batch, rows, and strides of batch, row and column of an operand with or without a batch.
+    """Batch, rows, and strides of batch, row and column of an operand, which may lack a batch.
 
     Args:
         operand: a matrix, or a batch of them.

@@ -209,9 +209,9 @@ class References:
         Args:
             problem: attention over the operands `query`, `key` and `value`.
             kind: of the inputs.
-            results: addresses of the fp32 output and of each row's maximum and sum.
+            results: addresses of the fp32 output, and of each row's maximum and sum.
             others: addresses of those of `ATTENTION_OTHERS` that there are.
-            scale: of the scores.
+            scale: scale of the scores.
         """
         at = self._buffers.sources
         reference, statistics = results
