@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from benchmarks import masks_served
 from benchmarks.call_times import Contender, Times, time_calls
+from benchmarks.masks_served import MASKS
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
 from tuner.compile.artifacts import ArtifactCache, LoadedKernel, load
@@ -32,14 +34,6 @@ from tuner.problem import AttentionProblem
 FAMILY = family("fused_attention")
 BATCH, HEADS, LENGTH = 4, 16, 4096
 HEAD_DIMS = (64, 128)
-DOCUMENT, WINDOW, PREFIX = 512, 1024, 512
-#: True where query q sees key k; of numbers, and of tensors of them.
-MASKS: Mapping[str, Callable[[Any, Any], Any]] = {
-    "causal": lambda q, k: k <= q,
-    "documents": lambda q, k: q // DOCUMENT == k // DOCUMENT,
-    "window": lambda q, k: (k <= q) & (q - k < WINDOW),
-    "prefix": lambda q, k: (k <= q) | (k < PREFIX),
-}
 #: (tile_n, score_buffers, kv_stages) of the configs that are tried.
 TILES = ((128, 1, 2), (128, 1, 3), (128, 2, 2), (64, 2, 2))
 Kernels = Mapping[Config, LoadedKernel]
@@ -300,8 +294,6 @@ def main(argv: Sequence[str]) -> int:
 
 def _served(names: Sequence[str], path: Path | None) -> int:
     """Time the calls of `masks_served`, print, write."""
-    from benchmarks import masks_served
-
     environment = dict(family("vendor_sdpa").environment())
     every: list[dict[str, Any]] = []
     for case in masks_served.cases(names):

@@ -1,21 +1,28 @@
 """`tuner.sparse_attention` at shapes that nobody tuned, beside compiled FlexAttention.
 
 ``scripts/bench masks --served`` times calls that the portfolio's kernels answer: few and many
-tiles, grouped heads, every compiled head dimension, soft caps, under masks of `masks.MASKS`. A case
+tiles, grouped heads, every compiled head dimension, soft caps, under the masks of `MASKS`. A case
 that FlexAttention answered says so, and has no time of an own kernel.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.call_times import Contender, Times, time_calls
-from benchmarks.masks import MASKS
 from tuner.problem import AttentionProblem
 
+DOCUMENT, WINDOW, PREFIX = 512, 1024, 512
+#: True where query q sees key k; of numbers, and of tensors of them.
+MASKS: Mapping[str, Callable[[Any, Any], Any]] = {
+    "causal": lambda q, k: k <= q,
+    "documents": lambda q, k: q // DOCUMENT == k // DOCUMENT,
+    "window": lambda q, k: (k <= q) & (q - k < WINDOW),
+    "prefix": lambda q, k: (k <= q) | (k < PREFIX),
+}
 SHAPES = (
     "B=1,H=8,S=256,D=64",
     "B=1,H=16,S=1024,D=64",

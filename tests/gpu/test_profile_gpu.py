@@ -9,7 +9,7 @@ from tuner.errors import BenchmarkError
 from tuner.families import family
 from tuner.families.base import KernelSpec
 from tuner.hardware import DEFAULT_GPU
-from tuner.measure import device, profile, profiler
+from tuner.measure import device, nsight, profile
 from tuner.measure.gate import REFERENCE
 from tuner.measurement import Environment, Regime
 from tuner.problem import AttentionProblem
@@ -30,7 +30,7 @@ def test_one_call_is_counted(compiler: Compiler) -> None:
     gpu = device.detect()
     assert gpu is not None
     try:
-        ncu = profiler.find_ncu()
+        ncu = nsight.find_ncu()
     except BenchmarkError as exc:
         pytest.skip(str(exc))
     specs = FAMILY.kernels(PROBLEM, CONFIG)
@@ -38,11 +38,11 @@ def test_one_call_is_counted(compiler: Compiler) -> None:
     artifacts = {name: future.result() for name, (_, future) in zip(specs, made, strict=True)}
     regime = Regime.default("attention")
     try:
-        found = profiler.profile(
+        found = nsight.profile(
             ncu, PROBLEM, CONFIG, gpu, regime, gate.result(), artifacts, Environment()
         )
     except BenchmarkError as exc:
-        if profiler.NOT_PERMITTED in str(exc):
+        if nsight.NOT_PERMITTED in str(exc):
             pytest.skip(str(exc))
         raise
     launches = FAMILY.launches(PROBLEM, CONFIG, 1.0)

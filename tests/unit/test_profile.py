@@ -19,7 +19,7 @@ from tuner.compile.artifacts import Artifact
 from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.hardware import DEFAULT_GPU, GPUS
-from tuner.measure import profile, profiled, profiler
+from tuner.measure import nsight, nsight_child, profile
 from tuner.measure.profile import Profile
 from tuner.measurement import Environment, Measurement, Regime, Status
 from tuner.problem import AttentionProblem
@@ -127,7 +127,7 @@ def profiled_by(ncu: Path, regime: Regime = REGIME, timeout_s: float = 60.0) -> 
     reference = Artifact("ref", Path("/ref.so"), "0", None, 0.0)
     kernels = {"attention": Artifact("key", Path("/key.so"), "1", None, 0.0)}
     environment = Environment({"driver": "580"})
-    return profiler.profile(
+    return nsight.profile(
         ncu,
         PROBLEM,
         CONFIG,
@@ -161,7 +161,7 @@ class TestRunning:
         assert asked["kernels"] == {"attention": ["key", "/key.so", "1"]}
 
     def test_a_cold_regime_flushes_the_caches(self) -> None:
-        cold = profiler.command(Path("ncu"), Path("t"), Regime("stream", "cold"), ["a", "b"])
+        cold = nsight.command(Path("ncu"), Path("t"), Regime("stream", "cold"), ["a", "b"])
         assert "--cache-control=all" in cold
         assert "--metrics=a,b" in cold
 
@@ -225,14 +225,14 @@ class TestRunning:
     def test_where_there_is_none(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PATH", str(tmp_path))
         monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
-        monkeypatch.setattr(profiler, "_PLACES", (str(tmp_path / "a"), str(tmp_path / "b")))
+        monkeypatch.setattr(nsight, "_PLACES", (str(tmp_path / "a"), str(tmp_path / "b")))
         with pytest.raises(BenchmarkError, match=r"Nsight Compute \(ncu\) is not in PATH"):
-            profiler.find_ncu()
+            nsight.find_ncu()
         with pytest.raises(BenchmarkError, match="is not in /nowhere/ncu"):
-            profiler.find_ncu(Path("/nowhere/ncu"))
+            nsight.find_ncu(Path("/nowhere/ncu"))
         (tmp_path / "cuda" / "bin").mkdir(parents=True)
         made = fake(tmp_path / "cuda" / "bin", "")
-        assert profiler.find_ncu() == made
+        assert nsight.find_ncu() == made
 
     def test_a_table_that_was_never_made(self, tmp_path: Path) -> None:
         with pytest.raises(BenchmarkError, match="no table"):
@@ -243,7 +243,7 @@ class TestCommand:
     def test_without_ncu_it_says_so(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(profiler, "_candidates", lambda: iter(()))
+        monkeypatch.setattr(nsight, "_candidates", lambda: iter(()))
         assert main(["profile", "--shape", "S=1024,D=64"]) == 1
         error = capsys.readouterr().err
         assert "Nsight Compute (ncu) is not in" in error
@@ -271,7 +271,7 @@ class TestCommand:
             asked.append(config)
             return replace(counted(), config=config)
 
-        monkeypatch.setattr(profiler, "find_ncu", lambda given: Path("ncu"))
+        monkeypatch.setattr(nsight, "find_ncu", lambda given: Path("ncu"))
         monkeypatch.setattr("tuner.measure.device.detect", lambda: DEFAULT_GPU)
         monkeypatch.setattr(cli, "_profile", profile_)
         arguments = ["profile", "--shape", "S=1024,D=64", "--store", store]
@@ -301,7 +301,7 @@ class TestCommand:
         store = f"sqlite:///{tmp_path}/s.sqlite"
         with open_store(store) as opened:
             opened.decide(PROBLEM, DEFAULT_GPU, REGIME, [measured], "sweep")
-        monkeypatch.setattr(profiler, "find_ncu", lambda given: Path("ncu"))
+        monkeypatch.setattr(nsight, "find_ncu", lambda given: Path("ncu"))
         monkeypatch.setattr("tuner.measure.device.detect", lambda: DEFAULT_GPU)
         monkeypatch.setattr("tuner.compile.toolchain.find_toolchain", lambda: pytest.fail("used"))
         assert main(["profile", "--shape", "S=1024,D=64", "--store", store]) == 1
@@ -319,7 +319,7 @@ class TestCommand:
 
 def test_the_request_says_all_that_the_profiled_process_needs() -> None:
     reference = Artifact("ref", Path("/ref.so"), "0", None, 0.0)
-    asked = profiled.request(PROBLEM, CONFIG, reference, {"attention": reference})
-    assert profiled._artifact(asked["reference"]) == reference
+    asked = nsight_child.request(PROBLEM, CONFIG, reference, {"attention": reference})
+    assert nsight_child._artifact(asked["reference"]) == reference
     assert asked["problem"] == PROBLEM.to_json()
     assert os.path.isabs(asked["kernels"]["attention"][1])  # noqa: PTH117  # text from JSON

@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from tuner.cli.entries import known_entries
     from tuner.errors import BenchmarkError, ConfigError
-    from tuner.measure import profiler
+    from tuner.measure import nsight
     from tuner.measure.device import detect
     from tuner.measure.profile import keep
     from tuner.measurement import Status
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--timeout {args.timeout:g} is out of range (allowed: above 0)")
     problem = PROBLEMS[args.op].parse(args.shape)
     regimes = usual_inputs(args, problem.op)
-    ncu = profiler.find_ncu(args.ncu)
+    ncu = nsight.find_ncu(args.ncu)
     gpu = detect()
     if gpu is None:
         raise BenchmarkError("there is no NVIDIA GPU to profile on", status=Status.UNAVAILABLE)
@@ -141,7 +141,7 @@ def _profile(
     from tuner.compile.toolchain import find_toolchain
     from tuner.errors import NoValidConfigError
     from tuner.families import family
-    from tuner.measure import device, profiler
+    from tuner.measure import device, nsight
     from tuner.measure.gate import REFERENCE
     from tuner.measurement import Environment
 
@@ -158,7 +158,7 @@ def _profile(
         gate = reference.result()
     facts = {"nvcc": tools.nvcc_version, "cutlass": tools.cutlass_version}
     environment = Environment({**device.environment().facts, **facts})
-    return profiler.profile(
+    return nsight.profile(
         ncu, problem, config, gpu, regime, gate, made, environment, timeout_s=timeout_s
     )
 

@@ -1,7 +1,7 @@
 """Counters of Nsight Compute: their names and meanings, and profiles read and stored.
 
 A profile is a JSON file under ``profiles/`` of the cache folder, named by its problem, GPU and
-config. `tuner.measure.profiler` makes it; reports show it.
+config. `tuner.measure.nsight` makes it; reports show it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Process to profile, started under ncu: ``python -m tuner.measure.profiled REQUEST.json``.
+"""Process to profile, started under ncu: ``python -m tuner.measure.nsight_child REQUEST.json``.
 
 It prepares a call as the numerics gate does (normal inputs) and runs it a few times. Then it runs
 the call once between the marks of the CUDA profiler. ncu counts only between them

@@ -22,7 +22,7 @@ from tuner.compile.artifacts import Artifact
 from tuner.config import Config
 from tuner.errors import BenchmarkError, CompileError
 from tuner.hardware import Gpu
-from tuner.measure import profiled
+from tuner.measure import nsight_child
 from tuner.measure.profile import COUNTERS, Profile, read_csv
 from tuner.measurement import Environment, Regime, Status
 from tuner.problem import Problem
@@ -94,7 +94,7 @@ def profile(
     with tempfile.TemporaryDirectory(prefix="tuner-profile-") as name:
         folder = Path(name)
         request = folder / "request.json"
-        request.write_text(json.dumps(profiled.request(problem, config, reference, kernels)))
+        request.write_text(json.dumps(nsight_child.request(problem, config, reference, kernels)))
         table = folder / "counters.csv"
         asked = [counter.metric for counter in COUNTERS]
         ended = _run([*command(ncu, table, regime, asked), str(request)], folder, timeout_s)
@@ -125,7 +125,7 @@ def command(ncu: Path, table: Path, regime: Regime, metrics: Sequence[str]) -> l
         "--page=raw",
         f"--log-file={table}",
         f"--metrics={','.join(metrics)}",
-        *python_command("-m", profiled.__name__),
+        *python_command("-m", nsight_child.__name__),
     ]
 
 
