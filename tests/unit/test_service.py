@@ -273,7 +273,7 @@ class TestState:
         self, client: TestClient, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         assert client.get("/healthz").json()["status"] == "ok"
-        monkeypatch.setattr("tuner.service.served.STALE_S", 0.0)
+        monkeypatch.setattr("tuner.service.decisions.STALE_S", 0.0)
         answer = client.get("/healthz")
         assert (answer.status_code, answer.json()["status"]) == (503, "stale")
 

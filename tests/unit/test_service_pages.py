@@ -34,9 +34,9 @@ from tuner.report import assets
 from tuner.report.palette import DARK, LIGHT, colours
 from tuner.report.spec import CONFIG
 from tuner.service.app import create_app
+from tuner.service.decisions import DecisionTable
 from tuner.service.pages import overview, render, table, trials
 from tuner.service.pages.highlight import highlight
-from tuner.service.served import DecisionTable
 from tuner.service.tokens import Tokens
 from tuner.store import Entry, Store, open_store
 from tuner.store.jobs import result_of

@@ -117,7 +117,7 @@ class Gemv(Family):
             return f"K={problem.k} is not a multiple of {VECTOR} (16-byte loads)"
         if problem.batch > MAX_BATCH:
             return f"batch {problem.batch} exceeds {MAX_BATCH}"
-        if smem_bytes(problem, _LEAST) > SMEM_PER_BLOCK_BYTES:
+        if smem_bytes(problem, _SMALLEST) > SMEM_PER_BLOCK_BYTES:
             return f"{problem.m} rows of K={problem.k} exceed a block's shared memory"
         return ""
 
@@ -321,7 +321,7 @@ def registers(config: Config) -> int:
 #: Warps that multiply, and those of them that divide K.
 _WARPS = ((4, 4), (8, 8), (16, 16), (8, 4), (4, 2))
 #: Of the space, what needs the least shared memory beside A.
-_LEAST = Config(Gemv.name, {"warps": 4, "k_warps": 4, "row_tiles": 1, "pieces": 4, "stages": 6})
+_SMALLEST = Config(Gemv.name, {"warps": 4, "k_warps": 4, "row_tiles": 1, "pieces": 4, "stages": 6})
 
 
 def _compiled(problem: GemmProblem) -> Iterator[dict[str, Value]]:

@@ -30,12 +30,12 @@ from tuner.service.bodies import (
     Op,
     Shape,
 )
+from tuner.service.decisions import Question, ServedDecisions, entries_json
 from tuner.service.guard import HEALTH_PATH, OPEN_PATHS, Guard
 from tuner.service.metrics import CONTENT_TYPE, Metrics
 from tuner.service.pages.render import error_page, wants_page
 from tuner.service.pages.routes import add_pages
 from tuner.service.rates import RateLimit
-from tuner.service.served import Question, ServedDecisions, entries_json
 from tuner.service.tokens import Sessions, Tokens
 from tuner.store import Store
 from tuner.store.jobs import JobRecord

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tuner.measurement import Provenance, speedup_text
+from tuner.service.decisions import DecisionTable
 from tuner.service.pages.table import standing_of
-from tuner.service.served import DecisionTable
 from tuner.store.entry import Entry
 from tuner.store.jobs import Jobs, Task
 

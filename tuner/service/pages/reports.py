@@ -15,8 +15,8 @@ from tuner.problem import PROBLEMS
 from tuner.report import page, subject
 from tuner.selection.reader import find_gpu
 from tuner.service.bodies import L2, GpuName, Launch, Op, Shape
+from tuner.service.decisions import ServedDecisions
 from tuner.service.pages.render import HEADERS
-from tuner.service.served import ServedDecisions
 from tuner.store import Store
 
 REPORT_HEADERS = {

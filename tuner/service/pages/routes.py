@@ -22,6 +22,7 @@ from tuner.report import assets
 from tuner.report.palette import colours
 from tuner.service.bodies import L2, Digest, GpuName, JobId, Launch, Op, RunKey, Shape, Words
 from tuner.service.connections import network_of
+from tuner.service.decisions import ServedDecisions
 from tuner.service.guard import LOGIN_PATH, LOGOUT_PATH
 from tuner.service.pages import environments, kernels, trials
 from tuner.service.pages.overview import Overviews, workers
@@ -29,7 +30,6 @@ from tuner.service.pages.render import FOLDER, page, url
 from tuner.service.pages.reports import add_report
 from tuner.service.pages.table import ROWS, Filter, Order, Searcher, Standing
 from tuner.service.rates import RateLimit
-from tuner.service.served import ServedDecisions
 from tuner.service.tokens import COOKIE, LIFETIME_S, Sessions
 from tuner.store import Store
 from tuner.store.jobs import MAX_PRIORITY, TASK_STATES, Task

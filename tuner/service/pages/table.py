@@ -9,7 +9,7 @@ from typing import Literal
 
 from tuner.selection.describe import config_text, kernel_name, where_from
 from tuner.selection.reader import Entry
-from tuner.service.served import DecisionTable
+from tuner.service.decisions import DecisionTable
 
 ROWS = 100
 """Rows of one page."""
