@@ -30,7 +30,10 @@ def register(subparsers: Any) -> None:
         "stay as FILE has them",
     )
     parser.add_argument(
-        "--kernels", type=int, metavar="N", help="most compiled kernels of a domain (default 4 to 8)"
+        "--kernels",
+        type=int,
+        metavar="N",
+        help="most compiled kernels of a domain (default 4 to 8)",
     )
     parser.add_argument(
         "--shipped-kernels",
