@@ -100,6 +100,8 @@ def func(
         if is_limited:
             options["window"] = (left, -1 if causal else right)
     out = tuner.attention(query, key, value, **options).transpose(1, 2)
+    if (mask := options.get("attn_mask")) is not None:
+        out = out.masked_fill(~mask.any(-1)[:, None, None], 0)  # rows that see no key
     return (out, *_unread(query)) if return_attn_probs else out
 
 

@@ -23,12 +23,14 @@ VARIABLE = "TUNER_SUITE"
 ALONE, FORCED = "alone", "forced"
 LOST = ("CUDA error", "AcceleratorError", "unspecified launch failure", "illegal memory access")
 """Texts of an error after which nothing else of the process can be believed."""
+OUT_OF_MEMORY = "CUDA out of memory"
+"""Text of an error that another process's memory can cause: the test is run again."""
 MAX_MESSAGE = 300
 COMPLETE = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
 PLAIN = (str, int, float, bool, complex)
 """Types of values that pytest names by their text, others by argument and place."""
-START, BEGIN, END = "start", "begin", "end"
-"""Keys of lines: a process starts, a test begins, the share is complete."""
+START, BEGIN, AGAIN, END = "start", "begin", "again", "end"
+"""Keys of lines: a process starts, a test begins, is to be run again, the share is complete."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,7 @@ class Recorder:
         self._share = share
         self._path = Path(share.record)
         self._outcomes: dict[str, tuple[str, str]] = {}
+        self._is_complete = True
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
@@ -161,7 +164,12 @@ class Recorder:
         before = stats()
         result = yield
         after = stats()
+        _free_memory()
         outcome, message = self._outcomes.pop(item.nodeid, ("failed", "nothing was reported"))
+        if outcome == "failed" and OUT_OF_MEMORY in message:
+            append(self._path, {AGAIN: item.nodeid})
+            self._is_complete = False
+            return result
         fallbacks = Counter(after.fallbacks)
         fallbacks.subtract(before.fallbacks)
         new = {reason: count for reason, count in fallbacks.items() if count}
@@ -181,8 +189,16 @@ class Recorder:
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         # Neither after a lost context, nor where the tests cannot be imported.
-        if exitstatus in COMPLETE:
+        if exitstatus in COMPLETE and self._is_complete:
             append(self._path, {END: True})
+
+
+def _free_memory() -> None:
+    """Give what this process caches to those beside it."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def _argument_names(mark: pytest.Mark) -> list[str]:
