@@ -33,6 +33,7 @@ NAMES = (
     "service",
     "stopping",
     "suites",
+    "sustained",
 )
 
 

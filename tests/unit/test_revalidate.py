@@ -284,6 +284,42 @@ class TestCommands:
         assert main(["revalidate", "--all", "--time-limit", "0"]) == 1
         assert "1 entries are left; the same command goes on" in capsys.readouterr().err
 
+    def test_a_list_s_problems_in_its_order_and_those_of_a_gpu_that_shares(
+        self,
+        store: Store,
+        machine: type[FakeRunners],
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        """On an H100 an H200's entry counts only where the H100 has none; the same command goes on
+        where it stopped, and what nobody measured is counted.
+        """
+        texts = ("S=512,D=64", "S=1024,D=64", "S=256,D=64")
+        first, both, _ = (AttentionProblem.parse(text) for text in texts)
+        h100 = GPUS["H100"]
+        shared = measured(OWN[0], 7.0, problem=first, regime=WARM.chained)
+        store.decide(first, H200, WARM.chained, [shared], "sweep")
+        for gpu, regime in ((H200, WARM), (h100, WARM.chained)):
+            one = measured(OWN[1], 9.0, problem=both, gpu=gpu, regime=regime)
+            store.decide(both, gpu, regime, [one], "sweep")
+        machine.gpu = h100
+        machine.runner = runner_of({OWN[0]: 13.0, OWN[1]: 12.5})
+        machine.runner.gpu = h100
+        measure = machine.runner._measure
+        machine.runner._measure = lambda *given: measure(*given).but(gpu=h100)
+        path = tmp_path / "list.json"
+        path.write_text(json.dumps(texts))
+        command = ["revalidate", "--problems", str(path), "--regime", "stream", "--json"]
+        assert main(command) == 0
+        said = capsys.readouterr()
+        rows = json.loads(said.out)["entries"]
+        assert [row["shape"] for row in rows] == [first.label(), both.label()]
+        assert rows[1]["before"]["latency_us"] == 9.0
+        assert "1 problems of the list are not measured" in said.err
+        assert store.best(first, h100, WARM) and store.best(both, h100, WARM)
+        assert main(command) == 0
+        assert json.loads(capsys.readouterr().out)["entries"] == []
+
     def test_what_changed_is_printed(
         self, store: Store, machine: type[FakeRunners], capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -330,6 +366,7 @@ class TestCommands:
         "arguments",
         [
             ["revalidate", "--all", *SHAPE],
+            ["revalidate", "--problems", "missing.yaml"],
             ["revalidate", "--shape", "S=0,D=64"],
             ["revalidate", "--jobs", "0"],
             ["revalidate", "--device", "-1"],
