@@ -52,8 +52,6 @@ COPIED_BYTES = 1 << 28
 BURSTS = 15
 SUSTAINED_S = 0.5
 SUSTAINED_ROUNDS = 3
-Graph = tuple[Any, int]
-"""A captured CUDA graph and its calls."""
 
 
 class Tensors:
@@ -161,33 +159,24 @@ def loaded(
         before: enqueues the element-wise kernel.
         known: microseconds of a call, where they are known.
     """
-    import torch
-
     usual = statistics.median(known.values()) if known else BURST_US
     count = max(2, round(BURST_US / usual))
-    graphs: dict[str, Graph] = {one.name: (captured(before, one, count), count) for one in chosen}
+    graphs = {one.name: captured(before, one, count) for one in chosen}
     alone = captured(before, None, count)
-    copied = [torch.empty(COPIED_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2)]
-
-    def cool() -> None:
-        until = time.monotonic() + COOLING_S
-        while time.monotonic() < until:
-            copied[0].copy_(copied[1])
-            torch.cuda.synchronize()
-
-    chance = random.Random(0)
+    cool, chance = cooler(), random.Random(0)
+    for graph in graphs.values():
+        graph.replay()
     lead_us = statistics.median(_behind(cool, alone) for _ in range(BURSTS))
     bursts: dict[str, list[float]] = {name: [] for name in graphs}
-    for graph, _ in graphs.values():
-        graph.replay()
     for _ in range(BURSTS):
         for name in chance.sample(sorted(graphs), len(graphs)):
-            bursts[name].append(_behind(cool, graphs[name][0]) - lead_us)
+            bursts[name].append(_behind(cool, graphs[name]) - lead_us)
+    lead_us, _ = _held(alone)
     held: dict[str, list[float]] = {name: [] for name in graphs}
     clocks: dict[str, Any] = {}
     for _ in range(SUSTAINED_ROUNDS):
         for name in chance.sample(sorted(graphs), len(graphs)):
-            us, clocks[name] = _held(graphs[name][0])
+            us, clocks[name] = _held(graphs[name])
             held[name].append(us - lead_us)
     return {
         "bursts_us": {name: statistics.median(times) / count for name, times in bursts.items()},
@@ -198,6 +187,21 @@ def loaded(
         },
         "clocks": clocks,
     }
+
+
+def cooler() -> Callable[[], None]:
+    """A function that copies for a while: the chip draws little power meanwhile."""
+    import torch
+
+    made = [torch.empty(COPIED_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2)]
+
+    def cool() -> None:
+        until = time.monotonic() + COOLING_S
+        while time.monotonic() < until:
+            made[0].copy_(made[1])
+            torch.cuda.synchronize()
+
+    return cool
 
 
 def captured(before: Callable[[int], Any], one: Contender | None, count: int) -> Any:
