@@ -1,8 +1,8 @@
-"""Attention of e4m3 by the own kernels that are compiled, FlashAttention-3's serving build and cuDNN.
+"""Attention of e4m3 by own kernels, FlashAttention-3's serving build and cuDNN.
 
-``scripts/bench fp8_attention`` gives all of them one factor a tensor, which is what cuDNN takes,
-and prints each one's time in a stream and its error against float64. All are timed in one pass
-(`call_times.time_calls`).
+``scripts/bench fp8_attention`` takes the own kernels that are compiled. It gives all of them one
+factor a tensor, which is what cuDNN takes, and prints each one's time in a stream and its error
+against float64. All are timed in one pass (`call_times.time_calls`).
 """
 
 from __future__ import annotations
@@ -148,14 +148,15 @@ def contenders(problem: AttentionProblem) -> tuple[Calls, Calls, Any, Before, li
         for o in problem.operands[:3]
     ]
     factors = [torch.full(o.shape, FACTOR, device="cuda") for o in problem.operands[3:-1]]
-    wanted = exact(*tensors, scale * FACTOR**2, is_causal=problem.is_causal).mul_(FACTOR)
+    query, key, value = tensors
+    wanted = exact(query, key, value, scale * FACTOR**2, is_causal=problem.is_causal).mul_(FACTOR)
     given = zip(problem.inputs, [*tensors, *factors], strict=True)
-    own = {
+    own: Calls = {
         one.name: partial(one.call, 0)
         for one in own_kernels.contenders(problem, {o.name: t for o, t in given}, scale)
     }
     peers: Calls = {}
-    refused = [] if own else ["own kernels: none is compiled: scripts/bench fp8_attention --compile"]
+    refused = [] if own else ["own kernels: none is compiled (--compile)"]
     config = Config("vendor_sdpa", {"kernel": "flash3_serving"})
     serving = family("vendor_sdpa").vendor_call(problem, config, scale)
     if isinstance(serving, str):
@@ -169,8 +170,8 @@ def contenders(problem: AttentionProblem) -> tuple[Calls, Calls, Any, Before, li
         refused += reasons
     except FAILURES as exc:
         refused.append(f"cudnn: {exc}")
-    source, query = (t.view(torch.uint8) for t in (tensors[0].clone(), tensors[0]))
-    return own, peers, wanted, lambda _: torch.add(source, 0, out=query), refused
+    source, written = (tensor.view(torch.uint8) for tensor in (query.clone(), query))
+    return own, peers, wanted, lambda _: torch.add(source, 0, out=written), refused
 
 
 def compared(problem: AttentionProblem) -> dict[str, Any]:
@@ -289,8 +290,9 @@ def main(argv: Sequence[str]) -> int:
             write_json(args.json, {"environment": environment, "problems": every})
     leads = [standing[0] for found in every if (standing := lead(found)) is not None]
     if leads:
+        mean, worst = statistics.geometric_mean(leads), min(leads)
         print(
-            f"{len(leads)} of {len(every)} problems: own speed {statistics.geometric_mean(leads):.3f}"
-            f" of the fastest peer in the mean, {min(leads):.3f} at the worst"
+            f"{len(leads)} of {len(every)} problems: own speed {mean:.3f} of the fastest peer in "
+            f"the mean, {worst:.3f} at the worst"
         )
     return 0

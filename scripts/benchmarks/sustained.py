@@ -72,8 +72,11 @@ class Tensors:
             for o in problem.inputs
         ]
         self.source = self.inputs[0].clone()
+        query, key, value = self.inputs
         self.wanted = own_kernels.exact(
-            *self.inputs,
+            query,
+            key,
+            value,
             self.scale,
             is_causal=problem.is_causal,
             first=max(0, problem.seqlen_q - CHECKED),
@@ -302,7 +305,8 @@ def main(argv: Sequence[str]) -> int:
     problems = [AttentionProblem.parse(shape) for shape in args.shape or SHAPES]
     for problem in problems:
         if problem.dtype not in MAX_ERROR or not own_kernels.is_dense(problem):
-            raise ConfigError(f"{problem.label()} is not for this benchmark (allowed: dense, 16 bits)")
+            allowed = "fp16 and bf16, causal or full"
+            raise ConfigError(f"{problem.label()} is no problem of this (allowed: {allowed})")
     import torch
 
     if not torch.cuda.is_available():

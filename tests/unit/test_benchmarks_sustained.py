@@ -91,9 +91,10 @@ def test_lines_name_both_loads_the_clock_and_what_is_missing() -> None:
         "own": ["fused_attention 2531c0"],
         "bursts_us": {"fused_attention 2531c0": 1500.0, "flash3": 1470.0},
         "sustained_us": {"fused_attention 2531c0": 1600.0, "flash3": 1616.0},
-        "clocks": dict.fromkeys(
-            ("fused_attention 2531c0", "flash3"), {"sm_mhz": 1410, "power_w": 699.6}
-        ),
+        "clocks": {
+            name: {"sm_mhz": 1410, "power_w": 699.6}
+            for name in ("fused_attention 2531c0", "flash3")
+        },
         "no": {"flash3_serving": "not here"},
     }
     said = sustained.text(found)

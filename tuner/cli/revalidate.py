@@ -28,11 +28,12 @@ if TYPE_CHECKING:
 
 REVALIDATE = """Times the best configs of stored entries, the portfolio's most promising kernels and
 the vendors' kernels again, side by side, and decides anew: seconds an entry, nothing is searched.
-Without --shape, --problems and --all it takes the entries that were measured in another environment than this
-one (driver, torch, cuDNN, ...); those are served all the while. With --regime it takes those whose
-problem has no decision under that regime: the same command goes on where it stopped. With
---problems it takes those of a list, in its order; where this GPU has no entry, that of a GPU whose
-decisions serve here, and the decision becomes this GPU's own."""
+Without --shape, --problems and --all it takes the entries that were measured in another environment
+than this one (driver, torch, cuDNN, ...), or with other machine code than is compiled now; those
+are served all the while. With --regime it takes those whose problem has no decision under that
+regime: the same command goes on where it stopped. With --problems it takes those of a list, in its
+order; where this GPU has no entry, that of a GPU whose decisions serve here, and the decision
+becomes this GPU's own."""
 
 
 def register(subparsers: Any) -> None:
@@ -175,6 +176,7 @@ def _chosen(args: argparse.Namespace, runners: Runners) -> Iterator[Entry]:
     without a decision under the regime that is asked for.
     """
     from tuner.selection.reader import differences
+    from tuner.tuning.revalidate import recompiled
 
     problems, gpu = _problems(args), runners.gpu
     if gpu is None:
@@ -188,7 +190,12 @@ def _chosen(args: argparse.Namespace, runners: Runners) -> Iterator[Entry]:
                 yield entry
             continue
         runner = runners.of(entry.problem, entry.regime)
-        if args.shape or args.all or differences(entry, runner.environment):
+        if (
+            args.shape
+            or args.all
+            or differences(entry, runner.environment)
+            or recompiled(entry, runners.compiler().cached)
+        ):
             yield entry
 
 
