@@ -31,6 +31,7 @@ NAMES = (
     "search",
     "select",
     "service",
+    "standing",
     "stopping",
     "suites",
     "sustained",
