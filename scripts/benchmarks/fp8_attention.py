@@ -2,7 +2,8 @@
 
 ``scripts/bench fp8_attention`` takes the own kernels that are compiled. It gives all of them one
 factor a tensor, which is what cuDNN takes, and prints each one's time in a stream and its error
-against float64. All are timed in one pass (`call_times.time_calls`).
+against float64. cuDNN's outputs are e4m3 on Hopper, scaled to its range; the others' are bf16. All
+are timed in one pass (`call_times.time_calls`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import argparse
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,13 +43,16 @@ FACTOR = 0.5
 """Descale factor of queries, keys and values."""
 NAMES = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
 """cuDNN's factors, in the order of their operands behind queries, keys and values."""
+SCORES = 256.0
+"""cuDNN's factor of probabilities before they are rounded to e4m3: up to 1, the largest is 448."""
+LARGEST = 448.0
 Calls = dict[str, Callable[[], Any]]
 Before = Callable[[int], Any]
 
 
 @dataclass
 class Fp8Graph(cudnn_graph.CudnnGraph):
-    """Attention of e4m3 with cuDNN's factors; its output is bf16."""
+    """Attention of e4m3 with cuDNN's factors; its output is e4m3, on Hopper the only one."""
 
     def compose(self) -> None:
         query, key, value = (self.tensor(one, i) for i, one in enumerate(self.inputs[:3], 1))
@@ -76,7 +80,8 @@ class Fp8Graph(cudnn_graph.CudnnGraph):
     @property
     def outputs(self) -> list[Operand]:
         """The output, and the largest score and element of it."""
-        return [self.problem.output, scalar("amax_s"), scalar("amax_o")]
+        out = replace(self.problem.output, dtype=E4M3)
+        return [out, scalar("amax_s"), scalar("amax_o")]
 
 
 def scalar(name: str) -> Operand:
@@ -118,7 +123,7 @@ def plans_of(
                 out = torch.empty_strided(
                     problem.output.shape,
                     problem.output.strides,
-                    dtype=torch.bfloat16,
+                    dtype=torch.float8_e4m3fn,
                     device="cuda",
                 )
                 workspace = torch.empty(
@@ -133,9 +138,11 @@ def plans_of(
     return calls, refused
 
 
-def contenders(problem: AttentionProblem) -> tuple[Calls, Calls, Any, Before, list[str]]:
-    """Own calls and peers' by name, the output in float64, the kernel that writes the queries, and
-    what could not take part.
+def contenders(
+    problem: AttentionProblem,
+) -> tuple[Calls, Calls, Any, Before, float, list[str]]:
+    """Own calls and peers' by name, the output in float64, the kernel that writes the queries, the
+    factor of outputs in e4m3, and what could not take part.
     """
     import torch
 
@@ -163,15 +170,17 @@ def contenders(problem: AttentionProblem) -> tuple[Calls, Calls, Any, Before, li
         refused.append(serving)
     else:
         peers["flash3_serving"] = lambda: serving(*tensors, *factors)
+    grown = 2.0 ** math.floor(math.log2(LARGEST / float(wanted.abs().max())))
     try:
-        numbers = [torch.full((1, 1, 1, 1), x, device="cuda") for x in (*[FACTOR] * 3, 1, 1, 1)]
+        values = (*[FACTOR] * 3, 1 / SCORES, SCORES, grown)
+        numbers = [torch.full((1, 1, 1, 1), x, device="cuda") for x in values]
         plans, reasons = plans_of(problem, [*tensors, *numbers], scale)
         peers |= plans
         refused += reasons
     except FAILURES as exc:
         refused.append(f"cudnn: {exc}")
     source, written = (tensor.view(torch.uint8) for tensor in (query.clone(), query))
-    return own, peers, wanted, lambda _: torch.add(source, 0, out=written), refused
+    return own, peers, wanted, lambda _: torch.add(source, 0, out=written), grown, refused
 
 
 def compared(problem: AttentionProblem) -> dict[str, Any]:
@@ -179,11 +188,13 @@ def compared(problem: AttentionProblem) -> dict[str, Any]:
     import torch
 
     with torch.no_grad():
-        own, peers, wanted, before, refused = contenders(problem)
+        own, peers, wanted, before, grown, refused = contenders(problem)
         errors: dict[str, float] = {}
         for name, call in {**own, **peers}.items():
             try:
-                errors[name] = own_kernels.relative_error(call(), wanted)
+                out = call()
+                factor = grown if out.dtype == torch.float8_e4m3fn else 1.0
+                errors[name] = own_kernels.relative_error(out.double() / factor, wanted)
             except (*FAILURES, TunerError) as exc:
                 torch.cuda.synchronize()
                 refused.append(f"{name}: {first_line(exc)}")
