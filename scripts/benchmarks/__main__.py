@@ -33,8 +33,10 @@ NAMES = (
     "search",
     "select",
     "service",
+    "standing",
     "stopping",
     "suites",
+    "sustained",
 )
 
 

@@ -3,26 +3,31 @@
 A pass is `LAYERS` blocks behind one another (RMSNorm, QKV product, rotary embedding, attention,
 output product, residual, RMSNorm, SwiGLU MLP, residual), each with weights of its own, so that they
 come from memory as in a model. The graphs of all ways are replayed in shuffled order in each round,
-that of PyTorch twice over: what its two times differ by is the control. Times by kernel are the
-profiler's, of a replay of its own.
+that of PyTorch twice over: what its two times differ by is the control. The tuner's takes part a
+second time with plain launches: own kernels that follow one another in place do not begin early
+there. Times by kernel are the profiler's, of a replay of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import random
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.decoder import LLAMA_3_8B, OPERATIONS, ROTARY_BASE, Sizes, Way, ways
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
+from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError
+from tuner.families import families
 from tuner.measurement import Status, speedup_text
 from tuner.problem import AttentionProblem, DType, GemmProblem, Problem, SwigluProblem
 from tuner.selection.describe import microseconds, table
@@ -37,6 +42,7 @@ ROUNDS = 15
 REPLAYS = 3
 """Replays of a graph a round, after one that is not timed; the median counts."""
 CONTROL = "torch again"
+PLAIN = "plain launches"
 REST = "rest"
 """Kernels of no operation of a `Way`: norms, rotary embedding, residuals, copies to the cache."""
 DTYPES: Mapping[str, DType] = {"fp16": "float16", "bf16": "bfloat16"}
@@ -44,6 +50,7 @@ NAMES = {
     "torch": "PyTorch",
     "attention": "attention replaced",
     "block": "all of the tuner",
+    PLAIN: "the same, plain launches",
     CONTROL: "PyTorch again",
 }
 
@@ -211,13 +218,15 @@ def measure(what: Pass, layers: int, rounds: int, dtype: DType) -> dict[str, Any
         found: dict[str, dict[str, Any]] = {}
         graphs: dict[str, tuple[Any, Any]] = {}
         known = ways()
-        for name, way in {**known, CONTROL: known["torch"]}.items():
+        known |= {PLAIN: known["block"], CONTROL: known["torch"]}
+        for name, way in known.items():
             tuner.stats(reset=True)
-            for _ in range(3):
-                model(x, way)  # loads kernels, chooses algorithms
-            torch.cuda.synchronize()
-            stats = tuner.stats()
-            graphs[name] = _captured(model, x, way)
+            with plain_launches() if name == PLAIN else contextlib.nullcontext():
+                for _ in range(3):
+                    model(x, way)  # loads kernels, chooses algorithms
+                torch.cuda.synchronize()
+                stats = tuner.stats()
+                graphs[name] = _captured(model, x, way)
             found[name] = {
                 "calls": {
                     "hits": stats.hits,
@@ -231,7 +240,7 @@ def measure(what: Pass, layers: int, rounds: int, dtype: DType) -> dict[str, Any
             found[name]["us"] = statistics.median(series) / layers
             found[name]["std_us"] = statistics.stdev(series) / layers
             found[name]["deviation"] = float((out.float() - wanted).norm() / wanted.norm())
-            if name == CONTROL:
+            if name in (CONTROL, PLAIN):
                 continue
             kernels = _kernels(graph.replay)
             called = _names(model, x, known[name])
@@ -240,6 +249,31 @@ def measure(what: Pass, layers: int, rounds: int, dtype: DType) -> dict[str, Any
                 for kernel, (count, us) in kernels.items()
             }
     return {**asdict(what), "ways": found}
+
+
+@contextlib.contextmanager
+def plain_launches() -> Iterator[None]:
+    """Own kernels are planned without programmatic launch here, and anew afterwards."""
+    from tuner.runtime.table import table
+
+    members = [one for one in families().values() if "pdl" in one.runtime_parameters]
+    names = ("launches", "strided_launches")
+    try:
+        for member, name in itertools.product(members, names):
+            setattr(member, name, partial(_plainly, getattr(member, name)))
+        table.forget()
+        yield
+    finally:
+        for member, name in itertools.product(members, names):
+            vars(member).pop(name, None)
+        table.forget()
+
+
+def _plainly(usual: Callable[..., Any], problem: Problem, config: Config, *others: Any) -> Any:
+    """The launches of a config without programmatic launch, and without what is fetched ahead."""
+    changed = {"pdl": False, "lead": 0}
+    params = {name: changed.get(name, value) for name, value in config.params.items()}
+    return usual(problem, Config(config.family, params), *others)
 
 
 def _captured(model: Block, x: Any, way: Way) -> tuple[Any, Any]:

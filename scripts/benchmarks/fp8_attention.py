@@ -1,28 +1,38 @@
-"""Attention of e4m3 by the runtime's kernel, FlashAttention-3's serving build and cuDNN.
+"""Attention of e4m3 by own kernels, FlashAttention-3's serving build and cuDNN.
 
-``scripts/bench fp8_attention`` gives all of them one factor a tensor, which is what cuDNN takes,
-and prints each one's time and its error against float64. Times are medians of rounds in which all
-take turns in a shuffled order, each a CUDA graph of several calls.
+``scripts/bench fp8_attention`` takes the own kernels that are compiled. It gives all of them one
+factor a tensor, which is what cuDNN takes, and prints each one's time in a stream and its error
+against float64. cuDNN's outputs are e4m3 on Hopper, scaled to its range; the others' are bf16. All
+are timed in one pass (`call_times.time_calls`).
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks import own_kernels
+from benchmarks.call_times import Contender, first_line, time_calls
+from benchmarks.own_kernels import exact
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
+from tuner.cli.aot import compile_aot
+from tuner.compile.artifacts import ArtifactCache
+from tuner.compile.compiler import Compiler
+from tuner.compile.toolchain import find_toolchain
 from tuner.config import Config
-from tuner.errors import BenchmarkError
+from tuner.errors import BenchmarkError, TunerError
 from tuner.families import family
 from tuner.families.vendor import FAILURES, cudnn_graph, cudnn_plans, stream_of
-from tuner.problem import AttentionProblem, Operand
+from tuner.hardware import DEFAULT_GPU
+from tuner.problem import E4M3, AttentionProblem, Operand
+from tuner.selection.shipped import shipped
 
 SHAPES = tuple(
     f"B=2,H=16,S={seqlen},D=128,dtype=e4m3,layout=bshd{mask}"
@@ -31,15 +41,18 @@ SHAPES = tuple(
 )
 FACTOR = 0.5
 """Descale factor of queries, keys and values."""
-ROUNDS, CALLS = 20, 10
 NAMES = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
 """cuDNN's factors, in the order of their operands behind queries, keys and values."""
+SCORES = 256.0
+"""cuDNN's factor of probabilities before they are rounded to e4m3: up to 1, the largest is 448."""
+LARGEST = 448.0
 Calls = dict[str, Callable[[], Any]]
+Before = Callable[[int], Any]
 
 
 @dataclass
 class Fp8Graph(cudnn_graph.CudnnGraph):
-    """Attention of e4m3 with cuDNN's factors; its output is bf16."""
+    """Attention of e4m3 with cuDNN's factors; its output is e4m3, on Hopper the only one."""
 
     def compose(self) -> None:
         query, key, value = (self.tensor(one, i) for i, one in enumerate(self.inputs[:3], 1))
@@ -67,7 +80,8 @@ class Fp8Graph(cudnn_graph.CudnnGraph):
     @property
     def outputs(self) -> list[Operand]:
         """The output, and the largest score and element of it."""
-        return [self.problem.output, scalar("amax_s"), scalar("amax_o")]
+        out = replace(self.problem.output, dtype=E4M3)
+        return [out, scalar("amax_s"), scalar("amax_o")]
 
 
 def scalar(name: str) -> Operand:
@@ -109,7 +123,7 @@ def plans_of(
                 out = torch.empty_strided(
                     problem.output.shape,
                     problem.output.strides,
-                    dtype=torch.bfloat16,
+                    dtype=torch.float8_e4m3fn,
                     device="cuda",
                 )
                 workspace = torch.empty(
@@ -124,11 +138,13 @@ def plans_of(
     return calls, refused
 
 
-def contenders(problem: AttentionProblem) -> tuple[Calls, Any, list[str]]:
-    """Calls by name, the output in float64, and what could not take part."""
+def contenders(
+    problem: AttentionProblem,
+) -> tuple[Calls, Calls, Any, Before, float, list[str]]:
+    """Own calls and peers' by name, the output in float64, the kernel that writes the queries, the
+    factor of outputs in e4m3, and what could not take part.
+    """
     import torch
-
-    import tuner
 
     torch.manual_seed(0)
     scale = 1 / math.sqrt(problem.head_dim)
@@ -139,65 +155,32 @@ def contenders(problem: AttentionProblem) -> tuple[Calls, Any, list[str]]:
         for o in problem.operands[:3]
     ]
     factors = [torch.full(o.shape, FACTOR, device="cuda") for o in problem.operands[3:-1]]
-    query, key, value = (FACTOR * tensor.double() for tensor in tensors)
-    wanted = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, is_causal=problem.is_causal, scale=scale, enable_gqa=True
-    )
-    names = ("descale_q", "descale_k", "descale_v")
-    options = dict(zip(names, factors, strict=True))
-    query8, key8, value8 = tensors
-
-    def own() -> Any:
-        return tuner.attention(query8, key8, value8, is_causal=problem.is_causal, **options)
-
-    calls: Calls = {}
-    refused: list[str] = []
-    own()
-    if tuner.stats(reset=True).hits:
-        calls["tuner.attention"] = own
-    else:
-        refused.append("tuner.attention: no kernel is served: tune the problem first")
+    query, key, value = tensors
+    wanted = exact(query, key, value, scale * FACTOR**2, is_causal=problem.is_causal).mul_(FACTOR)
+    given = zip(problem.inputs, [*tensors, *factors], strict=True)
+    own: Calls = {
+        one.name: partial(one.call, 0)
+        for one in own_kernels.contenders(problem, {o.name: t for o, t in given}, scale)
+    }
+    peers: Calls = {}
+    refused = [] if own else ["own kernels: none is compiled (--compile)"]
     config = Config("vendor_sdpa", {"kernel": "flash3_serving"})
     serving = family("vendor_sdpa").vendor_call(problem, config, scale)
     if isinstance(serving, str):
         refused.append(serving)
     else:
-        calls["flash3_serving"] = lambda: serving(*tensors, *factors)
+        peers["flash3_serving"] = lambda: serving(*tensors, *factors)
+    grown = 2.0 ** math.floor(math.log2(LARGEST / float(wanted.abs().max())))
     try:
-        numbers = [torch.full((1, 1, 1, 1), x, device="cuda") for x in (*[FACTOR] * 3, 1, 1, 1)]
+        values = (*[FACTOR] * 3, 1 / SCORES, SCORES, grown)
+        numbers = [torch.full((1, 1, 1, 1), x, device="cuda") for x in values]
         plans, reasons = plans_of(problem, [*tensors, *numbers], scale)
-        calls |= plans
+        peers |= plans
         refused += reasons
     except FAILURES as exc:
         refused.append(f"cudnn: {exc}")
-    return calls, wanted, refused
-
-
-def timed(calls: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
-    """Microseconds a call, the median over rounds."""
-    import torch
-
-    graphs = {}
-    for name, call in calls.items():
-        call()
-        torch.cuda.synchronize()
-        graphs[name] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[name]):
-            for _ in range(CALLS):
-                call()
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    order = list(calls)
-    for _ in range(ROUNDS):
-        random.shuffle(order)
-        for name in order:
-            graphs[name].replay()  # untimed: its predecessor's clocks are not its own
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graphs[name].replay()
-            end.record()
-            end.synchronize()
-            found[name].append(1e3 * start.elapsed_time(end) / CALLS)
-    return {name: statistics.median(times) for name, times in found.items()}
+    source, written = (tensor.view(torch.uint8) for tensor in (query.clone(), query))
+    return own, peers, wanted, lambda _: torch.add(source, 0, out=written), grown, refused
 
 
 def compared(problem: AttentionProblem) -> dict[str, Any]:
@@ -205,20 +188,50 @@ def compared(problem: AttentionProblem) -> dict[str, Any]:
     import torch
 
     with torch.no_grad():
-        calls, wanted, refused = contenders(problem)
-        errors = {
-            name: ((call().double() - wanted).norm() / wanted.norm()).item()
-            for name, call in calls.items()
-        }
-        times = timed(calls)
+        own, peers, wanted, before, grown, refused = contenders(problem)
+        errors: dict[str, float] = {}
+        for name, call in {**own, **peers}.items():
+            try:
+                out = call()
+                factor = grown if out.dtype == torch.float8_e4m3fn else 1.0
+                errors[name] = own_kernels.relative_error(out.double() / factor, wanted)
+            except (*FAILURES, TunerError) as exc:
+                torch.cuda.synchronize()
+                refused.append(f"{name}: {first_line(exc)}")
+        del wanted
+        passed = [Contender(n, ignoring(c)) for n, c in {**own, **peers}.items() if n in errors]
+        times = time_calls(passed, before, 1)
     rows = [
-        {"name": name, "us": us, "tflops": problem.flops / us / 1e6, "error": errors[name]}
-        for name, us in sorted(times.items(), key=lambda item: item[1])
+        {
+            "name": name,
+            "is_own": name in own,
+            "us": us,
+            "tflops": problem.flops / us / 1e6,
+            "error": errors[name],
+        }
+        for name, us in sorted(times.us.items(), key=lambda item: item[1])
     ]
+    refused += [f"{name}: {why}" for name, why in times.failed.items()]
     return {"problem": problem.to_json(), "label": problem.label(), "rows": rows, "no": refused}
 
 
-def text(found: dict[str, Any]) -> str:
+def ignoring(call: Callable[[], Any]) -> Callable[[int], Any]:
+    """The call as `time_calls` makes it: there is one copy of the tensors."""
+    return lambda _: call()
+
+
+def lead(found: Mapping[str, Any]) -> tuple[float, bool] | None:
+    """The fastest peer's time over the fastest own kernel's, and whether the own error is no larger
+    than that peer's; None where one of them is missing.
+    """
+    own = next((row for row in found["rows"] if row["is_own"]), None)
+    peer = next((row for row in found["rows"] if not row["is_own"]), None)
+    if own is None or peer is None:
+        return None
+    return peer["us"] / own["us"], own["error"] <= peer["error"]
+
+
+def text(found: Mapping[str, Any]) -> str:
     """A problem's lines, the fastest first."""
     lines = [found["label"]]
     lines += [
@@ -226,7 +239,37 @@ def text(found: dict[str, Any]) -> str:
         f"{row['name']}"
         for row in found["rows"]
     ]
+    if (standing := lead(found)) is not None:
+        ratio, is_right = standing
+        lines.append(
+            f"  own speed {ratio:.3f} of the fastest peer, "
+            f"error {'no larger' if is_right else 'larger'}"
+        )
     return "\n".join([*lines, *(f"  not measured: {why}" for why in found["no"])])
+
+
+def compile_kernels(problems: Sequence[AttentionProblem]) -> int:
+    """Compile own kernels: of each decision in e4m3 that ships, every one that is legal here.
+
+    Returns:
+        1 when one failed.
+    """
+    decided = [
+        m.config
+        for entry in shipped()
+        if isinstance(entry.problem, AttentionProblem) and entry.problem.dtype == E4M3
+        for m in entry.ranked
+        if m.config.family == own_kernels.FAMILY.name
+    ]
+    specs = [
+        spec
+        for problem in problems
+        for config in dict.fromkeys(decided)
+        if own_kernels.FAMILY.accepts(problem, config, DEFAULT_GPU)
+        for spec in own_kernels.FAMILY.kernels(problem, config).values()
+    ]
+    with Compiler(find_toolchain(), ArtifactCache()) as compiler:
+        return compile_aot(list(dict.fromkeys(specs)), compiler, None)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -238,20 +281,29 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(prog="scripts/bench fp8_attention", description=__doc__)
     parser.add_argument("--shape", action="append", default=[], help="as S=1024,D=64,dtype=e4m3")
+    parser.add_argument("--compile", action="store_true", help="compile kernels, time nothing")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
     check_place(args.json)
     problems = [AttentionProblem.parse(shape) for shape in args.shape or SHAPES]
+    if args.compile:
+        return compile_kernels(problems)
     import torch
 
     if not torch.cuda.is_available():
         raise BenchmarkError(f"torch {torch.__version__} sees no GPU")
-    members = (family("vendor_sdpa"), family("vendor_cudnn_plans"))
-    environment = {name: v for member in members for name, v in member.environment().items()}
-    every = []
+    environment = own_kernels.environment()
+    every: list[dict[str, Any]] = []
     for problem in problems:
         every.append(compared(problem))
         print(text(every[-1]), flush=True)
         if args.json is not None:
             write_json(args.json, {"environment": environment, "problems": every})
+    leads = [standing[0] for found in every if (standing := lead(found)) is not None]
+    if leads:
+        mean, worst = statistics.geometric_mean(leads), min(leads)
+        print(
+            f"{len(leads)} of {len(every)} problems: own speed {mean:.3f} of the fastest peer in "
+            f"the mean, {worst:.3f} at the worst"
+        )
     return 0

@@ -11,7 +11,9 @@ from benchmarks import block
 from benchmarks.block import Block, Pass
 from benchmarks.decoder import ROTARY_BASE, Sizes, ways
 from tuner.errors import BenchmarkError, ConfigError
+from tuner.families import family
 from tuner.problem import AttentionProblem, GemmProblem, SwigluProblem
+from tuner.selection.shipped import shipped
 from tuner.tuning.job import read_problems
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -149,3 +151,30 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(BenchmarkError, match="none is here"):
         block.main(["--rounds", "2"])
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        "M=1,N=4096,K=4096,dtype=fp16",
+        "M=16,N=4096,K=4096,dtype=fp16",
+        "B=1,H=16,S=1024,D=64,dtype=fp16",
+    ],
+)
+def test_plain_launches_are_without_programmatic_ones_until_the_end(shape: str) -> None:
+    """Of each shipped config that is launched so; the kernels are the same."""
+    found = 0
+    for entry in shipped():
+        if entry.problem.label() != shape:
+            continue
+        for m in entry.ranking:
+            if not m.config.get("pdl"):
+                continue
+            member, found = family(m.config.family), found + 1
+            usual = member.launches(entry.problem, m.config, 1.0)
+            with block.plain_launches():
+                plain = member.launches(entry.problem, m.config, 1.0)
+            assert member.launches(entry.problem, m.config, 1.0) == usual
+            assert [one.kernel for one in plain] == [one.kernel for one in usual]
+            assert plain != usual
+    assert found

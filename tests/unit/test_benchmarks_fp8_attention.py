@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from benchmarks import fp8_attention
@@ -24,8 +26,26 @@ def test_its_problems_are_of_equal_heads_and_e4m3() -> None:
     assert {p.seqlen_q for p in problems if p.is_causal} == {2048, 4096, 8192, 16384}
 
 
+def rows(own_us: float, own_error: float) -> list[dict[str, Any]]:
+    """Rows of a problem, the fastest first."""
+    made = [
+        {"name": "flash3_serving", "is_own": False, "us": 150.0, "tflops": 460.0, "error": 0.031},
+        {"name": "own 1e383e", "is_own": True, "us": own_us, "tflops": 500.0, "error": own_error},
+        {"name": "own c5bcd5", "is_own": True, "us": 170.0, "tflops": 400.0, "error": 0.01},
+    ]
+    return sorted(made, key=lambda row: float(str(row["us"])))
+
+
 def test_a_problem_s_lines_name_times_errors_and_absences() -> None:
-    rows = [{"name": "flash3_serving", "us": 150.0, "tflops": 460.0, "error": 0.031}]
-    said = fp8_attention.text({"label": "S=2048", "rows": rows, "no": ["cudnn: not installed"]})
+    found = {"label": "S=2048", "rows": rows(120.0, 0.028), "no": ["cudnn: not installed"]}
+    said = fp8_attention.text(found)
     assert "150.00 us    460 TFLOP/s  error 3.10e-02  flash3_serving" in said
+    assert "own speed 1.250 of the fastest peer, error no larger" in said
     assert said.endswith("not measured: cudnn: not installed")
+
+
+def test_the_lead_is_the_fastest_own_kernel_s_with_its_error() -> None:
+    assert fp8_attention.lead({"rows": rows(120.0, 0.04)}) == (1.25, False)
+    assert fp8_attention.lead({"rows": rows(200.0, 0.04)}) == (150 / 170, True)
+    alone = [row for row in rows(120.0, 0.02) if row["is_own"]]
+    assert fp8_attention.lead({"rows": alone}) is None

@@ -7,23 +7,26 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from toy_attention import OWN, toy_family
 
 from tuner.cli import main
+from tuner.compile.artifacts import Artifact
 from tuner.config import Config
 from tuner.errors import NoValidConfigError
+from tuner.families.base import KernelSpec
 from tuner.families.vendor.cudnn_plans import VendorCudnnPlans
 from tuner.hardware import GPUS
-from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
+from tuner.measurement import Environment, Measurement, Provenance, Regime, Resources, Status
 from tuner.problem import AttentionProblem, Problem
 from tuner.runners import choose
 from tuner.selection.reader import close
 from tuner.store import Entry, Store, open_store
 from tuner.store.entry import is_vendor
-from tuner.tuning.revalidate import PROMISING, revalidate
+from tuner.tuning.revalidate import PROMISING, recompiled, revalidate
 
 LOOKUP = importlib.import_module("tuner.selection.reader")
 H200, WARM = GPUS["H200"], Regime("stream", "warm")
@@ -233,6 +236,13 @@ class FakeRunners:
     def of(self, problem: Problem, regime: Regime) -> Any:
         return self.runner
 
+    def compiler(self) -> Any:
+        return SimpleNamespace(cached=self.cached)
+
+    @staticmethod
+    def cached(spec: KernelSpec) -> Artifact | None:
+        return None
+
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> type[FakeRunners]:
@@ -243,6 +253,41 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> type[FakeRunners]:
 
 
 SHAPE = ("--shape", "S=1024,D=64")
+
+
+def compiled_as(code: str) -> Callable[[KernelSpec], Artifact]:
+    """Finds every kernel compiled, with this hash of its machine code."""
+    resources = Resources(1, 0, 0, 0, code=code)
+    return lambda spec: Artifact("0" * 32, Path("kernel.so"), "", resources, 0.0)
+
+
+def timed_as(code: str) -> Measurement:
+    """Measured in this environment, by a kernel of this machine code; of another artifact."""
+    resources = {"attention": Resources(1, 0, 0, 0, code=code)}
+    return measured(OWN[0], 12.0, environment=NOW, resources=resources)
+
+
+class TestMachineCode:
+    @pytest.mark.parametrize(
+        ("timed", "built", "is_other"), [("a", "a", False), ("a", "b", True), ("", "b", False)]
+    )
+    def test_only_other_code_makes_a_measurement_invalid(
+        self, store: Store, timed: str, built: str, is_other: bool
+    ) -> None:
+        """Whatever the artifact's key is; code that was not kept says nothing."""
+        entry = decide(store, timed_as(timed), measured(CUDNN, 14.0))
+        assert recompiled(entry, compiled_as(built)) == [OWN[0].digest] * is_other
+        assert recompiled(entry, lambda spec: None) == []
+
+    def test_the_command_takes_entries_of_other_code(
+        self, store: Store, machine: type[FakeRunners], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        decide(store, timed_as("a"))
+        for built, taken in (("a", 0), ("b", 1)):
+            monkeypatch.setattr(machine, "cached", staticmethod(compiled_as(built)))
+            machine.runner.retimed.clear()
+            assert main(["revalidate"]) == 0
+            assert len(machine.runner.retimed) == taken
 
 
 class TestCommands:
@@ -283,6 +328,42 @@ class TestCommands:
         decide(store, measured(OWN[0], 12.0))
         assert main(["revalidate", "--all", "--time-limit", "0"]) == 1
         assert "1 entries are left; the same command goes on" in capsys.readouterr().err
+
+    def test_a_list_s_problems_in_its_order_and_those_of_a_gpu_that_shares(
+        self,
+        store: Store,
+        machine: type[FakeRunners],
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        """On an H100 an H200's entry counts only where the H100 has none; the same command goes on
+        where it stopped, and what nobody measured is counted.
+        """
+        texts = ("S=512,D=64", "S=1024,D=64", "S=256,D=64")
+        first, both, _ = (AttentionProblem.parse(text) for text in texts)
+        h100 = GPUS["H100"]
+        shared = measured(OWN[0], 7.0, problem=first, regime=WARM.chained)
+        store.decide(first, H200, WARM.chained, [shared], "sweep")
+        for gpu, regime in ((H200, WARM), (h100, WARM.chained)):
+            one = measured(OWN[1], 9.0, problem=both, gpu=gpu, regime=regime)
+            store.decide(both, gpu, regime, [one], "sweep")
+        machine.gpu = h100
+        machine.runner = runner_of({OWN[0]: 13.0, OWN[1]: 12.5})
+        machine.runner.gpu = h100
+        measure = machine.runner._measure
+        machine.runner._measure = lambda *given: measure(*given).but(gpu=h100)
+        path = tmp_path / "list.json"
+        path.write_text(json.dumps(texts))
+        command = ["revalidate", "--problems", str(path), "--regime", "stream", "--json"]
+        assert main(command) == 0
+        said = capsys.readouterr()
+        rows = json.loads(said.out)["entries"]
+        assert [row["shape"] for row in rows] == [first.label(), both.label()]
+        assert rows[1]["before"]["latency_us"] == 9.0
+        assert "1 problems of the list are not measured" in said.err
+        assert store.best(first, h100, WARM) and store.best(both, h100, WARM)
+        assert main(command) == 0
+        assert json.loads(capsys.readouterr().out)["entries"] == []
 
     def test_what_changed_is_printed(
         self, store: Store, machine: type[FakeRunners], capsys: pytest.CaptureFixture[str]
@@ -330,6 +411,7 @@ class TestCommands:
         "arguments",
         [
             ["revalidate", "--all", *SHAPE],
+            ["revalidate", "--problems", "missing.yaml"],
             ["revalidate", "--shape", "S=0,D=64"],
             ["revalidate", "--jobs", "0"],
             ["revalidate", "--device", "-1"],

@@ -6,7 +6,8 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner.cli.timing import add_launch
@@ -27,9 +28,12 @@ if TYPE_CHECKING:
 
 REVALIDATE = """Times the best configs of stored entries, the portfolio's most promising kernels and
 the vendors' kernels again, side by side, and decides anew: seconds an entry, nothing is searched.
-Without --shape and --all it takes the entries that were measured in another environment than this
-one (driver, torch, cuDNN, ...); those are served all the while. With --regime it takes those whose
-problem has no decision under that regime: the same command goes on where it stopped."""
+Without --shape, --problems and --all it takes the entries that were measured in another environment
+than this one (driver, torch, cuDNN, ...), or with other machine code than is compiled now; those
+are served all the while. With --regime it takes those whose problem has no decision under that
+regime: the same command goes on where it stopped. With --problems it takes those of a list, in its
+order; where this GPU has no entry, that of a GPU whose decisions serve here, and the decision
+becomes this GPU's own."""
 
 
 def register(subparsers: Any) -> None:
@@ -39,6 +43,12 @@ def register(subparsers: Any) -> None:
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--shape", metavar="KEY=VALUE,...", help="only this problem")
+    which.add_argument(
+        "--problems",
+        type=Path,
+        metavar="FILE",
+        help="YAML or JSON list of shapes, as of `tuner sweep --problems`, in this order",
+    )
     which.add_argument("--all", action="store_true", help="every entry of this GPU")
     parser.add_argument(
         "--op",
@@ -100,7 +110,7 @@ def _compile(args: argparse.Namespace) -> int:
         compiler = runners.compiler()
         specs = [
             spec
-            for entry in _known(args, _problem(args), gpu)
+            for entry in _known(args, _problems(args), gpu)
             for config in candidates(entry, gpu)
             for spec in families()[config.family].kernels(entry.problem, config).values()
         ]
@@ -162,36 +172,51 @@ def _wanted(args: argparse.Namespace, entry: Entry) -> Regime:
 
 
 def _chosen(args: argparse.Namespace, runners: Runners) -> Iterator[Entry]:
-    """Measured entries of this GPU, shipped ones included: those of a shape, all, the outdated
-    ones, or those without a decision under the requested regime.
+    """Measured entries of this GPU, shipped ones included: those named, all, or the outdated ones;
+    those without a decision under the requested regime.
     """
     from tuner.selection.reader import differences
+    from tuner.tuning.revalidate import recompiled
 
-    problem, gpu = _problem(args), runners.gpu
+    problems, gpu = _problems(args), runners.gpu
     if gpu is None:
         raise BenchmarkError("without a GPU nothing can be timed again")
-    known = _known(args, problem, gpu)
-    decided = {(entry.problem, entry.regime) for entry in known}
+    known = _known(args, problems, gpu)
+    decided = {(e.problem, e.regime) for e in known if e.gpu.identity == gpu.identity}
     for entry in known:
         wanted = _wanted(args, entry)
-        if wanted != entry.regime:
+        if wanted != entry.regime or entry.gpu.identity != gpu.identity:
             if (entry.problem, wanted) not in decided:
                 yield entry
             continue
         runner = runners.of(entry.problem, entry.regime)
-        if args.shape or args.all or differences(entry, runner.environment):
+        if (
+            args.shape
+            or args.all
+            or differences(entry, runner.environment)
+            or recompiled(entry, runners.compiler().cached)
+        ):
             yield entry
 
 
-def _problem(args: argparse.Namespace) -> Problem | None:
-    """Problem of ``--shape``."""
-    from tuner.tuning.job import DEFAULT_OP
+def _problems(args: argparse.Namespace) -> list[Problem]:
+    """Problems of ``--shape`` or ``--problems``; empty when neither is given."""
+    from tuner.tuning.job import DEFAULT_OP, read_problems
 
-    return PROBLEMS[args.op or DEFAULT_OP].parse(args.shape) if args.shape else None
+    op = args.op or DEFAULT_OP
+    if args.problems is not None:
+        return read_problems(args.problems, op)
+    return [PROBLEMS[op].parse(args.shape)] if args.shape else []
 
 
-def _known(args: argparse.Namespace, problem: Problem | None, gpu: Gpu) -> list[Entry]:
-    """Measured entries of a GPU that match the options.
+def _known(args: argparse.Namespace, problems: Sequence[Problem], gpu: Gpu) -> list[Entry]:
+    """Measured entries of a GPU that the options leave, in the order of `problems`; of a listed
+    problem without one those of a GPU whose decisions serve there.
+
+    Args:
+        args: the options.
+        problems: those that are asked for; none: all.
+        gpu: the GPU.
 
     Raises:
         NoValidConfigError: when there is none.
@@ -199,17 +224,24 @@ def _known(args: argparse.Namespace, problem: Problem | None, gpu: Gpu) -> list[
     from tuner.cli.entries import known_entries
     from tuner.measurement import Provenance
 
-    known = [
+    measured = [
         entry
         for entry in known_entries(args)
         if entry.provenance is Provenance.MEASURED
-        and entry.gpu.identity == gpu.identity
         and args.op in (None, entry.problem.op)
         and args.l2 in (None, entry.regime.l2)
-        and problem in (None, entry.problem)
+        and (not problems or entry.problem in problems)
+        and gpu.shares_decisions(entry.gpu)
     ]
+    known = [entry for entry in measured if entry.gpu.identity == gpu.identity]
+    if args.problems is not None:
+        own = {entry.problem for entry in known}
+        known += [entry for entry in measured if entry.problem not in own]
+        known.sort(key=lambda entry: problems.index(entry.problem))
+        if absent := len(set(problems) - {entry.problem for entry in known}):
+            _note(f"tuner: {absent} problems of the list are not measured: `tuner sweep` does that")
     if not known:
-        what = f"{problem.op} {problem.label()}" if problem else args.op or "anything"
+        what = f"{problems[0].op} {problems[0].label()}" if problems else args.op or "anything"
         raise NoValidConfigError(
             f"nothing is measured for {what} on {gpu.name}: `tuner sweep` measures it"
         )

@@ -1,19 +1,21 @@
-"""Revalidation of stored decisions in another environment or regime, without a search. The stored
-best configs, the portfolio's most promising kernels and the vendors' kernels are timed interleaved,
-and a new decision is made.
+"""Revalidation of stored decisions: in another environment or regime, or with other machine code.
+Nothing is searched. The stored best configs, the portfolio's most promising kernels and the
+vendors' kernels are timed interleaved, and a new decision is made.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
 
+from tuner.compile.artifacts import Artifact
 from tuner.config import Config
 from tuner.errors import NoValidConfigError
 from tuner.families import families, families_of
+from tuner.families.base import KernelSpec
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement
 from tuner.problem import Problem
@@ -89,6 +91,29 @@ def candidates(entry: Entry, gpu: Gpu) -> list[Config]:
     stored = [m.config for m in entry.ranked if _fits(m)]
     likely = islice(portfolio.promising(entry.problem, gpu), PROMISING)
     return list(dict.fromkeys([*stored, *likely]))
+
+
+def recompiled(entry: Entry, cached: Callable[[KernelSpec], Artifact | None]) -> list[str]:
+    """Digests of an entry's own configs whose machine code is not what was timed.
+
+    A measurement keeps the hash of the machine code of each kernel. An edit of a template that
+    leaves the code as it was leaves the measurement valid, although the artifact has another key.
+    Configs are left out whose kernels are not compiled here, or whose code was not kept.
+
+    Args:
+        entry: a decision.
+        cached: the compiled kernel of a spec, None where there is none.
+    """
+    found: dict[str, None] = {}
+    for m in entry.ranked:
+        if not _fits(m):
+            continue
+        for name, spec in families()[m.config.family].kernels(entry.problem, m.config).items():
+            timed, built = m.resources.get(name), cached(spec)
+            now = built.resources if built else None
+            if timed and now and timed.code and now.code and timed.code != now.code:
+                found[m.config.digest] = None
+    return list(found)
 
 
 def _vendors(problem: Problem, runner: Runner) -> list[Config]:
