@@ -284,13 +284,47 @@ class TestKin:
             assert found.config["combine"] == "kernel" and found.config["splits"] > 1
             many = known.select(replace(problem, batch=400))
             assert many is not None and many.config["splits"] == 1
-            many = Domain.of(replace(problem, seqlen_q=256))
+            domain = Domain.of(replace(problem, seqlen_q=256))
             kernels = {
-                target.config["tile_n"]
-                for target in targets(known)
-                if Domain.of(target.problem) == many
+                one.config["tile_n"] for one in targets(known) if Domain.of(one.problem) == domain
             }
             assert kernels == {64}, "one kernel with all of its ways"
+
+    def test_both_phases_of_decoding_under_a_mask_share_kernels_at_d_256(self) -> None:
+        ways = {"few": (1, 8), "one": (1, 2)}
+        domains = {}
+        for phase, packings in ways.items():
+            found = [
+                candidate(
+                    maker()(1, width, packed_heads=packed, splits=2, combine="kernel"),
+                    FUSED.work_terms,
+                    launch=9.0,
+                )
+                for packed in packings
+                for width in (64, 48)
+            ]
+            domain = AttentionDomain(256, "full", phase)  # type: ignore[arg-type]
+            domains[domain] = DomainModels(domain, WARM, found, 0.5, REGRET)
+        known = Portfolio("attention", DEFAULT_GPU, domains)
+        for changes in ({"operand": "bool"}, {"has_softcap": True}):
+            kernels = []
+            for domain in domains:
+                models = known.models_of(domain._replace(**changes))
+                assert models is not None and models.kin == AttentionDomain(256, "full", "few")
+                params = [one.config.params for one in models.candidates]
+                kernels.append(
+                    [(p.get("packed_heads", 1), p["tile_n"], p.get("combine", "")) for p in params]
+                )
+            assert kernels[0] == kernels[1]
+            packed = (1, 8) if "operand" in changes else (1,)
+            assert kernels[0] == [(one, 64, way) for one in packed for way in ("", "kernel")]
+
+    def test_a_causal_window_under_a_mask_has_no_domain(self) -> None:
+        for text, is_served in (("window=64", True), ("left=64,right=0", False)):
+            problem = attention(f"S=1024,D=64,mask=bk,B=2,{text}")
+            domain = Domain.of(problem)
+            assert (domain is not None) is is_served
+            assert is_served or problem.is_causal
 
     def test_each_is_served_once(self) -> None:
         known = made(9.0, 5.0, 0.0)

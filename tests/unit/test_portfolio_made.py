@@ -190,6 +190,28 @@ class TestMakeProducts:
         assert found is not None and found.config == CUBLAS
 
 
+def decoded(queries: int, heads: tuple[int, ...]) -> list[Measurement]:
+    """Times of a kernel by planted rates, and of a slower cuDNN, at six lengths."""
+    found = []
+    kernel = Config(NARROW.family, {**NARROW.params, "persistent": False})
+    for count in heads:
+        for keys in (256, 512, 1024, 2048, 4096, 8192):
+            problem = attention(f"H={count},SQ={queries},SKV={keys},D=64,B=8")
+            family = families()[kernel.family]
+            work = dict(
+                zip(family.work_terms, family.work(problem, kernel, DEFAULT_GPU), strict=True)
+            )
+            us = 3.0 + 0.5 * work["round_steps"] + 0.1 * work["memory"]
+            for config, factor in ((kernel, 1.0), (CUDNN, 2.0)):
+                if config is CUDNN or not family.violations(problem, kernel, DEFAULT_GPU):
+                    found.append(
+                        Measurement(
+                            problem, config, DEFAULT_GPU, WARM, Status.OK, latency_us=us * factor
+                        )
+                    )
+    return found
+
+
 class TestMake:
     def test_times_are_expected_as_planted(self, known: Portfolio) -> None:
         (models,) = known.domains.values()
@@ -248,6 +270,34 @@ class TestMake:
         assert "the portfolio is of attention on NVIDIA H100" in capsys.readouterr().err
         assert cli.main(["fit", *store, "--only", "D=64"]) == cli.WRONG_INPUT
         assert "--only is for --output" in capsys.readouterr().err
+
+    def test_the_number_of_kernels_and_their_choice_can_be_limited(
+        self, known: Portfolio, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        own = [c for models in known.domains.values() for c in models.candidates if not c.is_vendor]
+        assert len(own) == 2
+        few = fitting.make("attention", {WARM: planted(0)}, DEFAULT_GPU, kernels=1)
+        (models,) = few.domains.values()
+        assert sum(not one.is_vendor for one in models.candidates) == 1
+        monkeypatch.setattr(fitting, "shipped", lambda: (few,))
+        kept = {fitting.kernel_of(m.config) for m in fitting.of_shipped(planted(0))}
+        assert kept == {one.config for one in models.candidates}
+
+    @pytest.mark.parametrize("others", ["one", ""])
+    def test_phases_of_decoding_share_measurements(self, others: str) -> None:
+        """Two models alone have times of few queries; the same kernel's of one query are taken."""
+        rows = [*decoded(5, (8, 16)), *(decoded(1, (8, 12, 16, 24)) if others else ())]
+        cold = Regime("stream", "cold")
+        measured = {cold: [m.but(regime=cold) for m in rows]}
+        few = AttentionDomain(64, "full", "few")
+        if not others:
+            with pytest.raises(ConfigError, match="no domain has a kernel"):
+                fitting.make("attention", measured, DEFAULT_GPU)
+            return
+        models = fitting.make("attention", measured, DEFAULT_GPU).domains[few]
+        assert models.regret.problems == 12, "judged by its own problems alone"
+        (own,) = (one for one in models.candidates if not one.is_vendor)
+        assert own.points == 36, "12 of few queries, 24 of one"
 
     def test_failed_and_modified_ones_are_left_out(self) -> None:
         failed = [m.but(status=Status.WRONG_RESULT, latency_us=None) for m in planted(0)]

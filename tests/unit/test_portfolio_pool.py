@@ -43,6 +43,21 @@ def test_every_mask_and_phase_of_every_head_dimension_is_timed() -> None:
     assert kinds == set(pool.KINDS) and len(FOUND) == len(kinds) * 5
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_problems_of_one_query_are_of_many_sizes_and_ratios(head_dim: int) -> None:
+    found = FOUND[AttentionDomain(head_dim, "full", "one")]
+    by_size = found[round(len(found) * (1 - pool.BY_SIZE)) :]
+    kinds = {(p.bytes.bit_length() // 2, p.heads_q // p.heads_kv) for p in by_size}
+    assert len(by_size) == len(kinds) == round(len(found) * pool.BY_SIZE)
+    assert 1 << 28 < max(p.bytes for p in by_size) <= pool.MAX_DECODED_BYTES
+
+
+@pytest.mark.parametrize("domain", FOUND, ids=lambda domain: domain.label())
+def test_no_model_has_more_than_its_share(domain: AttentionDomain) -> None:
+    heads = [(p.heads_q, p.heads_kv) for p in FOUND[domain]]
+    assert len(set(heads)) >= pool.LEAST_MODELS
+
+
 def test_no_held_out_model_s_heads_take_part() -> None:
     """But where a model that takes part has the same: a hash of heads and width decides."""
     making = {

@@ -251,14 +251,12 @@ def _models(
     unpacked: dict[Config, list[Point]] = defaultdict(list)
     for config, rows in (*by_kernel.items(), *elsewhere.items()) if others else ():
         unpacked[_unpacked(config)] += rows
-    kernels = []
+    kernels: list[_Kernel] = []
     for config, rows in sorted(by_kernel.items(), key=lambda item: item[0].digest):
-        tried = (
-            _Kernel(domain, config, points)
-            for points in (rows, [*rows, *elsewhere.get(config, ())], unpacked[_unpacked(config)])
-        )
-        kernels += [next((one for one in tried if one.is_known), None)]
-    kernels = [one for one in kernels if one is not None]
+        for enough in (rows, [*rows, *elsewhere.get(config, ())], unpacked[_unpacked(config)]):
+            if (kernel := _Kernel(domain, config, enough)).is_known:
+                kernels.append(kernel)
+                break
     own = [kernel for kernel in kernels if not _is_vendor(kernel.config)]
     if not own:
         return None
