@@ -86,15 +86,20 @@ def test_a_complete_machine_can_measure(
 @pytest.mark.parametrize(
     ("name", "found"),
     [
-        ("H200", r"\d{3} problems of its own; portfolios made on NVIDIA H200; "),
+        (
+            "H200",
+            r"\d{3} problems of its own; portfolios made on NVIDIA H200, and on "
+            "NVIDIA H100 80GB HBM3, rescaled to this GPU; ",
+        ),
         (
             "H100",
-            r"\d\d problems of its own, \d{3} of NVIDIA H200; portfolios made on NVIDIA H200, "
-            "rescaled to this GPU; ",
+            r"\d\d problems of its own, \d{3} of NVIDIA H200; portfolios made on "
+            "NVIDIA H100 80GB HBM3, and on NVIDIA H200, rescaled to this GPU; ",
         ),
         (
             "H100-PCIe",
-            "0 problems of its own; portfolios made on NVIDIA H200, rescaled to this GPU; ",
+            "0 problems of its own; portfolios made on NVIDIA H100 80GB HBM3, NVIDIA H200, "
+            "rescaled to this GPU; ",
         ),
     ],
 )

@@ -162,17 +162,18 @@ def serving_finding(gpu: Gpu) -> Finding:
     own = decided.pop(gpu.name, set())
     shared = [f"{n} of {name}" for name, all_ in sorted(decided.items()) if (n := len(all_ - own))]
     found = f"decisions for {', '.join([f'{len(own)} problems of its own', *shared])}"
-    names = sorted({(one.made_on or one.gpu).name for one in portfolios})
+    made = {models.made_on or one.gpu for one in portfolios for models in one.domains.values()}
     if not portfolios:
         advice = "PyTorch answers shapes that nobody tuned: tuner sweep"
         return Finding("shipped data", NOTE, f"{found}; no portfolio", advice)
-    found += f"; portfolios made on {', '.join(names)}"
-    is_rescaled = any(one.made_on is not None for one in portfolios)
-    found += ", rescaled to this GPU" if is_rescaled else ""
+    others = sorted(one.name for one in made if one.identity != gpu.identity)
+    names = [gpu.name] if len(others) < len(made) else []
+    names += [f"{', '.join(others)}, rescaled to this GPU"] if others else []
+    found += f"; portfolios made on {', and on '.join(names)}"
     found += f"; {proven} of {len(kernels)} built kernels are proven"
     if not proven:
         return Finding("shipped data", NOTE, found, f"`{BUILD}`, then `{PROVE}`")
-    if is_rescaled:
+    if others:
         advice = "expected times are predictions: TUNER_BENCHMARK=1 measures in place"
         return Finding("shipped data", NOTE, found, advice)
     return Finding("shipped data", OK, found)
