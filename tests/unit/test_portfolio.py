@@ -319,6 +319,15 @@ class TestKin:
             packed = (1, 8) if "operand" in changes else (1,)
             assert kernels[0] == [(one, 64, way) for one in packed for way in ("", "kernel")]
 
+    def test_short_prompts_with_a_soft_cap_have_smaller_tiles(self) -> None:
+        known = next(one for one in portfolio.shipped() if one.op == "attention")
+        rows = []
+        for length in (128, 4096):
+            found = known.select(attention(f"H=16,HKV=8,S={length},D=256,causal=1,softcap=50"))
+            assert found is not None and not found.vendor
+            rows.append(found.config["warp_groups"])
+        assert rows == [1, 2]
+
     def test_a_causal_window_under_a_mask_has_no_domain(self) -> None:
         for text, is_served in (("window=64", True), ("left=64,right=0", False)):
             problem = attention(f"S=1024,D=64,mask=bk,B=2,{text}")

@@ -329,6 +329,9 @@ class AttentionDomain(_Attention, Domain):
 
     @property
     def kin_kernels(self) -> int | None:
+        """Gemma 2's short prompts have a second kernel, of smaller tiles."""
+        if self == type(self)(256, "causal", "prompt", has_softcap=True):
+            return 2
         return None if self.operand and not self.is_composed else 1
 
     @property
