@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 
 import pytest
 
@@ -11,12 +14,14 @@ from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionProblem, Problem
 from tuner.problem.population import draw, subset
 from tuner.search import pool
+from tuner.search import portfolio as fitting
 from tuner.selection.domains import (
     AnyDomain,
     AttentionDomain,
     Domain,
     GatedDomain,
     ProductDomain,
+    Rows,
 )
 from tuner.selection.portfolio import shipped
 from tuner.tuning.survey import pooled
@@ -112,7 +117,8 @@ def test_a_survey_takes_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     few = pool.problems("attention")
     assert few.keys() == FOUND.keys()
     samples = pooled("attention", DEFAULT_GPU, SHIPPED["attention"])
-    assert [one.problem for one in samples] == [p for found in few.values() for p in found]
+    turns = zip_longest(*few.values())
+    assert [one.problem for one in samples] == [p for turn in turns for p in turn if p is not None]
     for one in samples:
         assert sum(kernels for kernels, _ in one.spaces.values()) == len(one.groups)
         assert sum(count for _, count in one.spaces.values()) == one.candidates
@@ -128,8 +134,35 @@ def test_a_domain_s_products_are_of_many_layers(domain: ProductDomain | GatedDom
     assert len({(p.n, p.k) for p in found}) >= 4
 
 
+@pytest.mark.parametrize("rows", ["few", "narrow", "wide"])
+def test_the_first_products_cover_the_sizes(rows: Rows) -> None:
+    """A kernel timed at the first quarter is trusted at all calls: within twice a size."""
+    called = [
+        ProductDomain.sizes(call.problem)
+        for call in draw(pool.SEED, pool.CALLS, subset("making"))
+        if Domain.of(call.problem) == ProductDomain(rows)
+        and call.problem.flops <= pool.MAX_PRODUCT_FLOPS
+    ]
+    first = [ProductDomain.sizes(p) for p in PRODUCTS[ProductDomain(rows)][: pool.PRODUCTS // 4]]
+    for every, some in zip(zip(*called, strict=True), zip(*first, strict=True), strict=True):
+        octaves, reached = (math.log2(max(sizes) / min(sizes)) for sizes in (every, some))
+        assert reached >= octaves - 2
+
+
+def test_every_kernel_and_pytorch_s_are_timed_often_enough() -> None:
+    domain = ProductDomain("few")
+    counts: Counter[str] = Counter()
+    for groups in sample(domain, True).values():
+        counts.update({config.digest for group in groups for config in group})  # type: ignore[attr-defined]
+        assert any(families()[group[0].family].is_vendor for group in groups)  # type: ignore[index]
+    assert (
+        sum(count >= fitting.MIN_POINTS for count in counts.values())
+        >= 2 * pool.PRODUCT_KERNELS["few"]
+    )
+
+
 def test_every_domain_of_products_is_timed() -> None:
-    assert len([domain for domain in PRODUCTS if domain.op == "gemm"]) == 8
+    assert len([domain for domain in PRODUCTS if domain.op == "gemm"]) == 18
     assert {d.rows for d in PRODUCTS if isinstance(d, GatedDomain)} == {"few", "narrow", "wide"}
 
 
@@ -144,13 +177,16 @@ def test_narrow_products_are_timed_with_k_divided() -> None:
     assert len(divided) == pool.STREAM_KERNELS
 
 
-def test_a_product_with_a_bias_is_timed_with_the_kernels_of_its_kin() -> None:
-    own, kin = (
+@pytest.mark.parametrize("epilogue", ["bias", "gelu"])
+def test_a_product_with_an_epilogue_is_timed_with_kernels_of_the_plain_one(epilogue: str) -> None:
+    own, plain = (
         {
             families()[group[0].family].compile_digest(group[0])  # type: ignore[index]
-            for groups in sample(ProductDomain("wide", epilogue), True).values()
+            for groups in sample(ProductDomain("wide", one), True).values()
             for group in groups[:-1]
         }
-        for epilogue in ("bias", "")
+        for one in (epilogue, "")
     )
-    assert own and own < kin
+    known = pool._of_portfolio(ProductDomain("wide"), SHIPPED["gemm"])
+    assert own and own <= plain | {families()[one.family].compile_digest(one) for one in known}
+    assert len(own) <= pool.BIASED_KERNELS

@@ -99,28 +99,32 @@ class TestRates:
 class TestServing:
     def test_a_gpu_s_own_portfolio_is_as_it_was_made(self) -> None:
         own = [one for one in shipped() if one.gpu == H200]
-        (theirs,) = (one for one in shipped() if one.gpu == H100)
+        theirs = {one.op: one for one in shipped() if one.gpu == H100}
         assert serving(own, H200) == own
         found = {one.op: one for one in serving(shipped(), H200)}
         for one in own:
             domains = found[one.op].domains
             assert domains.items() >= one.domains.items()
             more = domains.keys() - one.domains.keys()
-            assert more == (
-                theirs.domains.keys() - one.domains.keys() if one.op == theirs.op else set()
-            )
+            assert more == theirs[one.op].domains.keys() - one.domains.keys()
             assert {domains[domain].made_on for domain in more} <= {H100}
 
-    def test_domains_that_were_not_measured_are_another_one_s(self) -> None:
-        (own,) = (one for one in shipped() if one.gpu == H100)
-        (theirs,) = (one for one in shipped() if (one.gpu, one.op) == (H200, own.op))
-        (found,) = (one for one in serving(shipped(), H100) if one.op == own.op)
-        assert (found.gpu, found.made_on) == (H100, H200)
+    def test_a_gpu_that_measured_every_domain_has_its_own_portfolio(self) -> None:
+        for gpu, op in ((H200, "swiglu"), (H100, "swiglu"), (H100, "gemm")):
+            (own,) = (one for one in shipped() if (one.gpu, one.op) == (gpu, op))
+            assert own in serving(shipped(), gpu) and own.made_on is None
+
+    @pytest.mark.parametrize(("gpu", "op"), [(H100, "attention"), (H200, "gemm")])
+    def test_domains_that_were_not_measured_are_another_one_s(self, gpu: Gpu, op: str) -> None:
+        (own,) = (one for one in shipped() if (one.gpu, one.op) == (gpu, op))
+        (theirs,) = (one for one in shipped() if one.gpu != gpu and one.op == op)
+        (found,) = (one for one in serving(shipped(), gpu) if one.op == op)
+        assert (found.gpu, found.made_on) == (gpu, theirs.gpu)
         assert found.domains.keys() == theirs.domains.keys() | own.domains.keys()
         for domain, models in found.domains.items():
-            expected = own.domains.get(domain) or theirs.rescaled(H100).domains[domain]
+            expected = own.domains.get(domain) or theirs.rescaled(gpu).domains[domain]
             assert models == expected
-        assert found in serving(reversed(shipped()), H100)
+        assert found in serving(reversed(shipped()), gpu)
 
     @pytest.mark.parametrize("gpu", [H100, PCIE], ids=lambda gpu: gpu.name)
     def test_another_one_s_is_rescaled_once(self, gpu: Gpu) -> None:
@@ -188,7 +192,7 @@ class TestServing:
 
     def test_the_kernels_are_the_same(self) -> None:
         """They are built, proven and legal once for all of a compute capability."""
-        (theirs,) = (one for one in shipped() if one.op == "gemm")
+        (theirs,) = (one for one in shipped() if (one.gpu, one.op) == (H200, "gemm"))
         for gpu in (H100, PCIE):
             assert [t.kernels for t in targets(theirs.rescaled(gpu))] == [
                 t.kernels for t in targets(theirs)

@@ -12,6 +12,7 @@ import pytest
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families.vendor.sdpa import BACKENDS
+from tuner.families.work import FASTEST_SHARE
 from tuner.hardware import GPUS, Gpu
 from tuner.problem import AttentionProblem, GemmProblem, Problem, SwigluProblem, population
 from tuner.selection.candidates import Candidate, DomainModels
@@ -26,7 +27,12 @@ WIDTHS = (8, 64, 800, 4096, 14336, 28672, 151936)
 def expected_us(problem: Problem, one: Candidate, config: Config, gpu: Gpu) -> float:
     assert one.family is not None
     amounts = one.family.work(problem, config, gpu)
-    return math.fsum(us * amount for us, amount in zip(one.priced, amounts, strict=True))
+    us = math.fsum(us * amount for us, amount in zip(one.priced, amounts, strict=True))
+    if isinstance(problem, AttentionProblem):
+        return us
+    assert isinstance(problem, GemmProblem | SwigluProblem)
+    columns = problem.n * (1 if isinstance(problem, GemmProblem) else 2)
+    return max(us, 2 * problem.k * columns / (FASTEST_SHARE * gpu.memory_gbs * 1e3))
 
 
 def own_by_hand(

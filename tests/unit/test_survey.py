@@ -293,6 +293,16 @@ def _options() -> Any:
 # The command
 
 
+def test_a_survey_is_listed_for_a_gpu_that_is_not_here(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shape = ["--op", "gemm", "--shape", "M=512,N=512,K=512", "--kernels", "2", "--gpu", "H100"]
+    assert main(["survey", "nowhere", *shape, "--list"]) == cli.DONE
+    assert "1 problems on NVIDIA H100 80GB HBM3" in capsys.readouterr().out
+    assert main(["survey", "nowhere", *shape]) == cli.WRONG_INPUT
+    assert "--gpu is for --list and --compile" in capsys.readouterr().err
+
+
 def test_the_command_says_what_it_would_draw(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["survey", "nowhere", "--op", "gemm", "--shape", "M=512,N=512,K=512", "--list",
                  "--kernels", "12"]) == 0  # fmt: skip

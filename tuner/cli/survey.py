@@ -57,6 +57,11 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--family", action="append", metavar="NAME", help="own family to sample; may be repeated"
     )
+    parser.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help="with --list or --compile: for which GPU, as H100 (default H200)",
+    )
     less = parser.add_mutually_exclusive_group()
     less.add_argument("--list", action="store_true", help="print the sample, measure nothing")
     less.add_argument(
@@ -78,7 +83,7 @@ def register(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the sample, measure it and print the results. Returns 1 if candidates are left."""
     from tuner.errors import BenchmarkError, ConfigError
-    from tuner.hardware import DEFAULT_GPU
+    from tuner.hardware import DEFAULT_GPU, gpu_by_name
     from tuner.runners.choose import Machine, Runners
     from tuner.runners.gpus import parse_devices
     from tuner.search.pool import regime
@@ -99,14 +104,17 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--only is for --portfolio (allowed elsewhere: --shape, --problems)")
     if args.portfolio and (args.regime or args.l2):
         raise ConfigError("--regime and --l2 are not for --portfolio (allowed: neither)")
+    if args.gpu and not (args.list or args.compile):
+        raise ConfigError("--gpu is for --list and --compile (allowed elsewhere: --device)")
+    other = gpu_by_name(args.gpu) if args.gpu else DEFAULT_GPU
     if args.list:
-        _list(_samples(args, DEFAULT_GPU, how), how, DEFAULT_GPU, print)
+        _list(_samples(args, other, how), how, other, print)
         return 0
     machine = Machine(parse_devices(args.device), args.jobs, replay=args.compile)
     with Runners(machine, say) as runners:
         if runners.gpu is None and not args.compile:
             raise BenchmarkError(NO_GPU)
-        gpu = runners.gpu or DEFAULT_GPU
+        gpu = runners.gpu if runners.gpu and not args.gpu else other
         samples = _samples(args, gpu, how)
         specs = _list(samples, how, gpu, say)
         if args.compile:

@@ -67,6 +67,11 @@ class ProductSizes(NamedTuple):
         """Read and written at least."""
         return self.inputs + self.output
 
+    @property
+    def weights(self) -> float:
+        """Megabytes of B."""
+        return self.width * self.n * self.k / MEGABYTE
+
     @classmethod
     def of(cls, problem: GemmProblem | SwigluProblem) -> ProductSizes:
         """The sizes of a product, of a gated one with the columns of both projections."""

@@ -59,6 +59,22 @@ def time_ratio(term: str, old: Gpu, new: Gpu) -> float:
     return old.clock_max_mhz / new.clock_max_mhz
 
 
+FASTEST_SHARE = 0.93
+"""Largest share of the datasheet's bandwidth at which a product read its weights: 822 MB in
+264.5 us on an H100 (``scripts/benchmarks/evidence/population-h100.jsonl.gz``)."""
+
+
+def floor_us(sizes: Any, gpu: Gpu) -> Any:
+    """Microseconds in which no kernel reads a product's weights, which the sum of fitted terms may
+    be below; None for other operations. May be traced (`tuner.families.tape`).
+
+    Weights are not in L2: those of a model's other layers come between.
+    """
+    if not isinstance(sizes, product_work.ProductSizes):
+        return None
+    return sizes.weights * (1e3 / (FASTEST_SHARE * gpu.memory_gbs))
+
+
 def memory_gap_us(sizes: Any, old: Gpu, new: Gpu, is_warm: bool) -> Any:
     """Microseconds by which a call's bytes pass through one GPU's memory later than through
     another's; negative where earlier. May be traced (`tuner.families.tape`).

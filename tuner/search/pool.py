@@ -55,8 +55,14 @@ BY_SIZE = 1 / 3
 DECODED = 2
 """Factor for domains in which one query decodes: lengths and batches vary most there, and PyTorch's
 kernels are nearest."""
-PRODUCTS, FUSED_PRODUCTS = 24, 12
-"""Number of problems of a product's domain, and of one with an activation."""
+PRODUCTS, BIASED_PRODUCTS, ACTIVATED_PRODUCTS, GATED_PRODUCTS = 56, 28, 8, 24
+"""Number of problems of a domain of plain products, of products with a bias, of products with an
+activation, and of gated ones."""
+MAX_ESTIMATE = 2.0
+"""Longest estimate of a product's kernel that is timed, over the shortest one at the problem."""
+MIN_THINNED = 24
+"""Fewest problems of a domain of products whose kernels are timed by turns: one half at a problem,
+the other at the next. More problems tell more of PyTorch's kernel, which is timed at each."""
 MAX_FLOPS = 2e12
 """Largest attention problem, FLOP: about 3 ms on an H200."""
 MAX_DECODED_BYTES = 1 << 30
@@ -72,8 +78,11 @@ KINDS: tuple[tuple[Mask, Phase], ...] = (
 """Masks and phases whose kernels are timed; windows, soft caps and packed sequences share them."""
 KERNELS = 8
 """Compiled kernels of an attention domain."""
-PRODUCT_KERNELS: Mapping[Rows, int] = {"few": 9, "narrow": 14, "wide": 10}
-"""Compiled kernels of a product's domain; domains with an epilogue use the portfolio's."""
+PRODUCT_KERNELS: Mapping[Rows, int] = {"few": 8, "narrow": 11, "wide": 10}
+"""Compiled kernels of a domain of plain products."""
+BIASED_KERNELS, ACTIVATED_KERNELS = 4, 3
+"""Compiled kernels of a domain of products with a bias, and with an activation: those of the plain
+products."""
 GATED_KERNELS = 6
 """Compiled kernels of a domain of gated products."""
 STREAM_KERNELS = 2
@@ -90,7 +99,7 @@ def domains(op: str) -> list[AnyDomain]:
             for width, (mask, phase) in product(INSTANCES, KINDS)
         ]
     if op == ProductDomain.op:
-        return [ProductDomain(rows, name) for name, kinds in EPILOGUES.items() for rows in kinds]
+        return [ProductDomain(rows, name) for name in EPILOGUES for rows in PRODUCT_KERNELS]
     return [GatedDomain(rows) for rows in PRODUCT_KERNELS]
 
 
@@ -109,7 +118,8 @@ def problems(op: str) -> dict[AnyDomain, list[Any]]:
     if op == AttentionDomain.op:
         return {domain: _taken(domain, called) for domain in domains(op)}  # type: ignore[arg-type]
     return {
-        domain: _in_turn(domain, list(called[domain]))[: _wanted(domain)] for domain in domains(op)
+        domain: _spread_out(domain, list(_called(domain, called)))[: _wanted(domain)]
+        for domain in domains(op)
     }
 
 
@@ -132,8 +142,26 @@ def _as_timed(problem: Any) -> Problem | None:
 
 def _wanted(domain: AnyDomain) -> int:
     """Number of problems of a product's domain."""
-    is_fused = isinstance(domain, ProductDomain) and domain.epilogue not in ("", "bias")
-    return FUSED_PRODUCTS if is_fused else PRODUCTS
+    if not isinstance(domain, ProductDomain):
+        return GATED_PRODUCTS
+    if domain.epilogue in ("", "bias"):
+        return BIASED_PRODUCTS if domain.epilogue else PRODUCTS
+    return ACTIVATED_PRODUCTS
+
+
+def _called(
+    domain: AnyDomain, called: Mapping[AnyDomain, Mapping[Problem, None]]
+) -> dict[Problem, None]:
+    """Problems of a domain that models call; with an activation also those of the others, with
+    this activation, since few models have each.
+    """
+    found = dict(called.get(domain, ()))
+    if isinstance(domain, ProductDomain) and domain.epilogue not in ("", "bias"):
+        for epilogue in EPILOGUES:
+            if epilogue not in ("", "bias", domain.epilogue):
+                for problem in called.get(domain._replace(epilogue=epilogue), ()):
+                    found[replace(problem, epilogue=domain.epilogue)] = None  # type: ignore[call-arg]
+    return found
 
 
 def _taken(
@@ -196,6 +224,24 @@ def _in_turn(domain: AnyDomain, found: Sequence[_P], most: int | None = None) ->
     return [group[turn] for turn in range(turns) for group in groups.values() if turn < len(group)]
 
 
+def _spread_out(domain: AnyDomain, found: Sequence[_P]) -> list[_P]:
+    """Problems in an order of which each beginning covers the sizes: by turns the next one in turn
+    over widths of layers, and the one farthest from all before in the logarithms of its sizes.
+    """
+    ordered: list[_P] = []
+    left = {problem: [math.log(size) for size in domain.sizes(problem)] for problem in
+            _in_turn(domain, found)}  # fmt: skip
+    far = dict.fromkeys(left, math.inf)
+    while left:
+        is_next = len(ordered) % 2 == 0
+        chosen = next(iter(left)) if is_next else max(left, key=far.__getitem__)
+        place = left.pop(chosen)
+        ordered.append(chosen)
+        for problem, other in left.items():
+            far[problem] = min(far[problem], math.dist(place, other))
+    return ordered
+
+
 def regime(problem: Problem) -> Regime:
     """Regime of a problem: in a stream, with weights and decoded caches cold."""
     is_cold = not isinstance(problem, AttentionProblem) or problem.is_decoding
@@ -215,12 +261,29 @@ def sample(
     """
     kernels = _kernels(domain, problems, gpu, portfolio)
     found = {}
-    for problem in problems:
+    for number, problem in enumerate(problems):
         groups = [list(_variants(problem, kernel, gpu)) for kernel in kernels]
+        if not isinstance(domain, AttentionDomain):
+            groups = _promising(problem, groups, gpu)
+            if len(problems) >= MIN_THINNED:
+                groups = groups[number // 2 % 2 :: 2]
         vendors = [f for f in families_of(problem.op).values() if f.is_vendor and f.work_terms]
         own = [c for f in vendors for c in f.space(problem, gpu) if c["kernel"] in domain.vendors]
         found[problem] = [group for group in (*groups, own) if group]
     return found
+
+
+def _promising(problem: Any, groups: Sequence[Sequence[Config]], gpu: Gpu) -> list[list[Config]]:
+    """Groups of a product's kernels without those that are estimated to take much longer than the
+    best, in the order of their best estimates.
+    """
+    estimates = []
+    for place, group in enumerate(groups):
+        times = [families()[one.family].predict_us(problem, one, gpu) for one in group]
+        estimates.append((min(times, default=math.inf), place))
+    least = min(us for us, _ in estimates)
+    kept = sorted(one for one in estimates if one[0] <= MAX_ESTIMATE * least)
+    return [list(groups[place]) for _, place in kept if groups[place]]
 
 
 def _kernels(
@@ -229,12 +292,12 @@ def _kernels(
     """Compiled kernels of a domain, as configs without run-time parameters."""
     known = dict.fromkeys(_of_portfolio(domain, portfolio))
     count, is_narrow = KERNELS, False
-    if not isinstance(domain, AttentionDomain):
-        is_narrow = domain.rows == "narrow"
-        is_gated = isinstance(domain, GatedDomain)
-        count = GATED_KERNELS if is_gated else PRODUCT_KERNELS[domain.rows]
-        if known and isinstance(domain, ProductDomain) and domain.epilogue:
-            count = 0
+    if isinstance(domain, GatedDomain):
+        count, is_narrow = GATED_KERNELS, domain.rows == "narrow"
+    elif isinstance(domain, ProductDomain) and domain.epilogue:
+        count = BIASED_KERNELS if domain.epilogue == "bias" else ACTIVATED_KERNELS
+    elif isinstance(domain, ProductDomain):
+        count, is_narrow = PRODUCT_KERNELS[domain.rows], domain.rows == "narrow"
     if len(known) >= count:
         return list(known)
     near = [one for other in _near(domain) for one in _of_portfolio(other, portfolio)]
@@ -243,6 +306,7 @@ def _kernels(
         for family in families_of(domain.op).values()
         if family.work_terms and not family.is_vendor
         for problem in problems
+        if not near or isinstance(domain, AttentionDomain)
         for config in _best(family, problem, gpu, is_narrow)
     ]
     usable = [
@@ -290,11 +354,8 @@ def _loss(times: Sequence[float], best: Sequence[float]) -> float:
 
 
 def _of_portfolio(domain: AnyDomain, portfolio: Portfolio | None) -> Iterator[Config]:
-    """The portfolio's kernels for a domain: measured ones, for products also those of its kin."""
-    models = None
-    if portfolio is not None:
-        is_attention = isinstance(domain, AttentionDomain)
-        models = portfolio.domains.get(domain) if is_attention else portfolio.models_of(domain)
+    """The portfolio's kernels that were measured in a domain."""
+    models = None if portfolio is None else portfolio.domains.get(domain)
     for candidate in models.candidates if models else ():
         if not candidate.is_vendor and candidate.family is not None:
             yield _compiled(candidate.config)
@@ -302,8 +363,10 @@ def _of_portfolio(domain: AnyDomain, portfolio: Portfolio | None) -> Iterator[Co
 
 def _near(domain: AnyDomain) -> Iterator[AnyDomain]:
     """Domains whose kernels may also serve this one: the other phase of decoding, and the next
-    smaller and larger head dimensions.
+    smaller and larger head dimensions; of a product with an epilogue the plain one.
     """
+    if isinstance(domain, ProductDomain):
+        yield from domain.kin
     if not isinstance(domain, AttentionDomain):
         return
     other: dict[Phase, Phase] = {"one": "few", "few": "one"}
@@ -377,20 +440,19 @@ def _attention_ways(problem: AttentionProblem) -> list[dict[str, Value]]:
 
 def _product_ways(problem: Any, kernel: Config) -> list[dict[str, Value]]:
     """Run-time parameters to try: tile orders, persistent blocks, ways to split K; for few rows
-    also programmatic dependent launch.
+    also programmatic dependent launch. A short product has one order: its tiles lie in a row.
     """
     is_short = min(problem.m, problem.n) <= MAX_NARROW
     if kernel.family == "gemv":
         early, late = {"pdl": True, "lead": GEMV_LEAD}, {"pdl": False, "lead": 0}
-        return [{"persistent": one, **way} for one in (True, False) for way in (early, late)]
+        ways = (True, early), (True, late), (False, late)
+        return [{"persistent": is_persistent, **way} for is_persistent, way in ways]
     if kernel["kernel_schedule"] == PLAIN:
         return [{}, {"pdl": True}]
     orders: list[dict[str, Value]] = [
-        {"raster_order": order, "max_swizzle_size": swizzle}
-        for swizzle in ((1,) if is_short else (1, 4))
-        for order in ("AlongM", "AlongN")
+        {"raster_order": order, "max_swizzle_size": 1} for order in ("AlongM", "AlongN")
     ]
     if kernel.get("tile_scheduler") == "StreamK":
         modes = "StreamK", "SplitK"
         return [{**orders[0], "decomposition_mode": mode} for mode in modes]
-    return [*orders, *([{**orders[0], "pdl": True}] if is_short else [])]
+    return [orders[0], {**orders[0], "pdl": True}] if is_short else orders

@@ -25,6 +25,7 @@ from tuner.base.install import extra_command
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import families
+from tuner.families.work import floor_us, sizes_of
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Regime
 from tuner.problem import Problem
@@ -46,6 +47,8 @@ MIN_GAIN = 0.001
 """Least decrease of a domain's mean loss that one more kernel must bring."""
 ORIGIN_FACTS = frozenset({"driver", "cuda", "torch", "cudnn", "nvcc"})
 """Facts of the measuring machines that a portfolio records."""
+ADDED_TERMS = frozenset({"launch", "waves", "rounds", "tiles", "output"})
+"""Work that an activation may add to: a launch of its own, ends of tiles, bytes of the output."""
 FOLDS = 8
 MARGINS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 """Margins to try (`DomainModels.margin`)."""
@@ -197,8 +200,11 @@ def make(
             regimes, key=lambda one: (one.launch != "stream", -len(regimes[one]), str(one))
         )
         for regime in by_use:
+            found = pooled(domain, regime, by_domain)
             others = [p for kin in domain.of_times for p in by_domain.get(kin, {}).get(regime, ())]
-            models = _models(domain, regime, regimes[regime], others, gpu, kernels)
+            without = domain.without_activation
+            plain = [] if without is None else pooled(without, regime, by_domain)
+            models = _models(domain, regime, found, others, plain, gpu, kernels)
             if models is not None:
                 made[domain] = models
                 break
@@ -216,6 +222,29 @@ def _is_named(domain: AnyDomain, only: Collection[str]) -> bool:
     return all(text in domain.label() for text in only)
 
 
+def pooled(
+    domain: AnyDomain,
+    regime: Regime,
+    by_domain: Mapping[AnyDomain, Mapping[Regime, Sequence[Point]]],
+) -> list[Point]:
+    """The points of a domain, and those of the domains whose calls take the same time
+    (`Domain.alike`), as if they were measured in it.
+    """
+    found: list[Point] = []
+    for other in domain.alike:
+        rows = by_domain.get(other, {}).get(regime, ())
+        found += rows if other == domain else (_moved(one, other, domain) for one in rows)
+    return found
+
+
+def _moved(point: Point, old: AnyDomain, new: AnyDomain) -> Point:
+    """A point as if it was measured in another domain, where PyTorch's kernel has another name."""
+    config = point.config
+    if config.get("kernel") in old.vendors:
+        config = Config(config.family, {**config.params, "kernel": min(new.vendors)})
+    return Point(new.moved(point.problem), config, point.us)
+
+
 def _origin(measured: Iterable[Sequence[Measurement]]) -> dict[str, list[str]]:
     """First and last day of the measurements, and the values of each fact of their machines."""
     rows = [m for group in measured for m in group]
@@ -228,11 +257,29 @@ def _origin(measured: Iterable[Sequence[Measurement]]) -> dict[str, list[str]]:
     return {"days": [days[0], days[-1]] if days else [], **found}
 
 
+def _kernels(
+    domain: AnyDomain, found: Sequence[Point], others: Sequence[Point] = ()
+) -> list[_Kernel]:
+    """The kernels with enough measurements among a domain's, and among `others`."""
+    by_kernel, elsewhere = _by_kernel(found), _by_kernel(others)
+    unpacked: dict[Config, list[Point]] = defaultdict(list)
+    for config, rows in (*by_kernel.items(), *elsewhere.items()) if others else ():
+        unpacked[_unpacked(config)] += rows
+    kernels: list[_Kernel] = []
+    for config, rows in sorted(by_kernel.items(), key=lambda item: item[0].digest):
+        for enough in (rows, [*rows, *elsewhere.get(config, ())], unpacked[_unpacked(config)]):
+            if (kernel := _Kernel(domain, config, enough)).is_known:
+                kernels.append(kernel)
+                break
+    return kernels
+
+
 def _models(
     domain: AnyDomain,
     regime: Regime,
     found: Sequence[Point],
     others: Sequence[Point],
+    plain: Sequence[Point],
     gpu: Gpu,
     most: int | None,
 ) -> DomainModels | None:
@@ -244,23 +291,16 @@ def _models(
         found: measurements of the domain.
         others: measurements of domains whose times follow the same rates. Kernels take them that
             have too few of their own.
+        plain: measurements without the domain's activation.
         gpu: GPU of the measurements.
         most: most compiled kernels.
     """
-    by_kernel, elsewhere = _by_kernel(found), _by_kernel(others)
-    unpacked: dict[Config, list[Point]] = defaultdict(list)
-    for config, rows in (*by_kernel.items(), *elsewhere.items()) if others else ():
-        unpacked[_unpacked(config)] += rows
-    kernels: list[_Kernel] = []
-    for config, rows in sorted(by_kernel.items(), key=lambda item: item[0].digest):
-        for enough in (rows, [*rows, *elsewhere.get(config, ())], unpacked[_unpacked(config)]):
-            if (kernel := _Kernel(domain, config, enough)).is_known:
-                kernels.append(kernel)
-                break
+    kernels = _kernels(domain, found, others)
     own = [kernel for kernel in kernels if not _is_vendor(kernel.config)]
     if not own:
         return None
-    judge = _Judge(domain, kernels, gpu)
+    without = domain.without_activation
+    judge = _Judge(domain, kernels, gpu, _kernels(without, plain) if without else ())
     count = domain.max_kernels if most is None else min(most, domain.max_kernels)
     chosen = judge.cover([kernel for kernel in own if judge.is_known(kernel)], count)
     if not chosen:
@@ -284,22 +324,81 @@ def _unpacked(config: Config) -> Config:
     return Config(config.family, params)
 
 
-class _Judge:
-    """Times of a domain's kernels: measured, and expected by rates fitted to other models."""
+class _Fits:
+    """Rates of a domain's kernels. With an activation they may be those of the plain product and
+    what the activation adds, if these are nearer at models left out.
 
-    def __init__(self, domain: AnyDomain, kernels: Sequence[_Kernel], gpu: Gpu) -> None:
-        self._domain, self._gpu = domain, gpu
+    Args:
+        domain: domain of the kernels.
+        kernels: kernels measured in it.
+        gpu: GPU of the measurements.
+        plain: kernels measured without the domain's activation.
+    """
+
+    def __init__(
+        self, domain: AnyDomain, kernels: Sequence[_Kernel], gpu: Gpu, plain: Sequence[_Kernel]
+    ) -> None:
+        self._domain, self._gpu, self._without = domain, gpu, plain
+        self._plain = _Fits(domain, plain, gpu, ()) if plain else None
         self._own: dict[str, list[Point]] = defaultdict(list)
         """Points of own kernels, by family."""
         for kernel in kernels:
             if not _is_vendor(kernel.config):
                 self._own[kernel.config.family] += filter(kernel.is_own, kernel.points)
         self._priors: dict[tuple[str, frozenset[tuple[int, ...]]], list[float]] = {}
+        self.bases: dict[Config, _Kernel | None] = {}
+        """The kernel of the plain product that a kernel's rates are made from; None: from its own
+        points alone."""
+
+    def bases_of(self, kernel: _Kernel) -> list[_Kernel | None]:
+        """What a kernel's rates may be made from."""
+        return [None, *(one for one in self._without if _is_plain_of(one, kernel))]
+
+    def chosen(self, kernel: _Kernel) -> list[float]:
+        """Rates fitted to all points, from the chosen base."""
+        return self.rates(kernel, self.bases[kernel.config])
+
+    def rates(
+        self, kernel: _Kernel, base: _Kernel | None, held: Collection[tuple[int, ...]] = ()
+    ) -> list[float]:
+        """Rates fitted to a kernel's points, without some models' problems.
+
+        With a base they are its rates and what the activation adds. Otherwise the common rates of
+        the family's own kernels in the domain are the prior.
+        """
+        out, group = frozenset(held), self._domain.group
+        rest = [p for p in kernel.points if group(p.problem) not in out]
+        if base is not None and self._plain is not None:
+            return added(rest, self._gpu, self._plain.rates(base, None, held))
+        key, prior = (kernel.config.family, out), None
+        if not _is_vendor(kernel.config):
+            if key not in self._priors:
+                every = [p for p in self._own[key[0]] if group(p.problem) not in out]
+                self._priors[key] = fitted(every, self._gpu)
+            prior = self._priors[key]
+        return fitted(rest, self._gpu, prior)
+
+
+class _Judge:
+    """Times of a domain's kernels: measured, and expected by rates fitted to other models."""
+
+    def __init__(
+        self,
+        domain: AnyDomain,
+        kernels: Sequence[_Kernel],
+        gpu: Gpu,
+        plain: Sequence[_Kernel] = (),
+    ) -> None:
+        """Args: domain; kernels: measured in it; gpu; plain: measured without its activation."""
+        self._domain, self._gpu = domain, gpu
+        self._fits = _Fits(domain, kernels, gpu, plain)
         self._rows: dict[str, list[_Row]] = defaultdict(list)
         self._errors: dict[Config, list[float]] = {}
         for kernel in kernels:
-            rows = [row for row in self._left_out(kernel) if kernel.is_own(row.point)]
-            self._errors[kernel.config] = sorted(abs(r.expected / r.us - 1) for r in rows)
+            found = [self._left_out(kernel, base) for base in self._fits.bases_of(kernel)]
+            errors, rows, base = min(found, key=lambda one: one[0][len(one[0]) // 2])
+            self._fits.bases[kernel.config] = base
+            self._errors[kernel.config] = errors
             for row in rows:
                 self._rows[row.point.problem.key].append(row)
 
@@ -314,31 +413,19 @@ class _Judge:
     def candidate(self, kernel: _Kernel) -> Candidate:
         """The kernel with rates that are fitted to all of its points."""
         terms = families()[kernel.config.family].work_terms
-        rates = dict(zip(terms, self._rates(kernel), strict=True))
+        rates = dict(zip(terms, self._fits.chosen(kernel), strict=True))
         errors = self._error(kernel, 0.5), self._error(kernel, 0.9)
         return Candidate(kernel.config, rates, len(kernel.points), *errors, kernel.spread)
 
-    def _rates(self, kernel: _Kernel, held: Collection[tuple[int, ...]] = ()) -> list[float]:
-        """Rates fitted to a kernel's points, without some models' problems.
-
-        The common rates of the family's own kernels in the domain are the prior.
-        """
-        out, group = frozenset(held), self._domain.group
-        key, prior = (kernel.config.family, out), None
-        if not _is_vendor(kernel.config):
-            if key not in self._priors:
-                rest = [p for p in self._own[key[0]] if group(p.problem) not in out]
-                self._priors[key] = fitted(rest, self._gpu)
-            prior = self._priors[key]
-        rest = [p for p in kernel.points if group(p.problem) not in out]
-        return fitted(rest, self._gpu, prior)
-
     def cover(self, own: Sequence[_Kernel], most: int) -> list[_Kernel]:
-        """Few kernels with a small loss against each problem's fastest own kernel."""
+        """Few kernels with a small loss against each problem's fastest own kernel; of products
+        against the fastest of all, since PyTorch's answers where no chosen one is faster.
+        """
         table = self._table(own)
-        best = [min(column) for column in zip(*table, strict=True)]
+        reached = self._vendors_times(own)
+        best = [min(column) for column in zip(reached, *table, strict=True)]
         chosen: list[int] = []
-        reached, loss = [math.inf] * len(best), math.inf
+        loss = _mean_loss(reached, best)
         compiled = [families()[k.config.family].compile_digest(k.config) for k in own]
         while True:
             taken, tried = {compiled[at] for at in chosen}, []
@@ -398,20 +485,25 @@ class _Judge:
         offered = families()[config.family].scheduled(problem, row.kernel.config, self._gpu)
         return config in offered
 
-    def _left_out(self, kernel: _Kernel) -> list[_Row]:
-        """Each point of a kernel, with the time expected by a fit to the other models' points."""
+    def _left_out(
+        self, kernel: _Kernel, base: _Kernel | None
+    ) -> tuple[list[float], list[_Row], _Kernel | None]:
+        """Errors in ascending order, and each point of a kernel with the time expected by a fit to
+        the other models' points.
+        """
         groups = sorted(set(kernel.groups))
         fold = {group: number % FOLDS for number, group in enumerate(groups)}
         folds = [fold[group] for group in kernel.groups]
         found = []
         for number in sorted(set(folds)):
             held = {group for group in groups if fold[group] == number}
-            rates = self._rates(kernel, held)
+            rates = self._fits.rates(kernel, base, held)
             for of, point in zip(folds, kernel.points, strict=True):
                 if of == number:
                     expected = _expected(point.problem, point.config, rates, self._gpu)
                     found.append(_Row(kernel, point, expected))
-        return found
+        found = [row for row in found if kernel.is_own(row.point)]
+        return sorted(abs(row.expected / row.us - 1) for row in found), found, base
 
     def _table(self, own: Sequence[_Kernel]) -> list[list[float]]:
         """Times in microseconds, a row for each kernel and a column for each problem.
@@ -419,14 +511,10 @@ class _Judge:
         A time is measured, or expected and then longer by the 90th percentile of the kernel's
         error. It is infinite for a problem that the kernel cannot serve.
         """
-        problems = {
-            key: rows[0].point.problem
-            for key, rows in self._rows.items()
-            if any(row.kernel in own for row in rows)
-        }
+        problems = self._problems(own)
         table = []
         for kernel in own:
-            rates, doubt = self._rates(kernel), 1 + self._error(kernel, 0.9)
+            rates, doubt = self._fits.chosen(kernel), 1 + self._error(kernel, 0.9)
             known = {
                 key: min((row.us for row in self._rows[key] if row.kernel is kernel), default=0.0)
                 for key in problems
@@ -438,6 +526,29 @@ class _Judge:
                 ]
             )
         return table
+
+    def _problems(self, own: Sequence[_Kernel]) -> dict[str, Problem]:
+        """Problems that one of some kernels was measured at."""
+        return {
+            key: rows[0].point.problem
+            for key, rows in self._rows.items()
+            if any(row.kernel in own for row in rows)
+        }
+
+    def _vendors_times(self, own: Sequence[_Kernel]) -> list[float]:
+        """PyTorch's measured times at `_problems`; infinite where it has none, and where own
+        kernels are chosen even far from measured sizes.
+        """
+        if self._domain.reaches_far:
+            return [math.inf] * len(self._problems(own))
+        vendors = self._domain.vendors
+        return [
+            min(
+                (r.us for r in self._rows[key] if r.kernel.config.get("kernel") in vendors),
+                default=math.inf,
+            )
+            for key in self._problems(own)
+        ]
 
     def _expected_of(self, kernel: _Kernel, problem: Problem, rates: Sequence[float]) -> float:
         if not kernel.spread.holds(self._domain.sizes(problem)):
@@ -480,9 +591,40 @@ def fitted(points: Sequence[Point], gpu: Gpu, prior: Sequence[float] | None = No
     return [float(rate) for rate in rates]
 
 
+def added(points: Sequence[Point], gpu: Gpu, base: Sequence[float]) -> list[float]:
+    """Rates of a plain product, and what an activation adds to some (`ADDED_TERMS`).
+
+    Args:
+        points: times measured with the activation.
+        gpu: GPU of the measurements.
+        base: rates without it.
+    """
+    import numpy as np
+    from scipy.optimize import nnls
+
+    family = families()[points[0].config.family]
+    places = [place for place, term in enumerate(family.work_terms) if term in ADDED_TERMS]
+    amounts = np.array([family.work(p.problem, p.config, gpu) for p in points])
+    relative = amounts / np.array([[p.us] for p in points])
+    more, _ = nnls(relative[:, places], 1 - relative @ np.array(base))
+    rates = list(base)
+    for place, rate in zip(places, more, strict=True):
+        rates[place] += float(rate)
+    return rates
+
+
+def _is_plain_of(plain: _Kernel, kernel: _Kernel) -> bool:
+    """True if a kernel of the plain product is the other one without its activation; PyTorch's
+    have other names then.
+    """
+    if _is_vendor(kernel.config):
+        return all(one.config.get("kernel") in one.domain.vendors for one in (plain, kernel))
+    return plain.config == kernel.config
+
+
 def _expected(problem: Problem, config: Config, rates: Sequence[float], gpu: Gpu) -> float:
     work = families()[config.family].work(problem, config, gpu)
-    return sum(map(mul, rates, work), 0.0)
+    return max(sum(map(mul, rates, work), 0.0), floor_us(sizes_of(problem), gpu) or 0.0)
 
 
 def _mean_loss(times: Sequence[float], best: Sequence[float]) -> float:

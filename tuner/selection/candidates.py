@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from tuner.config import Config
 from tuner.families import find
 from tuner.families.base import Family
-from tuner.families.tape import Tape, compiled, names_in
+from tuner.families.tape import Tape, compiled, larger, names_in
 from tuner.families.vendor.sdpa import BACKENDS
-from tuner.families.work import kind_of, memory_gap_us, time_ratio
+from tuner.families.work import floor_us, kind_of, memory_gap_us, time_ratio
 from tuner.hardware import Gpu
 from tuner.measurement import Regime
 from tuner.problem import Problem
@@ -283,6 +283,8 @@ class DomainTimes:
         sizes = self._kind(*map(tape.argument, self._kind._fields))
         sizes = self.models.domain.with_known(sizes)
         here, margin = self._expected_here(sizes)
+        least_us = floor_us(sizes, self.models.made_on or self.gpu)
+        bounded = partial(larger, least_us) if least_us is not None else _same
         rows = []
         for place, one in self._own.items():
             family, config, doubt = one.family, one.config, 1 + self.models.margin * one.p90_error
@@ -294,7 +296,7 @@ class DomainTimes:
                 tape.names[f"splits_{place}"] = family.splitter(config, self.gpu)
             if is_scheduled and family.is_split(config):
                 tiling = tiling._replace(splits=splits)
-            us = one.us(sizes, tiling, self.gpu)
+            us = bounded(one.us(sizes, tiling, self.gpu))
             row = f"({here(us * doubt) * margin}, {here(us)}, {place}, {splits})"
             uses.update(names_in(row))
             if not is_scheduled:
@@ -312,7 +314,9 @@ class DomainTimes:
         ]
         shared = _within(tightest, axes) if trusted else "False"
         near = ", ".join(f"{place}: {text}" for place, text in zip(self._own, every, strict=True))
-        vendors = [str(here(one.us(sizes, self._tiling(one), self.gpu))) for one in self.vendors]
+        vendors = [
+            str(here(bounded(one.us(sizes, self._tiling(one), self.gpu)))) for one in self.vendors
+        ]
         uses.update(names_in(" ".join((shared, near, *vendors))))
         lines = [
             "def times(sizes, problem):",
@@ -347,6 +351,10 @@ class DomainTimes:
     @staticmethod
     def _tiling(one: Candidate) -> Any:
         return None if one.family is None else one.family.tiling(one.config)
+
+
+def _same(us: Any) -> Any:
+    return us
 
 
 def is_near(bounds: Iterable[tuple[float, float]], sizes: Sequence[int]) -> bool:

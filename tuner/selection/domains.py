@@ -30,14 +30,9 @@ more (bound by tensor cores)."""
 
 MAX_FEW, MAX_NARROW = 16, 256
 """Most rows of a product of few rows, and of a narrow one."""
-EPILOGUES: Mapping[str, tuple[Rows, ...]] = {
-    "": ("few", "narrow", "wide"),
-    "bias": ("few", "narrow", "wide"),
-    "bias_gelu": ("wide",),
-    "bias_gelu_tanh": ("wide",),
-}
-"""Rows of products that portfolios have kernels for, by epilogue: the most frequent in public
-models. Each epilogue needs a kernel of its own. PyTorch answers all others."""
+EPILOGUES = "", "bias", "bias_gelu", "bias_gelu_tanh", "gelu", "gelu_tanh"
+"""Epilogues that portfolios have kernels for: the most frequent in public models. Each needs a
+kernel of its own. PyTorch answers all others."""
 
 
 class Domain:
@@ -96,6 +91,22 @@ class Domain:
     def of_times(self) -> Iterator[Self]:
         """Domains in which a kernel's times follow the same rates."""
         yield from ()
+
+    @property
+    def alike(self) -> Iterator[AnyDomain]:
+        """Domains in which kernels take the same time at the same sizes, this one first."""
+        yield self  # type: ignore[misc]
+
+    def moved(self, problem: Any) -> Any:
+        """A problem of one of the `alike` domains, as it is in this one."""
+        return problem
+
+    @property
+    def without_activation(self) -> AnyDomain | None:
+        """The domain of plain products of as many rows; None for other domains than of products
+        with an activation.
+        """
+        return None
 
     @property
     def varied(self) -> Iterator[Self]:
@@ -410,6 +421,10 @@ _ROWS_TEXT: Mapping[Rows, str] = {
 }
 
 
+def _is_activated(epilogue: str) -> bool:
+    return epilogue not in ("", "bias")
+
+
 def rows_of(m: int) -> Rows:
     """The kind of product with so many rows."""
     return "few" if m <= MAX_FEW else "narrow" if m <= MAX_NARROW else "wide"
@@ -451,19 +466,34 @@ class ProductDomain(_Product, Domain):
             yield self._replace(epilogue="")
 
     @property
+    def alike(self) -> Iterator[Self]:
+        """A bias adds nothing that was measured, and all activations the same."""
+        yield self
+        for epilogue in EPILOGUES:
+            is_like = _is_activated(epilogue) == _is_activated(self.epilogue)
+            if is_like and epilogue != self.epilogue:
+                yield self._replace(epilogue=epilogue)
+
+    def moved(self, problem: Any) -> Any:
+        return replace(problem, epilogue=self.epilogue)
+
+    @property
+    def without_activation(self) -> Self | None:
+        return self._replace(epilogue="") if _is_activated(self.epilogue) else None
+
+    @property
     def varied(self) -> Iterator[Self]:
         if not self.epilogue:
-            for epilogue, rows in EPILOGUES.items():
-                if epilogue and self.rows in rows:
-                    yield self._replace(epilogue=epilogue)
+            yield self._replace(epilogue="bias")
 
     @property
     def kin_kernels(self) -> int:
-        return 2 if self.rows in EPILOGUES.get(self.epilogue, ()) else 0
+        """Two with a bias. PyTorch's time with an activation is not that of the plain product."""
+        return 2 if self.epilogue == "bias" else 0
 
     @property
     def max_kernels(self) -> int:
-        return 4 if self.epilogue else 6
+        return 4 if _is_activated(self.epilogue) else 6
 
     @property
     def vendors(self) -> frozenset[str]:

@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 
 from tuner.config import Config, Value
@@ -134,6 +135,8 @@ def pooled(
 ) -> list[Sample]:
     """Kernels that a portfolio may be made of, and PyTorch's, for problems of public models.
 
+    The first problem of each domain comes before the second of each, and so on.
+
     Args:
         op: operation.
         gpu: GPU to measure on.
@@ -141,17 +144,19 @@ def pooled(
             capability.
         only: texts that a domain's name must all contain.
     """
-    found = []
+    by_domain: list[list[Sample]] = []
     for domain, problems in pool.problems(op).items():
         if not all(text in domain.label() for text in only):
             continue
+        by_domain.append([])
         for problem, groups in pool.sample(domain, problems, gpu, portfolio).items():
             spaces: dict[str, tuple[int, int]] = {}
             for group in groups:
                 kernels, candidates = spaces.get(group[0].family, (0, 0))
                 spaces[group[0].family] = kernels + 1, candidates + len(group)
-            found.append(Sample(problem, tuple(map(tuple, groups)), spaces))
-    return found
+            by_domain[-1].append(Sample(problem, tuple(map(tuple, groups)), spaces))
+    turns = zip_longest(*by_domain)
+    return [sample for turn in turns for sample in turn if sample is not None]
 
 
 def _kernel(family: Family, problem: Problem, group: Sequence[Config]) -> str:

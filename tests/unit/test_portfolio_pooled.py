@@ -1,0 +1,125 @@
+"""Time models of products that share measurements: with a bias, and with activations."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import cache
+from operator import mul
+
+from tuner.config import Config
+from tuner.families import families
+from tuner.families.work import floor_us, sizes_of
+from tuner.hardware import GPUS
+from tuner.measurement import Measurement, Provenance, Regime, Status
+from tuner.problem import GemmProblem
+from tuner.search import portfolio as fitting
+from tuner.selection.domains import AttentionDomain, GatedDomain, ProductDomain
+from tuner.selection.portfolio import Portfolio
+
+H100, STREAM = GPUS["H100"], Regime("stream", "cold")
+GEMV = Config(
+    "gemv",
+    {
+        **{"warps": 8, "k_warps": 8, "row_tiles": 2, "pieces": 4, "stages": 4},
+        **{"blocks_per_sm": 1, "persistent": True, "pdl": True, "lead": 1024},
+    },
+)
+SLOW = Config("gemv", {**GEMV.params, "pdl": False, "lead": 0})
+RATES = {
+    GEMV: {"launch": 2.0, "memory": 0.35},
+    SLOW: {"launch": 6.0, "memory": 0.45},
+    "cublas": {"launch": 3.0, "memory": 0.38},
+}
+ADDED = {"launch": 2.5, "output": 3.0}
+"""What an activation adds to PyTorch's."""
+FEW = ProductDomain("few")
+
+
+def time_of(problem: GemmProblem, config: Config) -> float:
+    rates = dict(RATES[config if config in RATES else "cublas"])
+    family = families()[config.family]
+    if config not in RATES and problem.activation:
+        rates = {term: rates.get(term, 0.0) + ADDED.get(term, 0.0) for term in {*rates, *ADDED}}
+    amounts = family.work(problem, config, H100)
+    return sum(map(mul, amounts, (rates.get(term, 0.0) for term in family.work_terms)), 0.0)
+
+
+def measured(epilogue: str, count: int, seed: int = 0) -> list[Measurement]:
+    rng, found = random.Random(f"{epilogue}{seed}"), []
+    vendor = Config("vendor_blas", {"kernel": next(iter(FEW._replace(epilogue=epilogue).vendors))})
+    for _ in range(count):
+        n, k = (rng.choice((512, 1024, 2048, 4096, 8192, 12288)) for _ in range(2))
+        problem = GemmProblem(rng.randint(1, 8), n, k, dtype="bfloat16", epilogue=epilogue)
+        for config in (GEMV, SLOW, vendor):
+            us = time_of(problem, config) * rng.uniform(0.99, 1.01)
+            found.append(
+                Measurement(
+                    problem=problem,
+                    config=config,
+                    gpu=H100,
+                    regime=STREAM,
+                    status=Status.OK,
+                    provenance=Provenance.MEASURED,
+                    latency_us=us,
+                )
+            )
+    return found
+
+
+@cache
+def made() -> Portfolio:
+    rows = [*measured("", 60), *measured("bias", 8), *measured("bias_gelu", 8)]
+    return fitting.make("gemm", {STREAM: rows}, H100)
+
+
+def test_a_bias_and_activations_share_measurements() -> None:
+    assert list(ProductDomain("wide", "bias").alike) == [
+        ProductDomain("wide", "bias"),
+        ProductDomain("wide"),
+    ]
+    gelus = [d.epilogue for d in ProductDomain("few", "gelu").alike]
+    assert gelus == ["gelu", "bias_gelu", "bias_gelu_tanh", "gelu_tanh"]
+    for other in (GatedDomain("few"), AttentionDomain(64, "full", "one")):
+        assert list(other.alike) == [other]
+
+
+def test_few_measurements_with_a_bias_are_joined_by_the_plain_ones() -> None:
+    points = {
+        domain.label(): {one.config.get("kernel", one.config): one.points for one in m.candidates}
+        for domain, m in made().domains.items()
+    }
+    count = sum(len({m.problem for m in measured(*of)}) for of in (("", 60), ("bias", 8)))
+    assert points["M to 16"] == {GEMV: count, "cublas": count}
+    assert points["M to 16, bias"] == {GEMV: count, "addmm": count}
+
+
+def test_an_activation_adds_to_the_plain_product_s_model() -> None:
+    """Eight problems tell what it adds; the plain ones tell the rest, far from these sizes too."""
+    models = made().domains[FEW._replace(epilogue="bias_gelu")]
+    (vendor,) = models.vendors
+    assert vendor.p90_error < 0.02
+    for m, n, k in ((1, 12288, 512), (8, 512, 12288), (3, 6144, 6144)):
+        problem = GemmProblem(m, n, k, dtype="bfloat16", epilogue="bias_gelu")
+        amounts = families()["vendor_blas"].work(problem, vendor.config, H100)
+        expected = sum(map(mul, vendor.priced, amounts))
+        assert abs(expected / time_of(problem, vendor.config) - 1) < 0.02
+
+
+def test_a_kernel_that_is_never_fastest_is_not_built() -> None:
+    for models in made().domains.values():
+        assert [one.config for one in models.candidates if not one.is_vendor] == [GEMV]
+
+
+def test_no_product_is_faster_than_its_weights_are_read() -> None:
+    """Rates of small products would have a large one beat the memory."""
+    problem = GemmProblem(1, 8192, 8192, dtype="bfloat16")
+    portfolio = made()
+    models = portfolio.domains[FEW]
+    cheap = [replace(one, rates={"launch": 1.0}) for one in models.candidates]
+    fast = replace(portfolio, domains={FEW: replace(models, candidates=cheap)})
+    found = fast.select(problem)
+    assert found is not None
+    floor = floor_us(sizes_of(problem), H100)
+    assert found.expected_us == found.vendor_us == floor
+    assert 40 < floor < 45  # 134 MB at 3.1 TB/s
