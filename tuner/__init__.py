@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from tuner.runtime.layers import linear_problems as linear_problems
     from tuner.runtime.layers import restore_linear_ as restore_linear_
     from tuner.runtime.layers import tune_linear_ as tune_linear_
+    from tuner.runtime.moe import moe as moe
     from tuner.runtime.paged import paged_attention as paged_attention
     from tuner.runtime.products import interleave as interleave
     from tuner.runtime.products import linear as linear
@@ -85,6 +86,7 @@ _MODULES = {
     "linear_problems": "tuner.runtime",
     "lookup": "tuner.selection.reader",
     "matmul": "tuner.runtime",
+    "moe": "tuner.runtime",
     "paged_attention": "tuner.runtime",
     "prepare_block_mask": "tuner.runtime",
     "restore_linear_": "tuner.runtime",

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tuner.runtime.block_mask import prepare_block_mask
     from tuner.runtime.grouped import grouped_mm
     from tuner.runtime.layers import linear_problems, restore_linear_, tune_linear_
+    from tuner.runtime.moe import moe
     from tuner.runtime.paged import paged_attention
     from tuner.runtime.products import interleave, linear, matmul, scaled_mm, swiglu
     from tuner.runtime.sparse import sparse_attention
@@ -39,6 +40,7 @@ _MODULES = {
     "linear": "products",
     "linear_problems": "layers",
     "matmul": "products",
+    "moe": "moe",
     "paged_attention": "paged",
     "prepare_block_mask": "block_mask",
     "restore_linear_": "layers",
@@ -60,6 +62,7 @@ __all__ = [
     "linear",
     "linear_problems",
     "matmul",
+    "moe",
     "paged_attention",
     "prepare_block_mask",
     "restore_linear_",
