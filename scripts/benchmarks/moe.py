@@ -50,6 +50,8 @@ ROWS = (128, 1024, 8192)
 ROUTES = ("uniform", "zipf")
 DTYPES: Mapping[str, DType] = {"bf16": "bfloat16", "e4m3": E4M3}
 OWN = "own"
+BUDGET_US = 6e5
+"""All rounds of a case take about so long; the layers take milliseconds, and there are many."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +213,7 @@ def timed(case: Case, weights: Weights) -> dict[str, Any]:
         if wanted is not None and name != peers[0]
     }
     ways = [Contender(name, call) for name, call in calls.ways() if name in outs]
-    times = time_calls(ways, calls.before, 1)
+    times = time_calls(ways, calls.before, 1, BUDGET_US)
     counts = torch.bincount(calls.experts.view(-1), minlength=case.sizes.experts)
     return {
         "layer": case.layer,
@@ -252,7 +254,7 @@ def products_timed(case: Case, weights: Weights) -> list[dict[str, Any]]:
         ways = [Contender(name, partial(_run, plan, inputs)) for name, plan in _plans(problem)]
         if scale_b is None:
             ways.append(Contender("grouped_mm", partial(_pytorchs, inputs)))
-        times = time_calls(ways, before, 1)
+        times = time_calls(ways, before, 1, BUDGET_US)
         us = {name: round(value, 2) for name, value in times.us.items()}
         row = {"problem": problem.label(), "route": case.route, "us": us, "failed": times.failed}
         rows.append({**row, "estimates": _estimates(problem)})

@@ -80,15 +80,18 @@ def _e4m3() -> Peers:
         importlib.import_module("deep_gemm_peer")
     except (ImportError, RuntimeError, OSError):
         return {}
-    before = torch.compile(_scattered, dynamic=False)
-    between = torch.compile(_gated, dynamic=False)
-    behind = torch.compile(_gathered, dynamic=False)
+    placed, moved, gated, gathered = (
+        torch.compile(function, dynamic=False) for function in (_placed, _moved, _gated, _gathered)
+    )
+
+    def before(*arguments: Any) -> Any:
+        return _scattered(placed, moved, *arguments)
 
     def contiguous(*tensors: Any) -> Any:
-        return _contiguous(before, between, behind, *tensors)
+        return _contiguous(before, gated, gathered, *tensors)
 
     def masked(*tensors: Any) -> Any:
-        return _masked(before, between, behind, *tensors)
+        return _masked(before, gated, gathered, *tensors)
 
     return {"deep_gemm": contiguous, "deep_gemm masked": masked}
 
@@ -162,10 +165,38 @@ def _new(like: Any, *shape: int) -> Any:
 
 
 def _scattered(
-    hidden: Any, experts: Any, count: int, room: int, align: int, each_room: int
+    placed: Peer,
+    moved: Peer,
+    hidden: Any,
+    experts: Any,
+    count: int,
+    room: int,
+    align: int,
+    each_room: int,
 ) -> tuple[Any, Any, Any, Any, Any]:
     """Quantised rows at their experts' places, their factors with stride 1 along the rows, each
     row's expert (-1: none), the experts' counts, and each slot's place.
+    """
+    import torch
+
+    small, at, tokens, *others = placed(hidden, experts, count, room, align, each_room)
+    rows = torch.empty(
+        len(others[1]), hidden.shape[1], dtype=torch.float8_e4m3fn, device=hidden.device
+    )
+    moved(rows.view(torch.int64), small.view(torch.int64), at, tokens)
+    return rows, *others
+
+
+def _moved(rows: Any, small: Any, at: Any, tokens: Any) -> None:
+    """Rows of eight elements at a time: compiled code has no indices into e4m3."""
+    rows[at] = small[tokens]
+
+
+def _placed(
+    hidden: Any, experts: Any, count: int, room: int, align: int, each_room: int
+) -> tuple[Any, ...]:
+    """The tokens' quantised rows, the place and token of each slot by expert; and as `_scattered`
+    but for the rows.
     """
     import torch
 
@@ -183,19 +214,18 @@ def _scattered(
         starts = padded.cumsum(0) - padded
     at = starts[ordered] + within
     small, factors = _quantised(hidden)
-    rows = torch.empty(room, hidden.shape[1], dtype=torch.float8_e4m3fn, device=hidden.device)
-    rows.view(torch.uint8)[at] = small.view(torch.uint8)[order // top_k]
+    tokens = order // top_k
     # Both layouts have their factors side by side along the rows, of an expert or of all.
     height, groups_of = (each_room, count) if each_room else (room, 1)
     blocks = factors.shape[1]
     scale = torch.empty(groups_of, blocks, height, dtype=torch.float32, device=hidden.device)
-    scale[at // height, :, at % height] = factors[order // top_k]
+    scale[at // height, :, at % height] = factors[tokens]
     groups = torch.full((room,), -1, dtype=torch.int32, device=hidden.device)
     groups[at] = ordered.int()
     places = torch.empty_like(order)
     places[order] = at
     scale = scale.transpose(1, 2)
-    return rows, scale if each_room else scale[0], groups, counts, places
+    return small, at, tokens, scale if each_room else scale[0], groups, counts, places
 
 
 def _quantised(rows: Any) -> tuple[Any, Any]:

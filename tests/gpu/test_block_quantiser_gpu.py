@@ -45,7 +45,8 @@ def assert_equal(found: Any, wanted: Any) -> None:
     import torch
 
     for own, theirs, kind in zip(found, wanted, (torch.uint8, torch.int32), strict=True):
-        assert own.shape == theirs.shape and own.stride() == theirs.stride()
+        assert own.shape == theirs.shape
+        assert len(own) == 1 or own.stride() == theirs.stride()  # one row has any stride
         assert torch.equal(own.contiguous().view(kind), theirs.contiguous().view(kind))
 
 

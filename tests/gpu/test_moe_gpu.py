@@ -96,7 +96,8 @@ class Layer:
             ]
             return
         self.matrices = [
-            torch.randn(s, device="cuda").mul_(100).to(torch.float8_e4m3fn) for s in shapes
+            torch.randn(s, device="cuda").mul_(100).clamp_(-448, 448).to(torch.float8_e4m3fn)
+            for s in shapes
         ]
         for name, s in zip(("gate_up_scale", "down_scale"), shapes, strict=True):
             blocks = (s[0], -(-s[1] // 128), -(-s[2] // 128))

@@ -44,7 +44,10 @@ def test_pytorchs_composition_is_a_layer(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_deep_gemms_rows_come_to_their_experts(layout: str) -> None:
     hidden, experts, weights = inputs()
     room, each = (768, 0) if layout == "contiguous" else (0, 12)
-    rows, scale, groups, counts, places = moe_peers._scattered(hidden, experts, 5, room, 128, each)
+    functions = moe_peers._placed, moe_peers._moved
+    rows, scale, groups, counts, places = moe_peers._scattered(
+        *functions, hidden, experts, 5, room, 128, each
+    )
     assert counts.tolist() == torch.bincount(experts.view(-1), minlength=5).tolist()
     assert groups[places].view(9, 3).equal(experts.int()) and (groups >= 0).sum() == 27
     assert (places // 128 * 128).unique().numel() <= 5 or layout == "masked"

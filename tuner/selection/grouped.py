@@ -54,14 +54,11 @@ def _scaled(
 
 KERNELS: Mapping[DType, Mapping[Config, float]] = {
     "bfloat16": {
-        _cutlass((64, 16, 128), _PINGPONG, swap_ab=True): 1.10,
-        _cutlass((64, 32, 128), _PINGPONG, swap_ab=True): 1.10,
-        _cutlass((64, 128, 64), _PINGPONG, cluster_n=2): 1.13,
-        _cutlass((128, 32, 128), _PINGPONG, swap_ab=True): 1.10,
-        _cutlass((128, 128, 64), _PINGPONG, cluster_n=2): 1.13,
-        _cutlass((256, 64, 64), _COOPERATIVE, cluster_n=2, swap_ab=True): 1.07,
-        _cutlass((256, 128, 64), _COOPERATIVE, cluster_n=2, swap_ab=True): 1.07,
-        _cutlass((128, 256, 64), _COOPERATIVE, cluster_n=2): 1.13,
+        _cutlass((64, 32, 128), _PINGPONG, swap_ab=True): 1.08,
+        _cutlass((64, 128, 64), _PINGPONG, cluster_n=2): 1.10,
+        _cutlass((128, 128, 64), _PINGPONG, cluster_n=2): 1.10,
+        _cutlass((256, 64, 64), _COOPERATIVE, cluster_n=2, swap_ab=True): 1.06,
+        _cutlass((128, 256, 64), _COOPERATIVE, cluster_n=2): 1.08,
     },
     E4M3: {
         _scaled((64, 16), 20, swap_ab=True): 1.0,
