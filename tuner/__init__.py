@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from tuner.runtime.enable import disable as disable
     from tuner.runtime.enable import enable as enable
     from tuner.runtime.enable import enabled as enabled
+    from tuner.runtime.experts import moe as moe
     from tuner.runtime.grouped import grouped_mm as grouped_mm
     from tuner.runtime.layers import linear_problems as linear_problems
     from tuner.runtime.layers import restore_linear_ as restore_linear_
     from tuner.runtime.layers import tune_linear_ as tune_linear_
-    from tuner.runtime.moe import moe as moe
     from tuner.runtime.paged import paged_attention as paged_attention
     from tuner.runtime.products import interleave as interleave
     from tuner.runtime.products import linear as linear

@@ -20,7 +20,7 @@ SIZES = (13, 3, 5, 32, 24)
 
 @pytest.fixture
 def moe(runtime: SimpleNamespace) -> Any:
-    return importlib.import_module("tuner.runtime.moe").moe
+    return importlib.import_module("tuner.runtime.experts").moe
 
 
 def inputs(sizes: tuple[int, ...] = SIZES, dtype: Any = torch.float64) -> list[Any]:
@@ -188,7 +188,7 @@ def test_rows_are_quantised_on_their_way(
     known, found = grouped.grouped_mm, []
     monkeypatch.setattr(grouped, "grouped_mm", grouped_mm)
     serving = SimpleNamespace(find=found.append)
-    monkeypatch.setattr(importlib.import_module("tuner.runtime.moe"), "serving", serving)
+    monkeypatch.setattr(importlib.import_module("tuner.runtime.experts"), "serving", serving)
     tensors, scales, wide = quantised((7, 2, 3, 256, 128))
     torch.testing.assert_close(
         moe(*tensors, **scales, sizes="uniform"), moe(*wide), rtol=0.1, atol=0.3
@@ -200,7 +200,7 @@ def test_rows_are_quantised_on_their_way(
 
 def test_without_a_kernel_for_e4m3_rows_are_not_quantised(kernel: Any, moe: Any) -> None:
     tensors, scales, wide = quantised((7, 2, 3, 256, 128))
-    from tuner.runtime.moe import Layer, _composed
+    from tuner.runtime.experts import Layer, _composed
 
     expected = _composed(Layer(*wide, None, None, "zipf"))
     assert torch.equal(moe(*tensors, **scales), expected)
@@ -353,7 +353,7 @@ def test_transformers_experts_of_fine_grained_fp8(
     assert all(one is other for one, other in zip(layer, tensors, strict=False))
     names = ("gate_up_proj", "down_proj", "gate_up_proj_scale_inv", "down_proj_scale_inv")
     assert all(one is getattr(module, n) for one, n in zip(layer[3:], names, strict=False))
-    importlib.import_module("tuner.runtime.moe")._check(layer)
+    importlib.import_module("tuner.runtime.experts")._check(layer)
     monkeypatch.setattr(transformers_experts, "answer", lambda layer: layer.hidden)
     assert module(*tensors) is tensors[0]
     module.block_size = (64, 128)

@@ -25,9 +25,9 @@ from tuner.runtime.enable import disable, enable, enabled
 
 if TYPE_CHECKING:
     from tuner.runtime.block_mask import prepare_block_mask
+    from tuner.runtime.experts import moe
     from tuner.runtime.grouped import grouped_mm
     from tuner.runtime.layers import linear_problems, restore_linear_, tune_linear_
-    from tuner.runtime.moe import moe
     from tuner.runtime.paged import paged_attention
     from tuner.runtime.products import interleave, linear, matmul, scaled_mm, swiglu
     from tuner.runtime.sparse import sparse_attention
@@ -40,7 +40,7 @@ _MODULES = {
     "linear": "products",
     "linear_problems": "layers",
     "matmul": "products",
-    "moe": "moe",
+    "moe": "experts",
     "paged_attention": "paged",
     "prepare_block_mask": "block_mask",
     "restore_linear_": "layers",

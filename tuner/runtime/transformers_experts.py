@@ -21,7 +21,7 @@ from transformers.integrations import moe as experts
 from tuner.errors import ConfigError
 from tuner.problem import SCALE_BLOCK
 from tuner.runtime import counters
-from tuner.runtime.moe import Layer, answer
+from tuner.runtime.experts import Layer, answer
 from tuner.runtime.refusal import Kind, Refusal
 
 _OWN = "grouped_mm"
