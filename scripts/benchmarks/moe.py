@@ -22,6 +22,7 @@ from benchmarks.moe_peers import Peers, peers_of
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
 from tuner.errors import BenchmarkError, ConfigError
+from tuner.families.vendor import peers
 from tuner.measurement import Status
 from tuner.problem import E4M3, SCALE_BLOCK, DType, GroupedGemmProblem
 from tuner.selection.describe import microseconds, table
@@ -374,8 +375,9 @@ def environment() -> dict[str, Any]:
         raise BenchmarkError("a layer is timed on a GPU: none is here", status=Status.UNAVAILABLE)
     from tuner.runtime import devices
 
-    facts = {name: value for name, value in devices.environment().facts.items()}
-    return {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda, **facts}
+    facts = dict(devices.environment().facts)
+    facts |= {"cuda": torch.version.cuda, "deep_gemm": peers.version("deep_gemm") or "missing"}
+    return {"gpu": torch.cuda.get_device_name(), **facts}
 
 
 def _chosen(name: str, text: str, allowed: Sequence[str]) -> list[str]:

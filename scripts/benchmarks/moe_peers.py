@@ -5,10 +5,10 @@ All are graph-safe: sizes are read on the device, and no operation waits for the
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tuner.families.vendor import peers
 from tuner.problem import SCALE_BLOCK
 
 Peer = Callable[..., Any]
@@ -76,9 +76,7 @@ def _inverse(order: Any) -> Any:
 def _e4m3() -> Peers:
     import torch
 
-    try:
-        importlib.import_module("deep_gemm_peer")
-    except (ImportError, RuntimeError, OSError):
+    if _deep_gemm() is None:
         return {}
     placed, moved, gated, gathered = (
         torch.compile(function, dynamic=False) for function in (_placed, _moved, _gated, _gathered)
@@ -96,6 +94,12 @@ def _e4m3() -> Peers:
     return {"deep_gemm": contiguous, "deep_gemm masked": masked}
 
 
+def _deep_gemm() -> Any:
+    """DeepGEMM's package; None where this machine has none."""
+    found = peers.module_of("deep_gemm")
+    return None if isinstance(found, str) else getattr(found, "module", found)
+
+
 def _contiguous(
     before: Peer,
     between: Peer,
@@ -111,12 +115,11 @@ def _contiguous(
     """Each expert's rows begin at a multiple of 128, in one matrix with room for any."""
     import torch
 
-    peer = importlib.import_module("deep_gemm_peer")
-    count, align = gate_up.shape[0], peer.GROUP_ALIGN
+    module = _deep_gemm()
+    count, align = gate_up.shape[0], module.get_mk_alignment_for_contiguous_layout()
     room = -(-(experts.numel() + min(count, experts.numel()) * (align - 1)) // align) * align
     rows, scale, groups, _, places = before(hidden, experts, count, room, align, 0)
     both = _new(hidden, room, gate_up.shape[1])
-    module = peer.module
     module.m_grouped_fp8_gemm_nt_contiguous((rows, scale), (gate_up, gate_up_scale), both, groups)
     gated, scale = between(both)
     each = _new(hidden, room, down.shape[1])
@@ -140,7 +143,7 @@ def _masked(
     """Each expert has room for every token."""
     import torch
 
-    peer = importlib.import_module("deep_gemm_peer")
+    module = _deep_gemm()
     count, tokens = gate_up.shape[0], hidden.shape[0]
     if tokens > MASKED_TOKENS:
         raise ValueError(f"{tokens} tokens at each of {count} experts")
@@ -148,7 +151,6 @@ def _masked(
     rows, scale, _, counts, places = before(hidden, experts, count, 0, 0, each_room)
     expected = -(-experts.numel() // count)
     both = _new(hidden, count, each_room, gate_up.shape[1])
-    module = peer.module
     wide = (rows.view(count, each_room, -1), scale)
     module.m_grouped_fp8_gemm_nt_masked(wide, (gate_up, gate_up_scale), both, counts, expected)
     gated, scale = between(both)
