@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from tuner.runtime.enable import disable as disable
     from tuner.runtime.enable import enable as enable
     from tuner.runtime.enable import enabled as enabled
+    from tuner.runtime.experts import moe as moe
     from tuner.runtime.grouped import grouped_mm as grouped_mm
     from tuner.runtime.layers import linear_problems as linear_problems
     from tuner.runtime.layers import restore_linear_ as restore_linear_
@@ -85,6 +86,7 @@ _MODULES = {
     "linear_problems": "tuner.runtime",
     "lookup": "tuner.selection.reader",
     "matmul": "tuner.runtime",
+    "moe": "tuner.runtime",
     "paged_attention": "tuner.runtime",
     "prepare_block_mask": "tuner.runtime",
     "restore_linear_": "tuner.runtime",

@@ -25,6 +25,7 @@ NAMES = (
     "logits",
     "masks",
     "models",
+    "moe",
     "paged",
     "peers",
     "population",

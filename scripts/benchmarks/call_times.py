@@ -49,13 +49,19 @@ class Times:
 Timer = Callable[[Sequence[Contender], Callable[[int], Any], int], Times]
 
 
-def time_calls(contenders: Sequence[Contender], before: Callable[[int], Any], copies: int) -> Times:
+def time_calls(
+    contenders: Sequence[Contender],
+    before: Callable[[int], Any],
+    copies: int,
+    budget_us: float = BUDGET_US,
+) -> Times:
     """Medians over rounds in which the contenders' graphs are replayed in a shuffled order.
 
     Args:
         contenders: each was called once before, so that nothing is loaded while it is captured.
         before: enqueues the element-wise kernel that writes an input of copy i.
         copies: of the tensors, gone through in turn.
+        budget_us: that all rounds together take at most, if these are more than `MIN_ROUNDS`.
     """
     import torch
 
@@ -77,7 +83,7 @@ def time_calls(contenders: Sequence[Contender], before: Callable[[int], Any], co
     order += [(graph, samples[name]) for name, (graph, _) in graphs.items()]
     order += [(graph, behind[count]) for count, graph in alone.items()]
     one_round = sum(_replayed(graph) for graph, _ in order)  # the first replay of each
-    rounds = min(MAX_ROUNDS, max(MIN_ROUNDS, round(BUDGET_US / max(one_round, 1.0))))
+    rounds = min(MAX_ROUNDS, max(MIN_ROUNDS, round(budget_us / max(one_round, 1.0))))
     chance = random.Random(0)
     for _ in range(rounds):
         chance.shuffle(order)

@@ -16,8 +16,8 @@ from typing import Any
 from benchmarks.call_times import Contender, time_calls
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
-from tuner.compile import block_quantiser
 from tuner.compile.artifacts import ArtifactCache
+from tuner.compile.single import BLOCK_QUANTISER
 from tuner.errors import BenchmarkError
 from tuner.measure.device import environment
 
@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
     if args.compile_only:
-        block_quantiser.build(ArtifactCache())
+        BLOCK_QUANTISER.build(ArtifactCache())
         return 0
     check_place(args.json)
     import torch

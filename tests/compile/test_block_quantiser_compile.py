@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tuner.compile import block_quantiser
+from tuner.compile import single
 from tuner.compile.artifacts import load
 from tuner.compile.compiler import Compiler
+from tuner.compile.single import BLOCK_QUANTISER
 from tuner.errors import BenchmarkError, CompileError
 
 pytestmark = [pytest.mark.compile, pytest.mark.timeout(300)]
@@ -16,9 +17,9 @@ ARGUMENTS = (5, 400, 416, 8, 1)
 
 
 def test_it_is_built_once_and_refuses_what_it_would_get_wrong(compiler: Compiler) -> None:
-    artifact = block_quantiser.build(compiler.artifacts)
-    assert block_quantiser.build(compiler.artifacts) == artifact
-    assert block_quantiser.find(compiler.artifacts) == artifact
+    artifact = BLOCK_QUANTISER.build(compiler.artifacts)
+    assert BLOCK_QUANTISER.build(compiler.artifacts) == artifact
+    assert BLOCK_QUANTISER.find(compiler.artifacts) == artifact
     kernel = load(artifact)
     assert kernel.workspace_bytes(ARGUMENTS) == 0
     wrong = ((0, 0), (0, 2**30 + 1), (1, 396), (1, 2**25 + 8), (2, 392), (2, 404), (3, 4))
@@ -37,8 +38,8 @@ def test_it_is_built_once_and_refuses_what_it_would_get_wrong(compiler: Compiler
 def test_another_source_is_another_kernel(
     compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_quantiser, "FLAGS", (*block_quantiser.FLAGS, "-DTUNER_WRONG="))
-    assert block_quantiser.find(compiler.artifacts) is None
-    monkeypatch.setattr(block_quantiser, "FLAGS", (*block_quantiser.FLAGS, "-Dkernel=)"))
+    monkeypatch.setattr(single, "FLAGS", (*single.FLAGS, "-DTUNER_WRONG="))
+    assert BLOCK_QUANTISER.find(compiler.artifacts) is None
+    monkeypatch.setattr(single, "FLAGS", (*single.FLAGS, "-Dkernel=)"))
     with pytest.raises(CompileError, match=r"block_quantiser\.cu: .*error"):
-        block_quantiser.build(compiler.artifacts)
+        BLOCK_QUANTISER.build(compiler.artifacts)

@@ -104,7 +104,7 @@ def runtime() -> Iterator[SimpleNamespace]:
         modules["dispatch"]._thread = None
         modules["counters"]._counts.said.clear()
         modules["devices"]._gpus.clear()
-        modules["quantiser"]._kernels.clear()
+        modules["quantiser"].kernels.forget()
 
     forget()
     yield SimpleNamespace(**modules, forget=forget)

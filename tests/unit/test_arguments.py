@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from tuner.base import resources
-from tuner.compile import block_quantiser
 from tuner.compile.render import fill, render
+from tuner.compile.single import BLOCK_QUANTISER, EXPERT_ROWS, Source
 from tuner.families import families
 from tuner.families.arguments import Arguments, named_strides, stride_names
 from tuner.families.base import Family, Launch, Ref
@@ -162,9 +162,10 @@ def test_strides_have_the_names_that_are_declared() -> None:
     assert tuple(found.values()) == (6, 3, 2, 7, 8, 9)
 
 
-def test_the_quantiser_repeats_its_declaration() -> None:
-    source = (resources.templates() / block_quantiser.SOURCE).read_text()
-    text = fill("arguments.cu.j2", {"arguments": block_quantiser.ARGUMENTS})
+@pytest.mark.parametrize("kernel", [BLOCK_QUANTISER, EXPERT_ROWS], ids=lambda one: one.name)
+def test_a_source_repeats_its_declaration(kernel: Source) -> None:
+    source = (resources.templates() / kernel.name).read_text()
+    text = fill("arguments.cu.j2", {"arguments": kernel.arguments})
     structs = [line for line in text.splitlines() if line.startswith("struct")]
     assert len(structs) == 2 and all(f"{struct}\n" in source for struct in structs)
 

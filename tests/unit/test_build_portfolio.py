@@ -20,13 +20,14 @@ from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.errors import CompileError
 from tuner.families.base import KernelSpec
 from tuner.measure.gate import REFERENCE
-from tuner.selection import portfolio
+from tuner.selection import grouped, portfolio
 from tuner.selection.domains import AttentionDomain, Domain
 from tuner.selection.kernels import Kernel, KernelList, Proof, path_of, targets
 from tuner.selection.portfolio import shipped
 
 TOOLS = SimpleNamespace(nvcc_version="13.0.88", cutlass_version="4.2.0")
 PROOF = Proof(64, 0, "NVIDIA H200", "580.1", "2026-11-23")
+GROUPED = grouped.targets
 FULL = AttentionDomain(256, "full", "prompt")
 
 
@@ -82,7 +83,8 @@ def one_domain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(portfolio.Portfolio, "_kin_of", lambda self, domain: None)
     monkeypatch.setattr(compiler, "Compiler", Compiler)
     monkeypatch.setattr(toolchain, "find_toolchain", lambda: TOOLS)
-    monkeypatch.setattr(command, "_dispatcher", lambda artifacts: "there already")
+    monkeypatch.setattr(command, "_beside", lambda library, artifacts: "there already")
+    monkeypatch.setattr(grouped, "targets", lambda: ())
     for name, value in (("version", "1"), ("refuses", ""), ("built", []), ("company", 1)):
         monkeypatch.setattr(Compiler, name, value)
 
@@ -120,6 +122,19 @@ def test_what_is_built_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert known.templates == resources.templates_digest()
     assert len(known.kernels) == 3 and known.find(REFERENCE) is not None
     assert "3 of 3 kernels" in capsys.readouterr().err
+
+
+def test_grouped_products_have_the_kernels_of_their_rule(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours = GROUPED()
+    monkeypatch.setattr(grouped, "targets", GROUPED)
+    assert main(["build", "--portfolio", "--op", "grouped_gemm", "--dry-run"]) == 0
+    lines = capsys.readouterr()
+    assert len(lines.out.splitlines()) == len(ours) and "compiled" not in lines.out
+    assert main(["build", "--portfolio", "--op", "grouped_gemm"]) == 0
+    assert len(written().kernels) == len(ours) + 1
+    assert "the kernel of experts' rows: there already" in capsys.readouterr().err
 
 
 def test_a_gpu_without_a_portfolio_has_the_kernels_of_one_that_shares_them(

@@ -48,7 +48,6 @@ RUNTIME_READS = (
     *ORDER[: ORDER.index("store")],
     "compile.artifacts",
     "compile.background",
-    "compile.block_quantiser",
     "compile.dispatcher",
     "compile.single",
     "selection",

@@ -104,10 +104,13 @@ class Quantiser:
 @pytest.fixture
 def quantiser(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The runtime's quantiser where its kernel is built; `kernel` is what is loaded."""
+    from tuner.runtime import sourced
+
     module = on_cpu.quantiser
     module.kernel = Quantiser(is_right=True)
-    monkeypatch.setattr(module.block_quantiser, "find", lambda artifacts: "artifact")
-    monkeypatch.setattr(module, "load", lambda artifact: module.kernel)
+    source = SimpleNamespace(find=lambda artifacts: "artifact")
+    monkeypatch.setattr(module.kernels, "source", source)
+    monkeypatch.setattr(sourced, "load", lambda artifact: module.kernel)
     return module
 
 
@@ -149,7 +152,7 @@ def test_a_kernel_with_other_bits_is_not_served(
     for _ in range(2):
         found, wanted = quantised(rows), composed(rows)
         assert torch.equal(found[0].view(torch.uint8), wanted[0].view(torch.uint8))
-    assert len(quantiser.kernel.launches) == 1 and caplog.text.count("bits are not theirs") == 1
+    assert len(quantiser.kernel.launches) == 1 and caplog.text.count("results are not theirs") == 1
 
 
 def test_a_linear_layer_is_pytorch_s_where_no_kernel_serves_it(

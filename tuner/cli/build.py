@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 
 _TOLD_AFTER_S = 1.0
+_QUANTISER, _ROWS = "the quantiser of activations", "the kernel of experts' rows"
 
 
 @dataclass
@@ -100,10 +101,11 @@ def run(args: argparse.Namespace) -> int:
         CompileError: when there is no compiler.
         StoreError: when the store or the artifact cache cannot be opened or written.
     """
-    from tuner.compile import block_quantiser
     from tuner.compile.artifacts import ArtifactCache
     from tuner.compile.compiler import Compiler
+    from tuner.compile.single import BLOCK_QUANTISER, EXPERT_ROWS
     from tuner.compile.toolchain import find_toolchain
+    from tuner.problem import GroupedGemmProblem
     from tuner.selection.describe import counted
     from tuner.store import open_store
 
@@ -141,9 +143,11 @@ def run(args: argparse.Namespace) -> int:
                 if not args.json:
                     print(f"{target.label}: {_said(target)}")
             print(f"the runtime's dispatcher: {_dispatcher(artifacts)}", file=sys.stderr)
+            if any(t.measurement.problem.op == GroupedGemmProblem.op for t in targets):
+                print(f"{_ROWS}: {_beside(EXPERT_ROWS, artifacts)}", file=sys.stderr)
             if any(getattr(t.measurement.problem, "scales", "") == "block" for t in targets):
-                said = _beside(block_quantiser, artifacts)
-                print(f"the quantiser of activations: {said}", file=sys.stderr)
+                said = _beside(BLOCK_QUANTISER, artifacts)
+                print(f"{_QUANTISER}: {said}", file=sys.stderr)
     failed = [target for target in targets if target.reason]
     if args.json:
         rows = [
@@ -158,6 +162,8 @@ def _portfolio(args: argparse.Namespace) -> int:
     """Build the kernels of the shipped portfolio."""
     from tuner.cli.portfolio import build
     from tuner.compile.artifacts import ArtifactCache
+    from tuner.compile.single import BLOCK_QUANTISER, EXPERT_ROWS
+    from tuner.problem import GroupedGemmProblem
 
     if args.jobs is not None and args.jobs < 1:
         raise ConfigError(f"--jobs {args.jobs} is out of range (allowed: 1 and more)")
@@ -176,6 +182,9 @@ def _portfolio(args: argparse.Namespace) -> int:
         )
         if not args.dry_run:
             print(f"the runtime's dispatcher: {_dispatcher(artifacts)}", file=sys.stderr)
+            if args.op in (None, GroupedGemmProblem.op):
+                for text, source in ((_QUANTISER, BLOCK_QUANTISER), (_ROWS, EXPERT_ROWS)):
+                    print(f"{text}: {_beside(source, artifacts)}", file=sys.stderr)
     return code
 
 

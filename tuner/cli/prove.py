@@ -181,15 +181,24 @@ def _carry() -> int:
 def _plans(args: argparse.Namespace, gpu: Gpu) -> list[ProofPlan]:
     """Kernels without a proof, for each list of the GPU's compute capability."""
     from tuner.base import resources
+    from tuner.hardware import HOPPER
+    from tuner.problem import GroupedGemmProblem
+    from tuner.selection import grouped
     from tuner.selection.kernels import BUILD, KernelList, targets, users
     from tuner.selection.portfolio import everywhere
     from tuner.tuning.proof import plan
 
-    wanted = {
-        tuple(sorted(spec.key for spec in target.kernels.values())): target
+    known_targets = [
+        target
         for one in everywhere()
         if args.op in (None, one.op) and one.gpu.shares_kernels(gpu)
         for target in targets(one)
+    ]
+    if args.op in (None, GroupedGemmProblem.op) and gpu.compute_capability == HOPPER:
+        known_targets += grouped.targets()
+    wanted = {
+        tuple(sorted(spec.key for spec in target.kernels.values())): target
+        for target in known_targets
     }
     known = {path: KernelList.read(path) for path in users()}
     current = gpu.compute_capability, resources.templates_digest()

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shlex
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from tuner.base import resources
 from tuner.base.processes import ProcessPool
 from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.errors import CompileError
+from tuner.families.arguments import Arguments
 
 TIMEOUT_S = 300.0
 _LOG_LIMIT = 4000
+FLAGS = (
+    *("-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-shared", "-cudart=static"),
+    *("-Xcompiler=-fPIC", "-Xlinker=-s"),
+)
+"""nvcc's, of a `Source`."""
 
 Recipe = Callable[[Path], tuple[list[str], Mapping[str, str]]]
 """Function that finds its tools and returns the command that writes a library to a path, and the
@@ -62,3 +71,70 @@ def build(
                 source=(resources.templates() / source).read_text(encoding="utf-8"),
                 facts={"template": source, **facts},
             )
+
+
+@dataclass(frozen=True)
+class Source:
+    """A kernel without a problem and parameters.
+
+    Its key needs neither a template nor a compiler: the runtime finds it by its source alone.
+    """
+
+    name: str
+    """File under ``templates/``."""
+    arguments: Arguments
+    """Declaration of a launch's arguments. The source is not a template, and repeats it."""
+    headers: tuple[str, ...] = ("arguments.h", "ptx.h")
+    """Headers there that it includes."""
+
+    def key(self) -> str:
+        """The artifact's key: a hash of source, headers and flags."""
+        folder = resources.templates()
+        names = (self.name, *self.headers)
+        digests = [hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names]
+        return hashlib.sha256(json.dumps([digests, FLAGS]).encode()).hexdigest()[:32]
+
+    def find(self, artifacts: ArtifactCache) -> Artifact | None:
+        """The kernel, where it is built already."""
+        return artifacts.find(self.key())
+
+    def build(self, artifacts: ArtifactCache) -> Artifact:
+        """Find the kernel or compile it.
+
+        Raises:
+            CompileError: when there is no compiler, or it refuses.
+            StoreError: when the cache cannot be written.
+        """
+        name = self.key()
+
+        def recipe(library: Path) -> tuple[list[str], dict[str, str]]:
+            from tuner.compile.toolchain import find_toolchain  # only a build needs it
+
+            tools, folder = find_toolchain(), resources.templates()
+            command = [str(tools.nvcc), *FLAGS, f"-ccbin={tools.host_compiler}", f"-I{folder}"]
+            command += [*(f"-L{path}" for path in tools.library_dirs), f"-DTUNER_KERNEL={name}"]
+            command += [str(folder / self.name), "-o", str(library)]
+            return command, {"nvcc": tools.nvcc_version}
+
+        return build(artifacts, name, self.name, recipe)
+
+
+BLOCK_QUANTISER = Source(
+    "block_quantiser.cu",
+    Arguments(
+        tensors=("rows", "elements", "factors"),
+        integers=("m", "k", "row_stride", "block_stride", "pdl"),
+    ),
+)
+"""Activations in e4m3 for block-scaled products."""
+EXPERT_ROWS = Source(
+    "expert_rows.cu",
+    Arguments(
+        tensors=("experts", "rows", "offsets", "places", "counts", "weights", "out", "factors"),
+        integers=(
+            *("stage", "row_count", "part_count", "columns"),
+            *("row_stride", "block_stride", "width", "pdl"),
+        ),
+    ),
+)
+"""The rows of a mixture of experts around its products."""

@@ -25,6 +25,7 @@ from tuner.runtime.enable import disable, enable, enabled
 
 if TYPE_CHECKING:
     from tuner.runtime.block_mask import prepare_block_mask
+    from tuner.runtime.experts import moe
     from tuner.runtime.grouped import grouped_mm
     from tuner.runtime.layers import linear_problems, restore_linear_, tune_linear_
     from tuner.runtime.paged import paged_attention
@@ -39,6 +40,7 @@ _MODULES = {
     "linear": "products",
     "linear_problems": "layers",
     "matmul": "products",
+    "moe": "experts",
     "paged_attention": "paged",
     "prepare_block_mask": "block_mask",
     "restore_linear_": "layers",
@@ -60,6 +62,7 @@ __all__ = [
     "linear",
     "linear_problems",
     "matmul",
+    "moe",
     "paged_attention",
     "prepare_block_mask",
     "restore_linear_",

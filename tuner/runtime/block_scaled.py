@@ -45,7 +45,7 @@ def composed(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     blocks = ceil(k / SCALE_BLOCK)
     padded = functional.pad(rows.float(), (0, blocks * SCALE_BLOCK - k)).view(m, blocks, -1)
     largest = padded.abs().amax(-1).clamp_min(MIN_MAXIMUM)
-    scale = quantiser.empty_factors(rows)
+    scale = quantiser.empty_factors(m, k, rows.device)
     torch.mul(largest, RECIPROCAL, out=scale)
     elements = (padded / scale.unsqueeze(-1)).view(m, -1)[:, :k]
     return elements.to(torch.float8_e4m3fn).contiguous(), scale
@@ -62,6 +62,12 @@ def dequantised(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     n, k = weight.shape
     each = scale.repeat_interleave(SCALE_BLOCK, 0)[:n].repeat_interleave(SCALE_BLOCK, 1)[:, :k]
     return (weight.float() * each).to(torch.bfloat16)
+
+
+def dequantised_all(weights: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """(G, N, K), bf16: `dequantised` of each group."""
+    each = zip(weights, scales, strict=True)
+    return torch.stack([dequantised(*one) for one in each])
 
 
 def check(input: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> None:

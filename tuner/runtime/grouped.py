@@ -161,11 +161,10 @@ class GroupedCall(_Groups, Call):
 
     def by_pytorch(self) -> torch.Tensor:
         if self.scale_a is None or self.scale_b is None:
-            return _pytorchs(self.a, self.b, self.offsets)
+            return by_pytorch(self.a, self.b, self.offsets)
         a = block_scaled.dequantised_rows(self.a, self.scale_a)
-        each = zip(self.b, self.scale_b, strict=True)
-        b = torch.stack([block_scaled.dequantised(*one) for one in each])
-        return _pytorchs(a, b, self.offsets)
+        b = block_scaled.dequantised_all(self.b, self.scale_b)
+        return by_pytorch(a, b, self.offsets)
 
 
 def problem_of(
@@ -204,7 +203,7 @@ def _sized(plan: KernelPlan, rows: int) -> KernelPlan:
     )
 
 
-def _pytorchs(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def by_pytorch(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """PyTorch's grouped kernel if it takes the tensors, else one product for each group."""
     n, k = b.shape[1:]
     is_whole = a.is_contiguous() and b.is_contiguous() and n % _STEP == k % _STEP == 0

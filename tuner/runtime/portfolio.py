@@ -6,7 +6,8 @@ only if it is expected to be faster than the vendor's. Otherwise the vendor's ke
 PyTorch's own call, if PyTorch would choose that kernel.
 
 A GPU without a portfolio of its own uses another GPU's, rescaled
-(`tuner.selection.portfolio.serving`). A kernel's proof holds on both.
+(`tuner.selection.portfolio.serving`). A kernel's proof holds on both. Grouped products have a rule
+in the place of a portfolio (`tuner.selection.grouped`).
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from tuner.errors import TunerError
 from tuner.families import family
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Provenance, Status
-from tuner.problem import AttentionProblem, Problem
+from tuner.problem import AttentionProblem, GroupedGemmProblem, Problem
 from tuner.runtime import benchmark, devices, native
 from tuner.runtime.plan import Plan, Posed, plan_of
 from tuner.runtime.refusal import Kind, Refusal
+from tuner.selection import grouped
 from tuner.selection.domains import Domain
 from tuner.selection.kernels import lists
 from tuner.selection.portfolio import Portfolio, Selection, serving, shipped
@@ -42,9 +44,9 @@ _ASKED_LENGTHS = (128, 256)
 
 @dataclass(frozen=True)
 class Choice:
-    """A portfolio's selection for a problem, and the plan that runs here."""
+    """The kernel chosen for a problem, and the plan that runs here."""
 
-    selection: Selection
+    selection: Selection | grouped.GroupedSelection
     plan: Plan | Refusal
     """A refusal is final (`Kind.PORTFOLIO`, `Kind.TIMED`), or says which kernel is missing
     (`Kind.UNSERVED`)."""
@@ -56,11 +58,14 @@ def portfolios() -> Sequence[Portfolio]:
 
 
 def knows(problem: Problem, gpu: Gpu) -> bool:
-    """True when a portfolio that serves on this GPU has the problem's domain.
+    """True when a portfolio that serves on this GPU has the problem's domain, or, for a grouped
+    product, when its rule has kernels.
 
     Raises:
         StoreError: when a shipped portfolio is damaged.
     """
+    if isinstance(problem, GroupedGemmProblem):
+        return grouped.serves(problem, gpu)
     mine = _portfolio_of(problem, gpu)
     return mine is not None and mine.models_of(Domain.of(problem)) is not None
 
@@ -89,8 +94,12 @@ def choose(
         StoreError: when a shipped portfolio is damaged.
     """
     problem = posed.problem
-    mine = _portfolio_of(problem, gpu)
-    selection = None if mine is None else mine.select(problem)
+    selection: Selection | grouped.GroupedSelection | None
+    if isinstance(problem, GroupedGemmProblem):
+        selection = grouped.select(problem, gpu)
+    else:
+        mine = _portfolio_of(problem, gpu)
+        selection = None if mine is None else mine.select(problem)
     if selection is None:
         return None
 
@@ -108,7 +117,7 @@ def choose(
         found = plan_of(posed, predicted, device)
         return found.reason if isinstance(found, Refusal) else found
 
-    if posed.run is not None:
+    if posed.run is not None and isinstance(selection, Selection):
         timed = _timed(posed, gpu, selection, made, withdrawn, absent)
         if timed is not None:
             return timed
@@ -123,6 +132,8 @@ def choose(
         why = "; ".join(dict.fromkeys(reasons))
         return Choice(selection, Refusal(Kind.UNSERVED, f"{problem.label()}: {why}"))
     text = f"{problem.label()}: {selection.source}"
+    if isinstance(selection, grouped.GroupedSelection):
+        return Choice(selection, Refusal(Kind.PORTFOLIO, text))
     # For products a call cannot choose a library: PyTorch's own call is the only vendor kernel.
     is_pytorchs = not isinstance(problem, AttentionProblem) or (
         selection.vendor == pytorchs(problem, device)

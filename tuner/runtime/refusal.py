@@ -22,6 +22,7 @@ class Kind(StrEnum):
     TIMED = "timed here, PyTorch's own attention was the fastest"
     UNSERVED = "the portfolio's kernel cannot run here"
     UNAVAILABLE = "nothing of the entry can run here"
+    EXPERT_ROWS = "the kernel of experts' rows is not built or cannot run here"
     MEMORY = "out of memory"
     LAUNCH = "a launch was refused"
 
@@ -50,6 +51,7 @@ class Kind(StrEnum):
     OUT = "out is given"
     RESULT = "a bias or a factor of the result is given"
 
+    EXPERTS = "such experts are not tuned"
     ENCODER = "attention without a growing cache"
     ALIBI = "ALiBi"
     CACHE_TYPE = "the cache has another type than the queries"

@@ -19,6 +19,8 @@ that fills it.
 In continuous batching (`generate_batch`) the module `continuous_batching` serves the cache's pages.
 Transformers 5.17 calls this ``paged|tuner``; later versions accept that name also.
 
+The module `transformers_experts` serves the experts of a mixture by the same name.
+
 Transformers passes all keywords of its caller to an attention function. Each keyword is used, is
 known to have no effect (`WITHOUT_EFFECT`), or raises an error with its name. A model's own
 `eager_attention_forward` defines the meaning.
@@ -57,6 +59,10 @@ try:
     from tuner.runtime import continuous_batching
 except (ImportError, AttributeError):  # a Transformers with other internals
     continuous_batching = None  # type: ignore[assignment]
+try:
+    from tuner.runtime import transformers_experts
+except ImportError:
+    transformers_experts = None  # type: ignore[assignment]
 
 NAME = "tuner"
 """The value of `attn_implementation`."""
@@ -405,3 +411,5 @@ masking_utils.find_packed_sequence_indices = _packed_sequences
 AttentionInterface.register(NAME, attention_forward)
 AttentionInterface.register(f"paged|{NAME}", paged_attention_forward)
 AttentionMaskInterface.register(NAME, attention_mask)
+if transformers_experts is not None:
+    transformers_experts.register(NAME)

@@ -8,6 +8,8 @@ Sizes, strides and head counts are launch arguments, so a kernel's domain covers
 - heads: dimensions below the compiled one, odd counts, every legal ratio; the most splits
 - products: one row, extents beside a tile's edge, odd multiples of the alignment, a vocabulary's
   columns, rows that lie apart
+- grouped products: one group, more than a warp's lanes and than rows, groups of unlike rows, empty
+  ones
 
 Each value is in at least one trial, and the other values are drawn. A trial is bounded in memory
 and time.
@@ -27,7 +29,15 @@ from tuner.families import product_work
 from tuner.families.base import Family, Strides
 from tuner.families.gemv import MAX_ROWS
 from tuner.hardware import Gpu
-from tuner.problem import LAYOUTS, AttentionProblem, Problem, SwigluProblem
+from tuner.problem import (
+    LAYOUTS,
+    SCALE_BLOCK,
+    SIZES,
+    AttentionProblem,
+    GroupedGemmProblem,
+    Problem,
+    SwigluProblem,
+)
 from tuner.problem.attention import BLOCK_AXES, MAX_HEAD_DIM, Axes
 from tuner.problem.swiglu import STEP as SWIGLU_STEP
 from tuner.selection.kernels import Target
@@ -61,6 +71,10 @@ _LONG = 16384 + 1
 _ALIGNED = 8
 MAX_EXTENT = 8192
 """Maximum N and K of drawn GEMMs; planted ones may be larger."""
+#: Groups: one, few, a warp's lanes and one more, public models' experts.
+_GROUPS = (1, 2, 5, 8, 32, 33, 128, 384)
+MAX_GROUPED_EXTENT = 2048
+"""Maximum rows, N and K of drawn grouped products; planted ones may be larger."""
 #: N of a public model's logits, and a K longer than every pipeline.
 _VOCABULARY, _DEEP = 128256, 16384 + 8
 #: Padding elements between the rows of A, and between those of the weights.
@@ -97,6 +111,8 @@ class Trial:
         """Values on each axis."""
         if isinstance(self.problem, AttentionProblem):
             return self._attention_facts(self.problem, family, gpu)
+        if isinstance(self.problem, GroupedGemmProblem):
+            return self._grouped_facts(self.problem, family)
         return self._product_facts(self.problem, family, gpu)
 
     def _product_facts(self, problem: Any, family: Family, gpu: Gpu) -> set[Fact]:
@@ -109,6 +125,16 @@ class Trial:
             ("k", problem.k),
             ("fills_chip", tiles > 2 * gpu.sm_count),
             ("apart", self.apart),
+            ("schedule", _schedule(family, self.config)),
+        }
+
+    def _grouped_facts(self, problem: GroupedGemmProblem, family: Family) -> set[Fact]:
+        return {
+            ("groups", problem.groups),
+            ("m", problem.m),
+            ("n", problem.n),
+            ("k", problem.k),
+            ("sizes", problem.sizes),
             ("schedule", _schedule(family, self.config)),
         }
 
@@ -154,8 +180,10 @@ def trials(target: Target, gpu: Gpu, count: int, seed: int) -> list[Trial]:
         seed: random seed; equal seeds draw equal trials.
     """
     # Equal for both types, so that a failure in one can be compared with the other.
-    kind = _AttentionDraw if target.problem.op == AttentionProblem.op else _ProductDraw
-    draw: _Draw = kind(target, gpu, random.Random(f"{seed}:{target.config.digest}"))
+    kinds: Mapping[str, type[_Draw]]
+    kinds = {AttentionProblem.op: _AttentionDraw, GroupedGemmProblem.op: _GroupedDraw}
+    kind = kinds.get(target.problem.op, _ProductDraw)
+    draw = kind(target, gpu, random.Random(f"{seed}:{target.config.digest}"))
     found: dict[Trial, None] = {}
     seen: set[Fact] = set()
     for name, values in draw.axes.items():
@@ -396,6 +424,44 @@ class _ProductDraw(_Draw):
         trial = Trial(problem, config, apart=apart)
         is_wanted = set(planted.items()) <= trial.facts(self._family, self._gpu)
         return trial if is_wanted else None
+
+
+class _GroupedDraw(_Draw):
+    def __init__(self, target: Target, gpu: Gpu, rng: random.Random) -> None:
+        super().__init__(target, gpu, rng)
+        config, self._usual = target.config, cast(GroupedGemmProblem, target.problem)
+        rows, columns = config["tile_m"], config["tile_n"]
+        if config["swap_ab"]:
+            rows, columns = columns, rows
+        self._steps = {"m": 1, "n": _ALIGNED, "k": 2 * _ALIGNED}
+        self.axes = {
+            "groups": _GROUPS,
+            # All groups' rows: those of a few whole tiles, and of nearly whole ones.
+            "m": sorted({*_edges(rows), 8 * rows + 3, 40 * rows}),
+            "n": [self._whole("n", extent) for extent in (1, *_edges(columns)[1:])],
+            "k": [self._whole("k", extent) for extent in (1, *_edges(SCALE_BLOCK)[1:], _DEEP)],
+            "sizes": SIZES,
+            "schedule": list(_schedules(self._family)),
+        }
+
+    def _whole(self, name: str, extent: int) -> int:
+        step = self._steps[name]
+        return -(-extent // step) * step
+
+    def _value(self, name: str) -> Any:
+        """One of an axis's values half of the time; of extents anything the other half."""
+        rng = self._rng
+        if name not in self._steps or rng.random() < 0.5:
+            return rng.choice(self.axes[name])
+        return self._whole(name, round(2 ** rng.uniform(0, MAX_GROUPED_EXTENT.bit_length() - 1)))
+
+    def _trial(self, values: Mapping[str, Any], planted: Mapping[str, Any]) -> Trial | None:
+        sizes = {name: value for name, value in values.items() if name != "schedule"}
+        problem = replace(self._usual, **sizes)
+        if not _is_small(problem, values["schedule"]):
+            return None
+        config = self._config(problem, values["schedule"])
+        return None if config is None else Trial(problem, config)
 
 
 def tile_of(tiling: Any) -> tuple[int, int, int]:

@@ -1,0 +1,75 @@
+"""The kernel of experts' rows over a host's memory: a loaded kernel's interface, PyTorch inside."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tuner.compile.single import EXPERT_ROWS
+
+
+def at(address: int, shape: Sequence[int], dtype: Any, stride: Sequence[int] | None = None) -> Any:
+    """A tensor over memory that another one owns."""
+    steps = stride or torch.empty(shape, device="meta").stride()
+    elements = 1 + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
+    buffer = (ctypes.c_byte * (elements * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(buffer, dtype=dtype).as_strided(tuple(shape), tuple(steps))
+
+
+class FakeRows:
+    """Takes launches down; with `wrong` a stage whose result has a wrong bit."""
+
+    def __init__(self, wrong: int = -1) -> None:
+        self.wrong = wrong
+        self.launches: list[tuple[int, ...]] = []
+
+    def launch(self, tensors: Sequence[int], integers: Sequence[int], *_: Any) -> None:
+        from tuner.runtime.expert_rows import ComposedRows
+
+        self.launches.append(tuple(integers))
+        stage, rows, parts, columns, stride, block, width, _ = integers
+        given = dict(zip(EXPERT_ROWS.arguments.tensors, tensors, strict=True))
+        composed = ComposedRows()
+        if stage == 0:
+            kind = torch.int64 if width == 8 else torch.int32
+            offsets, places = composed.place(at(given["experts"], (rows, 1), kind), parts)
+            out = at(given["offsets"], offsets.shape, torch.int32)
+            out.copy_(offsets)
+            at(given["places"], places.shape, torch.int32).copy_(places)
+        elif stage == 1:
+            source = at(given["rows"], (rows, columns), torch.bfloat16, (stride, 1))
+            places = at(given["places"], (rows, parts), torch.int32)
+            copies, kept = composed.copy(source, places), places[places >= 0].long()
+            out = self._written(given, copies, kept, block)
+        elif stage == 2:
+            both = at(given["rows"], (rows, 2 * columns), torch.bfloat16)
+            offsets = at(given["offsets"], (parts + 1,), torch.int32)
+            kept = torch.arange(int(offsets[-1]))
+            out = self._written(given, composed.gate(both, offsets), kept, block)
+        else:
+            places = at(given["places"], (rows, parts), torch.int32)
+            kind = torch.float32 if width == 4 else torch.bfloat16
+            source = at(given["rows"], (rows * parts, columns), torch.bfloat16)
+            weights = at(given["weights"], (rows, parts), kind)
+            out = at(given["out"], (rows, columns), torch.bfloat16)
+            out.copy_(composed.combine(source, places, weights))
+        if stage == self.wrong:
+            out.view(torch.uint8).view(-1)[1] ^= 64
+
+    @staticmethod
+    def _written(given: Mapping[str, int], rows: Any, kept: Any, block: int) -> Any:
+        """Only the rows that a slot has are written."""
+        from tuner.runtime import block_scaled
+
+        if not block:
+            out = at(given["out"], rows.shape, torch.bfloat16)
+            out[kept] = rows[kept]
+            return out
+        elements, factors = block_scaled.composed(rows)
+        out = at(given["out"], rows.shape, torch.float8_e4m3fn)
+        out.view(torch.uint8)[kept] = elements.view(torch.uint8)[kept]
+        at(given["factors"], factors.shape, torch.float32, (1, block))[kept] = factors[kept]
+        return out

@@ -1,0 +1,99 @@
+"""Layers of experts timed: the cases, peers against the layer itself, and the report."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from benchmarks import moe, moe_peers
+from tuner.errors import BenchmarkError, ConfigError
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+
+def inputs(tokens: int = 9, top_k: int = 3, count: int = 5, hidden: int = 256) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    experts = torch.stack([torch.randperm(count)[:top_k] for _ in range(tokens)])
+    return torch.randn(tokens, hidden).bfloat16(), experts, torch.rand(tokens, top_k).bfloat16()
+
+
+def products(a: Any, b: Any, *, offs: Any) -> Any:
+    """`torch._grouped_mm`; rows behind the last group's end are NaN."""
+    starts = [0, *offs.tolist()]
+    out = torch.full((len(a), b.shape[2]), torch.nan, dtype=a.dtype)
+    for group, (start, end) in enumerate(itertools.pairwise(starts)):
+        out[start:end] = a[start:end] @ b[group]
+    return out
+
+
+def test_pytorchs_composition_is_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    import tuner
+
+    monkeypatch.setattr(torch, "_grouped_mm", products)
+    tensors = inputs()
+    gate_up, down = torch.randn(5, 128, 256) / 16, torch.randn(5, 256, 64) / 8
+    weights = gate_up.bfloat16(), down.bfloat16()
+    found = moe_peers._composed(*tensors, *weights, None, None)
+    torch.testing.assert_close(found, tuner.moe(*tensors, *weights), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "masked"])
+def test_deep_gemms_rows_come_to_their_experts(layout: str) -> None:
+    hidden, experts, weights = inputs()
+    room, each = (768, 0) if layout == "contiguous" else (0, 12)
+    functions = moe_peers._placed, moe_peers._moved
+    rows, scale, groups, counts, places = moe_peers._scattered(
+        *functions, hidden, experts, 5, room, 128, each
+    )
+    assert counts.tolist() == torch.bincount(experts.view(-1), minlength=5).tolist()
+    assert groups[places].view(9, 3).equal(experts.int()) and (groups >= 0).sum() == 27
+    assert (places // 128 * 128).unique().numel() <= 5 or layout == "masked"
+    assert scale.stride(-2) == 1, "side by side along the rows"
+    factors = scale.reshape(-1, 2)[places].unsqueeze(-1)
+    wide = (rows[places].float().unflatten(-1, (-1, 128)) * factors).flatten(-2)
+    torch.testing.assert_close(wide, hidden.float().repeat_interleave(3, 0), rtol=0.07, atol=0.01)
+    sums = moe_peers._gathered(wide.bfloat16()[torch.arange(27)], torch.arange(27), weights)
+    assert sums.shape == hidden.shape
+
+
+def test_cases_share_weights_by_layer_and_type() -> None:
+    found = list(moe.cases(["olmoe-1b-7b"], [128, 1024], moe.ROUTES, ["bf16", "e4m3"]))
+    assert [key for key, _ in found] == [("olmoe-1b-7b", "bf16"), ("olmoe-1b-7b", "e4m3")]
+    assert all(len(every) == 4 for _, every in found)
+    case = found[1][1][0]
+    assert (case.tokens, case.label()) == (16, "olmoe-1b-7b e4m3 128 rows, uniform")
+    up, down = case.products()
+    assert (up.label(), down.n) == ("G=64,M=128,N=2048,K=2048,sizes=zipf,dtype=e4m3", 2048)
+
+
+def test_the_report_compares_with_the_fastest_peer() -> None:
+    row = {"layer": "mixtral-8x7b", "dtype": "bf16", "rows": 128, "route": "zipf"}
+    rows = [
+        {**row, "us": {"own": 100.0, "grouped_mm": 150.0, "compiled": 125.0}},
+        {**row, "us": {"own": 100.0, "grouped_mm": 80.0}},
+        {**row, "us": {"grouped_mm": 80.0}},
+        {**row, "us": {}},
+    ]
+    text = moe.report({"environment": {"gpu": "a GPU"}, "cases": rows})
+    assert "compiled" in text and "1.250" in text and "0.800" in text
+    assert "bf16: mean 1.000, worst 0.800 of 2" in text
+
+
+@pytest.mark.parametrize("option", ["layers", "rows", "routes", "dtypes"])
+def test_unknown_choices_are_named(option: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--{option} odd is not known \(allowed: "):
+        moe.main([f"--{option}", "odd"])
+
+
+def test_without_a_gpu_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(BenchmarkError, match="timed on a GPU"):
+        moe.main([])
+
+
+def test_without_deep_gemm_e4m3_has_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe_peers.peers, "module_of", lambda name: f"{name} is not here")
+    assert moe_peers.peers_of("e4m3") == {}
+    assert set(moe_peers.peers_of("bf16")) == {"grouped_mm", "compiled"}

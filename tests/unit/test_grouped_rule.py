@@ -1,0 +1,158 @@
+"""The rule of grouped products that nobody tuned: its kernels, its choice, what it serves."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tuner.families import families
+from tuner.hardware import DEFAULT_GPU, GPUS, Gpu
+from tuner.problem import E4M3, SIZES, DType, GroupedGemmProblem
+from tuner.selection import grouped
+from tuner.selection.kernels import PROVE
+from tuner.tuning.trials import MAX_BYTES, MAX_FLOPS, trials
+
+DTYPES: tuple[DType, ...] = ("bfloat16", E4M3)
+
+
+def problem(rows: int, dtype: DType = "bfloat16", groups: int = 64) -> GroupedGemmProblem:
+    return GroupedGemmProblem(groups, rows, 2048, 1024, sizes="zipf", dtype=dtype)
+
+
+@pytest.mark.parametrize("target", grouped.targets(), ids=lambda target: target.label())
+def test_a_kernel_is_proven_on_groups_of_every_kind(target: Any) -> None:
+    found = trials(target, DEFAULT_GPU, 64, 0)
+    assert len(found) >= 64 and len(set(found)) == len(found)
+    for trial in found:
+        assert not target.family.violations(trial.problem, trial.config, DEFAULT_GPU)
+        assert target.family.kernels(trial.problem, trial.config) == target.kernels
+        assert trial.problem.flops <= MAX_FLOPS and trial.problem.bytes <= MAX_BYTES
+    problems: list[Any] = [trial.problem for trial in found]
+    rows = target.config["tile_n" if target.config["swap_ab"] else "tile_m"]
+    assert {one.sizes for one in problems} == set(SIZES)
+    assert {1, rows - 1, rows, rows + 1, 2 * rows + 1} <= {one.m for one in problems}
+    assert {1, 32, 33, 384} <= {one.groups for one in problems}
+    assert any(one.m < one.groups for one in problems)
+    depths = {one.k for one in problems}
+    assert {16, 128, 144} <= depths and max(depths) > 16384 and any(k % 128 for k in depths)
+    schedules = {
+        tuple(trial.config[name] for name in sorted(target.family.runtime_parameters))
+        for trial in found
+    }
+    assert (
+        len(schedules) == {"grouped_gemm": 2, "block_scaled_grouped_gemm": 20}[target.family.name]
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tiles_grow_with_the_groups(dtype: DType) -> None:
+    chosen = []
+    for rows in (64, 1024, 1 << 16):
+        selection = grouped.select(problem(rows, dtype), DEFAULT_GPU)
+        assert selection is not None
+        times = [us for us, _ in selection.own()]
+        assert times == sorted(times) and len(times) == len(grouped.KERNELS[dtype])
+        assert selection.source == f"expected {times[0]:.1f} us"
+        config = selection.expected[0][1]
+        chosen.append(config["tile_n" if config["swap_ab"] else "tile_m"])
+    assert chosen == sorted(chosen) and chosen[0] < chosen[-1]
+
+
+def test_what_the_rule_does_not_serve() -> None:
+    assert grouped.serves(problem(64), GPUS["H100"])
+    assert not grouped.serves(problem(64, "float16"), DEFAULT_GPU)
+    assert not grouped.serves(problem(64), Gpu("NVIDIA A100", "8.0", 108, 0, 0.0, 0))
+    assert grouped.select(problem(64, "float16"), DEFAULT_GPU) is None
+    odd = GroupedGemmProblem(4, 64, 20, 64, dtype="bfloat16")
+    assert grouped.select(odd, DEFAULT_GPU) is None
+
+
+@dataclasses.dataclass
+class Kernel:
+    """Takes launches down."""
+
+    launched: list[Any]
+    key: str
+
+    def bind(self, integers: Any, scalars: Any) -> Any:
+        return lambda tensors, workspace, stream: self.launched.append((self.key, integers))
+
+    def workspace_bytes(self, integers: Any) -> int:
+        return 0
+
+
+@pytest.fixture
+def serving(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A runtime whose kernel lists say `proven` of a kernel by its tile's columns."""
+    import torch
+
+    made = SimpleNamespace(runtime=on_cpu, launched=[], proven={}, torch=torch)
+
+    def proven(specs: Any, capability: str) -> dict[str, str] | str:
+        [(name, spec)] = specs.items()
+        key = made.proven.get(spec.variables["tile_n"])
+        return {name: key} if key else f"a kernel is not proven ({PROVE})"
+
+    artifact = SimpleNamespace(find=lambda key: SimpleNamespace(key=key))
+    monkeypatch.setattr(on_cpu.portfolio.lists, "proven", proven)
+    monkeypatch.setattr(on_cpu.table, "lookup", lambda problem, **_: None)
+    monkeypatch.setattr(on_cpu.plan, "ArtifactCache", lambda: artifact)
+    monkeypatch.setattr(on_cpu.plan, "load", lambda found: Kernel(made.launched, found.key))
+    monkeypatch.setattr(on_cpu.plan, "loaded", lambda key: None)
+    return made
+
+
+def call(serving: SimpleNamespace, rows: int) -> Any:
+    torch = serving.torch
+    a, b = torch.randn(rows, 256).bfloat16(), torch.randn(4, 128, 256).bfloat16()
+    ends = [0, 0, rows // 2, rows, rows]
+    grouped_mm = importlib.import_module("tuner.runtime.grouped").grouped_mm
+    return grouped_mm(a, b, torch.tensor(ends, dtype=torch.int32), sizes="zipf")
+
+
+def test_proven_kernels_serve_shapes_that_nobody_tuned(serving: SimpleNamespace) -> None:
+    tiles = {config["tile_n"]: f"key-{config['tile_n']}" for config in grouped.KERNELS["bfloat16"]}
+    serving.proven = tiles
+    for rows in (9, 12, 5000):
+        call(serving, rows)
+    keys = [key for key, _ in serving.launched]
+    assert keys[0] == keys[1] != keys[2], "the rows are rounded to a power of two"
+    assert [integers[0] for _, integers in serving.launched] == [9, 12, 5000]
+    stats = serving.runtime.counters.stats()
+    assert (stats.hits, stats.portfolio_hits) == (3, 3)
+    assert keys[0] in tiles.values()
+
+
+def test_the_next_kernel_serves_where_the_first_is_not_proven(serving: SimpleNamespace) -> None:
+    last = list(grouped.KERNELS["bfloat16"])[-1]
+    serving.proven = {last["tile_n"]: "key"}
+    call(serving, 9)
+    assert [key for key, _ in serving.launched] == ["key"]
+
+
+def test_without_a_proof_pytorch_answers(
+    serving: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "tuner"):
+        assert call(serving, 9).shape == (9, 128)
+    fallbacks = serving.runtime.counters.stats().fallbacks
+    assert fallbacks == {serving.runtime.refusal.Kind.UNSERVED: 1} and PROVE in caplog.text
+
+
+def test_a_kernel_that_failed_here_is_not_launched_again(serving: SimpleNamespace) -> None:
+    configs = list(grouped.KERNELS["bfloat16"])
+    serving.proven = {config["tile_n"]: "key" for config in configs}
+    asked = GroupedGemmProblem(4, 16, 128, 256, sizes="zipf", dtype="bfloat16")
+    serving.runtime.table.table._withdrawn[asked.key] = set(configs)
+    call(serving, 9)
+    assert not serving.launched
+
+
+def test_every_family_is_known() -> None:
+    assert {config.family for kernels in grouped.KERNELS.values() for config in kernels} <= set(
+        families()
+    )
