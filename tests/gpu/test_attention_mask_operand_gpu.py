@@ -117,7 +117,7 @@ def test_a_kernel_is_proven(
     known.write(file)
     todo = plan(file, [target])
     assert len(todo.waiting) == 1
-    progress = Prover(detect() or DEFAULT_GPU, "", worker).run(todo)
+    progress = Prover(detect() or DEFAULT_GPU, "", [worker]).run(todo)
     assert progress.faults == []
     kernel = KernelList.read(file).find(target.kernels["attention"])
     assert kernel is not None and kernel.proof is not None and kernel.proof.problems >= 64

@@ -76,7 +76,7 @@ def proven(
     known.with_kernels(Kernel(spec.key, one.key, one.sha256) for spec, one in listed).write(path)
     todo = plan(path, [target])
     assert len(todo.waiting) == 1
-    return Prover(detect() or DEFAULT_GPU, "", worker).run(todo)
+    return Prover(detect() or DEFAULT_GPU, "", [worker]).run(todo)
 
 
 @pytest.mark.parametrize("name", SOUND)
