@@ -551,7 +551,7 @@ class _Judge:
         ]
 
     def _expected_of(self, kernel: _Kernel, problem: Problem, rates: Sequence[float]) -> float:
-        if not kernel.spread.holds(self._domain.sizes(problem)):
+        if not kernel.spread.holds(self._domain.sizes(problem), self._domain):
             return math.inf
         family = families()[kernel.config.family]
         times = (

@@ -22,10 +22,8 @@ from tuner.families.work import floor_us, kind_of, memory_gap_us, time_ratio
 from tuner.hardware import Gpu
 from tuner.measurement import Regime
 from tuner.problem import Problem
-from tuner.selection.domains import AnyDomain
+from tuner.selection.domains import MAX_SIZE_FACTOR, AnyDomain
 
-MAX_SIZE_FACTOR = 2
-"""Largest factor between a size and the measured ones at which a time model is trusted."""
 RESCALED_MARGIN = 0.01
 """Additional share of its time by which an own kernel must win if the rates are another GPU's.
 Times closer than this are ties even when measured.
@@ -55,14 +53,14 @@ class Spread(NamedTuple):
         return cls(tuple((min(low for low, _ in axis), max(high for _, high in axis))
                          for axis in axes))  # fmt: skip
 
-    @property
-    def trusted(self) -> tuple[tuple[float, float], ...]:
-        """The bounds within `MAX_SIZE_FACTOR` times the measured sizes."""
-        return tuple((low / MAX_SIZE_FACTOR, high * MAX_SIZE_FACTOR) for low, high in self.bounds)
+    def trusted(self, domain: AnyDomain) -> tuple[tuple[float, float], ...]:
+        """The bounds at which a time model is trusted (`MAX_SIZE_FACTOR`, `Domain.reach`)."""
+        pairs = zip(self.bounds, domain.reach, strict=True)
+        return tuple((low / MAX_SIZE_FACTOR, high * reach) for (low, high), reach in pairs)
 
-    def holds(self, sizes: tuple[int, ...]) -> bool:
-        """True if every size is within `MAX_SIZE_FACTOR` times the measured ones."""
-        return is_near(self.trusted, sizes)
+    def holds(self, sizes: tuple[int, ...], domain: AnyDomain) -> bool:
+        """True if every size is within the trusted bounds."""
+        return is_near(self.trusted(domain), sizes)
 
 
 @dataclass(frozen=True)
@@ -214,7 +212,7 @@ class DomainTimes:
         self._family_at = {place: self._families.index(family) for place, _, family in known}
         vendors_at = (self._family_at[place] for place in self._vendor_places)
         self._vendors_at = tuple(dict.fromkeys(vendors_at))
-        self._vendors_trusted = [one.spread.trusted for one in self.vendors]
+        self._vendors_trusted = [one.spread.trusted(models.domain) for one in self.vendors]
         self._configs: dict[Hashable, Config | None] = {}
         self._legal_vendors: dict[Hashable, _LegalVendors] = {}
         self._kind: Any = kind_of(models.domain.problems("float16")[0])
@@ -305,7 +303,7 @@ class DomainTimes:
             loops += [f" for count in splits_{place}(problem):"]
             loops += [f"  {line}" for line in inner.lines(uses)]
             loops += [f"  own.append({row})"]
-        trusted = [one.spread.trusted for one in self._own.values()]
+        trusted = [one.spread.trusted(self.models.domain) for one in self._own.values()]
         axes = self.models.domain.axes_of(sizes)
         every = [_within(bounds, axes) for bounds in trusted]
         tightest = [

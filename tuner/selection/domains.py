@@ -33,6 +33,8 @@ MAX_FEW, MAX_NARROW = 16, 256
 EPILOGUES = "", "bias", "bias_gelu", "bias_gelu_tanh", "gelu", "gelu_tanh"
 """Epilogues that portfolios have kernels for: the most frequent in public models. Each needs a
 kernel of its own. PyTorch answers all others."""
+MAX_SIZE_FACTOR = 2
+"""Largest factor between a size and the measured ones at which a time model is trusted."""
 
 
 class Domain:
@@ -65,6 +67,11 @@ class Domain:
             sizes: sizes that work is counted from (`tuner.families.work`).
         """
         raise NotImplementedError
+
+    @property
+    def reach(self) -> tuple[float, ...]:
+        """Factors above the largest measured sizes up to which time models are trusted, by axis."""
+        return (MAX_SIZE_FACTOR,) * len(self.axes)
 
     @classmethod
     def sizes(cls, problem: Problem) -> tuple[int, ...]:
@@ -454,6 +461,13 @@ class ProductDomain(_Product, Domain):
     def axes_of(sizes: Any) -> tuple[int, ...]:
         return sizes.m, sizes.n, sizes.k
 
+    @property
+    def reach(self) -> tuple[float, ...]:
+        """At up to 16 rows, no more rows than measured: each block keeps all rows of A, and the
+        time grows faster than the bytes.
+        """
+        return (1.0 if self.rows == "few" else MAX_SIZE_FACTOR, MAX_SIZE_FACTOR, MAX_SIZE_FACTOR)
+
     @staticmethod
     def group(problem: Any) -> tuple[int, ...]:
         """A layer's widths."""
@@ -531,6 +545,11 @@ class GatedDomain(_Gated, Domain):
     def axes_of(sizes: Any) -> tuple[int, ...]:
         """Rows and columns of D; work is counted from the columns of both projections."""
         return sizes.m, sizes.n // 2, sizes.k
+
+    @property
+    def reach(self) -> tuple[float, ...]:
+        """As `ProductDomain.reach`."""
+        return ProductDomain(self.rows).reach
 
     @property
     def kin(self) -> Iterator[Self]:

@@ -33,7 +33,6 @@ from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Regime
 from tuner.problem import Problem
 from tuner.selection.candidates import (
-    MAX_SIZE_FACTOR,
     Candidate,
     DomainModels,
     DomainTimes,
@@ -43,7 +42,13 @@ from tuner.selection.candidates import (
     Spread,
     pytorchs_choice,
 )
-from tuner.selection.domains import DOMAINS, AnyDomain, AttentionDomain, Domain
+from tuner.selection.domains import (
+    DOMAINS,
+    MAX_SIZE_FACTOR,
+    AnyDomain,
+    AttentionDomain,
+    Domain,
+)
 
 FORMAT = "cutlass-tuner portfolio"
 VERSION = 2
