@@ -43,7 +43,7 @@ from tuner import settings
 from tuner.base.output import check_place
 from tuner.base.processes import python_command, python_environment
 from tuner.bench.results import write_json
-from tuner.bundle.wheel import write_package
+from tuner.bundle.wheel import without_newer_glibc, write_package
 from tuner.compile import dispatcher
 from tuner.compile.artifacts import ArtifactCache
 from tuner.errors import BenchmarkError, ConfigError, TunerError
@@ -258,8 +258,10 @@ def first_call(runs: int = RUNS) -> dict[str, Any]:
 def wheel(runs: int = RUNS) -> dict[str, Any]:
     """As `first_call`, of a machine with prebuilt kernels, no compiler and an empty cache.
 
+    Kernels that a wheel refuses for their glibc are left out, and counted.
+
     Raises:
-        BenchmarkError: when no kernel list is there, or a call fails.
+        BenchmarkError: when no kernel list is there, every kernel is left out, or a call fails.
         ConfigError: when a kernel of the list is missing, or none is proven.
     """
     lists = users()
@@ -268,9 +270,15 @@ def wheel(runs: int = RUNS) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         packages, cache = Path(folder) / "packages", Path(folder) / "cache"
         cache.mkdir()
-        kernels = write_package(KernelList.read(lists[-1]), ArtifactCache(), packages)
+        every, artifacts = KernelList.read(lists[-1]), ArtifactCache()
+        packed = without_newer_glibc(every, artifacts)
+        left_out = len(every.kernels) - len(packed.kernels)
+        if left_out and not packed.kernels:
+            raise BenchmarkError(f"all {left_out} kernels need a newer glibc than a wheel allows")
+        kernels = write_package(packed, artifacts, packages)
         variables = {"CXX": str(cache / "no-compiler"), "PYTHONPATH": str(packages)}
-        return _first_calls(cache, runs, variables) | {"kernels": kernels}
+        found = _first_calls(cache, runs, variables)
+        return found | {"kernels": kernels, "left_out_for_glibc": left_out}
 
 
 def _first_calls(
@@ -390,6 +398,8 @@ def _first_rows(part: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
 
 def _wheel_rows(part: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     where = f"{part['kernels']} prebuilt kernels"
+    if part["left_out_for_glibc"]:
+        where += f" ({part['left_out_for_glibc']} left out for their glibc)"
     return [_first_row("first call ms, wheel", part, WHEEL_LIMIT_MS, where)]
 
 

@@ -51,6 +51,7 @@ HOST = {
     "dispatched": 0.998,
 }
 PROOF = Proof(64, 0, "NVIDIA H200", "580.159.04", "2026-11-24")
+NEWER = b"kernel\0GLIBC_2.99\0"
 WALL = {"attention": 13.0, "sdpa": 26.0, "flash4": 16.0, "graph": 12.5}
 SMALL = Sizes(64, 4, 2, 16, 96, 50)
 
@@ -282,15 +283,24 @@ def test_prebuilt_kernels_serve_without_cache_and_compiler(
     library = tmp_path / "made.so"
     library.write_bytes(b"kernel")
     ArtifactCache().put("k1", library, resources=None, compile_cpu_s=1.0, source="", facts={})
-    known = KernelList("13.0.88", "4.2.0", "9.0", "ef" * 32, {"spec": kernel})
+    newer = Kernel("newer", "k2", hashlib.sha256(NEWER).hexdigest(), PROOF)
+    library = tmp_path / "newer.so"
+    library.write_bytes(NEWER)
+    ArtifactCache().put("k2", library, resources=None, compile_cpu_s=1.0, source="", facts={})
+    known = KernelList("13.0.88", "4.2.0", "9.0", "ef" * 32, {"newer": newer})
     known.write(tmp_path / "kernels" / "13.0.88-9.0.json")
+    with pytest.raises(BenchmarkError, match="all 1 kernels need a newer glibc"):
+        dispatch.wheel(1)
+    known.with_kernels([kernel]).write(tmp_path / "kernels" / "13.0.88-9.0.json")
     found = dispatch.wheel(2)
     assert (found["kernels"], found["hits"], found["runs"], found["returned"]) == (1, 2, 2, 42.0)
+    assert found["left_out_for_glibc"] == 1
     for each in found["each"]:
         assert each["packages"] == ["cutlass_tuner_kernels"] and each["cache"] == []
         assert not each["compiler"] and not each["store"]
     lines = dispatch.report({"environment": {}, "parts": {"wheel": found}})
-    assert "first call ms, wheel  42.0      150  1 prebuilt kernels, 2 of 2 served" in lines
+    where = "1 prebuilt kernels (1 left out for their glibc), 2 of 2 served"
+    assert f"first call ms, wheel  42.0      150  {where}" in lines
     assert "hashing and loading 1 0.5" in lines
 
 

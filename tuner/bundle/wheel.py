@@ -125,6 +125,17 @@ def newest_glibc(library: bytes) -> tuple[int, int]:
     return max((version for version in found if len(version) == 2), default=(0, 0))
 
 
+def without_newer_glibc(kernels: KernelList, artifacts: ArtifactCache) -> KernelList:
+    """A list without the kernels that `write_wheel` refuses for their glibc."""
+
+    def is_newer(key: str) -> bool:
+        artifact = artifacts.find(key)
+        return artifact is not None and newest_glibc(artifact.library.read_bytes()) > MAX_GLIBC
+
+    kept = {spec: k for spec, k in kernels.kernels.items() if not is_newer(k.artifact)}
+    return replace(kernels, kernels=kept)
+
+
 def _zipped(members: Mapping[str, bytes]) -> bytes:
     """Zip file that depends only on its members."""
     whole = io.BytesIO()
