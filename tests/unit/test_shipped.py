@@ -13,7 +13,7 @@ from statistics import geometric_mean
 import pytest
 from shipped_recordings import FILES, read_once
 
-from benchmarks import cost, fp8_attention, sustained
+from benchmarks import calls, cost, fp8_attention, sustained
 from benchmarks.population_report import over_peer, over_pytorch
 from tuner.base import resources
 from tuner.bench.suites import SUITES
@@ -386,6 +386,36 @@ def test_the_readme_s_row_of_block_masks_is_of_the_evidence() -> None:
     found = [row["flex_over_own"] for row in rows]
     figures = f"{geometric_mean(found):.3f}", f"{min(found):.3f}"
     assert readme_row("block masks that nobody tuned") == [str(len(found)), *figures]
+
+
+@pytest.mark.parametrize("name", ["pytorch", "flash-attention"])
+def test_the_page_prints_other_projects_tests_of_the_evidence(name: str) -> None:
+    evidence = json.loads((EVIDENCE / "suites-h100.json").read_text())
+    found = evidence["suites"][name]
+    assert (found["new_failures"], found["expected_failures"], found["not_run"]) == ([], [], [])
+    assert not evidence["broken"]
+    forced, alone = found["forced"], found["alone"]
+    cells = [name, found["tests"], forced["skipped"]]
+    cells += [f"{mode['passed']}, {mode['failed']}" for mode in (forced, alone)]
+    cells += [len(found["new_failures"]), found["tests_with_hits"], found["hits"]]
+    cells.append(sum(found["fallbacks"].values()))
+    page = RESULTS.read_text()
+    assert f"| {' | '.join(map(str, cells))} |" in page
+    assert f", {len(found['failures_of_both'])}**: " in page
+
+
+def test_the_page_prints_the_host_s_time_of_the_evidence() -> None:
+    found = json.loads((EVIDENCE / "dispatch-host-h100.json").read_text())["parts"]["host"]
+    page = RESULTS.read_text()
+    limited = [(float(here), float(most)) for _, here, most, _ in calls.host_rows(found) if most]
+    for here, most in limited:
+        assert f" | {here:.2f} | {most:.2f} |" in page
+    assert [here > most for here, most in limited] == [True, True, False, True, False, False]
+    assert f"beyond the bare launch of {found['bare']:.2f} |" in page
+    times = {"attention": "takes", "sdpa": "PyTorch's call"}
+    times |= {"flash3": "FlashAttention-3's", "flash4": "FlashAttention-4's"}
+    for key, name in times.items():
+        assert f"{name} {found[key]:.2f}" in page
 
 
 def test_the_plug_in_s_tokens_are_vllm_s() -> None:
