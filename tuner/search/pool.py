@@ -251,7 +251,8 @@ def regime(problem: Problem) -> Regime:
 def sample(
     domain: AnyDomain, problems: Sequence[_P], gpu: Gpu, portfolio: Portfolio | None
 ) -> dict[_P, list[list[Config]]]:
-    """Candidates at each problem of a domain, grouped by their kernel; PyTorch's are last.
+    """Candidates at each problem of a domain, grouped by their kernel; PyTorch's are first, so
+    that a survey that ends early has them.
 
     Args:
         domain: domain of the problems.
@@ -269,7 +270,7 @@ def sample(
                 groups = groups[number // 2 % 2 :: 2]
         vendors = [f for f in families_of(problem.op).values() if f.is_vendor and f.work_terms]
         own = [c for f in vendors for c in f.space(problem, gpu) if c["kernel"] in domain.vendors]
-        found[problem] = [group for group in (*groups, own) if group]
+        found[problem] = [group for group in (own, *groups) if group]
     return found
 
 
