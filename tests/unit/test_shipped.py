@@ -14,6 +14,7 @@ import pytest
 from shipped_recordings import FILES, read_once
 
 from benchmarks import calls, cost, fp8_attention, sustained
+from benchmarks.population_calls import OWN, SELECTED
 from benchmarks.population_report import over_peer, over_pytorch
 from tuner.base import resources
 from tuner.bench.suites import SUITES
@@ -363,22 +364,37 @@ def test_the_page_prints_e4m3_of_the_evidence() -> None:
 
 
 @pytest.mark.parametrize(
-    ("operation", "answered"),
-    [(op, by) for op in ("attention", "products") for by in ("selection", "")] + [("", "")],
+    ("operation", "is_own"),
+    [(op, own) for op in ("attention", "products") for own in (True, False)] + [("", False)],
 )
-def test_the_readme_s_population_is_of_the_evidence(operation: str, answered: str) -> None:
+def test_the_readme_s_population_is_of_the_evidence(operation: str, is_own: bool) -> None:
     with gzip.open(EVIDENCE / "population-h100.jsonl.gz", "rt") as lines:
         _, *rows = map(json.loads, lines)
     of = [row for row in rows if operation in ("", row["operation"])]
-    part = [row for row in of if answered in ("", row["answered"])]
+    part = [row for row in of if not is_own or row["answered"] in (OWN, SELECTED)]
     over = [[x for row in part if (x := ratio(row))] for ratio in (over_pytorch, over_peer)]
     figures = [f"{x:.3f}" for y in over for x in (geometric_mean(y), min(y))]
     name = f"{operation}, {len(of)}" if operation else f"all {len(of)}"
-    by = "own kernels" if answered else "all"
+    by = "own kernels" if is_own else "all"
     share = f"{100 * len(part) / len(of):.0f} %"
     lines_of = (ROOT / "README.md").read_text().splitlines()
     found = [[c.strip().strip("*") for c in line.split("|")[1:-1]] for line in lines_of]
     assert [name, by, share, *figures] in found
+
+
+def test_pages_print_the_block_of_the_evidence() -> None:
+    page = RESULTS.read_text()
+    with gzip.open(EVIDENCE / "block-h100.json.gz", "rt") as file:
+        passes = json.load(file)["passes"]
+    found = []
+    for name, one in passes.items():
+        ways = {way: seen["us"] for way, seen in one["ways"].items()}
+        us = ways.pop("torch")
+        cells = [f"{time:.1f}, {us / time:.3f}" for time in ways.values()]
+        assert f"| {name} | {us:.1f} | {' | '.join(cells)} |" in page
+        found.append(us / ways["block"])
+    figures = f"{geometric_mean(found):.3f}", f"{min(found):.3f}"
+    assert readme_row("a block of Llama-3-8B") == [str(len(found)), *figures]
 
 
 def test_the_readme_s_row_of_block_masks_is_of_the_evidence() -> None:
