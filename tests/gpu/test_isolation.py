@@ -26,7 +26,7 @@ pytestmark = pytest.mark.gpu
 
 PROBLEM = GemmProblem(m=512, n=512, k=512)
 FAMILIES = Path(__file__).parent / "planted.py"
-REGIME = Regime("graph", "warm")
+REGIME = Regime("chained", "warm")
 
 
 def kernels() -> list[KernelSpec]:
@@ -85,7 +85,7 @@ def test_workspace_is_limited(local: Callable[..., LocalRunner], planted: Any) -
     assert seen.status is Status.OUT_OF_MEMORY and "256 bytes" in seen.log
 
 
-@pytest.mark.parametrize("regime", ["graph-cold", "eager-warm", "eager-cold"])
+@pytest.mark.parametrize("regime", ["stream-cold", "chained-cold", "eager-warm", "eager-cold"])
 def test_every_regime_is_timed(
     local: Callable[..., LocalRunner], planted: Any, regime: str
 ) -> None:
@@ -130,7 +130,7 @@ def test_what_torch_compiles_is_timed_in_our_graph(
     pytest.importorskip("triton", reason="Triton is not installed: torch.compile needs it")
     (vendor,) = (member for member in families_of(problem.op).values() if member.is_vendor)
     config = Config(vendor.name, {"kernel": "inductor"})
-    (seen,) = evaluate(local(Regime("graph", "cold")), problem, config)
+    (seen,) = evaluate(local(Regime("chained", "cold")), problem, config)
     assert seen.status is Status.OK, seen.log
 
 
