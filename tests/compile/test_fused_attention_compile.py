@@ -176,6 +176,7 @@ EMULATED = """
 #define __align__(bytes) __attribute__((aligned(bytes)))
 struct Index { unsigned x; } threadIdx, blockIdx;
 void __syncthreads() {}
+void copy_bytes(uint32_t, void const*, int, uint32_t, uint64_t) {}  // of the producer, not called
 uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   uint64_t const bytes = uint64_t(b) << 32 | a;
   uint32_t result = 0;

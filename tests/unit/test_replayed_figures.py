@@ -61,10 +61,11 @@ def test_replays_of_the_recorded_products_do_not_flatter() -> None:
     tied as wins, where quick times of ours stood against vendors' final ones (default sampler).
     """
     products = [path for path in FILES if path.name.startswith(("gemm-", "grouped_gemm-"))]
+    read = [(path, recording.read(path)) for path in products]
+    swept = [one for one in read if any(m.is_final for m in one[1].measurements)]  # not surveyed
     mixed, flattering, wins = [], [], []
     with open_store("sqlite:///:memory:") as store:
-        for path in products:
-            recorded = recording.read(path)
+        for path, recorded in swept:
             runner, options = ReplayRunner(recorded), SweepOptions(sampler="random")
             entry = Sweep(recorded.problem, recorded.regime, runner, store, options).run().entry
             assert entry is not None
@@ -73,5 +74,5 @@ def test_replays_of_the_recorded_products_do_not_flatter() -> None:
             mixed += [name] if len({m.is_final for m in entry.ranking}) > 1 else []
             flattering += [name] if shown > FLATTERING * truth else []
             wins += [name] if shown > 1 >= truth else []
-    assert len(products) == 93
+    assert len(swept) == 93
     assert (mixed, flattering, wins) == ([], [], [])
