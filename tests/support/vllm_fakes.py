@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import enum
 import importlib
@@ -53,7 +54,7 @@ class Metadata:
     rswa_prefix_lens: Any = None
 
 
-class Impl:
+class Impl(abc.ABC):
     dcp_world_size = pcp_world_size = 1
     batch_invariant_enabled = False
 
@@ -80,18 +81,18 @@ class Impl:
     def process_weights_after_loading(self, act_dtype: Any) -> None:
         pass
 
-    def forward(self, *args: Any, **options: Any) -> Any:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def forward(self, *args: Any, **options: Any) -> Any: ...
 
 
-class Builder:
+class Builder(abc.ABC):
     _cudagraph_support = CGSupport.ALWAYS
 
     def __init__(self, *args: Any) -> None:
         pass
 
-    def build(self, common_prefix_len: int, common: Any, fast_build: bool = False) -> Any:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def build(self, common_prefix_len: int, common: Any, fast_build: bool = False) -> Any: ...
 
     def build_for_cudagraph_capture(self, common: Any) -> Any:
         return self.build(0, common)

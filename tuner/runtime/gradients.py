@@ -14,7 +14,7 @@ from tuner.runtime.attention_plan import pose, scale_of
 from tuner.runtime.autograd import Three, gains_by_cudnn
 from tuner.runtime.plan import Plan, Posed
 from tuner.runtime.refusal import Refusal
-from tuner.runtime.serving import Call, find
+from tuner.runtime.serving import PlannedCall, find
 from tuner.runtime.table import table
 
 
@@ -30,7 +30,7 @@ class _Gradients(NamedTuple):
     is_deterministic: bool
 
 
-class GradientsCall(_Gradients, Call):
+class GradientsCall(_Gradients, PlannedCall):
     """A call of ``tuner::attention_backward``."""
 
     __slots__ = ()
@@ -45,7 +45,7 @@ class GradientsCall(_Gradients, Call):
 
     def kind(self) -> Hashable:
         options = self.is_causal, self.scale, self.is_deterministic
-        return Call.key(self, *options)  # whose name here is a tensor's
+        return PlannedCall.key(self, *options)  # whose name here is a tensor's
 
     def pose(self) -> Posed:
         query, key, value, out, lse, grad_out = self.inputs

@@ -5,6 +5,7 @@ Each operation of the runtime has one class of `Call`, a `NamedTuple`: one is ma
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -19,17 +20,17 @@ from tuner.runtime.refusal import Kind, Refusal
 from tuner.runtime.table import Told, table
 
 
-class Call:
-    """Tensors and options of one call."""
+class PlannedCall(ABC):
+    """Tensors and options of one call that a plan is looked up for."""
 
     __slots__ = ()
     aligned: ClassVar[int]
     """Number of leading `inputs` whose addresses must be multiples of 16 bytes."""
 
     @property
+    @abstractmethod
     def inputs(self) -> tuple[torch.Tensor, ...]:
         """Input tensors of a kernel, in the order of the problem's operands."""
-        raise NotImplementedError
 
     @property
     def told(self) -> Told | None:
@@ -40,22 +41,39 @@ class Call:
         """Reason why no kernel of any store takes the call; else None."""
         return None
 
+    @abstractmethod
     def kind(self) -> Hashable:
         """Key of the call: calls with equal keys have equal problems and share a plan."""
-        raise NotImplementedError
 
     def key(self, *options: Hashable) -> Hashable:
         """A `kind` made of the inputs' sizes, strides, types and devices, and of `options`."""
         tensors = [(t.shape, t.stride(), t.dtype, t.device) for t in self.inputs]
         return type(self), *options, *tensors
 
+    @abstractmethod
     def pose(self) -> Posed:
         """The problem of the call.
 
         Raises:
             ConfigError: when no tuned kernel supports such types, sizes or strides.
         """
-        raise NotImplementedError
+
+    def pose_over(self, length: int) -> Posed:
+        """As `pose`, over a cache of another length that the dispatcher counts as the same kind.
+
+        Args:
+            length: keys of the cache.
+
+        Raises:
+            ConfigError: when the operation has no growing cache.
+        """
+        raise ConfigError(f"{type(self).__name__} has no cache")
+
+
+class Call(PlannedCall):
+    """A call that PyTorch answers where no plan does."""
+
+    __slots__ = ()
 
     def measurable(self, posed: Posed) -> Posed:
         """The problem with a function that times the call, if ``TUNER_BENCHMARK`` is set."""
@@ -69,24 +87,13 @@ class Call:
         with torch.no_grad():
             return self.by_pytorch() if plan is None else plan.run_uncounted(*self.inputs)
 
-    def pose_over(self, length: int) -> Posed:
-        """As `pose`, over a cache of another length that the dispatcher counts as the same kind.
-
-        Args:
-            length: keys of the cache.
-
-        Raises:
-            ConfigError: when the operation has no growing cache.
-        """
-        raise ConfigError(f"{type(self).__name__} has no cache")
-
     def run(self, plan: Plan) -> torch.Tensor | Refusal:
         """The plan's output, or the reason why it cannot serve this call."""
         return table.run(plan, *self.inputs)
 
+    @abstractmethod
     def by_pytorch(self) -> Any:
         """PyTorch's answer to the call."""
-        raise NotImplementedError
 
 
 def serve(call: Call) -> torch.Tensor:
@@ -114,7 +121,7 @@ def answer(call: Call) -> torch.Tensor | None:
     return None
 
 
-def find(call: Call) -> Plan | Refusal:
+def find(call: PlannedCall) -> Plan | Refusal:
     """The plan that serves a call, or the reason why there is none; runs and counts nothing.
 
     Gradients and autocast are not checked here, but in `Call.run`.

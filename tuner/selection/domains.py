@@ -5,6 +5,7 @@ Each domain has a few kernels, and time models that hold within it. fp16 and bf1
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
@@ -37,7 +38,7 @@ MAX_SIZE_FACTOR = 2
 """Largest factor between a size and the measured ones at which a time model is trusted."""
 
 
-class Domain:
+class Domain(ABC):
     """Interface of the domains of all operations; each is also a `NamedTuple`."""
 
     __slots__ = ()
@@ -55,18 +56,18 @@ class Domain:
         return None if kind is None else kind.holding(problem)
 
     @classmethod
+    @abstractmethod
     def holding(cls, problem: Any) -> Self | None:
         """As `of`, for problems of the operation."""
-        raise NotImplementedError
 
     @staticmethod
+    @abstractmethod
     def axes_of(sizes: Any) -> tuple[int, ...]:
         """The sizes that decide if a problem is near measured ones; may be traced.
 
         Args:
             sizes: sizes that work is counted from (`tuner.families.work`).
         """
-        raise NotImplementedError
 
     @property
     def reach(self) -> tuple[float, ...]:
@@ -79,9 +80,9 @@ class Domain:
         return cls.axes_of(sizes_of(problem))
 
     @staticmethod
+    @abstractmethod
     def group(problem: Any) -> tuple[int, ...]:
         """Key of a problem's model: problems with equal keys are left out of a fit together."""
-        raise NotImplementedError
 
     def with_known(self, sizes: Any) -> Any:
         """Sizes to trace (`tuner.families.tape`), with constants for the values that all problems
@@ -90,9 +91,9 @@ class Domain:
         return sizes
 
     @property
+    @abstractmethod
     def kin(self) -> Iterator[Self]:
         """Measured domains whose kernels do nearly the same work, nearest first."""
-        raise NotImplementedError
 
     @property
     def of_times(self) -> Iterator[Self]:
@@ -116,9 +117,9 @@ class Domain:
         return None
 
     @property
+    @abstractmethod
     def varied(self) -> Iterator[Self]:
         """Served domains that have this one among their `kin`."""
-        raise NotImplementedError
 
     @classmethod
     def others(cls) -> Iterator[Self]:
@@ -126,12 +127,12 @@ class Domain:
         yield from ()
 
     @property
+    @abstractmethod
     def kin_kernels(self) -> int | None:
         """Most kernels that an unmeasured domain takes from its kin.
 
         None: the best for each number of packed heads (1 included), with and without splits.
         """
-        raise NotImplementedError
 
     @property
     def splits_kin(self) -> bool:
@@ -139,17 +140,17 @@ class Domain:
         return False
 
     @property
+    @abstractmethod
     def max_kernels(self) -> int:
         """Most compiled kernels of the domain, each of which is built and proven.
 
         One kernel with and without programmatic dependent launch is two candidates.
         """
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def vendors(self) -> frozenset[str]:
         """Names, in the vendor family, of PyTorch's own kernels for such calls."""
-        raise NotImplementedError
 
     @property
     def has_rival_kin(self) -> bool:
@@ -158,17 +159,17 @@ class Domain:
         """
         return True
 
+    @abstractmethod
     def problems(self, dtype: DType) -> tuple[Problem, ...]:
         """A small problem for each kernel that a config needs in this domain and type."""
-        raise NotImplementedError
 
     def problem_for(self, config: Config) -> Problem:
         """A small problem that a config of the domain is legal for."""
         return self.problems("float16")[0]
 
+    @abstractmethod
     def label(self) -> str:
         """Short text for people."""
-        raise NotImplementedError
 
 
 class _Attention(NamedTuple):
