@@ -21,13 +21,12 @@ from benchmarks import own_kernels
 from benchmarks.call_times import Contender, first_line, time_calls
 from benchmarks.own_kernels import exact
 from tuner.base.output import check_place
-from tuner.bench.results import write_json
 from tuner.cli.aot import compile_aot
 from tuner.compile.artifacts import ArtifactCache
 from tuner.compile.compiler import Compiler
 from tuner.compile.toolchain import find_toolchain
 from tuner.config import Config
-from tuner.errors import BenchmarkError, TunerError
+from tuner.errors import TunerError
 from tuner.families import family
 from tuner.families.vendor import FAILURES, cudnn_graph, cudnn_plans, stream_of
 from tuner.hardware import DEFAULT_GPU
@@ -221,7 +220,7 @@ def ignoring(call: Callable[[], Any]) -> Callable[[int], Any]:
 
 
 def lead(found: Mapping[str, Any]) -> tuple[float, bool] | None:
-    """The fastest peer's time over the fastest own kernel's, and whether the own error is no larger
+    """Time of the fastest peer over the fastest own kernel's; True if the own error is not larger
     than that peer's; None where one of them is missing.
     """
     own = next((row for row in found["rows"] if row["is_own"]), None)
@@ -288,17 +287,7 @@ def main(argv: Sequence[str]) -> int:
     problems = [AttentionProblem.parse(shape) for shape in args.shape or SHAPES]
     if args.compile:
         return compile_kernels(problems)
-    import torch
-
-    if not torch.cuda.is_available():
-        raise BenchmarkError(f"torch {torch.__version__} sees no GPU")
-    environment = own_kernels.environment()
-    every: list[dict[str, Any]] = []
-    for problem in problems:
-        every.append(compared(problem))
-        print(text(every[-1]), flush=True)
-        if args.json is not None:
-            write_json(args.json, {"environment": environment, "problems": every})
+    every = own_kernels.measured(problems, compared, text, args.json)
     leads = [standing[0] for found in every if (standing := lead(found)) is not None]
     if leads:
         mean, worst = statistics.geometric_mean(leads), min(leads)

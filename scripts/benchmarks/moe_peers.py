@@ -16,7 +16,7 @@ Peers = Mapping[str, Peer]
 """By name: of hidden, experts, weights, gate_up, down and the scales of both."""
 
 MASKED_TOKENS = 1024
-"""Most tokens for DeepGEMM's masked layout, which has room for all of them at every expert."""
+"""Most tokens for DeepGEMM's masked layout, which holds all of them at every expert."""
 
 
 def peers_of(dtype: str) -> Peers:
@@ -112,17 +112,17 @@ def _contiguous(
     gate_up_scale: Any,
     down_scale: Any,
 ) -> Any:
-    """Each expert's rows begin at a multiple of 128, in one matrix with room for any."""
+    """Contiguous layout: one matrix, in which each expert's rows begin at a multiple of 128."""
     import torch
 
     module = _deep_gemm()
     count, align = gate_up.shape[0], module.get_mk_alignment_for_contiguous_layout()
-    room = -(-(experts.numel() + min(count, experts.numel()) * (align - 1)) // align) * align
-    rows, scale, groups, _, places = before(hidden, experts, count, room, align, 0)
-    both = _new(hidden, room, gate_up.shape[1])
+    all_rows = -(-(experts.numel() + min(count, experts.numel()) * (align - 1)) // align) * align
+    rows, scale, groups, _, places = before(hidden, experts, count, all_rows, align, 0)
+    both = _new(hidden, all_rows, gate_up.shape[1])
     module.m_grouped_fp8_gemm_nt_contiguous((rows, scale), (gate_up, gate_up_scale), both, groups)
     gated, scale = between(both)
-    each = _new(hidden, room, down.shape[1])
+    each = _new(hidden, all_rows, down.shape[1])
     module.m_grouped_fp8_gemm_nt_contiguous((gated, scale), (down, down_scale), each, groups)
     out: torch.Tensor = behind(each, places, weights)
     return out
@@ -140,23 +140,23 @@ def _masked(
     gate_up_scale: Any,
     down_scale: Any,
 ) -> Any:
-    """Each expert has room for every token."""
+    """Masked layout: each expert's matrix has as many rows as there are tokens."""
     import torch
 
     module = _deep_gemm()
     count, tokens = gate_up.shape[0], hidden.shape[0]
     if tokens > MASKED_TOKENS:
         raise ValueError(f"{tokens} tokens at each of {count} experts")
-    each_room = -(-tokens // 4) * 4
-    rows, scale, _, counts, places = before(hidden, experts, count, 0, 0, each_room)
+    expert_rows = -(-tokens // 4) * 4
+    rows, scale, _, counts, places = before(hidden, experts, count, 0, 0, expert_rows)
     expected = -(-experts.numel() // count)
-    both = _new(hidden, count, each_room, gate_up.shape[1])
-    wide = (rows.view(count, each_room, -1), scale)
+    both = _new(hidden, count, expert_rows, gate_up.shape[1])
+    wide = (rows.view(count, expert_rows, -1), scale)
     module.m_grouped_fp8_gemm_nt_masked(wide, (gate_up, gate_up_scale), both, counts, expected)
     gated, scale = between(both)
-    each = _new(hidden, count, each_room, down.shape[1])
+    each = _new(hidden, count, expert_rows, down.shape[1])
     module.m_grouped_fp8_gemm_nt_masked((gated, scale), (down, down_scale), each, counts, expected)
-    out: torch.Tensor = behind(each.view(count * each_room, -1), places, weights)
+    out: torch.Tensor = behind(each.view(count * expert_rows, -1), places, weights)
     return out
 
 
@@ -172,16 +172,16 @@ def _scattered(
     hidden: Any,
     experts: Any,
     count: int,
-    room: int,
+    all_rows: int,
     align: int,
-    each_room: int,
+    expert_rows: int,
 ) -> tuple[Any, Any, Any, Any, Any]:
     """Quantised rows at their experts' places, their factors with stride 1 along the rows, each
     row's expert (-1: none), the experts' counts, and each slot's place.
     """
     import torch
 
-    small, at, tokens, *others = placed(hidden, experts, count, room, align, each_room)
+    small, at, tokens, *others = placed(hidden, experts, count, all_rows, align, expert_rows)
     rows = torch.empty(
         len(others[1]), hidden.shape[1], dtype=torch.float8_e4m3fn, device=hidden.device
     )
@@ -195,7 +195,7 @@ def _moved(rows: Any, small: Any, at: Any, tokens: Any) -> None:
 
 
 def _placed(
-    hidden: Any, experts: Any, count: int, room: int, align: int, each_room: int
+    hidden: Any, experts: Any, count: int, all_rows: int, align: int, expert_rows: int
 ) -> tuple[Any, ...]:
     """The tokens' quantised rows, the place and token of each slot by expert; and as `_scattered`
     but for the rows.
@@ -208,9 +208,9 @@ def _placed(
     first = torch.nn.functional.pad(ends, (1, 0))[:-1]
     counts = ends - first
     within = torch.arange(len(flat), device=flat.device) - first[ordered]
-    if each_room:
-        starts = torch.arange(count, device=flat.device) * each_room
-        room = count * each_room
+    if expert_rows:
+        starts = torch.arange(count, device=flat.device) * expert_rows
+        all_rows = count * expert_rows
     else:
         padded = (counts + align - 1) // align * align
         starts = padded.cumsum(0) - padded
@@ -218,16 +218,16 @@ def _placed(
     small, factors = _quantised(hidden)
     tokens = order // top_k
     # Both layouts have their factors side by side along the rows, of an expert or of all.
-    height, groups_of = (each_room, count) if each_room else (room, 1)
+    height, groups_of = (expert_rows, count) if expert_rows else (all_rows, 1)
     blocks = factors.shape[1]
     scale = torch.empty(groups_of, blocks, height, dtype=torch.float32, device=hidden.device)
     scale[at // height, :, at % height] = factors[tokens]
-    groups = torch.full((room,), -1, dtype=torch.int32, device=hidden.device)
+    groups = torch.full((all_rows,), -1, dtype=torch.int32, device=hidden.device)
     groups[at] = ordered.int()
     places = torch.empty_like(order)
     places[order] = at
     scale = scale.transpose(1, 2)
-    return small, at, tokens, scale if each_room else scale[0], groups, counts, places
+    return small, at, tokens, scale if expert_rows else scale[0], groups, counts, places
 
 
 def _quantised(rows: Any) -> tuple[Any, Any]:

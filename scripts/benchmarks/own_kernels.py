@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from benchmarks.call_times import Contender
+from tuner.bench.results import write_json
 from tuner.compile.artifacts import ArtifactCache, load
 from tuner.compile.compiler import Compiler
 from tuner.compile.toolchain import find_toolchain
+from tuner.errors import BenchmarkError
 from tuner.families import family
 from tuner.families.base import SCRATCH
 from tuner.hardware import DEFAULT_GPU
@@ -121,6 +124,31 @@ def relative_error(got: Any, wanted: Any) -> float:
     """Relative Frobenius norm of the error of the last queries, as many as `wanted` has."""
     part = got[:, :, -wanted.shape[2] :].double()
     return float((part - wanted).norm() / wanted.norm())
+
+
+def measured(
+    problems: Iterable[AttentionProblem],
+    compared: Callable[[AttentionProblem], dict[str, Any]],
+    text: Callable[[dict[str, Any]], str],
+    path: Path | None,
+) -> list[dict[str, Any]]:
+    """The result of `compared` for each problem, printed by `text` and written as it comes.
+
+    Raises:
+        BenchmarkError: when torch sees no GPU.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise BenchmarkError(f"torch {torch.__version__} sees no GPU")
+    about = environment()
+    every: list[dict[str, Any]] = []
+    for problem in problems:
+        every.append(compared(problem))
+        print(text(every[-1]), flush=True)
+        if path is not None:
+            write_json(path, {"environment": about, "problems": every})
+    return every
 
 
 def environment() -> dict[str, str | int | float]:

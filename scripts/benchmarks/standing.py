@@ -59,7 +59,7 @@ class Column:
 
 
 def columns(problems: Sequence[Problem], l2: str) -> list[Column]:
-    """Those that have a decision of one of the problems."""
+    """Columns (a GPU and a regime) with a decision of at least one of the problems."""
     found = []
     for gpu in SHOWN:
         for launch in LAUNCHES:

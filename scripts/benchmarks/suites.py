@@ -61,7 +61,7 @@ EXPECTED: Mapping[str, str] = {
 }
 """Patterns of tests whose failure by forced kernels says nothing about a result, and why."""
 TEST_LIMIT_S = 120.0
-"""Of one test; the slowest of both suites takes seconds."""
+"""Default limit of a test; the slowest test of both suites takes seconds."""
 MAX_NAMES = 20
 """Longest list on the terminal; the JSON has all."""
 

@@ -26,9 +26,8 @@ from typing import Any
 from benchmarks import own_kernels
 from benchmarks.call_times import FAILURES, Contender, first_line, time_calls
 from tuner.base.output import check_place
-from tuner.bench.results import write_json
 from tuner.config import Config
-from tuner.errors import BenchmarkError, ConfigError, TunerError
+from tuner.errors import ConfigError, TunerError
 from tuner.families import family
 from tuner.measure.device import read_clocks
 from tuner.problem import AttentionProblem
@@ -109,7 +108,7 @@ class Tensors:
         return call(*self.inputs)
 
     def right(self, every: Sequence[Contender], refused: dict[str, str]) -> list[Contender]:
-        """Those whose last queries are right; why others are not goes to `refused`."""
+        """Kernels whose last queries are right. The errors of the others go to `refused`."""
         import torch
 
         found = []
@@ -306,16 +305,8 @@ def main(argv: Sequence[str]) -> int:
     for problem in problems:
         if problem.dtype not in MAX_ERROR or not own_kernels.is_dense(problem):
             allowed = "fp16 and bf16, causal or full"
-            raise ConfigError(f"{problem.label()} is no problem of this (allowed: {allowed})")
-    import torch
-
-    if not torch.cuda.is_available():
-        raise BenchmarkError(f"torch {torch.__version__} sees no GPU")
-    environment = own_kernels.environment()
-    every: list[dict[str, Any]] = []
-    for problem in problems:
-        every.append(compared(problem))
-        print(text(every[-1]), flush=True)
-        if args.json is not None:
-            write_json(args.json, {"environment": environment, "problems": every})
+            raise ConfigError(
+                f"{problem.label()} is not dense attention in 16 bits (allowed: {allowed})"
+            )
+    own_kernels.measured(problems, compared, text, args.json)
     return 0

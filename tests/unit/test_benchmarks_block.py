@@ -162,7 +162,7 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_plain_launches_are_without_programmatic_ones_until_the_end(shape: str) -> None:
-    """Of each shipped config that is launched so; the kernels are the same."""
+    """A plain launch of each shipped config with `pdl` has the same kernels."""
     found = 0
     for entry in shipped():
         if entry.problem.label() != shape:

@@ -60,7 +60,7 @@ def test_problems_of_one_query_are_of_many_sizes_and_ratios(head_dim: int) -> No
 @pytest.mark.parametrize("domain", FOUND, ids=lambda domain: domain.label())
 def test_no_model_has_more_than_its_share(domain: AttentionDomain) -> None:
     heads = [(p.heads_q, p.heads_kv) for p in FOUND[domain]]
-    assert len(set(heads)) >= pool.LEAST_MODELS
+    assert len(set(heads)) >= pool.MIN_MODELS
 
 
 def test_no_held_out_model_s_heads_take_part() -> None:

@@ -225,7 +225,7 @@ class TestSideBySide:
         assert interrupted == workers
 
     def test_what_timed_out_beside_others_is_proven_alone(self, built: Path) -> None:
-        """A slow neighbour is no fault; a kernel that hangs alone as well has one."""
+        """A kernel that times out beside others is proven again alone; only then it has a fault."""
         first: list[str] = []
 
         def judge(ask: Ask) -> CandidateOutcome:

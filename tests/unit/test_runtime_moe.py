@@ -90,12 +90,12 @@ def test_tensors_may_lie_in_any_way(moe: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({0: lambda t: t[0]}, r"are no layer of experts \(allowed: \(T, H\), twice"),
-        ({1: lambda t: t[:5]}, "are no layer"),
-        ({1: lambda t: t[0], 2: lambda t: t[0]}, "are no layer"),
-        ({2: lambda t: t[:, :2]}, "are no layer"),
-        ({3: lambda t: t[:, :20]}, "are no layer"),
-        ({4: lambda t: t[:4]}, "are no layer"),
+        ({0: lambda t: t[0]}, r"are not a layer of experts \(allowed: \(T, H\), twice"),
+        ({1: lambda t: t[:5]}, "are not a layer"),
+        ({1: lambda t: t[0], 2: lambda t: t[0]}, "are not a layer"),
+        ({2: lambda t: t[:, :2]}, "are not a layer"),
+        ({3: lambda t: t[:, :20]}, "are not a layer"),
+        ({4: lambda t: t[:4]}, "are not a layer"),
         ({3: lambda t: t[:0], 4: lambda t: t[:0]}, "G > 0"),
         ({1: lambda t: t.double()}, r"float64 and torch.float64 \(allowed: int32 or int64, float"),
         ({2: lambda t: t.int()}, "int64 and torch.int32"),

@@ -113,7 +113,7 @@ def _check(call: Layer) -> None:
     wanted.append((count, columns, inner))
     if ranks != [2, 2, 2, 3, 3] or shapes != wanted or shapes[1][0] != tokens or not count:
         raise ConfigError(
-            f"{', '.join(map(str, shapes))} are no layer of experts (allowed: (T, H), twice "
+            f"{', '.join(map(str, shapes))} are not a layer of experts (allowed: (T, H), twice "
             "(T, top_k), (G, 2 I, H), (G, H, I), G > 0)"
         )
     if experts.dtype not in _INDICES or weights.dtype not in _FLOATS:

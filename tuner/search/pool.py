@@ -48,8 +48,8 @@ SEED, CALLS = "survey", 4000
 """Seed and number of the models' calls that problems are sampled from."""
 PROBLEMS: Mapping[int, int] = {64: 18, 96: 12, 128: 18, 192: 12, 256: 12}
 """Number of problems of an attention domain, by head dimension: most models have 64 or 128."""
-LEAST_MODELS = 6
-"""Least models (numbers of heads) of an attention domain: a time model needs several."""
+MIN_MODELS = 6
+"""Fewest models (numbers of heads) of an attention domain: a time model needs several."""
 BY_SIZE = 1 / 3
 """Share of a domain's problems of one query that are of other sizes and ratios of heads."""
 DECODED = 2
@@ -169,8 +169,8 @@ def _taken(
 ) -> list[AttentionProblem]:
     wanted = PROBLEMS[domain.head_dim] * (DECODED if domain.phase == "one" else 1)
     own = list(called.get(domain, ()))
-    found = dict.fromkeys(_in_turn(domain, own, wanted // LEAST_MODELS)[:wanted])
-    if domain.phase == "one" and len({domain.group(p)[:2] for p in own}) >= LEAST_MODELS:
+    found = dict.fromkeys(_in_turn(domain, own, wanted // MIN_MODELS)[:wanted])
+    if domain.phase == "one" and len({domain.group(p)[:2] for p in own}) >= MIN_MODELS:
         by_heads = list(found)[: round(wanted * (1 - BY_SIZE))]
         found = dict.fromkeys([*by_heads, *_by_size(by_heads, own)][:wanted])
     widths = sorted({problem.head_dim for problem in own} | {domain.head_dim})

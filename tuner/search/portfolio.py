@@ -351,7 +351,7 @@ class _Fits:
         points alone."""
 
     def bases_of(self, kernel: _Kernel) -> list[_Kernel | None]:
-        """What a kernel's rates may be made from."""
+        """Kernels whose rates a kernel's fit may start from; None: none."""
         return [None, *(one for one in self._without if _is_plain_of(one, kernel))]
 
     def chosen(self, kernel: _Kernel) -> list[float]:
