@@ -79,7 +79,8 @@ class Impl(abc.ABC):
         self.logits_soft_cap = logits_soft_cap or 0
 
     def process_weights_after_loading(self, act_dtype: Any) -> None:
-        pass
+        """Change nothing."""
+        del act_dtype
 
     @abc.abstractmethod
     def forward(self, *args: Any, **options: Any) -> Any: ...
@@ -89,7 +90,7 @@ class Builder(abc.ABC):
     _cudagraph_support = CGSupport.ALWAYS
 
     def __init__(self, *args: Any) -> None:
-        pass
+        self.given = args
 
     @abc.abstractmethod
     def build(self, common_prefix_len: int, common: Any, fast_build: bool = False) -> Any: ...

@@ -77,7 +77,7 @@ def test_the_template_and_the_gate_agree_on_the_poison() -> None:
 
 
 def test_the_template_has_a_case_for_each_command() -> None:
-    """Commands with a kernel for each type, commands whose integers name the type, and the others."""
+    """Commands with a kernel for each type, commands whose integers name it, and the others."""
     text = (resources.templates() / "reference.cu.j2").read_text()
     typed, _, plain = text.partition("int run_typed(")[2].partition("inline int run(")
     cases = [re.findall(r"case Command::(\w+):", part) for part in (typed, plain)]
