@@ -65,6 +65,17 @@ def test_a_verdict_of_this_machine_is_kept(shipped: None) -> None:
     assert found is not None and (found.proof, found.fault) == (None, "wrong at S=1")
 
 
+def test_verdicts_of_another_machine_are_of_equal_artifacts() -> None:
+    known = EMPTY.with_kernels([BUILT, replace(BUILT, spec="b", artifact="toy_2")])
+    proven = replace(BUILT, spec="elsewhere", sha256="cd" * 32, proof=PROOF)
+    found = known.with_verdicts([replace(proven, proof=None), proven])
+    assert [one.proof for _, one in sorted(found.kernels.items())] == [None, PROOF]
+    failed = replace(proven, proof=None, fault="wrong at S=1")
+    for verdicts in ([failed], [failed, proven], [proven, failed]):
+        after = found.with_verdicts(verdicts).find(SPEC)
+        assert after is not None and (after.proof, after.fault) == (None, "wrong at S=1")
+
+
 def test_it_is_what_was_written(tmp_path: Path) -> None:
     known = EMPTY.with_kernels([Kernel(SPEC.key, "toy_1", "ab" * 32, PROOF)])
     known.write(tmp_path / "kernels.json")

@@ -37,7 +37,7 @@ from tuner.selection.kernels import (
     users,
 )
 from tuner.selection.portfolio import shipped
-from tuner.tuning.proof import Prover, carry, plan
+from tuner.tuning.proof import Prover, adopt, carry, export, plan
 
 NVCC = "13.0.88"
 TARGETS = targets(shipped()[0])[:3]
@@ -332,6 +332,97 @@ class TestCarry:
         assert "1 proofs carried over" in text and "1 kernels with other machine code" in text
         assert main(["prove", "--dry-run"]) == 0
         assert "2 kernels to prove, 1 proven (1 by carried proofs)" in capsys.readouterr().err
+
+
+SHIPPED = sorted((resources.cache() / "proofs").glob("*.json"))
+
+
+class TestExport:
+    """Files that ship, from a list of this machine."""
+
+    SPECS = frozenset(spec.key for target in TARGETS for spec in target.kernels.values())
+
+    def proven(self, path: Path, gpu: str = "NVIDIA H100 80GB HBM3", first: int = 0) -> KernelList:
+        """The list with proofs from the `first` kernel on."""
+        proof = Proof(64, 0, gpu, "580.1", "2026-11-25")
+        kernels = [KernelList.read(path).find(next(iter(t.kernels.values()))) for t in TARGETS]
+        update(path, [replace(one, proof=proof) for one in kernels[first:] if one])
+        return KernelList.read(path)
+
+    def test_a_file_for_each_gpu_is_merged_with_what_is_there(
+        self, built: Path, tmp_path: Path
+    ) -> None:
+        (first,) = export(tmp_path, self.proven(built, first=1), self.SPECS)
+        assert first.path.name == f"nvidia-h100-nvcc-{NVCC}.json"
+        assert (first.kernels, first.added, first.removed) == (2, 2, 0)
+        text = first.path.read_text()
+        other = self.proven(built, "NVIDIA H200", first=2)
+        found = {one.path.name.split("-")[1]: one for one in export(tmp_path, other, self.SPECS)}
+        assert {name: (one.kernels, one.added, one.removed) for name, one in found.items()} == {
+            "h100": (1, 0, 1),
+            "h200": (1, 1, 0),
+        }
+        nothing = replace(other, kernels={})
+        assert [one.kernels for one in export(tmp_path, nothing, self.SPECS)] == [1, 1]
+        export(tmp_path, self.proven(built, first=1), self.SPECS)
+        assert first.path.read_text() == text
+
+    def test_faults_and_unwanted_kernels_are_taken_out(self, built: Path, tmp_path: Path) -> None:
+        known = self.proven(built)
+        export(tmp_path, known, self.SPECS)
+        one, two, _ = (known.kernels[key] for key in sorted(self.SPECS))
+        failed = replace(known, kernels={one.spec: replace(one, proof=None, fault="wrong")})
+        (found,) = export(tmp_path, failed, {one.spec, two.spec})
+        assert (found.kernels, found.removed) == (1, 2)
+        assert set(KernelList.read(found.path).kernels) == {two.spec}
+
+    def test_a_shipped_file_is_reproduced(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """From a machine that has all of it, from one that has nothing, and onto itself."""
+        current = resources.templates_digest()
+        lists = [replace(KernelList.read(path), templates=current) for path in SHIPPED]
+        every = lists[0].with_kernels(kernel for one in lists for kernel in one.kernels.values())
+        users_list, folder = path_of(every.nvcc, every.capability), tmp_path / "proofs"
+        users_list.parent.mkdir(parents=True)
+        folder.mkdir()
+        for known in (every, every, replace(every, kernels={})):
+            known.write(users_list)
+            assert main(["prove", "--export", str(folder)]) == 0
+            written = {path.name: path.read_text() for path in folder.iterdir()}
+            wanted = zip(SHIPPED, lists, strict=True)
+            assert written == {path.name: one.text() for path, one in wanted}
+        assert f"{len(lists[0].kernels)} proofs, 0 new, 0 removed" in capsys.readouterr().err
+
+    def test_another_machine_takes_it_over(
+        self, built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        before = built.read_text()
+        (file,) = export(tmp_path, self.proven(built), self.SPECS)
+        built.write_text(before)
+        assert main(["prove", "--import", str(file.path)]) == 0
+        assert "3 proofs and 0 failures taken over; 0 kernels" in capsys.readouterr().err
+        assert verdicts(built) == [(True, "")] * 3
+        failed = Kernel("elsewhere", "key1", "", fault="wrong at S=1")
+        unknown = Kernel("elsewhere", "key9", "", fault="wrong at S=1")
+        found = adopt(built, [failed, unknown, Kernel("elsewhere", "key8", "")])
+        assert (found.proofs, found.faults, found.unknown) == (0, 1, 1)
+        assert verdicts(built) == [(False, "wrong at S=1"), (True, ""), (True, "")]
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--export", "nowhere"], "--export nowhere is not a folder"),
+            (["--import", "nowhere"], "kernel list nowhere: "),
+            (["--export", "."], "no kernel is built for templates"),
+        ],
+    )
+    def test_a_mistake_is_one_line(
+        self, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["prove", *arguments]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"tuner: {message}")
 
 
 class TestLists:

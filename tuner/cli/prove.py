@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner.cli.aot import PROGRESS_S, say
@@ -50,11 +51,28 @@ def register(subparsers: Any) -> None:
         metavar="N",
         help="kernels to check side by side on the GPU, a process each (default 1)",
     )
-    parser.add_argument(
+    files = parser.add_mutually_exclusive_group()
+    files.add_argument(
         "--carry",
         action="store_true",
         help="check nothing: take over the shipped proofs of kernels whose text changed and whose "
         "machine code is equal; needs no GPU",
+    )
+    files.add_argument(
+        "--export",
+        type=Path,
+        metavar="FOLDER",
+        help="check nothing: write the proofs of this machine to files by GPU and compiler, as "
+        "cache/proofs has them; proofs that are there already stay",
+    )
+    files.add_argument(
+        "--import",
+        dest="lists",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="check nothing: take over proofs and failures of the same compiled kernels from "
+        "exported files, or from kernel lists of machines that you trust",
     )
     parser.add_argument("--again", action="store_true", help="also kernels that have a verdict")
     parser.add_argument(
@@ -93,6 +111,10 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.carry:
         return _carry()
+    if args.export:
+        return _export(args.export)
+    if args.lists:
+        return _import(args.lists)
     gpu = device.detect(args.device)
     if gpu is None and not args.dry_run:
         raise BenchmarkError(f"CUDA device {args.device} is not there: kernels run to be proven")
@@ -160,22 +182,77 @@ def _carry() -> int:
     Raises:
         ConfigError: when nothing is built.
     """
-    from tuner.base import resources
     from tuner.cli import DONE
-    from tuner.selection.kernels import BUILD, PROVE, KernelList, shipped_kernels, users
+    from tuner.selection.kernels import PROVE, shipped_kernels
     from tuner.tuning.proof import carry
 
-    current = resources.templates_digest()
-    paths = [path for path in users() if KernelList.read(path).templates == current]
-    if not paths:
-        raise ConfigError(f"no kernel is built for templates {current[:8]} ({BUILD})")
-    for path in paths:
+    for path in _current():
         found = carry(path, shipped_kernels())
         say(
             f"{path}: {found.carried} proofs carried over; left for {PROVE}: {found.other_code} "
             f"kernels with other machine code, {found.unknown} without a known proof"
         )
     return DONE
+
+
+def _export(folder: Path) -> int:
+    """Write the proofs of each list of these templates.
+
+    Raises:
+        ConfigError: when the folder is missing, nothing is built, or a file cannot be read.
+        StoreError: when a file cannot be written.
+    """
+    from tuner.cli import DONE
+    from tuner.selection import grouped
+    from tuner.selection.kernels import KernelList, targets
+    from tuner.selection.portfolio import everywhere
+    from tuner.tuning.proof import export
+
+    if not folder.is_dir():
+        raise ConfigError(f"--export {folder} is not a folder")
+    wanted = [*(target for one in everywhere() for target in targets(one)), *grouped.targets()]
+    specs = {spec.key for target in wanted for spec in target.kernels.values()}
+    for path in _current():
+        for file in export(folder, KernelList.read(path), specs):
+            say(f"{file.path}: {file.kernels} proofs, {file.added} new, {file.removed} removed")
+    return DONE
+
+
+def _import(files: Sequence[Path]) -> int:
+    """Take verdicts over from kernel lists of other machines.
+
+    Raises:
+        ConfigError: when nothing is built, or a file cannot be read.
+        StoreError: when a list cannot be written.
+    """
+    from tuner.cli import DONE
+    from tuner.selection.kernels import BUILD, KernelList
+    from tuner.tuning.proof import adopt
+
+    judged = [kernel for file in files for kernel in KernelList.read(file).kernels.values()]
+    for path in _current():
+        found = adopt(path, judged)
+        say(
+            f"{path}: {found.proofs} proofs and {found.faults} failures taken over; "
+            f"{found.unknown} kernels with a verdict are not built here ({BUILD})"
+        )
+    return DONE
+
+
+def _current() -> list[Path]:
+    """The user's lists of these templates.
+
+    Raises:
+        ConfigError: when there is none.
+    """
+    from tuner.base import resources
+    from tuner.selection.kernels import BUILD, KernelList, users
+
+    current = resources.templates_digest()
+    paths = [path for path in users() if KernelList.read(path).templates == current]
+    if not paths:
+        raise ConfigError(f"no kernel is built for templates {current[:8]} ({BUILD})")
+    return paths
 
 
 def _plans(args: argparse.Namespace, gpu: Gpu) -> list[ProofPlan]:

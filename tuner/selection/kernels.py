@@ -143,6 +143,11 @@ class Kernel:
     fault: str = ""
     """Failure in the gate, in one line; such a kernel is not launched. Empty: none."""
 
+    @property
+    def is_judged(self) -> bool:
+        """True with a proof or a fault."""
+        return self.proof is not None or bool(self.fault)
+
 
 @dataclass(frozen=True)
 class KernelList:
@@ -163,14 +168,27 @@ class KernelList:
         """A list with newly built kernels added. Kernels without a verdict get the shipped proof of
         their artifact, if there is one.
         """
-        known = self.with_kernels(kernels)
-        proofs = {one.artifact: one.proof for one in shipped_kernels()}
-        adopted = (
-            replace(kernel, proof=proofs[kernel.artifact])
-            for kernel in known.kernels.values()
-            if kernel.proof is None and not kernel.fault and kernel.artifact in proofs
-        )
-        return known.with_kernels(adopted)
+        return self.with_kernels(kernels).with_verdicts(shipped_kernels())
+
+    def with_verdicts(self, judged: Iterable[Kernel]) -> KernelList:
+        """A list whose kernels have the verdicts of equal artifacts, built here or elsewhere.
+
+        A kernel that has a proof keeps it, unless the artifact has a fault elsewhere.
+        """
+        verdicts: dict[str, Kernel] = {}
+        for one in judged:
+            if one.is_judged and (one.artifact not in verdicts or one.fault):
+                verdicts[one.artifact] = one
+        found = dict(self.kernels)
+        for spec, kernel in self.kernels.items():
+            verdict = verdicts.get(kernel.artifact)
+            if verdict is None or kernel.fault:
+                continue
+            if verdict.fault:
+                found[spec] = replace(kernel, proof=None, fault=verdict.fault)
+            elif kernel.proof is None:
+                found[spec] = replace(kernel, proof=verdict.proof)
+        return replace(self, kernels=found)
 
     def with_kernels(self, kernels: Iterable[Kernel]) -> KernelList:
         """A list with kernels added. A kernel whose artifact changed loses its proof."""
@@ -178,8 +196,7 @@ class KernelList:
         for kernel in kernels:
             old = found.get(kernel.spec)
             same = old is not None and old.sha256 == kernel.sha256
-            is_judged = kernel.proof is not None or kernel.fault
-            found[kernel.spec] = old if old and same and not is_judged else kernel
+            found[kernel.spec] = old if old and same and not kernel.is_judged else kernel
         return replace(self, kernels=found)
 
     def to_json(self) -> dict[str, Any]:

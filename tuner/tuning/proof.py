@@ -6,7 +6,8 @@ verdict is written to the kernel list before the next kernel starts, so that an 
 continues there. Several workers prove side by side on one GPU: correctness does not depend on what
 else runs there, time does.
 
-A proof is about machine code. `carry` gives it to an artifact of another text with equal code.
+A proof is about machine code. `carry` gives it to an artifact of another text with equal code,
+`adopt` to the same artifact on another machine. `export` writes the files that ship.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import hashlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -157,7 +158,7 @@ def carry(path: Path, earlier: Iterable[Kernel]) -> CarriedProofs:
     for kernel in earlier:
         proven.setdefault(kernel.spec, []).append(kernel)
     for kernel in KernelList.read(path).kernels.values():
-        if kernel.proof is not None or kernel.fault or kernel.spec == REFERENCE.key:
+        if kernel.is_judged or kernel.spec == REFERENCE.key:
             continue
         proofs = [_named(one) for one in proven.get(kernel.spec, ())]
         known = [proof for proof in proofs if proof is not None]
@@ -184,6 +185,86 @@ def _named(kernel: Kernel) -> Proof | None:
 def _code_of(key: str) -> str:
     artifact = ArtifactCache().find(key)
     return "" if artifact is None else artifact.code
+
+
+@dataclass
+class AdoptedVerdicts:
+    """Numbers of a kernel list's entries that another machine judged."""
+
+    proofs: int = 0
+    faults: int = 0
+    unknown: int = 0
+    """Artifacts with a verdict that are not in the list."""
+
+
+def adopt(path: Path, judged: Sequence[Kernel]) -> AdoptedVerdicts:
+    """Take the verdicts of other machines over to equal artifacts of a list.
+
+    Raises:
+        ConfigError: when the list cannot be read.
+        StoreError: when it cannot be written.
+    """
+    verdicts = [one for one in judged if one.is_judged]
+    before = KernelList.read(path)
+    after = before.with_verdicts(verdicts)
+    changed = [one for spec, one in after.kernels.items() if one != before.kernels[spec]]
+    update(path, changed)
+    here = {one.artifact for one in before.kernels.values()}
+    return AdoptedVerdicts(
+        proofs=sum(one.proof is not None for one in changed),
+        faults=sum(bool(one.fault) for one in changed),
+        unknown=len({one.artifact for one in verdicts} - here),
+    )
+
+
+@dataclass(frozen=True)
+class ExportedProofs:
+    """A written file of proofs, with numbers of its kernels."""
+
+    path: Path
+    kernels: int
+    added: int
+    """Kernels that the file did not have, or had with another artifact or proof."""
+    removed: int
+
+
+def export(folder: Path, known: KernelList, specs: Collection[str]) -> list[ExportedProofs]:
+    """Write a list's proofs as the files that ship, one for each model of GPU and compiler.
+
+    A file that is there keeps its proofs of kernels that the list does not prove, unless the list
+    has a fault for the artifact. A kernel is in one file only.
+
+    Args:
+        folder: place of the files, as ``cache/proofs``.
+        known: kernels of this machine.
+        specs: keys of the specs that are wanted; others are left out and removed.
+
+    Raises:
+        ConfigError: when a file that is there cannot be read.
+        StoreError: when a file cannot be written.
+    """
+    before = {
+        path: KernelList.read(path).kernels
+        for path in sorted(folder.glob(f"*-nvcc-{known.nvcc}.json"))
+    }
+    faults = {one.artifact for one in known.kernels.values() if one.fault}
+    kept = [one for kernels in before.values() for one in kernels.values()]
+    after: dict[Path, dict[str, Kernel]] = {path: {} for path in before}
+    proven = {
+        one.spec: (one, one.proof.gpu)
+        for one in [*kept, *known.kernels.values()]
+        if one.proof is not None and one.spec in specs and one.artifact not in faults
+    }
+    for spec, (kernel, gpu) in proven.items():
+        model = "-".join(gpu.lower().split()[:2])
+        after.setdefault(folder / f"{model}-nvcc-{known.nvcc}.json", {})[spec] = kernel
+    written = []
+    for path, kernels in after.items():
+        old = before.get(path, {})
+        replace(known, kernels=kernels).write(path)
+        added = sum(old.get(spec) != one for spec, one in kernels.items())
+        written.append(ExportedProofs(path, len(kernels), added, len(old.keys() - kernels)))
+    return written
 
 
 class Prover:
