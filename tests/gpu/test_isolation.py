@@ -119,6 +119,7 @@ def test_vendors_pass_the_same_gate(runner: LocalRunner, problem: Any) -> None:
     assert all(m.log for m in seen if m.status is Status.UNAVAILABLE)
 
 
+@pytest.mark.timeout(600)  # beyond the worker's allowance: it names what took the time
 @pytest.mark.parametrize(
     "problem",
     [GemmProblem(512, 1024, 256, epilogue="bias_gelu"), SwigluProblem(512, 256, 256)],
