@@ -40,7 +40,7 @@ def _below(folder: Path, prefix: str = "") -> Iterator[str]:
 
 @cache
 def _members(module: str) -> dict[str, Family]:
-    """The families of one module here: one object each, however they are asked for."""
+    """The families of one module: the same objects at every call."""
     return _defined_in(importlib.import_module(f"{__name__}.{module}"))
 
 
@@ -86,8 +86,8 @@ def family(name: str) -> Family:
 
 @cache
 def find(name: str) -> Family | None:
-    """One family by name, or None; where its module is named as it is (``gemm.swiglu`` for
-    `gemm_swiglu`), the others are not loaded.
+    """One family by name, or None. When its module has the same name (``gemm.swiglu`` for
+    `gemm_swiglu`), no other module is imported.
     """
     for module in _modules():
         if module.replace(".", "_") == name and (member := _members(module).get(name)):

@@ -1,7 +1,8 @@
-"""Amounts of work of an attention call: what a kernel's time is a sum of.
+"""Terms of the time model of attention: the amount of each for a call.
 
-A time model has the microseconds that one kernel takes for each term (`tuner.selection.portfolio`).
-Terms follow from the problem and the kernel's tiles, so they are exact; the rates are measured.
+A time model holds one kernel's microseconds for each term (`tuner.selection.portfolio`). The
+amounts follow exactly from the problem and the kernel's tiles. The rates are fitted to
+measurements.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ TERMS = (
 
 
 class AttentionTiling(NamedTuple):
-    """How a kernel cuts the scores into blocks."""
+    """Tiling of the scores by one kernel."""
 
     rows: int
     """Rows of the scores a block computes; those of `packed` heads share it."""
@@ -150,10 +151,12 @@ TILINGS = {
     "192x128": AttentionTiling(192, 128),
     "256x128": AttentionTiling(256, 128),
 }
-"""Tiles that a kernel whose source is not known may have; a fit finds out which."""
+"""Candidate tiles of a closed-source kernel; the fit chooses among them."""
 _OF_TILES = ("rounds", "round_steps", "busiest_steps", "mean_steps", "longest_steps")
 FIRST_KEYS = 256
-"""A library begins to divide the keys between blocks by here, which costs a second kernel."""
+"""Keys up to which a library is assumed to start splitting them over blocks, which needs a second
+kernel.
+"""
 CLOSED_TERMS = (
     "launch",
     "blocks",
@@ -170,7 +173,7 @@ CONSTANT_TERMS = frozenset({"launch", "memory", "stream", "partials", "repeated_
 
 
 def closed_work(sizes: AttentionSizes, tiling: None, gpu: Gpu) -> tuple[float, ...]:
-    """The amount of each of `CLOSED_TERMS`, for a kernel whose tiles are not known."""
+    """The amount of each of `CLOSED_TERMS`, for a closed-source kernel."""
     found = [work(sizes, tiling, gpu) for tiling in TILINGS.values()]
     blocks, memory = found[0][6:8]
     repeated = 2 * sizes.heads * sizes.seqlen_kv * sizes.row_bytes / MEGABYTE

@@ -1,8 +1,8 @@
 """The contract of a kernel family.
 
-A family is one file here and, unless it is a vendor's, one template. It knows its space, its one
-legality predicate, which kernels a config needs, how they are launched, and what they should
-cost. It is pure: no GPU, no compiler, nothing heavier than the standard library at import.
+A family is one file here and, unless it is a vendor's, one template. It defines the search space,
+the only legality predicate, the kernels of a config, their launches, and a cost estimate. It is
+pure: no GPU, no compiler, and only the standard library at import.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ SCRATCH = "scratch"
 """Name of the family's own temporary buffer among the tensors of a `Launch`."""
 LSE = "lse"
 """Name of attention's log-sum-exp among the tensors of a `Launch`: (B, H, SQ) contiguous fp32.
-It is the natural logarithm of the sum of exp(scaled score), -inf for a query that sees no key. A
-caller that does not want it passes a null pointer."""
+The natural logarithm of the sum of exp(scaled score); -inf for a query without a visible key. A
+null pointer where it is not wanted.
+"""
 
 Strides = Mapping[str, tuple[int, ...]]
 """Strides of tensors, elements, by the operand's name: one for each of its dimensions."""
@@ -48,22 +49,23 @@ INCOMPATIBLE_CONFIG_ERRORS = (
     TypeError,
     ValueError,
 )
-"""Exceptions of a family on a config that it cannot express: a parameter of another version is
-missing, of another type, or beyond its tables."""
+"""Exceptions of a family on a config of another version: a parameter is missing, of another type,
+or out of range.
+"""
 
 Domain = tuple[Value, ...] | range
-"""Values that a parameter may have, all of one type: each by name, or a range of whole numbers."""
+"""Legal values of a parameter, all of one type: a list, or a range of integers."""
 
 SHOWN_CHARACTERS = 80
-"""Longest refused name or value in a message."""
+"""Characters shown of a refused name or value."""
 
 
 @dataclass(frozen=True)
 class KernelSpec:
     """The compile-time half of a kernel: a template and the variables that render it.
 
-    Variables are whole numbers, truth values, and text that `words` declares. All else is refused
-    by `tuner.compile.render`, so that no text of a config reaches the compiler.
+    Variables are integers, booleans, and text that `words` declares. `tuner.compile.render` refuses
+    anything else, so that no text of a config reaches the compiler.
     """
 
     template: str
@@ -72,8 +74,8 @@ class KernelSpec:
     words: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """All values of each variable that is text; constants of the family, never a config's."""
     arguments: Arguments | Mapping[str, Arguments] = field(default_factory=Arguments)
-    """Names of a launch's arguments, for the template; they follow from the variables. A kernel
-    with several commands has a declaration for each, by name.
+    """Declaration of the launch arguments that the template renders; a function of the variables. A
+    library with several commands has one declaration for each, by name.
     """
 
     @cached_property
@@ -118,8 +120,9 @@ class Launch:
     integers: tuple[int, ...]
     scalars: tuple[float, ...] = ()
     lane: int = 0
-    """Launches of one lane follow each other. Several lanes may run side by side, each on a stream
-    of its own, or one after the other."""
+    """Launches of one lane run in order. Different lanes are independent: they may overlap, each on
+    its own stream.
+    """
 
     @classmethod
     def named(
@@ -130,7 +133,7 @@ class Launch:
         integers: Mapping[str, int],
         scalars: Mapping[str, float],
     ) -> Self:
-        """A call whose arguments are given by name.
+        """A launch with its arguments given by name.
 
         Raises:
             ValueError: when `arguments` declares other names.
@@ -145,25 +148,33 @@ class Family(ABC):
     op: ClassVar[str]
     """The `Problem.op` it serves."""
     capabilities: ClassVar[tuple[str, ...]] = ()
-    """Compute capabilities that its kernels are written for; empty: all that are served."""
+    """Compute capabilities that its kernels are written for; empty: every supported one."""
     takes_extras: ClassVar[bool] = True
-    """True when it looks at e4m3 and at `AttentionProblem.extras` itself; else it refuses them."""
+    """True when the family handles e4m3 and `AttentionProblem.extras` itself; otherwise problems
+    with them are refused.
+    """
     is_fallback: ClassVar[bool] = False
-    """It competes where no other own family serves the GPU, elsewhere when it is named."""
+    """True for a family that takes part only when it is named, or when no other own family serves
+    the problem.
+    """
     is_vendor: ClassVar[bool] = False
-    """A vendor's kernel is a baseline: nothing to compile, called through `vendor_call`."""
+    """True for a vendor's kernels: baselines that are called through `vendor_call` and not
+    compiled.
+    """
     is_listed: ClassVar[bool] = False
-    """A library lists its candidates where the GPU is (`listing`); `space` has the library's own
-    first choice."""
+    """True when a library enumerates the candidates on the GPU (`listing`). `space` then has the
+    library's default.
+    """
     runtime_parameters: ClassVar[frozenset[str]] = frozenset()
     """Parameters that do not change the compiled kernels."""
     domains: ClassVar[Mapping[str, Domain]] = {}
-    """Values that each parameter may have at any problem: `violations` refuses all others. Limits
-    that depend on the problem, the GPU or other parameters are rules of `conflicts`."""
+    """Legal values of each parameter for any problem. Limits that depend on the problem, the GPU or
+    other parameters are in `conflicts`.
+    """
     optional: ClassVar[frozenset[str]] = frozenset()
-    """Parameters that are absent where they do not apply, which `conflicts` knows."""
+    """Parameters that a config omits where they do not apply; `conflicts` checks that."""
     draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {}
-    """Values that are tried of a parameter whose domain is a range; see `tried`."""
+    """Sampled values of a parameter whose domain is a range; see `tried`."""
     stage_families: ClassVar[Mapping[str, Family]] = {}
     """The family of each stage's config, by stage name; empty where a config has no stages."""
     writes_lse: ClassVar[bool] = False
@@ -172,7 +183,7 @@ class Family(ABC):
     """Fitted constants of `predict_us` by name, all positive: the start of their fit.
     Empty where nothing is fitted."""
     work_terms: ClassVar[tuple[str, ...]] = ()
-    """Names of what `work` counts; empty where no time model is made of the family's kernels."""
+    """Names of the terms of `work`; empty for a family without time models."""
     _refit: Mapping[str, float] | None = None
     _allowed: ClassVar[Mapping[str, tuple[type, frozenset[Value] | range]]] = {}
     """`domains` as `malformed` reads them: the type, and the values."""
@@ -208,8 +219,7 @@ class Family(ABC):
     def violations(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
         """Why `config` cannot serve `problem` on `gpu`; empty when it is legal.
 
-        The only legality predicate: pure, total (never raises) and complete (every reason is
-        given). When parameters cannot be read, each of them is a reason.
+        The only legality predicate: pure, total (never raises) and complete (lists every reason).
         """
         found = [reason] if (reason := self.supports(problem, gpu)) else []
         found += self.malformed(config)
@@ -217,8 +227,8 @@ class Family(ABC):
 
     @final
     def malformed(self, config: Config) -> list[str]:
-        """Why `config` is not one of this family, whatever the problem: its parameters' names,
-        types and values, and its stages; empty when it is one.
+        """Problem-independent reasons against `config`: names, types and values of its parameters,
+        and its stages. Empty when it is well-formed.
         """
         allowed, params = self._allowed, config.params
         for name, value in params.items():
@@ -257,12 +267,12 @@ class Family(ABC):
 
     @abstractmethod
     def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        """Why `config`, each of whose parameters is in its domain, cannot serve `problem`, which
-        the family supports: the rules across parameters, problem and GPU. For `violations` only.
+        """Reasons against a well-formed `config` for a supported `problem`: the rules across
+        parameters, problem and GPU. For `violations` only.
         """
 
     def tried(self, name: str) -> Sequence[Value]:
-        """Values of a parameter that are worth trying: its `draws`, else its domain."""
+        """Values of a parameter to sample: its `draws`, else its domain."""
         return self.draws.get(name, self.domains.get(name, ()))
 
     def accepts(self, problem: Problem, config: Config, gpu: Gpu) -> bool:
@@ -273,8 +283,8 @@ class Family(ABC):
             return False
 
     def carried(self, problem: Problem, config: Config) -> Config:
-        """A config of a like problem as it is called for this one, where a parameter comes and goes
-        with the problem. Legality is not looked at.
+        """A config of a similar problem, with the optional parameters that this problem needs.
+        Legality is not checked.
         """
         return config
 
@@ -285,7 +295,7 @@ class Family(ABC):
         """
 
     def supports(self, problem: Problem, gpu: Gpu) -> str:
-        """Empty when the family serves the problem, else the reason that it does not."""
+        """The reason why the family does not serve the problem; empty when it does."""
         if self.op != problem.op:
             return f"{self.name} serves {self.op}, not {problem.op}"
         wanted = " or ".join(self.capabilities)
@@ -300,8 +310,8 @@ class Family(ABC):
         return f"{self.name} has no {problem.extras}" if problem.extras else ""
 
     def lacks(self) -> str:
-        """Tools that this machine lacks to compile or list its kernels, and how to get them;
-        empty when nothing. Not part of legality: what is compiled already runs without.
+        """Missing tools for compiling or listing its kernels, and how to install them; empty when
+        none is missing. Not part of legality: compiled kernels run without the tools.
         """
         return ""
 
@@ -330,7 +340,8 @@ class Family(ABC):
     def strided_launches(
         self, problem: Problem, config: Config, scale: float, strides: Strides
     ) -> list[Launch] | str:
-        """As `launches`, for tensors with strides of their own; or the reason why none can run.
+        """As `launches`, for tensors with other strides than the problem's; or the reason why no
+        kernel takes them.
 
         Args:
             problem: what is computed; of its operands' layouts the nearest one.
@@ -348,13 +359,14 @@ class Family(ABC):
     def vendor_call(
         self, problem: Problem, config: Config, scale: float
     ) -> Callable[..., Any] | str:
-        """A vendor's kernel as ``call(*inputs) -> output`` over torch tensors shaped as the
-        problem's operands, or the reason why this machine cannot run it. May import torch.
+        """A vendor's kernel as ``call(*inputs) -> output`` over torch tensors of the operands'
+        shapes, or the reason why it cannot run here. May import torch.
         """
         return f"{self.name} is compiled, not called"
 
     def listing(self, problem: Problem, max_workspace: int | None) -> Sequence[Config]:
-        """Candidates that a library offers for `problem` on this GPU, in its order, each once.
+        """Candidates that a library lists for `problem` on this GPU, in the library's order,
+        without duplicates.
 
         For families with `is_listed`; runs in the process that measures. May import torch, and
         raise whatever the library raises.
@@ -366,8 +378,8 @@ class Family(ABC):
         return ()
 
     def handed_over(self, problem: Problem, config: Config) -> Problem:
-        """`problem` in the layout in which a vendor's kernel wants its operands; by default its
-        own. Only the layout may differ.
+        """`problem` in the operand layout of a vendor's kernel; by default its own. Only the layout
+        may differ.
         """
         return problem
 
@@ -381,8 +393,8 @@ class Family(ABC):
 
     @final
     def work(self, problem: Problem, config: Config, gpu: Gpu) -> tuple[float, ...]:
-        """Amount of each of `work_terms`. A kernel's expected time is their sum, each times the
-        microseconds that were measured for it (`tuner.selection.portfolio`).
+        """Amount of each of `work_terms`. The time model is their sum, weighted by fitted
+        microseconds (`tuner.selection.portfolio`).
         """
         if not self.work_terms:
             return ()
@@ -396,15 +408,15 @@ class Family(ABC):
         return ()
 
     def tiling(self, config: Config) -> Any:
-        """How a kernel cuts the problem into blocks, as `amounts` takes it; its ``splits`` as in
-        `config`, else 1. None for a kernel whose tiles are not known.
+        """Tiling of the problem into thread blocks, for `amounts`, with the ``splits`` of `config`
+        or 1. None for a kernel of unknown tiles.
         """
         return None
 
     @final
     def scheduled(self, problem: Problem, config: Config, gpu: Gpu) -> Sequence[Config]:
-        """Schedules of the compiled kernel of `config` for `problem`: a config for each one worth
-        considering. Empty when the kernel cannot take the problem.
+        """Run-time choices of the compiled kernel of `config` for `problem`, a config for each.
+        Empty when the kernel cannot serve the problem.
 
         Args:
             problem: of the kernel's domain.
@@ -432,12 +444,12 @@ class Family(ABC):
         return self.is_scheduled(config)
 
     def called(self, problem: Problem, config: Config, splits: int) -> Config:
-        """The config of the schedule with as many splits."""
+        """The config of the schedule with this number of splits."""
         return config
 
     def legality_facts(self, problem: Problem) -> Hashable:
-        """Equal for two problems of one domain (`tuner.selection.portfolio.Domain`) that the same
-        of the family's configs are legal for.
+        """Facts of a problem that decide legality within a domain (`tuner.selection.domains`):
+        problems with equal facts have equal legal configs.
         """
         return problem
 
@@ -472,10 +484,9 @@ class Family(ABC):
     def draw(
         self, problem: Problem, gpu: Gpu, members: Sequence[Config], rng: random.Random
     ) -> Config:
-        """A random config around the space, legal or not: what `tuner legality` samples.
+        """A random config near the space, legal or not, for `tuner legality`.
 
-        One of `members`, the problem's space, with one to three parameters drawn anew from what
-        is `tried` of them.
+        One of `members`, the problem's space, with one to three parameters sampled anew (`tried`).
         """
         member = rng.choice(members)
         params = dict(member.params)
@@ -484,7 +495,7 @@ class Family(ABC):
         return Config(self.name, params, member.stages)
 
     def compile_digest(self, config: Config) -> str:
-        """Equal for configs that share every compiled kernel."""
+        """Digest of all compiled kernels of a config; equal for configs that share them."""
         params = {k: v for k, v in config.params.items() if k not in self.runtime_parameters}
         return Config(self.name, params, config.stages).digest
 
@@ -528,7 +539,7 @@ def shown(value: object) -> str:
 
 
 def listed(domain: Domain) -> str:
-    """A domain in words, as ``1, 2, 4`` or ``64 to 4096 in steps of 64``."""
+    """Text of a domain: ``1, 2, 4`` or ``64 to 4096 in steps of 64``."""
     if not isinstance(domain, range):
         return ", ".join(map(str, domain))
     step = f" in steps of {domain.step}" if domain.step != 1 else ""
@@ -536,7 +547,8 @@ def listed(domain: Domain) -> str:
 
 
 def without_fallbacks(serving: Sequence[Family]) -> list[Family]:
-    """The families made for the GPU among those that serve a problem; all when there are none."""
+    """The families of `serving` that are not fallbacks; all of them when every one is a fallback.
+    """
     return [family for family in serving if not family.is_fallback] or list(serving)
 
 

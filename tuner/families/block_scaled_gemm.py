@@ -173,7 +173,7 @@ class BlockScaledGemm(Family):
 
 
 def extent_conflict(m: int, n: int, k: int, groups: int = 1) -> str:
-    """Why the template takes no operands of such extents; empty when it does."""
+    """Reason why the template does not take these extents; empty when it does."""
     # 16-byte rows, of e4m3 and of bf16.
     if k % 16 or n % 8:
         return f"N={n} and K={k} are not multiples of 8 and 16 (TMA)"
@@ -209,7 +209,7 @@ def arguments_of(*, is_grouped: bool) -> Arguments:
 
 
 def launched(config: Config) -> dict[str, int]:
-    """Integers of a launch that the run-time parameters choose."""
+    """Integer arguments that the run-time parameters set."""
     return {
         "max_swizzle_size": config["max_swizzle_size"],
         "raster_order": RASTER_ORDERS[config["raster_order"]],
@@ -247,7 +247,7 @@ def smem_bytes(config: Config) -> int:
 
 
 def deepened(config: Config) -> Config:
-    """A config with as many stages as fit."""
+    """A config with the deepest pipeline that fits."""
     least = Config(config.family, {**config.params, "stages": MIN_STAGES})
     more = (SMEM_PER_BLOCK_BYTES - smem_bytes(least)) // stage_bytes(least)
     return Config(config.family, {**config.params, "stages": min(MIN_STAGES + more, MAX_STAGES)})
@@ -271,7 +271,7 @@ def _gemm(problem: Problem) -> GemmProblem:
 
 
 def tile_violations(config: Config) -> list[str]:
-    """Why a tile has no kernel: its stores, its sums, its stages."""
+    """Violations of a tile: by its stores, its fp32 sums or its stages."""
     tile_m, tile_n, stages = config["tile_m"], config["tile_n"], config["stages"]
     reasons = []
     if tile_n % STORED_COLUMNS and not config["swap_ab"]:
@@ -289,7 +289,7 @@ def tile_violations(config: Config) -> list[str]:
 
 
 def cluster_violations(config: Config) -> list[str]:
-    """Why blocks cannot share tiles."""
+    """Violations of a cluster whose blocks share tiles by multicast."""
     cluster_m, cluster_n, tile_n = config["cluster_m"], config["cluster_n"], config["tile_n"]
     reasons = []
     if cluster_m * cluster_n > 2:

@@ -89,8 +89,8 @@ class BlockScaledGroupedGemm(Family):
         return [Launch.named(KERNEL, arguments, tensors, integers, {"alpha": scale})]
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
-        """As `block_scaled_gemm`'s estimate without memory, of a product with every group's rows,
-        each padded to whole tiles. At least the bytes' time.
+        """The estimate of `block_scaled_gemm` without memory, for one product with the rows of all
+        groups, each padded to whole tiles. At least the time of the bytes.
         """
         problem = _grouped(problem)
         along = "n" if config["swap_ab"] else "m"

@@ -1,4 +1,4 @@
-"""Our own gradients of attention: `templates/fused_attention_backward.cu.j2`."""
+"""Fused attention, backward: `templates/fused_attention_backward.cu.j2`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tuner.hardware import (
 from tuner.problem import MAX_EXTENT, AttentionBackwardProblem, Operand, Problem
 
 KERNEL = "attention_backward"
-"""Name of the one kernel: its library launches all three."""
+"""Name of the only kernel; its library launches all three."""
 TEMPLATE = "fused_attention_backward.cu.j2"
 #: Text that the template takes, by variable.
 WORDS = {"dtype": ("float16", "bfloat16"), "dq": ("bulk", "ordered", "direct")}
@@ -82,7 +82,9 @@ def sharing_groups(head_dim: int) -> int:
 
 
 class FusedAttentionBackward(Family):
-    """Rows of dO x O, then a block for every tile of keys, then dQ's sums turned into dQ."""
+    """Three kernels a call: row sums of dO * O, a block for each tile of keys, and the conversion
+    of dQ's fp32 sums.
+    """
 
     name: ClassVar[str] = "fused_attention_backward"
     op: ClassVar[str] = AttentionBackwardProblem.op
@@ -181,8 +183,8 @@ class FusedAttentionBackward(Family):
         return [c for c in self._grid(problem) if not self.violations(problem, c, gpu)]
 
     def _grid(self, problem: AttentionBackwardProblem) -> Iterator[Config]:
-        """Two warp groups but where there are few keys; the transposed product for dQ only where
-        the other has no slabs; dQ in order only where it has to be.
+        """Candidates that can win. One warp group only for few keys; the transposed product for dQ
+        only where the other one has no slabs; dQ in order only for deterministic problems.
         """
         heads = min(MAX_HEADS, problem.batch * problem.heads_kv)
         sections = sorted({1, 8, 32, 1 << (heads - 1).bit_length()})
@@ -293,7 +295,7 @@ def arguments_of(problem: AttentionBackwardProblem) -> Arguments:
 
 
 def _matrices(problem: AttentionBackwardProblem) -> list[Operand]:
-    """Operands whose strides a launch is told, in its order."""
+    """Operands whose strides are launch arguments, in order."""
     return [operand for operand in problem.operands if operand.name != "logsumexp"]
 
 

@@ -1,9 +1,9 @@
-"""GEMM of few rows: a product that takes as long as its weights take to come from memory.
+"""GEMM of few rows: a product that is bound by reading its weights from memory.
 
 For M up to 16 and weights with K contiguous, as `torch.nn.Linear` has them. Blocks own rows of the
-weights, and their warps divide K and add their sums in a fixed order. Tensor cores multiply, so
-that M costs nothing. A config decides the bytes in flight and the length of their copies. It also
-decides how the kernel's start and end hide behind its neighbours in the stream.
+weights, and their warps divide K and add their sums in a fixed order. Tensor cores multiply, so the
+time hardly depends on M. A config sets the bytes in flight, the length of the copies, and the
+overlap with the neighbouring kernels of the stream.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ MIN_IN_FLIGHT, MIN_COPY = 48 << 10, 1 << 10
 #: row, about what the multiprocessors have in flight. More would only wait there.
 LEAD = 1024
 
-#: What only measurements say of a time: where its fit by `scripts/bench cost` starts.
+#: Start of the fit by `scripts/bench cost`.
 CONSTANTS: Mapping[str, float] = {
     # Bandwidth reached over the data sheet's, and how long a byte is in flight with memory busy.
     "memory_efficiency": 0.95,
@@ -209,7 +209,7 @@ class Gemv(Family):
         )
 
     def legality_facts(self, problem: Problem) -> Hashable:
-        """Shared memory holds all of A, whose rows are padded to whole pieces at least."""
+        """Padded K: shared memory holds all rows of A."""
         product = _gemm(problem)
         return product.dtype, product.m, ceil(product.k / PIECE), product.k % VECTOR
 
@@ -245,7 +245,7 @@ def smem_bytes(problem: GemmProblem, config: Config) -> int:
 
 
 def block_threads(config: Config) -> int:
-    """Those that multiply, and a warp that copies."""
+    """Threads of a block: the consumer warps and one producer warp."""
     return WARP * (int(config["warps"]) + 1)
 
 

@@ -164,7 +164,7 @@ def _grouped(problem: Problem) -> GroupedGemmProblem:
 
 
 def _one_group(problem: GroupedGemmProblem) -> GemmProblem:
-    """A group with all the rows: what `gemm`'s rules look at is the same of every group."""
+    """One group with all rows: the rules of `gemm` depend only on extents that all groups share."""
     return GemmProblem(problem.m, problem.n, problem.k, dtype=problem.dtype)
 
 

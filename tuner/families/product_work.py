@@ -1,4 +1,4 @@
-"""Amounts of work of a matrix product: what a kernel's time is a sum of.
+"""Terms of the time model of a matrix product: the amount of each for a call.
 
 As `tuner.families.attention_work`, for products. A tile's K steps follow from the problem and the
 kernel's tiles, so they are exact; the rates are measured. When memory or the tensor cores bound a
@@ -18,7 +18,9 @@ from tuner.problem import DTYPE_BYTES, GemmProblem, SwigluProblem
 
 MEGABYTE, GIGAFLOP = 1e6, 1e9
 NOMINAL_GBS, NOMINAL_TFLOPS = 4300.0, 800.0
-"""Rates of `bound`: what one H200 reads of memory, and multiplies below its power limit."""
+"""Rates of `bound`: memory bandwidth and tensor-core throughput of one H200 below its power
+limit.
+"""
 STREAM_K = 0
 """`ProductTiling.splits` of stream-K: every multiprocessor has an equal share of all K steps."""
 _MIN_TILES = {2: 2, 4: 3, 8: 6}
@@ -42,7 +44,9 @@ class ProductTiling(NamedTuple):
     spared: float = 0.0
     """Share of the multiprocessors that clusters of this size leave unused."""
     swizzle: int = 1
-    """Clusters of the minor mode that a scheduler takes before it goes on along the major one."""
+    """Clusters along the minor mode that the scheduler visits before the next step along the major
+    one.
+    """
     along_columns: bool = True
     """The major mode is that of the columns."""
     splits: int = 1
@@ -163,7 +167,7 @@ def work(sizes: ProductSizes, tiling: ProductTiling, gpu: Gpu) -> tuple[float, .
 
 
 class FewRowsTiling(NamedTuple):
-    """How a kernel of few rows cuts the weights."""
+    """Tiling of the weights by a kernel of few rows."""
 
     rows: int
     """Rows of the weights that a block owns at a time."""
@@ -229,7 +233,7 @@ TILINGS = {
     "128x64": ProductTiling(128, 64),
     "32x64": ProductTiling(32, 64),
 }
-"""Tiles that a kernel whose source is not known may have; a fit finds out which."""
+"""Candidate tiles of a closed-source kernel; the fit chooses among them."""
 _OF_TILES = ("waves", "wave_steps", "mean_steps", "bound")
 CLOSED_TERMS = (
     "launch",
@@ -249,7 +253,7 @@ _of_tiles = itemgetter(*(TERMS.index(name) for name in _OF_TILES))
 
 
 def closed_work(sizes: ProductSizes, tiling: None, gpu: Gpu) -> tuple[float, ...]:
-    """The amount of each of `CLOSED_TERMS`, for a kernel whose tiles are not known."""
+    """The amount of each of `CLOSED_TERMS`, for a closed-source kernel."""
     found = [work(sizes, tiling, gpu) for tiling in TILINGS.values()]
     flops = 2 * sizes.m * sizes.n * sizes.k / GIGAFLOP
     amounts = map(_of_tiles, found)

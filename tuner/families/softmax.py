@@ -42,7 +42,7 @@ ELEMENTS_IN_FLIGHT = 16
 #: Columns of a row, so that a 32-bit column index cannot overflow.
 MAX_COLS = 2**30
 
-#: What only measurements say of a time: where its fit by `scripts/bench cost` starts.
+#: Start of the fit by `scripts/bench cost`.
 CONSTANTS: Mapping[str, float] = {
     # Share of the data sheet's bandwidth: a copy of 33.5 MB took 17.7 us on one H200.
     "memory_share": 0.79,

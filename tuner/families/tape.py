@@ -22,8 +22,8 @@ _NAME = re.compile(r"\b_\d+\b")
 
 
 class Symbol:
-    """A number that is known when the traced function runs; equal to none that is known before.
-    Whole numbers are divided by ``//``, as the functions that are traced do.
+    """Symbolic number of a traced function; not equal to any constant. Traced functions divide
+    integers by ``//``.
     """
 
     __slots__ = ("name", "negated", "tape")
@@ -85,7 +85,7 @@ class Tape:
     """Operations in the order in which they were traced.
 
     Args:
-        around: the tape of the lines before a loop; what the loop does not change goes there.
+        around: tape of the lines before a loop, for operations that the loop does not change.
     """
 
     def __init__(self, around: Tape | None = None) -> None:
@@ -115,7 +115,7 @@ class Tape:
         return tape._known[line]
 
     def lines(self, uses: Counter[str]) -> list[str]:
-        """Assignments that some results need, in their order; what one line uses is written there.
+        """Assignments that the results depend on, in order. A value with a single use is inlined.
 
         Args:
             uses: counts of `names_in` the lines behind these; those of what they need are added.

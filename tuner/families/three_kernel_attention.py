@@ -1,15 +1,16 @@
 """Attention as three kernels: Q K^T, softmax, P V, over a few heads a launch.
 
-The scores between the first two kernels are fp32 on purpose. fp16 scores halve the traffic and
-fail the numerics gate once scores are scaled by 30: fp16's spacing at 128 is 0.125, an error of
-12 % after the exponential.
+The scores between the first two kernels are fp32. Scores in fp16 would halve the traffic, but
+scores scaled by 30 fail the numerics gate. The spacing of fp16 at 128 is 0.125, an error of 12 %
+after the exponential.
 
 Few heads a launch keep the scores in L2, many fill the GPU and save launches. With `pdl` each
 kernel after the first starts before its predecessor ends and waits for it on the device.
 
 With `in_place` the softmax writes its 16-bit probabilities over the fp32 scores, so that P V reads
 them with twice the row stride. Only the softmax applies the causal mask: both GEMMs are full. With
-`streams`, which no space has, launches of different heads are dealt over as many streams.
+`streams`, which is not part of the space, launches of different heads are distributed over that
+many streams.
 """
 
 from __future__ import annotations
@@ -216,7 +217,7 @@ class ThreeKernelAttention(Family):
         return Config(self.name, stages).digest
 
     def _combinations(self, problem: AttentionProblem, gpu: Gpu) -> list[dict[str, Config]]:
-        """Best first: by the sum of ranks, so that each stage's second comes before thirds."""
+        """Combinations of the stages' configs, ordered by the sum of ranks."""
         ranked = []
         for name, stage in self.stages(problem).items():
             best = self._winners.get(name, ())

@@ -1,6 +1,7 @@
-"""Fused attention forward in Triton (`templates/triton_attention.py.j2`), for what is not Hopper.
+"""Fused attention, forward, in Triton (`templates/triton_attention.py.j2`).
 
-It runs on Hopper too, and competes there when it is named: our own kernel is faster.
+For GPUs other than Hopper. On Hopper `fused_attention` is faster, and this family takes part only
+when it is named.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """Attention as two kernels: scores and their exponentials, then the product with V.
 
 The first computes tiles of S = Q K^T and stores exp(S - m) in 16 bits, with m the row's maximum in
-that tile. It lies in (0, 1] whatever the scores are. The second makes the row's maximum and sum of
-the tiles'. It adds the tiles' products with V, each times exp(m - the row's maximum) over that sum.
+that tile. The value lies in (0, 1] for any scores. The second kernel computes the row's maximum and
+sum from those of the tiles. It adds the tiles' products with V, each times exp(m - the row's
+maximum) over that sum.
 
 So the probabilities are written once and read once, in the image that shared memory is to hold.
 Under a causal mask neither kernel touches the tiles above the diagonal.
 
 Between product and mask the first kernel applies the score modifiers that are compiled into it:
-soft cap, additive bias, ALiBi. It is the only own kernel that has the last one.
+soft cap, additive bias, ALiBi. It is the only own kernel with ALiBi.
 
 A launch takes `heads_per_launch` heads and of each `rows_per_launch` rows of queries, whose
 probabilities are the scratch. With `pdl` each kernel starts before its predecessor ends and waits
@@ -39,7 +40,7 @@ from tuner.hardware import (
 from tuner.problem import DTYPE_BYTES, E4M3, MAX_EXTENT, AttentionProblem, Problem
 
 STAGES = ("scores", "output")
-"""The kernels in order; the first part of the name of their parameters."""
+"""Kernels in order of launch; also the prefix of their parameters' names."""
 TEMPLATE = "two_kernel_attention.cu.j2"
 #: Text that it takes, by variable.
 WORDS = {"stage": STAGES, "dtype": ("float16", "bfloat16")}
@@ -95,7 +96,7 @@ class Chunk(NamedTuple):
 
 
 class TwoKernelAttention(Family):
-    """Both kernels have their own groups, ring and buffers; the tiles of keys they share."""
+    """Two kernels with their own warp groups, stages and buffers, and common tiles of keys."""
 
     name = "two_kernel_attention"
     op = "attention"
@@ -265,7 +266,7 @@ def smem_bytes(problem: AttentionProblem, stage: str, tile_n: int, groups: int, 
 
 
 def smem_limit(blocks_per_sm: int) -> int:
-    """Shared memory that a block may have where as many share a multiprocessor."""
+    """Shared memory of a block when this many share a multiprocessor."""
     shared = SMEM_PER_SM_BYTES // blocks_per_sm - SMEM_RESERVED_PER_BLOCK_BYTES
     return min(SMEM_PER_BLOCK_BYTES, shared)
 

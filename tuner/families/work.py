@@ -1,5 +1,5 @@
-"""The sizes that a family counts work from, by operation (`Family.work`), and what another GPU
-makes of the work.
+"""Sizes that `Family.work` counts from, by operation, and the ratio of a term's time between two
+GPUs.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ FASTEST_SHARE = 0.93
 
 
 def floor_us(sizes: Any, gpu: Gpu) -> Any:
-    """Microseconds in which no kernel reads a product's weights, which the sum of fitted terms may
-    be below; None for other operations. May be traced (`tuner.families.tape`).
+    """Lower bound of the microseconds for reading a product's weights, for a sum of fitted terms
+    that falls below it. None for other operations. May be traced (`tuner.families.tape`).
 
     Weights are not in L2: those of a model's other layers come between.
     """

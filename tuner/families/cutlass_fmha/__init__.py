@@ -1,8 +1,8 @@
 """Attention through the Hopper FMHA collectives of CUTLASS 4.2 (examples/88_hopper_fmha).
 
-The template instantiates them; what is known here was read in their sources (named by file below)
-or found by compiling. Every warp group computes whole rows: scores S = Q K^T in registers, their
-softmax P in place, O += P V. K and V tiles take turns in one ring of `kv_stages` slots.
+The template instantiates them. The rules here come from their sources (named by file below) or from
+compiling. Every warp group computes whole rows: scores S = Q K^T in registers, their softmax P in
+place, O += P V. K and V tiles alternate in one pipeline of `kv_stages` slots.
 
 KernelTma is one warp group that also issues its loads; Cooperative and Pingpong have a warp group
 that only loads and 2 to 4 that compute. Pingpong is Cooperative with a persistent scheduler and a
@@ -142,7 +142,7 @@ class CutlassFmha(Family):
     def seeds(
         self, problem: Problem, gpu: Gpu, space: Sequence[Config], count: int
     ) -> list[Config]:
-        """As the base, but one of each tile and schedule before another variant of it."""
+        """As `Family.seeds`, with one config of each tile and schedule before a second one."""
         ranked = super().seeds(problem, gpu, space, len(space))
         tiles = ("kernel_schedule", "tile_m", "tile_n", "warp_groups")
         first: dict[tuple[Value, ...], Config] = {}
@@ -212,9 +212,7 @@ class CutlassFmha(Family):
     def draw(
         self, problem: Problem, gpu: Gpu, members: Sequence[Config], rng: random.Random
     ) -> Config:
-        """As the base draws, and with the fields of the drawn schedule: a config that carries
-        others is malformed, which says nothing of any kernel.
-        """
+        """As `Family.draw`, with exactly the fields of the drawn schedule."""
         drawn = super().draw(problem, gpu, members, rng)
         expected = fields(
             drawn.get("kernel_schedule"),
@@ -249,7 +247,7 @@ def _outer_modes(problem: AttentionProblem) -> tuple[int, int]:
 
 
 def _presence_violations(problem: AttentionProblem, config: Config) -> list[str]:
-    """Parameters that are present and do not apply, or apply and are absent."""
+    """Violations: parameters that are present and do not apply, or that apply and are absent."""
     expected = fields(config["kernel_schedule"], config.get("tile_scheduler"), problem)
     present = config.params.keys()
     if present == expected:
@@ -304,7 +302,7 @@ def _ring_violations(problem: AttentionProblem, shape: FmhaShape) -> list[str]:
 
 
 def _register_violations(shape: FmhaShape) -> list[str]:
-    """Spills are slow and legal; what ptxas cannot allocate at all does not compile."""
+    """Violations by registers: only configs that ptxas refuses. Spills are slow and legal."""
     limit = shape.launch_registers
     needed = {
         "Q K^T": shape.tile_n // 2 + WGMMA_REGISTERS_SS,
@@ -373,7 +371,7 @@ def _config(schedule: str, **params: Value) -> Config:
 
 
 def _is_poor(problem: AttentionProblem, config: Config) -> bool:
-    """Legal, but with nothing to win: spills, much padding, unused slots or blocks."""
+    """True for legal configs that cannot win: spills, much padding, unused slots or blocks."""
     shape = FmhaShape.of(problem, config)
     visits = shape.max_visits(problem)
     columns = -(-problem.seqlen_kv // shape.tile_n) * shape.tile_n

@@ -18,8 +18,7 @@ from tuner.problem import AttentionProblem
 
 #: Clock under load against the highest: 1.755 of 1.98 GHz on one H200.
 SUSTAINED_CLOCK = 1.755 / 1.98
-#: What only measurements say: where their fit by `scripts/bench cost` starts. Clocks and bytes a
-#: clock are of one multiprocessor.
+#: Start of the fit by `scripts/bench cost`. Clocks and bytes a clock are of one multiprocessor.
 CONSTANTS: Mapping[str, float] = {
     # Launch, first loads and last stores, microseconds; and between two calls.
     "fixed_us": 3.5,
@@ -48,7 +47,7 @@ CONSTANTS: Mapping[str, float] = {
     # Memory bandwidth reached over the data sheet's.
     "memory_efficiency": 0.85,
 }
-#: Exponent of the mean that stands for the longest of times that overlap but not quite.
+#: Exponent of the power mean that stands for the maximum of partly overlapping times.
 SHARPNESS = 4
 
 

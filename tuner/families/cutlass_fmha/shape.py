@@ -1,4 +1,4 @@
-"""Meaning of a config of `cutlass_fmha`: its fields, its shared memory and its registers."""
+"""Fields, shared memory and registers of a config of `cutlass_fmha`."""
 
 from __future__ import annotations
 

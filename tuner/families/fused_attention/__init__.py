@@ -1,4 +1,4 @@
-"""Our own fused attention forward: `templates/fused_attention.cu.j2`, every lever a parameter."""
+"""Fused attention, forward: `templates/fused_attention.cu.j2`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tuner.problem import DTYPE_BYTES, E4M3, AttentionProblem, Operand, Problem
 from tuner.problem.attention import BLOCK_SIZE, PAGE_MULTIPLE
 
 KERNEL = "attention"
-"""Name of the one kernel: its library launches what is to run before and after it."""
+"""Name of the only kernel. Its library also launches the kernels before and after it."""
 MASK_STRIDES = ("mask_batch", "mask_head", "mask_row", "mask_key")
 """Names of the strides of a mask or bias."""
 #: Text that the template takes, by variable.
@@ -126,7 +126,7 @@ def instance(head_dim: int) -> int:
 
 
 class FusedAttention(Family):
-    """One kernel a call: scores and probabilities never leave the registers."""
+    """One kernel a call; scores and probabilities stay in registers."""
 
     name = "fused_attention"
     op = "attention"
@@ -214,7 +214,9 @@ class FusedAttention(Family):
         return found
 
     def accepts(self, problem: Problem, config: Config, gpu: Gpu) -> bool:
-        """As the base, and nothing spills: what was chosen without does at another mask or D."""
+        """As `Family.accepts`, without spills: a config that was chosen at one mask and D may spill
+        at another.
+        """
         is_legal = super().accepts(problem, config, gpu)
         return is_legal and not _spills(_attention(problem), config)
 
@@ -327,8 +329,8 @@ class FusedAttention(Family):
         ]
 
     def _pays(self, problem: AttentionProblem, config: Config) -> bool:
-        """True when nothing spills, there are keys for each split, and room on a multiprocessor for
-        its blocks; what has none is legal, and slow.
+        """True when nothing spills, each split has keys, and `blocks_per_sm` blocks fit. Other
+        configs are legal, and slow.
         """
         blocks = config["blocks_per_sm"]
         room = SMEM_PER_SM_BYTES // blocks - SMEM_RESERVED_PER_BLOCK_BYTES
@@ -428,8 +430,9 @@ class FusedAttention(Family):
     def draw(
         self, problem: Problem, gpu: Gpu, members: Sequence[Config], rng: random.Random
     ) -> Config:
-        """As drawn, with `ping_pong`, `early_exp` and `combine` only where they apply. `key_groups`
-        and `stages_output` are each off half of the time. Boxes are as wide as possible.
+        """As `Family.draw`, with `ping_pong`, `early_exp` and `combine` only where they apply.
+        `key_groups` and `stages_output` are each off half of the time. Boxes are as wide as
+        possible.
         """
         params = dict(super().draw(problem, gpu, members, rng).params)
         params.pop("box_rows", None)
@@ -566,7 +569,7 @@ class FusedAttention(Family):
         return "combine" in config.params
 
     def called(self, problem: Problem, config: Config, splits: int) -> Config:
-        """To kernels an absent `packed_heads` is 1."""
+        """An absent `packed_heads` is 1 for the kernel."""
         attention, params = _attention(problem), {**config.params, "splits": splits}
         if attention.heads_q > attention.heads_kv:
             params.setdefault("packed_heads", 1)
@@ -680,7 +683,7 @@ def _tile_m(params: Mapping[str, Value]) -> int:
 
 
 def _packings(problem: AttentionProblem) -> tuple[int, ...]:
-    """Query heads of one KV head that share the rows of a tile: one, or all that can."""
+    """Choices of `packed_heads`: 1, or the most that fit."""
     limit = MAX_PACKED_E4M3 if problem.dtype == E4M3 else MAX_PACKED
     most = math.gcd(problem.heads_q // problem.heads_kv, limit)
     return (1, most) if most > 1 else (1,)

@@ -18,8 +18,7 @@ SMEM_BYTES_PER_CLOCK = 128
 #: Clusters of more than 8 blocks that run at once: of eight with 16, recorded on one H200, the last
 #: waits for another's place, for not every GPC has 16 multiprocessors.
 LARGE_CLUSTERS = 7
-#: What only measurements say: where their fit by `scripts/bench cost` starts. Clocks and bytes a
-#: clock are of one multiprocessor.
+#: Start of the fit by `scripts/bench cost`. Clocks and bytes a clock are of one multiprocessor.
 CONSTANTS: Mapping[str, float] = {
     # Launch, first loads and last stores, microseconds; and what is left of it after another kernel
     # that it may overlap.
@@ -77,7 +76,7 @@ CONSTANTS: Mapping[str, float] = {
 #: The kernel that transposes V beside its bytes. No measurement: an empty one's 0.86, and a wave of
 #: loads and stores.
 TRANSPOSE_US = 1.5
-#: Exponent of the mean that stands for the longest of times that overlap but not quite.
+#: Exponent of the power mean that stands for the maximum of partly overlapping times.
 SHARPNESS = 4
 
 

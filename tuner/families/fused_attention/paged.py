@@ -1,7 +1,7 @@
 """Kernels that serve paged caches of any shape: a few for each head dimension.
 
-They were chosen by times of paged decoding and of chunks on an H200 (`scripts/bench paged`). Boxes
-of 16 rows serve pages of every size.
+Chosen by measured times of paged decoding and of chunked prefill on an H200 (`scripts/bench
+paged`). Boxes of 16 rows serve pages of every size.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ def kernels(
 
     Args:
         head_dim: the instance.
-        phase: what the longest sequence has: a chunk of a prompt, few queries, or one.
-        is_plain: neither windows nor soft caps nor sinks; else one kernel takes all heads.
+        phase: phase of the longest sequence: a chunk of a prompt, few queries, or one.
+        is_plain: True without windows, soft caps and sinks; with them one kernel serves all numbers
+            of heads.
     """
     any_heads = _short(head_dim, 1, _ANY_PAGE)
     if not is_plain:

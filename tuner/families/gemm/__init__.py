@@ -239,9 +239,9 @@ class Gemm(Family):
     def draw(
         self, problem: Problem, gpu: Gpu, members: Sequence[Config], rng: random.Random
     ) -> Config:
-        """As drawn, but with the fields that go with the drawn schedule and no others.
+        """As `Family.draw`, with exactly the fields of the drawn schedule.
 
-        A superfluous field makes a config illegal, but not its kernel.
+        An additional field would make the config illegal, which says nothing about the kernel.
         """
         params = dict(super().draw(problem, gpu, members, rng).params)
         if params["epilogue_schedule"] != NO_SMEM:
@@ -285,8 +285,8 @@ class Gemm(Family):
 
 
 def tiling_of(config: Config) -> product_work.ProductTiling:
-    """How a kernel of the family cuts its product. Blocks that share a multiprocessor are those of
-    the plain schedule, as its stages leave room for them.
+    """Tiling of a kernel of the family. Several blocks share a multiprocessor under the plain
+    schedule only, as its stages allow.
     """
     params, resident = config.params, 1
     if params["kernel_schedule"] == PLAIN:
@@ -325,7 +325,7 @@ def splits_of(sizes: product_work.ProductSizes, config: Config, gpu: Gpu) -> Seq
 
 
 def split(config: Config, splits: int) -> Config:
-    """A config with as many splits, where it has any; then two at least."""
+    """A config with this number of splits, two or more; unchanged where it does not split."""
     if config.get("decomposition_mode") != "SplitK":
         return config
     return Config(config.family, {**config.params, "splits": max(splits, gemm_space.SPLITS[0])})
@@ -353,7 +353,7 @@ def _gemm(problem: Problem) -> GemmProblem:
 
 
 def _presence_violations(config: Config) -> list[str]:
-    """Parameters that are present and do not apply, or apply and are absent."""
+    """Violations: parameters that are present and do not apply, or that apply and are absent."""
     found, params = [], config.params
     for name in Gemm.optional:
         if name in params:
@@ -365,7 +365,7 @@ def _presence_violations(config: Config) -> list[str]:
 
 
 def _applies(name: str, params: Mapping[str, Value]) -> bool:
-    """True when an optional parameter means something beside the others."""
+    """True when an optional parameter applies, given the others."""
     match name:
         case "tile_scheduler":  # stream-K exists for cooperative kernels only
             return params["kernel_schedule"] == COOPERATIVE

@@ -1,7 +1,7 @@
 """Estimated time of a CollectiveBuilder GEMM, and NVIDIA's proposal of the first candidates.
 
-The estimate ranks candidates. Constants of the hardware are in `hardware`; what only measurements
-say is in `CONSTANTS`, fitted by `scripts/bench cost`.
+The estimate ranks candidates. Datasheet constants are in `hardware`; fitted ones start at
+`CONSTANTS` (`scripts/bench cost`).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ ACTIVATION_INSTRUCTIONS = {"": 0, "relu": 1, "gelu": 25, "gelu_tanh": 22, "silu"
 LANES_PER_CLOCK = 128
 #: Of the start that is left where it hides behind the kernel in front: a first guess.
 PDL_SHARE = 0.5
-#: Exponent of the mean that stands for the longest of times that overlap but not quite.
+#: Exponent of the power mean that stands for the maximum of partly overlapping times.
 SHARPNESS = 6
 
 _GPU_NAMES = {
@@ -94,8 +94,8 @@ def predict_us(
 ) -> float:
     """Estimated time of one call, microseconds.
 
-    The busiest multiprocessor's clocks, memory's time and, for long calls, the time that the
-    power limit allows for the energy; nearly the longest of them.
+    A soft maximum of three times: the cycles of the busiest multiprocessor, memory, and, for long
+    calls, the energy at the power limit.
     """
     shape = oriented(problem, config["swap_ab"])
     compute_us = _busy_cycles(problem, shape, config, gpu, constants) / gpu.clock_max_mhz
@@ -156,7 +156,7 @@ def _step_cycles(
 def _busy_cycles(
     problem: GemmProblem, shape: GemmShape, config: Config, gpu: Gpu, constants: Mapping[str, float]
 ) -> float:
-    """Cycles of the multiprocessor that has most to do."""
+    """Cycles of the busiest multiprocessor."""
     blocks_m, blocks_n = tile_blocks(shape, config)
     tiles: int = blocks_m * blocks_n * shape.batch
     steps = ceil(shape.k / int(config["tile_k"]))

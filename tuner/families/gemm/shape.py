@@ -33,7 +33,7 @@ _DECLARED_N = (256, 192, 128, 96, 64, 32, 16, 8)
 
 @dataclass(frozen=True)
 class GemmShape:
-    """A problem as the kernel sees it: after the swap."""
+    """Extents and types of the computed product, after `swap_ab`."""
 
     m: int
     n: int
@@ -45,7 +45,7 @@ class GemmShape:
 
 
 def oriented(problem: GemmProblem, swap_ab: bool) -> GemmShape:
-    """The problem as the kernel computes it: itself, or transposed."""
+    """The computed problem: the given one, or its transpose."""
     if not swap_ab:
         a, b = problem.layout_a, problem.layout_b
         return GemmShape(problem.m, problem.n, problem.k, problem.batch, a, b, "row")

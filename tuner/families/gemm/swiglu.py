@@ -1,8 +1,8 @@
 """SwiGLU as one GEMM of twice as many columns, whose epilogue multiplies them in pairs.
 
-The kernel is `gemm`'s with another epilogue: columns of the gate and of the up projection come
-interleaved. So each thread holds both of a result, and stores eight neighbouring results without
-shared memory (four when a tile ends within a group). Everything else of a config is
+The kernel is that of `gemm` with another epilogue. Columns of the gate and of the up projection are
+interleaved, so each thread holds both factors of a result. It stores eight neighbouring results
+without shared memory, or four when a tile ends within a group. Everything else of a config is
 `gemm`'s.
 """
 
@@ -102,7 +102,7 @@ class GemmSwiglu(Family):
     def draw(
         self, problem: Problem, gpu: Gpu, members: Sequence[Config], rng: random.Random
     ) -> Config:
-        """As `gemm` draws, but with the one epilogue and the one order of operands."""
+        """As `Gemm.draw`, with the only epilogue and operand order of the family."""
         params = _GEMM.draw(product_of(problem), gpu, members, rng).params
         return Config(self.name, {**params, "epilogue_schedule": NO_SMEM, "swap_ab": False})
 

@@ -1,5 +1,5 @@
-"""Base of the vendors' families: one parameter ``kernel``, and calls through torch that are
-tried once before they are handed out.
+"""Base of the vendors' families: one parameter ``kernel``, and a trial run of each call through
+torch before its first use.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ FAILURES = (
     AssertionError,
     StopIteration,
 )
-"""Exceptions of a vendor's or a peer's code that cannot serve: each becomes a reason."""
+"""Exceptions by which a vendor's or a peer's code refuses a problem; each becomes a reason."""
 
 
 _served: set[tuple[Config, Problem]] = set()
-"""Calls that ran once in this process: not tried again for each new scale or buffer."""
+"""Calls whose trial run passed in this process; not repeated for a new scale or buffer."""
 
 
 #: Packages behind each fact of `installed_versions`, first found wins.
@@ -46,7 +46,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
 }
 
 FLEX = "flex"
-"""FlexAttention, compiled: a baseline, and of block masks also what PyTorch answers."""
+"""Compiled FlexAttention: a baseline, and PyTorch's answer for block masks."""
 
 MEASURED_ONLY: frozenset[str] = frozenset(
     {
@@ -54,20 +54,21 @@ MEASURED_ONLY: frozenset[str] = frozenset(
         *("flash4_128x128", "flash4_128x160", "flash4_192x128", "flash4_192x144"),
     }
 )
-"""Kernels that the runtime does not call, also when they win. They compile in a call, or keep a
-state that only one stream at a time may use (FlashAttention-3's metadata)."""
+"""Kernels that the runtime never calls, even when they win. They compile during a call, or hold
+state that only one stream may use at a time (FlashAttention-3's metadata).
+"""
 
 BESIDE_PYTORCH: frozenset[str] = MEASURED_ONLY | {
     *("cudnn_plans", "cublaslt_search", "flash3", "flash3_splits", "flash4")
 }
-"""Kernels that eager PyTorch never calls by itself: to leave a call to it is not to run these."""
+"""Kernels that eager PyTorch never chooses by itself."""
 
 MAX_INTEGER = 2**31 - 1
 """Largest value of a library's own parameter: what the schema of entries takes."""
 
 
 class Vendor(Family):
-    """A family of ready kernels. Subclasses name them and connect them."""
+    """A family of prebuilt kernels; subclasses name and connect them."""
 
     is_vendor: ClassVar[bool] = True
     offered: ClassVar[tuple[str, ...]]
@@ -78,7 +79,7 @@ class Vendor(Family):
     options: ClassVar[Mapping[str, Domain]] = {}
     """Domains of parameters that a config may have beside ``kernel``."""
     is_tried: ClassVar[bool] = True
-    """A call is run once before it is handed out, unless its library was asked already."""
+    """True when a call needs a trial run; False when its library has checked the problem."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """The domains are what `offered`, `on_request` and `options` say, where it has kernels."""
@@ -88,7 +89,7 @@ class Vendor(Family):
         super().__init_subclass__(**options)
 
     def refusal(self, problem: Problem, kernel: str) -> str:
-        """Why `kernel` would compute something else than `problem`; empty when it would not."""
+        """Reason why `kernel` does not compute `problem`; empty when it does."""
         return ""
 
     @abstractmethod
@@ -150,14 +151,14 @@ class Vendor(Family):
 class ListedVendor(Vendor):
     """A library that lists its own candidates on the GPU: execution plans, algorithms.
 
-    A config of the kernel's name only is the library's first choice. Any other holds the numbers
-    that rebuild one candidate, and `version`, the library's: another version refuses it. All of a
-    problem's candidates are one group, for nothing is compiled.
+    A config with only the kernel's name is the library's default. Any other config holds the
+    numbers that rebuild one candidate, and the library's `version`; another version refuses it. All
+    candidates of a problem are one group, since nothing is compiled.
     """
 
     is_listed: ClassVar[bool] = True
     library: ClassVar[str]
-    """Its name among the facts of an environment."""
+    """Name of the library in `Environment.facts`."""
     identity: ClassVar[tuple[str, ...]]
     """Parameters, `version` among them, that every listed config has."""
 
@@ -207,8 +208,8 @@ class ListedVendor(Vendor):
 class PreparedCall(ABC):
     """A vendor's call with a preparation that depends on the contents of its inputs.
 
-    A program prepares once for many calls: it makes a mask from tables, for instance. The time of a
-    call does not include it.
+    A program prepares once for many calls, for instance a mask from tables. The time of a call
+    excludes the preparation.
     """
 
     @abstractmethod
@@ -224,8 +225,8 @@ def tried(
 ) -> Callable[..., Any] | str:
     """`call` after one run on tensors like the problem's, or the reason that it refused them.
 
-    Says before timing starts what a backend does not serve, and lets it plan and load outside of
-    any graph capture.
+    The run finds unsupported problems before the timing, and lets the backend plan and load outside
+    a graph capture.
     """
     import torch
 

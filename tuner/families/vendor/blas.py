@@ -1,4 +1,4 @@
-"""cuBLAS and cuBLASLt, called through torch; epilogues by their own, or by kernels behind them."""
+"""cuBLAS and cuBLASLt through torch, with fused epilogues or separate kernels for them."""
 
 from __future__ import annotations
 

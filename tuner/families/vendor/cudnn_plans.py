@@ -1,5 +1,5 @@
-"""Every execution plan that cuDNN has for attention: the heuristics A, B and fallback, all plans,
-where PyTorch takes the first.
+"""Every execution plan of cuDNN for attention, from the heuristics A, B and fallback. PyTorch takes
+the first plan without timing.
 """
 
 from __future__ import annotations

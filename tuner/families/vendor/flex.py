@@ -1,5 +1,5 @@
-"""FlexAttention as torch.compile makes it: all that PyTorch has under block-sparse masks, with soft
-caps, and of windows over unlike lengths.
+"""FlexAttention under torch.compile: PyTorch's only fused attention for block-sparse masks, soft
+caps, and windows over unequal lengths.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class VendorFlex(Vendor):
 
 
 class MaskedCall(PreparedCall):
-    """FlexAttention under the mask that the tables hold. A mask function is made of them for each
-    set: as a program writes it where it is the timed mask, else a look into the tables.
+    """FlexAttention under the mask of the given tables. The mask function is the closed form for
+    the timed mask, and a lookup in the tables otherwise.
 
     Args:
         problem: with a block-sparse mask.

@@ -1,4 +1,4 @@
-"""Grouped GEMM by PyTorch: its own grouped kernel, or one product after the other."""
+"""Grouped GEMM by PyTorch: its grouped kernel, or a loop over the groups."""
 
 from __future__ import annotations
 

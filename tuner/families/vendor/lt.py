@@ -1,4 +1,4 @@
-"""cuBLASLt's C interface, as far as products need it: list algorithms, rebuild one, launch it.
+"""The part of cuBLASLt's C interface that products need: list algorithms, rebuild one, launch it.
 
 The library is the one that torch has loaded, through ctypes: no further package, and the version
 that PyTorch's own products run with. Numbers are those of ``cublasLt.h`` of CUDA 12.9 to 13.

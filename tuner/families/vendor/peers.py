@@ -1,4 +1,4 @@
-"""Kernels of others that the user has: modules in ``TUNER_PEERS_PATH``, or packages."""
+"""Peers that the user has installed: modules in ``TUNER_PEERS_PATH``, or packages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tuner.families.vendor import FAILURES
 
 
 class Peer(NamedTuple):
-    """The places of a peer, and the names of its files."""
+    """Module, package and file names of a peer."""
 
     module: str
     """Name of a file in the folder, without its ending."""
@@ -38,7 +38,7 @@ PEERS = {
 
 
 def module_of(name: str) -> Any:
-    """A peer's module, or why this machine has none.
+    """A peer's module, or the reason why it is not available.
 
     A module under ``TUNER_PEERS_PATH`` comes before a package there, and that before an
     installed one.

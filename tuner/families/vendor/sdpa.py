@@ -1,5 +1,5 @@
-"""PyTorch's fused attention backends, FlashAttention-3 and -4 where the user has them, and on
-request the three steps one by one.
+"""PyTorch's fused attention backends, FlashAttention-3 and -4 where installed, and on request
+unfused attention in three steps.
 """
 
 from __future__ import annotations
@@ -386,7 +386,7 @@ def paged_call(module: Any, problem: AttentionProblem, scale: float) -> Attend:
 
 
 def peer(kernel: str) -> Attend | str:
-    """FlashAttention-3's or -4's forward pass, or why this machine has none."""
+    """Forward pass of FlashAttention-3 or -4, or the reason why it is not available."""
     module = peers.module_of(kernel)
     if isinstance(module, str):
         return module
@@ -410,7 +410,7 @@ def tiled_peer() -> Attend | str:
 
 
 def _only_output(function: Callable[..., Any], scale_name: str) -> Attend:
-    """One signature for all peers; some return the log-sum-exp too."""
+    """A peer's call reduced to its output; some also return the log-sum-exp."""
 
     def attend(
         query: Any, key: Any, value: Any, *, causal: bool, scale: float, **options: Any

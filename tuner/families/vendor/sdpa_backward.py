@@ -1,6 +1,4 @@
-"""Backward kernels of PyTorch's fused attention, and FlashAttention-3's and -4's where the user
-has them.
-"""
+"""Backward kernels of PyTorch's fused attention, and of FlashAttention-3 and -4 where installed."""
 
 from __future__ import annotations
 
