@@ -547,8 +547,7 @@ def listed(domain: Domain) -> str:
 
 
 def without_fallbacks(serving: Sequence[Family]) -> list[Family]:
-    """The families of `serving` that are not fallbacks; all of them when every one is a fallback.
-    """
+    """The families of `serving` that are not fallbacks; all of them when each is a fallback."""
     return [family for family in serving if not family.is_fallback] or list(serving)
 
 
