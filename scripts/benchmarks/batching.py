@@ -1,13 +1,14 @@
 """``scripts/bench batching``: Transformers' continuous batching, requests and tokens a second.
 
-A model with the shapes of Llama-3.2-1B or Llama-3-8B and random weights answers requests by the
-manager behind `generate_batch`: prompts of unlike lengths, and as many new tokens for each. Each
-attention runs in a process of its own, in the engine's defaults for it: FlashAttention and the
-tuner have CUDA graphs and asynchronous steps, `sdpa` has neither. A first pass captures the graphs
-and loads the kernels; the median of the others counts.
+A model with the shapes of Llama-3.2-1B or Llama-3-8B and random weights answers requests through
+the manager behind `generate_batch`. Prompts differ in length; each request gets the same number of
+new tokens. Each attention runs in a process of its own, with the engine's defaults for it.
+FlashAttention and the tuner have CUDA graphs and asynchronous steps, `sdpa` has neither. A first
+pass captures the graphs and loads the kernels; the median of the others counts.
 
-Tokens are compared with `sdpa`'s, request by request. With random weights logits lie close, and two
-correct kernels part somewhere: FlashAttention's share is the measure of the tuner's.
+Tokens are compared with those of `sdpa`, request by request. With random weights the logits lie
+close together, and two correct kernels diverge at some token. FlashAttention's share of equal
+tokens is the yardstick for the tuner's.
 """
 
 from __future__ import annotations
@@ -111,10 +112,12 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", choices=tuple(MODELS), default="1b")
-    parser.add_argument("--ways", type=_ways, default=list(WAYS), help=f"of {','.join(WAYS)}")
+    parser.add_argument("--ways", type=_ways, default=list(WAYS), help=f"some of {','.join(WAYS)}")
     parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--prompt-tokens", type=int, default=1024, help="of the longest prompt")
-    parser.add_argument("--new-tokens", type=int, default=128, help="of each request")
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=1024, help="tokens of the longest prompt"
+    )
+    parser.add_argument("--new-tokens", type=int, default=128, help="tokens of each request")
     parser.add_argument("--page-size", type=int, default=256, help="tokens of a page of the cache")
     parser.add_argument("--rounds", type=int, default=3, help="timed passes of all requests")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write every figure there")

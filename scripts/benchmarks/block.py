@@ -1,11 +1,13 @@
-"""A block of Llama-3-8B in one CUDA graph: PyTorch, its attention replaced, all of it the tuner's.
+"""A block of Llama-3-8B in one CUDA graph: by PyTorch, with own attention, and all own.
 
-A pass is `LAYERS` blocks behind one another (RMSNorm, QKV product, rotary embedding, attention,
-output product, residual, RMSNorm, SwiGLU MLP, residual), each with weights of its own, so that they
-come from memory as in a model. The graphs of all ways are replayed in shuffled order in each round,
-that of PyTorch twice over: what its two times differ by is the control. The tuner's takes part a
-second time with plain launches: own kernels that follow one another in place do not begin early
-there. Times by kernel are the profiler's, of a replay of its own.
+A pass runs `LAYERS` blocks in sequence, each with its own weights, so that weights come from memory
+as in a model. A block is RMSNorm, QKV product, rotary embedding, attention, output product,
+residual, RMSNorm, SwiGLU MLP, and residual.
+
+The graphs of all ways are replayed in shuffled order in each round. PyTorch takes part twice; the
+difference of its two times is the control. The tuner takes part again with plain launches, without
+the overlap of programmatic dependent launch. The times of single kernels are the profiler's, from a
+separate replay.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Times of calls behind an ordinary kernel, side by side: one function, `time_calls`.
+"""Times of calls behind an ordinary kernel, interleaved: one function, `time_calls`.
 
-A kernel that is launched as a programmatic dependent of a copy of itself begins before that has
-ended, and looks faster than in a model. So each call follows an element-wise kernel here, and its
-time is the difference of two CUDA graphs: with the calls, and with the element-wise kernels only.
+A programmatic dependent of a copy of itself starts before that copy has ended, and looks faster
+than in a model. So each call follows an element-wise kernel here. Its time is the difference of two
+CUDA graphs: one with the calls, one with the element-wise kernels only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a call of `tuner.attention` costs: on the host beyond its launch, and in an eager loop."""
+"""Cost of a call of `tuner.attention`: on the host beyond its launch, and in an eager loop."""
 
 from __future__ import annotations
 

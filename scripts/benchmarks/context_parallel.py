@@ -1,9 +1,9 @@
-"""Attention over a sequence that is split over the GPUs of one host, beside one GPU's.
+"""Attention over a sequence that is split over the GPUs of one host, beside one GPU.
 
 ``scripts/bench context_parallel`` needs two GPUs. It times `tuner.attention` of the whole sequence
-on one GPU, `ring_attention` on all, the same computation without transfers, and the transfers with
-nothing to compute, forward and backward. The time with transfers less the time without is what is
-not hidden.
+on one GPU and `ring_attention` on all of them, forward and backward. It also times the computation
+without transfers, and the transfers without computation. The exposed transfer time is the time with
+transfers less the time without.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ def main(argv: Sequence[str]) -> int:
         BenchmarkError: when torch sees fewer than two GPUs, or a rank fails.
     """
     parser = argparse.ArgumentParser(prog="scripts/bench context_parallel", description=__doc__)
-    parser.add_argument("--shape", default=SHAPE, help=f"of the whole sequence (default: {SHAPE})")
+    parser.add_argument("--shape", default=SHAPE, help=f"the whole sequence (default: {SHAPE})")
     parser.add_argument("--gpus", type=int, default=0, help="how many; default: all of this host")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--json", type=Path, metavar="FILE")

@@ -1,10 +1,9 @@
 """``scripts/bench cost``: fits the families' cost models to the recordings and judges the fit.
 
-A family's constants are fitted to the logarithm of the recorded quick times, all problems at
-once; what counts most is the order within a problem. Judged is each problem by the constants
-fitted without it and others: the problems are shuffled into `FOLDS` parts, and a fit leaves
-one out. ``--write`` stores the fit to all problems as ``cache/cost/FAMILY.json``, which
-is what `Family.constants` reads.
+A family's constants are fitted to the logarithm of the recorded quick times, over all problems at
+once; the order within a problem counts most. The judgement is a cross-validation: problems are
+shuffled into `FOLDS` parts, and each is judged by a fit without its part. ``--write`` stores the
+fit to all problems as ``cache/cost/FAMILY.json``, which `Family.constants` reads.
 """
 
 from __future__ import annotations
@@ -122,11 +121,11 @@ class Fit:
         return self._quick[_key(part)]
 
     def measured(self, family: str, part: Recording) -> list[Measurement]:
-        """What passed of one family in the quick pass of a problem."""
+        """Quick times of one family at a problem; only candidates that passed."""
         return [m for m in self.quick(part) if m.ok and m.config.family == family]
 
     def constants(self, family: Family, without: Recording | None = None) -> dict[str, float]:
-        """Of a fit to all problems, or to the parts of them that one problem is not in."""
+        """Constants of a fit to all problems, or to the folds without a problem."""
         fold = None if without is None else self._folds(family.name).get(without.problem.key)
         return self._constants(family.name, fold)
 

@@ -1,7 +1,7 @@
 """A decoder with the shapes of Llama-3-8B and random weights, and its tokens a second.
 
-Three ways through it are compared: PyTorch's kernels alone, attention by `tuner.attention`, and all
-of a block: attention, the linear layers by `tuner.linear` and the gated ones by `tuner.swiglu`.
+Three ways are compared: PyTorch's kernels; attention by `tuner.attention`; and the whole block,
+with linear layers by `tuner.linear` and gated ones by `tuner.swiglu`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tuner.problem import AttentionProblem, GemmProblem, Problem, SwigluProblem
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a decoder's tensors measure."""
+    """Extents of a decoder's tensors."""
 
     hidden: int
     heads: int
@@ -33,7 +33,7 @@ LLAMA_3_8B = Sizes(4096, 32, 8, 128, 14336, 128256)
 ROTARY_BASE = 500000.0
 
 LAYERS = 4
-"""Of Llama-3-8B's 32: they are alike, and so a layer's time is."""
+"""Layers of the decoder; Llama-3-8B has 32, all alike, so the time of a layer is the same."""
 PREFILLS = (1024, 8192)
 CONTEXT, GENERATED = 1024, 64
 SLEEP_CLOCKS = 200_000_000
@@ -43,7 +43,7 @@ ROUNDS = 7
 
 @dataclass(frozen=True)
 class Way:
-    """What computes the parts of a pass."""
+    """Functions that compute the parts of a pass."""
 
     attention: Callable[..., Any]
     linear: Callable[..., Any]
@@ -171,7 +171,7 @@ def _turned(x: Any, cos: Any, sin: Any) -> Any:
 
 
 def problems(sizes: Sizes = LLAMA_3_8B) -> list[Problem]:
-    """What a block calls; decoding's attention once for all of its lengths, in their middle."""
+    """Problems of a block; decoding's attention once for all of its lengths, in their middle."""
     found: list[Problem] = [_attention(sizes, n, n, is_causal=True) for n in PREFILLS]
     found.append(_attention(sizes, 1, CONTEXT + GENERATED // 2))
     width = sizes.heads * sizes.head_dim
@@ -203,7 +203,7 @@ def _attention(
 
 
 def measure(layers: int, sizes: Sizes = LLAMA_3_8B, device: str = "cuda") -> dict[str, Any]:
-    """Of each pass what `_compared` finds."""
+    """Figures of each pass, as `_compared` gives them."""
     import torch
 
     found: dict[str, Any] = {"layers": layers}

@@ -1,22 +1,22 @@
-"""``scripts/bench dispatch``: what a call of `tuner.attention` costs beside its kernel.
+"""``scripts/bench dispatch``: cost of a call of `tuner.attention` beside its kernel.
 
 Five parts, each a process of its own with a time-out, on one GPU:
 
-- host: host time a call in bursts that the launch queue holds, beside the bare launch (a loop in C
-  over the kernel's entry point) and PyTorch's and FlashAttention-4's own calls; the table's share;
-  how many of the calls the C++ dispatcher answered.
+- host: host time a call in bursts that the launch queue holds. It stands beside the bare launch (a
+  loop in C over the kernel's entry point), and PyTorch's and FlashAttention-4's own calls. Also the
+  table's share, and the calls that the C++ dispatcher answered.
 - wall: time a call in an eager loop, beside the same kernel's in a CUDA graph.
-- decoder: a decoder with the shapes of Llama-3-8B and random weights, tokens a second: PyTorch's
-  kernels, attention tuned, and the whole block tuned, attention and linear layers.
-- first-call: the first call after `import tuner`, with 10,000 entries in the store; what the import
-  put off is in it.
-- wheel: the same with an empty cache, without a compiler, and with the package of prebuilt kernels
-  that `scripts/build-kernels` packs; the part of it that loads the kernels is shown.
+- decoder: tokens a second of a decoder with the shapes of Llama-3-8B and random weights. By
+  PyTorch's kernels, with attention tuned, and with the whole block tuned.
+- first-call: the first call after `import tuner`, with 10,000 entries in the store. It includes the
+  deferred imports.
+- wheel: the same with an empty cache, no compiler, and the wheel of prebuilt kernels that
+  `scripts/build-kernels` makes. The time of loading the kernels is shown.
 
-Limits stand beside the figures they are for; nothing here fails for being slow. Own kernels run
-where they are tuned: what ships has `host`'s and `wall`'s shape, and the decoder's are tuned by
+Limits stand beside their figures; no part fails for being slow. Own kernels run where they are
+tuned. Shipped decisions have the shapes of `host` and `wall`. The decoder's are tuned by
 ``scripts/bench dispatch --list-problems > p.yaml`` and ``scripts/tuner sweep --problems p.yaml``.
-What is not tuned says so, and has no figure.
+An untuned part says so, and has no figure.
 """
 
 from __future__ import annotations
@@ -111,7 +111,12 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="only print what the parts call, as YAML for `tuner sweep --problems`",
     )
-    parser.add_argument("--layers", type=int, default=decoder.LAYERS, help="of the decoder's 32")
+    parser.add_argument(
+        "--layers",
+        type=int,
+        default=decoder.LAYERS,
+        help="layers of the decoder (Llama-3-8B has 32)",
+    )
     parser.add_argument(
         "--built-only", action="store_true", help="compile no kernel: the portfolio's serve instead"
     )
@@ -131,7 +136,7 @@ def _names(text: str) -> list[str]:
 
 
 def called(parts: Sequence[str]) -> list[Problem]:
-    """What the parts call: tuned ones run own kernels, others PyTorch's."""
+    """Calls of the parts: own kernels where they are tuned, else PyTorch's."""
     return [calls.PROBLEM, *(decoder.problems() if "decoder" in parts else ())]
 
 
@@ -209,7 +214,7 @@ def _last_words(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def environment() -> dict[str, Any]:
-    """What the figures depend on.
+    """Versions and clocks behind the figures.
 
     Raises:
         BenchmarkError: where there is no GPU.
@@ -311,8 +316,8 @@ def _first_calls(
 def fill(store: Path, count: int) -> None:
     """Put decisions for `count` problems into a store that look like real ones.
 
-    One goes in as any other; the rest are copies of its rows, for they would all be checked at the
-    door, which takes a minute for 10,000.
+    The first is inserted through the store's interface, the rest as copies of its rows. Checking
+    10,000 would take a minute.
     """
     with open_store(f"sqlite:///{store}") as opened:
         opened.import_(document(1))

@@ -1,11 +1,14 @@
 """``scripts/bench engines``: vLLM's engine with its own attention, and with the tuner's plug-in.
 
-The offline engine runs models of a public shape with random weights, in CUDA graphs, each run in a
-process of its own, in a shuffled order. Of each it prints prompt tokens a second, and for each
-concurrency the time to the first token of all requests, the time a further token takes, and output
-tokens a second; and how many of the greedy tokens agree with those of vLLM's own attention. Random
-weights give logits that lie close together, so that few tokens may differ: what two runs of vLLM's
-own agree in stands beside it.
+The offline engine runs models of a public shape with random weights, in CUDA graphs. Each run is a
+process of its own, in shuffled order. Figures of a run:
+
+- prompt tokens a second
+- for each concurrency: time to the first token, time of a further token, output tokens a second
+
+Greedy tokens are compared with those of vLLM's own attention. Random weights give logits that lie
+close together, so a few tokens may differ. The agreement of two runs of vLLM's own attention is
+printed beside it.
 """
 
 from __future__ import annotations
@@ -112,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
         "--ways", action="append", choices=WAYS, help=f"default: {VLLM} and {TUNER}"
     )
     parser.add_argument("--concurrency", type=int, action="append", help="default: 1, 16 and 128")
-    parser.add_argument("--runs", type=int, default=5, help="of each shape and way")
+    parser.add_argument("--runs", type=int, default=5, help="runs of each shape and way")
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of each request's prompt")
     parser.add_argument("--tokens", type=int, default=128, help="that each request generates")
     parser.add_argument(

@@ -1,8 +1,8 @@
 """FlashAttention's functions by `tuner.attention`, for its own tests (`benchmarks.suites`).
 
-Its tests then ask the runtime for every shape of their parametrisation. What the runtime has no
-function for is skipped by name; a diagonal that ends at the last query and key, which tuned kernels
-do not compute, is handed over as a mask, with which PyTorch answers.
+Its tests then call the runtime with every shape of their parametrisation. Functions that the
+runtime lacks are skipped by name. A diagonal that ends at the last query and key is passed as a
+mask, which PyTorch answers: tuned kernels do not compute it.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""A simulated fleet on one store: what a trial costs its controller, and whether kills lose any.
+"""A simulated fleet on one store: cost of a trial in its controller, and trials lost to kills.
 
-``scripts/bench fleet`` submits one job of many problems and has many workers take them
-under leases, as `tuner worker` does, each replaying a recorded sweep: a trial takes the time that
-its kernels took to compile, so many times faster. Workers are threads of a number of processes, of
-which a part is killed (SIGKILL) at random moments, whatever their workers were doing; another
-process comes in the place of each.
+``scripts/bench fleet`` submits one job of many problems. Many workers take them under leases, as
+`tuner worker` does, and replay a recorded sweep faster than real time. Workers are threads of
+several processes. Some processes are killed (SIGKILL) at random moments and replaced.
 
-What is a worker's is counted in CPU time of its thread (`time.thread_time`), of which the search's
-(`FamilySearch`, `Search.ask`) and the simulation's own are taken away. Of a killed process
-what it spent in its last second is not counted.
+A worker's cost is the CPU time of its thread (`time.thread_time`), less that of the search
+(`FamilySearch`, `Search.ask`) and of the simulation. The last second of a killed process is not
+counted.
 """
 
 from __future__ import annotations
@@ -62,7 +60,7 @@ FAMILIES = ("cutlass_fmha", "fused_attention")
 LEASE_S = 20.0
 """Shorter than a real one, so that a killed worker's problem waits a like part of the run."""
 MIN_TRIAL_S = 2.0
-"""Of a trial whose kernels were compiled before: checking and timing alone."""
+"""Seconds of a trial whose kernels were compiled before: check and timing."""
 ATTEMPTS = 50
 """A problem may be unlucky often: no kill may fail it."""
 LAST_KILL = 0.8
@@ -70,7 +68,7 @@ LAST_KILL = 0.8
 REPORT_S = 1.0
 """Between two reports of a process."""
 NOT_OWN = ("search", "simulation")
-"""What is no cost of the controller."""
+"""Parts that are not a cost of the controller."""
 
 
 class Clock:
@@ -95,7 +93,7 @@ class Clock:
             self._local.inner = outer + took
 
     def read(self) -> dict[str, float]:
-        """What was counted up to now."""
+        """Counts up to now."""
         with self._lock:
             return dict(self.seconds)
 
@@ -133,7 +131,7 @@ class Crew:
     speed: float
     """Times faster than recorded."""
     report: Path
-    """Where it tells, again and again, what it spent."""
+    """File for its periodic reports of CPU time."""
     lease_s: float
     beat_s: float
 

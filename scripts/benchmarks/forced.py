@@ -1,9 +1,9 @@
 """Kernels for problems that nobody tuned: one config each, compiled on demand.
 
 For benchmarks that check kernels on shapes of other people's choice, where a search would take
-hours. The kernel is the portfolio's, also where a vendor's is expected to be faster. Where no
-portfolio knows the domain, the config is the first legal one by predicted time at a canonical
-length, so that many shapes share a kernel.
+hours. The kernel is the portfolio's, even if a vendor's is expected to be faster. Without a
+portfolio for the domain it is the first legal config by predicted time at a canonical length. So
+many shapes share a kernel.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Attention of e4m3 by own kernels, FlashAttention-3's serving build and cuDNN.
 
-``scripts/bench fp8_attention`` takes the own kernels that are compiled. It gives all of them one
-factor a tensor, which is what cuDNN takes, and prints each one's time in a stream and its error
-against float64. cuDNN's outputs are e4m3 on Hopper, scaled to its range; the others' are bf16. All
-are timed in one pass (`call_times.time_calls`).
+``scripts/bench fp8_attention`` takes the own kernels that are compiled. All contenders get one
+factor a tensor, the only form that cuDNN takes. It prints the time of each in a stream and its
+error against float64. cuDNN's outputs are e4m3 on Hopper, scaled to its range; the others' are
+bf16. All are timed in one pass (`call_times.time_calls`).
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ def plans_of(
 def contenders(
     problem: AttentionProblem,
 ) -> tuple[Calls, Calls, Any, Before, float, list[str]]:
-    """Own calls and peers' by name, the output in float64, the kernel that writes the queries, the
-    factor of outputs in e4m3, and what could not take part.
+    """Own calls and peers' by name, the output in float64, and the kernel that writes the queries.
+    Then the factor of outputs in e4m3, and the contenders that could not take part.
     """
     import torch
 
@@ -220,8 +220,8 @@ def ignoring(call: Callable[[], Any]) -> Callable[[int], Any]:
 
 
 def lead(found: Mapping[str, Any]) -> tuple[float, bool] | None:
-    """Time of the fastest peer over the fastest own kernel's; True if the own error is not larger
-    than that peer's; None where one of them is missing.
+    """Time of the fastest peer over that of the fastest own kernel, and True if the own error is
+    not larger. None where one of them is missing.
     """
     own = next((row for row in found["rows"] if row["is_own"]), None)
     peer = next((row for row in found["rows"] if not row["is_own"]), None)

@@ -1,10 +1,10 @@
-"""A job on several GPUs against the same job on one: trials a minute, and whether times agree.
+"""A job on several GPUs against the same job on one: trials a minute, and agreement of the times.
 
-``scripts/bench gpus`` sweeps twelve problems of the acceptance suite with a fixed order of
-candidates, so that both runs measure the same ones: on all GPUs, then on the first alone. Each job
-is run twice, and the second run counts: the first one compiles what is missing, starts the workers
-and has the vendors' libraries plan what they keep. Stores are temporary. ``--compile-only`` fills
-the artifact cache ahead of time, where there is no GPU too.
+``scripts/bench gpus`` sweeps twelve problems of the acceptance suite on all GPUs, then on the first
+one. The order of the candidates is fixed, so that both runs measure the same ones. Each job runs
+twice, and the second run counts. The first one compiles missing kernels, starts the workers and
+lets the vendors' libraries plan. Stores are temporary. ``--compile-only`` fills the artifact cache
+ahead of time, also without a GPU.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ FAMILY = "fused_attention"
 
 
 def options_of(trials: int) -> JobOptions:
-    """Of both jobs; the order of the candidates follows from them alone."""
+    """Options of both jobs; they alone determine the order of the candidates."""
     return JobOptions(SweepOptions(families=(FAMILY,), trials=trials, sampler="cost"))
 
 
 def kernels(problems: Sequence[Problem], options: SweepOptions) -> list[KernelSpec]:
-    """What the jobs will compile, each once."""
+    """Kernels of both jobs, without duplicates."""
     member, chosen = family(FAMILY), effort(options.effort)
     found: dict[KernelSpec, None] = {}
     for problem in problems:

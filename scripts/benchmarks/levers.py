@@ -1,7 +1,8 @@
-"""Each lever of a tuned kernel by itself: the winner, and its neighbours in one parameter.
+"""Effect of each parameter of a tuned kernel: the winner, and its neighbours in one parameter.
 
-``scripts/bench levers --shape S=1024,D=64`` times, interleaved in one run, the best own
-kernel of the cache and every legal config that differs from it in one parameter, one step each way.
+``scripts/bench levers --shape S=1024,D=64`` times the best own kernel of the cache and its
+neighbours, interleaved in one run. A neighbour is a legal config that differs in one parameter by
+one step.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from tuner.store.entry import is_vendor
 def neighbours(member: Family, problem: Problem, config: Config, gpu: Gpu) -> dict[str, Config]:
     """Legal configs that differ from `config` in one parameter, by ``name=value``.
 
-    A parameter gets the nearest legal values below and above its own among those that a search
-    tries (`Family.tried`). Where changing it removes or adds another parameter, the config is the
-    one of the family's space that agrees in all parameters that both have. A parameter that is
-    absent when it is off gets ``name=value`` for each legal value, or ``name=off``.
+    A parameter gets the nearest legal values below and above its own among `Family.tried`. If the
+    change removes or adds another parameter, the config comes from the family's space: it agrees in
+    all parameters that both have. An optional parameter gets ``name=value`` for each legal value,
+    or ``name=off``.
     """
     found: dict[str, Config] = {}
     space = list(member.space(problem, gpu))

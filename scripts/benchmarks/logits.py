@@ -1,9 +1,9 @@
 """Errors of a model's logits by each attention, against the same model in fp64.
 
-``scripts/bench logits`` builds small models of four architectures with random weights and runs the
-same tokens, a prompt and then one more token on its cache, by Transformers' ``eager`` and ``sdpa``
-and by the fused kernel, which is forced onto every call whatever was tuned. If the kernel's
-errors are no larger than ``sdpa``'s, a beam search that ends otherwise chose between near ties.
+``scripts/bench logits`` builds small models of four architectures with random weights. Each runs a
+prompt and one more token on its cache. Attention is Transformers' ``eager`` and ``sdpa``, and the
+fused kernel, which is forced onto every call. A beam search may end differently with errors up to
+those of ``sdpa``: it then chose between near ties.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 ``scripts/bench masks`` times causal masks, documents, windows and prefixes over (4, 16, 4096, D) in
 bf16. Each call stands behind a kernel that writes its queries (`benchmarks.call_times`).
-FlexAttention is compiled by torch.compile; the own kernel comes in a few configs, of which the
-fastest of a first pass takes part in the second. ``--compile`` only compiles the kernels.
-``--served`` times what the portfolio answers at other shapes (`benchmarks.masks_served`).
+FlexAttention is compiled by torch.compile. Own kernels of a few configs take part in a first pass,
+and the fastest of them in the second. ``--compile`` only compiles the kernels. ``--served`` times
+the portfolio's answers at other shapes (`benchmarks.masks_served`).
 """
 
 from __future__ import annotations

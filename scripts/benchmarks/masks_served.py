@@ -114,7 +114,7 @@ class Calls:
         return self._compiled(*self.tensors, **self.options)
 
     def own(self, _: int) -> Any:
-        """What the runtime answers."""
+        """The runtime's answer."""
         import tuner
 
         query, key, value = self.tensors

@@ -1,11 +1,15 @@
-"""``scripts/bench models``: which calls of whole models the tuner answers, and tokens a second.
+"""``scripts/bench models``: calls of whole models that the tuner answers, and tokens a second.
 
-Models of real architectures with random weights, from Transformers and in plain PyTorch, each in
-four modes: eager and compiled, each forward and training. Three ways through each: PyTorch's own
-attention, ``attn_implementation="tuner"``, and PyTorch's under `tuner.enable`. Of each it prints
-hits and refusals by reason of one pass (`tuner.stats`), attention calls that were neither (each
-model has one a layer, and a graph may pass the tuner by), tokens a second beside PyTorch's (medians
-of interleaved passes), and how far the output is from PyTorch's.
+Models of real architectures with random weights, from Transformers and in plain PyTorch. Each runs
+in four modes: eager and compiled, each forward and training. Three ways through each: PyTorch's own
+attention, ``attn_implementation="tuner"``, and PyTorch's under `tuner.enable`.
+
+Figures of a model:
+
+- hits and refusals by reason of one pass (`tuner.stats`)
+- attention calls that were neither: each model has one a layer, and a graph may bypass the tuner
+- tokens a second beside PyTorch's, medians of interleaved passes
+- difference of the output from PyTorch's
 """
 
 from __future__ import annotations
@@ -79,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--models", type=partial(_names, MODELS), default=list(MODELS))
     parser.add_argument("--modes", type=partial(_names, MODES), default=list(MODES))
-    parser.add_argument("--layers", type=int, default=4, help="of each model")
+    parser.add_argument("--layers", type=int, default=4, help="layers of each model")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write every figure there")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for a model and mode")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

@@ -1,11 +1,13 @@
 """Attention over paged caches: the own kernel, FlashAttention-3's serving build, the dense kernel.
 
-``scripts/bench paged`` times decoding, chunks of prompts and batches of both as an engine has them:
-each call stands behind a kernel that writes its queries, in a CUDA graph, over caches that are
-rotated so that none is in the L2; the time of a graph of those kernels alone is taken off. The
-contenders take turns in a shuffled order in every round. FlashAttention-3 gets its scheduler's
-metadata, made before. The own kernel comes in several configs and schedules, of which the fastest
-of a quick pass takes part in the rounds, as does the dense kernel where all sequences are alike.
+``scripts/bench paged`` times decoding, chunks of prompts and batches of both as an engine has them.
+Each call stands behind a kernel that writes its queries, in a CUDA graph. Caches are rotated, so
+that none is in the L2. The time of a graph with only the other kernels is taken off. The contenders
+are interleaved in shuffled order in every round.
+
+FlashAttention-3 gets its scheduler's metadata, made before. Own kernels of several configs and
+schedules take part in a quick pass, and the fastest in the rounds. The dense kernel takes part
+where all sequences are alike.
 """
 
 from __future__ import annotations

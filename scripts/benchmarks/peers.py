@@ -1,8 +1,8 @@
 """Libraries at their best: every plan of cuDNN and every algorithm of cuBLASLt, timed.
 
-``scripts/bench peers`` sweeps the vendors' kernels of some problems, into a store of its own, and
-says of each library's list how many there were and passed, the time of the library's own first
-choice and of the fastest, and what a call of the fastest costs on the host beside PyTorch's.
+``scripts/bench peers`` sweeps the vendors' kernels of some problems, into a store of its own. For
+each library it prints the number of listed and of passed candidates, and the times of its default
+and of the fastest. It also prints the host time of a call of the fastest, beside PyTorch's.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """``scripts/bench population``: calls drawn from public models, by the tuner, PyTorch and peers.
 
 `tuner.problem.population` draws the calls and says how. Each is made as its model makes it, behind
-an element-wise kernel: by `tuner.attention`, `tuner.linear` or `tuner.swiglu`, by PyTorch's own
-choice (twice: their ratio is the noise), under `tuner.enable`, and by cuDNN, FlashAttention-3 and
--4, cuBLAS and cuBLASLt where they take it. Outputs are compared before anything is timed.
+an element-wise kernel. Contenders are `tuner.attention`, `tuner.linear` or `tuner.swiglu`;
+PyTorch's own choice, twice, as a control; PyTorch under `tuner.enable`; and cuDNN, FlashAttention-3
+and -4, cuBLAS and cuBLASLt. Outputs are compared before the timing.
 
 ``--json OUT`` appends a line for each call and goes on where it stopped. Each call runs in a child
-process with a time limit; what fails or hangs is a row with its reason, and stays in every count.
-``--list`` needs no GPU: it prints the calls, and what `tuner lookup` answers for each of them.
+process with a time limit. A call that fails or hangs is a row with its reason, and stays in every
+count. ``--list`` needs no GPU: it prints the calls, and the answer of `tuner lookup` for each of
+them.
 """
 
 from __future__ import annotations

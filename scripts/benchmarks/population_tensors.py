@@ -1,7 +1,7 @@
-"""Tensors of a drawn call as its model would hand them over, and the problem in them.
+"""Tensors of a drawn call as its model would pass them, and the problem in them.
 
-They are views of one projection, a beginning of a longer cache, or (B, S, H, D) seen as
-(B, H, S, D); `tuner.problem.population` says which.
+They are views: of one projection, of the beginning of a longer cache, or (B, S, H, D) seen as (B,
+H, S, D). `tuner.problem.population` says which.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ class Inputs:
     whole_mask: Any = None
     """Mask that PyTorch is given: `mask`, with a window as booleans."""
     seen: Any = None
-    """(B or 1, H or 1, SQ, 1): rows that see a key; None: all do. What the others hold is nobody's
-    to say: PyTorch's kernels differ there."""
+    """(B or 1, H or 1, SQ, 1): rows with a visible key; None: all. Other rows have no defined
+    value: PyTorch's kernels differ there.
+    """
 
 
 def made(call: ModelCall, device: str, copies: int) -> list[Inputs]:

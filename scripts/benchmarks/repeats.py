@@ -1,8 +1,8 @@
-"""True if sweeps of a problem agree: the same sweep again and again, its winners side by side.
+"""Agreement of repeated sweeps of one problem: their winners, timed in one pass.
 
-``scripts/bench repeats --shape S=1024,D=64`` sweeps with a seed of its own each time, into
-a store of its own, so that no sweep knows of another; what was compiled stays compiled. Then every
-own winner is timed in one final pass, interleaved, which says how far the worst is from the best.
+``scripts/bench repeats --shape S=1024,D=64`` sweeps with several seeds, each into an empty store.
+Compiled kernels are kept. Then all own winners are timed in one interleaved final pass, which shows
+the distance of the worst from the best.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tuner.tuning.sweep import SweepOptions
 
 TIMES = 10
 ROUNDS = 40
-"""Of the pass that compares the winners."""
+"""Rounds of the pass that compares the winners."""
 
 
 def swept(problem: Problem, runners: Runners, options: JobOptions) -> Outcome:

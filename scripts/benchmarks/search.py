@@ -1,10 +1,11 @@
-"""``scripts/bench search``: what each sampler finds on recorded sweeps after how many compiles.
+"""``scripts/bench search``: results of each sampler on recorded sweeps, by the number of compiles.
 
-Every recorded sweep is replayed through the real search (`tuner.search.study`). Nothing of a
-problem's own results reaches what searches it: the cost models are fitted again without them, and
-`model` learns from the other problems' recordings alone. A seed decides what a sampler draws, and
-draws each timing anew from the deviation that was recorded with it; regret is judged by the
-recorded time of what then looks best, against the recorded best.
+Every recorded sweep is replayed through the real search (`tuner.search.study`). A problem's own
+results never reach its search. The cost models are fitted again without them, and `model` learns
+from the recordings of other problems.
+
+A seed decides the sampler's draws, and draws each timing anew from its recorded deviation. Regret
+is the recorded time of the candidate that looks best, against the recorded best.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ STOPPED = "model-stopping"
 """The sampler `model` as a sweep uses it: it ends when no gain is expected."""
 METHODS = (*SAMPLERS, STOPPED)
 MAX_DEVIATION = 0.1
-"""Of a timing, as a share: more is a round that was interrupted, which moves no median. Of
-9,400 recorded quick timings 28 are so."""
+"""Largest deviation of a timing, as a share. A larger one is an interrupted round, which moves no
+median (28 of 9,400 recorded quick timings).
+"""
 WIDE = COMPILED[-1] + 1
 """Groups from which on a recording counts in the summary: no budget enumerates it."""
 
@@ -134,7 +136,7 @@ class Run:
     timed: int
     """Candidates that were timed."""
     winner: float = math.inf
-    """What the final pass among the leaders of the end chooses, as a share over the best."""
+    """Time of the final pass's choice among the leaders of the end, as a share over the best."""
 
 
 @dataclass(frozen=True)
@@ -181,8 +183,8 @@ def replay(case: Case, method: str, seed: int, pace: Pace = Pace()) -> Run:
 
 
 def won(case: Case, seen: Sequence[Measurement]) -> tuple[Config | None, float]:
-    """The finalist that is fastest by the recorded times, as timing them again says, and its time
-    over the recorded best, as a share; None and infinity where nothing passed.
+    """The finalist that is fastest when it is timed again, and its recorded time over the recorded
+    best, as a share. None and infinity where no candidate passed.
     """
     families = {family.name: family for family in case.families}
     chosen = ranking.finalists(

@@ -1,8 +1,8 @@
-"""``scripts/bench select``: what choosing a portfolio's kernel for a new shape costs, on the CPU.
+"""``scripts/bench select``: CPU time of choosing a portfolio's kernel for a new shape.
 
-Microseconds of CPU time of one `Portfolio.select`, at sizes that were not asked before: the median
-of several rounds, for each domain of the shipped portfolios, or of those that serve on ``--gpu``,
-rescaled where it has none of its own. Needs no GPU.
+Microseconds of one `Portfolio.select` at sizes that are not cached, as the median of several
+rounds. For each domain of the shipped portfolios, or of those that serve on ``--gpu``, rescaled
+where it has none of its own. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ WIDTHS = (1024, 2048, 2560, 3072, 3584, 4096, 5120, 8192, 11008, 14336, 28672)
 def main(argv: Sequence[str]) -> int:
     """Measure and print a line for each domain; 0."""
     parser = argparse.ArgumentParser(prog="scripts/bench select", description=__doc__)
-    parser.add_argument("--shapes", type=int, default=500, help="of each domain (default 500)")
+    parser.add_argument(
+        "--shapes", type=int, default=500, help="shapes of each domain (default 500)"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="over unlike shapes (default 5)")
-    parser.add_argument("--seed", type=int, default=0, help="of the shapes (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the shapes (default 0)")
     parser.add_argument(
         "--gpu", help="select for this GPU, as H100 (default: each portfolio's own)"
     )

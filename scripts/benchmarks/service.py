@@ -1,7 +1,8 @@
-"""What the HTTP service answers a second: lookups, batches, snapshots; and what a mirror costs.
+"""Throughput of the HTTP service: lookups, batches and snapshots a second, and the cost of a
+mirror.
 
-The service runs as ``tuner serve`` does, in a process of its own on loopback; the requests come
-from this one, over connections that stay open, so both share the machine.
+The service runs as ``tuner serve`` does, in a process of its own on loopback. The requests come
+from this process, over connections that stay open, so both share the machine.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ BATCH = 100
 CONNECTIONS = 4
 """Requests at a time."""
 REPEATS = 30
-"""Of what is timed alone; the median is told."""
+"""Repeats of a single timed request; the median is printed."""
 #: What the service is meant to reach on loopback with 2 cores.
 GOALS = {
     "single lookups a second": (1_000, "at least"),
@@ -269,7 +270,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         BenchmarkError: when the service fails.
     """
     parser = argparse.ArgumentParser(prog="scripts/bench service", description=__doc__)
-    parser.add_argument("--entries", type=int, default=10_000, help="of the table (10000)")
+    parser.add_argument(
+        "--entries", type=int, default=10_000, help="entries of the table (default 10000)"
+    )
     parser.add_argument("--seconds", type=float, default=5.0, help="for each rate (5)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures there")
     args = parser.parse_args(argv)

@@ -1,11 +1,13 @@
-"""``scripts/bench stopping``: a simulated clock over recorded sweeps, to judge what ends a search.
+"""``scripts/bench stopping``: a simulated clock over recorded sweeps, to judge when a search ends.
 
-A recorded problem is searched as a sweep does, with the timings drawn anew from the recorded
-deviations. Kernels compile on simulated cores, a group each, in the order in which they are asked
-for. A group takes the seconds that were recorded of it, else a duration drawn from those recorded
-of its family. One simulated GPU times what is compiled. Prices of a second of waiting are compared;
-price 0 waits for everything that was asked for. The times are simulated, the losses replayed: each
-is the recorded time of the finalist that is fastest by the record, against the recorded best.
+A recorded problem is searched as a sweep does, with timings drawn anew from the recorded
+deviations. Kernels compile on simulated cores, a group each, in the order of the requests. A group
+takes its recorded seconds, else a duration drawn from those of its family. One simulated GPU times
+compiled kernels.
+
+Prices of a second of waiting are compared; price 0 waits for everything that was requested. The
+times are simulated, the losses replayed. A loss is the recorded time of the fastest finalist,
+against the recorded best.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """PyTorch's and FlashAttention's own tests of attention, by forced kernels and by PyTorch alone.
 
 ``scripts/bench suites --pytorch PATH --flash-attention PATH`` runs ``test/test_transformers.py``
-(its SDPA classes) and ``tests/test_flash_attn.py`` of two checkouts, each twice: by PyTorch alone,
-and with kernels of this project forced onto every shape that they take (`benchmarks.forced`).
-Failures that PyTorch alone does not have are what counts; those of tests that assert which backend
-ran, or dropout's random stream, are listed apart, by name.
+(its SDPA classes) and ``tests/test_flash_attn.py`` of two checkouts. Each runs twice: by PyTorch
+alone, and with kernels of this project forced onto every shape that they take
+(`benchmarks.forced`). Failures that PyTorch alone does not have are what counts. Tests that assert
+which backend ran, or dropout's random stream, are listed apart, by name.
 
 The same command goes on where it was stopped, in the folder of ``--work``.
 """
@@ -404,7 +404,7 @@ def main(argv: Sequence[str]) -> int:
         "--pytorch-sample", type=float, default=1.0, help="part of PyTorch's tests (default 1)"
     )
     parser.add_argument(
-        "--processes", type=int, default=2, help="of each suite and mode, side by side (default 2)"
+        "--processes", type=int, default=2, help="processes of each suite and mode (default 2)"
     )
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="end what runs then")
     parser.add_argument(

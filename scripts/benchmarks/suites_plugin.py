@@ -1,7 +1,7 @@
 """pytest plug-in of ``scripts/bench suites``: one process's share of a suite, recorded.
 
-`VARIABLE` holds a `Share` as JSON. Each test adds a line to the record when it begins and when it
-ends, so that what a killed process did is known and is not done again.
+`VARIABLE` holds a `Share` as JSON. Each test adds a line to the record at its start and at its end.
+So the work of a killed process is known and not repeated.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ class Recorder:
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
-        """Keep the share's tests that have no result yet, in a random order: the tests of a run
-        that is ended early are a sample, too, and both modes begin with the same ones.
+        """Keep the share's tests without a result, in a random order. So a run that is ended early
+        is a sample, and both modes begin with the same tests.
         """
         known = read(self._path)
         wanted = [i for i in items if self._share.wants(i.nodeid) and i.nodeid not in known]

@@ -101,7 +101,7 @@ class FakeWorker:
 
 
 class Machines:
-    """What `Runners` is on a machine with a GPU."""
+    """Stands for `Runners` on a machine with a GPU."""
 
     gpu = DEFAULT_GPU
 

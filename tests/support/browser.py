@@ -72,11 +72,11 @@ class Browser:
         self._say("url", url=url)
 
     def run(self, script: str, *values: Any) -> Any:
-        """What a script's body returns."""
+        """Run a script's body and give what it returns."""
         return self._say("execute/sync", script=script, args=list(values))
 
     def wait(self, condition: str, *values: Any) -> Any:
-        """What a script's expression gives, once it is true."""
+        """Wait until a script's expression is true and give its value."""
         deadline = time.monotonic() + WAIT_S
         while not (found := self.run(f"return {condition}", *values)):
             assert time.monotonic() < deadline, f"{condition}: {self.text}"
@@ -85,7 +85,7 @@ class Browser:
 
     @property
     def text(self) -> str:
-        """What the page says, as it is laid out."""
+        """Text of the page, as it is laid out."""
         return str(self.run("return document.body.innerText"))
 
     def resize(self, width: int, *, is_dark: bool = False) -> None:
@@ -99,7 +99,7 @@ class Browser:
             self._say("goog/cdp/execute", cmd=command, params=parameters)
 
     def complaints(self) -> list[str]:
-        """What the console has said since the last call."""
+        """Messages of the console since the last call."""
         return [entry["message"] for entry in self._say("se/log", type="browser")]
 
     def screenshot(self, path: Path) -> None:

@@ -154,7 +154,7 @@ def user_fixture(tmp_path: Path) -> Iterator[Machine]:
 
 @pytest.fixture(scope="module")
 def packed_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What such a machine packs; nobody changes it."""
+    """The bundle of such a machine; never changed."""
     folder = tmp_path_factory.mktemp("packed")
     machine = made(folder / "maker")
     out = folder / "b.tar"

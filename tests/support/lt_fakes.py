@@ -24,7 +24,7 @@ WORKSPACES = {21: 0, 66: 4096, 67: 1 << 24}
 
 
 def of(reference: Any) -> Any:
-    """What a pointer made by `ctypes.byref` points to."""
+    """Target of a pointer made by `ctypes.byref`."""
     return reference._obj
 
 

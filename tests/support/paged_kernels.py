@@ -28,9 +28,9 @@ class FakeKernel:
 
 @pytest.fixture
 def paged_kernels(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Has the table find a fused attention kernel for whatever is posed. `posed` has each kind and
-    problem that was asked for, `launched` addresses, integers and scalars of each launch;
-    `refusal` is what the table finds where one is put there.
+    """Make the table find a fused attention kernel for every problem. `posed` has each requested
+    kind and problem, `launched` the addresses, integers and scalars of each launch. A `refusal`
+    that is set is found instead.
     """
     import torch
 

@@ -39,7 +39,7 @@ def client_fixture(store: Store) -> Iterator[TestClient]:
 
 
 class Text(HTMLParser):
-    """What a reader sees, and what the tags say."""
+    """Text that a reader sees, and that of the tags."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

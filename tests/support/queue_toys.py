@@ -1,4 +1,4 @@
-"""What the tests of controllers share: a family of toys, and replays of it in the GPUs' place."""
+"""Shared by the tests of controllers: a family of toys, and replays of it in place of GPUs."""
 
 from __future__ import annotations
 

@@ -36,12 +36,12 @@ def recorded() -> recording.Recording:
 
 
 def folder() -> Path:
-    """What the nodes tell each other and the test: files."""
+    """Folder of the messages between the nodes and the test."""
     return Path(os.environ["RAY_FAKES"])
 
 
 def told(name: str) -> str:
-    """What the test wants of the nodes; empty by default."""
+    """Instructions of the test for the nodes; empty by default."""
     path = folder() / name
     return path.read_text() if path.exists() else ""
 

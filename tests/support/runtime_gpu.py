@@ -1,4 +1,4 @@
-"""What the tests of the runtime on a GPU share: a store of their own, compiled kernels, tensors."""
+"""Shared by the tests of the runtime on a GPU: a store of their own, compiled kernels, tensors."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def promising(problem: Problem, gpu: Gpu, name: str) -> list[Config]:
 
 
 def first_kernels(problem: Problem, name: str) -> list[KernelSpec]:
-    """Of a family's most promising config; none without a GPU."""
+    """Kernels of a family's most promising config; none without a GPU."""
     if not torch.cuda.is_available():
         return []
     found = promising(problem, this_gpu(), name)[:1]

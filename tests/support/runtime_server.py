@@ -1,9 +1,9 @@
 """The runtime behind its C++ dispatcher over CPU tensors: a real store and artifacts, and kernels
 that write a pattern.
 
-The kernel fills the output with the first element of the query (or of a product's first matrix)
-plus the count of its rows (and of the keys that attention has more than queries), so a result says
-which tensors and which plan it came from.
+The kernel fills the output with a sum, so a result identifies the tensors and the plan. The terms
+are the first element of the first operand, the number of its rows, and the keys that attention has
+beyond its queries.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def built_dispatcher(
     tmp_path_factory: pytest.TempPathFactory, shared_cache: Path
 ) -> SimpleNamespace:
     """The dispatcher (13 CPU-seconds), compiled once for all processes of a run, and the fake
-    kernel, once for all modules: a process loads one library of a key.
+    kernel, once for all modules. A process loads one library of a key.
     """
     if _built:
         return _built[0]

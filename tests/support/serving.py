@@ -1,4 +1,4 @@
-"""What the tests of the service share: decisions to serve, a process that serves, and waiting."""
+"""Shared by the tests of the service: decisions to serve, a process that serves, and waiting."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def eventually(holds: Callable[[], bool]) -> None:
 
 @contextlib.contextmanager
 def service(url: str, descriptors: int = 0) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """``tuner serve`` as a process over a store, made where there is none, and where it listens;
-    with a soft limit of open files where one is named.
+    """``tuner serve`` as a process over a store, made where there is none, and its address. With a
+    soft limit of open files where one is named.
     """
     open_store(url).close()
     limited = ["sh", "-c", 'ulimit -Sn "$0"; exec "$@"', str(descriptors)] if descriptors else []

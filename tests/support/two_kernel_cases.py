@@ -11,7 +11,7 @@ from tuner.problem import AttentionProblem
 def make(
     tile_n: int, scores: tuple[int, int, int, int], output: tuple[int, int, int, int]
 ) -> Config:
-    """Of each kernel groups, stages, buffers and blocks an SM."""
+    """A config from groups, stages, buffers and blocks an SM of each kernel."""
     params: dict[str, Value] = {"tile_n": tile_n}
     for stage, values in (("scores", scores), ("output", output)):
         names = (f"{stage}_{name}" for name in ("groups", "stages", "buffers", "blocks_per_sm"))

@@ -117,7 +117,7 @@ class FakeSubject:
         device.open.append(self)
 
     def timed(self) -> None:
-        """What passes its check and the quick timing may still do beside others."""
+        """Behaviour beside others, after its check and the quick timing passed."""
         if self.act == "sticky when timed":
             self.device.sticky = True
         if self.act == "refused when timed":

@@ -1,4 +1,5 @@
-"""Prose of pages and public docstrings: openings, "is no", length of sentences and paragraphs.
+"""Prose of pages, public docstrings and help texts: openings, "is no", length of sentences and
+paragraphs.
 
 Code blocks and inline code are left out. Table cells and headings are held to the wording, not to
 the lengths.
@@ -23,30 +24,18 @@ WORDING = {r"(?<!there )\b(?:is|are|was|were) no\b(?! longer)": "is not a"}
 
 FOLDERS = ("cache", "scripts", "templates", "tests", "tuner")
 PAGES = sorted([*ROOT.glob("*.md"), *(p for f in FOLDERS for p in (ROOT / f).rglob("*.md"))])
-#: Packages and modules of `tuner` whose public docstrings are held.
-STRICT: tuple[str, ...] = (
-    "base",
-    "bench",
-    "bundle",
-    "cli",
-    "compile",
-    "config",
-    "errors",
-    "families",
-    "hardware",
-    "measure",
-    "measurement",
-    "problem",
-    "report",
-    "runners",
-    "runtime",
-    "search",
-    "selection",
-    "service",
-    "settings",
-    "store",
-    "tuning",
+#: Places of public docstrings: each package and module of `tuner`, and what lies elsewhere.
+PLACES = sorted(
+    [
+        *(path for path in (ROOT / "tuner").iterdir() if (path / "__init__.py").is_file()),
+        *(ROOT / "tuner").glob("*.py"),
+        ROOT / "cache",
+        ROOT / "scripts",
+        ROOT / "tests" / "support",
+    ]
 )
+#: Places of argument parsers.
+COMMANDS = sorted([*(ROOT / "tuner" / "cli").glob("*.py"), *(ROOT / "scripts").rglob("*.py")])
 
 
 def plain(text: str) -> str:
@@ -148,14 +137,54 @@ def test_pages(page: Path) -> None:
     assert found == []
 
 
-@pytest.mark.parametrize("place", STRICT)
-def test_public_docstrings(place: str) -> None:
-    path = ROOT / "tuner" / place
-    files = sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
+def help_texts(tree: ast.Module) -> Iterator[str]:
+    """Texts of arguments and commands, and of constants that are called a description."""
+
+    def text_of(node: ast.AST) -> str:
+        match node:
+            case ast.Constant(str() as text):
+                return text
+            case ast.JoinedStr(values):
+                return "".join(text_of(value) or "Code" for value in values)
+            case ast.BinOp(left, ast.Add(), right):
+                return text_of(left) + text_of(right)
+        return ""
+
+    for node in ast.walk(tree):
+        match node:
+            case ast.keyword(arg="help" | "description" | "epilog", value=value):
+                yield text_of(value)
+            case ast.Assign(targets=[ast.Name(name)], value=value) if "DESCRIPTION" in name:
+                yield text_of(value)
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("place", PLACES, ids=name_of)
+def test_public_docstrings(place: Path) -> None:
+    files = sorted(place.rglob("*.py")) if place.is_dir() else [place]
     found = [
-        f"{file.relative_to(ROOT)} {name}: {fault}"
+        f"{name_of(file)} {name}: {fault}"
         for file in files
         for name, text in documented(ast.parse(file.read_text()))
         for fault in docstring_faults(text)
     ]
-    assert found == []
+    assert files and found == []
+
+
+def test_help_texts() -> None:
+    texts = [
+        (file, block)
+        for file in COMMANDS
+        for text in help_texts(ast.parse(file.read_text()))
+        for block in re.split(r"\n\s*\n", text)
+        if block.strip()
+    ]
+    found = [
+        f"{name_of(file)}: {fault}"
+        for file, block in texts
+        for fault in faults(block[0].upper() + block[1:])
+    ]
+    assert len(texts) > 300 and found == []

@@ -22,10 +22,10 @@ BOTH = "both"
 SHAPES = "shapes"
 """`bench.results.Row.suite` for problems named by ``--shape``."""
 
-DESCRIPTION = """Times the best own kernels that the cache holds for each problem beside the
-vendors' and peers' kernels: checked against the reference, interleaved in one run, each peer in the
-layout that it likes best. What is not compiled yet is compiled first. A kernel that hangs or
-crashes costs its own time, never the run. Nothing is stored in the cache."""
+DESCRIPTION = """Times the best own kernels of the cache for each problem beside the vendors' and
+peers' kernels. All are checked against the reference and interleaved in one run, each peer in its
+fastest layout. Missing kernels are compiled first. A kernel that hangs or crashes loses only its
+own time. The store does not change."""
 
 
 def register(subparsers: Any) -> None:
@@ -38,15 +38,14 @@ def register(subparsers: Any) -> None:
     what.add_argument(
         "--suite",
         metavar="NAME",
-        help="of attention: acceptance, decoding, long; of gemm: plain, mlp, fp8, few; of swiglu: "
-        "gated; of grouped_gemm: moe; or all (default: the first)",
+        help="for attention: acceptance, decoding, long; gemm: plain, mlp, fp8, few; swiglu: "
+        "gated; grouped_gemm: moe; or all (default: the first)",
     )
     what.add_argument(
         "--preset",
         metavar="NAME",
-        help="design-documents: the workloads, tiles and launches that those compared; "
-        "sequence-lengths: one problem from 128 to 32768, what `tuner report --bench` draws; "
-        "unfused: attention in two kernels, each set of them",
+        help="design-documents: their workloads, tiles and launches; sequence-lengths: one problem "
+        "from 128 to 32768, for `tuner report --bench`; unfused: attention in two kernels",
     )
     what.add_argument(
         "--shape",
@@ -71,7 +70,7 @@ def register(subparsers: Any) -> None:
         type=launch_named,
         choices=(*LAUNCHES, BOTH),
         help="stream: behind an ordinary kernel, as in a model (default); chained: behind copies "
-        f"of itself; eager: without a CUDA graph; {BOTH}: in a stream and chained",
+        f"of itself; eager: without a CUDA graph; {BOTH}: stream and chained",
     )
     parser.add_argument(
         "--behind",

@@ -52,12 +52,11 @@ def register(subparsers: Any) -> None:
     """Add the command."""
     parser = subparsers.add_parser(
         "build",
-        help="compile the kernels that the cache names",
+        help="compile the kernels of stored and shipped decisions",
         description=(
-            "Compiles the best own kernel of every measured entry, imported and shipped ones "
-            "too, with this machine's compiler; for a --shape that has none, what the "
-            "portfolio selects. Nothing is timed. A machine runs one build at a time; another "
-            "waits."
+            "Compiles the best own kernel of every measured entry with this machine's compiler, "
+            "imported and shipped entries included. For a --shape without an entry it compiles "
+            "the portfolio's choice. Nothing is timed. A second build on a machine waits."
         ),
     )
     parser.add_argument("--op", help="only this operation; of --shape, default attention")

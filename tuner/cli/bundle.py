@@ -21,9 +21,9 @@ MAX_REASONS = 3
 
 DESCRIPTION = """Packs measured entries with their compiled kernels, for machines and containers
 without a compiler, and prints the file's SHA-256. `tuner bundle install FILE` verifies such a file
-and adds what it holds to this user's store and artifact cache: all of it or nothing. It is the
-only way in for a compiled kernel: install what you or your machines have packed, and compare the
-hash (--sha256) where the file came over a way that you do not trust."""
+and adds it to this user's store and artifact cache, completely or not at all. It is the only way in
+for a compiled kernel. Install only files that you or your machines have packed. Compare the hash
+(--sha256) after a transfer that you do not trust."""
 
 
 def register(subparsers: Any) -> None:

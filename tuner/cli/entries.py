@@ -45,12 +45,14 @@ _MIN_DIGEST = 4
 
 def register(subparsers: Any) -> None:
     """Add the commands."""
-    parser = _add(subparsers, "lookup", look_up, "what serves a shape, from the store")
+    parser = _add(subparsers, "lookup", look_up, "show the kernel that serves a shape")
     _shape(parser)
     _other_gpu(parser)
-    parser = _add(subparsers, "list", list_all, "all entries of the store, and the shipped ones")
+    parser = _add(
+        subparsers, "list", list_all, "list the entries of the store, and the shipped ones"
+    )
     _filters(parser)
-    parser = _add(subparsers, "show", show, "one entry in full: ranking, resources, source")
+    parser = _add(subparsers, "show", show, "show one entry in full: ranking, resources, source")
     _shape(parser)
     _other_gpu(parser)
     parser.add_argument("--source", action="store_true", help="the winner's rendered CUDA source")
@@ -60,9 +62,13 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--trials", action="store_true", help="every measurement, not only the final rankings"
     )
-    parser = _add(subparsers, "import", import_file, "take over the entries of an exported file")
+    parser = _add(
+        subparsers, "import", import_file, "add the entries of an exported file to the store"
+    )
     parser.add_argument("file", type=Path)
-    parser = _add(subparsers, "pin", pin, "serve one measured config whatever sweeps decide")
+    parser = _add(
+        subparsers, "pin", pin, "serve one measured config in place of the decided winner"
+    )
     _shape(parser)
     parser.add_argument(
         "--config",
@@ -71,7 +77,7 @@ def register(subparsers: Any) -> None:
     )
     parser = _add(subparsers, "unpin", unpin, "serve the decided winner again")
     _shape(parser)
-    parser = _add(subparsers, "forget", forget, "delete all that is stored of a shape")
+    parser = _add(subparsers, "forget", forget, "delete everything stored about a shape")
     _shape(parser)
 
 

@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from tuner.report.explain import Explanation, Statement
     from tuner.report.subject import ReportSubject
 
-DESCRIPTION = """Says what the best own kernel has that the runner-up and the default have not,
-what that does to waves, occupancy, bytes and instructions, what changing one parameter alone did,
-and what limits it. Every sentence says whether its numbers were measured or computed."""
+DESCRIPTION = """Compares the best own kernel with the runner-up and the default: parameters, waves,
+occupancy, bytes, instructions, and its limit. Also shows the effect of each parameter that was
+measured alone. Every sentence says whether its numbers were measured or computed."""
 
 
 def register(subparsers: Any) -> None:
     """Add the command."""
     parser = subparsers.add_parser(
-        "explain", help="explain in plain words why a configuration won", description=DESCRIPTION
+        "explain", help="explain why a configuration won", description=DESCRIPTION
     )
     add_subject(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object")

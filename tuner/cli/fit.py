@@ -9,16 +9,17 @@ from typing import Any
 
 from tuner.selection.domains import DOMAINS
 
-DESCRIPTION = """Makes an answer for any shape of an operation from the problems that the store, the
-shipped recordings and the shipped decisions hold: a portfolio of few kernels for each domain
-(attention: head dimension, mask, phase; products: rows, epilogue) with a time model for each, and
-the regret at models that were left out. With --only, FILE keeps its other domains."""
+DESCRIPTION = """Makes a portfolio: few kernels for each domain, with a time model for each, which
+serve any shape of the operation. A domain is head dimension, mask and phase of attention, or rows
+and epilogue of a product. The input is what the store, the shipped recordings and the shipped
+decisions hold. Prints the regret at models that were left out. With --only, FILE keeps its other
+domains."""
 
 
 def register(subparsers: Any) -> None:
     """Add the command."""
     parser = subparsers.add_parser(
-        "fit", help="make a portfolio for shapes nobody tuned", description=DESCRIPTION
+        "fit", help="make a portfolio for untuned shapes", description=DESCRIPTION
     )
     parser.add_argument("--op", choices=sorted(DOMAINS), default="attention")
     parser.add_argument("--gpu", metavar="NAME", help="as H200 (default)")

@@ -13,10 +13,10 @@ from tuner.problem import PROBLEMS, Problem
 if TYPE_CHECKING:
     from tuner.search.coverage import CoveragePlan, CoveredProblem, PlannedConfig
 
-DESCRIPTION = """Says which few configurations serve every shape of a list, each within a given
-loss of the best known one there: by greedy set cover over measured times, and, where a
-configuration was not measured, over what the search would expect (marked predicted). Ranges double:
-S=128:131072; lists are S=512,1024."""
+DESCRIPTION = """Chooses few configurations for a list of shapes, each within a given loss of the
+best known one. The method is greedy set cover over measured times. Configurations without a
+measurement enter with the search's expected time, marked predicted. Ranges double: S=128:131072;
+lists are S=512,1024."""
 
 _TUNE = (
     "an estimate can be off by more than the loss that it promises; `tuner sweep` measures, and "
@@ -27,7 +27,7 @@ _TUNE = (
 def register(subparsers: Any) -> None:
     """Add the command."""
     parser = subparsers.add_parser(
-        "plan", help="few configurations for many shapes", description=DESCRIPTION
+        "plan", help="choose few configurations for many shapes", description=DESCRIPTION
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--shape", metavar="KEY=VALUES,...", help="as S=128:131072,D=64,causal=0,1")

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from tuner.problem import Problem
     from tuner.selection.reader import Entry
 
-DESCRIPTION = """Runs one call of a shape's best own kernel under Nsight Compute (ncu) and keeps
-what it counts: how busy each unit is, what warps wait for, bytes, clocks. `tuner explain` and
-`tuner report` show it from then on. Clocks are not locked, and nothing is timed."""
+DESCRIPTION = """Runs one call of a shape's best own kernel under Nsight Compute (ncu) and keeps its
+counters: load of each unit, stall reasons, bytes, clocks. `tuner explain` and `tuner report` show
+them from then on. Clocks are not locked, and nothing is timed."""
 
 
 def register(subparsers: Any) -> None:

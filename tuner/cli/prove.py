@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 
 MAX_PROCESSES = 64
 """Most processes on one GPU."""
-DESCRIPTION = """Takes every kernel that `tuner build --portfolio` built through the numerics gate,
-on problems drawn from all that it serves: edges of tiles, one query, one key, every ratio of heads,
-every layout, splits, log-sum-exp. The runtime serves what passed, at any shape. Nothing is timed. A
-verdict is stored as soon as it is known: the same command goes on where it stopped."""
+DESCRIPTION = """Takes every kernel of `tuner build --portfolio` through the numerics gate, on
+problems drawn from its whole domain. Among them are edges of tiles, one query, one key, every ratio
+of heads, every layout, splits, and the log-sum-exp. The runtime serves kernels that passed, at any
+shape. Nothing is timed. Each verdict is stored at once: the same command goes on where it
+stopped."""
 
 
 def register(subparsers: Any) -> None:

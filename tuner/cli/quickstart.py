@@ -15,10 +15,9 @@ from tuner.errors import TunerError
 
 SHAPE = "S=1024,D=64"
 
-DESCRIPTION = f"""Runs the first steps with attention of {SHAPE} and prints each command: what is
-found here (`tuner doctor`), what serves the shape (`tuner lookup`), its kernel compiled (`tuner
-build`), one call in PyTorch, and the counters of the runtime. It goes as far as this machine can,
-and says in one line what the rest needs."""
+DESCRIPTION = f"""Runs the first steps with attention of {SHAPE} and prints each command. They are
+`tuner doctor`, `tuner lookup`, `tuner build`, one call in PyTorch, and the counters of the runtime.
+It stops where this machine lacks something, and says in one line what the rest needs."""
 
 CALL = """\
 import torch
@@ -36,7 +35,9 @@ print(tuner.stats())"""
 def register(subparsers: Any) -> None:
     """Add the command."""
     parser = subparsers.add_parser(
-        "quickstart", help="the first steps, as far as this machine goes", description=DESCRIPTION
+        "quickstart",
+        help="run the first steps, as far as this machine can",
+        description=DESCRIPTION,
     )
     parser.set_defaults(run=run)
 

@@ -14,16 +14,16 @@ from tuner.errors import ConfigError, NoValidConfigError
 if TYPE_CHECKING:
     from tuner.report.subject import ReportSubject
 
-DESCRIPTION = """Writes one self-contained HTML page of a measured sweep: the verdict and how to use
-it, the kernel beside its peers, its limits, the reasons for its config, course and cost of the
-search, its space, a roofline, memory, and scaling where enough lengths are known. It reads the
+DESCRIPTION = """Writes one self-contained HTML page of a measured sweep. It shows the verdict and
+its use, the kernel beside its peers, limits, reasons for the config, and course and cost of the
+search. Also the space, a roofline, memory, and scaling where enough lengths are known. It reads the
 store, else the shipped recordings; no GPU is needed."""
 
 
 def register(subparsers: Any) -> None:
     """Add the command."""
     parser = subparsers.add_parser(
-        "report", help="a sweep as one HTML page", description=DESCRIPTION
+        "report", help="write a sweep as one HTML page", description=DESCRIPTION
     )
     add_subject(parser).add_argument(
         "--job",

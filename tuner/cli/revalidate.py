@@ -26,14 +26,12 @@ if TYPE_CHECKING:
 
     Work = Callable[[Entry, Runner, Store], dict[str, Any]]
 
-REVALIDATE = """Times the best configs of stored entries, the portfolio's most promising kernels and
-the vendors' kernels again, side by side, and decides anew: seconds an entry, nothing is searched.
-Without --shape, --problems and --all it takes the entries that were measured in another environment
-than this one (driver, torch, cuDNN, ...), or with other machine code than is compiled now; those
-are served all the while. With --regime it takes those whose problem has no decision under that
-regime: the same command goes on where it stopped. With --problems it takes those of a list, in its
-order; where this GPU has no entry, that of a GPU whose decisions serve here, and the decision
-becomes this GPU's own."""
+REVALIDATE = """Times the best configs of stored entries again, beside the portfolio's most
+promising kernels and the vendors', and decides anew. Nothing is searched; an entry takes seconds.
+By default it takes entries from another environment (driver, torch, cuDNN, ...) or with other
+machine code than is compiled now. They are served meanwhile. --regime takes problems without a
+decision under it. --problems takes a list, in its order, also decisions that another GPU shares.
+The same command goes on where it stopped."""
 
 
 def register(subparsers: Any) -> None:

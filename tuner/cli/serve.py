@@ -13,10 +13,10 @@ from tuner.base.processes import EndingSignals, exit_code
 from tuner.errors import ConfigError
 
 DESCRIPTION = """Serves the store over HTTP: configurations, a snapshot for `tuner sync`, jobs and
-their progress; GET /openapi.json describes it, and a browser is shown pages. It listens on this
-machine only unless --host says otherwise, and elsewhere than on loopback it asks for bearer tokens:
-TUNER_READ_TOKEN to look, TUNER_WRITE_TOKEN to submit and cancel jobs, too. It speaks plain HTTP:
-put a proxy with TLS before it where the network is not trusted."""
+their progress, and pages for a browser. GET /openapi.json describes the interface. It listens on
+this machine only, unless --host says otherwise. Other addresses need bearer tokens:
+TUNER_READ_TOKEN to look, TUNER_WRITE_TOKEN to submit and cancel jobs. It speaks plain HTTP: put a
+proxy with TLS before it on networks that you do not trust."""
 
 
 def register(subparsers: Any) -> None:

@@ -17,11 +17,12 @@ from tuner.problem.shapes import OPS
 #: Options that apply only to the dense forward pass, and only to a paged cache.
 DENSE, PAGED = ("batch", "decode"), ("concurrency", "page_size", "chunk")
 
-DESCRIPTION = """Lists the attention, GEMM and SwiGLU problems of a dense Transformers model's
-forward pass for ranges of batch sizes and sequence lengths, as JSON that `tuner sweep --problems`
-reads. SwiGLU is both up projections of a gated layer as one kernel (`tuner.swiglu`). With --engine
-it lists what the engine asks of `tuner.paged_attention` instead: decoding at each concurrency and
-length, and steps of prompts, with the windows, sinks and soft cap of the model's layers."""
+DESCRIPTION = """Lists the attention, GEMM and SwiGLU problems in the forward pass of a dense
+Transformers model, over ranges of batch sizes and sequence lengths. The output is JSON that `tuner
+sweep --problems` reads. SwiGLU is both up projections of a gated layer as one kernel
+(`tuner.swiglu`). With --engine it lists the engine's calls of `tuner.paged_attention`: decoding at
+each concurrency and length, and steps of prompts. Windows, sinks and soft cap are those of the
+model's layers."""
 
 
 def _of(name: str) -> str:

@@ -18,16 +18,18 @@ if TYPE_CHECKING:
     from tuner.problem import Problem
     from tuner.tuning.survey import Sample, SurveyProgress, SurveySize
 
-DESCRIPTION = """Draws kernels of each problem at random (the same arguments draw the same ones,
-whatever was measured before), compiles, checks and times them, and keeps one recording a problem,
-written while it goes on. The same command goes on where it stopped. What searches, cost models
-and rules are judged by should come from here: a sweep's recording holds what the sweep liked."""
+DESCRIPTION = """Samples kernels of each problem at random, compiles, checks and times them, and
+keeps one recording a problem, written as it goes. Equal arguments draw equal samples. The same
+command goes on where it stopped. Samplers, cost models and rules should be judged by these
+recordings: those of sweeps are biased by the search."""
 
 
 def register(subparsers: Any) -> None:
     """Add the command."""
     parser = subparsers.add_parser(
-        "survey", help="measure a random sample of kernels, to judge by", description=DESCRIPTION
+        "survey",
+        help="measure a random sample of kernels, to judge samplers and cost models by",
+        description=DESCRIPTION,
     )
     parser.add_argument("out", type=Path, metavar="FOLDER", help="folder of the recordings")
     what = parser.add_mutually_exclusive_group()

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Searches the fastest kernel of a problem among every family that serves it and the
 vendors' kernels, verifies it, and stores the decision. Candidates that the store holds from this
-environment are not measured again, so a killed sweep goes on where it stopped. Without a GPU the
-recorded sweep of the problem is replayed, or candidates are ranked by predicted time; either is
-stored and shown as what it is, and nothing is compiled without --compile."""
+environment are not measured again, so a killed sweep goes on where it stopped. Without a GPU it
+replays the recorded sweep of the problem, or ranks candidates by predicted time. Either is stored
+and shown as such, and nothing is compiled without --compile."""
 
 
 def register(subparsers: Any) -> None:
@@ -147,7 +147,10 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that `cluster_of` reads."""
     group = parser.add_argument_group("on a Ray cluster")
     group.add_argument(
-        "--runner", choices=("local", "ray"), default="local", help="where to evaluate"
+        "--runner",
+        choices=("local", "ray"),
+        default="local",
+        help="place of the evaluation: this machine, or a Ray cluster",
     )
     group.add_argument("--ray-address", metavar="HOST:PORT", help="default: RAY_ADDRESS, else auto")
     for name, which in (("gpu", "measure (one actor a GPU)"), ("compile", "compile")):

@@ -16,11 +16,11 @@ from tuner.store import open_store
 if TYPE_CHECKING:
     from tuner.store import ImportReport
 
-DESCRIPTION = """Pulls the decisions of a service (`tuner serve`) into the local store, where
-lookup and the runtime find them without it. What came from there follows it: changed decisions are
-replaced and withdrawn ones dropped; this machine's own decisions stand, and end a pin that came
-from the service. A snapshot that did not change is not sent again. Kernels are not pulled: `tuner
-build` makes them. TUNER_READ_TOKEN is sent if it is set."""
+DESCRIPTION = """Pulls the decisions of a service (`tuner serve`) into the local store, where lookup
+and the runtime find them offline. Later pulls replace changed decisions and drop withdrawn ones.
+This machine's own decisions stay, and end a pin that came from the service. An unchanged snapshot
+is not sent again. Kernels are not pulled: `tuner build` compiles them. TUNER_READ_TOKEN is sent if
+it is set."""
 
 MAX_PAUSE_S = 7 * 24 * 3600
 _PIECE_S = 0.5

@@ -9,16 +9,16 @@ from typing import Any
 from tuner import settings
 from tuner.cli.sweep import add_machine, add_studies, machine_of
 
-DESCRIPTION = """Takes one problem after the other from the jobs of the store, those of the highest
-priority first, and tunes it on this machine's GPU. Several workers may share a store. Each holds a
-lease on its problem: one that dies gives it back to the queue within half a minute, and whoever
-takes it goes on after the last finished trial. Ctrl-C, SIGTERM and SIGHUP give it back at once."""
+DESCRIPTION = """Takes problems from the jobs of the store, highest priority first, and tunes them
+on this machine's GPU. Several workers may share a store. Each holds a lease on its problem. The
+lease of a dead worker ends within half a minute, and another worker goes on after the last finished
+trial. Ctrl-C, SIGTERM and SIGHUP release it at once."""
 
 
 def register(subparsers: Any) -> None:
     """Add the command."""
     parser = subparsers.add_parser(
-        "worker", help="work off the jobs of the store", description=DESCRIPTION
+        "worker", help="tune the problems of the store's jobs", description=DESCRIPTION
     )
     parser.add_argument(
         "--drain", action="store_true", help="end when no problem is queued or running"
