@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.decoder import LLAMA_3_8B, OPERATIONS, ROTARY_BASE, Sizes, Way, ways
+from benchmarks.decoder import LLAMA_3_8B, OPERATIONS, ROTARY_BASE, Sizes, Way, turned, ways
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
 from tuner.config import Config
@@ -137,10 +137,10 @@ class Block:
             part.reshape(heads) for part in mixed.split([self._width, self._kv, self._kv], -1)
         )
         new = slice(what.context - what.tokens, what.context)
-        weights["keys"][:, new] = _turned(key, self._cos, self._sin)
+        weights["keys"][:, new] = turned(key, self._cos, self._sin)
         weights["values"][:, new] = value
         out = way.attention(
-            _turned(query, self._cos, self._sin).transpose(1, 2),
+            turned(query, self._cos, self._sin).transpose(1, 2),
             weights["keys"].transpose(1, 2),
             weights["values"].transpose(1, 2),
             is_causal=what.tokens > 1,
@@ -156,13 +156,6 @@ def _normed(x: Any, weight: Any) -> Any:
     import torch
 
     return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, 1e-5)
-
-
-def _turned(x: Any, cos: Any, sin: Any) -> Any:
-    import torch
-
-    left, right = x.chunk(2, -1)
-    return x * cos + torch.cat([-right, left], -1) * sin
 
 
 def passes(

@@ -144,10 +144,10 @@ class Decoder:
             mixed = way.linear(_normed(x), weights["qkv"])
             query, key, value = mixed.split([width, self._kv, self._kv], -1)
             heads = (1, count, -1, head_dim)
-            cache[0][:, start:end] = _turned(key.view(heads), cos, sin)
+            cache[0][:, start:end] = turned(key.view(heads), cos, sin)
             cache[1][:, start:end] = value.reshape(heads)
             out = way.attention(
-                _turned(query.reshape(heads), cos, sin).transpose(1, 2),
+                turned(query.reshape(heads), cos, sin).transpose(1, 2),
                 *(part[:, :end].transpose(1, 2) for part in cache),
                 is_causal=count > 1,
                 enable_gqa=True,
@@ -163,7 +163,8 @@ def _normed(x: Any) -> Any:
     return torch.nn.functional.rms_norm(x, x.shape[-1:])
 
 
-def _turned(x: Any, cos: Any, sin: Any) -> Any:
+def turned(x: Any, cos: Any, sin: Any) -> Any:
+    """Rotary embedding of (..., head_dim): ``x`` rotated by the given cosines and sines."""
     import torch
 
     left, right = x.chunk(2, -1)

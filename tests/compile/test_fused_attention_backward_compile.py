@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rendered import part
 
 from tuner.compile.artifacts import load
 from tuner.compile.compiler import Compiler
@@ -173,12 +174,6 @@ bool holds(int queries, int keys, int left, int right, int section) {
   return true;
 }
 """
-
-
-def part(body: str, pattern: str) -> str:
-    found = re.search(pattern, body, re.MULTILINE | re.DOTALL)
-    assert found is not None, pattern
-    return found[0]
 
 
 def source(number: int, problem: AttentionBackwardProblem, config: Config) -> str:

@@ -8,12 +8,12 @@ and run over small problems, against the definition of the window, in each of se
 from __future__ import annotations
 
 import itertools
-import re
 import subprocess
 from pathlib import Path
 
 import pytest
 from fused_configs import maker
+from rendered import part
 
 from tuner.compile.compiler import Compiler
 from tuner.compile.render import render
@@ -180,12 +180,6 @@ bool holds(std::vector<int> of_queries, std::vector<int> of_keys, int left, int 
   return true;
 }
 """
-
-
-def part(body: str, pattern: str) -> str:
-    found = re.search(pattern, body, re.MULTILINE | re.DOTALL)
-    assert found is not None, pattern
-    return found[0]
 
 
 #: A tile of packed sequences that is not its sequence's.

@@ -7,13 +7,13 @@ and run over masks as the numerics gate draws them.
 from __future__ import annotations
 
 import random
-import re
 import struct
 import subprocess
 from pathlib import Path
 
 import pytest
 from fused_configs import maker
+from rendered import part
 
 from tuner.compile.compiler import Compiler
 from tuner.compile.render import render
@@ -182,12 +182,6 @@ int wrong(char const* path) {
   return faults;
 }
 """
-
-
-def part(body: str, pattern: str) -> str:
-    found = re.search(pattern, body, re.MULTILINE | re.DOTALL)
-    assert found is not None, pattern
-    return found[0]
 
 
 def source(number: int, text: str, config: Config) -> str:

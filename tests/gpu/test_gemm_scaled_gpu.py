@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from gemm_cases import SCALED as CASES
 from gemm_cases import SCALED_SIZES as SIZES
@@ -35,21 +33,6 @@ def spec_of(case: str) -> KernelSpec:
 def kernels() -> list[KernelSpec]:
     """Compiled from the start; see `conftest.compiler`."""
     return [REFERENCE, *map(spec_of, CASES)]
-
-
-@pytest.fixture(scope="module")
-def device(missing_gpu: str) -> Device:
-    if missing_gpu:
-        pytest.skip(missing_gpu)
-    return Device()
-
-
-@pytest.fixture(scope="module")
-def gate(device: Device, compiler: Compiler) -> Iterator[Gate]:
-    [(_, future)] = compiler.submit([REFERENCE])
-    made = Gate(device, load(future.result()))
-    yield made
-    made.close()
 
 
 def compiled(compiler: Compiler, case: str) -> LoadedKernel:

@@ -28,6 +28,12 @@ PROBLEM = AttentionProblem.parse("S=16,D=8,H=2")
 OTHER = AttentionProblem.parse("S=32,D=8,H=2")
 
 
+def misaligned(tensor: Any) -> Any:
+    """The same values, one element past an aligned address."""
+    room = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
+    return room.copy_(tensor)
+
+
 class Toy(Family):
     """Two kernels: the first writes scratch, the second the output."""
 

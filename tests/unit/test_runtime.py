@@ -21,6 +21,7 @@ from runtime_machine import (
     fake_machine,
     inputs,
     measured,
+    misaligned,
     same,
     was_tuned,
 )
@@ -367,12 +368,6 @@ def test_other_tensors_go_to_pytorch(machine: Machine, change: Callable[..., Any
     q, k, v = change(*inputs())
     assert same(machine.attention(q, k, v), SDPA(q, k, v))
     assert machine.launched == [] and machine.stats().calls == 1
-
-
-def misaligned(tensor: Any) -> Any:
-    """The same values, two bytes past an aligned address."""
-    room = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
-    return room.copy_(tensor)
 
 
 class Subclass(torch.Tensor):

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from runtime_machine import misaligned
 from runtime_server import (
     PROBLEM,
     Server,
@@ -98,11 +99,6 @@ CHANGES: dict[str, Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]] = {
     "misaligned": lambda q, k, v: ((misaligned(q), k, v), {}),
     "3-D": lambda q, k, v: ((q[0], k[0], v[0]), {}),
 }
-
-
-def misaligned(tensor: Any) -> Any:
-    room = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
-    return room.copy_(tensor)
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from runtime_machine import misaligned
 from runtime_server import (
     PROBLEM,
     Server,
@@ -211,11 +212,6 @@ class Dispatch(torch.Tensor):
         args, kwargs = torch.utils._pytree.tree_map(pick, (args, kwargs or {}))
         put = lambda x: Dispatch(x) if isinstance(x, torch.Tensor) else x  # noqa: E731
         return torch.utils._pytree.tree_map(put, func(*args, **kwargs))
-
-
-def misaligned(tensor: Any) -> Any:
-    room = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
-    return room.copy_(tensor)
 
 
 def nested(tensor: Any) -> Any:

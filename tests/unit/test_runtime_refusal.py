@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from runtime_machine import Machine, answer, fake_machine
+from runtime_machine import Machine, answer, fake_machine, misaligned
 from runtime_machine import measured as tuned_measurement
 from runtime_server import (
     PROBLEM,
@@ -49,11 +49,6 @@ def slow(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(counters, "count_fallback", counted)
     return reasons
-
-
-def misaligned(tensor: Any) -> Any:
-    room = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
-    return room.copy_(tensor)
 
 
 Call = Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
