@@ -12,7 +12,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime, timedelta
 from functools import cache
 from pathlib import Path
@@ -23,7 +23,7 @@ from tuner.base.printable import printable
 from tuner.errors import ConfigError, StoreError
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Provenance, Regime, Status
-from tuner.problem import Problem, problem_from_json
+from tuner.problem import PROBLEMS, Problem, problem_from_json
 from tuner.store.entry import Entry, digest_of, ranking_fault, to_row
 
 if TYPE_CHECKING:
@@ -354,6 +354,26 @@ def _regime(text: bytes) -> Regime:
     return Regime.parse(text.decode())
 
 
+PlaceKey = tuple[str, tuple[Any, ...], str]
+"""Operation, values of the problem's fields, and `Regime.key`."""
+
+
+def place_key(problem: Problem, regime: Regime) -> PlaceKey:
+    """Equal problems and regimes have equal keys."""
+    values = (getattr(problem, name) for name in _defaults(problem.op))
+    return problem.op, tuple(values), regime.key
+
+
+@cache
+def _defaults(op: str) -> Mapping[str, Any]:
+    """Names of the fields of an operation's problems, with their defaults.
+
+    Raises:
+        KeyError: on an unknown operation.
+    """
+    return {field.name: field.default for field in fields(PROBLEMS[op])}
+
+
 class Trusted:
     """Document that ships with the package. A measurement is parsed when it is requested.
 
@@ -378,31 +398,38 @@ class Trusted:
         if not text.startswith(_HEAD.encode()):
             raise ValueError("another layout")
         end = text.index(_BETWEEN.encode())
-        breaks = re.compile(_COMMA.encode()).finditer(text, len(_HEAD), end)
-        self._text = text
-        self._starts = [len(_HEAD), *(one.end() for one in breaks), end + len(_COMMA)]
+        self._lines = text[len(_HEAD) : end].split(_COMMA.encode())
         entries = text[end + len(_BETWEEN) :].removesuffix(_END.encode())
         self.decisions = [Decision(**row) for row in json.loads(b"[%b]" % entries)]
 
-    def _line(self, number: int) -> bytes:
-        return self._text[self._starts[number] : self._starts[number + 1] - len(_COMMA)]
-
     def place(self, number: int) -> tuple[Problem, Gpu, Regime]:
         """Problem, GPU and regime of a measurement, without parsing the rest of it."""
-        row = self._line(number)
+        problem, gpu, regime = self._cuts(number)
+        return problem_from_json(json.loads(problem)), _gpu(gpu), _regime(regime)
+
+    def place_key(self, number: int) -> PlaceKey:
+        """`place_key` of a measurement's problem and regime; the problem is not made for it."""
+        problem, _, regime = self._cuts(number)
+        given = json.loads(problem)
+        op = given["op"]
+        values = (given.get(name, default) for name, default in _defaults(op).items())
+        return op, tuple(values), _regime(regime).key
+
+    def _cuts(self, number: int) -> tuple[bytes, bytes, bytes]:
+        """Text of a measurement's problem, GPU and regime."""
+        row = self._lines[number]
         try:
             problem, rest = row.split(b'"problem":', 1)[1].split(b',"config":', 1)
             gpu, rest = rest.split(b',"gpu":', 1)[1].split(b',"regime":"', 1)
         except (ValueError, IndexError):  # another order of fields than `Measurement.to_json`'s
             whole = self.row(number)
-            where = Gpu(**whole["gpu"]), Regime.parse(whole["regime"])
-            return problem_from_json(whole["problem"]), *where
-        regime = rest[: rest.index(b'"')]
-        return problem_from_json(json.loads(problem)), _gpu(gpu), _regime(regime)
+            problem, gpu = (json.dumps(whole[name]).encode() for name in ("problem", "gpu"))
+            return problem, gpu, str(whole["regime"]).encode()
+        return problem, gpu, rest[: rest.index(b'"')]
 
     def row(self, number: int) -> dict[str, Any]:
         """A measurement as it is written."""
-        row: dict[str, Any] = json.loads(self._line(number))
+        row: dict[str, Any] = json.loads(self._lines[number])
         return row
 
     def entry(self, decision: Decision, origin: str) -> Entry:
