@@ -73,25 +73,34 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 class _Index(Mapping[tuple[Problem, Regime], list[Shipped]]):
-    """Decisions by problem and regime, found by their text: a program asks for few of them."""
+    """Decisions by problem and regime. A problem is parsed when one with its sizes is asked for."""
 
     def __init__(self) -> None:
-        self._found: dict[PlaceKey, list[Shipped]] = {}
+        self._alike: dict[PlaceKey, list[Shipped]] = {}
         for path in sorted(_tuned().glob("*.json")):
             with _reading(path):
                 document = Trusted(path.read_bytes())
                 for decision in document.decisions:
                     key = document.place_key(decision.ranking[0])
-                    self._found.setdefault(key, []).append(Shipped(path, document, decision))
+                    self._alike.setdefault(key, []).append(Shipped(path, document, decision))
 
     def __getitem__(self, place: tuple[Problem, Regime]) -> list[Shipped]:
-        return self._found[place_key(*place)]
+        problem, regime = place
+        alike = self._alike[place_key(problem, regime)]
+        if found := [one for one in alike if one.problem == problem]:
+            return found
+        raise KeyError(place)
+
+    @cached_property
+    def _places(self) -> dict[tuple[Problem, Regime], None]:
+        every = (one for alike in self._alike.values() for one in alike)
+        return dict.fromkeys((one.problem, one.regime) for one in every)
 
     def __iter__(self) -> Iterator[tuple[Problem, Regime]]:
-        return ((same[0].problem, same[0].regime) for same in self._found.values())
+        return iter(self._places)
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._places)
 
 
 @cache

@@ -12,7 +12,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from datetime import UTC, datetime, timedelta
 from functools import cache
 from pathlib import Path
@@ -354,24 +354,31 @@ def _regime(text: bytes) -> Regime:
     return Regime.parse(text.decode())
 
 
-PlaceKey = tuple[str, tuple[Any, ...], str]
-"""Operation, values of the problem's fields, and `Regime.key`."""
+_OP = b'{"op":"'
+PlaceKey = tuple[bytes, bytes]
+"""Text of a problem up to the last field without a default, and of `Regime.key`."""
 
 
 def place_key(problem: Problem, regime: Regime) -> PlaceKey:
-    """Equal problems and regimes have equal keys."""
-    values = (getattr(problem, name) for name in _defaults(problem.op))
-    return problem.op, tuple(values), regime.key
+    """Key of a problem and a regime; other problems may have it too."""
+    text = json.dumps(problem.to_json(), separators=(",", ":"), allow_nan=False).encode()
+    return _head(text, problem.op), regime.key.encode()
+
+
+def _head(problem: bytes, op: str) -> bytes:
+    """The first fields of a problem's text, which are those without a default."""
+    count = _required(op) + 1
+    return b",".join(problem.removesuffix(b"}").split(b",", count)[:count])
 
 
 @cache
-def _defaults(op: str) -> Mapping[str, Any]:
-    """Names of the fields of an operation's problems, with their defaults.
+def _required(op: str) -> int:
+    """Number of an operation's fields without a default.
 
     Raises:
         KeyError: on an unknown operation.
     """
-    return {field.name: field.default for field in fields(PROBLEMS[op])}
+    return sum(field.default is MISSING for field in fields(PROBLEMS[op]))
 
 
 class Trusted:
@@ -398,9 +405,14 @@ class Trusted:
         if not text.startswith(_HEAD.encode()):
             raise ValueError("another layout")
         end = text.index(_BETWEEN.encode())
-        self._lines = text[len(_HEAD) : end].split(_COMMA.encode())
+        breaks = re.compile(_COMMA.encode()).finditer(text, len(_HEAD), end)
+        self._text = text
+        self._starts = [len(_HEAD), *(one.end() for one in breaks), end + len(_COMMA)]
         entries = text[end + len(_BETWEEN) :].removesuffix(_END.encode())
         self.decisions = [Decision(**row) for row in json.loads(b"[%b]" % entries)]
+
+    def _line(self, number: int) -> bytes:
+        return self._text[self._starts[number] : self._starts[number + 1] - len(_COMMA)]
 
     def place(self, number: int) -> tuple[Problem, Gpu, Regime]:
         """Problem, GPU and regime of a measurement, without parsing the rest of it."""
@@ -408,16 +420,16 @@ class Trusted:
         return problem_from_json(json.loads(problem)), _gpu(gpu), _regime(regime)
 
     def place_key(self, number: int) -> PlaceKey:
-        """`place_key` of a measurement's problem and regime; the problem is not made for it."""
+        """`place_key` of a measurement's problem and regime, which are not parsed for it."""
         problem, _, regime = self._cuts(number)
-        given = json.loads(problem)
-        op = given["op"]
-        values = (given.get(name, default) for name, default in _defaults(op).items())
-        return op, tuple(values), _regime(regime).key
+        op, comma, _ = problem.removeprefix(_OP).partition(b'",')
+        if not (comma and problem.startswith(_OP)):  # another layout
+            return place_key(*self.place(number)[::2])
+        return _head(problem, op.decode()), regime
 
     def _cuts(self, number: int) -> tuple[bytes, bytes, bytes]:
         """Text of a measurement's problem, GPU and regime."""
-        row = self._lines[number]
+        row = self._line(number)
         try:
             problem, rest = row.split(b'"problem":', 1)[1].split(b',"config":', 1)
             gpu, rest = rest.split(b',"gpu":', 1)[1].split(b',"regime":"', 1)
@@ -429,7 +441,7 @@ class Trusted:
 
     def row(self, number: int) -> dict[str, Any]:
         """A measurement as it is written."""
-        row: dict[str, Any] = json.loads(self._lines[number])
+        row: dict[str, Any] = json.loads(self._line(number))
         return row
 
     def entry(self, decision: Decision, origin: str) -> Entry:
