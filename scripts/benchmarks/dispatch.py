@@ -186,9 +186,7 @@ def _measured(part: str, layers: int, runs: int, package: Path | None) -> dict[s
     return first_call(runs) if part == "first-call" else wheel(runs, package)
 
 
-def _in_child(
-    name: str, layers: int, runs: int, package: Path | None = None
-) -> dict[str, Any]:
+def _in_child(name: str, layers: int, runs: int, package: Path | None = None) -> dict[str, Any]:
     """A part's figures, or why there are none."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "part.json"

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import importlib
 import statistics
 import sys
 import time
@@ -213,7 +214,7 @@ def _module(built: Any, way: str) -> Any:
     module = copy.deepcopy(built.module)
     if way == IMPLEMENTATION:
         with contextlib.suppress(ImportError):
-            import tuner.runtime.transformers
+            importlib.import_module("tuner.runtime.transformers")  # registers the name
         module.set_attn_implementation("tuner")
     return module
 
@@ -309,9 +310,7 @@ def _answers(one: Pass) -> dict[str, Any]:
     }
 
 
-def _time(
-    passes: Mapping[str, Pass], found: dict[str, Any], rounds: int, device: str
-) -> None:
+def _time(passes: Mapping[str, Pass], found: dict[str, Any], rounds: int, device: str) -> None:
     """Tokens a second of each way, interleaved, each round in the other direction."""
     import torch
 
@@ -351,7 +350,7 @@ def report(rows: Iterable[Mapping[str, Any]]) -> str:
     """A line for each model, mode and way; PyTorch's has the control beside it."""
     lines: list[tuple[str, ...]] = [HEADING]
     for row in rows:
-        ways = row.get("ways") or dict.fromkeys(WAYS, {"failed": row.get("lost", "")})
+        ways = row.get("ways") or {way: {"failed": row.get("lost", "")} for way in WAYS}
         for way, found in ways.items():
             lines.append((row["model"], row["mode"], way, *_cells(row, way, found)))
     return table(lines, frozenset(range(3, 10)))
