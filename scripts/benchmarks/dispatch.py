@@ -11,7 +11,8 @@ Five parts, each a process of its own with a time-out, on one GPU:
 - first-call: the first call after `import tuner`, with 10,000 entries in the store. It includes the
   deferred imports.
 - wheel: the same with an empty cache, no compiler, and the wheel of prebuilt kernels that
-  `scripts/build-kernels` makes. The time of loading the kernels is shown.
+  `scripts/build-kernels` makes, or an unpacked one (``--package``). The time of loading the kernels
+  is shown.
 
 Limits stand beside their figures; no part fails for being slow. Own kernels run where they are
 tuned. Shipped decisions have the shapes of `host` and `wall`. The decoder's are tuned by
@@ -46,6 +47,7 @@ from tuner.bench.results import write_json
 from tuner.bundle.wheel import without_newer_glibc, write_package
 from tuner.compile import dispatcher
 from tuner.compile.artifacts import ArtifactCache
+from tuner.compile.prebuilt import ARTIFACTS, PACKAGE
 from tuner.errors import BenchmarkError, ConfigError, TunerError
 from tuner.families.vendor import peers
 from tuner.measure import device
@@ -76,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run all parts, or one in this process; 0 when every part gave figures."""
     args = _parser().parse_args(argv)
     if args.part:
-        write_json(args.json, _measured(args.part, args.layers, args.runs))
+        write_json(args.json, _measured(args.part, args.layers, args.runs, args.package))
         return 0
     for name, value in (("layers", args.layers), ("runs", args.runs)):
         if value < 1:
@@ -91,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _build(called(args.parts), args.built_only)
     for name in args.parts:
         _note(f"{name} ...")
-        results["parts"][name] = _in_child(name, args.layers, args.runs)
+        results["parts"][name] = _in_child(name, args.layers, args.runs, args.package)
         if args.json:
             write_json(args.json, results)
     print(report(results))
@@ -122,6 +124,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--runs", type=int, default=RUNS, help=f"processes of a first call (default {RUNS})"
+    )
+    parser.add_argument(
+        "--package", type=Path, metavar="FOLDER", help="unpacked wheel of prebuilt kernels"
     )
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     return parser
@@ -177,21 +182,23 @@ def _note(text: str) -> None:
     print(f"dispatch: {text}", file=sys.stderr, flush=True)
 
 
-def _measured(part: str, layers: int, runs: int) -> dict[str, Any]:
+def _measured(part: str, layers: int, runs: int, package: Path | None) -> dict[str, Any]:
     """A part's figures, in this process."""
     if part == "decoder":
         return decoder.measure(layers)
     if part in ("host", "wall"):
         return calls.host() if part == "host" else calls.wall()
-    return first_call(runs) if part == "first-call" else wheel(runs)
+    return first_call(runs) if part == "first-call" else wheel(runs, package)
 
 
-def _in_child(name: str, layers: int, runs: int) -> dict[str, Any]:
+def _in_child(name: str, layers: int, runs: int, package: Path | None = None) -> dict[str, Any]:
     """A part's figures, or why there are none."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "part.json"
         command = python_command("-m", "benchmarks", "dispatch", "--part", name)
         command += ["--json", str(out), "--layers", str(layers), "--runs", str(runs)]
+        if package is not None:
+            command += ["--package", str(package.resolve())]
         try:
             done = subprocess.run(
                 command,
@@ -260,30 +267,56 @@ def first_call(runs: int = RUNS) -> dict[str, Any]:
         return _first_calls(cache, runs) | {"entries": ENTRIES}
 
 
-def wheel(runs: int = RUNS) -> dict[str, Any]:
+def wheel(runs: int = RUNS, package: Path | None = None) -> dict[str, Any]:
     """As `first_call`, of a machine with prebuilt kernels, no compiler and an empty cache.
 
-    Kernels that a wheel refuses for their glibc are left out, and counted.
+    Args:
+        runs: processes.
+        package: folder with an unpacked wheel; None: one is packed of the kernels here. Those that
+            a wheel refuses for their glibc are left out, and counted.
 
     Raises:
         BenchmarkError: when no kernel list is there, every kernel is left out, or a call fails.
         ConfigError: when a kernel of the list is missing, or none is proven.
     """
-    lists = users()
-    if not lists:
-        raise BenchmarkError("no kernel is built: tuner build --portfolio")
     with tempfile.TemporaryDirectory() as folder:
-        packages, cache = Path(folder) / "packages", Path(folder) / "cache"
+        packages, cache = package or Path(folder) / "packages", Path(folder) / "cache"
         cache.mkdir()
-        every, artifacts = KernelList.read(lists[-1]), ArtifactCache()
-        packed = without_newer_glibc(every, artifacts)
-        left_out = len(every.kernels) - len(packed.kernels)
-        if left_out and not packed.kernels:
-            raise BenchmarkError(f"all {left_out} kernels need a newer glibc than a wheel allows")
-        kernels = write_package(packed, artifacts, packages)
+        kernels, left_out = _packed(packages) if package is None else (_kernels_in(package), 0)
         variables = {"CXX": str(cache / "no-compiler"), "PYTHONPATH": str(packages)}
         found = _first_calls(cache, runs, variables)
         return found | {"kernels": kernels, "left_out_for_glibc": left_out}
+
+
+def _packed(packages: Path) -> tuple[int, int]:
+    """Write the package of prebuilt kernels. Returns the numbers of its kernels and of those left
+    out.
+
+    Raises:
+        BenchmarkError: as in `wheel`.
+        ConfigError: as in `wheel`.
+    """
+    lists = users()
+    if not lists:
+        raise BenchmarkError("no kernel is built: tuner build --portfolio")
+    every, artifacts = KernelList.read(lists[-1]), ArtifactCache()
+    packed = without_newer_glibc(every, artifacts)
+    left_out = len(every.kernels) - len(packed.kernels)
+    if left_out and not packed.kernels:
+        raise BenchmarkError(f"all {left_out} kernels need a newer glibc than a wheel allows")
+    return write_package(packed, artifacts, packages), left_out
+
+
+def _kernels_in(packages: Path) -> int:
+    """Libraries in an unpacked wheel.
+
+    Raises:
+        BenchmarkError: when there are none.
+    """
+    found = len(list((packages / PACKAGE / ARTIFACTS).glob("*/kernel.so")))
+    if not found:
+        raise BenchmarkError(f"{packages} has no prebuilt kernels (wanted: an unpacked wheel)")
+    return found
 
 
 def _first_calls(

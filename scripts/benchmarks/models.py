@@ -1,14 +1,16 @@
 """``scripts/bench models``: calls of whole models that the tuner answers, and tokens a second.
 
 Models of real architectures with random weights, from Transformers and in plain PyTorch. Each runs
-in four modes: eager and compiled, each forward and training. Three ways through each: PyTorch's own
-attention, ``attn_implementation="tuner"``, and PyTorch's under `tuner.enable`.
+in four modes: eager and compiled, each forward and training. Decoders also generate token by token,
+over a cache that grows and over a static one. Three ways through each: PyTorch's own attention,
+``attn_implementation="tuner"``, and PyTorch's under `tuner.enable`.
 
 Figures of a model:
 
 - hits and refusals by reason of one pass (`tuner.stats`)
 - attention calls that were neither: each model has one a layer, and a graph may bypass the tuner
-- tokens a second beside PyTorch's, medians of interleaved passes
+- tokens a second beside PyTorch's, medians of interleaved passes; PyTorch's pass is timed twice in
+  each round, and the second over the first is the control
 - difference of the output from PyTorch's
 """
 
@@ -17,11 +19,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import importlib
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -33,17 +37,25 @@ from tuner.base.processes import python_command
 from tuner.bench.results import write_json
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.measure.device import detect
+from tuner.measure.device import environment as device_environment
 from tuner.selection.describe import table
 
 MODELS = (
     "llama", "phi3", "gpt2", "gemma2", "bert", "bert-padded", "vit", "whisper", "flux",
 )  # fmt: skip
-MODES = ("eager", "compiled", "training", "compiled training")
+DECODERS = "llama", "phi3", "gpt2", "gemma2"
+"""Models that generate."""
+CACHES = {"decoding": "growing", "static decoding": "static"}
+"""Modes of decoders, and the kind of their cache."""
+MODES = ("eager", "compiled", "training", "compiled training", *CACHES)
 TORCH, IMPLEMENTATION, ENABLED = "torch", "attn_implementation", "enable"
 WAYS = (TORCH, IMPLEMENTATION, ENABLED)
 LIMIT_S = 300.0
 """For all ways of a model in one mode; compiling takes most of it."""
 ROUNDS, PASSES = 9, 3
+GENERATED = 32
+"""Tokens that a decoder generates in a pass, the last of its batch's."""
+AGAIN = "torch again"
 HEADING = (
     "model", "mode", "way", "hits", "selected", "refused", "unseen", "tokens/s", "over torch",
     "error", "reasons",
@@ -53,9 +65,22 @@ HEADING = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure every model in every mode; 1 when one of them has no figures."""
     args = _parser().parse_args(argv)
-    todo = list(product(args.models, args.modes))
+    todo = [
+        (model, mode)
+        for model, mode in product(args.models, args.modes)
+        if mode not in CACHES or model in DECODERS
+    ]
+    for name, value in (("layers", args.layers), ("rounds", args.rounds)):
+        if value < 1:
+            raise ConfigError(f"--{name} {value} is out of range (allowed: 1 and more)")
+    if not todo:
+        raise ConfigError(f"no model generates (allowed with such modes: {', '.join(DECODERS)})")
     if args.worker:
-        return answer_indices(lambda i: measure(*todo[i], args.layers, args.device), args.device)
+
+        def measured(index: int) -> dict[str, Any]:
+            return measure(*todo[index], args.layers, args.device, args.ways, args.rounds)
+
+        return answer_indices(measured, args.device)
     if args.device == "cuda" and detect() is None:
         raise BenchmarkError(
             "no GPU found: scripts/bench models runs kernels (--device cpu does not)"
@@ -65,12 +90,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[2:] if argv is None else argv)
     command = python_command("-m", "benchmarks", "models", *given, "--worker")
     rows: list[dict[str, Any]] = []
+    document = {"environment": environment() if args.device == "cuda" else {}, "rows": rows}
     with Worker(command, args.limit) as worker:
         for index, (model, mode) in enumerate(todo):
             print(f"models: {model}, {mode} ...", file=sys.stderr, flush=True)
             rows.append({"model": model, "mode": mode, **worker.ask(index)})
             if args.json:
-                write_json(args.json, rows)
+                write_json(args.json, document)
     print(report(rows))
     return int(any("lost" in row for row in rows))
 
@@ -83,7 +109,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--models", type=partial(_names, MODELS), default=list(MODELS))
     parser.add_argument("--modes", type=partial(_names, MODES), default=list(MODES))
+    parser.add_argument("--ways", type=partial(_names, WAYS), default=list(WAYS))
     parser.add_argument("--layers", type=int, default=4, help="layers of each model")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds of timing (default 9)")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write every figure there")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for a model and mode")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -101,16 +129,44 @@ def _names(allowed: Sequence[str], text: str) -> list[str]:
     return names
 
 
+def environment() -> dict[str, Any]:
+    """Versions that the figures depend on."""
+    import torch
+
+    try:
+        import transformers
+    except ImportError:
+        version = "none"
+    else:
+        version = transformers.__version__
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        **device_environment().facts,
+        "torch": torch.__version__,
+        "transformers": version,
+        "cudnn": torch.backends.cudnn.version(),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
 def measure(
-    model: str, mode: str, layers: int, device: str = "cuda", sizes: Any = None
+    model: str,
+    mode: str,
+    layers: int,
+    device: str = "cuda",
+    ways: Sequence[str] = WAYS,
+    rounds: int = ROUNDS,
+    sizes: Any = None,
 ) -> dict[str, Any]:
     """Figures of each way through a model in a mode, or why it has none.
 
     Args:
         model: one of `MODELS`.
-        mode: one of `MODES`.
+        mode: one of `MODES`; those of `CACHES` for `DECODERS`.
         layers: of the model.
         device: of its weights.
+        ways: some of `WAYS`.
+        rounds: of timing.
         sizes: in place of the public model's (`models_built.Sizes`).
     """
     import torch
@@ -118,49 +174,75 @@ def measure(
     from benchmarks.call_times import first_line
     from benchmarks.models_built import BUILDS, Sizes
 
-    if layers < 1:
-        raise ConfigError(f"--layers {layers} is out of range (allowed: 1 and more)")
     torch.compiler.reset()  # here only: it would have the other ways compiled again
     torch.manual_seed(0)
     dtype = torch.bfloat16
     built = BUILDS[model](sizes or Sizes(layers=layers), dtype, device)
-    passes: dict[str, Callable[[], Any]] = {}
+    make = _generation if mode in CACHES else _pass
+    passes: dict[str, Pass] = {}
     found: dict[str, Any] = {"layers": layers, "ways": {}}
-    for way in WAYS:
+    for way in ways:
         try:
-            passes[way] = _pass(built, way, mode)
+            passes[way] = make(built, way, mode)
             found["ways"][way] = _answers(passes[way])
         except Exception as exc:
             passes.pop(way, None)
             found["ways"][way] = {"failed": first_line(exc)}
-    _time(passes, found["ways"], built.tokens, device)
+    _time(passes, found["ways"], rounds, device)
     _compare(passes, found["ways"])
     return found
 
 
-def _pass(built: Any, way: str, mode: str) -> Callable[[], Any]:
-    """One pass through a copy of the model, warm; returns the output, detached."""
-    import torch
+@dataclass(frozen=True)
+class Pass:
+    """A warm pass through a copy of a model."""
 
-    import tuner
+    run: Callable[[], Any]
+    """Computes the output, detached."""
+    tokens: int
+    """Tokens, patches or frames of a pass."""
+    calls: int
+    """Times that a pass goes through the model's layers."""
+    prepare: Callable[[], None] = lambda: None
+    """Runs before each pass, untimed."""
+    count: int = 1
+    """Passes that are timed together."""
 
+    def __call__(self) -> Any:
+        self.prepare()
+        return self.run()
+
+
+def _module(built: Any, way: str) -> Any:
+    """A copy of the model with the way's attention."""
     module = copy.deepcopy(built.module)
     if way == IMPLEMENTATION:
         with contextlib.suppress(ImportError):
-            import tuner.runtime.transformers
+            importlib.import_module("tuner.runtime.transformers")  # registers the name
         module.set_attn_implementation("tuner")
+    return module
+
+
+def _around(way: str) -> AbstractContextManager[Any]:
+    import tuner
+
+    return tuner.enabled() if way == ENABLED else contextlib.nullcontext()
+
+
+def _pass(built: Any, way: str, mode: str) -> Pass:
+    """A pass forward, and backward where the mode trains."""
+    import torch
+
+    module = _module(built, way)
     is_training = "training" in mode
     module.train(is_training)
     called = module
     if "compiled" in mode:
         called = torch.compile(module)
-    around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-    if way == ENABLED:
-        around = tuner.enabled
     kept = torch.enable_grad if is_training else torch.inference_mode
 
     def run() -> Any:
-        with around(), kept():
+        with _around(way), kept():
             out = built.output(called)
             if is_training:
                 module.zero_grad(set_to_none=True)
@@ -169,17 +251,62 @@ def _pass(built: Any, way: str, mode: str) -> Callable[[], Any]:
 
     for _ in range(2):
         run()
-    return run
+    return Pass(run, built.tokens, calls=1, count=PASSES)
 
 
-def _answers(run: Callable[[], Any]) -> dict[str, Any]:
+def _generation(built: Any, way: str, mode: str) -> Pass:
+    """The last `GENERATED` tokens of the batch, one a step, behind the others in a cache.
+
+    The tokens are given: the likeliest ones would part the ways for good where two are nearly
+    alike.
+    """
+    import torch
+    from transformers import DynamicCache, StaticCache
+
+    module = _module(built, way).eval()
+    ids = built.inputs["input_ids"]
+    batch, length = ids.shape
+    prompt = length - GENERATED
+    caches: list[Any] = [None]
+
+    def step(start: int, end: int) -> Any:
+        found = module(input_ids=ids[:, start:end], past_key_values=caches[0], use_cache=True)
+        return found.last_hidden_state
+
+    def prepare() -> None:
+        config = module.config
+        is_static = CACHES[mode] == "static"
+        caches[0] = None  # the memory first
+        caches[0] = (
+            StaticCache(config=config, max_cache_len=length)
+            if is_static
+            else DynamicCache(config=config)
+        )
+        with _around(way), torch.inference_mode():
+            step(0, prompt)
+
+    def run() -> Any:
+        with _around(way), torch.inference_mode():
+            for place in range(prompt, length):
+                out = step(place, place + 1)
+            return out
+
+    generation = Pass(run, batch * GENERATED, GENERATED, prepare)
+    for _ in range(2):
+        generation()
+    return generation
+
+
+def _answers(one: Pass) -> dict[str, Any]:
     """Calls of one pass by what answered them."""
     import tuner
 
+    one.prepare()
     tuner.stats(reset=True)
-    run()
+    one.run()
     stats = tuner.stats(reset=True)
     return {
+        "calls": one.calls,
         "hits": stats.hits,
         "selected": stats.portfolio_hits,
         "fallbacks": dict(stats.fallbacks),
@@ -187,27 +314,34 @@ def _answers(run: Callable[[], Any]) -> dict[str, Any]:
     }
 
 
-def _time(
-    passes: Mapping[str, Callable[[], Any]], found: dict[str, Any], tokens: int, device: str
-) -> None:
+def _time(passes: Mapping[str, Pass], found: dict[str, Any], rounds: int, device: str) -> None:
     """Tokens a second of each way, interleaved, each round in the other direction."""
     import torch
 
     wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
-    times: dict[str, list[float]] = {way: [] for way in passes}
-    for turn in range(ROUNDS):
-        for way in list(passes) if turn % 2 else reversed(list(passes)):
+    turns = dict(passes)
+    if TORCH in passes:
+        turns[AGAIN] = passes[TORCH]
+    times: dict[str, list[float]] = {way: [] for way in turns}
+    for turn in range(rounds):
+        for way in list(turns) if turn % 2 else reversed(list(turns)):
+            one = turns[way]
+            one.prepare()
             wait()
             start = time.perf_counter()
-            for _ in range(PASSES):
-                passes[way]()
+            for _ in range(one.count):
+                one.run()
             wait()
-            times[way].append((time.perf_counter() - start) / PASSES)
+            times[way].append((time.perf_counter() - start) / one.count)
     for way, seconds in times.items():
-        found[way]["tokens_per_s"] = tokens / statistics.median(seconds)
+        speed = turns[way].tokens / statistics.median(seconds)
+        if way == AGAIN:
+            found[TORCH]["again"] = speed
+        else:
+            found[way]["tokens_per_s"] = speed
 
 
-def _compare(passes: Mapping[str, Callable[[], Any]], found: dict[str, Any]) -> None:
+def _compare(passes: Mapping[str, Pass], found: dict[str, Any]) -> None:
     """Relative Frobenius norm of each output's difference from PyTorch's."""
     if TORCH not in passes:
         return
@@ -217,11 +351,11 @@ def _compare(passes: Mapping[str, Callable[[], Any]], found: dict[str, Any]) -> 
 
 
 def report(rows: Iterable[Mapping[str, Any]]) -> str:
-    """A line for each model, mode and way."""
+    """A line for each model, mode and way; PyTorch's has the control beside it."""
     lines: list[tuple[str, ...]] = [HEADING]
     for row in rows:
-        for way in WAYS:
-            found = row.get("ways", {}).get(way, {"failed": row.get("lost", "")})
+        ways = row.get("ways") or {way: {"failed": row.get("lost", "")} for way in WAYS}
+        for way, found in ways.items():
             lines.append((row["model"], row["mode"], way, *_cells(row, way, found)))
     return table(lines, frozenset(range(3, 10)))
 
@@ -229,13 +363,14 @@ def report(rows: Iterable[Mapping[str, Any]]) -> str:
 def _cells(row: Mapping[str, Any], way: str, found: Mapping[str, Any]) -> tuple[str, ...]:
     if "failed" in found:
         return (*[""] * 7, f"failed: {found['failed']}")
-    speed = found["tokens_per_s"]
+    speed = found.get("again", found["tokens_per_s"])
     beside = row["ways"].get(TORCH, {}).get("tokens_per_s")
     ratio = f"{speed / beside:.3f}" if beside else ""
     error = f"{found['error']:.1e}" if "error" in found else ""
     refused = found["fallbacks"]
     said = [f"{count} {reason}" for reason, count in (refused | found["errors"]).items()]
     hits, refusals = found["hits"], sum(refused.values())
-    unseen = str(max(0, row["layers"] - hits - refusals)) if way != TORCH else ""
+    called = row["layers"] * found["calls"]
+    unseen = str(max(0, called - hits - refusals)) if way != TORCH else ""
     counts = str(hits), str(found["selected"]), str(refusals), unseen
-    return (*counts, f"{speed:.0f}", ratio, error, "; ".join(said))
+    return (*counts, f"{found['tokens_per_s']:.0f}", ratio, error, "; ".join(said))

@@ -60,12 +60,18 @@ struct Kind {
 
 struct Hash {
   size_t operator()(Kind const& kind) const {
-    uint64_t hash = kind.count;
-    for (int i = 0; i < kind.count; ++i) {
-      hash = (hash ^ kind.words[i]) * 0x9E3779B97F4A7C15u;
-      hash ^= hash >> 32;
-    }
-    return hash;
+    // Lanes of their own: a product waits for the one before it in its lane only.
+    constexpr int kLanes = 4;
+    uint64_t lanes[kLanes] = {static_cast<uint64_t>(kind.count), 1, 2, 3};
+    for (int i = 0; i < kind.count; ++i) mix(lanes[i % kLanes], kind.words[i]);
+    for (int i = 1; i < kLanes; ++i) mix(lanes[0], lanes[i]);
+    return lanes[0];
+  }
+
+ private:
+  static void mix(uint64_t& hash, uint64_t word) {
+    hash = (hash ^ word) * 0x9E3779B97F4A7C15u;
+    hash ^= hash >> 32;
   }
 };
 
@@ -74,6 +80,7 @@ struct Call {
   at::Tensor const* tensors[kMaxInputs];
   int count = 0;
   int64_t length = 0;  // keys of a cache that grows, which the kind leaves out; else 0
+  c10::impl::LocalDispatchKeySet const local = c10::impl::tls_local_dispatch_key_set();
 
   // False for anything that is no plain tensor of the device. What a kernel would not see
   // (subclasses, transforms, modes, lazy views, other layouts) shows in the keys that torch would
@@ -81,7 +88,6 @@ struct Call {
   bool add(at::Tensor const& tensor, bool is_cast = true) {
     if (!tensor.defined() || tensor.device().type() != device.type || tensor.dim() > kMaxDims)
       return false;
-    auto const local = c10::impl::tls_local_dispatch_key_set();
     uint64_t const keys = ((tensor.key_set() | local.included_) - local.excluded_).raw_repr();
     if (keys & ~(device.plain | device.autocast)) return false;
     if (is_cast && keys & device.autocast &&

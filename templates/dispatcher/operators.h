@@ -193,7 +193,7 @@ inline Backend<Four, Input, Input, Input, Optional const&, bool, double, bool, S
 // The outputs of a backend's operator by a tuned kernel, or nothing.
 inline Outputs behind(Operation operation, Arguments const& given) {
   Call call;
-  if (is_native || !given.read(operation, call, true)) return {};
+  if (!given.read(operation, call, true)) return {};
   return tuned(operation, given, call);
 }
 
@@ -207,7 +207,7 @@ inline Nine flash(DispatchKeySet keys, at::Tensor const& query, at::Tensor const
   Optional const none;
   Arguments const given{query, key, value, none, dropout_p, is_causal, scale, true};
   Outputs made;
-  if (!return_debug_mask) made = behind(kFlash, given);
+  if (!is_native && !return_debug_mask) made = behind(kFlash, given);
   if (!made.out.defined())
     return flash_backend.call(keys, query, key, value, dropout_p, is_causal, return_debug_mask,
                               scale);
@@ -222,7 +222,7 @@ inline Nine cudnn(DispatchKeySet keys, at::Tensor const& query, at::Tensor const
                   std::optional<double> scale) {
   Arguments const given{query, key, value, mask, dropout_p, is_causal, scale, true};
   Outputs made;
-  if (!return_debug_mask) made = behind(compute_lse ? kCudnnWithLse : kAttention, given);
+  if (!is_native && !return_debug_mask) made = behind(compute_lse ? kCudnnWithLse : kAttention, given);
   if (!made.out.defined())
     return cudnn_backend.call(keys, query, key, value, mask, compute_lse, dropout_p, is_causal,
                               return_debug_mask, scale);
@@ -236,7 +236,7 @@ inline Four efficient(DispatchKeySet keys, at::Tensor const& query, at::Tensor c
                       double dropout_p, bool is_causal, std::optional<double> scale) {
   Arguments const given{query, key, value, mask, dropout_p, is_causal, scale, true};
   Outputs made;
-  if (!compute_lse) made = behind(kAttention, given);  // its log-sum-exp has rows of its own
+  if (!is_native && !compute_lse) made = behind(kAttention, given);  // its log-sum-exp has rows of its own
   if (!made.out.defined())
     return efficient_backend.call(keys, query, key, value, mask, compute_lse, dropout_p, is_causal,
                                   scale);

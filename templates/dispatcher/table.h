@@ -68,6 +68,18 @@ struct Found {
   bool is_refused = false;  // and counted
 };
 
+// A refusal that a thread has met: while the table's version is the same it needs no lock.
+struct Met {
+  long long version = 0;  // no table's
+  int64_t first, last;
+  size_t reason;
+  double until;
+  Kind kind;
+};
+
+constexpr size_t kMet = 8;
+inline thread_local std::array<Met, kMet> met;  // by hash
+
 inline double now() {
   timespec time;
   clock_gettime(CLOCK_MONOTONIC_COARSE, &time);
@@ -84,6 +96,13 @@ class Table {
   Found find(Call const& call) {
     double const time = now();
     if (time >= refusals_until.load(std::memory_order_relaxed)) return {};
+    Met& known_here = met[Hash()(call.kind) % kMet];
+    if (known_here.version == version_.load(std::memory_order_acquire) &&
+        known_here.first <= call.length && call.length <= known_here.last &&
+        time < known_here.until && known_here.kind == call.kind) {
+      refused[known_here.reason].fetch_add(1, std::memory_order_relaxed);
+      return {nullptr, true};
+    }
     std::shared_lock lock(mutex_);
     auto const known = entries_.find(call.kind);
     if (known == entries_.end()) return {};
@@ -95,6 +114,7 @@ class Table {
       return {found.plan, false};
     }
     if (time >= found.until) return {};
+    known_here = {version_, found.first, entry->first, found.reason, found.until, call.kind};
     refused[found.reason].fetch_add(1, std::memory_order_relaxed);
     return {nullptr, true};
   }
@@ -108,6 +128,7 @@ class Table {
   bool put(Kind const& kind, int64_t last, Entry entry, long long generation) {
     std::unique_lock lock(mutex_);
     if (generation >= 0 && generation != generation_) return false;
+    ++version_;
     if (!entry.plan && ++refusals_ > kMaxRefusals) drop_refusals();
     auto& ranges = entries_[kind];
     auto at = ranges.lower_bound(entry.first);
@@ -129,6 +150,7 @@ class Table {
     entries_.clear();
     refusals_ = 0;
     ++generation_;
+    ++version_;
   }
 
   // How often it was cleared.
@@ -154,6 +176,7 @@ class Table {
   std::unordered_map<Kind, std::map<int64_t, Entry>, Hash> entries_;  // by kind, by last length
   size_t refusals_ = 0;  // put since the last were dropped
   long long generation_ = 0;
+  std::atomic<long long> version_{1};  // changes with the entries
   std::shared_mutex mutex_;
 };
 

@@ -304,6 +304,21 @@ def test_prebuilt_kernels_serve_without_cache_and_compiler(
     assert "hashing and loading 1 0.5" in lines
 
 
+def test_an_unpacked_wheel_is_measured_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TOLD", "42.0")
+    monkeypatch.setattr(dispatch, "_FIRST_CALL", FIRST_CALL)
+    with pytest.raises(BenchmarkError, match="has no prebuilt kernels"):
+        dispatch.wheel(1, tmp_path)
+    library = tmp_path / "cutlass_tuner_kernels" / "artifacts" / "k1" / "kernel.so"
+    library.parent.mkdir(parents=True)
+    library.write_bytes(b"kernel")
+    found = dispatch.wheel(1, tmp_path)
+    assert (found["kernels"], found["left_out_for_glibc"]) == (1, 0)
+    assert found["each"][0]["packages"] == ["cutlass_tuner_kernels"]
+
+
 def test_a_first_call_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(dispatch, "_FIRST_CALL", "raise RuntimeError('no such device')")
     with pytest.raises(BenchmarkError, match=r"the first call failed: .*no such device"):

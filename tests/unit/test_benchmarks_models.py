@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks import models
-from benchmarks.models import MODELS, MODES, TORCH, WAYS, main, measure, report
+from benchmarks.models import CACHES, DECODERS, MODELS, MODES, TORCH, WAYS, main, measure, report
 
 PLAIN = ("flux",)
 """Models that need no Transformers."""
@@ -15,7 +15,7 @@ PLAIN = ("flux",)
 
 @pytest.fixture
 def short(monkeypatch: Any) -> None:
-    monkeypatch.setattr(models, "ROUNDS", 1)
+    monkeypatch.setattr(models, "GENERATED", 5)
     monkeypatch.setattr(models, "PASSES", 1)
 
 
@@ -25,7 +25,8 @@ def built(model: str, mode: str) -> dict[str, Any]:
         pytest.importorskip("transformers", reason="transformers is not installed")
     from benchmarks.models_built import Sizes
 
-    return measure(model, mode, 1, "cpu", Sizes(layers=1, heads=4, batch=2, tokens=24, vocab=64))
+    sizes = Sizes(layers=1, heads=4, batch=2, tokens=24, vocab=64)
+    return measure(model, mode, 1, "cpu", rounds=1, sizes=sizes)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -39,6 +40,32 @@ def test_every_model_is_built_and_counted(model: str, short: None) -> None:
     asked = ways["attn_implementation"]["fallbacks"]
     assert sum(asked.values()) == 1
     assert not ways[TORCH]["fallbacks"]
+
+
+@pytest.mark.parametrize("mode", CACHES)
+@pytest.mark.parametrize("model", DECODERS)
+def test_decoders_generate(model: str, mode: str, short: None) -> None:
+    """As many calls as tokens are generated; the last hidden state is that of one whole pass."""
+    ways = built(model, mode)["ways"]
+    for way, found in ways.items():
+        assert found["tokens_per_s"] > 0, (way, found)
+        assert found["error"] < 0.02
+        assert found["calls"] == 5
+    assert sum(ways["attn_implementation"]["fallbacks"].values()) == 5
+
+
+@pytest.mark.parametrize("mode", CACHES)
+def test_what_is_generated_is_the_whole_pass(mode: str, short: None) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from benchmarks.models_built import Sizes, llama
+
+    torch.manual_seed(0)
+    made = llama(Sizes(layers=2, heads=4, batch=2, tokens=24, vocab=64), torch.float32, "cpu")
+    with torch.inference_mode():
+        whole = made.output(made.module.eval())
+        last = models._generation(made, TORCH, mode)()
+    assert torch.allclose(last[:, 0], whole[:, -1], atol=1e-4)
 
 
 def test_training_computes_gradients(short: None) -> None:
@@ -73,7 +100,7 @@ def test_names_agree() -> None:
 
 
 def figures(speed: float, **changes: Any) -> dict[str, Any]:
-    counts = {"hits": 0, "selected": 0, "fallbacks": {}, "errors": {}}
+    counts = {"calls": 1, "hits": 0, "selected": 0, "fallbacks": {}, "errors": {}}
     return {**counts, "tokens_per_s": speed, "error": 1e-3, **changes}
 
 
@@ -84,7 +111,7 @@ def test_the_table_has_a_line_for_each_way() -> None:
             "mode": "eager",
             "layers": 5,
             "ways": {
-                TORCH: figures(1000.0, error=0.0),
+                TORCH: figures(1000.0, error=0.0, again=990.0),
                 "attn_implementation": figures(1200.0, hits=3, selected=1, fallbacks={"why": 1}),
                 "enable": {"failed": "no registry"},
             },
@@ -93,7 +120,7 @@ def test_the_table_has_a_line_for_each_way() -> None:
     ]
     lines = [line.split() for line in report(rows).splitlines()[2:]]
     assert len(lines) == 2 * len(WAYS)
-    assert lines[0] == ["llama", "eager", "torch", "0", "0", "0", "1000", "1.000", "0.0e+00"]
+    assert lines[0] == ["llama", "eager", "torch", "0", "0", "0", "1000", "0.990", "0.0e+00"]
     own = ["llama", "eager", "attn_implementation", "3", "1", "1", "1", "1200", "1.200", "1.0e-03"]
     assert lines[1] == [*own, "1", "why"]
     assert lines[2] == ["llama", "eager", "enable", "failed:", "no", "registry"]

@@ -12,7 +12,7 @@ import pytest
 from tuner.base import resources
 from tuner.errors import ConfigError
 from tuner.families.base import KernelSpec
-from tuner.selection.kernels import Kernel, KernelList, Proof, shipped_kernels
+from tuner.selection.kernels import Kernel, KernelList, Lists, Proof, shipped_kernels
 
 SPEC = KernelSpec("toy.cu.j2", {"tile": 64})
 PROOF = Proof(64, 0, "NVIDIA H200", "580.159.04", "2026-11-23")
@@ -107,3 +107,25 @@ def test_a_proof_without_machine_code_is_read() -> None:
     for name in ("code", "carried"):
         del data["kernels"][0]["proof"][name]
     assert KernelList.from_json(data).kernels[SPEC.key].proof == PROOF
+
+
+def test_a_damaged_row_costs_its_kernel_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are checked when a kernel is asked for; a fault counts wherever it stands."""
+    other = KernelSpec("toy.cu.j2", {"tile": 128})
+    failed = Kernel("failed", "toy_3", "cd" * 32, None, "wrong at S=1")
+    current = replace(EMPTY, templates=resources.templates_digest())
+    known = current.with_kernels([BUILT, Kernel(other.key, "toy_2", "cd" * 32, PROOF), failed])
+    data = known.to_json()
+    (damaged,) = (row for row in data["kernels"] if row["spec"] == SPEC.key)
+    damaged["artifact"] = "../x"
+    path = tmp_path / "kernels.json"
+    path.write_text(json.dumps(data))
+    monkeypatch.setattr("tuner.selection.kernels.places", lambda: [path])
+    asked = Lists()
+    assert "'../x' is not the key" in str(asked.proven({"main": SPEC}, "9.0"))
+    assert "failed its proof: wrong at S=1" in str(asked.proven({"main": other}, "9.0"))
+    assert "not built" in str(asked.proven({"main": KernelSpec("no.cu.j2", {})}, "9.0"))
+    with pytest.raises(ConfigError, match="not the key"):
+        KernelList.read(path)

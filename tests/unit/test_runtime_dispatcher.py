@@ -519,7 +519,7 @@ def test_it_is_built_once_for_a_torch_and_a_python(
 ) -> None:
     assert dispatcher.find(built.dispatchers) == built.dispatcher
     assert dispatcher.build(built.dispatchers) == built.dispatcher
-    monkeypatch.setattr(dispatcher.importlib.metadata, "version", lambda name: "0.0")
+    monkeypatch.setattr(dispatcher, "version_of", lambda name: "0.0")
     assert dispatcher.find(built.dispatchers) is None
 
 

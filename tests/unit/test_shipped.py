@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from operator import eq
 from pathlib import Path
 from statistics import geometric_mean
@@ -34,6 +35,7 @@ from tuner.problem import (
 )
 from tuner.runners import recording
 from tuner.selection.reader import lookup, shipped
+from tuner.selection.shipped import shipped_index
 from tuner.store import open_store
 from tuner.store.entry import Entry
 from tuner.store.exchange import parse, to_text
@@ -45,6 +47,17 @@ EVIDENCE = ROOT / "scripts" / "benchmarks" / "evidence"
 ATTENTION = AttentionProblem.parse("S=1024,D=64")
 GEMM = GemmProblem.parse("M=4096,N=4096,K=4096")
 
+
+
+def test_every_decision_is_found_in_the_index() -> None:
+    """Also those of files that were written before a problem had its newest fields."""
+    index = shipped_index()
+    assert sum(len(index[place]) for place in index) == len(shipped())
+    for place, same in index.items():
+        assert all((one.problem, one.regime) == place for one in same)
+    problem, regime = next(place for place in index if isinstance(place[0], AttentionProblem))
+    assert index.get((replace(problem, softcap=17.0), regime)) is None
+    assert index.get((GemmProblem(1, 8, 8), regime)) is None
 
 def baselines(problem: Problem) -> set[str]:
     """Vendors' kernels that a recording holds at least; none where torch has none on that GPU."""

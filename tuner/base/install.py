@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import shlex
 import sys
 
@@ -32,6 +33,20 @@ def install_command(*requirements: str) -> str:
         requirements: as pip reads them, as ``nvidia-cutlass==4.2.0.0``.
     """
     return _command(*requirements)
+
+
+def version_of(distribution: str) -> str:
+    """Version of an installed distribution, as `importlib.metadata.version`, which also parses the
+    whole description: 3 ms for torch's.
+
+    Raises:
+        PackageNotFoundError: when it is not installed.
+    """
+    found = importlib.metadata.distribution(distribution)
+    for line in (found.read_text("METADATA") or "").splitlines():
+        if line.startswith("Version:"):
+            return line.partition(":")[2].strip()
+    return found.version
 
 
 def _command(*arguments: str) -> str:

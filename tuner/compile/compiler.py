@@ -65,6 +65,9 @@ NVCC_TIMEOUT_S = 900.0
 HOST_FLAGS = ("-Xcompiler=-fpermissive,-w",)
 """Flags for a separately compiled host half: device-only bodies name functions that g++ does not
 know."""
+SHARED_RUNTIME = "-Xlinker=--push-state,--no-as-needed,-lstdc++,--pop-state"
+"""Link libstdc++ as a shared library, also for a host compiler that is set to a static one, whose
+members need the build machine's newest glibc. Not part of a key: device code is the same."""
 _HALVES = '#include "host_half.h"'
 """Marks sources whose device half nvcc compiles separately, which halves the CPU time."""
 _UNFUSED = "// nvcc: -fmad=false\n"
@@ -425,6 +428,7 @@ class Compiler:
             *(("-fmad=false",) if _UNFUSED in text else ()),
             f"-ccbin={tools.host_compiler}",
             "-Xlinker=-s",  # symbols hold names of temporary files, which differ by build
+            SHARED_RUNTIME,
             *(f"-I{path}" for path in includes),
             *(f"-L{path}" for path in tools.library_dirs),
         ]

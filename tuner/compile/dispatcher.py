@@ -15,7 +15,7 @@ import sysconfig
 from pathlib import Path
 
 from tuner.base import resources
-from tuner.base.install import extra_command
+from tuner.base.install import extra_command, version_of
 from tuner.base.processes import ProcessPool
 from tuner.compile import single
 from tuner.compile.artifacts import Artifact, ArtifactCache
@@ -76,7 +76,7 @@ def _key() -> str:
 def _facts() -> dict[str, str]:
     """Versions that the binary interface depends on."""
     try:
-        torch = importlib.metadata.version("torch")
+        torch = version_of("torch")
     except importlib.metadata.PackageNotFoundError as exc:
         raise CompileError(f"the dispatcher needs torch: {extra_command('torch')}") from exc
     return {"torch": torch, "python": str(sysconfig.get_config_var("SOABI"))}

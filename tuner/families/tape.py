@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -169,6 +169,19 @@ def larger(one: Any, other: Any) -> Any:
 def smaller(one: Any, other: Any) -> Any:
     """The smaller of two numbers, traced or not."""
     return where(other, one, one, other)
+
+
+def weighted(weights: Sequence[float], numbers: Sequence[Any]) -> Any:
+    """The sum of numbers times their weights, traced or not. Equal traced numbers are one term;
+    numbers of weight 0 are left out.
+    """
+    terms: dict[Any, tuple[float, Any]] = {}
+    for place, (weight, number) in enumerate(zip(weights, numbers, strict=True)):
+        if weight:
+            key = number if isinstance(number, Symbol) else place
+            terms[key] = terms.get(key, (0.0, number))[0] + weight, number
+    products = [weight * number for weight, number in terms.values()]
+    return sum(products[1:], products[0]) if products else 0.0
 
 
 def called(function: Callable[..., Any], *operands: Any) -> Any:

@@ -63,6 +63,8 @@ _thread: threading.Thread | None = None
 _lock = threading.Lock()
 
 
+START_AFTER_S = 0.2
+"""Time for the first call to end, which would share the interpreter with the thread."""
 _UNLOADABLE = (TunerError, ImportError, OSError, AttributeError)
 """Errors after which calls go through Python."""
 
@@ -107,6 +109,7 @@ def load_built(then: Callable[[], None]) -> bool:
 
 
 def _prepare(then: Callable[[], None]) -> None:
+    time.sleep(START_AFTER_S)
     if _module is not None:
         return
     processes = ProcessPool(single.TIMEOUT_S)

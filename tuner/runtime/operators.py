@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.library import Library, register_autograd, register_fake
+from torch.library import Library, register_autograd
 
 from tuner.errors import ConfigError
 from tuner.runtime import autograd, counters, devices, dispatch, guards, native
@@ -209,7 +209,8 @@ for _name, _real, _fake in (
     ("attention_backward", _attention_backward, _fake_attention_backward),
 ):
     _library.impl(_name, _real, "CompositeExplicitAutograd")
-    register_fake(f"tuner::{_name}", _fake, lib=_library)
+    # As `register_fake`, which looks for its caller's source through all modules of the program.
+    _library.impl(_name, _fake, "Meta")
 
 
 def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

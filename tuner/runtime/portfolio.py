@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.attention import SDPBackend
@@ -28,10 +29,12 @@ from tuner.problem import AttentionProblem, GroupedGemmProblem, Problem
 from tuner.runtime import benchmark, devices, native
 from tuner.runtime.plan import Plan, Posed, plan_of
 from tuner.runtime.refusal import Kind, Refusal
-from tuner.selection import grouped
 from tuner.selection.domains import Domain
 from tuner.selection.kernels import lists
 from tuner.selection.portfolio import Portfolio, Selection, serving, shipped
+
+if TYPE_CHECKING:
+    from tuner.selection.grouped import GroupedSelection
 
 _BACKENDS = {
     SDPBackend.FLASH_ATTENTION.value: "flash2",
@@ -46,7 +49,7 @@ _ASKED_LENGTHS = (128, 256)
 class Choice:
     """The kernel chosen for a problem, and the plan that runs here."""
 
-    selection: Selection | grouped.GroupedSelection
+    selection: Selection | GroupedSelection
     plan: Plan | Refusal
     """A refusal is final (`Kind.PORTFOLIO`, `Kind.TIMED`), or says which kernel is missing
     (`Kind.UNSERVED`)."""
@@ -65,6 +68,8 @@ def knows(problem: Problem, gpu: Gpu) -> bool:
         StoreError: when a shipped portfolio is damaged.
     """
     if isinstance(problem, GroupedGemmProblem):
+        from tuner.selection import grouped  # its families are no part of other first calls
+
         return grouped.serves(problem, gpu)
     mine = _portfolio_of(problem, gpu)
     return mine is not None and mine.models_of(Domain.of(problem)) is not None
@@ -94,8 +99,10 @@ def choose(
         StoreError: when a shipped portfolio is damaged.
     """
     problem = posed.problem
-    selection: Selection | grouped.GroupedSelection | None
+    selection: Selection | GroupedSelection | None
     if isinstance(problem, GroupedGemmProblem):
+        from tuner.selection import grouped
+
         selection = grouped.select(problem, gpu)
     else:
         mine = _portfolio_of(problem, gpu)
@@ -132,7 +139,7 @@ def choose(
         why = "; ".join(dict.fromkeys(reasons))
         return Choice(selection, Refusal(Kind.UNSERVED, f"{problem.label()}: {why}"))
     text = f"{problem.label()}: {selection.source}"
-    if isinstance(selection, grouped.GroupedSelection):
+    if not isinstance(selection, Selection):
         return Choice(selection, Refusal(Kind.PORTFOLIO, text))
     # For products a call cannot choose a library: PyTorch's own call is the only vendor kernel.
     is_pytorchs = not isinstance(problem, AttentionProblem) or (

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from tuner.config import Config
 from tuner.families import find
 from tuner.families.base import Family
-from tuner.families.tape import Tape, compiled, larger, names_in
+from tuner.families.tape import Tape, compiled, larger, names_in, weighted
 from tuner.families.vendor.sdpa import BACKENDS
 from tuner.families.work import floor_us, kind_of, memory_gap_us, time_ratio
 from tuner.hardware import Gpu
@@ -107,8 +107,7 @@ class Candidate:
             gpu: GPU that it runs on.
         """
         amounts = self.family.amounts(sizes, tiling, gpu) if self.family else ()
-        priced = [us * amount for us, amount in zip(self.priced, amounts, strict=True) if us]
-        return sum(priced[1:], priced[0]) if priced else 0.0
+        return weighted(self.priced, amounts) if amounts else 0.0
 
 
 Estimate = tuple[float, float, int, int]
@@ -210,11 +209,9 @@ class DomainTimes:
         self._vendor_places = [place for place, _, family in known if family.is_vendor]
         self._families = list(dict.fromkeys(family for *_, family in known))
         self._family_at = {place: self._families.index(family) for place, _, family in known}
-        vendors_at = (self._family_at[place] for place in self._vendor_places)
-        self._vendors_at = tuple(dict.fromkeys(vendors_at))
         self._vendors_trusted = [one.spread.trusted(models.domain) for one in self.vendors]
         self._configs: dict[Hashable, Config | None] = {}
-        self._legal_vendors: dict[Hashable, _LegalVendors] = {}
+        self._legal_vendors: dict[Legality, _LegalVendors] = {}
         self._kind: Any = kind_of(models.domain.problems("float16")[0])
         self._sizes_of: Any = self._kind.of
         self._traced = self._compiled()
@@ -256,8 +253,7 @@ class DomainTimes:
         """The `vendors` that take a problem, as index and config by kernel; and PyTorch's choice
         among them, None without one.
         """
-        key = tuple([facts[at] for at in self._vendors_at])
-        found = self._legal_vendors.get(key)
+        found = self._legal_vendors.get(facts)
         if found is None:
             configs = [self.config(problem, place, 1, facts) for place in self._vendor_places]
             legal = {
@@ -266,7 +262,7 @@ class DomainTimes:
                 if config is not None
             }
             found = legal, pytorchs_choice(legal) if legal else None
-            self._legal_vendors[key] = found
+            self._legal_vendors[facts] = found
         return found
 
     def is_vendor_near(self, number: int, sizes: tuple[int, ...]) -> bool:

@@ -244,6 +244,8 @@ class AttentionDomain(_Attention, Domain):
         return problem.heads_q, problem.heads_kv, problem.head_dim
 
     def with_known(self, sizes: Any) -> Any:
+        if self.phase == "one":
+            sizes = sizes._replace(seqlen_q=1)
         if self.mask == "causal" and not self.is_paged:
             return sizes._replace(is_masked=True, left=sizes.seqlen_q, right=0)
         return sizes._replace(is_masked=self.mask != "full")

@@ -22,12 +22,13 @@ import json
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from tuner import settings
 from tuner.base import document, output, resources
+from tuner.base.deferred import Deferred
 from tuner.compile import prebuilt
 from tuner.compile.artifacts import KEY, Artifact, ArtifactCache
 from tuner.config import Config
@@ -206,8 +207,13 @@ class KernelList:
         return {"format": FORMAT, "version": VERSION, **facts, "kernels": rows}
 
     @classmethod
-    def from_json(cls, data: Any) -> KernelList:
+    def from_json(cls, data: Any, *, deferred: bool = False) -> KernelList:
         """The inverse of `to_json`.
+
+        Args:
+            data: the document.
+            deferred: check a kernel's row when the kernel is first asked for, which then raises the
+                ConfigError; the default checks all now.
 
         Raises:
             ConfigError: on another format or version, or a wrong value.
@@ -217,10 +223,11 @@ class KernelList:
         if data.get("version") != VERSION:
             raise ConfigError(f"version {data.get('version')!r} is not known (allowed: {VERSION})")
         try:
-            kernels = [_kernel_from(row) for row in data["kernels"]]
+            rows = {str(row["spec"]): partial(_kernel_from, row) for row in data["kernels"]}
+            kernels: Mapping[str, Kernel] = Deferred(rows)
             facts = document.checked(cls, data)
             named = {name: facts[name] for name in _FACTS}
-            return cls(**named, kernels={kernel.spec: kernel for kernel in kernels})
+            return cls(**named, kernels=kernels if deferred else dict(kernels))
         except INCOMPATIBLE_CONFIG_ERRORS as exc:
             raise ConfigError(f"it cannot be read: {exc!r}") from exc
 
@@ -252,12 +259,20 @@ class KernelList:
 
 
 def _kernel_from(row: Mapping[str, Any]) -> Kernel:
-    facts = document.checked(Kernel, row)
-    proof = row.get("proof")
-    if not KEY.fullmatch(facts["artifact"]):
-        raise ConfigError(f"'{facts['artifact'][:80]}' is not the key of an artifact")
-    checked = None if proof is None else Proof(**document.checked(Proof, proof))
-    return Kernel(**{**facts, "proof": checked})
+    """A kernel of a list.
+
+    Raises:
+        ConfigError: on a wrong value.
+    """
+    try:
+        facts = document.checked(Kernel, row)
+        proof = row.get("proof")
+        if not KEY.fullmatch(facts["artifact"]):
+            raise ConfigError(f"'{facts['artifact'][:80]}' is not the key of an artifact")
+        checked = None if proof is None else Proof(**document.checked(Proof, proof))
+        return Kernel(**{**facts, "proof": checked})
+    except INCOMPATIBLE_CONFIG_ERRORS as exc:
+        raise ConfigError(f"it cannot be read: {exc!r}") from exc
 
 
 def path_of(nvcc: str, capability: str) -> Path:
@@ -344,16 +359,18 @@ class Lists:
             found = []
             for path in paths:
                 try:
-                    found.append(KernelList.read(path))
-                except ConfigError as exc:
-                    _log.warning("%s", exc)
+                    data = document.parse(path.read_text())
+                    found.append((KernelList.from_json(data, deferred=True), data["kernels"]))
+                except (OSError, ValueError, ConfigError) as exc:
+                    _log.warning("kernel list %s: %s", path, exc)
             current = resources.templates_digest() if found else ""
-            self._known = tuple(one for one in found if one.templates == current)
+            fitting = [(one, rows) for one, rows in found if one.templates == current]
+            self._known = tuple(one for one, _ in fitting)
             self._faults = {
-                kernel.sha256: kernel.fault
-                for one in self._known
-                for kernel in one.kernels.values()
-                if kernel.fault
+                str(row.get("sha256")): str(row["fault"])
+                for _, rows in fitting
+                for row in rows
+                if row.get("fault")
             }
             self._there = set()
             self._stamp = stamp
@@ -380,7 +397,10 @@ class Lists:
 
     def _proven(self, one: KernelList, spec: KernelSpec) -> tuple[str, str]:
         """Key of a proven kernel's artifact or empty, and the reason why it is not served."""
-        kernel = one.find(spec)
+        try:
+            kernel = one.find(spec)
+        except ConfigError as exc:
+            return "", f"a row of the kernel list is damaged: {exc}"
         if kernel is None:
             return "", f"a kernel is not built ({BUILD})"
         if fault := self._faults.get(kernel.sha256, ""):

@@ -16,14 +16,23 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tuner.base import document, output, resources
+from tuner.base.deferred import Deferred
 from tuner.config import Config
 from tuner.errors import ConfigError, StoreError
 from tuner.families import find
@@ -244,9 +253,12 @@ class Portfolio:
         try:
             return self._rescaled[gpu.identity]
         except KeyError:
-            domains = {key: one.rescaled(self.gpu, gpu) for key, one in self.domains.items()}
+            domains = Deferred({key: partial(self._rescaled_to, gpu, key) for key in self.domains})
             made = Portfolio(self.op, gpu, domains, self.origin, made_on=self.gpu)
             return self._rescaled.setdefault(gpu.identity, made)
+
+    def _rescaled_to(self, gpu: Gpu, domain: AnyDomain) -> DomainModels:
+        return self.domains[domain].rescaled(self.gpu, gpu)
 
     def beside(self, other: Portfolio) -> Portfolio:
         """The portfolio with another GPU's rescaled domains where it has none; made once."""
@@ -258,13 +270,12 @@ class Portfolio:
         except KeyError:
             theirs = other.rescaled(self.gpu).domains
             made_on = self.made_on or other.gpu
-            made = Portfolio(
-                self.op, self.gpu, {**theirs, **self.domains}, self.origin, made_on=made_on
-            )
+            domains = _first_of(self.domains, theirs)
+            made = Portfolio(self.op, self.gpu, domains, self.origin, made_on=made_on)
             # Both GPUs have the same kernels for what was measured on neither.
             if other._breadth > self._breadth:
-                wide = {**self.domains, **theirs}
-                made = replace(made, fallback=replace(made, domains=wide))
+                wide = replace(made, domains=_first_of(theirs, self.domains))
+                made = replace(made, fallback=wide)
             return self._rescaled.setdefault(key, made)
 
     @property
@@ -504,8 +515,17 @@ class Portfolio:
         }
 
     @classmethod
-    def from_json(cls, data: Any) -> Portfolio:
+    def from_json(
+        cls,
+        data: Any,
+        make: Callable[[type[AnyDomain], Mapping[str, Any]], DomainModels] | None = None,
+    ) -> Portfolio:
         """The inverse of `to_json`.
+
+        Args:
+            data: the document.
+            make: makes the candidates of a domain, and raises on a wrong value. It is called when a
+                domain is first asked for; None: all are made now.
 
         Raises:
             ConfigError: on another format or version, or a wrong value.
@@ -518,10 +538,17 @@ class Portfolio:
             if data["op"] not in DOMAINS:
                 allowed = ", ".join(DOMAINS)
                 raise ConfigError(f"op {data['op']!r} has no portfolio (allowed: {allowed})")
-            models = [_models_from(DOMAINS[data["op"]], row) for row in data["domains"]]
+            kind = DOMAINS[data["op"]]
+            makers = {
+                kind(**row["domain"]): partial(make or _models_from, kind, row)
+                for row in data["domains"]
+            }
+            domains: Mapping[AnyDomain, DomainModels] = Deferred(makers)
+            if make is None:
+                domains = dict(domains)
             gpu = Gpu(**document.checked(Gpu, data["gpu"]))
             origin = {str(name): list(map(str, values)) for name, values in data["origin"].items()}
-            return cls(data["op"], gpu, {each.domain: each for each in models}, origin)
+            return cls(data["op"], gpu, domains, origin)
         except ConfigError:
             raise
         except (*INCOMPATIBLE_CONFIG_ERRORS, ValueError) as exc:
@@ -560,11 +587,38 @@ def shipped() -> tuple[Portfolio, ...]:
     Raises:
         StoreError: when a shipped file is damaged.
     """
+    found = []
+    for path in sorted(_folder().glob("*.json")):
+        try:
+            data = document.parse(path.read_text())
+            found.append(Portfolio.from_json(data, partial(_shipped_models, path)))
+        except (OSError, ValueError, ConfigError) as exc:
+            raise _damaged(path, exc) from exc
+    return tuple(sorted(found, key=lambda one: one.gpu != DEFAULT_GPU))
+
+
+def _shipped_models(path: Path, kind: type[AnyDomain], row: Mapping[str, Any]) -> DomainModels:
+    """`_models_from` of a shipped file.
+
+    Raises:
+        StoreError: when it is damaged.
+    """
     try:
-        found = [Portfolio.read(path) for path in sorted(_folder().glob("*.json"))]
-        return tuple(sorted(found, key=lambda one: one.gpu != DEFAULT_GPU))
-    except ConfigError as exc:
-        raise StoreError(f"a shipped file cannot be read: {exc}") from exc
+        return _models_from(kind, row)
+    except (*INCOMPATIBLE_CONFIG_ERRORS, ValueError) as exc:
+        raise _damaged(path, exc) from exc
+
+
+def _damaged(path: Path, exc: Exception) -> StoreError:
+    return StoreError(f"a shipped file cannot be read: portfolio {path}: {exc}")
+
+
+def _first_of(
+    ours: Mapping[AnyDomain, DomainModels], theirs: Mapping[AnyDomain, DomainModels]
+) -> Mapping[AnyDomain, DomainModels]:
+    """The domains of two portfolios, of both those of the first."""
+    makers = {key: partial(theirs.__getitem__, key) for key in theirs}
+    return Deferred(makers | {key: partial(ours.__getitem__, key) for key in ours})
 
 
 def serving(known: Iterable[Portfolio], gpu: Gpu) -> list[Portfolio]:

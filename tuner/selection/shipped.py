@@ -10,10 +10,11 @@ from pathlib import Path
 
 from tuner.base import resources
 from tuner.errors import StoreError
+from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Regime
 from tuner.problem import Problem
 from tuner.store.entry import Entry, sort_key
-from tuner.store.exchange import Decision, Trusted
+from tuner.store.exchange import Decision, PlaceKey, Trusted, place_key
 
 SHIPPED = "shipped"
 """`Entry.origin` of the decisions under ``cache/tuned/``."""
@@ -34,7 +35,23 @@ class Shipped:
 
     def __init__(self, path: Path, document: Trusted, decision: Decision) -> None:
         self._path, self._document, self._decision = path, document, decision
-        self.problem, self.gpu, self.regime = document.place(decision.ranking[0])
+
+    @cached_property
+    def _place(self) -> tuple[Problem, Gpu, Regime]:
+        with _reading(self._path):
+            return self._document.place(self._decision.ranking[0])
+
+    @property
+    def problem(self) -> Problem:
+        return self._place[0]
+
+    @property
+    def gpu(self) -> Gpu:
+        return self._place[1]
+
+    @property
+    def regime(self) -> Regime:
+        return self._place[2]
 
     @cached_property
     def entry(self) -> Entry:
@@ -55,6 +72,37 @@ def _reading(path: Path) -> Iterator[None]:
         raise StoreError(f"the shipped file {path} cannot be read: {exc}") from exc
 
 
+class _Index(Mapping[tuple[Problem, Regime], list[Shipped]]):
+    """Decisions by problem and regime. A problem is parsed when one with its sizes is asked for."""
+
+    def __init__(self) -> None:
+        self._alike: dict[PlaceKey, list[Shipped]] = {}
+        for path in sorted(_tuned().glob("*.json")):
+            with _reading(path):
+                document = Trusted(path.read_bytes())
+                for decision in document.decisions:
+                    key = document.place_key(decision.ranking[0])
+                    self._alike.setdefault(key, []).append(Shipped(path, document, decision))
+
+    def __getitem__(self, place: tuple[Problem, Regime]) -> list[Shipped]:
+        problem, regime = place
+        alike = self._alike[place_key(problem, regime)]
+        if found := [one for one in alike if one.problem == problem]:
+            return found
+        raise KeyError(place)
+
+    @cached_property
+    def _places(self) -> dict[tuple[Problem, Regime], None]:
+        every = (one for alike in self._alike.values() for one in alike)
+        return dict.fromkeys((one.problem, one.regime) for one in every)
+
+    def __iter__(self) -> Iterator[tuple[Problem, Regime]]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
 @cache
 def shipped_index() -> Mapping[tuple[Problem, Regime], list[Shipped]]:
     """Shipped decisions by problem and regime, without building entries.
@@ -62,14 +110,7 @@ def shipped_index() -> Mapping[tuple[Problem, Regime], list[Shipped]]:
     Raises:
         StoreError: when a file is damaged.
     """
-    index: dict[tuple[Problem, Regime], list[Shipped]] = {}
-    for path in sorted(_tuned().glob("*.json")):
-        with _reading(path):
-            document = Trusted(path.read_bytes())
-            for decision in document.decisions:
-                one = Shipped(path, document, decision)
-                index.setdefault((one.problem, one.regime), []).append(one)
-    return index
+    return _Index()
 
 
 @cache

@@ -12,7 +12,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from datetime import UTC, datetime, timedelta
 from functools import cache
 from pathlib import Path
@@ -23,7 +23,7 @@ from tuner.base.printable import printable
 from tuner.errors import ConfigError, StoreError
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Provenance, Regime, Status
-from tuner.problem import Problem, problem_from_json
+from tuner.problem import PROBLEMS, Problem, problem_from_json
 from tuner.store.entry import Entry, digest_of, ranking_fault, to_row
 
 if TYPE_CHECKING:
@@ -354,6 +354,33 @@ def _regime(text: bytes) -> Regime:
     return Regime.parse(text.decode())
 
 
+_OP = b'{"op":"'
+PlaceKey = tuple[bytes, bytes]
+"""Text of a problem up to the last field without a default, and of `Regime.key`."""
+
+
+def place_key(problem: Problem, regime: Regime) -> PlaceKey:
+    """Key of a problem and a regime; other problems may have it too."""
+    text = json.dumps(problem.to_json(), separators=(",", ":"), allow_nan=False).encode()
+    return _head(text, problem.op), regime.key.encode()
+
+
+def _head(problem: bytes, op: str) -> bytes:
+    """The first fields of a problem's text, which are those without a default."""
+    count = _required(op) + 1
+    return b",".join(problem.removesuffix(b"}").split(b",", count)[:count])
+
+
+@cache
+def _required(op: str) -> int:
+    """Number of an operation's fields without a default.
+
+    Raises:
+        KeyError: on an unknown operation.
+    """
+    return sum(field.default is MISSING for field in fields(PROBLEMS[op]))
+
+
 class Trusted:
     """Document that ships with the package. A measurement is parsed when it is requested.
 
@@ -389,16 +416,28 @@ class Trusted:
 
     def place(self, number: int) -> tuple[Problem, Gpu, Regime]:
         """Problem, GPU and regime of a measurement, without parsing the rest of it."""
+        problem, gpu, regime = self._cuts(number)
+        return problem_from_json(json.loads(problem)), _gpu(gpu), _regime(regime)
+
+    def place_key(self, number: int) -> PlaceKey:
+        """`place_key` of a measurement's problem and regime, which are not parsed for it."""
+        problem, _, regime = self._cuts(number)
+        op, comma, _ = problem.removeprefix(_OP).partition(b'",')
+        if not (comma and problem.startswith(_OP)):  # another layout
+            return place_key(*self.place(number)[::2])
+        return _head(problem, op.decode()), regime
+
+    def _cuts(self, number: int) -> tuple[bytes, bytes, bytes]:
+        """Text of a measurement's problem, GPU and regime."""
         row = self._line(number)
         try:
             problem, rest = row.split(b'"problem":', 1)[1].split(b',"config":', 1)
             gpu, rest = rest.split(b',"gpu":', 1)[1].split(b',"regime":"', 1)
         except (ValueError, IndexError):  # another order of fields than `Measurement.to_json`'s
             whole = self.row(number)
-            where = Gpu(**whole["gpu"]), Regime.parse(whole["regime"])
-            return problem_from_json(whole["problem"]), *where
-        regime = rest[: rest.index(b'"')]
-        return problem_from_json(json.loads(problem)), _gpu(gpu), _regime(regime)
+            problem, gpu = (json.dumps(whole[name]).encode() for name in ("problem", "gpu"))
+            return problem, gpu, str(whole["regime"]).encode()
+        return problem, gpu, rest[: rest.index(b'"')]
 
     def row(self, number: int) -> dict[str, Any]:
         """A measurement as it is written."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar
 
-from tuner.base.install import extra_command
+from tuner.base.install import extra_command, version_of
 from tuner.config import Config
 from tuner.families.base import Domain, Family
 from tuner.hardware import Gpu
@@ -311,5 +311,5 @@ def installed_versions() -> dict[str, str]:
     for fact, names in PACKAGES.items():
         for name in names:
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-                found.setdefault(fact, importlib.metadata.version(name))
+                found.setdefault(fact, version_of(name))
     return found
