@@ -16,7 +16,11 @@ _ANY_PAGE, _WIDE = 16, 64
 
 
 def kernels(
-    head_dim: int, phase: Literal["prompt", "few", "one"], *, is_plain: bool
+    head_dim: int,
+    phase: Literal["prompt", "few", "one"],
+    *,
+    is_plain: bool,
+    has_sinks: bool = False,
 ) -> tuple[Config, ...]:
     """The kernels of one phase, preferred ones first, without the parameters of a schedule.
 
@@ -24,8 +28,12 @@ def kernels(
         head_dim: the instance.
         phase: what the longest sequence has: a chunk of a prompt, few queries, or one.
         is_plain: neither windows nor soft caps nor sinks; else one kernel takes all heads.
+        has_sinks: sinks, as in GPT-OSS, whose KV heads have eight query heads each.
     """
     any_heads = _short(head_dim, 1, _ANY_PAGE)
+    if has_sinks:
+        chunk = () if phase == "one" else (_chunk(head_dim, 8),)
+        return _short(head_dim, 8, _ANY_PAGE), *chunk, any_heads
     if not is_plain:
         return (any_heads,)
     if phase == "one":
