@@ -112,6 +112,7 @@ def named_kernels(domain: AttentionDomain) -> tuple[Config, ...]:
         domain.phase,
         is_plain=domain.mask != "windowed" and not domain.has_sinks,
         has_sinks=domain.has_sinks,
+        is_e4m3=domain.is_e4m3,
     )
 
 
@@ -643,7 +644,7 @@ def _models_json(models: DomainModels) -> dict[str, Any]:
 
 def _domain_json(domain: AnyDomain) -> dict[str, Any]:
     """Fields that came after version 2 are present only when they are true."""
-    later = "is_paged", "has_sinks", "operand", "is_sparse"
+    later = "is_paged", "has_sinks", "operand", "is_sparse", "is_e4m3"
     absent = {name for name in later if not getattr(domain, name, True)}
     return {name: value for name, value in domain._asdict().items() if name not in absent}
 

@@ -21,6 +21,7 @@ def kernels(
     *,
     is_plain: bool,
     has_sinks: bool = False,
+    is_e4m3: bool = False,
 ) -> tuple[Config, ...]:
     """The kernels of one phase, preferred ones first, without the parameters of a schedule.
 
@@ -29,6 +30,7 @@ def kernels(
         phase: what the longest sequence has: a chunk of a prompt, few queries, or one.
         is_plain: neither windows nor soft caps nor sinks; else one kernel takes all heads.
         has_sinks: sinks, as in GPT-OSS, whose KV heads have eight query heads each.
+        is_e4m3: elements of e4m3, of a plain cache.
     """
     any_heads = _short(head_dim, 1, _ANY_PAGE)
     if has_sinks:
@@ -38,7 +40,8 @@ def kernels(
         return (any_heads,)
     if phase == "one":
         four, eight = (_short(head_dim, heads, _ANY_PAGE) for heads in (4, 8))
-        return _short(head_dim, 4, _WIDE), four, eight, any_heads
+        wide = () if is_e4m3 else (_short(head_dim, 4, _WIDE),)
+        return *wide, four, eight, any_heads
     return _short(head_dim, 4, _ANY_PAGE), _chunk(head_dim, 4), _chunk(head_dim, 1)
 
 
