@@ -36,15 +36,17 @@ from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError, TunerError
 from tuner.families.base import KernelSpec, Strides
 from tuner.families.vendor import peers, stream_of
+from tuner.families.vendor.sdpa import DESCALES
 from tuner.hardware import DEFAULT_GPU
-from tuner.problem import AttentionProblem
+from tuner.problem import DTYPE_BYTES, E4M3, AttentionProblem, DType
 from tuner.selection.domains import AttentionDomain
 from tuner.selection.portfolio import named_kernels
 
 FAMILY = own_kernels.FAMILY
 PEER = "flash3_serving"
-#: Bytes of keys and values that the rotated caches have together at least: three times the L2.
-ROTATED = 192 << 20
+#: Bytes of keys and values that the rotated caches have together at least: twenty times the L2, of
+#: which copies that are to stay there longest keep a part.
+ROTATED = 1 << 30
 MIN_POOL = 4 << 30
 #: Copies of a case's caches at most: calls of a graph at most.
 MAX_COPIES = 40
@@ -52,6 +54,8 @@ MAX_COPIES = 40
 QUICK_US, FINAL_US = 1e5, 4e5
 #: Splits that are tried, as far as they have blocks for the chip.
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
+#: Factor of queries, keys and values of e4m3, and the bits of elements below 2: none is a NaN.
+FACTOR, NUMBERS = 0.5, 0xBF
 #: Blocks of a schedule at most, where all sequences are alike: rounds over the chip.
 MAX_ROUNDS = 8
 Call = Callable[[int], Any]
@@ -71,6 +75,7 @@ class Case:
     head_dim: int = 128
     window: int = -1
     has_sinks: bool = False
+    dtype: DType = "bfloat16"
 
     @property
     def problem(self) -> AttentionProblem:
@@ -81,7 +86,7 @@ class Case:
             head_dim=self.head_dim,
             heads_q=self.heads_q,
             heads_kv=self.heads_kv,
-            dtype="bfloat16",
+            dtype=self.dtype,
             is_causal=max(self.queries) > 1,
             window_left=self.window,
             page_size=self.page_size,
@@ -94,19 +99,30 @@ class Case:
         return len(set(self.queries)) == len(set(self.keys)) == 1
 
     @property
+    def has_dense(self) -> bool:
+        """`tuner.attention` computes the same over a dense cache."""
+        is_plain = self.window < 0 and not self.has_sinks and self.dtype != E4M3
+        return is_plain and self.is_even and self.queries[0] == 1
+
+    @property
     def bytes(self) -> int:
         """Bytes of the keys and values that queries see."""
         seen = sum(
             min(keys, self.window + queries) if self.window >= 0 else keys
             for queries, keys in zip(self.queries, self.keys, strict=True)
         )
-        return 4 * seen * self.heads_kv * self.head_dim
+        return seen * self.token_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a key and a value of all heads."""
+        return 2 * DTYPE_BYTES[self.dtype] * self.heads_kv * self.head_dim
 
     @property
     def cached_bytes(self) -> int:
         """Bytes of the pages of one copy of the keys and values."""
         pages = sum(-(-keys // self.page_size) for keys in self.keys)
-        return 4 * pages * self.page_size * self.heads_kv * self.head_dim
+        return pages * self.page_size * self.token_bytes
 
     @property
     def flops(self) -> int:
@@ -118,6 +134,7 @@ class Case:
         heads = f"{self.heads_q}/{self.heads_kv},D={self.head_dim}"
         longest = f"B={len(self.queries)},SQ={max(self.queries)},SKV={max(self.keys)}"
         more = f",window={self.window}" if self.window >= 0 else ""
+        more += ",e4m3" if self.dtype == E4M3 else ""
         return f"{self.group} {longest},{heads},page={self.page_size}{more}"
 
 
@@ -151,6 +168,14 @@ def _every() -> Iterator[Case]:
             made = Case("sinks", (1,) * batch, (4096,) * batch, 16, 64, 8, 64, window, True)
             yield made
         yield Case("sinks", (2048,), (8192,), 16, 64, 8, 64, window, True)
+    for batch in (1, 16, 128):
+        for keys in (1024, 4096):
+            yield Case("narrow", (1,) * batch, (keys,) * batch, 16, head_dim=64)
+    for batch in (1, 16, 64):
+        for keys in (4096, 16384):
+            yield Case("e4m3", (1,) * batch, (keys,) * batch, 16, dtype=E4M3)
+    yield Case("e4m3", (4,) * 16, (4096,) * 16, 16, dtype=E4M3)
+    yield Case("e4m3", (2048,), (8192,), 16, dtype=E4M3)
 
 
 def configs(case: Case) -> Iterator[Config]:
@@ -195,10 +220,12 @@ class Batch:
     """A case's tensors: caches in one pool, as many as the L2 cannot hold."""
 
     def __init__(self, case: Case, pool: Any) -> None:
-        """Args: case: the batch; pool: bf16 numbers, keys and values of all caches."""
+        """Args: case: the batch; pool: bytes, of keys and values of all caches."""
         import torch
 
         self.case, problem = case, case.problem
+        dtype = getattr(torch, case.dtype)
+        pool = pool.view(dtype)
         size, width = case.page_size, case.heads_kv * case.head_dim
         counts = [-(-keys // size) for keys in case.keys]
         needed = sum(counts)
@@ -219,8 +246,12 @@ class Batch:
             self.tables.append(table)
         total = sum(case.queries)
         query = torch.randn(total, case.heads_q, case.head_dim, device="cuda")
-        self.source = query.bfloat16()
-        self.query, self.out = self.source.clone(), torch.empty_like(self.source)
+        self.source = query.to(dtype)
+        self.query, self.out = self.source.clone(), torch.empty_like(query, dtype=torch.bfloat16)
+        self.scales = []
+        if case.dtype == E4M3:
+            counts = case.heads_q, case.heads_kv, case.heads_kv
+            self.scales = [torch.full((count,), FACTOR, device="cuda") for count in counts]
         self.used = torch.tensor(case.keys, dtype=torch.int32, device="cuda")
         self.starts = torch.tensor([0, *case.queries], device="cuda").cumsum(0).int()
         self.sinks = None  # numbers that bf16 holds, which is what FlashAttention-3 takes
@@ -248,11 +279,11 @@ class Batch:
         workspace = torch.empty(bytes_, dtype=torch.uint8, device="cuda")
         run = kernel.bind(integers, launch.scalars)
         fixed = [t.data_ptr() for t in (self.query, self.key, self.value, self.out)]
-        sinks = [] if self.sinks is None else [self.sinks.data_ptr()]
+        others = [t.data_ptr() for t in (self.sinks, *self.scales) if t is not None]
 
         def call(index: int) -> Any:
             place = self.tables[index % self.copies].data_ptr()
-            tensors = [*fixed, 0, place, self.used.data_ptr(), self.starts.data_ptr(), *sinks]
+            tensors = [*fixed, 0, place, self.used.data_ptr(), self.starts.data_ptr(), *others]
             run(tensors, workspace.data_ptr(), stream_of(self.query.device))
             return self.out
 
@@ -269,6 +300,8 @@ class Batch:
             "sinks": self.sinks,
             "scale": self.scale,
             "out": self.out,
+            "total_seqlen_k": sum(case.keys),
+            **dict(zip(("q_scale", "k_scale", "v_scale"), self.scales, strict=False)),
         }
         lengths = self.used, self.starts, max(case.queries), max(case.keys)
 
@@ -290,8 +323,14 @@ class Batch:
         tensors = self.query, self.key, self.value, self.tables[0], self.used, self.starts
         extras = Extras.of((case.window, -1), 0.0)
         options = max(case.queries), max(case.keys), self.problem.is_causal, extras, self.scale
-        plan = prepare(paged_call(*tensors, self.sinks, *options))
-        return plan.reason if isinstance(plan, Refusal) else short(plan.config)
+        more = {"descales": tuple(self.scales), "total_kv": sum(case.keys)}
+        call = paged_call(*tensors, self.sinks, *options, **more)
+        plan = prepare(call)
+        if isinstance(plan, Refusal):
+            return plan.reason
+        kernel = {name: v for name, v in plan.config.params.items() if name != "combine"}
+        schedule = dict(call.schedule(plan.config)) or plan.config.params
+        return short(Config(plan.config.family, {**kernel, **schedule}))
 
     def dense(self) -> Call:
         """A call of `tuner.attention` over a dense cache of as many numbers."""
@@ -316,7 +355,7 @@ class Batch:
         window = (case.window, 0) if case.window >= 0 else (-1, -1)
         lengths = max(case.queries), max(case.keys)
         metadata = module.metadata(
-            *(self.used, *lengths, case.heads_q, case.heads_kv, case.head_dim),
+            *(self.used, *lengths, case.heads_q, case.heads_kv, case.head_dim, self.query.dtype),
             cu_seqlens_q=self.starts,
             page_size=case.page_size,
             causal=problem.is_causal,
@@ -333,6 +372,9 @@ class Batch:
             "sinks": None if self.sinks is None else self.sinks.bfloat16(),
             "metadata": metadata,
         }
+        if self.scales:
+            one = self.scales[1].expand(len(case.keys), -1)
+            options |= dict.fromkeys(DESCALES, one)
 
         def call(index: int) -> Any:
             table = self.tables[index % self.copies]
@@ -353,7 +395,7 @@ def compared(case: Case, pool: Any, kernels: Mapping[Config, LoadedKernel]) -> d
 
     Args:
         case: the batch.
-        pool: bf16 numbers that hold its caches.
+        pool: bytes that hold its caches.
         kernels: the compiled ones of `configs`.
     """
     import tuner
@@ -370,7 +412,7 @@ def compared(case: Case, pool: Any, kernels: Mapping[Config, LoadedKernel]) -> d
     contenders = {"tuner": batch.tuner()}
     if best:
         contenders["best"] = own[best]
-    if case.is_even and case.queries[0] == 1 and case.window < 0 and not case.has_sinks:
+    if case.has_dense:
         contenders["dense"] = batch.dense()
     module = peers.module_of(PEER)
     if isinstance(module, str):
@@ -418,9 +460,8 @@ def _timed(
         except (*FAILURES, TunerError) as exc:  # a cluster that this GPU has no place for
             torch.cuda.synchronize()  # raises again where the device is lost
             failed[name] = first_line(exc)
-    times = time_calls(
-        able, lambda _: torch.add(batch.source, 0.0, out=batch.query), batch.copies, budget_us
-    )
+    source, written = (t.view(torch.uint8) for t in (batch.source, batch.query))
+    times = time_calls(able, lambda _: torch.add(source, 0, out=written), batch.copies, budget_us)
     failed |= times.failed
     return times.us
 
@@ -530,11 +571,14 @@ def main(argv: Sequence[str]) -> int:
     if not torch.cuda.is_available():
         raise BenchmarkError(f"torch {torch.__version__} sees no GPU")
     kernels = loaded(wanted)
-    numbers = max(MIN_POOL, ROTATED + max(case.cached_bytes for case in wanted)) // 2
-    pool = torch.empty(numbers, dtype=torch.bfloat16, device="cuda").normal_()
+    size = max(MIN_POOL, ROTATED + max(case.cached_bytes for case in wanted))
+    numbers = torch.empty(size // 2, dtype=torch.bfloat16, device="cuda").normal_()
+    pool = numbers.view(torch.uint8)
     every: list[dict[str, Any]] = []
     environment = own_kernels.environment()
-    for case in wanted:
+    for case in sorted(wanted, key=lambda case: case.dtype == E4M3):
+        if case.dtype == E4M3:
+            pool &= NUMBERS
         try:
             every.append(compared(case, pool, kernels[case]))
         except (*FAILURES, TunerError) as exc:

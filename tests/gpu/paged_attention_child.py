@@ -31,7 +31,7 @@ SHARED = 0.3
 #: Standard deviation of elements of e4m3; factors make them as large as others.
 DEVIATION = 4.0
 #: What a log-sum-exp may be off by: sums of e4m3 products are truncated.
-LSE_LIMITS = {E4M3: 5e-3}
+LSE_LIMITS = {E4M3: 1e-2}
 
 
 @dataclass

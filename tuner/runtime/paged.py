@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from torch.library import Library, register_fake
 
+from tuner.config import Config, Value
 from tuner.errors import ConfigError
 from tuner.families.base import Strides
+from tuner.families.fused_attention import paged
+from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionProblem
 from tuner.problem.attention import PAGE_MULTIPLE, rounded
 from tuner.runtime import guards, quantised
@@ -109,8 +112,22 @@ class PagedCall(Paged, Call):
         shapes = self.query.shape, self.key.shape
         sizes = self.batch, self.longest_q, self.longest_kv
         strides = tuple(tensor.stride() for tensor in tensors)
-        found = _sized(plan, self.extras, sizes, shapes, strides, self.scale)
+        schedule = self.schedule(plan.config) if plan.by_portfolio else ()
+        found = _sized(plan, self.extras, sizes, shapes, strides, self.scale, schedule)
         return Refusal(Kind.TENSORS, found) if isinstance(found, str) else found
+
+    def schedule(self, config: Config) -> tuple[tuple[str, Value], ...]:
+        """Splits of a selected kernel for this call's lengths (`paged.schedule`)."""
+        rows, packed = 64 * int(config["warp_groups"]), int(config.get("packed_heads", 1))
+        if self.longest_q * packed > rows:
+            return ()  # chunks: each has tiles enough
+        tiles = self.batch * self.query.shape[1] // packed
+        places = DEFAULT_GPU.sm_count * int(config["blocks_per_sm"])
+        mean = float(self.longest_kv)
+        if self.batch > 1:
+            mean = None if self.total_kv is None else self.total_kv / self.batch
+        found = paged.schedule(config, tiles, places, self.longest_kv, mean)
+        return tuple(found.items())
 
     def run(self, plan: Plan) -> Any:
         sized = self.sized(plan)
@@ -153,6 +170,7 @@ def paged_attention(
     q_scale: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    total_seqlen_k: int | None = None,
 ) -> Any:
     """softmax(scale * Q K^T + mask) V of B sequences whose keys and values lie in pages.
 
@@ -208,6 +226,8 @@ def paged_attention(
             and come with all three factors.
         k_scale: factors of the keys: (HKV,), or one element.
         v_scale: factors of the values, as `k_scale`.
+        total_seqlen_k: keys of all sequences, by which their mean length is known. It only decides
+            how many blocks share the keys of a sequence; None: lengths are taken as unlike.
 
     Returns:
         (total_q, H, D), of `query`'s type, bf16 of e4m3: `out` if given. With `return_lse` that and
@@ -235,7 +255,7 @@ def paged_attention(
         given = given if out is None else out.copy_(given)
         return (given, lse) if return_lse else given
     tensors = query, key_cache, value_cache, page_table, seqused_k, cu_seqlens_q, _wide(sinks)
-    options = queries, keys, causal, extras, factor, return_lse, out, descales
+    options = queries, keys, causal, extras, factor, return_lse, out, descales, total_seqlen_k
     return serve(paged_call(*tensors, *options))
 
 
@@ -255,6 +275,7 @@ def paged_call(
     with_lse: bool = False,
     out: torch.Tensor | None = None,
     descales: tuple[torch.Tensor, ...] = (),
+    total_kv: int | None = None,
 ) -> PagedCall:
     """The call object of checked arguments, as of `paged_attention`.
 
@@ -264,7 +285,8 @@ def paged_call(
         extras = extras._replace(right=-1)
     masked = bool(is_causal) and queries != 1
     tensors = query, key, value, page_table, seqused_k, starts_q, sinks
-    return PagedCall(*tensors, queries, keys, masked, extras, scale, with_lse, out, descales)
+    options = queries, keys, masked, extras, scale, with_lse, out, descales, total_kv
+    return PagedCall(*tensors, *options)
 
 
 def prepare(call: PagedCall) -> KernelPlan | Refusal:
@@ -389,9 +411,15 @@ def _sized(
     shapes: tuple[torch.Size, torch.Size],
     strides: tuple[tuple[int, ...], ...],
     scale: float,
+    schedule: tuple[tuple[str, Value], ...],
 ) -> KernelPlan | str:
     """The plan with a call's sizes and strides, or the reason why its kernels do not take them."""
     known = plan.problem
+    if schedule:
+        params = {name: v for name, v in plan.config.params.items() if name != "combine"}
+        config = Config(plan.config.family, {**params, **dict(schedule)})
+    else:
+        config = plan.config
     if not isinstance(known, AttentionProblem):
         raise ConfigError(f"{known.op} has no paged cache")
     batch, longest_q, longest_kv = sizes
@@ -427,7 +455,7 @@ def _sized(
     if any(stride[-1] != 1 for stride in strides[:3]):
         return "D is not contiguous"
     try:
-        return plan.sized(problem, scale, own)
+        return plan.sized(problem, scale, own, config)
     except ConfigError as exc:
         return str(exc)
 

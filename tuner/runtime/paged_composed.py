@@ -35,6 +35,8 @@ class Paged(NamedTuple):
     out: torch.Tensor | None
     descales: tuple[torch.Tensor, ...] = ()
     """Factors of e4m3 queries (H,), keys and values (HKV,); else none."""
+    total_kv: int | None = None
+    """Keys of all sequences, if known."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -316,8 +316,9 @@ class AttentionDomain(_Attention, Domain):
     def others(cls) -> Iterator[Self]:
         """Domains of paged caches, of mask operands and of block-sparse masks.
 
-        Paged caches: plain ones of every instance, of e4m3 for usual head dimensions, windows where
-        public models have them, and sinks as in GPT-OSS. Mask operands, without a causal flag: every phase.
+        Paged caches: plain ones of every instance, of e4m3 for D = 64 and 128, windows where
+        public models have them, and sinks as in GPT-OSS. Mask operands, without a causal flag, have
+        every phase.
         """
         kinds: tuple[tuple[Mask, Phase], ...]
         kinds = ("full", "one"), ("causal", "few"), ("causal", "prompt")
