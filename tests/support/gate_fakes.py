@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-from tuner.measure.gate.kernels import POISON
+from tuner.measure.gate.kernels import E4M3_POISON, POISON
 
 
 class FakeDevice:
@@ -26,7 +26,7 @@ class FakeDevice:
         self.live.remove(pointer)
 
     def fill16(self, pointer: int, pattern: int, size: int) -> None:
-        assert pattern == POISON and size % 2 == 0
+        assert pattern in (POISON, E4M3_POISON) and size % 2 == 0
         self.filled.append((pointer, size))
 
     def fill8(self, pointer: int, value: int, size: int) -> None:

@@ -30,12 +30,12 @@ class FakeKernel:
 def paged_kernels(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Has the table find a fused attention kernel for whatever is posed. `posed` has each kind and
     problem that was asked for, `launched` addresses, integers and scalars of each launch;
-    `refusal` is what the table finds where one is put there.
+    `by_portfolio` is told of each plan, `refusal` is what the table finds where one is put there.
     """
     import torch
 
     kernel, member = FakeKernel(), FusedAttention()
-    made = SimpleNamespace(posed=[], launched=kernel.launched, refusal=None)
+    made = SimpleNamespace(posed=[], launched=kernel.launched, refusal=None, by_portfolio=False)
 
     def find_out(kind: Any, told: Any, pose: Any, device: int, _: Any = None) -> Any:
         assert told is None, "the dispatcher in C++ knows no paged caches"
@@ -55,6 +55,7 @@ def paged_kernels(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> S
             workspace_bytes=0,
             dtype=torch.float16,
             writes_lse=True,
+            by_portfolio=made.by_portfolio,
         )  # fmt: skip
 
     monkeypatch.setattr(on_cpu.table.table, "get", lambda kind: None)

@@ -24,6 +24,7 @@ served = paged_kernels
 __all__ = ["engine"]
 PAGES, SIZE, HEADS, HEADS_KV, WIDTH, COLUMNS = 40, 16, 8, 2, 64, 300
 SCALE = 0.125
+FACTORS = {"q": 0.5, "k": 2.0, "v": 3.0}
 
 
 @pytest.fixture(autouse=True)
@@ -134,7 +135,7 @@ def test_a_cache_of_e4m3_comes_with_its_factors(
     query, cache = query.to(torch.float8_e4m3fn), cache.to(torch.float8_e4m3fn)
     of_bytes = query, cache.view(torch.uint8), out
     owner = SimpleNamespace(
-        **{f"_{name}_scale": torch.tensor(value) for name, value in zip("qkv", (0.5, 2.0, 3.0))}
+        **{f"_{name}_scale": torch.tensor(value) for name, value in FACTORS.items()}
     )
     impl.load(SimpleNamespace(kv_cache=of_bytes[1], **vars(owner)), metadata)
     given = query, query, query, of_bytes[1], metadata
@@ -144,7 +145,8 @@ def test_a_cache_of_e4m3_comes_with_its_factors(
     own, wanted = (one[0] for one in served.launched)
     assert own[:-3] == wanted[:-3]
     held = [scale.tolist() for scale in impl._scales]
-    assert held == [[0.5] * HEADS, [2.0] * HEADS_KV, [3.0] * HEADS_KV]
+    counts = HEADS, HEADS_KV, HEADS_KV
+    assert held == [[f] * count for f, count in zip(FACTORS.values(), counts, strict=True)]
     assert own[-3:] == [scale.data_ptr() for scale in impl._scales]
     # Weights that are loaded again: a captured graph reads the same memory.
     owner._k_scale.fill_(4.0)

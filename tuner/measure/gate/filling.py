@@ -29,6 +29,7 @@ from tuner.measure.gate.inputs import (
 )
 from tuner.measure.gate.kernels import (
     DTYPES,
+    E4M3_POISON,
     POISON,
     Buffers,
     Kernels,
@@ -113,12 +114,10 @@ def fill(kernels: Kernels, buffers: Buffers, kind: str, seed: int) -> None:
 
 
 def _fill_pages(kernels: Kernels, buffers: Buffers, problem: AttentionProblem, kind: str) -> None:
-    """Copy keys and values to their pages, by 16 bits. All other slots hold the poison, of which
-    each byte of e4m3 is a NaN.
-    """
+    """Copy keys and values to their pages, by 16 bits. All other slots hold the poison."""
     heads, each = problem.heads_kv, DTYPE_BYTES[problem.dtype]
     width = each * problem.head_dim // 2
-    poison = (POISON >> 8) * 0x101 if problem.dtype == E4M3 else POISON
+    poison = E4M3_POISON if problem.dtype == E4M3 else POISON
     columns = max(problem.pages)
     for operand in problem.matrices[1:3]:
         cache = buffers.operands[operand.name]
