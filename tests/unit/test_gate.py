@@ -23,7 +23,7 @@ from tuner.measure.gate import REFERENCE, Gate, inputs, kernels
 from tuner.measure.gate.commands import COMMANDS as DECLARED
 from tuner.measure.gate.commands import Command
 from tuner.measure.gate.inputs import KINDS, border_columns, kinds_of, scale_of
-from tuner.measure.gate.kernels import POISON, Guarded
+from tuner.measure.gate.kernels import E4M3_POISON, POISON, Guarded
 from tuner.measure.log_sum_exp import judge_lse, lost_of
 from tuner.measure.tolerance import OutputComparison, floor_work
 from tuner.measurement import Status
@@ -397,6 +397,8 @@ def test_a_paged_cache_of_e4m3_is_copied_by_16_bits_and_holds_nans_elsewhere() -
     made, device, kernel = opened(problem)
     made.load("random")
     copies = [n for _, n in kernel.given if n[0] == 14]
+    caches = {made.pointers[name] for name in ("key", "value")}
+    assert {at for at, one in device.patterns.items() if one == E4M3_POISON} == caches
     halves = [stride // 2 for stride in problem.matrices[1].strides[:3]]
     assert {tuple(n[2:]) for n in copies} == {(2, 32, *halves, 16)}
     assert pages.row_bytes(problem) * 2 == pages.row_bytes(PAGED)

@@ -364,7 +364,7 @@ def test_factors_that_do_not_fit_are_refused(
 
 
 def test_factors_are_of_e4m3_only(paged: Any) -> None:
-    with pytest.raises(ConfigError, match="factors are for float8_e4m3fn, query is torch.float32"):
+    with pytest.raises(ConfigError, match="factors are for float8_e4m3fn, query is"):
         paged(**batch(), q_scale=torch.ones(1))
 
 

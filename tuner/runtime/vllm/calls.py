@@ -109,7 +109,7 @@ class Form(NamedTuple):
     layout: Layout
     width: int
     scales: tuple[torch.Tensor, ...] = ()
-    """Of e4m3: fp32 (H,), (HKV,) and (HKV,)."""
+    """Factors of e4m3 queries, keys and values: fp32 (H,), (HKV,) and (HKV,)."""
 
 
 def rounded(keys: int, room: int) -> int:
