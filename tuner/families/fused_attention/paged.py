@@ -101,9 +101,9 @@ def schedule(
 ) -> Mapping[str, Value]:
     """How a selected kernel shares the keys of sequences: `splits`, and `combine` of several.
 
-    A selection counts all sequences as long as the longest, whose block may outlast the others: 16
-    sequences of 100 to 10,000 keys took twice as long with one block a tile as with twelve. Splits
-    cost 2 to 9 % if lengths turn out to be equal.
+    A selection counts all sequences as long as the longest, whose block may outlast the others.
+    With one block a tile, 16 sequences of 100 to 10,000 keys took twice as long as with twelve.
+    Splits cost 2 to 9 % if lengths turn out to be equal.
 
     Args:
         config: the kernel, with the splits that were selected.
