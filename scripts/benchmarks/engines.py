@@ -1,7 +1,8 @@
 """``scripts/bench engines``: vLLM's engine with its own attention, and with the tuner's plug-in.
 
-The offline engine runs models of a public shape with random weights, in CUDA graphs. Each run is a
-process of its own, in shuffled order. Figures of a run:
+The offline engine runs models of a public shape with random weights, in CUDA graphs. A shape's
+engines start together, `--engines` of each way, every one in a process of its own. The runs take
+turns: each of all ways in a shuffled order, while the other engines wait. Figures of a run:
 
 - prompt tokens a second
 - for each concurrency: time to the first token, time of a further token, output tokens a second
@@ -24,6 +25,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +73,10 @@ ENVIRONMENT = {
     "TRANSFORMERS_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-Item = tuple[int, str, str]
-"""Run, shape and way."""
+START = 0
+"""Index at which a worker starts its engine."""
+SPARE_TOKENS = 64
+"""Of each request's part of the cache: its last page, and what the engine keeps back."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,9 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ConfigError: when the results have no place.
     """
     args = _parser().parse_args(argv)
-    todo = list(items(args.shape, args.ways, args.runs))
     if args.worker:
-        return answer_indices(lambda index: measured(todo[index], args))
+        return answer_indices(Engine(args).answer)
     if importlib.util.find_spec("vllm") is None:
         raise BenchmarkError("vllm is not installed: scripts/bench engines runs its offline engine")
     if detect() is None:
@@ -94,14 +98,51 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[2:] if argv is None else argv)
     command = python_command("-m", "benchmarks", "engines", *given, "--worker")
     rows: list[dict[str, Any]] = []
-    for index, (run, shape, way) in enumerate(todo):
-        print(f"engines: run {run}, {shape}, {way} ...", file=sys.stderr, flush=True)
-        with Worker(command, args.limit) as worker:  # a new process each
-            rows.append({"run": run, "shape": shape, "way": way, **worker.ask(index)})
-        if args.json:
-            write_json(args.json, {"options": _options(args), "runs": rows})
+    for shape in args.shape or sorted(SHAPES):
+        for row in measured(shape, command, args):
+            rows.append(row)
+            if args.json:
+                write_json(args.json, {"options": _options(args), "runs": rows})
     print(report(rows))
     return int(any("lost" in row for row in rows))
+
+
+def measured(
+    shape: str, command: Sequence[str], args: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """The runs of a shape, as they end.
+
+    Args:
+        shape: one of `SHAPES`.
+        command: starts a worker that answers as `Engine` does; shape and way are added.
+        args: as they are parsed.
+    """
+    ways = list(dict.fromkeys(args.ways or (VLLM, TUNER)))
+    engines = min(args.engines, args.runs)
+    places = list(itertools.product(range(engines), ways))
+    with ExitStack() as stack:
+        workers = {
+            place: stack.enter_context(
+                Worker([*command, "--of", shape, "--way", place[1]], args.limit)
+            )
+            for place in places
+        }
+        _say(f"{shape}, {len(places)} engines start ...")
+        pool = stack.enter_context(ThreadPoolExecutor(len(places)))
+        started = dict(zip(places, pool.map(lambda p: workers[p].ask(START), places), strict=True))
+        for place, answer in started.items():
+            _say(f"{shape}, {place[1]}: {answer.get('lost') or answer}")
+        for run, way in runs(ways, args.runs):
+            place = run % engines, way
+            row = {"run": run, "shape": shape, "way": way, "engine": place[0], **started[place]}
+            if "lost" not in row:
+                _say(f"run {run}, {shape}, {way} ...")
+                row |= workers[place].ask(run + 1)
+            yield row
+
+
+def _say(text: str) -> None:
+    print(f"engines: {text}", file=sys.stderr, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -116,83 +157,100 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--concurrency", type=int, action="append", help="default: 1, 16 and 128")
     parser.add_argument("--runs", type=int, default=5, help="runs of each shape and way")
+    parser.add_argument("--engines", type=int, default=2, help="engines of each way")
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of each request's prompt")
     parser.add_argument("--tokens", type=int, default=128, help="that each request generates")
     parser.add_argument(
         "--compile", action="store_true", help="vLLM's defaults: torch.compile, piecewise graphs"
     )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write every figure there")
-    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for a run")
+    parser.add_argument(
+        "--limit", type=float, default=LIMIT_S, help="seconds for a start, and a run"
+    )
+    for name in ("--of", "--way"):
+        parser.add_argument(name, default="", help=argparse.SUPPRESS)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.set_defaults(worker=False)
     return parser
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    names = "prompt", "tokens", "compile"
+    names = "prompt", "tokens", "compile", "engines"
     return {name: getattr(args, name) for name in names}
 
 
-def items(shapes: Sequence[str] | None, ways: Sequence[str] | None, runs: int) -> Iterator[Item]:
-    """Runs in their order, the same in every process: each has all shapes and ways, shuffled."""
-    for run in range(runs):
-        every = list(itertools.product(shapes or sorted(SHAPES), ways or (VLLM, TUNER)))
+def runs(ways: Sequence[str], count: int) -> Iterator[tuple[int, str]]:
+    """Run and way, in their order: each run has all ways, shuffled."""
+    for run in range(count):
+        every = list(ways)
         random.Random(run).shuffle(every)
-        yield from ((run, shape, way) for shape, way in every)
+        yield from ((run, way) for way in every)
 
 
-def measured(item: Item, args: argparse.Namespace) -> dict[str, Any]:
-    """The figures of one run, or ``{"lost": reason}``."""
-    from benchmarks.call_times import first_line
-
-    try:
-        return measure(item, args)
-    except Exception as exc:  # an engine raises what it likes
-        return {"lost": f"{type(exc).__name__}: {first_line(exc)}"}
-
-
-def measure(item: Item, args: argparse.Namespace) -> dict[str, Any]:
-    """The figures of one run, in this process.
+class Engine:
+    """One engine in this process: starts at the index `START`, and measures a run at each other.
 
     Args:
-        item: run, shape and way.
         args: as they are parsed.
     """
-    _, shape, way = item
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    if way == FEW:
-        os.environ["TUNER_VLLM_QUERIES"] = FEW_QUERIES
-    import vllm
 
-    import tuner
-    from tuner.runtime.vllm import register
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._counts = sorted(set(args.concurrency or (1, 16, 128)))
+        self._generate: Generator | None = None
 
-    counts = sorted(set(args.concurrency or (1, 16, 128)))
-    options = engine_options(counts, args)
-    if way != VLLM:
-        register()  # as the entry point does where the package is installed
-        options["attention_backend"] = "CUSTOM"
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(config_of(shape)))
-        start = time.perf_counter()
-        llm = vllm.LLM(folder, **options)
-    found: dict[str, Any] = {
-        "vllm": str(vllm.__version__),
-        "attention": attention_of(llm),
-        "ready_s": round(time.perf_counter() - start, 1),
-        "captured": _stats(tuner.stats(reset=True)),
-        "prompt_tokens_per_s": 0.0,
-        "concurrency": {},
-    }
-    generate = Generator(llm, vllm.SamplingParams)
-    generate(PROMPTS, PROMPT, 1, 0)  # warm
-    took = statistics.median(generate(PROMPTS, PROMPT, 1, i)[0] for i in range(1, PASSES + 1))
-    found["prompt_tokens_per_s"] = PROMPTS * PROMPT / took
-    for count in counts:
-        found["concurrency"][str(count)] = _served(generate, count, args)
-    found["eager"] = _stats(tuner.stats(reset=True))
-    return found
+    def answer(self, index: int) -> dict[str, Any]:
+        """What an index asks for, or ``{"lost": reason}``."""
+        from benchmarks.call_times import first_line
+
+        try:
+            return self.start() if index == START else self.run()
+        except Exception as exc:  # an engine raises what it likes
+            return {"lost": f"{type(exc).__name__}: {first_line(exc)}"}
+
+    def start(self) -> dict[str, Any]:
+        """Start the engine; facts of it."""
+        way = self._args.way
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        if way == FEW:
+            os.environ["TUNER_VLLM_QUERIES"] = FEW_QUERIES
+        import vllm
+
+        import tuner
+        from tuner.runtime.vllm import register
+
+        options = engine_options(self._args.of, self._counts, self._args)
+        if way != VLLM:
+            register()  # as the entry point does where the package is installed
+            options["attention_backend"] = "CUSTOM"
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "config.json").write_text(json.dumps(config_of(self._args.of)))
+            start = time.perf_counter()
+            llm = vllm.LLM(folder, **options)
+        self._generate = Generator(llm, vllm.SamplingParams)
+        return {
+            "vllm": str(vllm.__version__),
+            "attention": attention_of(llm),
+            "ready_s": round(time.perf_counter() - start, 1),
+            "captured": _stats(tuner.stats(reset=True)),
+        }
+
+    def run(self) -> dict[str, Any]:
+        """The figures of one run."""
+        import tuner
+
+        generate = self._generate
+        if generate is None:
+            raise BenchmarkError("the engine did not start")
+        generate(PROMPTS, PROMPT, 1, 0)  # warm
+        took = statistics.median(generate(PROMPTS, PROMPT, 1, i)[0] for i in range(1, PASSES + 1))
+        return {
+            "prompt_tokens_per_s": PROMPTS * PROMPT / took,
+            "concurrency": {
+                str(count): _served(generate, count, self._args) for count in self._counts
+            },
+            "eager": _stats(tuner.stats(reset=True)),
+        }
 
 
 def _served(generate: Generator, count: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -264,9 +322,12 @@ def config_of(shape: str) -> dict[str, Any]:
     }
 
 
-def engine_options(counts: Sequence[int], args: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of ``LLM``, the same for all ways."""
+def engine_options(shape: str, counts: Sequence[int], args: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of ``LLM``, the same for all ways. The cache holds what the requests need, and no
+    more: several engines share the GPU.
+    """
     longest = max(PROMPT + 1, args.prompt + args.tokens)
+    tokens = max(PROMPTS * longest, max(counts) * (args.prompt + args.tokens + SPARE_TOKENS))
     options: dict[str, Any] = {
         "load_format": "dummy",
         "skip_tokenizer_init": True,
@@ -274,7 +335,8 @@ def engine_options(counts: Sequence[int], args: argparse.Namespace) -> dict[str,
         "max_model_len": -(-longest // 1024) * 1024,
         "max_num_batched_tokens": 8192,
         "max_num_seqs": max(counts),
-        "gpu_memory_utilization": 0.6,
+        "gpu_memory_utilization": 0.01,  # of no meaning where the cache's bytes are given
+        "kv_cache_memory_bytes": tokens * token_bytes(shape),
         "enable_prefix_caching": False,
         "generation_config": "vllm",
         "disable_log_stats": True,
@@ -288,6 +350,12 @@ def engine_options(counts: Sequence[int], args: argparse.Namespace) -> dict[str,
             "cudagraph_capture_sizes": [size for size in sizes if size <= max(counts)],
         }
     return options
+
+
+def token_bytes(shape: str) -> int:
+    """Bytes of a token's keys and values."""
+    config = config_of(shape)
+    return 4 * int(config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"])
 
 
 def attention_of(llm: Any) -> str:

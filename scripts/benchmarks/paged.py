@@ -1,13 +1,15 @@
-"""Attention over paged caches: the own kernel, FlashAttention-3's serving build, the dense kernel.
+"""Attention over paged caches: what is served, FlashAttention-3's serving build, the dense kernel.
 
 ``scripts/bench paged`` times decoding, chunks of prompts and batches of both as an engine has them.
 Each call stands behind a kernel that writes its queries, in a CUDA graph. Caches are rotated, so
-that none is in the L2. The time of a graph with only the other kernels is taken off. The contenders
-are interleaved in shuffled order in every round.
+that none is in the L2 (`call_times.time_calls`). Contenders of a case, in shuffled order:
 
-FlashAttention-3 gets its scheduler's metadata, made before. Own kernels of several configs and
-schedules take part in a quick pass, and the fastest in the rounds. The dense kernel takes part
-where all sequences are alike.
+- ``tuner``: `tuner.paged_attention`, with the kernel and the number of splits that it selects
+- ``best``: the fastest schedule of the kernels that it selects from, found in a pass of its own
+- ``flash3``: FlashAttention-3's serving build with its scheduler's metadata, made before
+- ``dense``: `tuner.attention` over a dense cache, where all sequences are alike and have one query
+
+Only compiled kernels take part; ``--compile`` compiles them, and times nothing.
 """
 
 from __future__ import annotations
@@ -21,29 +23,40 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks import own_kernels
+from benchmarks.call_times import FAILURES, Contender, first_line, time_calls
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
+from tuner.cli.aot import compile_aot
 from tuner.compile.artifacts import ArtifactCache, LoadedKernel, load
-from tuner.compile.compiler import Compiler, find_toolchain
-from tuner.config import Config, Value
+from tuner.compile.compiler import Compiler
+from tuner.compile.toolchain import find_toolchain
+from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError, TunerError
-from tuner.families import family
-from tuner.families.base import Strides
+from tuner.families.base import KernelSpec, Strides
 from tuner.families.vendor import peers, stream_of
+from tuner.families.vendor.sdpa import DESCALES
 from tuner.hardware import DEFAULT_GPU
-from tuner.problem import AttentionProblem
+from tuner.problem import DTYPE_BYTES, E4M3, AttentionProblem, DType
+from tuner.selection.domains import AttentionDomain
+from tuner.selection.portfolio import named_kernels
 
-FAMILY = family("fused_attention")
+FAMILY = own_kernels.FAMILY
 PEER = "flash3_serving"
-#: Bytes of keys and values that the rotated caches have together at least: three times the L2.
-ROTATED = 192 << 20
+#: Bytes of keys and values that the rotated caches have together at least: twenty times the L2, of
+#: which copies that are to stay there longest keep a part.
+ROTATED = 1 << 30
 MIN_POOL = 4 << 30
-QUICK_ROUNDS, ROUNDS = 3, 15
-#: Calls of a graph: many of short ones, so that a graph takes half a millisecond or more.
-CALLS = range(4, 41)
-GRAPH_US = 1500.0
+#: Copies of a case's caches at most: calls of a graph at most.
+MAX_COPIES = 40
+#: Microseconds of replays of the pass over all schedules, and of the one beside the peers.
+QUICK_US, FINAL_US = 1e5, 4e5
 #: Splits that are tried, as far as they have blocks for the chip.
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
+#: Factor of queries, keys and values of e4m3, and the bits of elements below 2: none is a NaN.
+FACTOR, NUMBERS = 0.5, 0xBF
+#: Blocks of a schedule at most, where all sequences are alike: rounds over the chip.
+MAX_ROUNDS = 8
 Call = Callable[[int], Any]
 """A call over the cache of an index."""
 
@@ -61,6 +74,7 @@ class Case:
     head_dim: int = 128
     window: int = -1
     has_sinks: bool = False
+    dtype: DType = "bfloat16"
 
     @property
     def problem(self) -> AttentionProblem:
@@ -71,8 +85,8 @@ class Case:
             head_dim=self.head_dim,
             heads_q=self.heads_q,
             heads_kv=self.heads_kv,
-            dtype="bfloat16",
-            is_causal=max(self.queries) > 1 or self.window >= 0,
+            dtype=self.dtype,
+            is_causal=max(self.queries) > 1,
             window_left=self.window,
             page_size=self.page_size,
             has_sinks=self.has_sinks,
@@ -84,19 +98,30 @@ class Case:
         return len(set(self.queries)) == len(set(self.keys)) == 1
 
     @property
+    def has_dense(self) -> bool:
+        """`tuner.attention` computes the same over a dense cache."""
+        is_plain = self.window < 0 and not self.has_sinks and self.dtype != E4M3
+        return is_plain and self.is_even and self.queries[0] == 1
+
+    @property
     def bytes(self) -> int:
         """Bytes of the keys and values that queries see."""
         seen = sum(
             min(keys, self.window + queries) if self.window >= 0 else keys
             for queries, keys in zip(self.queries, self.keys, strict=True)
         )
-        return 4 * seen * self.heads_kv * self.head_dim
+        return seen * self.token_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a key and a value of all heads."""
+        return 2 * DTYPE_BYTES[self.dtype] * self.heads_kv * self.head_dim
 
     @property
     def cached_bytes(self) -> int:
         """Bytes of the pages of one copy of the keys and values."""
         pages = sum(-(-keys // self.page_size) for keys in self.keys)
-        return 4 * pages * self.page_size * self.heads_kv * self.head_dim
+        return pages * self.page_size * self.token_bytes
 
     @property
     def flops(self) -> int:
@@ -108,6 +133,7 @@ class Case:
         heads = f"{self.heads_q}/{self.heads_kv},D={self.head_dim}"
         longest = f"B={len(self.queries)},SQ={max(self.queries)},SKV={max(self.keys)}"
         more = f",window={self.window}" if self.window >= 0 else ""
+        more += ",e4m3" if self.dtype == E4M3 else ""
         return f"{self.group} {longest},{heads},page={self.page_size}{more}"
 
 
@@ -141,48 +167,34 @@ def _every() -> Iterator[Case]:
             made = Case("sinks", (1,) * batch, (4096,) * batch, 16, 64, 8, 64, window, True)
             yield made
         yield Case("sinks", (2048,), (8192,), 16, 64, 8, 64, window, True)
+    for batch in (1, 16, 128):
+        for keys in (1024, 4096):
+            yield Case("narrow", (1,) * batch, (keys,) * batch, 16, head_dim=64)
+    for batch in (1, 16, 64):
+        for keys in (4096, 16384):
+            yield Case("e4m3", (1,) * batch, (keys,) * batch, 16, dtype=E4M3)
+    yield Case("e4m3", (4,) * 16, (4096,) * 16, 16, dtype=E4M3)
+    yield Case("e4m3", (2048,), (8192,), 16, dtype=E4M3)
 
 
 def configs(case: Case) -> Iterator[Config]:
-    """Kernels that may be fastest, each with one split."""
-    packed = case.heads_q // case.heads_kv
-    rows = max(case.queries) * packed
-    base: dict[str, Value] = {
-        "warp_groups": 1,
-        "tile_n": 128,
-        "kv_stages": 2,
-        "score_buffers": 1,
-        "early_exp": 50,
-        "q_in_registers": False,
-        "persistent": False,
-        "blocks_per_sm": 1,
-        "splits": 1,
-        "pdl": True,
-        "packed_heads": packed,
-    }
-    if rows <= 64:
-        changes: list[dict[str, Value]] = [
-            {},
-            {"blocks_per_sm": 2, "tile_n": 64, "kv_stages": 3},
-            {"blocks_per_sm": 2, "tile_n": 64, "kv_stages": 3, "persistent": True},
-        ]
-        if case.head_dim == 64:
-            changes[0] = {"kv_stages": 3, "blocks_per_sm": 2}
-    else:
-        changes = [
-            {"warp_groups": 2, "ping_pong": True, "persistent": True},
-            {"warp_groups": 2, "ping_pong": True},
-        ]
-    for change in changes:
-        yield Config(FAMILY.name, {**base, **change})
+    """Kernels that `tuner.paged_attention` selects from, each with one split."""
+    problem = case.problem
+    domain = AttentionDomain.holding(problem)
+    if domain is None:
+        raise BenchmarkError(f"{case.label()}: no kernels serve it")
+    for kernel in named_kernels(domain):
+        config = FAMILY.called(problem, kernel, 1)
+        if FAMILY.accepts(problem, config, DEFAULT_GPU):
+            yield config
 
 
 def schedules(case: Case, config: Config) -> Iterator[Config]:
-    """A kernel's config with each count of splits worth trying."""
+    """A kernel's config with each number of splits worth trying."""
     problem = case.problem
     rows = 64 * int(config["warp_groups"]) // int(config["packed_heads"])
     blocks = sum(-(-queries // rows) for queries in case.queries) * case.heads_kv
-    room = 2 * DEFAULT_GPU.sm_count * int(config["blocks_per_sm"])
+    room = MAX_ROUNDS * DEFAULT_GPU.sm_count * int(config["blocks_per_sm"])
     for splits in SPLITS:
         if splits > 1 and ((blocks * splits > room and case.is_even) or config["persistent"]):
             continue
@@ -197,7 +209,7 @@ def schedules(case: Case, config: Config) -> Iterator[Config]:
 
 def short(config: Config) -> str:
     """A config for a table."""
-    names = ("warp_groups", "tile_n", "kv_stages", "blocks_per_sm", "splits")
+    names = ("warp_groups", "tile_n", "kv_stages", "packed_heads", "box_rows", "splits")
     text = "/".join(str(config[name]) for name in names)
     text += " persistent" if config["persistent"] else ""
     return text + (f" {config['combine']}" if "combine" in config.params else "")
@@ -207,15 +219,17 @@ class Batch:
     """A case's tensors: caches in one pool, as many as the L2 cannot hold."""
 
     def __init__(self, case: Case, pool: Any) -> None:
-        """Args: case: the batch; pool: bf16 numbers, keys and values of all caches."""
+        """Args: case: the batch; pool: bytes, of keys and values of all caches."""
         import torch
 
         self.case, problem = case, case.problem
+        dtype = getattr(torch, case.dtype)
+        pool = pool.view(dtype)
         size, width = case.page_size, case.heads_kv * case.head_dim
         counts = [-(-keys // size) for keys in case.keys]
         needed = sum(counts)
         self.copies = max(1, -(-ROTATED // max(1, case.bytes)))
-        self.copies = min(self.copies, CALLS[-1], pool.numel() // (2 * needed * size * width))
+        self.copies = min(self.copies, MAX_COPIES, pool.numel() // (2 * needed * size * width))
         pages = self.copies * needed
         if not self.copies:
             raise BenchmarkError(f"{case.label()}: the caches do not fit")
@@ -231,13 +245,18 @@ class Batch:
             self.tables.append(table)
         total = sum(case.queries)
         query = torch.randn(total, case.heads_q, case.head_dim, device="cuda")
-        self.source = query.bfloat16()
-        self.query, self.out = self.source.clone(), torch.empty_like(self.source)
+        self.source = query.to(dtype)
+        self.query, self.out = self.source.clone(), torch.empty_like(query, dtype=torch.bfloat16)
+        self.scales = []
+        if case.dtype == E4M3:
+            counts = case.heads_q, case.heads_kv, case.heads_kv
+            self.scales = [torch.full((count,), FACTOR, device="cuda") for count in counts]
         self.used = torch.tensor(case.keys, dtype=torch.int32, device="cuda")
         self.starts = torch.tensor([0, *case.queries], device="cuda").cumsum(0).int()
-        self.sinks = torch.randn(case.heads_q, device="cuda") if case.has_sinks else None
+        self.sinks = None  # numbers that bf16 holds, which is what FlashAttention-3 takes
+        if case.has_sinks:
+            self.sinks = torch.randn(case.heads_q, device="cuda").bfloat16().float()
         self.scale = case.head_dim**-0.5
-        self.sm_count = torch.cuda.get_device_properties(0).multi_processor_count
         self.problem = problem
 
     def own(self, kernel: LoadedKernel, config: Config) -> Call:
@@ -259,33 +278,73 @@ class Batch:
         workspace = torch.empty(bytes_, dtype=torch.uint8, device="cuda")
         run = kernel.bind(integers, launch.scalars)
         fixed = [t.data_ptr() for t in (self.query, self.key, self.value, self.out)]
-        sinks = [] if self.sinks is None else [self.sinks.data_ptr()]
+        others = [t.data_ptr() for t in (self.sinks, *self.scales) if t is not None]
 
         def call(index: int) -> Any:
             place = self.tables[index % self.copies].data_ptr()
-            tensors = [*fixed, 0, place, self.used.data_ptr(), self.starts.data_ptr(), *sinks]
+            tensors = [*fixed, 0, place, self.used.data_ptr(), self.starts.data_ptr(), *others]
             run(tensors, workspace.data_ptr(), stream_of(self.query.device))
             return self.out
 
         return call
 
-    def dense(self, kernel: LoadedKernel, config: Config) -> Call:
-        """A call of the kernel of dense caches, over as many numbers as the pages hold."""
-        import torch
+    def tuner(self) -> Call:
+        """A call of `tuner.paged_attention`, as an engine makes it."""
+        import tuner
 
-        problem = dense_of(self.case)
-        (launch,) = _launches(problem, config, self.scale, {})
-        needed = max(1, kernel.workspace_bytes(launch.integers))
-        workspace = torch.empty(needed, dtype=torch.uint8, device="cuda")
-        run = kernel.bind(launch.integers, launch.scalars)
-        size = problem.operands[1].bytes
+        case = self.case
+        options = {
+            "causal": self.problem.is_causal,
+            "window": (case.window, -1),
+            "sinks": self.sinks,
+            "scale": self.scale,
+            "out": self.out,
+            "total_seqlen_k": sum(case.keys),
+            **dict(zip(("q_scale", "k_scale", "v_scale"), self.scales, strict=False)),
+        }
+        lengths = self.used, self.starts, max(case.queries), max(case.keys)
 
         def call(index: int) -> Any:
-            offset = index % self.copies * size
-            caches = [t.data_ptr() + offset for t in (self.key, self.value)]
-            tensors = [self.query.data_ptr(), *caches, self.out.data_ptr(), 0]
-            run(tensors, workspace.data_ptr(), stream_of(self.query.device))
-            return self.out
+            table = self.tables[index % self.copies]
+            return tuner.paged_attention(
+                self.query, self.key, self.value, table, *lengths, **options
+            )
+
+        return call
+
+    def chosen(self) -> str:
+        """The schedule that `tuner.paged_attention` selects, or why it has none."""
+        from tuner.runtime.composed import Extras
+        from tuner.runtime.paged import paged_call, prepare
+        from tuner.runtime.refusal import Refusal
+
+        case = self.case
+        tensors = self.query, self.key, self.value, self.tables[0], self.used, self.starts
+        extras = Extras.of((case.window, -1), 0.0)
+        options = max(case.queries), max(case.keys), self.problem.is_causal, extras, self.scale
+        more = {"descales": tuple(self.scales), "total_kv": sum(case.keys)}
+        call = paged_call(*tensors, self.sinks, *options, **more)
+        plan = prepare(call)
+        if isinstance(plan, Refusal):
+            return plan.reason
+        kernel = {name: v for name, v in plan.config.params.items() if name != "combine"}
+        schedule = dict(call.schedule(plan.config)) or plan.config.params
+        return short(Config(plan.config.family, {**kernel, **schedule}))
+
+    def dense(self) -> Call:
+        """A call of `tuner.attention` over a dense cache of as many numbers."""
+        import tuner
+
+        case = self.case
+        shape = len(case.keys), case.keys[0], case.heads_kv, case.head_dim
+        caches = [
+            cache.view(self.copies, *shape).transpose(2, 3) for cache in (self.key, self.value)
+        ]
+        query = self.query.unsqueeze(2)
+
+        def call(index: int) -> Any:
+            key, value = (each[index % self.copies] for each in caches)
+            return tuner.attention(query, key, value, scale=self.scale, enable_gqa=True)
 
         return call
 
@@ -295,7 +354,7 @@ class Batch:
         window = (case.window, 0) if case.window >= 0 else (-1, -1)
         lengths = max(case.queries), max(case.keys)
         metadata = module.metadata(
-            *(self.used, *lengths, case.heads_q, case.heads_kv, case.head_dim),
+            *(self.used, *lengths, case.heads_q, case.heads_kv, case.head_dim, self.query.dtype),
             cu_seqlens_q=self.starts,
             page_size=case.page_size,
             causal=problem.is_causal,
@@ -312,6 +371,9 @@ class Batch:
             "sinks": None if self.sinks is None else self.sinks.bfloat16(),
             "metadata": metadata,
         }
+        if self.scales:
+            one = self.scales[1].expand(len(case.keys), -1)
+            options |= dict.fromkeys(DESCALES, one)
 
         def call(index: int) -> Any:
             table = self.tables[index % self.copies]
@@ -327,165 +389,154 @@ def _launches(problem: AttentionProblem, config: Config, scale: float, strides: 
     return found
 
 
-def dense_of(case: Case) -> AttentionProblem:
-    """The same attention over caches without pages; of one query no mask is needed."""
-    return AttentionProblem(
-        batch=len(case.queries),
-        seqlen_q=case.queries[0],
-        seqlen_kv=case.keys[0],
-        head_dim=case.head_dim,
-        heads_q=case.heads_q,
-        heads_kv=case.heads_kv,
-        dtype="bfloat16",
-    )
-
-
-class Stopwatch:
-    """Times of calls behind a kernel that writes their queries."""
-
-    def __init__(self, batch: Batch, calls: int) -> None:
-        """Args: batch: whose queries are written; calls: of a graph."""
-        self._batch, self._calls = batch, calls
-        self._alone = self._graph(None)
-
-    def _graph(self, call: Call | None) -> Any:
-        import torch
-
-        batch = self._batch
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for index in range(self._calls):
-                torch.add(batch.source, 0.0, out=batch.query)
-                if call is not None:
-                    call(index)
-        return graph
-
-    def times(self, calls: Mapping[str, Call], rounds: int) -> dict[str, list[float]]:
-        """Microseconds of each call, a number for each round."""
-        import torch
-
-        graphs = {name: self._graph(call) for name, call in calls.items()}
-        found: dict[str, list[float]] = {name: [] for name in calls}
-        order = list(calls)
-        for _ in range(rounds):
-            random.shuffle(order)
-            for name in order:
-                both = []
-                for graph in (self._alone, graphs[name]):
-                    graph.replay()  # untimed: its predecessor's clocks are not its own
-                    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                    start.record()
-                    graph.replay()
-                    end.record()
-                    end.synchronize()
-                    both.append(1e3 * start.elapsed_time(end) / self._calls)
-                found[name].append(both[1] - both[0])
-        return found
-
-
 def compared(case: Case, pool: Any, kernels: Mapping[Config, LoadedKernel]) -> dict[str, Any]:
-    """Times of one case."""
-    import torch
+    """Times of one case.
+
+    Args:
+        case: the batch.
+        pool: bytes that hold its caches.
+        kernels: the compiled ones of `configs`.
+    """
+    import tuner
 
     batch = Batch(case, pool)
-    expected_us = 5 + case.bytes / 4.0e6 + case.flops / 5e8
-    calls = min(CALLS[-1], max(CALLS[0], round(GRAPH_US / expected_us)))
-    watch = Stopwatch(batch, calls)
     own = {
-        short(made): batch.own(kernels[config], made)
-        for config in configs(case)
+        short(made): batch.own(kernel, made)
+        for config, kernel in kernels.items()
         for made in schedules(case, config)
     }
-    dense: dict[str, Call] = {}
-    if case.is_even and case.queries[0] == 1 and case.window < 0 and not case.has_sinks:
-        dense = {
-            f"dense {short(made)}": batch.dense(kernels[_dense_key(config)], made)
-            for config in configs(case)
-            for made in schedules(case, config)
-        }
-    contenders: dict[str, Call] = {}
+    failed: dict[str, str] = {}
+    quick = _timed(batch, own, QUICK_US, failed)
+    best = min(quick, key=lambda name: quick[name], default="")
+    contenders = {"tuner": batch.tuner()}
+    if best:
+        contenders["best"] = own[best]
+    if case.has_dense:
+        contenders["dense"] = batch.dense()
     module = peers.module_of(PEER)
-    error = math.nan
-    for every in (own, dense):
-        for name, call in list(every.items()):
-            try:
-                call(0)
-            except TunerError as exc:  # a cluster that this GPU has no place for
-                print(f"{case.label()}: {name}: {exc}", flush=True)
-                del every[name]
-        torch.cuda.synchronize()
-        if every:
-            quick = watch.times(every, QUICK_ROUNDS)
-            best = min(quick, key=lambda name: statistics.median(quick[name]))
-            contenders[best] = every[best]
-    if not isinstance(module, str):
-        contenders["flash3"] = flash3 = batch.flash3(module)
-        wanted = flash3(0).double()
-        got = next(iter(own.values()))(0).double()
-        error = float((got - wanted).norm() / wanted.norm())
-    times = watch.times(contenders, ROUNDS)
-    best_own = next(name for name in contenders if name in own)
-    us = {name: statistics.median(found) for name, found in times.items()}
-    rows = {("own" if name == best_own else name.split()[0]): us[name] for name in contenders}
+    if isinstance(module, str):
+        failed["flash3"] = module
+    else:
+        contenders["flash3"] = batch.flash3(module)
+    outs, answered = {}, {}
+    for name, call in contenders.items():
+        tuner.stats(reset=True)
+        outs[name] = call(0).double()
+        seen = tuner.stats(reset=True)
+        if name in ("tuner", "dense"):
+            answered[name] = "own" if seen.hits else ", ".join(seen.fallbacks)
+    wanted = outs.get("flash3")
     return {
         "case": case.label(),
         "group": case.group,
-        "us": rows,
-        "spread": {n: statistics.pstdev(f) / statistics.mean(f) for n, f in times.items()},
-        "config": best_own,
-        "dense_config": next((name for name in contenders if name in dense), ""),
-        "terabytes_s": case.bytes / rows["own"] / 1e6,
-        "tflops": case.flops / rows["own"] / 1e6,
-        "difference": error,
+        "bytes": case.bytes,
+        "flops": case.flops,
+        "us": _timed(batch, contenders, FINAL_US, failed),
+        "answered": answered,
+        "chosen": batch.chosen(),
+        "best": best,
+        "schedules": quick,
+        "difference": {
+            name: float((out.flatten() - wanted.flatten()).norm() / wanted.norm())
+            for name, out in outs.items()
+            if wanted is not None and name in ("tuner", "best")
+        },
+        "failed": failed,
     }
 
 
-def _dense_key(config: Config) -> Config:
-    """Key under which the dense kernel of a config is kept."""
-    return Config("dense", config.params)
+def _timed(
+    batch: Batch, calls: Mapping[str, Call], budget_us: float, failed: dict[str, str]
+) -> dict[str, float]:
+    """Microseconds of each call; why others have none is added to `failed`."""
+    import torch
+
+    able = []
+    for name, call in calls.items():
+        try:
+            call(0)
+            able.append(Contender(name, call))
+        except (*FAILURES, TunerError) as exc:  # a cluster that this GPU has no place for
+            torch.cuda.synchronize()  # raises again where the device is lost
+            failed[name] = first_line(exc)
+    source, written = (t.view(torch.uint8) for t in (batch.source, batch.query))
+    times = time_calls(able, lambda _: torch.add(source, 0, out=written), batch.copies, budget_us)
+    failed |= times.failed
+    return times.us
 
 
-def built(wanted: Sequence[Case]) -> dict[Case, dict[Config, LoadedKernel]]:
-    """The kernels of all cases, by case and config."""
-    places: list[tuple[Case, Config, Any]] = []
-    for case in wanted:
-        for config in configs(case):
-            places.append((case, config, FAMILY.kernels(case.problem, config)["attention"]))
-            if case.is_even and max(case.queries) == 1:
-                spec = FAMILY.kernels(dense_of(case), config)["attention"]
-                places.append((case, _dense_key(config), spec))
+def kernels_of(case: Case) -> dict[Config, KernelSpec]:
+    """The kernels of `configs`."""
+    return {config: FAMILY.kernels(case.problem, config)["attention"] for config in configs(case)}
+
+
+def loaded(wanted: Sequence[Case]) -> dict[Case, dict[Config, LoadedKernel]]:
+    """The compiled kernels of all cases, by case and config."""
+    known: dict[KernelSpec, LoadedKernel | None] = {}
     found: dict[Case, dict[Config, LoadedKernel]] = {case: {} for case in wanted}
     with Compiler(find_toolchain(), ArtifactCache()) as compiler:
-        futures = compiler.submit([spec for _, _, spec in places])
-        for (case, config, _), (_, future) in zip(places, futures, strict=True):
-            found[case][config] = load(future.result())
+        for case in wanted:
+            for config, spec in kernels_of(case).items():
+                if spec not in known:
+                    artifact = compiler.cached(spec)
+                    known[spec] = None if artifact is None else load(artifact)
+                if (kernel := known[spec]) is not None:
+                    found[case][config] = kernel
     return found
 
 
 def line(found: Mapping[str, Any]) -> str:
     """A row of the table."""
     us = found["us"]
-    peer, dense = us.get("flash3", math.nan), us.get("dense", math.nan)
-    return (
-        f"{found['case']:58} {us['own']:8.1f} us {found['terabytes_s']:5.2f} TB/s "
-        f"{found['tflops']:5.0f} TF | flash3 {peer:8.1f} {peer / us['own']:5.3f} | dense "
-        f"{dense:8.1f} {dense / us['own']:5.3f} | {found['config']} | off {found['difference']:.1e}"
+    own = us.get("tuner", math.nan)
+    others = "".join(
+        f" | {name} {us[name]:.1f} {us[name] / own:.3f}"
+        for name in ("flash3", "dense", "best")
+        if name in us
     )
+    text = (
+        f"{found['case']:56} {own:8.1f} us {found['bytes'] / own / 1e6:5.2f} TB/s "
+        f"{found['flops'] / own / 1e6:5.0f} TFLOP/s{others} | {found['chosen']}"
+    )
+    if found["best"] != found["chosen"]:
+        text += f", best {found['best']}"
+    slow = {name: by for name, by in found["answered"].items() if by != "own"}
+    return text + "".join(f" | {name}: {by}" for name, by in slow.items())
 
 
-def means(every: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The peers' times over the own ones: geometric mean and least, by group."""
-    lines = []
-    for group in dict.fromkeys(found["group"] for found in every):
-        for peer in ("flash3", "dense"):
-            ratios = [
-                found["us"][peer] / found["us"]["own"]
-                for found in every
-                if found["group"] == group and peer in found["us"]
-            ]
-            if ratios:
-                mean = statistics.geometric_mean(ratios)
-                lines.append(f"{group:8} over {peer:7}: mean {mean:.3f}, least {min(ratios):.3f}")
+def ratios(
+    every: Sequence[Mapping[str, Any]], over: str, own: str = "tuner"
+) -> dict[str, list[float]]:
+    """Times of a contender over the own ones, by group."""
+    found: dict[str, list[float]] = {}
+    for case in every:
+        if over in case["us"] and own in case["us"]:
+            found.setdefault(case["group"], []).append(case["us"][over] / case["us"][own])
+    return found
+
+
+def table(every: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Markdown: by group, the peer's and the dense kernel's time over the own one, mean and least;
+    and the own one over its best schedule.
+    """
+    head = "| batches | cases | over FlashAttention-3 | least | over our dense kernel | least "
+    lines = [head + "| of the best schedule |", "|---|---|---|---|---|---|---|"]
+    columns = [ratios(every, name) for name in ("flash3", "dense", "best")]
+    for group in dict.fromkeys(case["group"] for case in every):
+        cells = [group, str(sum(case["group"] == group for case in every))]
+        for column in columns[:2]:
+            some = column.get(group, [])
+            cells += (
+                [f"{statistics.geometric_mean(some):.3f}", f"{min(some):.3f}"]
+                if some
+                else [
+                    "",
+                    "",
+                ]
+            )
+        best = columns[2].get(group, [])
+        cells.append(f"{statistics.geometric_mean(best):.3f}" if best else "")
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
@@ -496,33 +547,44 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: when a group is not known.
         BenchmarkError: when torch sees no GPU.
     """
-    parser = argparse.ArgumentParser(prog="scripts/bench paged", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench paged",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--group", action="append", default=[], metavar="NAME")
+    parser.add_argument("--compile", action="store_true", help="compile kernels, time nothing")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
     check_place(args.json)
     known = list(dict.fromkeys(case.group for case in _every()))
     if unknown := set(args.group) - set(known):
         raise ConfigError(f"--group {min(unknown)} is not known (allowed: {', '.join(known)})")
+    wanted = list(cases(args.group))
+    if args.compile:
+        specs = dict.fromkeys(spec for case in wanted for spec in kernels_of(case).values())
+        with Compiler(find_toolchain(), ArtifactCache()) as compiler:
+            return compile_aot(list(specs), compiler, None)
     import torch
 
     if not torch.cuda.is_available():
         raise BenchmarkError(f"torch {torch.__version__} sees no GPU")
-    wanted = list(cases(args.group))
-    kernels = built(wanted)
-    numbers = max(MIN_POOL, ROTATED + max(case.cached_bytes for case in wanted)) // 2
-    pool = torch.empty(numbers, dtype=torch.bfloat16, device="cuda").normal_()
+    kernels = loaded(wanted)
+    size = max(MIN_POOL, ROTATED + max(case.cached_bytes for case in wanted))
+    numbers = torch.empty(size // 2, dtype=torch.bfloat16, device="cuda").normal_()
+    pool = numbers.view(torch.uint8)
     every: list[dict[str, Any]] = []
-    member = family("vendor_sdpa")
-    environment = dict(member.environment())
-    for case in wanted:
+    environment = own_kernels.environment()
+    for case in sorted(wanted, key=lambda case: case.dtype == E4M3):
+        if case.dtype == E4M3:
+            pool &= NUMBERS
         try:
             every.append(compared(case, pool, kernels[case]))
-        except TunerError as exc:
-            print(f"{case.label()}: {exc}", flush=True)
+        except (*FAILURES, TunerError) as exc:
+            print(f"{case.label()}: {first_line(exc)}", flush=True)
             continue
         print(line(every[-1]), flush=True)
         if args.json is not None:
             write_json(args.json, {"environment": environment, "cases": every})
-    print("\n".join(means(every)))
+    print("\n".join(table(every)))
     return 0

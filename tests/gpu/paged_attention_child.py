@@ -10,7 +10,7 @@ import json
 import math
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,17 @@ from tuner.compile.artifacts import LoadedKernel
 from tuner.config import Config
 from tuner.families import family
 from tuner.hardware import DEFAULT_GPU
-from tuner.problem import AttentionProblem
+from tuner.problem import E4M3, AttentionProblem
 
 FAMILY = family("fused_attention")
 #: What a table's unset entries hold.
 UNSET = (-1, -(2**31), 2**31 - 1, 1 << 20)
 #: Share of sequences whose first pages are another one's.
 SHARED = 0.3
+#: Standard deviation of elements of e4m3; factors make them as large as others.
+DEVIATION = 4.0
+#: What a log-sum-exp may be off by: sums of e4m3 products are truncated.
+LSE_LIMITS = {E4M3: 1e-2}
 
 
 @dataclass
@@ -43,31 +47,33 @@ class Batch:
     lengths: list[int]
     queries: list[int]
     sinks: Any
+    factors: list[Any]
+    """Of e4m3: (H,), (HKV,) and (HKV,)."""
 
     @property
     def starts(self) -> Any:
         return torch.tensor([0, *self.queries], device="cuda").cumsum(0).int()
 
 
-def cache(problem: AttentionProblem, pages: int, form: str) -> tuple[Any, Any]:
-    """Keys and values seen as (pages, HKV, page size, D).
+def cache(problem: AttentionProblem, pages: int, form: str) -> tuple[Any, Callable[..., Any]]:
+    """A cache, and its keys and values seen as (pages, HKV, page size, D).
 
     Args:
-        problem: sizes and type.
+        problem: sizes and type; of e4m3 the cache is float32, to be converted.
         pages: how many.
         form: ``slots``: (pages, page size, HKV, D); ``heads``: (pages, HKV, page size, D);
             ``halves``: (pages, HKV, page size, 2 D), keys and values halves of a row.
     """
     heads, size, width = problem.heads_kv, problem.page_size, problem.head_dim
-    dtype = getattr(torch, problem.dtype)
+    dtype = torch.float32 if problem.dtype == E4M3 else getattr(torch, problem.dtype)
     if form == "halves":
         both = torch.empty(pages, heads, size, 2 * width, dtype=dtype, device="cuda")
-        return both[..., :width], both[..., width:]
+        return both, lambda both: (both[..., :width], both[..., width:])
     if form == "heads":
         both = torch.empty(2, pages, heads, size, width, dtype=dtype, device="cuda")
-        return both[0], both[1]
+        return both, lambda both: (both[0], both[1])
     both = torch.empty(2, pages, size, heads, width, dtype=dtype, device="cuda")
-    return both[0].transpose(1, 2), both[1].transpose(1, 2)
+    return both, lambda both: (both[0].transpose(1, 2), both[1].transpose(1, 2))
 
 
 def drawn(problem: AttentionProblem, seed: int, is_mixed: bool) -> Batch:
@@ -93,7 +99,9 @@ def drawn(problem: AttentionProblem, seed: int, is_mixed: bool) -> Batch:
     pages = sum(needed) + 3
     free = list(range(pages))
     rng.shuffle(free)
-    key, value = cache(problem, pages, rng.choice(("slots", "heads", "halves")))
+    both, seen = cache(problem, pages, rng.choice(("slots", "heads", "halves")))
+    key, value = seen(both)
+    size_of_elements = DEVIATION if problem.dtype == E4M3 else 1.0
     for tensor, filler in ((key, math.nan), (value, math.inf)):
         tensor.fill_(filler)
     columns = max(needed) + rng.randint(0, 2)
@@ -109,7 +117,7 @@ def drawn(problem: AttentionProblem, seed: int, is_mixed: bool) -> Batch:
             slots = min(size, length - at * size)
             for tensor in (key, value):
                 shape = (problem.heads_kv, slots, problem.head_dim)
-                new = torch.randn(shape, device="cuda").to(tensor.dtype)
+                new = size_of_elements * torch.randn(shape, device="cuda").to(tensor.dtype)
                 part = tensor[page, :, :slots]
                 part.copy_(torch.where(part.isfinite(), part, new))
     table = torch.tensor(rows, dtype=torch.int64, device="cuda").int()
@@ -117,8 +125,13 @@ def drawn(problem: AttentionProblem, seed: int, is_mixed: bool) -> Batch:
     padded[:, :columns] = table
     query = torch.randn(sum(queries), problem.heads_q, problem.head_dim, device="cuda")
     sinks = 2 * torch.randn(problem.heads_q, device="cuda") if problem.has_sinks else None
-    dtype = getattr(torch, problem.dtype)
-    return Batch(problem, query.to(dtype), key, value, padded, lengths, queries, sinks)
+    query = (size_of_elements * query).to(getattr(torch, problem.dtype))
+    factors = []
+    if problem.dtype == E4M3:
+        key, value = seen(both.to(torch.float8_e4m3fn))
+        counts = (problem.heads_q, problem.heads_kv, problem.heads_kv)
+        factors = [(0.5 + torch.rand(count, device="cuda")) / DEVIATION for count in counts]
+    return Batch(problem, query, key, value, padded, lengths, queries, sinks, factors)
 
 
 def expected(batch: Batch, scale: float) -> tuple[Any, Any]:
@@ -126,16 +139,19 @@ def expected(batch: Batch, scale: float) -> tuple[Any, Any]:
     problem, outs, sums, at = batch.problem, [], [], 0
     group = problem.heads_q // problem.heads_kv
     left, right = problem.visible
+    of_heads = [factor.double().view(-1, 1, 1) for factor in batch.factors]
+    of_query, of_key, of_value = of_heads or (1.0, 1.0, 1.0)
     for index, (length, queries) in enumerate(zip(batch.lengths, batch.queries, strict=True)):
-        query = batch.query[at : at + queries].double().transpose(0, 1)
+        query = batch.query[at : at + queries].double().transpose(0, 1) * of_query
         at += queries
         pages = batch.table[index, : -(-length // problem.page_size)].long()
 
-        def gathered(tensor: Any, pages: Any = pages, length: int = length) -> Any:
-            rows = tensor[pages].transpose(1, 2).flatten(0, 1)[:length]
-            return rows.double().transpose(0, 1).repeat_interleave(group, 0)
+        def gathered(tensor: Any, factor: Any, pages: Any = pages, length: int = length) -> Any:
+            wide = tensor.float() if problem.dtype == E4M3 else tensor
+            rows = wide[pages].transpose(1, 2).flatten(0, 1)[:length]
+            return (rows.double().transpose(0, 1) * factor).repeat_interleave(group, 0)
 
-        scores = query @ gathered(batch.key).mT * scale
+        scores = query @ gathered(batch.key, of_key).mT * scale
         if problem.softcap:
             scores = problem.softcap * torch.tanh(scores / problem.softcap)
         if problem.is_causal or problem.is_windowed:
@@ -147,7 +163,7 @@ def expected(batch: Batch, scale: float) -> tuple[Any, Any]:
             extra = batch.sinks.double().view(-1, 1, 1).expand(-1, queries, 1)
             scores = torch.cat((scores, extra), -1)
         weights = scores.softmax(-1)[..., :length].nan_to_num(0.0)
-        outs.append((weights @ gathered(batch.value)).transpose(0, 1))
+        outs.append((weights @ gathered(batch.value, of_value)).transpose(0, 1))
         sums.append(scores.logsumexp(-1))
     return torch.cat(outs), torch.cat(sums, 1)
 
@@ -159,9 +175,8 @@ class Launcher:
         problem = batch.problem
         self.total = batch.query.shape[0]
         # A row more on either side, which belongs to no sequence.
-        self.out = torch.empty(
-            self.total + 2, *batch.query.shape[1:], dtype=batch.query.dtype, device="cuda"
-        )
+        dtype = getattr(torch, problem.output.dtype)
+        self.out = torch.empty(self.total + 2, *batch.query.shape[1:], dtype=dtype, device="cuda")
         self.lse = torch.empty(problem.heads_q, self.total, device="cuda")
         self.used = torch.tensor(batch.lengths, dtype=torch.int32, device="cuda")
         self.starts, self._kernel = batch.starts, kernel
@@ -184,6 +199,7 @@ class Launcher:
         self._workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
         tensors = [batch.query, batch.key, batch.value, self.out[1:], self.lse, batch.table]
         tensors += [self.used, self.starts, *([] if batch.sinks is None else [batch.sinks])]
+        tensors += batch.factors
         self._tensors = tensors
 
     def poison(self) -> None:
@@ -230,7 +246,9 @@ def faults(batch: Batch, launcher: Launcher, scale: float, limit: float) -> list
         of_rows, known = lse[:, rows].double(), wanted_lse[:, rows]
         if not torch.equal(of_rows.isneginf(), known.isneginf()):
             found.append(f"{what}: minus infinity at other rows of the log-sum-exp")
-        elif not (of_rows - known).nan_to_num(0.0, 0.0, 0.0).abs().max() <= 1e-4:
+        elif not (of_rows - known).nan_to_num(0.0, 0.0, 0.0).abs().max() <= LSE_LIMITS.get(
+            batch.problem.dtype, 1e-4
+        ):
             found.append(f"{what}: log-sum-exp off")
         elif of_rows.isnan().any():
             found.append(f"{what}: log-sum-exp is not a number")

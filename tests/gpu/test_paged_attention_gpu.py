@@ -26,7 +26,7 @@ from tuner.measure.gate import REFERENCE, Gate
 from tuner.measure.gate.inputs import scale_of
 from tuner.measure.subjects import CompiledSubject
 from tuner.measurement import Status
-from tuner.problem import AttentionProblem
+from tuner.problem import E4M3, AttentionProblem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.compile]
 
@@ -34,7 +34,7 @@ FAMILY = family("fused_attention")
 CHILD = Path(__file__).parent / "paged_attention_child.py"
 #: A child is killed after so long; importing torch comes first.
 LIMIT_S = 240.0
-LIMITS = {"float16": 6e-4, "bfloat16": 5e-3}
+LIMITS = {"float16": 6e-4, "bfloat16": 5e-3, E4M3: 0.04}
 #: Batches drawn for each kernel.
 DRAWS = 14
 make = maker(early_exp=50, ping_pong=True)
@@ -77,6 +77,19 @@ KERNELS: dict[str, tuple[str, tuple[int, ...], int, Config]] = {
     ),
     "sinks, soft cap": (
         "H=8,HKV=1,D=64,causal=1,softcap=20,sinks=1", (64, 128), 5, make(1, 64, packed_heads=8),
+    ),
+    "decoding, e4m3": (
+        "H=32,HKV=8,D=128,dtype=e4m3", (16, 48), 1, make(1, 64, kv_stages=3, **DECODING),
+    ),
+    "few, e4m3": (
+        "H=16,HKV=4,D=64,causal=1,dtype=e4m3", (16, 48), 16, make(1, 128, kv_stages=3, **DECODING),
+    ),
+    "chunk, e4m3": (
+        "H=8,HKV=2,D=128,causal=1,dtype=e4m3", (16, 48), 600,
+        make(2, 128, packed_heads=4, persistent=True, pdl=True),
+    ),
+    "no mask, e4m3": (
+        "H=4,HKV=2,D=96,dtype=e4m3", (16, 48), 300, make(2, 96, packed_heads=2, persistent=True),
     ),
     "wide heads": (
         "H=4,HKV=2,D=256,causal=1,dtype=bf16", (16, 48), 200, make(2, 80, packed_heads=2),
@@ -157,7 +170,7 @@ def test_a_kernel_agrees_with_float64(name: str, compiler: Compiler) -> None:
     assert not found, f"{len(found)} of {DRAWS} draws fail: " + "\n".join(found)
 
 
-@pytest.mark.parametrize("name", ["few", "chunk", "sinks and window"])
+@pytest.mark.parametrize("name", ["few", "chunk", "sinks and window", "few, e4m3", "chunk, e4m3"])
 def test_the_gate_passes_a_kernel(
     name: str, device: Device, gate: Gate, compiler: Compiler
 ) -> None:

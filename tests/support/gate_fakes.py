@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-from tuner.measure.gate.kernels import POISON
+from tuner.measure.gate.kernels import E4M3_POISON, POISON
 
 
 class FakeDevice:
@@ -16,6 +16,7 @@ class FakeDevice:
     def __init__(self) -> None:
         self.free_at, self.live, self.filled = 1 << 20, set[int](), list[tuple[int, int]]()
         self.written: dict[int, bytes] = {}
+        self.patterns: dict[int, int] = {}
 
     def allocate(self, size: int) -> int:
         pointer, self.free_at = self.free_at, self.free_at + size + 4096
@@ -26,8 +27,9 @@ class FakeDevice:
         self.live.remove(pointer)
 
     def fill16(self, pointer: int, pattern: int, size: int) -> None:
-        assert pattern == POISON and size % 2 == 0
+        assert pattern in (POISON, E4M3_POISON) and size % 2 == 0
         self.filled.append((pointer, size))
+        self.patterns[pointer] = pattern
 
     def fill8(self, pointer: int, value: int, size: int) -> None:
         pass

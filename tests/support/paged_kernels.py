@@ -29,13 +29,13 @@ class FakeKernel:
 @pytest.fixture
 def paged_kernels(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Make the table find a fused attention kernel for every problem. `posed` has each requested
-    kind and problem, `launched` the addresses, integers and scalars of each launch. A `refusal`
-    that is set is found instead.
+    kind and problem, `launched` the addresses, integers and scalars of each launch. `by_portfolio`
+    has each plan. A `refusal` that is set is found instead.
     """
     import torch
 
     kernel, member = FakeKernel(), FusedAttention()
-    made = SimpleNamespace(posed=[], launched=kernel.launched, refusal=None)
+    made = SimpleNamespace(posed=[], launched=kernel.launched, refusal=None, by_portfolio=False)
 
     def find_out(kind: Any, told: Any, pose: Any, device: int, _: Any = None) -> Any:
         assert told is None, "the dispatcher in C++ knows no paged caches"
@@ -55,6 +55,7 @@ def paged_kernels(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> S
             workspace_bytes=0,
             dtype=torch.float16,
             writes_lse=True,
+            by_portfolio=made.by_portfolio,
         )  # fmt: skip
 
     monkeypatch.setattr(on_cpu.table.table, "get", lambda kind: None)

@@ -14,13 +14,13 @@ import pytest
 from vllm_fakes import REGISTRY, overrides, stand_ins
 
 from benchmarks import engines
-from benchmarks.engines import FEW, TUNER, VLLM, agreement, items, measure, measured, report
+from benchmarks.engines import FEW, START, TUNER, VLLM, agreement, report, runs
 from tuner.errors import BenchmarkError
 
 pytest.importorskip("torch", reason="torch is not installed")
 
 
-class Engine:
+class Offline:
     """An offline engine: each request's tokens count up from its prompt's first."""
 
     made: list[dict[str, Any]] = []  # noqa: RUF012
@@ -51,41 +51,44 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         monkeypatch.setenv(name, "")  # is put back
         monkeypatch.delenv(name)
     made = sys.modules["vllm"]
-    made.LLM, made.__version__ = Engine, "0.0"  # type: ignore[attr-defined]
+    made.LLM, made.__version__ = Offline, "0.0"  # type: ignore[attr-defined]
     made.SamplingParams = SimpleNamespace  # type: ignore[attr-defined]
-    Engine.made.clear()
+    Offline.made.clear()
     return made
 
 
-def arguments(**changes: Any) -> argparse.Namespace:
+def engine(of: str = "1b", way: str = VLLM, **changes: Any) -> engines.Engine:
     given = {"concurrency": [1, 3], "prompt": 8, "tokens": 5, "compile": False, **changes}
-    return argparse.Namespace(**given)
+    return engines.Engine(argparse.Namespace(of=of, way=way, **given))
 
 
 @pytest.mark.parametrize("way", [VLLM, TUNER, FEW])
-def test_a_run_measures_an_engine(
-    vllm: ModuleType, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
-    found = measure((0, "8b", way), arguments())
-    [options] = Engine.made
+def test_an_engine_starts_and_measures_runs(vllm: ModuleType, way: str) -> None:
+    made = engine("8b", way)
+    facts, found = made.answer(START), made.answer(1)
+    [options] = Offline.made
     assert options["layers"] == 32 and options["max_num_seqs"] == 3
     assert options["compilation_config"]["cudagraph_capture_sizes"] == [1, 2, 3]
+    assert options["kv_cache_memory_bytes"] >= 4 * 2048 * 32 * 2 * 8 * 128 * 2
     assert options.get("attention_backend") == (None if way == VLLM else "CUSTOM")
     assert bool(overrides) == (way != VLLM)
     assert engines.os.environ.get("TUNER_VLLM_QUERIES") == ("16" if way == FEW else None)
-    assert found["attention"] == "2 object" and found["prompt_tokens_per_s"] > 0
+    assert facts["attention"] == "2 object" and found["prompt_tokens_per_s"] > 0
     assert set(found["concurrency"]) == {"1", "3"}
     of_three = found["concurrency"]["3"]
     assert [len(one) for one in of_three["tokens"]] == [5] * 3
     assert of_three["first_token_ms"] > 0 and of_three["tokens_per_s"] > 0
-    # The same prompts in each way.
-    again = measure((1, "8b", VLLM), arguments())["concurrency"]["3"]["tokens"]
-    assert again == of_three["tokens"] and REGISTRY in sys.modules
+    # The same prompts in each engine and run.
+    other = engine("8b")
+    other.answer(START)
+    for run in (1, 2):
+        assert other.answer(run)["concurrency"]["3"]["tokens"] == of_three["tokens"]
+    assert REGISTRY in sys.modules
 
 
 def test_vllm_s_defaults_are_left_where_they_are_asked_for(vllm: ModuleType) -> None:
-    measure((0, "1b", VLLM), arguments(compile=True))
-    assert "compilation_config" not in Engine.made[0] and Engine.made[0]["layers"] == 16
+    engine(compile=True).start()
+    assert "compilation_config" not in Offline.made[0] and Offline.made[0]["layers"] == 16
 
 
 def test_an_engine_that_fails_loses_its_run(
@@ -95,22 +98,26 @@ def test_an_engine_that_fails_loses_its_run(
         raise ValueError("no such option\nand more")
 
     monkeypatch.setattr(vllm, "LLM", refuse)
-    assert measured((0, "1b", VLLM), arguments()) == {"lost": "ValueError: no such option"}
+    made = engine()
+    assert made.answer(START) == {"lost": "ValueError: no such option"}
+    assert made.answer(1) == {"lost": "BenchmarkError: the engine did not start"}
 
-    class Short(Engine):
+    class Short(Offline):
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
             self.spare = -1
 
     monkeypatch.setattr(vllm, "LLM", Short)
-    assert "did not give 4 x 1 tokens" in measured((0, "1b", VLLM), arguments())["lost"]
+    made.answer(START)
+    assert "did not give 4 x 1 tokens" in made.answer(1)["lost"]
 
 
 def test_every_run_has_all_ways_in_a_shuffled_order() -> None:
-    every = list(items(None, [VLLM, TUNER, FEW], 6))
-    assert every == list(items(None, [VLLM, TUNER, FEW], 6))
-    by_run = [[item[1:] for item in every if item[0] == run] for run in range(6)]
-    assert all(set(one) == set(by_run[0]) and len(one) == 6 for one in by_run)
+    ways = [VLLM, TUNER, FEW]
+    every = list(runs(ways, 6))
+    assert every == list(runs(ways, 6))
+    by_run = [[way for run, way in every if run == index] for index in range(6)]
+    assert all(sorted(one) == sorted(ways) for one in by_run)
     assert len({tuple(one) for one in by_run}) > 1
 
 
@@ -157,10 +164,13 @@ def test_results_are_written_run_by_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written: list[int] = []
+    asked: dict[int, list[int]] = {}
 
     class Answers:
         def __init__(self, command: Any, limit_s: float) -> None:
-            assert command[-1] == "--worker" and "16" in command and limit_s == 9.0
+            assert command[-5:-2] == ["--worker", "--of", "1b"] and limit_s == 9.0
+            assert "16" in command
+            self.way = command[-1]
 
         def __enter__(self) -> Answers:
             return self
@@ -169,17 +179,24 @@ def test_results_are_written_run_by_run(
             pass
 
         def ask(self, index: int) -> dict[str, Any]:
+            asked.setdefault(id(self), []).append(index)
             if path.exists():
                 written.append(len(json.loads(path.read_text())["runs"]))
-            made = row(0, VLLM, 100.0 + index, [[1, 2]])
-            return {key: made[key] for key in made if key not in ("run", "shape", "way")}
+            made = row(0, self.way, 100.0 + index, [[1, 2]])
+            of_start = {"attention": made.pop("attention"), "captured": made.pop("captured")}
+            for name in ("run", "shape", "way"):
+                del made[name]
+            return of_start if index == START else made
 
     path = tmp_path / "out.json"
     monkeypatch.setattr(engines, "Worker", Answers)
     monkeypatch.setattr(engines, "detect", lambda: object())
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    argv = ["--shape", "1b", "--concurrency", "16", "--runs", "2", "--limit", "9"]
+    argv = ["--shape", "1b", "--concurrency", "16", "--runs", "3", "--limit", "9"]
     assert engines.main([*argv, "--json", str(path)]) == 0
-    assert written == [1, 2, 3]
-    assert [one["run"] for one in json.loads(path.read_text())["runs"]] == [0, 0, 1, 1]
+    assert written == [1, 2, 3, 4, 5]
+    found = json.loads(path.read_text())["runs"]
+    assert [one["run"] for one in found] == [0, 0, 1, 1, 2, 2]
+    assert [one["engine"] for one in found] == [0, 0, 1, 1, 0, 0]
+    assert sorted(asked.values()) == [[START, 1, 3]] * 2 + [[START, 2]] * 2
     assert "tokens_per_s" in capsys.readouterr().out

@@ -13,14 +13,17 @@ CASES = list(paged.cases([]))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.label())
-def test_each_case_has_legal_kernels_that_spill_nothing(case: paged.Case) -> None:
-    for config in paged.configs(case):
+def test_each_case_has_the_kernels_that_serve_it(case: paged.Case) -> None:
+    configs = list(paged.configs(case))
+    packed = {config["packed_heads"] for config in configs}
+    assert case.heads_q // case.heads_kv in packed
+    for config in configs:
         made = list(paged.schedules(case, config))
         assert made, paged.short(config)
         for one in made:
             assert paged.FAMILY.accepts(case.problem, one, DEFAULT_GPU), paged.short(one)
         kernels = {paged.FAMILY.kernels(case.problem, one)["attention"] for one in made}
-        assert kernels == {paged.FAMILY.kernels(case.problem, config)["attention"]}
+        assert kernels == {paged.kernels_of(case)[config]}
 
 
 def test_cases_are_chosen_by_group() -> None:
@@ -37,13 +40,19 @@ def test_bytes_and_operations_are_those_of_what_is_seen() -> None:
     assert not case.is_even and paged.Case("decode", (1, 1), (9, 9), 16).is_even
 
 
-def test_a_row_and_the_means_say_who_was_faster() -> None:
+def test_a_row_and_the_table_say_who_was_faster() -> None:
     found = {
-        "case": "decode B=1", "group": "decode", "us": {"own": 10.0, "flash3": 12.0},
-        "config": "1/64", "terabytes_s": 4.0, "tflops": 3.0, "difference": 2e-3,
+        "case": "decode B=1", "group": "decode", "bytes": 40_000_000, "flops": 10**9,
+        "us": {"tuner": 10.0, "flash3": 12.0, "best": 9.5}, "answered": {"tuner": "own"},
+        "chosen": "1/64/3/4/16/2 kernel", "best": "1/64/3/4/16/4 cluster",
     }  # fmt: skip
     row = paged.line(found)
-    assert "10.0 us" in row and "1.200" in row and "nan" in row and "2.0e-03" in row
-    slower = {**found, "us": {"own": 10.0, "flash3": 9.0}}
+    assert "10.0 us" in row and "4.00 TB/s" in row and "flash3 12.0 1.200" in row
+    assert "best 9.5 0.950" in row and "| 1/64/3/4/16/2 kernel, best 1/64" in row
+    slower = {**found, "us": {"tuner": 10.0, "flash3": 9.0, "dense": 9.8}}
+    lost = {**found, "us": {"flash3": 9.0}, "answered": {"tuner": "no kernel"}}
+    assert "nan" in paged.line(lost) and paged.line(lost).endswith("| tuner: no kernel")
     mean = math.sqrt(1.2 * 0.9)
-    assert paged.means([found, slower]) == [f"decode   over flash3 : mean {mean:.3f}, least 0.900"]
+    assert paged.table([found, slower, lost])[-1] == (
+        f"| decode | 3 | {mean:.3f} | 0.900 | 0.980 | 0.980 | 0.950 |"
+    )

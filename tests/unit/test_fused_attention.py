@@ -498,6 +498,10 @@ RENDERED = {
         "B=3,H=8,HKV=2,SQ=600,SKV=1000,D=128,causal=1,page_size=48",
         make(2, 128, packed_heads=4, ping_pong=True, early_exp=50, persistent=True),
     ),
+    "paged_e4m3": (
+        "B=3,H=8,HKV=2,SQ=600,SKV=1000,D=128,causal=1,page_size=48,dtype=e4m3",
+        make(2, 128, packed_heads=4, ping_pong=True, early_exp=50, persistent=True),
+    ),
     "paged_sinks": (
         "B=3,H=8,HKV=1,SQ=4,SKV=1000,D=64,causal=1,window=99,page_size=64,sinks=1,dtype=bf16",
         make(1, 64, packed_heads=8, early_exp=50, splits=5),

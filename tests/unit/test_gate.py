@@ -23,7 +23,8 @@ from tuner.measure.gate import REFERENCE, Gate, inputs, kernels
 from tuner.measure.gate.commands import COMMANDS as DECLARED
 from tuner.measure.gate.commands import Command
 from tuner.measure.gate.inputs import KINDS, border_columns, kinds_of, scale_of
-from tuner.measure.gate.kernels import POISON, Guarded
+from tuner.measure.gate.kernels import E4M3_POISON, POISON, Guarded
+from tuner.measure.log_sum_exp import judge_lse, lost_of
 from tuner.measure.tolerance import OutputComparison, floor_work
 from tuner.measurement import Status
 from tuner.problem import (
@@ -389,6 +390,36 @@ def test_a_paged_cache_is_drawn_as_rows_that_are_copied_to_their_pages(kind: str
             assert right == position and left >= 40 - position
         else:
             assert PAGED.lengths_q[i] - 1 + right < 0
+
+
+def test_a_paged_cache_of_e4m3_is_copied_by_16_bits_and_holds_nans_elsewhere() -> None:
+    problem = replace(PAGED, dtype=E4M3, has_sinks=False)
+    made, device, kernel = opened(problem)
+    made.load("random")
+    copies = [n for _, n in kernel.given if n[0] == 14]
+    caches = {made.pointers[name] for name in ("key", "value")}
+    assert {at for at, one in device.patterns.items() if one == E4M3_POISON} == caches
+    halves = [stride // 2 for stride in problem.matrices[1].strides[:3]]
+    assert {tuple(n[2:]) for n in copies} == {(2, 32, *halves, 16)}
+    assert pages.row_bytes(problem) * 2 == pages.row_bytes(PAGED)
+    names = [one.name for one in problem.inputs[3:]]
+    assert names[-3:] == ["descale_q", "descale_k", "descale_v"]
+    assert [one.shape for one in problem.inputs[-3:]] == [(4,), (2,), (2,)]
+    factors = [t for t, n in kernel.given if n[0] == 4]
+    assert {tuple(t[5:8]) for t in factors} == {
+        tuple(made.pointers[name] for name in names[-3:])
+    }, "all sequences have one factor a head"
+
+
+def test_a_log_sum_exp_of_e4m3_may_lose_what_tensor_cores_cut_off() -> None:
+    plain = AttentionProblem.parse("S=64,D=64")
+    quantised = AttentionProblem.parse("S=64,D=64,dtype=e4m3")
+    assert lost_of(plain, 30.0) == 0.0
+    assert lost_of(quantised, 30.0) == pytest.approx(30 * 8 * 1.25 * 2.1e-5 * 8)
+    lost = lost_of(quantised, 1.0)
+    assert judge_lse([1.0 + lost], [1.0], lost).status is Status.OK
+    assert judge_lse([1.0 + lost], [1.0]).status is Status.WRONG_RESULT
+    assert judge_lse([1.01 + lost], [1.0], lost).status is Status.WRONG_RESULT
 
 
 def test_a_paged_cache_s_floor_counts_no_unused_slot_and_no_hidden_key() -> None:

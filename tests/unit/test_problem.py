@@ -109,7 +109,7 @@ def test_defaults() -> None:
         ("attention", "S=64,D=64,varlen=1,layout=bshd_bhsd", "layout=bshd_bhsd", "bshd"),
         ("attention", "S=64,D=64,page_size=24", "page_size=24", "multiples of 16"),
         ("attention", "S=64,D=64,page_size=-16", "page_size=-16", "0 to"),
-        ("attention", "S=64,D=64,page_size=16,dtype=e4m3", "no paged cache", "bf16"),
+        ("attention", "S=64,D=64,page_size=16,softcap=9,dtype=e4m3", "no soft cap", "bf16"),
         ("attention", "S=64,D=64,page_size=16,bias=1", "no additive bias", "neither"),
         ("attention", "S=64,D=64,page_size=16,mask=1", "no boolean mask", "neither"),
         ("attention", "S=64,D=64,page_size=16,layout=bshd_bhsd", "layout=bshd_bhsd", "bshd"),

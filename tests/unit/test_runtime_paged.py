@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from paged_kernels import paged_kernels
 
+from tuner.config import Config
 from tuner.errors import ConfigError
-from tuner.problem import AttentionProblem
+from tuner.families.fused_attention.paged import schedule
+from tuner.problem import E4M3, AttentionProblem
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 SIZE, HEADS, HEADS_KV, WIDTH = 16, 4, 2, 16
@@ -296,3 +298,117 @@ def test_a_graph_of_torch_compile_holds_the_operator(paged: Any) -> None:
     assert torch.equal(into(), paged(**given)) and torch.equal(out, paged(**given))
     calls = [str(n.target) for n in graphs[0].graph.nodes if n.op == "call_function"]
     assert "tuner.paged_attention" in calls[0]
+
+
+def quantised(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A batch of e4m3 with its factors, and the same in fp32."""
+    counts = {"q": HEADS, "k": HEADS_KV, "v": HEADS_KV}
+    scales = {f"{name}_scale": torch.rand(count) + 0.5 for name, count in counts.items()}
+    names = ("query", "key_cache", "value_cache")
+    small = {
+        name: given[name].nan_to_num(posinf=math.nan).to(torch.float8_e4m3fn) for name in names
+    }
+    wide = {
+        name: small[name].float() * scale.view(-1, 1)
+        for name, scale in zip(names, scales.values(), strict=True)
+    }
+    return {**given, **small, **scales}, {**given, **wide}
+
+
+def test_pytorch_answers_e4m3_with_its_factors(paged: Any) -> None:
+    given, wide = quantised(batch(spare=1))
+    out, lse = paged(**given, return_lse=True)
+    assert out.dtype == torch.bfloat16
+    wanted, wanted_lse = expected(wide)
+    torch.testing.assert_close(out.float(), wanted, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(lse, wanted_lse)
+    one = {name: scale.mean() for name, scale in given.items() if name.endswith("_scale")}
+    every = {name: scale.expand(given[name].shape[0]).contiguous() for name, scale in one.items()}
+    assert torch.equal(paged(**given | one), paged(**given | every))
+    kept = torch.empty_like(out)
+    assert paged(**given, out=kept) is kept and torch.equal(kept[:-1], out[:-1])
+    compiled = torch.compile(lambda **named: paged(**named), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(**given)[:-1], out[:-1])
+
+
+def test_a_kernel_of_e4m3_is_given_a_factor_of_each_head(
+    served: SimpleNamespace, paged: Any
+) -> None:
+    given, _ = quantised(batch())
+    out = paged(**given)
+    assert out.dtype == torch.bfloat16
+    [(_, problem)] = served.posed
+    assert problem.dtype == E4M3
+    names = [one.name for one in problem.inputs]
+    [(addresses, _, _)] = served.launched
+    by_name = dict(zip([*names[:3], "out", "lse", *names[3:]], addresses, strict=True))
+    for name in "qkv":
+        assert by_name[f"descale_{name}"] == given[f"{name}_scale"].data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"q_scale": None}, r"q_scale is missing \(allowed: fp32 \(4,\) or one element\)"),
+        ({"k_scale": torch.ones(4)}, r"k_scale is torch.float32 \(4,\) \(allowed: .* \(2,\)"),
+        ({"v_scale": torch.ones(2).half()}, "v_scale is torch.float16"),
+        ({"value_cache": torch.zeros(1)}, "caches"),
+    ],
+)
+def test_factors_that_do_not_fit_are_refused(
+    paged: Any, changes: dict[str, Any], text: str
+) -> None:
+    given, _ = quantised(batch())
+    with pytest.raises(ConfigError, match=text):
+        paged(**{**given, **changes})
+
+
+def test_factors_are_of_e4m3_only(paged: Any) -> None:
+    with pytest.raises(ConfigError, match="factors are for float8_e4m3fn, query is"):
+        paged(**batch(), q_scale=torch.ones(1))
+
+
+SHORT = {"warp_groups": 1, "packed_heads": 4, "blocks_per_sm": 2, "persistent": False}
+
+
+@pytest.mark.parametrize(
+    ("selected", "tiles", "longest", "mean", "wanted"),
+    [
+        ((1, None), 128, 4096, 4096.0, (1, None)),  # all alike: as selected
+        ((1, None), 128, 10036, 2708.0, (15, "kernel")),
+        ((1, None), 512, 14661, 3886.0, (3, "cluster")),
+        ((1, None), 128, 4096, None, (4, "kernel")),  # unknown: a few
+        ((1, None), 128, 1024, None, (1, None)),
+        ((1, None), 1024, 16384, None, (1, None)),
+        ((4, "cluster"), 64, 4096, 4096.0, (4, "cluster")),
+        ((16, "cluster"), 8, 4096, 4096.0, (16, "kernel")),  # large clusters
+        ((8, "cluster"), 8, 1024, 1024.0, (8, "cluster")),
+    ],
+)
+def test_splits_follow_how_unlike_the_lengths_are(
+    selected: tuple[int, str | None], tiles: int, longest: int, mean: float | None,
+    wanted: tuple[int, str | None],
+) -> None:  # fmt: skip
+    splits, combine = selected
+    more = {} if combine is None else {"combine": combine}
+    config = Config("fused_attention", {**SHORT, "splits": splits, **more})
+    found = schedule(config, tiles, 264, longest, mean)
+    assert (found["splits"], found.get("combine")) == wanted
+    persistent = Config("fused_attention", {**config.params, "persistent": True})
+    assert schedule(persistent, tiles, 264, longest, mean) == {"splits": 1}
+
+
+def test_a_selected_kernel_is_launched_with_the_splits_of_the_call(
+    served: SimpleNamespace, paged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lengths that are unlike get more splits, and a tuned kernel keeps its own."""
+    given = batch()
+    del given["max_seqlen_q"]
+    given |= {"cu_seqlens_q": None, "query": torch.randn(len(KEYS), HEADS, WIDTH).half()}
+    given |= {name: given[name].half() for name in ("key_cache", "value_cache")}
+    given["page_table"] = torch.zeros(len(KEYS), 300, dtype=torch.int32)
+    for by_portfolio in (False, True):
+        served.by_portfolio = by_portfolio
+        paged(**given, total_seqlen_k=sum(KEYS))
+    own, spread = (integers for _, integers, _ in served.launched)
+    assert own != spread

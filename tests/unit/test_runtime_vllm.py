@@ -24,6 +24,7 @@ served = paged_kernels
 __all__ = ["engine"]
 PAGES, SIZE, HEADS, HEADS_KV, WIDTH, COLUMNS = 40, 16, 8, 2, 64, 300
 SCALE = 0.125
+FACTORS = {"q": 0.5, "k": 2.0, "v": 3.0}
 
 
 @pytest.fixture(autouse=True)
@@ -126,6 +127,36 @@ def test_a_layer_launches_what_paged_attention_launches(
     assert on_cpu.counters.stats().hits == 2 and not engine.own
 
 
+def test_a_cache_of_e4m3_comes_with_its_factors(
+    engine: SimpleNamespace, served: SimpleNamespace, on_cpu: SimpleNamespace
+) -> None:
+    impl, metadata = layer(engine, kv_cache_dtype="fp8"), step(engine, (1, 2), 100)
+    query, cache, out = tensors(3)
+    query, cache = query.to(torch.float8_e4m3fn), cache.to(torch.float8_e4m3fn)
+    of_bytes = query, cache.view(torch.uint8), out
+    owner = SimpleNamespace(
+        **{f"_{name}_scale": torch.tensor(value) for name, value in FACTORS.items()}
+    )
+    impl.load(SimpleNamespace(kv_cache=of_bytes[1], **vars(owner)), metadata)
+    given = query, query, query, of_bytes[1], metadata
+    assert impl.forward(owner, *given, output=out) is out
+    factors = {f"{name}_scale": getattr(owner, f"_{name}_scale") for name in "qkv"}
+    paged((query, cache, out), metadata, 104, **factors)
+    own, wanted = (one[0] for one in served.launched)
+    assert own[:-3] == wanted[:-3]
+    held = [scale.tolist() for scale in impl._scales]
+    counts = HEADS, HEADS_KV, HEADS_KV
+    assert held == [[f] * count for f, count in zip(FACTORS.values(), counts, strict=True)]
+    assert own[-3:] == [scale.data_ptr() for scale in impl._scales]
+    # Weights that are loaded again: a captured graph reads the same memory.
+    owner._k_scale.fill_(4.0)
+    impl.process_weights_after_loading(torch.bfloat16)
+    impl.forward(owner, *given, output=out)
+    assert impl._scales[1].tolist() == [4.0] * HEADS_KV
+    assert served.launched[-1][0][-3:] == own[-3:]
+    assert on_cpu.counters.stats().hits == 3 and not engine.own
+
+
 def test_layers_of_a_step_share_one_decision(
     engine: SimpleNamespace, served: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,7 +201,7 @@ ALIBI = [1.0] * HEADS
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"alibi_slopes": ALIBI}, {}, "ALiBi"),
     ({"attn_type": "encoder_only"}, {}, "attention without a growing cache"),
-    ({"kv_cache_dtype": "fp8"}, {}, "the cache has another type than the queries"),
+    ({"kv_cache_dtype": "fp8_e5m2"}, {}, "the cache has another type than the queries"),
     ({}, {"use_cascade": True}, "cascade attention"),
     (
         {},

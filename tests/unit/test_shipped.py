@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from operator import eq
 from pathlib import Path
-from statistics import geometric_mean
+from statistics import geometric_mean, median
+from typing import Any
 
 import pytest
 from shipped_recordings import FILES, read_once
 
-from benchmarks import calls, cost, fp8_attention, sustained
+from benchmarks import batching, calls, cost, fp8_attention, sustained
 from benchmarks.population_calls import OWN, SELECTED
 from benchmarks.population_report import over_peer, over_pytorch
 from tuner.base import resources
@@ -447,19 +448,49 @@ def test_the_page_prints_the_host_s_time_of_the_evidence() -> None:
         assert f"{name} {found[key]:.2f}" in page
 
 
+def engine_runs() -> dict[tuple[int, str], dict[str, Any]]:
+    with gzip.open(EVIDENCE / "engines-h100.json.gz", "rt") as text:
+        return {(row["run"], row["way"]): row["concurrency"] for row in json.load(text)["runs"]}
+
+
 def test_the_plug_in_s_tokens_are_vllm_s() -> None:
     """Every run of the evidence, as the benchmarks' README counts them."""
     same = wanted = 0
-    with gzip.open(EVIDENCE / "engines-h100.json.gz", "rt") as text:
-        for run in json.load(text):
-            ways = {each["way"]: each["concurrency"] for each in run["runs"]}
-            for count, served in ways["tuner"].items():
-                for own, theirs in zip(
-                    served["tokens"], ways["vllm"][count]["tokens"], strict=True
-                ):
-                    same += sum(map(eq, own, theirs))
-                    wanted += len(theirs)
+    found = engine_runs()
+    for run in range(5):
+        for count, served in found[run, "tuner"].items():
+            theirs = found[run, "vllm"][count]["tokens"]
+            for own, other in zip(served["tokens"], theirs, strict=True):
+                same += sum(map(eq, own, other))
+                wanted += len(other)
     assert f"{same:,} of {wanted:,}" in RESULTS.read_text()
+
+
+@pytest.mark.parametrize("count", ["1", "16", "128"])
+def test_the_page_prints_the_engines_of_the_evidence(count: str) -> None:
+    found, page = engine_runs(), RESULTS.read_text()
+    for figure, name, shown in (
+        ("first_token_ms", "first token, ms", "{:.1f}"),
+        ("token_ms", "a further token, ms", "{:.2f}"),
+        ("tokens_per_s", "output tokens a second", "{:.0f}"),
+    ):
+        of_way = {w: [found[r, w][count][figure] for r in range(5)] for w in ("vllm", "tuner")}
+        cells = [
+            "{} ({} to {})".format(*map(shown.format, (median(v), min(v), max(v))))
+            for v in of_way.values()
+        ]
+        ratio = median(of_way["tuner"]) / median(of_way["vllm"])
+        ratio = ratio if figure.endswith("per_s") else 1 / ratio
+        assert f"| {count} | {name} | {' | '.join(cells)} | {ratio:.3f} |" in page
+
+
+def test_the_page_prints_continuous_batching_of_the_evidence() -> None:
+    with gzip.open(EVIDENCE / "batching-h100.json.gz", "rt") as text:
+        rows = json.load(text)
+    assert not any(row["fallbacks"] or row["errors"] for row in rows)
+    for line in batching.report(rows).splitlines()[2:]:
+        way, *figures = line.split()[:5]
+        assert f"| `{way}` | {' | '.join(figures)} |" in RESULTS.read_text()
 
 
 def test_every_file_of_evidence_is_explained_and_none_is_missing() -> None:

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 
 from tuner.errors import BenchmarkError
-from tuner.measure.tolerance import Verdict
+from tuner.measure.tolerance import E4M3_DEVIATIONS, E4M3_MARGIN, E4M3_SUM, Verdict
 from tuner.measurement import Status
-from tuner.problem import AttentionProblem, Problem
+from tuner.problem import E4M3, AttentionProblem, Problem
 
 ABSOLUTE, RELATIVE = 1e-3, 1e-5
 """Limit of a value's error, ``ABSOLUTE + RELATIVE * |reference|``, for a log-sum-exp computed in
@@ -57,14 +57,32 @@ def lse_of(problem: AttentionProblem, statistics: Sequence[float]) -> list[float
     return [value for head in heads for value in head]
 
 
-def judge_lse(found: Sequence[float], wanted: Sequence[float]) -> Verdict:
-    """Compare a log-sum-exp with its reference, which is -inf for a query without visible keys."""
+def lost_of(problem: AttentionProblem, deviation: float) -> float:
+    """Limit of the error of scores that tensor cores sum in e4m3; 0 for other types.
+
+    Args:
+        problem: whose scores they are.
+        deviation: standard deviation of its scaled scores.
+    """
+    if problem.dtype != E4M3:
+        return 0.0
+    return E4M3_DEVIATIONS * E4M3_MARGIN * E4M3_SUM * math.sqrt(problem.head_dim) * deviation
+
+
+def judge_lse(found: Sequence[float], wanted: Sequence[float], lost: float = 0.0) -> Verdict:
+    """Compare a log-sum-exp with its reference, which is -inf for a query without visible keys.
+
+    Args:
+        found: values of the kernel.
+        wanted: the reference.
+        lost: as of `lost_of`.
+    """
     worst, first, count = 0.0, -1, 0
     for index, (value, reference) in enumerate(zip(found, wanted, strict=True)):
         if value == reference:
             continue
         away = abs(value - reference)
-        if away <= ABSOLUTE + RELATIVE * abs(reference) and math.isfinite(reference):
+        if away <= ABSOLUTE + lost + RELATIVE * abs(reference) and math.isfinite(reference):
             worst = max(worst, away)
             continue
         count += 1

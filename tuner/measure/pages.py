@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
-from tuner.problem import AttentionProblem
+from tuner.problem import DTYPE_BYTES, AttentionProblem
 
 UNSET = -1
 """Table entry behind a sequence's last page."""
@@ -68,7 +68,8 @@ def written(problem: AttentionProblem, name: str, kind: str, seed: int) -> bytes
 
 def row_bytes(problem: AttentionProblem) -> int:
     """Bytes of the packed rows in which keys or values are drawn."""
-    return 2 * problem.total_kv * problem.heads_kv * problem.head_dim
+    width = DTYPE_BYTES[problem.dtype] * problem.head_dim
+    return width * problem.total_kv * problem.heads_kv
 
 
 def parts(problem: AttentionProblem, kind: str) -> Iterator[PagedSequence]:

@@ -67,7 +67,8 @@ class AttentionProblem(Problem):
 
     With `dtype` e4m3 Q, K and V are quantised: their elements times fp32 factors are their values.
     The factors are `descale_q` (B, H), `descale_k` and `descale_v` (B, HKV). The output is bf16. D
-    must be a multiple of 16, the bytes of TMA's pitch.
+    must be a multiple of 16, the bytes of TMA's pitch. With a paged cache the factors are (H,) and
+    (HKV,): sequences share pages.
 
     A sliding window is FlashAttention's ``window_size=(left, right)``, laid along the same
     diagonal: query i sees keys i - left..i + right, its own among them, and -1 means all.
@@ -112,8 +113,9 @@ class AttentionProblem(Problem):
     serving engines.
 
     With ``varlen=1`` lengths differ as there. ``sinks=1``: fp32 `sinks` (H,), a logit for each head
-    that takes part in the softmax and has no value. Windows and soft caps may come with it, e4m3,
-    bias, mask and ALiBi not. A query that sees no key has zeros for its output.
+    that takes part in the softmax and has no value. Windows and soft caps may come with it, bias,
+    mask and ALiBi not. Nor may windows, soft caps or sinks come with e4m3. A query that sees no key
+    has zeros for its output.
 
     A block-sparse mask is FlexAttention's `BlockMask` as tables over blocks of 128 queries and 128
     keys. ``block_mask=1`` is one for all; ``b``, ``h`` and ``bh`` are as of a bias. With QB and KB
@@ -243,8 +245,10 @@ class AttentionProblem(Problem):
             raise ConfigError("block_mask beside another mask is not known (allowed: one of both)")
         if self.block_mask and self.is_alibi:
             raise ConfigError("block_mask has no ALiBi (allowed: alibi=0)")
-        if self.dtype == E4M3 and self.extras:
-            raise ConfigError(f"dtype=e4m3 has no {self.extras} (allowed: fp16 and bf16 with it)")
+        allowed = ("variable lengths", "paged cache") if self.is_paged else ()
+        if self.dtype == E4M3 and (others := [f for f in self._features if f not in allowed]):
+            text = " or ".join(others)
+            raise ConfigError(f"dtype=e4m3 has no {text} (allowed: fp16 and bf16 with it)")
         if self.is_paged:
             self._check_paged()
         elif self.has_sinks:
@@ -384,6 +388,10 @@ class AttentionProblem(Problem):
     @property
     def extras(self) -> str:
         """Text naming the features beyond plain full or causal attention; empty without any."""
+        return " or ".join(self._features)
+
+    @property
+    def _features(self) -> list[str]:
         parts = (
             ("sliding window", self.is_windowed),
             ("soft cap", self.softcap > 0),
@@ -392,7 +400,7 @@ class AttentionProblem(Problem):
             ("sinks", self.has_sinks),
             (self.modifiers, bool(self.modifiers)),
         )
-        return " or ".join(name for name, is_on in parts if is_on)
+        return [name for name, is_on in parts if is_on]
 
     @property
     def modifiers(self) -> str:
@@ -532,10 +540,14 @@ class AttentionProblem(Problem):
         yield Operand("cu_seqlens_q", (self.batch + 1,), (1,), "int32")
         if self.has_sinks:
             yield Operand("sinks", (self.heads_q,), (1,), "float32")
+        if self.dtype == E4M3:
+            yield from self._descales()
 
     def _descales(self) -> Iterator[Operand]:
+        of_batch = () if self.is_paged else (self.batch,)
         for name, heads in (("q", self.heads_q), ("k", self.heads_kv), ("v", self.heads_kv)):
-            yield Operand(f"descale_{name}", (self.batch, heads), (heads, 1), "float32")
+            shape = (*of_batch, heads)
+            yield Operand(f"descale_{name}", shape, _contiguous(shape), "float32")
 
     def _modifiers(self) -> Iterator[Operand]:
         if (operand := self.mask_operand) is not None:

@@ -105,10 +105,14 @@ def _paged(p: AttentionProblem) -> tuple[str, str]:
     arguments += [f"softcap={p.softcap:g}"] if p.softcap else []
     arguments += ["sinks=sinks"] if p.has_sinks else []
     cache = f"(pages, {p.page_size}, {p.heads_kv}, {p.head_dim})"
-    shapes = f"q (total_q, {p.heads_q}, {p.head_dim}), k_cache and v_cache {cache}, {p.dtype}; "
+    kind = "float8_e4m3fn" if p.dtype == E4M3 else p.dtype
+    shapes = f"q (total_q, {p.heads_q}, {p.head_dim}), k_cache and v_cache {cache}, {kind}; "
     shapes += f"page_table ({p.batch}, {max(p.pages)}), seqused_k ({p.batch}) and "
     shapes += f"cu_seqlens_q ({p.batch + 1}), int32"
     shapes += f"; sinks ({p.heads_q}), fp32" if p.has_sinks else ""
+    if p.dtype == E4M3:
+        arguments += [f"{name}_scale={name}_scale" for name in "qkv"]
+        shapes += f"; q_scale ({p.heads_q}), k_scale and v_scale ({p.heads_kv}), fp32"
     return f"tuner.paged_attention({', '.join(arguments)})", shapes
 
 

@@ -10,18 +10,23 @@ from typing import Any
 import torch
 from torch.library import Library, register_fake
 
+from tuner.config import Config, Value
 from tuner.errors import ConfigError
 from tuner.families.base import Strides
+from tuner.families.fused_attention import paged
+from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionProblem
 from tuner.problem.attention import PAGE_MULTIPLE, rounded
-from tuner.runtime import guards
+from tuner.runtime import guards, quantised
 from tuner.runtime.attention_plan import scale_of, without_lse
 from tuner.runtime.composed import Extras
-from tuner.runtime.paged_composed import Paged, composed
+from tuner.runtime.paged_composed import Paged, composed, output_type
 from tuner.runtime.plan import KernelPlan, Plan, Posed
 from tuner.runtime.refusal import Kind, Refusal
 from tuner.runtime.serving import Call, find, serve
 from tuner.runtime.table import table
+
+_DTYPES = {**guards.DTYPES, **quantised.DTYPES}
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ class PagedCall(Paged, Call):
         if starts is None:  # a null pointer: all sequences have equally many queries
             starts = self.seqused_k[:0]
         others = () if self.sinks is None else (self.sinks,)
-        return (*self[:5], starts, *others)
+        return (*self[:5], starts, *others, *self.descales)
 
     def refusal(self) -> Refusal | None:
         query, key, value = self[:3]
@@ -77,7 +82,7 @@ class PagedCall(Paged, Call):
         )
 
     def pose(self) -> Posed:
-        guards.check_alike(self.query, self.key, self.value)
+        guards.check_alike(self.query, self.key, self.value, dtypes=_DTYPES)
         left, right, softcap = self.extras
         problem = AttentionProblem(
             seqlen_q=rounded(self.longest_q),
@@ -87,7 +92,7 @@ class PagedCall(Paged, Call):
             heads_q=self.query.shape[1],
             heads_kv=self.key.shape[2],
             is_causal=self.is_causal,
-            dtype=guards.DTYPES[self.query.dtype],
+            dtype=_DTYPES[self.query.dtype],
             layout="bshd",
             window_left=left,
             window_right=right,
@@ -107,8 +112,22 @@ class PagedCall(Paged, Call):
         shapes = self.query.shape, self.key.shape
         sizes = self.batch, self.longest_q, self.longest_kv
         strides = tuple(tensor.stride() for tensor in tensors)
-        found = _sized(plan, self.extras, sizes, shapes, strides, self.scale)
+        schedule = self.schedule(plan.config) if plan.by_portfolio else ()
+        found = _sized(plan, self.extras, sizes, shapes, strides, self.scale, schedule)
         return Refusal(Kind.TENSORS, found) if isinstance(found, str) else found
+
+    def schedule(self, config: Config) -> tuple[tuple[str, Value], ...]:
+        """Splits of a selected kernel for this call's lengths (`paged.schedule`)."""
+        rows, packed = 64 * int(config["warp_groups"]), int(config.get("packed_heads", 1))
+        if self.longest_q * packed > rows:
+            return ()  # chunks: each has tiles enough
+        tiles = self.batch * self.query.shape[1] // packed
+        places = DEFAULT_GPU.sm_count * int(config["blocks_per_sm"])
+        mean = float(self.longest_kv)
+        if self.batch > 1:
+            mean = None if self.total_kv is None else self.total_kv / self.batch
+        found = paged.schedule(config, tiles, places, self.longest_kv, mean)
+        return tuple(found.items())
 
     def run(self, plan: Plan) -> Any:
         sized = self.sized(plan)
@@ -116,7 +135,7 @@ class PagedCall(Paged, Call):
             return sized
         query, out, lse = self.query, self.out, None
         if out is None:
-            out = query.new_empty(query.shape)
+            out = query.new_empty(query.shape, dtype=self.dtype)
         elif guards.is_misaligned((out,)):
             return Refusal(Kind.MISALIGNED)
         if self.with_lse:
@@ -148,6 +167,10 @@ def paged_attention(
     scale: float | None = None,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    total_seqlen_k: int | None = None,
 ) -> Any:
     """softmax(scale * Q K^T + mask) V of B sequences whose keys and values lie in pages.
 
@@ -176,7 +199,7 @@ def paged_attention(
     lengths, each rounded up to a power of two.
 
     Args:
-        query: (total_q, H, D), fp16 or bf16.
+        query: (total_q, H, D), fp16, bf16 or float8_e4m3fn.
         key_cache: (pages, page size, HKV, D), of `query`'s type, HKV a divisor of H. D is
             contiguous, other strides are multiples of 16 bytes. Views are allowed: heads before
             slots, or keys and values as halves of one tensor.
@@ -195,12 +218,20 @@ def paged_attention(
         scale: factor of the scores; 1/sqrt(D) when None.
         return_lse: return (out, log-sum-exp). The latter is fp32 (H, total_q), the natural
             logarithm of the sum of the exponentials, including the sink's.
-        out: tensor for the output: contiguous, of `query`'s shape and type, sharing no memory with
-            the inputs. A tuned kernel writes to it; PyTorch's answer is copied to it.
+        out: tensor for the output: contiguous, of `query`'s shape and the output's type, sharing
+            no memory with the inputs. A tuned kernel writes to it; PyTorch's answer is copied to
+            it.
+        q_scale: positive fp32 factors of e4m3 queries: (H,), or one element for all heads, which
+            is copied for each head. Tensors of e4m3 stand for their elements times their factors,
+            and come with all three factors.
+        k_scale: factors of the keys: (HKV,), or one element.
+        v_scale: factors of the values, as `k_scale`.
+        total_seqlen_k: keys of all sequences, by which their mean length is known. It only decides
+            how many blocks share the keys of a sequence; None: lengths are taken as unlike.
 
     Returns:
-        (total_q, H, D), of `query`'s type: `out` if given. With `return_lse` that and the
-        log-sum-exp. Rows after the last sequence's end are undefined.
+        (total_q, H, D), of `query`'s type, bf16 of e4m3: `out` if given. With `return_lse` that and
+        the log-sum-exp. Rows after the last sequence's end are undefined.
 
     Raises:
         ConfigError: before any launch, on tensors that are not as above, a page size that is not a
@@ -214,15 +245,18 @@ def paged_attention(
     )  # fmt: skip
     extras = Extras.of(window, softcap)
     factor = scale_of(query, scale)
+    scales = q_scale, k_scale, v_scale
+    descales = checked_scales(query, key_cache, scales)
     if torch.compiler.is_compiling():
         tensors = query, key_cache, value_cache, page_table, seqused_k, cu_seqlens_q, sinks
         given, lse = torch.ops.tuner.paged_attention(
-            *tensors, queries, keys, causal, *extras, factor
+            *tensors, queries, keys, causal, *extras, factor, *scales
         )
         given = given if out is None else out.copy_(given)
         return (given, lse) if return_lse else given
     tensors = query, key_cache, value_cache, page_table, seqused_k, cu_seqlens_q, _wide(sinks)
-    return serve(paged_call(*tensors, queries, keys, causal, extras, factor, return_lse, out))
+    options = queries, keys, causal, extras, factor, return_lse, out, descales, total_seqlen_k
+    return serve(paged_call(*tensors, *options))
 
 
 def paged_call(
@@ -240,6 +274,8 @@ def paged_call(
     scale: float,
     with_lse: bool = False,
     out: torch.Tensor | None = None,
+    descales: tuple[torch.Tensor, ...] = (),
+    total_kv: int | None = None,
 ) -> PagedCall:
     """The call object of checked arguments, as of `paged_attention`.
 
@@ -249,7 +285,8 @@ def paged_call(
         extras = extras._replace(right=-1)
     masked = bool(is_causal) and queries != 1
     tensors = query, key, value, page_table, seqused_k, starts_q, sinks
-    return PagedCall(*tensors, queries, keys, masked, extras, scale, with_lse, out)
+    options = queries, keys, masked, extras, scale, with_lse, out, descales, total_kv
+    return PagedCall(*tensors, *options)
 
 
 def prepare(call: PagedCall) -> KernelPlan | Refusal:
@@ -261,6 +298,32 @@ def prepare(call: PagedCall) -> KernelPlan | Refusal:
     table.refresh(call.query)
     plan = find(call)
     return plan if isinstance(plan, Refusal) else call.sized(plan)
+
+
+def checked_scales(
+    query: torch.Tensor, key: torch.Tensor, scales: tuple[torch.Tensor | None, ...]
+) -> tuple[torch.Tensor, ...]:
+    """The factors of e4m3 tensors, one a head, or none for other types.
+
+    Raises:
+        ConfigError: on a factor that is missing, does not fit, or has nothing to scale.
+    """
+    if query.dtype not in quantised.DTYPES:
+        if any(factor is not None for factor in scales):
+            raise ConfigError(f"factors are for float8_e4m3fn, query is {query.dtype}")
+        return ()
+    found = []
+    heads = query.shape[1], key.shape[2], key.shape[2]
+    for name, factor, count in zip("qkv", scales, heads, strict=True):
+        if factor is None:
+            raise ConfigError(f"{name}_scale is missing (allowed: fp32 ({count},) or one element)")
+        if factor.dtype != torch.float32 or (factor.numel() != 1 and factor.shape != (count,)):
+            raise ConfigError(
+                f"{name}_scale is {factor.dtype} {tuple(factor.shape)} "
+                f"(allowed: torch.float32 ({count},) or one element)"
+            )
+        found.append(factor.reshape(-1).expand(count).contiguous())
+    return tuple(found)
 
 
 def _wide(sinks: torch.Tensor | None) -> torch.Tensor | None:
@@ -311,11 +374,12 @@ def checked(
     if sinks is not None and sinks.shape != query.shape[1:2]:
         raise ConfigError(f"sinks are {tuple(sinks.shape)} (allowed: ({query.shape[1]},))")
     if out is not None:
-        is_like = (out.shape, out.dtype, out.device) == (query.shape, query.dtype, query.device)
+        dtype = output_type(query)
+        is_like = (out.shape, out.dtype, out.device) == (query.shape, dtype, query.device)
         if not is_like or not out.is_contiguous():
             raise ConfigError(
                 f"out is {out.dtype} {tuple(out.shape)} on {out.device}, strides {out.stride()} "
-                f"(allowed: as query, {query.dtype} {tuple(query.shape)}, contiguous)"
+                f"(allowed: as query, {dtype} {tuple(query.shape)}, contiguous)"
             )
     room = page_table.shape[1] * size
     keys = room if longest_kv is None else int(longest_kv)
@@ -347,9 +411,15 @@ def _sized(
     shapes: tuple[torch.Size, torch.Size],
     strides: tuple[tuple[int, ...], ...],
     scale: float,
+    schedule: tuple[tuple[str, Value], ...],
 ) -> KernelPlan | str:
     """The plan with a call's sizes and strides, or the reason why its kernels do not take them."""
     known = plan.problem
+    if schedule:
+        params = {name: v for name, v in plan.config.params.items() if name != "combine"}
+        config = Config(plan.config.family, {**params, **dict(schedule)})
+    else:
+        config = plan.config
     if not isinstance(known, AttentionProblem):
         raise ConfigError(f"{known.op} has no paged cache")
     batch, longest_q, longest_kv = sizes
@@ -385,7 +455,7 @@ def _sized(
     if any(stride[-1] != 1 for stride in strides[:3]):
         return "D is not contiguous"
     try:
-        return plan.sized(problem, scale, own)
+        return plan.sized(problem, scale, own, config)
     except ConfigError as exc:
         return str(exc)
 
@@ -394,7 +464,8 @@ _library = Library("tuner", "FRAGMENT")
 _library.define(
     "paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor page_table, "
     "Tensor seqused_k, Tensor? cu_seqlens_q, Tensor? sinks, int max_seqlen_q, int max_seqlen_k, "
-    "bool causal, int left, int right, float softcap, float scale) -> (Tensor out, Tensor lse)",
+    "bool causal, int left, int right, float softcap, float scale, Tensor? q_scale=None, "
+    "Tensor? k_scale=None, Tensor? v_scale=None) -> (Tensor out, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -414,18 +485,22 @@ def _operator(
     right: int,
     softcap: float,
     scale: float,
+    *scales: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tensors = query, key, value, page_table, seqused_k, starts_q, sinks
     queries, keys = checked(*tensors, longest_q, longest_kv)
     extras = Extras(left, right, softcap)
-    options = queries, keys, causal, extras, scale, True
+    descales = checked_scales(query, key, scales or (None, None, None))
+    options = queries, keys, causal, extras, scale, True, None, descales
     out, lse = serve(paged_call(*tensors[:6], _wide(sinks), *options))
     return out.contiguous(), lse.contiguous()
 
 
 def _fake(query: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    wide = torch.promote_types(query.dtype, torch.float32)
-    return query.new_empty(query.shape), query.new_empty(query.shape[1::-1], dtype=wide)
+    dtype = output_type(query)
+    wide = torch.promote_types(dtype, torch.float32)
+    out = query.new_empty(query.shape, dtype=dtype)
+    return out, query.new_empty(query.shape[1::-1], dtype=wide)
 
 
 _library.impl("paged_attention", _operator, "CompositeExplicitAutograd")

@@ -33,11 +33,25 @@ class Paged(NamedTuple):
     scale: float
     with_lse: bool
     out: torch.Tensor | None
+    descales: tuple[torch.Tensor, ...] = ()
+    """Factors of e4m3 queries (H,), keys and values (HKV,); else none."""
+    total_kv: int | None = None
+    """Keys of all sequences, if known."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the output."""
+        return output_type(self.query)
 
     @property
     def batch(self) -> int:
         """Sequences, B."""
         return int(self.seqused_k.numel())
+
+
+def output_type(query: torch.Tensor) -> torch.dtype:
+    """Type of the output: the queries', bf16 of e4m3."""
+    return torch.bfloat16 if query.dtype == torch.float8_e4m3fn else query.dtype
 
 
 def composed(call: Paged) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,7 +61,7 @@ def composed(call: Paged) -> tuple[torch.Tensor, torch.Tensor]:
         ConfigError: on lengths that do not fit the tensors.
     """
     query, total = call.query, call.query.shape[0]
-    wide = torch.promote_types(query.dtype, torch.float32)
+    wide = torch.promote_types(call.dtype, torch.float32)
     lengths = call.seqused_k.tolist()
     room = min(call.longest_kv, call.page_table.shape[1] * call.key.shape[1])
     if max(lengths, default=0) > room or min(lengths, default=0) < 0:
@@ -73,11 +87,11 @@ def composed(call: Paged) -> tuple[torch.Tensor, torch.Tensor]:
         for index, (start, length) in enumerate(zip(starts, lengths, strict=False))
         for part in _blocks(call, index, start, counts[index], length, wide)
     ]
-    rest = query[starts[-1] :]
+    rest = query.new_zeros(query[starts[-1] :].shape, dtype=call.dtype)
     outs = [out for out, _ in parts]
     sums = [lse for _, lse in parts]
     blank = torch.full((query.shape[1], len(rest)), -math.inf, dtype=wide, device=query.device)
-    return torch.cat([*outs, torch.zeros_like(rest)]), torch.cat([*sums, blank], -1)
+    return torch.cat([*outs, rest]), torch.cat([*sums, blank], -1)
 
 
 def _blocks(
@@ -87,15 +101,22 @@ def _blocks(
     size, heads_kv = call.key.shape[1:3]
     heads = call.query.shape[1]
     pages = call.page_table[index, : -(-length // size)].long()
+    of_query, *of_cache = [
+        factor.to(wide).view(heads_kv, -1, 1, 1) for factor in call.descales
+    ] or (
+        1.0,
+        1.0,
+        1.0,
+    )
     keys, values = (
-        cache[pages].flatten(0, 1)[:length].to(wide).permute(1, 0, 2)[:, None]
-        for cache in (call.key, call.value)
+        _rows(cache, pages)[:length].to(wide).permute(1, 0, 2)[:, None] * factor
+        for cache, factor in zip((call.key, call.value), of_cache, strict=True)
     )  # (HKV, 1, length, D)
     step = max(1, _SCORES_BYTES // max(1, heads * max(1, length) * wide.itemsize))
     for first in range(0, queries, step):
         last = min(first + step, queries)
         rows = call.query[start + first : start + last].to(wide)
-        rows = rows.unflatten(1, (heads_kv, heads // heads_kv)).permute(1, 2, 0, 3)
+        rows = rows.unflatten(1, (heads_kv, heads // heads_kv)).permute(1, 2, 0, 3) * of_query
         scores = (rows * call.scale) @ keys.mT
         if softcap := call.extras.softcap:
             scores = softcap * torch.tanh(scores / softcap)
@@ -114,4 +135,11 @@ def _blocks(
         )  # fmt: skip
         weights = (scores - sums.masked_fill(sums.isneginf(), 0.0)[..., None]).exp()
         out = (weights[..., :length] @ values).flatten(0, 1).transpose(0, 1)
-        yield out.to(call.query.dtype), sums.flatten(0, 1)
+        yield out.to(call.dtype), sums.flatten(0, 1)
+
+
+def _rows(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """(slots, HKV, D) of some pages; PyTorch indexes bytes, not e4m3."""
+    if cache.dtype == torch.float8_e4m3fn:
+        return cache.view(torch.uint8)[pages].flatten(0, 1).view(cache.dtype)
+    return cache[pages].flatten(0, 1)

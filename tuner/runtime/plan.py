@@ -193,22 +193,30 @@ class KernelPlan(Plan):
     def out_shape(self) -> tuple[int, ...]:
         return self.shape
 
-    def sized(self, problem: Problem, scale: float, strides: Strides | None = None) -> KernelPlan:
+    def sized(
+        self,
+        problem: Problem,
+        scale: float,
+        strides: Strides | None = None,
+        config: Config | None = None,
+    ) -> KernelPlan:
         """A plan of the same kernels for the sizes of another problem, as arguments of launches.
 
         Args:
             problem: problem of the same class that the config is legal for. `Plan.problem` stays.
             scale: scale that the plan was resolved with.
             strides: strides of operands that differ from the problem's.
+            config: the plan's with other run-time parameters; None: the plan's.
 
         Raises:
             ConfigError: when the kernels do not support these strides.
         """
-        member = family(self.config.family)
+        config = config or self.config
+        member = family(config.family)
         if strides is None:
-            launches = member.launches(problem, self.config, scale)
+            launches = member.launches(problem, config, scale)
         else:
-            found = member.strided_launches(problem, self.config, scale, strides)
+            found = member.strided_launches(problem, config, scale, strides)
             if isinstance(found, str):
                 raise ConfigError(found)
             launches = found

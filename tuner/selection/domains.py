@@ -185,6 +185,8 @@ class _Attention(NamedTuple):
     operand: MaskOperand = ""
     is_sparse: bool = False
     """A block-sparse mask, of which the domain knows no more: ``full`` is its mask."""
+    is_e4m3: bool = False
+    """Elements of e4m3: of paged caches only."""
 
 
 #: Instances whose calls may have a mask operand.
@@ -209,7 +211,8 @@ class AttentionDomain(_Attention, Domain):
 
     @classmethod
     def holding(cls, problem: Any) -> Self | None:
-        if problem.dtype == E4M3 or problem.is_alibi:
+        is_e4m3 = problem.dtype == E4M3
+        if (is_e4m3 and not problem.is_paged) or problem.is_alibi:
             return None
         if problem.block_mask:
             width, has_softcap = instance(problem.head_dim), problem.softcap > 0
@@ -232,6 +235,7 @@ class AttentionDomain(_Attention, Domain):
             is_paged,
             problem.has_sinks,
             operand,
+            is_e4m3=is_e4m3,
         )
 
     @staticmethod
@@ -314,8 +318,9 @@ class AttentionDomain(_Attention, Domain):
     def others(cls) -> Iterator[Self]:
         """Domains of paged caches, of mask operands and of block-sparse masks.
 
-        Paged caches: plain ones of every instance, windows where public models have them, and sinks
-        as in GPT-OSS. Mask operands, without a causal flag: every phase.
+        Paged caches: plain ones of every instance, of e4m3 for D = 64 and 128, windows where
+        public models have them, and sinks as in GPT-OSS. Mask operands, without a causal flag, have
+        every phase.
         """
         kinds: tuple[tuple[Mask, Phase], ...]
         kinds = ("full", "one"), ("causal", "few"), ("causal", "prompt")
@@ -323,6 +328,8 @@ class AttentionDomain(_Attention, Domain):
             for mask, phase in kinds:
                 one = cls(head_dim, mask, phase, is_paged=True)
                 yield one
+                if head_dim in (64, 128):
+                    yield one._replace(is_e4m3=True)
                 if head_dim == 64:
                     yield one._replace(has_sinks=True)
                 if head_dim in (64, 128, 256):
@@ -390,7 +397,7 @@ class AttentionDomain(_Attention, Domain):
                 seqlen_kv=512,
                 head_dim=self.head_dim,
                 is_causal=is_causal,
-                dtype=dtype,
+                dtype=E4M3 if self.is_e4m3 else dtype,
                 layout="bshd" if self.is_varlen or self.is_paged else "bhsd",
                 window_left=64 if self.mask == "windowed" else -1,
                 softcap=50.0 if self.has_softcap else 0.0,
@@ -411,6 +418,7 @@ class AttentionDomain(_Attention, Domain):
     def label(self) -> str:
         more = (", soft cap" if self.has_softcap else "") + (", packed" if self.is_varlen else "")
         more += (", paged" if self.is_paged else "") + (", sinks" if self.has_sinks else "")
+        more += ", e4m3" if self.is_e4m3 else ""
         more += f", {self.operand} mask" if self.operand else ""
         phase = {"prompt": "prompts", "few": "few queries", "one": "one query"}[self.phase]
         mask = "block mask" if self.is_sparse else self.mask

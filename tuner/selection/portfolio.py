@@ -112,12 +112,17 @@ def _vendors_best(
     return found[name], legal[name][1], name
 
 
-def _named(domain: AttentionDomain) -> tuple[Config, ...]:
+def named_kernels(domain: AttentionDomain) -> tuple[Config, ...]:
     """The kernels that the family names for a domain."""
     if domain.is_sparse:
         return sparse.kernels(domain.head_dim)
-    is_plain = domain.mask != "windowed" and not domain.has_sinks
-    return paged.kernels(domain.head_dim, domain.phase, is_plain=is_plain)
+    return paged.kernels(
+        domain.head_dim,
+        domain.phase,
+        is_plain=domain.mask != "windowed" and not domain.has_sinks,
+        has_sinks=domain.has_sinks,
+        is_e4m3=domain.is_e4m3,
+    )
 
 
 def _like(kernel: Config, combine: str | None, candidates: Iterable[Candidate]) -> Candidate | None:
@@ -336,7 +341,7 @@ class Portfolio:
             return None
         found: list[Candidate] = []
         donor: DomainModels | None = None
-        for kernel in _named(domain):
+        for kernel in named_kernels(domain):
             is_short = kernel["warp_groups"] == 1  # kernels with more warp groups are for prompts
             like = domain if is_short else domain._replace(phase="prompt")
             for combine in (None, "cluster", "kernel") if is_short else (None,):
@@ -693,7 +698,7 @@ def _models_json(models: DomainModels) -> dict[str, Any]:
 
 def _domain_json(domain: AnyDomain) -> dict[str, Any]:
     """Fields that came after version 2 are present only when they are true."""
-    later = "is_paged", "has_sinks", "operand", "is_sparse"
+    later = "is_paged", "has_sinks", "operand", "is_sparse", "is_e4m3"
     absent = {name for name in later if not getattr(domain, name, True)}
     return {name: value for name, value in domain._asdict().items() if name not in absent}
 

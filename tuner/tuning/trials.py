@@ -30,6 +30,7 @@ from tuner.families.base import Family, Strides
 from tuner.families.gemv import MAX_ROWS
 from tuner.hardware import Gpu
 from tuner.problem import (
+    DTYPE_BYTES,
     LAYOUTS,
     SCALE_BLOCK,
     SIZES,
@@ -261,8 +262,9 @@ class _AttentionDraw(_Draw):
         heads = list(dict.fromkeys(self._heads()))
         heads_q, heads_kv = heads[0]
         usual = replace(target.problem, heads_q=heads_q, heads_kv=heads_kv)
+        step = 16 // DTYPE_BYTES[target.problem.dtype]  # TMA's pitch
         self.axes = {
-            "head_dim": [d for d in range(8, MAX_HEAD_DIM + 1, 8) if self._holds(d)],
+            "head_dim": [d for d in range(step, MAX_HEAD_DIM + 1, step) if self._holds(d)],
             "heads": heads,
             "batch": _BATCHES,
             "seqlen_q": _edges(queries),

@@ -303,14 +303,15 @@ class FusedAttention(Family):
     def smem_bytes(problem: AttentionProblem, config: Config) -> int:
         """Dynamic shared memory of a block, bytes.
 
-        - one Q tile, and the stages of K and V
+        - one Q tile, and the stages of K and V, of V twice in e4m3 over pages
         - in their place the partials for its cluster: fp32 rows of O padded by 8, log-sum-exp
         - the output's tile with `stages_output`
         - fp32 O, maxima and sums of all key groups but one
         - the barriers
         """
         columns, tile_m = instance(problem.head_dim), _tile_m(config.params)
-        rows = tile_m + 2 * config["kv_stages"] * config["tile_n"]
+        rings = 3 if problem.is_paged and problem.dtype == E4M3 else 2
+        rows = tile_m + rings * config["kv_stages"] * config["tile_n"]
         operands = rows * columns * DTYPE_BYTES[problem.dtype]
         is_split = problem.is_paged or not (problem.is_varlen or problem.block_mask)
         is_split = is_split and not config["persistent"]

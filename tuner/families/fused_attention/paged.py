@@ -6,17 +6,31 @@ paged`). Boxes of 16 rows serve pages of every size.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from tuner.config import Config, Value
 
 _NAME = "fused_attention"
+#: Blocks of a cluster that combine splits faster than a kernel does: with 16 it took 3 to 11 % less
+#: at one sequence of 4K and 16K keys (`evidence/paged-h100.json.gz`).
+_MAX_CLUSTER = 8
+#: Longest over mean length from which on lengths count as unlike, and the ratio where the mean is
+#: not known; blocks for each place of the chip, which even out such lengths; keys that a part of
+#: the longest sequence has at least, where the mean is known and where it is not.
+_UNLIKE, _ASSUMED, _BLOCKS, _KEYS, _ASSUMED_KEYS = 1.5, 2.0, 2, 256, 1024
+_MAX_SPLITS = 16
 #: Rows of a page that a copy brings: 16 are in every page.
 _ANY_PAGE, _WIDE = 16, 64
 
 
 def kernels(
-    head_dim: int, phase: Literal["prompt", "few", "one"], *, is_plain: bool
+    head_dim: int,
+    phase: Literal["prompt", "few", "one"],
+    *,
+    is_plain: bool,
+    has_sinks: bool = False,
+    is_e4m3: bool = False,
 ) -> tuple[Config, ...]:
     """The kernels of one phase, preferred ones first, without the parameters of a schedule.
 
@@ -25,13 +39,19 @@ def kernels(
         phase: phase of the longest sequence: a chunk of a prompt, few queries, or one.
         is_plain: True without windows, soft caps and sinks; with them one kernel serves all numbers
             of heads.
+        has_sinks: sinks, as in GPT-OSS, whose KV heads have eight query heads each.
+        is_e4m3: elements of e4m3, of a plain cache.
     """
     any_heads = _short(head_dim, 1, _ANY_PAGE)
+    if has_sinks:
+        chunk = () if phase == "one" else (_chunk(head_dim, 8),)
+        return _short(head_dim, 8, _ANY_PAGE), *chunk, any_heads
     if not is_plain:
         return (any_heads,)
     if phase == "one":
         four, eight = (_short(head_dim, heads, _ANY_PAGE) for heads in (4, 8))
-        return _short(head_dim, 4, _WIDE), four, eight, any_heads
+        wide = () if is_e4m3 else (_short(head_dim, 4, _WIDE),)
+        return *wide, four, eight, any_heads
     return _short(head_dim, 4, _ANY_PAGE), _chunk(head_dim, 4), _chunk(head_dim, 1)
 
 
@@ -75,3 +95,33 @@ def _chunk(head_dim: int, packed: int) -> Config:
 
 def _packed(params: dict[str, Value], heads: int) -> Config:
     return Config(_NAME, {**params, "packed_heads": heads} if heads > 1 else params)
+
+
+def schedule(
+    config: Config, tiles: int, places: int, longest: int, mean: float | None
+) -> Mapping[str, Value]:
+    """How a selected kernel shares the keys of sequences: `splits`, and `combine` of several.
+
+    A selection counts all sequences as long as the longest, whose block may outlast the others.
+    With one block a tile, 16 sequences of 100 to 10,000 keys took twice as long as with twelve.
+    Splits cost 2 to 9 % if lengths turn out to be equal.
+
+    Args:
+        config: the kernel, with the splits that were selected.
+        tiles: of all sequences' queries.
+        places: blocks that the chip holds at once.
+        longest: keys of the longest sequence, or more.
+        mean: of all sequences; None: not known.
+    """
+    splits, combine = int(config["splits"]), config.get("combine")
+    if config["persistent"]:
+        return {"splits": 1}
+    ratio = _ASSUMED if mean is None else longest / max(1.0, mean)
+    if ratio >= _UNLIKE:
+        most = longest // (_ASSUMED_KEYS if mean is None else _KEYS)
+        wanted = min(int(_BLOCKS * ratio * places / tiles), most, _MAX_SPLITS)
+        if wanted > splits:
+            splits, combine = wanted, "cluster" if tiles >= places else "kernel"
+    if combine == "cluster" and splits > _MAX_CLUSTER:
+        combine = "kernel"
+    return {"splits": splits, "combine": combine} if combine and splits > 1 else {"splits": 1}

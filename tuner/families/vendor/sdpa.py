@@ -35,6 +35,8 @@ BACKENDS: dict[str, tuple[str, str, str, tuple[Any, ...]]] = {
 }  # fmt: skip
 PEERS = ("flash3", "flash4")
 SERVING = "flash3_serving"
+#: Its keywords for the factors of e4m3.
+DESCALES = ("q_descale", "k_descale", "v_descale")
 #: kernel -> (peer, further arguments). Zero splits let FlashAttention-3 choose how many parts the
 #: keys are cut into; by default it takes one.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -347,8 +349,7 @@ def serving_call(module: Any, problem: AttentionProblem, scale: float) -> Attend
             return module.fwd(*tensors, **lengths, **options).transpose(0, 1)[None]
         if not made:  # in the first call, which `tried` makes outside of any capture
             prepare(query)
-        names = ("q_descale", "k_descale", "v_descale")
-        factors = dict(zip(names, others, strict=False))
+        factors = dict(zip(DESCALES, others, strict=False))
         tensors = (tensor.transpose(1, 2) for tensor in (query, key, value))
         return module.fwd(*tensors, **made, **factors, **options).transpose(1, 2)
 
@@ -368,7 +369,7 @@ def paged_call(module: Any, problem: AttentionProblem, scale: float) -> Attend:
     made: dict[str, Any] = {}
 
     def call(
-        query: Any, key: Any, value: Any, table: Any, used: Any, starts: Any, *sinks: Any
+        query: Any, key: Any, value: Any, table: Any, used: Any, starts: Any, *others: Any
     ) -> Any:
         if not made:  # in the first call, which `tried` makes outside of any capture
             sizes = *longest, problem.heads_q, problem.heads_kv, problem.head_dim
@@ -376,8 +377,11 @@ def paged_call(module: Any, problem: AttentionProblem, scale: float) -> Attend:
             made["metadata"] = module.metadata(used, *sizes, query.dtype, **of_pages, **masks)
         lengths = {"cu_seqlens_q": starts, "max_seqlen_q": longest[0], "max_seqlen_k": longest[1]}
         options = {**lengths, **masks, **made, "page_table": table, "seqused_k": used}
-        if sinks:
-            options["sinks"] = sinks[0].to(query.dtype)
+        if problem.has_sinks:
+            options["sinks"] = others[0].to(query.dtype)
+        elif others:  # factors of e4m3, one a head
+            every = (factor.expand(problem.batch, -1) for factor in others)
+            options |= zip(DESCALES, every, strict=True)
         cache = (tensor.transpose(1, 2) for tensor in (key, value))
         out = module.fwd(query[0].transpose(0, 1), *cache, scale=scale, **options)
         return out.transpose(0, 1)[None]

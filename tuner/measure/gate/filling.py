@@ -29,6 +29,7 @@ from tuner.measure.gate.inputs import (
 )
 from tuner.measure.gate.kernels import (
     DTYPES,
+    E4M3_POISON,
     POISON,
     Buffers,
     Kernels,
@@ -113,15 +114,17 @@ def fill(kernels: Kernels, buffers: Buffers, kind: str, seed: int) -> None:
 
 
 def _fill_pages(kernels: Kernels, buffers: Buffers, problem: AttentionProblem, kind: str) -> None:
-    """Copy keys and values to their pages. All other slots hold the poison."""
-    heads, width = problem.heads_kv, problem.head_dim
+    """Copy keys and values to their pages, by 16 bits. All other slots hold the poison."""
+    heads, each = problem.heads_kv, DTYPE_BYTES[problem.dtype]
+    width = each * problem.head_dim // 2
+    poison = E4M3_POISON if problem.dtype == E4M3 else POISON
     columns = max(problem.pages)
     for operand in problem.matrices[1:3]:
         cache = buffers.operands[operand.name]
-        kernels.device.fill16(cache.pointer, POISON, cache.bytes)
+        kernels.device.fill16(cache.pointer, poison, cache.bytes)
         source, table = buffers.rows[operand.name].pointer, buffers.pointers["page_table"]
         for part in pages.parts(problem, kind):
-            page, head, slot, _ = operand.strides
+            page, head, slot = (each * stride // 2 for stride in operand.strides[:3])
             integers = {
                 **{"rows": part.keys, "heads": heads, "head_dim": width},
                 **{"page_stride": page, "head_stride": head, "slot_stride": slot},

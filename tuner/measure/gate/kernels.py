@@ -19,6 +19,8 @@ from tuner.problem import E4M3, AttentionProblem, Operand, Problem, SoftmaxProbl
 
 POISON = 0x7FA5
 """NaN in fp16 and bf16, and doubled in fp32, with a payload that arithmetic never produces."""
+E4M3_POISON = 0x7F7F
+"""The same for e4m3, of which both bytes are NaNs."""
 GUARD_BYTES = 1 << 20
 """Bytes of poison on both sides of every buffer. A stray tile (at most 256 x 256 x 4 bytes)
 fits."""

@@ -17,6 +17,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from tuner.runtime.composed import Extras
+from tuner.runtime.paged_composed import output_type
 from tuner.runtime.refusal import Kind, Refusal
 from tuner.runtime.vllm.calls import (
     EngineStep,
@@ -31,6 +32,8 @@ from tuner.runtime.vllm.calls import (
 
 #: Names for a cache of the queries' type.
 _PLAIN = ("auto", "float16", "half", "bfloat16")
+#: Names for a cache of e4m3, whose queries vLLM quantises before the layer.
+_E4M3 = ("fp8", "fp8_e4m3")
 _STEP = "tuner_step"
 """Attribute of a metadata object: its `EngineStep`."""
 
@@ -44,12 +47,15 @@ class TunerImpl(FlashAttentionImpl):  # type: ignore[misc]
         self._layout: Layout | None = layout_of(FlashAttentionBackend.get_kv_cache_shape)
         self._refusal = self._never()
         self._wide_sinks: torch.Tensor | None = None
+        self._scales: tuple[torch.Tensor, ...] = ()
+        self._are_scales_known = False
         self._form: Form | None = None
         self._kind: Any = None
         self._window: tuple[int, int] | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         super().process_weights_after_loading(act_dtype)
+        self._are_scales_known = False
         if self.sinks is None:
             return
         if self._wide_sinks is None:
@@ -57,12 +63,14 @@ class TunerImpl(FlashAttentionImpl):  # type: ignore[misc]
         else:  # where a captured graph reads them
             self._wide_sinks.copy_(self.sinks.detach())
 
-    def load(self, cache: torch.Tensor, metadata: Any) -> None:
-        """Load the kernel that serves a step, before its calls are captured."""
-        step = _step_of(metadata)
+    def load(self, layer: torch.nn.Module, metadata: Any) -> None:
+        """Load the kernel that serves a step of the layer, before its calls are captured."""
+        step, cache = _step_of(metadata), layer.kv_cache
         if self._refusal is None and step.refusal is None and cache.numel():
+            cache = self._seen(cache)
             query = cache.new_empty((step.tokens, self.num_heads, self.head_size))
-            decide(step, self._form_of(metadata), self._kind, query, cache, query)
+            out = query.new_empty(query.shape, dtype=output_type(query))
+            decide(step, self._form_of(layer, metadata), self._kind, query, cache, out)
 
     def forward(
         self,
@@ -81,24 +89,37 @@ class TunerImpl(FlashAttentionImpl):  # type: ignore[misc]
         is_plain = attn_metadata is not None
         if args or options:
             is_plain = is_plain and all(one is None for one in (*args, *options.values()))
-        if is_plain and self._answer(query, kv_cache, attn_metadata, output):
+        if is_plain and self._answer(layer, query, kv_cache, attn_metadata, output):
             return output
         inputs = query, key, value, kv_cache, attn_metadata, output
         found: torch.Tensor = super().forward(layer, *inputs, *args, **options)
         return found
 
     def _answer(
-        self, query: torch.Tensor, cache: torch.Tensor, metadata: Any, output: torch.Tensor
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        cache: torch.Tensor,
+        metadata: Any,
+        output: torch.Tensor,
     ) -> bool:
         """True when a tuned kernel wrote the output."""
         step = _step_of(metadata)
         if (refusal := self._refusal or step.refusal) is not None:
             refuse(refusal, step)
             return False
-        return run(step, self._form_of(metadata), self._kind, query, cache, output)
+        form = self._form_of(layer, metadata)
+        return run(step, form, self._kind, query, self._seen(cache), output)
 
-    def _form_of(self, metadata: Any) -> Form:
+    def _seen(self, cache: torch.Tensor) -> torch.Tensor:
+        """The cache by its elements; vLLM holds e4m3 as bytes."""
+        is_e4m3 = self.kv_cache_dtype in _E4M3
+        return cache.view(torch.float8_e4m3fn) if is_e4m3 else cache
+
+    def _form_of(self, layer: torch.nn.Module, metadata: Any) -> Form:
         window = getattr(metadata, "sliding_window", None) or self.sliding_window
+        if self.kv_cache_dtype in _E4M3 and not self._are_scales_known:
+            self._read_scales(layer)
         if self._form is not None and window == self._window:
             return self._form
         if self.sinks is not None and self._wide_sinks is None:
@@ -107,8 +128,26 @@ class TunerImpl(FlashAttentionImpl):  # type: ignore[misc]
         extras = Extras.of(window, self.logits_soft_cap)
         self._kind = self.scale, extras, self.sinks is None
         self._window = window
-        self._form = Form(self.scale, extras, self._wide_sinks, self._layout, self.head_size)
+        self._form = Form(
+            self.scale, extras, self._wide_sinks, self._layout, self.head_size, self._scales
+        )
         return self._form
+
+    def _read_scales(self, layer: torch.nn.Module) -> None:
+        """Factors of a layer, one a head, where a captured graph reads them."""
+        counts = self.num_heads, self.num_kv_heads, self.num_kv_heads
+        found = [
+            getattr(layer, f"_{name}_scale").detach().float().reshape(-1).expand(count)
+            for name, count in zip("qkv", counts, strict=True)
+        ]
+        if self._scales:
+            for known, new in zip(self._scales, found, strict=True):
+                known.copy_(new)
+        else:
+            with torch.inference_mode(False):  # weights may be loaded again outside of it
+                self._scales = tuple(new.clone() for new in found)
+        # Those that vLLM computes of the first tokens are not final.
+        self._are_scales_known = not getattr(layer, "calculate_kv_scales", False)
 
     def _never(self) -> Refusal | None:
         """Reason why a layer is never served; else None."""
@@ -116,7 +155,7 @@ class TunerImpl(FlashAttentionImpl):  # type: ignore[misc]
             return Refusal(Kind.ENCODER, str(getattr(self.attn_type, "value", self.attn_type)))
         if self.alibi_slopes is not None:
             return Refusal(Kind.ALIBI)
-        if self.kv_cache_dtype not in _PLAIN:
+        if self.kv_cache_dtype not in (*_PLAIN, *_E4M3):
             return Refusal(Kind.CACHE_TYPE, str(self.kv_cache_dtype))
         for group in ("dcp_world_size", "pcp_world_size"):
             if getattr(self, group, 1) > 1:
@@ -154,7 +193,7 @@ class TunerMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
         layers = self.vllm_config.compilation_config.static_forward_context
         for layer in map(layers.get, self.layer_names):
             if isinstance(impl := getattr(layer, "impl", None), TunerImpl):
-                impl.load(layer.kv_cache, metadata)
+                impl.load(layer, metadata)
         return metadata
 
     def _is_served(self, common: Any) -> bool:

@@ -18,6 +18,7 @@ from tuner.errors import ConfigError
 from tuner.runtime import counters, guards
 from tuner.runtime.composed import Extras
 from tuner.runtime.paged import checked, paged_call, prepare
+from tuner.runtime.paged_composed import output_type
 from tuner.runtime.plan import KernelPlan
 from tuner.runtime.refusal import Kind, Refusal
 from tuner.runtime.table import table
@@ -107,6 +108,8 @@ class Form(NamedTuple):
     """fp32 (H,)."""
     layout: Layout
     width: int
+    scales: tuple[torch.Tensor, ...] = ()
+    """Factors of e4m3 queries, keys and values: fp32 (H,), (HKV,) and (HKV,)."""
 
 
 def rounded(keys: int, room: int) -> int:
@@ -141,7 +144,7 @@ def run(
         else:
             inputs = query, cache, values, step.table, step.used, step.starts
             others = () if form.sinks is None else (form.sinks,)
-            answer = table.run_into(found, out, None, *inputs, *others)
+            answer = table.run_into(found, out, None, *inputs, *others, *form.scales)
             if not isinstance(answer, Refusal):
                 step.served += 1
                 return True
@@ -190,7 +193,8 @@ def _decided(
         return Refusal(Kind.CACHE_TYPE, f"{cache.dtype}, {query.dtype}")
     if (limit := max_queries()) is not None and step.queries > limit:
         return Refusal(Kind.QUERIES, f"TUNER_VLLM_QUERIES={limit}")
-    if (out.shape, out.dtype) != (query.shape, query.dtype) or not out.is_contiguous():
+    wanted = query.shape, output_type(query)
+    if (out.shape, out.dtype) != wanted or not out.is_contiguous():
         return Refusal(Kind.TENSORS, f"output {out.dtype} {tuple(out.shape)}")
     room = step.table.shape[1] * form.layout.split(cache, form.width)[0].shape[1]
     return _prepared(step, form, query, cache, rounded(step.keys, room))
@@ -205,10 +209,9 @@ def _prepared(
         checked(query, keys, values, *of_step, form.sinks, step.queries, longest)
     except ConfigError as exc:
         return Refusal(Kind.TENSORS, str(exc))
-    options = step.is_causal, form.extras, form.scale
-    return prepare(
-        paged_call(query, keys, values, *of_step, form.sinks, step.queries, longest, *options)
-    )
+    options = step.queries, longest, step.is_causal, form.extras, form.scale
+    call = paged_call(query, keys, values, *of_step, form.sinks, *options, descales=form.scales)
+    return prepare(call)
 
 
 @cache
