@@ -41,8 +41,8 @@ MAX_SUMS = 192
 #: smallest tile, 64 x 8.
 MIN_STAGES, MAX_STAGES = 2, 24
 RASTER_ORDERS = {"AlongM": 1, "AlongN": 2}
-#: Factors of B's columns that a stage has room for, and bytes of its two barriers.
-COLUMN_PLACES, BARRIER_BYTES = 12, 16
+#: Factors of B's columns that a stage has room for, and bytes of a barrier.
+COLUMN_PLACES, BARRIER_BYTES = 12, 8
 #: Rows and columns of a warp's box of results, and its bytes.
 BOX_ROWS, BOX_COLUMNS = 16, 64
 BOX_BYTES = 2 * BOX_ROWS * BOX_COLUMNS
@@ -88,7 +88,10 @@ class BlockScaledGemm(Family):
         "raster_order": tuple(RASTER_ORDERS),
         "max_swizzle_size": (1, 2, 4, 8, 16),
         "pdl": (False, True),
+        "unroll": (2, 4, 8),
+        "staggered": (False, True),
     }
+    optional = frozenset({"unroll", "staggered"})
     draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {"stages": (2, 3, 4, 5, 6, 8, 12, 16)}
 
     def supports(self, problem: Problem, gpu: Gpu) -> str:
@@ -101,6 +104,7 @@ class BlockScaledGemm(Family):
 
     def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
         reasons = [*tile_violations(config), *cluster_violations(config)]
+        reasons += loop_violations(config)
         return reasons + _split_violations(_gemm(problem), config) + _store_violations(config)
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
@@ -233,10 +237,11 @@ def step_clocks(config: Config) -> float:
 
 
 def stage_bytes(config: Config) -> int:
-    """Shared memory of a stage: its tiles, its factors, its two barriers."""
+    """Shared memory of a stage: its tiles, its factors, its barriers."""
     tile_m, tile_n = int(config["tile_m"]), int(config["tile_n"])
     factors = tile_n if config["swap_ab"] else tile_m
-    return (tile_m + tile_n) * SCALE_BLOCK + 4 * (factors + COLUMN_PLACES) + BARRIER_BYTES
+    barriers = BARRIER_BYTES * (3 if config.get("staggered", False) else 2)
+    return (tile_m + tile_n) * SCALE_BLOCK + 4 * (factors + COLUMN_PLACES) + barriers
 
 
 def smem_bytes(config: Config) -> int:
@@ -297,6 +302,18 @@ def cluster_violations(config: Config) -> list[str]:
     # Each block of a cluster loads its half of the tile that they share: whole swizzle atoms.
     if tile_n % (INSTRUCTION_COLUMNS * cluster_m):
         reasons.append(f"cluster_m={cluster_m} does not halve tile_n={tile_n} in eights")
+    return reasons
+
+
+def loop_violations(config: Config) -> list[str]:
+    """Why a main loop cannot be staggered."""
+    if not config.get("staggered", False):
+        return []
+    reasons = []
+    if "unroll" not in config.params:
+        reasons.append("staggered goes with unroll")
+    if config["tile_m"] == INSTRUCTION_ROWS:
+        reasons.append(f"tile_m={INSTRUCTION_ROWS} has one warp group: staggered needs two")
     return reasons
 
 
