@@ -71,7 +71,7 @@ class BlockScaledGroupedGemm(Family):
         for rows in sorted({mean, round(sqrt(mean * largest)), largest}):
             for one in _PRODUCT.space(_product(problem, rows), gpu):
                 if one["split_k"] == 1:
-                    params = {name: one[name] for name in self.domains}
+                    params = {k: v for k, v in one.params.items() if k in self.domains}
                     found.setdefault(deepened(Config(self.name, params)))
         return list(found)
 
