@@ -1,6 +1,7 @@
 """GEMM of e4m3 operands with factors of blocks, 1 x 128 of A and 128 x 128 of B.
 
-Its template has a main loop of its own: TMA-fed, the tensor cores' sums added to fp32 sums with
+It also serves e4m3 with factors of rows and columns, or of tensors, where sums are promoted
+(`fast_accum=0`): every 128 of K here. Its template has a main loop of its own: TMA-fed, the tensor cores' sums added to fp32 sums with
 their factors after every 128 of K. A swapped config computes D^T = B^T A^T, so that few rows of A
 are the narrow side of a tile. `split_k` blocks of a cluster divide K between them and add their
 sums in a fixed order.
@@ -25,7 +26,7 @@ from tuner.hardware import (
     TENSOR_FLOPS_PER_CLOCK_SM,
     Gpu,
 )
-from tuner.problem import SCALE_BLOCK, GemmProblem, Problem
+from tuner.problem import E4M3, SCALE_BLOCK, GemmProblem, Problem
 
 KERNEL = "block_scaled_gemm"
 """Name of the one kernel."""
@@ -98,8 +99,12 @@ class BlockScaledGemm(Family):
         reason = super().supports(problem, gpu)
         if reason or not isinstance(problem, GemmProblem):
             return reason
-        if problem.scales != "block":
-            return f"{self.name} takes factors of blocks: scales=block"
+        promoted = (problem.dtype, problem.dtype_d, problem.fast_accum) == (E4M3, "bfloat16", False)
+        if problem.scales != "block" and not promoted:
+            return (
+                f"{self.name} takes factors of blocks: scales=block, or dtype=e4m3 with "
+                "fast_accum=0 and dtype_d=bf16"
+            )
         return extent_conflict(problem.m, problem.n, problem.k)
 
     def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
@@ -120,7 +125,8 @@ class BlockScaledGemm(Family):
         return found
 
     def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
-        return {KERNEL: spec_of(config, is_grouped=False)}
+        by_column = _gemm(problem).scales == "row"
+        return {KERNEL: spec_of(config, is_grouped=False, by_column=by_column)}
 
     def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
         return self._launches(_gemm(problem), config, scale, {})
@@ -144,7 +150,11 @@ class BlockScaledGemm(Family):
     ) -> list[Launch]:
         a, b, scale_a, scale_b, d = problem.operands
         along = {o.name: strides.get(o.name, o.strides) for o in problem.operands}
-        (a_block, a_row), (b_column, b_block) = along[scale_a.name], along[scale_b.name]
+        if problem.scales == "block":
+            (a_block, a_row), (b_column, b_block) = along[scale_a.name], along[scale_b.name]
+        else:  # one for all of K, of a row and of a column, or of all
+            a_row = b_column = int(problem.scales == "row")
+            a_block = b_block = 0
         integers = {
             **{"m": problem.m, "n": problem.n, "k": problem.k},
             **{"lda": along[a.name][1], "ldb": along[b.name][2], "ldd": along[d.name][1]},
@@ -188,12 +198,14 @@ def extent_conflict(m: int, n: int, k: int, groups: int = 1) -> str:
     return ""
 
 
-def spec_of(config: Config, *, is_grouped: bool) -> KernelSpec:
-    """The kernel of a config, of one product or of groups."""
+def spec_of(config: Config, *, is_grouped: bool, by_column: bool = False) -> KernelSpec:
+    """The kernel of a config, of one product or of groups; by factors of B's columns."""
     at_run_time = BlockScaledGemm.runtime_parameters
     compiled = {k: v for k, v in config.params.items() if k not in at_run_time}
     alone: dict[str, Value] = {"split_k": 1}
     variables = {**alone, **compiled, "grouped": is_grouped}
+    if by_column:
+        variables["by_column"] = True
     return KernelSpec(TEMPLATE, variables, arguments=arguments_of(is_grouped=is_grouped))
 
 
