@@ -27,6 +27,7 @@ from tuner.hardware import (
     Gpu,
 )
 from tuner.problem import E4M3, SCALE_BLOCK, GemmProblem, Problem
+from tuner.problem.gemm import SCALE_ROWS
 
 KERNEL = "block_scaled_gemm"
 """Name of the one kernel."""
@@ -44,6 +45,8 @@ MIN_STAGES, MAX_STAGES = 2, 24
 RASTER_ORDERS = {"AlongM": 1, "AlongN": 2}
 #: Factors of B's columns that a stage has room for, and bytes of a barrier.
 COLUMN_PLACES, BARRIER_BYTES = 12, 8
+#: Bytes that TMA's boxes without a swizzle begin at.
+FACTOR_ALIGNMENT = 128
 #: Rows and columns of a warp's box of results, and its bytes.
 BOX_ROWS, BOX_COLUMNS = 16, 64
 BOX_BYTES = 2 * BOX_ROWS * BOX_COLUMNS
@@ -91,8 +94,9 @@ class BlockScaledGemm(Family):
         "pdl": (False, True),
         "unroll": (2, 4, 8),
         "staggered": (False, True),
+        "tma_factors": (False, True),
     }
-    optional = frozenset({"unroll", "staggered"})
+    optional = frozenset({"unroll", "staggered", "tma_factors"})
     draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {"stages": (2, 3, 4, 5, 6, 8, 12, 16)}
 
     def supports(self, problem: Problem, gpu: Gpu) -> str:
@@ -110,6 +114,8 @@ class BlockScaledGemm(Family):
     def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
         reasons = [*tile_violations(config), *cluster_violations(config)]
         reasons += loop_violations(config)
+        if config.get("tma_factors", False) and _gemm(problem).scales != "block":
+            reasons.append("tma_factors are of blocks: scales=block")
         return reasons + _split_violations(_gemm(problem), config) + _store_violations(config)
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
@@ -143,6 +149,9 @@ class BlockScaledGemm(Family):
         free = (a.name, b.name, scale_a.name, scale_b.name)
         if others := strides.keys() - set(free):
             return f"{', '.join(sorted(others))}: only {', '.join(free)} have free strides"
+        a_block, a_row = strides.get(scale_a.name, (0, 1))[-2:]
+        if config.get("tma_factors", False) and (a_row != 1 or a_block % SCALE_ROWS):
+            return f"scale_a's strides {a_block}, {a_row} are not TMA's (tma_factors)"
         return self._launches(problem, config, scale, strides)
 
     def _launches(
@@ -253,7 +262,10 @@ def stage_bytes(config: Config) -> int:
     tile_m, tile_n = int(config["tile_m"]), int(config["tile_n"])
     factors = tile_n if config["swap_ab"] else tile_m
     barriers = BARRIER_BYTES * (3 if config.get("staggered", False) else 2)
-    return (tile_m + tile_n) * SCALE_BLOCK + 4 * (factors + COLUMN_PLACES) + barriers
+    factor_bytes = 4 * (factors + COLUMN_PLACES)
+    if config.get("tma_factors", False):
+        factor_bytes = ceil(factor_bytes / FACTOR_ALIGNMENT) * FACTOR_ALIGNMENT
+    return (tile_m + tile_n) * SCALE_BLOCK + factor_bytes + barriers
 
 
 def smem_bytes(config: Config) -> int:
