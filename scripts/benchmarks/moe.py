@@ -505,7 +505,9 @@ def _compiled(wanted: tuple[str, str], rows: str) -> str:
                 os.killpg(process.pid, signal.SIGKILL)
     if not process.returncode:
         return ""
-    return f"{layer} {dtype}: peers were not compiled: " + "\n".join(said.splitlines()[-KEPT_LINES:])
+    return f"{layer} {dtype}: peers were not compiled: " + "\n".join(
+        said.splitlines()[-KEPT_LINES:]
+    )
 
 
 def _warm(case: Case, weights: Weights, compositions: Peers) -> bool:

@@ -83,7 +83,7 @@ def test_the_library_refuses_what_it_would_get_wrong(compiler: Compiler) -> None
 _MULTIPLY = re.compile(r"(__device__ __forceinline__ void multiply\(.*?\) \{\n).*?\n\}\n", re.S)
 _PRODUCT = r"\1  emulator::self().products.push_back({d, x, y, adds, kTileY});\n}\n"
 #: Products that have not ended are the emulator's to come: it has one group of them.
-_WAIT = re.compile(r'(void products_wait_but_one\(\) \{) asm.*? \}\n')
+_WAIT = re.compile(r"(void products_wait_but_one\(\) \{) asm.*? \}\n")
 #: M, N, K; tiles of a band, walked along the rows, clusters at once.
 EMULATED = ((130, 72, 1040, 1, True, 1), (300, 392, 1024, 4, False, 2))
 #: The same of groups, and how many.

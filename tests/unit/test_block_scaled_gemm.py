@@ -36,7 +36,10 @@ LARGE = problem_of(4096, 7168, 2048)
     ("text", "reason"),
     [
         ("M=64,N=64,K=64", "takes factors of blocks"),
-        ("M=64,N=64,K=64,dtype=e4m3,scales=row", "or dtype=e4m3 with fast_accum=0 and dtype_d=bf16"),
+        (
+            "M=64,N=64,K=64,dtype=e4m3,scales=row",
+            "or dtype=e4m3 with fast_accum=0 and dtype_d=bf16",
+        ),
         ("M=64,N=64,K=64,dtype=e4m3,dtype_d=fp16,fast_accum=0", "takes factors of blocks"),
         ("M=64,N=60,K=64,dtype=e4m3,scales=block", "not multiples of 8 and 16"),
         ("M=64,N=64,K=72,dtype=e4m3,scales=block", "not multiples of 8 and 16"),
