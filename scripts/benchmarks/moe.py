@@ -4,22 +4,33 @@
 kernel that writes the tokens, in CUDA graphs. Experts are drawn evenly or by Zipf's law. Peers of
 bf16 are PyTorch's operations around `torch._grouped_mm`, as they are and through `torch.compile`.
 Peers of e4m3 are compiled operations around DeepGEMM's grouped kernels, in both of its layouts.
+
+Peers compile for each layer, type and number of rows. Child processes do that side by side first
+and leave their kernels in PyTorch's and DeepGEMM's caches. A peer that does not compile is named
+there, with the compiler's words.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from benchmarks.call_times import FAILURES, Contender, first_line, time_calls
 from benchmarks.moe_peers import Peers, peers_of
 from tuner.base.output import check_place
+from tuner.base.processes import python_command, python_environment
 from tuner.bench.results import write_json
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.families.vendor import peers
@@ -51,8 +62,14 @@ ROWS = (128, 1024, 8192)
 ROUTES = ("uniform", "zipf")
 DTYPES: Mapping[str, DType] = {"bf16": "bfloat16", "e4m3": E4M3}
 OWN = "own"
-BUDGET_US = 6e5
+BUDGET_US = 3e5
 """All rounds of a case take about so long; the layers take milliseconds, and there are many."""
+COMPILE_LIMIT_S = 90.0
+"""Seconds for the peers of a layer and type, beside those of the others."""
+COMPILERS = 16
+"""Processes that compile at once, at most, and at most one a core."""
+KEPT_LINES = 20
+"""Last lines that are shown of one that failed."""
 
 
 @dataclass(frozen=True)
@@ -143,9 +160,10 @@ class Calls:
     Args:
         case: what is computed.
         weights: of its layer.
+        compositions: the peers of its type.
     """
 
-    def __init__(self, case: Case, weights: Weights) -> None:
+    def __init__(self, case: Case, weights: Weights, compositions: Peers) -> None:
         import torch
 
         generator = torch.Generator("cuda").manual_seed(3)
@@ -154,7 +172,7 @@ class Calls:
         self.source = drawn.bfloat16()
         self.hidden, self._weights = self.source.clone(), weights
         self.experts, self.by = routed(case)
-        self.peers: Peers = peers_of(case.dtype)
+        self.peers = compositions
 
     def before(self, _: int) -> Any:
         """Write the tokens."""
@@ -189,13 +207,13 @@ class Calls:
             yield name, call
 
 
-def timed(case: Case, weights: Weights) -> dict[str, Any]:
+def timed(case: Case, weights: Weights, compositions: Peers) -> dict[str, Any]:
     """Times of a case, and how far the results are from the first peer's."""
     import torch
 
     import tuner
 
-    calls = Calls(case, weights)
+    calls = Calls(case, weights, compositions)
     outs: dict[str, Any] = {}
     failed: dict[str, str] = {}
     tuner.stats(reset=True)
@@ -414,42 +432,98 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     check_place(args.json)
     rows = _chosen("rows", args.rows, [str(1 << power) for power in range(17)])
-    chosen = cases(
-        _chosen("layers", args.layers, tuple(LAYERS)),
-        [int(count) for count in rows],
-        _chosen("routes", args.routes, ROUTES),
-        _chosen("dtypes", args.dtypes, tuple(DTYPES)),
+    chosen = list(
+        cases(
+            _chosen("layers", args.layers, tuple(LAYERS)),
+            [int(count) for count in rows],
+            _chosen("routes", args.routes, ROUTES),
+            _chosen("dtypes", args.dtypes, tuple(DTYPES)),
+        )
     )
     document: dict[str, Any] = {"environment": environment(), "cases": [], "products": []}
+    if not args.warm:
+        compile_peers([key for key, _ in chosen], args.rows)
     import torch
 
+    are_whole = True
     with torch.inference_mode():
         for (layer, dtype), every in chosen:
             weights = Weights(LAYERS[layer], dtype, is_empty=args.warm)
-            for case in every:
-                if args.warm:
-                    _warm(case, weights)
-                    continue
-                document["cases"].append(timed(case, weights))
-                if args.products:
-                    document["products"] += products_timed(case, weights)
+            for _, group in groupby(every, key=lambda case: case.rows):
+                compositions = peers_of(dtype)  # which routes share
+                for case in group:
+                    if args.warm:
+                        are_whole = _warm(case, weights, compositions) and are_whole
+                        continue
+                    document["cases"].append(timed(case, weights, compositions))
+                    if args.products:
+                        document["products"] += products_timed(case, weights)
             del weights
             torch.cuda.empty_cache()
             print(f"{layer} {dtype}: done", file=sys.stderr, flush=True)
             if args.json and not args.warm:
                 write_json(args.json, document)
-    if not args.warm:
-        print(report(document))
+    if args.warm:
+        return int(not are_whole)
+    print(report(document))
     return 0
 
 
-def _warm(case: Case, weights: Weights) -> None:
-    """Call each peer once."""
+def compile_peers(wanted: Sequence[tuple[str, str]], rows: str) -> None:
+    """Compile the peers of layers and types in processes side by side; say what failed.
+
+    Args:
+        wanted: layers and types.
+        rows: with commas between.
+    """
+    jobs = min(COMPILERS, os.cpu_count() or 1)
+    with ThreadPoolExecutor(jobs) as pool:
+        for said in pool.map(partial(_compiled, rows=rows), wanted):
+            if said:
+                print(said, file=sys.stderr, flush=True)
+
+
+def _compiled(wanted: tuple[str, str], rows: str) -> str:
+    """Why peers of a layer and type were not compiled, with the compiler's words; else empty."""
+    (layer, dtype), limit = wanted, COMPILE_LIMIT_S
+    options = ["--layers", layer, "--dtypes", dtype, "--rows", rows, "--routes", ROUTES[0]]
+    with subprocess.Popen(
+        python_command("-m", "benchmarks", "moe", "--warm", *options),
+        env={**python_environment(), "TORCHINDUCTOR_COMPILE_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        text=True,
+        errors="replace",
+    ) as process:
+        try:
+            said, _ = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            return f"{layer} {dtype}: the peers were not compiled within {limit:g} s"
+        finally:  # and with it the compilers that it started
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+    if not process.returncode:
+        return ""
+    return f"{layer} {dtype}: peers were not compiled: " + "\n".join(
+        said.splitlines()[-KEPT_LINES:]
+    )
+
+
+def _warm(case: Case, weights: Weights, compositions: Peers) -> bool:
+    """Call each peer once; True when all could be."""
     import torch
 
-    for name, call in Calls(case, weights).ways():
+    are_whole = True
+    for name, call in Calls(case, weights, compositions).ways():
+        if name == OWN:
+            continue
         try:
             call(0)
             torch.cuda.synchronize()
+        except ValueError:
+            continue  # a layout that does not hold so many rows; its times say so
         except FAILURES as exc:
+            are_whole = False
             print(f"{case.label()}: {name}: {first_line(exc)}", file=sys.stderr)
+    return are_whole

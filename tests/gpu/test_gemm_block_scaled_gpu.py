@@ -27,19 +27,35 @@ FAMILY = BlockScaledGemm()
 ANY = problem_of(*SIZES[0])
 
 
-def spec_of(case: str) -> KernelSpec:
-    return FAMILY.kernels(ANY, CASES[case])[KERNEL]
+#: Kernels that are also checked with factors of rows and columns, and of whole matrices.
+PROMOTED = (
+    "columns of three blocks",
+    "staggered",
+    "staggered, tall",
+    "swapped, tall",
+    "swapped, split",
+)
+
+
+def promoted(size: tuple[int, int, int], scales: str) -> GemmProblem:
+    m, n, k = size
+    return GemmProblem.parse(f"M={m},N={n},K={k},dtype=e4m3,scales={scales},fast_accum=0")
+
+
+def spec_of(case: str, problem: GemmProblem = ANY) -> KernelSpec:
+    return FAMILY.kernels(problem, CASES[case])[KERNEL]
 
 
 def kernels() -> list[KernelSpec]:
     """Compiled from the start; see `conftest.compiler`."""
-    return [REFERENCE, *map(spec_of, CASES)]
+    by_rows = promoted(SIZES[0], "row")
+    return [REFERENCE, *map(spec_of, CASES), *(spec_of(case, by_rows) for case in PROMOTED)]
 
 
 def subject_of(
     device: Device, compiler: Compiler, case: str, problem: GemmProblem
 ) -> CompiledSubject:
-    [(_, future)] = compiler.submit([spec_of(case)])
+    [(_, future)] = compiler.submit([spec_of(case, problem)])
     loaded = {KERNEL: load(future.result())}
     return CompiledSubject(device, FAMILY, problem, CASES[case], loaded, 1.0)
 
@@ -54,7 +70,33 @@ def test_the_gate_passes_it(
     pass_the_gate(device, gate, problem, subject_of(device, compiler, case, problem))
 
 
-@pytest.mark.parametrize("case", ["square", "columns of three blocks", "tall", "swapped, split"])
+@pytest.mark.parametrize("scales", ["row", "tensor"])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("case", PROMOTED)
+def test_promoted_sums_pass_the_gate(
+    device: Device,
+    gate: Gate,
+    compiler: Compiler,
+    case: str,
+    size: tuple[int, int, int],
+    scales: str,
+) -> None:
+    problem = promoted(size, scales)
+    assert FAMILY.violations(problem, CASES[case], DEFAULT_GPU) == []
+    pass_the_gate(device, gate, problem, subject_of(device, compiler, case, problem))
+
+
+REPEATED = (
+    "square",
+    "columns of three blocks",
+    "tall",
+    "unrolled, tall",
+    "staggered",
+    "swapped, split",
+)
+
+
+@pytest.mark.parametrize("case", REPEATED)
 def test_repeated_launches_are_equal_to_the_bit(
     device: Device, gate: Gate, compiler: Compiler, case: str
 ) -> None:
@@ -74,7 +116,10 @@ def test_repeated_launches_are_equal_to_the_bit(
         assert found == first
 
 
-@pytest.mark.parametrize("case", ["square", "columns of two blocks", "swapped", "swapped, split"])
+WRONG = ("square", "columns of two blocks", "unrolled, tall", "swapped", "swapped, split")
+
+
+@pytest.mark.parametrize("case", WRONG)
 def test_the_gate_misses_factors_that_are_wrong(
     device: Device, gate: Gate, compiler: Compiler, case: str
 ) -> None:

@@ -16,7 +16,12 @@ def config(
     store_buffers: int = 0,
     raster: tuple[str, int] = ("AlongM", 4),
     pdl: bool = True,
+    unroll: int = 0,
+    staggered: bool = False,
+    tma_factors: bool = False,
 ) -> Config:
+    given = {"unroll": unroll, "staggered": staggered, "tma_factors": tma_factors}
+    loop = {name: value for name, value in given.items() if value}
     return Config(
         "block_scaled_gemm",
         {
@@ -31,6 +36,7 @@ def config(
             "raster_order": raster[0],
             "max_swizzle_size": raster[1],
             "pdl": pdl,
+            **loop,
         },
     )
 
@@ -49,7 +55,16 @@ CASES: dict[str, Config] = {
     "tall, split": config((256, 96), 4, split_k=2),
     "one warp group": config((64, 96), 8, store_buffers=2),
     "split": config((128, 64), 8, split_k=2),
+    "unrolled": config((128, 160), 4, cluster=(2, 1), store_buffers=3, unroll=2),
+    "unrolled, tall": config(
+        (256, 128), 3, cluster=(1, 2), store_buffers=4, unroll=4, tma_factors=True
+    ),
+    "staggered": config((128, 176), 4, store_buffers=3, unroll=4, staggered=True),
+    "staggered, tall": config(
+        (256, 128), 3, cluster=(1, 2), store_buffers=4, unroll=4, staggered=True
+    ),
     "swapped": config((128, 16), 12, swap_ab=True),
+    "swapped, unrolled": config((64, 24), 16, swap_ab=True, unroll=8, tma_factors=True),
     "swapped, one octet": config((128, 8), 10, swap_ab=True, cluster=(1, 2)),
     "swapped, tall": config((256, 64), 5, swap_ab=True, cluster=(2, 1)),
     "swapped, tall and odd": config((256, 112), 4, swap_ab=True, cluster=(1, 2)),
@@ -80,6 +95,8 @@ GROUPED = (
     "square",
     "columns of three blocks",
     "tall",
+    "staggered, tall",
+    "unrolled, tall",
     "swapped",
     "swapped, tall and odd",
     "one warp group",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from typing import Any
 
 import pytest
@@ -97,3 +98,29 @@ def test_without_deep_gemm_e4m3_has_no_peer(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(moe_peers.peers, "module_of", lambda name: f"{name} is not here")
     assert moe_peers.peers_of("e4m3") == {}
     assert set(moe_peers.peers_of("bf16")) == {"grouped_mm", "compiled"}
+
+
+def _child(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(moe, "python_command", lambda *_: [sys.executable, "-c", text])
+
+
+def test_a_peer_that_does_not_compile_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _child(monkeypatch, "print('NVCC compilation failed: no header'); raise SystemExit(1)")
+    moe.compile_peers([("olmoe-1b-7b", "e4m3"), ("olmoe-1b-7b", "bf16")], "128")
+    said = capsys.readouterr().err
+    assert said.count("NVCC compilation failed: no header") == 2
+    assert "olmoe-1b-7b e4m3: peers were not compiled" in said
+    _child(monkeypatch, "")
+    moe.compile_peers([("olmoe-1b-7b", "e4m3")], "128")
+    assert capsys.readouterr().err == ""
+
+
+def test_compilers_that_hang_are_ended(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(moe, "COMPILE_LIMIT_S", 0.5)
+    _child(monkeypatch, "import time; time.sleep(60)")
+    moe.compile_peers([("olmoe-1b-7b", "e4m3")], "128")
+    assert "olmoe-1b-7b e4m3: the peers were not compiled within 0.5 s" in capsys.readouterr().err

@@ -36,7 +36,11 @@ LARGE = problem_of(4096, 7168, 2048)
     ("text", "reason"),
     [
         ("M=64,N=64,K=64", "takes factors of blocks"),
-        ("M=64,N=64,K=64,dtype=e4m3,scales=row", "takes factors of blocks"),
+        (
+            "M=64,N=64,K=64,dtype=e4m3,scales=row",
+            "or dtype=e4m3 with fast_accum=0 and dtype_d=bf16",
+        ),
+        ("M=64,N=64,K=64,dtype=e4m3,dtype_d=fp16,fast_accum=0", "takes factors of blocks"),
         ("M=64,N=60,K=64,dtype=e4m3,scales=block", "not multiples of 8 and 16"),
         ("M=64,N=64,K=72,dtype=e4m3,scales=block", "not multiples of 8 and 16"),
         ("M=2147483647,N=64,K=64,dtype=e4m3,scales=block", "exceeds 1073741824 in one extent"),
@@ -74,6 +78,7 @@ def test_no_other_own_family_serves_factors_of_blocks() -> None:
         (config((128, 48), 4, store_buffers=1), "tile_n=48 has no box of 64 columns"),
         (config((128, 128), 6, store_buffers=2), "232832 bytes of shared memory at 6 stages"),
         (config((128, 64), 4, split_k=8), "split_k=8 has more parts than K=512 has blocks"),
+        (config((128, 64), 4, unroll=3), "unroll=3 is not known (allowed: 2, 4, 8)"),
         (Config("block_scaled_gemm", {}), "parameter tile_m is missing"),
     ],
 )
@@ -126,6 +131,17 @@ def test_a_launch_has_the_factors_strides() -> None:
         ({"d": (0, 2000, 1)}, "d: only a, b, scale_a, scale_b have free strides"),
     ):
         assert reason in FAMILY.strided_launches(problem, CASES["tall"], 0.5, wrong)
+
+
+def test_a_launch_has_one_factor_for_all_of_k() -> None:
+    for scales, row in (("row", 1), ("tensor", 0)):
+        problem = GemmProblem.parse(f"M=333,N=1000,K=2064,dtype=e4m3,scales={scales},fast_accum=0")
+        assert FAMILY.violations(problem, CASES["tall"], DEFAULT_GPU) == []
+        [launch] = FAMILY.launches(problem, CASES["tall"], 0.5)
+        assert launch.integers[:6] == (333, 1000, 2064, 2064, 2064, 1000)
+        assert launch.integers[6:10] == (row, 0, row, 0)
+        variables = FAMILY.kernels(problem, CASES["tall"])[KERNEL].variables
+        assert ("by_column" in variables) == (scales == "row")
 
 
 @pytest.mark.parametrize(

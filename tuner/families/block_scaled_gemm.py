@@ -1,6 +1,7 @@
 """GEMM of e4m3 operands with factors of blocks, 1 x 128 of A and 128 x 128 of B.
 
-Its template has a main loop of its own: TMA-fed, the tensor cores' sums added to fp32 sums with
+It also serves e4m3 with factors of rows and columns, or of tensors, where sums are promoted
+(`fast_accum=0`): every 128 of K here. Its template has a main loop of its own: TMA-fed, the tensor cores' sums added to fp32 sums with
 their factors after every 128 of K. A swapped config computes D^T = B^T A^T, so that few rows of A
 are the narrow side of a tile. `split_k` blocks of a cluster divide K between them and add their
 sums in a fixed order.
@@ -25,7 +26,8 @@ from tuner.hardware import (
     TENSOR_FLOPS_PER_CLOCK_SM,
     Gpu,
 )
-from tuner.problem import SCALE_BLOCK, GemmProblem, Problem
+from tuner.problem import E4M3, SCALE_BLOCK, GemmProblem, Problem
+from tuner.problem.gemm import SCALE_ROWS
 
 KERNEL = "block_scaled_gemm"
 """Name of the one kernel."""
@@ -41,8 +43,10 @@ MAX_SUMS = 192
 #: smallest tile, 64 x 8.
 MIN_STAGES, MAX_STAGES = 2, 24
 RASTER_ORDERS = {"AlongM": 1, "AlongN": 2}
-#: Factors of B's columns that a stage has room for, and bytes of its two barriers.
-COLUMN_PLACES, BARRIER_BYTES = 12, 16
+#: Factors of B's columns that a stage has room for, and bytes of a barrier.
+COLUMN_PLACES, BARRIER_BYTES = 12, 8
+#: Bytes that TMA's boxes without a swizzle begin at.
+FACTOR_ALIGNMENT = 128
 #: Rows and columns of a warp's box of results, and its bytes.
 BOX_ROWS, BOX_COLUMNS = 16, 64
 BOX_BYTES = 2 * BOX_ROWS * BOX_COLUMNS
@@ -88,19 +92,30 @@ class BlockScaledGemm(Family):
         "raster_order": tuple(RASTER_ORDERS),
         "max_swizzle_size": (1, 2, 4, 8, 16),
         "pdl": (False, True),
+        "unroll": (2, 4, 8),
+        "staggered": (False, True),
+        "tma_factors": (False, True),
     }
+    optional = frozenset({"unroll", "staggered", "tma_factors"})
     draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {"stages": (2, 3, 4, 5, 6, 8, 12, 16)}
 
     def supports(self, problem: Problem, gpu: Gpu) -> str:
         reason = super().supports(problem, gpu)
         if reason or not isinstance(problem, GemmProblem):
             return reason
-        if problem.scales != "block":
-            return f"{self.name} takes factors of blocks: scales=block"
+        promoted = (problem.dtype, problem.dtype_d, problem.fast_accum) == (E4M3, "bfloat16", False)
+        if problem.scales != "block" and not promoted:
+            return (
+                f"{self.name} takes factors of blocks: scales=block, or dtype=e4m3 with "
+                "fast_accum=0 and dtype_d=bf16"
+            )
         return extent_conflict(problem.m, problem.n, problem.k)
 
     def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
         reasons = [*tile_violations(config), *cluster_violations(config)]
+        reasons += loop_violations(config)
+        if config.get("tma_factors", False) and _gemm(problem).scales != "block":
+            reasons.append("tma_factors are of blocks: scales=block")
         return reasons + _split_violations(_gemm(problem), config) + _store_violations(config)
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
@@ -116,7 +131,8 @@ class BlockScaledGemm(Family):
         return found
 
     def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
-        return {KERNEL: spec_of(config, is_grouped=False)}
+        by_column = _gemm(problem).scales == "row"
+        return {KERNEL: spec_of(config, is_grouped=False, by_column=by_column)}
 
     def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
         return self._launches(_gemm(problem), config, scale, {})
@@ -133,6 +149,9 @@ class BlockScaledGemm(Family):
         free = (a.name, b.name, scale_a.name, scale_b.name)
         if others := strides.keys() - set(free):
             return f"{', '.join(sorted(others))}: only {', '.join(free)} have free strides"
+        a_block, a_row = strides.get(scale_a.name, (0, 1))[-2:]
+        if config.get("tma_factors", False) and (a_row != 1 or a_block % SCALE_ROWS):
+            return f"scale_a's strides {a_block}, {a_row} are not TMA's (tma_factors)"
         return self._launches(problem, config, scale, strides)
 
     def _launches(
@@ -140,7 +159,11 @@ class BlockScaledGemm(Family):
     ) -> list[Launch]:
         a, b, scale_a, scale_b, d = problem.operands
         along = {o.name: strides.get(o.name, o.strides) for o in problem.operands}
-        (a_block, a_row), (b_column, b_block) = along[scale_a.name], along[scale_b.name]
+        if problem.scales == "block":
+            (a_block, a_row), (b_column, b_block) = along[scale_a.name], along[scale_b.name]
+        else:  # one for all of K, of a row and of a column, or of all
+            a_row = b_column = int(problem.scales == "row")
+            a_block = b_block = 0
         integers = {
             **{"m": problem.m, "n": problem.n, "k": problem.k},
             **{"lda": along[a.name][1], "ldb": along[b.name][2], "ldd": along[d.name][1]},
@@ -184,12 +207,14 @@ def extent_conflict(m: int, n: int, k: int, groups: int = 1) -> str:
     return ""
 
 
-def spec_of(config: Config, *, is_grouped: bool) -> KernelSpec:
-    """The kernel of a config, of one product or of groups."""
+def spec_of(config: Config, *, is_grouped: bool, by_column: bool = False) -> KernelSpec:
+    """The kernel of a config, of one product or of groups; by factors of B's columns."""
     at_run_time = BlockScaledGemm.runtime_parameters
     compiled = {k: v for k, v in config.params.items() if k not in at_run_time}
     alone: dict[str, Value] = {"split_k": 1}
     variables = {**alone, **compiled, "grouped": is_grouped}
+    if by_column:
+        variables["by_column"] = True
     return KernelSpec(TEMPLATE, variables, arguments=arguments_of(is_grouped=is_grouped))
 
 
@@ -233,10 +258,14 @@ def step_clocks(config: Config) -> float:
 
 
 def stage_bytes(config: Config) -> int:
-    """Shared memory of a stage: its tiles, its factors, its two barriers."""
+    """Shared memory of a stage: its tiles, its factors, its barriers."""
     tile_m, tile_n = int(config["tile_m"]), int(config["tile_n"])
     factors = tile_n if config["swap_ab"] else tile_m
-    return (tile_m + tile_n) * SCALE_BLOCK + 4 * (factors + COLUMN_PLACES) + BARRIER_BYTES
+    barriers = BARRIER_BYTES * (3 if config.get("staggered", False) else 2)
+    factor_bytes = 4 * (factors + COLUMN_PLACES)
+    if config.get("tma_factors", False):
+        factor_bytes = ceil(factor_bytes / FACTOR_ALIGNMENT) * FACTOR_ALIGNMENT
+    return (tile_m + tile_n) * SCALE_BLOCK + factor_bytes + barriers
 
 
 def smem_bytes(config: Config) -> int:
@@ -297,6 +326,18 @@ def cluster_violations(config: Config) -> list[str]:
     # Each block of a cluster loads its half of the tile that they share: whole swizzle atoms.
     if tile_n % (INSTRUCTION_COLUMNS * cluster_m):
         reasons.append(f"cluster_m={cluster_m} does not halve tile_n={tile_n} in eights")
+    return reasons
+
+
+def loop_violations(config: Config) -> list[str]:
+    """Why a main loop cannot be staggered."""
+    if not config.get("staggered", False):
+        return []
+    reasons = []
+    if "unroll" not in config.params:
+        reasons.append("staggered goes with unroll")
+    if config["tile_m"] == INSTRUCTION_ROWS:
+        reasons.append(f"tile_m={INSTRUCTION_ROWS} has one warp group: staggered needs two")
     return reasons
 
 

@@ -21,6 +21,7 @@ from tuner.families.block_scaled_gemm import (
     deepened,
     extent_conflict,
     launched,
+    loop_violations,
     spec_of,
     tile_violations,
 )
@@ -41,6 +42,7 @@ class BlockScaledGroupedGemm(Family):
     domains: ClassVar[Mapping[str, Domain]] = {
         name: domain for name, domain in BlockScaledGemm.domains.items() if name != "split_k"
     }
+    optional = BlockScaledGemm.optional
     draws = BlockScaledGemm.draws
 
     def supports(self, problem: Problem, gpu: Gpu) -> str:
@@ -53,7 +55,11 @@ class BlockScaledGroupedGemm(Family):
         return extent_conflict(problem.m, problem.n, problem.k, problem.groups)
 
     def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        return [*tile_violations(config), *cluster_violations(config)]
+        return [
+            *tile_violations(config),
+            *cluster_violations(config),
+            *loop_violations(config),
+        ]
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
         """Candidates of one product: groups of the mean size, of the largest, and between."""
@@ -65,7 +71,7 @@ class BlockScaledGroupedGemm(Family):
         for rows in sorted({mean, round(sqrt(mean * largest)), largest}):
             for one in _PRODUCT.space(_product(problem, rows), gpu):
                 if one["split_k"] == 1:
-                    params = {name: one[name] for name in self.domains}
+                    params = {k: v for k, v in one.params.items() if k in self.domains}
                     found.setdefault(deepened(Config(self.name, params)))
         return list(found)
 

@@ -13,6 +13,14 @@ struct Case {
   int groups;    // 1 unless grouped
 };
 
+// Where the kernel has a map of the factors of A's rows.
+template <class Parameters>
+auto set_factors(Parameters& p, CUtensorMap const& map, int) -> decltype(void(p.factors)) {
+  p.factors = map;
+}
+template <class Parameters>
+void set_factors(Parameters&, CUtensorMap const&, long) {}
+
 inline int run(Case const& c, unsigned seed) {
   using namespace k_emulated;
   Numbers random(seed);
@@ -33,6 +41,9 @@ inline int run(Case const& c, unsigned seed) {
   p.x = emulator::map_of({(kSwapped ? b : a).data(), c.k, rows_x, c.k, kTileX / kClusterY});
   p.y = emulator::map_of({(kSwapped ? a : b).data(), c.k, rows_y, c.k, kTileY / kClusterX});
   p.d_map = emulator::map_of({reinterpret_cast<uint8_t*>(d.data()), 2 * c.n, c.m, 2 * c.n, 16});
+  emulator::Matrix factors{reinterpret_cast<uint8_t*>(scale_a.data()), 4 * c.m, blocks, 4 * rows_a, 1};
+  factors.floats = kRowFactors;
+  set_factors(p, emulator::map_of(factors), 0);
   p.d = reinterpret_cast<__nv_bfloat16*>(d.data());
   p.scale_a = scale_a.data();
   p.scale_b = scale_b.data();

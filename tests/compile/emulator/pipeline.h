@@ -249,6 +249,7 @@ struct Matrix {  // what a tensor map describes
   uint8_t const* data;
   int64_t columns, rows, stride;
   int box_rows;
+  int floats = 0;  // of a box's row, which is not swizzled then; else 128 bytes
 };
 
 inline CUtensorMap map_of(Matrix const& matrix) {
@@ -365,21 +366,23 @@ inline void copy_float(uint32_t to, float const* from, bool is_there) {
 inline void copy_box_to(CUtensorMap const& map, uint32_t to, int column, int row, uint32_t barrier, uint16_t blocks) {
   emulator::Matrix matrix;
   std::memcpy(&matrix, &map, sizeof(matrix));
-  if (to % 1024) emulator::fail("a box lies between swizzle atoms");
+  int const element = matrix.floats ? 4 : 1, width = matrix.floats ? 4 * matrix.floats : 128;
+  if (to % (matrix.floats ? 128 : 1024)) emulator::fail("a box lies between swizzle atoms");
   for (uint32_t rank = 0; rank < 16; ++rank) {
     if (!(blocks >> rank & 1)) continue;
     emulator::Place const target = emulator::place_of(in_block(to, rank)), at = emulator::place_of(in_block(barrier, rank));
-    uint8_t* const bytes = emulator::bytes_at(target, matrix.box_rows * 128);
-    std::memset(bytes, 0x7F, matrix.box_rows * 128);
+    uint8_t* const bytes = emulator::bytes_at(target, matrix.box_rows * width);
+    std::memset(bytes, 0x7F, matrix.box_rows * width);
     emulator::machine().boxes.push_back({[=] {
       for (int r = 0; r < matrix.box_rows; ++r)
-        for (int c = 0; c < 128; ++c) {
-          bool const is_there = row + r < matrix.rows && column + c < matrix.columns;
-          uint8_t const value = is_there ? matrix.data[(row + r) * matrix.stride + column + c] : 0;
-          target.block->memory.at(emulator::swizzled(target.address + r * 128 + c) - emulator::kBase) = value;
+        for (int c = 0; c < width; ++c) {
+          bool const is_there = row + r < matrix.rows && column * element + c < matrix.columns;
+          uint8_t const value = is_there ? matrix.data[(row + r) * matrix.stride + column * element + c] : 0;
+          uint32_t const address = target.address + r * width + c;
+          target.block->memory.at((matrix.floats ? address : emulator::swizzled(address)) - emulator::kBase) = value;
         }
       emulator::Barrier& there = at.block->barriers.at(at.address);
-      there.bytes -= matrix.box_rows * 128;
+      there.bytes -= matrix.box_rows * width;
       emulator::complete(there);
     }});
   }
