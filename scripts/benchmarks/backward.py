@@ -49,6 +49,7 @@ BASE: Mapping[str, Value] = {
     "early_dq": True,
     "early_exp": 0,
     "early_dv": True,
+    "rotate": False,
     "section_heads": 8,
     "pdl": True,
 }
