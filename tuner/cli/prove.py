@@ -182,10 +182,9 @@ def _plans(args: argparse.Namespace, gpu: Gpu) -> list[ProofPlan]:
     """Kernels without a proof, for each list of the GPU's compute capability."""
     from tuner.base import resources
     from tuner.hardware import HOPPER
-    from tuner.problem import GroupedGemmProblem
-    from tuner.selection import grouped
     from tuner.selection.kernels import BUILD, KernelList, targets, users
     from tuner.selection.portfolio import everywhere
+    from tuner.selection.rules import rules
     from tuner.tuning.proof import plan
 
     known_targets = [
@@ -194,8 +193,9 @@ def _plans(args: argparse.Namespace, gpu: Gpu) -> list[ProofPlan]:
         if args.op in (None, one.op) and one.gpu.shares_kernels(gpu)
         for target in targets(one)
     ]
-    if args.op in (None, GroupedGemmProblem.op) and gpu.compute_capability == HOPPER:
-        known_targets += grouped.targets()
+    for op, rule in rules().items():
+        if args.op in (None, op) and gpu.compute_capability == HOPPER:
+            known_targets += rule.targets()
     wanted = {
         tuple(sorted(spec.key for spec in target.kernels.values())): target
         for target in known_targets

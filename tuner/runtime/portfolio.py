@@ -6,8 +6,8 @@ only if it is expected to be faster than the vendor's. Otherwise the vendor's ke
 PyTorch's own call, if PyTorch would choose that kernel.
 
 A GPU without a portfolio of its own uses another GPU's, rescaled
-(`tuner.selection.portfolio.serving`). A kernel's proof holds on both. Grouped products have a rule
-in the place of a portfolio (`tuner.selection.grouped`).
+(`tuner.selection.portfolio.serving`). A kernel's proof holds on both. Grouped products and gradients
+of attention have a rule in the place of a portfolio (`tuner.selection.rules`).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from tuner.errors import TunerError
 from tuner.families import family
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Provenance, Status
-from tuner.problem import AttentionProblem, GroupedGemmProblem, Problem
+from tuner.problem import AttentionProblem, Problem
 from tuner.runtime import benchmark, devices, native
 from tuner.runtime.plan import Plan, Posed, plan_of
 from tuner.runtime.refusal import Kind, Refusal
-from tuner.selection import grouped
 from tuner.selection.domains import Domain
 from tuner.selection.kernels import lists
 from tuner.selection.portfolio import Portfolio, Selection, serving, shipped
+from tuner.selection.rules import RuleSelection, rules
 
 _BACKENDS = {
     SDPBackend.FLASH_ATTENTION.value: "flash2",
@@ -46,7 +46,7 @@ _ASKED_LENGTHS = (128, 256)
 class Choice:
     """The kernel chosen for a problem, and the plan that runs here."""
 
-    selection: Selection | grouped.GroupedSelection
+    selection: Selection | RuleSelection
     plan: Plan | Refusal
     """A refusal is final (`Kind.PORTFOLIO`, `Kind.TIMED`), or says which kernel is missing
     (`Kind.UNSERVED`)."""
@@ -58,14 +58,14 @@ def portfolios() -> Sequence[Portfolio]:
 
 
 def knows(problem: Problem, gpu: Gpu) -> bool:
-    """True when a portfolio that serves on this GPU has the problem's domain, or, for a grouped
-    product, when its rule has kernels.
+    """True when a portfolio that serves on this GPU has the problem's domain, or the operation's
+    rule has kernels.
 
     Raises:
         StoreError: when a shipped portfolio is damaged.
     """
-    if isinstance(problem, GroupedGemmProblem):
-        return grouped.serves(problem, gpu)
+    if rule := rules().get(problem.op):
+        return rule.serves(problem, gpu)
     mine = _portfolio_of(problem, gpu)
     return mine is not None and mine.models_of(Domain.of(problem)) is not None
 
@@ -94,9 +94,9 @@ def choose(
         StoreError: when a shipped portfolio is damaged.
     """
     problem = posed.problem
-    selection: Selection | grouped.GroupedSelection | None
-    if isinstance(problem, GroupedGemmProblem):
-        selection = grouped.select(problem, gpu)
+    selection: Selection | RuleSelection | None
+    if rule := rules().get(problem.op):
+        selection = rule.select(problem, gpu)
     else:
         mine = _portfolio_of(problem, gpu)
         selection = None if mine is None else mine.select(problem)
@@ -123,7 +123,7 @@ def choose(
             return timed
     reasons: list[str] = []
     for _, config in selection.own():
-        found = _own(problem, gpu, config, withdrawn, absent)
+        found = {} if family(config.family).is_vendor else _own(problem, gpu, config, withdrawn, absent)
         plan = found if isinstance(found, str) else made(config, found)
         if isinstance(plan, Plan):
             return Choice(selection, plan)
@@ -132,7 +132,7 @@ def choose(
         why = "; ".join(dict.fromkeys(reasons))
         return Choice(selection, Refusal(Kind.UNSERVED, f"{problem.label()}: {why}"))
     text = f"{problem.label()}: {selection.source}"
-    if isinstance(selection, grouped.GroupedSelection):
+    if isinstance(selection, RuleSelection):
         return Choice(selection, Refusal(Kind.PORTFOLIO, text))
     # For products a call cannot choose a library: PyTorch's own call is the only vendor kernel.
     is_pytorchs = not isinstance(problem, AttentionProblem) or (

@@ -1,0 +1,151 @@
+"""Gradients of attention for shapes that nobody tuned: a few kernels, and a rule that chooses.
+
+Sizes, strides and heads are arguments of a launch, so a proven kernel serves any. The rule expects of
+each kernel a fixed time, its products at the rate of a long loop, and its bytes. The candidates are
+the own kernel of the head dimension and mask, and FlashAttention-3's where the user has it.
+PyTorch's own kernels set the bound: the rule has no answer where they are expected to be as fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import NamedTuple
+
+from tuner.config import Config, Value
+from tuner.families import families
+from tuner.families.fused_attention_backward import FusedAttentionBackward, instance
+from tuner.families.vendor.sdpa_backward import SdpaBackward
+from tuner.hardware import GPUS, HOPPER, Gpu
+from tuner.measurement import Regime
+from tuner.problem import AttentionBackwardProblem
+from tuner.selection.kernels import DTYPES, Target
+from tuner.selection.rules import RuleSelection
+
+MARGIN = 0.99
+"""Share of the time of PyTorch's kernel that a candidate is expected to stay below."""
+#: Tile in which all kernels are taken to compute, queries and keys.
+_TILE = 128
+
+
+def _own(**params: Value) -> Config:
+    usual: dict[str, Value] = {
+        "warp_groups": 2,
+        "tile_m": 64,
+        "stages": 2,
+        "ds_stages": 2,
+        "swap_dq": False,
+        "dq": "bulk",
+        "early_dq": True,
+        "early_exp": 0,
+        "early_dv": True,
+        "rotate": False,
+        "section_heads": 8,
+        "pdl": True,
+    }
+    return Config(FusedAttentionBackward.name, {**usual, **params})
+
+
+class Kind(NamedTuple):
+    """What is compiled into an own kernel, beside the type."""
+
+    columns: int
+    """Of the template's instance."""
+    is_causal: bool
+    is_deterministic: bool
+
+
+_LATE: Mapping[str, Value] = {"early_dq": False, "early_exp": 50}
+KERNELS: Mapping[Kind, Config] = {
+    Kind(64, False, False): _own(tile_m=128),
+    Kind(64, True, False): _own(tile_m=128, **_LATE),
+    Kind(128, False, False): _own(),
+    Kind(128, True, False): _own(**_LATE),
+}
+
+
+class Cost(NamedTuple):
+    """Time of a kernel: fixed, and by work."""
+
+    start_us: float
+    tflops: float
+    """Rate of the products in a long loop, those of hidden pairs of half-masked tiles included."""
+    gbs: float
+    """Rate of the bytes before and after."""
+
+
+#: Costs by kernel, columns and mask.
+COSTS: Mapping[tuple[str, int, bool], Cost] = {}
+
+
+def serves(problem: AttentionBackwardProblem, gpu: Gpu) -> bool:
+    """True for problems of a kind that has a kernel, on a GPU that runs them."""
+    return kind_of(problem) in KERNELS and gpu.compute_capability == HOPPER
+
+
+def kind_of(problem: AttentionBackwardProblem) -> Kind | None:
+    """The kind of a problem; None where a window hides keys, or no instance has its columns."""
+    if problem.is_windowed or problem.head_dim > 256:
+        return None
+    return Kind(instance(problem.head_dim), problem.is_causal, problem.is_deterministic)
+
+
+def expected_us(name: str, problem: AttentionBackwardProblem, gpu: Gpu) -> float:
+    """Expected time of a kernel: ``own``, ``flash3``, ``cudnn`` or ``flash2``."""
+    columns = instance(problem.head_dim)
+    cost = COSTS[name, columns, problem.is_causal]
+    ratio = gpu.peak_tflops / GPUS["H100"].peak_tflops
+    queries, keys = (-(-n // _TILE) * _TILE for n in (problem.seqlen_q, problem.seqlen_kv))
+    pairs = float(queries * keys)
+    if problem.is_causal:
+        pairs = min(pairs, pairs / 2 + _TILE * max(queries, keys) / 2)
+    flops = 10 * problem.batch * problem.heads_q * pairs * columns
+    # Of dQ's sums in fp32: zeros, and what is read at the end.
+    moved = problem.bytes + 8 * problem.batch * problem.heads_q * problem.seqlen_q * columns
+    return cost.start_us + flops / (cost.tflops * ratio) / 1e6 + moved / cost.gbs / 1e3
+
+
+def select(problem: AttentionBackwardProblem, gpu: Gpu) -> RuleSelection | None:
+    """The candidates that are expected to be faster than PyTorch's kernel; None without one."""
+    kind = kind_of(problem)
+    own = None if kind is None else KERNELS.get(kind)
+    if own is None:
+        return None
+    vendors = families()[SdpaBackward.name]
+    bound_us = min(
+        (
+            expected_us(name, problem, gpu)
+            for name in ("cudnn", "flash2")
+            if vendors.accepts(problem, Config(vendors.name, {"kernel": name}), gpu)
+        ),
+        default=float("inf"),
+    )
+    found = []
+    for name, config in (("own", own), ("flash3", Config(vendors.name, {"kernel": "flash3"}))):
+        us = expected_us(name, problem, gpu)
+        if us < MARGIN * bound_us and families()[config.family].accepts(problem, config, gpu):
+            found.append((us, config))
+    found.sort(key=lambda one: one[0])
+    doubts = ("chosen by the rule of attention's gradients",)
+    return RuleSelection(tuple(found), Regime(), doubts) if found else None
+
+
+@cache
+def targets() -> tuple[Target, ...]:
+    """The own kernels, to be built and proven."""
+    return tuple(_targets())
+
+
+def _targets() -> Iterator[Target]:
+    for kind, config in KERNELS.items():
+        for dtype in DTYPES:
+            small = AttentionBackwardProblem(
+                512,
+                512,
+                kind.columns,
+                heads_q=2,
+                is_causal=kind.is_causal,
+                dtype=dtype,
+                is_deterministic=kind.is_deterministic,
+            )
+            yield Target(config, small)
