@@ -79,14 +79,14 @@ def build(
     from tuner.compile.toolchain import find_toolchain
     from tuner.hardware import HOPPER
     from tuner.selection.kernels import targets
-    from tuner.selection.rules import rules
+    from tuner.selection.rules import RULES
 
     by_capability: dict[str, list[Target]] = {}
-    for one in [] if op in rules() else chosen(op, gpu):
+    for one in [] if op in RULES else chosen(op, gpu):
         if one.made_on is not None:
             say(f"{one.op}: the portfolio of {one.made_on.name}, rescaled to {one.gpu.name}")
         by_capability.setdefault(one.gpu.compute_capability, []).extend(targets(one))
-    for ruled, rule in rules().items():
+    for ruled, rule in RULES.items():
         if op in (None, ruled):
             by_capability.setdefault(HOPPER, []).extend(rule.targets())
     for capability, every in by_capability.items():

@@ -184,7 +184,7 @@ def _plans(args: argparse.Namespace, gpu: Gpu) -> list[ProofPlan]:
     from tuner.hardware import HOPPER
     from tuner.selection.kernels import BUILD, KernelList, targets, users
     from tuner.selection.portfolio import everywhere
-    from tuner.selection.rules import rules
+    from tuner.selection.rules import RULES
     from tuner.tuning.proof import plan
 
     known_targets = [
@@ -193,7 +193,7 @@ def _plans(args: argparse.Namespace, gpu: Gpu) -> list[ProofPlan]:
         if args.op in (None, one.op) and one.gpu.shares_kernels(gpu)
         for target in targets(one)
     ]
-    for op, rule in rules().items():
+    for op, rule in RULES.items():
         if args.op in (None, op) and gpu.compute_capability == HOPPER:
             known_targets += rule.targets()
     wanted = {

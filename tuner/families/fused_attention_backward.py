@@ -207,8 +207,10 @@ class FusedAttentionBackward(Family):
         ]
         sharing = sharing_groups(problem.head_dim)
         rings = (2, 3) if sharing == 1 else (2, 1)
-        levers = product((1, 2), (64, 96, 128), rings, (2, 1), (False, True), ways, orders)
-        for groups, tile_m, stages, ds_stages, swaps, way, order in levers:
+        levers = product((1, 2), (64, 80, 96, 128), rings, (2, 1), (False, True), ways, orders)
+        for (groups, tile_m, stages, ds_stages, swaps, way, order), rotates in product(
+            levers, (False, True)
+        ):
             if GROUP_KEYS * (groups - sharing) >= problem.seqlen_kv or swaps != bool(tile_m % 64):
                 continue
             for section, pdl in product([s for s in sections if s <= most], (True, False)):
@@ -220,6 +222,7 @@ class FusedAttentionBackward(Family):
                     "swap_dq": swaps,
                     "dq": way,
                     **dict(zip(("early_dq", "early_exp", "early_dv"), order, strict=True)),
+                    "rotate": rotates,
                     "section_heads": section,
                     "pdl": pdl,
                 }

@@ -46,6 +46,7 @@ MEANINGS: Mapping[str, str] = {
     "q_in_registers": "Q is read from shared memory once a tile and kept in registers.",
     "q_stages": "Depth of the pipeline of Q tiles.",
     "raster_order": "Order of the tiles: along M or along N.",
+    "rotate": "Blocks of a head's keys begin at different queries, and go round to them.",
     "row_tiles": "Groups of 8 weight rows that a warp owns.",
     "rows_per_block": "Rows that a block computes.",
     "rows_per_launch": "Rows of queries that one launch computes of each head.",

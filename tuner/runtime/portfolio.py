@@ -28,10 +28,11 @@ from tuner.problem import AttentionProblem, Problem
 from tuner.runtime import benchmark, devices, native
 from tuner.runtime.plan import Plan, Posed, plan_of
 from tuner.runtime.refusal import Kind, Refusal
+from tuner.selection.by_rule import RuleSelection
 from tuner.selection.domains import Domain
 from tuner.selection.kernels import lists
 from tuner.selection.portfolio import Portfolio, Selection, serving, shipped
-from tuner.selection.rules import RuleSelection, rules
+from tuner.selection.rules import RULES
 
 _BACKENDS = {
     SDPBackend.FLASH_ATTENTION.value: "flash2",
@@ -64,7 +65,7 @@ def knows(problem: Problem, gpu: Gpu) -> bool:
     Raises:
         StoreError: when a shipped portfolio is damaged.
     """
-    if rule := rules().get(problem.op):
+    if rule := RULES.get(problem.op):
         return rule.serves(problem, gpu)
     mine = _portfolio_of(problem, gpu)
     return mine is not None and mine.models_of(Domain.of(problem)) is not None
@@ -95,7 +96,7 @@ def choose(
     """
     problem = posed.problem
     selection: Selection | RuleSelection | None
-    if rule := rules().get(problem.op):
+    if rule := RULES.get(problem.op):
         selection = rule.select(problem, gpu)
     else:
         mine = _portfolio_of(problem, gpu)

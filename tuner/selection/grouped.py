@@ -19,8 +19,8 @@ from tuner.families.grouped_gemm import GroupedGemm
 from tuner.hardware import HOPPER, Gpu
 from tuner.measurement import Regime
 from tuner.problem import E4M3, DType, GroupedGemmProblem
+from tuner.selection.by_rule import RuleSelection
 from tuner.selection.kernels import Target
-from tuner.selection.rules import RuleSelection
 
 _PINGPONG, _COOPERATIVE = "TmaWarpSpecializedPingpong", "TmaWarpSpecializedCooperative"
 

@@ -1,39 +1,17 @@
 """Rules in the place of a portfolio: for an operation a few kernels, and a rule that chooses among
 them by expected time.
-
-A rule is a module with `serves`, `select` and `targets`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
-from tuner.config import Config
 from tuner.hardware import Gpu
-from tuner.measurement import Regime
 from tuner.problem import AttentionBackwardProblem, GroupedGemmProblem
+from tuner.selection import backward, grouped
+from tuner.selection.by_rule import RuleSelection
 from tuner.selection.kernels import Target
-
-
-class RuleSelection(NamedTuple):
-    """The kernels for a problem by a rule."""
-
-    expected: tuple[tuple[float, Config], ...]
-    """Expected microseconds and config of each kernel that takes the problem, best first."""
-    regime: Regime
-    """Regime of the measurements that the rule is made of."""
-    doubts: tuple[str, ...]
-    """As of `tuner.selection.portfolio.Selection`."""
-
-    @property
-    def source(self) -> str:
-        """Reason for the first kernel, for people."""
-        return f"expected {self.expected[0][0]:.1f} us"
-
-    def own(self) -> Iterator[tuple[float, Config]]:
-        """All of them."""
-        yield from self.expected
 
 
 class Rule(Protocol):
@@ -49,8 +27,5 @@ class Rule(Protocol):
         """The kernels, to be built and proven."""
 
 
-def rules() -> Mapping[str, Rule]:
-    """The rules by operation."""
-    from tuner.selection import backward, grouped
-
-    return {AttentionBackwardProblem.op: backward, GroupedGemmProblem.op: grouped}
+RULES: Mapping[str, Rule] = {AttentionBackwardProblem.op: backward, GroupedGemmProblem.op: grouped}
+"""The rules by operation."""
