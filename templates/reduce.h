@@ -1,9 +1,16 @@
-// Sums in global memory that copies add to: PTX instructions for which CUDA C++ has no function.
+// Stores of matrices and sums that copies add to: PTX instructions for which CUDA C++ has no function.
 #pragma once
 
 #include <cstdint>
 
 namespace tuner {
+
+// Four matrices of eight by eight 16-bit values, two of each a lane, as their transposes; lane 8 i + r has
+// the address of column r of matrix i.
+__device__ __forceinline__ void store_matrices_transposed(uint32_t to, uint32_t const (&word)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], { %1, %2, %3, %4 };"
+               ::"r"(to), "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3]) : "memory");
+}
 
 // The policy of a copy whose place in the L2 is kept.
 __device__ __forceinline__ uint64_t evict_last_policy() {

@@ -100,6 +100,7 @@ class FusedAttentionBackward(Family):
         "early_exp": (0, 50, 100),
         "early_dq": (False, True),
         "early_dv": (False, True),
+        "transpose_ds": (False, True),
         "rotate": (False, True),
         "section_heads": tuple(2**i for i in range(MAX_HEADS.bit_length())),
         "pdl": (False, True),
@@ -119,6 +120,8 @@ class FusedAttentionBackward(Family):
         groups, tile_m, swaps = config["warp_groups"], config["tile_m"], config["swap_dq"]
         if groups % sharing:
             return [f"warp_groups={groups} do not share keys in {sharing}s"]
+        if sharing > 1 and config["transpose_ds"]:
+            found.append("transpose_ds=true leaves no operand for groups that share keys")
         if sharing > 1 and config["early_dv"]:
             found.append("early_dv=true needs P in registers, which groups that share keys do not")
         if config["stages"] == 1 and not config["early_dq"]:
@@ -222,6 +225,7 @@ class FusedAttentionBackward(Family):
                     "swap_dq": swaps,
                     "dq": way,
                     **dict(zip(("early_dq", "early_exp", "early_dv"), order, strict=True)),
+                    "transpose_ds": sharing == 1,
                     "rotate": rotates,
                     "section_heads": section,
                     "pdl": pdl,

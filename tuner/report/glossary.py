@@ -71,6 +71,7 @@ MEANINGS: Mapping[str, str] = {
     "tile_order": "Order in which causal tiles are taken.",
     "tile_scheduler": "Way tiles reach blocks: one each, persistent blocks, or stream-K.",
     "vector_width": "Elements of one load.",
+    "transpose_ds": "Keys lie side by side in the buffer of the scores' gradient, not queries.",
     "warp_groups": "Groups of four warps that multiply, 64 rows each.",
     "warps": "Warps of a block that multiply.",
 }

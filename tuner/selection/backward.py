@@ -43,6 +43,7 @@ def _own(**params: Value) -> Config:
         "early_dq": True,
         "early_exp": 0,
         "early_dv": True,
+        "transpose_ds": False,
         "rotate": False,
         "section_heads": 8,
         "pdl": True,
