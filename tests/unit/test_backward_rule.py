@@ -56,9 +56,11 @@ def test_measured_orders_are_those_of_the_rule() -> None:
 
 
 def test_expected_times_grow_with_the_work() -> None:
-    for name in backward.COSTS:
+    for name, is_deterministic in backward.COSTS:
         times = [
-            backward.expected_us(name, AttentionBackwardProblem(n, n, 128), H100)
+            backward.expected_us(
+                name, AttentionBackwardProblem(n, n, 128, is_deterministic=is_deterministic), H100
+            )
             for n in (256, 1024, 4096)
         ]
         assert times == sorted(times)

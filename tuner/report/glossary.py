@@ -70,8 +70,8 @@ MEANINGS: Mapping[str, str] = {
     "tile_n": "Columns of the output a block computes; in attention, rows of K and V of a step.",
     "tile_order": "Order in which causal tiles are taken.",
     "tile_scheduler": "Way tiles reach blocks: one each, persistent blocks, or stream-K.",
-    "vector_width": "Elements of one load.",
     "transpose_ds": "Keys lie side by side in the buffer of the scores' gradient, not queries.",
+    "vector_width": "Elements of one load.",
     "warp_groups": "Groups of four warps that multiply, 64 rows each.",
     "warps": "Warps of a block that multiply.",
 }

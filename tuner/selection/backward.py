@@ -66,6 +66,10 @@ KERNELS: Mapping[BackwardKind, Config] = {
     BackwardKind(64, True, False): _own(tile_m=128, **_LATE),
     BackwardKind(128, False, False): _own(),
     BackwardKind(128, True, False): _own(**_LATE),
+    BackwardKind(64, False, True): _own(tile_m=128, dq="ordered", rotate=True),
+    BackwardKind(64, True, True): _own(tile_m=128, dq="ordered"),
+    BackwardKind(128, False, True): _own(dq="ordered", rotate=True),
+    BackwardKind(128, True, True): _own(dq="ordered"),
 }
 
 
@@ -84,13 +88,16 @@ class BackwardCost(NamedTuple):
     """Rate of the products by columns and mask, hidden pairs of half-masked tiles among them."""
 
 
-#: Costs by kernel, fitted to 15 problems on one H100 (CUDA 13.0, torch 2.11, cuDNN 9.19, bf16, 25
+#: Costs by kernel, and of its deterministic mode, fitted to 15 problems on one H100 (CUDA 13.0, torch 2.11, cuDNN 9.19, bf16, 25
 #: November 2026). Most expected times are within 4 % of the measured ones.
-COSTS: Mapping[str, BackwardCost] = {
-    "own": BackwardCost(13.7, 2401, _rates(536, 603, 633, 643)),
-    "flash3": BackwardCost(8.9, 2151, _rates(677, 733, 693, 689)),
-    "cudnn": BackwardCost(10.5, 2375, _rates(499, 490, 600, 555)),
-    "flash2": BackwardCost(8.9, 2321, _rates(291, 284, 291, 283)),
+COSTS: Mapping[tuple[str, bool], BackwardCost] = {
+    ("own", False): BackwardCost(13.7, 2401, _rates(536, 603, 633, 643)),
+    ("flash3", False): BackwardCost(8.9, 2151, _rates(677, 733, 693, 689)),
+    ("cudnn", False): BackwardCost(10.5, 2375, _rates(499, 490, 600, 555)),
+    ("flash2", False): BackwardCost(8.9, 2321, _rates(291, 284, 291, 283)),
+    ("own", True): BackwardCost(9.4, 2457, _rates(400, 420, 520, 500)),
+    ("flash3", True): BackwardCost(9.4, 2101, _rates(398, 623, 516, 514)),
+    ("flash2", True): BackwardCost(8.9, 2321, _rates(291, 284, 291, 283)),
 }
 
 
@@ -108,7 +115,7 @@ def kind_of(problem: AttentionBackwardProblem) -> BackwardKind | None:
 
 def expected_us(name: str, problem: AttentionBackwardProblem, gpu: Gpu) -> float:
     """Expected time of a kernel: ``own``, ``flash3``, ``cudnn`` or ``flash2``."""
-    columns, cost = instance(problem.head_dim), COSTS[name]
+    columns, cost = instance(problem.head_dim), COSTS[name, problem.is_deterministic]
     ratio = gpu.peak_tflops / GPUS["H100"].peak_tflops
     queries, keys = (-(-n // _TILE) * _TILE for n in (problem.seqlen_q, problem.seqlen_kv))
     pairs = float(queries * keys)
