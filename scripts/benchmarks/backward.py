@@ -1,8 +1,8 @@
 """Gradients of attention by our own kernels and all that the machine has beside them.
 
-``scripts/bench backward`` compiles a few variants of the own kernel for each of 19 shapes and times
-them beside cuDNN, FlashAttention-2 and -3, these deterministic too. The output and the log-sum-exp
-that all read are FlashAttention-2's. Times are medians of rounds in which all take turns in a
+``scripts/bench backward`` compiles a few variants of the own kernel for each of 22 shapes and times
+them beside cuDNN, FlashAttention-2 and -3, these deterministic too, and beside what the runtime
+chooses. The output and the log-sum-exp that all read are FlashAttention-2's. Times are medians of rounds in which all take turns in a
 shuffled order, each a CUDA graph of several calls.
 """
 
@@ -15,10 +15,11 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
+from tuner.bench.suites import SUITES
 from tuner.compile.artifacts import ArtifactCache, LoadedKernel, load
 from tuner.compile.compiler import Compiler, find_toolchain
 from tuner.config import Config, Value
@@ -26,17 +27,8 @@ from tuner.errors import BenchmarkError, TunerError
 from tuner.families import family
 from tuner.families.base import KernelSpec
 from tuner.hardware import DEFAULT_GPU
-from tuner.problem import AttentionBackwardProblem
+from tuner.problem import AttentionBackwardProblem, AttentionProblem
 
-_SIZES = (
-    *("B=1,H=16,S=1024,D=64", "B=16,H=16,S=2048,D=64", "B=1,H=8,S=8192,D=64"),
-    *("B=1,H=32,S=1024,D=128", "B=4,H=16,S=2048,D=128", "B=2,H=16,S=8192,D=128"),
-    *("B=1,H=32,S=4096,D=128", "B=4,H=8,S=4096,D=256", "B=2,H=32,HKV=8,S=4096,D=128"),
-)
-SHAPES = (
-    "B=4,H=16,S=4096,D=64,dtype=bf16,layout=bshd",
-    *(f"{size}{mask},dtype=bf16,layout=bshd" for size in _SIZES for mask in ("", ",causal=1")),
-)
 ROUNDS, BURST_US = 20, 2000.0
 VENDORS = ("cudnn", "flash2", "flash3", "flash4")
 BASE: Mapping[str, Value] = {
@@ -49,6 +41,8 @@ BASE: Mapping[str, Value] = {
     "early_dq": True,
     "early_exp": 0,
     "early_dv": True,
+    "transpose_ds": False,
+    "rotate": False,
     "section_heads": 8,
     "pdl": True,
 }
@@ -68,7 +62,17 @@ VARIANTS: Mapping[str, Mapping[str, Value]] = {
     "own one head": {"section_heads": 1},
     "own all heads": {"section_heads": 1024},
 }
+SERVED = "served"
+"""Name of the runtime's own call."""
 Calls = dict[str, Callable[[], Any]]
+
+
+def acceptance() -> list[AttentionBackwardProblem]:
+    """The problems of the acceptance suite, in bf16."""
+    known = cast(Sequence[AttentionProblem], SUITES["acceptance"].problems)
+    return [
+        AttentionBackwardProblem.of(replace(one, dtype="bfloat16", layout="bshd")) for one in known
+    ]
 
 
 def variants(problem: AttentionBackwardProblem) -> dict[str, Config]:
@@ -166,7 +170,25 @@ def contenders(
                 refused.append(f"{name}: {call}")
             else:
                 calls[name] = lambda call=call: call(*inputs)  # type: ignore[misc]
-    return calls, refused
+    calls[SERVED], served = served_call(problem, inputs)
+    return calls, [*refused, f"{SERVED} by {served}"]
+
+
+def served_call(
+    problem: AttentionBackwardProblem, inputs: Sequence[Any]
+) -> tuple[Callable[[], Any], str]:
+    """The runtime's call, and the kernel that it chooses."""
+    import torch
+
+    from tuner.runtime.gradients import GradientsCall
+    from tuner.runtime.plan import Plan
+    from tuner.runtime.serving import find
+
+    query, key, value, out, lse, grad_out = inputs
+    tensors = grad_out, query, key, value, out, lse
+    plan = find(GradientsCall(*inputs, problem.is_causal, None, problem.is_deterministic))
+    chosen = plan.config.get("kernel", "own") if isinstance(plan, Plan) else f"PyTorch: {plan}"
+    return lambda: torch.ops.tuner.attention_backward(*tensors, problem.is_causal, None), chosen
 
 
 def timed(calls: Mapping[str, Callable[[], Any]], estimate_us: float) -> dict[str, float]:
@@ -235,6 +257,10 @@ def text(found: dict[str, Any]) -> str:
         if own and other:
             title = f"own {mode} speed".replace("  ", " ")
             lines.append(f"  {title}: {other['us'] / own['us']:.3f} of {other['name']}")
+    served = next((row for row in found["rows"] if row["name"] == SERVED), None)
+    if served:
+        least = min(row["us"] for row in found["rows"] if "deterministic" not in row["name"])
+        lines.append(f"  served speed: {least / served['us']:.3f} of the fastest")
     return "\n".join([*lines, *(f"  not measured: {why}" for why in found["no"])])
 
 
@@ -247,7 +273,8 @@ def best(found: Mapping[str, Any], is_own: bool, mode: str) -> dict[str, Any] | 
         mode: ``deterministic`` for those that are; empty for all others.
     """
     word = "ordered" if is_own else "deterministic"
-    rows = [row for row in found["rows"] if row["name"].startswith("own") == is_own]
+    named = [row for row in found["rows"] if row["name"] != SERVED]
+    rows = [row for row in named if row["name"].startswith("own") == is_own]
     alike = [row for row in rows if (word in row["name"]) == bool(mode)]
     return min(alike, key=lambda row: float(row["us"]), default=None)
 
@@ -277,7 +304,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
     check_place(args.json)
-    problems = [AttentionBackwardProblem.parse(shape) for shape in args.shape or SHAPES]
+    problems = [AttentionBackwardProblem.parse(shape) for shape in args.shape] or acceptance()
     import torch
 
     if not torch.cuda.is_available():

@@ -3,7 +3,8 @@
 ``scripts/bench context_parallel`` needs two GPUs. It times `tuner.attention` of the whole sequence
 on one GPU and `ring_attention` on all of them, forward and backward. It also times the computation
 without transfers, and the transfers without computation. The exposed transfer time is the time with
-transfers less the time without.
+transfers less the time without. The ranks share this host's store and kernels, so each call is
+served as in a program of one GPU.
 """
 
 from __future__ import annotations
@@ -208,22 +209,24 @@ def _rank(rank: int, ranks: int, port: int, shape: str, rounds: int, target: str
     import torch
     import torch.distributed as dist
 
-    from tuner.runtime.distributed import agree
+    import tuner
 
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     members = {"rank": rank, "world_size": ranks, "device_id": device}
     dist.init_process_group("nccl", store=store, timeout=timedelta(seconds=TIMEOUT_S), **members)
-    agree()
     found = measured(AttentionProblem.parse(shape), device, rounds)
     if rank == 0:
-        Path(target).write_text(json.dumps(found))
+        stats = tuner.stats()
+        served = {"hits": stats.hits, "fallbacks": dict(stats.fallbacks)}
+        Path(target).write_text(json.dumps({"us": found, "served": served}))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _spawned(ranks: int, shape: str, rounds: int) -> dict[str, dict[str, float]]:
+def _spawned(ranks: int, shape: str, rounds: int) -> dict[str, Any]:
+    """Times by pass and name, and the first rank's counts of served calls."""
     import torch.distributed as dist
     import torch.multiprocessing as mp
 
@@ -234,7 +237,7 @@ def _spawned(ranks: int, shape: str, rounds: int) -> dict[str, dict[str, float]]
             mp.spawn(_rank, (ranks, store.port, shape, rounds, str(target)), nprocs=ranks)
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as exc:
             raise BenchmarkError(f"a rank failed: {str(exc).strip().splitlines()[-1]}") from exc
-        found: dict[str, dict[str, float]] = json.loads(target.read_text())
+        found: dict[str, Any] = json.loads(target.read_text())
     return found
 
 
@@ -270,12 +273,13 @@ def main(argv: Sequence[str]) -> int:
         "forward": problem.flops,
         "backward": AttentionBackwardProblem.of(problem, False).flops,
     }
-    rows = [row_of(name, us, flops[name]) for name, us in found.items()]
+    rows = [row_of(name, us, flops[name]) for name, us in found["us"].items()]
     print(text(problem.label(), ranks, rows))
     if args.json is not None:
         cards = [torch.cuda.get_device_name(index) for index in range(ranks)]
         facts = {"environment": dict(family("sdpa_backward").environment()), "gpus": cards}
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
         document = {**facts, "nccl": nccl, "problem": problem.to_json(), "rows": rows}
+        document["served"] = found["served"]
         write_json(args.json, document)
     return 0

@@ -38,6 +38,8 @@ def make(**changes: Value) -> Config:
         "early_dq": True,
         "early_exp": 0,
         "early_dv": True,
+        "transpose_ds": False,
+        "rotate": False,
         "section_heads": 8,
         "pdl": True,
     }

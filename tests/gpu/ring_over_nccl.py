@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from tuner.runtime.context_parallel import ring_attention, split_sequence
 from tuner.runtime.distributed import agree
 
-TIMEOUT_S = 30
+TIMEOUT_S = 15
 
 
 def main() -> None:

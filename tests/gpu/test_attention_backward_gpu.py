@@ -54,6 +54,8 @@ BASE: dict[str, Value] = {
     "early_dq": True,
     "early_exp": 0,
     "early_dv": True,
+    "transpose_ds": False,
+    "rotate": False,
     "section_heads": 8,
     "pdl": True,
 }

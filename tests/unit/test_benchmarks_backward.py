@@ -5,15 +5,14 @@ from __future__ import annotations
 from benchmarks import backward
 from tuner.families import family
 from tuner.hardware import DEFAULT_GPU
-from tuner.problem import AttentionBackwardProblem
 
-PROBLEMS = [AttentionBackwardProblem.parse(shape) for shape in backward.SHAPES]
+PROBLEMS = backward.acceptance()
 
 
-def test_there_are_nineteen_shapes_in_bf16() -> None:
-    assert len(set(PROBLEMS)) == 19
+def test_the_shapes_are_the_acceptance_suite_s_in_bf16() -> None:
+    assert len(set(PROBLEMS)) == 22
     assert {p.dtype for p in PROBLEMS} == {"bfloat16"}
-    assert sum(p.is_causal for p in PROBLEMS) == 9
+    assert sum(p.is_causal for p in PROBLEMS) == 11
 
 
 def test_variants_are_legal_and_distinct() -> None:
@@ -32,12 +31,13 @@ def test_a_problem_s_lines_name_times_and_how_the_own_kernels_stand() -> None:
     rows = [
         {"name": name, "us": us, "tflops": 500.0, "away": 0.003}
         for name, us in (
-            *(("own", 90.0), ("flash3", 99.0), ("own, ordered", 100.0)),
+            *(("own", 90.0), ("served", 91.0), ("flash3", 99.0), ("own, ordered", 100.0)),
             *(("flash3, deterministic", 130.0), ("cudnn", 140.0)),
         )
     ]
     said = backward.text({"label": "S=2048", "rows": rows, "no": ["flash4: not here"]})
     assert "90.00 us    500 TFLOP/s  from flash2 3.0e-03  own" in said
     assert "own speed: 1.100 of flash3" in said
+    assert "served speed: 0.989 of the fastest" in said
     assert "own deterministic speed: 1.300 of flash3, deterministic" in said
     assert said.endswith("not measured: flash4: not here")

@@ -154,6 +154,41 @@ def test_gradients_are_the_backend_s_from_what_the_kernel_wrote(
     assert all(close(a, b) for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.parametrize("is_large", [True, False])
+def test_large_gradients_of_flash_are_what_was_measured_for_them(
+    tuned: SimpleNamespace, backends: list[str], monkeypatch: pytest.MonkeyPatch, is_large: bool
+) -> None:
+    """The forward pass ran with the switch off."""
+    monkeypatch.setattr(autograd, "CUDNN_FLOPS", 0.0 if is_large else 1e15)
+    tuned.differentiates = True
+    inputs = tensors(requires_grad=True)
+    grad = torch.randn(2, 4, 6, 8).half()
+    out = flash(*inputs, is_causal=True)
+    wanted = torch.autograd.grad(out, inputs, grad, retain_graph=True)
+    del backends[:]
+    with tuner.enabled():
+        found = torch.autograd.grad(out, inputs, grad, retain_graph=True)
+        assert backends == ([] if is_large else [FLASH + "_backward"])
+        assert len(tuned.problems) == is_large
+        assert all(close(a, b) for a, b in zip(found, wanted, strict=True))
+        assert [t.stride() for t in found] == [t.stride() for t in inputs]
+        del backends[:]
+        native.call(torch.autograd.grad, out, inputs, grad, retain_graph=True)
+    assert backends == [FLASH + "_backward"]
+
+
+def test_gradients_of_a_mask_that_flash_aligns_otherwise_are_its_own(
+    tuned: SimpleNamespace, backends: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(autograd, "CUDNN_FLOPS", 0.0)
+    tuned.differentiates = True
+    query, key, value = tensors(requires_grad=True)
+    out = flash(query[:, :, :4], key, value, is_causal=True)
+    with tuner.enabled():
+        torch.autograd.grad(out.sum(), (query, key, value))
+    assert backends == [FLASH, FLASH + "_backward"] and tuned.problems == []
+
+
 def test_a_kernel_without_log_sum_exp(tuned: SimpleNamespace, backends: list[str]) -> None:
     """cuDNN's operator says whether it is wanted; flash's returns it always."""
     tuned.writes_lse = False

@@ -78,17 +78,16 @@ def build(
     from tuner.compile.compiler import UNIT, Compiler
     from tuner.compile.toolchain import find_toolchain
     from tuner.hardware import HOPPER
-    from tuner.problem import GroupedGemmProblem
-    from tuner.selection import grouped
     from tuner.selection.kernels import targets
+    from tuner.selection.rules import OPERATIONS, rules
 
     by_capability: dict[str, list[Target]] = {}
-    for one in [] if op == GroupedGemmProblem.op else chosen(op, gpu):
+    for one in [] if op in OPERATIONS else chosen(op, gpu):
         if one.made_on is not None:
             say(f"{one.op}: the portfolio of {one.made_on.name}, rescaled to {one.gpu.name}")
         by_capability.setdefault(one.gpu.compute_capability, []).extend(targets(one))
-    if op in (None, GroupedGemmProblem.op):
-        by_capability.setdefault(HOPPER, []).extend(grouped.targets())
+    for rule in rules(OPERATIONS if op is None else {op}):
+        by_capability.setdefault(HOPPER, []).extend(rule.targets())
     for capability, every in by_capability.items():
         by_capability[capability] = [t for t in every if all(text in t.label() for text in only)]
     if not any(by_capability.values()):

@@ -204,14 +204,15 @@ def _export(folder: Path) -> int:
         StoreError: when a file cannot be written.
     """
     from tuner.cli import DONE
-    from tuner.selection import grouped
     from tuner.selection.kernels import KernelList, targets
     from tuner.selection.portfolio import everywhere
+    from tuner.selection.rules import rules
     from tuner.tuning.proof import export
 
     if not folder.is_dir():
         raise ConfigError(f"--export {folder} is not a folder")
-    wanted = [*(target for one in everywhere() for target in targets(one)), *grouped.targets()]
+    wanted = [target for one in everywhere() for target in targets(one)]
+    wanted += [target for rule in rules() for target in rule.targets()]
     specs = {spec.key for target in wanted for spec in target.kernels.values()}
     for path in _current():
         for file in export(folder, KernelList.read(path), specs):
@@ -260,10 +261,9 @@ def _plans(args: argparse.Namespace, gpu: Gpu) -> list[ProofPlan]:
     """Kernels without a proof, for each list of the GPU's compute capability."""
     from tuner.base import resources
     from tuner.hardware import HOPPER
-    from tuner.problem import GroupedGemmProblem
-    from tuner.selection import grouped
     from tuner.selection.kernels import BUILD, KernelList, targets, users
     from tuner.selection.portfolio import everywhere
+    from tuner.selection.rules import OPERATIONS, rules
     from tuner.tuning.proof import plan
 
     known_targets = [
@@ -272,8 +272,9 @@ def _plans(args: argparse.Namespace, gpu: Gpu) -> list[ProofPlan]:
         if args.op in (None, one.op) and one.gpu.shares_kernels(gpu)
         for target in targets(one)
     ]
-    if args.op in (None, GroupedGemmProblem.op) and gpu.compute_capability == HOPPER:
-        known_targets += grouped.targets()
+    if gpu.compute_capability == HOPPER:
+        for rule in rules(OPERATIONS if args.op is None else {args.op}):
+            known_targets += rule.targets()
     wanted = {
         tuple(sorted(spec.key for spec in target.kernels.values())): target
         for target in known_targets

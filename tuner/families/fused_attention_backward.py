@@ -51,8 +51,9 @@ REGISTERS: Mapping[int, tuple[int, int]] = {1: (56, 240), 2: (24, 240)}
 OVERHEAD_REGISTERS = 16
 #: Keys of a warp group.
 GROUP_KEYS = 64
-#: mbarriers at the end of the shared memory, and what aligns its parts to 1024 bytes.
-BARRIER_BYTES = 2048
+#: Multiprocessors that a GPU needs where the blocks of a chunk wait for each other: twice the most
+#: blocks of one (`kChunk` of the template).
+CHUNK_MULTIPROCESSORS = 64
 #: KV heads whose blocks run side by side, at most.
 MAX_HEADS = 1024
 
@@ -93,7 +94,7 @@ class FusedAttentionBackward(Family):
     runtime_parameters = frozenset({"section_heads", "pdl"})
     domains: ClassVar[Mapping[str, Domain]] = {
         "warp_groups": (1, 2),
-        "tile_m": (64, 96, 128),
+        "tile_m": (64, 80, 96, 128),
         "stages": (1, 2, 3),
         "ds_stages": (1, 2),
         "swap_dq": (False, True),
@@ -101,6 +102,8 @@ class FusedAttentionBackward(Family):
         "early_exp": (0, 50, 100),
         "early_dq": (False, True),
         "early_dv": (False, True),
+        "transpose_ds": (False, True),
+        "rotate": (False, True),
         "section_heads": tuple(2**i for i in range(MAX_HEADS.bit_length())),
         "pdl": (False, True),
     }
@@ -119,12 +122,19 @@ class FusedAttentionBackward(Family):
         groups, tile_m, swaps = config["warp_groups"], config["tile_m"], config["swap_dq"]
         if groups % sharing:
             return [f"warp_groups={groups} do not share keys in {sharing}s"]
+        if sharing > 1 and config["transpose_ds"]:
+            found.append("transpose_ds=true leaves no operand for groups that share keys")
         if sharing > 1 and config["early_dv"]:
             found.append("early_dv=true needs P in registers, which groups that share keys do not")
         if config["stages"] == 1 and not config["early_dq"]:
             found.append("stages=1 needs early_dq: the next queries come when these are free")
         if problem.is_deterministic and config["dq"] != "ordered":
             found.append(f"dq={config['dq']} adds in any order: deterministic=1 needs ordered")
+        if config["rotate"] and config["dq"] == "ordered":
+            if problem.is_causal or problem.is_windowed:
+                found.append("rotate=true orders the sums of full masks only")
+            if gpu.sm_count < CHUNK_MULTIPROCESSORS:
+                found.append(f"rotate=true in order needs {CHUNK_MULTIPROCESSORS} multiprocessors")
         rows, columns = (head_dim, tile_m) if swaps else (tile_m, head_dim)
         side = "head dimension" if swaps else "tile_m"
         slabs = rows // 64
@@ -151,7 +161,7 @@ class FusedAttentionBackward(Family):
         """Most accumulators and operands of products that a thread holds at once.
 
         It holds dK and dV with S^T and dP^T, and also P^T as an operand if dV's product is early.
-        At another moment it holds dK and dV with dQ, the next S^T and an operand.
+        At other moments it holds dK and dV with dQ and the next S^T, or with dQ and dK's operand.
         """
         head_dim, tile_m = instance(problem.head_dim), int(config["tile_m"])
         of_dq = tile_m * head_dim // int(config["warp_groups"]) // 128
@@ -159,23 +169,28 @@ class FusedAttentionBackward(Family):
         queries = tile_m // sharing
         operand = queries // 4
         scores = queries + (operand if config["early_dv"] else 0)
-        return head_dim // sharing + max(scores, queries // 2 + operand + of_dq)
+        return head_dim // sharing + max(scores, of_dq + max(queries // 2, operand))
 
     @staticmethod
     def smem_bytes(problem: AttentionBackwardProblem, config: Config) -> int:
-        """Dynamic shared memory, bytes.
+        """Dynamic shared memory, bytes: `Storage` of the template, whose text holds the number.
 
         It holds K and V, the pipeline buffers of Q and dO with their rows' statistics, dS, and dQ
-        on its way to memory. Groups that share keys also need P.
+        on its way to memory. Groups that share keys also need P. Parts are multiples of 1024
+        bytes; behind them come statistics, in multiples of 128 bytes, and mbarriers.
         """
         head_dim, tile_m = instance(problem.head_dim), int(config["tile_m"])
         sharing = sharing_groups(problem.head_dim)
-        keys = GROUP_KEYS * int(config["warp_groups"]) // sharing
-        found = 2 * 2 * keys * head_dim
-        found += int(config["stages"]) * 2 * tile_m * (2 * head_dim + 4)
-        found += int(config["ds_stages"]) * 2 * tile_m * keys * sharing
-        found += 0 if config["dq"] == "direct" else 4 * tile_m * head_dim
-        return found + BARRIER_BYTES
+        groups, stages = int(config["warp_groups"]), int(config["stages"])
+        keys, ds_stages = GROUP_KEYS * groups // sharing, int(config["ds_stages"])
+        parts = 2 * 2 * keys * head_dim + stages * 2 * 2 * tile_m * head_dim
+        parts += ds_stages * 2 * tile_m * keys * sharing
+        is_direct, is_shared = config["dq"] == "direct", sharing > 1
+        parts += (1024 if is_shared else 0) if is_direct else 4 * tile_m * head_dim
+        rest = 128 * (int(is_direct) + 1) if not is_shared else 0
+        rest += sum(_rounded_up(4 * stages * rows, 128) for rows in (tile_m + 4, tile_m))
+        rest += 8 * (3 + 4 * stages + ds_stages + 2 * groups)
+        return parts + _rounded_up(rest, 1024)
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
         if not isinstance(problem, AttentionBackwardProblem) or self.supports(problem, gpu):
@@ -197,8 +212,10 @@ class FusedAttentionBackward(Family):
         ]
         sharing = sharing_groups(problem.head_dim)
         rings = (2, 3) if sharing == 1 else (2, 1)
-        levers = product((1, 2), (64, 96, 128), rings, (2, 1), (False, True), ways, orders)
-        for groups, tile_m, stages, ds_stages, swaps, way, order in levers:
+        levers = product((1, 2), (64, 80, 96, 128), rings, (2, 1), (False, True), ways, orders)
+        for (groups, tile_m, stages, ds_stages, swaps, way, order), rotates in product(
+            levers, (False, True)
+        ):
             if GROUP_KEYS * (groups - sharing) >= problem.seqlen_kv or swaps != bool(tile_m % 64):
                 continue
             for section, pdl in product([s for s in sections if s <= most], (True, False)):
@@ -210,6 +227,8 @@ class FusedAttentionBackward(Family):
                     "swap_dq": swaps,
                     "dq": way,
                     **dict(zip(("early_dq", "early_exp", "early_dv"), order, strict=True)),
+                    "transpose_ds": sharing == 1,
+                    "rotate": rotates,
                     "section_heads": section,
                     "pdl": pdl,
                 }
@@ -225,6 +244,7 @@ class FusedAttentionBackward(Family):
             "head_dim": instance(problem.head_dim),
             "is_causal": problem.is_causal,
             "is_windowed": problem.is_windowed,
+            "smem_bytes": self.smem_bytes(problem, config),
             "producer_registers": producer,
             "consumer_registers": consumer,
         }
@@ -292,6 +312,11 @@ def arguments_of(problem: AttentionBackwardProblem) -> Arguments:
         ),
         scalars=("scale",),
     )
+
+
+def _rounded_up(count: int, unit: int) -> int:
+    """The least multiple of a unit that is not below a count."""
+    return -(-count // unit) * unit
 
 
 def _matrices(problem: AttentionBackwardProblem) -> list[Operand]:

@@ -50,6 +50,11 @@ def has_backward(query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> boo
     return head_dim <= 256 and head_dim % 8 == 0 and (square or not is_causal)
 
 
+def has_much_work(query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> bool:
+    """True when a faster backward kernel saves more than the operators' way costs the host."""
+    return _flops(query, key, is_causal) >= CUDNN_FLOPS
+
+
 def gains_by_cudnn(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -60,7 +65,7 @@ def gains_by_cudnn(
     """True when PyTorch would choose FlashAttention-2's kernels for such tensors, cuDNN's may run,
     and the work is large enough for the difference to count.
     """
-    if _flops(query, key, is_causal) < CUDNN_FLOPS or not query.is_cuda:
+    if not (has_much_work(query, key, is_causal) and query.is_cuda):
         return False
     chosen = _choice(query, key, value, is_causal, scale)
     return chosen == _FLASH and _takes_cudnn(query, key, value, is_causal)

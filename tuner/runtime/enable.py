@@ -8,6 +8,7 @@ The C++ dispatcher (`templates/dispatcher/operators.h`) overrides these operator
 | `_scaled_dot_product_flash_attention` | BackendSelect | recorded by autograd; compiled graphs |
 | `_scaled_dot_product_cudnn_attention` | BackendSelect | the same |
 | `_scaled_dot_product_efficient_attention` | BackendSelect | compiled graphs, masked calls too |
+| `_scaled_dot_product_flash_attention_backward` | BackendSelect | gradients of flash's outputs |
 
 The first is the fast path: it saves PyTorch's choice of a backend. It is registered under
 PyTorch's own dispatch key, so tables computed from that key stay valid. A kernel for CUDA or
@@ -20,9 +21,14 @@ subclasses, nested tensors, functorch's transforms and modes.
 
 A call that wants a gradient passes through PyTorch's function to a backend's operator. Autograd
 records it there with PyTorch's formula, and the overriding kernel returns output and log-sum-exp.
-So gradients do not depend on the switch, in the forward pass or in the backward pass. BackendSelect
-is the last key before the backend's own, where PyTorch has no kernel for these operators. The other
-calls go on to the kernel that the backend has at that time, unboxed.
+The switch may be on in one pass and off in the other: each backward kernel takes output and
+log-sum-exp of any forward kernel. BackendSelect is the last key before the backend's own, where
+PyTorch has no kernel for these operators. The other calls go on to the kernel that the backend has
+at that time, unboxed.
+
+FlashAttention-2's backward operator is overridden from Python, for gradients of much work
+(`autograd.has_much_work`). `gradients` or cuDNN's kernel computes them where that is expected to be
+faster. cuDNN's own operator is left alone.
 
 The dispatcher's table answers hits and refusals without Python and without the GIL. Python answers,
 under the GIL, unknown kinds of calls, and looks at the store twice a second. A refused call passes
@@ -49,9 +55,10 @@ import torch
 from torch.library import Library
 
 from tuner.errors import TunerError
-from tuner.runtime import devices, dispatch, guards, native
+from tuner.runtime import autograd, devices, dispatch, guards, native
 from tuner.runtime.attention_plan import AttentionCall, find_plan
 from tuner.runtime.bias import as_operand
+from tuner.runtime.gradients import gradients
 from tuner.runtime.plan import KernelPlan
 from tuner.runtime.refusal import Kind, Refusal
 from tuner.runtime.serving import answer
@@ -72,6 +79,7 @@ class _Overrides:
 
     def __init__(self) -> None:
         self._library: Library | None = None
+        self._of_gradients: Library | None = _override_gradients()
         dispatch.load_built(then=table.renew)
         exchange = dispatch.override(_ask)
         if exchange is None:
@@ -85,7 +93,7 @@ class _Overrides:
         native.exchange = native.exchange_here
         if self._library is None:
             dispatch.remove_overrides()
-        self._library = None
+        self._library = self._of_gradients = None
 
 
 def _ask(operation: int, *arguments: Any) -> Found | None:
@@ -140,6 +148,76 @@ def _with_lse(name: str, *arguments: Any) -> Found | None:
         dispatch.refuse(name, arguments, found, generation)
         return None
     return found
+
+
+def _override_gradients() -> Library:
+    """Override FlashAttention-2's backward operator."""
+    library, name = Library("aten", "IMPL"), "_scaled_dot_product_flash_attention_backward"
+    operator = getattr(torch.ops.aten, name).default
+    library.impl(name, _before_flash_backward(operator), "BackendSelect", with_keyset=True)
+    return library
+
+
+def _before_flash_backward(operator: Any) -> Callable[..., Outputs]:
+    def differentiate(
+        keys: torch._C.DispatchKeySet,
+        grad_out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        logsumexp: torch.Tensor,
+        cum_seq_q: torch.Tensor | None,
+        cum_seq_k: torch.Tensor | None,
+        max_q: int,
+        max_k: int,
+        dropout_p: float,
+        is_causal: bool,
+        philox_seed: torch.Tensor,
+        philox_offset: torch.Tensor,
+        *,
+        scale: float | None = None,
+    ) -> Outputs:
+        tensors = grad_out, query, key, value, out, logsumexp
+        is_alike = not is_causal or query.shape[2] == key.shape[2]  # both align the mask alike
+        was_native = native.exchange(True)
+        try:
+            if not was_native and not dropout_p and cum_seq_q is None and is_alike:
+                found = _faster_gradients(*tensors, is_causal, scale)
+                if found is not None:
+                    return found
+            rest = cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal
+            grads: Outputs = operator.redispatch(
+                keys & _BELOW, *tensors, *rest, philox_seed, philox_offset, scale=scale
+            )
+            return grads
+        finally:
+            native.exchange(was_native)
+
+    return differentiate
+
+
+def _faster_gradients(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    is_causal: bool,
+    scale: float | None,
+) -> Outputs | None:
+    """Gradients by another kernel than FlashAttention-2's; None where that is to compute them."""
+    if not autograd.has_much_work(query, key, is_causal):
+        return None
+    arguments = grad_out, query, key, value, out, lse, is_causal, scale
+    grads = gradients(*arguments)
+    if grads is None and autograd.gains_by_cudnn(query, key, value, is_causal, scale):
+        grads = autograd.backward(*arguments)
+    if grads is None:
+        return None
+    pairs = zip((query, key, value), grads, strict=True)
+    return tuple(guards.laid_out_as(tensor, grad) for tensor, grad in pairs)
 
 
 def _override_from_python() -> Library:

@@ -1,4 +1,6 @@
-"""Gradients of attention by a measured backward kernel, own or a vendor's."""
+"""Gradients of attention by a measured backward kernel, or by one that the rule chooses
+(`tuner.selection.backward`); own or a vendor's.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from tuner.errors import ConfigError
 from tuner.problem import AttentionBackwardProblem, AttentionProblem
 from tuner.runtime import guards
 from tuner.runtime.attention_plan import pose, scale_of
-from tuner.runtime.autograd import Three, gains_by_cudnn
+from tuner.runtime.autograd import Three, gains_by_cudnn, has_much_work
 from tuner.runtime.plan import Plan, Posed
 from tuner.runtime.refusal import Refusal
 from tuner.runtime.serving import PlannedCall, find
@@ -80,15 +82,18 @@ def is_differentiable(
 ) -> bool:
     """True when the operators have a faster backward kernel than PyTorch's attention.
 
-    It is a measured kernel that can run here, or cuDNN's. The forward pass then keeps its
-    log-sum-exp.
+    It is a measured kernel that can run here, or one by the rule or cuDNN's where the work is
+    large. The forward pass then keeps its log-sum-exp.
     """
     if query.dtype not in guards.DTYPES or query.dim() != 4:
         return False
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device="meta")
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     call = GradientsCall(query, key, value, query, lse, query, is_causal, scale, is_deterministic)
-    return isinstance(find(call), Plan) or gains_by_cudnn(query, key, value, is_causal, scale)
+    plan = find(call)
+    if isinstance(plan, Plan) and (not plan.by_portfolio or has_much_work(query, key, is_causal)):
+        return True
+    return gains_by_cudnn(query, key, value, is_causal, scale)
 
 
 def gradients(
@@ -101,7 +106,7 @@ def gradients(
     is_causal: bool,
     scale: float | None,
 ) -> Three | None:
-    """Gradients of query, key and value, or None when no kernel was measured for such tensors.
+    """Gradients of query, key and value, or None when PyTorch's kernels are to compute them.
 
     A program that asks for deterministic algorithms gets kernels measured for deterministic
     gradients.

@@ -6,8 +6,8 @@ only if it is expected to be faster than the vendor's. Otherwise the vendor's ke
 PyTorch's own call, if PyTorch would choose that kernel.
 
 A GPU without a portfolio of its own uses another GPU's, rescaled
-(`tuner.selection.portfolio.serving`). A kernel's proof holds on both. Grouped products have a rule
-in the place of a portfolio (`tuner.selection.grouped`).
+(`tuner.selection.portfolio.serving`). A kernel's proof holds on both. Grouped products and gradients
+of attention have a rule in the place of a portfolio (`tuner.selection.rules`).
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from tuner.errors import TunerError
 from tuner.families import family
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Provenance, Status
-from tuner.problem import AttentionProblem, GroupedGemmProblem, Problem
+from tuner.problem import AttentionProblem, Problem
 from tuner.runtime import benchmark, devices, native
 from tuner.runtime.plan import Plan, Posed, plan_of
 from tuner.runtime.refusal import Kind, Refusal
 from tuner.selection.domains import Domain
 from tuner.selection.kernels import lists
 from tuner.selection.portfolio import Portfolio, Selection, serving, shipped
+from tuner.selection.rules import rules
 
 if TYPE_CHECKING:
-    from tuner.selection.grouped import GroupedSelection
+    from tuner.selection.by_rule import RuleSelection
 
 _BACKENDS = {
     SDPBackend.FLASH_ATTENTION.value: "flash2",
@@ -49,7 +50,7 @@ _ASKED_LENGTHS = (128, 256)
 class Choice:
     """The kernel chosen for a problem, and the plan that runs here."""
 
-    selection: Selection | GroupedSelection
+    selection: Selection | RuleSelection
     plan: Plan | Refusal
     """A refusal is final (`Kind.PORTFOLIO`, `Kind.TIMED`), or says which kernel is missing
     (`Kind.UNSERVED`)."""
@@ -61,16 +62,14 @@ def portfolios() -> Sequence[Portfolio]:
 
 
 def knows(problem: Problem, gpu: Gpu) -> bool:
-    """True when a portfolio that serves on this GPU has the problem's domain, or, for a grouped
-    product, when its rule has kernels.
+    """True when a portfolio that serves on this GPU has the problem's domain, or the operation's
+    rule has kernels.
 
     Raises:
         StoreError: when a shipped portfolio is damaged.
     """
-    if isinstance(problem, GroupedGemmProblem):
-        from tuner.selection import grouped  # its families are no part of other first calls
-
-        return grouped.serves(problem, gpu)
+    if rule := next(rules({problem.op}), None):
+        return rule.serves(problem, gpu)
     mine = _portfolio_of(problem, gpu)
     return mine is not None and mine.models_of(Domain.of(problem)) is not None
 
@@ -99,11 +98,9 @@ def choose(
         StoreError: when a shipped portfolio is damaged.
     """
     problem = posed.problem
-    selection: Selection | GroupedSelection | None
-    if isinstance(problem, GroupedGemmProblem):
-        from tuner.selection import grouped
-
-        selection = grouped.select(problem, gpu)
+    selection: Selection | RuleSelection | None
+    if rule := next(rules({problem.op}), None):
+        selection = rule.select(problem, gpu)
     else:
         mine = _portfolio_of(problem, gpu)
         selection = None if mine is None else mine.select(problem)
@@ -130,7 +127,7 @@ def choose(
             return timed
     reasons: list[str] = []
     for _, config in selection.own():
-        found = _own(problem, gpu, config, withdrawn, absent)
+        found = {} if family(config.family).is_vendor else _own(problem, gpu, config, withdrawn, absent)
         plan = found if isinstance(found, str) else made(config, found)
         if isinstance(plan, Plan):
             return Choice(selection, plan)

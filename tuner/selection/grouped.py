@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import NamedTuple
 
 from tuner.config import Config, Value
 from tuner.families import families
@@ -20,6 +19,7 @@ from tuner.families.grouped_gemm import GroupedGemm
 from tuner.hardware import HOPPER, Gpu
 from tuner.measurement import Regime
 from tuner.problem import E4M3, DType, GroupedGemmProblem
+from tuner.selection.by_rule import RuleSelection
 from tuner.selection.kernels import Target
 
 _PINGPONG, _COOPERATIVE = "TmaWarpSpecializedPingpong", "TmaWarpSpecializedCooperative"
@@ -84,27 +84,7 @@ def serves(problem: GroupedGemmProblem, gpu: Gpu) -> bool:
     return problem.dtype in KERNELS and gpu.compute_capability == HOPPER
 
 
-class GroupedSelection(NamedTuple):
-    """The kernels for a problem by the rule."""
-
-    expected: tuple[tuple[float, Config], ...]
-    """Expected microseconds and config of each kernel that takes the problem, best first."""
-    regime: Regime
-    """Regime of the measurements that the rule is made of."""
-    doubts: tuple[str, ...] = ("chosen by the rule of grouped products",)
-    """As of `tuner.selection.portfolio.Selection`."""
-
-    @property
-    def source(self) -> str:
-        """Reason for the first kernel, for people."""
-        return f"expected {self.expected[0][0]:.1f} us"
-
-    def own(self) -> Iterator[tuple[float, Config]]:
-        """All of them."""
-        yield from self.expected
-
-
-def select(problem: GroupedGemmProblem, gpu: Gpu) -> GroupedSelection | None:
+def select(problem: GroupedGemmProblem, gpu: Gpu) -> RuleSelection | None:
     """The rule's kernels for a problem; None when none takes it."""
     found = []
     for config, factor in KERNELS.get(problem.dtype, {}).items():
@@ -112,7 +92,8 @@ def select(problem: GroupedGemmProblem, gpu: Gpu) -> GroupedSelection | None:
         if member.accepts(problem, config, gpu):
             found.append((factor * member.predict_us(problem, config, gpu), config))
     found.sort(key=lambda one: one[0])
-    return GroupedSelection(tuple(found), Regime()) if found else None
+    doubts = ("chosen by the rule of grouped products",)
+    return RuleSelection(tuple(found), Regime(), doubts) if found else None
 
 
 @cache

@@ -6,6 +6,7 @@ Sizes, strides and head counts are launch arguments, so a kernel's domain covers
 
 - attention: one query, one key, lengths beside a tile's edge
 - heads: dimensions below the compiled one, odd counts, every legal ratio; the most splits
+- gradients of attention: as attention
 - products: one row, extents beside a tile's edge, odd multiples of the alignment, a vocabulary's
   columns, rows that lie apart
 - grouped products: one group, more than a warp's lanes and than rows, groups of unlike rows, empty
@@ -27,6 +28,7 @@ from typing import Any, cast, get_args
 from tuner.config import Config, Value
 from tuner.families import product_work
 from tuner.families.base import Family, Strides
+from tuner.families.fused_attention_backward import GROUP_KEYS
 from tuner.families.gemv import MAX_ROWS
 from tuner.hardware import Gpu
 from tuner.problem import (
@@ -34,6 +36,7 @@ from tuner.problem import (
     LAYOUTS,
     SCALE_BLOCK,
     SIZES,
+    AttentionBackwardProblem,
     AttentionProblem,
     GroupedGemmProblem,
     Problem,
@@ -112,6 +115,8 @@ class Trial:
         """Values on each axis."""
         if isinstance(self.problem, AttentionProblem):
             return self._attention_facts(self.problem, family, gpu)
+        if isinstance(self.problem, AttentionBackwardProblem):
+            return self._backward_facts(self.problem, family, gpu)
         if isinstance(self.problem, GroupedGemmProblem):
             return self._grouped_facts(self.problem, family)
         return self._product_facts(self.problem, family, gpu)
@@ -136,6 +141,23 @@ class Trial:
             ("n", problem.n),
             ("k", problem.k),
             ("sizes", problem.sizes),
+            ("schedule", _schedule(family, self.config)),
+        }
+
+    def _backward_facts(
+        self, problem: AttentionBackwardProblem, family: Family, gpu: Gpu
+    ) -> set[Fact]:
+        longer = problem.seqlen_q - problem.seqlen_kv
+        tiles = -(-problem.seqlen_kv // GROUP_KEYS) * problem.batch * problem.heads_kv
+        return {
+            ("head_dim", problem.head_dim),
+            ("heads", (problem.heads_q, problem.heads_kv)),
+            ("batch", problem.batch),
+            ("seqlen_q", problem.seqlen_q),
+            ("seqlen_kv", problem.seqlen_kv),
+            ("longer", (longer > 0) - (longer < 0)),
+            ("fills_chip", tiles > 2 * gpu.sm_count),
+            ("layout", problem.layout),
             ("schedule", _schedule(family, self.config)),
         }
 
@@ -182,7 +204,11 @@ def trials(target: Target, gpu: Gpu, count: int, seed: int) -> list[Trial]:
     """
     # Equal for both types, so that a failure in one can be compared with the other.
     kinds: Mapping[str, type[_Draw]]
-    kinds = {AttentionProblem.op: _AttentionDraw, GroupedGemmProblem.op: _GroupedDraw}
+    kinds = {
+        AttentionProblem.op: _AttentionDraw,
+        AttentionBackwardProblem.op: _BackwardDraw,
+        GroupedGemmProblem.op: _GroupedDraw,
+    }
     kind = kinds.get(target.problem.op, _ProductDraw)
     draw = kind(target, gpu, random.Random(f"{seed}:{target.config.digest}"))
     found: dict[Trial, None] = {}
@@ -367,6 +393,63 @@ class _AttentionDraw(_Draw):
         if self._usual.is_causal:
             return ((True, False),)
         return (True, False), (False, True), (True, True)
+
+
+class _BackwardDraw(_Draw):
+    def __init__(self, target: Target, gpu: Gpu, rng: random.Random) -> None:
+        super().__init__(target, gpu, rng)
+        self._usual = cast(AttentionBackwardProblem, target.problem)
+        ratios = [(ratio * heads, heads) for ratio in _RATIOS for heads in _KEY_HEADS]
+        keys = GROUP_KEYS * int(target.config["warp_groups"])
+        self.axes = {
+            "head_dim": [d for d in range(8, MAX_HEAD_DIM + 1, 8) if self._holds(d)],
+            "heads": list(dict.fromkeys((*_HEADS, *ratios))),
+            "batch": _BATCHES,
+            "seqlen_q": _edges(int(target.config["tile_m"])),
+            "seqlen_kv": _edges(keys),
+            "longer": (-1, 0, 1),
+            "fills_chip": (False, True),
+            "layout": LAYOUTS,
+            "schedule": list(_schedules(self._family)),
+        }
+
+    def _holds(self, head_dim: int) -> bool:
+        problem = replace(self._usual, head_dim=head_dim)
+        return self._family.kernels(problem, self._target.config) == self._target.kernels
+
+    def _value(self, name: str) -> Any:
+        """Draw one of an axis's planted values half of the time, and any size the other half."""
+        if name in ("seqlen_q", "seqlen_kv") and self._rng.random() < 0.5:
+            return round(2 ** self._rng.uniform(0, MAX_LENGTH.bit_length() - 1))
+        if name == "batch" and self._rng.random() < 0.5:
+            return self._rng.randint(1, 4)
+        return self._rng.choice(self.axes[name])
+
+    def _trial(self, values: Mapping[str, Any], planted: Mapping[str, Any]) -> Trial | None:
+        rng, (heads_q, heads_kv) = self._rng, values["heads"]
+        seqlen_q, seqlen_kv = values["seqlen_q"], values["seqlen_kv"]
+        if planted.get("longer") == 0 or (rng.random() < 0.25 and "longer" not in planted):
+            if "seqlen_q" in planted:
+                seqlen_kv = seqlen_q
+            else:
+                seqlen_q = seqlen_kv
+        names = "head_dim", "batch", "layout"
+        problem = replace(
+            self._usual,
+            seqlen_q=seqlen_q,
+            seqlen_kv=seqlen_kv,
+            heads_q=heads_q,
+            heads_kv=heads_kv,
+            **{name: values[name] for name in names},
+        )
+        if not _is_small(problem, values["schedule"]):
+            return None
+        config = self._config(problem, values["schedule"])
+        if config is None:
+            return None
+        trial = Trial(problem, config)
+        is_wanted = set(planted.items()) <= trial.facts(self._family, self._gpu)
+        return trial if is_wanted else None
 
 
 class _ProductDraw(_Draw):

@@ -1,0 +1,92 @@
+"""The rule of attention's gradients that nobody tuned: its kernels, its choice, what it serves."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from tuner.families import family
+from tuner.hardware import DEFAULT_GPU, GPUS, Gpu
+from tuner.problem import LAYOUTS, AttentionBackwardProblem
+from tuner.selection import backward
+from tuner.tuning.trials import MAX_BYTES, MAX_FLOPS, trials
+
+H100 = GPUS["H100"]
+
+
+def parse(text: str) -> AttentionBackwardProblem:
+    return AttentionBackwardProblem.parse(text)
+
+
+def chosen(text: str) -> list[str]:
+    """Names of the candidates, best first."""
+    selection = backward.select(parse(text), H100)
+    return [] if selection is None else [c.get("kernel", "own") for _, c in selection.own()]
+
+
+@pytest.mark.parametrize("target", backward.targets(), ids=lambda target: target.label())
+def test_a_kernel_is_proven_on_heads_and_lengths_of_every_kind(target: Any) -> None:
+    assert not target.family.violations(target.problem, target.config, DEFAULT_GPU)
+    found = trials(target, DEFAULT_GPU, 64, 0)
+    assert len(found) >= 64 and len(set(found)) == len(found)
+    for trial in found:
+        assert not target.family.violations(trial.problem, trial.config, DEFAULT_GPU)
+        assert target.family.kernels(trial.problem, trial.config) == target.kernels
+        assert trial.problem.flops <= MAX_FLOPS and trial.problem.bytes <= MAX_BYTES
+    problems: list[Any] = [trial.problem for trial in found]
+    tile = target.config["tile_m"]
+    assert {1, tile - 1, tile, tile + 1, 2 * tile + 1} <= {one.seqlen_q for one in problems}
+    assert {1, 127, 128, 129, 257} <= {one.seqlen_kv for one in problems}
+    assert {one.layout for one in problems} == set(LAYOUTS)
+    assert any(one.seqlen_q > one.seqlen_kv for one in problems)
+    columns = target.problem.head_dim
+    assert {columns, columns - 8} <= {one.head_dim for one in problems} and columns in (64, 128)
+    assert any(one.heads_q > one.heads_kv for one in problems)
+    assert {trial.config["section_heads"] for trial in found} >= {1, 8, 1024}
+
+
+def test_measured_orders_are_those_of_the_rule() -> None:
+    """On one H100, 25 November 2026: the figures of `backward.COSTS`."""
+    long = "B=2,H=16,S=4096,D=128,dtype=bf16"
+    assert chosen(long) == ["flash3", "own"]
+    assert chosen(f"{long},causal=1") == ["flash3", "own"]
+    assert chosen("B=8,H=32,HKV=8,S=256,D=128,causal=1,dtype=bf16") == ["own"]
+
+
+def test_expected_times_grow_with_the_work() -> None:
+    for name, is_deterministic in backward.COSTS:
+        times = [
+            backward.expected_us(
+                name, AttentionBackwardProblem(n, n, 128, is_deterministic=is_deterministic), H100
+            )
+            for n in (256, 1024, 4096)
+        ]
+        assert times == sorted(times)
+    masked, full = (parse(f"S=8192,D=64,{mask}") for mask in ("causal=1", "causal=0"))
+    ratio = backward.expected_us("own", full, H100) / backward.expected_us("own", masked, H100)
+    assert 1.5 < ratio < 2.3
+
+
+def test_what_the_rule_does_not_serve() -> None:
+    assert backward.serves(parse("S=1024,D=64"), H100)
+    assert backward.serves(parse("S=1024,D=120,causal=1"), H100)
+    assert not backward.serves(parse("S=1024,D=64,window=9"), H100)
+    assert backward.select(parse("S=1024,D=64,window=9"), H100) is None
+    assert not backward.serves(parse("S=1024,D=64"), Gpu("NVIDIA A100", "8.0", 108, 0, 0.0, 0))
+    assert chosen("B=1,H=16,S=128,D=32,dtype=bf16") in ([], ["flash3"])
+
+
+def test_where_flash3_aligns_masks_otherwise_own_kernels_serve() -> None:
+    assert "flash3" not in chosen("B=4,H=16,SQ=2048,SKV=4096,D=128,causal=1,dtype=bf16")
+
+
+def test_every_kernel_is_legal_at_any_size() -> None:
+    member = family("fused_attention_backward")
+    for kind, config in backward.KERNELS.items():
+        problem = AttentionBackwardProblem(
+            1, 1, 8 if kind.columns == 64 else kind.columns, is_causal=kind.is_causal
+        )
+        problem = dataclasses.replace(problem, is_deterministic=kind.is_deterministic)
+        assert member.accepts(problem, config, H100)

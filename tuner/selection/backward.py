@@ -1,0 +1,176 @@
+"""Gradients of attention for shapes that nobody tuned: a few kernels, and a rule that chooses.
+
+Sizes, strides and heads are arguments of a launch, so a proven kernel serves any. The rule expects of
+each kernel a fixed time, its products at the rate of a long loop, and its bytes. The candidates are
+the own kernel of the head dimension and mask, and FlashAttention-3's where the user has it.
+PyTorch's own kernels set the bound: the rule has no answer where they are expected to be as fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from itertools import product
+from typing import NamedTuple
+
+from tuner.config import Config, Value
+from tuner.families import families
+from tuner.families.fused_attention_backward import FusedAttentionBackward, instance
+from tuner.families.vendor.sdpa_backward import SdpaBackward
+from tuner.hardware import GPUS, HOPPER, Gpu
+from tuner.measurement import Regime
+from tuner.problem import AttentionBackwardProblem
+from tuner.selection.by_rule import RuleSelection
+from tuner.selection.kernels import DTYPES, Target
+
+MARGIN = 0.99
+"""Share of the time of PyTorch's kernel that a candidate is expected to stay below."""
+#: Bytes that the vendors' kernels move for each element of a grouped key, beside the others: sums
+#: over the query heads of dK and dV in fp32.
+GROUPED_BYTES = 40
+#: Tile in which all kernels are taken to compute, queries and keys.
+_TILE = 128
+
+
+def _own(**params: Value) -> Config:
+    usual: dict[str, Value] = {
+        "warp_groups": 2,
+        "tile_m": 64,
+        "stages": 2,
+        "ds_stages": 2,
+        "swap_dq": False,
+        "dq": "bulk",
+        "early_dq": True,
+        "early_exp": 0,
+        "early_dv": True,
+        "transpose_ds": False,
+        "rotate": False,
+        "section_heads": 8,
+        "pdl": True,
+    }
+    return Config(FusedAttentionBackward.name, {**usual, **params})
+
+
+class BackwardKind(NamedTuple):
+    """What is compiled into an own kernel, beside the type."""
+
+    columns: int
+    """Of the template's instance."""
+    is_causal: bool
+    is_deterministic: bool
+
+
+_LATE: Mapping[str, Value] = {"early_dq": False, "early_exp": 50}
+KERNELS: Mapping[BackwardKind, Config] = {
+    BackwardKind(64, False, False): _own(tile_m=128),
+    BackwardKind(64, True, False): _own(tile_m=128, **_LATE),
+    BackwardKind(128, False, False): _own(),
+    BackwardKind(128, True, False): _own(**_LATE),
+    BackwardKind(64, False, True): _own(tile_m=128, dq="ordered", rotate=True),
+    BackwardKind(64, True, True): _own(tile_m=128, dq="ordered"),
+    BackwardKind(128, False, True): _own(dq="ordered", rotate=True),
+    BackwardKind(128, True, True): _own(dq="ordered"),
+}
+
+
+def _rates(*tflops: float) -> dict[tuple[int, bool], float]:
+    """At 64 columns without and with a causal mask, then at 128."""
+    return dict(zip(product((64, 128), (False, True)), tflops, strict=True))
+
+
+class BackwardCost(NamedTuple):
+    """Time of a kernel: fixed, by bytes and by products."""
+
+    start_us: float
+    gbs: float
+    """Rate of the bytes before and after the products."""
+    tflops: Mapping[tuple[int, bool], float]
+    """Rate of the products by columns and mask, hidden pairs of half-masked tiles among them."""
+
+
+#: Costs by kernel, and of its deterministic mode, fitted to 15 problems on one H100 (CUDA 13.0, torch 2.11, cuDNN 9.19, bf16, 25
+#: November 2026). Most expected times are within 4 % of the measured ones.
+COSTS: Mapping[tuple[str, bool], BackwardCost] = {
+    ("own", False): BackwardCost(13.7, 2401, _rates(536, 603, 633, 643)),
+    ("flash3", False): BackwardCost(8.9, 2151, _rates(677, 733, 693, 689)),
+    ("cudnn", False): BackwardCost(10.5, 2375, _rates(499, 490, 600, 555)),
+    ("flash2", False): BackwardCost(8.9, 2321, _rates(291, 284, 291, 283)),
+    ("own", True): BackwardCost(9.4, 2457, _rates(400, 420, 520, 500)),
+    ("flash3", True): BackwardCost(9.4, 2101, _rates(398, 623, 516, 514)),
+    ("flash2", True): BackwardCost(8.9, 2321, _rates(291, 284, 291, 283)),
+}
+
+
+def serves(problem: AttentionBackwardProblem, gpu: Gpu) -> bool:
+    """True for problems of a kind that has a kernel, on a GPU that runs them."""
+    return kind_of(problem) in KERNELS and gpu.compute_capability == HOPPER
+
+
+def kind_of(problem: AttentionBackwardProblem) -> BackwardKind | None:
+    """The kind of a problem; None where a window hides keys, or no instance has its columns."""
+    if problem.is_windowed or problem.head_dim > 256:
+        return None
+    return BackwardKind(instance(problem.head_dim), problem.is_causal, problem.is_deterministic)
+
+
+def expected_us(name: str, problem: AttentionBackwardProblem, gpu: Gpu) -> float:
+    """Expected time of a kernel: ``own``, ``flash3``, ``cudnn`` or ``flash2``."""
+    columns, cost = instance(problem.head_dim), COSTS[name, problem.is_deterministic]
+    ratio = gpu.peak_tflops / GPUS["H100"].peak_tflops
+    queries, keys = (-(-n // _TILE) * _TILE for n in (problem.seqlen_q, problem.seqlen_kv))
+    pairs = float(queries * keys)
+    if problem.is_causal:
+        pairs = min(pairs, pairs / 2 + _TILE * max(queries, keys) / 2)
+    flops = 10 * problem.batch * problem.heads_q * pairs * columns
+    # Of sums in fp32: zeros, and what is read at the end.
+    moved = problem.bytes + 8 * problem.batch * problem.heads_q * problem.seqlen_q * columns
+    if name != "own" and problem.heads_q != problem.heads_kv:
+        moved += GROUPED_BYTES * problem.batch * problem.heads_kv * problem.seqlen_kv * columns
+    tflops = cost.tflops[columns, problem.is_causal] * ratio
+    return cost.start_us + flops / tflops / 1e6 + moved / cost.gbs / 1e3
+
+
+def select(problem: AttentionBackwardProblem, gpu: Gpu) -> RuleSelection | None:
+    """The candidates that are expected to be faster than PyTorch's kernel; None without one."""
+    kind = kind_of(problem)
+    own = None if kind is None else KERNELS.get(kind)
+    if own is None:
+        return None
+    vendors = families()[SdpaBackward.name]
+    bound_us = min(
+        (
+            expected_us(name, problem, gpu)
+            for name in ("cudnn", "flash2")
+            if vendors.accepts(problem, Config(vendors.name, {"kernel": name}), gpu)
+        ),
+        default=float("inf"),
+    )
+    found = []
+    for name, config in (("own", own), ("flash3", Config(vendors.name, {"kernel": "flash3"}))):
+        us = expected_us(name, problem, gpu)
+        if us < MARGIN * bound_us and families()[config.family].accepts(problem, config, gpu):
+            found.append((us, config))
+    found.sort(key=lambda one: one[0])
+    doubts = ("chosen by the rule of attention's gradients",)
+    return RuleSelection(tuple(found), Regime(), doubts) if found else None
+
+
+@cache
+def targets() -> tuple[Target, ...]:
+    """The own kernels, to be built and proven."""
+    return tuple(_targets())
+
+
+def _targets() -> Iterator[Target]:
+    for kind, config in KERNELS.items():
+        for dtype in DTYPES:
+            small = AttentionBackwardProblem(
+                512,
+                512,
+                kind.columns,
+                heads_q=2,
+                is_causal=kind.is_causal,
+                dtype=dtype,
+                is_deterministic=kind.is_deterministic,
+            )
+            yield Target(config, small)
