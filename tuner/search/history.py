@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 
 from tuner.families import families
@@ -20,7 +20,7 @@ MAX_PROBLEMS = 12
 
 
 def history(
-    problem: Problem, gpu: Gpu, regime: Regime, environment: str, store: Store
+    problem: Problem, gpu: Gpu, regime: Regime, environment: Callable[[], str], store: Store
 ) -> list[Measurement]:
     """Quick measurements of own kernels at similar problems.
 
@@ -32,15 +32,15 @@ def history(
         gpu: GPU whose identity the measurements have.
         regime: regime of the measurements. A problem without any has chained ones of the same
             inputs.
-        environment: digest of the environment whose measurements of `problem` are left out: the
-            search gets them from the store.
+        environment: function that returns the digest of the environment whose measurements of
+            `problem` are left out: the search gets them from the store.
         store: store to read.
     """
     found: list[Measurement] = []
     for one in Regime.preferred(regime):
         known = {problem, *(m.problem for m in found)}
         # The search gets this environment's measurements in this regime, but no chained ones.
-        told = environment if one == regime else ""
+        told = environment if one == regime else str
         found += _stored(problem, gpu, one, store, known - {problem}, told)
         known |= {m.problem for m in found}
         for part in _shipped():
@@ -56,7 +56,7 @@ def _stored(
     regime: Regime,
     store: Store,
     known: Collection[Problem],
-    environment: str,
+    environment: Callable[[], str],
 ) -> list[Measurement]:
     """Quick measurements of the store's nearest problems that are not `known`, and of this problem
     in other environments.
@@ -72,7 +72,7 @@ def _stored(
         for m in store.measurements(
             problem=one, gpu=gpu, regime=regime, provenance=Provenance.MEASURED, final=False
         )
-        if one != problem or m.environment.digest != environment
+        if one != problem or m.environment.digest != environment()
     ]
 
 
