@@ -1,4 +1,4 @@
-"""The script that compiles both halves of a unit at once, run by a shell over stand-ins for tools."""
+"""The script that compiles both halves of a unit at once, run over stand-ins for its tools."""
 
 from __future__ import annotations
 
