@@ -43,9 +43,8 @@ def history(
         told = environment if one == regime else str
         found += _stored(problem, gpu, one, store, known - {problem}, told)
         known |= {m.problem for m in found}
-        for part in _shipped():
-            here = (part.gpu.identity, part.regime) == (gpu.identity, one)
-            if here and part.problem.op == problem.op and part.problem not in known:
+        for part in _shipped(gpu, one):
+            if part.problem.op == problem.op and part.problem not in known:
                 found += [m for m in part.measurements if not m.is_final]
     return [m for m in found if _is_own(m)]
 
@@ -94,9 +93,8 @@ def measured(
             provenance=Provenance.MEASURED,
             final=None if with_finals else False,
         )
-    for part in _shipped():
-        here = (part.problem.op, part.gpu.identity, part.regime) == (op, gpu.identity, regime)
-        if here and part.problem not in found:
+    for part in _shipped(gpu, regime):
+        if part.problem.op == op and part.problem not in found:
             found[part.problem] = [m for m in part.measurements if with_finals or not m.is_final]
     return {problem: quick for problem, quick in found.items() if any(m.ok for m in quick)}
 
@@ -128,6 +126,5 @@ def _is_own(m: Measurement) -> bool:
 
 
 @cache
-def _shipped() -> tuple[Recording, ...]:
-    paths = sorted(recording.folder().glob(f"*{recording.SUFFIX}"))
-    return tuple(part for path in paths for part in recording.read(path).walk())
+def _shipped(gpu: Gpu, regime: Regime) -> tuple[Recording, ...]:
+    return tuple(part for one in recording.taken(gpu, regime) for part in one.walk())
