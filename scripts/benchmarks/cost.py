@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import math
+import random
 import statistics
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -50,6 +51,10 @@ RANKED = 10
 #: Rank correlation that is aimed at, and limits of the groups of problems by spread (`by_spread`).
 AIM = 0.8
 SPREADS = (0.03, 0.06, 0.1, 0.2)
+#: Microseconds from which on calls are at the power limit, where times repeat less well.
+LONG_US = 100.0
+#: Draws of the rank correlation that a perfect estimate would have.
+DRAWS = 25
 
 
 def read(folder: Path) -> list[Recording]:
@@ -207,6 +212,78 @@ def rank_correlation(
     return float(spearmanr(predicted, [m.latency_us for m in measured]).statistic)
 
 
+def repeatability(parts: Sequence[Recording], family: str) -> dict[bool, float]:
+    """Deviation of a candidate's quick time from its time in the final pass, in logarithms.
+
+    By whether calls take `LONG_US` or more. The mean of each problem does not count.
+    """
+    squares: dict[bool, list[tuple[float, int]]] = {False: [], True: []}
+    for part in parts:
+        finals = {m.config: m.latency_us for m in part.measurements if m.is_final and m.ok}
+        pairs = [
+            (m.latency_us, final)
+            for m in quick_pass(part)
+            if m.ok and m.config.family == family and m.latency_us
+            if (final := finals.get(m.config))
+        ]
+        if len(pairs) > 1:
+            changes = [math.log(quick / final) for quick, final in pairs]
+            is_long = statistics.median(final for _, final in pairs) >= LONG_US
+            spread = len(changes) * statistics.pvariance(changes)
+            squares[is_long].append((spread, len(changes) - 1))
+    return {
+        is_long: math.sqrt(sum(s for s, _ in found) / sum(n for _, n in found))
+        for is_long, found in squares.items()
+        if found
+    }
+
+
+def attainable(times: Sequence[float], noise: float) -> float | None:
+    """Rank correlation that a perfect estimate would have with times of this noise; None where too
+    few were measured.
+
+    Args:
+        times: the measured ones.
+        noise: deviation of a time when it is measured again, in logarithms.
+    """
+    if len(times) < RANKED:
+        return None
+    from scipy.stats import spearmanr
+
+    draw = random.Random(len(times))
+    spread = deviation(times)
+    kept = math.sqrt(max(0.0, 1 - (noise / spread) ** 2)) if spread else 0.0
+    true = [kept * math.log(one) for one in times]
+    if not kept:
+        return 0.0
+    found = [
+        spearmanr(true, [one + draw.gauss(0, noise) for one in true]).statistic
+        for _ in range(DRAWS)
+    ]
+    return float(statistics.median(found))
+
+
+def within_kernels(
+    family: Family, measured: Sequence[Measurement], ratios: Sequence[float]
+) -> float | None:
+    """Deviation of the estimate's error among the run-time variants of one compiled kernel; None
+    where none has two.
+
+    Args:
+        family: family of the measurements.
+        measured: the measurements.
+        ratios: their estimates over their times.
+    """
+    kernels: dict[str, list[float]] = {}
+    for m, ratio in zip(measured, ratios, strict=True):
+        kernels.setdefault(family.compile_digest(m.config), []).append(math.log(ratio))
+    groups = [group for group in kernels.values() if len(group) > 1]
+    if not groups:
+        return None
+    squares = sum(len(group) * statistics.pvariance(group) for group in groups)
+    return math.sqrt(squares / sum(len(group) - 1 for group in groups))
+
+
 def deviation(values: Sequence[float]) -> float:
     """Standard deviation of the natural logarithms."""
     return statistics.pstdev(map(math.log, values))
@@ -215,10 +292,13 @@ def deviation(values: Sequence[float]) -> float:
 def judge(fit: Fit, family: Family) -> list[dict[str, Any]]:
     """How a family's estimate does on each problem, by a fit without and with it."""
     rows = []
+    noise = repeatability(fit.parts, family.name)
     for part in fit.parts:
         measured = fit.measured(family.name, part)
         if not measured:
             continue
+        times = [m.latency_us for m in measured if m.latency_us]
+        own = noise.get(statistics.median(times) >= LONG_US, 0.0)
         left_out = family.refitted(fit.constants(family, part))
         fitted = family.refitted(fit.constants(family))
         predicted = {
@@ -233,8 +313,10 @@ def judge(fit: Fit, family: Family) -> list[dict[str, Any]]:
                 "spearman": rank_correlation(left_out, part, measured),
                 "spearman_in_fit": rank_correlation(fitted, part, measured),
                 "bias": math.exp(sum(map(math.log, ratios)) / len(ratios)) - 1,
-                "spread": deviation([m.latency_us for m in measured if m.latency_us]),
+                "attainable": attainable(times, own),
+                "spread": deviation(times),
                 "error": deviation(ratios),
+                "error_in_kernels": within_kernels(family, measured, ratios),
                 "best_over_lowest": predicted[best.config] / min(predicted.values()),
             }
         )
@@ -316,12 +398,22 @@ def by_spread(judged: Sequence[Mapping[str, Any]]) -> str:
                     else f"{100 * low:.0f} to {100 * high:.0f} %",
                     str(len(group)),
                     str(sum(value >= AIM for value in found)),
+                    str(sum(row["attainable"] >= AIM for row in group)),
                     f"{statistics.median(found):.2f}",
                     f"{100 * statistics.median(row['error'] for row in group):.1f} %",
+                    _median([row["error_in_kernels"] for row in group]),
                 )
             )
-    head = ("spread of the times", "problems", f"{AIM} or more", "median", "median error")
+    head = (
+        *("spread of the times", "problems", f"{AIM} or more", "by a perfect estimate"),
+        *("median", "median error", "within a kernel"),
+    )
     return table([head, *rows], frozenset(range(1, len(head))))
+
+
+def _median(shares: Sequence[float | None]) -> str:
+    known = [share for share in shares if share is not None]
+    return f"{100 * statistics.median(known):.1f} %" if known else ""
 
 
 def _write(name: str, constants: Mapping[str, float], judged: Sequence[Mapping[str, Any]]) -> None:

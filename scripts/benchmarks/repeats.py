@@ -1,39 +1,64 @@
 """Agreement of repeated sweeps of one problem: their winners, timed in one pass.
 
 ``scripts/bench repeats --shape S=1024,D=64`` sweeps with several seeds, each into an empty store.
-Compiled kernels are kept. Then all own winners are timed in one interleaved final pass, which shows
-the distance of the worst from the best.
+Compiled kernels are kept. With ``--empty-cache`` each sweep is a process of its own, ``tuner
+sweep``, with an empty cache: it compiles, and its seconds count from its start. Then all own winners
+are timed in one interleaved final pass, beside the best recorded kernels (``--beside``). That pass
+shows the distance of the worst from the best.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import shutil
+import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tuner import settings
 from tuner.base.output import check_place
+from tuner.base.processes import python_command, python_environment
 from tuner.bench.results import write_json
+from tuner.config import Config
 from tuner.errors import BenchmarkError
-from tuner.measurement import Measurement
+from tuner.families import families
+from tuner.hardware import DEFAULT_GPU, Gpu
+from tuner.measurement import Regime
 from tuner.problem import PROBLEMS, Problem
+from tuner.runners import recording
 from tuner.runners.base import Runner
 from tuner.runners.choose import Machine, Runners
 from tuner.runners.gpus import parse_devices
+from tuner.search.ranking import by_latency
 from tuner.store import open_store
 from tuner.tuning.job import Job, JobOptions
-from tuner.tuning.outcome import Outcome
 from tuner.tuning.sweep import SweepOptions
 
 TIMES = 10
 ROUNDS = 40
 """Rounds of the pass that compares the winners."""
+FIRST = "verified after"
+"""Part of the line with which a sweep tells its first answer."""
 
 
-def swept(problem: Problem, runners: Runners, options: JobOptions) -> Outcome:
+@dataclass(frozen=True)
+class Swept:
+    """What one sweep found: its best own kernel, and what it took."""
+
+    winner: Config
+    own_us: float
+    kernels: int
+    elapsed_s: float
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+def swept(problem: Problem, runners: Runners, options: JobOptions) -> Swept:
     """One sweep into an empty store.
 
     Raises:
@@ -46,52 +71,121 @@ def swept(problem: Problem, runners: Runners, options: JobOptions) -> Outcome:
     if result.interrupted:
         raise KeyboardInterrupt
     (outcome,) = result.outcomes
-    if outcome.entry is None or outcome.entry.best_own is None:
+    own = None if outcome.entry is None else outcome.entry.best_own
+    if own is None or own.latency_us is None:
         raise BenchmarkError(f"{problem.label()}: no own kernel passed")
-    return outcome
+    return Swept(own.config, own.latency_us, outcome.kernels, outcome.elapsed_s)
 
 
-def own_winner(outcome: Outcome) -> Measurement:
-    """The best own kernel of a sweep's final pass."""
-    assert outcome.entry is not None and outcome.entry.best_own is not None
-    return outcome.entry.best_own
+def swept_anew(problem: Problem, seed: int, arguments: Sequence[str]) -> Swept:
+    """One sweep by a process of its own with an empty cache. What it compiled is kept.
+
+    Raises:
+        BenchmarkError: when it failed, or found no own kernel.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        command = python_command(
+            *("-m", "tuner", "sweep", "--op", problem.op, "--shape", problem.label()),
+            *("--seed", str(seed), "--json", *arguments),
+        )
+        environment = {**python_environment(), "TUNER_CACHE_DIR": folder}
+        output = Path(folder) / "outcome.json"  # a pipe that nobody reads meanwhile may fill
+        started = time.monotonic()
+        with (
+            output.open("wb") as file,
+            subprocess.Popen(
+                command, stdout=file, stderr=subprocess.PIPE, text=True, env=environment
+            ) as process,
+        ):
+            assert process.stderr is not None
+            said = [(time.monotonic() - started, line.rstrip()) for line in process.stderr]
+        seconds = time.monotonic() - started
+        found = json.loads(output.read_bytes()) if process.returncode == 0 else {}
+        own = found.get("best_own")
+        if own is None:
+            last = said[-1][1] if said else "no own kernel passed"
+            raise BenchmarkError(f"{problem.label()}: {last}")
+        artifacts = Path(folder) / "artifacts"
+        built = [json.loads(path.read_bytes()) for path in artifacts.glob("*/meta.json")]
+        shutil.copytree(artifacts, settings.artifacts_dir(), dirs_exist_ok=True)
+    facts = {
+        "seed": seed,
+        "first_answer_s": next((round(at, 1) for at, line in said if FIRST in line), None),
+        "process_s": round(seconds, 1),
+        "compiled": len(built),
+        "compile_cpu_s": round(sum(one["compile_cpu_s"] for one in built), 1),
+        "given_up": found["given_up"],
+        "own_over_vendor": found["own_over_vendor"],
+    }
+    config = Config.from_json(own["config"])
+    return Swept(config, own["latency_us"], found["kernels"], found["elapsed_s"], facts)
+
+
+def recorded(problem: Problem, gpu: Gpu, count: int) -> list[Config]:
+    """The fastest kernels of the problem's widest recording, each by its fastest variant."""
+    found = recording.find(problem, DEFAULT_GPU, Regime.preferred(Regime.default(problem.op)))
+    known, best = families(), dict[str, Config]()
+    for m in sorted(found.measurements if found else (), key=by_latency):
+        family = known.get(m.config.family)
+        if m.ok and family and not family.is_vendor and family.accepts(problem, m.config, gpu):
+            best.setdefault(family.compile_digest(m.config), m.config)
+    return list(best.values())[:count]
 
 
 def compared(
-    problem: Problem, runner: Runner, outcomes: Sequence[Outcome], rounds: int = ROUNDS
+    problem: Problem,
+    runner: Runner,
+    sweeps: Sequence[Swept],
+    beside: Sequence[Config] = (),
+    rounds: int = ROUNDS,
 ) -> dict[str, Any]:
-    """The sweeps' own winners in one interleaved pass, and each sweep's over the best of them.
+    """The sweeps' own winners in one interleaved pass, and each sweep's over the best of all.
+
+    Args:
+        problem: problem of the sweeps.
+        runner: runner that times.
+        sweeps: the sweeps.
+        beside: further configs of the pass; those that fail do not count.
+        rounds: rounds of the pass.
 
     Raises:
         BenchmarkError: when a winner fails that passed before.
     """
-    winners = list(dict.fromkeys(own_winner(outcome).config for outcome in outcomes))
+    winners = list(dict.fromkeys(one.winner for one in sweeps))
+    timed = list(dict.fromkeys([*winners, *beside]))
     times: dict[str, float] = {}
-    for measured in runner.retime(problem, winners, rounds):
-        if not measured.ok or measured.latency_us is None:
+    for measured in runner.retime(problem, timed, rounds):
+        if measured.ok and measured.latency_us is not None:
+            times[measured.config.digest] = measured.latency_us
+        elif measured.config in winners:
             raise BenchmarkError(f"{measured.config.digest} failed: {measured.log}")
-        times[measured.config.digest] = measured.latency_us
-    own = [own_winner(outcome) for outcome in outcomes]
-    over_best = [round(times[m.config.digest] / min(times.values()), 4) for m in own]
-    sweeps = [
+    best = min(times.values())
+    rows = [
         {
-            "winner": m.config.digest,
-            "own_us": m.latency_us,
-            "over_best": over,
-            "kernels": outcome.kernels,
-            "elapsed_s": round(outcome.elapsed_s, 1),
+            "winner": one.winner.digest,
+            "own_us": one.own_us,
+            "over_best": round(times[one.winner.digest] / best, 4),
+            "kernels": one.kernels,
+            "elapsed_s": round(one.elapsed_s, 1),
+            **one.facts,
         }
-        for outcome, m, over in zip(outcomes, own, over_best, strict=True)
+        for one in sweeps
     ]
     return {
         "problem": problem.to_json(),
-        "gpu": asdict(outcomes[0].gpu),
-        "regime": str(outcomes[0].regime),
-        "environment": dict(outcomes[0].environment.facts),
+        "gpu": asdict(runner.gpu),
+        "regime": str(runner.regime),
+        "environment": dict(runner.environment.facts),
+        "cores": runner.compiles,
         "rounds": rounds,
         "winners": [{**config.to_json(), "us": times[config.digest]} for config in winners],
-        "sweeps": sweeps,
-        "worst_over_best": max(over_best),
+        "beside": [
+            {**config.to_json(), "us": times.get(config.digest)}
+            for config in timed
+            if config not in winners
+        ],
+        "sweeps": rows,
+        "worst_over_best": max(row["over_best"] for row in rows),
     }
 
 
@@ -99,7 +193,7 @@ def text(found: dict[str, Any]) -> str:
     """A line a sweep, then what they come to."""
     lines = [
         f"{number}: {sweep['winner'][:6]} {sweep['own_us']:.2f} us, {sweep['over_best']:.4f} of "
-        f"the best winner, {sweep['kernels']} sets of kernels in {sweep['elapsed_s']:.0f} s"
+        f"the best, {sweep['kernels']} sets of kernels in {sweep['elapsed_s']:.0f} s{_began(sweep)}"
         for number, sweep in enumerate(found["sweeps"], 1)
     ]
     return "\n".join(
@@ -108,6 +202,13 @@ def text(found: dict[str, Any]) -> str:
             f"{len(lines)} sweeps, {len(found['winners'])} winners, the worst "
             f"{found['worst_over_best']:.4f} of the best in one pass of {found['rounds']} rounds",
         ]
+    )
+
+
+def _began(sweep: Mapping[str, Any]) -> str:
+    first = sweep.get("first_answer_s")
+    return (
+        "" if first is None else f", {sweep['process_s']:.0f} s of a process, first {first:.0f} s"
     )
 
 
@@ -124,7 +225,15 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--times", type=int, default=TIMES, help=f"sweeps (default {TIMES})")
     parser.add_argument("--trials", type=int, default=None, help="groups a sweep, at most")
     parser.add_argument("--family", action="append", default=[], metavar="NAME")
-    parser.add_argument("--compiled-only", action="store_true", help="compile nothing")
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--compiled-only", action="store_true", help="compile nothing")
+    ways.add_argument(
+        "--empty-cache", action="store_true", help="a process and an empty cache for each sweep"
+    )
+    parser.add_argument("--first-seed", type=int, default=0, metavar="N", help="default 0")
+    parser.add_argument(
+        "--beside", type=int, default=0, metavar="N", help="recorded kernels timed beside"
+    )
     parser.add_argument("--device", default="0", metavar="N")
     parser.add_argument("--jobs", type=int, default=None, help="nvcc processes at a time")
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -137,16 +246,23 @@ def main(argv: Sequence[str]) -> int:
         families=tuple(args.family), trials=args.trials, compiled_only=args.compiled_only
     )
     options = JobOptions(sweep)
+    given = [f"--family={name}" for name in args.family] + [f"--device={args.device}"]
+    given += [f"--trials={args.trials}"] if args.trials else []
+    given += [f"--jobs={args.jobs}"] if args.jobs else []
     with Runners(Machine(parse_devices(args.device), args.jobs), _note) as runners:
         if runners.gpu is None:
             raise BenchmarkError("no GPU was found: sweeps that agree have to be measured")
-        outcomes = []
-        for seed in range(args.times):
-            outcomes.append(
-                swept(problem, runners, replace(options, sweep=replace(sweep, seed=seed)))
-            )
-            _note(f"{seed + 1} of {args.times}: {own_winner(outcomes[-1]).config.digest[:6]}")
-        found = compared(problem, runners.of(problem, options.regime(problem)), outcomes)
+        sweeps = []
+        for seed in range(args.first_seed, args.first_seed + args.times):
+            if args.empty_cache:
+                sweeps.append(swept_anew(problem, seed, given))
+            else:
+                one = replace(options, sweep=replace(sweep, seed=seed))
+                sweeps.append(swept(problem, runners, one))
+            _note(f"seed {seed}: {sweeps[-1].winner.digest[:6]}, {sweeps[-1].elapsed_s:.1f} s")
+        runner = runners.of(problem, options.regime(problem))
+        beside = recorded(problem, runner.gpu, args.beside)
+        found = compared(problem, runner, sweeps, beside)
     print(text(found))
     if args.json is not None:
         write_json(args.json, found)

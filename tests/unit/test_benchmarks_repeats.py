@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from benchmarks import repeats
 from tuner.config import Config
 from tuner.errors import BenchmarkError
+from tuner.families import families
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure import device
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
@@ -41,33 +44,90 @@ def outcome(us: dict[Config, float]) -> Outcome:
 class Retiming:
     """Answers a pass with scripted times, and notes what was asked of it."""
 
+    gpu, regime, environment, compiles = DEFAULT_GPU, Regime(), Environment({}), 16
+
     def __init__(self, us: dict[Config, float]) -> None:
         self.us = us
         self.asked: list[tuple[list[Config], int]] = []
 
     def retime(self, problem: Any, finalists: list[Config], rounds: int) -> list[Measurement]:
         self.asked.append((list(finalists), rounds))
-        return [measured(config, self.us[config]) for config in finalists]
+        return [
+            measured(config, self.us[config]) if config in self.us else failed(config)
+            for config in finalists
+        ]
+
+
+def failed(config: Config) -> Measurement:
+    return replace(measured(config, 1.0), status=Status.LAUNCH_ERROR, latency_us=None, log="gone")
+
+
+def swept(config: Config, us: float, **facts: float) -> repeats.Swept:
+    return repeats.Swept(config, us, 13, 2.0, facts)
 
 
 def test_each_winner_is_timed_once_and_each_sweep_judged_by_it() -> None:
-    outcomes = [outcome({OWN[0]: 5.0, OWN[1]: 5.2, CUDNN: 9.0}), outcome({OWN[1]: 5.1, CUDNN: 9.0})]
+    sweeps = [swept(OWN[0], 5.0), swept(OWN[1], 5.1, first_answer_s=20.0, process_s=44.0)]
     runner: Any = Retiming({OWN[0]: 5.0, OWN[1]: 5.1})
-    found = repeats.compared(PROBLEM, runner, [*outcomes, outcomes[0]], rounds=7)
+    found = repeats.compared(PROBLEM, runner, [*sweeps, sweeps[0]], rounds=7)
     assert runner.asked == [([OWN[0], OWN[1]], 7)]
     assert [sweep["over_best"] for sweep in found["sweeps"]] == [1.0, 1.02, 1.0]
     assert found["worst_over_best"] == 1.02
     *lines, last = repeats.text(found).splitlines()
-    assert len(lines) == 3 and "13 sets of kernels" in lines[1]
+    assert (
+        len(lines) == 3 and "13 sets of kernels in 2 s, 44 s of a process, first 20 s" in lines[1]
+    )
     assert last.startswith("3 sweeps, 2 winners, the worst 1.0200 of the best")
 
 
+def test_recorded_kernels_beside_count_where_they_pass() -> None:
+    runner: Any = Retiming({OWN[0]: 5.0, OWN[1]: 4.0})
+    found = repeats.compared(PROBLEM, runner, [swept(OWN[0], 5.0)], [OWN[1], OWN[0], CUDNN])
+    assert runner.asked == [([OWN[0], OWN[1], CUDNN], repeats.ROUNDS)]
+    assert found["worst_over_best"] == 1.25
+    assert [one["us"] for one in found["beside"]] == [4.0, None]
+
+
+def test_recorded_kernels_are_the_fastest_ones_of_different_code() -> None:
+    problem = AttentionProblem.parse("S=1024,D=64")
+    found = repeats.recorded(problem, DEFAULT_GPU, 4)
+    assert len({families()[c.family].compile_digest(c) for c in found}) == 4
+    assert repeats.recorded(AttentionProblem.parse("S=1000,D=64"), DEFAULT_GPU, 4) == []
+
+
 def test_a_winner_that_fails_is_no_result() -> None:
-    runner: Any = Retiming({OWN[0]: 5.0})
-    bad = replace(measured(OWN[0], 5.0), status=Status.LAUNCH_ERROR, latency_us=None, log="gone")
-    runner.retime = lambda *_: [bad]
+    runner: Any = Retiming({})
     with pytest.raises(BenchmarkError, match="failed: gone"):
-        repeats.compared(PROBLEM, runner, [outcome({OWN[0]: 5.0})])
+        repeats.compared(PROBLEM, runner, [swept(OWN[0], 5.0)])
+
+
+TUNER = """
+import json, os, sys, time
+print("the first answer: 11.4 us verified after 17.2 s, provisional", file=sys.stderr)
+folder = os.environ["TUNER_CACHE_DIR"] + "/artifacts/0123"
+os.makedirs(folder)
+json.dump({"compile_cpu_s": 20.5}, open(folder + "/meta.json", "w"))
+if sys.argv[sys.argv.index("--seed") + 1] == "9":
+    sys.exit("tuner: no candidate passed")
+own = {"config": {"family": "fused_attention", "params": {"tile_n": 64}}, "latency_us": 11.4}
+found = {"best_own": own, "kernels": 16, "elapsed_s": 43.2, "given_up": 3, "own_over_vendor": {}}
+print(json.dumps(found))
+"""
+
+
+def test_a_sweep_with_an_empty_cache_is_a_process_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TUNER_CACHE_DIR", str(tmp_path))
+    command = lambda *arguments: [sys.executable, "-c", TUNER, *arguments]  # noqa: E731
+    monkeypatch.setattr(repeats, "python_command", command)
+    found = repeats.swept_anew(PROBLEM, 3, ["--device=0"])
+    assert (found.winner, found.own_us, found.kernels) == (OWN[0], 11.4, 16)
+    assert found.facts["first_answer_s"] >= 0 and found.facts["process_s"] < 60
+    assert (found.facts["compiled"], found.facts["compile_cpu_s"]) == (1, 20.5)
+    assert (tmp_path / "artifacts" / "0123" / "meta.json").is_file()
+    with pytest.raises(BenchmarkError, match="no candidate passed"):
+        repeats.swept_anew(PROBLEM, 9, [])
 
 
 @pytest.mark.parametrize(

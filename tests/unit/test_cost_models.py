@@ -6,6 +6,7 @@ import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -215,20 +216,60 @@ def test_the_judgement_is_of_problems_left_out(toy: Toy) -> None:
 
 def test_problems_are_grouped_by_the_spread_of_their_times() -> None:
     rows = [
-        {"spread": spread, "spearman": rank, "error": 0.01}
-        for spread, rank in ((0.01, 0.2), (0.02, 0.9), (0.03, 0.5), (0.4, 1.0), (0.4, None))
+        {
+            **{"spread": spread, "spearman": rank, "attainable": best},
+            **{"error": 0.01, "error_in_kernels": inside},
+        }
+        for spread, rank, best, inside in (
+            (0.01, 0.2, 0.7, None),
+            (0.02, 0.9, 0.95, None),
+            (0.03, 0.5, 0.9, 0.02),
+            (0.4, 1.0, 1.0, 0.04),
+            (0.4, None, None, None),
+        )
     ]
-    lines = [line.split() for line in cost.by_spread(rows).splitlines()[2:]]
-    assert [line[:-2] for line in lines] == [
-        ["0", "to", "3", "%", "2", "1", "0.55"],
-        ["3", "to", "6", "%", "1", "0", "0.50"],
-        ["20", "%", "and", "more", "1", "1", "1.00"],
+    lines = [line.split("  ") for line in cost.by_spread(rows).splitlines()[2:]]
+    cells = [[cell.strip() for cell in line if cell.strip()] for line in lines]
+    assert cells == [
+        ["0 to 3 %", "2", "1", "1", "0.55", "1.0 %"],
+        ["3 to 6 %", "1", "0", "1", "0.50", "1.0 %", "2.0 %"],
+        ["20 % and more", "1", "1", "1", "1.00", "1.0 %", "4.0 %"],
     ]
+
+
+def test_a_perfect_estimate_ranks_as_well_as_times_repeat() -> None:
+    times = [100.0 * 1.01**i for i in range(40)]
+    assert cost.attainable(times, 0.0) == pytest.approx(1.0)
+    ranks = [cost.attainable(times, noise) or 0.0 for noise in (0.01, 0.05, 0.1)]
+    assert 1 > ranks[0] > 0.98 > ranks[1] > 0.8 > ranks[2]
+    assert cost.attainable(times, 0.2) == 0.0
+    assert cost.attainable(times[:9], 0.0) is None
+
+
+def test_repeatability_is_of_quick_times_against_the_final_pass(toy: Toy) -> None:
+    part = recorded(GemmProblem(256, 256, 256), 2.0, 3.0)
+    quick = [m for m in part.measurements if not m.is_final][:4]
+    # All are 20 % slower in the final pass, which does not count, and one of them 2 % more.
+    factors = (1.2, 1.2, 1.2, 1.2 * 1.02)
+    finals = [
+        m.but(is_final=True, latency_us=(m.latency_us or 0.0) * factor)
+        for m, factor in zip(quick, factors, strict=True)
+    ]
+    found = cost.repeatability([replace(part, measurements=(*quick, *finals))], toy.name)
+    assert list(found.values()) == [pytest.approx(math.log(1.02) / 2)]
+    assert cost.repeatability([part], toy.name) == {}
+
+
+def test_the_error_within_a_kernel_is_of_its_variants(toy: Toy) -> None:
+    measured = recorded(GemmProblem(256, 256, 256), 2.0, 3.0).measurements
+    first, second = measured[:2]
+    assert toy.compile_digest(first.config) != toy.compile_digest(second.config)
+    assert cost.within_kernels(toy, [first, second], [1.0, 1.1]) is None
+    found = cost.within_kernels(toy, [first, first, second], [1.0, 1.1, 3.0])
+    assert found == pytest.approx(math.log(1.1) / math.sqrt(2))
 
 
 def test_another_regime_is_another_thing(toy: Toy) -> None:
-    from dataclasses import replace
-
     part = recorded(GemmProblem(256, 256, 256), 2.0, 3.0)
     fit = cost.Fit([replace(part, regime=Regime("chained", "warm"))])
     assert fit.parts == []

@@ -33,7 +33,7 @@ def store() -> Iterator[Store]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    monkeypatch.setattr(history, "_shipped", lambda: ())
+    monkeypatch.setattr(history, "_shipped", lambda *_: ())
     monkeypatch.setattr(expectation, "shipped", lambda: (SIXTEEN, FOUR))
     return Clock(monkeypatch)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -146,6 +147,42 @@ def test_the_estimate_sees_padding_and_starving() -> None:
 
 def cost(config: Config) -> float:
     return GEMM.predict_us(SQUARE, config, DEFAULT_GPU)
+
+
+def test_waves_load_again_what_the_l2_does_not_hold() -> None:
+    """Eight columns of 10 bytes and four rows of 100, by waves of eight blocks."""
+    loaded = partial(gemm_cost._loaded_bytes, (8, 1, 10), (4, 1, 100))
+    assert loaded(1, 8, l2=1 << 20) == 80 + 4 * 100, "a row a wave; the columns stay"
+    assert loaded(1, 8, l2=100) == 4 * (80 + 100)
+    # Bands of two rows: four columns and both rows, the other four columns, and so again.
+    assert loaded(2, 8, l2=1 << 20) == 2 * (80 + 200)
+    assert loaded(2, 8, l2=100) == 4 * (40 + 200)
+
+
+def test_the_estimate_counts_the_energy_of_memory() -> None:
+    """Along N every wave reads nearly all of B anew, along M bands of it."""
+    problem = GemmProblem(1024, 27648, 5120, dtype="bfloat16")
+    along_n, along_m = (
+        GEMM.predict_us(
+            problem,
+            coop(cluster_m=1, cluster_n=2, max_swizzle_size=1, raster_order=order),
+            DEFAULT_GPU,
+        )
+        for order in ("AlongN", "AlongM")
+    )
+    assert along_n > 1.05 * along_m
+
+
+def test_stream_k_divides_few_tiles_among_all_blocks() -> None:
+    problem = GemmProblem(128, 4096, 14336)
+    whole, divided = (
+        GEMM.predict_us(problem, config, DEFAULT_GPU)
+        for config in (
+            coop(tile_n=128, cluster_m=1, max_swizzle_size=1),
+            stream_k(tile_n=128, cluster_m=1, decomposition_mode="StreamK", splits=None),
+        )
+    )
+    assert divided < 0.7 * whole
 
 
 @pytest.fixture

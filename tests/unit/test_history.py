@@ -54,7 +54,7 @@ def ship(problem: Problem, *configs: Config) -> None:
 
 
 def told(store: Store) -> list[Measurement]:
-    return history.history(NEW, DEFAULT_GPU, REGIME, HERE.digest, store)
+    return history.history(NEW, DEFAULT_GPU, REGIME, lambda: HERE.digest, store)
 
 
 def test_other_problems_of_the_store(store: Store) -> None:
@@ -93,9 +93,9 @@ def test_shipped_recordings_of_problems_that_the_store_lacks(store: Store) -> No
 
 def test_another_chip_or_regime_says_nothing(store: Store) -> None:
     ship(FAR, CONFIGS[0])
-    assert history.history(NEW, GPUS["H100"], REGIME, HERE.digest, store) == []
+    assert history.history(NEW, GPUS["H100"], REGIME, lambda: HERE.digest, store) == []
     warm = Regime("stream", "warm")
-    assert history.history(NEW, DEFAULT_GPU, warm, HERE.digest, store) == []
+    assert history.history(NEW, DEFAULT_GPU, warm, lambda: HERE.digest, store) == []
 
 
 def test_a_config_of_another_version_of_its_family_is_passed_over(store: Store) -> None:

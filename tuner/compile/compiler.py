@@ -28,7 +28,7 @@ from typing import Any
 
 from tuner.base import resources
 from tuner.base.processes import Finished, ProcessPool
-from tuner.compile import triton_compiler
+from tuner.compile import side_by_side, triton_compiler
 from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.compile.ptxas import parse_advice, parse_resources
 from tuner.compile.render import included, render, template_digest
@@ -407,12 +407,21 @@ class Compiler:
         """Run `commands` until one fails. Returns the last one run, and the result of all."""
         runs: list[Finished] = []
         for command in commands:
-            runs.append(self._processes.run(command, folder))
+            if len(commands) == 1 and command[0] == str(self.toolchain.nvcc):
+                runs.append(self._processes.run(self._side_by_side(command, folder), folder))
+            else:
+                runs.append(self._processes.run(command, folder))
             if runs[-1].returncode != 0:
                 break
         log = "".join(run.log for run in runs)
         cpu_s, wall_s = sum(run.cpu_s for run in runs), sum(run.wall_s for run in runs)
         return command, replace(runs[-1], cpu_s=cpu_s, wall_s=wall_s, log=log)
+
+    def _side_by_side(self, command: list[str], folder: Path) -> list[str]:
+        """Command that does the same with both halves of the unit in parallel, if possible."""
+        planned = self._processes.run([*command, "--dryrun"], folder)
+        script = side_by_side.script(command, planned.log) if planned.returncode == 0 else None
+        return command if script is None else ["/bin/sh", "-c", script]
 
     def _write(self, folder: Path, template: str, text: str) -> list[list[str]]:
         """Write a unit's source into `folder`. Returns the commands that build its library."""

@@ -130,6 +130,22 @@ def find(
     return next((found[key] for key in keys if key in found), None)
 
 
+def taken(gpu: Gpu, regime: Regime) -> Iterator[Recording]:
+    """Every shipped recording on a GPU model in a regime. The measurements of others, which take
+    the most time, are not read.
+
+    Raises:
+        ConfigError: when a file is damaged.
+    """
+    keys = regime_keys([regime])
+    for path in sorted(folder().glob(f"*{SUFFIX}")):
+        data = _read_json(path)
+        if data.get("regime") in keys:
+            found = _decode(path, {**data, "rows": [], "stages": []})
+            if found.gpu.identity == gpu.identity:
+                yield _decode(path, data)
+
+
 def from_store(store: Store, problem: Problem, gpu: Gpu, regimes: Regimes) -> Recording:
     """Recording of a problem's sweeps in a store, in the first regime that was measured.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 
 from tuner.families import families
@@ -20,7 +20,7 @@ MAX_PROBLEMS = 12
 
 
 def history(
-    problem: Problem, gpu: Gpu, regime: Regime, environment: str, store: Store
+    problem: Problem, gpu: Gpu, regime: Regime, environment: Callable[[], str], store: Store
 ) -> list[Measurement]:
     """Quick measurements of own kernels at similar problems.
 
@@ -32,20 +32,19 @@ def history(
         gpu: GPU whose identity the measurements have.
         regime: regime of the measurements. A problem without any has chained ones of the same
             inputs.
-        environment: digest of the environment whose measurements of `problem` are left out: the
-            search gets them from the store.
+        environment: function that returns the digest of the environment whose measurements of
+            `problem` are left out: the search gets them from the store.
         store: store to read.
     """
     found: list[Measurement] = []
     for one in Regime.preferred(regime):
         known = {problem, *(m.problem for m in found)}
         # The search gets this environment's measurements in this regime, but no chained ones.
-        told = environment if one == regime else ""
+        told = environment if one == regime else str
         found += _stored(problem, gpu, one, store, known - {problem}, told)
         known |= {m.problem for m in found}
-        for part in _shipped():
-            here = (part.gpu.identity, part.regime) == (gpu.identity, one)
-            if here and part.problem.op == problem.op and part.problem not in known:
+        for part in _shipped(gpu, one):
+            if part.problem.op == problem.op and part.problem not in known:
                 found += [m for m in part.measurements if not m.is_final]
     return [m for m in found if _is_own(m)]
 
@@ -56,7 +55,7 @@ def _stored(
     regime: Regime,
     store: Store,
     known: Collection[Problem],
-    environment: str,
+    environment: Callable[[], str],
 ) -> list[Measurement]:
     """Quick measurements of the store's nearest problems that are not `known`, and of this problem
     in other environments.
@@ -72,7 +71,7 @@ def _stored(
         for m in store.measurements(
             problem=one, gpu=gpu, regime=regime, provenance=Provenance.MEASURED, final=False
         )
-        if one != problem or m.environment.digest != environment
+        if one != problem or m.environment.digest != environment()
     ]
 
 
@@ -94,9 +93,8 @@ def measured(
             provenance=Provenance.MEASURED,
             final=None if with_finals else False,
         )
-    for part in _shipped():
-        here = (part.problem.op, part.gpu.identity, part.regime) == (op, gpu.identity, regime)
-        if here and part.problem not in found:
+    for part in _shipped(gpu, regime):
+        if part.problem.op == op and part.problem not in found:
             found[part.problem] = [m for m in part.measurements if with_finals or not m.is_final]
     return {problem: quick for problem, quick in found.items() if any(m.ok for m in quick)}
 
@@ -128,6 +126,5 @@ def _is_own(m: Measurement) -> bool:
 
 
 @cache
-def _shipped() -> tuple[Recording, ...]:
-    paths = sorted(recording.folder().glob(f"*{recording.SUFFIX}"))
-    return tuple(part for path in paths for part in recording.read(path).walk())
+def _shipped(gpu: Gpu, regime: Regime) -> tuple[Recording, ...]:
+    return tuple(part for one in recording.taken(gpu, regime) for part in one.walk())

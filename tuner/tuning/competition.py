@@ -166,17 +166,19 @@ class Competition:
         if self.runner.provenance is Provenance.PREDICTED:
             total = min(total, self.effort.predicted * len(members))
         search = Search(members, total, self.effort.seeds, min_gain)
-        search.tell_known(
-            self._store.measurements(
-                problem=problem,
-                gpu=self.runner.gpu,
-                regime=self.regime,
-                environment=self.runner.environment.digest,
-                provenance=self.runner.provenance,
-                final=False,
-            )
+        stored = self._store.measurements(
+            problem=problem,
+            gpu=self.runner.gpu,
+            regime=self.regime,
+            provenance=self.runner.provenance,
+            final=False,
         )
+        search.tell_known([m for m in stored if m.environment.digest == self._environment()])
         return search
+
+    def _environment(self) -> str:
+        """Digest of the machine's environment, which is asked for only where it matters."""
+        return self.runner.environment.digest
 
     def _competing(self, problem: Problem, families: Sequence[Family]) -> list[FamilySearch]:
         members = [self._member(problem, family) for family in families]
@@ -208,9 +210,8 @@ class Competition:
         if problem not in self._histories:
             from tuner.search.history import history
 
-            environment = self.runner.environment.digest
             self._histories[problem] = history(
-                problem, self.runner.gpu, self.regime, environment, self._store
+                problem, self.runner.gpu, self.regime, self._environment, self._store
             )
         return self._histories[problem]
 

@@ -40,7 +40,7 @@ class FinalPass:
         sign: function that completes a measurement before it is stored.
         write: function that writes to the store, with retries while it is locked.
         show: callback for the number of timed subjects.
-        sweep: id of the sweep.
+        sweep: function that returns the id of the sweep.
         note: callback for messages to the user.
     """
 
@@ -52,7 +52,7 @@ class FinalPass:
     write: Callable[[Callable[[], object]], None]
     show: Callable[[int], None]
     note: Callable[[str], None]
-    sweep: str
+    sweep: Callable[[], str]
     unranked: list[Measurement] = field(default_factory=list)
     """Quick measurements of finalists that are not in the ranking."""
     provided: list[Measurement] = field(default_factory=list)
@@ -186,7 +186,7 @@ class FinalPass:
     def decide(self, ranked: Sequence[Measurement]) -> None:
         """Store a ranking as the decision."""
         place = self.competition.problem, self.competition.runner.gpu, self.competition.regime
-        self.write(lambda: self.store.decide(*place, ranked, self.sweep))
+        self.write(lambda: self.store.decide(*place, ranked, self.sweep()))
 
     def standing(self) -> Config | None:
         """Best own config of the current decision, if it is still legal.

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from tuner.config import Config
@@ -92,7 +93,6 @@ class Sweep:
             note=self._note,
         )
         self._studies = Studies(self.competition, studies)
-        self._record = self._sweep_record()
         self._budget = Budget(options.time_limit_s, Budget.now())
         self._finals = FinalPass(
             self.competition,
@@ -103,7 +103,7 @@ class Sweep:
             write=self._write,
             show=self._show_finals,
             note=self._watcher.note,
-            sweep=self._record.id,
+            sweep=lambda: self.id,
         )
         self._state = SweepState(
             problem,
@@ -120,7 +120,11 @@ class Sweep:
         return self._record.id
 
     def prefetch(self) -> None:
-        """Start compiling the kernels that the search will certainly request."""
+        """Start compiling the kernels that the search will certainly request.
+
+        An empty store needs no facts of the machine for that. They take seconds, since a worker
+        process has to start.
+        """
         competition = self.competition
         for family in competition.own:
             for sub in family.stages(self.problem).values():
@@ -147,11 +151,11 @@ class Sweep:
         state, budget = self._state, self._budget
         state.started = budget.started = Budget.now() if began is None else began
         state.deadline = budget.deadline
-        self._write(lambda: self.store.begin_sweep(self._record))
         if text := self.competition.expectation():
             self._watcher.note(text)
+        self.prefetch()
+        self._write(lambda: self.store.begin_sweep(self._record))
         try:
-            self.prefetch()
             outcome = self._run(on_drained)
         except StoreError:
             raise  # it stays ``running``, as after a kill
@@ -434,7 +438,8 @@ class Sweep:
             expected_loss=self._expected_loss,
         )
 
-    def _sweep_record(self) -> SweepRecord:
+    @cached_property
+    def _record(self) -> SweepRecord:
         """New record, or the record of an unfinished sweep with the same settings."""
         digest = self.options.digest(self.runner.provenance)
         environment = self.runner.environment.digest

@@ -18,6 +18,9 @@ SMEM_BYTES_PER_CLOCK = 128
 #: Clusters of more than 8 blocks that run at once: of eight with 16, recorded on one H200, the last
 #: waits for another's place, for not every GPC has 16 multiprocessors.
 LARGE_CLUSTERS = 7
+#: Largest cluster of each entry, and the blocks in such clusters that run at once
+#: (`gemm.cost.CLUSTERED_BLOCKS`). Of 32 clusters of 4, recorded on one H200, the last ones wait.
+CLUSTERED_BLOCKS = ((2, 132), (4, 116), (8, 112))
 #: Start of the fit by `scripts/bench cost`. Clocks and bytes a clock are of one multiprocessor.
 CONSTANTS: Mapping[str, float] = {
     # Launch, first loads and last stores, microseconds; and what is left of it after another kernel
@@ -102,8 +105,9 @@ def predict_us(
     splits, resident = config["splits"], config["blocks_per_sm"]
     tiles = ceil(problem.seqlen_q * packed / tile_m)
     sm_count = gpu.sm_count
-    if splits > 8 and config["combine"] == "cluster":
-        sm_count = min(sm_count, LARGE_CLUSTERS * splits)
+    if splits > 1 and config["combine"] == "cluster":
+        known = (most // splits * splits for size, most in CLUSTERED_BLOCKS if splits <= size)
+        sm_count = min(sm_count, next(known, LARGE_CLUSTERS * splits))
     blocks = tiles * problem.heads_q // packed * problem.batch * splits / sm_count
     rounds = ceil(blocks)
     resident = min(resident, rounds)
@@ -115,16 +119,22 @@ def predict_us(
     step = _step_clocks(problem, config, head_tile, resident, constants)
     if problem.is_causal or problem.block_mask:  # tiles of unlike lengths
         average = mean * blocks / resident
-        clocks = max(longest, average + constants["imbalance"] * longest) * step
+        whole, clocks = 0.0, max(longest, average + constants["imbalance"] * longest) * step
     else:
         left = rounds - (batches - 1) * resident
         last = _step_clocks(problem, config, head_tile, left, constants)
-        clocks = (batches - 1) * mean * step + mean * last
+        whole, clocks = (batches - 1) * mean * step, mean * last
     clock_mhz = gpu.clock_max_mhz * (1 if problem.is_decoding else SUSTAINED_CLOCK)
     memory_us = gpu.floor_us(0, _bytes(problem))
     if problem.is_decoding:  # nothing is in the L2
         memory_us = _bytes(problem) / gpu.memory_gbs / 1e3
     memory_us /= constants["memory_efficiency"]
+    # Blocks of the last round have all of the memory's bandwidth, but not enough loads to fill it.
+    share = (batches - 1) * resident / blocks if problem.is_decoding and whole else 0.0
+    if share == 0:
+        whole, clocks = 0.0, whole + clocks
+    busy_us = max(share * memory_us, whole / clock_mhz)
+    busy_us += max((1 - share) * memory_us, clocks / clock_mhz)
     own = constants["persistent_clocks" if config["persistent"] else "later_clocks"]
     outside = constants["fill_steps"] * step + constants["block_clocks"] + (batches - 1) * own
     if config.get("stages_output"):
@@ -137,7 +147,7 @@ def predict_us(
     if problem.dtype == E4M3:  # V is read and written once more
         fixed_us += TRANSPOSE_US
         fixed_us += gpu.floor_us(0, 2 * problem.matrices[2].bytes) / constants["memory_efficiency"]
-    return float(fixed_us + max(memory_us, clocks / clock_mhz) + outside / clock_mhz)
+    return float(fixed_us + busy_us + outside / clock_mhz)
 
 
 def _combine_us(problem: AttentionProblem, config: Config, constants: Mapping[str, float]) -> float:

@@ -21,6 +21,7 @@ from tuner.families.gemm.shape import (
     PLAIN,
     PROMOTED_K,
     GemmShape,
+    effective_swizzle,
     instruction_columns,
     oriented,
     smem_bytes,
@@ -57,6 +58,8 @@ CONSTANTS: Mapping[str, float] = {
     "power_tflops": 900.0,
     "smem_energy": 3.0,
     "l2_energy": 20.0,
+    # Energy of a byte through memory, in products.
+    "memory_energy": 50.0,
     # The L2's bytes a clock, all multiprocessors loading; from a free stage to its next tile.
     "l2_bytes_per_clock": 64.0,
     "load_clocks": 900.0,
@@ -100,8 +103,9 @@ def predict_us(
     shape = oriented(problem, config["swap_ab"])
     compute_us = _busy_cycles(problem, shape, config, gpu, constants) / gpu.clock_max_mhz
     bandwidth = gpu.memory_gbs * MEMORY_EFFICIENCY * 1e3
-    memory_us = _memory_bytes(problem, shape, config, gpu) / bandwidth
-    power_us = _energy(problem, shape, config, constants)
+    moved = _memory_bytes(problem, shape, config, gpu)
+    memory_us = moved / bandwidth
+    power_us = _energy(problem, shape, config, moved, constants)
     longest = sum(t**SHARPNESS for t in (compute_us, memory_us, power_us)) ** (1 / SHARPNESS)
     startup_us = constants["startup_clocks"] / gpu.clock_max_mhz
     return float(GRAPH_LAUNCH_US + startup_us * (PDL_SHARE if config.get("pdl") else 1) + longest)
@@ -113,9 +117,21 @@ def spared(cluster: int) -> float:
 
 
 def _energy(
-    problem: GemmProblem, shape: GemmShape, config: Config, constants: Mapping[str, float]
+    problem: GemmProblem,
+    shape: GemmShape,
+    config: Config,
+    moved: float,
+    constants: Mapping[str, float],
 ) -> float:
-    """Microseconds for the call's energy at the power limit: products, shared memory, L2."""
+    """Microseconds for the call's energy at the power limit: products, shared memory, L2, memory.
+
+    Args:
+        problem: problem of the call.
+        shape: its shape as the kernel sees it.
+        config: the config.
+        moved: bytes through memory.
+        constants: as `CONSTANTS`.
+    """
     tile_m, tile_n = int(config["tile_m"]), int(config["tile_n"])
     blocks_m, blocks_n = tile_blocks(shape, config)
     flops = 2.0 * blocks_m * tile_m * blocks_n * tile_n * shape.k * shape.batch
@@ -125,7 +141,8 @@ def _energy(
     loads: float = 1 / (tile_m * config["cluster_m"]) + 1 / (tile_n * config["cluster_n"])
     # Relative to a product's energy: bytes a product reads of shared memory, and of the L2.
     relative = 1 + constants["smem_energy"] * operands + constants["l2_energy"] * loads
-    return flops * relative / (constants["power_tflops"] * 1e6)
+    energy = flops * relative + constants["memory_energy"] * moved
+    return energy / (constants["power_tflops"] * 1e6)
 
 
 def _step_cycles(
@@ -180,7 +197,7 @@ def _busy_cycles(
         return rounds * (ceil(steps / splits) * step + fixup) + epilogue
     main = steps * step
     if config.get("decomposition_mode") == "StreamK":
-        return max(1.0, tiles / workers) * (main + epilogue) + 2 * fixup
+        return tiles / workers * main + max(1.0, tiles / workers) * epilogue + 2 * fixup
     if schedule == COOPERATIVE:
         return ceil(tiles / workers) * (main + epilogue)
     if schedule == PLAIN:
@@ -206,16 +223,56 @@ def _memory_bytes(problem: GemmProblem, shape: GemmShape, config: Config, gpu: G
     if inputs <= L2_SHARE * gpu.l2_bytes:
         return inputs + written
     blocks_m, blocks_n = tile_blocks(shape, config)
-    tiles = blocks_m * blocks_n * shape.batch
-    wave = min(gpu.sm_count, blocks_m * blocks_n)
-    # The scheduler walks the major mode, `swizzle` clusters of the minor mode at a time.
-    along_n = config.get("raster_order", "AlongN") == "AlongN"
-    major, minor = (blocks_n, blocks_m) if along_n else (blocks_m, blocks_n)
-    band = config["cluster_m" if along_n else "cluster_n"] * config.get("max_swizzle_size", 1)
-    band = max(min(band, minor), ceil(wave / major))
-    rows, columns = (band, ceil(wave / band)) if along_n else (ceil(wave / band), band)
-    loaded: int = width * shape.k * (rows * config["tile_m"] + columns * config["tile_n"])
-    return max(inputs, tiles / wave * loaded) + written
+    along_m, along_n = (
+        (blocks, int(config[f"cluster_{mode}"]), width * shape.k * int(config[f"tile_{mode}"]))
+        for blocks, mode in ((blocks_m, "m"), (blocks_n, "n"))
+    )
+    is_along_n = config.get("raster_order", "AlongN") == "AlongN"
+    major, minor = (along_n, along_m) if is_along_n else (along_m, along_n)
+    swizzle = effective_swizzle(blocks_m, blocks_n, int(config.get("max_swizzle_size", 1)))
+    loaded = _loaded_bytes(major, minor, swizzle, gpu.sm_count, int(L2_SHARE * gpu.l2_bytes))
+    return max(inputs, shape.batch * loaded) + written
+
+
+@lru_cache(maxsize=4096)
+def _loaded_bytes(
+    major: tuple[int, int, int], minor: tuple[int, int, int], swizzle: int, blocks: int, l2: int
+) -> int:
+    """Bytes of A and B that the waves of a persistent kernel load through memory.
+
+    The scheduler walks the major mode, `swizzle` clusters of the minor mode at a time. Blocks of a
+    wave share what they load. All that the wave before loaded is in the L2 if it fits.
+
+    Args:
+        major: tiles, tiles of a cluster, and bytes of a tile's operand along the major mode.
+        minor: the same along the minor mode.
+        swizzle: clusters of the minor mode in a band.
+        blocks: blocks of a wave.
+        l2: bytes of the L2 that inputs can keep.
+    """
+    tiles, wide, tile_bytes = major
+    others, high, other_bytes = minor
+    length = tiles // wide
+    clusters, wave = length * (others // high), max(1, blocks // (wide * high))
+    one, band = wide * tile_bytes, swizzle * high * other_bytes
+    loaded, before, in_l2 = 0, (range(0), range(0)), False
+    for first in range(0, clusters, wave):
+        low, position = divmod(first, length * swizzle)
+        high_band, end = divmod(min(first + wave, clusters) - 1, length * swizzle)
+        bands = range(low, high_band + 1)
+        walked = range(length)
+        if len(bands) == 1:
+            walked = range(position // swizzle, end // swizzle + 1)
+        new = whole = len(walked) * one + len(bands) * band
+        if in_l2:
+            new -= _common(walked, before[0]) * one + _common(bands, before[1]) * band
+        loaded += new
+        before, in_l2 = (walked, bands), whole <= l2
+    return loaded
+
+
+def _common(one: range, other: range) -> int:
+    return max(0, min(one.stop, other.stop) - max(one.start, other.start))
 
 
 def heuristic_seeds(
