@@ -25,6 +25,7 @@ from tuner.base.install import extra_command
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import families
+from tuner.families.fused_attention import PACKING
 from tuner.families.work import floor_us, sizes_of
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Regime
@@ -320,7 +321,7 @@ def _by_kernel(found: Iterable[Point]) -> dict[Config, list[Point]]:
 
 def _unpacked(config: Config) -> Config:
     """The config whatever heads it packs: work is counted with them."""
-    params = {name: value for name, value in config.params.items() if name != "packed_heads"}
+    params = {name: value for name, value in config.params.items() if name not in PACKING}
     return Config(config.family, params)
 
 
@@ -453,26 +454,29 @@ class _Judge:
         self, own: Sequence[_Kernel], vendors: Sequence[_Kernel], margin: float
     ) -> tuple[float, Regret]:
         """Mean cost and regret of the choices at problems where both an own kernel and a vendor's
-        were measured.
+        were measured; at all with an own kernel where no vendor's takes such calls.
         """
         losses, ratios, owns = [], [], 0
         for rows in self._rows.values():
             mine = [row for row in rows if row.kernel in own and self._is_offered(row)]
             theirs = [row for row in rows if row.kernel in vendors]
-            if not mine or not theirs:
+            if not mine or (vendors and not theirs):
                 continue
             doubts = {row: 1 + margin * self._error(row.kernel, 0.9) for row in mine}
             first = min(mine, key=lambda row: row.expected * doubts[row])
             named = {str(row.kernel.config["kernel"]): row for row in theirs}
-            vendor = named[preferred({name: row.expected for name, row in named.items()})]
-            is_own = first.expected * doubts[first] <= vendor.expected
-            owns += is_own
-            chosen = first if is_own else vendor
+            chosen = first
+            if named:
+                vendor = named[preferred({name: row.expected for name, row in named.items()})]
+                if vendor.expected < first.expected * doubts[first]:
+                    chosen = vendor
+                ratios.append(min(row.us for row in theirs) / chosen.us)
+            owns += chosen is first
             losses.append(chosen.us / min(row.us for row in rows) - 1)
-            ratios.append(min(row.us for row in theirs) / chosen.us)
         count = len(losses)
         if not count:
             return 0.0, Regret(0, 0.0, 0.0, 1.0, 1.0, 1.0)
+        ratios = ratios or [1.0]
         geometric = math.exp(fmean(map(math.log, ratios)))
         slower = [min(MAX_LOSS, max(0.0, 1 / ratio - 1)) for ratio in ratios]
         cost = fmean(min(MAX_LOSS, loss) for loss in losses) + SLOWER_COSTS * fmean(slower)

@@ -105,7 +105,8 @@ def predict_us(
     sm_count = gpu.sm_count
     if splits > 8 and config["combine"] == "cluster":
         sm_count = min(sm_count, LARGE_CLUSTERS * splits)
-    blocks = tiles * problem.heads_q // packed * problem.batch * splits / sm_count
+    packs = problem.heads_kv if config.get("pads_heads") else problem.heads_q // packed
+    blocks = tiles * packs * problem.batch * splits / sm_count
     rounds = ceil(blocks)
     resident = min(resident, rounds)
     batches = ceil(rounds / resident)
