@@ -133,8 +133,9 @@ def test_splits_and_pdl_share_a_kernel_and_nothing_else_does() -> None:
         "combine": "cluster",
         "key_groups": 2,
         "stages_output": True,
+        "pads_heads": True,
     }
-    absent = {"key_groups", "stages_output"}
+    absent = {"key_groups", "stages_output", "pads_heads"}
     assert set(others) == set(config.params) | absent == set(FAMILY.domains) - {"box_rows"}
     assert (spec.variables["key_groups"], spec.variables["stages_output"]) == (1, False)
     for name, value in others.items():

@@ -194,16 +194,13 @@ def _taken(
         by_heads = list(found)[: round(wanted * (1 - BY_SIZE))]
         found = dict.fromkeys([*by_heads, *_by_size(by_heads, own)][:wanted])
     widths = sorted({problem.head_dim for problem in own} | {domain.head_dim})
-    others = [
-        problem
-        for width in INSTANCES
-        if width != domain.head_dim
-        for problem in called.get(domain._replace(head_dim=width), ())
-    ]
+    kin = [domain._replace(head_dim=width) for width in INSTANCES if width != domain.head_dim]
+    others = [problem for one in kin for problem in called.get(one, ())]
     if domain.has_softcap:  # few models have one
         others += [
             replace(problem, softcap=SOFTCAP)
-            for problem in called.get(domain._replace(has_softcap=False), ())
+            for one in (domain, *kin)
+            for problem in called.get(one._replace(has_softcap=False), ())
             if problem.heads_kv < problem.heads_q <= CAPPED * problem.heads_kv
         ]
     for number, problem in enumerate(_in_turn(domain, others)):

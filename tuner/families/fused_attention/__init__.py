@@ -441,12 +441,13 @@ class FusedAttention(Family):
     def draw(
         self, problem: Problem, gpu: Gpu, members: Sequence[Config], rng: random.Random
     ) -> Config:
-        """As drawn, with `ping_pong`, `early_exp` and `combine` only where they apply. `key_groups`
-        and `stages_output` are each off half of the time. Boxes are as wide as possible.
+        """As drawn, with `ping_pong`, `early_exp` and `combine` only where they apply. `key_groups`,
+        `pads_heads` and `stages_output` are each off half of the time. Boxes are as wide as
+        possible.
         """
         params = dict(super().draw(problem, gpu, members, rng).params)
         params.pop("box_rows", None)
-        for name in ("key_groups", "stages_output"):
+        for name in ("key_groups", "pads_heads", "stages_output"):
             if rng.random() < 0.5:
                 params.pop(name, None)
         ping_pong, early = params.pop("ping_pong", False), params.pop("early_exp", 0)
