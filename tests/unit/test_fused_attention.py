@@ -238,7 +238,8 @@ def check(problem: AttentionProblem, config: Config) -> None:
     # Rows of a packed tile are whole groups of heads of one KV head.
     packed = variables["packed_heads"]
     assert ("packed_heads" in config.params) == (problem.heads_q > problem.heads_kv)
-    assert problem.heads_q // problem.heads_kv % packed == 0
+    group = problem.heads_q // problem.heads_kv
+    assert group <= packed if "pads_heads" in config.params else group % packed == 0
     assert 64 * groups // sharing % packed == 0
     assert splits >= 1
     # Groups that share rows start at a stage each and merge once, at the end of the one tile.
@@ -268,9 +269,10 @@ def test_space_and_legal_draws_are_what_the_kernel_needs(
         sharing, packed = config.get("key_groups", 1), config.get("packed_heads", 1)
         rows = 64 * config["warp_groups"] // sharing
         if sharing > 1:
-            tiles = -(-problem.seqlen_q * packed // rows) * problem.batch * problem.heads_q
-            assert tiles // packed <= DEFAULT_GPU.sm_count
-        per_head = -(-problem.seqlen_q // rows)
+            tiles = -(-problem.seqlen_q * packed // rows) * problem.batch * problem.heads_kv
+            group = problem.heads_q // problem.heads_kv
+            assert tiles * max(1, group // packed) <= DEFAULT_GPU.sm_count
+        per_head = -(-problem.seqlen_q * (packed if "pads_heads" in config.params else 1) // rows)
         if config["persistent"]:
             assert config["splits"] == 1
             assert per_head * problem.batch * problem.heads_q > DEFAULT_GPU.sm_count

@@ -301,7 +301,7 @@ def _models(
     if not own:
         return None
     without = domain.without_activation
-    judge = _Judge(domain, kernels, gpu, _kernels(without, plain) if without else ())
+    judge = _Judge(domain, regime, kernels, gpu, _kernels(without, plain) if without else ())
     count = domain.max_kernels if most is None else min(most, domain.max_kernels)
     chosen = judge.cover([kernel for kernel in own if judge.is_known(kernel)], count)
     if not chosen:
@@ -386,12 +386,15 @@ class _Judge:
     def __init__(
         self,
         domain: AnyDomain,
+        regime: Regime,
         kernels: Sequence[_Kernel],
         gpu: Gpu,
         plain: Sequence[_Kernel] = (),
     ) -> None:
-        """Args: domain; kernels: measured in it; gpu; plain: measured without its activation."""
-        self._domain, self._gpu = domain, gpu
+        """Args: domain; regime: of the measurements; kernels: measured in it; gpu; plain: measured
+        without its activation.
+        """
+        self._domain, self._is_cold, self._gpu = domain, regime.l2 == "cold", gpu
         self._fits = _Fits(domain, kernels, gpu, plain)
         self._rows: dict[str, list[_Row]] = defaultdict(list)
         self._errors: dict[Config, list[float]] = {}
@@ -504,7 +507,7 @@ class _Judge:
             rates = self._fits.rates(kernel, base, held)
             for of, point in zip(folds, kernel.points, strict=True):
                 if of == number:
-                    expected = _expected(point.problem, point.config, rates, self._gpu)
+                    expected = self._expected(point.problem, point.config, rates)
                     found.append(_Row(kernel, point, expected))
         found = [row for row in found if kernel.is_own(row.point)]
         return sorted(abs(row.expected / row.us - 1) for row in found), found, base
@@ -554,12 +557,17 @@ class _Judge:
             for key in self._problems(own)
         ]
 
+    def _expected(self, problem: Problem, config: Config, rates: Sequence[float]) -> float:
+        work = families()[config.family].work(problem, config, self._gpu)
+        floor = floor_us(sizes_of(problem), self._gpu, self._is_cold)
+        return max(sum(map(mul, rates, work), 0.0), floor or 0.0)
+
     def _expected_of(self, kernel: _Kernel, problem: Problem, rates: Sequence[float]) -> float:
         if not kernel.spread.holds(self._domain.sizes(problem), self._domain):
             return math.inf
         family = families()[kernel.config.family]
         times = (
-            _expected(problem, config, rates, self._gpu)
+            self._expected(problem, config, rates)
             for config in family.scheduled(problem, kernel.config, self._gpu)
             if family.accepts(problem, config, self._gpu)
         )
@@ -624,11 +632,6 @@ def _is_plain_of(plain: _Kernel, kernel: _Kernel) -> bool:
     if _is_vendor(kernel.config):
         return all(one.config.get("kernel") in one.domain.vendors for one in (plain, kernel))
     return plain.config == kernel.config
-
-
-def _expected(problem: Problem, config: Config, rates: Sequence[float], gpu: Gpu) -> float:
-    work = families()[config.family].work(problem, config, gpu)
-    return max(sum(map(mul, rates, work), 0.0), floor_us(sizes_of(problem), gpu) or 0.0)
 
 
 def _mean_loss(times: Sequence[float], best: Sequence[float]) -> float:
