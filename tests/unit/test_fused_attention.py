@@ -505,6 +505,10 @@ RENDERED = {
         "B=3,H=8,HKV=1,SQ=4,SKV=1000,D=64,causal=1,window=99,page_size=64,sinks=1,dtype=bf16",
         make(1, 64, packed_heads=8, early_exp=50, splits=5),
     ),
+    "padded": (
+        "B=3,H=28,HKV=4,SQ=8,SKV=1000,D=128,dtype=bf16",
+        make(1, 64, packed_heads=8, pads_heads=True, stages_output=True, splits=1),
+    ),
     "sparse": (
         "B=3,H=8,HKV=2,S=1000,D=128,dtype=bf16,block_mask=b",
         make(2, 64, packed_heads=4, ping_pong=True, early_exp=50, persistent=True),
