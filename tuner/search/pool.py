@@ -83,8 +83,8 @@ PADDED = 8
 """Heads of a kernel that packs any number of query heads to a KV head: most that are not a power of
 two are 3 to 7."""
 SOFTCAP, CAPPED = 50.0, 4
-"""Soft cap of the public models that have one (Gemma 2), and most query heads to a KV head of calls
-that are timed with it; theirs have two."""
+"""Soft cap of Gemma 2, and most query heads to a KV head of calls that are timed with it. Gemma 2
+has two."""
 _PADDING: Mapping[int, Mapping[str, Value]] = {
     64: {"blocks_per_sm": 2, "early_exp": 0, "q_in_registers": False, "stages_output": True},
     128: {"blocks_per_sm": 2, "early_exp": 0, "q_in_registers": True, "stages_output": True},

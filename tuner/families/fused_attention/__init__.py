@@ -441,9 +441,10 @@ class FusedAttention(Family):
     def draw(
         self, problem: Problem, gpu: Gpu, members: Sequence[Config], rng: random.Random
     ) -> Config:
-        """As drawn, with `ping_pong`, `early_exp` and `combine` only where they apply. `key_groups`,
-        `pads_heads` and `stages_output` are each off half of the time. Boxes are as wide as
-        possible.
+        """As drawn, with `ping_pong`, `early_exp` and `combine` only where they apply.
+
+        `key_groups`, `pads_heads` and `stages_output` are each off half of the time. Boxes are as
+        wide as possible.
         """
         params = dict(super().draw(problem, gpu, members, rng).params)
         params.pop("box_rows", None)
