@@ -107,14 +107,16 @@ SPLITS = 2
 def domains(op: str) -> list[AnyDomain]:
     """Domains of an operation that are timed."""
     if op == AttentionDomain.op:
-        plain = [
-            AttentionDomain(width, mask, phase)
-            for width, (mask, phase) in product(INSTANCES, KINDS)
-        ]
         phases: tuple[Phase, ...] = ("one", "few")
-        return plain + [
-            AttentionDomain(width, "full", phase, has_softcap=True)
-            for width, phase in product(CAPPED_DIMS, phases)
+        return [
+            *(
+                AttentionDomain(width, mask, phase)
+                for width, (mask, phase) in product(INSTANCES, KINDS)
+            ),
+            *(
+                AttentionDomain(width, "full", phase, has_softcap=True)
+                for width, phase in product(CAPPED_DIMS, phases)
+            ),
         ]
     if op == ProductDomain.op:
         return [ProductDomain(rows, name) for name in EPILOGUES for rows in PRODUCT_KERNELS]
