@@ -40,6 +40,7 @@ WINDOWED = {
     "full, packed": (
         "B=2,H=8,HKV=2,D=64,layout=bshd", make(2, 96, 2, packed_heads=4)
     ),
+    "full, padded": ("B=2,H=14,HKV=2,D=64", make(1, 64, packed_heads=8, pads_heads=True)),
     "causal, packed, capped": (
         "B=1,H=4,HKV=2,D=128,causal=1,softcap=30,dtype=bf16",
         make(2, 80, 1, packed_heads=2, key_groups=2, ping_pong=False),

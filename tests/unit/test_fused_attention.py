@@ -133,8 +133,9 @@ def test_splits_and_pdl_share_a_kernel_and_nothing_else_does() -> None:
         "combine": "cluster",
         "key_groups": 2,
         "stages_output": True,
+        "pads_heads": True,
     }
-    absent = {"key_groups", "stages_output"}
+    absent = {"key_groups", "stages_output", "pads_heads"}
     assert set(others) == set(config.params) | absent == set(FAMILY.domains) - {"box_rows"}
     assert (spec.variables["key_groups"], spec.variables["stages_output"]) == (1, False)
     for name, value in others.items():
@@ -237,7 +238,8 @@ def check(problem: AttentionProblem, config: Config) -> None:
     # Rows of a packed tile are whole groups of heads of one KV head.
     packed = variables["packed_heads"]
     assert ("packed_heads" in config.params) == (problem.heads_q > problem.heads_kv)
-    assert problem.heads_q // problem.heads_kv % packed == 0
+    group = problem.heads_q // problem.heads_kv
+    assert group <= packed if "pads_heads" in config.params else group % packed == 0
     assert 64 * groups // sharing % packed == 0
     assert splits >= 1
     # Groups that share rows start at a stage each and merge once, at the end of the one tile.
@@ -267,9 +269,10 @@ def test_space_and_legal_draws_are_what_the_kernel_needs(
         sharing, packed = config.get("key_groups", 1), config.get("packed_heads", 1)
         rows = 64 * config["warp_groups"] // sharing
         if sharing > 1:
-            tiles = -(-problem.seqlen_q * packed // rows) * problem.batch * problem.heads_q
-            assert tiles // packed <= DEFAULT_GPU.sm_count
-        per_head = -(-problem.seqlen_q // rows)
+            tiles = -(-problem.seqlen_q * packed // rows) * problem.batch * problem.heads_kv
+            group = problem.heads_q // problem.heads_kv
+            assert tiles * max(1, group // packed) <= DEFAULT_GPU.sm_count
+        per_head = -(-problem.seqlen_q * (packed if "pads_heads" in config.params else 1) // rows)
         if config["persistent"]:
             assert config["splits"] == 1
             assert per_head * problem.batch * problem.heads_q > DEFAULT_GPU.sm_count
@@ -521,6 +524,10 @@ RENDERED = {
     "paged_sinks": (
         "B=3,H=8,HKV=1,SQ=4,SKV=1000,D=64,causal=1,window=99,page_size=64,sinks=1,dtype=bf16",
         make(1, 64, packed_heads=8, early_exp=50, splits=5),
+    ),
+    "padded": (
+        "B=3,H=28,HKV=4,SQ=8,SKV=1000,D=128,dtype=bf16",
+        make(1, 64, packed_heads=8, pads_heads=True, stages_output=True, splits=1),
     ),
     "sparse": (
         "B=3,H=8,HKV=2,S=1000,D=128,dtype=bf16,block_mask=b",

@@ -68,6 +68,12 @@ class TestWork:
         alone, packed = (amounts(shape, AttentionTiling(64, 128, packed=n)) for n in (1, 4))
         assert packed["blocks"] == pytest.approx(alone["blocks"] / 4)
 
+    @pytest.mark.parametrize("group", [2, 3, 7, 8])
+    def test_padded_heads_have_a_tile_for_each_kv_head(self, group: int) -> None:
+        shape = f"SQ=9,SKV=4096,D=128,H={4 * group},HKV=4"
+        padded = amounts(shape, AttentionTiling(64, 128, packed=8, pads_heads=True))
+        assert padded["blocks"] == pytest.approx(2 * 4 / DEFAULT_GPU.sm_count)
+
     def test_splits_share_steps_and_are_combined(self) -> None:
         shape = "SQ=1,SKV=4096,D=128,H=32,HKV=8"
         one, eight = (amounts(shape, AttentionTiling(64, 128, packed=4, splits=n)) for n in (1, 8))
@@ -84,6 +90,17 @@ class TestWork:
 
 
 class TestScheduled:
+    @pytest.mark.parametrize(
+        ("heads", "counts"),
+        [("H=28,HKV=4", True), ("H=6,HKV=2", True), ("H=18,HKV=2", False), ("H=4", False)],
+    )
+    def test_a_kernel_that_pads_takes_groups_up_to_its_pack(self, heads: str, counts: bool) -> None:
+        config = maker()(1, 64, packed_heads=8, pads_heads=True)
+        problem = attention(f"{heads},SQ=1,SKV=4096,D=128")
+        assert bool(FUSED.splits(problem, config, DEFAULT_GPU)) == counts
+        found = FUSED.carried(replace(problem, seqlen_q=64), config)
+        assert ("pads_heads" in found.params) == counts
+
     def test_a_kernel_whose_packed_heads_do_not_divide_the_group_is_left_out(self) -> None:
         packed = maker()(1, 64, packed_heads=4)
         assert FUSED.scheduled(attention("S=512,D=64,H=14,HKV=2"), packed, DEFAULT_GPU) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
+from itertools import chain, product, zip_longest
 
 import pytest
 
@@ -20,6 +20,7 @@ from tuner.selection.domains import (
     AttentionDomain,
     Domain,
     GatedDomain,
+    Phase,
     ProductDomain,
     Rows,
 )
@@ -44,8 +45,30 @@ def test_a_domain_s_problems_are_its_own(domain: AttentionDomain) -> None:
 
 
 def test_every_mask_and_phase_of_every_head_dimension_is_timed() -> None:
-    kinds = {(d.mask, d.phase) for d in FOUND}
-    assert kinds == set(pool.KINDS) and len(FOUND) == len(kinds) * 5
+    plain = [d for d in FOUND if not d.has_softcap]
+    kinds = {(d.mask, d.phase) for d in plain}
+    assert kinds == set(pool.KINDS) and len(plain) == len(kinds) * 5
+
+
+def test_decoding_with_a_soft_cap_is_timed_at_models_heads() -> None:
+    """Gemma 2's own calls among them; a KV head has two query heads there."""
+    capped = {d: found for d, found in FOUND.items() if d.has_softcap}
+    assert {(d.head_dim, d.phase) for d in capped} == set(product((128, 256), ("one", "few")))
+    for problem in chain.from_iterable(capped.values()):
+        assert problem.softcap == pool.SOFTCAP
+        assert 1 < problem.heads_q // problem.heads_kv <= pool.CAPPED
+    assert (8, 4) in {(p.heads_q, p.heads_kv) for p in chain.from_iterable(capped.values())}
+
+
+@pytest.mark.parametrize("phase", ["one", "few"])
+@pytest.mark.parametrize("with_portfolio", [False, True])
+def test_groups_that_are_no_power_of_two_are_packed(phase: Phase, with_portfolio: bool) -> None:
+    domain = AttentionDomain(128, "full", phase)
+    by_group = {p.heads_q // p.heads_kv: gs for p, gs in sample(domain, with_portfolio).items()}
+    assert {3, 5, 7} <= set(by_group)
+    for group in (3, 5, 7):
+        packed = {one[0].get("packed_heads", 1) for one in by_group[group]}  # type: ignore[attr-defined]
+        assert max(packed) >= group
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

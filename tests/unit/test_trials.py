@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tuner.config import Config
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import LAYOUTS, AttentionProblem, GemmProblem
 from tuner.selection.domains import AttentionDomain
@@ -67,6 +68,13 @@ def paged(head_dim: int, box_rows: int) -> Target:
 
 def values(found: set[Fact], axis: str) -> set[Any]:
     return {value for name, value in found if name == axis}
+
+
+def test_every_group_that_a_kernel_pads_is_planted() -> None:
+    params = {**KINDS["packed"].config.params, "packed_heads": 8, "pads_heads": True}
+    problem = AttentionDomain(64, "full", "few").problems("float16")[0]
+    found = values(facts(Target(Config("fused_attention", params), problem)), "heads")
+    assert {heads_q // heads_kv for heads_q, heads_kv in found} == set(range(2, 9))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -60,6 +60,8 @@ class AttentionTiling(NamedTuple):
     """Blocks that share the keys of a tile."""
     columns: int = 0
     """Columns computed for the head dimension; 0: as many as there are."""
+    pads_heads: bool = False
+    """True if `packed` rows belong to each KV head, however many query heads it has."""
 
 
 class AttentionSizes(NamedTuple):
@@ -69,6 +71,8 @@ class AttentionSizes(NamedTuple):
     seqlen_kv: int
     heads: int
     """Query heads of all sequences."""
+    heads_kv: int
+    """KV heads of all sequences."""
     is_masked: bool
     left: int
     right: int
@@ -91,7 +95,8 @@ class AttentionSizes(NamedTuple):
         queries, keys, batch = problem.seqlen_q, problem.seqlen_kv, problem.batch
         head_dim, heads = problem.head_dim, batch * problem.heads_q
         width = DTYPE_BYTES[problem.dtype] * head_dim
-        moved = 2 * width * (batch * problem.heads_kv * keys + heads * queries)
+        heads_kv = batch * problem.heads_kv
+        moved = 2 * width * (heads_kv * keys + heads * queries)
         is_masked = problem.is_causal
         left, right = queries, 0 if is_masked else keys
         if problem.page_size or problem.window_left >= 0 or problem.window_right >= 0:
@@ -99,19 +104,19 @@ class AttentionSizes(NamedTuple):
             left, right = problem.visible
             left, right = left - problem.position, max(0, right + problem.position)
         outputs = heads * queries * head_dim
-        return cls(queries, keys, heads, is_masked, left, right, width, moved, outputs)
+        return cls(queries, keys, heads, heads_kv, is_masked, left, right, width, moved, outputs)
 
 
 def work(sizes: AttentionSizes, tiling: AttentionTiling, gpu: Gpu) -> tuple[float, ...]:
     """The amount of each of `TERMS`; it may be traced (`tuner.families.tape`), where the mask's
     presence is known, and several splits are a symbol.
     """
-    rows, keys, resident, packed, splits, _ = tiling
-    seqlen_q, seqlen_kv, heads, is_masked, left, right, row_bytes, moved, outputs = sizes
+    rows, keys, resident, packed, splits, _, pads_heads = tiling
+    seqlen_q, seqlen_kv, heads, heads_kv, is_masked, left, right, row_bytes, moved, outputs = sizes
     sm_count = gpu.sm_count
     queries = rows // packed or 1
     tiles = -(-seqlen_q // queries)
-    blocks = tiles * heads // packed * splits
+    blocks = (tiles * heads_kv if pads_heads else tiles * heads // packed) * splits
     longest = -(-seqlen_kv // keys)
     mean: float = longest
     if is_masked and right == 0 and left == seqlen_q:  # the last block has the most

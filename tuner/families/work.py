@@ -62,17 +62,26 @@ def time_ratio(term: str, old: Gpu, new: Gpu) -> float:
 FASTEST_SHARE = 0.93
 """Largest share of the datasheet's bandwidth at which a product read its weights: 822 MB in
 264.5 us on an H100 (``scripts/benchmarks/evidence/population-h100.jsonl.gz``)."""
+FASTEST_CACHE_SHARE = 0.98
+"""The same of decoding that read a cold cache: 8.6 GB in 1,833 us on an H200. An H100 reached 0.91:
+763 MB in 250 us (``cache/recordings``)."""
 
 
-def floor_us(sizes: Any, gpu: Gpu) -> Any:
-    """Lower bound of the microseconds for reading a product's weights, for a sum of fitted terms
-    that falls below it. None for other operations. May be traced (`tuner.families.tape`).
+def floor_us(sizes: Any, gpu: Gpu, is_cold: bool) -> Any:
+    """Lower bound of the microseconds for reading a product's weights, or the keys and values of a
+    call whose cache is cold, for a sum of fitted terms that falls below it. None for other calls.
+    May be traced (`tuner.families.tape`).
 
     Weights are not in L2: those of a model's other layers come between.
+
+    Args:
+        sizes: sizes that work is counted from.
+        gpu: GPU that reads them.
+        is_cold: True if attention's keys and values are not in L2.
     """
-    if not isinstance(sizes, product_work.ProductSizes):
-        return None
-    return sizes.weights * (1e3 / (FASTEST_SHARE * gpu.memory_gbs))
+    if isinstance(sizes, product_work.ProductSizes):
+        return sizes.weights * (1e3 / (FASTEST_SHARE * gpu.memory_gbs))
+    return sizes.megabytes * (1e3 / (FASTEST_CACHE_SHARE * gpu.memory_gbs)) if is_cold else None
 
 
 def memory_gap_us(sizes: Any, old: Gpu, new: Gpu, is_warm: bool) -> Any:

@@ -38,6 +38,7 @@ MEANINGS: Mapping[str, str] = {
     "output_groups": "Consumer warp groups of the second kernel, 64 rows each.",
     "output_stages": "Pipeline depth of the second kernel.",
     "packed_heads": "Query heads of one KV head that share a tile's rows.",
+    "pads_heads": "KV heads may have fewer query heads than a tile's rows hold.",
     "passes": "Times that a row of scores is read.",
     "pdl": "Programmatic dependent launch: the kernel starts before the preceding one has ended.",
     "persistent": "One block for each slot of the GPU, which takes tiles until none is left.",

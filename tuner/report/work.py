@@ -230,6 +230,7 @@ def _attention(
     blocks_per_sm: int,
     on_sfu: float = 1.0,
     packed: int = 1,
+    pads: bool = False,
     splits: int = 1,
     launches: int = 1,
 ) -> Work:
@@ -246,12 +247,14 @@ def _attention(
         blocks_per_sm: resident ones.
         on_sfu: share of the exponentials on the special-function units.
         packed: query heads of one key head that share the rows of a tile.
+        pads: each key head has such a tile, however many query heads it has.
         splits: blocks that share the keys of a tile; their parts are combined in fp32.
         launches: calls that share the batch.
     """
     problem = problem.evened
     row_blocks = ceil(problem.seqlen_q * packed / tile_m)
-    heads = problem.batch * problem.heads_q // packed // launches
+    packs = problem.heads_kv if pads else problem.heads_q // packed
+    heads = problem.batch * packs // launches
     seen = (
         problem.keys_of(b * tile_m // packed, ceil((b + 1) * tile_m / packed) - 1)
         for b in range(row_blocks)
@@ -294,6 +297,7 @@ def _fused_attention(problem: AttentionProblem, config: Config, gpu: Gpu) -> Wor
         blocks_per_sm=config.get("blocks_per_sm", 1),
         on_sfu=1 - 1 / poly if poly else 1.0,
         packed=config.get("packed_heads", 1),
+        pads=config.get("pads_heads", False),
         splits=config.get("splits", 1),
     )
 

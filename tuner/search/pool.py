@@ -28,6 +28,7 @@ from tuner.hardware import Gpu
 from tuner.measurement import Regime
 from tuner.problem import AttentionProblem, GemmProblem, Problem
 from tuner.problem.population import ModelCall, draw, subset
+from tuner.selection.domains import CAPPED as CAPPED_DIMS
 from tuner.selection.domains import (
     EPILOGUES,
     MAX_NARROW,
@@ -78,6 +79,18 @@ KINDS: tuple[tuple[Mask, Phase], ...] = (
 """Masks and phases whose kernels are timed; windows, soft caps and packed sequences share them."""
 KERNELS = 8
 """Compiled kernels of an attention domain."""
+PADDED = 8
+"""Heads of a kernel that packs any number of query heads to a KV head: most that are not a power of
+two are 3 to 7."""
+SOFTCAP, CAPPED = 50.0, 4
+"""Soft cap of Gemma 2, and most query heads to a KV head of calls that are timed with it. Gemma 2
+has two."""
+_PADDING: Mapping[int, Mapping[str, Value]] = {
+    64: {"blocks_per_sm": 2, "early_exp": 0, "q_in_registers": False, "stages_output": True},
+    128: {"blocks_per_sm": 2, "early_exp": 0, "q_in_registers": True, "stages_output": True},
+    256: {"blocks_per_sm": 1, "early_exp": 50, "q_in_registers": False},
+}
+"""Levers of the kernels that pad heads, by head dimension: those of kernels that pack four."""
 PRODUCT_KERNELS: Mapping[Rows, int] = {"few": 8, "narrow": 11, "wide": 10}
 """Compiled kernels of a domain of plain products."""
 BIASED_KERNELS, ACTIVATED_KERNELS = 4, 3
@@ -94,9 +107,16 @@ SPLITS = 2
 def domains(op: str) -> list[AnyDomain]:
     """Domains of an operation that are timed."""
     if op == AttentionDomain.op:
+        phases: tuple[Phase, ...] = ("one", "few")
         return [
-            AttentionDomain(width, mask, phase)
-            for width, (mask, phase) in product(INSTANCES, KINDS)
+            *(
+                AttentionDomain(width, mask, phase)
+                for width, (mask, phase) in product(INSTANCES, KINDS)
+            ),
+            *(
+                AttentionDomain(width, "full", phase, has_softcap=True)
+                for width, phase in product(CAPPED_DIMS, phases)
+            ),
         ]
     if op == ProductDomain.op:
         return [ProductDomain(rows, name) for name in EPILOGUES for rows in PRODUCT_KERNELS]
@@ -129,9 +149,11 @@ def _calls() -> tuple[ModelCall, ...]:
 
 
 def _as_timed(problem: Any) -> Problem | None:
-    """A call's problem in bf16; None if it is too large, or modified."""
-    most = MAX_FLOPS if isinstance(problem, AttentionProblem) else MAX_PRODUCT_FLOPS
-    if problem.flops > most or (isinstance(problem, AttentionProblem) and problem.softcap):
+    """A call's problem in bf16; None if it is too large, or a prompt with a soft cap."""
+    is_attention = isinstance(problem, AttentionProblem)
+    if problem.flops > (MAX_FLOPS if is_attention else MAX_PRODUCT_FLOPS):
+        return None
+    if is_attention and problem.softcap and not problem.is_decoding:
         return None
     types = {"dtype": "bfloat16"}
     if isinstance(problem, GemmProblem):
@@ -174,12 +196,15 @@ def _taken(
         by_heads = list(found)[: round(wanted * (1 - BY_SIZE))]
         found = dict.fromkeys([*by_heads, *_by_size(by_heads, own)][:wanted])
     widths = sorted({problem.head_dim for problem in own} | {domain.head_dim})
-    others = [
-        problem
-        for width in INSTANCES
-        if width != domain.head_dim
-        for problem in called.get(domain._replace(head_dim=width), ())
-    ]
+    kin = [domain._replace(head_dim=width) for width in INSTANCES if width != domain.head_dim]
+    others = [problem for one in kin for problem in called.get(one, ())]
+    if domain.has_softcap:  # few models have one
+        others += [
+            replace(problem, softcap=SOFTCAP)
+            for one in (domain, *kin)
+            for problem in called.get(one._replace(has_softcap=False), ())
+            if problem.heads_kv < problem.heads_q <= CAPPED * problem.heads_kv
+        ]
     for number, problem in enumerate(_in_turn(domain, others)):
         if len(found) == wanted:
             break
@@ -299,7 +324,9 @@ def _kernels(
         count = BIASED_KERNELS if domain.epilogue == "bias" else ACTIVATED_KERNELS
     elif isinstance(domain, ProductDomain):
         count, is_narrow = PRODUCT_KERNELS[domain.rows], domain.rows == "narrow"
-    if len(known) >= count:
+    elif domain.phase != "prompt":
+        known |= dict.fromkeys(_padded(domain, problems))
+    if len(known) >= count or (isinstance(domain, AttentionDomain) and domain.has_softcap):
         return list(known)
     near = [one for other in _near(domain) for one in _of_portfolio(other, portfolio)]
     spaces = [
@@ -355,11 +382,30 @@ def _loss(times: Sequence[float], best: Sequence[float]) -> float:
 
 
 def _of_portfolio(domain: AnyDomain, portfolio: Portfolio | None) -> Iterator[Config]:
-    """The portfolio's kernels that were measured in a domain."""
-    models = None if portfolio is None else portfolio.domains.get(domain)
+    """The portfolio's kernels that serve a domain."""
+    models = None if portfolio is None else portfolio.models_of(domain)
     for candidate in models.candidates if models else ():
         if not candidate.is_vendor and candidate.family is not None:
             yield _compiled(candidate.config)
+
+
+def _padded(domain: AttentionDomain, problems: Sequence[AttentionProblem]) -> Iterator[Config]:
+    """The kernel that packs any number of heads, if that of a problem is not a power of two, as in
+    public models of D = 64 and 128; with a soft cap always, since few kernels have one.
+    """
+    groups = {problem.heads_q // problem.heads_kv for problem in problems}
+    is_odd = domain.head_dim in (64, 128) and any(group & (group - 1) for group in groups)
+    if domain.has_softcap or is_odd:
+        params: dict[str, Value] = {
+            "warp_groups": 1,
+            "tile_n": 64,
+            "kv_stages": 2,
+            "score_buffers": 1,
+            "persistent": False,
+            "packed_heads": CAPPED if domain.has_softcap else PADDED,
+            "pads_heads": True,
+        }
+        yield Config("fused_attention", {**params, **_PADDING[domain.head_dim]})
 
 
 def _near(domain: AnyDomain) -> Iterator[AnyDomain]:

@@ -25,6 +25,7 @@ from tuner.base.install import extra_command
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import families
+from tuner.families.fused_attention import PACKING
 from tuner.families.work import floor_us, sizes_of
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Regime
@@ -300,7 +301,7 @@ def _models(
     if not own:
         return None
     without = domain.without_activation
-    judge = _Judge(domain, kernels, gpu, _kernels(without, plain) if without else ())
+    judge = _Judge(domain, regime, kernels, gpu, _kernels(without, plain) if without else ())
     count = domain.max_kernels if most is None else min(most, domain.max_kernels)
     chosen = judge.cover([kernel for kernel in own if judge.is_known(kernel)], count)
     if not chosen:
@@ -320,7 +321,7 @@ def _by_kernel(found: Iterable[Point]) -> dict[Config, list[Point]]:
 
 def _unpacked(config: Config) -> Config:
     """The config whatever heads it packs: work is counted with them."""
-    params = {name: value for name, value in config.params.items() if name != "packed_heads"}
+    params = {name: value for name, value in config.params.items() if name not in PACKING}
     return Config(config.family, params)
 
 
@@ -385,12 +386,15 @@ class _Judge:
     def __init__(
         self,
         domain: AnyDomain,
+        regime: Regime,
         kernels: Sequence[_Kernel],
         gpu: Gpu,
         plain: Sequence[_Kernel] = (),
     ) -> None:
-        """Args: domain; kernels: measured in it; gpu; plain: measured without its activation."""
-        self._domain, self._gpu = domain, gpu
+        """Args: domain; regime: of the measurements; kernels: measured in it; gpu; plain: measured
+        without its activation.
+        """
+        self._domain, self._is_cold, self._gpu = domain, regime.l2 == "cold", gpu
         self._fits = _Fits(domain, kernels, gpu, plain)
         self._rows: dict[str, list[_Row]] = defaultdict(list)
         self._errors: dict[Config, list[float]] = {}
@@ -453,26 +457,29 @@ class _Judge:
         self, own: Sequence[_Kernel], vendors: Sequence[_Kernel], margin: float
     ) -> tuple[float, Regret]:
         """Mean cost and regret of the choices at problems where both an own kernel and a vendor's
-        were measured.
+        were measured; at all with an own kernel where no vendor's takes such calls.
         """
         losses, ratios, owns = [], [], 0
         for rows in self._rows.values():
             mine = [row for row in rows if row.kernel in own and self._is_offered(row)]
             theirs = [row for row in rows if row.kernel in vendors]
-            if not mine or not theirs:
+            if not mine or (vendors and not theirs):
                 continue
             doubts = {row: 1 + margin * self._error(row.kernel, 0.9) for row in mine}
             first = min(mine, key=lambda row: row.expected * doubts[row])
             named = {str(row.kernel.config["kernel"]): row for row in theirs}
-            vendor = named[preferred({name: row.expected for name, row in named.items()})]
-            is_own = first.expected * doubts[first] <= vendor.expected
-            owns += is_own
-            chosen = first if is_own else vendor
+            chosen = first
+            if named:
+                vendor = named[preferred({name: row.expected for name, row in named.items()})]
+                if vendor.expected < first.expected * doubts[first]:
+                    chosen = vendor
+                ratios.append(min(row.us for row in theirs) / chosen.us)
+            owns += chosen is first
             losses.append(chosen.us / min(row.us for row in rows) - 1)
-            ratios.append(min(row.us for row in theirs) / chosen.us)
         count = len(losses)
         if not count:
             return 0.0, Regret(0, 0.0, 0.0, 1.0, 1.0, 1.0)
+        ratios = ratios or [1.0]
         geometric = math.exp(fmean(map(math.log, ratios)))
         slower = [min(MAX_LOSS, max(0.0, 1 / ratio - 1)) for ratio in ratios]
         cost = fmean(min(MAX_LOSS, loss) for loss in losses) + SLOWER_COSTS * fmean(slower)
@@ -500,7 +507,7 @@ class _Judge:
             rates = self._fits.rates(kernel, base, held)
             for of, point in zip(folds, kernel.points, strict=True):
                 if of == number:
-                    expected = _expected(point.problem, point.config, rates, self._gpu)
+                    expected = self._expected(point.problem, point.config, rates)
                     found.append(_Row(kernel, point, expected))
         found = [row for row in found if kernel.is_own(row.point)]
         return sorted(abs(row.expected / row.us - 1) for row in found), found, base
@@ -550,12 +557,17 @@ class _Judge:
             for key in self._problems(own)
         ]
 
+    def _expected(self, problem: Problem, config: Config, rates: Sequence[float]) -> float:
+        work = families()[config.family].work(problem, config, self._gpu)
+        floor = floor_us(sizes_of(problem), self._gpu, self._is_cold)
+        return max(sum(map(mul, rates, work), 0.0), floor or 0.0)
+
     def _expected_of(self, kernel: _Kernel, problem: Problem, rates: Sequence[float]) -> float:
         if not kernel.spread.holds(self._domain.sizes(problem), self._domain):
             return math.inf
         family = families()[kernel.config.family]
         times = (
-            _expected(problem, config, rates, self._gpu)
+            self._expected(problem, config, rates)
             for config in family.scheduled(problem, kernel.config, self._gpu)
             if family.accepts(problem, config, self._gpu)
         )
@@ -620,11 +632,6 @@ def _is_plain_of(plain: _Kernel, kernel: _Kernel) -> bool:
     if _is_vendor(kernel.config):
         return all(one.config.get("kernel") in one.domain.vendors for one in (plain, kernel))
     return plain.config == kernel.config
-
-
-def _expected(problem: Problem, config: Config, rates: Sequence[float], gpu: Gpu) -> float:
-    work = families()[config.family].work(problem, config, gpu)
-    return max(sum(map(mul, rates, work), 0.0), floor_us(sizes_of(problem), gpu) or 0.0)
 
 
 def _mean_loss(times: Sequence[float], best: Sequence[float]) -> float:

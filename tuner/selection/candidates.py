@@ -277,7 +277,8 @@ class DomainTimes:
         sizes = self._kind(*map(tape.argument, self._kind._fields))
         sizes = self.models.domain.with_known(sizes)
         here, margin = self._expected_here(sizes)
-        least_us = floor_us(sizes, self.models.made_on or self.gpu)
+        is_cold = self.models.regime.l2 == "cold"
+        least_us = floor_us(sizes, self.models.made_on or self.gpu, is_cold)
         bounded = partial(larger, least_us) if least_us is not None else _same
         rows = []
         for place, one in self._own.items():

@@ -37,7 +37,7 @@ from tuner.config import Config
 from tuner.errors import ConfigError, StoreError
 from tuner.families import find
 from tuner.families.base import INCOMPATIBLE_CONFIG_ERRORS
-from tuner.families.fused_attention import paged, sparse
+from tuner.families.fused_attention import PACKING, paged, sparse
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Regime
 from tuner.problem import Problem
@@ -71,7 +71,7 @@ _DIGITS = 5
 
 def _unpacked(one: Candidate) -> Candidate:
     """The candidate with one head (no packing) in the rows of a tile."""
-    params = {name: value for name, value in one.config.params.items() if name != "packed_heads"}
+    params = {name: value for name, value in one.config.params.items() if name not in PACKING}
     return replace(one, config=Config(one.config.family, params, one.config.stages))
 
 

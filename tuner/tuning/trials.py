@@ -380,7 +380,10 @@ class _AttentionDraw(_Draw):
         return is_divided and self._family.kernels(problem, self._target.config) == kernels
 
     def _heads(self) -> Iterator[tuple[int, int]]:
-        ratios = [(n * self._packed * heads, heads) for n in _RATIOS for heads in _KEY_HEADS]
+        counts = [n * self._packed for n in _RATIOS]
+        if self._target.config.get("pads_heads"):  # every group that a pack holds
+            counts = list(range(2, self._packed + 1))
+        ratios = [(count * heads, heads) for count in counts for heads in _KEY_HEADS]
         for heads_q, heads_kv in (*_HEADS, *ratios):
             problem = replace(self._usual, heads_q=heads_q, heads_kv=heads_kv)
             if self._carried(problem) is not None:

@@ -84,6 +84,8 @@ MASK_REGISTERS = 16
 BLOCK_MASK_REGISTERS = 12
 #: Rows of K and V that a tile under a block-sparse mask may have: its bits lie in one word.
 SPARSE_TILES = (32, 64, 128)
+PACKING = frozenset({"packed_heads", "pads_heads"})
+"""Parameters that say which query heads share a tile's rows."""
 #: Query heads that share a tile's rows at most.
 MAX_PACKED = 32
 #: The same with e4m3: a thread's two rows are 8 apart and have one factor, that of one head.
@@ -143,6 +145,7 @@ class FusedAttention(Family):
         "kv_stages": (1, 2, 3, 4, 5, 8),
         "score_buffers": (1, 2),
         "packed_heads": (1, 2, 4, 8, 16, MAX_PACKED),
+        "pads_heads": (True,),
         "ping_pong": (False, True),
         "q_in_registers": (False, True),
         "early_exp": (0, 50, 100),
@@ -157,7 +160,7 @@ class FusedAttention(Family):
     optional = frozenset(
         {
             *("key_groups", "packed_heads", "ping_pong", "early_exp", "stages_output", "combine"),
-            "box_rows",
+            *("pads_heads", "box_rows"),
         }
     )
     draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {
@@ -284,13 +287,18 @@ class FusedAttention(Family):
 
     @staticmethod
     def _packing(problem: AttentionProblem, config: Config) -> list[str]:
-        """Violations of `packed_heads`."""
+        """Violations of `packed_heads` and `pads_heads`."""
         group = problem.heads_q // problem.heads_kv
         if ("packed_heads" in config.params) != (group > 1):
             return ["packed_heads is for several query heads to a KV head, only"]
         packed = config.get("packed_heads", 1)
         found = []
-        if group % packed:
+        if "pads_heads" in config.params:
+            if not _may_pad(problem):
+                found.append("pads_heads is not for e4m3, mask operands, block masks or sinks")
+            if group > packed:
+                found.append(f"packed_heads={packed} is less than the {group} heads to a KV head")
+        elif group % packed:
             found.append(f"packed_heads={packed} does not divide the {group} heads to a KV head")
         if problem.dtype == E4M3 and packed > MAX_PACKED_E4M3:
             found.append(
@@ -345,8 +353,7 @@ class FusedAttention(Family):
         several groups only where they have rows.
         """
         packings = _packings(problem)
-        rows = problem.seqlen_q * max(packings)
-        heads = problem.batch * problem.heads_q
+        rows = problem.seqlen_q * max(packed for packed, _ in packings)
         head_dim = instance(problem.head_dim)
         shares_sm = head_dim <= 128  # two blocks of the smallest tiles fit
         is_e4m3 = problem.dtype == E4M3
@@ -356,9 +363,9 @@ class FusedAttention(Family):
         if problem.block_mask:
             tiles_n = (64, 128)
         levers = product(SHAPES, tiles_n, (1, 2), packings, (False, True))
-        for (groups, sharing, blocks), tile_n, buffers, packed, in_registers in levers:
+        for (groups, sharing, blocks), tile_n, buffers, (packed, pads), in_registers in levers:
             tile_m = 64 * groups // sharing
-            tiles = -(-problem.seqlen_q * packed // tile_m) * heads // packed
+            tiles = -(-problem.seqlen_q * packed // tile_m) * _packs(problem, packed, pads)
             is_crowded = tiles > gpu.sm_count
             if rows <= tile_m - 64 or (
                 groups == 1
@@ -407,6 +414,8 @@ class FusedAttention(Family):
                     params["early_exp"] = early
                 if problem.heads_q > problem.heads_kv:
                     params["packed_heads"] = packed
+                if pads:
+                    params["pads_heads"] = True
                 yield Config(self.name, params)
 
     def carried(self, problem: Problem, config: Config) -> Config:
@@ -423,7 +432,11 @@ class FusedAttention(Family):
             params.pop("stages_output", None)
         if not attention.is_paged:
             params.pop("box_rows", None)
-        packed = math.gcd(int(params.pop("packed_heads", 1)), group)
+        packed, pads = int(params.pop("packed_heads", 1)), params.pop("pads_heads", False)
+        if pads and 1 < group <= packed and _may_pad(attention):
+            params["pads_heads"] = True
+        else:
+            packed = math.gcd(packed, group)
         if attention.seqlen_q < _tile_m(params) and not attention.is_paged:
             return config
         return Config(self.name, {**params, "packed_heads": packed} if group > 1 else params)
@@ -432,12 +445,12 @@ class FusedAttention(Family):
         self, problem: Problem, gpu: Gpu, members: Sequence[Config], rng: random.Random
     ) -> Config:
         """As `Family.draw`, with `ping_pong`, `early_exp` and `combine` only where they apply.
-        `key_groups` and `stages_output` are each off half of the time. Boxes are as wide as
-        possible.
+        `key_groups`, `pads_heads` and `stages_output` are each off half of the time. Boxes are as
+        wide as possible.
         """
         params = dict(super().draw(problem, gpu, members, rng).params)
         params.pop("box_rows", None)
-        for name in ("key_groups", "stages_output"):
+        for name in ("key_groups", "pads_heads", "stages_output"):
             if rng.random() < 0.5:
                 params.pop(name, None)
         ping_pong, early = params.pop("ping_pong", False), params.pop("early_exp", 0)
@@ -542,22 +555,23 @@ class FusedAttention(Family):
             resident=int(config["blocks_per_sm"]),
             packed=int(config.get("packed_heads", 1)),
             splits=int(config.get("splits", 1)),
+            pads_heads=bool(config.get("pads_heads", False)),
         )
 
     def splitter(self, config: Config, gpu: Gpu) -> Callable[[Any], Sequence[int]]:
         params, rows = config.params, _tile_m(config.params)
-        packed = int(params.get("packed_heads", 1))
+        packed, pads = int(params.get("packed_heads", 1)), "pads_heads" in params
         is_split, is_clustered = "combine" in params, params.get("combine") == "cluster"
         room = gpu.sm_count * int(params["blocks_per_sm"])
         room = int(CLUSTERED_SHARE * room) if is_clustered else room
 
         def splits(problem: AttentionProblem) -> Sequence[int]:
-            heads = problem.heads_q
-            if packed != 1 and heads // problem.heads_kv % packed:
+            group = problem.heads_q // problem.heads_kv
+            if packed != 1 and (not 1 < group <= packed if pads else group % packed):
                 return ()
             if not is_split:
                 return (1,)
-            tiles = -(-problem.seqlen_q * packed // rows) * problem.batch * heads // packed
+            tiles = -(-problem.seqlen_q * packed // rows) * _packs(problem, packed, pads)
             most = min(room // tiles, problem.seqlen_kv // MIN_SPLIT_KEYS)
             return _counts(min(most, MAX_CLUSTERED) if is_clustered else most)
 
@@ -683,11 +697,30 @@ def _tile_m(params: Mapping[str, Value]) -> int:
     return 64 * int(params["warp_groups"]) // int(params.get("key_groups", 1))
 
 
-def _packings(problem: AttentionProblem) -> tuple[int, ...]:
-    """Choices of `packed_heads`: 1, or the most that fit."""
-    limit = MAX_PACKED_E4M3 if problem.dtype == E4M3 else MAX_PACKED
-    most = math.gcd(problem.heads_q // problem.heads_kv, limit)
-    return (1, most) if most > 1 else (1,)
+def _packings(problem: AttentionProblem) -> tuple[tuple[int, bool], ...]:
+    """Choices of `packed_heads` and `pads_heads`: 1, the most that divide the heads, or with padding
+    the next power of two.
+    """
+    group = problem.heads_q // problem.heads_kv
+    most = math.gcd(group, MAX_PACKED_E4M3 if problem.dtype == E4M3 else MAX_PACKED)
+    padded = 1 << (group - 1).bit_length()
+    found = [(1, False)]
+    if most > 1:
+        found.append((most, False))
+    if most < group <= MAX_PACKED and _may_pad(problem):
+        found.append((padded, True))
+    return tuple(found)
+
+
+def _may_pad(problem: AttentionProblem) -> bool:
+    """True if rows of heads that a KV head lacks may be computed."""
+    has_heads_own = problem.dtype == E4M3 or problem.has_sinks or problem.mask_operand is not None
+    return not (has_heads_own or problem.block_mask)
+
+
+def _packs(problem: AttentionProblem, packed: int, pads: bool) -> int:
+    """Packs of query heads of all sequences."""
+    return problem.batch * (problem.heads_kv if pads else problem.heads_q // packed)
 
 
 def _depths(problem: AttentionProblem, rows: int) -> tuple[int, ...]:

@@ -108,7 +108,8 @@ def predict_us(
     if splits > 1 and config["combine"] == "cluster":
         known = (most // splits * splits for size, most in CLUSTERED_BLOCKS if splits <= size)
         sm_count = min(sm_count, next(known, LARGE_CLUSTERS * splits))
-    blocks = tiles * problem.heads_q // packed * problem.batch * splits / sm_count
+    packs = problem.heads_kv if config.get("pads_heads") else problem.heads_q // packed
+    blocks = tiles * packs * problem.batch * splits / sm_count
     rounds = ceil(blocks)
     resident = min(resident, rounds)
     batches = ceil(rounds / resident)
