@@ -237,11 +237,13 @@ CLOSED_TERMS = (
     "activations",
     "weights",
     "output",
+    "depth",
     "gigaflops",
     *(f"{term} of {tiles}" for tiles in TILINGS for term in _OF_TILES),
 )
 """Names of what `closed_work` counts. Megabytes of A and of B are terms of their own beside all
-that goes through memory: a call finds its activations in the L2, and its weights in memory."""
+that goes through memory: a call finds its activations in the L2, and its weights in memory. The
+fourth root of K is its depth: a library divides the sums of a long K."""
 CONSTANT_TERMS = frozenset(
     {
         *("launch", "memory", "activations", "weights", "bound", "repeated", "output"),
@@ -260,5 +262,5 @@ def closed_work(sizes: ProductSizes, tiling: None, gpu: Gpu) -> tuple[float, ...
     flops = 2 * sizes.m * sizes.n * sizes.k / GIGAFLOP
     amounts = map(_of_tiles, found)
     memory, weights = sizes.inputs + sizes.output, sizes.weights
-    mean = 1.0, memory, sizes.inputs - weights, weights, sizes.output, flops
+    mean = 1.0, memory, sizes.inputs - weights, weights, sizes.output, sizes.k**0.25, flops
     return (*mean, *chain.from_iterable(amounts))
