@@ -16,6 +16,7 @@ from tuner.problem.population import draw, subset
 from tuner.search import pool
 from tuner.search import portfolio as fitting
 from tuner.selection.domains import (
+    EPILOGUES,
     AnyDomain,
     AttentionDomain,
     Domain,
@@ -104,7 +105,7 @@ def sample(domain: AnyDomain, with_portfolio: bool) -> Mapping[Problem, Sequence
 @pytest.mark.parametrize("with_portfolio", [False, True])
 @pytest.mark.parametrize(
     "domain",
-    [FEW, ProductDomain("few"), ProductDomain("wide", "bias"), GatedDomain("wide")],
+    [FEW, ProductDomain("few"), ProductDomain("wide", "bias_gelu"), GatedDomain("wide")],
     ids=lambda domain: domain.label(),
 )
 def test_candidates_are_legal_and_beside_pytorch_s(domain: AnyDomain, with_portfolio: bool) -> None:
@@ -150,7 +151,7 @@ def test_a_survey_takes_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("domain", PRODUCTS, ids=lambda domain: domain.label())
 def test_a_domain_s_products_are_of_many_layers(domain: ProductDomain | GatedDomain) -> None:
     found = PRODUCTS[domain]
-    assert 8 <= len(found) == len(set(found)) <= pool.PRODUCTS
+    assert 8 <= len(found) == len(set(found)) <= max(pool.PRODUCTS.values())
     for problem in found:
         assert Domain.of(problem) == domain and str(pool.regime(problem)) == "stream-cold"
         assert problem.flops <= pool.MAX_PRODUCT_FLOPS and problem.dtype == "bfloat16"
@@ -166,7 +167,8 @@ def test_the_first_products_cover_the_sizes(rows: Rows) -> None:
         if Domain.of(call.problem) == ProductDomain(rows)
         and call.problem.flops <= pool.MAX_PRODUCT_FLOPS
     ]
-    first = [ProductDomain.sizes(p) for p in PRODUCTS[ProductDomain(rows)][: pool.PRODUCTS // 4]]
+    count = pool.PRODUCTS[rows] // 4
+    first = [ProductDomain.sizes(p) for p in PRODUCTS[ProductDomain(rows)][:count]]
     for every, some in zip(zip(*called, strict=True), zip(*first, strict=True), strict=True):
         octaves, reached = (math.log2(max(sizes) / min(sizes)) for sizes in (every, some))
         assert reached >= octaves - 2
@@ -185,7 +187,10 @@ def test_every_kernel_and_pytorch_s_are_timed_often_enough() -> None:
 
 
 def test_every_domain_of_products_is_timed() -> None:
-    assert len([domain for domain in PRODUCTS if domain.op == "gemm"]) == 18
+    timed = {domain.epilogue for domain in PRODUCTS if isinstance(domain, ProductDomain)}
+    alike = {one.epilogue for name in timed for one in ProductDomain("wide", name).alike}
+    assert timed == set(pool.TIMED_EPILOGUES) and alike == set(EPILOGUES)
+    assert ProductDomain("tall") in PRODUCTS and ProductDomain("tall", "gelu") not in PRODUCTS
     assert {d.rows for d in PRODUCTS if isinstance(d, GatedDomain)} == {"few", "narrow", "wide"}
 
 
@@ -200,16 +205,31 @@ def test_narrow_products_are_timed_with_k_divided() -> None:
     assert len(divided) == pool.STREAM_KERNELS
 
 
-@pytest.mark.parametrize("epilogue", ["bias", "gelu"])
-def test_a_product_with_an_epilogue_is_timed_with_kernels_of_the_plain_one(epilogue: str) -> None:
+def test_a_product_with_an_activation_is_timed_with_kernels_of_the_plain_one() -> None:
     own, plain = (
         {
             families()[group[0].family].compile_digest(group[0])  # type: ignore[index]
             for groups in sample(ProductDomain("wide", one), True).values()
             for group in groups[1:]
         }
-        for one in (epilogue, "")
+        for one in ("bias_gelu", "")
     )
-    known = pool._of_portfolio(ProductDomain("wide"), SHIPPED["gemm"])
-    assert own and own <= plain | {families()[one.family].compile_digest(one) for one in known}
-    assert len(own) <= pool.BIASED_KERNELS
+    known = [
+        families()[one.family].compile_digest(one)
+        for epilogue in ("bias_gelu", "")
+        for one in pool._of_portfolio(ProductDomain("wide", epilogue), SHIPPED["gemm"])
+    ]
+    assert own and own <= plain | {*known}
+
+
+def test_a_product_with_a_bias_is_timed_by_pytorch_alone() -> None:
+    for groups in sample(ProductDomain("wide", "bias"), True).values():
+        assert [config["kernel"] for group in groups for config in group] == ["addmm"]  # type: ignore[attr-defined]
+
+
+def test_the_shortest_estimates_are_timed_and_launches_hide() -> None:
+    for problem, groups in sample(ProductDomain("wide"), False).items():
+        own = groups[1:]
+        assert len(own) <= pool.TIMED_KERNELS
+        for group in own:
+            assert all(c.get("pdl") or c.get("tile_scheduler") == "StreamK" for c in group)  # type: ignore[attr-defined]

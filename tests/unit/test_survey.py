@@ -42,7 +42,7 @@ from tuner.tuning.survey import (
 )
 from tuner.tuning.sweep import Sweep
 
-SMALL = parse_problem("op=gemm,M=512,N=4096,K=4096")
+SMALL = parse_problem("op=gemm,M=2048,N=4096,K=4096")
 LARGE = parse_problem("op=gemm,M=4096,N=4096,K=4096")
 SHORT = parse_problem("S=1024,D=64")
 FEW = SurveySize(kernels=10, variants=3)

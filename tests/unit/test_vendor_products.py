@@ -33,7 +33,7 @@ from tuner.families.vendor.blas import (
 )
 from tuner.families.vendor.grouped_gemm import grouped, in_turn
 from tuner.families.vendor.softmax import softmax
-from tuner.families.vendor.swiglu import swiglu
+from tuner.families.vendor.swiglu import INTERLEAVED, interleaved, swiglu
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import (
     E4M3,
@@ -187,12 +187,16 @@ def test_swiglu_agrees_with_fp64_on_weights_in_its_own_order(dtype: Any) -> None
     theirs = torch.empty_strided(
         wanted.operands[1].shape, wanted.operands[1].strides, dtype=weights.dtype
     ).copy_(weights)
-    call = tried(swiglu(wanted), wanted, "torch", "cpu")
-    assert not isinstance(call, str), call
-    out = call(a, theirs)
     gate, up = (half.reshape(64, 48).double() for half in weights)
     exact = torch.nn.functional.silu(a.double() @ gate.T) * (a.double() @ up.T)
-    assert (out.double() - exact).norm() / exact.norm() < (8e-3 if dtype == "bfloat16" else 1e-3)
+    as_it_is = Config("vendor_swiglu", {"kernel": INTERLEAVED})
+    assert member.handed_over(problem, as_it_is) == problem
+    for posed, way, given in ((wanted, swiglu, theirs), (problem, interleaved, weights)):
+        call = tried(way(posed), posed, "torch", "cpu")
+        assert not isinstance(call, str), call
+        out = call(a, given)
+        error = (out.double() - exact).norm() / exact.norm()
+        assert error < (8e-3 if dtype == "bfloat16" else 1e-3)
 
 
 @needs_torch

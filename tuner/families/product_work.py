@@ -238,13 +238,21 @@ _OF_TILES = ("waves", "wave_steps", "mean_steps", "bound")
 CLOSED_TERMS = (
     "launch",
     "memory",
+    "activations",
+    "weights",
     "output",
+    "depth",
     "gigaflops",
     *(f"{term} of {tiles}" for tiles in TILINGS for term in _OF_TILES),
 )
-"""Names of what `closed_work` counts."""
+"""Names of what `closed_work` counts. Megabytes of A and of B are terms of their own beside all
+that goes through memory: a call finds its activations in the L2, and its weights in memory. The
+fourth root of K is its depth: a library divides the sums of a long K."""
 CONSTANT_TERMS = frozenset(
-    {"launch", "memory", "bound", "repeated", "output", "partials", "uneven", "uneven_root"}
+    {
+        *("launch", "memory", "activations", "weights", "bound", "repeated", "output"),
+        *("partials", "uneven", "uneven_root"),
+    }
 )
 """Terms whose rates do not follow the clock."""
 CHIP_TERMS = frozenset({"gigaflops"})
@@ -257,4 +265,6 @@ def closed_work(sizes: ProductSizes, tiling: None, gpu: Gpu) -> tuple[float, ...
     found = [work(sizes, tiling, gpu) for tiling in TILINGS.values()]
     flops = 2 * sizes.m * sizes.n * sizes.k / GIGAFLOP
     amounts = map(_of_tiles, found)
-    return (1.0, sizes.inputs + sizes.output, sizes.output, flops, *chain.from_iterable(amounts))
+    memory, weights = sizes.inputs + sizes.output, sizes.weights
+    mean = 1.0, memory, sizes.inputs - weights, weights, sizes.output, sizes.k**0.25, flops
+    return (*mean, *chain.from_iterable(amounts))

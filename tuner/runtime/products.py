@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from tuner.errors import ConfigError
 from tuner.families.base import Strides
+from tuner.families.vendor.swiglu import of_pairs, pairs
 from tuner.problem import (
     ACTIVATIONS,
     E4M3,
@@ -283,8 +284,12 @@ class SwigluCall(_Gated, Call):
         return guards.deferred(*self) or table.run(plan, *self)
 
     def by_pytorch(self) -> torch.Tensor:
-        groups = functional.linear(self.input, self.weights).unflatten(-1, (-1, 8, 4, 2))
-        gate, up = groups.transpose(-3, -2).unbind(-1)
+        both = functional.linear(self.input, self.weights)
+        is_plain = not torch.compiler.is_compiling() and guards.unserved(self) is None
+        if is_plain and not guards.wants_gradient(*self):
+            out: torch.Tensor = of_pairs(both)
+            return out
+        gate, up = pairs(both)
         return (functional.silu(gate) * up).flatten(-3)
 
 

@@ -24,6 +24,8 @@ from tuner.families.base import Family
 from tuner.families.fused_attention import INSTANCES
 from tuner.families.gemm.shape import PLAIN
 from tuner.families.gemv import LEAD as GEMV_LEAD
+from tuner.families.product_work import MEGABYTE
+from tuner.families.work import sizes_of
 from tuner.hardware import Gpu
 from tuner.measurement import Regime
 from tuner.problem import AttentionProblem, GemmProblem, Problem
@@ -56,14 +58,17 @@ BY_SIZE = 1 / 3
 DECODED = 2
 """Factor for domains in which one query decodes: lengths and batches vary most there, and PyTorch's
 kernels are nearest."""
-PRODUCTS, BIASED_PRODUCTS, ACTIVATED_PRODUCTS, GATED_PRODUCTS = 56, 28, 8, 24
-"""Number of problems of a domain of plain products, of products with a bias, of products with an
-activation, and of gated ones."""
+PRODUCTS: Mapping[Rows, int] = {"few": 56, "narrow": 48, "wide": 64, "tall": 14}
+"""Number of problems of a domain of plain products."""
+BIASED_PRODUCTS, ACTIVATED_PRODUCTS, GATED_PRODUCTS = 28, 16, 24
+"""Number of problems of a domain of products with a bias, with an activation, and of gated ones."""
 MAX_ESTIMATE = 2.0
 """Longest estimate of a product's kernel that is timed, over the shortest one at the problem."""
-MIN_THINNED = 24
-"""Fewest problems of a domain of products whose kernels are timed by turns: one half at a problem,
-the other at the next. More problems tell more of PyTorch's kernel, which is timed at each."""
+TIMED_KERNELS = 8
+"""Most compiled kernels of a product that are timed, those of the shortest estimates. With all of
+them there were fewer problems, and PyTorch's kernel is timed at each."""
+MAX_RESIDENT_BYTES = 20 << 20
+"""Largest operands of a product whose tiles are timed in one order: the L2 holds them."""
 MAX_FLOPS = 2e12
 """Largest attention problem, FLOP: about 3 ms on an H200."""
 MAX_DECODED_BYTES = 1 << 30
@@ -91,11 +96,13 @@ _PADDING: Mapping[int, Mapping[str, Value]] = {
     256: {"blocks_per_sm": 1, "early_exp": 50, "q_in_registers": False},
 }
 """Levers of the kernels that pad heads, by head dimension: those of kernels that pack four."""
-PRODUCT_KERNELS: Mapping[Rows, int] = {"few": 8, "narrow": 11, "wide": 10}
+PRODUCT_KERNELS: Mapping[Rows, int] = {"few": 8, "narrow": 18, "wide": 28, "tall": 10}
 """Compiled kernels of a domain of plain products."""
-BIASED_KERNELS, ACTIVATED_KERNELS = 4, 3
-"""Compiled kernels of a domain of products with a bias, and with an activation: those of the plain
-products."""
+TIMED_EPILOGUES = "", "bias", "bias_gelu"
+"""Epilogues that are timed: one activation stands for all, whose kernels take the same time."""
+ACTIVATED_KERNELS = 3
+"""Compiled kernels of a domain of products with an activation: those of the plain products. With a
+bias only PyTorch's are timed."""
 GATED_KERNELS = 6
 """Compiled kernels of a domain of gated products."""
 STREAM_KERNELS = 2
@@ -119,8 +126,13 @@ def domains(op: str) -> list[AnyDomain]:
             ),
         ]
     if op == ProductDomain.op:
-        return [ProductDomain(rows, name) for name in EPILOGUES for rows in PRODUCT_KERNELS]
-    return [GatedDomain(rows) for rows in PRODUCT_KERNELS]
+        return [
+            ProductDomain(rows, name)
+            for name in TIMED_EPILOGUES
+            for rows in PRODUCT_KERNELS
+            if rows != "tall" or name in ("", "bias")  # no layer with an activation is so short
+        ]
+    return [GatedDomain(rows) for rows in PRODUCT_KERNELS if rows != "tall"]
 
 
 def problems(op: str) -> dict[AnyDomain, list[Any]]:
@@ -167,22 +179,21 @@ def _wanted(domain: AnyDomain) -> int:
     if not isinstance(domain, ProductDomain):
         return GATED_PRODUCTS
     if domain.epilogue in ("", "bias"):
-        return BIASED_PRODUCTS if domain.epilogue else PRODUCTS
+        return BIASED_PRODUCTS if domain.epilogue else PRODUCTS[domain.rows]
     return ACTIVATED_PRODUCTS
 
 
 def _called(
     domain: AnyDomain, called: Mapping[AnyDomain, Mapping[Problem, None]]
 ) -> dict[Problem, None]:
-    """Problems of a domain that models call; with an activation also those of the others, with
-    this activation, since few models have each.
+    """Problems of a domain that models call, and those of domains whose kernels take the same time
+    (`Domain.alike`): few models have each activation, and a bias adds nothing. Only with a bias,
+    where PyTorch's kernels alone are timed, they are the calls that have it.
     """
     found = dict(called.get(domain, ()))
-    if isinstance(domain, ProductDomain) and domain.epilogue not in ("", "bias"):
-        for epilogue in EPILOGUES:
-            if epilogue not in ("", "bias", domain.epilogue):
-                for problem in called.get(domain._replace(epilogue=epilogue), ()):
-                    found[replace(problem, epilogue=domain.epilogue)] = None  # type: ignore[call-arg]
+    if isinstance(domain, ProductDomain) and domain.epilogue != "bias":
+        for other in domain.alike:
+            found.update(dict.fromkeys(map(domain.moved, called.get(other, ()))))
     return found
 
 
@@ -287,12 +298,10 @@ def sample(
     """
     kernels = _kernels(domain, problems, gpu, portfolio)
     found = {}
-    for number, problem in enumerate(problems):
+    for problem in problems:
         groups = [list(_variants(problem, kernel, gpu)) for kernel in kernels]
         if not isinstance(domain, AttentionDomain):
-            groups = _promising(problem, groups, gpu)
-            if len(problems) >= MIN_THINNED:
-                groups = groups[number // 2 % 2 :: 2]
+            groups = _promising(problem, groups, gpu)[:TIMED_KERNELS]
         vendors = [f for f in families_of(problem.op).values() if f.is_vendor and f.work_terms]
         own = [c for f in vendors for c in f.space(problem, gpu) if c["kernel"] in domain.vendors]
         found[problem] = [group for group in (own, *groups) if group]
@@ -303,6 +312,8 @@ def _promising(problem: Any, groups: Sequence[Sequence[Config]], gpu: Gpu) -> li
     """Groups of a product's kernels without those that are estimated to take much longer than the
     best, in the order of their best estimates.
     """
+    if not groups:
+        return []
     estimates = []
     for place, group in enumerate(groups):
         times = [families()[one.family].predict_us(problem, one, gpu) for one in group]
@@ -316,12 +327,14 @@ def _kernels(
     domain: AnyDomain, problems: Sequence[Any], gpu: Gpu, portfolio: Portfolio | None
 ) -> list[Config]:
     """Compiled kernels of a domain, as configs without run-time parameters."""
+    if isinstance(domain, ProductDomain) and domain.epilogue == "bias":
+        return []
     known = dict.fromkeys(_of_portfolio(domain, portfolio))
     count, is_narrow = KERNELS, False
     if isinstance(domain, GatedDomain):
         count, is_narrow = GATED_KERNELS, domain.rows == "narrow"
     elif isinstance(domain, ProductDomain) and domain.epilogue:
-        count = BIASED_KERNELS if domain.epilogue == "bias" else ACTIVATED_KERNELS
+        count = ACTIVATED_KERNELS
     elif isinstance(domain, ProductDomain):
         count, is_narrow = PRODUCT_KERNELS[domain.rows], domain.rows == "narrow"
     elif domain.phase != "prompt":
@@ -360,8 +373,11 @@ def _covering(
     best = [min(each) for each in zip(*(times for _, times in usable), strict=True)]
     while left and len(chosen) < count:
         now = _loss(reached, best)
-        losses = [(_loss(_least(reached, times), best), config.digest) for config, times in left]
-        (loss, _), place = min((each, place) for place, each in enumerate(losses))
+        losses = [
+            (_loss(_least(reached, times), best), config.get("swap_ab", False), config.digest)
+            for config, times in left
+        ]
+        (loss, *_), place = min((each, place) for place, each in enumerate(losses))
         if reached and now - loss < 1e-3:  # no gain is left: cover again with the remaining ones
             reached = []
             continue
@@ -486,20 +502,23 @@ def _attention_ways(problem: AttentionProblem) -> list[dict[str, Value]]:
 
 
 def _product_ways(problem: Any, kernel: Config) -> list[dict[str, Value]]:
-    """Run-time parameters to try: tile orders, persistent blocks, ways to split K; for few rows
-    also programmatic dependent launch. A short product has one order: its tiles lie in a row.
+    """Run-time parameters to try: tile orders, persistent blocks, ways to split K. The launch hides
+    behind the kernel in front (programmatic dependent launch) wherever that is legal: it was faster
+    nearly everywhere. A short product has one order: its tiles lie in a row.
     """
-    is_short = min(problem.m, problem.n) <= MAX_NARROW
     if kernel.family == "gemv":
         early, late = {"pdl": True, "lead": GEMV_LEAD}, {"pdl": False, "lead": 0}
         ways = (True, early), (True, late), (False, late)
         return [{"persistent": is_persistent, **way} for is_persistent, way in ways]
     if kernel["kernel_schedule"] == PLAIN:
-        return [{}, {"pdl": True}]
+        return [{"pdl": True}]
     orders: list[dict[str, Value]] = [
         {"raster_order": order, "max_swizzle_size": 1} for order in ("AlongM", "AlongN")
     ]
     if kernel.get("tile_scheduler") == "StreamK":
         modes = "StreamK", "SplitK"
         return [{**orders[0], "decomposition_mode": mode} for mode in modes]
-    return [orders[0], {**orders[0], "pdl": True}] if is_short else orders
+    is_short = min(problem.m, problem.n) <= MAX_NARROW
+    is_resident = sizes_of(problem).inputs * MEGABYTE <= MAX_RESIDENT_BYTES
+    kept = orders[:1] if is_short or is_resident else orders
+    return [{**order, "pdl": True} for order in kept]

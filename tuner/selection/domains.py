@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
 from tuner.config import Config
 from tuner.families.fused_attention import INSTANCES, instance, sparse
 from tuner.families.vendor.sdpa import BACKENDS
+from tuner.families.vendor.swiglu import INTERLEAVED
 from tuner.families.work import sizes_of
 from tuner.problem import E4M3, AttentionProblem, DType, GemmProblem, Problem, SwigluProblem
 from tuner.problem.attention import BLOCK_SIZE
@@ -25,12 +26,14 @@ MaskOperand = Literal["", "bool", "additive"]
 """Kind of a mask operand; empty: none."""
 #: Page size of the sample problems with paged caches; all kernels' copies divide it.
 _PAGE = 64
-Rows = Literal["few", "narrow", "wide"]
+Rows = Literal["few", "narrow", "wide", "tall"]
 """Rows of a product: few enough for one block; up to two tiles (bound by reading the weights); or
-more (bound by tensor cores)."""
+more (bound by tensor cores). Tall ones are wide, and have so few columns that their K is divided."""
 
 MAX_FEW, MAX_NARROW = 16, 256
 """Most rows of a product of few rows, and of a narrow one."""
+MAX_TALL_COLUMNS = 128
+"""Most columns of a tall product. PyTorch's times there follow none of the wide ones'."""
 EPILOGUES = "", "bias", "bias_gelu", "bias_gelu_tanh", "gelu", "gelu_tanh"
 """Epilogues that portfolios have kernels for: the most frequent in public models. Each needs a
 kernel of its own. PyTorch answers all others."""
@@ -431,11 +434,13 @@ _SMALL: Mapping[Rows, tuple[tuple[int, int], ...]] = {
     "few": ((1, 256), (MAX_FEW // 2 + 1, 256)),
     "narrow": ((128, 4096),),
     "wide": ((1024, 4096),),
+    "tall": ((1024, 4096),),
 }
 _ROWS_TEXT: Mapping[Rows, str] = {
     "few": f"M to {MAX_FEW}",
     "narrow": f"M to {MAX_NARROW}",
     "wide": f"M above {MAX_NARROW}",
+    "tall": f"M above {MAX_NARROW}, N to {MAX_TALL_COLUMNS}",
 }
 
 
@@ -444,7 +449,7 @@ def _is_activated(epilogue: str) -> bool:
 
 
 def rows_of(m: int) -> Rows:
-    """The kind of product with so many rows."""
+    """The kind of product with so many rows and many columns."""
     return "few" if m <= MAX_FEW else "narrow" if m <= MAX_NARROW else "wide"
 
 
@@ -466,7 +471,11 @@ class ProductDomain(_Product, Domain):
         is_linear = problem.batch == 1 and problem.layout_a == "row" and problem.layout_b == "col"
         if not is_linear or problem.scales or problem.dtype != problem.dtype_d:
             return None
-        return None if problem.has_residual else cls(rows_of(problem.m), problem.epilogue)
+        if problem.has_residual:
+            return None
+        rows = rows_of(problem.m)
+        is_tall = rows == "wide" and problem.n <= MAX_TALL_COLUMNS
+        return cls("tall" if is_tall else rows, problem.epilogue)
 
     @staticmethod
     def axes_of(sizes: Any) -> tuple[int, ...]:
@@ -518,7 +527,9 @@ class ProductDomain(_Product, Domain):
 
     @property
     def max_kernels(self) -> int:
-        return 4 if _is_activated(self.epilogue) else 6
+        if _is_activated(self.epilogue):
+            return 6
+        return {"few": 6, "narrow": 12, "wide": 16, "tall": 6}[self.rows]
 
     @property
     def vendors(self) -> frozenset[str]:
@@ -526,9 +537,9 @@ class ProductDomain(_Product, Domain):
         return frozenset(("addmm",) if self.epilogue.startswith("bias") else ("cublas",))
 
     def problems(self, dtype: DType) -> tuple[GemmProblem, ...]:
+        n = MAX_TALL_COLUMNS if self.rows == "tall" else 4096
         return tuple(
-            GemmProblem(m, 4096, k, dtype=dtype, epilogue=self.epilogue)
-            for m, k in _SMALL[self.rows]
+            GemmProblem(m, n, k, dtype=dtype, epilogue=self.epilogue) for m, k in _SMALL[self.rows]
         )
 
     def label(self) -> str:
@@ -581,7 +592,8 @@ class GatedDomain(_Gated, Domain):
 
     @property
     def vendors(self) -> frozenset[str]:
-        return frozenset({"torch"})
+        """PyTorch's answer over interleaved weights."""
+        return frozenset({INTERLEAVED})
 
     def problems(self, dtype: DType) -> tuple[SwigluProblem, ...]:
         return tuple(SwigluProblem(m, 4096, k, dtype=dtype) for m, k in _SMALL[self.rows][-1:])

@@ -89,9 +89,11 @@ _NO_SMEM_TILES = (
     (PINGPONG, 128, 128),
 )
 SPLITS = (2, 3, 4, 6, 8)
-#: A swap pays where one side is short: tile_m is at least 64, tile_n may be 16. So does hiding the
-#: launch behind the kernel in front: the product takes few microseconds.
+#: Hiding the launch behind the kernel in front pays where one side is short: the product takes few
+#: microseconds.
 _SHORT_SIDE = 128
+#: A swap pays where one side is a few tiles long: tile_n has more widths than tile_m.
+_SWAPPED_SIDE = 1024
 #: Output tiles x splits above this many waves only add traffic.
 _MAX_SPLIT_WAVES = 8
 
@@ -101,7 +103,7 @@ def _is_short(problem: GemmProblem) -> bool:
 
 
 def _swaps(problem: GemmProblem) -> tuple[bool, ...]:
-    return (False, True) if _is_short(problem) else (False,)
+    return (False, True) if min(problem.m, problem.n) <= _SWAPPED_SIDE else (False,)
 
 
 def candidates(problem: GemmProblem, gpu: Gpu) -> Iterator[list[Config]]:

@@ -1,4 +1,4 @@
-"""SwiGLU by PyTorch: one product of both projections, then silu and the product of the halves."""
+"""SwiGLU by PyTorch: one product of both projections, then silu and the product of the two."""
 
 from __future__ import annotations
 
@@ -14,20 +14,25 @@ from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.problem import GemmProblem, Problem, SwigluProblem
 
 
+INTERLEAVED = "torch_interleaved"
+"""What PyTorch answers for `tuner.swiglu`, whose weights lie interleaved."""
+
+
 class VendorSwiglu(Vendor):
     """``kernel``: torch, three kernels; torch_compile, what torch.compile makes of them; on request
-    inductor, the same when it searches longest. All get the weights concatenated.
+    inductor, the same when it searches longest; these get the weights concatenated. And
+    torch_interleaved, three kernels.
     """
 
     name: ClassVar[str] = "vendor_swiglu"
     op: ClassVar[str] = SwigluProblem.op
-    offered: ClassVar[tuple[str, ...]] = ("torch", "torch_compile")
+    offered: ClassVar[tuple[str, ...]] = ("torch", "torch_compile", INTERLEAVED)
     on_request: ClassVar[tuple[str, ...]] = ("inductor",)
     work_terms: ClassVar[tuple[str, ...]] = product_work.CLOSED_TERMS
     amounts = staticmethod(product_work.closed_work)
 
     def handed_over(self, problem: Problem, config: Config) -> Problem:
-        if not isinstance(problem, SwigluProblem):
+        if not isinstance(problem, SwigluProblem) or config["kernel"] == INTERLEAVED:
             return problem
         return replace(problem, weights="concatenated")
 
@@ -36,8 +41,11 @@ class VendorSwiglu(Vendor):
     ) -> Callable[..., Any] | str:
         if scale != 1.0:
             return f"{kernel} is offered with alpha 1, not {scale}"
-        if problem.weights != "concatenated":
-            return f"{kernel} wants the weights concatenated"
+        wanted = "interleaved" if kernel == INTERLEAVED else "concatenated"
+        if problem.weights != wanted:
+            return f"{kernel} wants the weights {wanted}"
+        if kernel == INTERLEAVED:
+            return interleaved(problem)
         if kernel == "torch":
             return swiglu(problem)
         return compiled(swiglu(problem), MAX_AUTOTUNE if kernel == "inductor" else None)
@@ -53,7 +61,7 @@ class VendorSwiglu(Vendor):
         product = GemmProblem(problem.m, 2 * problem.n, problem.k, dtype=problem.dtype)
         blas = VendorBlas().predict_us(product, Config("vendor_blas", {"kernel": "cublas"}), gpu)
         stream = STREAM_GBS * gpu.memory_gbs / DEFAULT_GPU.memory_gbs
-        kernels = 2 if config["kernel"] == "torch" else 1
+        kernels = 2 if config["kernel"] in ("torch", INTERLEAVED) else 1
         return blas + kernels * (START_US + 3 * problem.output.bytes / stream / 1e3)
 
 
@@ -68,3 +76,31 @@ def swiglu(problem: SwigluProblem) -> Callable[[Any, Any], Any]:
         return functional.silu(both[:, :n]).mul_(both[:, n:])
 
     return call
+
+
+def interleaved(problem: SwigluProblem) -> Callable[[Any, Any], Any]:
+    """call(a, weights) -> d, the weights (2, N / 32, 4, 8, K) and interleaved."""
+    from torch.nn import functional
+
+    def call(a: Any, weights: Any) -> Any:
+        rows = weights.permute(1, 3, 2, 0, 4).view(2 * problem.n, problem.k)
+        return of_pairs(functional.linear(a, rows))
+
+    return call
+
+
+def of_pairs(both: Any) -> Any:
+    """silu(gate) * up of a product whose columns lie as `SwigluProblem` interleaves them, by two
+    kernels. They record no gradient.
+    """
+    import torch
+
+    gate, up = pairs(both)
+    out = both.new_empty((*both.shape[:-1], both.shape[-1] // 2))
+    torch.mul(torch.nn.functional.silu(gate), up, out=out.unflatten(-1, (-1, 4, 8)))
+    return out
+
+
+def pairs(both: Any) -> Any:
+    """The gate and what it gates, (..., N / 32, 4, 8) each, of such a product."""
+    return both.unflatten(-1, (-1, 8, 4, 2)).transpose(-3, -2).unbind(-1)
