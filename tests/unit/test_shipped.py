@@ -49,7 +49,6 @@ ATTENTION = AttentionProblem.parse("S=1024,D=64")
 GEMM = GemmProblem.parse("M=4096,N=4096,K=4096")
 
 
-
 def test_every_decision_is_found_in_the_index() -> None:
     """Also those of files that were written before a problem had its newest fields."""
     index = shipped_index()
@@ -59,6 +58,7 @@ def test_every_decision_is_found_in_the_index() -> None:
     problem, regime = next(place for place in index if isinstance(place[0], AttentionProblem))
     assert index.get((replace(problem, softcap=17.0), regime)) is None
     assert index.get((GemmProblem(1, 8, 8), regime)) is None
+
 
 def baselines(problem: Problem) -> set[str]:
     """Vendors' kernels that a recording holds at least; none where torch has none on that GPU."""

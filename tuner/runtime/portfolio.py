@@ -6,8 +6,8 @@ only if it is expected to be faster than the vendor's. Otherwise the vendor's ke
 PyTorch's own call, if PyTorch would choose that kernel.
 
 A GPU without a portfolio of its own uses another GPU's, rescaled
-(`tuner.selection.portfolio.serving`). A kernel's proof holds on both. Grouped products and gradients
-of attention have a rule in the place of a portfolio (`tuner.selection.rules`).
+(`tuner.selection.portfolio.serving`). A kernel's proof holds on both. Grouped products and
+gradients of attention have a rule in the place of a portfolio (`tuner.selection.rules`).
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ def choose(
             return timed
     reasons: list[str] = []
     for _, config in selection.own():
-        found = {} if family(config.family).is_vendor else _own(problem, gpu, config, withdrawn, absent)
+        is_vendor = family(config.family).is_vendor
+        found = {} if is_vendor else _own(problem, gpu, config, withdrawn, absent)
         plan = found if isinstance(found, str) else made(config, found)
         if isinstance(plan, Plan):
             return Choice(selection, plan)

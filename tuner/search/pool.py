@@ -32,7 +32,6 @@ from tuner.problem import AttentionProblem, GemmProblem, Problem
 from tuner.problem.population import ModelCall, draw, subset
 from tuner.selection.domains import CAPPED as CAPPED_DIMS
 from tuner.selection.domains import (
-    EPILOGUES,
     MAX_NARROW,
     AnyDomain,
     AttentionDomain,

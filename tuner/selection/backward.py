@@ -1,8 +1,8 @@
 """Gradients of attention for shapes that nobody tuned: a few kernels, and a rule that chooses.
 
-Sizes, strides and heads are arguments of a launch, so a proven kernel serves any. The rule expects of
-each kernel a fixed time, its products at the rate of a long loop, and its bytes. The candidates are
-the own kernel of the head dimension and mask, and FlashAttention-3's where the user has it.
+Sizes, strides and heads are arguments of a launch, so a proven kernel serves any. The rule expects
+of each kernel a fixed time, its products at the rate of a long loop, and its bytes. The candidates
+are the own kernel of the head dimension and mask, and FlashAttention-3's where the user has it.
 PyTorch's own kernels set the bound: the rule has no answer where they are expected to be as fast.
 """
 
@@ -88,8 +88,9 @@ class BackwardCost(NamedTuple):
     """Rate of the products by columns and mask, hidden pairs of half-masked tiles among them."""
 
 
-#: Costs by kernel, and of its deterministic mode, fitted to 15 problems on one H100 (CUDA 13.0, torch 2.11, cuDNN 9.19, bf16, 25
-#: November 2026). Most expected times are within 4 % of the measured ones.
+#: Costs by kernel, and of its deterministic mode, fitted to 15 problems on one H100 (CUDA 13.0,
+#: torch 2.11, cuDNN 9.19, bf16, 25 November 2026). Most expected times are within 4 % of the
+#: measured ones.
 COSTS: Mapping[tuple[str, bool], BackwardCost] = {
     ("own", False): BackwardCost(13.7, 2401, _rates(536, 603, 633, 643)),
     ("flash3", False): BackwardCost(8.9, 2151, _rates(677, 733, 693, 689)),

@@ -28,7 +28,7 @@ MaskOperand = Literal["", "bool", "additive"]
 _PAGE = 64
 Rows = Literal["few", "narrow", "wide", "tall"]
 """Rows of a product: few enough for one block; up to two tiles (bound by reading the weights); or
-more (bound by tensor cores). Tall ones are wide, and have so few columns that their K is divided."""
+more (bound by tensor cores). Tall ones are wide, with so few columns that their K is divided."""
 
 MAX_FEW, MAX_NARROW = 16, 256
 """Most rows of a product of few rows, and of a narrow one."""

@@ -698,8 +698,8 @@ def _tile_m(params: Mapping[str, Value]) -> int:
 
 
 def _packings(problem: AttentionProblem) -> tuple[tuple[int, bool], ...]:
-    """Choices of `packed_heads` and `pads_heads`: 1, the most that divide the heads, or with padding
-    the next power of two.
+    """Choices of `packed_heads` and `pads_heads`: 1, the most that divide the heads, or with
+    padding the next power of two.
     """
     group = problem.heads_q // problem.heads_kv
     most = math.gcd(group, MAX_PACKED_E4M3 if problem.dtype == E4M3 else MAX_PACKED)

@@ -13,7 +13,6 @@ from tuner.families.vendor.blas import START_US, STREAM_GBS, VendorBlas
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.problem import GemmProblem, Problem, SwigluProblem
 
-
 INTERLEAVED = "torch_interleaved"
 """What PyTorch answers for `tuner.swiglu`, whose weights lie interleaved."""
 
