@@ -141,7 +141,7 @@ def taken(gpu: Gpu, regime: Regime) -> Iterator[Recording]:
     for path in sorted(folder().glob(f"*{SUFFIX}")):
         data = _read_json(path)
         if data.get("regime") in keys:
-            found = _decode(path, {**data, "rows": [], "stages": []})
+            found = _decode(path, {**data, "configs": [], "rows": [], "stages": []})
             if found.gpu.identity == gpu.identity:
                 yield _decode(path, data)
 
