@@ -101,6 +101,30 @@ def test_of_a_library_s_list_the_best_stands_for_it(
     assert [m.config["engine"] for m in outcome.ranking if m.config.get("engine")] == [7, 6, 5]
 
 
+def test_compilers_start_before_the_machine_says_its_environment(store: Store) -> None:
+    """Its facts take seconds: a worker process starts for them."""
+    events: list[str] = []
+
+    class Slow(ReplayRunner):
+        def __init__(self, recorded: Recording) -> None:
+            super().__init__(recorded)
+            self.provenance = Provenance.MEASURED
+
+        @property
+        def environment(self) -> Environment:
+            events.append("environment")
+            return ENVIRONMENT
+
+        @environment.setter
+        def environment(self, value: Environment) -> None: ...
+
+        def prefetch(self, problem: Problem, groups: Sequence[Sequence[Config]]) -> None:
+            events.append("prefetch")
+
+    sweep(Slow(recording()), store, trials=4).run()
+    assert events[0] == "prefetch" and "environment" in events
+
+
 def test_optuna_finds_the_optimum_of_what_does_not_fit(store: Store) -> None:
     outcome = sweep(ReplayRunner(recording()), store, trials=20, seed=1).run()
     assert outcome.kernels == 20
