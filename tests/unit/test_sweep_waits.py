@@ -48,7 +48,7 @@ def store() -> Iterator[Store]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    monkeypatch.setattr(history, "_shipped", lambda: ())
+    monkeypatch.setattr(history, "_shipped", lambda *_: ())
     return Clock(monkeypatch)
 
 

@@ -363,9 +363,11 @@ class Sweep:
             if m.status is not Status.UNAVAILABLE:
                 self._state.candidates += 1
                 self._state.failures.update([] if m.ok else [m.status.value])
-        building, is_first = self.runner.building, not self._finals.provided
-        is_idle = building >= self._state.in_flight
-        if (building and (is_idle or is_first)) or (is_first and self._budget.limit_s is not None):
+        building = self.runner.building
+        is_idle = building > 0 and building >= self._state.in_flight
+        is_first = not self._finals.provided
+        is_hasty = self._budget.limit_s is not None or not self.options.compiled_only
+        if is_idle or (is_first and is_hasty):
             self._finals.provide()
         return True
 
