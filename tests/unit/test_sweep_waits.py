@@ -208,6 +208,16 @@ class TestFirstAnswer:
         assert PROVISIONAL not in last.flags and last == outcome.ranking[0]
         assert last.latency_us == pytest.approx(10.0, rel=0.06)
 
+    def test_the_first_own_kernel_answers_though_others_are_compiled_too(
+        self, store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        portfolio(monkeypatch)
+        runner = TimedRunner(recording(), clock, lambda config: 25.0)
+        swept(runner, store).run()
+        own = [i for i, (_, what) in enumerate(runner.events) if what == "timed toy"]
+        assert runner.events[own[0] + 1][1] == "final pass of 2"
+        assert runner.events[own[1]][1] == "timed toy", "the others come after it"
+
     def test_a_better_one_replaces_it_while_others_compile(
         self, store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
     ) -> None:
