@@ -45,7 +45,8 @@ def script(command: Sequence[str], dry_run: str) -> str | None:
             f"{{ {' && '.join(host)}; }} &",
             f"{' && '.join(device)} || exit",
             "wait $! || exit",
-            f"cmp -s {shlex.quote(read[1])} {shlex.quote(own)} || exec {shlex.join(command)}",
+            f'[ "$(cat {shlex.quote(read[1])})" = "$(cat {shlex.quote(own)})" ] ||',
+            f"exec {shlex.join(command)}",
             " && ".join(rest),
         ]
     )
