@@ -1,7 +1,7 @@
 """Gradients of attention by our own kernels and all that the machine has beside them.
 
-``scripts/bench backward`` compiles a few variants of the own kernel for each of 22 shapes and times
-them beside cuDNN, FlashAttention-2 and -3, these deterministic too, and the runtime's own choice.
+``scripts/bench backward`` compiles a few variants of the own kernel for each of 22 shapes. It times
+them beside cuDNN, FlashAttention-2 and -3, also deterministic, and the runtime's own choice.
 All read FlashAttention-2's output and log-sum-exp. Times are medians of rounds in which all take
 turns in a shuffled order, each a CUDA graph of several calls.
 """

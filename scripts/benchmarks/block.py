@@ -321,7 +321,7 @@ def _kernels(work: Callable[[], Any]) -> dict[str, tuple[int, float]]:
     import torch
 
     profiler = torch.profiler
-    with profiler.profile(activities=[profiler.ProfilerActivity.CUDA]) as seen:
+    with profiler.profile(activities=[profiler.ProfilerActivity.CUDA], acc_events=True) as seen:
         work()
         torch.cuda.synchronize()
     return {

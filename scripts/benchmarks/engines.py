@@ -76,7 +76,9 @@ ENVIRONMENT = {
 START = 0
 """Index at which a worker starts its engine."""
 SPARE_TOKENS = 64
-"""Of each request's part of the cache: its last page, and what the engine keeps back."""
+"""Tokens of a request's part of the cache that stay unused: its last page, and the engine's
+reserve.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -199,7 +201,7 @@ class Engine:
         self._generate: Generator | None = None
 
     def answer(self, index: int) -> dict[str, Any]:
-        """What an index asks for, or ``{"lost": reason}``."""
+        """Result of the command with this index, or ``{"lost": reason}``."""
         from benchmarks.call_times import first_line
 
         try:

@@ -9,8 +9,8 @@ Figures of a model:
 
 - hits and refusals by reason of one pass (`tuner.stats`)
 - attention calls that were neither: each model has one a layer, and a graph may bypass the tuner
-- tokens a second beside PyTorch's, medians of interleaved passes; PyTorch's pass is timed twice in
-  each round, and the second over the first is the control
+- tokens a second beside PyTorch's, medians of interleaved passes
+- the control: PyTorch's second pass of a round over its first
 - difference of the output from PyTorch's
 """
 

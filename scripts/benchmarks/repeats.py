@@ -49,7 +49,7 @@ FIRST = "verified after"
 
 @dataclass(frozen=True)
 class Swept:
-    """Best own kernel of one sweep, and what the sweep took."""
+    """Result of one sweep: its best own kernel, and its cost."""
 
     winner: Config
     own_us: float
@@ -78,7 +78,7 @@ def swept(problem: Problem, runners: Runners, options: JobOptions) -> Swept:
 
 
 def swept_anew(problem: Problem, seed: int, arguments: Sequence[str]) -> Swept:
-    """One sweep by a process of its own with an empty cache. Its kernels are kept.
+    """One sweep by a process of its own with an empty cache. Its compiled kernels are kept.
 
     Raises:
         BenchmarkError: when it failed, or found no own kernel.

@@ -1,7 +1,7 @@
-"""A child of `test_attention_backward_gpu`: one kernel on several problems, a line of JSON each.
+"""A child of `test_attention_backward_gpu`: kernels on their problems, a line of JSON each.
 
-``python attention_backward_child.py PLAN``: the plan names the artifact, the config and the
-problems. What hangs or breaks the context ends with this process.
+``python attention_backward_child.py PLAN``: the plan names artifacts, configs and problems. A
+kernel that hangs or breaks the context ends with this process.
 """
 
 from __future__ import annotations
@@ -153,16 +153,17 @@ def check(kernel: Any, config: Config, problem: AttentionBackwardProblem, repeat
 
 def main(path: str) -> None:
     plan = json.loads(Path(path).read_text())
-    artifact = ArtifactCache(Path(plan["artifacts"])).find(plan["key"])
-    assert artifact is not None
-    kernel = load(artifact)
-    for index, case in enumerate(plan["cases"]):
-        problem = problem_from_json(case["problem"])
-        assert isinstance(problem, AttentionBackwardProblem)
-        config = Config.from_json(case["config"])
-        print(json.dumps({"doing": index}), flush=True)
-        found = check(kernel, config, problem, case["repeats"])
-        print(json.dumps({"case": index, **found}), flush=True)
+    artifacts = ArtifactCache(Path(plan["artifacts"]))
+    for one in plan["kernels"]:
+        artifact = artifacts.find(one["key"])
+        assert artifact is not None
+        kernel = load(artifact)
+        for index, case in enumerate(one["cases"]):
+            problem = problem_from_json(case["problem"])
+            assert isinstance(problem, AttentionBackwardProblem)
+            config = Config.from_json(case["config"])
+            found = check(kernel, config, problem, case["repeats"])
+            print(json.dumps({"kernel": one["key"], "case": index, **found}), flush=True)
 
 
 if __name__ == "__main__":

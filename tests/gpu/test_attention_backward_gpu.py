@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -34,11 +34,14 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
 
 CHILD = Path(__file__).with_name("attention_backward_child.py")
-CHILD_S = 120.0
-"""Limit of one kernel on all its problems, with torch's import and float64 references."""
-CHILDREN = 4
-"""At a time: most of their time is torch's import."""
+CHILD_S, KERNEL_S = 120.0, 15.0
+"""Limit of a child with its first kernel, torch's import and float64 references among it, and of
+each further kernel.
+"""
+CHILDREN, SHARE = 4, 5
+"""Children at a time, and kernels of each: torch's import takes longer than a kernel."""
 DRAWN, SEED = 128, 0
+Case = tuple[AttentionBackwardProblem, Config]
 MARGIN = 1.2
 """Largest error over FlashAttention-2's, and over that of rounding alone."""
 SMALL = {"float16": 5e-5, "bfloat16": 4e-4}
@@ -104,7 +107,7 @@ def draw(rng: random.Random) -> AttentionBackwardProblem:
 
 
 @cache
-def cases() -> tuple[tuple[AttentionBackwardProblem, Config], ...]:
+def cases() -> tuple[Case, ...]:
     """Drawn problems, each with a config. Problems that compile alike share two configs: the legal
     ones that the fewest others have, so that there are few kernels, and in all of them every lever.
     """
@@ -141,50 +144,61 @@ def kernels() -> list[KernelSpec]:
 
 
 @pytest.fixture(scope="module")
-def found(compiler: Compiler) -> dict[tuple[AttentionBackwardProblem, Config], Any]:
+def found(compiler: Compiler) -> dict[Case, Any]:
     """Each child's answer for each case, or the fault that ended it."""
-    results: dict[tuple[AttentionBackwardProblem, Config], Any] = {}
+    results: dict[Case, Any] = {}
     specs = list(dict.fromkeys(spec_of(*case) for case in cases()))
 
-    def run(spec: KernelSpec, future: Future[Any]) -> None:
-        mine = [case for case in cases() if spec_of(*case) == spec]
-        results.update(_child(str(compiler.artifacts.root), future.result().key, mine))
+    def run(share: Sequence[tuple[KernelSpec, Future[Any]]]) -> None:
+        mine = {
+            future.result().key: [case for case in cases() if spec_of(*case) == spec]
+            for spec, future in share
+        }
+        while mine:  # a child that is lost costs one kernel
+            done = _child(str(compiler.artifacts.root), mine)
+            results.update(done)
+            mine = {key: theirs for key, theirs in mine.items() if theirs[0] not in done}
 
+    submitted = compiler.submit(specs)
+    shares = [submitted[i : i + SHARE] for i in range(0, len(submitted), SHARE)]
     with ThreadPoolExecutor(CHILDREN) as pool:
-        for done in [pool.submit(run, *one) for one in compiler.submit(specs)]:
+        for done in [pool.submit(run, share) for share in shares]:
             done.result()
     return {case: results[case] for case in cases()}
 
 
-def _child(
-    artifacts: str, key: str, mine: Sequence[tuple[AttentionBackwardProblem, Config]]
-) -> dict[tuple[AttentionBackwardProblem, Config], Any]:
-    """One kernel on its problems, in a process of its own."""
-    plan = {
-        "artifacts": artifacts,
-        "key": key,
-        "cases": [
-            {"problem": problem.to_json(), "config": config.to_json(), "repeats": 3}
-            for problem, config in mine
-        ],
-    }
+def _child(artifacts: str, mine: Mapping[str, Sequence[Case]]) -> dict[Case, dict[str, Any] | str]:
+    """Kernels on their problems in one process, up to the one that ends it."""
+    kernels = [
+        {
+            "key": key,
+            "cases": [
+                {"problem": problem.to_json(), "config": config.to_json(), "repeats": 3}
+                for problem, config in theirs
+            ],
+        }
+        for key, theirs in mine.items()
+    ]
+    limit_s = CHILD_S + KERNEL_S * (len(mine) - 1)
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump(plan, file)
+        json.dump({"artifacts": artifacts, "kernels": kernels}, file)
         file.flush()
         command = [sys.executable, str(CHILD), file.name]
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, timeout=CHILD_S, check=False
+                command, capture_output=True, text=True, timeout=limit_s, check=False
             )
             said, fault = done.stdout, f"ended with {done.returncode}: {done.stderr[-800:]}"
         except subprocess.TimeoutExpired as exc:
             said = exc.stdout.decode() if isinstance(exc.stdout, bytes) else exc.stdout or ""
-            fault = f"was killed after {CHILD_S:.0f} s"
-    found: dict[tuple[AttentionBackwardProblem, Config], Any] = dict.fromkeys(mine, fault)
-    for line in said.splitlines():
-        event = json.loads(line)
-        if "case" in event:
-            found[mine[event["case"]]] = event
+            fault = f"was killed after {limit_s:.0f} s"
+    events = [event for line in said.splitlines() if "case" in (event := json.loads(line))]
+    found: dict[Case, dict[str, Any] | str] = {
+        mine[event["kernel"]][event["case"]]: event for event in events
+    }
+    for theirs in mine.values():
+        if missing := [case for case in theirs if case not in found]:
+            return {**found, **dict.fromkeys(missing, fault)}
     return found
 
 

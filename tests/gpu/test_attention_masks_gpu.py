@@ -220,8 +220,7 @@ def test_a_model_is_served_with_and_without_a_tuned_kernel(
         return float((out.double() - reference).norm() / reference.norm())
 
     assert error(wanted, window=(100, 0)) < 1e-3  # composed
-    # By a portfolio's kernel where one is built and proven.
-    assert tuner.stats(reset=True).calls == 1
+    assert tuner.stats(reset=True).fallbacks == {"no measured winner": 1}
 
     [(_, future)] = compiler.submit([spec(problem.label(), config)])
     store(problem, this_gpu(), config, artifacts={"attention": future.result().key})

@@ -189,8 +189,7 @@ def test_a_call_is_served_with_and_without_a_tuned_kernel(
         return float((out.double() - wanted).norm() / wanted.norm())
 
     assert error() < 1e-3  # PyTorch's, one sequence after the other
-    # By a portfolio's kernel where one is built and proven.
-    assert tuner.stats(reset=True).calls == 1
+    assert tuner.stats(reset=True).fallbacks == {"no measured winner": 1}
 
     [(_, future)] = compiler.submit([spec(text, config)])
     store(problem, this_gpu(), config, artifacts={"attention": future.result().key})

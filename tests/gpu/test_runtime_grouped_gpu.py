@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
-from runtime_gpu import compiled, first_kernels, fresh_store, part, served_gpu, store
+from runtime_gpu import compiled, first_kernels, fresh_store, served_gpu, store
 
 from tuner.compile.compiler import Compiler
 from tuner.families.base import KernelSpec
@@ -54,10 +54,9 @@ def test_experts_are_served_whatever_rows_they_have(compiler: Compiler, gpu: Gpu
     assert tuner.stats().fallbacks == {}
 
 
-def test_pytorch_answers_where_nothing_was_tuned(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pytorch_answers_where_nothing_was_tuned(gpu: Gpu) -> None:
     import tuner
 
-    monkeypatch.setattr(part("portfolio"), "knows", lambda problem, gpu: False)
     rows = (0, 100, 3, 0, 197, 1)
     offsets = torch.tensor([0, *rows], device="cuda").cumsum(0).int()
     for dtype in (torch.bfloat16, torch.float16):

@@ -195,8 +195,7 @@ def test_a_mask_that_is_added_is_served(own_store: None, compiler: Compiler) -> 
         return float((out.double() - wanted).norm() / wanted.norm())
 
     assert error() < 1e-3
-    # By a portfolio's kernel where one is built and proven.
-    assert tuner.stats(reset=True).calls == 1
+    assert tuner.stats(reset=True).fallbacks == {"no measured winner": 1}
     named = specs(text, config)
     futures = dict(compiler.submit(list(named.values())))
     artifacts = {stage: futures[spec].result().key for stage, spec in named.items()}

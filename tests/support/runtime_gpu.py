@@ -36,11 +36,15 @@ TOLERANCE = {"float16": 1e-3, "bfloat16": 8e-3}
 
 @pytest.fixture
 def fresh_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A store of the test's own beside the shared artifacts, and a process that knows nothing."""
+    """A store of the test's own beside the shared artifacts, and a process that knows nothing.
+
+    No portfolio or rule answers, whatever kernels of the shared cache are proven.
+    """
     if not torch.cuda.is_available():
         pytest.skip(f"torch {torch.__version__} sees no GPU")
     monkeypatch.setenv("TUNER_STORE", f"sqlite:///{tmp_path / 'store.sqlite'}")
     monkeypatch.delenv("TUNER_DISABLE", raising=False)
+    monkeypatch.setattr(part("portfolio"), "knows", lambda problem, gpu: False)
     forget()
     yield
     forget()

@@ -13,7 +13,7 @@ class Deferred(Mapping[_Key, _Value]):
     """A mapping of which a reader needs few values. Each is made once.
 
     Args:
-        makers: functions that make the values. What one raises, the reader of its value gets.
+        makers: functions that make the values. An exception of one reaches the reader of its value.
     """
 
     def __init__(self, makers: Mapping[_Key, Callable[[], _Value]]) -> None:

@@ -1,7 +1,9 @@
 """GEMM of e4m3 operands with factors of blocks, 1 x 128 of A and 128 x 128 of B.
 
 It also serves e4m3 with factors of rows and columns, or of tensors, where sums are promoted
-(`fast_accum=0`): every 128 of K here. The template's main loop is its own. It is TMA-fed, and adds
+(`fast_accum=0`): every 128 of K here.
+
+The template's main loop is its own. It is TMA-fed, and adds
 the tensor cores' sums with their factors to fp32 sums after every 128 of K. A swapped config
 computes D^T = B^T A^T, so that few rows of A are the narrow side of a tile. `split_k` blocks of a
 cluster divide K between them and add their sums in a fixed order.

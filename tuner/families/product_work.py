@@ -245,9 +245,10 @@ CLOSED_TERMS = (
     "gigaflops",
     *(f"{term} of {tiles}" for tiles in TILINGS for term in _OF_TILES),
 )
-"""Names of what `closed_work` counts. Megabytes of A and of B are terms of their own beside all
-that goes through memory: a call finds its activations in the L2, and its weights in memory. The
-fourth root of K is its depth: a library divides the sums of a long K."""
+"""Names of what `closed_work` counts. Megabytes of A and of B are terms beside those through
+memory: a call finds its activations in the L2, and its weights in memory. The fourth root of K is
+its depth: a library divides the sums of a long K.
+"""
 CONSTANT_TERMS = frozenset(
     {
         *("launch", "memory", "activations", "weights", "bound", "repeated", "output"),

@@ -101,7 +101,8 @@ def device_us(device: Device, burst: Burst) -> float:
 def _recorded(torch: Any, device: Device, work: Callable[[], None]) -> dict[str, tuple[int, float]]:
     """Count and total microseconds of each kernel that `work` launches, by name."""
     profiler = torch.profiler
-    with profiler.profile(activities=[profiler.ProfilerActivity.CUDA]) as seen:
+    # Without `acc_events` PyTorch warns that a next cycle would lose these events.
+    with profiler.profile(activities=[profiler.ProfilerActivity.CUDA], acc_events=True) as seen:
         work()
         device.wait()
     return {

@@ -61,9 +61,9 @@ from tuner.measure.tolerance import Verdict, too_fast
 from tuner.measurement import Status
 from tuner.problem import problem_from_json
 
-#: Extra time over a launch for importing torch, loading cuDNN, choosing algorithms and compiling:
-#: FlashAttention-4, and dozens of Triton kernels under `max-autotune`, beside a sweep's nvcc.
-VENDOR_ALLOWANCE_S = 300.0
+#: Extra time over a launch for importing torch, loading cuDNN, choosing algorithms and compiling
+#: (FlashAttention-4).
+VENDOR_ALLOWANCE_S = 120.0
 #: Extra time over a launch for a round of many finalists, some of them slow.
 _ROUND_ALLOWANCE_S = 10.0
 

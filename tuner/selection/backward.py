@@ -52,10 +52,10 @@ def _own(**params: Value) -> Config:
 
 
 class BackwardKind(NamedTuple):
-    """What is compiled into an own kernel, beside the type."""
+    """Facts that are compiled into an own kernel, beside the type."""
 
     columns: int
-    """Of the template's instance."""
+    """Columns of the template's instance."""
     is_causal: bool
     is_deterministic: bool
 

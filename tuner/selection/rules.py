@@ -33,7 +33,7 @@ OPERATIONS = (AttentionBackwardProblem.op, GroupedGemmProblem.op)
 def rules(operations: Collection[str] = OPERATIONS) -> Iterator[Rule]:
     """The rules of some operations; portfolios answer the others.
 
-    A rule's module is imported when it is asked for: its families are no part of other first calls.
+    A rule's module is imported when it is needed: other first calls do not load its families.
     """
     if AttentionBackwardProblem.op in operations:
         from tuner.selection import backward

@@ -14,7 +14,7 @@ from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.problem import GemmProblem, Problem, SwigluProblem
 
 INTERLEAVED = "torch_interleaved"
-"""What PyTorch answers for `tuner.swiglu`, whose weights lie interleaved."""
+"""PyTorch's answer for `tuner.swiglu`, whose weights are interleaved."""
 
 
 class VendorSwiglu(Vendor):
