@@ -1,9 +1,9 @@
 """``scripts/bench learning``: the first calls of shapes under ``TUNER_BENCHMARK=1``.
 
-On one GPU, the first call of a shape times the portfolio's kernels and PyTorch's on its own tensors,
-and keeps the fastest. The second call shows that the choice is kept. Then the chosen kernel and
-PyTorch's are timed behind an ordinary kernel, interleaved. The journal of choices is a new one;
-artifacts and kernel lists are the user's.
+The first call of a shape times the portfolio's kernels and PyTorch's on its own tensors, and keeps
+the fastest. The second call shows that the choice is kept. Then the chosen kernel and PyTorch's are
+timed behind an ordinary kernel, interleaved. The journal of choices is a new one; artifacts and
+kernel lists are the user's.
 """
 
 from __future__ import annotations
