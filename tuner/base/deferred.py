@@ -13,7 +13,7 @@ class Deferred(Mapping[_Key, _Value]):
     """A mapping of which a reader needs few values. Each is made once.
 
     Args:
-        makers: functions that make the values. What one raises, the reader of its value gets.
+        makers: functions that make the values; their errors are raised to the reader.
     """
 
     def __init__(self, makers: Mapping[_Key, Callable[[], _Value]]) -> None:

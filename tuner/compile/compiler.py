@@ -66,8 +66,8 @@ HOST_FLAGS = ("-Xcompiler=-fpermissive,-w",)
 """Flags for a separately compiled host half: device-only bodies name functions that g++ does not
 know."""
 SHARED_RUNTIME = "-Xlinker=--push-state,--no-as-needed,-lstdc++,--pop-state"
-"""Link libstdc++ as a shared library, also for a host compiler that is set to a static one, whose
-members need the build machine's newest glibc. Not part of a key: device code is the same."""
+"""Links libstdc++ as a shared library, whatever the host compiler does: members of a static one need
+the build machine's newest glibc. Not part of a key: device code is the same."""
 _HALVES = '#include "host_half.h"'
 """Marks sources whose device half nvcc compiles separately, which halves the CPU time."""
 _UNFUSED = "// nvcc: -fmad=false\n"
