@@ -21,6 +21,7 @@ NAMES = (
     "fleet",
     "fp8_attention",
     "gpus",
+    "learning",
     "levers",
     "logits",
     "masks",

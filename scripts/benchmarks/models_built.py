@@ -53,7 +53,8 @@ def _model(
 ) -> Built:
     from transformers import AutoModel
 
-    model = AutoModel.from_config(config, attn_implementation=reference)
+    with torch.device(device):  # random weights of a billion parameters take minutes on a CPU
+        model = AutoModel.from_config(config, attn_implementation=reference, dtype=dtype)
     first = next(iter(inputs.values()))
     tokens = first.numel() if not first.is_floating_point() else 0
     return Built(model.to(device=device, dtype=dtype), inputs, tokens, reference)
@@ -224,7 +225,8 @@ class Flux(torch.nn.Module):  # type: ignore[misc]
 def flux(sizes: Sizes, dtype: torch.dtype, device: str) -> Built:
     """Single blocks of FLUX.1: 24 heads of 128, 4096 patches and 512 tokens of text."""
     heads, batch, tokens = sizes.heads or 24, sizes.batch or 1, sizes.tokens or 4608
-    model = Flux(sizes.layers, heads, 128).to(device=device, dtype=dtype)
+    with torch.device(device):
+        model = Flux(sizes.layers, heads, 128).to(dtype=dtype)
     x = torch.randn(batch, tokens, 128 * heads, dtype=dtype, device=device)
     return Built(model, {"x": x}, batch * tokens)
 

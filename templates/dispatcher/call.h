@@ -80,6 +80,7 @@ struct Call {
   at::Tensor const* tensors[kMaxInputs];
   int count = 0;
   int64_t length = 0;  // keys of a cache that grows, which the kind leaves out; else 0
+  // Keys that the thread adds and leaves out.
   c10::impl::LocalDispatchKeySet const local = c10::impl::tls_local_dispatch_key_set();
 
   // False for anything that is no plain tensor of the device. What a kernel would not see

@@ -16,7 +16,6 @@ import tempfile
 import threading
 
 from tuner import settings
-from tuner.base.processes import python_command, python_environment
 from tuner.measurement import Measurement, Provenance
 from tuner.problem import Problem
 
@@ -76,6 +75,8 @@ class Builder:
 
 def build(problem: Problem, gpu: str) -> str:
     """Run ``tuner build`` for a problem and wait. Returns its error text, empty on success."""
+    from tuner.base.processes import python_command, python_environment  # not in a first call
+
     command = python_command("-m", "tuner", "build", "--op", problem.op)
     command += ["--shape", problem.label(), "--gpu", gpu]
     # An own log file and session: neither this process's end nor its Ctrl-C stops the build.

@@ -27,8 +27,6 @@ from typing import Any, Final, Literal
 
 import torch
 
-from tuner.base.processes import ProcessPool
-from tuner.compile import dispatcher, single
 from tuner.compile.artifacts import Artifact, ArtifactCache, verify
 from tuner.errors import TunerError
 from tuner.runtime import counters, devices
@@ -97,6 +95,8 @@ def load_built(then: Callable[[], None]) -> bool:
     if _module is not None:
         return True
     try:
+        from tuner.compile import dispatcher
+
         found = dispatcher.find(ArtifactCache())
         if found is None:
             return False
@@ -112,6 +112,10 @@ def _prepare(then: Callable[[], None]) -> None:
     time.sleep(START_AFTER_S)
     if _module is not None:
         return
+    # A first call needs none of these.
+    from tuner.base.processes import ProcessPool
+    from tuner.compile import dispatcher, single
+
     processes = ProcessPool(single.TIMEOUT_S)
     atexit.register(processes.kill)
     try:
@@ -134,6 +138,8 @@ def load(artifact: Artifact) -> ModuleType:
         ImportError: when it cannot be loaded.
     """
     verify(artifact)
+    from tuner.compile import dispatcher
+
     loader = importlib.machinery.ExtensionFileLoader(dispatcher.MODULE, str(artifact.library))
     spec = importlib.util.spec_from_loader(dispatcher.MODULE, loader)
     if spec is None:

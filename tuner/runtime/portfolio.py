@@ -26,7 +26,7 @@ from tuner.families import family
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Provenance, Status
 from tuner.problem import AttentionProblem, Problem
-from tuner.runtime import benchmark, devices, native
+from tuner.runtime import devices, native
 from tuner.runtime.plan import Plan, Posed, plan_of
 from tuner.runtime.refusal import Kind, Refusal
 from tuner.selection.domains import Domain
@@ -163,6 +163,8 @@ def _timed(
     """The fastest candidate by measurement on this machine, timed now unless a choice is known;
     None when nothing can be timed.
     """
+    from tuner.runtime import benchmark  # only programs that time their calls need it
+
     problem, run = posed.problem, posed.run
     assert run is not None
     plans: dict[Config, Plan] = {}

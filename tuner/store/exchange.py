@@ -404,7 +404,7 @@ class Trusted:
         """
         if not text.startswith(_HEAD.encode()):
             raise ValueError("another layout")
-        end = text.index(_BETWEEN.encode())
+        end = text.rindex(_BETWEEN.encode())
         breaks = re.compile(_COMMA.encode()).finditer(text, len(_HEAD), end)
         self._text = text
         self._starts = [len(_HEAD), *(one.end() for one in breaks), end + len(_COMMA)]

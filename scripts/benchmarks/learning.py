@@ -1,0 +1,156 @@
+"""``scripts/bench learning``: the first calls of shapes under ``TUNER_BENCHMARK=1``.
+
+The first call of a shape times the portfolio's kernels and PyTorch's on its own tensors, and keeps
+the fastest. The second call shows that the choice is kept. Then the chosen kernel and PyTorch's are
+timed behind an ordinary kernel, interleaved. The journal of choices is a new one; artifacts and
+kernel lists are the user's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.call_times import Contender, time_calls
+from benchmarks.models import environment
+from tuner import settings
+from tuner.base.output import check_place
+from tuner.bench.results import write_json
+from tuner.errors import BenchmarkError
+from tuner.measure.device import detect
+from tuner.problem import AttentionProblem
+from tuner.selection.describe import table
+
+CALLS: Mapping[str, str] = {
+    "GPT-2 XL, prompt": "B=4,H=25,S=700,D=64,causal=1",
+    "Llama-3-8B, prompt": "B=3,H=32,HKV=8,S=1300,D=128,causal=1",
+    "Llama-3-8B, one query": "B=2,H=32,HKV=8,SQ=1,SKV=2048,D=128",
+    "32 heads, one query": "B=2,H=32,SQ=1,SKV=2048,D=128",
+    "BERT-large": "B=16,H=16,S=512,D=64",
+    "Whisper-large's encoder": "B=8,H=20,S=1500,D=64",
+}
+"""Shapes of models, in bf16 and in memory token by token."""
+OURS, PYTORCH = "tuner.attention", "PyTorch"
+MAX_ERROR = 8e-3
+"""The gate's limit in bf16, here of the difference from PyTorch's output."""
+JOURNAL = "benchmarked.jsonl"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure every shape; 1 if a call was answered by neither kernel."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench learning",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write every figure there")
+    args = parser.parse_args(argv)
+    check_place(args.json)
+    if detect() is None:
+        raise BenchmarkError("no GPU found: scripts/bench learning runs kernels")
+    with tempfile.TemporaryDirectory() as folder:
+        _set_out(Path(folder))
+        document = {"environment": environment(), "rows": [measure(*one) for one in CALLS.items()]}
+    if args.json:
+        write_json(args.json, document)
+    print(report(document["rows"]))
+    return int(any(row["error"] > MAX_ERROR for row in document["rows"]))
+
+
+def _set_out(cache: Path) -> None:
+    """Use a new cache folder with the user's artifacts and kernel lists, and time first calls."""
+    for place in (settings.artifacts_dir(), settings.kernels_dir()):
+        place.mkdir(parents=True, exist_ok=True)
+        (cache / place.name).symlink_to(place.resolve())
+    os.environ["TUNER_CACHE_DIR"] = str(cache)
+    os.environ["TUNER_BENCHMARK"] = "1"
+
+
+def measure(name: str, shape: str) -> dict[str, Any]:
+    """A shape's first calls, the choice, and the times after it."""
+    import torch
+
+    import tuner
+
+    problem = AttentionProblem.parse(f"{shape},dtype=bf16,layout=bshd")
+    query, key, value = (
+        torch.empty_strided(one.shape, one.strides, dtype=torch.bfloat16, device="cuda").normal_()
+        for one in problem.inputs
+    )
+    options = {
+        "is_causal": problem.is_causal,
+        "enable_gqa": problem.heads_q != problem.heads_kv,
+    }
+
+    def ours() -> Any:
+        return tuner.attention(query, key, value, **options)
+
+    def pytorchs() -> Any:
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, **options)
+
+    both = {OURS: ours, PYTORCH: pytorchs}
+    with torch.inference_mode():
+        wanted = pytorchs().float()
+        tuner.stats(reset=True)
+        first_ms = _wall_ms(ours)
+        second_ms = _wall_ms(ours)
+        stats = tuner.stats(reset=True)
+        error = float((ours().float() - wanted).norm() / wanted.norm())
+        source = query.clone()
+        contenders = [Contender(name, lambda _, call=call: call()) for name, call in both.items()]
+        times = time_calls(contenders, lambda _: torch.add(source, 0.0, out=query), 1)
+    return {
+        "name": name,
+        "shape": problem.label(),
+        "first_ms": first_ms,
+        "second_ms": second_ms,
+        "hits": stats.hits,
+        "fallbacks": dict(stats.fallbacks),
+        "error": error,
+        "us": times.us.get(OURS, math.nan),
+        "pytorch_us": times.us.get(PYTORCH, math.nan),
+        "choice": _choice(problem),
+    }
+
+
+def _choice(problem: AttentionProblem) -> dict[str, Any] | None:
+    """The journal's line on a problem; None if nothing was timed."""
+    journal = settings.cache_dir() / JOURNAL
+    lines = journal.read_text().splitlines() if journal.exists() else []
+    rows = [json.loads(line) for line in lines]
+    kept = [row for row in rows if row["problem"] == problem.to_json()]
+    return kept[-1] if kept else None
+
+
+def _wall_ms(call: Callable[[], Any]) -> float:
+    import torch
+
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e3
+
+
+def report(rows: Iterable[Mapping[str, Any]]) -> str:
+    """A line for each shape."""
+    lines: list[tuple[str, ...]] = [
+        ("call", "first ms", "second ms", "chosen", "us", "PyTorch us", "PyTorch / ours", "error")
+    ]
+    for row in rows:
+        choice = row["choice"]
+        chosen = "not timed" if choice is None else "PyTorch's"
+        if choice is not None and choice["config"] is not None:
+            chosen = str(choice["config"]["family"])
+        times = f"{row['us']:.1f}", f"{row['pytorch_us']:.1f}"
+        ratio, error = f"{row['pytorch_us'] / row['us']:.3f}", f"{row['error']:.1e}"
+        calls = f"{row['first_ms']:.0f}", f"{row['second_ms']:.2f}"
+        lines.append((row["name"], *calls, chosen, *times, ratio, error))
+    return table(lines, frozenset({1, 2, 4, 5, 6, 7}))
