@@ -45,6 +45,8 @@ MIN_STAGES, MAX_STAGES = 2, 24
 RASTER_ORDERS = {"AlongM": 1, "AlongN": 2}
 #: Factors of B's columns that a stage has room for, and bytes of its two barriers.
 COLUMN_PLACES, BARRIER_BYTES = 12, 16
+#: Blocks of K in a row that the space's unrolled loops have: the code of 8 was no faster.
+UNROLL = 4
 #: Bytes that TMA's boxes without a swizzle begin at.
 FACTOR_ALIGNMENT = 128
 #: Rows and columns of a warp's box of results, and its bytes.
@@ -384,6 +386,9 @@ _MIN_CLUSTERED = 66
 def _compiled(problem: GemmProblem, gpu: Gpu) -> Iterator[dict[str, Value]]:
     """Compile-time parameters worth a kernel, in a fixed order."""
     steps = ceil(problem.k / SCALE_BLOCK)
+    loops: tuple[dict[str, Value], ...] = ({}, {"unroll": UNROLL, "tma_factors": True})
+    if problem.scales != "block":
+        loops = ({"unroll": UNROLL},)
     oriented = [(False, tile) for tile in _TILES] + [(True, tile) for tile in _SWAPPED]
     for swapped, (tile_m, tile_n) in oriented:
         rows, columns = (problem.n, problem.m) if swapped else (problem.m, problem.n)
@@ -402,7 +407,7 @@ def _compiled(problem: GemmProblem, gpu: Gpu) -> Iterator[dict[str, Value]]:
             if cluster_m * cluster_n > 1 and count < _MIN_CLUSTERED:
                 continue
             buffers = _buffers(tile_m, tile_n) if not swapped and splits == 1 else [0]
-            for store_buffers in buffers:
+            for store_buffers, loop in product(buffers, loops):
                 params: dict[str, Value] = {
                     "swap_ab": swapped,
                     "tile_m": tile_m,
@@ -412,6 +417,7 @@ def _compiled(problem: GemmProblem, gpu: Gpu) -> Iterator[dict[str, Value]]:
                     "cluster_n": cluster_n,
                     "split_k": splits,
                     "store_buffers": store_buffers,
+                    **loop,
                 }
                 yield dict(deepened(Config(BlockScaledGemm.name, params)).params)
 
