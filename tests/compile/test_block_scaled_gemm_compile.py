@@ -118,10 +118,12 @@ def emulated(
     folder: Path,
     mutant: tuple[str, str] = ("", ""),
     is_grouped: bool = False,
+    is_promoted: bool = False,
     orders: int = 1,
 ) -> str:
     """Output of an emulated kernel about its products; empty where all are right."""
-    text = render(spec_of(chosen, is_grouped=is_grouped), "emulated")
+    spec = spec_of(chosen, is_grouped=is_grouped, is_promoted=is_promoted)
+    text = render(spec, "emulated")
     device_half = text[: text.index("inline bool aligned(")] + "}  // namespace\n"
     device_half, products = _MULTIPLY.subn(_PRODUCT, device_half)
     shared = "extern __shared__ __align__(1024) char shared[];"
@@ -171,6 +173,15 @@ def test_an_emulated_kernel_follows_the_groups(
 ) -> None:
     few = Config(FAMILY.name, {**grouped(CASES[case]).params, "stages": 2})
     assert emulated(few, compiler.toolchain.nvcc, tmp_path, is_grouped=True) == ""
+
+
+@pytest.mark.usefixtures("emulates")
+@pytest.mark.parametrize("case", PROMOTED)
+def test_an_emulated_kernel_promotes(compiler: Compiler, case: str, tmp_path: Path) -> None:
+    few = Config(FAMILY.name, {**PROMOTED[case].params, "stages": 2})
+    if few["split_k"] > 1:
+        few = PROMOTED[case]
+    assert emulated(few, compiler.toolchain.nvcc, tmp_path, is_promoted=True) == ""
 
 
 @pytest.mark.usefixtures("emulates")
