@@ -44,10 +44,8 @@ def _scaled(
     cluster_m: int = 1,
     swap_ab: bool = False,
     store_buffers: int = 0,
-    unroll: int = 0,
 ) -> Config:
     params: dict[str, Value] = {
-        **({"unroll": unroll, "tma_factors": True} if unroll else {}),
         **{"swap_ab": swap_ab, "tile_m": tile[0], "tile_n": tile[1], "stages": stages},
         **{"cluster_m": cluster_m, "cluster_n": 1, "store_buffers": store_buffers},
         **{"raster_order": "AlongM", "max_swizzle_size": 1 if swap_ab else 8, "pdl": False},
@@ -70,9 +68,9 @@ KERNELS: Mapping[DType, Mapping[Config, float]] = {
         _scaled((128, 64), 8, swap_ab=True): 1.0,
         _scaled((256, 64), 5, swap_ab=True): 1.0,
         _scaled((128, 64), 4, store_buffers=1): 1.0,
-        _scaled((128, 128), 6, store_buffers=1, unroll=4): 1.0,
-        _scaled((128, 176), 4, cluster_m=2, store_buffers=3, unroll=4): 1.0,
-        _scaled((256, 128), 3, store_buffers=4, unroll=4): 1.0,
+        _scaled((128, 128), 6, store_buffers=1): 1.0,
+        _scaled((128, 176), 4, cluster_m=2, store_buffers=3): 1.0,
+        _scaled((256, 128), 3, store_buffers=4): 1.0,
     },
 }
 """Kernels by type, and their measured times over their estimates where they were among the fastest:
