@@ -33,7 +33,9 @@ SPECS = [
 
 
 def test_no_kernel_spills_or_serialises_its_products(compiler: Compiler) -> None:
-    for case, (_, future) in zip((*CASES, *GROUPED, *PROMOTED), compiler.submit(SPECS), strict=True):
+    for case, (_, future) in zip(
+        (*CASES, *GROUPED, *PROMOTED), compiler.submit(SPECS), strict=True
+    ):
         artifact = future.result()
         used = artifact.resources
         assert used is not None

@@ -207,7 +207,7 @@ def extent_conflict(m: int, n: int, k: int, groups: int = 1) -> str:
 
 
 def spec_of(config: Config, *, is_grouped: bool, is_promoted: bool = False) -> KernelSpec:
-    """The kernel of a config, of one product or of groups; promoted, with one factor for all of K."""
+    """The kernel of a config: of one product, of groups, or promoted with factors for all of K."""
     at_run_time = BlockScaledGemm.runtime_parameters
     compiled = {k: v for k, v in config.params.items() if k not in at_run_time}
     alone: dict[str, Value] = {"split_k": 1}
