@@ -80,6 +80,7 @@ PROMOTED: dict[str, Config] = {
     "unrolled": CASES["unrolled"],
     "swapped, unrolled": CASES["swapped, unrolled"],
     "promoted, tall": config((256, 128), 3, store_buffers=4, unroll=4),
+    "promoted, swapped and wide": config((128, 192), 5, swap_ab=True, unroll=4),
     "promoted, split": config((128, 64), 8, split_k=2, unroll=4),
 }
 #: M, N, K: rows, columns and blocks that tiles and blocks cut off.
