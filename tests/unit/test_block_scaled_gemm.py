@@ -194,6 +194,7 @@ def test_golden_texts(goldens: Goldens) -> None:
         "square": CASES["square"],
         "columns": CASES["columns of three blocks"],
         "swapped": CASES["swapped, split"],
+        "unrolled": CASES["factors by TMA"],
     }
     texts = {
         name: render(FAMILY.kernels(LARGE, one)[KERNEL], "0123456789abcdef")
