@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from block_scaled_cases import CASES, GROUPED, config, grouped
+from block_scaled_cases import CASES, GROUPED, PROMOTED, config, grouped
 from block_scaled_cases import problem as problem_of
 
 from tuner.base import resources
@@ -28,11 +28,14 @@ EMULATOR = Path(__file__).parent / "emulator"
 SPECS = [
     *(spec_of(chosen, is_grouped=False) for chosen in CASES.values()),
     *(spec_of(grouped(CASES[name]), is_grouped=True) for name in GROUPED),
+    *(spec_of(chosen, is_grouped=False, is_promoted=True) for chosen in PROMOTED.values()),
 ]
 
 
 def test_no_kernel_spills_or_serialises_its_products(compiler: Compiler) -> None:
-    for case, (_, future) in zip((*CASES, *GROUPED), compiler.submit(SPECS), strict=True):
+    for case, (_, future) in zip(
+        (*CASES, *GROUPED, *PROMOTED), compiler.submit(SPECS), strict=True
+    ):
         artifact = future.result()
         used = artifact.resources
         assert used is not None
@@ -82,8 +85,6 @@ def test_the_library_refuses_what_it_would_get_wrong(compiler: Compiler) -> None
 #: The product of a warp group is the emulator's.
 _MULTIPLY = re.compile(r"(__device__ __forceinline__ void multiply\(.*?\) \{\n).*?\n\}\n", re.S)
 _PRODUCT = r"\1  emulator::self().products.push_back({d, x, y, adds, kTileY});\n}\n"
-#: Products that have not ended are the emulator's to come: it has one group of them.
-_WAIT = re.compile(r"(void products_wait_but_one\(\) \{) asm.*? \}\n")
 #: M, N, K; tiles of a band, walked along the rows, clusters at once.
 EMULATED = ((130, 72, 1040, 1, True, 1), (300, 392, 1024, 4, False, 2))
 #: The same of groups, and how many.
@@ -119,14 +120,15 @@ def emulated(
     folder: Path,
     mutant: tuple[str, str] = ("", ""),
     is_grouped: bool = False,
+    is_promoted: bool = False,
     orders: int = 1,
 ) -> str:
     """Output of an emulated kernel about its products; empty where all are right."""
-    text = render(spec_of(chosen, is_grouped=is_grouped), "emulated")
+    spec = spec_of(chosen, is_grouped=is_grouped, is_promoted=is_promoted)
+    text = render(spec, "emulated")
     device_half = text[: text.index("inline bool aligned(")] + "}  // namespace\n"
     device_half, products = _MULTIPLY.subn(_PRODUCT, device_half)
     shared = "extern __shared__ __align__(1024) char shared[];"
-    device_half = _WAIT.sub(r"\1}\n", device_half)
     assert products == 1 and shared in device_half and mutant[0] in device_half
     device_half = device_half.replace(shared, "char* const shared = nullptr;").replace(*mutant)
     cases = EMULATED_GROUPS if is_grouped else [(*case, 1) for case in EMULATED]
@@ -173,6 +175,15 @@ def test_an_emulated_kernel_follows_the_groups(
 ) -> None:
     few = Config(FAMILY.name, {**grouped(CASES[case]).params, "stages": 2})
     assert emulated(few, compiler.toolchain.nvcc, tmp_path, is_grouped=True) == ""
+
+
+@pytest.mark.usefixtures("emulates")
+@pytest.mark.parametrize("case", PROMOTED)
+def test_an_emulated_kernel_promotes(compiler: Compiler, case: str, tmp_path: Path) -> None:
+    few = Config(FAMILY.name, {**PROMOTED[case].params, "stages": 2})
+    if few["split_k"] > 1:
+        few = PROMOTED[case]
+    assert emulated(few, compiler.toolchain.nvcc, tmp_path, is_promoted=True) == ""
 
 
 @pytest.mark.usefixtures("emulates")

@@ -17,10 +17,9 @@ def config(
     raster: tuple[str, int] = ("AlongM", 4),
     pdl: bool = True,
     unroll: int = 0,
-    staggered: bool = False,
     tma_factors: bool = False,
 ) -> Config:
-    given = {"unroll": unroll, "staggered": staggered, "tma_factors": tma_factors}
+    given = {"unroll": unroll, "tma_factors": tma_factors}
     loop = {name: value for name, value in given.items() if value}
     return Config(
         "block_scaled_gemm",
@@ -59,12 +58,14 @@ CASES: dict[str, Config] = {
     "unrolled, tall": config(
         (256, 128), 3, cluster=(1, 2), store_buffers=4, unroll=4, tma_factors=True
     ),
-    "staggered": config((128, 176), 4, store_buffers=3, unroll=4, staggered=True),
-    "staggered, tall": config(
-        (256, 128), 3, cluster=(1, 2), store_buffers=4, unroll=4, staggered=True
-    ),
+    "factors by TMA": config((128, 176), 4, store_buffers=3, unroll=4, tma_factors=True),
+    "factors by TMA, one warp group": config((64, 112), 8, unroll=4, tma_factors=True),
     "swapped": config((128, 16), 12, swap_ab=True),
-    "swapped, unrolled": config((64, 24), 16, swap_ab=True, unroll=8, tma_factors=True),
+    "swapped, unrolled": config((64, 24), 16, swap_ab=True, unroll=8),
+    "swapped, factors by TMA": config(
+        (256, 64), 5, swap_ab=True, cluster=(2, 1), unroll=4, tma_factors=True
+    ),
+    "split, factors by TMA": config((128, 64), 8, split_k=2, unroll=4, tma_factors=True),
     "swapped, one octet": config((128, 8), 10, swap_ab=True, cluster=(1, 2)),
     "swapped, tall": config((256, 64), 5, swap_ab=True, cluster=(2, 1)),
     "swapped, tall and odd": config((256, 112), 4, swap_ab=True, cluster=(1, 2)),
@@ -73,6 +74,14 @@ CASES: dict[str, Config] = {
     "swapped, split": config((128, 16), 12, swap_ab=True, split_k=4),
     "swapped, split in eight": config((256, 32), 5, swap_ab=True, split_k=8),
     "swapped, least": config((64, 8), 24, swap_ab=True, split_k=2),
+}
+#: The kernels that are proven with one factor for all of K: of rows and columns, or of matrices.
+PROMOTED: dict[str, Config] = {
+    "unrolled": CASES["unrolled"],
+    "swapped, unrolled": CASES["swapped, unrolled"],
+    "promoted, tall": config((256, 128), 3, store_buffers=4, unroll=4),
+    "promoted, swapped and wide": config((128, 192), 5, swap_ab=True, unroll=4),
+    "promoted, split": config((128, 64), 8, split_k=2, unroll=4),
 }
 #: M, N, K: rows, columns and blocks that tiles and blocks cut off.
 SIZES = (
@@ -95,9 +104,10 @@ GROUPED = (
     "square",
     "columns of three blocks",
     "tall",
-    "staggered, tall",
+    "factors by TMA",
     "unrolled, tall",
     "swapped",
+    "swapped, factors by TMA",
     "swapped, tall and odd",
     "one warp group",
 )

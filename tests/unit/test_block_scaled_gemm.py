@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from block_scaled_cases import CASES, SIZES, config, grouped
+from block_scaled_cases import CASES, PROMOTED, SIZES, config, grouped
 from block_scaled_cases import problem as problem_of
 from goldens import Goldens
 
@@ -136,12 +136,26 @@ def test_a_launch_has_the_factors_strides() -> None:
 def test_a_launch_has_one_factor_for_all_of_k() -> None:
     for scales, row in (("row", 1), ("tensor", 0)):
         problem = GemmProblem.parse(f"M=333,N=1000,K=2064,dtype=e4m3,scales={scales},fast_accum=0")
-        assert FAMILY.violations(problem, CASES["tall"], DEFAULT_GPU) == []
-        [launch] = FAMILY.launches(problem, CASES["tall"], 0.5)
+        chosen = PROMOTED["promoted, tall"]
+        assert FAMILY.violations(problem, chosen, DEFAULT_GPU) == []
+        [launch] = FAMILY.launches(problem, chosen, 0.5)
         assert launch.integers[:6] == (333, 1000, 2064, 2064, 2064, 1000)
         assert launch.integers[6:10] == (row, 0, row, 0)
-        variables = FAMILY.kernels(problem, CASES["tall"])[KERNEL].variables
-        assert ("by_column" in variables) == (scales == "row")
+        assert FAMILY.kernels(problem, chosen)[KERNEL].variables["scaled_after"] is True
+        for name, reason in (("tall", "needs unroll"), ("factors by TMA", "are of blocks, not")):
+            assert reason in "; ".join(FAMILY.violations(problem, CASES[name], DEFAULT_GPU))
+
+
+def test_factors_by_tma_have_its_strides() -> None:
+    problem, chosen = problem_of(333, 1000, 2064), CASES["factors by TMA"]
+    strides = {"scale_a": (1, 17)}
+    assert "scale_a's strides 1, 17 are not TMA's" in FAMILY.strided_launches(
+        problem, chosen, 1.0, strides
+    )
+    [launch] = FAMILY.strided_launches(problem, chosen, 1.0, {"scale_a": (340, 1)})
+    assert launch.integers[6:8] == (1, 340)
+    alone = Config(FAMILY.name, {**CASES["square"].params, "tma_factors": True})
+    assert "tma_factors goes with unroll" in FAMILY.violations(problem, alone, DEFAULT_GPU)
 
 
 @pytest.mark.parametrize(
@@ -180,6 +194,7 @@ def test_golden_texts(goldens: Goldens) -> None:
         "square": CASES["square"],
         "columns": CASES["columns of three blocks"],
         "swapped": CASES["swapped, split"],
+        "unrolled": CASES["factors by TMA"],
     }
     texts = {
         name: render(FAMILY.kernels(LARGE, one)[KERNEL], "0123456789abcdef")

@@ -238,6 +238,17 @@ def test_experts_are_multiplied_in_bf16_where_no_kernel_serves_them(
     assert [problem.label() for problem in asked] == [f"G=4,M=16,N={N},K={K},dtype=e4m3"]
 
 
+def test_experts_factors_begin_where_tma_reads(on_cpu: SimpleNamespace) -> None:
+    import tuner
+
+    a, b, offsets, scale_a, scale_b = experts()
+    moved = torch.empty(4 * 16 + 1)[1:].view(4, 16).t()[:15].copy_(scale_a)
+    assert moved.data_ptr() % 16 == 4 and moved.stride() == (1, 16)
+    tuner.grouped_mm(a, b, offsets, scale_a=moved, scale_b=scale_b)
+    [reason] = on_cpu.counters.stats().fallbacks
+    assert "does not start at a multiple of 16 bytes" in reason
+
+
 def test_a_kernel_is_given_the_factors_of_all_rows_side_by_side(
     on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

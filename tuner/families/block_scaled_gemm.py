@@ -1,12 +1,10 @@
 """GEMM of e4m3 operands with factors of blocks, 1 x 128 of A and 128 x 128 of B.
 
-It also serves e4m3 with factors of rows and columns, or of tensors, where sums are promoted
-(`fast_accum=0`): every 128 of K here.
-
-The template's main loop is its own. It is TMA-fed, and adds
-the tensor cores' sums with their factors to fp32 sums after every 128 of K. A swapped config
-computes D^T = B^T A^T, so that few rows of A are the narrow side of a tile. `split_k` blocks of a
-cluster divide K between them and add their sums in a fixed order.
+Its template has a main loop of its own: TMA-fed, the tensor cores' sums added to fp32 sums with
+their factors after every 128 of K. So it also serves promoted sums (`fast_accum=0`), whose factors
+are of rows and columns or of whole matrices. A swapped config computes D^T = B^T A^T, so that few
+rows of A are the narrow side of a tile. `split_k` blocks of a cluster divide K between them and add
+their sums in a fixed order.
 """
 
 from __future__ import annotations
@@ -45,8 +43,10 @@ MAX_SUMS = 192
 #: smallest tile, 64 x 8.
 MIN_STAGES, MAX_STAGES = 2, 24
 RASTER_ORDERS = {"AlongM": 1, "AlongN": 2}
-#: Factors of B's columns that a stage has room for, and bytes of a barrier.
-COLUMN_PLACES, BARRIER_BYTES = 12, 8
+#: Factors of B's columns that a stage has room for, and bytes of its two barriers.
+COLUMN_PLACES, BARRIER_BYTES = 12, 16
+#: Blocks of K in a row that the space's unrolled loops have: the code of 8 was no faster.
+UNROLL = 4
 #: Bytes that TMA's boxes without a swizzle begin at.
 FACTOR_ALIGNMENT = 128
 #: Rows and columns of a warp's box of results, and its bytes.
@@ -68,6 +68,9 @@ CLOCK_SHARE = 0.72
 TILE_CLOCKS, BOXED_TILE_CLOCKS, COLUMN_CLOCKS = 2800.0, 900.0, 6.0
 SMEM_BYTES_PER_CLOCK = 128
 STEP_CLOCKS = 40.0
+#: Clocks of a step for each row whose factor a warp copies: the fourth run of
+#: block-scaled-products-h100.jsonl.gz, one kernel of 256 rows with such copies and without.
+FACTOR_CLOCKS = 0.45
 START_CLOCKS = 3000.0
 #: Of a cluster that divides K: its two meetings, and bytes that its blocks exchange a clock.
 MEETING_CLOCKS, EXCHANGED_BYTES_PER_CLOCK = 1500.0, 16.0
@@ -95,10 +98,9 @@ class BlockScaledGemm(Family):
         "max_swizzle_size": (1, 2, 4, 8, 16),
         "pdl": (False, True),
         "unroll": (2, 4, 8),
-        "staggered": (False, True),
-        "tma_factors": (False, True),
+        "tma_factors": (True,),
     }
-    optional = frozenset({"unroll", "staggered", "tma_factors"})
+    optional = frozenset({"unroll", "tma_factors"})
     draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {"stages": (2, 3, 4, 5, 6, 8, 12, 16)}
 
     def supports(self, problem: Problem, gpu: Gpu) -> str:
@@ -115,9 +117,7 @@ class BlockScaledGemm(Family):
 
     def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
         reasons = [*tile_violations(config), *cluster_violations(config)]
-        reasons += loop_violations(config)
-        if config.get("tma_factors", False) and _gemm(problem).scales != "block":
-            reasons.append("tma_factors are of blocks: scales=block")
+        reasons += loop_violations(config, _gemm(problem).scales)
         return reasons + _split_violations(_gemm(problem), config) + _store_violations(config)
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
@@ -133,8 +133,8 @@ class BlockScaledGemm(Family):
         return found
 
     def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
-        by_column = _gemm(problem).scales == "row"
-        return {KERNEL: spec_of(config, is_grouped=False, by_column=by_column)}
+        is_promoted = _gemm(problem).scales != "block"
+        return {KERNEL: spec_of(config, is_grouped=False, is_promoted=is_promoted)}
 
     def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
         return self._launches(_gemm(problem), config, scale, {})
@@ -152,7 +152,7 @@ class BlockScaledGemm(Family):
         if others := strides.keys() - set(free):
             return f"{', '.join(sorted(others))}: only {', '.join(free)} have free strides"
         a_block, a_row = strides.get(scale_a.name, (0, 1))[-2:]
-        if config.get("tma_factors", False) and (a_row != 1 or a_block % SCALE_ROWS):
+        if "tma_factors" in config.params and (a_row != 1 or a_block % SCALE_ROWS):
             return f"scale_a's strides {a_block}, {a_row} are not TMA's (tma_factors)"
         return self._launches(problem, config, scale, strides)
 
@@ -209,14 +209,14 @@ def extent_conflict(m: int, n: int, k: int, groups: int = 1) -> str:
     return ""
 
 
-def spec_of(config: Config, *, is_grouped: bool, by_column: bool = False) -> KernelSpec:
-    """The kernel of a config, of one product or of groups; by factors of B's columns."""
+def spec_of(config: Config, *, is_grouped: bool, is_promoted: bool = False) -> KernelSpec:
+    """The kernel of a config: of one product, of groups, or promoted with factors for all of K."""
     at_run_time = BlockScaledGemm.runtime_parameters
     compiled = {k: v for k, v in config.params.items() if k not in at_run_time}
     alone: dict[str, Value] = {"split_k": 1}
     variables = {**alone, **compiled, "grouped": is_grouped}
-    if by_column:
-        variables["by_column"] = True
+    if is_promoted:
+        variables["scaled_after"] = True
     return KernelSpec(TEMPLATE, variables, arguments=arguments_of(is_grouped=is_grouped))
 
 
@@ -246,8 +246,10 @@ def launched(config: Config) -> dict[str, int]:
 
 def step_clocks(config: Config) -> float:
     """Clocks of 128 of K of a tile: the longest of products, shared memory's reads and writes, and
-    the tile's way from the L2.
+    the tile's way from the L2; and the warp's that copies factors.
     """
+    rows = int(config["tile_n" if config["swap_ab"] else "tile_m"])
+    copied_rows = 0 if "tma_factors" in config.params else rows
     tile_m, tile_n = int(config["tile_m"]), int(config["tile_n"])
     instructions = tile_m // INSTRUCTION_ROWS
     rate = TENSOR_FLOPS_PER_CLOCK_SM * E4M3_RATE
@@ -256,18 +258,18 @@ def step_clocks(config: Config) -> float:
     copied = (tile_m + tile_n) * SCALE_BLOCK
     loaded = (tile_m / config["cluster_n"] + tile_n / config["cluster_m"]) * SCALE_BLOCK
     shared = (read + copied / 2) / SMEM_BYTES_PER_CLOCK
-    return float(max(tensor, shared, loaded / L2_BYTES_PER_CLOCK) + STEP_CLOCKS)
+    longest = max(tensor, shared, loaded / L2_BYTES_PER_CLOCK)
+    return float(longest + STEP_CLOCKS + FACTOR_CLOCKS * copied_rows)
 
 
 def stage_bytes(config: Config) -> int:
-    """Shared memory of a stage: its tiles, its factors, its barriers."""
+    """Shared memory of a stage: its tiles, its factors, its two barriers."""
     tile_m, tile_n = int(config["tile_m"]), int(config["tile_n"])
     factors = tile_n if config["swap_ab"] else tile_m
-    barriers = BARRIER_BYTES * (3 if config.get("staggered", False) else 2)
     factor_bytes = 4 * (factors + COLUMN_PLACES)
-    if config.get("tma_factors", False):
+    if "tma_factors" in config.params:
         factor_bytes = ceil(factor_bytes / FACTOR_ALIGNMENT) * FACTOR_ALIGNMENT
-    return (tile_m + tile_n) * SCALE_BLOCK + factor_bytes + barriers
+    return (tile_m + tile_n) * SCALE_BLOCK + factor_bytes + BARRIER_BYTES
 
 
 def smem_bytes(config: Config) -> int:
@@ -331,15 +333,16 @@ def cluster_violations(config: Config) -> list[str]:
     return reasons
 
 
-def loop_violations(config: Config) -> list[str]:
-    """Why a main loop cannot be staggered."""
-    if not config.get("staggered", False):
-        return []
+def loop_violations(config: Config, scales: str = "block") -> list[str]:
+    """Why a main loop cannot read its factors; they are of what `GemmProblem.scales` says."""
     reasons = []
     if "unroll" not in config.params:
-        reasons.append("staggered goes with unroll")
-    if config["tile_m"] == INSTRUCTION_ROWS:
-        reasons.append(f"tile_m={INSTRUCTION_ROWS} has one warp group: staggered needs two")
+        if "tma_factors" in config.params:
+            reasons.append("tma_factors goes with unroll")
+        if scales != "block":
+            reasons.append(f"scales={scales} needs unroll")
+    if "tma_factors" in config.params and scales != "block":
+        reasons.append(f"tma_factors are of blocks, not scales={scales}")
     return reasons
 
 
@@ -389,6 +392,9 @@ _MIN_CLUSTERED = 66
 def _compiled(problem: GemmProblem, gpu: Gpu) -> Iterator[dict[str, Value]]:
     """Compile-time parameters worth a kernel, in a fixed order."""
     steps = ceil(problem.k / SCALE_BLOCK)
+    loops: tuple[dict[str, Value], ...] = ({}, {"unroll": UNROLL, "tma_factors": True})
+    if problem.scales != "block":
+        loops = ({"unroll": UNROLL},)
     oriented = [(False, tile) for tile in _TILES] + [(True, tile) for tile in _SWAPPED]
     for swapped, (tile_m, tile_n) in oriented:
         rows, columns = (problem.n, problem.m) if swapped else (problem.m, problem.n)
@@ -407,7 +413,7 @@ def _compiled(problem: GemmProblem, gpu: Gpu) -> Iterator[dict[str, Value]]:
             if cluster_m * cluster_n > 1 and count < _MIN_CLUSTERED:
                 continue
             buffers = _buffers(tile_m, tile_n) if not swapped and splits == 1 else [0]
-            for store_buffers in buffers:
+            for store_buffers, loop in product(buffers, loops):
                 params: dict[str, Value] = {
                     "swap_ab": swapped,
                     "tile_m": tile_m,
@@ -417,6 +423,7 @@ def _compiled(problem: GemmProblem, gpu: Gpu) -> Iterator[dict[str, Value]]:
                     "cluster_n": cluster_n,
                     "split_k": splits,
                     "store_buffers": store_buffers,
+                    **loop,
                 }
                 yield dict(deepened(Config(BlockScaledGemm.name, params)).params)
 

@@ -141,6 +141,8 @@ class GroupedCall(_Groups, Call):
             return Refusal(Kind.NOT_CONTIGUOUS)
         if len({tensor.device for tensor in self.inputs}) > 1:
             return Refusal(Kind.MIXED)
+        if self.scale_a is not None and guards.is_misaligned((self.scale_a,)):
+            return Refusal(Kind.MISALIGNED)  # TMA copies its factors
         return None
 
     def kind(self) -> Hashable:

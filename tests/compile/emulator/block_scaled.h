@@ -15,11 +15,14 @@ struct Case {
 
 // Where the kernel has a map of the factors of A's rows.
 template <class Parameters>
-auto set_factors(Parameters& p, CUtensorMap const& map, int) -> decltype(void(p.factors)) {
+auto set_factors(Parameters& p, CUtensorMap const& map, int) -> decltype(p.factors, bool()) {
   p.factors = map;
+  return true;
 }
 template <class Parameters>
-void set_factors(Parameters&, CUtensorMap const&, long) {}
+bool set_factors(Parameters&, CUtensorMap const&, long) {
+  return false;
+}
 
 inline int run(Case const& c, unsigned seed) {
   using namespace k_emulated;
@@ -28,7 +31,7 @@ inline int run(Case const& c, unsigned seed) {
   std::vector<uint8_t> a(size_t(c.m) * c.k), b(size_t(c.groups) * c.n * c.k);
   for (auto* operand : {&a, &b})
     for (uint8_t& x : *operand) x = "\x00\x38\x40\xB8\xC0\x30"[random() % 6];  // 0, 1, 2, -1, -2, 0.5
-  std::vector<float> scale_a(size_t(blocks) * rows_a, NAN), scale_b(size_t(c.groups) * columns * blocks);
+  std::vector<float> scale_a(size_t(blocks) * rows_a, NAN), scale_b(size_t(c.groups) * columns * blocks + c.n);
   for (int block = 0; block < blocks; ++block)
     for (int row = 0; row < c.m; ++row) scale_a[block * rows_a + row] = std::ldexp(1.0f, int(random() % 5) - 2);
   for (float& x : scale_b) x = std::ldexp(1.0f, int(random() % 5) - 2);
@@ -43,7 +46,8 @@ inline int run(Case const& c, unsigned seed) {
   p.d_map = emulator::map_of({reinterpret_cast<uint8_t*>(d.data()), 2 * c.n, c.m, 2 * c.n, 16});
   emulator::Matrix factors{reinterpret_cast<uint8_t*>(scale_a.data()), 4 * c.m, blocks, 4 * rows_a, 1};
   factors.floats = kRowFactors;
-  set_factors(p, emulator::map_of(factors), 0);
+  // Without a copy of factors, stages have none: rows and columns have one for all of K.
+  const bool is_promoted = !set_factors(p, emulator::map_of(factors), 0) && kFullArrivals == 1;
   p.d = reinterpret_cast<__nv_bfloat16*>(d.data());
   p.scale_a = scale_a.data();
   p.scale_b = scale_b.data();
@@ -53,6 +57,7 @@ inline int run(Case const& c, unsigned seed) {
   p.tiles_y = ((kSwapped ? c.m : c.n) + kTileY * kClusterY - 1) / (kTileY * kClusterY);
   p.band = c.band, p.along_x = c.along_x, p.lead = true;
   p.ldd = c.n, p.a_row = 1, p.a_block = rows_a, p.b_column = blocks, p.b_block = 1, p.b_group = columns * blocks;
+  if (is_promoted) p.a_block = 0, p.b_column = 1, p.b_block = 0;
   p.alpha = 1.0f;
   const int tiles = p.tiles_x * p.tiles_y, resident = kSplits > 1 ? tiles : kGrouped ? c.clusters : std::min(tiles, c.clusters);
   emulator::launch(resident * kCluster, kCluster, kThreads, kSmemBytes, seed, [&] { block_scaled_emulated(p); });
@@ -68,7 +73,8 @@ inline int run(Case const& c, unsigned seed) {
       double sum = 0;
       for (int k = 0; k < c.k; ++k)
         sum += double(emulator::e4m3(a[size_t(row) * c.k + k])) * emulator::e4m3(b[(size_t(group) * c.n + column) * c.k + k]) *
-               scale_a[k / kBlock * rows_a + row] * scale_b[(group * columns + column / kBlock) * blocks + k / kBlock];
+               (is_promoted ? scale_a[row] * scale_b[column]
+                            : scale_a[k / kBlock * rows_a + row] * scale_b[(group * columns + column / kBlock) * blocks + k / kBlock]);
       const uint16_t expected = __bfloat16_as_ushort(__float2bfloat16(float(sum)));
       if (got == expected || (expected << 1 & 0xFFFF) == 0 && (got << 1 & 0xFFFF) == 0) continue;
       std::printf("(%d, %d) of %d x %d x %d is %04x, not %04x\n", row, column, c.m, c.n, c.k, got, expected);
