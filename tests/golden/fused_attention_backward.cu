@@ -566,9 +566,11 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Tile const& t) {
       warpgroup_wait<kEarlyDv ? 1 : 0>();
       warpgroup_fence_operand(tDp);
       if constexpr (kLateOctets > 0) {
-        // Exponentials take the time of many other instructions: derivatives run beside them. ptxas would
-        // move them before the wait; it moves nothing across a loop, here one that ends at once.
+        // Exponentials take the time of many other instructions: derivatives run beside them. The compilers
+        // would move them before the wait; ptxas moves nothing across a loop, here one that ends at once.
         Full::wait(&s.v_full, 0);
+        CUTE_UNROLL
+        for (int i = 4 * kTimelyOctets; i < 4 * kOctets; i += 2) opaque(tS(i), tS(i + 1));
         CUTE_UNROLL
         for (int j = 0; j < kOctets; ++j) {
           if (j < kLateOctets) exponentials(kTimelyOctets + j);
