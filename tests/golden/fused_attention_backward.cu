@@ -567,7 +567,7 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Tile const& t) {
       warpgroup_fence_operand(tDp);
       if constexpr (kLateOctets > 0) {
         // Exponentials take the time of many other instructions: derivatives run beside them. The compilers
-        // would move them before the wait; ptxas moves nothing across a loop, here one that ends at once.
+        // would move them before the wait; ptxas moves fewer across a loop, here one that ends at once.
         Full::wait(&s.v_full, 0);
         CUTE_UNROLL
         for (int i = 4 * kTimelyOctets; i < 4 * kOctets; i += 2) opaque(tS(i), tS(i + 1));
