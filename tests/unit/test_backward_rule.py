@@ -87,8 +87,6 @@ def test_where_flash3_aligns_masks_otherwise_own_kernels_serve() -> None:
 def test_every_kernel_is_legal_at_any_size() -> None:
     member = family("fused_attention_backward")
     for kind, config in backward.KERNELS.items():
-        problem = AttentionBackwardProblem(
-            1, 1, kind.columns, is_causal=kind.is_causal
-        )
+        problem = AttentionBackwardProblem(1, 1, kind.columns, is_causal=kind.is_causal)
         problem = dataclasses.replace(problem, is_deterministic=kind.is_deterministic)
         assert member.accepts(problem, config, H100)
