@@ -47,8 +47,12 @@ def acceptance() -> list[AttentionBackwardProblem]:
 def variants(problem: AttentionBackwardProblem) -> dict[str, Config]:
     """The rule's own configs of a problem by name: ``own``, and the deterministic one."""
     named = {"own": problem, "own, ordered": replace(problem, is_deterministic=True)}
-    kinds = {name: kind_of(posed) for name, posed in named.items()}
-    return {name: KERNELS[kind] for name, kind in kinds.items() if kind in KERNELS}
+    found = {}
+    for name, posed in named.items():
+        kind = kind_of(posed)
+        if kind is not None and kind in KERNELS:
+            found[name] = KERNELS[kind]
+    return found
 
 
 def specs_of(problem: AttentionBackwardProblem) -> dict[str, KernelSpec]:
