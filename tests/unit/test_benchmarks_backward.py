@@ -19,9 +19,11 @@ def test_own_kernels_are_the_rule_s() -> None:
     member = family("fused_attention_backward")
     for problem in PROBLEMS:
         configs = backward.variants(problem)
-        assert set(configs) == ({"own"} if problem.head_dim > 128 else {"own", "own, ordered"})
+        named = {"own", "own, ordered"} if problem.is_causal else {"own"}
+        assert set(configs) == (set() if problem.head_dim > 128 else named)
         assert set(backward.specs_of(problem)) == set(configs)
-        assert not member.violations(problem, configs["own"], DEFAULT_GPU)
+        if configs:
+            assert not member.violations(problem, configs["own"], DEFAULT_GPU)
 
 
 def test_a_problem_s_lines_name_times_and_how_the_own_kernels_stand() -> None:

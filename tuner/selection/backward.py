@@ -43,9 +43,9 @@ def _own(**params: Value) -> Config:
         "dq": "bulk",
         "early_dq": True,
         "early_exp": 0,
-        "late_exp": 50,
+        "late_exp": 0,
         "early_dv": True,
-        "transpose_ds": True,
+        "transpose_ds": False,
         "rotate": False,
         "section_heads": 8,
         "pdl": True,
@@ -62,20 +62,13 @@ class BackwardKind(NamedTuple):
     is_deterministic: bool
 
 
-_LATE: Mapping[str, Value] = {"early_dq": False}
-_WIDE: Mapping[str, Value] = {
-    **{"ds_stages": 1, "dq": "direct", "late_exp": 0, "early_dv": False, "transpose_ds": False}
-}
+_LATE: Mapping[str, Value] = {"early_dq": False, "early_exp": 50}
 KERNELS: Mapping[BackwardKind, Config] = {
     BackwardKind(64, False, False): _own(tile_m=128),
     BackwardKind(64, True, False): _own(tile_m=128, **_LATE),
     BackwardKind(128, False, False): _own(),
     BackwardKind(128, True, False): _own(**_LATE),
-    BackwardKind(256, False, False): _own(**_WIDE),
-    BackwardKind(256, True, False): _own(**_WIDE),
-    BackwardKind(64, False, True): _own(tile_m=128, dq="ordered", rotate=True),
     BackwardKind(64, True, True): _own(tile_m=128, dq="ordered"),
-    BackwardKind(128, False, True): _own(dq="ordered", rotate=True),
     BackwardKind(128, True, True): _own(dq="ordered"),
 }
 """Own kernels by kind."""
