@@ -1,9 +1,9 @@
 """Gradients of attention by our own kernels and all that the machine has beside them.
 
-``scripts/bench backward`` compiles the rule's own kernels for each of 22 shapes, and times
-them beside cuDNN, FlashAttention-2 and -3, these deterministic too, and beside what the runtime
-chooses. The output and the log-sum-exp that all read are FlashAttention-2's. Times are medians of
-rounds in which all take turns in a shuffled order, each a CUDA graph of several calls.
+``scripts/bench backward`` compiles the rule's own kernels for each of 22 shapes. It times them
+beside cuDNN, FlashAttention-2 and -3, these deterministic too, and beside the runtime's own choice.
+All read FlashAttention-2's output and log-sum-exp. Times are medians of rounds in which all take
+turns in a shuffled order, each a CUDA graph of several calls.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def _own(**params: Value) -> Config:
 
 
 class BackwardKind(NamedTuple):
-    """What is compiled into an own kernel, beside the type."""
+    """Facts that are compiled into an own kernel, beside the type."""
 
     columns: int
     """Of the template's instance."""
