@@ -57,7 +57,7 @@ class BackwardKind(NamedTuple):
     """Facts that are compiled into an own kernel, beside the type."""
 
     columns: int
-    """Of the template's instance."""
+    """Columns of the template's instance."""
     is_causal: bool
     is_deterministic: bool
 
