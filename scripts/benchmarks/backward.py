@@ -1,7 +1,7 @@
 """Gradients of attention by our own kernels and all that the machine has beside them.
 
-``scripts/bench backward`` compiles a few variants of the own kernel for each of 22 shapes. It times
-them beside cuDNN, FlashAttention-2 and -3, also deterministic, and the runtime's own choice.
+``scripts/bench backward`` compiles the rule's own kernels for each of 22 shapes. It times them
+beside cuDNN, FlashAttention-2 and -3, also deterministic, and the runtime's own choice.
 All read FlashAttention-2's output and log-sum-exp. Times are medians of rounds in which all take
 turns in a shuffled order, each a CUDA graph of several calls.
 """
@@ -22,46 +22,15 @@ from tuner.bench.results import write_json
 from tuner.bench.suites import SUITES
 from tuner.compile.artifacts import ArtifactCache, LoadedKernel, load
 from tuner.compile.compiler import Compiler, find_toolchain
-from tuner.config import Config, Value
+from tuner.config import Config
 from tuner.errors import BenchmarkError, TunerError
 from tuner.families import family
 from tuner.families.base import KernelSpec
-from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionBackwardProblem, AttentionProblem
+from tuner.selection.backward import KERNELS, kind_of
 
 ROUNDS, BURST_US = 20, 2000.0
 VENDORS = ("cudnn", "flash2", "flash3", "flash4")
-BASE: Mapping[str, Value] = {
-    "warp_groups": 2,
-    "tile_m": 64,
-    "stages": 2,
-    "ds_stages": 2,
-    "swap_dq": False,
-    "dq": "bulk",
-    "early_dq": True,
-    "early_exp": 0,
-    "early_dv": True,
-    "transpose_ds": False,
-    "rotate": False,
-    "section_heads": 8,
-    "pdl": True,
-}
-#: Names of the own variants, and what they change; those that are legal for a shape take part.
-VARIANTS: Mapping[str, Mapping[str, Value]] = {
-    "own": {},
-    "own late dV": {"early_dv": False, "ds_stages": 1},
-    "own late dV direct": {"early_dv": False, "ds_stages": 1, "dq": "direct"},
-    "own one stage": {"early_dv": False, "ds_stages": 1, "stages": 1},
-    "own 128": {"tile_m": 128},
-    "own 128 late dQ": {"tile_m": 128, "early_dq": False, "early_exp": 50},
-    "own 128 late dV": {"tile_m": 128, "early_dv": False},
-    "own 128 direct": {"tile_m": 128, "dq": "direct"},
-    "own late dQ": {"early_dq": False, "early_exp": 50},
-    "own direct": {"dq": "direct"},
-    "own direct 3 stages": {"dq": "direct", "stages": 3, "ds_stages": 1},
-    "own one head": {"section_heads": 1},
-    "own all heads": {"section_heads": 1024},
-}
 SERVED = "served"
 """Name of the runtime's own call."""
 Calls = dict[str, Callable[[], Any]]
@@ -76,18 +45,13 @@ def acceptance() -> list[AttentionBackwardProblem]:
 
 
 def variants(problem: AttentionBackwardProblem) -> dict[str, Config]:
-    """The own configs of a problem by name, legal ones, those added in order among them."""
-    member = family("fused_attention_backward")
-    ordered = replace(problem, is_deterministic=True)
+    """The rule's own configs of a problem by name: ``own``, and the deterministic one."""
+    named = {"own": problem, "own, ordered": replace(problem, is_deterministic=True)}
     found = {}
-    for name, changes in VARIANTS.items():
-        config = Config(member.name, {**BASE, **changes})
-        if not member.violations(problem, config, DEFAULT_GPU):
-            found[name] = config
-        config = Config(member.name, {**BASE, **changes, "dq": "ordered"})
-        is_other = changes.get("dq", "bulk") == "bulk" and "early_exp" not in changes
-        if is_other and not member.violations(ordered, config, DEFAULT_GPU):
-            found[f"{name}, ordered"] = config
+    for name, posed in named.items():
+        kind = kind_of(posed)
+        if kind is not None and kind in KERNELS:
+            found[name] = KERNELS[kind]
     return found
 
 
@@ -186,7 +150,8 @@ def served_call(
 
     query, key, value, out, lse, grad_out = inputs
     tensors = grad_out, query, key, value, out, lse
-    plan = find(GradientsCall(*inputs, problem.is_causal, None, problem.is_deterministic))
+    options = problem.is_causal, None, problem.is_deterministic
+    plan = find(GradientsCall(query, key, value, out, lse, grad_out, *options))
     chosen = plan.config.get("kernel", "own") if isinstance(plan, Plan) else f"PyTorch: {plan}"
     return lambda: torch.ops.tuner.attention_backward(*tensors, problem.is_causal, None), chosen
 

@@ -37,6 +37,7 @@ def make(**changes: Value) -> Config:
         "dq": "bulk",
         "early_dq": True,
         "early_exp": 0,
+        "late_exp": 0,
         "early_dv": True,
         "transpose_ds": False,
         "rotate": False,

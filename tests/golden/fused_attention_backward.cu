@@ -9,6 +9,7 @@
 #include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/fast_math.h>
 #include "attention.h"
+#include "reduce.h"
 #include <cutlass/numeric_conversion.h>
 #include <cutlass/numeric_types.h>
 
@@ -32,8 +33,11 @@ constexpr bool kOrdered = false;
 constexpr bool kDirect = false;
 constexpr bool kEarlyDq = true;
 constexpr bool kEarlyDv = true;
-static_assert(!kEarlyDv || kSharing == 1);
+constexpr bool kTransposeDs = false;
+static_assert((!kEarlyDv && !kTransposeDs) || kSharing == 1);
 constexpr int kOctets = kQueries / 8, kEarlyOctets = kOctets * 0 / 100;
+constexpr int kLateOctets = kQueries / 16 * 0 / 100 * 2, kTimelyOctets = kOctets - kLateOctets;
+static_assert(kEarlyOctets <= kTimelyOctets);
 constexpr int kThreads = 128 * (kGroups + 1), kRowThreads = 256;
 // A tile's log-sum-exps, and whether one is large; a bulk copy has a multiple of 16 bytes.
 constexpr int kLogSums = kTileM + 4;
@@ -71,8 +75,9 @@ using AtomDkv = conditional_t<kSharing == 1,
     decltype(GMMA::rs_op_selector<Element, Element, float, ShapeDkv, GMMA::Major::K, GMMA::Major::MN>()),
     decltype(GMMA::ss_op_selector<Element, Element, float, ShapeDkv, GMMA::Major::K, GMMA::Major::MN>())>;
 using MmaDkv = decltype(make_tiled_mma(AtomDkv{}, GroupLayout{}));
-using MmaDq = decltype(make_tiled_mma(
-    GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<kPart>, Int<kTileN>>, GMMA::Major::MN, GMMA::Major::MN>()));
+constexpr auto kMajorDs = GMMA::Major::MN;
+using MmaDq = decltype(make_tiled_mma(GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<kPart>, Int<kTileN>>,
+    kMajorDs, GMMA::Major::MN>()));
 
 template <class T>
 struct Matrices {
@@ -110,9 +115,10 @@ struct Params {
 };
 
 // What a block works on: tile n_block of a KV head's keys, against tiles [first, last) of the queries
-// of each of its heads, and in what order tiles of keys are added to a tile of queries.
+// of each of its heads from `start` on, round to it, and in what order tiles of keys are added to a tile
+// of queries.
 struct Tile {
-  int n_block, head_kv, batch, first, last;
+  int n_block, head_kv, batch, first, last, start;
 
   CUTE_DEVICE static Tile at(Params const& p, int index) {
     // Sections of heads that share the L2; in each the first tiles of all heads, which under a causal
@@ -121,13 +127,14 @@ struct Tile {
     int const all_heads = p.batch * p.heads_kv, per_section = p.section * p.n_blocks;
     int const section = index / per_section, within = index - section * per_section;
     int const here = min(p.section, all_heads - section * p.section);
-    int const head = section * p.section + within % here;
     Tile t;
+    int const head = section * p.section + within % here;
     t.n_block = within / here;
     t.head_kv = head % p.heads_kv, t.batch = head / p.heads_kv;
     int const first_key = t.n_block * kTileN, last_key = min(first_key + kTileN, p.seqlen_kv) - 1;
     t.last = p.m_blocks;
     t.first = min(first_query(p, first_key) / kTileM, t.last);
+    t.start = t.first;
     return t;
   }
 
@@ -135,6 +142,9 @@ struct Tile {
   CUTE_DEVICE static int first_query(Params const& p, int key) {
     return kCausal ? key : 0;
   }
+
+  // The tile of queries after one.
+  CUTE_DEVICE int next(int m_block) const { return m_block + 1 == last ? first : m_block + 1; }
 
   CUTE_DEVICE int steps(Params const& p) const { return (last - first) * (p.heads / p.heads_kv); }
 
@@ -160,8 +170,8 @@ CUTE_DEVICE int first_key(Tile const& t, int thread) {
 CUTE_DEVICE int share_of(int thread) { return kSharing == 1 ? 0 : (thread - 128) / (128 * kKeyGroups); }
 
 // Zeros in place of a thread's probabilities that the mask hides, and at most one in place of the
-// others: S^T's rows are keys.
-template <class Scores>
+// others, in octets [kBegin, kEnd) of queries: S^T's rows are keys.
+template <int kBegin, int kEnd, class Scores>
 CUTE_DEVICE void correct(Scores& scores, Params const& p, Tile const& t, int m_block, int thread) {
   int const key0 = first_key(t, thread), query0 = m_block * kTileM + share_of(thread) * kQueries + 2 * (thread % 4);
   CUTE_UNROLL
@@ -171,7 +181,7 @@ CUTE_DEVICE void correct(Scores& scores, Params const& p, Tile const& t, int m_b
     int begin = kCausal || kWindowed ? Tile::first_query(p, key) - query0 : 0, end = kQueries;
     if (key >= p.seqlen_kv) end = 0;
     CUTE_UNROLL
-    for (int j = 0; j < kOctets; ++j) {
+    for (int j = kBegin; j < kEnd; ++j) {
       CUTE_UNROLL
       for (int c = 0; c < 2; ++c) {
         int const query = 8 * j + c;
@@ -201,6 +211,7 @@ struct Storage {
   uint64_t k_full, v_full, q_full[kStages], q_empty[kStages], grad_full[kStages], grad_empty[kStages];
   uint64_t ds_full[kDsStages], ds_empty, sums_full[kGroups], sums_empty[kGroups];
 };
+static_assert(sizeof(Storage) == 198656);
 
 using Full = cutlass::arch::ClusterTransactionBarrier;
 using Empty = cutlass::arch::ClusterBarrier;
@@ -250,48 +261,55 @@ CUTE_DEVICE void load(Params const& p, Storage& s, Tile const& t) {
   for (int head = t.head_kv * group; head < (t.head_kv + 1) * group; ++head) {
     Tensor tQg = slice_q.partition_S(local_tile(p.q.get_tma_tensor(shape_q)(_, _, head, t.batch), tile_q, make_coord(_, 0)));
     Tensor tGg = slice_g.partition_S(local_tile(p.grad.get_tma_tensor(shape_q)(_, _, head, t.batch), tile_q, make_coord(_, 0)));
-    int64_t tile = row_tile(p, t.batch, head, t.first);
+    int64_t const tiles = row_tile(p, t.batch, head, 0);
+    int m = t.start;
     CUTE_NO_UNROLL
-    for (int m = t.first; m < t.last; ++m, ++tile, ++step) {
-      int const i = place_of<kStages>(step);
+    for (int i = t.first; i < t.last; ++i, ++step, m = t.next(m)) {
+      int const at = place_of<kStages>(step);
       uint32_t const free = round_of<kStages>(step) ^ 1;
-      Empty::wait(&s.q_empty[i], free);
-      Full::arrive_and_expect_tx(&s.q_full[i], q_bytes);
-      copy(p.q.with(s.q_full[i], 0, TMA::CacheHintSm90::EVICT_LAST), tQg(_, _, _, m), tQs(_, _, _, i));
-      load_statistic<kLogSums>(p.lse_log2 + tile * kLogSums, s.lse_log2[i], &s.q_full[i]);
-      Empty::wait(&s.grad_empty[i], free);
-      Full::arrive_and_expect_tx(&s.grad_full[i], grad_bytes);
-      copy(p.grad.with(s.grad_full[i], 0, TMA::CacheHintSm90::EVICT_LAST), tGg(_, _, _, m), tGs(_, _, _, i));
-      load_statistic<kTileM>(p.delta + tile * kTileM, s.delta[i], &s.grad_full[i]);
+      Empty::wait(&s.q_empty[at], free);
+      Full::arrive_and_expect_tx(&s.q_full[at], q_bytes);
+      copy(p.q.with(s.q_full[at], 0, TMA::CacheHintSm90::EVICT_LAST), tQg(_, _, _, m), tQs(_, _, _, at));
+      load_statistic<kLogSums>(p.lse_log2 + (tiles + m) * kLogSums, s.lse_log2[at], &s.q_full[at]);
+      Empty::wait(&s.grad_empty[at], free);
+      Full::arrive_and_expect_tx(&s.grad_full[at], grad_bytes);
+      copy(p.grad.with(s.grad_full[at], 0, TMA::CacheHintSm90::EVICT_LAST), tGg(_, _, _, m), tGs(_, _, _, at));
+      load_statistic<kTileM>(p.delta + (tiles + m) * kTileM, s.delta[at], &s.grad_full[at]);
     }
   }
 }
 
 // Adds the dQ of every step to the sums in memory: one thread. In order, each tile of keys waits for
-// those before it; blocks of lower index hold them, so that they run or have run.
+// those before it; blocks of lower index hold them, so that they run or have run, or blocks of its own
+// chunk, which a GPU runs all at once.
 CUTE_DEVICE void add_sums(Params const& p, Storage& s, Tile const& t) {
   int const group = p.heads / p.heads_kv;
+  uint64_t const policy = evict_last_policy();
   uint32_t phase = 0;
   for (int head = t.head_kv * group; head < (t.head_kv + 1) * group; ++head) {
-    int64_t const tile = row_tile(p, t.batch, head, t.first);
-    float* to = p.sums + tile * (kTileM * kD);
-    int* added = p.added + tile;
+    int64_t const tiles = row_tile(p, t.batch, head, 0);
+    int m = t.start;
     CUTE_NO_UNROLL
-    for (int m = t.first; m < t.last; ++m, to += kTileM * kD, ++added, phase ^= 1) {
+    for (int i = t.first; i < t.last; ++i, phase ^= 1, m = t.next(m)) {
+      float* const to = p.sums + (tiles + m) * (kTileM * kD);
+      int* const added = p.added + tiles + m;
       if constexpr (kOrdered) {
         int const wanted = t.before(p, m);
         while (load_acquire(added) != wanted) continue;
         async_global_fence();
       }
       CUTE_UNROLL
-      for (int i = 0; i < kGroups; ++i) {
-        Empty::wait(&s.sums_full[i], phase);
-        add_bytes(to + i * kGroupSums, cast_smem_ptr_to_uint(s.sums[i]), kGroupSums * 4);
+      for (int g = 0; g < kGroups; ++g) {
+        Empty::wait(&s.sums_full[g], phase);
+        add_bytes(to + g * kGroupSums, cast_smem_ptr_to_uint(s.sums[g]), kGroupSums * 4, policy);
         copies_commit();
       }
-      copies_read();
-      CUTE_UNROLL
-      for (int i = 0; i < kGroups; ++i) Empty::arrive(&s.sums_empty[i]);
+      copies_read_but<kGroups - 1>();
+      Empty::arrive(&s.sums_empty[0]);
+      if constexpr (kGroups > 1) {
+        copies_read();
+        Empty::arrive(&s.sums_empty[1]);
+      }
       if constexpr (kOrdered) {
         copies_stored();
         async_global_fence();
@@ -312,6 +330,23 @@ CUTE_DEVICE int ds_offset(int row, int column) {
 template <class Words>
 CUTE_DEVICE void store_words(uint32_t at, Words const& word) {
   store_matrices(at, {word(0), word(1), word(2), word(3)});
+}
+
+template <class Words>
+CUTE_DEVICE void store_transposed(uint32_t at, Words const& word) {
+  store_matrices_transposed(at, {word(0), word(1), word(2), word(3)});
+}
+
+// Where a thread's row of four matrices of dS lies, in elements from the start of a stage: of keys, in the
+// group's part, and with `kTransposeDs` of queries.
+CUTE_DEVICE int ds_row(int keys, int share) {
+  int const warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+  if constexpr (kTransposeDs) {
+    int const query = lane / 16 * 8 + lane % 8, vector = (warp * 2 + lane / 8 % 2) ^ lane % 8;
+    return keys * (kTileM * 64) + query * 64 + vector * 8;
+  } else {
+    return ds_offset(keys * 64 + warp * 16 + lane % 16, share * kQueries + lane / 16 * 8);
+  }
 }
 
 // A consumer warp group's part of a block: 64 keys against all queries.
@@ -355,10 +390,10 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Tile const& t) {
   clear(tDv);
 
   // Where this thread's part of dS lies in the first K slice; the others by XOR and addition.
-  uint32_t const ds_place = cast_smem_ptr_to_uint(s.ds.data()) + 2 * ds_offset(keys * 64 + threadIdx.x % 128 / 32 * 16 + lane % 16, share * kQueries + lane / 16 * 8);
+  uint32_t const ds_place = cast_smem_ptr_to_uint(s.ds.data()) + 2 * ds_row(keys, share);
   uint32_t const probabilities = cast_smem_ptr_to_uint(s.probabilities) - cast_smem_ptr_to_uint(s.ds.data());
   int step = 0;  // of all rings
-  int m = t.first;
+  int m = t.start;
 
   auto release = [&](uint64_t* empty) {
     __syncwarp();
@@ -379,7 +414,7 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Tile const& t) {
     warpgroup_commit_batch();
   };
   // dV += P^T dO, or dK += dS^T Q: the left one in registers, or of all groups in shared memory.
-  auto issue_dkv = [&](auto& a, auto const& shared, auto const& b, int stage, auto& to) {
+  auto issue_dkv = [&](auto& a, auto const& shared, auto const& b, int stage, auto& to, int begin = 0, int end = kTileM / 16) {
     warpgroup_fence_operand(to);
     if constexpr (kSharing == 1) {
       warpgroup_fence_operand(a);
@@ -389,7 +424,7 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Tile const& t) {
     warpgroup_arrive();
     mma_dkv.accumulate_ = GMMA::ScaleOut::One;
     CUTE_UNROLL
-    for (int kk = 0; kk < kTileM / 16; ++kk) {
+    for (int kk = begin; kk < end; ++kk) {
       if constexpr (kSharing == 1) {
         cute::gemm(mma_dkv, a(_, _, kk), b(_, _, kk, stage), to);
       } else {
@@ -410,36 +445,44 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Tile const& t) {
     }
     warpgroup_commit_batch();
   };
-  // The log-sum-exps of a thread's queries, read while the scores are on their way.
-  auto log_sums = [&](int stage) {
-    cute::array<float2, kOctets> lse;
+  // A statistic of two queries of every octet that is this lane's; the four lanes of a row share eight
+  // octets. Loads of shared memory wait long beside products: each lane has a few, read early.
+  using Statistics = cute::array<float2, (kOctets + 7) / 8>;
+  auto statistics = [&](float const* from) {
+    Statistics own;
     CUTE_UNROLL
-    for (int j = 0; j < kOctets; ++j) {
-      lse[j] = *reinterpret_cast<float2 const*>(&s.lse_log2[stage][share * kQueries + 8 * j + 2 * (lane % 4)]);
+    for (int i = 0; i < (kOctets + 7) / 8; ++i) {
+      int const octet = min(8 * i + lane / 4, kOctets - 1);
+      own[i] = *reinterpret_cast<float2 const*>(from + share * kQueries + 8 * octet + 2 * (lane % 4));
     }
-    return lse;
+    return own;
+  };
+  auto of_octet = [&](Statistics const& own, int octet) {
+    int const from = octet % 8 * 4 + lane % 4;
+    return make_float2(__shfl_sync(kAllLanes, own[octet / 8].x, from), __shfl_sync(kAllLanes, own[octet / 8].y, from));
   };
   // Scores less the log-sum-exp, to base 2, and of the first octets of queries their exponentials. No
   // accumulator of a product goes round the loop as it is: ptxas would put all products in a row.
-  auto start_exponentials = [&](cute::array<float2, kOctets> const& lse) {
+  auto start_exponentials = [&](Statistics const& own) {
     CUTE_UNROLL
     for (int j = 0; j < kOctets; ++j) {
+      float2 const lse = of_octet(own, j);
       CUTE_UNROLL
       for (int i = 0; i < 4; ++i) {
         float& x = tS(4 * j + i);
-        x = fmaf(x, p.scale_log2, i % 2 ? -lse[j].y : -lse[j].x);
+        x = fmaf(x, p.scale_log2, i % 2 ? -lse.y : -lse.x);
         if (j < kEarlyOctets) x = exp2_approx(x);
       }
     }
   };
-  auto finish_exponentials = [&] {
+  auto exponentials = [&](int octet) {
     CUTE_UNROLL
-    for (int i = 4 * kEarlyOctets; i < 4 * kOctets; ++i) tS(i) = exp2_approx(tS(i));
+    for (int i = 4 * octet; i < 4 * octet + 4; ++i) tS(i) = exp2_approx(tS(i));
   };
   // Rounds accumulators to an A operand: octets 2k and 2k + 1 make one K slice of 16.
-  auto round = [&](auto const& from, auto& to) {
+  auto round = [&](auto const& from, auto& to, int begin = 0, int end = kOctets) {
     CUTE_UNROLL
-    for (int j = 0; j < kOctets; ++j) {
+    for (int j = begin; j < end; ++j) {
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
         recast<uint32_t>(to)(make_coord(0, r, j % 2), 0, j / 2) = pack<Element>(from(4 * j + 2 * r), from(4 * j + 2 * r + 1));
@@ -447,13 +490,10 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Tile const& t) {
     }
   };
   // dS^T = P^T (dP^T - delta), in place of dP^T.
-  auto differentiate = [&](auto& tDp, int stage) {
+  auto differentiate = [&](auto& tDp, Statistics const& own, int j) {
+    float2 const delta = of_octet(own, j);
     CUTE_UNROLL
-    for (int j = 0; j < kOctets; ++j) {
-      float2 const delta = *reinterpret_cast<float2 const*>(&s.delta[stage][share * kQueries + 8 * j + 2 * (lane % 4)]);
-      CUTE_UNROLL
-      for (int i = 0; i < 4; ++i) tDp(4 * j + i) = tS(4 * j + i) * (tDp(4 * j + i) - (i % 2 ? delta.y : delta.x));
-    }
+    for (int i = 0; i < 4; ++i) tDp(4 * j + i) = tS(4 * j + i) * (tDp(4 * j + i) - (i % 2 ? delta.y : delta.x));
   };
   // dS^T to shared memory, for all groups, and P^T for those that share keys.
   auto publish = [&] {
@@ -462,6 +502,10 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Tile const& t) {
     opaque(place);  // not eight addresses that live through the loop
     CUTE_UNROLL
     for (int kk = 0; kk < kQueries / 16; ++kk) {
+      if constexpr (kTransposeDs) {
+        store_transposed(place + kk * (16 * 64 * 2), recast<uint32_t>(tDs)(_, 0, kk));
+        continue;
+      }
       uint32_t const at = (place ^ 32 * (kk % (kDsAtom / 16))) + kk / (kDsAtom / 16) * (kTileN * kDsAtom * 2);
       store_words(at, recast<uint32_t>(tDs)(_, 0, kk));
       if constexpr (kSharing > 1) store_words(at + probabilities, recast<uint32_t>(tP)(_, 0, kk));
@@ -491,7 +535,7 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Tile const& t) {
       release(&s.sums_full[group]);
     }
     ++step;
-    if (++m == t.last) m = t.first;
+    m = t.next(m);
   };
 
   int const steps = t.steps(p);
@@ -499,7 +543,8 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Tile const& t) {
     Full::wait(&s.k_full, 0);
     Full::wait(&s.q_full[0], 0);
     issue_scores(tSrK, tSrQ, 0, tS);
-    auto const lse = log_sums(0);
+    Statistics lse = statistics(s.lse_log2[0]);
+    float large = s.lse_log2[0][kTileM];
     warpgroup_wait<0>();
     warpgroup_fence_operand(tS);
     start_exponentials(lse);
@@ -509,15 +554,36 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Tile const& t) {
       auto tDp = scores();
       Full::wait(&s.grad_full[stage], round_of<kStages>(step));
       issue_scores(tSrV, tSrG, stage, tDp);
-      finish_exponentials();
-      if (t.is_masked(p, m) || s.lse_log2[stage][kTileM] != 0.f) correct(tS, p, t, m, opaque_thread());
+      Statistics const delta = statistics(s.delta[stage]);
+      bool const is_masked = t.is_masked(p, m) || large != 0.f;
+      CUTE_UNROLL
+      for (int j = kEarlyOctets; j < kTimelyOctets; ++j) exponentials(j);
+      if (is_masked) correct<0, kTimelyOctets>(tS, p, t, m, opaque_thread());
       if constexpr (kEarlyDv) {
-        round(tS, tP);
-        issue_dkv(tP, sP, tVrG, stage, tDv);
+        round(tS, tP, 0, kTimelyOctets);
+        issue_dkv(tP, sP, tVrG, stage, tDv, 0, kTimelyOctets / 2);
       }
       warpgroup_wait<kEarlyDv ? 1 : 0>();
       warpgroup_fence_operand(tDp);
-      differentiate(tDp, stage);
+      if constexpr (kLateOctets > 0) {
+        // Exponentials take the time of many other instructions: derivatives run beside them. The compilers
+        // would move them before the wait; ptxas moves fewer across a loop, here one that ends at once.
+        Full::wait(&s.v_full, 0);
+        CUTE_UNROLL
+        for (int i = 4 * kTimelyOctets; i < 4 * kOctets; i += 2) opaque(tS(i), tS(i + 1));
+        CUTE_UNROLL
+        for (int j = 0; j < kOctets; ++j) {
+          if (j < kLateOctets) exponentials(kTimelyOctets + j);
+          if (j < kTimelyOctets) differentiate(tDp, delta, j);
+        }
+        if (is_masked) correct<kTimelyOctets, kOctets>(tS, p, t, m, opaque_thread());
+        if constexpr (kEarlyDv) {
+          round(tS, tP, kTimelyOctets, kOctets);
+          issue_dkv(tP, sP, tVrG, stage, tDv, kTimelyOctets / 2, kOctets / 2);
+        }
+      }
+      CUTE_UNROLL
+      for (int j = kLateOctets > 0 ? kTimelyOctets : 0; j < kOctets; ++j) differentiate(tDp, delta, j);
       round(tDp, tDs);
       if constexpr (kSharing > 1) round(tS, tP);
       publish();
@@ -536,6 +602,8 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Tile const& t) {
       auto issue_next = [&] {
         Full::wait(&s.q_full[next], round_of<kStages>(step + 1));
         issue_scores(tSrK, tSrQ, next, tNext);
+        lse = statistics(s.lse_log2[next]);
+        large = s.lse_log2[next][kTileM];
       };
       auto finish_dk = [&] {
         warpgroup_wait<1>();
@@ -543,7 +611,6 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Tile const& t) {
         release(&s.q_empty[stage]);
       };
       auto start_next = [&](auto waiting) {
-        auto const lse = log_sums(next);
         warpgroup_wait<decltype(waiting)::value>();
         warpgroup_fence_operand(tNext);
         copy(tNext, tS);

@@ -38,6 +38,7 @@ BASE: dict[str, Value] = {
     "dq": "bulk",
     "early_dq": True,
     "early_exp": 0,
+    "late_exp": 0,
     "early_dv": True,
     "transpose_ds": False,
     "rotate": False,

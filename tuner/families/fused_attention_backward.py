@@ -100,6 +100,7 @@ class FusedAttentionBackward(Family):
         "swap_dq": (False, True),
         "dq": WORDS["dq"],
         "early_exp": (0, 50, 100),
+        "late_exp": (0, 50),
         "early_dq": (False, True),
         "early_dv": (False, True),
         "transpose_ds": (False, True),
@@ -128,6 +129,8 @@ class FusedAttentionBackward(Family):
             found.append("early_dv=true needs P in registers, which groups that share keys do not")
         if config["stages"] == 1 and not config["early_dq"]:
             found.append("stages=1 needs early_dq: the next queries come when these are free")
+        if config["early_exp"] + config["late_exp"] > 100:
+            found.append(f"{config['early_exp']} and {config['late_exp']} percent exceed 100")
         if problem.is_deterministic and config["dq"] != "ordered":
             found.append(f"dq={config['dq']} adds in any order: deterministic=1 needs ordered")
         if config["rotate"] and config["dq"] == "ordered":
@@ -205,10 +208,10 @@ class FusedAttentionBackward(Family):
         sections = sorted({1, 8, 32, 1 << (heads - 1).bit_length()})
         most = 1 << (heads - 1).bit_length()
         ways = ("ordered",) if problem.is_deterministic else ("bulk", "direct")
-        # Early dQ leaves all exponentials to the time of dP^T.
+        # Early dQ leaves all exponentials to the time of dP^T and after it.
         orders = [
-            *product((True,), (0,), (True, False)),
-            *product((False,), (50, 0, 100), (True, False)),
+            *product((True,), ((0, 0), (0, 50)), (True, False)),
+            *product((False,), ((50, 0), (50, 50), (0, 50), (0, 0), (100, 0)), (True, False)),
         ]
         sharing = sharing_groups(problem.head_dim)
         rings = (2, 3) if sharing == 1 else (2, 1)
@@ -226,7 +229,8 @@ class FusedAttentionBackward(Family):
                     "ds_stages": ds_stages,
                     "swap_dq": swaps,
                     "dq": way,
-                    **dict(zip(("early_dq", "early_exp", "early_dv"), order, strict=True)),
+                    **dict(zip(("early_exp", "late_exp"), order[1], strict=True)),
+                    **{"early_dq": order[0], "early_dv": order[2]},
                     "transpose_ds": sharing == 1,
                     "rotate": rotates,
                     "section_heads": section,

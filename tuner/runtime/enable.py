@@ -24,9 +24,8 @@ records it there with PyTorch's formula, and the overriding kernel returns outpu
 The switch may be on in one pass and off in the other: each backward kernel takes output and
 log-sum-exp of any forward kernel.
 
-BackendSelect is the last key before the backend's own, where
-PyTorch has no kernel for these operators. The other calls go on to the kernel that the backend has
-at that time, unboxed.
+BackendSelect is the last key before the backend's own, where PyTorch has no kernel for these
+operators. The other calls go on to the kernel that the backend has at that time, unboxed.
 
 FlashAttention-2's backward operator is overridden from Python, for gradients of much work
 (`autograd.has_much_work`). `gradients` or cuDNN's kernel computes them where that is expected to be

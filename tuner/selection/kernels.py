@@ -36,7 +36,7 @@ from tuner.errors import ConfigError, StoreError
 from tuner.families import families
 from tuner.families.base import INCOMPATIBLE_CONFIG_ERRORS, Family, KernelSpec
 from tuner.hardware import Gpu
-from tuner.problem import AttentionProblem, DType, Problem
+from tuner.problem import AttentionBackwardProblem, AttentionProblem, DType, Problem
 from tuner.selection.domains import Domain
 from tuner.selection.portfolio import Portfolio
 
@@ -90,6 +90,9 @@ class Target:
         )
         domain, dtype = Domain.of(self.problem), getattr(self.problem, "dtype", "")
         place = "" if domain is None else f" {domain.label()},"
+        if isinstance(self.problem, AttentionBackwardProblem):
+            mask = "causal" if self.problem.is_causal else "full"
+            place = f" D={self.problem.head_dim}, {mask},"
         return f"{self.family.name}{place} {dtype}: {shown}"
 
 

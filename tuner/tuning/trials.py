@@ -28,7 +28,7 @@ from typing import Any, cast, get_args
 from tuner.config import Config, Value
 from tuner.families import product_work
 from tuner.families.base import Family, Strides
-from tuner.families.fused_attention_backward import GROUP_KEYS
+from tuner.families.fused_attention_backward import GROUP_KEYS, sharing_groups
 from tuner.families.gemv import MAX_ROWS
 from tuner.hardware import Gpu
 from tuner.problem import (
@@ -403,7 +403,8 @@ class _BackwardDraw(_Draw):
         super().__init__(target, gpu, rng)
         self._usual = cast(AttentionBackwardProblem, target.problem)
         ratios = [(ratio * heads, heads) for ratio in _RATIOS for heads in _KEY_HEADS]
-        keys = GROUP_KEYS * int(target.config["warp_groups"])
+        sharing = sharing_groups(self._usual.head_dim)
+        keys = GROUP_KEYS * int(target.config["warp_groups"]) // sharing
         self.axes = {
             "head_dim": [d for d in range(8, MAX_HEAD_DIM + 1, 8) if self._holds(d)],
             "heads": list(dict.fromkeys((*_HEADS, *ratios))),
