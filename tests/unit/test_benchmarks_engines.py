@@ -58,7 +58,8 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def engine(of: str = "1b", way: str = VLLM, **changes: Any) -> engines.Engine:
-    given = {"concurrency": [1, 3], "prompt": 8, "tokens": 5, "compile": False, "cache": "auto", **changes}
+    given = {"concurrency": [1, 3], "prompt": 8, "tokens": 5, "compile": False, "cache": "auto"}
+    given |= changes
     return engines.Engine(argparse.Namespace(of=of, way=way, **given))
 
 
