@@ -6,19 +6,20 @@ paged`). Boxes of 16 rows serve pages of every size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Literal
 
 from tuner.config import Config, Value
 
 _NAME = "fused_attention"
-#: Blocks of a cluster that combine splits faster than a kernel does: with 16 it took 3 to 11 % less
-#: at one sequence of 4K and 16K keys (`evidence/paged-h100.json.gz`).
-_MAX_CLUSTER = 8
+#: Most splits that a cluster combines faster than a kernel does: where they were selected, and where
+#: lengths are unlike (`evidence/paged-h100.json.gz`).
+_MAX_CLUSTER, _MAX_UNLIKE_CLUSTER = 8, 4
 #: Longest over mean length from which on lengths count as unlike, and the ratio where the mean is
 #: not known; blocks for each place of the chip, which even out such lengths; keys that a part of
 #: the longest sequence has at least, where the mean is known and where it is not.
-_UNLIKE, _ASSUMED, _BLOCKS, _KEYS, _ASSUMED_KEYS = 1.5, 2.0, 2, 256, 1024
+_UNLIKE, _ASSUMED, _BLOCKS, _KEYS, _ASSUMED_KEYS = 1.5, 2.0, 2, 256, 2048
 _MAX_SPLITS = 16
 #: Rows of a page that a copy brings: 16 are in every page.
 _ANY_PAGE, _WIDE = 16, 64
@@ -110,7 +111,7 @@ def schedule(
 
     A selection counts all sequences as long as the longest, whose block may outlast the others.
     With one block a tile, 16 sequences of 100 to 10,000 keys took twice as long as with twelve.
-    Splits cost 2 to 9 % if lengths turn out to be equal.
+    Splits cost 1 to 5 % if lengths turn out to be equal.
 
     Args:
         config: the kernel, with the splits that were selected.
@@ -125,9 +126,10 @@ def schedule(
     ratio = _ASSUMED if mean is None else longest / max(1.0, mean)
     if ratio >= _UNLIKE:
         most = longest // (_ASSUMED_KEYS if mean is None else _KEYS)
-        wanted = min(int(_BLOCKS * ratio * places / tiles), most, _MAX_SPLITS)
-        if wanted > splits:
-            splits, combine = wanted, "cluster" if tiles >= places else "kernel"
+        wanted = min(_BLOCKS * ratio * places / tiles, most, _MAX_SPLITS)
+        power = 1 << max(0, round(math.log2(max(1.0, wanted))))
+        if power > splits:
+            splits, combine = power, "cluster" if power <= _MAX_UNLIKE_CLUSTER else "kernel"
     if combine == "cluster" and splits > _MAX_CLUSTER:
         combine = "kernel"
     return {"splits": splits, "combine": combine} if combine and splits > 1 else {"splits": 1}
