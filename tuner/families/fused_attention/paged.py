@@ -13,8 +13,8 @@ from typing import Literal
 from tuner.config import Config, Value
 
 _NAME = "fused_attention"
-#: Most splits that a cluster combines faster than a kernel does: where they were selected, and where
-#: lengths are unlike (`evidence/paged-h100.json.gz`).
+#: Most splits that a cluster combines faster than a kernel does: of equal lengths, and of unlike ones
+#: (`evidence/paged-h100.json.gz`).
 _MAX_CLUSTER, _MAX_UNLIKE_CLUSTER = 8, 4
 #: Longest over mean length from which on lengths count as unlike, and the ratio where the mean is
 #: not known; blocks for each place of the chip, which even out such lengths; keys that a part of
