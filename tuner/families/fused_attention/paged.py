@@ -13,14 +13,15 @@ from typing import Literal
 from tuner.config import Config, Value
 
 _NAME = "fused_attention"
-#: Most splits that a cluster combines faster than a kernel does: of equal lengths, and of unlike ones
-#: (`evidence/paged-h100.json.gz`).
+#: Most splits that a cluster combines faster than a kernel does, of equal lengths and of unlike
+#: ones (`evidence/paged-h100.json.gz`).
 _MAX_CLUSTER, _MAX_UNLIKE_CLUSTER = 8, 4
-#: Longest over mean length from which on lengths count as unlike, and the ratio where the mean is
-#: not known; blocks for each place of the chip, which even out such lengths; keys that a part of
-#: the longest sequence has at least, where the mean is known and where it is not.
-_UNLIKE, _ASSUMED, _BLOCKS, _KEYS, _ASSUMED_KEYS = 1.5, 2.0, 2, 256, 2048
-_MAX_SPLITS = 16
+#: Longest over mean length from which on lengths count as unlike; and where the mean is not known.
+_UNLIKE, _ASSUMED = 1.5, 2.0
+#: Blocks for each place of the chip, which even out unlike lengths, and their splits at most.
+_BLOCKS, _MAX_SPLITS = 2, 16
+#: Keys of a part of the longest sequence at least, where the mean is known and where it is not.
+_KEYS, _ASSUMED_KEYS = 256, 2048
 #: Rows of a page that a copy brings: 16 are in every page.
 _ANY_PAGE, _WIDE = 16, 64
 #: Head dimensions whose chunks have a kernel of wide copies: narrow ones bind it, and it takes 20 %
