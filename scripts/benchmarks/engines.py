@@ -76,7 +76,7 @@ ENVIRONMENT = {
 START = 0
 """Index at which a worker starts its engine."""
 SPARE_TOKENS = 64
-"""Of each request's part of the cache: its last page, and what the engine keeps back."""
+"""Tokens that a request has beside its own in the cache: its last page, and the engine's reserve."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -200,7 +200,7 @@ class Engine:
         self._generate: Generator | None = None
 
     def answer(self, index: int) -> dict[str, Any]:
-        """What an index asks for, or ``{"lost": reason}``."""
+        """The start's facts or a run's figures, or ``{"lost": reason}``."""
         from benchmarks.call_times import first_line
 
         try:
