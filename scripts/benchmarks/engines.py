@@ -76,7 +76,7 @@ ENVIRONMENT = {
 START = 0
 """Index at which a worker starts its engine."""
 SPARE_TOKENS = 64
-"""Tokens that a request has beside its own in the cache: its last page, and the engine's reserve."""
+"""Tokens of a request beside its own in the cache: its last page, and the engine's reserve."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
