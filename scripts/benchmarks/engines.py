@@ -76,9 +76,7 @@ ENVIRONMENT = {
 START = 0
 """Index at which a worker starts its engine."""
 SPARE_TOKENS = 64
-"""Tokens of a request's part of the cache that stay unused: its last page, and the engine's
-reserve.
-"""
+"""Tokens of a request beside its own in the cache: its last page, and the engine's reserve."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -165,6 +163,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--compile", action="store_true", help="vLLM's defaults: torch.compile, piecewise graphs"
     )
+    parser.add_argument("--cache", choices=("auto", "fp8"), default="auto", help="its elements")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write every figure there")
     parser.add_argument(
         "--limit", type=float, default=LIMIT_S, help="seconds for a start, and a run"
@@ -176,7 +175,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    names = "prompt", "tokens", "compile", "engines"
+    names = "prompt", "tokens", "compile", "engines", "cache"
     return {name: getattr(args, name) for name in names}
 
 
@@ -201,7 +200,7 @@ class Engine:
         self._generate: Generator | None = None
 
     def answer(self, index: int) -> dict[str, Any]:
-        """Result of the command with this index, or ``{"lost": reason}``."""
+        """The start's facts or a run's figures, or ``{"lost": reason}``."""
         from benchmarks.call_times import first_line
 
         try:
@@ -339,6 +338,7 @@ def engine_options(shape: str, counts: Sequence[int], args: argparse.Namespace) 
         "max_num_seqs": max(counts),
         "gpu_memory_utilization": 0.01,  # of no meaning where the cache's bytes are given
         "kv_cache_memory_bytes": tokens * token_bytes(shape),
+        "kv_cache_dtype": args.cache,
         "enable_prefix_caching": False,
         "generation_config": "vllm",
         "disable_log_stats": True,

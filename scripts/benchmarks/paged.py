@@ -75,6 +75,8 @@ class Case:
     window: int = -1
     has_sinks: bool = False
     dtype: DType = "bfloat16"
+    is_halved: bool = False
+    """Keys and values are halves of one tensor's rows, head by head, as in vLLM."""
 
     @property
     def problem(self) -> AttentionProblem:
@@ -169,7 +171,7 @@ def _every() -> Iterator[Case]:
         yield Case("sinks", (2048,), (8192,), 16, 64, 8, 64, window, True)
     for batch in (1, 16, 128):
         for keys in (1024, 4096):
-            yield Case("narrow", (1,) * batch, (keys,) * batch, 16, head_dim=64)
+            yield Case("narrow", (1,) * batch, (keys,) * batch, 16, head_dim=64, is_halved=True)
     for batch in (1, 16, 64):
         for keys in (4096, 16384):
             yield Case("e4m3", (1,) * batch, (keys,) * batch, 16, dtype=E4M3)
@@ -233,8 +235,13 @@ class Batch:
         pages = self.copies * needed
         if not self.copies:
             raise BenchmarkError(f"{case.label()}: the caches do not fit")
-        shape = (2, pages, size, case.heads_kv, case.head_dim)
-        self.key, self.value = pool[: 2 * pages * size * width].view(shape)
+        pool = pool[: 2 * pages * size * width]
+        self.rows = pool.view(2, pages, size, case.heads_kv, case.head_dim)
+        if case.is_halved:
+            both = pool.view(pages, case.heads_kv, size, 2 * case.head_dim).transpose(1, 2)
+            self.key, self.value = both.split(case.head_dim, -1)
+        else:
+            self.key, self.value = self.rows
         torch.manual_seed(0)
         columns = max(counts)
         self.tables = []
@@ -247,10 +254,8 @@ class Batch:
         query = torch.randn(total, case.heads_q, case.head_dim, device="cuda")
         self.source = query.to(dtype)
         self.query, self.out = self.source.clone(), torch.empty_like(query, dtype=torch.bfloat16)
-        self.scales = []
-        if case.dtype == E4M3:
-            counts = case.heads_q, case.heads_kv, case.heads_kv
-            self.scales = [torch.full((count,), FACTOR, device="cuda") for count in counts]
+        heads = (case.heads_q, case.heads_kv, case.heads_kv) if case.dtype == E4M3 else ()
+        self.scales = [torch.full((count,), FACTOR, device="cuda") for count in heads]
         self.used = torch.tensor(case.keys, dtype=torch.int32, device="cuda")
         self.starts = torch.tensor([0, *case.queries], device="cuda").cumsum(0).int()
         self.sinks = None  # numbers that bf16 holds, which is what FlashAttention-3 takes
@@ -322,8 +327,8 @@ class Batch:
         tensors = self.query, self.key, self.value, self.tables[0], self.used, self.starts
         extras = Extras.of((case.window, -1), 0.0)
         options = max(case.queries), max(case.keys), self.problem.is_causal, extras, self.scale
-        more = {"descales": tuple(self.scales), "total_kv": sum(case.keys)}
-        call = paged_call(*tensors, self.sinks, *options, **more)
+        call = paged_call(*tensors, self.sinks, *options)
+        call = call._replace(descales=tuple(self.scales), total_kv=sum(case.keys))
         plan = prepare(call)
         if isinstance(plan, Refusal):
             return plan.reason
@@ -337,9 +342,7 @@ class Batch:
 
         case = self.case
         shape = len(case.keys), case.keys[0], case.heads_kv, case.head_dim
-        caches = [
-            cache.view(self.copies, *shape).transpose(2, 3) for cache in (self.key, self.value)
-        ]
+        caches = [cache.view(self.copies, *shape).transpose(2, 3) for cache in self.rows]
         query = self.query.unsqueeze(2)
 
         def call(index: int) -> Any:

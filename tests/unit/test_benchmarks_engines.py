@@ -58,7 +58,8 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def engine(of: str = "1b", way: str = VLLM, **changes: Any) -> engines.Engine:
-    given = {"concurrency": [1, 3], "prompt": 8, "tokens": 5, "compile": False, **changes}
+    given = {"concurrency": [1, 3], "prompt": 8, "tokens": 5, "compile": False, "cache": "auto"}
+    given |= changes
     return engines.Engine(argparse.Namespace(of=of, way=way, **given))
 
 
@@ -70,6 +71,7 @@ def test_an_engine_starts_and_measures_runs(vllm: ModuleType, way: str) -> None:
     assert options["layers"] == 32 and options["max_num_seqs"] == 3
     assert options["compilation_config"]["cudagraph_capture_sizes"] == [1, 2, 3]
     assert options["kv_cache_memory_bytes"] >= 4 * 2048 * 32 * 2 * 8 * 128 * 2
+    assert options["kv_cache_dtype"] == "auto"
     assert options.get("attention_backend") == (None if way == VLLM else "CUSTOM")
     assert bool(overrides) == (way != VLLM)
     assert engines.os.environ.get("TUNER_VLLM_QUERIES") == ("16" if way == FEW else None)

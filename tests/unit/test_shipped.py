@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from shipped_recordings import FILES, read_once
 
-from benchmarks import batching, calls, cost, fp8_attention, sustained
+from benchmarks import batching, calls, cost, fp8_attention, paged, sustained
 from benchmarks.population_calls import OWN, SELECTED
 from benchmarks.population_report import over_peer, over_pytorch
 from tuner.base import resources
@@ -446,6 +446,15 @@ def test_the_page_prints_the_host_s_time_of_the_evidence() -> None:
     times |= {"flash3": "FlashAttention-3's", "flash4": "FlashAttention-4's"}
     for key, name in times.items():
         assert f"{name} {found[key]:.2f}" in page
+
+
+def test_the_page_prints_paged_caches_of_the_evidence() -> None:
+    with gzip.open(EVIDENCE / "paged-h100.json.gz", "rt") as text:
+        cases = json.load(text)["cases"]
+    assert {case["answered"]["tuner"] for case in cases} == {"own"}
+    assert not any(case["failed"] for case in cases)
+    page = RESULTS.read_text().splitlines()
+    assert [line for line in paged.table(cases) if line not in page] == []
 
 
 def engine_runs() -> dict[tuple[int, str], dict[str, Any]]:

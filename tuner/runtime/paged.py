@@ -123,7 +123,7 @@ class PagedCall(Paged, Call):
             return ()  # chunks: each has tiles enough
         tiles = self.batch * self.query.shape[1] // packed
         places = DEFAULT_GPU.sm_count * int(config["blocks_per_sm"])
-        mean = float(self.longest_kv)
+        mean: float | None = self.longest_kv
         if self.batch > 1:
             mean = None if self.total_kv is None else self.total_kv / self.batch
         found = paged.schedule(config, tiles, places, self.longest_kv, mean)
@@ -255,8 +255,8 @@ def paged_attention(
         given = given if out is None else out.copy_(given)
         return (given, lse) if return_lse else given
     tensors = query, key_cache, value_cache, page_table, seqused_k, cu_seqlens_q, _wide(sinks)
-    options = queries, keys, causal, extras, factor, return_lse, out, descales, total_seqlen_k
-    return serve(paged_call(*tensors, *options))
+    call = paged_call(*tensors, queries, keys, causal, extras, factor, return_lse, out)
+    return serve(call._replace(descales=descales, total_kv=total_seqlen_k))
 
 
 def paged_call(
@@ -274,8 +274,6 @@ def paged_call(
     scale: float,
     with_lse: bool = False,
     out: torch.Tensor | None = None,
-    descales: tuple[torch.Tensor, ...] = (),
-    total_kv: int | None = None,
 ) -> PagedCall:
     """The call object of checked arguments, as of `paged_attention`.
 
@@ -285,8 +283,7 @@ def paged_call(
         extras = extras._replace(right=-1)
     masked = bool(is_causal) and queries != 1
     tensors = query, key, value, page_table, seqused_k, starts_q, sinks
-    options = queries, keys, masked, extras, scale, with_lse, out, descales, total_kv
-    return PagedCall(*tensors, *options)
+    return PagedCall(*tensors, queries, keys, masked, extras, scale, with_lse, out)
 
 
 def prepare(call: PagedCall) -> KernelPlan | Refusal:
@@ -491,8 +488,8 @@ def _operator(
     queries, keys = checked(*tensors, longest_q, longest_kv)
     extras = Extras(left, right, softcap)
     descales = checked_scales(query, key, scales or (None, None, None))
-    options = queries, keys, causal, extras, scale, True, None, descales
-    out, lse = serve(paged_call(*tensors[:6], _wide(sinks), *options))
+    call = paged_call(*tensors[:6], _wide(sinks), queries, keys, causal, extras, scale, True)
+    out, lse = serve(call._replace(descales=descales))
     return out.contiguous(), lse.contiguous()
 
 

@@ -6,22 +6,27 @@ paged`). Boxes of 16 rows serve pages of every size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Literal
 
 from tuner.config import Config, Value
 
 _NAME = "fused_attention"
-#: Blocks of a cluster that combine splits faster than a kernel does: with 16 it took 3 to 11 % less
-#: at one sequence of 4K and 16K keys (`evidence/paged-h100.json.gz`).
-_MAX_CLUSTER = 8
-#: Longest over mean length from which on lengths count as unlike, and the ratio where the mean is
-#: not known; blocks for each place of the chip, which even out such lengths; keys that a part of
-#: the longest sequence has at least, where the mean is known and where it is not.
-_UNLIKE, _ASSUMED, _BLOCKS, _KEYS, _ASSUMED_KEYS = 1.5, 2.0, 2, 256, 1024
-_MAX_SPLITS = 16
+#: Most splits that a cluster combines faster than a kernel does, of equal lengths and of unlike
+#: ones (`evidence/paged-h100.json.gz`).
+_MAX_CLUSTER, _MAX_UNLIKE_CLUSTER = 8, 4
+#: Longest over mean length from which on lengths count as unlike; and where the mean is not known.
+_UNLIKE, _ASSUMED = 1.5, 2.0
+#: Blocks for each place of the chip, which even out unlike lengths, and their splits at most.
+_BLOCKS, _MAX_SPLITS = 2, 16
+#: Keys of a part of the longest sequence at least, where the mean is known and where it is not.
+_KEYS, _ASSUMED_KEYS = 256, 2048
 #: Rows of a page that a copy brings: 16 are in every page.
 _ANY_PAGE, _WIDE = 16, 64
+#: Head dimensions whose chunks have a kernel of wide copies: narrow ones bind it, and it takes 20 %
+#: less at D = 128 (`evidence/paged-h100.json.gz`).
+_WIDE_CHUNKS = (64, 128)
 
 
 def kernels(
@@ -52,7 +57,10 @@ def kernels(
         four, eight = (_short(head_dim, heads, _ANY_PAGE) for heads in (4, 8))
         wide = () if is_e4m3 else (_short(head_dim, 4, _WIDE),)
         return *wide, four, eight, any_heads
-    return _short(head_dim, 4, _ANY_PAGE), _chunk(head_dim, 4), _chunk(head_dim, 1)
+    chunks: tuple[Config, ...] = _chunk(head_dim, 4), _chunk(head_dim, 1)
+    if head_dim in _WIDE_CHUNKS and not is_e4m3:
+        chunks = _chunk(head_dim, 4, _WIDE), *chunks
+    return _short(head_dim, 4, _ANY_PAGE), *chunks
 
 
 def _short(head_dim: int, packed: int, box_rows: int) -> Config:
@@ -73,7 +81,7 @@ def _short(head_dim: int, packed: int, box_rows: int) -> Config:
     return _packed(params, packed)
 
 
-def _chunk(head_dim: int, packed: int) -> Config:
+def _chunk(head_dim: int, packed: int, box_rows: int = _ANY_PAGE) -> Config:
     """Two groups, whose blocks take one tile of queries after the other: chunks of prompts, and
     batches that hold decoding too.
     """
@@ -88,7 +96,7 @@ def _chunk(head_dim: int, packed: int) -> Config:
         "persistent": True,
         "blocks_per_sm": 1,
         "pdl": True,
-        "box_rows": _ANY_PAGE,
+        "box_rows": box_rows,
     }
     return _packed(params, packed)
 
@@ -104,7 +112,7 @@ def schedule(
 
     A selection counts all sequences as long as the longest, whose block may outlast the others.
     With one block a tile, 16 sequences of 100 to 10,000 keys took twice as long as with twelve.
-    Splits cost 2 to 9 % if lengths turn out to be equal.
+    Splits cost 1 to 5 % if lengths turn out to be equal.
 
     Args:
         config: the kernel, with the splits that were selected.
@@ -119,9 +127,10 @@ def schedule(
     ratio = _ASSUMED if mean is None else longest / max(1.0, mean)
     if ratio >= _UNLIKE:
         most = longest // (_ASSUMED_KEYS if mean is None else _KEYS)
-        wanted = min(int(_BLOCKS * ratio * places / tiles), most, _MAX_SPLITS)
-        if wanted > splits:
-            splits, combine = wanted, "cluster" if tiles >= places else "kernel"
+        wanted = min(_BLOCKS * ratio * places / tiles, most, _MAX_SPLITS)
+        power = 1 << max(0, round(math.log2(max(1.0, wanted))))
+        if power > splits:
+            splits, combine = power, "cluster" if power <= _MAX_UNLIKE_CLUSTER else "kernel"
     if combine == "cluster" and splits > _MAX_CLUSTER:
         combine = "kernel"
     return {"splits": splits, "combine": combine} if combine and splits > 1 else {"splits": 1}

@@ -209,9 +209,10 @@ def _prepared(
         checked(query, keys, values, *of_step, form.sinks, step.queries, longest)
     except ConfigError as exc:
         return Refusal(Kind.TENSORS, str(exc))
-    options = step.queries, longest, step.is_causal, form.extras, form.scale
-    call = paged_call(query, keys, values, *of_step, form.sinks, *options, descales=form.scales)
-    return prepare(call)
+    tensors = query, keys, values, *of_step, form.sinks
+    options = step.is_causal, form.extras, form.scale
+    call = paged_call(*tensors, step.queries, longest, *options)
+    return prepare(call._replace(descales=form.scales))
 
 
 @cache
