@@ -445,7 +445,23 @@ class _Judge:
                 break
             chosen.append(at)
             reached, loss = times, least
-        return [own[at] for at in chosen]
+        return [own[at] for at in self._with_any_heads(own, chosen, table, best)]
+
+    def _with_any_heads(
+        self,
+        own: Sequence[_Kernel],
+        chosen: list[int],
+        table: Sequence[Sequence[float]],
+        best: Sequence[float],
+    ) -> list[int]:
+        """The chosen kernels, and the best that does not pack heads where all of them do and own
+        kernels are chosen nearly everywhere: other ratios of heads would be left to PyTorch.
+        """
+        unpacked = [at for at, kernel in enumerate(own) if not PACKING & kernel.config.params.keys()]
+        if not self._domain.reaches_far or not unpacked or set(unpacked) & set(chosen):
+            return chosen
+        losses = [(_mean_loss(table[at], best), own[at].config.digest, at) for at in unpacked]
+        return [*chosen, min(losses)[-1]]
 
     def margin(self, own: Sequence[_Kernel], vendors: Sequence[_Kernel]) -> tuple[float, Regret]:
         """The margin with the least cost of choices, and its regret."""

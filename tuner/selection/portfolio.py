@@ -285,7 +285,9 @@ class Portfolio:
 
     @property
     def _breadth(self) -> tuple[int, str]:
-        return len(self.domains), self.gpu.identity
+        """Order of the portfolios whose kernels others share: by the domains that are kin."""
+        plain = sum(not getattr(domain, "has_softcap", False) for domain in self.domains)
+        return plain, self.gpu.identity
 
     def updated(self, newer: Portfolio) -> Portfolio:
         """The portfolio with the domains of a newer one in place of its own.
