@@ -38,7 +38,11 @@ FEW = AttentionDomain(128, "full", "few")
 def test_a_domain_s_problems_are_its_own(domain: AttentionDomain) -> None:
     found = FOUND[domain]
     wanted = pool.PROBLEMS[domain.head_dim] * (pool.DECODED if domain.phase == "one" else 1)
-    assert len(set(found)) == len(found) == wanted
+    assert len(set(found)) == len(found) >= wanted
+    if not domain.has_softcap:
+        alone = sum(p.heads_q == p.heads_kv for p in found)
+        assert alone >= round(wanted * pool.UNGROUPED)
+        assert len(found) == wanted or alone == round(wanted * pool.UNGROUPED)
     for problem in found:
         assert Domain.of(problem) == domain
         assert problem.flops <= pool.MAX_FLOPS and problem.dtype == "bfloat16"
