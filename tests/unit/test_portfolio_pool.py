@@ -78,7 +78,7 @@ def test_groups_that_are_no_power_of_two_are_packed(phase: Phase, with_portfolio
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_problems_of_one_query_are_of_many_sizes_and_ratios(head_dim: int) -> None:
-    wanted = pool.PROBLEMS[head_dim] * pool.DECODED  # beside some with a KV head for each query head
+    wanted = pool.PROBLEMS[head_dim] * pool.DECODED  # without the further ones
     found = FOUND[AttentionDomain(head_dim, "full", "one")][:wanted]
     by_size = found[round(len(found) * (1 - pool.BY_SIZE)) :]
     kinds = {(p.bytes.bit_length() // 2, p.heads_q // p.heads_kv) for p in by_size}

@@ -84,8 +84,8 @@ KINDS: tuple[tuple[Mask, Phase], ...] = (
 KERNELS = 8
 """Compiled kernels of an attention domain."""
 UNGROUPED = 1 / 3
-"""Least share of an attention domain's problems with a KV head for each query head, which few models
-that make selections have at D = 128. Those that are lacking come beside the others."""
+"""Least share of an attention domain's problems with a KV head for each query head. Few models that
+make selections have them at D = 128. Those that are lacking come beside the others."""
 PADDED = 8
 """Heads of a kernel that packs any number of query heads to a KV head: most that are not a power of
 two are 3 to 7."""
