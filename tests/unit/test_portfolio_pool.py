@@ -38,7 +38,11 @@ FEW = AttentionDomain(128, "full", "few")
 def test_a_domain_s_problems_are_its_own(domain: AttentionDomain) -> None:
     found = FOUND[domain]
     wanted = pool.PROBLEMS[domain.head_dim] * (pool.DECODED if domain.phase == "one" else 1)
-    assert len(set(found)) == len(found) == wanted
+    assert len(set(found)) == len(found) >= wanted
+    if not domain.has_softcap:
+        alone = sum(p.heads_q == p.heads_kv for p in found)
+        assert alone >= round(wanted * pool.UNGROUPED)
+        assert len(found) == wanted or alone == round(wanted * pool.UNGROUPED)
     for problem in found:
         assert Domain.of(problem) == domain
         assert problem.flops <= pool.MAX_FLOPS and problem.dtype == "bfloat16"
@@ -74,7 +78,8 @@ def test_groups_that_are_no_power_of_two_are_packed(phase: Phase, with_portfolio
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_problems_of_one_query_are_of_many_sizes_and_ratios(head_dim: int) -> None:
-    found = FOUND[AttentionDomain(head_dim, "full", "one")]
+    wanted = pool.PROBLEMS[head_dim] * pool.DECODED  # without the further ones
+    found = FOUND[AttentionDomain(head_dim, "full", "one")][:wanted]
     by_size = found[round(len(found) * (1 - pool.BY_SIZE)) :]
     kinds = {(p.bytes.bit_length() // 2, p.heads_q // p.heads_kv) for p in by_size}
     assert len(by_size) == len(kinds) == round(len(found) * pool.BY_SIZE)

@@ -42,6 +42,12 @@ def register(subparsers: Any) -> None:
         help="only kernels of the shipped portfolios, which need no new proof",
     )
     parser.add_argument(
+        "--join",
+        action="store_true",
+        help="take only kernels that pad heads, beside those that serve the domains of decoding "
+        "now, whatever GPU they were measured on",
+    )
+    parser.add_argument(
         "--output", type=Path, metavar="FILE", help="file to write the portfolio to"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object")
@@ -61,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     from tuner.hardware import DEFAULT_GPU
     from tuner.measurement import Regime
     from tuner.search import portfolio
-    from tuner.selection.portfolio import Portfolio
+    from tuner.selection.portfolio import Portfolio, serving, shipped
     from tuner.selection.reader import find_gpu
     from tuner.store import open_store
 
@@ -81,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
     if args.shipped_kernels:
         measured = {regime: portfolio.of_shipped(rows) for regime, rows in measured.items()}
     made = portfolio.make(args.op, measured, gpu, only, args.kernels)
+    if args.join:
+        made = made.joining(next(one for one in serving(shipped(), gpu) if one.op == args.op))
     if args.output is not None:
         (made if before is None else before.updated(made)).write(args.output)
     if args.json:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import product
@@ -83,6 +83,9 @@ KINDS: tuple[tuple[Mask, Phase], ...] = (
 """Masks and phases whose kernels are timed; windows, soft caps and packed sequences share them."""
 KERNELS = 8
 """Compiled kernels of an attention domain."""
+UNGROUPED = 1 / 3
+"""Least share of an attention domain's problems with a KV head for each query head. Few models that
+make selections have them at D = 128. Those that are lacking come beside the others."""
 PADDED = 8
 """Heads of a kernel that packs any number of query heads to a KV head: most that are not a power of
 two are 3 to 7."""
@@ -221,7 +224,22 @@ def _taken(
         head_dim = widths[number % len(widths)]
         if problem.flops / problem.head_dim * head_dim <= MAX_FLOPS:
             found[replace(problem, head_dim=head_dim)] = None
-    return list(found)
+    alone = sum(problem.heads_q == problem.heads_kv for problem in found)
+    further = [] if domain.has_softcap else _ungrouped(domain, [*own, *others], found)
+    return [*found, *further[: max(0, round(wanted * UNGROUPED) - alone)]]
+
+
+def _ungrouped(
+    domain: AttentionDomain, calls: Sequence[AttentionProblem], known: Collection[Problem]
+) -> list[AttentionProblem]:
+    """Problems with a KV head for each query head that are not among the known ones."""
+    single = (
+        replace(problem, head_dim=domain.head_dim)
+        for problem in calls
+        if problem.heads_q == problem.heads_kv
+    )
+    fitting = [one for one in single if one.flops <= MAX_FLOPS and one not in known]
+    return _in_turn(domain, list(dict.fromkeys(fitting)))
 
 
 def _by_size(

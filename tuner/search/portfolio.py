@@ -51,6 +51,8 @@ ORIGIN_FACTS = frozenset({"driver", "cuda", "torch", "cudnn", "nvcc"})
 ADDED_TERMS = frozenset({"launch", "waves", "rounds", "tiles", "output"})
 """Work that an activation may add to: a launch of its own, ends of tiles, bytes of the output."""
 FOLDS = 8
+UNPACKED_KERNELS = 3
+"""Most compiled kernels that do not pack heads beside chosen ones that all do."""
 MARGINS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 """Margins to try (`DomainModels.margin`)."""
 SLOWER_COSTS = 3.0
@@ -268,7 +270,11 @@ def _kernels(
         unpacked[_unpacked(config)] += rows
     kernels: list[_Kernel] = []
     for config, rows in sorted(by_kernel.items(), key=lambda item: item[0].digest):
-        for enough in (rows, [*rows, *elsewhere.get(config, ())], unpacked[_unpacked(config)]):
+        padding = Config(config.family, {**config.params, "pads_heads": True})
+        if padding != config and padding in by_kernel:
+            continue  # the kernel that pads heads takes the same calls in the same time
+        pools = rows, [*rows, *elsewhere.get(config, ())], unpacked[_unpacked(config)]
+        for enough in pools[-1:] if "pads_heads" in config.params else pools:
             if (kernel := _Kernel(domain, config, enough)).is_known:
                 kernels.append(kernel)
                 break
@@ -424,6 +430,8 @@ class _Judge:
     def cover(self, own: Sequence[_Kernel], most: int) -> list[_Kernel]:
         """Few kernels with a small loss against each problem's fastest own kernel; of products
         against the fastest of all, since PyTorch's answers where no chosen one is faster.
+
+        If all kernels of attention pack heads, some that do not join: they take any ratio of heads.
         """
         table = self._table(own)
         reached = self._vendors_times(own)
@@ -445,7 +453,11 @@ class _Judge:
                 break
             chosen.append(at)
             reached, loss = times, least
-        return [own[at] for at in chosen]
+        unpacked = [kernel for kernel in own if not PACKING & kernel.config.params.keys()]
+        found = [own[at] for at in chosen]
+        if self._domain.reaches_far and unpacked and not set(unpacked) & set(found):
+            found += self.cover(unpacked, min(most, UNPACKED_KERNELS))
+        return found
 
     def margin(self, own: Sequence[_Kernel], vendors: Sequence[_Kernel]) -> tuple[float, Regret]:
         """The margin with the least cost of choices, and its regret."""

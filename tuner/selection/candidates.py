@@ -170,6 +170,17 @@ class DomainModels:
         candidates = [one.rescaled(old, new) for one in self.candidates]
         return replace(self, candidates=candidates, made_on=old)
 
+    def settled(self, gpu: Gpu) -> DomainModels:
+        """They with the memory's part of rescaled times among the rates, for cold caches."""
+        if self.made_on is None:
+            return self
+        per_megabyte = 1e3 / gpu.memory_gbs - 1e3 / self.made_on.memory_gbs
+        candidates = []
+        for one in self.candidates:
+            memory = max(0.0, one.rates.get("memory", 0.0) + per_megabyte)
+            candidates.append(replace(one, rates={**one.rates, "memory": memory}))
+        return replace(self, candidates=candidates, made_on=None)
+
     @property
     def vendors(self) -> list[Candidate]:
         """The vendors' kernels among the candidates."""

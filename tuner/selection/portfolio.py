@@ -283,9 +283,30 @@ class Portfolio:
                 made = replace(made, fallback=wide)
             return self._rescaled.setdefault(key, made)
 
+    def joining(self, serving: Portfolio) -> Portfolio:
+        """The kernels that pad heads, beside those that serve the domains now.
+
+        Raises:
+            ConfigError: when a domain is not one of decoding from a cold cache.
+        """
+        joined = dict(self.domains)
+        for domain, mine in self.domains.items():
+            if mine.regime.l2 != "cold":
+                raise ConfigError(f"{domain.label()} cannot be joined (allowed: decoding, cold)")
+            if (theirs := serving.domains.get(domain)) is None:
+                continue
+            padding = [one for one in mine.candidates if "pads_heads" in one.config.params]
+            rest = theirs.settled(self.gpu).candidates
+            known = {one.config for one in padding}
+            candidates = [*padding, *(one for one in rest if one.config not in known)]
+            joined[domain] = replace(mine, candidates=candidates, margin=theirs.margin)
+        return replace(self, domains=joined)
+
     @property
     def _breadth(self) -> tuple[int, str]:
-        return len(self.domains), self.gpu.identity
+        """Order of the portfolios whose kernels others share: by the domains that are kin."""
+        plain = sum(not getattr(domain, "has_softcap", False) for domain in self.domains)
+        return plain, self.gpu.identity
 
     def updated(self, newer: Portfolio) -> Portfolio:
         """The portfolio with the domains of a newer one in place of its own.
