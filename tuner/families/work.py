@@ -68,15 +68,9 @@ FASTEST_CACHE_SHARE = 0.98
 
 
 def floor_us(sizes: Any, gpu: Gpu, is_cold: bool) -> Any:
-<<<<<<< HEAD
     """Lower bound of a call's microseconds, for a sum of fitted terms that falls below it. It is
     the time for reading a product's weights, or the keys and values of a cold cache. None for other
     calls. May be traced (`tuner.families.tape`).
-=======
-    """Lower bound of the microseconds for reading a product's weights, or a cold cache's keys and
-    values. The sum of fitted terms may fall below it. None for other calls. May be traced
-    (`tuner.families.tape`).
->>>>>>> attn
 
     Weights are not in L2: those of a model's other layers come between.
 
