@@ -62,6 +62,9 @@ MAX_LOSS = 0.25
 miss by far says little about the others."""
 SCHEDULE = frozenset({"splits", "layout"})
 """Parameters left to `Family.scheduled`, or to the vendor, rather than to a kernel's model."""
+ORDER = frozenset({"raster_order", "max_swizzle_size"})
+"""Parameters of the order of tiles. Kernels that differ in no other share their measurements: the
+work counts the order."""
 
 
 @dataclass(frozen=True)
@@ -123,9 +126,11 @@ def kernel_of(config: Config) -> Config:
 
 def points(measurements: Iterable[Measurement], gpu: Gpu) -> list[Point]:
     """Points of a fit: the quick pass if a problem has both passes, without numbers of splits that
-    a selection never considers.
+    a selection never considers. Launches are hidden (`Family.overlapped`); a time without that counts
+    where there is none with it.
     """
     found: dict[tuple[str, str], Point] = {}
+    exposed: list[Point] = []
     for m in sorted(measurements, key=lambda m: not m.is_final):
         family, problem = families().get(m.config.family), m.problem
         if family is None or not family.work_terms or m.config.stages:
@@ -134,7 +139,14 @@ def points(measurements: Iterable[Measurement], gpu: Gpu) -> list[Point]:
             continue
         counts = family.splits(problem, m.config, gpu)
         if counts and m.config.get("splits", 1) <= max(1, *counts):
-            found[problem.key, m.config.digest] = Point(problem, m.config, m.latency_us)
+            config = family.overlapped(m.config)
+            point = Point(problem, config, m.latency_us)
+            if config == m.config:
+                found[problem.key, config.digest] = point
+            else:
+                exposed.append(point)
+    for point in exposed:
+        found.setdefault((point.problem.key, point.config.digest), point)
     return list(found.values())
 
 
@@ -265,11 +277,15 @@ def _kernels(
 ) -> list[_Kernel]:
     """The kernels with enough measurements among a domain's, and among `others`."""
     by_kernel, elsewhere = _by_kernel(found), _by_kernel(others)
+    ordered: dict[Config, list[Point]] = defaultdict(list)
+    for config, rows in by_kernel.items():
+        ordered[_without(config, ORDER)] += rows
     unpacked: dict[Config, list[Point]] = defaultdict(list)
     for config, rows in (*by_kernel.items(), *elsewhere.items()) if others else ():
         unpacked[_unpacked(config)] += rows
     kernels: list[_Kernel] = []
-    for config, rows in sorted(by_kernel.items(), key=lambda item: item[0].digest):
+    for config in sorted(by_kernel, key=lambda config: config.digest):
+        rows = ordered[_without(config, ORDER)]
         for enough in (rows, [*rows, *elsewhere.get(config, ())], unpacked[_unpacked(config)]):
             if (kernel := _Kernel(domain, config, enough)).is_known:
                 kernels.append(kernel)
@@ -323,7 +339,12 @@ def _by_kernel(found: Iterable[Point]) -> dict[Config, list[Point]]:
 
 def _unpacked(config: Config) -> Config:
     """The config whatever heads it packs: work is counted with them."""
-    params = {name: value for name, value in config.params.items() if name not in PACKING}
+    return _without(config, PACKING)
+
+
+def _without(config: Config, names: Collection[str]) -> Config:
+    """The config without some parameters."""
+    params = {name: value for name, value in config.params.items() if name not in names}
     return Config(config.family, params)
 
 
