@@ -126,8 +126,9 @@ def kernel_of(config: Config) -> Config:
 
 def points(measurements: Iterable[Measurement], gpu: Gpu) -> list[Point]:
     """Points of a fit: the quick pass if a problem has both passes, without numbers of splits that
-    a selection never considers. Launches are hidden (`Family.overlapped`); a time without that counts
-    where there is none with it.
+    a selection never considers.
+
+    Launches are hidden (`Family.overlapped`). A time without that counts where there is none with.
     """
     found: dict[tuple[str, str], Point] = {}
     exposed: list[Point] = []
