@@ -53,17 +53,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     seed = commit() if args.seed == "commit" else args.seed
     calls = draw(seed, args.count, subset(args.models))
+    if args.op:
+        calls = [call for call in calls if call.problem.op in args.op.split(",")]
     if args.worker:
         return answer_indices(lambda index: _measure(calls[index]))
     if args.gpu and not args.list:
         raise ConfigError("--gpu is for --list: measured is what this machine has")
     if args.list or args.problems:
         gpu = find_gpu(args.gpu) if args.gpu else device.detect() or DEFAULT_GPU
-        print(listing(calls, gpu) if args.list else problem_list(calls, args.op), end="")
+        print(listing(calls, gpu) if args.list else problem_list(calls), end="")
         return 0
     if args.json:
         check_place(args.json)
     heading = {"format": FORMAT, "seed": seed, "models": args.models, **surroundings()}
+    heading |= {"op": args.op} if args.op else {}
     rows = measured(calls, heading, args.json, _command(argv), args.limit)
     print(report(rows))
     return int(any(row["wrong"] or "tuner" not in row["us"] for row in rows))
@@ -83,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--problems", action="store_true", help="print the problems for `tuner sweep --problems`"
     )
-    parser.add_argument("--op", help="with --problems: only this operation's, as gemm")
+    parser.add_argument("--op", help="only the drawn calls of these operations, as gemm,swiglu")
     parser.add_argument("--list", action="store_true", help="print the calls and lookup results")
     parser.add_argument(
         "--gpu", help=f"with --list: GPU that is asked about (default: this, or {DEFAULT_GPU.name})"
@@ -115,15 +118,9 @@ def commit() -> str:
     raise ConfigError("--seed commit needs a checkout of git (allowed elsewhere: any other text)")
 
 
-def problem_list(calls: Sequence[ModelCall], op: str | None = None) -> str:
-    """The distinct problems of the calls, as a file for ``tuner sweep --problems``.
-
-    Args:
-        calls: what was drawn.
-        op: only this operation's; None: all.
-    """
-    problems = dict.fromkeys(call.problem for call in calls)
-    return problem_listing(problem for problem in problems if op in (None, problem.op))
+def problem_list(calls: Sequence[ModelCall]) -> str:
+    """The distinct problems of the calls, as a file for ``tuner sweep --problems``."""
+    return problem_listing(dict.fromkeys(call.problem for call in calls))
 
 
 def surroundings() -> dict[str, Any]:

@@ -443,6 +443,12 @@ class Family(ABC):
         """True if `splits` of a scheduled config are always two or more; else they are one."""
         return self.is_scheduled(config)
 
+    def overlapped(self, config: Config) -> Config:
+        """The config with its launch hidden behind the kernel in front, where that is a parameter
+        and costs nothing: as a portfolio launches it.
+        """
+        return config
+
     def called(self, problem: Problem, config: Config, splits: int) -> Config:
         """The config of the schedule with this number of splits."""
         return config

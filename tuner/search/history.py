@@ -81,7 +81,7 @@ def measured(
     """The quick pass of every problem of an operation, vendors' kernels included.
 
     Measurements come from the store, in the environment of the decision, or else from the shipped
-    recordings. The final pass is added on request.
+    recordings, all of a problem together. The final pass is added on request.
     """
     found: dict[Problem, list[Measurement]] = {}
     for entry in store.entries(op=op, gpu=gpu, regime=regime, provenance=Provenance.MEASURED):
@@ -93,9 +93,11 @@ def measured(
             provenance=Provenance.MEASURED,
             final=None if with_finals else False,
         )
+    stored = frozenset(found)
     for part in _shipped(gpu, regime):
-        if part.problem.op == op and part.problem not in found:
-            found[part.problem] = [m for m in part.measurements if with_finals or not m.is_final]
+        if part.problem.op == op and part.problem not in stored:
+            rows = [m for m in part.measurements if with_finals or not m.is_final]
+            found.setdefault(part.problem, []).extend(rows)
     return {problem: quick for problem, quick in found.items() if any(m.ok for m in quick)}
 
 

@@ -24,8 +24,7 @@ from tuner.families.base import Family
 from tuner.families.fused_attention import INSTANCES
 from tuner.families.gemm.shape import PLAIN
 from tuner.families.gemv import LEAD as GEMV_LEAD
-from tuner.families.product_work import MEGABYTE
-from tuner.families.work import sizes_of
+from tuner.families.product_work import MEGABYTE, ProductSizes
 from tuner.hardware import Gpu
 from tuner.measurement import Regime
 from tuner.problem import AttentionProblem, GemmProblem, Problem
@@ -536,6 +535,6 @@ def _product_ways(problem: Any, kernel: Config) -> list[dict[str, Value]]:
         modes = "StreamK", "SplitK"
         return [{**orders[0], "decomposition_mode": mode} for mode in modes]
     is_short = min(problem.m, problem.n) <= MAX_NARROW
-    is_resident = sizes_of(problem).inputs * MEGABYTE <= MAX_RESIDENT_BYTES
+    is_resident = ProductSizes.of(problem).inputs * MEGABYTE <= MAX_RESIDENT_BYTES
     kept = orders[:1] if is_short or is_resident else orders
     return [{**order, "pdl": True} for order in kept]

@@ -24,6 +24,7 @@ from tuner.families.gemm import (
     cost,
     gemm_launch,
     legality_facts,
+    overlapped,
     split,
     splits_of,
     tiling_of,
@@ -125,6 +126,9 @@ class GemmSwiglu(Family):
 
     def called(self, problem: Problem, config: Config, splits: int) -> Config:
         return split(config, splits)
+
+    def overlapped(self, config: Config) -> Config:
+        return overlapped(config)
 
     def legality_facts(self, problem: Problem) -> Hashable:
         if not isinstance(problem, SwigluProblem):
