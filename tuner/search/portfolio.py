@@ -287,18 +287,13 @@ def _kernels(
     for config, rows in (*by_kernel.items(), *elsewhere.items()) if others else ():
         unpacked[_unpacked(config)] += rows
     kernels: list[_Kernel] = []
-<<<<<<< HEAD
-    for config, rows in sorted(by_kernel.items(), key=lambda item: item[0].digest):
+    for config in sorted(by_kernel, key=lambda config: config.digest):
         padding = Config(config.family, {**config.params, "pads_heads": True})
         if padding != config and padding in by_kernel:
             continue  # the kernel that pads heads takes the same calls in the same time
+        rows = ordered[_without(config, ORDER)]
         pools = rows, [*rows, *elsewhere.get(config, ())], unpacked[_unpacked(config)]
         for enough in pools[-1:] if "pads_heads" in config.params else pools:
-=======
-    for config in sorted(by_kernel, key=lambda config: config.digest):
-        rows = ordered[_without(config, ORDER)]
-        for enough in (rows, [*rows, *elsewhere.get(config, ())], unpacked[_unpacked(config)]):
->>>>>>> prod
             if (kernel := _Kernel(domain, config, enough)).is_known:
                 kernels.append(kernel)
                 break
