@@ -592,8 +592,9 @@ class GatedDomain(_Gated, Domain):
 
     @property
     def vendors(self) -> frozenset[str]:
-        """PyTorch's answer over interleaved weights, and its composition over concatenated ones. The
-        latter takes as long: 0.98 to 1.02 at 16 of 18 problems on an H100, 1.07 and 1.19 at two.
+        """PyTorch's answer over interleaved weights, and its composition over concatenated ones.
+        The latter takes as long: 0.98 to 1.02 at 16 of 18 problems on an H100, 1.07 and 1.19 at
+        two.
         """
         return frozenset({"torch", INTERLEAVED})
 
