@@ -130,3 +130,12 @@ def test_a_search_in_a_stream_is_told_what_was_chained(store: Store) -> None:
     assert {m.problem for m in told(store)} == {NEAR}
     tuned(store, NEAR)
     assert {m.regime for m in told(store)} == {REGIME}, "once it was timed in a stream"
+
+
+def test_recordings_of_a_problem_count_together(store: Store) -> None:
+    ship(FAR, CONFIGS[0])
+    (first,) = recording.folder().iterdir()
+    first.rename(first.with_name(f"other{recording.SUFFIX}"))
+    ship(FAR, CONFIGS[1])
+    found = history.measured("gemm", DEFAULT_GPU, REGIME, store)
+    assert {m.config for m in found[FAR]} == set(CONFIGS[:2])

@@ -312,6 +312,32 @@ class TestMake:
         both = [one, one.but(latency_us=99.0, is_final=True)]
         assert [p.us for p in fitting.points(both, DEFAULT_GPU)] == [one.latency_us]
 
+    def test_a_product_s_launch_is_hidden(self) -> None:
+        """As it was measured; a time without counts where there is none with."""
+        problem, shown = GemmProblem(1024, 4096, 4096), tile(128, 128)
+        hidden = Config(shown.family, {**shown.params, "pdl": True})
+        times = {shown: 9.0, hidden: 8.0}
+        rows = [
+            Measurement(problem, config, DEFAULT_GPU, WARM, Status.OK, latency_us=us)
+            for config, us in times.items()
+        ]
+        for found, us in ((rows, 8.0), (rows[:1], 9.0), (rows[::-1], 8.0)):
+            (point,) = fitting.points(found, DEFAULT_GPU)
+            assert (point.config, point.us) == (hidden, us)
+
+    def test_orders_of_tiles_share_their_measurements(self) -> None:
+        orders = [
+            Config("gemm", {**tile(128, 128).params, "pdl": True, "raster_order": order})
+            for order in ("AlongM", "AlongN")
+        ]
+        problems = [GemmProblem(1024, 4096, 512 * k) for k in (1, 2, 3)]
+        found = [fitting.Point(problem, order, 9.0) for problem in problems for order in orders]
+        kernels = fitting._kernels(ProductDomain("wide"), found)
+        assert {kernel.config for kernel in kernels} == set(orders)
+        for kernel in kernels:
+            assert len(kernel.points) == 6, "three each are too few"
+            assert sum(map(kernel.is_own, kernel.points)) == 3
+
     def test_stream_times_come_before_more_chained_ones(self) -> None:
         stream = Regime("stream", "warm")
         few = [replace(m, regime=stream) for m in planted(2)[:90]]

@@ -133,7 +133,7 @@ def points(measurements: Iterable[Measurement], gpu: Gpu) -> list[Point]:
     Launches are hidden (`Family.overlapped`). A time without that counts where there is none with.
     """
     found: dict[tuple[str, str], Point] = {}
-    exposed: list[Point] = []
+    exposed: dict[tuple[str, str], Point] = {}
     for m in sorted(measurements, key=lambda m: not m.is_final):
         family, problem = families().get(m.config.family), m.problem
         if family is None or not family.work_terms or m.config.stages:
@@ -143,14 +143,9 @@ def points(measurements: Iterable[Measurement], gpu: Gpu) -> list[Point]:
         counts = family.splits(problem, m.config, gpu)
         if counts and m.config.get("splits", 1) <= max(1, *counts):
             config = family.overlapped(m.config)
-            point = Point(problem, config, m.latency_us)
-            if config == m.config:
-                found[problem.key, config.digest] = point
-            else:
-                exposed.append(point)
-    for point in exposed:
-        found.setdefault((point.problem.key, point.config.digest), point)
-    return list(found.values())
+            into = found if config == m.config else exposed
+            into[problem.key, config.digest] = Point(problem, config, m.latency_us)
+    return list({**exposed, **found}.values())
 
 
 def measurements(op: str, gpu: Gpu, regime: Regime, store: Store) -> list[Measurement]:
