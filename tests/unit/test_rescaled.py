@@ -22,6 +22,8 @@ from portfolio_cases import (
     ships_fixture,
 )
 
+from tuner.config import Config
+from tuner.errors import ConfigError
 from tuner.families import families
 from tuner.families.work import memory_gap_us, sizes_of, time_ratio
 from tuner.hardware import GPUS, Gpu
@@ -215,12 +217,40 @@ def known(own_us: float, vendor_us: float, margin: float, l2: str = "cold") -> P
 class TestSelection:
     @pytest.mark.parametrize("l2", ["warm", "cold"])
     def test_all_kernels_wait_for_the_same_bytes(self, l2: str) -> None:
-        found = known(50.0, 100.0, 0.0, l2).rescaled(H100).select(DECODING)
+        found = known(150.0, 200.0, 0.0, l2).rescaled(H100).select(DECODING)
         assert found is not None and found.config.family == "fused_attention"
         gap = memory_gap_us(sizes_of(DECODING), H200, H100, is_warm=l2 == "warm")
         assert gap > 40
-        assert found.expected_us == pytest.approx(50 + gap)
-        assert found.vendor_us == pytest.approx(100 + gap)
+        assert found.expected_us == pytest.approx(150 + gap)
+        assert found.vendor_us == pytest.approx(200 + gap)
+
+    def test_kernels_that_pad_heads_join_those_that_serve(self) -> None:
+        serving = known(150.0, 200.0, 0.5).rescaled(H100)
+        (domain,) = serving.domains
+        params = {**fitting.kernel_of(WIDE).params, "packed_heads": 8, "pads_heads": True}
+        padding = candidate(Config("fused_attention", params), FUSED.work_terms, launch=120.0)
+        models = known(90.0, 95.0, 0.0).domains[domain]
+        mine = replace(models, candidates=[*models.candidates, padding])
+        joined = Portfolio("attention", H100, {domain: mine}).joining(serving)
+        found = joined.domains[domain]
+        assert [one.config for one in found.candidates] == [
+            padding.config,
+            *(one.config for one in serving.domains[domain].candidates),
+        ]
+        assert found.made_on is None and found.margin == 0.5
+        packed = joined.select(DECODING)
+        assert packed is not None and "pads_heads" in packed.config.params
+        alone = attention("B=16,SQ=1,SKV=8192,D=128,H=8")  # which it does not take
+        before, after = serving.select(alone), joined.select(alone)
+        assert before is not None and after is not None
+        assert after.config == before.config
+        assert after.expected_us == pytest.approx(before.expected_us, rel=0.02)
+        assert after.vendor_us == pytest.approx(before.vendor_us, rel=0.02)
+
+    def test_prompts_cannot_be_joined(self) -> None:
+        warm = known(150.0, 200.0, 0.0, "warm")
+        with pytest.raises(ConfigError, match="cannot be joined"):
+            warm.joining(warm)
 
     @pytest.mark.parametrize(("own_us", "is_own"), [(98.5, True), (99.5, False)])
     def test_an_own_kernel_must_win_by_more(self, own_us: float, is_own: bool) -> None:
@@ -230,10 +260,10 @@ class TestSelection:
         assert here is not None and (here.config.family == "fused_attention") is is_own
         assert here.expected_us * (1 + RESCALED_MARGIN) <= here.vendor_us or not is_own
 
-    @pytest.mark.parametrize(("own_us", "is_own"), [(89.0, True), (90.0, False)])
+    @pytest.mark.parametrize(("own_us", "is_own"), [(179.0, True), (180.0, False)])
     def test_the_domain_s_margin_is_of_the_model_s_time(self, own_us: float, is_own: bool) -> None:
-        """That of the bytes, 54 us here, is exact: (1.1 own + 54) * 1.01 is below 154 or not."""
-        found = known(own_us, 100.0, 2.0).rescaled(H100).select(DECODING)
+        """That of the bytes, 54 us here, is exact: (1.1 own + 54) * 1.01 is below 254 or not."""
+        found = known(own_us, 200.0, 2.0).rescaled(H100).select(DECODING)
         assert found is not None and (found.config.family == "fused_attention") is is_own
 
     def test_a_domain_of_the_kin_is_rescaled_too(self) -> None:

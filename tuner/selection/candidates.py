@@ -174,7 +174,7 @@ class DomainModels:
         """They with the memory's part of rescaled times among the rates, for cold caches."""
         if self.made_on is None:
             return self
-        per_megabyte = 1e3 / gpu.memory_gbs - 1e3 / self.made_on.memory_gbs
+        per_megabyte = 1e3 / gpu.reached_gbs - 1e3 / self.made_on.reached_gbs
         candidates = []
         for one in self.candidates:
             memory = max(0.0, one.rates.get("memory", 0.0) + per_megabyte)
