@@ -245,8 +245,8 @@ def launched(config: Config) -> dict[str, int]:
 
 
 def step_clocks(config: Config) -> float:
-    """Clocks of 128 of K of a tile: the longest of products, shared memory's reads and writes, and
-    the tile's way from the L2; and the warp's that copies factors.
+    """Clocks of 128 of K of a tile: the longest of products, shared memory, and the tile's way from
+    the L2. A fixed part and the copies of factors come on top.
     """
     rows = int(config["tile_n" if config["swap_ab"] else "tile_m"])
     copied_rows = 0 if "tma_factors" in config.params else rows
