@@ -443,7 +443,7 @@ def test_the_page_prints_the_host_s_time_of_the_evidence() -> None:
     limited = [(float(here), float(most)) for _, here, most, _ in calls.host_rows(found) if most]
     for here, most in limited:
         assert f" | {here:.2f} | {most:.2f} |" in page
-    assert [here > most for here, most in limited] == [True, True, False, True, False, False]
+    assert [here > most for here, most in limited] == [True, True, True, False, False, False]
     assert f"beyond the bare launch of {found['bare']:.2f} |" in page
     times = {"attention": "takes", "sdpa": "PyTorch's call"}
     times |= {"flash3": "FlashAttention-3's", "flash4": "FlashAttention-4's"}
