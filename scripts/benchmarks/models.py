@@ -207,10 +207,13 @@ class Pass:
     """Runs before each pass, untimed."""
     count: int = 1
     """Passes that are timed together."""
+    around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    """Context of the way, entered outside of what is timed: a program enters it once."""
 
     def __call__(self) -> Any:
-        self.prepare()
-        return self.run()
+        with self.around():
+            self.prepare()
+            return self.run()
 
 
 def _module(built: Any, way: str) -> Any:
@@ -223,10 +226,10 @@ def _module(built: Any, way: str) -> Any:
     return module
 
 
-def _around(way: str) -> AbstractContextManager[Any]:
+def _around(way: str) -> Callable[[], AbstractContextManager[Any]]:
     import tuner
 
-    return tuner.enabled() if way == ENABLED else contextlib.nullcontext()
+    return tuner.enabled if way == ENABLED else contextlib.nullcontext
 
 
 def _pass(built: Any, way: str, mode: str) -> Pass:
@@ -242,16 +245,17 @@ def _pass(built: Any, way: str, mode: str) -> Pass:
     kept = torch.enable_grad if is_training else torch.inference_mode
 
     def run() -> Any:
-        with _around(way), kept():
+        with kept():
             out = built.output(called)
             if is_training:
                 module.zero_grad(set_to_none=True)
                 out.float().square().mean().backward()
             return out.detach()
 
+    one = Pass(run, built.tokens, calls=1, count=PASSES, around=_around(way))
     for _ in range(2):
-        run()
-    return Pass(run, built.tokens, calls=1, count=PASSES)
+        one()
+    return one
 
 
 def _generation(built: Any, way: str, mode: str) -> Pass:
@@ -282,16 +286,16 @@ def _generation(built: Any, way: str, mode: str) -> Pass:
             if is_static
             else DynamicCache(config=config)
         )
-        with _around(way), torch.inference_mode():
+        with torch.inference_mode():
             step(0, prompt)
 
     def run() -> Any:
-        with _around(way), torch.inference_mode():
+        with torch.inference_mode():
             for place in range(prompt, length):
                 out = step(place, place + 1)
             return out
 
-    generation = Pass(run, batch * GENERATED, GENERATED, prepare)
+    generation = Pass(run, batch * GENERATED, GENERATED, prepare, around=_around(way))
     for _ in range(2):
         generation()
     return generation
@@ -301,10 +305,11 @@ def _answers(one: Pass) -> dict[str, Any]:
     """Calls of one pass by what answered them."""
     import tuner
 
-    one.prepare()
-    tuner.stats(reset=True)
-    one.run()
-    stats = tuner.stats(reset=True)
+    with one.around():
+        one.prepare()
+        tuner.stats(reset=True)
+        one.run()
+        stats = tuner.stats(reset=True)
     return {
         "calls": one.calls,
         "hits": stats.hits,
@@ -326,13 +331,14 @@ def _time(passes: Mapping[str, Pass], found: dict[str, Any], rounds: int, device
     for turn in range(rounds):
         for way in list(turns) if turn % 2 else reversed(list(turns)):
             one = turns[way]
-            one.prepare()
-            wait()
-            start = time.perf_counter()
-            for _ in range(one.count):
-                one.run()
-            wait()
-            times[way].append((time.perf_counter() - start) / one.count)
+            with one.around():
+                one.prepare()
+                wait()
+                start = time.perf_counter()
+                for _ in range(one.count):
+                    one.run()
+                wait()
+                times[way].append((time.perf_counter() - start) / one.count)
     for way, seconds in times.items():
         speed = turns[way].tokens / statistics.median(seconds)
         if way == AGAIN:

@@ -443,7 +443,7 @@ def test_the_page_prints_the_host_s_time_of_the_evidence() -> None:
     limited = [(float(here), float(most)) for _, here, most, _ in calls.host_rows(found) if most]
     for here, most in limited:
         assert f" | {here:.2f} | {most:.2f} |" in page
-    assert [here > most for here, most in limited] == [True, True, False, True, False, False]
+    assert [here > most for here, most in limited] == [True, True, True, False, False, False]
     assert f"beyond the bare launch of {found['bare']:.2f} |" in page
     times = {"attention": "takes", "sdpa": "PyTorch's call"}
     times |= {"flash3": "FlashAttention-3's", "flash4": "FlashAttention-4's"}
@@ -552,3 +552,17 @@ def test_what_has_no_portfolio_is_served_where_it_was_tuned(
     for entry in tuned:
         answer = lookup(entry.problem, gpu=H200, path=none)
         assert answer is not None and answer.kind == "exact"
+
+
+def test_the_page_prints_the_models_of_the_evidence() -> None:
+    with gzip.open(EVIDENCE / "models-h100.json.gz", "rt") as text:
+        found = json.load(text)
+    page = RESULTS.read_text()
+    assert len(found["rows"]) == 9
+    for row in found["rows"]:
+        torch, enabled = row["ways"]["torch"], row["ways"]["enable"]
+        theirs = torch["tokens_per_s"]
+        cells = f"{enabled['tokens_per_s'] / theirs:.3f} | {torch['again'] / theirs:.3f}"
+        calls = f"{enabled['hits']} of {row['layers'] * enabled['calls']}"
+        assert f"| {row['model']}, {row['mode']} | {cells} | {calls} |" in page
+        assert enabled["error"] < 0.02 and not enabled["errors"]
