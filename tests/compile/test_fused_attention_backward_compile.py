@@ -52,7 +52,7 @@ S_FIRST: dict[str, Value] = {"early_dq": False, "early_exp": 50, "early_dv": Fal
 KERNELS = [
     (AttentionBackwardProblem.parse(text), config)
     for text, config in (
-        ("S=1024,D=128,dtype=bf16", make()),
+        ("S=1024,D=128,dtype=bf16", make(late_exp=50, transpose_ds=True)),
         ("B=2,H=8,HKV=2,S=1000,D=64,causal=1", make(tile_m=128, dq="direct", **S_FIRST)),
         (
             "B=2,H=4,S=1000,D=128,causal=1,dtype=bf16,deterministic=1",
@@ -60,7 +60,8 @@ KERNELS = [
         ),
         ("H=4,S=1000,D=96,left=100,right=7", make(stages=3, ds_stages=1)),
         ("H=4,S=1000,D=64", make(swap_dq=True, tile_m=96)),
-        ("H=4,S=1000,D=40,dtype=bf16", make(warp_groups=1)),
+        ("H=4,S=1000,D=40,dtype=bf16", make(warp_groups=1, rotate=True)),
+        ("H=4,S=1000,D=128", make(tile_m=80, swap_dq=True, early_dv=False)),
         ("H=4,S=1000,D=192,left=100,right=7,dtype=bf16", make(early_dv=False, ds_stages=1)),
         ("H=4,S=1000,D=256", make(early_dv=False, ds_stages=1, dq="direct", early_dq=False)),
         (
@@ -173,8 +174,8 @@ struct Params {
 };
 @tile@
 @mask@
-// Whether all blocks end where as many of them as a chunk has run at a time, begun in the order of their
-// indices, and each adds to a tile of queries in its turn only.
+// Whether all blocks end where as many of them as a chunk has run at a time, begun in the order of
+// their indices, and each adds to a tile of queries in its turn only.
 bool ends(Params const& p) {
   struct Block { Tile tile; int m, steps; };
   std::vector<int> added(p.batch * p.heads * p.m_blocks);
