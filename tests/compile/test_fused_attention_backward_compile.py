@@ -61,7 +61,6 @@ KERNELS = [
         ("H=4,S=1000,D=96,left=100,right=7", make(stages=3, ds_stages=1)),
         ("H=4,S=1000,D=64", make(swap_dq=True, tile_m=96)),
         ("H=4,S=1000,D=40,dtype=bf16", make(warp_groups=1, rotate=True)),
-        ("H=4,S=1000,D=128", make(tile_m=80, swap_dq=True, early_dv=False)),
         ("H=4,S=1000,D=192,left=100,right=7,dtype=bf16", make(early_dv=False, ds_stages=1)),
         ("H=4,S=1000,D=256", make(early_dv=False, ds_stages=1, dq="direct", early_dq=False)),
         (

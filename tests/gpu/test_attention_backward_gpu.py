@@ -81,7 +81,6 @@ LEVERS: tuple[dict[str, Value], ...] = (
     {"rotate": True, "dq": "ordered"},
     {"late_exp": 50, "transpose_ds": True, "rotate": True},
     {"late_exp": 50, "early_dq": False, "transpose_ds": True},
-    {"tile_m": 80, "swap_dq": True, "early_dv": False},
 )
 
 
