@@ -52,7 +52,7 @@ S_FIRST: dict[str, Value] = {"early_dq": False, "early_exp": 50, "early_dv": Fal
 KERNELS = [
     (AttentionBackwardProblem.parse(text), config)
     for text, config in (
-        ("S=1024,D=128,dtype=bf16", make()),
+        ("S=1024,D=128,dtype=bf16", make(late_exp=50, transpose_ds=True)),
         ("B=2,H=8,HKV=2,S=1000,D=64,causal=1", make(tile_m=128, dq="direct", **S_FIRST)),
         (
             "B=2,H=4,S=1000,D=128,causal=1,dtype=bf16,deterministic=1",
@@ -60,7 +60,7 @@ KERNELS = [
         ),
         ("H=4,S=1000,D=96,left=100,right=7", make(stages=3, ds_stages=1)),
         ("H=4,S=1000,D=64", make(swap_dq=True, tile_m=96)),
-        ("H=4,S=1000,D=40,dtype=bf16", make(warp_groups=1)),
+        ("H=4,S=1000,D=40,dtype=bf16", make(warp_groups=1, rotate=True)),
         ("H=4,S=1000,D=192,left=100,right=7,dtype=bf16", make(early_dv=False, ds_stages=1)),
         ("H=4,S=1000,D=256", make(early_dv=False, ds_stages=1, dq="direct", early_dq=False)),
         (
@@ -168,16 +168,46 @@ struct Scores {
 #: says. Tiles of keys come to each tile of queries in the order that `before` says.
 CHECK = """
 struct Params {
-  int batch, heads, heads_kv, seqlen_q, seqlen_kv, head_dim, m_blocks, n_blocks, section;
+  int batch, heads, heads_kv, seqlen_q, seqlen_kv, head_dim, m_blocks, n_blocks, section, chunk;
   int left, right;
 };
 @tile@
 @mask@
+// Whether all blocks end where as many of them as a chunk has run at a time, begun in the order of
+// their indices, and each adds to a tile of queries in its turn only.
+bool ends(Params const& p) {
+  struct Block { Tile tile; int m, steps; };
+  std::vector<int> added(p.batch * p.heads * p.m_blocks);
+  std::vector<Block> running;
+  int const blocks = p.n_blocks * p.batch * p.heads_kv, group = p.heads / p.heads_kv;
+  for (int begun = 0, ended = 0; ended < blocks;) {
+    bool moves = false;
+    while (begun < blocks && int(running.size()) < p.chunk) {
+      Tile const t = Tile::at(p, begun++);
+      running.push_back({t, t.start, 0}), moves = true;
+    }
+    for (size_t i = 0; i < running.size();) {
+      auto& [t, m, steps] = running[i];
+      if (steps == t.steps(p)) {
+        running.erase(running.begin() + i), ++ended, moves = true;
+        continue;
+      }
+      int const head = t.head_kv * group + steps / (t.last - t.first);
+      int const at = (t.batch * p.heads + head) * p.m_blocks + m;
+      if (t.before(p, m) == added[at]) ++added[at], m = t.next(m), ++steps, moves = true;
+      ++i;
+    }
+    if (!moves) return false;
+  }
+  return true;
+}
 bool holds(int queries, int keys, int left, int right, int section) {
   int const batch = 2, heads_kv = 2, group = 2, heads = heads_kv * group;
   Params p{batch, heads, heads_kv, queries, keys, 64};
   p.m_blocks = (queries + kTileM - 1) / kTileM, p.n_blocks = (keys + kTileN - 1) / kTileN;
   p.section = min(section, batch * heads_kv), p.left = left, p.right = right;
+  p.chunk = min(p.n_blocks, section == 1 ? 2 : 32);
+  if (kRotates && kOrdered && !ends(p)) return false;
   std::vector<int> seen(batch * heads * queries * keys), added(batch * heads * p.m_blocks);
   std::vector<int> tiles(batch * heads_kv * p.n_blocks);
   for (int index = 0; index < p.n_blocks * batch * heads_kv; ++index) {
@@ -186,9 +216,10 @@ bool holds(int queries, int keys, int left, int right, int section) {
     ++tiles[(t.batch * heads_kv + t.head_kv) * p.n_blocks + t.n_block];
     if (t.steps(p) != (t.last - t.first) * group) return false;
     for (int head = t.head_kv * group; head < (t.head_kv + 1) * group; ++head) {
-      for (int m = t.first; m < t.last; ++m) {
+      for (int i = t.first, m = t.start; i < t.last; ++i, m = t.next(m)) {
         int const at = (t.batch * heads + head) * p.m_blocks + m;
-        if (row_tile(p, t.batch, head, m) != at || t.before(p, m) != added[at]++) return false;
+        if (row_tile(p, t.batch, head, m) != at) return false;
+        if (!kRotates && t.before(p, m) != added[at]++) return false;
         // Where the kernel looks at each probability, none stays above one.
         bool const is_masked = t.is_masked(p, m);
         Scores scores(kTileN, kTileM, kQueries, is_masked ? 2.f : 1.f);
@@ -224,11 +255,12 @@ def source(number: int, problem: AttentionBackwardProblem, config: Config) -> st
     rendered = render(FAMILY.kernels(problem, config)[KERNEL], "x")
     body = rendered.split("namespace k_x {")[1]
     constants = CONSTANT.findall(body)
+    constants.append(f"constexpr bool kRotates = {str(config['rotate']).lower()};")
     tile = part(body, r"^struct Tile \{.*?^\};")
     row_tile = part(body, r"^CUTE_DEVICE int64_t row_tile\(.*?^\}")
     mask = part(body, r"^CUTE_DEVICE int first_key\(.*?^\}\n")
     mask += part(body, r"^CUTE_DEVICE int share_of\(.*?\}\n")
-    mask += part(body, r"^template <[^>]*>\nCUTE_DEVICE void correct\(.*?^\}")
+    mask += part(body, r"^template <[^\n]*class Scores>\nCUTE_DEVICE void correct\(.*?^\}")
     checked = CHECK.replace("@tile@", f"{tile}\n{row_tile}").replace("@mask@", mask)
     return f"namespace k_{number} {{\n" + "\n".join(constants) + f"\n{checked}\n}}\n"
 
@@ -238,9 +270,12 @@ def test_each_pair_of_the_mask_is_visited_once_and_in_order(tmp_path: Path) -> N
     configs = (
         *((64, make()), (64, make(tile_m=96)), (64, make(warp_groups=1)), (256, make())),
         *((64, make(dq="ordered")), (64, make(dq="ordered", tile_m=128, late_exp=50))),
+        *((64, make(rotate=True, late_exp=50)), (64, make(dq="ordered", rotate=True))),
     )
     shapes = itertools.product((0, 1), (0, 1), configs)
     for number, (windowed, causal, (head_dim, config)) in enumerate(shapes):
+        if config["rotate"] and config["dq"] == "ordered" and (windowed or causal):
+            continue  # which `conflicts` refuses
         text = f"S=1024,D={head_dim},causal={causal}" + (",window=9" if windowed else "")
         kernels.append(source(number, AttentionBackwardProblem.parse(text), config))
         cases = {}

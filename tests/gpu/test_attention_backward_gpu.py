@@ -78,6 +78,9 @@ LEVERS: tuple[dict[str, Value], ...] = (
     {"early_dv": False, "ds_stages": 1},
     {"early_dv": False, "ds_stages": 1, "dq": "direct", "early_dq": False},
     {"early_dv": False, "ds_stages": 1, "dq": "ordered", "stages": 1},
+    {"rotate": True, "dq": "ordered"},
+    {"late_exp": 50, "transpose_ds": True, "rotate": True},
+    {"late_exp": 50, "early_dq": False, "transpose_ds": True},
 )
 
 

@@ -119,8 +119,6 @@ def test_attention_with_more_has_none(extra: str) -> None:
     [
         ("S=1024,D=128", {"tile_m": 96}, "tile_m=96 is not a multiple of 64"),
         ("S=1024,D=128", {"tile_m": 128}, "304 registers a thread exceed 240"),
-        ("S=1024,D=128", {"tile_m": 80}, "tile_m=80 is not a multiple of 64"),
-        ("S=1024,D=128", {"tile_m": 80, "swap_dq": True}, "244 registers a thread exceed 240"),
         (
             "S=1024,D=64,causal=1,deterministic=1",
             {"dq": "ordered", "rotate": True},
@@ -153,7 +151,6 @@ def test_an_illegal_config_says_why(text: str, changes: dict[str, Any], reason: 
         ("S=1024,D=64", {"warp_groups": 1}),
         ("S=1024,D=128,deterministic=1", {"dq": "ordered"}),
         ("S=1024,D=128,deterministic=1", {"dq": "ordered", "rotate": True}),
-        ("S=1024,D=128", {"tile_m": 80, "swap_dq": True, "early_dv": False}),
         ("S=1024,D=128,causal=1", {"rotate": True}),
         ("S=1024,D=128", {"early_dq": False, "early_exp": 50, "early_dv": False}),
         ("S=1024,D=192", {"early_dv": False, "ds_stages": 1}),

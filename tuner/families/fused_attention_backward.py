@@ -94,7 +94,7 @@ class FusedAttentionBackward(Family):
     runtime_parameters = frozenset({"section_heads", "pdl"})
     domains: ClassVar[Mapping[str, Domain]] = {
         "warp_groups": (1, 2),
-        "tile_m": (64, 80, 96, 128),
+        "tile_m": (64, 96, 128),
         "stages": (1, 2, 3),
         "ds_stages": (1, 2),
         "swap_dq": (False, True),
@@ -215,7 +215,7 @@ class FusedAttentionBackward(Family):
         ]
         sharing = sharing_groups(problem.head_dim)
         rings = (2, 3) if sharing == 1 else (2, 1)
-        levers = product((1, 2), (64, 80, 96, 128), rings, (2, 1), (False, True), ways, orders)
+        levers = product((1, 2), (64, 96, 128), rings, (2, 1), (False, True), ways, orders)
         for (groups, tile_m, stages, ds_stages, swaps, way, order), rotates in product(
             levers, (False, True)
         ):
