@@ -98,7 +98,10 @@ def test_a_survey_holds_own_kernels_beside_pytorch_s(path: Path) -> None:
     kinds = {family(m.config.family).is_vendor for m in good}
     # PyTorch's are timed first: a survey that ended early has them alone, as one of a bias has.
     is_product = recorded.problem.op != "attention"
-    assert kinds == {True, False} or (kinds == {True} and is_product)
+    if getattr(recorded.problem, "softcap", 0):  # PyTorch has no kernel
+        assert kinds == {False}
+    else:
+        assert kinds == {True, False} or (kinds == {True} and is_product)
     assert all(m.latency_us is not None and m.latency_us > 0 for m in good)
     assert recorded.environment.facts["driver"]
 
