@@ -456,11 +456,16 @@ def test_the_page_prints_the_host_s_time_of_the_evidence() -> None:
 
 def test_the_page_prints_paged_caches_of_the_evidence() -> None:
     with gzip.open(EVIDENCE / "paged-h100.json.gz", "rt") as text:
-        cases = json.load(text)["cases"]
+        found = json.load(text)
+    cases, unserved = found["cases"], found["unserved"]
     assert {case["answered"]["tuner"] for case in cases} == {"own"}
     assert not any(case["failed"] for case in cases)
-    page = RESULTS.read_text().splitlines()
-    assert [line for line in paged.table(cases) if line not in page] == []
+    page = RESULTS.read_text()
+    assert [line for line in paged.table(cases) if line not in page.splitlines()] == []
+    of_e4m3 = {case["case"]: case["us"]["flash3"] / case["us"]["best"] for case in unserved}
+    decoding = geometric_mean(ratio for case, ratio in of_e4m3.items() if "SQ=1," in case)
+    [chunk] = [ratio for case, ratio in of_e4m3.items() if "SQ=2048" in case]
+    assert f"have {decoding:.3f} of FlashAttention-3's speed at decoding, and {chunk:.3f}" in page
 
 
 def engine_runs() -> dict[tuple[int, str], dict[str, Any]]:
