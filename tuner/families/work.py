@@ -61,7 +61,7 @@ def time_ratio(term: str, old: Gpu, new: Gpu) -> float:
 
 FASTEST_SHARE = 0.93
 """Largest share of the datasheet's bandwidth at which a product read its weights: 822 MB in
-264.5 us on an H100 (``scripts/benchmarks/evidence/population-h100.jsonl.gz``)."""
+264.5 us on an H100 (``scripts/benchmarks/evidence/population-h100-second.jsonl.gz``)."""
 FASTEST_CACHE_SHARE = 0.98
 """The same of decoding that read a cold cache: 8.6 GB in 1,833 us on an H200. An H100 reached 0.91:
 763 MB in 250 us (``cache/recordings``)."""
