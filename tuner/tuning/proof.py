@@ -47,8 +47,8 @@ _REGIME = Regime()
 """Regime of the requests, which are not timed."""
 _FAULT_CHARACTERS = 400
 MAX_STACK_BYTES = 512
-"""Most local memory of a thread. A kernel with 1168 bytes has its accumulators there: it took 40 ms on
-an H100 in place of an expected 0.5."""
+"""Most local memory of a thread. A kernel with 1168 bytes has its accumulators there: it took 40 ms
+on an H100 in place of an expected 0.5."""
 
 
 _Queue = deque[tuple[Target, Mapping[str, Artifact]]]
