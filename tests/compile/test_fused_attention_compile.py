@@ -121,6 +121,18 @@ def test_a_sample_compiles_without_spills_or_advice(compiler: Compiler) -> None:
         assert artifact.facts["advice"] == [], config
 
 
+def test_accumulators_of_wide_windows_stay_in_registers(device_compiler: Compiler) -> None:
+    """A call that nvcc does not inline has them in local memory, without a spill."""
+    problem = AttentionProblem.parse("S=1024,D=256,causal=1,window=256,dtype=bf16")
+    config = make(2, 64, persistent=True)
+    assert FAMILY.violations(problem, config, DEFAULT_GPU) == []
+    spec = FAMILY.kernels(problem, config)["attention"]
+    [(_, future)] = device_compiler.submit([spec])
+    used = future.result().resources
+    assert used is not None
+    assert (used.stack_bytes, used.spill_store_bytes, used.spill_load_bytes) == (0, 0, 0)
+
+
 def test_paged_kernels_compile_without_spills_or_advice(device_compiler: Compiler) -> None:
     submitted = device_compiler.submit(DEVICE_SPECS)
     for (problem, config), (spec, future) in zip(PAGED, submitted, strict=True):
