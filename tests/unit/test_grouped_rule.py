@@ -117,11 +117,11 @@ def call(serving: SimpleNamespace, rows: int) -> Any:
 def test_proven_kernels_serve_shapes_that_nobody_tuned(serving: SimpleNamespace) -> None:
     tiles = {config["tile_n"]: f"key-{config['tile_n']}" for config in grouped.KERNELS["bfloat16"]}
     serving.proven = tiles
-    for rows in (9, 12, 5000):
+    for rows in (9, 12, 60000):
         call(serving, rows)
     keys = [key for key, _ in serving.launched]
     assert keys[0] == keys[1] != keys[2], "the rows are rounded to a power of two"
-    assert [integers[0] for _, integers in serving.launched] == [9, 12, 5000]
+    assert [integers[0] for _, integers in serving.launched] == [9, 12, 60000]
     stats = serving.runtime.counters.stats()
     assert (stats.hits, stats.portfolio_hits) == (3, 3)
     assert keys[0] in tiles.values()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -138,10 +139,11 @@ def test_a_replay_is_of_the_recorded_regime() -> None:
 def test_shipped_recordings_are_whole_and_named_alike() -> None:
     for path in FILES:
         found = read_once(path)
-        assert path.name == recording.file_name(found.problem, found.gpu, found.regime)
+        name = re.sub(r"_\d+(?=\.json)", "", path.name)  # a later recording of the same
+        assert name == recording.file_name(found.problem, found.gpu, found.regime)
         is_survey = found.regime.launch == "stream"
         assert any(m.ok and m.is_final is not is_survey for m in found.measurements), path.name
-        assert found.kernels() > 0
+        assert found.kernels() > 0 or is_survey, path.name
         known = {m.config.digest for part in found.walk() for m in part.measurements}
         for m in found.measurements:
             assert all(stage.digest in known for stage in m.config.stages.values()), path.name

@@ -13,7 +13,7 @@ import pytest
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families.vendor.sdpa import BACKENDS
-from tuner.families.work import FASTEST_SHARE
+from tuner.families.work import FASTEST_CACHE_SHARE, FASTEST_SHARE, sizes_of
 from tuner.hardware import GPUS, Gpu
 from tuner.problem import AttentionProblem, GemmProblem, Problem, SwigluProblem, population
 from tuner.selection.candidates import Candidate, DomainModels
@@ -25,12 +25,16 @@ SIZES = (1, 8, 16, 17, 100, 256, 257, 1000, 4104, 50000, 1 << 20)
 WIDTHS = (8, 64, 800, 4096, 14336, 28672, 151936)
 
 
-def expected_us(problem: Problem, one: Candidate, config: Config, gpu: Gpu) -> float:
+def expected_us(
+    models: DomainModels, problem: Problem, one: Candidate, config: Config, gpu: Gpu
+) -> float:
     assert one.family is not None
     amounts = one.family.work(problem, config, gpu)
     us = math.fsum(us * amount for us, amount in zip(one.priced, amounts, strict=True))
     if isinstance(problem, AttentionProblem):
-        return us
+        if models.regime.l2 == "warm":
+            return us
+        return max(us, sizes_of(problem).megabytes * 1e3 / (FASTEST_CACHE_SHARE * gpu.memory_gbs))
     assert isinstance(problem, GemmProblem | SwigluProblem)
     columns = problem.n * (1 if isinstance(problem, GemmProblem) else 2)
     return max(us, 2 * problem.k * columns / (FASTEST_SHARE * gpu.memory_gbs * 1e3))
@@ -52,7 +56,7 @@ def own_by_hand(
         if one.family is not None and not one.is_vendor
         for sizes in [models.domain.sizes(problem)]
         for config in one.family.scheduled(problem, one.config, gpu)
-        for us in [expected_us(problem, one, config, gpu)]
+        for us in [expected_us(models, problem, one, config, gpu)]
         for legal in [one.family.accepts(problem, config, gpu)]
     ]
     near = [one for one in found if one[3]]
@@ -62,7 +66,7 @@ def own_by_hand(
 
 def vendor_by_hand(models: DomainModels, problem: Problem, gpu: Gpu) -> tuple[float, str]:
     known = {
-        str(one.config["kernel"]): (expected_us(problem, one, one.config, gpu), one)
+        str(one.config["kernel"]): (expected_us(models, problem, one, one.config, gpu), one)
         for one in models.vendors
         if one.family is not None and one.family.accepts(problem, one.config, gpu)
     }
