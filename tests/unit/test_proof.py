@@ -22,7 +22,7 @@ from tuner.measure.gate import REFERENCE
 from tuner.measure.log_sum_exp import judge_lse, lse_of
 from tuner.measure.request import CandidateOutcome
 from tuner.measure.worker_client import Ask
-from tuner.measurement import Environment, Status
+from tuner.measurement import Environment, Resources, Status
 from tuner.problem import AttentionProblem
 from tuner.selection import kernels
 from tuner.selection.kernels import (
@@ -37,7 +37,7 @@ from tuner.selection.kernels import (
     users,
 )
 from tuner.selection.portfolio import shipped
-from tuner.tuning.proof import Prover, adopt, carry, export, plan
+from tuner.tuning.proof import MAX_STACK_BYTES, Prover, adopt, carry, export, plan
 
 NVCC = "13.0.88"
 TARGETS = targets(shipped()[0])[:3]
@@ -62,14 +62,14 @@ class Worker:
         return {}
 
 
-def put(key: str, text: str) -> Artifact:
+def put(key: str, text: str, used: Resources | None = None) -> Artifact:
     """An artifact whose library holds a text."""
     cache = ArtifactCache()
     cache.root.mkdir(parents=True, exist_ok=True)
     library = settings.cache_dir() / f"{key}-{len(text)}.so"
     library.write_text(text)
     facts = {"nvcc": NVCC}
-    return cache.put(key, library, resources=None, compile_cpu_s=1.0, source="", facts=facts)
+    return cache.put(key, library, resources=used, compile_cpu_s=1.0, source="", facts=facts)
 
 
 @pytest.fixture
@@ -141,6 +141,19 @@ def test_a_kernel_that_hangs_or_strays_has_a_fault(built: Path, status: Status) 
         plan(built, TARGETS)
     )
     assert len(progress.faults) == 3 and str(status) in progress.faults[0]
+
+
+@pytest.mark.parametrize(("stack", "is_proven"), [(MAX_STACK_BYTES, True), (1168, False)])
+def test_accumulators_in_local_memory_are_a_fault(built: Path, stack: int, is_proven: bool) -> None:
+    spec = TARGETS[0].kernels["attention"]
+    artifact = put("deep", "a deep stack", Resources(168, 0, 0, stack))
+    update(built, [Kernel(spec.key, artifact.key, artifact.sha256)])
+    worker = Worker()
+    progress = prover(worker).run(plan(built, TARGETS[:1]))
+    kernel = KernelList.read(built).find(spec)
+    assert kernel is not None and (kernel.proof is not None) == is_proven
+    assert bool(worker.asks) == is_proven, "nothing runs on the GPU"
+    assert is_proven or f"{stack} bytes of local memory" in progress.faults[0]
 
 
 def test_an_ended_run_goes_on_where_it_was(built: Path) -> None:
