@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from backward_configs import BASE
 from rendered import part
 
 from tuner.compile.artifacts import load
@@ -28,23 +29,7 @@ SIDES = (-1, 0, 1, 7, 64, 100)
 
 
 def make(**changes: Value) -> Config:
-    params: dict[str, Value] = {
-        "warp_groups": 2,
-        "tile_m": 64,
-        "stages": 2,
-        "ds_stages": 2,
-        "swap_dq": False,
-        "dq": "bulk",
-        "early_dq": True,
-        "early_exp": 0,
-        "late_exp": 0,
-        "early_dv": True,
-        "transpose_ds": False,
-        "rotate": False,
-        "section_heads": 8,
-        "pdl": True,
-    }
-    return Config(FAMILY.name, {**params, **changes})
+    return Config(FAMILY.name, {**BASE, **changes})
 
 
 S_FIRST: dict[str, Value] = {"early_dq": False, "early_exp": 50, "early_dv": False}
@@ -114,7 +99,7 @@ def test_a_library_tells_its_workspace(compiler: Compiler) -> None:
 
 
 def test_workspace_is_the_sums_the_statistics_and_the_counts(tmp_path: Path) -> None:
-    """Of every kernel, by the host compiler alone."""
+    """The host compiler alone computes it for every kernel."""
     parts, calls = ["#include <cstdint>\n#include <cstdio>\n"], []
     for number, (problem, config) in enumerate(KERNELS):
         body = render(ALL[number], "x").split("namespace k_x {")[1]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from backward_configs import BASE
 
 from tuner.compile.compiler import Compiler
 from tuner.config import Config, Value
@@ -47,22 +48,6 @@ MARGIN = 1.2
 SMALL = {"float16": 5e-5, "bfloat16": 4e-4}
 """Added to the other's error: of few elements it varies."""
 
-BASE: dict[str, Value] = {
-    "warp_groups": 2,
-    "tile_m": 64,
-    "stages": 2,
-    "ds_stages": 2,
-    "swap_dq": False,
-    "dq": "bulk",
-    "early_dq": True,
-    "early_exp": 0,
-    "late_exp": 0,
-    "early_dv": True,
-    "transpose_ds": False,
-    "rotate": False,
-    "section_heads": 8,
-    "pdl": True,
-}
 #: Every lever, once at least; each drawn problem takes the next that is legal for it.
 LEVERS: tuple[dict[str, Value], ...] = (
     {},
@@ -326,7 +311,7 @@ def test_vendors_gradients_are_those_of_float64(missing_gpu: str, kernel: str, l
 def test_gradients_under_the_switch_are_as_near_as_pytorch_s(
     missing_gpu: str, head_dim: int, is_causal: bool
 ) -> None:
-    """Of PyTorch's own attention; each gradient has more than 40 GFLOP."""
+    """Each gradient has more than 40 GFLOP, so `tuner.enable` may replace its kernel."""
     if missing_gpu:
         pytest.skip(missing_gpu)
     import tuner

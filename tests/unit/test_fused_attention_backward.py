@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from backward_configs import BASE
 from goldens import Goldens
 
 from tuner.compile.render import render
@@ -29,22 +30,6 @@ from tuner.problem import AttentionBackwardProblem, AttentionProblem, problem_fr
 FAMILY = FusedAttentionBackward()
 VENDOR = family("sdpa_backward")
 PROBLEM = AttentionBackwardProblem.parse("S=1024,D=128")
-BASE: dict[str, Value] = {
-    "warp_groups": 2,
-    "tile_m": 64,
-    "stages": 2,
-    "ds_stages": 2,
-    "swap_dq": False,
-    "dq": "bulk",
-    "early_dq": True,
-    "early_exp": 0,
-    "late_exp": 0,
-    "early_dv": True,
-    "transpose_ds": False,
-    "rotate": False,
-    "section_heads": 8,
-    "pdl": True,
-}
 
 
 def make(**changes: Value) -> Config:

@@ -276,7 +276,17 @@ class _Draw(ABC):
         return None
 
 
-class _AttentionDraw(_Draw):
+class _SequenceDraw(_Draw):
+    def _value(self, name: str) -> Any:
+        """Draw one of an axis's planted values half of the time, and any size the other half."""
+        if name in ("seqlen_q", "seqlen_kv") and self._rng.random() < 0.5:
+            return round(2 ** self._rng.uniform(0, MAX_LENGTH.bit_length() - 1))
+        if name == "batch" and self._rng.random() < 0.5:
+            return self._rng.randint(1, 4)
+        return self._rng.choice(self.axes[name])
+
+
+class _AttentionDraw(_SequenceDraw):
     def __init__(self, target: Target, gpu: Gpu, rng: random.Random) -> None:
         super().__init__(target, gpu, rng)
         family = self._family
@@ -313,14 +323,6 @@ class _AttentionDraw(_Draw):
             }
         if target.problem.block_mask:  # the gate then fills a different pattern into each block
             self.axes = {**self.axes, "block_mask": BLOCK_AXES}
-
-    def _value(self, name: str) -> Any:
-        """Draw one of an axis's planted values half of the time, and any size the other half."""
-        if name in ("seqlen_q", "seqlen_kv") and self._rng.random() < 0.5:
-            return round(2 ** self._rng.uniform(0, MAX_LENGTH.bit_length() - 1))
-        if name == "batch" and self._rng.random() < 0.5:
-            return self._rng.randint(1, 4)
-        return self._rng.choice(self.axes[name])
 
     def _trial(self, values: Mapping[str, Any], planted: Mapping[str, Any]) -> Trial | None:
         problem = self._problem(values, planted)
@@ -398,7 +400,7 @@ class _AttentionDraw(_Draw):
         return (True, False), (False, True), (True, True)
 
 
-class _BackwardDraw(_Draw):
+class _BackwardDraw(_SequenceDraw):
     def __init__(self, target: Target, gpu: Gpu, rng: random.Random) -> None:
         super().__init__(target, gpu, rng)
         self._usual = cast(AttentionBackwardProblem, target.problem)
@@ -420,14 +422,6 @@ class _BackwardDraw(_Draw):
     def _holds(self, head_dim: int) -> bool:
         problem = replace(self._usual, head_dim=head_dim)
         return self._family.kernels(problem, self._target.config) == self._target.kernels
-
-    def _value(self, name: str) -> Any:
-        """Draw one of an axis's planted values half of the time, and any size the other half."""
-        if name in ("seqlen_q", "seqlen_kv") and self._rng.random() < 0.5:
-            return round(2 ** self._rng.uniform(0, MAX_LENGTH.bit_length() - 1))
-        if name == "batch" and self._rng.random() < 0.5:
-            return self._rng.randint(1, 4)
-        return self._rng.choice(self.axes[name])
 
     def _trial(self, values: Mapping[str, Any], planted: Mapping[str, Any]) -> Trial | None:
         rng, (heads_q, heads_kv) = self._rng, values["heads"]
