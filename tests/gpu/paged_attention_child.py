@@ -48,7 +48,7 @@ class Batch:
     queries: list[int]
     sinks: Any
     factors: list[Any]
-    """Of e4m3: (H,), (HKV,) and (HKV,)."""
+    """Factors of e4m3 queries, keys and values: (H,), (HKV,) and (HKV,)."""
 
     @property
     def starts(self) -> Any:

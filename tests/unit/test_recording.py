@@ -141,9 +141,12 @@ def test_shipped_recordings_are_whole_and_named_alike() -> None:
         found = read_once(path)
         name = re.sub(r"_\d+(?=\.json)", "", path.name)  # a later recording of the same
         assert name == recording.file_name(found.problem, found.gpu, found.regime)
+        assert (path.parent / name).exists(), path.name
         is_survey = found.regime.launch == "stream"
         assert any(m.ok and m.is_final is not is_survey for m in found.measurements), path.name
-        assert found.kernels() > 0 or is_survey, path.name
+        # Surveys time PyTorch alone at some products, and at what a time limit cuts off.
+        is_cut = is_survey and found.problem.op in ("gemm", "swiglu")
+        assert found.kernels() > 0 or is_cut, path.name
         known = {m.config.digest for part in found.walk() for m in part.measurements}
         for m in found.measurements:
             assert all(stage.digest in known for stage in m.config.stages.values()), path.name

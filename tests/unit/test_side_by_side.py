@@ -23,7 +23,7 @@ done
 
 @pytest.fixture
 def dry_run(tmp_path: Path) -> str:
-    """What nvcc would print, with stand-ins for the programs."""
+    """Output of nvcc --dryrun, with stand-ins for the programs."""
     for name in ("g++", "cudafe++", "cicc", "ptxas", "fatbinary", "nvlink", "nvcc"):
         tool = tmp_path / name
         tool.write_text(TOOL.format(log=tmp_path / "log", folder=tmp_path))

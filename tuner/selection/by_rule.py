@@ -25,5 +25,5 @@ class RuleSelection(NamedTuple):
         return f"expected {self.expected[0][0]:.1f} us"
 
     def own(self) -> Iterator[tuple[float, Config]]:
-        """All of them."""
+        """All kernels, best first."""
         yield from self.expected
