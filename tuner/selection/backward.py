@@ -138,7 +138,7 @@ def expected_us(name: str, problem: AttentionBackwardProblem, gpu: Gpu) -> float
     if problem.is_causal:
         pairs = min(pairs, pairs / 2 + _TILE * max(queries, keys) / 2)
     flops = 10 * problem.batch * problem.heads_q * pairs * columns
-    # Of sums in fp32: zeros, and what is read at the end.
+    # The fp32 sums of dQ are written as zeros before, and read at the end.
     moved = problem.bytes + 8 * problem.batch * problem.heads_q * problem.seqlen_q * columns
     if name != "own" and problem.heads_q != problem.heads_kv:
         moved += GROUPED_BYTES * problem.batch * problem.heads_kv * problem.seqlen_kv * columns
