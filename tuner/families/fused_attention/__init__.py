@@ -156,11 +156,13 @@ class FusedAttention(Family):
         "pdl": (False, True),
         "combine": ("cluster", "kernel"),
         "box_rows": BOXES,
+        "gathers": (True,),
+        "one_issues": (True,),
     }
     optional = frozenset(
         {
             *("key_groups", "packed_heads", "ping_pong", "early_exp", "stages_output", "combine"),
-            *("pads_heads", "box_rows"),
+            *("pads_heads", "box_rows", "gathers", "one_issues"),
         }
     )
     draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {
