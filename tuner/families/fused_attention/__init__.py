@@ -102,6 +102,10 @@ MAX_CLUSTERED = 16
 #: GPC, of which some are left over. On an H200 42 clusters of three, 16 of eight or 8 of sixteen
 #: took two rounds.
 CLUSTERED_SHARE = 0.85
+#: Instances whose rows are whole copies of a warp, 16 bytes a lane.
+GATHERED = (64, 128, 256)
+PAGING = frozenset({"box_rows", "gathers"})
+"""Parameters of paged caches."""
 #: Rows of a page that one copy may bring, widest first.
 BOXES = (64, PAGE_MULTIPLE)
 #: Keys of one split: fewer do not pay for the combining kernel.
@@ -253,10 +257,17 @@ class FusedAttention(Family):
 
     @staticmethod
     def _paging(problem: AttentionProblem, config: Config) -> list[str]:
-        """Violations of a config for a paged cache; otherwise of `box_rows`."""
+        """Violations of a config for a paged cache; otherwise of `PAGING`."""
         found, rows = [], config.get("box_rows", PAGE_MULTIPLE)
         if not problem.is_paged:
-            return ["box_rows is for paged caches, only"] * ("box_rows" in config.params)
+            names = sorted(PAGING & config.params.keys())
+            return [f"{name} is for paged caches, only" for name in names]
+        if "gathers" in config.params:
+            if problem.dtype == E4M3 or instance(problem.head_dim) not in GATHERED:
+                dims = ", ".join(map(str, GATHERED))
+                found.append(f"gathers is not for e4m3, and for instances of D = {dims} only")
+            if rows != PAGE_MULTIPLE:
+                found.append(f"gathers is for box_rows={PAGE_MULTIPLE}, only")
         if "key_groups" in config.params:
             found.append("key_groups is not for paged caches")
         if problem.page_size % rows or config["tile_n"] % rows:
@@ -433,7 +444,8 @@ class FusedAttention(Family):
         if attention.is_packed:
             params.pop("stages_output", None)
         if not attention.is_paged:
-            params.pop("box_rows", None)
+            for name in PAGING:
+                params.pop(name, None)
         packed, pads = int(params.pop("packed_heads", 1)), params.pop("pads_heads", False)
         if pads and 1 < group <= packed and _may_pad(attention):
             params["pads_heads"] = True
@@ -447,12 +459,14 @@ class FusedAttention(Family):
         self, problem: Problem, gpu: Gpu, members: Sequence[Config], rng: random.Random
     ) -> Config:
         """As `Family.draw`, with `ping_pong`, `early_exp` and `combine` only where they apply.
-        `key_groups`, `pads_heads` and `stages_output` are each off half of the time. Boxes are as
-        wide as possible.
+        `gathers`, `key_groups`, `pads_heads` and `stages_output` are each off half of the time.
+        Boxes are as wide as possible.
         """
         params = dict(super().draw(problem, gpu, members, rng).params)
         params.pop("box_rows", None)
-        for name in ("key_groups", "pads_heads", "stages_output"):
+        if not _attention(problem).is_paged:
+            params.pop("gathers", None)
+        for name in ("gathers", "key_groups", "pads_heads", "stages_output"):
             if rng.random() < 0.5:
                 params.pop(name, None)
         ping_pong, early = params.pop("ping_pong", False), params.pop("early_exp", 0)
@@ -471,7 +485,7 @@ class FusedAttention(Family):
         paged: dict[str, Value] = {}
         if attention.is_paged:
             widest = _box_rows(attention.page_size, int(config["tile_n"]))
-            rows = config.get("box_rows", widest)
+            rows = config.get("box_rows", PAGE_MULTIPLE if config.get("gathers") else widest)
             paged = {"is_paged": True, "box_rows": rows, "has_sinks": attention.has_sinks}
         return {
             KERNEL: KernelSpec(
