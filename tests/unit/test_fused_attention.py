@@ -14,8 +14,8 @@ from tuner.compile.render import render
 from tuner.config import Config, Value
 from tuner.families.base import group_by_kernels
 from tuner.families.fused_attention import (
-    PAGING,
     INSTANCES,
+    PAGING,
     REGISTERS,
     FusedAttention,
     instance,
