@@ -539,9 +539,7 @@ RENDERED = {
     ),
     "paged_gathered": (
         "B=3,H=16,HKV=2,SQ=600,SKV=1000,D=64,causal=1,page_size=48",
-        make(
-            3, 128, packed_heads=8, ping_pong=True, early_exp=50, persistent=True, gathers=True
-        ),
+        make(3, 128, packed_heads=8, ping_pong=True, early_exp=50, persistent=True, gathers=True),
     ),
     "paged_e4m3": (
         "B=3,H=8,HKV=2,SQ=600,SKV=1000,D=128,causal=1,page_size=48,dtype=e4m3",

@@ -161,12 +161,11 @@ class FusedAttention(Family):
         "combine": ("cluster", "kernel"),
         "box_rows": BOXES,
         "gathers": (True,),
-        "one_issues": (True,),
     }
     optional = frozenset(
         {
             *("key_groups", "packed_heads", "ping_pong", "early_exp", "stages_output", "combine"),
-            *("pads_heads", "box_rows", "gathers", "one_issues"),
+            *("pads_heads", "box_rows", "gathers"),
         }
     )
     draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {
