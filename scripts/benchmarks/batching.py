@@ -2,10 +2,11 @@
 
 A model with the shapes of Llama-3.2-1B or Llama-3-8B and random weights answers requests through
 the manager behind `generate_batch`. Prompts differ in length; each request gets the same number of
-new tokens. Each attention runs in a process of its own, with the engine's defaults for it.
-FlashAttention and the tuner have CUDA graphs and asynchronous steps, `sdpa` has neither. Where no
-FlashAttention-3 is installed, its serving build under ``TUNER_PEERS_PATH`` stands in. A first pass
-captures the graphs and loads the kernels; the median of the others counts.
+new tokens. Each attention runs in a process of its own, with the engine's defaults for it. A first
+pass captures the graphs and loads the kernels; the median of the others counts.
+
+FlashAttention and the tuner have CUDA graphs and asynchronous steps, `sdpa` has neither. On a machine
+without FlashAttention-3 its serving build under ``TUNER_PEERS_PATH`` stands in.
 
 Tokens are compared with those of `sdpa`, request by request. With random weights the logits lie
 close together, and two correct kernels diverge at some token. FlashAttention's share of equal
