@@ -5,8 +5,8 @@ the manager behind `generate_batch`. Prompts differ in length; each request gets
 new tokens. Each attention runs in a process of its own, with the engine's defaults for it. A first
 pass captures the graphs and loads the kernels; the median of the others counts.
 
-FlashAttention and the tuner have CUDA graphs and asynchronous steps, `sdpa` has neither. On a machine
-without FlashAttention-3 its serving build under ``TUNER_PEERS_PATH`` stands in.
+FlashAttention and the tuner have CUDA graphs and asynchronous steps, `sdpa` has neither. On a
+machine without FlashAttention-3 its serving build under ``TUNER_PEERS_PATH`` stands in.
 
 Tokens are compared with those of `sdpa`, request by request. With random weights the logits lie
 close together, and two correct kernels diverge at some token. FlashAttention's share of equal

@@ -152,19 +152,21 @@ def appends() -> bool:
     torch.manual_seed(0)
     on = {"dtype": torch.bfloat16, "device": "cuda"}
     query, key, value = (torch.randn(2, 1, heads, 64, **on) for heads in (4, 2, 2))
-    caches = [torch.randn(4, 16, 2, 64, **on) for _ in range(2)]
-    others = [one.clone() for one in caches]
+    keys, values = (torch.randn(4, 16, 2, 64, **on) for _ in range(2))
+    others = keys.clone(), values.clone()
     table = torch.tensor([[2, 0], [1, 3]], dtype=torch.int32, device="cuda")
     used = torch.tensor([3, 17], dtype=torch.int32, device="cuda")
     try:
-        found = _appended(query, *caches, key, value, used, table, 32, 0.125, True, -1, -1, 0.0)
+        found = _appended(
+            query, keys, values, key, value, used, table, 32, 0.125, True, -1, -1, 0.0
+        )
     except (RuntimeError, TypeError):
         return False
     _append(*others, key, value, used, table)
     wanted = _peer().fwd(
         query, *others, page_table=table, seqused_k=used + 1, max_seqlen_k=32, scale=0.125
     )
-    same = all(map(torch.equal, caches, others))
+    same = all(map(torch.equal, (keys, values), others))
     return same and torch.allclose(found, wanted, rtol=2e-2, atol=2e-2)
 
 
