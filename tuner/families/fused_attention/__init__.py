@@ -67,6 +67,12 @@ PAGED_REGISTERS: Mapping[tuple[int, int], tuple[int, int]] = {
     (1, 2): (56, 200),
     (2, 1): (40, 232),
 }
+#: The same where the producing warps gather pages.
+GATHERING_REGISTERS: Mapping[tuple[int, int], tuple[int, int]] = {
+    **PAGED_REGISTERS,
+    (2, 1): (56, 224),
+    (3, 1): (56, 152),
+}
 #: Registers a thread needs at its launch beside the accumulators of one WGMMA: with fewer ptxas
 #: gives up (C7602, which names the sum).
 WGMMA_OVERHEAD_REGISTERS = 26
@@ -646,6 +652,8 @@ def _spills(problem: AttentionProblem, config: Config) -> bool:
 def _registers(problem: AttentionProblem, config: Config) -> tuple[int, int]:
     """Registers of a producer's and of a consumer's thread."""
     table = PAGED_REGISTERS if problem.is_paged or problem.block_mask else REGISTERS
+    if config.get("gathers"):
+        table = GATHERING_REGISTERS
     return table[config["warp_groups"], config["blocks_per_sm"]]
 
 
