@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from tuner.config import Config, Value
 from tuner.families import families, families_of
 from tuner.families.base import Family
-from tuner.families.fused_attention import INSTANCES
+from tuner.families.fused_attention.registers import INSTANCES
 from tuner.families.gemm.shape import PLAIN
 from tuner.families.gemv import LEAD as GEMV_LEAD
 from tuner.families.product_work import MEGABYTE, ProductSizes

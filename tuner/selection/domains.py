@@ -12,7 +12,8 @@ from itertools import product
 from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 from tuner.config import Config
-from tuner.families.fused_attention import INSTANCES, instance, sparse
+from tuner.families.fused_attention import sparse
+from tuner.families.fused_attention.registers import INSTANCES, instance
 from tuner.families.vendor.sdpa import BACKENDS
 from tuner.families.vendor.swiglu import INTERLEAVED
 from tuner.families.work import sizes_of

@@ -37,7 +37,8 @@ from tuner.config import Config
 from tuner.errors import ConfigError, StoreError
 from tuner.families import find
 from tuner.families.base import INCOMPATIBLE_CONFIG_ERRORS
-from tuner.families.fused_attention import PACKING, paged, sparse
+from tuner.families.fused_attention import paged, sparse
+from tuner.families.fused_attention.packing import PACKING
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Regime
 from tuner.problem import Problem
