@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -102,6 +103,7 @@ def test_no_held_out_model_s_heads_take_part() -> None:
     assert {(p.heads_q, p.heads_kv) for found in FOUND.values() for p in found} <= making
 
 
+@functools.cache
 def sample(domain: AnyDomain, with_portfolio: bool) -> Mapping[Problem, Sequence[object]]:
     portfolio = SHIPPED[domain.op] if with_portfolio else None
     return pool.sample(domain, {**FOUND, **PRODUCTS}[domain], DEFAULT_GPU, portfolio)
