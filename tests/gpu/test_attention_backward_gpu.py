@@ -32,7 +32,12 @@ from tuner.measure.gate.inputs import KINDS, scale_of
 from tuner.problem import AttentionBackwardProblem, Operand
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(1800),
+    # The first product of a process may run in a thread of the backward pass.
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
+]
 
 CHILD = Path(__file__).with_name("attention_backward_child.py")
 CHILD_S, KERNEL_S = 120.0, 15.0
@@ -262,7 +267,9 @@ def test_the_gate_s_reference_is_autograd_s(device: Device, gate: Gate, label: s
         assert (at["out"] - out).norm() < 4e-3 * out.norm()
         seen = is_seen[:, 0].expand_as(at["logsumexp"])
         lse = scores.logsumexp(-1)
-        assert (at["logsumexp"][seen] - lse[seen]).abs().max() < 1e-4
+        # Stored in fp32: of huge scores, which are up to 1e12, half a unit in the last place.
+        limits = 1e-4 + 2.0**-24 * lse[seen].abs()
+        assert ((at["logsumexp"][seen] - lse[seen]).abs() <= limits).all()
         assert (at["logsumexp"][~seen] == -math.inf).all()
         for operand, gradient in zip(problem.outputs, wanted, strict=True):
             made = tensor(device, gate.reference(kind, operand.name), operand, "float32")
