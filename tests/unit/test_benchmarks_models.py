@@ -7,7 +7,18 @@ from typing import Any
 import pytest
 
 from benchmarks import models
-from benchmarks.models import CACHES, DECODERS, MODELS, MODES, TORCH, WAYS, main, measure, report
+from benchmarks.models import (
+    CACHES,
+    DECODERS,
+    LAYERS,
+    MODELS,
+    MODES,
+    TORCH,
+    WAYS,
+    main,
+    measure,
+    report,
+)
 
 PLAIN = ("flux",)
 """Models that need no Transformers."""
@@ -39,6 +50,8 @@ def test_every_model_is_built_and_counted(model: str, short: None) -> None:
         assert found["hits"] == 0
     asked = ways["attn_implementation"]["fallbacks"]
     assert sum(asked.values()) == 1
+    has_linear = model != "gpt2"  # its layers are Transformers' Conv1D
+    assert bool(ways[LAYERS]["fallbacks"]) == has_linear
     assert not ways[TORCH]["fallbacks"]
 
 
@@ -70,7 +83,7 @@ def test_what_is_generated_is_the_whole_pass(mode: str, short: None) -> None:
 
 def test_training_computes_gradients(short: None) -> None:
     ways = built("flux", "training")["ways"]
-    assert all(found["tokens_per_s"] > 0 for found in ways.values())
+    assert all(found["tokens_per_s"] > 0 and found["error"] < 0.02 for found in ways.values())
     assert sum(ways["attn_implementation"]["fallbacks"].values()) == 1
 
 
