@@ -127,6 +127,7 @@ def test_the_table_has_a_line_for_each_way() -> None:
                 TORCH: figures(1000.0, error=0.0, again=990.0),
                 "attn_implementation": figures(1200.0, hits=3, selected=1, fallbacks={"why": 1}),
                 "enable": {"failed": "no registry"},
+                LAYERS: figures(1300.0, hits=9),
             },
         },
         {"model": "vit", "mode": "compiled", "lost": "no answer after 300 s"},
@@ -137,7 +138,8 @@ def test_the_table_has_a_line_for_each_way() -> None:
     own = ["llama", "eager", "attn_implementation", "3", "1", "1", "1", "1200", "1.200", "1.0e-03"]
     assert lines[1] == [*own, "1", "why"]
     assert lines[2] == ["llama", "eager", "enable", "failed:", "no", "registry"]
-    assert all(line[-6:] == "failed: no answer after 300 s".split() for line in lines[3:])
+    assert lines[3] == ["llama", "eager", LAYERS, "9", "0", "0", "1300", "1.300", "1.0e-03"]
+    assert all(line[-6:] == "failed: no answer after 300 s".split() for line in lines[4:])
 
 
 @pytest.mark.parametrize("argv", [["--models", "gpt5"], ["--modes", "lazy"]])
