@@ -19,7 +19,7 @@ Rules of drawing a call. Each choice has its own random number, from a hash of s
   most `MAX_ROWS` or one sequence's.
 
 Training calls (`draw_training`) are attention over itself, with 1024 to 8192 tokens at batch 1 to
-16, from stacks without a window, a soft cap or a bias of positions: PyTorch's operator has their
+16. Their stacks have no window, no soft cap and no bias of positions: PyTorch's operator has their
 gradients.
 
 Calls beyond `MAX_BYTES` or `MAX_FLOPS` are drawn again, and so are those that were drawn before.
