@@ -21,6 +21,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,9 @@ def measure(call: ModelCall, device: str = "cuda") -> dict[str, Any]:
         out = attend(*leaves, **options)
         return out, *torch.autograd.grad(out, leaves, grad_out)
 
+    def again(attend: Callable[..., Any], _: int) -> tuple[Any, ...]:
+        return step(attend)
+
     wanted = exact(problem, inputs.tensors, grad_out)
     contenders, errors, failed = [], dict[str, list[float]](), dict[str, str]()
     for name, attend, around in ways():
@@ -143,7 +147,7 @@ def measure(call: ModelCall, device: str = "cuda") -> dict[str, Any]:
         except FAILURES as exc:
             failed[name] = first_line(exc)
             continue
-        contenders.append(Contender(name, lambda _, attend=attend: step(attend), around))
+        contenders.append(Contender(name, partial(again, attend), around))
     backward = served(leaves, grad_out, problem)
 
     def before(_: int) -> None:

@@ -133,12 +133,16 @@ def domains(op: str) -> list[AnyDomain]:
             ),
         ]
     if op == ProductDomain.op:
+        gradients = [name for name in get_args(Gradient) if name]
         return [
-            ProductDomain(rows, name)
-            for name in TIMED_EPILOGUES
-            for rows in PRODUCT_KERNELS
-            if rows != "tall" or name in ("", "bias")  # no layer with an activation is so short
-        ] + [ProductDomain("wide", gradient=name) for name in get_args(Gradient) if name]
+            *(
+                ProductDomain(rows, name)
+                for name in TIMED_EPILOGUES
+                for rows in PRODUCT_KERNELS
+                if rows != "tall" or name in ("", "bias")  # no layer with an activation is so short
+            ),
+            *(ProductDomain("wide", gradient=name) for name in gradients),
+        ]
     return [GatedDomain(rows) for rows in PRODUCT_KERNELS if rows != "tall"]
 
 
