@@ -131,12 +131,9 @@ def measure(call: ModelCall, device: str = "cuda") -> dict[str, Any]:
     is_grouped = problem.heads_q != problem.heads_kv
     options = {"is_causal": problem.is_causal, "enable_gqa": is_grouped}
 
-    def step(attend: Callable[..., Any]) -> tuple[Any, ...]:
+    def step(attend: Callable[..., Any], _: int = 0) -> tuple[Any, ...]:
         out = attend(*leaves, **options)
         return out, *torch.autograd.grad(out, leaves, grad_out)
-
-    def again(attend: Callable[..., Any], _: int) -> tuple[Any, ...]:
-        return step(attend)
 
     wanted = exact(problem, inputs.tensors, grad_out)
     contenders, errors, failed = [], dict[str, list[float]](), dict[str, str]()
@@ -147,7 +144,7 @@ def measure(call: ModelCall, device: str = "cuda") -> dict[str, Any]:
         except FAILURES as exc:
             failed[name] = first_line(exc)
             continue
-        contenders.append(Contender(name, partial(again, attend), around))
+        contenders.append(Contender(name, partial(step, attend), around))
     backward = served(leaves, grad_out, problem)
 
     def before(_: int) -> None:
