@@ -39,6 +39,7 @@ NAMES = (
     "stopping",
     "suites",
     "sustained",
+    "training",
 )
 
 

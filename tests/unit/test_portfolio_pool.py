@@ -112,7 +112,13 @@ def sample(domain: AnyDomain, with_portfolio: bool) -> Mapping[Problem, Sequence
 @pytest.mark.parametrize("with_portfolio", [False, True])
 @pytest.mark.parametrize(
     "domain",
-    [FEW, ProductDomain("few"), ProductDomain("wide", "bias_gelu"), GatedDomain("wide")],
+    [
+        FEW,
+        ProductDomain("few"),
+        ProductDomain("wide", "bias_gelu"),
+        ProductDomain("wide", gradient="weight"),
+        GatedDomain("wide"),
+    ],
     ids=lambda domain: domain.label(),
 )
 def test_candidates_are_legal_and_beside_pytorch_s(domain: AnyDomain, with_portfolio: bool) -> None:
@@ -191,6 +197,21 @@ def test_every_kernel_and_pytorch_s_are_timed_often_enough() -> None:
         sum(count >= fitting.MIN_POINTS for count in counts.values())
         >= 2 * pool.PRODUCT_KERNELS["few"]
     )
+
+
+def test_a_layer_s_gradients_are_products_of_its_sizes() -> None:
+    """Of the same layers' tokens and widths, of training passes."""
+    layers = {
+        call.problem.to_json()[size]
+        for call in draw(pool.SEED, pool.CALLS, subset("making"))
+        if call.problem.op == "gemm"
+        for size in ("m", "n", "k")
+    }
+    for name in ("input", "weight"):
+        for problem in PRODUCTS[ProductDomain("wide", gradient=name)]:
+            assert {problem.m, problem.n, problem.k} <= layers
+            tokens = problem.m if name == "input" else problem.k
+            assert tokens >= pool.MIN_TRAINING_ROWS
 
 
 def test_every_domain_of_products_is_timed() -> None:

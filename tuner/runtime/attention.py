@@ -125,10 +125,10 @@ def attention(
     if is_dynamo_compiling():  # cheaper than `is_compiling`
         return _traced(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     out = dispatch.attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if out is dispatch.REFUSED:
-        return native.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if out is not None:
-        return out
+        if out is not dispatch.REFUSED:
+            return out
+        return native.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if torch.compiler.is_compiling():  # by an export without dynamo: no plain tensors
         return _traced(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     query, key, value = guards.autocast(devices.TYPE, query, key, value)

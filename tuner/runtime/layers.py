@@ -93,8 +93,8 @@ def tune_linear_(
     optimisers stay valid, and a second call changes nothing. A model pickled as a whole needs this
     package where it is loaded.
 
-    PyTorch answers calls with gradients, autocast to another type, CPU tensors and untuned shapes.
-    It also computes the layers in graphs of `torch.compile` and `torch.jit.trace`.
+    PyTorch answers calls with autocast to another type, CPU tensors and untuned shapes. It also
+    computes the layers in graphs of `torch.compile` and `torch.jit.trace`.
 
     Args:
         model: model to change in place, after the examples ran without an error.

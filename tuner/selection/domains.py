@@ -19,6 +19,7 @@ from tuner.families.vendor.swiglu import INTERLEAVED
 from tuner.families.work import sizes_of
 from tuner.problem import E4M3, AttentionProblem, DType, GemmProblem, Problem, SwigluProblem
 from tuner.problem.attention import BLOCK_SIZE
+from tuner.problem.gemm import Major
 
 Mask = Literal["full", "causal", "windowed"]
 Phase = Literal["prompt", "few", "one"]
@@ -452,13 +453,26 @@ def rows_of(m: int) -> Rows:
     return "few" if m <= MAX_FEW else "narrow" if m <= MAX_NARROW else "wide"
 
 
+Gradient = Literal["", "input", "weight"]
+"""The tensor of a linear layer whose gradient a product is; empty: the layer's output."""
+LAYOUTS: Mapping[Gradient, tuple[Major, Major]] = {
+    "": ("row", "col"),
+    "input": ("row", "row"),
+    "weight": ("col", "row"),
+}
+"""Storage orders of A and B."""
+
+
 class _Product(NamedTuple):
     rows: Rows
     epilogue: str = ""
+    gradient: Gradient = ""
 
 
 class ProductDomain(_Product, Domain):
-    """Products as `tuner.linear` calls them, both operands along K, by their rows and epilogue."""
+    """Products as `tuner.linear` calls them, both operands along K, by their rows and epilogue; and
+    those of its gradients, wide and plain.
+    """
 
     __slots__ = ()
     op = GemmProblem.op
@@ -467,14 +481,18 @@ class ProductDomain(_Product, Domain):
 
     @classmethod
     def holding(cls, problem: Any) -> Self | None:
-        is_linear = problem.batch == 1 and problem.layout_a == "row" and problem.layout_b == "col"
-        if not is_linear or problem.scales or problem.dtype != problem.dtype_d:
+        if problem.batch > 1 or problem.scales or problem.dtype != problem.dtype_d:
             return None
         if problem.has_residual:
             return None
         rows = rows_of(problem.m)
         is_tall = rows == "wide" and problem.n <= MAX_TALL_COLUMNS
-        return cls("tall" if is_tall else rows, problem.epilogue)
+        rows = "tall" if is_tall else rows
+        layouts = problem.layout_a, problem.layout_b
+        for gradient, lies in LAYOUTS.items():
+            if layouts == lies and (not gradient or (rows == "wide" and not problem.epilogue)):
+                return cls(rows, problem.epilogue, gradient)
+        return None
 
     @staticmethod
     def axes_of(sizes: Any) -> tuple[int, ...]:
@@ -502,7 +520,7 @@ class ProductDomain(_Product, Domain):
     def alike(self) -> Iterator[Self]:
         """A bias adds nothing that was measured, and all activations the same."""
         yield self
-        for epilogue in EPILOGUES:
+        for epilogue in () if self.gradient else EPILOGUES:
             is_like = _is_activated(epilogue) == _is_activated(self.epilogue)
             if is_like and epilogue != self.epilogue:
                 yield self._replace(epilogue=epilogue)
@@ -516,7 +534,7 @@ class ProductDomain(_Product, Domain):
 
     @property
     def varied(self) -> Iterator[Self]:
-        if not self.epilogue:
+        if not (self.epilogue or self.gradient):
             yield self._replace(epilogue="bias")
 
     @property
@@ -526,7 +544,7 @@ class ProductDomain(_Product, Domain):
 
     @property
     def max_kernels(self) -> int:
-        if _is_activated(self.epilogue):
+        if _is_activated(self.epilogue) or self.gradient:
             return 6
         return {"few": 6, "narrow": 12, "wide": 16, "tall": 6}[self.rows]
 
@@ -537,12 +555,15 @@ class ProductDomain(_Product, Domain):
 
     def problems(self, dtype: DType) -> tuple[GemmProblem, ...]:
         n = MAX_TALL_COLUMNS if self.rows == "tall" else 4096
+        layout_a, layout_b = LAYOUTS[self.gradient]
+        facts: dict[str, Any] = {"layout_a": layout_a, "layout_b": layout_b, "dtype": dtype}
         return tuple(
-            GemmProblem(m, n, k, dtype=dtype, epilogue=self.epilogue) for m, k in _SMALL[self.rows]
+            GemmProblem(m, n, k, epilogue=self.epilogue, **facts) for m, k in _SMALL[self.rows]
         )
 
     def label(self) -> str:
-        return _ROWS_TEXT[self.rows] + (f", {self.epilogue}" if self.epilogue else "")
+        more = f", gradient of the {self.gradient}" if self.gradient else ""
+        return _ROWS_TEXT[self.rows] + (f", {self.epilogue}" if self.epilogue else "") + more
 
 
 class _Gated(NamedTuple):
