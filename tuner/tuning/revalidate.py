@@ -65,7 +65,7 @@ def revalidate(
         runner: runner that times.
         store: store for the decision. An imported or shipped entry becomes the store's own.
         compiled_only: True to leave out own configs whose kernels are not compiled.
-        beside: other entries of the problem, of any GPU and regime; their own configs are timed too.
+        beside: other entries of the problem, of any GPU and regime, whose configs are timed too.
         more: number of further own kernels, the best by the families' estimates.
 
     Raises:
