@@ -101,8 +101,8 @@ def revalidate(
 
 
 def candidates(entry: Entry, gpu: Gpu, beside: Sequence[Entry] = (), more: int = 0) -> list[Config]:
-    """Own configs to time again: the entry's, the portfolio's most promising ones, those of other
-    entries of the problem, and kernels of none of these by the families' estimates.
+    """Own configs to time again: the entry's, the portfolio's most promising ones, and those of
+    other entries. Further kernels come by the families' estimates.
 
     Args:
         entry: entry to revalidate.
