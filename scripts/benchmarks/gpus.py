@@ -48,9 +48,7 @@ FAMILY = "fused_attention"
 def options_of(trials: int, compiled_only: bool = False) -> JobOptions:
     """Options of both jobs; they alone determine the order of the candidates."""
     return JobOptions(
-        SweepOptions(
-            families=(FAMILY,), trials=trials, sampler="cost", compiled_only=compiled_only
-        )
+        SweepOptions(families=(FAMILY,), trials=trials, sampler="cost", compiled_only=compiled_only)
     )
 
 

@@ -86,7 +86,7 @@ class Outcome:
             "unavailable": dict(self.unavailable),
             "interrupted": self.interrupted,
             "elapsed_s": round(self.elapsed_s, 3),
-            "first_answer_s": None if self.first_answer_s is None else round(self.first_answer_s, 2),
+            "first_answer_s": None if (first := self.first_answer_s) is None else round(first, 2),
             "seconds": {name: round(seconds, 2) for name, seconds in self.seconds.items()},
             "notes": list(self.notes),
             "given_up": self.given_up,
