@@ -35,7 +35,7 @@ COPIES = 2
 MAX_ERROR = 1e-3
 """Relative Frobenius error of an fp16 product, as the numerics gate has it."""
 BUDGET_US = 6e5
-"""Of one shape's rounds, microseconds."""
+"""Longest sum of the rounds of one shape, microseconds."""
 PYTORCH, AGAIN, TUNER = "cublas", "cublas again", "tuner"
 
 

@@ -4,8 +4,10 @@
 one. The order of the candidates is fixed, so that both runs measure the same ones. Each job runs
 twice, and the second run counts. The first one compiles missing kernels, starts the workers and
 lets the vendors' libraries plan. Stores are temporary. ``--compile-only`` fills the artifact cache
-ahead of time, also without a GPU. With ``--compiled-only`` the candidates are those whose kernels
-are compiled, the portfolio's among them.
+ahead of time, also without a GPU.
+
+With ``--compiled-only`` the candidates are those whose kernels are compiled, the portfolio's among
+them.
 """
 
 from __future__ import annotations

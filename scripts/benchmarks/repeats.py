@@ -2,10 +2,11 @@
 
 ``scripts/bench repeats --shape S=1024,D=64`` sweeps with several seeds, each into an empty store.
 Compiled kernels are kept. With ``--empty-cache`` each sweep is a process of its own, ``tuner
-sweep``, with an empty cache: it compiles, and its seconds count from its start. Then all own
-winners are timed in one interleaved final pass, beside the best recorded kernels (``--beside``).
-That pass shows the distance of the worst from the best. With ``--seconds`` no sweep begins that is
-expected to end later, and the pass follows.
+sweep``, with an empty cache: it compiles, and its seconds count from its start.
+
+Then all own winners are timed in one interleaved final pass, beside the best recorded kernels
+(``--beside``). That pass shows the distance of the worst from the best. With ``--seconds`` no sweep
+begins that is expected to end later, and the pass follows.
 """
 
 from __future__ import annotations
