@@ -16,6 +16,7 @@ NAMES = (
     "compile_ways",
     "context_parallel",
     "cost",
+    "cute_dsl",
     "dispatch",
     "engines",
     "fleet",
