@@ -21,7 +21,6 @@ from tuner.runtime.refusal import Kind, Refusal
 from tuner.runtime.serving import Call, find
 from tuner.runtime.table import Told, table
 
-
 TOO_FEW_TILES = Refusal(Kind.BOTTOM_RIGHT, "too few queries for kernels that do not split the keys")
 
 

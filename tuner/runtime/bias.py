@@ -97,7 +97,7 @@ def causal_right(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> 
 def fills_the_gpu(query: torch.Tensor) -> bool:
     """True if queries (B, H, SQ, D) have `MIN_LOWER_RIGHT_TILES` tiles."""
     batch, heads, queries, _ = query.shape
-    return batch * heads * -(-queries // 64) >= MIN_LOWER_RIGHT_TILES
+    return bool(batch * heads * -(-queries // 64) >= MIN_LOWER_RIGHT_TILES)
 
 
 def with_elements(mask: torch.Tensor, device: torch.device) -> torch.Tensor:
