@@ -461,7 +461,7 @@ class ProductDomain(_Product, Domain):
 
     __slots__ = ()
     op = GemmProblem.op
-    axes = ("m", "n", "k")
+    axes = ("m", "n", "k", "work")
     reaches_far = False
 
     @classmethod
@@ -477,14 +477,18 @@ class ProductDomain(_Product, Domain):
 
     @staticmethod
     def axes_of(sizes: Any) -> tuple[int, ...]:
-        return sizes.m, sizes.n, sizes.k
+        """Rows, columns and depth, and their product: kernels that were timed at large products
+        only are not trusted where all three are small.
+        """
+        return sizes.m, sizes.n, sizes.k, sizes.m * sizes.n * sizes.k
 
     @property
     def reach(self) -> tuple[float, ...]:
         """At up to 16 rows, no more rows than measured: each block keeps all rows of A, and the
         time grows faster than the bytes.
         """
-        return (1.0 if self.rows == "few" else MAX_SIZE_FACTOR, MAX_SIZE_FACTOR, MAX_SIZE_FACTOR)
+        rows = 1.0 if self.rows == "few" else MAX_SIZE_FACTOR
+        return (rows, *(MAX_SIZE_FACTOR,) * (len(self.axes) - 1))
 
     @staticmethod
     def group(problem: Any) -> tuple[int, ...]:
@@ -563,8 +567,10 @@ class GatedDomain(_Gated, Domain):
 
     @staticmethod
     def axes_of(sizes: Any) -> tuple[int, ...]:
-        """Rows and columns of D; work is counted from the columns of both projections."""
-        return sizes.m, sizes.n // 2, sizes.k
+        """As `ProductDomain.axes_of`, with the columns of D: sizes have those of both
+        projections.
+        """
+        return sizes.m, sizes.n // 2, sizes.k, sizes.m * (sizes.n // 2) * sizes.k
 
     @property
     def reach(self) -> tuple[float, ...]:
