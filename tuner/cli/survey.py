@@ -169,10 +169,13 @@ def _samples(args: argparse.Namespace, gpu: Gpu, how: SurveySize) -> list[Sample
     if not args.portfolio:
         return [draw(problem, gpu, how) for problem in _problems(args)]
     known = (one for one in serving(shipped(), gpu) if one.op == args.op)
+    portfolio = next(known, None)
     if args.shape or args.problems:
-        return listed(_problems(args), gpu, next(known))
+        if portfolio is None:
+            raise ConfigError(f"no portfolio of {args.op} serves on {gpu.name}")
+        return listed(_problems(args), gpu, portfolio)
     only = args.only.split(",") if args.only else ()
-    samples = pooled(args.op, gpu, next(known, None), only)
+    samples = pooled(args.op, gpu, portfolio, only)
     if not samples:
         raise ConfigError(f"--only {args.only}: no domain of {args.op} has this in its name")
     return samples

@@ -281,7 +281,7 @@ def _spread_out(domain: AnyDomain, found: Sequence[_P]) -> list[_P]:
     over widths of layers, and the one farthest from all before in the logarithms of its sizes.
     """
     ordered: list[_P] = []
-    left = {problem: [math.log(size) for size in domain.sizes(problem)] for problem in
+    left = {problem: [math.log(size) for size in domain.sizes(problem)[:3]] for problem in
             _in_turn(domain, found)}  # fmt: skip
     far = dict.fromkeys(left, math.inf)
     while left:
