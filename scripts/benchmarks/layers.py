@@ -3,8 +3,8 @@ and by PyTorch.
 
 The models are held out from the selection. Each linear layer of each stack is called at every
 number of rows (`ROWS`), in the model's type, with cold weights, behind an element-wise kernel
-(`benchmarks.population_calls`). Nothing was tuned for them. ``--count N`` measures the first N of an
-order by hash, which is the same on every machine. Layers of equal sizes are called once.
+(`benchmarks.population_calls`). Nothing was tuned for them. ``--count N`` measures the first N of
+an order by hash, which is the same on every machine. Layers of equal sizes are called once.
 """
 
 from __future__ import annotations

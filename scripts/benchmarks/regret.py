@@ -163,7 +163,9 @@ def _swept(args: argparse.Namespace, seed: str) -> list[Row]:
     machine = Machine(parse_devices("0"), None, replay=False)
     with Runners(machine, lambda text: print(text, file=sys.stderr)) as runners:
         if (gpu := runners.gpu) is None:
-            raise BenchmarkError("no GPU found: scripts/bench regret runs kernels (--list does not)")
+            raise BenchmarkError(
+                "no GPU found: scripts/bench regret runs kernels (--list does not)"
+            )
         heading = {"format": FORMAT, "seed": seed, "models": args.models, "gpu": gpu.name}
         known = {row["problem"]: row for row in _kept(args.json, heading)}
         rows: list[Row] = []

@@ -8,7 +8,14 @@ pytest.importorskip("torch", reason="torch is not installed")
 
 from benchmarks import layers
 from tuner.errors import ConfigError
-from tuner.problem.population import is_held_out, linears, subset
+from tuner.problem import GemmProblem, SwigluProblem
+from tuner.problem.population import ModelCall, is_held_out, linears, subset
+
+
+def sizes_of(call: ModelCall) -> tuple[int, int, int]:
+    problem = call.problem
+    assert isinstance(problem, GemmProblem | SwigluProblem)
+    return problem.m, problem.n, problem.k
 
 
 def test_ten_held_out_models() -> None:
@@ -20,7 +27,7 @@ def test_each_layer_has_each_number_of_rows_once() -> None:
     (gpt2,) = subset("gpt2")
     calls = layers.layers(["gpt2"])
     wanted = {(m, n, k) for n, k, _ in linears(gpt2.stacks[0]).values() for m in layers.ROWS}
-    sizes = [(call.problem.m, call.problem.n, call.problem.k) for call in calls]
+    sizes = list(map(sizes_of, calls))
     assert len(sizes) == len(set(sizes)) and set(sizes) == wanted
     assert {m for m, _, _ in sizes} == set(layers.ROWS) and {1, 8192} <= set(layers.ROWS)
 
@@ -30,7 +37,7 @@ def test_a_shared_layer_is_called_once_and_the_order_is_a_hash() -> None:
     keys = [call.key for call in both]
     assert len(keys) == len(set(keys))
     assert keys == [call.key for call in layers.layers(["llama-2-13b", "llama-2-7b"])]
-    rows = [call.problem.m for call in both[:20]]
+    rows = [sizes_of(call)[0] for call in both[:20]]
     assert len(set(rows)) > 5  # the first calls hold small and large ones
 
 

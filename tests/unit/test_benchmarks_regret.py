@@ -17,6 +17,7 @@ from tuner.families.base import Family
 from tuner.hardware import GPUS, Gpu
 from tuner.measurement import Measurement, Provenance, Regime, Status
 from tuner.problem import Problem
+from tuner.selection.kernels import lists
 from tuner.selection.portfolio import Selection
 from tuner.store.entry import is_vendor
 
@@ -75,7 +76,7 @@ def problems() -> list[tuple[Problem, Selection]]:
 
 @pytest.fixture
 def proven(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(regret.lists, "proven", lambda specs, capability: {})
+    monkeypatch.setattr(lists, "proven", lambda specs, capability: {})
 
 
 def test_attention_and_products_take_turns(problems: list[tuple[Problem, Selection]]) -> None:
@@ -106,7 +107,7 @@ def test_a_choice_is_timed_again_beside_the_fastest_and_pytorch_s(
 def test_an_unproven_kernel_leaves_the_call_to_pytorch(
     problems: list[tuple[Problem, Selection]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(regret.lists, "proven", lambda specs, capability: "no proof")
+    monkeypatch.setattr(lists, "proven", lambda specs, capability: "no proof")
     for _, selection in problems:
         if selection.vendor:
             config = regret.choice_of(selection, H100)
@@ -136,7 +137,9 @@ def test_the_report_counts_by_operation_and_names_the_worst() -> None:
     text = regret.report(rows, 40)
     assert "2 of 40" in text and "without a time: gemm z" in text
     lines = text.splitlines()
-    assert any(line.startswith("attention") and "10.0%" in line and "2.000" in line for line in lines)
+    assert any(
+        line.startswith("attention") and "10.0%" in line and "2.000" in line for line in lines
+    )
     assert any(line.startswith("10.0% attention x") for line in lines)
 
 

@@ -77,6 +77,11 @@ class Domain(ABC):
         """Factors above the largest measured sizes up to which time models are trusted, by axis."""
         return (MAX_SIZE_FACTOR,) * len(self.axes)
 
+    @property
+    def fall(self) -> tuple[float, ...]:
+        """Factors below the smallest measured sizes down to which they are trusted, by axis."""
+        return (MAX_SIZE_FACTOR,) * len(self.axes)
+
     @classmethod
     def sizes(cls, problem: Problem) -> tuple[int, ...]:
         """`axes_of` a problem."""
@@ -490,6 +495,14 @@ class ProductDomain(_Product, Domain):
         rows = 1.0 if self.rows == "few" else MAX_SIZE_FACTOR
         return (rows, *(MAX_SIZE_FACTOR,) * (len(self.axes) - 1))
 
+    @property
+    def fall(self) -> tuple[float, ...]:
+        """No smaller products than measured: seven of them, by a kernel that was timed at larger
+        ones, had 0.725 to 0.890 of cuBLAS's speed
+        (``scripts/benchmarks/evidence/population-h100.jsonl.gz``).
+        """
+        return (*(MAX_SIZE_FACTOR,) * (len(self.axes) - 1), 1.0)
+
     @staticmethod
     def group(problem: Any) -> tuple[int, ...]:
         """A layer's widths."""
@@ -576,6 +589,11 @@ class GatedDomain(_Gated, Domain):
     def reach(self) -> tuple[float, ...]:
         """As `ProductDomain.reach`."""
         return ProductDomain(self.rows).reach
+
+    @property
+    def fall(self) -> tuple[float, ...]:
+        """As `ProductDomain.fall`."""
+        return ProductDomain(self.rows).fall
 
     @property
     def kin(self) -> Iterator[Self]:
