@@ -1,11 +1,12 @@
-"""``scripts/bench regret``: the selection's choices beside all built kernels that take the problem.
+"""``scripts/bench regret``: the selection's choices beside all built kernels of their problems.
 
 Problems are those of drawn calls (`tuner.problem.population`), in the order of the draw, attention
-and products by turns. A problem is swept over every kernel of the operation's portfolio that takes
-it and is built here, whatever domain it was chosen for, each with its run-time variants, and over
-PyTorch's kernels. Nothing is compiled. The fastest `FINALISTS`, the choice and PyTorch's own choice
-are then timed again, interleaved. The regret is the choice's time over the shortest of these, less
-1.
+and products by turns. A problem is swept over PyTorch's kernels, and over every kernel of the
+portfolio that takes it and is built here. Own kernels are swept with their run-time variants, and
+whatever domain they were chosen for. Nothing is compiled.
+
+The fastest `FINALISTS`, the choice and PyTorch's own choice are then timed again, interleaved. The
+regret is the choice's time over the shortest of these, less 1.
 
 ``--json OUT`` appends a line for each problem and goes on where it stopped. ``--time-limit`` ends
 the run between two problems; the table says how many of the draw were swept.

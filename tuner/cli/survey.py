@@ -40,9 +40,8 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--portfolio",
         action="store_true",
-        help="measure, not a random sample, but the kernels that a portfolio may be made of, and "
-        "PyTorch's, at problems of public models; with --shape or --problems the kernels that "
-        "serve these problems now",
+        help="measure the kernels that a portfolio may be made of, and PyTorch's, at problems of "
+        "public models; with --shape or --problems those that serve these now",
     )
     parser.add_argument(
         "--only",

@@ -171,9 +171,12 @@ CLOSED_TERMS = (
     "overlapped",
     *(f"{term} of {tiles}" for tiles in TILINGS for term in _OF_TILES),
 )
-"""Names of what `closed_work` counts. ``repeated_memory``: megabytes where each query head reads
-its keys and values anew; ``first_keys``: the part of `FIRST_KEYS` that a sequence has;
-``overlapped``: the longer of that and of the memory in units of `FIRST_MEGABYTES`."""
+"""Names of what `closed_work` counts:
+
+- ``repeated_memory``: megabytes where each query head reads its keys and values anew;
+- ``first_keys``: the part of `FIRST_KEYS` that a sequence has;
+- ``overlapped``: the longer of that and of the memory in units of `FIRST_MEGABYTES`.
+"""
 FIRST_MEGABYTES = 20.0
 """Megabytes that pass through an H100's memory while a sequence's first keys are worked on."""
 
