@@ -1,8 +1,8 @@
 """``scripts/bench layers``: the linear layers of ten public models at 1 to 8192 rows, by the tuner
 and by PyTorch.
 
-The models are held out from the selection. Each linear layer is called at every number of `ROWS`, in
-the model's type. Weights are cold, and each call stands behind an element-wise kernel
+The models are held out from the selection. Each linear layer is called at every number of `ROWS`,
+in the model's type. Weights are cold, and each call stands behind an element-wise kernel
 (`benchmarks.population_calls`). Nothing was tuned for them. ``--count N`` measures the first N of
 an order by hash, which is the same on every machine. Layers of equal sizes are called once.
 """

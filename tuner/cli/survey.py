@@ -41,7 +41,7 @@ def register(subparsers: Any) -> None:
         "--portfolio",
         action="store_true",
         help="measure the kernels that a portfolio may be made of, and PyTorch's, at problems of "
-        "public models; with --shape or --problems those that serve these now",
+        "public models; with --shape or --problems those that serve these",
     )
     parser.add_argument(
         "--only",
