@@ -311,7 +311,7 @@ def _spread_out(domain: AnyDomain, found: Sequence[_P]) -> list[_P]:
     over widths of layers, and the one farthest from all before in the logarithms of its sizes.
     """
     ordered: list[_P] = []
-    left = {problem: [math.log(size) for size in domain.sizes(problem)] for problem in
+    left = {problem: [math.log(size) for size in domain.sizes(problem)[:3]] for problem in
             _in_turn(domain, found)}  # fmt: skip
     far = dict.fromkeys(left, math.inf)
     while left:
@@ -348,10 +348,36 @@ def sample(
         groups = [list(_variants(problem, kernel, gpu)) for kernel in kernels]
         if not isinstance(domain, AttentionDomain):
             groups = _promising(problem, groups, gpu)[:TIMED_KERNELS]
-        vendors = [f for f in families_of(problem.op).values() if f.is_vendor and f.work_terms]
-        own = [c for f in vendors for c in f.space(problem, gpu) if c["kernel"] in domain.vendors]
+        own = _pytorchs(problem, domain, gpu)
         found[problem] = [group for group in (own, *groups) if group]
     return found
+
+
+def of_portfolio(
+    problem: Problem, gpu: Gpu, portfolio: Portfolio, *, is_whole: bool = False
+) -> list[list[Config]]:
+    """A portfolio's kernels at a problem, grouped by kernel, each with its run-time variants.
+    PyTorch's kernels are first.
+
+    Args:
+        problem: problem of the portfolio's operation.
+        gpu: GPU that it is timed on.
+        portfolio: portfolio that serves there.
+        is_whole: True for the kernels of all domains that take the problem; False: its own.
+    """
+    domain = Domain.of(problem)
+    if domain is None:
+        return []
+    domains = [domain, *(one for one, _ in portfolio.served() if is_whole)]
+    kernels = dict.fromkeys(one for each in domains for one in _of_portfolio(each, portfolio))
+    groups = (list(_variants(problem, kernel, gpu)) for kernel in kernels)
+    return [group for group in (_pytorchs(problem, domain, gpu), *groups) if group]
+
+
+def _pytorchs(problem: Problem, domain: AnyDomain, gpu: Gpu) -> list[Config]:
+    """PyTorch's own kernels at a problem."""
+    vendors = [f for f in families_of(problem.op).values() if f.is_vendor and f.work_terms]
+    return [c for f in vendors for c in f.space(problem, gpu) if c["kernel"] in domain.vendors]
 
 
 def _promising(problem: Any, groups: Sequence[Sequence[Config]], gpu: Gpu) -> list[list[Config]]:

@@ -79,6 +79,11 @@ class Domain(ABC):
         """Factors above the largest measured sizes up to which time models are trusted, by axis."""
         return (MAX_SIZE_FACTOR,) * len(self.axes)
 
+    @property
+    def fall(self) -> tuple[float, ...]:
+        """Factors below the smallest measured sizes down to which they are trusted, by axis."""
+        return (MAX_SIZE_FACTOR,) * len(self.axes)
+
     @classmethod
     def sizes(cls, problem: Problem) -> tuple[int, ...]:
         """`axes_of` a problem."""
@@ -476,7 +481,7 @@ class ProductDomain(_Product, Domain):
 
     __slots__ = ()
     op = GemmProblem.op
-    axes = ("m", "n", "k")
+    axes = ("m", "n", "k", "work")
     reaches_far = False
 
     @classmethod
@@ -496,14 +501,26 @@ class ProductDomain(_Product, Domain):
 
     @staticmethod
     def axes_of(sizes: Any) -> tuple[int, ...]:
-        return sizes.m, sizes.n, sizes.k
+        """Rows, columns and depth, and their product: kernels that were timed at large products
+        only are not trusted where all three are small.
+        """
+        return sizes.m, sizes.n, sizes.k, sizes.m * sizes.n * sizes.k
 
     @property
     def reach(self) -> tuple[float, ...]:
         """At up to 16 rows, no more rows than measured: each block keeps all rows of A, and the
         time grows faster than the bytes.
         """
-        return (1.0 if self.rows == "few" else MAX_SIZE_FACTOR, MAX_SIZE_FACTOR, MAX_SIZE_FACTOR)
+        rows = 1.0 if self.rows == "few" else MAX_SIZE_FACTOR
+        return (rows, *(MAX_SIZE_FACTOR,) * (len(self.axes) - 1))
+
+    @property
+    def fall(self) -> tuple[float, ...]:
+        """No smaller products than measured: seven of them, by a kernel that was timed at larger
+        ones, had 0.725 to 0.890 of cuBLAS's speed
+        (``scripts/benchmarks/evidence/population-h100.jsonl.gz``).
+        """
+        return (*(MAX_SIZE_FACTOR,) * (len(self.axes) - 1), 1.0)
 
     @staticmethod
     def group(problem: Any) -> tuple[int, ...]:
@@ -585,13 +602,20 @@ class GatedDomain(_Gated, Domain):
 
     @staticmethod
     def axes_of(sizes: Any) -> tuple[int, ...]:
-        """Rows and columns of D; work is counted from the columns of both projections."""
-        return sizes.m, sizes.n // 2, sizes.k
+        """As `ProductDomain.axes_of`, with the columns of D: sizes have those of both
+        projections.
+        """
+        return sizes.m, sizes.n // 2, sizes.k, sizes.m * (sizes.n // 2) * sizes.k
 
     @property
     def reach(self) -> tuple[float, ...]:
         """As `ProductDomain.reach`."""
         return ProductDomain(self.rows).reach
+
+    @property
+    def fall(self) -> tuple[float, ...]:
+        """As `ProductDomain.fall`."""
+        return ProductDomain(self.rows).fall
 
     @property
     def kin(self) -> Iterator[Self]:
