@@ -47,7 +47,7 @@ ROWS = (64, 96, 128, 192, 256)
 FAMILY, BUILT_FAMILY = "cluster_gemm", "gemm"
 """Own kernels that are compiled here, and those that take part where they are built."""
 ALGORITHMS = 24
-"""Of cuBLASLt's list, in its order."""
+"""Algorithms of cuBLASLt that are timed, the first of its list."""
 BUDGET_US = 1e5
 """All rounds of a product take about so long, of the fastest once more as long."""
 FINALISTS = 4
@@ -199,7 +199,7 @@ class Calls:
                 yield f"{CUBLASLT} {index}", run
 
     def served(self, i: int) -> Any:
-        """What `tuner.linear` launches."""
+        """The kernel that `tuner.linear` launches."""
         import tuner
 
         return tuner.linear(self.rows, self.weights[i])

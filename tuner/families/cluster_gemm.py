@@ -1,9 +1,9 @@
 """GEMM for products of few hundred rows: clusters divide K, or every block reads its weights once.
 
-Its template has a main loop of its own. A swapped config computes D^T = B^T A^T, so that all rows
-of A are the columns of one tile and the weights come from memory once. `split_k` blocks of a
-cluster divide K between them. They add their sums through each other's shared memory in a fixed
-order, so there is neither a workspace nor a second kernel.
+Its template has a main loop of its own. A swapped config computes D^T = B^T A^T: all rows of A are
+the columns of one tile. The weights then come from memory once. `split_k` blocks of a cluster
+divide K between them. They add their sums through each other's shared memory in a fixed order, so
+there is neither a workspace nor a second kernel.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MAX_SUMS = 192
 """Accumulators of a thread: 192 of 232 registers compile without a spill."""
 MIN_STAGES, MAX_STAGES = 2, 24
 BARRIER_BYTES = 16
-"""Of a stage's two barriers."""
+"""Bytes of a stage's two barriers."""
 RASTER_ORDERS = {"AlongM": 1, "AlongN": 2}
 
 #: First guesses: bandwidth over the data sheet's, bytes of the L2 that a multiprocessor gets a
