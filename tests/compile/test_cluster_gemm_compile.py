@@ -1,4 +1,4 @@
-"""The template of products of few hundred rows through nvcc, and on emulated threads of a cluster."""
+"""The template of products of few hundred rows through nvcc, and on emulated threads."""
 
 from __future__ import annotations
 
@@ -131,10 +131,11 @@ def emulated(
     shared = "extern __shared__ __align__(1024) char shared[];"
     assert shared in device_half and mutant[0] in device_half
     device_half = device_half.replace(shared, "char* const shared = nullptr;").replace(*mutant)
+    given = [", ".join(str(int(value)) for value in case) for case in EMULATED]
     calls = "".join(
-        f"  if (emulated::run({{{', '.join(str(int(value)) for value in case)}}}, {seed})) return 1;\n"
+        f"  if (emulated::run({{{numbers}}}, {seed})) return 1;\n"
         for seed in range(orders)
-        for case in EMULATED
+        for numbers in given
     )
     source, program = folder / "emulated.cpp", folder / "emulated"
     main = f'#include "cluster_gemm.h"\nint main() {{\n{calls}}}\n'
