@@ -35,7 +35,7 @@ KERNEL = "cluster_gemm"
 TEMPLATE = "cluster_gemm.cu.j2"
 WORDS = {"dtype": ("float16", "bfloat16"), "activation": ("", *ACTIVATIONS)}
 """Text that the template takes, by variable."""
-MAX_ROWS = 512
+MAX_ROWS = 256
 """Most rows of A: above, tensor cores bound a product, and CUTLASS's kernels serve it."""
 BLOCK_K, BLOCK_BYTES = 64, 128
 """Elements of K of a stage, and their bytes: the widest swizzle."""
