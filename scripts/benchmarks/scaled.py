@@ -118,10 +118,13 @@ class Layer:
         """Relative error of the first rows and columns."""
         rows, columns = min(CHECKED_ROWS, len(a)), min(CHECKED_COLUMNS, self._n)
         b, scale_b = self._weights[0]
-        left = a[:rows].double() * scale_a[:rows].double().repeat_interleave(SCALE_BLOCK, 1)
-        right = scale_b[: ceil(columns / SCALE_BLOCK)].double()
-        right = right.repeat_interleave(SCALE_BLOCK, 0)[:columns]
-        right = right.repeat_interleave(SCALE_BLOCK, 1) * b[:columns].double()
+
+        def wide(factors: Any) -> Any:
+            return factors.double().repeat_interleave(SCALE_BLOCK, 1)[:, : self._k]
+
+        left = a[:rows].double() * wide(scale_a[:rows])
+        of_columns = scale_b[: ceil(columns / SCALE_BLOCK)].repeat_interleave(SCALE_BLOCK, 0)
+        right = b[:columns].double() * wide(of_columns[:columns])
         wanted = left @ right.t()
         found = out.view(-1, self._n)[:rows, :columns].double()
         return float((found - wanted).norm() / wanted.norm())
