@@ -582,6 +582,8 @@ def _product_ways(problem: Any, kernel: Config) -> list[dict[str, Value]]:
         early, late = {"pdl": True, "lead": GEMV_LEAD}, {"pdl": False, "lead": 0}
         ways = (True, early), (True, late), (False, late)
         return [{"persistent": is_persistent, **way} for is_persistent, way in ways]
+    if kernel.family == "cluster_gemm":
+        return [{"raster_order": "AlongM", "max_swizzle_size": 1, "pdl": True}]
     if kernel["kernel_schedule"] == PLAIN:
         return [{"pdl": True}]
     orders: list[dict[str, Value]] = [
