@@ -240,16 +240,20 @@ class References:
         scale: float,
         references: Mapping[str, int],
     ) -> None:
-        """Compute gradients from the exact output, not from the rounded one among the inputs."""
+        """Compute gradients as functions of the inputs, the rounded output among them.
+
+        Where one key has nearly all of a row's probability, a derivative is the difference of two
+        nearly equal sums, and from the exact output it would be another number.
+        """
         forward, at = problem.forward, self._buffers.pointers
         with Pool(self._kernels.device) as pool:
             delta = pool.allocate(8 * score_rows(forward))
-            exact, statistics = self._kept[kind]
+            _, statistics = self._kept[kind]
             self._kernels.run(
                 Command.GRADIENTS,
                 {
-                    **{name: at[name] for name in ("query", "key", "value", "grad_out")},
-                    **{"out": exact, "statistics": statistics, "delta": delta},
+                    **{name: at[name] for name in ("query", "key", "value", "out", "grad_out")},
+                    **{"statistics": statistics, "delta": delta},
                     **references,
                 },
                 {
