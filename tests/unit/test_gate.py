@@ -25,7 +25,7 @@ from tuner.measure.gate.commands import Command
 from tuner.measure.gate.inputs import KINDS, border_columns, kinds_of, scale_of
 from tuner.measure.gate.kernels import E4M3_POISON, POISON, Guarded
 from tuner.measure.log_sum_exp import judge_lse, lost_of
-from tuner.measure.tolerance import OutputComparison, floor_work
+from tuner.measure.tolerance import GRADIENT_PART, OutputComparison, floor_work
 from tuner.measurement import Status
 from tuner.problem import (
     E4M3,
@@ -236,6 +236,22 @@ def test_gradients_are_checked_on_huge_scores_that_give_zero() -> None:
     assert integers[2:8] == [1, 4, 2, 70, 90, 64]
     assert scalars == (exponents.start, len(exponents))
     assert scale_of(BACKWARD, "huge_scores") == scale_of(BACKWARD)
+
+
+def test_gradients_have_the_rounded_output_and_limits_of_their_own_scale() -> None:
+    made, _, kernel = opened(BACKWARD)
+    made.load("random")
+    [(tensors, _)] = [given for given in kernel.given if given[1][0] == 15]
+    assert tensors[4] == made.pointers["out"]
+    kernel.calls.clear()
+    kernel.scalars.clear()
+    assert made.examine().status is Status.OK
+    limits = [s for s, call in zip(kernel.scalars, kernel.calls, strict=True) if call[0] == 7]
+    assert len(limits) == 2 * len(BACKWARD.outputs)
+    for first, second, output in zip(limits[::2], limits[1::2], BACKWARD.outputs, strict=True):
+        rms = 1 / output.elements**0.5  # of a reference whose squares add up to one
+        assert second[0] - first[0] == pytest.approx(GRADIENT_PART["bfloat16"] * rms)
+        assert second[1:] == first[1:]
 
 
 def test_planted_e4m3_columns_do_not_saturate() -> None:
