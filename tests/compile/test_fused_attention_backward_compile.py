@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import re
 import subprocess
-from dataclasses import replace
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -268,7 +268,8 @@ bool holds(std::vector<int> const& queries, std::vector<int> const& keys, int se
       for (int r = 0; r < 2; ++r) {
         int const key = first_key(t, thread) + 8 * r;
         if (key < 0) return false;
-        if (key < t.length_kv && thread % 4 == 0) ++stored[(t.batch * heads_kv + t.head_kv) * longest_kv + key];
+        int const at = (t.batch * heads_kv + t.head_kv) * longest_kv + key;
+        if (key < t.length_kv && thread % 4 == 0) ++stored[at];
       }
     }
     for (int head = t.head_kv * group; head < (t.head_kv + 1) * group; ++head) {
