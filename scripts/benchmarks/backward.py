@@ -3,7 +3,8 @@
 ``scripts/bench backward`` compiles the rule's own kernels for each of 22 shapes. It times them
 beside cuDNN, FlashAttention-2 and -3, also deterministic, and the runtime's own choice.
 All read FlashAttention-2's output and log-sum-exp. Times are medians of rounds in which all take
-turns in a shuffled order, each a CUDA graph of several calls.
+turns in a shuffled order, each a CUDA graph of several calls. ``--errors N`` compares gradients with
+those of float64 instead.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+from benchmarks import backward_errors
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
 from tuner.bench.suites import SUITES
@@ -257,6 +259,41 @@ def built(problems: Sequence[AttentionBackwardProblem]) -> dict[KernelSpec, Load
     return kernels
 
 
+def errors(
+    problems: Sequence[AttentionBackwardProblem], environment: dict[str, Any], args: Any
+) -> int:
+    """Errors of the rule's own kernels beside FlashAttention-2's. Returns 1 if one is too large.
+
+    Args:
+        problems: drawn ones.
+        environment: facts for the file.
+        args: the command line.
+    """
+    kernels, rows = built(problems), []
+    for number, problem in enumerate(problems):
+        (spec,) = family("fused_attention_backward").kernels(problem, own_config(problem)).values()
+
+        def own(inputs: Sequence[Any], problem: Any = problem, spec: Any = spec) -> Any:
+            return own_call(problem, own_config(problem), kernels[spec], inputs)
+
+        if spec in kernels:
+            rows.append(backward_errors.row(problem, own, number))
+        if args.json is not None and (number % 10 == 9 or number + 1 == len(problems)):
+            write_json(args.json, {"environment": environment, "seed": args.seed, "rows": rows})
+    print(backward_errors.text(rows))
+    ratios = [max(one["ratios"]) for one in rows if "ratios" in one]
+    is_near = len(ratios) == len(problems) and max(ratios) <= backward_errors.MARGIN
+    return 0 if is_near else 1
+
+
+def own_config(problem: AttentionBackwardProblem) -> Config:
+    """The rule's own config of a problem whose kind has one."""
+    kind = kind_of(problem)
+    if kind is None:
+        raise BenchmarkError(f"no own kernel has {problem.label()}")
+    return KERNELS[kind]
+
+
 def main(argv: Sequence[str]) -> int:
     """Compare, print, write.
 
@@ -267,15 +304,25 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="scripts/bench backward", description=__doc__)
     parser.add_argument("--shape", action="append", default=[], help="as S=1024,D=64,dtype=bf16")
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument(
+        "--errors",
+        type=int,
+        metavar="N",
+        help="time nothing: errors of N drawn problems beside FlashAttention-2's, against float64",
+    )
+    parser.add_argument("--seed", default="0", help="of the drawn problems (default 0)")
     args = parser.parse_args(argv)
     check_place(args.json)
+    drawn = [] if args.errors is None else backward_errors.drawn(args.errors, args.seed)
     problems = [AttentionBackwardProblem.parse(shape) for shape in args.shape] or acceptance()
     import torch
 
     if not torch.cuda.is_available():
         raise BenchmarkError(f"torch {torch.__version__} sees no GPU")
-    kernels = built(problems)
     environment = dict(family("sdpa_backward").environment())
+    if args.errors is not None:
+        return errors(drawn, environment, args)
+    kernels = built(problems)
     every = []
     for problem in problems:
         every.append(compared(problem, kernels))
