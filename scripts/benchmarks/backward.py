@@ -3,8 +3,8 @@
 ``scripts/bench backward`` compiles the rule's own kernels for each of 22 shapes. It times them
 beside cuDNN, FlashAttention-2 and -3, also deterministic, and the runtime's own choice.
 All read FlashAttention-2's output and log-sum-exp. Times are medians of rounds in which all take
-turns in a shuffled order, each a CUDA graph of several calls. ``--errors N`` compares gradients with
-those of float64 instead.
+turns in a shuffled order, each a CUDA graph of several calls. ``--errors N`` compares gradients
+with those of float64 instead.
 """
 
 from __future__ import annotations

@@ -104,6 +104,8 @@ def serve(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNam
         except ConfigError as exc:
             return on_cpu.refusal.Refusal(on_cpu.refusal.Kind.TENSORS, str(exc))
         problem = asked.problem
+        if problem.op != "attention":
+            return on_cpu.refusal.Refusal(on_cpu.refusal.Kind.MISS, problem.label())
         posed.append((kind, problem))
         config = member.space(problem, DEFAULT_GPU)[0]
         plan = on_cpu.plan

@@ -37,7 +37,7 @@ from tuner.runtime import devices, dispatch, guards, native, quantised, serving
 from tuner.runtime.attention_plan import AttentionCall
 from tuner.runtime.bias import as_operand
 from tuner.runtime.composed import NONE, Extras, compose
-from tuner.runtime.gradients import is_differentiable
+from tuner.runtime.gradients import attend_extras, is_differentiable
 from tuner.runtime.operators import operate
 from tuner.runtime.table import table
 
@@ -161,6 +161,10 @@ def _composed(call: AttentionCall) -> torch.Tensor:
     call = AttentionCall(query, key, value, *call[3:])
     if torch.compiler.is_compiling():
         return compose(*call[:9])
+    if guards.wants_gradient(query, key, value):
+        known = attend_extras(call)
+        if known is not None:
+            return known
     if call.attn_mask is not None:
         call = call._replace(operand=as_operand(call.attn_mask, query, key, call.is_causal))
     out = serving.answer(call)

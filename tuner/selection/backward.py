@@ -192,7 +192,10 @@ def select(problem: AttentionBackwardProblem, gpu: Gpu) -> RuleSelection | None:
         ),
         default=float("inf"),
     )
-    candidates = {"flash3": Config(vendors.name, {"kernel": "flash3"})}
+    candidates = {}
+    # FlashAttention aligns a causal mask bottom-right, and packed sequences may have more keys.
+    if not (kind.is_varlen and kind.is_causal):
+        candidates["flash3"] = Config(vendors.name, {"kernel": "flash3"})
     if own := KERNELS.get(kind):
         candidates["own"] = own
     found = []

@@ -92,8 +92,10 @@ class Target:
         place = "" if domain is None else f" {domain.label()},"
         if isinstance(self.problem, AttentionBackwardProblem):
             one = self.problem
-            named = ("causal", one.is_causal), ("windowed", one.is_windowed)
-            named += ("soft cap", one.softcap > 0), ("varlen", one.is_varlen)
+            named = (
+                *(("causal", one.is_causal), ("windowed", one.is_windowed)),
+                *(("soft cap", one.softcap > 0), ("varlen", one.is_varlen)),
+            )
             mask = ", ".join(name for name, is_on in named if is_on) or "full"
             place = f" D={one.head_dim}, {mask},"
         return f"{self.family.name}{place} {dtype}: {shown}"

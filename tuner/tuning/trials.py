@@ -422,7 +422,11 @@ class _BackwardDraw(_SequenceDraw):
         }
         if self._usual.is_windowed:
             sides = (True, False), (False, True), (True, True)
-            self.axes = {**self.axes, "window": sides[: 1 if self._usual.is_causal else 3]}
+            # A causal window hides the first key from the second query, at the earliest.
+            is_causal, least = self._usual.is_causal, 2 if self._usual.is_causal else 1
+            lengths = sorted({max(least, length) for length in self.axes["seqlen_q"]})
+            windows = sides[: 1 if is_causal else 3]
+            self.axes = {**self.axes, "seqlen_q": lengths, "window": windows}
         if self._usual.softcap:
             self.axes = {**self.axes, "softcap": _SOFTCAPS}
 
