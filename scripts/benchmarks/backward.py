@@ -310,7 +310,7 @@ def main(argv: Sequence[str]) -> int:
         metavar="N",
         help="time nothing: errors of N drawn problems beside FlashAttention-2's, against float64",
     )
-    parser.add_argument("--seed", default="0", help="of the drawn problems (default 0)")
+    parser.add_argument("--seed", default="0", help="seed of the drawn problems (default 0)")
     args = parser.parse_args(argv)
     check_place(args.json)
     drawn = [] if args.errors is None else backward_errors.drawn(args.errors, args.seed)

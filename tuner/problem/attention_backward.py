@@ -28,11 +28,12 @@ class AttentionBackwardProblem(Problem):
     """Gradients of query, key and value from that of attention's output.
 
     Inputs are query, key, value, out, the log-sum-exp of attention, and the gradient of out. The
-    log-sum-exp is fp32 (B, H, SQ), a natural logarithm, -inf for a query that sees no key. Shapes,
-    masks, soft caps, variable lengths, layouts and the scale are those of `AttentionProblem`, whose
-    biases, pages and e4m3 have no gradients here. With ``varlen=1`` the log-sum-exp is (H,
-    total_q). Each gradient lies as its tensor does; those of a KV head are sums over its query
-    heads.
+    log-sum-exp is fp32 (B, H, SQ), with ``varlen=1`` (H, total_q), a natural logarithm, -inf for a
+    query that sees no key.
+
+    Shapes, masks, soft caps, variable lengths, layouts and the scale are those of
+    `AttentionProblem`, whose biases, pages and e4m3 have no gradients here. Each gradient lies as
+    its tensor does; those of a KV head are sums over its query heads.
 
     With ``deterministic=1`` equal inputs have equal gradients to the bit in every run.
     """

@@ -73,8 +73,8 @@ def attention(
     the inputs as for PyTorch's attention.
 
     PyTorch's operator has no `window` and no `softcap`. With either, calls that no tuned kernel
-    serves are composed of PyTorch's operations (`tuner.runtime.composed`). Gradients and graphs of
-    torch.compile are among them.
+    serves are composed of PyTorch's operations (`tuner.runtime.composed`). Graphs of torch.compile
+    and gradients without a backward kernel are among them.
 
     Args:
         query: (B, H, SQ, D), fp16 or bf16. TMA needs stride 1 along D, and multiples of 16 bytes

@@ -274,7 +274,8 @@ def attention_varlen(
         enable_gqa: let HKV be a divisor of H.
 
     Returns:
-        (total_q, H, D), of the inputs' type. Rows beyond the last sequence's end are undefined.
+        (total_q, H, D), of the inputs' type. Rows beyond the last sequence's end are undefined, and
+        so are their gradients.
 
     Raises:
         ConfigError: on tensors that are not as above, or longest lengths below 0. PyTorch's
