@@ -58,7 +58,9 @@ def _one(rng: random.Random, kind: BackwardKind) -> AttentionBackwardProblem:
 
 
 def inputs_of(problem: AttentionBackwardProblem, seed: int) -> list[Any]:
-    """Inputs in the problem's order: drawn, and what FlashAttention-2's forward pass leaves."""
+    """Inputs in the problem's order: drawn, and what FlashAttention-2's forward pass leaves; under
+    a soft cap, which it lacks, what PyTorch's operations leave.
+    """
     import torch
 
     generator = torch.Generator("cuda").manual_seed(seed)
@@ -72,7 +74,12 @@ def inputs_of(problem: AttentionBackwardProblem, seed: int) -> list[Any]:
         for lengths in (problem.forward.lengths_q, problem.forward.lengths_kv):
             ends = torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
             starts.append(ends.cuda())
-    rows = [made[name].transpose(1, 2) for name in GRADIENTS]
+    (laid,) = (operand for operand in problem.inputs if operand.name == "out")
+    tensors = [made[name] for name in GRADIENTS]
+    if problem.softcap:
+        out, lse = capped(problem, tensors)
+        return [*tensors, empty(laid).copy_(out), lse, made["grad_out"]]
+    rows = [t.transpose(1, 2) for t in tensors]
     if problem.is_varlen:
         rows = [t[0] for t in rows]
     sides = problem.visible if problem.is_windowed else (None, None)
@@ -84,10 +91,37 @@ def inputs_of(problem: AttentionBackwardProblem, seed: int) -> list[Any]:
     )
     if problem.is_varlen:
         out, lse = out[None], lse[None]
-    (laid,) = (operand for operand in problem.inputs if operand.name == "out")
     out = empty(laid).copy_(out.transpose(1, 2))
-    tensors = [made[name] for name in GRADIENTS]
     return [*tensors, out, lse.contiguous(), made["grad_out"], *starts]
+
+
+def capped(problem: AttentionBackwardProblem, tensors: Sequence[Any]) -> tuple[Any, Any]:
+    """Output and log-sum-exp under a soft cap in fp32, a head at a time."""
+    import torch
+
+    query, key, value = tensors
+    out = torch.empty(query.shape, device="cuda")
+    lse = torch.empty(query.shape[:3], device="cuda")
+    group, cap = problem.heads_q // problem.heads_kv, problem.softcap
+    mask = hidden(problem)
+    for batch in range(problem.batch):
+        for head in range(problem.heads_q):
+            keys, values = (t[batch, head // group].float() for t in (key, value))
+            scores = query[batch, head].float() @ keys.mT / math.sqrt(problem.head_dim)
+            scores = (cap * torch.tanh(scores / cap)).masked_fill(mask, -math.inf)
+            lse[batch, head] = scores.logsumexp(-1)
+            out[batch, head] = scores.softmax(-1) @ values
+    return out, lse
+
+
+def hidden(problem: AttentionBackwardProblem) -> Any:
+    """(SQ, SKV), true where a query does not see a key."""
+    import torch
+
+    left, right = problem.visible
+    rows = torch.arange(problem.seqlen_q, device="cuda")[:, None]
+    columns = torch.arange(problem.seqlen_kv, device="cuda")
+    return (columns < rows - left) | (columns > rows + right)
 
 
 def empty(operand: Any) -> Any:

@@ -34,7 +34,9 @@ def test_a_problem_s_lines_name_times_and_how_the_own_kernels_stand() -> None:
             *(("flash3, deterministic", 130.0), ("cudnn", 140.0)),
         )
     ]
-    said = backward.text({"label": "S=2048", "rows": rows, "no": ["flash4: not here"]})
+    said = backward.text(
+        {"label": "S=2048", "against": "flash2", "rows": rows, "no": ["flash4: not here"]}
+    )
     assert "90.00 us    500 TFLOP/s  from flash2 3.0e-03  own" in said
     assert "own speed: 1.100 of flash3" in said
     assert "served speed: 0.989 of the fastest" in said
