@@ -196,6 +196,11 @@ def row(problem: AttentionBackwardProblem, own: Any, seed: int) -> dict[str, Any
     return {"problem": problem.label(), **errors, "ratios": ratios}
 
 
+def is_near(row: Mapping[str, Any]) -> bool:
+    """True if no gradient's error is beyond the margin, or not a number."""
+    return all(ratio <= MARGIN for ratio in row.get("ratios", (math.inf,)))
+
+
 def text(rows: Sequence[Mapping[str, Any]]) -> str:
     """Number of problems, and the ratios of the errors: median, largest, the problems beyond."""
     judged = [one for one in rows if "ratios" in one]
@@ -205,7 +210,7 @@ def text(rows: Sequence[Mapping[str, Any]]) -> str:
         if ratios:
             median = statistics.median(ratios)
             lines.append(f"  gradient of {name}: median {median:.3f}, largest {ratios[-1]:.3f}")
-    beyond = [one for one in judged if not max(one["ratios"]) <= MARGIN]
+    beyond = [one for one in judged if not is_near(one)]
     lines.append(f"  {len(beyond)} beyond {MARGIN}")
     lines += [f"    {one['problem']}: {[f'{r:.3f}' for r in one['ratios']]}" for one in beyond]
     return "\n".join(lines)
