@@ -38,7 +38,7 @@ from tuner.runtime import devices, dispatch, guards, native, quantised, serving
 from tuner.runtime.attention_plan import AttentionCall
 from tuner.runtime.bias import as_operand, causal_right
 from tuner.runtime.composed import NONE, Extras, compose
-from tuner.runtime.gradients import is_differentiable
+from tuner.runtime.gradients import attend_extras, is_differentiable
 from tuner.runtime.operators import operate
 from tuner.runtime.table import table
 
@@ -74,8 +74,8 @@ def attention(
     the inputs as for PyTorch's attention.
 
     PyTorch's operator has no `window` and no `softcap`. With either, calls that no tuned kernel
-    serves are composed of PyTorch's operations (`tuner.runtime.composed`). Gradients and graphs of
-    torch.compile are among them.
+    serves are composed of PyTorch's operations (`tuner.runtime.composed`). Graphs of torch.compile
+    and gradients without a backward kernel are among them.
 
     Args:
         query: (B, H, SQ, D), fp16 or bf16. TMA needs stride 1 along D, and multiples of 16 bytes
@@ -171,6 +171,10 @@ def _composed(call: AttentionCall) -> torch.Tensor:
     call = AttentionCall(query, key, value, *call[3:])
     if torch.compiler.is_compiling():
         return compose(*call[:9])
+    if guards.wants_gradient(query, key, value):
+        known = attend_extras(call)
+        if known is not None:
+            return known
     if call.attn_mask is not None:
         call = _with_mask(call, call.attn_mask)
     out = serving.answer(call)
