@@ -67,21 +67,6 @@ KERNELS: dict[str, tuple[str, tuple[int, ...], int, Config]] = {
     "wide heads": (
         "H=4,HKV=2,D=256,causal=1,dtype=bf16", (16, 48), 200, make(2, 80, packed_heads=2),
     ),
-    "chunk, gathered": (
-        "H=8,HKV=2,D=128,causal=1,dtype=bf16", (16, 48), 600,
-        make(2, 160, packed_heads=4, persistent=True, pdl=True, gathers=True),
-    ),
-    "sinks and window, gathered": (
-        "H=16,HKV=2,D=64,causal=1,window=40,sinks=1", (16, 80), 300,
-        make(3, 128, packed_heads=8, persistent=True, gathers=True),
-    ),
-    "no mask, gathered": (
-        "H=4,HKV=2,D=120", (16, 112), 300,
-        make(2, 80, packed_heads=2, persistent=True, gathers=True),
-    ),
-    "decoding, gathered": (
-        "H=32,HKV=8,D=256,dtype=bf16", (16, 48), 1, make(1, 64, packed_heads=4, gathers=True),
-    ),
 }  # fmt: skip
 
 

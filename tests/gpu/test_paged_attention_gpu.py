@@ -33,7 +33,7 @@ CHILD = Path(__file__).parent / "paged_attention_child.py"
 LIMIT_S = 240.0
 LIMITS = {"float16": 6e-4, "bfloat16": 5e-3, E4M3: 0.04}
 #: Batches drawn for each kernel.
-DRAWS = 16
+DRAWS = 20
 
 
 def kernels() -> list[KernelSpec]:
@@ -99,9 +99,7 @@ def test_a_kernel_agrees_with_float64(name: str, compiler: Compiler) -> None:
     assert not found, f"{len(found)} of {DRAWS} draws fail: " + "\n".join(found)
 
 
-@pytest.mark.parametrize(
-    "name", ["few", "chunk", "sinks and window", "few, e4m3", "chunk, e4m3", "chunk, gathered"]
-)
+@pytest.mark.parametrize("name", ["few", "chunk", "sinks and window", "few, e4m3", "chunk, e4m3"])
 def test_the_gate_passes_a_kernel(
     name: str, device: Device, gate: Gate, compiler: Compiler
 ) -> None:

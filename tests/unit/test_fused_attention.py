@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from tuner.compile.render import render
 from tuner.config import Config, Value
 from tuner.families.base import group_by_kernels
-from tuner.families.fused_attention import (
+from tuner.families.fused_attention import FusedAttention
+from tuner.families.fused_attention.legality import smem_bytes
+from tuner.families.fused_attention.registers import (
     INSTANCES,
-    PAGING,
     REGISTERS,
-    FusedAttention,
     instance,
     launch_registers,
 )
@@ -115,7 +115,7 @@ def test_one_launch_with_extents_strides_and_schedule(
 
 
 def test_splits_and_pdl_share_a_kernel_and_nothing_else_does() -> None:
-    """But for `PAGING`, which paged caches have."""
+    """But for `box_rows`, which paged caches have."""
     config = make(2, 64, packed_heads=2, splits=3)
     spec = FAMILY.kernels(GROUPED, config)["attention"]
     others: dict[str, Value] = {
@@ -137,7 +137,7 @@ def test_splits_and_pdl_share_a_kernel_and_nothing_else_does() -> None:
         "pads_heads": True,
     }
     absent = {"key_groups", "stages_output", "pads_heads"}
-    assert set(others) == set(config.params) | absent == set(FAMILY.domains) - PAGING
+    assert set(others) == set(config.params) | absent == set(FAMILY.domains) - {"box_rows"}
     assert (spec.variables["key_groups"], spec.variables["stages_output"]) == (1, False)
     for name, value in others.items():
         other = Config(config.family, {**config.params, name: value})
@@ -169,26 +169,7 @@ def test_boxes_are_as_wide_as_pages_and_tiles_allow() -> None:
     assert FAMILY.violations(dense, make(1, 64, box_rows=16), DEFAULT_GPU) == [
         "box_rows is for paged caches, only"
     ]
-    carried = FAMILY.carried(dense, make(1, 64, box_rows=16, gathers=True))
-    assert not PAGING & carried.params.keys()
-
-
-def test_threads_gather_pages_of_any_size_in_place_of_boxes() -> None:
-    """Each copy of a warp is whole rows of 16-bit elements."""
-
-    def reasons(text: str, **more: Value) -> list[str]:
-        problem = AttentionProblem.parse(f"SQ=1,SKV=999,{text}")
-        return FAMILY.violations(problem, make(1, 64, gathers=True, **more), DEFAULT_GPU)
-
-    wrong = "gathers is not for e4m3, and for instances of D = 64, 128, 256 only"
-    assert [reasons(f"D={d},page_size=48", box_rows=16) for d in (40, 64, 128, 256)] == [[]] * 4
-    assert [reasons(f"D={d},page_size=48", box_rows=16) for d in (96, 192)] == [[wrong]] * 2
-    assert reasons("D=64,page_size=48,dtype=e4m3", box_rows=16) == [wrong]
-    assert reasons("D=64,page_size=64", box_rows=64) == ["gathers is for box_rows=16, only"]
-    assert reasons("D=64") == ["gathers is for paged caches, only"]
-    problem = AttentionProblem.parse("SQ=1,SKV=999,D=64,page_size=64")
-    spec = FAMILY.kernels(problem, make(1, 64, gathers=True))["attention"]
-    assert spec.variables["box_rows"] == 16
+    assert "box_rows" not in FAMILY.carried(dense, make(1, 64, box_rows=16)).params
 
 
 @st.composite
@@ -244,7 +225,7 @@ def check(problem: AttentionProblem, config: Config) -> None:
     sharing, columns = variables["key_groups"], variables["head_dim"]
     assert columns >= problem.head_dim
     needed = needed_bytes(problem, config)
-    assert needed <= FAMILY.smem_bytes(problem, config) <= SMEM_PER_BLOCK_BYTES
+    assert needed <= smem_bytes(problem, config) <= SMEM_PER_BLOCK_BYTES
     # Registers: both roles' within the block's, the blocks' within the file.
     producer, consumer = variables["producer_registers"], variables["consumer_registers"]
     assert producer + groups * consumer <= (groups + 1) * launch_registers(groups, blocks)
@@ -536,10 +517,6 @@ RENDERED = {
     "paged": (
         "B=3,H=8,HKV=2,SQ=600,SKV=1000,D=128,causal=1,page_size=48",
         make(2, 128, packed_heads=4, ping_pong=True, early_exp=50, persistent=True),
-    ),
-    "paged_gathered": (
-        "B=3,H=16,HKV=2,SQ=600,SKV=1000,D=64,causal=1,page_size=48",
-        make(3, 128, packed_heads=8, ping_pong=True, early_exp=50, persistent=True, gathers=True),
     ),
     "paged_e4m3": (
         "B=3,H=8,HKV=2,SQ=600,SKV=1000,D=128,causal=1,page_size=48,dtype=e4m3",

@@ -19,7 +19,6 @@ MEANINGS: Mapping[str, str] = {
     "early_dv": "Computes the value's gradient of a step before the probabilities' gradient.",
     "early_exp": "Percent of a step's exponentials computed while the product with V still runs.",
     "epilogue_schedule": "CUTLASS's epilogue: stores through shared memory and TMA, or directly.",
-    "gathers": "Pages of a cache are copied by threads, 16 bytes each, in place of boxes by TMA.",
     "heads_per_launch": "Heads of the batch that one launch computes; few keep scores in the L2.",
     "in_place": "Probabilities are written over the scores.",
     "is_mainloop_locked": "Named barriers order the warp groups' main loops.",
