@@ -38,6 +38,7 @@ from tuner.problem import (
     SIZES,
     AttentionBackwardProblem,
     AttentionProblem,
+    GemmProblem,
     GroupedGemmProblem,
     Problem,
     SwigluProblem,
@@ -118,7 +119,11 @@ class Trial:
         if isinstance(self.problem, AttentionBackwardProblem):
             return self._backward_facts(self.problem, family, gpu)
         if isinstance(self.problem, GroupedGemmProblem):
-            return self._grouped_facts(self.problem, family)
+            one = self.problem
+            named = {("groups", one.groups), ("sizes", one.sizes)}
+            return named | self._scaled_facts(one, family)
+        if _has_block_factors(self.problem):
+            return self._scaled_facts(self.problem, family)
         return self._product_facts(self.problem, family, gpu)
 
     def _product_facts(self, problem: Any, family: Family, gpu: Gpu) -> set[Fact]:
@@ -134,13 +139,11 @@ class Trial:
             ("schedule", _schedule(family, self.config)),
         }
 
-    def _grouped_facts(self, problem: GroupedGemmProblem, family: Family) -> set[Fact]:
+    def _scaled_facts(self, problem: Any, family: Family) -> set[Fact]:
         return {
-            ("groups", problem.groups),
             ("m", problem.m),
             ("n", problem.n),
             ("k", problem.k),
-            ("sizes", problem.sizes),
             ("schedule", _schedule(family, self.config)),
         }
 
@@ -158,6 +161,8 @@ class Trial:
             ("longer", (longer > 0) - (longer < 0)),
             ("fills_chip", tiles > 2 * gpu.sm_count),
             ("layout", problem.layout),
+            ("window", (problem.window_left >= 0, problem.window_right >= 0)),
+            ("softcap", problem.softcap),
             ("schedule", _schedule(family, self.config)),
         }
 
@@ -210,6 +215,8 @@ def trials(target: Target, gpu: Gpu, count: int, seed: int) -> list[Trial]:
         GroupedGemmProblem.op: _GroupedDraw,
     }
     kind = kinds.get(target.problem.op, _ProductDraw)
+    if _has_block_factors(target.problem):
+        kind = _ScaledDraw
     draw = kind(target, gpu, random.Random(f"{seed}:{target.config.digest}"))
     found: dict[Trial, None] = {}
     seen: set[Fact] = set()
@@ -229,7 +236,7 @@ def trials(target: Target, gpu: Gpu, count: int, seed: int) -> list[Trial]:
 class _Draw(ABC):
     """Draws trials of one kernel."""
 
-    axes: Mapping[str, Sequence[Any]]
+    axes: dict[str, Sequence[Any]]
 
     def __init__(self, target: Target, gpu: Gpu, rng: random.Random) -> None:
         self._target, self._gpu, self._rng = target, gpu, rng
@@ -415,9 +422,18 @@ class _BackwardDraw(_SequenceDraw):
             "seqlen_kv": _edges(keys),
             "longer": (-1, 0, 1),
             "fills_chip": (False, True),
-            "layout": LAYOUTS,
+            "layout": ("bshd",) if self._usual.is_varlen else LAYOUTS,
             "schedule": list(_schedules(self._family)),
         }
+        if self._usual.is_windowed:
+            sides = (True, False), (False, True), (True, True)
+            # A causal window hides the first key from the second query, at the earliest.
+            is_causal, least = self._usual.is_causal, 2 if self._usual.is_causal else 1
+            lengths = sorted({max(least, length) for length in self.axes["seqlen_q"]})
+            windows = sides[: 1 if is_causal else 3]
+            self.axes = {**self.axes, "seqlen_q": lengths, "window": windows}
+        if self._usual.softcap:
+            self.axes = {**self.axes, "softcap": _SOFTCAPS}
 
     def _holds(self, head_dim: int) -> bool:
         problem = replace(self._usual, head_dim=head_dim)
@@ -432,12 +448,17 @@ class _BackwardDraw(_SequenceDraw):
             else:
                 seqlen_q = seqlen_kv
         names = "head_dim", "batch", "layout"
+        has_left, has_right = values.get("window", (False, False))
+        span = max(seqlen_q, seqlen_kv)
         problem = replace(
             self._usual,
             seqlen_q=seqlen_q,
             seqlen_kv=seqlen_kv,
             heads_q=heads_q,
             heads_kv=heads_kv,
+            window_left=rng.randrange(span) if has_left else -1,
+            window_right=rng.randrange(span) if has_right else -1,
+            softcap=values.get("softcap", 0.0),
             **{name: values[name] for name in names},
         )
         if not _is_small(problem, values["schedule"]):
@@ -509,21 +530,21 @@ class _ProductDraw(_Draw):
         return trial if is_wanted else None
 
 
-class _GroupedDraw(_Draw):
+class _ScaledDraw(_Draw):
+    """Products of e4m3 with factors of blocks."""
+
     def __init__(self, target: Target, gpu: Gpu, rng: random.Random) -> None:
         super().__init__(target, gpu, rng)
-        config, self._usual = target.config, cast(GroupedGemmProblem, target.problem)
+        config, self._usual = target.config, cast(Any, target.problem)
         rows, columns = config["tile_m"], config["tile_n"]
         if config["swap_ab"]:
             rows, columns = columns, rows
         self._steps = {"m": 1, "n": _ALIGNED, "k": 2 * _ALIGNED}
         self.axes = {
-            "groups": _GROUPS,
             # All groups' rows: those of a few whole tiles, and of nearly whole ones.
             "m": sorted({*_edges(rows), 8 * rows + 3, 40 * rows}),
             "n": [self._whole("n", extent) for extent in (1, *_edges(columns)[1:])],
             "k": [self._whole("k", extent) for extent in (1, *_edges(SCALE_BLOCK)[1:], _DEEP)],
-            "sizes": SIZES,
             "schedule": list(_schedules(self._family)),
         }
 
@@ -545,6 +566,17 @@ class _GroupedDraw(_Draw):
             return None
         config = self._config(problem, values["schedule"])
         return None if config is None else Trial(problem, config)
+
+
+class _GroupedDraw(_ScaledDraw):
+    def __init__(self, target: Target, gpu: Gpu, rng: random.Random) -> None:
+        super().__init__(target, gpu, rng)
+        schedules = self.axes.pop("schedule")
+        self.axes = {"groups": _GROUPS, **self.axes, "sizes": SIZES, "schedule": schedules}
+
+
+def _has_block_factors(problem: Problem) -> bool:
+    return isinstance(problem, GemmProblem) and problem.scales == "block"
 
 
 def tile_of(tiling: Any) -> tuple[int, int, int]:
