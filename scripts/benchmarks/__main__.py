@@ -16,11 +16,13 @@ NAMES = (
     "compile_ways",
     "context_parallel",
     "cost",
+    "cute_dsl",
     "dispatch",
     "engines",
     "fleet",
     "fp8_attention",
     "gpus",
+    "layers",
     "learning",
     "levers",
     "logits",
@@ -32,6 +34,7 @@ NAMES = (
     "peers",
     "population",
     "quantiser",
+    "regret",
     "repeats",
     "scaled",
     "search",
@@ -41,6 +44,7 @@ NAMES = (
     "stopping",
     "suites",
     "sustained",
+    "training",
 )
 
 

@@ -3,7 +3,8 @@
 ``scripts/bench backward`` compiles the rule's own kernels for each of 22 shapes. It times them
 beside cuDNN, FlashAttention-2 and -3, also deterministic, and the runtime's own choice.
 All read FlashAttention-2's output and log-sum-exp. Times are medians of rounds in which all take
-turns in a shuffled order, each a CUDA graph of several calls.
+turns in a shuffled order, each a CUDA graph of several calls. ``--errors N`` compares gradients
+with those of float64 instead.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+from benchmarks import backward_errors
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
 from tuner.bench.suites import SUITES
@@ -91,24 +93,8 @@ def own_call(
 
 
 def forward(problem: AttentionBackwardProblem) -> list[Any]:
-    """Inputs: drawn, and what FlashAttention-2's forward pass leaves."""
-    import torch
-
-    torch.manual_seed(0)
-    query, key, value, grad_out = (
-        torch.empty_strided(
-            o.shape, o.strides, dtype=getattr(torch, o.dtype), device="cuda"
-        ).normal_()
-        for o in problem.inputs
-        if o.name in ("query", "key", "value", "grad_out")
-    )
-    lengths = problem.seqlen_q, problem.seqlen_kv
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *(t.transpose(1, 2) for t in (query, key, value)),
-        *(None, None, *lengths, 0.0, problem.is_causal, False),
-        scale=1 / math.sqrt(problem.head_dim),
-    )
-    return [query, key, value, out.transpose(1, 2), lse, grad_out]
+    """Inputs: drawn, and what a forward pass leaves."""
+    return backward_errors.inputs_of(problem, 0)
 
 
 def contenders(
@@ -134,6 +120,8 @@ def contenders(
                 refused.append(f"{name}: {call}")
             else:
                 calls[name] = lambda call=call: call(*inputs)  # type: ignore[misc]
+    if problem.is_windowed or problem.softcap or problem.is_varlen:
+        return calls, refused  # the runtime's call of these is its forward pass's
     calls[SERVED], served = served_call(problem, inputs)
     return calls, [*refused, f"{SERVED} by {served}"]
 
@@ -186,12 +174,15 @@ def timed(calls: Mapping[str, Callable[[], Any]], estimate_us: float) -> dict[st
 def compared(
     problem: AttentionBackwardProblem, kernels: Mapping[KernelSpec, LoadedKernel]
 ) -> dict[str, Any]:
-    """Time of each for one problem, and how far its gradients are from FlashAttention-2's."""
+    """Time of each for one problem, and how far its gradients are from FlashAttention-2's, under a
+    soft cap from FlashAttention-3's.
+    """
     import torch
 
     with torch.no_grad():
         calls, refused = contenders(problem, kernels)
-        wanted = [t.double() for t in calls["flash2"]()]
+        against = next(name for name in ("flash2", "flash3", *calls) if name in calls)
+        wanted = [t.double() for t in calls[against]()]
         away = {
             name: max(
                 float((made.double() - other).norm() / other.norm())
@@ -206,15 +197,16 @@ def compared(
         {"name": name, "us": us, "tflops": problem.flops / us / 1e6, "away": away[name]}
         for name, us in sorted(times.items(), key=lambda item: item[1])
     ]
-    return {"problem": problem.to_json(), "label": problem.label(), "rows": rows, "no": refused}
+    facts = {"problem": problem.to_json(), "label": problem.label(), "against": against}
+    return {**facts, "rows": rows, "no": refused}
 
 
 def text(found: dict[str, Any]) -> str:
     """A problem's lines, the fastest first, and how the own kernels stand."""
     lines = [found["label"]]
     lines += [
-        f"  {row['us']:9.2f} us {row['tflops']:6.0f} TFLOP/s  from flash2 {row['away']:.1e}  "
-        f"{row['name']}"
+        f"  {row['us']:9.2f} us {row['tflops']:6.0f} TFLOP/s  from {found['against']} "
+        f"{row['away']:.1e}  {row['name']}"
         for row in found["rows"]
     ]
     for mode in ("", "deterministic"):
@@ -257,6 +249,40 @@ def built(problems: Sequence[AttentionBackwardProblem]) -> dict[KernelSpec, Load
     return kernels
 
 
+def errors(
+    problems: Sequence[AttentionBackwardProblem], environment: dict[str, Any], args: Any
+) -> int:
+    """Errors of the rule's own kernels beside FlashAttention-2's. Returns 1 if one is too large.
+
+    Args:
+        problems: drawn ones.
+        environment: facts for the file.
+        args: the command line.
+    """
+    kernels, rows = built(problems), []
+    for number, problem in enumerate(problems):
+        (spec,) = family("fused_attention_backward").kernels(problem, own_config(problem)).values()
+
+        def own(inputs: Sequence[Any], problem: Any = problem, spec: Any = spec) -> Any:
+            return own_call(problem, own_config(problem), kernels[spec], inputs)
+
+        if spec in kernels:
+            rows.append(backward_errors.row(problem, own, number))
+        if args.json is not None and (number % 10 == 9 or number + 1 == len(problems)):
+            write_json(args.json, {"environment": environment, "seed": args.seed, "rows": rows})
+    print(backward_errors.text(rows))
+    is_near = len(rows) == len(problems) and all(map(backward_errors.is_near, rows))
+    return 0 if is_near else 1
+
+
+def own_config(problem: AttentionBackwardProblem) -> Config:
+    """The rule's own config of a problem whose kind has one."""
+    kind = kind_of(problem)
+    if kind is None:
+        raise BenchmarkError(f"no own kernel has {problem.label()}")
+    return KERNELS[kind]
+
+
 def main(argv: Sequence[str]) -> int:
     """Compare, print, write.
 
@@ -267,15 +293,25 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="scripts/bench backward", description=__doc__)
     parser.add_argument("--shape", action="append", default=[], help="as S=1024,D=64,dtype=bf16")
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument(
+        "--errors",
+        type=int,
+        metavar="N",
+        help="time nothing: errors of N drawn problems beside FlashAttention-2's, against float64",
+    )
+    parser.add_argument("--seed", default="0", help="seed of the drawn problems (default 0)")
     args = parser.parse_args(argv)
     check_place(args.json)
+    drawn = [] if args.errors is None else backward_errors.drawn(args.errors, args.seed)
     problems = [AttentionBackwardProblem.parse(shape) for shape in args.shape] or acceptance()
     import torch
 
     if not torch.cuda.is_available():
         raise BenchmarkError(f"torch {torch.__version__} sees no GPU")
-    kernels = built(problems)
     environment = dict(family("sdpa_backward").environment())
+    if args.errors is not None:
+        return errors(drawn, environment, args)
+    kernels = built(problems)
     every = []
     for problem in problems:
         every.append(compared(problem, kernels))

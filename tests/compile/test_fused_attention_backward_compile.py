@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import subprocess
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,9 +45,12 @@ KERNELS = [
             make(dq="ordered", ds_stages=1, early_dq=False, early_exp=100),
         ),
         ("H=4,S=1000,D=96,left=100,right=7", make(stages=3, ds_stages=1)),
-        ("H=4,S=1000,D=64", make(swap_dq=True, tile_m=96)),
+        ("H=4,S=1000,D=64,varlen=1", make(swap_dq=True, tile_m=96)),
         ("H=4,S=1000,D=40,dtype=bf16", make(warp_groups=1, rotate=True)),
-        ("H=4,S=1000,D=192,left=100,right=7,dtype=bf16", make(early_dv=False, ds_stages=1)),
+        (
+            "H=4,S=1000,D=192,left=100,right=7,softcap=20,dtype=bf16",
+            make(early_dv=False, ds_stages=1),
+        ),
         ("H=4,S=1000,D=256", make(early_dv=False, ds_stages=1, dq="direct", early_dq=False)),
         (
             "H=4,S=1000,D=256,causal=1,deterministic=1,dtype=bf16",
@@ -155,9 +159,14 @@ CHECK = """
 struct Params {
   int batch, heads, heads_kv, seqlen_q, seqlen_kv, head_dim, m_blocks, n_blocks, section, chunk;
   int left, right;
+  int const *starts_q, *starts_kv;
 };
 @tile@
 @mask@
+@check@
+"""
+
+CHECK_ONE_LENGTH = """
 // Whether all blocks end where as many of them as a chunk has run at a time, begun in the order of
 // their indices, and each adds to a tile of queries in its turn only.
 bool ends(Params const& p) {
@@ -234,6 +243,70 @@ bool holds(int queries, int keys, int left, int right, int section) {
 }
 """
 
+#: The same of packed sequences: blocks beyond a sequence's last key have no steps and no keys.
+CHECK_PACKED = """
+bool holds(std::vector<int> const& queries, std::vector<int> const& keys, int section) {
+  int const batch = queries.size(), heads_kv = 2, group = 2, heads = heads_kv * group;
+  std::vector<int> starts_q{0}, starts_kv{0};
+  for (int q : queries) starts_q.push_back(starts_q.back() + q);
+  for (int k : keys) starts_kv.push_back(starts_kv.back() + k);
+  int const longest_q = *std::max_element(queries.begin(), queries.end());
+  int const longest_kv = *std::max_element(keys.begin(), keys.end());
+  Params p{batch, heads, heads_kv, longest_q, longest_kv, 64};
+  p.m_blocks = (longest_q + kTileM - 1) / kTileM, p.n_blocks = (longest_kv + kTileN - 1) / kTileN;
+  p.section = min(section, batch * heads_kv);
+  p.starts_q = starts_q.data(), p.starts_kv = starts_kv.data();
+  std::vector<std::vector<int>> seen(batch);
+  for (int b = 0; b < batch; ++b) seen[b].resize(heads * queries[b] * keys[b]);
+  std::vector<int> added(batch * heads * p.m_blocks), stored(batch * heads_kv * longest_kv);
+  for (int index = 0; index < p.n_blocks * batch * heads_kv; ++index) {
+    Tile const t = Tile::at(p, index);
+    int const length_q = queries[t.batch], length_kv = keys[t.batch];
+    if (t.start_kv != starts_kv[t.batch] || t.start_q != starts_q[t.batch]) return false;
+    if (t.first < 0 || t.first > t.last || t.last * kTileM > length_q + kTileM - 1) return false;
+    for (int thread = 128; thread < 128 * (kGroups + 1); ++thread) {  // as `store` does
+      for (int r = 0; r < 2; ++r) {
+        int const key = first_key(t, thread) + 8 * r;
+        if (key < 0) return false;
+        int const at = (t.batch * heads_kv + t.head_kv) * longest_kv + key;
+        if (key < t.length_kv && thread % 4 == 0) ++stored[at];
+      }
+    }
+    for (int head = t.head_kv * group; head < (t.head_kv + 1) * group; ++head) {
+      for (int i = t.first, m = t.start; i < t.last; ++i, m = t.next(m)) {
+        if (t.before(p, m) != added[row_tile(p, t.batch, head, m)]++) return false;
+        bool const is_masked = t.is_masked(p, m);
+        Scores scores(kTileN, kTileM, kQueries, is_masked ? 2.f : 1.f);
+        if (is_masked) {
+          for (scores.thread = 128; scores.thread < 128 * (kGroups + 1); ++scores.thread) {
+            correct<0, kTimelyOctets>(scores, p, t, m, scores.thread);
+            correct<kTimelyOctets, kOctets>(scores, p, t, m, scores.thread);
+          }
+        }
+        for (int n = 0; n < kTileN; ++n) {
+          for (int i = 0; i < kTileM; ++i) {
+            int const query = m * kTileM + i, key = t.n_block * kTileN + n;
+            if (query >= length_q || scores.at[n * kTileM + i] == 0.f) continue;
+            if (key >= length_kv || scores.at[n * kTileM + i] != 1.f) return false;  // not masked
+            ++seen[t.batch][(head * length_q + query) * length_kv + key];
+          }
+        }
+      }
+    }
+  }
+  for (int b = 0; b < batch; ++b) {
+    for (int i = 0; i < heads_kv * longest_kv; ++i) {
+      if (stored[b * heads_kv * longest_kv + i] != (i % longest_kv < keys[b])) return false;
+    }
+    for (size_t i = 0; i < seen[b].size(); ++i) {
+      int const key = i % keys[b], query = i / keys[b] % queries[b];
+      if (seen[b][i] != (!kCausal || key <= query)) return false;
+    }
+  }
+  return true;
+}
+"""
+
 
 def source(number: int, problem: AttentionBackwardProblem, config: Config) -> str:
     """One kernel's tiles and masks in a namespace of its own."""
@@ -247,6 +320,7 @@ def source(number: int, problem: AttentionBackwardProblem, config: Config) -> st
     mask += part(body, r"^CUTE_DEVICE int share_of\(.*?\}\n")
     mask += part(body, r"^template <[^\n]*class Scores>\nCUTE_DEVICE void correct\(.*?^\}")
     checked = CHECK.replace("@tile@", f"{tile}\n{row_tile}").replace("@mask@", mask)
+    checked = checked.replace("@check@", CHECK_PACKED if problem.is_varlen else CHECK_ONE_LENGTH)
     return f"namespace k_{number} {{\n" + "\n".join(constants) + f"\n{checked}\n}}\n"
 
 
@@ -280,10 +354,31 @@ def test_each_pair_of_the_mask_is_visited_once_and_in_order(tmp_path: Path) -> N
             f'        std::printf("{number}: %d queries, %d keys, %d left, %d right, %d\\n", '
             "c[0], c[1], c[2], c[3], section); }\n"
         )
+    assert output_of(tmp_path, kernels, calls) == ""
+
+
+def output_of(folder: Path, kernels: Sequence[str], calls: Sequence[str]) -> str:
+    """What a program of these checks prints."""
     text = PREAMBLE + "".join(kernels) + "int main() {\n" + "".join(calls) + "}\n"
-    (tmp_path / "tiles.cpp").write_text(text)
+    (folder / "tiles.cpp").write_text(text)
     command = [str(find_toolchain().host_compiler), "-std=c++17", "-O2", "-w"]
-    command += ["-o", str(tmp_path / "tiles"), str(tmp_path / "tiles.cpp")]
+    command += ["-o", str(folder / "tiles"), str(folder / "tiles.cpp")]
     subprocess.run(command, check=True, timeout=200)
-    done = subprocess.run([str(tmp_path / "tiles")], check=True, capture_output=True, text=True)
-    assert done.stdout == ""
+    done = subprocess.run([str(folder / "tiles")], check=True, capture_output=True, text=True)
+    return done.stdout
+
+
+def test_packed_sequences_are_visited_one_by_one_and_in_order(tmp_path: Path) -> None:
+    kernels, calls = [], []
+    configs = (make(), make(tile_m=128), make(dq="ordered"), make(warp_groups=1, dq="ordered"))
+    lengths = ((300, 1, 129), (1, 300, 64), (0, 128, 5), (257, 0, 63), (77, 77, 300))
+    for number, (causal, config) in enumerate(itertools.product((0, 1), configs)):
+        problem = AttentionBackwardProblem.parse(f"B=3,S=1024,D=64,varlen=1,causal={causal}")
+        kernels.append(source(number, problem, config))
+        for queries, keys, section in itertools.product(lengths, lengths, (1, 4)):
+            sets = ", ".join(f"{{{', '.join(map(str, one))}}}" for one in (queries, keys))
+            calls.append(
+                f"  if (!k_{number}::holds({sets}, {section}))\n"
+                f'    std::printf("%s\\n", "{number}: {queries}, {keys}, {section}");\n'
+            )
+    assert output_of(tmp_path, kernels, calls) == ""

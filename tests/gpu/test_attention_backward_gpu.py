@@ -32,7 +32,12 @@ from tuner.measure.gate.inputs import KINDS, scale_of
 from tuner.problem import AttentionBackwardProblem, Operand
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(1800),
+    # The first product of a process may run in a thread of the backward pass.
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
+]
 
 CHILD = Path(__file__).with_name("attention_backward_child.py")
 CHILD_S, KERNEL_S = 120.0, 15.0
@@ -258,11 +263,17 @@ def test_the_gate_s_reference_is_autograd_s(device: Device, gate: Gate, label: s
         is_seen = ~hidden.all(-1, keepdim=True)
         weights = scores.masked_fill(~is_seen, 0).softmax(-1) * is_seen
         out = weights @ values
-        wanted = torch.autograd.grad(out, leaves, at["grad_out"])
+        # Gradients of a row as functions of its rounded output: autograd has the exact one, whose
+        # difference takes its part of each score's derivative.
+        lost = ((at["out"] - out.detach()) * at["grad_out"]).sum(-1, keepdim=True)
+        rounded = (weights.detach() * scores.masked_fill(hidden, 0) * lost).sum()
+        wanted = torch.autograd.grad((out * at["grad_out"]).sum() - rounded, leaves)
         assert (at["out"] - out).norm() < 4e-3 * out.norm()
         seen = is_seen[:, 0].expand_as(at["logsumexp"])
         lse = scores.logsumexp(-1)
-        assert (at["logsumexp"][seen] - lse[seen]).abs().max() < 1e-4
+        # Stored in fp32: of huge scores, which are up to 1e12, half a unit in the last place.
+        limits = 1e-4 + 2.0**-24 * lse[seen].abs()
+        assert ((at["logsumexp"][seen] - lse[seen]).abs() <= limits).all()
         assert (at["logsumexp"][~seen] == -math.inf).all()
         for operand, gradient in zip(problem.outputs, wanted, strict=True):
             made = tensor(device, gate.reference(kind, operand.name), operand, "float32")
@@ -306,31 +317,74 @@ def test_vendors_gradients_are_those_of_float64(missing_gpu: str, kernel: str, l
         assert child.error(made, wanted[name]) < limit, name
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_gradients_under_the_switch_are_as_near_as_pytorch_s(
-    missing_gpu: str, head_dim: int, is_causal: bool
+EXTRAS: dict[str, tuple[int, dict[str, Any]]] = {
+    "window": (64, {"is_causal": True, "window": (100, 0)}),
+    "window on both sides": (64, {"window": (64, 64)}),
+    "soft cap": (128, {"is_causal": True, "softcap": 5.0}),
+    "soft cap and window": (256, {"is_causal": True, "softcap": 30.0, "window": (500, 0)}),
+}
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_gradients_of_windows_and_soft_caps_are_as_near_as_pytorch_s(
+    missing_gpu: str, name: str
 ) -> None:
-    """Each gradient has more than 40 GFLOP, so `tuner.enable` may replace its kernel."""
+    """By whatever kernels are proven; grouped heads."""
+    if missing_gpu:
+        pytest.skip(missing_gpu)
+    import tuner
+
+    head_dim, options = EXTRAS[name]
+    torch.manual_seed(0)
+    made = [torch.randn(2, heads, 700, head_dim, device="cuda") for heads in (8, 2, 2, 8)]
+    *leaves, grad_out = (t.bfloat16().requires_grad_() for t in made)
+
+    def gradients(inputs: list[Any], grad: Any) -> list[Any]:
+        out = tuner.attention(*inputs, **options, enable_gqa=True)
+        return list(torch.autograd.grad(out, inputs, grad))
+
+    before = tuner.stats().hits
+    found = gradients(leaves, grad_out)
+    hits = tuner.stats().hits - before
+    wide = [t.detach().double().requires_grad_() for t in leaves]  # which no kernel takes
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        exact = gradients(wide, grad_out.double())
+        single = [t.detach().float().requires_grad_() for t in leaves]
+        near = [t.bfloat16() for t in gradients(single, grad_out.float())]
+    errors = [
+        [float((a.double() - b).norm() / b.norm()) for a, b in zip(made, exact, strict=True)]
+        for made in (found, near)
+    ]
+    print(f"{name}: {hits} kernels, errors {errors[0]} beside rounding alone {errors[1]}")
+    assert all(a < 8e-3 for a in errors[0])
+
+
+def test_gradients_of_packed_sequences_are_those_of_each(missing_gpu: str) -> None:
+    """Sequences without queries, without keys, and of unlike lengths."""
     if missing_gpu:
         pytest.skip(missing_gpu)
     import tuner
 
     torch.manual_seed(0)
-    made = [torch.randn(1, 32, 2304, head_dim, device="cuda") for _ in range(4)]
+    queries, keys = (700, 0, 65, 1, 300), (300, 64, 0, 129, 300)
+    starts = [torch.tensor((0, *n), device="cuda").cumsum(0).int() for n in (queries, keys)]
+    rows = sum(queries), sum(keys)
+    shapes = (rows[0], 8), (rows[1], 2), (rows[1], 2), (rows[0], 8)
+    made = [torch.randn(*shape, 128, device="cuda") for shape in shapes]
     *leaves, grad_out = (t.bfloat16().requires_grad_() for t in made)
-    attend = torch.nn.functional.scaled_dot_product_attention
+    for is_causal in (False, True):
 
-    def errors(wanted: list[Any]) -> list[float]:
-        grads = torch.autograd.grad(attend(*leaves, is_causal=is_causal), leaves, grad_out)
-        pairs = zip(grads, wanted, strict=True)
-        return [float((a.double() - b).norm() / b.norm()) for a, b in pairs]
+        def gradients(inputs: list[Any], grad: Any, is_causal: bool = is_causal) -> tuple[Any, ...]:
+            options = {"is_causal": is_causal, "enable_gqa": True}
+            out = tuner.attention_varlen(*inputs, *starts, 700, 300, **options)
+            return torch.autograd.grad(out, inputs, grad)
 
-    wide = [t.detach().double().requires_grad_() for t in leaves]
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        exact = torch.autograd.grad(attend(*wide, is_causal=is_causal), wide, grad_out.double())
-    without = errors(list(exact))
-    with tuner.enabled():
-        found = errors(list(exact))
-    print(f"D={head_dim} causal={is_causal}: {found} beside {without}; {tuner.stats()}")
-    assert all(a <= MARGIN * b + SMALL["bfloat16"] for a, b in zip(found, without, strict=True))
+        before = tuner.stats().hits
+        found = gradients(leaves, grad_out)
+        hits = tuner.stats().hits - before
+        wide = [t.detach().double().requires_grad_() for t in leaves]
+        exact = gradients(wide, grad_out.double())
+        pairs = zip(found, exact, strict=True)
+        errors = [float((a.double() - b).norm() / b.norm()) for a, b in pairs]
+        print(f"causal={is_causal}: {hits} kernels, errors {errors}")
+        assert all(error < 8e-3 for error in errors)

@@ -185,11 +185,14 @@ def tuned(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNam
             query, key, value, out, lse, grad = (t.detach().float() for t in inputs)
             group = query.shape[1] // key.shape[1]
             keys, values = (t.repeat_interleave(group, 1) for t in (key, value))
-            weights = (self.scale * query @ keys.mT - lse[..., None]).exp()
-            if self.problem.is_causal:
-                weights = weights.tril()
+            raw, slope = self.scale * query @ keys.mT, 1.0
+            if cap := self.problem.softcap:
+                ratio = (raw / cap).tanh()
+                raw, slope = cap * ratio, 1 - ratio.square()
+            left, right = self.problem.visible
+            weights = (raw - lse[..., None]).exp().tril(right).triu(-left)
             inner = (grad * out).sum(-1, keepdim=True)
-            scores = weights * (grad @ values.mT - inner) * self.scale
+            scores = weights * (grad @ values.mT - inner) * self.scale * slope
             found = (
                 scores @ keys,
                 *(

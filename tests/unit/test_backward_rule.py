@@ -37,10 +37,20 @@ def test_a_kernel_is_proven_on_heads_and_lengths_of_every_kind(target: Any) -> N
         assert trial.problem.flops <= MAX_FLOPS and trial.problem.bytes <= MAX_BYTES
     problems: list[Any] = [trial.problem for trial in found]
     tile = target.config["tile_m"]
-    assert {1, tile - 1, tile, tile + 1, 2 * tile + 1} <= {one.seqlen_q for one in problems}
+    usual = target.problem
+    # A causal window needs a second query, which does not see the first key.
+    least = 2 if usual.is_causal and usual.is_windowed else 1
+    assert {tile - 1, tile, tile + 1, 2 * tile + 1} <= {one.seqlen_q for one in problems}
+    assert min(one.seqlen_q for one in problems) == least
     keys = 64 if target.problem.head_dim > 128 else 128
     assert {1, keys - 1, keys, keys + 1, 2 * keys + 1} <= {one.seqlen_kv for one in problems}
-    assert {one.layout for one in problems} == set(LAYOUTS)
+    assert {one.layout for one in problems} == ({"bshd"} if usual.is_varlen else set(LAYOUTS))
+    sides = {(one.window_left >= 0, one.window_right >= 0) for one in problems}
+    of_windows = (
+        {(True, False)} if usual.is_causal else {(True, False), (False, True), (True, True)}
+    )
+    assert sides == (of_windows if usual.is_windowed else {(False, False)})
+    assert {one.softcap for one in problems} == ({5.0, 50.0} if usual.softcap else {0.0})
     assert any(one.seqlen_q > one.seqlen_kv for one in problems)
     columns = target.problem.head_dim
     assert {columns, columns - 8} <= {one.head_dim for one in problems}
@@ -73,8 +83,7 @@ def test_expected_times_grow_with_the_work() -> None:
 def test_what_the_rule_does_not_serve() -> None:
     assert backward.serves(parse("S=1024,D=64"), H100)
     assert backward.serves(parse("S=1024,D=120,causal=1"), H100)
-    assert not backward.serves(parse("S=1024,D=64,window=9"), H100)
-    assert backward.select(parse("S=1024,D=64,window=9"), H100) is None
+    assert not chosen("S=1024,D=256,softcap=9,deterministic=1"), "no kernel at all"
     assert not backward.serves(parse("S=1024,D=64"), Gpu("NVIDIA A100", "8.0", 108, 0, 0.0, 0))
     assert chosen("B=1,H=16,S=128,D=32,dtype=bf16") in ([], ["flash3"])
     assert chosen("B=4,H=16,S=1024,D=96,dtype=bf16") == ["flash3"], "no own kernel"
@@ -84,9 +93,18 @@ def test_where_flash3_aligns_masks_otherwise_own_kernels_serve() -> None:
     assert "flash3" not in chosen("B=4,H=16,SQ=2048,SKV=4096,D=128,causal=1,dtype=bf16")
 
 
+def test_own_kernels_serve_what_pytorch_has_no_kernel_for() -> None:
+    assert "own" in chosen("B=1,H=16,S=300,D=64,window=9,dtype=bf16")
+    assert "own" in chosen("B=2,H=16,HKV=8,S=1000,D=256,causal=1,window=512,softcap=50,dtype=bf16")
+    assert "own" in chosen("B=4,H=16,S=1000,D=128,varlen=1,dtype=bf16")
+    # FlashAttention aligns masks bottom-right, and not every sequence has as many keys as queries.
+    assert chosen("B=4,H=16,S=1000,D=128,varlen=1,causal=1,dtype=bf16") == ["own"]
+    short, long = (parse(f"S=4096,D=128,causal=1,window={left}") for left in (256, 2048))
+    assert backward.expected_us("own", short, H100) < backward.expected_us("own", long, H100)
+
+
 def test_every_kernel_is_legal_at_any_size() -> None:
     member = family("fused_attention_backward")
-    for kind, config in backward.KERNELS.items():
-        problem = AttentionBackwardProblem(1, 1, kind.columns, is_causal=kind.is_causal)
-        problem = dataclasses.replace(problem, is_deterministic=kind.is_deterministic)
-        assert member.accepts(problem, config, H100)
+    for target in backward.targets():
+        problem = dataclasses.replace(target.problem, seqlen_q=1, seqlen_kv=1)
+        assert member.accepts(problem, target.config, H100)

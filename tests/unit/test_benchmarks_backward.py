@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from benchmarks import backward
+import math
+from collections import Counter
+
+from benchmarks import backward, backward_errors
+from tuner.config import Config
 from tuner.families import family
 from tuner.hardware import DEFAULT_GPU
+from tuner.selection.backward import KERNELS, kind_of
 
 PROBLEMS = backward.acceptance()
 
@@ -34,9 +39,35 @@ def test_a_problem_s_lines_name_times_and_how_the_own_kernels_stand() -> None:
             *(("flash3, deterministic", 130.0), ("cudnn", 140.0)),
         )
     ]
-    said = backward.text({"label": "S=2048", "rows": rows, "no": ["flash4: not here"]})
+    said = backward.text(
+        {"label": "S=2048", "against": "flash2", "rows": rows, "no": ["flash4: not here"]}
+    )
     assert "90.00 us    500 TFLOP/s  from flash2 3.0e-03  own" in said
     assert "own speed: 1.100 of flash3" in said
     assert "served speed: 0.989 of the fastest" in said
     assert "own deterministic speed: 1.300 of flash3, deterministic" in said
     assert said.endswith("not measured: flash4: not here")
+
+
+def test_errors_are_of_problems_that_flash2_computes_too() -> None:
+    problems = backward_errors.drawn(160, "0")
+    assert problems == backward_errors.drawn(160, "0") != backward_errors.drawn(160, "1")
+    kinds = Counter(kind_of(problem) for problem in problems)
+    assert set(kinds) == {kind for kind in KERNELS if not kind.has_softcap}
+    assert min(kinds.values()) >= 8
+    member, peer = family("fused_attention_backward"), family("sdpa_backward")
+    for problem in problems:
+        assert not member.violations(problem, backward.own_config(problem), DEFAULT_GPU)
+        assert not peer.violations(problem, Config(peer.name, {"kernel": "flash2"}), DEFAULT_GPU)
+
+
+def test_the_errors_are_summed_up_by_their_largest_ratio() -> None:
+    rows = [
+        {"problem": "S=2", "ratios": [1.0, 1.1, 0.9]},
+        {"problem": "S=3", "ratios": [1.0, 1.1, math.nan]},
+        {"problem": "S=4", "refused": "no"},
+    ]
+    said = backward_errors.text(rows)
+    assert "2 problems beside FlashAttention-2, 1 refused" in said
+    assert "gradient of key: median 1.100, largest 1.100" in said
+    assert "1 beyond 1.2" in said and "S=3: ['1.000', '1.100', 'nan']" in said

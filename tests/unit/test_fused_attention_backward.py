@@ -53,6 +53,28 @@ def test_a_problem_is_read_from_text_and_json() -> None:
     assert AttentionBackwardProblem.of(problem.forward) == replace(problem, is_deterministic=False)
 
 
+def test_soft_caps_and_packed_sequences_are_absent_from_the_key_of_others() -> None:
+    plain = AttentionBackwardProblem.parse("S=100,D=64")
+    assert not {"softcap", "is_varlen"} & json.loads(plain.key).keys()
+    for text in ("S=100,D=64,causal=1,softcap=2.5", "B=3,S=100,D=64,varlen=1,deterministic=1"):
+        problem = AttentionBackwardProblem.parse(text)
+        assert problem_from_json(json.loads(problem.key)) == problem != plain
+        assert AttentionBackwardProblem.parse(problem.label()) == problem
+        assert AttentionBackwardProblem.of(problem.forward, problem.is_deterministic) == problem
+
+
+def test_packed_sequences_have_their_starts_and_rows_of_heads() -> None:
+    problem = AttentionBackwardProblem.parse("B=4,H=8,HKV=2,SQ=100,SKV=60,D=64,varlen=1")
+    forward, shapes = problem.forward, {o.name: o.shape for o in problem.operands}
+    assert [o.name for o in problem.inputs[4:]] == [
+        *("logsumexp", "grad_out", "cu_seqlens_q", "cu_seqlens_kv")
+    ]
+    assert shapes["cu_seqlens_q"] == shapes["cu_seqlens_kv"] == (5,)
+    assert shapes["logsumexp"] == (1, 8, forward.total_q)
+    assert shapes["grad_key"] == (1, 2, forward.total_kv, 64)
+    assert problem.flops == sum(one.flops for one in forward.sequences) * 5 // 2
+
+
 def test_operands_are_those_of_attention_and_their_gradients() -> None:
     problem = AttentionBackwardProblem.parse("B=2,H=8,HKV=2,SQ=500,SKV=300,D=72,layout=bshd_bhsd")
     shapes = {o.name: o.shape for o in problem.operands}
@@ -80,7 +102,8 @@ def test_masks_of_equal_meaning_are_one_problem() -> None:
     [
         ("S=100,D=64,dtype=e4m3", "dtype=e4m3 has no gradients"),
         ("S=100,D=60", "D=60 has no tuned kernel"),
-        ("S=100,D=64,softcap=5", "unknown key 'softcap' for attention_backward"),
+        ("S=100,D=64,bias=h", "unknown key 'bias' for attention_backward"),
+        ("S=100,D=64,varlen=1,softcap=5", "varlen=1 has no sliding window and no soft cap"),
         ("H=3,HKV=2,S=100,D=64", "HKV must divide H"),
     ],
 )
@@ -89,7 +112,7 @@ def test_what_has_no_gradients_is_refused(text: str, reason: str) -> None:
         AttentionBackwardProblem.parse(text)
 
 
-@pytest.mark.parametrize("extra", ["softcap=5", "bias=h", "alibi=1", "varlen=1"])
+@pytest.mark.parametrize("extra", ["bias=h", "alibi=1", "mask=1", "page_size=64"])
 def test_attention_with_more_has_none(extra: str) -> None:
     forward = AttentionProblem.parse(f"S=100,D=64,{extra}")
     with pytest.raises(ConfigError, match="has no gradients"):
@@ -117,6 +140,13 @@ def test_attention_with_more_has_none(extra: str) -> None:
         ("S=1024,D=192", {}, "early_dv=true needs P in registers"),
         ("S=1024,D=256", {"early_dv": False}, "bytes of shared memory exceed"),
         ("S=1024,D=128", {"stages": 1, "early_dq": False}, "stages=1 needs early_dq"),
+        ("S=1024,D=64,softcap=5", {}, "early_dv=true needs P before the derivatives"),
+        (
+            "S=1024,D=64,softcap=5",
+            {"early_dv": False, "early_dq": False, "early_exp": 50},
+            "early_exp and late_exp are 0 under a soft cap",
+        ),
+        ("S=1024,D=64,varlen=1", {"rotate": True}, "rotate=true has no variable lengths"),
         ("S=1024,D=64", {"dq": "none"}, "dq='none' is not known"),
         ("S=1024,D=64", {"section_heads": 3}, "section_heads=3 is not known"),
     ],
@@ -217,6 +247,12 @@ def test_integers_are_sizes_strides_and_schedule() -> None:
     assert launch.scalars == (0.5,)
     (windowed,) = FAMILY.launches(replace(problem, window_left=7, window_right=9), make(), 0.5)
     assert windowed.integers[32:] == (7, 9)
+    packed = replace(problem, is_varlen=True)
+    (launch,) = FAMILY.launches(packed, make(), 0.5)
+    assert launch.integers[32:] == (packed.forward.total_q, packed.forward.total_kv)
+    assert [ref.operand for ref in launch.tensors][6:8] == ["cu_seqlens_q", "cu_seqlens_kv"]
+    (capped,) = FAMILY.launches(replace(problem, softcap=30.0), make(early_dv=False), 0.5)
+    assert capped.scalars == (0.5, 30.0)
 
 
 def test_strides_of_a_call_reach_the_launch_or_are_refused() -> None:
@@ -253,6 +289,8 @@ def test_more_work_is_expected_to_take_longer() -> None:
         ("S=100,D=256,deterministic=1", "flash3", "not deterministic with head dimensions above"),
         ("SQ=100,SKV=90,D=64,causal=1", "flash2", "aligns a causal mask bottom-right"),
         ("SQ=100,SKV=90,D=64,left=9", "flash3", "aligns a sliding window bottom-right"),
+        ("S=100,D=64,softcap=5", "flash2", "flash2 has no soft cap"),
+        ("S=100,D=64,varlen=1", "cudnn", "cudnn has no variable lengths"),
     ],
 )
 def test_vendors_refuse_what_they_would_compute_otherwise(
@@ -289,6 +327,8 @@ def test_golden_texts(goldens: Goldens) -> None:
         "plain": (PROBLEM, make()),
         "windowed": (windowed, make(tile_m=128, dq="direct")),
         "ordered": (PROBLEM, make(dq="ordered", swap_dq=True)),
+        "softcap": (replace(PROBLEM, softcap=50.0, is_causal=True), make(early_dv=False)),
+        "varlen": (replace(PROBLEM, is_varlen=True, is_causal=True), make(dq="ordered")),
     }
     texts = {
         name: render(FAMILY.kernels(problem, config)[KERNEL], "KERNEL_ID")
@@ -329,14 +369,21 @@ def test_rounding_of_huge_scores_makes_probabilities_infinite_unless_they_end_at
     assert infinite > 1000
 
 
-@pytest.mark.parametrize("text", ["S=200,D=8", "SQ=130,SKV=70,D=8,causal=1", "S=150,D=8,left=20"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("S=200,D=8", "SQ=130,SKV=70,D=8,causal=1", "S=150,D=8,left=20"),
+        *("S=200,D=8,softcap=2", "S=150,D=8,causal=1,left=20,softcap=0.5"),
+    ],
+)
 def test_the_order_of_the_kernel_gives_the_gradients(text: str) -> None:
     """Tiles of keys, each against tiles of queries: probabilities from the log-sum-exp to base 2,
-    derivatives by the rows' sums of dO x O, dQ summed over tiles of keys; against autograd.
+    derivatives by the rows' sums of dO x O, dQ summed over tiles of keys; against autograd. Under a
+    soft cap the derivative of tanh comes from the logarithm of the probability and the log-sum-exp.
     """
     torch = pytest.importorskip("torch", reason="torch is not installed")
     problem = AttentionBackwardProblem.parse(f"H=2,{text}")
-    tile_m, tile_n, scale = 64, 128, 0.3
+    tile_m, tile_n, scale, cap = 64, 128, 0.3, problem.softcap
     torch.manual_seed(0)
     wide = {"dtype": torch.float64}
     query, grad = (torch.randn(2, problem.seqlen_q, 8, **wide) for _ in range(2))
@@ -345,7 +392,8 @@ def test_the_order_of_the_kernel_gives_the_gradients(text: str) -> None:
     left, right = problem.visible
     rows, columns = torch.arange(problem.seqlen_q)[:, None], torch.arange(problem.seqlen_kv)
     hidden = (columns < rows - left) | (columns > rows + right)
-    scores = (query @ key.mT * scale).masked_fill(hidden, -math.inf)
+    scaled = query @ key.mT * scale
+    scores = (cap * torch.tanh(scaled / cap) if cap else scaled).masked_fill(hidden, -math.inf)
     out = scores.softmax(-1) @ value
     wanted = torch.autograd.grad(out, leaves, grad)
     with torch.no_grad():
@@ -357,10 +405,15 @@ def test_the_order_of_the_kernel_gives_the_gradients(text: str) -> None:
             for m in range(0, problem.seqlen_q, tile_m):
                 queries = slice(m, m + tile_m)
                 s = key[:, keys] @ query[:, queries].mT
-                p = torch.exp2(s * (scale / math.log(2)) - lse2[:, None, queries])
-                p = p.masked_fill(hidden[queries, keys].mT, 0)
+                s = cap * torch.tanh(s * scale / cap) if cap else s * scale
+                x = s / math.log(2) - lse2[:, None, queries]
+                x = x.masked_fill(hidden[queries, keys].mT, -math.inf)
+                p = torch.exp2(x)
                 dp = value[:, keys] @ grad[:, queries].mT
                 ds = p * (dp - delta[:, None, queries])
+                if cap:
+                    ratio = (x + lse2[:, None, queries]) * (math.log(2) / cap)
+                    ds *= (1 - ratio.square()).clamp(min=0)
                 found[2][:, keys] += p @ grad[:, queries]
                 found[1][:, keys] += ds @ query[:, queries] * scale
                 found[0][:, queries] += ds.mT @ key[:, keys] * scale

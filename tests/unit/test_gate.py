@@ -4,6 +4,7 @@ themselves are compared with numpy in tests/gpu/test_gate_gpu.py.
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 import zlib
@@ -25,7 +26,7 @@ from tuner.measure.gate.commands import Command
 from tuner.measure.gate.inputs import KINDS, border_columns, kinds_of, scale_of
 from tuner.measure.gate.kernels import E4M3_POISON, POISON, Guarded
 from tuner.measure.log_sum_exp import judge_lse, lost_of
-from tuner.measure.tolerance import OutputComparison, floor_work
+from tuner.measure.tolerance import GRADIENT_PART, OutputComparison, floor_work
 from tuner.measurement import Status
 from tuner.problem import (
     E4M3,
@@ -176,7 +177,7 @@ COMMANDS = {
         *[(0, 1, 4, 2)] * 2, (2, 1, None, 1), *[(5, 7, 19, 2)] * 2, *[(9, 2, 2, 0)] * 3,
     ],
     "backward": [
-        *[(0, 1, 4, 2)] * 6, (1, 2, 17, 1), (4, 12, 25, 2), (16, 4, 4, 0), (15, 10, 22, 1),
+        *[(0, 1, 4, 2)] * 6, (1, 2, 17, 1), (4, 12, 25, 2), (16, 4, 4, 0), (15, 10, 22, 2),
         *[(9, 2, 2, 0)] * 6,
     ],
     "softmax": [(0, 1, 4, 2), (3, 1, 6, 1), (6, 2, 5, 1), (9, 2, 2, 0)],
@@ -236,6 +237,42 @@ def test_gradients_are_checked_on_huge_scores_that_give_zero() -> None:
     assert integers[2:8] == [1, 4, 2, 70, 90, 64]
     assert scalars == (exponents.start, len(exponents))
     assert scale_of(BACKWARD, "huge_scores") == scale_of(BACKWARD)
+
+
+def test_gradients_have_the_rounded_output_and_limits_of_their_own_scale() -> None:
+    made, _, kernel = opened(BACKWARD)
+    made.load("random")
+    [(tensors, _)] = [given for given in kernel.given if given[1][0] == 15]
+    assert tensors[4] == made.pointers["out"]
+    kernel.calls.clear()
+    kernel.scalars.clear()
+    assert made.examine().status is Status.OK
+    limits = [s for s, call in zip(kernel.scalars, kernel.calls, strict=True) if call[0] == 7]
+    assert len(limits) == 2 * len(BACKWARD.outputs)
+    for first, second, output in zip(limits[::2], limits[1::2], BACKWARD.outputs, strict=True):
+        rms = 1 / output.elements**0.5  # of a reference whose squares add up to one
+        assert second[0] - first[0] == pytest.approx(GRADIENT_PART["bfloat16"] * rms)
+        assert second[1:] == first[1:]
+
+
+def test_gradients_of_packed_sequences_are_computed_one_by_one() -> None:
+    problem = AttentionBackwardProblem.parse("B=2,H=1,S=2,D=8,varlen=1,dtype=bf16")
+    first, second = problem.forward.lengths_q
+    made, device, kernel = opened(problem)
+    made.load("random")
+    at = made.pointers
+    assert device.written[at["cu_seqlens_q"]] == struct.pack("<3i", 0, first, first + second)
+    given = [given for given in kernel.given if given[1][0] == 15]
+    assert [integers[5:7] for _, integers in given] == [[first] * 2, [second] * 2]
+    names = "query", "key", "value", "grad_out", "out"
+    for (tensors, _), row in zip(given, (0, first), strict=True):
+        assert tensors[:5] == [at[name] + 16 * row for name in names]
+        grads = [made.reference("random", operand.name) for operand in problem.outputs]
+        assert tensors[7:] == [grad + 32 * row for grad in grads]
+    # The device's statistics are a maximum of zero, and sums of one and of zero.
+    assert struct.unpack("<3f", device.written[at["logsumexp"]]) == (0, -math.inf, -math.inf)
+    [(_, integers)] = [given for given in kernel.given if given[1][0] == 16]
+    assert integers[2:] == [3 * 8, 0]
 
 
 def test_planted_e4m3_columns_do_not_saturate() -> None:

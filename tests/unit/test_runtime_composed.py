@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import importlib
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tuner.errors import ConfigError
+from tuner.problem import AttentionBackwardProblem
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -184,3 +186,39 @@ def test_what_is_out_of_range_is_one_line(options: dict[str, Any], words: str) -
     with pytest.raises(ConfigError) as caught:
         attention(*inputs(), **options)
     assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options", [{"window": 2}, {"window": (1, -1), "is_causal": True, "softcap": 2.0}]
+)
+@pytest.mark.parametrize("heads_kv", [4, 2])
+def test_gradients_of_windows_and_soft_caps_have_kernels(
+    tuned: SimpleNamespace, heads_kv: int, options: dict[str, Any]
+) -> None:
+    tuned.differentiates = True
+    made = [torch.randn(2, heads, 6, 8).half() for heads in (4, heads_kv, heads_kv)]
+    inputs, copies = ([t.clone().requires_grad_() for t in made] for _ in range(2))
+    options = {**options, "scale": 0.3, "enable_gqa": True}
+    out = tuned.attention.attention(*inputs, **options)
+    grad = torch.randn_like(out)
+    found = torch.autograd.grad(out, inputs, grad, retain_graph=True)
+    forward, backward = tuned.problems
+    assert backward == AttentionBackwardProblem.of(forward) and backward.is_windowed
+    assert tuned.counters.stats().hits == 2
+    tuned.differentiates = False
+    by_pytorch = tuned.attention.attention(*copies, **options)
+    wanted = torch.autograd.grad(by_pytorch, copies, grad)
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.allclose(a.float(), b.float(), rtol=1e-2, atol=1e-2)
+    # Second derivatives are PyTorch's.
+    (again,) = torch.autograd.grad(out, inputs[:1], grad, create_graph=True)
+    (second,) = torch.autograd.grad(again.float().square().sum(), inputs[1:2])
+    assert len(tuned.problems) == 2 and second.isfinite().all() and float(second.norm()) > 0
+
+
+def test_windows_without_a_backward_kernel_are_pytorch_s(tuned: SimpleNamespace) -> None:
+    inputs = [torch.randn(1, 2, 6, 8).half().requires_grad_() for _ in range(3)]
+    out = tuned.attention.attention(*inputs, window=2)
+    assert all(t.isfinite().all() for t in torch.autograd.grad(out.sum(), inputs))
+    assert not tuned.problems
+    assert tuned.counters.stats().fallbacks == {"a gradient is wanted": 1}

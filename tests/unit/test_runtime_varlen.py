@@ -12,8 +12,9 @@ import pytest
 
 from tuner.errors import ConfigError
 from tuner.families.fused_attention import FusedAttention
+from tuner.families.fused_attention_backward import FusedAttentionBackward
 from tuner.hardware import DEFAULT_GPU
-from tuner.problem import AttentionProblem
+from tuner.problem import AttentionBackwardProblem, AttentionProblem
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 SDPA = torch.nn.functional.scaled_dot_product_attention
@@ -93,9 +94,13 @@ class FakeKernel:
         return 0
 
 
-def serve(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Has the table find a fused attention kernel for whatever is posed."""
-    kernel, member, posed = FakeKernel(), FusedAttention(), []
+def serve(
+    on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, differentiates: bool = False
+) -> SimpleNamespace:
+    """Has the table find a fused attention kernel for whatever is posed; of gradients one only if
+    it `differentiates`.
+    """
+    kernel, posed = FakeKernel(), []
 
     def find_out(kind: Any, told: Any, pose: Any, device: int, _: Any = None) -> Any:
         assert told is None, "the dispatcher in C++ knows no packed tensors"
@@ -104,7 +109,11 @@ def serve(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNam
         except ConfigError as exc:
             return on_cpu.refusal.Refusal(on_cpu.refusal.Kind.TENSORS, str(exc))
         problem = asked.problem
+        is_backward = problem.op != "attention"
+        if is_backward and not differentiates:
+            return on_cpu.refusal.Refusal(on_cpu.refusal.Kind.MISS, problem.label())
         posed.append((kind, problem))
+        member = FusedAttentionBackward() if is_backward else FusedAttention()
         config = member.space(problem, DEFAULT_GPU)[0]
         plan = on_cpu.plan
         (launch,) = member.launches(problem, config, asked.scale)
@@ -115,7 +124,8 @@ def serve(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNam
             steps=(plan._step(problem, kernel, launch, 0),),
             workspace_bytes=0,
             dtype=torch.float16,
-            writes_lse=True,
+            writes_lse=not is_backward,
+            further=tuple((o.shape, o.strides, torch.float16) for o in problem.outputs[:-1]),
         )  # fmt: skip
 
     monkeypatch.setattr(on_cpu.table.table, "get", lambda kind: None)
@@ -141,6 +151,34 @@ def test_a_kernel_is_given_the_sizes_of_the_call(
     assert integers[7:9] == integers[16:18] == (16, 64) and integers[10:12] == (16, 32)
     assert integers[-2:] == (17, 21) and scalars == (0.5,)
     assert on_cpu.counters.stats().hits == 1
+
+
+def test_gradients_are_launched_with_the_sizes_of_the_call(
+    on_cpu: SimpleNamespace, varlen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = serve(on_cpu, monkeypatch, differentiates=True)
+    inputs = packed(2, torch.float16, spare=1)
+    for tensor in inputs[:3]:
+        tensor.requires_grad_()
+    out = varlen(*inputs, *LONGEST, is_causal=True, scale=0.5, enable_gqa=True)
+    grad_out = torch.randn_like(out)
+    found = torch.autograd.grad(out, inputs[:3], grad_out)
+    assert [grad.shape for grad in found] == [t.shape for t in inputs[:3]]
+    forward, backward = served.posed[0][1], served.posed[-1][1]
+    assert backward == AttentionBackwardProblem.of(forward)
+    [(given, *_), (tensors, integers, scalars)] = served.launched
+    names = [operand.name for operand in backward.operands]
+    at = dict(zip(names, tensors, strict=True))
+    assert [at[name] for name in ("query", "key", "value", "cu_seqlens_q", "cu_seqlens_kv")] == [
+        t.data_ptr() for t in inputs
+    ]
+    assert (at["grad_out"], at["logsumexp"]) == (grad_out.data_ptr(), given[4])
+    assert [at[f"grad_{name}"] for name in ("query", "key", "value")] == [
+        grad.data_ptr() for grad in found
+    ]
+    assert integers[:6] == (5, 4, 2, 7, 9, 16)
+    assert integers[-2:] == (17, 21) and scalars == (0.5,)
+    assert on_cpu.counters.stats().hits == 2
 
 
 def test_calls_of_like_sizes_are_of_one_kind(

@@ -32,6 +32,7 @@ from tuner.hardware import (
     Gpu,
 )
 from tuner.problem import MAX_EXTENT, AttentionBackwardProblem, Operand, Problem
+from tuner.problem.attention_backward import STARTS
 
 KERNEL = "attention_backward"
 """Name of the only kernel; its library launches all three."""
@@ -54,6 +55,8 @@ GROUP_KEYS = 64
 #: Multiprocessors that a GPU needs where the blocks of a chunk wait for each other: twice the most
 #: blocks of one (`kChunk` of the template).
 CHUNK_MULTIPROCESSORS = 64
+#: Rows of packed tensors, arguments of a launch.
+_TOTALS = ("total_q", "total_kv")
 #: KV heads whose blocks run side by side, at most.
 MAX_HEADS = 1024
 
@@ -127,6 +130,12 @@ class FusedAttentionBackward(Family):
             found.append("transpose_ds=true leaves no operand for groups that share keys")
         if sharing > 1 and config["early_dv"]:
             found.append("early_dv=true needs P in registers, which groups that share keys do not")
+        if problem.softcap and config["early_dv"]:
+            found.append("early_dv=true needs P before the derivatives, which make it under a cap")
+        if problem.softcap and (config["early_exp"] or config["late_exp"]):
+            found.append("early_exp and late_exp are 0 under a soft cap, whose derivatives have P")
+        if problem.is_varlen and config["rotate"]:
+            found.append("rotate=true has no variable lengths")
         if config["stages"] == 1 and not config["early_dq"]:
             found.append("stages=1 needs early_dq: the next queries come when these are free")
         if config["early_exp"] + config["late_exp"] > 100:
@@ -251,6 +260,9 @@ class FusedAttentionBackward(Family):
             "smem_bytes": self.smem_bytes(problem, config),
             "producer_registers": producer,
             "consumer_registers": consumer,
+            # Absent where they are off, so that other kernels keep their keys.
+            **({"has_softcap": True} if problem.softcap else {}),
+            **({"is_varlen": True} if problem.is_varlen else {}),
         }
         return {KERNEL: KernelSpec(TEMPLATE, variables, WORDS, arguments_of(problem))}
 
@@ -278,12 +290,16 @@ class FusedAttentionBackward(Family):
         }
         if problem.is_windowed:
             integers |= zip(WINDOW, problem.visible, strict=True)
+        if problem.is_varlen:
+            integers |= {name: getattr(problem.forward, name) for name in _TOTALS}
         tensors = {operand.name: Ref(operand.name) for operand in problem.operands}
         arguments = arguments_of(problem)
-        return [Launch.named(KERNEL, arguments, tensors, integers, {"scale": scale})]
+        scalars = {"scale": scale, **({"softcap": problem.softcap} if problem.softcap else {})}
+        return [Launch.named(KERNEL, arguments, tensors, integers, scalars)]
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         problem, constants = _backward(problem), self.constants
+        problem = AttentionBackwardProblem.of(problem.forward.evened, problem.is_deterministic)
         head_dim, tile_m = instance(problem.head_dim), int(config["tile_m"])
         keys = GROUP_KEYS * int(config["warp_groups"]) // sharing_groups(problem.head_dim)
         rate = constants["narrow_rate" if head_dim <= 64 else "rate"]
@@ -313,8 +329,9 @@ def arguments_of(problem: AttentionBackwardProblem) -> Arguments:
             *stride_names(*(matrix.name for matrix in _matrices(problem))),
             *("pdl", "section_heads"),
             *(WINDOW if problem.is_windowed else ()),
+            *(_TOTALS if problem.is_varlen else ()),
         ),
-        scalars=("scale",),
+        scalars=("scale", "softcap") if problem.softcap else ("scale",),
     )
 
 
@@ -325,7 +342,7 @@ def _rounded_up(count: int, unit: int) -> int:
 
 def _matrices(problem: AttentionBackwardProblem) -> list[Operand]:
     """Operands whose strides are launch arguments, in order."""
-    return [operand for operand in problem.operands if operand.name != "logsumexp"]
+    return [one for one in problem.operands if one.name not in ("logsumexp", *STARTS)]
 
 
 def _backward(problem: Problem) -> AttentionBackwardProblem:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tuner.errors import GateError
 from tuner.families.gemm.shape import PROMOTED_K
@@ -40,6 +40,10 @@ class Limits:
     relative: float
     row: float = 0.0
     """Every element: `allowed`."""
+    whole: float = 0.0
+    """Part of the reference's root mean square that is added to `absolute`: `resolved`."""
+    floor: float = 0.0
+    """Root mean square of an error that is allowed beside `frobenius`."""
 
     def allowed(self, reference: float, row_rms: float = 0.0) -> float:
         """Limit of an element's absolute error, as the gate's compare kernel computes it.
@@ -50,6 +54,10 @@ class Limits:
                 the axis of unit stride, the head dimension of attention.
         """
         return self.absolute + self.relative * abs(reference) + self.row * row_rms
+
+    def resolved(self, rms: float) -> Limits:
+        """Limits for a reference of this root mean square, with the whole's part in `absolute`."""
+        return replace(self, absolute=self.absolute + self.whole * rms, whole=0.0)
 
     @property
     def text(self) -> str:
@@ -68,15 +76,14 @@ LIMITS = {
 }
 
 
-#: Limits of attention's gradients. The derivative of a score is the difference of two sums, one of
-#: them over the rounded output: where a few keys have most of a row's probability, both are nearly
-#: equal. Emulated on the gate's planted inputs (512 queries and keys), kernels that round
-#: probabilities and derivatives to 16 bits are off by up to 1.1e-3 in fp16 and 8.5e-3 in bf16, an
-#: element by up to 3.3e-3 and 3.2e-2.
-GRADIENT_LIMITS = {
-    "float16": Limits(2e-3, 4e-3, 4e-3),
-    "bfloat16": Limits(1.6e-2, 3.2e-2, 3.2e-2),
-}
+#: Parts of the root mean squares of a gradient's row and of the whole gradient that an element may
+#: be off by, beside the usual limits, which are for outputs of deviation 1. A gradient of few keys
+#: is a sum over thousands of queries. Kernels round its terms, so that an element's error scales
+#: with the terms and not with their sum.
+GRADIENT_PART = {"float16": 2e-3, "bfloat16": 1.6e-2}
+#: Error of a sum of products in fp32, relative to their number: units in the last place of 2^-23,
+#: for each of two sums, the row's and the score's.
+FP32_SUMS = 2.0**-22
 
 
 #: Standard deviation of the relative error of a probability rounded to e4m3: uniform within a
@@ -101,8 +108,8 @@ E4M3_SUM = 2.1e-5
 E4M3_DEVIATIONS = 8
 
 
-def limits_of(problem: Problem) -> Limits:
-    """Limits of the error of `problem`'s output.
+def limits_of(problem: Problem, output: str = "") -> Limits:
+    """Limits of the error of an output of `problem`, by default its only one.
 
     e4m3 GEMMs have the limits of 16-bit ones, plus the accumulators' truncation over the products
     that stay in them. e4m3 attention is judged against the exact result of its quantised inputs.
@@ -123,7 +130,8 @@ def limits_of(problem: Problem) -> Limits:
     and 62 % of normal elements exceed the limit.
     """
     if isinstance(problem, AttentionBackwardProblem):
-        return GRADIENT_LIMITS[problem.dtype]
+        part, floor = GRADIENT_PART[problem.dtype], _gradient_floor(problem, output)
+        return replace(LIMITS[problem.dtype], row=part, whole=part, floor=floor)
     usual = LIMITS[problem.output.dtype]
     if isinstance(problem, GemmProblem | GroupedGemmProblem) and problem.dtype == E4M3:
         kept = min(problem.k, PROMOTED_K)
@@ -140,6 +148,29 @@ def limits_of(problem: Problem) -> Limits:
     truncation = E4M3_TRUNCATION * math.ceil(problem.seqlen_kv / E4M3_DEPTH)
     frobenius = E4M3_MARGIN * (E4M3_ROUNDING + truncation)
     return Limits(frobenius, _FP16_SUBNORMAL_STEP, 2 * truncation, E4M3_ROW)
+
+
+def _gradient_floor(problem: AttentionBackwardProblem, output: str) -> float:
+    """Root mean square of a correct kernel's error where the exact gradient is zero, for inputs of
+    deviation 1.
+
+    A query that sees one key has no derivatives: the products of the value and of the output with
+    the output's gradient are equal. In fp32 their difference is up to `FP32_SUMS` times D, times
+    the probability. In fp16 derivatives and probabilities may be subnormal. Keys and queries take
+    these errors on to the gradients, where those of different pairs are independent.
+    """
+    left, right = problem.visible
+    queries = min(problem.seqlen_q, problem.seqlen_kv + left)
+    keys = min(problem.seqlen_kv, problem.seqlen_q + right)
+    pairs = problem.forward.pairs
+    probability = min(1.0, queries / pairs)
+    sums = 0.0 if output == "grad_value" else FP32_SUMS * problem.head_dim * probability
+    step = _FP16_SUBNORMAL_STEP / math.sqrt(12) if problem.dtype == "float16" else 0.0
+    terms = pairs / queries
+    if output != "grad_query":
+        terms = pairs / keys * problem.heads_q / problem.heads_kv
+    scale = 1.0 if output == "grad_value" else 1 / math.sqrt(problem.head_dim)
+    return scale * math.hypot(sums, step) * math.sqrt(terms)
 
 
 @dataclass(frozen=True)
@@ -219,6 +250,7 @@ def judge(
         )
         return Verdict(Status.WRONG_RESULT, None, text)
     allowed = limits.frobenius * math.sqrt(comparison.reference_squares)
+    allowed += limits.floor * math.sqrt(comparison.elements)
     if operand.dtype == "float16":
         allowed += _FP16_SUBNORMAL_STEP / math.sqrt(12) * math.sqrt(comparison.elements)
     if comparison.beyond or not math.sqrt(comparison.error_squares) <= allowed:

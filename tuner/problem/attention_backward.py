@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from tuner.errors import ConfigError
 from tuner.problem.attention import AttentionProblem, Layout
@@ -14,8 +14,13 @@ from tuner.problem.base import E4M3, DType, Meaning, Operand, Problem
 #: Keys shared with attention, and the key for deterministic gradients.
 _SHARED = (
     *("B", "H", "HKV", "S", "SQ", "SKV", "D"),
-    *("causal", "window", "left", "right", "dtype", "layout"),
+    *("causal", "window", "left", "right", "softcap", "varlen", "dtype", "layout"),
 )
+#: Fields that the JSON omits if they have these values.
+_OFF: Mapping[str, Any] = {"softcap": 0.0, "is_varlen": False}
+
+STARTS = ("cu_seqlens_q", "cu_seqlens_kv")
+"""Operands that hold where packed sequences start."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +28,12 @@ class AttentionBackwardProblem(Problem):
     """Gradients of query, key and value from that of attention's output.
 
     Inputs are query, key, value, out, the log-sum-exp of attention, and the gradient of out. The
-    log-sum-exp is fp32 (B, H, SQ), a natural logarithm, -inf for a query that sees no key. Shapes,
-    masks, layouts and the scale are those of `AttentionProblem`, whose soft caps, biases, variable
-    lengths and e4m3 have no gradients here. Each gradient lies as its tensor does; those of a KV
-    head are sums over its query heads.
+    log-sum-exp is fp32 (B, H, SQ), with ``varlen=1`` (H, total_q), a natural logarithm, -inf for a
+    query that sees no key.
+
+    Shapes, masks, soft caps, variable lengths, layouts and the scale are those of
+    `AttentionProblem`, whose biases, pages and e4m3 have no gradients here. Each gradient lies as
+    its tensor does; those of a KV head are sums over its query heads.
 
     With ``deterministic=1`` equal inputs have equal gradients to the bit in every run.
     """
@@ -55,6 +62,8 @@ class AttentionBackwardProblem(Problem):
     window_left: int = -1
     window_right: int = -1
     is_deterministic: bool = False
+    softcap: float = 0.0
+    is_varlen: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype == E4M3:
@@ -84,12 +93,17 @@ class AttentionBackwardProblem(Problem):
         made = cls(**shared, is_deterministic=is_deterministic)
         if made.forward != forward:
             raise ConfigError(
-                f"{forward.label()} has no gradients (allowed: masks and windows, no other extra)"
+                f"{forward.label()} has no gradients (allowed: masks, windows, soft caps, varlen=1)"
             )
         return made
 
     def label(self) -> str:
         return self.forward.label() + (",deterministic=1" if self.is_deterministic else "")
+
+    def to_json(self) -> dict[str, Any]:
+        """As in the base class. Soft cap and variable lengths that are off are absent."""
+        absent = {name for name, off in _OFF.items() if getattr(self, name) == off}
+        return {name: value for name, value in super().to_json().items() if name not in absent}
 
     @property
     def is_windowed(self) -> bool:
@@ -109,11 +123,12 @@ class AttentionBackwardProblem(Problem):
     @property
     def operands(self) -> tuple[Operand, ...]:
         query, key, value, out = self.forward.matrices
-        rows = (self.batch, self.heads_q, self.seqlen_q)
-        strides = (self.heads_q * self.seqlen_q, self.seqlen_q, 1)
+        batch, heads, rows, _ = out.shape
+        starts = [one for one in self.forward.operands if one.name in STARTS]
         return (
             *(query, key, value, replace(out, is_output=False)),
-            Operand("logsumexp", rows, strides, "float32"),
+            Operand("logsumexp", (batch, heads, rows), (heads * rows, rows, 1), "float32"),
             replace(out, name="grad_out", is_output=False),
+            *starts,
             *(replace(o, name=f"grad_{o.name}", is_output=True) for o in (query, key, value)),
         )

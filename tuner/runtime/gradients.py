@@ -5,16 +5,18 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from tuner.errors import ConfigError
 from tuner.problem import AttentionBackwardProblem, AttentionProblem
 from tuner.runtime import guards
-from tuner.runtime.attention_plan import pose, scale_of
+from tuner.runtime.attention_plan import AttentionCall, pose, scale_of
 from tuner.runtime.autograd import Three, gains_by_cudnn, has_much_work
+from tuner.runtime.composed import NONE, Extras
 from tuner.runtime.plan import Plan, Posed
+from tuner.runtime.recorded import Tensors, recorded
 from tuner.runtime.refusal import Refusal
 from tuner.runtime.serving import PlannedCall, find
 from tuner.runtime.table import table
@@ -30,6 +32,7 @@ class _Gradients(NamedTuple):
     is_causal: bool
     scale: float | None
     is_deterministic: bool
+    extras: Extras = NONE
 
 
 class GradientsCall(_Gradients, PlannedCall):
@@ -46,12 +49,13 @@ class GradientsCall(_Gradients, PlannedCall):
         return None if self.scale is None else guards.unscaled(self.scale)
 
     def kind(self) -> Hashable:
-        options = self.is_causal, self.scale, self.is_deterministic
+        options = self.is_causal, self.scale, self.is_deterministic, self.extras
         return PlannedCall.key(self, *options)  # whose name here is a tensor's
 
     def pose(self) -> Posed:
         query, key, value, out, lse, grad_out = self.inputs
-        posed = pose(query, key, value, self.is_causal, scale_of(query, self.scale))
+        scale, extras = scale_of(query, self.scale), self.extras
+        posed = pose(query, key, value, self.is_causal, scale, extras=extras)
         if not isinstance(posed.problem, AttentionProblem):
             raise ConfigError(f"{posed.problem.op} has no gradients")
         problem = AttentionBackwardProblem.of(posed.problem, self.is_deterministic)
@@ -135,3 +139,42 @@ def gradients(
         return None
     grad_query, grad_key, grad_value = grads
     return grad_query, grad_key, grad_value
+
+
+def attend_extras(call: AttentionCall) -> torch.Tensor | None:
+    """A tuned kernel's output under a window or a soft cap whose gradients have a kernel too; None
+    where PyTorch's operations are to compute both.
+    """
+    if call.attn_mask is not None or call.dropout_p:
+        return None
+    query, key, value = call[:3]
+    table.refresh(query)
+    plan = find(call)
+    if not isinstance(plan, Plan) or not plan.has_lse:
+        return None
+    lse = torch.empty(query.shape[:3], dtype=torch.float32, device="meta")
+    if not isinstance(find(_call_of(call, (query, key, value), query, lse, query)), Plan):
+        return None
+
+    def forward(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | Refusal:
+        return table.run_with_lse(plan, *inputs)
+
+    def backward(inputs: Tensors, out: Any, lse: Any, grad_out: Any) -> Tensors | Refusal:
+        posed = _call_of(call, inputs, out, lse, grad_out)
+        found = find(posed)
+        return table.run_all(found, *posed.inputs) if isinstance(found, Plan) else found
+
+    def compose(*inputs: torch.Tensor) -> torch.Tensor:
+        options = dict(zip(("query", "key", "value"), inputs, strict=True))
+        return call._replace(**options).by_pytorch()
+
+    return recorded((query, key, value), forward, backward, compose)
+
+
+def _call_of(
+    call: AttentionCall, inputs: Tensors, out: Any, lse: Any, grad_out: Any
+) -> GradientsCall:
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    options = call.is_causal, call.scale, is_deterministic, call.extras
+    query, key, value = inputs
+    return GradientsCall(query, key, value, out, lse, grad_out, *options)

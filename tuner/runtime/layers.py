@@ -99,8 +99,8 @@ def tune_linear_(
     state_dict's keys, copies and optimisers stay valid, and a second call changes nothing. A model
     pickled as a whole needs this package where it is loaded.
 
-    PyTorch answers calls with gradients, autocast to another type, CPU tensors and untuned shapes.
-    It also computes the layers in graphs of `torch.compile` and `torch.jit.trace`.
+    PyTorch answers calls with autocast to another type, CPU tensors and untuned shapes. It also
+    computes the layers in graphs of `torch.compile` and `torch.jit.trace`.
 
     Args:
         model: model to change in place, after the examples ran without an error.
@@ -216,7 +216,9 @@ def _kinds() -> Kinds:
     """As `Kinds`; those of Transformers where its module is imported, as it is for such a model."""
     kinds: dict[type[torch.nn.Module], type[torch.nn.Module]] = {torch.nn.Linear: TunedLinear}
     if _FP8_MODULE in sys.modules:
-        from tuner.runtime.transformers_linear import FP8Linear, TunedFP8Linear
+        from transformers.integrations.finegrained_fp8 import FP8Linear
+
+        from tuner.runtime.transformers_linear import TunedFP8Linear
 
         kinds[FP8Linear] = TunedFP8Linear
     return kinds

@@ -224,11 +224,15 @@ class KernelPlan(Plan):
         for known, launch in zip(self.steps, launches, strict=True):
             steps.append(_step(problem, known.kernel, launch, offset))
             offset += _aligned(known.kernel.workspace_bytes(launch.integers))
-        output = problem.output
+        *others, output = problem.outputs
         return replace(
             self,
             shape=output.shape,
             strides=output.strides,
+            further=tuple(
+                (one.shape, one.strides, dtype)
+                for one, (*_, dtype) in zip(others, self.further, strict=True)
+            ),
             steps=tuple(steps),
             workspace_bytes=offset,
         )

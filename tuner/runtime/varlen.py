@@ -6,18 +6,19 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from tuner.errors import ConfigError
-from tuner.problem import AttentionProblem
+from tuner.problem import AttentionBackwardProblem, AttentionProblem
 from tuner.problem.attention import rounded
 from tuner.runtime import devices, guards, native
 from tuner.runtime.attention_plan import scale_of
 from tuner.runtime.plan import KernelPlan, Plan, Posed
+from tuner.runtime.recorded import Tensors, recorded
 from tuner.runtime.refusal import Kind, Refusal
-from tuner.runtime.serving import Call, serve
+from tuner.runtime.serving import Call, PlannedCall, find, serve
 from tuner.runtime.table import table
 
 
@@ -110,13 +111,24 @@ class VarlenCall(_Packed, Call):
         return Posed(problem, self.scale)
 
     def run(self, plan: Plan) -> torch.Tensor | Refusal:
+        out = table.run(*self._launch(plan))
+        return out if isinstance(out, Refusal) else out[0].transpose(0, 1)
+
+    def run_with_lse(self, plan: Plan) -> tuple[torch.Tensor, torch.Tensor] | Refusal:
+        """As `run`, with the log-sum-exp, fp32 (1, H, total_q)."""
+        found = table.run_with_lse(*self._launch(plan))
+        if isinstance(found, Refusal):
+            return found
+        out, lse = found
+        return out[0].transpose(0, 1), lse
+
+    def _launch(self, plan: Plan) -> tuple[Any, ...]:
+        """The plan with this call's sizes, and its inputs: the problem's have a batch of one."""
         query, key, value, *starts = self.inputs
         if isinstance(plan, KernelPlan):
             sizes = self.batch, self.longest_q, self.longest_kv
             plan = _sized(plan, sizes, query.shape, key.shape, self.scale)
-        # The problem's operands have a batch of one.
-        out = table.run(plan, *[t.transpose(0, 1)[None] for t in (query, key, value)], *starts)
-        return out if isinstance(out, Refusal) else out[0].transpose(0, 1)
+        return (plan, *[t.transpose(0, 1)[None] for t in (query, key, value)], *starts)
 
     def by_pytorch(self) -> torch.Tensor:
         """PyTorch's attention of each sequence; reads the lengths on the host."""
@@ -136,6 +148,88 @@ class VarlenCall(_Packed, Call):
             else:
                 done.append(torch.zeros_like(rows))
         return torch.cat([*done, torch.zeros_like(query[of_queries[-1] :])])
+
+
+@dataclass(frozen=True)
+class _SizedBackward(AttentionBackwardProblem):
+    """As `_Sized`, for gradients."""
+
+    rows_q: int = 0
+    rows_kv: int = 0
+
+    @property
+    def forward(self) -> AttentionProblem:
+        return _Sized(
+            seqlen_q=self.seqlen_q,
+            seqlen_kv=self.seqlen_kv,
+            head_dim=self.head_dim,
+            batch=self.batch,
+            heads_q=self.heads_q,
+            heads_kv=self.heads_kv,
+            is_causal=self.is_causal,
+            dtype=self.dtype,
+            is_varlen=True,
+            rows_q=self.rows_q,
+            rows_kv=self.rows_kv,
+        )
+
+
+class _PackedGradients(NamedTuple):
+    call: VarlenCall
+    """The call whose gradients these are, without a recorded gradient."""
+    out: torch.Tensor
+    lse: torch.Tensor
+    grad_out: torch.Tensor
+    is_deterministic: bool
+
+
+class PackedGradientsCall(_PackedGradients, PlannedCall):
+    """Gradients of attention over packed sequences."""
+
+    __slots__ = ()
+    aligned = 6
+
+    @property
+    def inputs(self) -> Tensors:
+        query, key, value, *starts = self.call.inputs
+        return (query, key, value, self.out, self.lse, self.grad_out, *starts)
+
+    def kind(self) -> Hashable:
+        return "varlen gradients", self.is_deterministic, self.call.kind()
+
+    def pose(self) -> Posed:
+        posed = self.call.pose()
+        assert isinstance(posed.problem, AttentionProblem)
+        problem = AttentionBackwardProblem.of(posed.problem, self.is_deterministic)
+        return Posed(problem, posed.scale)
+
+    def run(self, plan: Plan) -> Tensors | Refusal:
+        """Gradients of query, key and value."""
+        call, known = self.call, plan.problem
+        query, key = call.query, call.key
+        assert isinstance(known, AttentionBackwardProblem)
+        if isinstance(plan, KernelPlan):
+            problem = _SizedBackward(
+                seqlen_q=call.longest_q,
+                seqlen_kv=call.longest_kv,
+                head_dim=query.shape[2],
+                batch=call.batch,
+                heads_q=query.shape[1],
+                heads_kv=key.shape[1],
+                is_causal=known.is_causal,
+                dtype=known.dtype,
+                is_deterministic=known.is_deterministic,
+                is_varlen=True,
+                rows_q=query.shape[0],
+                rows_kv=key.shape[0],
+            )
+            plan = plan.sized(problem, call.scale)
+        *tensors, lse, grad_out, starts_q, starts_kv = self.inputs
+        laid = [t.transpose(0, 1)[None] for t in (*tensors, grad_out)]
+        found = table.run_all(plan, *laid[:4], lse, laid[4], starts_q, starts_kv)
+        if isinstance(found, Refusal):
+            return found
+        return tuple(grad[0].transpose(0, 1) for grad in found)
 
 
 def attention_varlen(
@@ -180,7 +274,8 @@ def attention_varlen(
         enable_gqa: let HKV be a divisor of H.
 
     Returns:
-        (total_q, H, D), of the inputs' type. Rows beyond the last sequence's end are undefined.
+        (total_q, H, D), of the inputs' type. Rows beyond the last sequence's end are undefined, and
+        so are their gradients.
 
     Raises:
         ConfigError: on tensors that are not as above, or longest lengths below 0. PyTorch's
@@ -195,7 +290,12 @@ def attention_varlen(
     query, key, value = guards.autocast(devices.TYPE, query, key, value)
     lengths = cu_seqlens_q, cu_seqlens_kv, int(max_seqlen_q), int(max_seqlen_kv)
     options = bool(is_causal), scale_of(query, scale), enable_gqa
-    return serve(VarlenCall(query, key, value, *lengths, *options))
+    call = VarlenCall(query, key, value, *lengths, *options)
+    if guards.wants_gradient(query, key, value) and not torch.compiler.is_compiling():
+        out = _attend_recorded(call)
+        if out is not None:
+            return out
+    return serve(call)
 
 
 def _check(
@@ -266,3 +366,40 @@ def _ends(starts: torch.Tensor, name: str, rows: int, longest: int) -> list[int]
             f"{name} has a sequence of {max(lengths)} (allowed: up to max_seqlen, {longest})"
         )
     return found
+
+
+def _attend_recorded(call: VarlenCall) -> torch.Tensor | None:
+    """A tuned kernel's output whose gradients have a kernel too; None where PyTorch is to compute
+    both.
+    """
+    tensors = call.query, call.key, call.value
+    bare = call._replace(**_named([t.detach() for t in tensors]))
+    table.refresh(call.query)
+    plan = find(bare)
+    if not isinstance(plan, Plan) or not plan.has_lse:
+        return None
+    lse = torch.empty(0, dtype=torch.float32, device="meta")
+    if not isinstance(find(_gradients_of(bare, bare.query, lse, bare.query)), Plan):
+        return None
+
+    def forward(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | Refusal:
+        return call._replace(**_named(inputs)).run_with_lse(plan)
+
+    def backward(inputs: Tensors, out: Any, lse: Any, grad_out: Any) -> Tensors | Refusal:
+        posed = _gradients_of(call._replace(**_named(inputs)), out, lse, grad_out.contiguous())
+        found = find(posed)
+        return posed.run(found) if isinstance(found, Plan) else found
+
+    def compose(*inputs: torch.Tensor) -> torch.Tensor:
+        return call._replace(**_named(inputs)).by_pytorch()
+
+    return recorded(tensors, forward, backward, compose)
+
+
+def _named(tensors: Any) -> dict[str, torch.Tensor]:
+    return dict(zip(("query", "key", "value"), tensors, strict=True))
+
+
+def _gradients_of(call: VarlenCall, out: Any, lse: Any, grad_out: Any) -> PackedGradientsCall:
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    return PackedGradientsCall(call, out, lse, grad_out, is_deterministic)

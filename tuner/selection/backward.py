@@ -60,6 +60,14 @@ class BackwardKind(NamedTuple):
     """Columns of the template's instance."""
     is_causal: bool
     is_deterministic: bool
+    is_windowed: bool = False
+    has_softcap: bool = False
+    is_varlen: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """False for gradients that PyTorch has no fused kernel for."""
+        return not (self.is_windowed or self.has_softcap or self.is_varlen)
 
 
 _LATE: Mapping[str, Value] = {"early_dq": False, "early_exp": 50}
@@ -70,6 +78,19 @@ KERNELS: Mapping[BackwardKind, Config] = {
     BackwardKind(128, True, False): _own(**_LATE),
     BackwardKind(64, True, True): _own(tile_m=128, dq="ordered"),
     BackwardKind(128, True, True): _own(dq="ordered"),
+    BackwardKind(64, False, False, is_windowed=True): _own(tile_m=128),
+    BackwardKind(64, True, False, is_windowed=True): _own(tile_m=128, **_LATE),
+    BackwardKind(128, True, False, is_windowed=True): _own(**_LATE),
+    BackwardKind(128, True, False, has_softcap=True): _own(early_dv=False),
+    BackwardKind(128, True, False, is_windowed=True, has_softcap=True): _own(early_dv=False),
+    BackwardKind(256, True, False, has_softcap=True): _own(early_dv=False, stages=1),
+    BackwardKind(256, True, False, is_windowed=True, has_softcap=True): _own(
+        early_dv=False, stages=1
+    ),
+    BackwardKind(64, False, False, is_varlen=True): _own(tile_m=128),
+    BackwardKind(64, True, False, is_varlen=True): _own(tile_m=128, **_LATE),
+    BackwardKind(128, False, False, is_varlen=True): _own(),
+    BackwardKind(128, True, False, is_varlen=True): _own(**_LATE),
 }
 """Own kernels by kind."""
 
@@ -118,24 +139,34 @@ COSTS: Mapping[tuple[str, bool], BackwardCost] = {
 
 
 def serves(problem: AttentionBackwardProblem, gpu: Gpu) -> bool:
-    """True for problems without a window, on a GPU that runs the kernels."""
+    """True for problems that an instance has the columns of, on a GPU that runs the kernels."""
     return kind_of(problem) is not None and gpu.compute_capability == HOPPER
 
 
 def kind_of(problem: AttentionBackwardProblem) -> BackwardKind | None:
-    """The kind of a problem; None where a window hides keys, or no instance has its columns."""
-    if problem.is_windowed or problem.head_dim > INSTANCES[-1]:
+    """The kind of a problem; None where no instance has its columns."""
+    if problem.head_dim > INSTANCES[-1]:
         return None
-    return BackwardKind(instance(problem.head_dim), problem.is_causal, problem.is_deterministic)
+    return BackwardKind(
+        instance(problem.head_dim),
+        problem.is_causal,
+        problem.is_deterministic,
+        problem.is_windowed,
+        problem.softcap > 0,
+        problem.is_varlen,
+    )
 
 
 def expected_us(name: str, problem: AttentionBackwardProblem, gpu: Gpu) -> float:
     """Expected time of a kernel: ``own``, ``flash3``, ``cudnn`` or ``flash2``."""
+    problem = AttentionBackwardProblem.of(problem.forward.evened, problem.is_deterministic)
     columns, cost = instance(problem.head_dim), COSTS[name, problem.is_deterministic]
     ratio = gpu.peak_tflops / GPUS["H100"].peak_tflops
     queries, keys = (-(-n // _TILE) * _TILE for n in (problem.seqlen_q, problem.seqlen_kv))
     pairs = float(queries * keys)
-    if problem.is_causal:
+    if problem.is_windowed:
+        pairs = min(pairs, float(problem.forward.pairs + _TILE * queries))
+    elif problem.is_causal:
         pairs = min(pairs, pairs / 2 + _TILE * max(queries, keys) / 2)
     flops = 10 * problem.batch * problem.heads_q * pairs * columns
     # The fp32 sums of dQ are written as zeros before, and read at the end.
@@ -156,11 +187,15 @@ def select(problem: AttentionBackwardProblem, gpu: Gpu) -> RuleSelection | None:
         (
             expected_us(name, problem, gpu)
             for name in ("cudnn", "flash2")
-            if vendors.accepts(problem, Config(vendors.name, {"kernel": name}), gpu)
+            if kind.is_plain
+            and vendors.accepts(problem, Config(vendors.name, {"kernel": name}), gpu)
         ),
         default=float("inf"),
     )
-    candidates = {"flash3": Config(vendors.name, {"kernel": "flash3"})}
+    candidates = {}
+    # FlashAttention aligns a causal mask bottom-right, and packed sequences may have more keys.
+    if not (kind.is_varlen and kind.is_causal):
+        candidates["flash3"] = Config(vendors.name, {"kernel": "flash3"})
     if own := KERNELS.get(kind):
         candidates["own"] = own
     found = []
@@ -190,5 +225,9 @@ def _targets() -> Iterator[Target]:
                 is_causal=kind.is_causal,
                 dtype=dtype,
                 is_deterministic=kind.is_deterministic,
+                window_left=100 if kind.is_windowed else -1,
+                window_right=100 if kind.is_windowed and not kind.is_causal else -1,
+                softcap=50.0 if kind.has_softcap else 0.0,
+                is_varlen=kind.is_varlen,
             )
             yield Target(config, small)

@@ -91,8 +91,13 @@ class Target:
         domain, dtype = Domain.of(self.problem), getattr(self.problem, "dtype", "")
         place = "" if domain is None else f" {domain.label()},"
         if isinstance(self.problem, AttentionBackwardProblem):
-            mask = "causal" if self.problem.is_causal else "full"
-            place = f" D={self.problem.head_dim}, {mask},"
+            one = self.problem
+            named = (
+                *(("causal", one.is_causal), ("windowed", one.is_windowed)),
+                *(("soft cap", one.softcap > 0), ("varlen", one.is_varlen)),
+            )
+            mask = ", ".join(name for name, is_on in named if is_on) or "full"
+            place = f" D={one.head_dim}, {mask},"
         return f"{self.family.name}{place} {dtype}: {shown}"
 
 

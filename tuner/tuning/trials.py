@@ -161,6 +161,8 @@ class Trial:
             ("longer", (longer > 0) - (longer < 0)),
             ("fills_chip", tiles > 2 * gpu.sm_count),
             ("layout", problem.layout),
+            ("window", (problem.window_left >= 0, problem.window_right >= 0)),
+            ("softcap", problem.softcap),
             ("schedule", _schedule(family, self.config)),
         }
 
@@ -420,9 +422,18 @@ class _BackwardDraw(_SequenceDraw):
             "seqlen_kv": _edges(keys),
             "longer": (-1, 0, 1),
             "fills_chip": (False, True),
-            "layout": LAYOUTS,
+            "layout": ("bshd",) if self._usual.is_varlen else LAYOUTS,
             "schedule": list(_schedules(self._family)),
         }
+        if self._usual.is_windowed:
+            sides = (True, False), (False, True), (True, True)
+            # A causal window hides the first key from the second query, at the earliest.
+            is_causal, least = self._usual.is_causal, 2 if self._usual.is_causal else 1
+            lengths = sorted({max(least, length) for length in self.axes["seqlen_q"]})
+            windows = sides[: 1 if is_causal else 3]
+            self.axes = {**self.axes, "seqlen_q": lengths, "window": windows}
+        if self._usual.softcap:
+            self.axes = {**self.axes, "softcap": _SOFTCAPS}
 
     def _holds(self, head_dim: int) -> bool:
         problem = replace(self._usual, head_dim=head_dim)
@@ -437,12 +448,17 @@ class _BackwardDraw(_SequenceDraw):
             else:
                 seqlen_q = seqlen_kv
         names = "head_dim", "batch", "layout"
+        has_left, has_right = values.get("window", (False, False))
+        span = max(seqlen_q, seqlen_kv)
         problem = replace(
             self._usual,
             seqlen_q=seqlen_q,
             seqlen_kv=seqlen_kv,
             heads_q=heads_q,
             heads_kv=heads_kv,
+            window_left=rng.randrange(span) if has_left else -1,
+            window_right=rng.randrange(span) if has_right else -1,
+            softcap=values.get("softcap", 0.0),
             **{name: values[name] for name in names},
         )
         if not _is_small(problem, values["schedule"]):

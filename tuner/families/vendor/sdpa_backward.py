@@ -25,7 +25,8 @@ RATES: dict[str, tuple[float, float, float, float, float]] = {
     "flash4": (9.0, 504, 420, 559, 466),
 }
 Differentiate = Callable[..., tuple[Any, Any, Any]]
-"""call(query, key, value, out, logsumexp, grad_out) -> gradients of query, key and value."""
+"""call(query, key, value, out, logsumexp, grad_out) -> gradients of query, key and value. Packed
+sequences have two further arguments, their starts of queries and keys."""
 
 
 class SdpaBackward(Vendor):
@@ -55,6 +56,10 @@ class SdpaBackward(Vendor):
             return ""
         if kernel == "cudnn" and problem.is_windowed:
             return "cudnn has no sliding window"
+        if problem.softcap and kernel != "flash3":
+            return f"{kernel} has no soft cap"
+        if problem.is_varlen and kernel in ("cudnn", "flash4"):
+            return f"{kernel} has no variable lengths"
         if kernel == "cudnn" and problem.is_deterministic:
             return "cudnn is not deterministic"
         if kernel == "flash3" and problem.is_deterministic and problem.head_dim > 192:
@@ -120,19 +125,23 @@ def flash2_call(problem: AttentionBackwardProblem, scale: float) -> Differentiat
 
     operator = torch.ops.aten._flash_attention_backward.default
     lengths = problem.seqlen_q, problem.seqlen_kv
+    is_packed = problem.is_varlen
     sides = problem.visible if problem.is_windowed else (None, None)
     window = dict(zip(("window_size_left", "window_size_right"), sides, strict=True))
     state = _random_state(torch)
 
-    def call(query: Any, key: Any, value: Any, out: Any, lse: Any, grad: Any) -> Any:
-        tensors = (t.transpose(1, 2) for t in (grad, query, key, value, out))
+    def call(query: Any, key: Any, value: Any, out: Any, lse: Any, grad: Any, *starts: Any) -> Any:
+        tensors = [_rows(t, is_packed) for t in (grad, query, key, value, out)]
+        if is_packed:
+            lse = lse[0]
         with _deterministic(torch) if problem.is_deterministic else contextlib.nullcontext():
             grads = operator(
-                *(*tensors, lse, None, None, *lengths, 0.0, problem.is_causal, *state),
+                *(*tensors, lse, *(starts or (None, None)), *lengths, 0.0, problem.is_causal),
+                *state,
                 scale=scale,
                 **window,
             )
-        return tuple(t.transpose(1, 2) for t in grads)
+        return tuple(_heads(t, is_packed) for t in grads)
 
     return call
 
@@ -143,19 +152,26 @@ def flash3_call(problem: AttentionBackwardProblem, scale: float) -> Differentiat
 
     operator = torch.ops.flash_attn_3.bwd
     left, right = problem.visible if problem.is_windowed else (-1, -1)
+    is_packed, names = problem.is_varlen, ("cu_seqlens_q", "cu_seqlens_k")
 
-    def call(query: Any, key: Any, value: Any, out: Any, lse: Any, grad: Any) -> Any:
-        tensors = [t.transpose(1, 2) for t in (grad, query, key, value, out)]
+    def call(query: Any, key: Any, value: Any, out: Any, lse: Any, grad: Any, *starts: Any) -> Any:
+        tensors = [_rows(t, is_packed) for t in (grad, query, key, value, out)]
         grads = [torch.empty_like(t) for t in tensors[1:4]]
+        packed = dict(zip(names, starts, strict=False))
+        if is_packed:
+            lse = lse[0]
+            packed |= {"max_seqlen_q": problem.seqlen_q, "max_seqlen_k": problem.seqlen_kv}
         operator(
             *(*tensors, lse, *grads),
+            **packed,
             softmax_scale=scale,
             is_causal=problem.is_causal,
             window_size_left=left,
             window_size_right=right,
+            softcap=problem.softcap,
             deterministic=problem.is_deterministic,
         )
-        return tuple(t.transpose(1, 2) for t in grads)
+        return tuple(_heads(t, is_packed) for t in grads)
 
     return call
 
@@ -178,6 +194,17 @@ def flash4_call(problem: AttentionBackwardProblem, scale: float) -> Differentiat
         return tuple(t.transpose(1, 2) for t in grads[:3])
 
     return call
+
+
+def _rows(tensor: Any, is_packed: bool) -> Any:
+    """(B, H, S, D) as (B, S, H, D), and (1, H, total, D) of packed sequences as (total, H, D)."""
+    rows = tensor.transpose(1, 2)
+    return rows[0] if is_packed else rows
+
+
+def _heads(tensor: Any, is_packed: bool) -> Any:
+    """The inverse of `_rows`."""
+    return (tensor[None] if is_packed else tensor).transpose(1, 2)
 
 
 def _random_state(torch: Any) -> tuple[Any, Any]:

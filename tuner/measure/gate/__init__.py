@@ -13,6 +13,7 @@ references, `chunks` draws samples, and `measure.tolerance` has the limits.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -167,9 +168,9 @@ class Gate:
             for operand in buffers.inputs
             if self._checksum(operand) != sums[operand.name]
         ]
-        limits = limits_of(problem)
         worst = 0.0
         for name, output, written, reference in self._compared(wanted):
+            limits = limits_of(problem, output.name)
             comparison = self.compare(written, reference, output, limits)
             if not comparison.is_sound and not changed:
                 references.compute(self._kind)
@@ -225,7 +226,11 @@ class Gate:
         self, output: int, reference: int, operand: Operand, limits: Limits
     ) -> OutputComparison:
         """Compare an output with an fp32 reference of the same memory order."""
-        return self._kernels.compare(output, reference, operand, limits)
+        found = self._kernels.compare(output, reference, operand, limits)
+        if not limits.whole or not found.is_sound:
+            return found
+        rms = math.sqrt(found.reference_squares / max(1, found.elements))
+        return self._kernels.compare(output, reference, operand, limits.resolved(rms))
 
     def copying(self, source: int, target: int, size: int, stream: Callable[[], int]) -> Call:
         """Bound launch of the element-wise kernel that copies `size` bytes, on the stream at that

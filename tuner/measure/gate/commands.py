@@ -116,7 +116,7 @@ COMMANDS: Mapping[Command, Arguments] = {
             *("grad_query", "grad_key", "grad_value"),
         ),
         (*EXTENTS, *stride_names(*_MATRICES), *WINDOW),
-        ("scale",),
+        ("scale", "softcap"),
     ),
     Command.KEEP_ATTENTION: _typed(("exact", "statistics", "out", "logsumexp"), ("n", "rows")),
     Command.PLANT_MASK: _plain(("mask",), ("rows", "query_rows", "cols", "seed")),

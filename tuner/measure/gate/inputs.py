@@ -187,6 +187,8 @@ def starts_of(problem: Problem, operand: Operand, kind: str) -> bytes:
 def _lengths(problem: Problem, starts: Operand, kind: str) -> tuple[int, ...]:
     if isinstance(problem, GroupedGemmProblem):
         return group_rows(problem, kind)
+    if isinstance(problem, AttentionBackwardProblem):
+        problem = problem.forward
     if not isinstance(problem, AttentionProblem):
         raise BenchmarkError(f"'{problem.op}' has no sequences of variable lengths")
     return problem.lengths_q if starts.name == STARTS[0] else problem.lengths_kv

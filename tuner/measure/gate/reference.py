@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 
 from tuner.families.arguments import WINDOW
@@ -17,7 +18,7 @@ from tuner.measure.gate.kernels import (
     matrix_strides,
     softmax_integers,
 )
-from tuner.measure.log_sum_exp import score_rows
+from tuner.measure.log_sum_exp import lse_of, score_rows
 from tuner.problem import (
     ACTIVATIONS,
     DTYPE_BYTES,
@@ -110,6 +111,7 @@ class References:
         exact, statistics = self._kept[kind]
         scale = scale_of(problem, kind)
         self._run_attention(forward, kind, (exact, statistics), {}, scale)
+        rows = forward.heads_q * forward.total_q
         self._kernels.run(
             Command.KEEP_ATTENTION,
             {
@@ -118,9 +120,15 @@ class References:
             },
             {
                 "dtype": DTYPES[problem.dtype],
-                **{"n": forward.output.elements, "rows": score_rows(forward)},
+                # Packed sequences have their statistics one after the other, rows of heads do not.
+                **{"n": forward.output.elements, "rows": 0 if forward.is_varlen else rows},
             },
         )
+        if forward.is_varlen:
+            device = self._kernels.device
+            device.wait()
+            lse = lse_of(forward, array("d", device.read(statistics, 16 * rows)))
+            device.write(at["logsumexp"], array("f", lse).tobytes())
 
     def compute(self, kind: str) -> None:
         """Compute the reference of the inputs in the buffers."""
@@ -240,25 +248,34 @@ class References:
         scale: float,
         references: Mapping[str, int],
     ) -> None:
-        """Compute gradients from the exact output, not from the rounded one among the inputs."""
+        """Compute gradients as functions of the inputs, the rounded output among them.
+
+        Where one key has nearly all of a row's probability, a derivative is the difference of two
+        nearly equal sums, and from the exact output it would be another number.
+        """
         forward, at = problem.forward, self._buffers.pointers
         with Pool(self._kernels.device) as pool:
             delta = pool.allocate(8 * score_rows(forward))
-            exact, statistics = self._kept[kind]
-            self._kernels.run(
-                Command.GRADIENTS,
-                {
-                    **{name: at[name] for name in ("query", "key", "value", "grad_out")},
-                    **{"out": exact, "statistics": statistics, "delta": delta},
-                    **references,
-                },
-                {
-                    "dtype": DTYPES[problem.dtype],
-                    **attention_integers(forward, 4),
-                    **dict(zip(WINDOW, forward.visible, strict=True)),
-                },
-                {"scale": scale},
-            )
+            _, statistics = self._kept[kind]
+            for one, shift, sides in parts_of(forward, kind):
+                shift = {**shift, "out": shift["query"], "grad_out": shift["query"]}
+                inputs = ("query", "key", "value", "out", "grad_out")
+                self._kernels.run(
+                    Command.GRADIENTS,
+                    {
+                        **{name: at[name] + shift[name] for name in inputs},
+                        **{"statistics": statistics, "delta": delta},
+                        # fp32 beside tensors of 16 bits
+                        **{f"grad_{n}": references[f"grad_{n}"] + 2 * shift[n] for n in inputs[:3]},
+                    },
+                    {
+                        "dtype": DTYPES[problem.dtype],
+                        **attention_integers(one, 4),
+                        **dict(zip(WINDOW, sides, strict=True)),
+                    },
+                    {"scale": scale, "softcap": problem.softcap},
+                )
+                statistics += 16 * score_rows(one)
             self._kernels.device.wait()
 
     def _compute_groups(

@@ -1,0 +1,143 @@
+"""Limits of attention's gradients against emulated kernels, correct ones and faulty ones."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+
+from tuner.measure.gate.inputs import moments, prominence, scale_of
+from tuner.measure.tolerance import LIMITS, OutputComparison, judge, limits_of
+from tuner.measurement import Status
+from tuner.problem import AttentionBackwardProblem
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+WIDE = torch.float64
+OUTPUTS = "grad_query", "grad_key", "grad_value"
+EDGES = (
+    "B=2,H=4,HKV=2,SQ=128,SKV=1,D=64",  # one key: no derivative
+    "H=6,HKV=2,SQ=500,SKV=1,D=112",
+    "B=5,H=14,HKV=2,SQ=1,SKV=184,D=24,causal=1",  # one visible key
+    "H=2,S=40,D=64,causal=1,left=0",  # each query sees its own key
+    "B=2,H=7,HKV=1,SQ=640,SKV=2,D=8",  # sums of thousands of terms
+    "B=2,H=8,HKV=4,S=257,D=8,causal=1",  # planted rows of one key
+    "B=8,H=7,HKV=1,SQ=1,SKV=129,D=40",  # planted queries that cancel
+    "H=2,HKV=1,SQ=130,SKV=190,D=128",
+)
+FAULTS = ("no delta", "one key left out", "no scale", "a tile of queries left out", "zeros")
+
+
+def drawn(problem: AttentionBackwardProblem, kind: str) -> list[Any]:
+    """Query, key, value and the output's gradient, as the gate draws and plants them."""
+    torch.manual_seed(3)
+    mean = moments(problem, kind)[0].get("key", 0.0)
+    found = [
+        torch.randn(operand.shape) + (mean if operand.name == "key" else 0.0)
+        for operand in problem.inputs
+        if operand.name in ("query", "key", "value", "grad_out")
+    ]
+    if kind == "planted":
+        query, key, rng = found[0], found[1], random.Random(3)
+        left, right = problem.visible
+        group, strength = problem.heads_q // problem.heads_kv, prominence(problem)
+        for batch, head, row in torch.cartesian_prod(*map(torch.arange, query.shape[:3])).tolist():
+            first, last = max(0, row - left), min(problem.seqlen_kv - 1, row + right)
+            if first > last:
+                continue
+            at = rng.choice((rng.randint(first, last), last, None))
+            one = -torch.ones(query.shape[-1]) if at is None else key[batch, head // group, at]
+            query[batch, head, row] = strength * one
+    return [tensor.to(getattr(torch, problem.dtype)) for tensor in found]
+
+
+def gradients(problem: AttentionBackwardProblem, kind: str, fault: str) -> tuple[list, list]:
+    """An emulated kernel's gradients, with rounded probabilities and derivatives, and the exact
+    gradients of the same inputs.
+    """
+    query, key, value, grad_out = drawn(problem, kind)
+    dtype, scale = query.dtype, scale_of(problem, kind)
+    group = problem.heads_q // problem.heads_kv
+    rows, columns = torch.arange(problem.seqlen_q)[:, None], torch.arange(problem.seqlen_kv)
+    left, right = problem.visible
+    hidden = (columns < rows - left) | (columns > rows + right)
+
+    def computed(wide: Any, rounded: Any, fault: str = "") -> list[Any]:
+        q, k, v, g = (t.to(wide) for t in (query, key, value, grad_out))
+        k, v = (t.repeat_interleave(group, 1) for t in (k, v))
+        weights = (q @ k.mT * scale - of_rows.to(wide)[..., None]).exp().masked_fill(hidden, 0)
+        if fault == "one key left out":
+            weights[..., -1] = 0
+        if fault == "a tile of queries left out":
+            weights[..., -16:, :] = 0
+        inner = 0 if fault == "no delta" else (g * out.to(wide)).sum(-1, keepdim=True)
+        derivatives = rounded(weights * (g @ v.mT - inner))
+        factor = 1.0 if fault == "no scale" else scale
+        of_keys = derivatives.mT @ q * factor, rounded(weights).mT @ g
+        folded = [t.unflatten(1, (problem.heads_kv, group)).sum(2) for t in of_keys]
+        return [derivatives @ k * factor, *folded]
+
+    keys, values = (t.to(WIDE).repeat_interleave(group, 1) for t in (key, value))
+    scores = (query.to(WIDE) @ keys.mT * scale).masked_fill(hidden, -math.inf)
+    lse = scores.logsumexp(-1)
+    out = ((scores - lse.nan_to_num(neginf=0)[..., None]).exp() @ values).to(dtype)
+    of_rows = lse.masked_fill(lse == -math.inf, math.inf)
+    made = computed(torch.float32, lambda t: t.to(dtype).float(), fault)
+    if fault == "zeros":
+        made = [torch.zeros_like(tensor) for tensor in made]
+    return [tensor.to(dtype) for tensor in made], computed(WIDE, lambda t: t)
+
+
+def verdict(problem: AttentionBackwardProblem, kind: str, fault: str = "") -> list[Status]:
+    """Of each gradient, as the gate judges it."""
+    found = []
+    for name, made, exact in zip(OUTPUTS, *gradients(problem, kind, fault), strict=True):
+        (operand,) = (one for one in problem.outputs if one.name == name)
+        rms = float(exact.square().mean().sqrt())
+        limits = limits_of(problem, name).resolved(rms)
+        off = (made.to(WIDE) - exact).abs()
+        each = exact.square().mean(-1, keepdim=True).sqrt() * limits.row
+        beyond = off > limits.absolute + limits.relative * exact.abs() + each
+        seen = OutputComparison(
+            exact.numel(),
+            float(off.square().sum()),
+            float(exact.square().sum()),
+            beyond=int(beyond.sum()),
+        )
+        found.append(judge(seen, operand, {}, [], limits).status)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["planted", "random"])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("label", EDGES)
+def test_rounded_probabilities_and_derivatives_pass(label: str, dtype: str, kind: str) -> None:
+    problem = AttentionBackwardProblem.parse(f"{label},dtype={dtype}")
+    assert verdict(problem, kind) == [Status.OK] * 3
+
+
+def shown_faults() -> list[tuple[str, str]]:
+    """Problems and the faults that change their gradients."""
+    blind = {("no scale", label) for label in EDGES[:4]}  # zero at any scale
+    blind.add(("one key left out", EDGES[2]))  # which no query sees
+    return [(label, fault) for label in EDGES for fault in FAULTS if (fault, label) not in blind]
+
+
+@pytest.mark.parametrize(("label", "fault"), shown_faults())
+def test_a_fault_fails(label: str, fault: str) -> None:
+    problem = AttentionBackwardProblem.parse(f"{label},dtype=bf16")
+    found = [verdict(problem, kind, fault) for kind in ("planted", "random")]
+    assert Status.WRONG_RESULT in (*found[0], *found[1])
+
+
+def test_a_zero_gradient_has_an_absolute_limit() -> None:
+    """Far below what a kernel without the rows' sums makes of it, which is about 1."""
+    problem = AttentionBackwardProblem.parse("SQ=1000,SKV=1,D=128,dtype=bf16")
+    limits = [limits_of(problem, name).floor for name in OUTPUTS]
+    assert 0 < limits[0] < 5e-6 and 0 < limits[1] < 2e-4 and limits[2] == 0
+    # Of no weight where a query sees many keys: a gradient is 1 / sqrt(keys) there.
+    usual = AttentionBackwardProblem.parse("S=4096,D=128,dtype=bf16")
+    part = LIMITS["bfloat16"].frobenius / math.sqrt(4096)
+    assert all(limits_of(usual, name).floor < 0.01 * part for name in OUTPUTS)
