@@ -216,7 +216,9 @@ def _kinds() -> Kinds:
     """As `Kinds`; those of Transformers where its module is imported, as it is for such a model."""
     kinds: dict[type[torch.nn.Module], type[torch.nn.Module]] = {torch.nn.Linear: TunedLinear}
     if _FP8_MODULE in sys.modules:
-        from tuner.runtime.transformers_linear import FP8Linear, TunedFP8Linear
+        from transformers.integrations.finegrained_fp8 import FP8Linear
+
+        from tuner.runtime.transformers_linear import TunedFP8Linear
 
         kinds[FP8Linear] = TunedFP8Linear
     return kinds
