@@ -401,7 +401,7 @@ class TestPaged:
         assert (config["packed_heads"], config["warp_groups"]) == (4, 2)
 
     def test_chunks_with_sinks_have_two_groups(self) -> None:
-        """The dense kernel of one group, whose rates the other has, is faster than it over pages."""
+        """The dense kernel of one group, whose rates it has, is faster than it is over pages."""
         for more in ("", ",left=127"):
             text = "SQ=2048,SKV=8192,H=64,HKV=8,D=64,causal=1,sinks=1,page_size=16,dtype=bf16"
             assert self.config(text + more)["warp_groups"] == 2

@@ -78,8 +78,8 @@ class PagedCall(Paged, Call):
         """Queries of a sequence that a kernel is selected for: the mean, and never one where a
         sequence has more. In a batch of a chunk and many that decode these take longest.
         """
-        longest, mean = int(self.longest_q), -(-self.query.shape[0] // max(1, self.batch))
-        return min(longest, max(2, mean))
+        mean: int = -(-self.query.shape[0] // max(1, self.batch))
+        return min(self.longest_q, max(2, mean))
 
     def kind(self) -> Hashable:
         query = self.query
