@@ -1,10 +1,11 @@
 """Rates of the kernels that rules choose among, fitted to measured times; no GPU.
 
-``scripts/bench rates FILE...`` reads results of `scaled --kernels` and `moe --products`. For each
-kernel of `tuner.selection.block_scaled` and of the e4m3 part of `tuner.selection.grouped` it prints
-the clocks of a step and of a tile's end that make estimates nearest to times. It also prints how
-much slower the rule's kernel is than the best one: with the present rates, with the fitted ones,
-and with rates that were fitted without the product's layer.
+``scripts/bench rates FILE...`` reads results of `scaled --kernels` and `moe --products`. The
+kernels are those of `tuner.selection.block_scaled`, and of e4m3 in `tuner.selection.grouped`. For
+each it prints the clocks of a step and of a tile's end that make estimates nearest to times.
+
+It also prints how much slower the rule's kernel is than the best one. The rates are the present
+ones, the fitted ones, and those fitted without the product's layer.
 """
 
 from __future__ import annotations

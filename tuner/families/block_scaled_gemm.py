@@ -187,9 +187,9 @@ class Rates(NamedTuple):
     """Clocks of a kernel on a busy multiprocessor."""
 
     step: float
-    """Of 128 of K of a tile."""
+    """Clocks of 128 of K of a tile."""
     end: float
-    """Of a tile beside its steps."""
+    """Clocks of a tile beside its steps."""
 
 
 def rates_of(config: Config) -> Rates:

@@ -2,10 +2,11 @@
 
 Sizes, offsets and numbers of groups are arguments of a launch, so a proven kernel serves any. The
 rule takes the kernel of the least time by its family's estimate, of groups as
-`GroupedGemmProblem.sizes` says. Of bf16 that is `Family.predict_us` times what measured times were
-over estimates; of e4m3 each kernel has rates of its own. PyTorch's grouped
-kernel is not in the choice. It was slower at all shapes that were measured but two, of 8 groups
-with 1024 rows each, where it was 1 % faster on an H100.
+`GroupedGemmProblem.sizes` says. For bf16 that is `Family.predict_us` times what measured times were
+over estimates. For e4m3 each kernel has rates of its own.
+
+PyTorch's grouped kernel is not in the choice. It was slower at all shapes that were measured but
+two, of 8 groups with 1024 rows each, where it was 1 % faster on an H100.
 """
 
 from __future__ import annotations
