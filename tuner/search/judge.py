@@ -17,7 +17,7 @@ from tuner.hardware import Gpu
 from tuner.measurement import Regime
 from tuner.problem import Problem
 from tuner.search.rates import Fits
-from tuner.search.timed import Point, TimedKernel
+from tuner.search.timed import KernelTimes, Point
 from tuner.selection.candidates import Candidate, Regret
 from tuner.selection.domains import AnyDomain
 from tuner.selection.portfolio import preferred
@@ -40,10 +40,10 @@ FOLDS = 8
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class _Expected:
     """A point, and its expected time by rates without its model."""
 
-    kernel: TimedKernel
+    kernel: KernelTimes
     point: Point
     expected: float
 
@@ -59,16 +59,16 @@ class Judge:
         self,
         domain: AnyDomain,
         regime: Regime,
-        kernels: Sequence[TimedKernel],
+        kernels: Sequence[KernelTimes],
         gpu: Gpu,
-        plain: Sequence[TimedKernel] = (),
+        plain: Sequence[KernelTimes] = (),
     ) -> None:
         """Args: domain; regime: of the measurements; kernels: measured in it; gpu; plain: measured
         without its activation.
         """
         self._domain, self._is_cold, self._gpu = domain, regime.l2 == "cold", gpu
         self._fits = Fits(domain, kernels, gpu, plain)
-        self._rows: dict[str, list[Row]] = defaultdict(list)
+        self._rows: dict[str, list[_Expected]] = defaultdict(list)
         self._errors: dict[Config, list[float]] = {}
         for kernel in kernels:
             found = [self._left_out(kernel, base) for base in self._fits.bases_of(kernel)]
@@ -78,24 +78,26 @@ class Judge:
             for row in rows:
                 self._rows[row.point.problem.key].append(row)
 
-    def is_known(self, kernel: TimedKernel) -> bool:
+    def is_known(self, kernel: KernelTimes) -> bool:
         """True if a kernel's expected times are near the measured ones."""
         return self._error(kernel, 0.5) <= MAX_MEDIAN_ERROR
 
-    def _error(self, kernel: TimedKernel, quantile: float) -> float:
+    def _error(self, kernel: KernelTimes, quantile: float) -> float:
         errors = self._errors[kernel.config]
         return errors[int(quantile * len(errors))]
 
-    def candidate(self, kernel: TimedKernel) -> Candidate:
+    def candidate(self, kernel: KernelTimes) -> Candidate:
         """The kernel with rates that are fitted to all of its points."""
         terms = families()[kernel.config.family].work_terms
         rates = dict(zip(terms, self._fits.chosen(kernel), strict=True))
         errors = self._error(kernel, 0.5), self._error(kernel, 0.9)
         return Candidate(kernel.config, rates, len(kernel.points), *errors, kernel.spread)
 
-    def cover(self, own: Sequence[TimedKernel], most: int) -> list[TimedKernel]:
-        """Few kernels with a small loss against each problem's fastest own kernel; of products
-        against the fastest of all, since PyTorch's answers where no chosen one is faster.
+    def cover(self, own: Sequence[KernelTimes], most: int) -> list[KernelTimes]:
+        """Few kernels with a small loss against each problem's fastest own kernel.
+
+        Products are compared with the fastest of all, since PyTorch's kernel answers where no
+        chosen one is faster.
 
         If all kernels of attention pack heads, some that do not join: they take any ratio of heads.
         """
@@ -126,7 +128,7 @@ class Judge:
         return found
 
     def margin(
-        self, own: Sequence[TimedKernel], vendors: Sequence[TimedKernel]
+        self, own: Sequence[KernelTimes], vendors: Sequence[KernelTimes]
     ) -> tuple[float, Regret]:
         """The margin with the least cost of choices, and its regret."""
         tried = [(self._regret(own, vendors, margin), margin) for margin in MARGINS]
@@ -134,7 +136,7 @@ class Judge:
         return margin, regret
 
     def _regret(
-        self, own: Sequence[TimedKernel], vendors: Sequence[TimedKernel], margin: float
+        self, own: Sequence[KernelTimes], vendors: Sequence[KernelTimes], margin: float
     ) -> tuple[float, Regret]:
         """Mean cost and regret of the choices at problems where both an own kernel and a vendor's
         were measured; at all with an own kernel where no vendor's takes such calls.
@@ -166,15 +168,15 @@ class Judge:
         found = Regret(count, fmean(losses), max(losses), geometric, min(ratios), owns / count)
         return cost, found
 
-    def _is_offered(self, row: Row) -> bool:
+    def _is_offered(self, row: _Expected) -> bool:
         """True if a selection would consider the measured schedule."""
         problem, config = row.point.problem, row.point.config
         offered = families()[config.family].scheduled(problem, row.kernel.config, self._gpu)
         return config in offered
 
     def _left_out(
-        self, kernel: TimedKernel, base: TimedKernel | None
-    ) -> tuple[list[float], list[Row], TimedKernel | None]:
+        self, kernel: KernelTimes, base: KernelTimes | None
+    ) -> tuple[list[float], list[_Expected], KernelTimes | None]:
         """Errors in ascending order, and each point of a kernel with the time expected by a fit to
         the other models' points.
         """
@@ -188,11 +190,11 @@ class Judge:
             for of, point in zip(folds, kernel.points, strict=True):
                 if of == number:
                     expected = self._expected(point.problem, point.config, rates)
-                    found.append(Row(kernel, point, expected))
+                    found.append(_Expected(kernel, point, expected))
         found = [row for row in found if kernel.is_own(row.point)]
         return sorted(abs(row.expected / row.us - 1) for row in found), found, base
 
-    def _table(self, own: Sequence[TimedKernel]) -> list[list[float]]:
+    def _table(self, own: Sequence[KernelTimes]) -> list[list[float]]:
         """Times in microseconds, a row for each kernel and a column for each problem.
 
         A time is measured, or expected and then longer by the 90th percentile of the kernel's
@@ -214,7 +216,7 @@ class Judge:
             )
         return table
 
-    def _problems(self, own: Sequence[TimedKernel]) -> dict[str, Problem]:
+    def _problems(self, own: Sequence[KernelTimes]) -> dict[str, Problem]:
         """Problems that one of some kernels was measured at."""
         return {
             key: rows[0].point.problem
@@ -222,7 +224,7 @@ class Judge:
             if any(row.kernel in own for row in rows)
         }
 
-    def _vendors_times(self, own: Sequence[TimedKernel]) -> list[float]:
+    def _vendors_times(self, own: Sequence[KernelTimes]) -> list[float]:
         """PyTorch's measured times at `_problems`; infinite where it has none, and where own
         kernels are chosen even far from measured sizes.
         """
@@ -242,7 +244,7 @@ class Judge:
         floor = floor_us(sizes_of(problem), self._gpu, self._is_cold)
         return max(sum(map(mul, rates, work), 0.0), floor or 0.0)
 
-    def _expected_of(self, kernel: TimedKernel, problem: Problem, rates: Sequence[float]) -> float:
+    def _expected_of(self, kernel: KernelTimes, problem: Problem, rates: Sequence[float]) -> float:
         if not kernel.spread.holds(self._domain.sizes(problem), self._domain):
             return math.inf
         family = families()[kernel.config.family]

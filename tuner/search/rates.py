@@ -11,7 +11,7 @@ from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import families
 from tuner.hardware import Gpu
-from tuner.search.timed import Point, TimedKernel, is_vendor
+from tuner.search.timed import KernelTimes, Point, is_vendor
 from tuner.selection.domains import AnyDomain
 
 PRIOR_WEIGHTS = {"attention": 0.3, "gemm": 3.0, "swiglu": 3.0}
@@ -36,9 +36,9 @@ class Fits:
     def __init__(
         self,
         domain: AnyDomain,
-        kernels: Sequence[TimedKernel],
+        kernels: Sequence[KernelTimes],
         gpu: Gpu,
-        plain: Sequence[TimedKernel],
+        plain: Sequence[KernelTimes],
     ) -> None:
         self._domain, self._gpu, self._without = domain, gpu, plain
         self._plain = Fits(domain, plain, gpu, ()) if plain else None
@@ -48,20 +48,20 @@ class Fits:
             if not is_vendor(kernel.config):
                 self._own[kernel.config.family] += filter(kernel.is_own, kernel.points)
         self._priors: dict[tuple[str, frozenset[tuple[int, ...]]], list[float]] = {}
-        self.bases: dict[Config, TimedKernel | None] = {}
+        self.bases: dict[Config, KernelTimes | None] = {}
         """The kernel of the plain product that a kernel's rates are made from; None: from its own
         points alone."""
 
-    def bases_of(self, kernel: TimedKernel) -> list[TimedKernel | None]:
+    def bases_of(self, kernel: KernelTimes) -> list[KernelTimes | None]:
         """Kernels whose rates a kernel's fit may start from; None: none."""
         return [None, *(one for one in self._without if _is_plain_of(one, kernel))]
 
-    def chosen(self, kernel: TimedKernel) -> list[float]:
+    def chosen(self, kernel: KernelTimes) -> list[float]:
         """Rates fitted to all points, from the chosen base."""
         return self.rates(kernel, self.bases[kernel.config])
 
     def rates(
-        self, kernel: TimedKernel, base: TimedKernel | None, held: Collection[tuple[int, ...]] = ()
+        self, kernel: KernelTimes, base: KernelTimes | None, held: Collection[tuple[int, ...]] = ()
     ) -> list[float]:
         """Rates fitted to a kernel's points, without some models' problems.
 
@@ -133,7 +133,7 @@ def added(points: Sequence[Point], gpu: Gpu, base: Sequence[float]) -> list[floa
     return rates
 
 
-def _is_plain_of(plain: TimedKernel, kernel: TimedKernel) -> bool:
+def _is_plain_of(plain: KernelTimes, kernel: KernelTimes) -> bool:
     """True if a kernel of the plain product is the other one without its activation; PyTorch's
     have other names then.
     """

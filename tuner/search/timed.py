@@ -38,7 +38,7 @@ class Point:
 
 
 @dataclass(frozen=True, eq=False)
-class TimedKernel:
+class KernelTimes:
     """Measurements of one kernel in one domain, and those that it takes from its kin."""
 
     domain: AnyDomain
@@ -101,7 +101,7 @@ def points(measurements: Iterable[Measurement], gpu: Gpu) -> list[Point]:
 
 def timed_kernels(
     domain: AnyDomain, found: Sequence[Point], others: Sequence[Point] = ()
-) -> list[TimedKernel]:
+) -> list[KernelTimes]:
     """Kernels with enough measurements among those of a domain, and among `others`."""
     by_kernel, elsewhere = _by_kernel(found), _by_kernel(others)
     ordered: dict[Config, list[Point]] = defaultdict(list)
@@ -110,7 +110,7 @@ def timed_kernels(
     unpacked: dict[Config, list[Point]] = defaultdict(list)
     for config, rows in (*by_kernel.items(), *elsewhere.items()) if others else ():
         unpacked[_unpacked(config)] += rows
-    kernels: list[TimedKernel] = []
+    kernels: list[KernelTimes] = []
     for config in sorted(by_kernel, key=lambda config: config.digest):
         padding = Config(config.family, {**config.params, "pads_heads": True})
         if padding != config and padding in by_kernel:
@@ -118,7 +118,7 @@ def timed_kernels(
         rows = ordered[_without(config, ORDER)]
         pools = rows, [*rows, *elsewhere.get(config, ())], unpacked[_unpacked(config)]
         for enough in pools[-1:] if "pads_heads" in config.params else pools:
-            if (kernel := TimedKernel(domain, config, enough)).is_known:
+            if (kernel := KernelTimes(domain, config, enough)).is_known:
                 kernels.append(kernel)
                 break
     return kernels
