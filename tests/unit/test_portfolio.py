@@ -30,7 +30,7 @@ from tuner.families.attention_work import AttentionTiling
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Provenance
 from tuner.problem import AttentionProblem
-from tuner.search import portfolio as fitting
+from tuner.search import timed
 from tuner.selection import portfolio
 from tuner.selection.candidates import DomainModels
 from tuner.selection.domains import AttentionDomain, Domain, Mask
@@ -288,7 +288,7 @@ class TestKin:
         whole = maker()(2, 80)
         ways = [maker()(1, 64, splits=2, combine=way) for way in ("cluster", "kernel")]
         made = [
-            candidate(fitting.kernel_of(config), FUSED.work_terms, launch=us)
+            candidate(timed.kernel_of(config), FUSED.work_terms, launch=us)
             for us, config in zip((9.0, 8.0, 7.0), (whole, *ways), strict=True)
         ]
         domain = AttentionDomain(128, "full", "one")
