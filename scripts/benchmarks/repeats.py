@@ -212,17 +212,7 @@ def compared(
         elif measured.config in winners:
             raise BenchmarkError(f"{measured.config.digest} failed: {measured.log}")
     best = min(times.values())
-    rows = [
-        {
-            "winner": one.winner.digest,
-            "own_us": one.own_us,
-            "over_best": round(times[one.winner.digest] / best, 4),
-            "kernels": one.kernels,
-            "elapsed_s": round(one.elapsed_s, 1),
-            **one.facts,
-        }
-        for one in sweeps
-    ]
+    rows = [{**_row(one), "over_best": round(times[one.winner.digest] / best, 4)} for one in sweeps]
     return {
         "problem": problem.to_json(),
         "gpu": asdict(runner.gpu),
@@ -238,6 +228,17 @@ def compared(
         ],
         "sweeps": rows,
         "worst_over_best": max(row["over_best"] for row in rows),
+    }
+
+
+def _row(one: Swept) -> dict[str, Any]:
+    """A sweep's part of the file."""
+    return {
+        "winner": one.winner.digest,
+        "own_us": one.own_us,
+        "kernels": one.kernels,
+        "elapsed_s": round(one.elapsed_s, 1),
+        **one.facts,
     }
 
 
@@ -318,6 +319,8 @@ def main(argv: Sequence[str]) -> int:
                 one = replace(options, sweep=replace(sweep, seed=seed))
                 sweeps.append(swept(problem, runners, one))
             _note(f"seed {seed}: {sweeps[-1].winner.digest[:6]}, {sweeps[-1].elapsed_s:.1f} s")
+            if args.json is not None:  # a pass that is cut off loses no sweep
+                write_json(args.json, {"sweeps": [_row(one) for one in sweeps]})
         runner = runners.of(problem, options.regime(problem))
         beside = recorded(problem, runner.gpu, args.beside)
         found = compared(problem, runner, sweeps, beside)

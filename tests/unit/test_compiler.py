@@ -144,16 +144,19 @@ def test_kernels_are_built_in_units(fake: Fake) -> None:
 
 @pytest.mark.parametrize(
     ("jobs", "count", "expected"),
-    [(4, 4, [1, 1, 1, 1]), (4, 3, [1, 1, 1, 0]), (2, 4, [2, 2]), (2, 8, [4, 4]), (3, 5, [2, 2, 1])],
-)
-def test_few_kernels_are_spread_over_the_cores(
+    [
+        (8, 4, [1, 1, 1, 1]), (8, 3, [1, 1, 1]), (4, 4, [2, 2]), (4, 8, [4, 4]), (6, 5, [2, 2, 1]),
+        (16, 12, [2, 2, 2, 2, 1, 1, 1, 1]), (2, 4, [4]), (1, 4, [4]),
+    ],
+)  # fmt: skip
+def test_few_kernels_are_spread_over_pairs_of_cores(
     fake: Fake, monkeypatch: pytest.MonkeyPatch, jobs: int, count: int, expected: list[int]
 ) -> None:
     made = fake.compiler(jobs=jobs)
     monkeypatch.setattr(made, "_wake", lambda times: None)
     made.submit(specs(count))
     taken = [made._take() for _ in range(jobs)]  # as `jobs` threads would
-    assert [len(unit.jobs) if unit else 0 for unit in taken] == expected
+    assert [len(unit.jobs) for unit in taken if unit] == expected
     assert made._take() is None
     made.close(cancel=True)
 

@@ -310,7 +310,8 @@ class Compiler:
                 for job in self._pending
                 if job.spec.template == first.spec.template and not job.alone
             ]
-            idle = self.jobs - len(self._units)
+            # Both halves of a unit compile at once, so half as many units keep all cores busy.
+            idle = max(1, self.jobs // 2 - len(self._units))
             size = min(self.batch, -(-len(self._pending) // idle))
             alike.sort(key=lambda job: -shared(first.spec, job.spec))
             unit = Unit([first] if first.alone else alike[:size])
