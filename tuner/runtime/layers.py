@@ -97,9 +97,9 @@ def tune_linear_(
     Other layers are left: other classes (subclasses, other quantised layers), computed or non-plain
     weights, a replaced `forward`.
 
-    The layers stay the same objects with the same parameters. So the
-    state_dict's keys, copies and optimisers stay valid, and a second call changes nothing. A model
-    pickled as a whole needs this package where it is loaded.
+    The layers stay the same objects with the same parameters. So the state_dict's keys, copies and
+    optimisers stay valid, and a second call changes nothing. A model pickled as a whole needs this
+    package where it is loaded.
 
     PyTorch answers calls with autocast to another type, CPU tensors and untuned shapes. It also
     computes the layers in graphs of `torch.compile` and `torch.jit.trace`.
