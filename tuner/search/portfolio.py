@@ -42,9 +42,13 @@ def measurements(op: str, gpu: Gpu, regime: Regime, store: Store) -> list[Measur
     return [m for rows in known.values() for m in rows]
 
 
-def of_shipped(found: Iterable[Measurement]) -> list[Measurement]:
+def of_shipped(found: Iterable[Measurement], gpu: Gpu | None = None) -> list[Measurement]:
     """Measurements of vendors' kernels, and of own ones that a shipped portfolio has in the same
     domain.
+
+    Args:
+        found: measurements.
+        gpu: only portfolios that were made on this GPU; None: all.
     """
 
     def kernel(config: Config) -> str:
@@ -53,6 +57,7 @@ def of_shipped(found: Iterable[Measurement]) -> list[Measurement]:
     known = {
         (domain, kernel(one.config))
         for portfolio in shipped()
+        if gpu in (None, portfolio.gpu)
         for domain, models in portfolio.domains.items()
         for one in models.candidates
         if one.family is not None and not one.is_vendor
