@@ -21,6 +21,8 @@ pytestmark = [
     # Inductor's and Triton's own.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning:torch._inductor"),
+    # Leaves that were used on another stream before a capture.
+    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning"),
     # FlashAttention-2 warns of itself where only warnings are asked for.
     pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning"),
 ]
