@@ -128,7 +128,7 @@ def ended() -> list[tuple[int, str, str]]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
         "PYTHONPATH": os.pathsep.join(sys.path),
-        # Else NCCL's watchdog waits a minute for a dump that nobody reads here.
+        # NCCL's watchdog is not to wait for a dump, which nobody reads here.
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     }
     processes = [
