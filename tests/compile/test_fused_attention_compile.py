@@ -16,6 +16,7 @@ from tuner.compile.render import render
 from tuner.compile.toolchain import find_toolchain, include_dirs
 from tuner.config import Config, Value
 from tuner.families.fused_attention import FusedAttention
+from tuner.families.fused_attention.legality import smem_bytes
 from tuner.families.fused_attention.registers import launch_registers
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import E4M3, AttentionProblem
@@ -283,7 +284,7 @@ def test_shared_memory_is_what_the_predicate_counts(tmp_path: Path) -> None:
         assert storage is not None
         layouts = body.split("using SmemLayoutVt")[0]
         parts.append(f"namespace k_{number} {{{layouts}{tile[0]} }};\n{storage[0]}}}\n")
-        expected.append(FAMILY.smem_bytes(problem, config))
+        expected.append(smem_bytes(problem, config))
     sizes = ", ".join(f"sizeof(k_{number}::Storage)" for number in range(len(SIZES)))
     main = f'int main() {{ for (auto size : {{{sizes}}}) std::printf("%zu\\n", size); }}\n'
     source = tmp_path / "sizes.cpp"

@@ -198,6 +198,12 @@ inline int launch(Tensors const& tensors, Integers const& n, Scalars const& scal
     if (error != cudaSuccess) return error;
   }
 
+  // Says so if an earlier kernel lost the context, where CUTLASS's descriptors would crash.
+  auto* function = cutlass::device_kernel<Kernel>;
+  cudaError_t error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                           Kernel::SharedStorageSize);
+  if (error != cudaSuccess) return error;
+
   auto* lse = static_cast<float*>(workspace);
   typename Kernel::Arguments arguments{
       {int(first), int(second), int(n.seqlen_q), int(n.seqlen_kv), int(n.head_dim)},
@@ -212,10 +218,6 @@ inline int launch(Tensors const& tensors, Integers const& n, Scalars const& scal
   params.mainloop.scale_softmax = float(scalars.scale);
   params.mainloop.scale_softmax_log2 = float(scalars.scale * 1.4426950408889634);
 
-  auto* function = cutlass::device_kernel<Kernel>;
-  cudaError_t error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                           Kernel::SharedStorageSize);
-  if (error != cudaSuccess) return error;
   dim3 const grid = Kernel::get_grid_shape(params);
   if (grid.y > 65535 || grid.z > 65535) return failed(cutlass::Status::kErrorInvalidProblem);
   void* arguments_of_kernel[] = {&params};

@@ -35,8 +35,6 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(1800),
-    # The first product of a process may run in a thread of the backward pass.
-    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
 ]
 
 CHILD = Path(__file__).with_name("attention_backward_child.py")

@@ -26,8 +26,6 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.usefixtures("own_store"),
-    # The first product of a process may run in a thread of the backward pass.
-    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
 ]
 
 own_store, path, gpu = fresh_store, call_path, served_gpu

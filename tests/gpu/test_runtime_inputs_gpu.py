@@ -182,7 +182,6 @@ def test_top_left_by_every_way_in(compiler: Compiler, gpu: Gpu, problem: Attenti
         assert error(capped, exact(q, k, v, offset, CAP)) < TOLERANCE["float16"]
 
 
-@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning")
 @pytest.mark.compile
 @pytest.mark.parametrize("problem", [LONGER, SHORTER, SQUARE], ids=str)
 def test_gradients_of_unequal_lengths(

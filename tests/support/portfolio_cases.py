@@ -16,6 +16,7 @@ from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Measurement, Regime, Status
 from tuner.problem import AttentionProblem
 from tuner.search import portfolio as fitting
+from tuner.search import timed
 from tuner.selection import portfolio
 from tuner.selection.candidates import Candidate, DomainModels, Regret, Spread
 from tuner.selection.domains import AttentionDomain
@@ -57,7 +58,7 @@ def candidate(config: Config, terms: tuple[str, ...], **rates: float) -> Candida
 
 
 def made(own_us: float, vendor_us: float, margin: float) -> Portfolio:
-    own = candidate(fitting.kernel_of(WIDE), FUSED.work_terms, launch=own_us)
+    own = candidate(timed.kernel_of(WIDE), FUSED.work_terms, launch=own_us)
     vendor = candidate(CUDNN, VENDOR.work_terms, launch=vendor_us)
     domain = AttentionDomain(64, "full", "prompt")
     models = DomainModels(domain, WARM, [own, vendor], margin, REGRET)

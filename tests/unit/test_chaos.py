@@ -314,6 +314,7 @@ class Processes:
         )
         compiler: Any = SimpleNamespace(
             underway=dict,
+            compiled=lambda member, problem, space: [],
             release=lambda owner: None,
             jobs=2,
             batch=1,

@@ -145,3 +145,21 @@ def test_sums_of_products_are_off_by_what_the_gate_expects(fast_accum: bool) -> 
     limits, off = limits_of(problem), ((scale * out).half() - scale * exact).abs()
     assert (off <= limits.absolute + limits.relative * scale * exact.abs()).all()
     assert off.norm() <= limits.frobenius * (scale * exact).norm()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_rounded_lifts_are_those_that_a_kernel_computes_again(head_dim: int) -> None:
+    """By the planted factors of tests/gpu/test_fused_attention_fp8_gpu.py: every row whose largest
+    probability exceeds 2^8 is flagged (`Softmax::residual`). Some have 2^16, which e4m3 stores as
+    448. Others lose the lift as their sum does, and their scores lie apart by more than it.
+    """
+    lift, rows = 8.0, torch.arange(16)
+    log2_e = torch.tensor(1.44269504)
+    scale = (torch.tensor(head_dim**-0.5) * log2_e) * (2.0**22 * (1.5 + 0.20317 * rows))
+    exact = scale.double() * head_dim
+    top = exact.float()
+    top = torch.where(top.double() < exact, torch.nextafter(top, torch.tensor(torch.inf)), top)
+    largest = exact - (top - lift).double()
+    is_flagged = (top - lift) + lift != top
+    assert ((largest <= lift) | is_flagged).all()
+    assert (largest > 15).sum() >= 3 and (largest <= lift).any()

@@ -30,6 +30,7 @@ from tuner.families import families
 from tuner.hardware import DEFAULT_GPU, GPUS
 from tuner.measurement import Measurement, Regime, Status
 from tuner.problem import GemmProblem
+from tuner.search import judge, rates, timed
 from tuner.search import portfolio as fitting
 from tuner.selection import portfolio
 from tuner.selection.domains import DOMAINS, AttentionDomain, ProductDomain
@@ -219,7 +220,7 @@ class TestMake:
         for one in models.candidates:
             assert one.median_error < 0.03
         for m in planted(1):
-            of = next(c for c in models.candidates if c.config == fitting.kernel_of(m.config))
+            of = next(c for c in models.candidates if c.config == timed.kernel_of(m.config))
             assert of.family is not None
             amounts = of.family.work(m.problem, m.config, DEFAULT_GPU)
             expected = sum(map(mul, of.priced, amounts))
@@ -228,8 +229,8 @@ class TestMake:
     def test_the_kernel_of_least_time_is_selected(self, known: Portfolio) -> None:
         """The narrow tile has the smaller launch, the wide one the smaller rate."""
         small, large = (known.select(attention(f"H=16,S={s},D=64")) for s in (128, 8192))
-        assert small is not None and fitting.kernel_of(small.config) == fitting.kernel_of(NARROW)
-        assert large is not None and fitting.kernel_of(large.config) == fitting.kernel_of(WIDE)
+        assert small is not None and timed.kernel_of(small.config) == timed.kernel_of(NARROW)
+        assert large is not None and timed.kernel_of(large.config) == timed.kernel_of(WIDE)
 
     def test_the_regret_is_of_models_left_out(self, known: Portfolio) -> None:
         (models,) = known.domains.values()
@@ -280,7 +281,7 @@ class TestMake:
         (models,) = few.domains.values()
         assert sum(not one.is_vendor for one in models.candidates) == 1
         monkeypatch.setattr(fitting, "shipped", lambda: (few,))
-        kept = {fitting.kernel_of(m.config) for m in fitting.of_shipped(planted(0))}
+        kept = {timed.kernel_of(m.config) for m in fitting.of_shipped(planted(0))}
         assert kept == {one.config for one in models.candidates}
 
     @pytest.mark.parametrize("others", ["one", ""])
@@ -301,16 +302,16 @@ class TestMake:
 
     def test_failed_and_modified_ones_are_left_out(self) -> None:
         failed = [m.but(status=Status.WRONG_RESULT, latency_us=None) for m in planted(0)]
-        assert fitting.points(failed, DEFAULT_GPU) == []
+        assert timed.points(failed, DEFAULT_GPU) == []
         sloped = Measurement(
             attention("S=1024,D=64,alibi=1"), CUDNN, DEFAULT_GPU, WARM, Status.OK, latency_us=9.0
         )
-        assert fitting.points([sloped], DEFAULT_GPU) == []
+        assert timed.points([sloped], DEFAULT_GPU) == []
 
     def test_a_quick_time_comes_before_a_final_one(self) -> None:
         one = planted(0)[0]
         both = [one, one.but(latency_us=99.0, is_final=True)]
-        assert [p.us for p in fitting.points(both, DEFAULT_GPU)] == [one.latency_us]
+        assert [p.us for p in timed.points(both, DEFAULT_GPU)] == [one.latency_us]
 
     def test_a_product_s_launch_is_hidden(self) -> None:
         """As it was measured; a time without counts where there is none with."""
@@ -322,7 +323,7 @@ class TestMake:
             for config, us in times.items()
         ]
         for found, us in ((rows, 8.0), (rows[:1], 9.0), (rows[::-1], 8.0)):
-            (point,) = fitting.points(found, DEFAULT_GPU)
+            (point,) = timed.points(found, DEFAULT_GPU)
             assert (point.config, point.us) == (hidden, us)
 
     def test_orders_of_tiles_share_their_measurements(self) -> None:
@@ -331,8 +332,8 @@ class TestMake:
             for order in ("AlongM", "AlongN")
         ]
         problems = [GemmProblem(1024, 4096, 512 * k) for k in (1, 2, 3)]
-        found = [fitting.Point(problem, order, 9.0) for problem in problems for order in orders]
-        kernels = fitting._kernels(ProductDomain("wide"), found)
+        found = [timed.Point(problem, order, 9.0) for problem in problems for order in orders]
+        kernels = timed.timed_kernels(ProductDomain("wide"), found)
         assert {kernel.config for kernel in kernels} == set(orders)
         for kernel in kernels:
             assert len(kernel.points) == 6, "three each are too few"
@@ -353,15 +354,15 @@ class TestMake:
         for combine in ("cluster", "kernel"):  # 16 tiles: 8 splits of each are 128 blocks
             config = Config(NARROW.family, {**params, "combine": combine, "splits": 8})
             m = Measurement(problem, config, DEFAULT_GPU, WARM, Status.OK, latency_us=9.0)
-            kept[combine] = len(fitting.points([m], DEFAULT_GPU))
+            kept[combine] = len(timed.points([m], DEFAULT_GPU))
         assert kept == {"cluster": 0, "kernel": 1}
 
     def test_few_measurements_are_drawn_to_the_domain_s_rates(self) -> None:
-        found = fitting.points(planted(0), DEFAULT_GPU)
+        found = timed.points(planted(0), DEFAULT_GPU)
         wide = [point for point in found if point.config == WIDE]
-        prior = fitting.fitted(wide, DEFAULT_GPU)
-        alone = fitting.fitted(wide[:1], DEFAULT_GPU)
-        drawn = fitting.fitted(wide[:1], DEFAULT_GPU, prior)
+        prior = rates.fitted(wide, DEFAULT_GPU)
+        alone = rates.fitted(wide[:1], DEFAULT_GPU)
+        drawn = rates.fitted(wide[:1], DEFAULT_GPU, prior)
 
         def error(rates: list[float]) -> float:
             family = families()[WIDE.family]
@@ -402,10 +403,10 @@ def test_what_ships_is_legal_and_judged_on_enough() -> None:
         own = [one for one in models.candidates if not one.is_vendor]
         is_composed = getattr(models.domain, "is_composed", False)  # PyTorch has no kernel
         assert own and (len(own) < len(models.candidates)) is not is_composed
-        assert models.regret.problems >= fitting.MIN_POINTS
+        assert models.regret.problems >= timed.MIN_POINTS
         for one in own:
-            assert one.points >= fitting.MIN_POINTS
-            assert one.median_error <= fitting.MAX_MEDIAN_ERROR
+            assert one.points >= timed.MIN_POINTS
+            assert one.median_error <= judge.MAX_MEDIAN_ERROR
             assert one.family is not None
             problem = models.domain.problem_for(one.config)
             called = one.family.called(problem, one.config, 1)

@@ -14,8 +14,7 @@ from tuner.families import families
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionProblem, Problem
 from tuner.problem.population import draw, subset
-from tuner.search import pool
-from tuner.search import portfolio as fitting
+from tuner.search import pool, timed
 from tuner.selection.domains import (
     EPILOGUES,
     AnyDomain,
@@ -194,7 +193,7 @@ def test_every_kernel_and_pytorch_s_are_timed_often_enough() -> None:
         counts.update({config.digest for group in groups for config in group})  # type: ignore[attr-defined]
         assert any(families()[group[0].family].is_vendor for group in groups)  # type: ignore[index]
     assert (
-        sum(count >= fitting.MIN_POINTS for count in counts.values())
+        sum(count >= timed.MIN_POINTS for count in counts.values())
         >= 2 * pool.PRODUCT_KERNELS["few"]
     )
 

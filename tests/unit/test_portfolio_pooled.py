@@ -17,7 +17,7 @@ from tuner.problem import GemmProblem
 from tuner.search import portfolio as fitting
 from tuner.selection.candidates import Spread
 from tuner.selection.domains import AttentionDomain, GatedDomain, ProductDomain
-from tuner.selection.portfolio import Portfolio
+from tuner.selection.portfolio import Portfolio, shipped
 
 H100, STREAM = GPUS["H100"], Regime("stream", "cold")
 GEMV = Config(
@@ -154,3 +154,26 @@ def test_a_portfolio_without_bounds_of_work_is_read() -> None:
     for one in models.candidates:
         *sizes, work = one.spread.bounds
         assert work == tuple(math.prod(each) for each in zip(*sizes, strict=True))
+
+
+def test_a_fit_may_keep_to_the_kernels_of_one_gpu() -> None:
+    here, there = (
+        next(one for one in shipped() if (one.op, one.gpu) == ("attention", gpu))
+        for gpu in (H100, GPUS["H200"])
+    )
+    domain = AttentionDomain(128, "full", "one")
+    problem = domain.problems("bfloat16")[0]
+    theirs = {fitting.kernel_of(one.config) for one in there.domains[domain].candidates}
+    own = next(
+        fitting.kernel_of(one.config)
+        for one in here.domains[domain].candidates
+        if fitting.kernel_of(one.config) not in theirs and not one.is_vendor
+    )
+    vendor = here.domains[domain].vendors[0].config
+    found = [
+        Measurement(problem, config, H100, STREAM, Status.OK, Provenance.MEASURED, latency_us=9.0)
+        for config in (own, vendor)
+    ]
+    problems = [replace(one, problem=replace(problem, seqlen_q=1)) for one in found]
+    assert fitting.of_shipped(problems) == fitting.of_shipped(problems, H100) == problems
+    assert fitting.of_shipped(problems, GPUS["H200"]) == problems[1:]

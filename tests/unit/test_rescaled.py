@@ -29,7 +29,7 @@ from tuner.families.work import memory_gap_us, sizes_of, time_ratio
 from tuner.hardware import GPUS, Gpu
 from tuner.measurement import Regime
 from tuner.problem import GemmProblem
-from tuner.search import portfolio as fitting
+from tuner.search import timed
 from tuner.selection.candidates import RESCALED_MARGIN, DomainModels
 from tuner.selection.domains import AttentionDomain
 from tuner.selection.kernels import targets
@@ -168,7 +168,7 @@ class TestServing:
         (models,) = theirs.domains.values()
         domains = [models.domain._replace(head_dim=width) for width in (64, 96, 128)]
         theirs = replace(theirs, domains={d: replace(models, domain=d) for d in domains[:2]})
-        own = candidate(fitting.kernel_of(NARROW), FUSED.work_terms, launch=9.0)
+        own = candidate(timed.kernel_of(NARROW), FUSED.work_terms, launch=9.0)
         narrow = replace(models, candidates=[own])
         here = Portfolio(
             "attention", H100, {d: replace(narrow, domain=d) for d in domains[1:]}, theirs.origin
@@ -219,7 +219,7 @@ def sorted_domains(one: Portfolio) -> Portfolio:
 
 def known(own_us: float, vendor_us: float, margin: float, l2: str = "cold") -> Portfolio:
     """Kernels with these times at decoding problems of any size on an H200."""
-    own = candidate(fitting.kernel_of(WIDE), FUSED.work_terms, launch=own_us)
+    own = candidate(timed.kernel_of(WIDE), FUSED.work_terms, launch=own_us)
     vendor = candidate(CUDNN, VENDOR.work_terms, launch=vendor_us)
     domain = AttentionDomain(128, "full", "one")
     models = DomainModels(domain, Regime("stream", l2), [own, vendor], margin, REGRET)
@@ -239,7 +239,7 @@ class TestSelection:
     def test_kernels_that_pad_heads_join_those_that_serve(self) -> None:
         serving = known(150.0, 200.0, 0.5).rescaled(H100)
         (domain,) = serving.domains
-        params = {**fitting.kernel_of(WIDE).params, "packed_heads": 8, "pads_heads": True}
+        params = {**timed.kernel_of(WIDE).params, "packed_heads": 8, "pads_heads": True}
         padding = candidate(Config("fused_attention", params), FUSED.work_terms, launch=120.0)
         models = known(90.0, 95.0, 0.0).domains[domain]
         mine = replace(models, candidates=[*models.candidates, padding])
@@ -286,7 +286,7 @@ class TestSelection:
 
     def test_rounds_are_those_of_the_multiprocessors_that_are_there(self) -> None:
         """15 heads of 1024 queries are 120 blocks."""
-        own = candidate(fitting.kernel_of(WIDE), FUSED.work_terms, rounds=10.0)
+        own = candidate(timed.kernel_of(WIDE), FUSED.work_terms, rounds=10.0)
         domain = AttentionDomain(64, "full", "prompt")
         models = DomainModels(domain, WARM, [own], 0.0, REGRET)
         theirs = Portfolio("attention", H200, {domain: models})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from operator import eq
@@ -462,6 +463,57 @@ def test_the_page_prints_paged_caches_of_the_evidence() -> None:
     decoding = geometric_mean(ratio for case, ratio in of_e4m3.items() if "SQ=1," in case)
     [chunk] = [ratio for case, ratio in of_e4m3.items() if "SQ=2048" in case]
     assert f"have {decoding:.3f} of FlashAttention-3's speed at decoding, and {chunk:.3f}" in page
+
+
+def test_the_page_prints_chunks_over_small_pages_of_the_evidence() -> None:
+    with gzip.open(EVIDENCE / "paged-chunks-h200.json.gz", "rt") as text:
+        first, _, last = (run["cases"] for run in json.load(text)["runs"])
+    page = RESULTS.read_text()
+    boxes, one, gathered = "2 groups, 128 keys", "one lane issues", "gathered"
+    columns = "flash3", boxes, f"2 groups, 160 keys, {gathered}", f"{boxes}, {gathered}"
+    columns = *columns, "3 groups, 80 keys", "1 group, 64 keys"
+    known = {case["case"]: case["us"] for case in last}
+    missing = []
+    for name, us in known.items():
+        if name.startswith(("chunk", "mixed")) and "page=16" in name:
+            label = re.sub(r"B=\d+,|,32/8,D=128,page=16", "", name).replace(",SKV", ", SKV")
+            cells = (f"{us[column]:.0f}" if column in us else "" for column in columns)
+            line = f"| {label} | {' | '.join(cells)} |"
+            missing += [] if line in page else [line]
+    assert missing == []
+    wide = [
+        us["flash3"] / us[f"{boxes}, boxes of 64 rows"]
+        for us in known.values()
+        if f"{boxes}, boxes of 64 rows" in us
+    ]
+    assert f"have {wide[0]:.3f} and {wide[1]:.3f} of FlashAttention-3's speed at chunks" in page
+    longer = [
+        100 * (case["us"][f"{boxes}, {one}"] / case["us"][boxes] - 1)
+        for case in first
+        if case["case"].startswith("chunk") and "page=16" in case["case"]
+    ]
+    assert f"takes {min(longer):.0f} to {max(longer):.0f} % longer" in page
+    short = [
+        us["flash3"] / us["1 group, 64 keys"]
+        for name, us in known.items()
+        if "SQ=512" in name and "mixed" in name
+    ]
+    assert f"one group of 64 keys: {short[0]:.3f} and {short[1]:.3f}" in page
+    [sinks] = [us for name, us in known.items() if name.startswith("sinks")]
+    two, three = (sinks[f"{count} groups, 128 keys"] for count in (2, 3))
+    said = (
+        f"{two:.0f} us by two groups, {three:.0f} by three, FlashAttention-3 {sinks['flash3']:.0f}"
+    )
+    assert said in page
+
+
+def test_the_sanitizer_saw_no_fault_of_paged_kernels() -> None:
+    with gzip.open(EVIDENCE / "sanitize-paged.json.gz", "rt") as text:
+        found = json.load(text)
+    control, *others = sorted(found, key=lambda run: run["status"] != "seen")
+    assert control["status"] == "seen" and {run["status"] for run in others} == {"clean"}
+    counts = Counter(run["tool"] for run in others)
+    assert counts == {"memcheck": 16, "racecheck": 16, "synccheck": 16}
 
 
 def engine_runs() -> dict[tuple[int, str], dict[str, Any]]:

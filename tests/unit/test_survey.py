@@ -29,7 +29,7 @@ from tuner.problem import Problem
 from tuner.runners import recording
 from tuner.runners.choose import Runners
 from tuner.runners.replay import ReplayRunner
-from tuner.search.portfolio import kernel_of
+from tuner.search.timed import kernel_of
 from tuner.selection.domains import Domain
 from tuner.selection.portfolio import serving, shipped
 from tuner.store import open_store

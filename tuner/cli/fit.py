@@ -36,10 +36,16 @@ def register(subparsers: Any) -> None:
         metavar="N",
         help="most compiled kernels of a domain (default 4 to 8)",
     )
-    parser.add_argument(
+    same = parser.add_mutually_exclusive_group()
+    same.add_argument(
         "--shipped-kernels",
         action="store_true",
         help="only kernels of the shipped portfolios, which need no new proof",
+    )
+    same.add_argument(
+        "--same-kernels",
+        action="store_true",
+        help="only kernels that the GPU's own shipped portfolio has in the domain",
     )
     parser.add_argument(
         "--join",
@@ -84,8 +90,9 @@ def run(args: argparse.Namespace) -> int:
             for regime in Regime.choices(args.op)
         }
     only = args.only.split(",") if args.only else ()
-    if args.shipped_kernels:
-        measured = {regime: portfolio.of_shipped(rows) for regime, rows in measured.items()}
+    if args.shipped_kernels or args.same_kernels:
+        of = gpu if args.same_kernels else None
+        measured = {regime: portfolio.of_shipped(rows, of) for regime, rows in measured.items()}
     made = portfolio.make(args.op, measured, gpu, only, args.kernels)
     if args.join:
         made = made.joining(next(one for one in serving(shipped(), gpu) if one.op == args.op))

@@ -123,6 +123,7 @@ def named_kernels(domain: AttentionDomain) -> tuple[Config, ...]:
         is_plain=domain.mask != "windowed" and not domain.has_sinks,
         has_sinks=domain.has_sinks,
         is_e4m3=domain.is_e4m3,
+        is_windowed=domain.mask == "windowed",
     )
 
 
