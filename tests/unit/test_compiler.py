@@ -142,6 +142,18 @@ def test_kernels_are_built_in_units(fake: Fake) -> None:
     assert fake.leftovers() == []
 
 
+def test_kernels_that_share_most_are_built_together_where_cores_are_idle(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(compiler.CHEAP_TOGETHER, specs(1)[0].template, 3)
+    made = fake.compiler(jobs=64)
+    monkeypatch.setattr(made, "_wake", lambda times: None)
+    made.submit(specs(8))
+    taken = [made._take() for _ in range(4)]
+    assert [len(unit.jobs) for unit in taken if unit] == [3, 3, 2]
+    made.close(cancel=True)
+
+
 @pytest.mark.parametrize(
     ("jobs", "count", "expected"),
     [

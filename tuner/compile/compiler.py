@@ -33,7 +33,14 @@ from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.compile.ptxas import parse_advice, parse_resources
 from tuner.compile.render import included, render, template_digest
 from tuner.compile.toolchain import Toolchain, find_toolchain, include_dirs
-from tuner.compile.units import KernelJob, Underway, Unit, available_bytes, shared
+from tuner.compile.units import (
+    CHEAP_TOGETHER,
+    KernelJob,
+    Underway,
+    Unit,
+    available_bytes,
+    shared,
+)
 from tuner.config import Config
 from tuner.errors import CompileError, StoreError, TunerError
 from tuner.families.base import Family, KernelSpec
@@ -312,7 +319,8 @@ class Compiler:
             ]
             # Both halves of a unit compile at once, so half as many units keep all cores busy.
             idle = max(1, self.jobs // 2 - len(self._units))
-            size = min(self.batch, -(-len(self._pending) // idle))
+            least = CHEAP_TOGETHER.get(first.spec.template, 1)
+            size = min(self.batch, max(least, -(-len(self._pending) // idle)))
             alike.sort(key=lambda job: -shared(first.spec, job.spec))
             unit = Unit([first] if first.alone else alike[:size])
             self._pending = [job for job in self._pending if job not in unit.jobs]
