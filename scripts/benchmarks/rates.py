@@ -35,6 +35,8 @@ from tuner.selection.describe import table
 Estimate = Callable[[Any, Config, Gpu, Rates], float]
 FACTORS = (1.6, 1.2, 1.05, 1.01)
 """Steps of the descent: rates are multiplied or divided by these while the error falls."""
+NEAR = 1.6
+"""Longest time that is fitted, over the fastest kernel's: a choice is made among the near ones."""
 MIN_POINTS = 4
 """Fewest times of a kernel from which its rates are fitted."""
 
@@ -108,7 +110,11 @@ def fitted(rule: Rule, rows: Sequence[Row]) -> dict[str, Rates]:
     """Rates by kernel. One with too few times has its first guesses, moved as the others' are."""
     found: dict[str, Rates] = {}
     for name, config in rule.kernels.items():
-        points = [(row.problem, row.us[name]) for row in rows if name in row.us]
+        points = [
+            (row.problem, row.us[name])
+            for row in rows
+            if name in row.us and row.us[name] <= NEAR * min(row.us[one] for one in _own(rule, row))
+        ]
         if len(points) >= MIN_POINTS:
             found[name] = _descended(rule, config, points)
     moved = [found[name].step / rates_of(rule.kernels[name]).step for name in found]

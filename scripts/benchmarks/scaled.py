@@ -195,7 +195,7 @@ def _of_cublaslt(a: Any, scale_a: Any, weights: Sequence[tuple[Any, Any]], n: in
     def call(i: int) -> Any:
         b, scale_b = weights[i]
         return functional.scaled_mm(
-            a, b.t(), scale_a, kinds.BlockWise1x128, scale_b, kinds.BlockWise128x128
+            a, b.t(), scale_a, kinds.BlockWise1x128, scale_b.t(), kinds.BlockWise128x128
         )
 
     return call

@@ -92,7 +92,7 @@ def emulated(
     device_half = text[: text.index("inline bool aligned(")] + "}  // namespace\n"
     for name, body in _BODIES.items():
         pattern = re.compile(rf"(void {name}\([^)]*\) \{{).*?\}}\n(?=\n)", re.S)
-        device_half, found = pattern.subn(lambda m, b=body: f"{m[1]} {b} }}\n", device_half)
+        device_half, found = pattern.subn(rf"\1 {body} }}\n", device_half)
         assert found == 1, name
     shared = "extern __shared__ __align__(1024) char shared[];"
     assert shared in device_half and mutant[0] in device_half

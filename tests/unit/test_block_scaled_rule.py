@@ -48,7 +48,7 @@ def test_tiles_grow_with_the_rows() -> None:
         assert times == sorted(times) and len(times) == len(block_scaled.KERNELS)
         config = selection.expected[0][1]
         chosen.append(config["tile_n" if config["swap_ab"] else "tile_m"])
-    assert chosen == sorted(chosen) and chosen[0] < chosen[-1]
+    assert chosen == sorted(chosen) and chosen[0] < chosen[1] < chosen[-1]
 
 
 def test_what_the_rule_does_not_serve() -> None:
