@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pwd
 import shutil
@@ -27,6 +28,9 @@ from tuner.errors import TunerError
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+#: Numbers of the caches of tests without a folder.
+CACHES = itertools.count()
 
 hypothesis.settings.register_profile("tuner", deadline=None, database=None)
 hypothesis.settings.load_profile("tuner")
@@ -64,16 +68,24 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def isolated(
     request: pytest.FixtureRequest,
-    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
     shared_cache: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A unit test sees no TUNER_* variable of the caller's and an empty cache of its own."""
-    compiles = any(request.node.get_closest_marker(name) for name in ("compile", "gpu"))
-    if not compiles:
-        for name in settings.VARIABLES:
-            monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TUNER_CACHE_DIR", str(shared_cache if compiles else tmp_path / "cache"))
+    """A unit test sees no TUNER_* variable of the caller's and an empty cache of its own.
+
+    Most tests use neither cache nor folder: one is made only for those that ask for `tmp_path`.
+    """
+    if any(request.node.get_closest_marker(name) for name in ("compile", "gpu")):
+        monkeypatch.setenv("TUNER_CACHE_DIR", str(shared_cache))
+        return
+    for name in settings.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    if "tmp_path" in request.fixturenames:
+        cache = request.getfixturevalue("tmp_path") / "cache"
+    else:
+        cache = tmp_path_factory.getbasetemp() / f"cache-{next(CACHES)}"
+    monkeypatch.setenv("TUNER_CACHE_DIR", str(cache))
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,9 @@ from typing import Any
 GRAPH_US, MIN_CALLS, MAX_CALLS = 1200.0, 2, 40
 #: All graphs of a call together, repeated, take at most about so long; at least seven rounds.
 BUDGET_US, MIN_ROUNDS, MAX_ROUNDS = 2e6, 7, 20
+EVICTED_BYTES = 160 << 20
+"""Bytes that are read before a graph of several copies: three times an H100's L2 cache, where the
+copies of a small call stay together."""
 #: What a contender's code raises when it does not take such tensors.
 FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, AssertionError, ImportError)
 
@@ -57,10 +60,12 @@ def time_calls(
 ) -> Times:
     """Medians over rounds in which the contenders' graphs are replayed in a shuffled order.
 
+    Several copies are cold: the L2 cache is filled with other bytes before each replay.
+
     Args:
         contenders: each was called once before, so that nothing is loaded while it is captured.
         before: enqueues the element-wise kernel that writes an input of copy i.
-        copies: of the tensors, gone through in turn.
+        copies: of the tensors, gone through in turn; 1: warm tensors.
         budget_us: that all rounds together take at most, if these are more than `MIN_ROUNDS`.
     """
     import torch
@@ -82,13 +87,14 @@ def time_calls(
     behind: dict[int, list[float]] = {count: [] for count in alone}
     order += [(graph, samples[name]) for name, (graph, _) in graphs.items()]
     order += [(graph, behind[count]) for count, graph in alone.items()]
-    one_round = sum(_replayed(graph) for graph, _ in order)  # the first replay of each
+    evict = _evicting() if copies > 1 else _nothing
+    one_round = sum(_replayed(graph, evict) for graph, _ in order)  # the first replay of each
     rounds = min(MAX_ROUNDS, max(MIN_ROUNDS, round(budget_us / max(one_round, 1.0))))
     chance = random.Random(0)
     for _ in range(rounds):
         chance.shuffle(order)
         for graph, times in order:
-            times.append(_replayed(graph))
+            times.append(_replayed(graph, evict))
     medians = {count: statistics.median(times) for count, times in behind.items()}
     us = {
         name: (statistics.median(samples[name]) - medians[count]) / count
@@ -133,10 +139,26 @@ def _captured(before: Callable[[int], Any], one: Contender | None, count: int, c
     return graph
 
 
-def _replayed(graph: Any) -> float:
-    """Microseconds of one replay."""
+def _evicting() -> Callable[[], Any]:
+    """A function that enqueues reads of `EVICTED_BYTES`: writes would still be on their way to
+    memory while the next graph runs.
+    """
     import torch
 
+    other = torch.zeros(EVICTED_BYTES // 4, device="cuda")
+    total = torch.empty((), device="cuda")
+    return lambda: torch.sum(other, 0, out=total)
+
+
+def _nothing() -> None:
+    """Warm tensors stay in the L2."""
+
+
+def _replayed(graph: Any, evict: Callable[[], Any]) -> float:
+    """Microseconds of one replay, behind what `evict` enqueues."""
+    import torch
+
+    evict()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     graph.replay()

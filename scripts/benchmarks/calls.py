@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import math
@@ -21,7 +22,7 @@ from tuner.problem import AttentionProblem
 
 PROBLEM = AttentionProblem.parse("S=1024,D=64")
 REFUSED = AttentionProblem.parse("H=3,S=200,D=192")
-"""Problem that PyTorch answers: no portfolio has its head dimension, and it is not tuned."""
+"""Sizes of a call that PyTorch answers, in single precision, which no kernel takes."""
 HOST_LIMIT_US, TABLE_LIMIT_US = 5.0, 0.5
 REFUSED_LIMIT_US = 1.0
 """Beyond PyTorch's own call, also under `tuner.enable` and over a growing cache."""
@@ -64,7 +65,7 @@ def host() -> dict[str, Any]:
     from tuner.runtime import dispatch
 
     sdpa = torch.nn.functional.scaled_dot_product_attention
-    tensors, others = _inputs(), _inputs(REFUSED)
+    tensors, others = _inputs(), [tensor.float() for tensor in _inputs(REFUSED)]
     plan = _serving(tensors)
     calls: dict[str, Call] = {
         "attention": lambda: tuner.attention(*tensors),
@@ -82,15 +83,17 @@ def host() -> dict[str, Any]:
     calls["refused"]()
     if tuner.stats().hits != hits:
         raise BenchmarkError(f"{REFUSED.label()} is served (wanted: a call that PyTorch answers)")
-    for _ in range(ROUNDS):
+    for turn in range(ROUNDS):
         times["bare"].append(_bare(plan, tensors))
-        for name, call in calls.items():
-            times[name].append(_burst(call))
+        # What a call finds in the processor's caches is the burst's before it.
+        for name in list(calls) if turn % 2 else reversed(list(calls)):
+            calls[name]()
+            times[name].append(_burst(calls[name]))
     found: dict[str, Any] = {name: statistics.median(values) for name, values in times.items()}
     found["beyond_launch"] = found["attention"] - found["bare"]
-    found["beyond_refused"] = found["refused"] - found["refused_sdpa"]
+    found["beyond_refused"] = _beyond(times["refused"], times["refused_sdpa"])
     found["has_dispatcher"] = module is not None
-    found["dispatched"] = (_dispatched(module) - answered) / (ROUNDS * BURST)
+    found["dispatched"] = (_dispatched(module) - answered) / (ROUNDS * (BURST + 1))
     found |= _under_enable(calls["sdpa"], calls["refused_sdpa"]) | _growing(module)
     if module is not None:
         found["table"] = _table_share(module, calls["attention"], tensors)
@@ -108,20 +111,25 @@ def _under_enable(served: Call, refused: Call) -> dict[str, float]:
     import tuner
 
     times: dict[str, list[float]] = {"enabled": [], "off": [], "refused": [], "refused_off": []}
-    for _ in range(ROUNDS):
-        times["off"].append(_burst(served))
-        times["refused_off"].append(_burst(refused))
-        with tuner.enabled():
-            served()
-            times["enabled"].append(_burst(served))
-            refused()
-            times["refused"].append(_burst(refused))
-    enabled, off, more, less = (statistics.median(values) for values in times.values())
+    off = contextlib.nullcontext(), times["off"], times["refused_off"]
+    for turn in range(ROUNDS):
+        on = tuner.enabled(), times["enabled"], times["refused"]
+        for context, of_served, of_refused in (on, off) if turn % 2 else (off, on):
+            with context:
+                for call, values in ((served, of_served), (refused, of_refused)):
+                    call()
+                    values.append(_burst(call))
+    enabled, without = (statistics.median(times[name]) for name in ("enabled", "off"))
     return {
         "enabled": enabled,
-        "enabled_over_sdpa": enabled / off,
-        "beyond_refused_enabled": more - less,
+        "enabled_over_sdpa": enabled / without,
+        "beyond_refused_enabled": _beyond(times["refused"], times["refused_off"]),
     }
+
+
+def _beyond(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Median of the differences of two ways in the same rounds."""
+    return statistics.median(a - b for a, b in zip(ours, theirs, strict=True))
 
 
 def _growing(module: Any) -> dict[str, float]:
@@ -137,7 +145,8 @@ def _growing(module: Any) -> dict[str, float]:
     times: tuple[list[float], list[float]] = ([], [])
     before, answered = 0, 0
     for i in range(ROUNDS + 1):  # the first round is a generation that nobody has seen
-        for function, found in zip(functions, times, strict=True):
+        pairs = list(zip(functions, times, strict=True))
+        for function, found in pairs if i % 2 else reversed(pairs):
             given = itertools.cycle(caches)
             if function is tuner.attention:
                 before = _dispatched(module, with_refused=True)
@@ -146,9 +155,12 @@ def _growing(module: Any) -> dict[str, float]:
                 answered += _dispatched(module, with_refused=True) - before
             if i:
                 found.append(spent)
-    ours, theirs = (statistics.median(values) for values in times)
     share = answered / ((ROUNDS + 1) * BURST)
-    return {"growing": ours, "beyond_growing": ours - theirs, "growing_dispatched": share}
+    return {
+        "growing": statistics.median(times[0]),
+        "beyond_growing": _beyond(*times),
+        "growing_dispatched": share,
+    }
 
 
 def _dispatched(module: Any, with_refused: bool = False) -> int:

@@ -35,12 +35,18 @@ class Worker:
     def __exit__(self, *error: object) -> None:
         self._end()
 
-    def ask(self, index: int) -> dict[str, Any]:
-        """The child's answer, or ``{"lost": reason}`` when it did not."""
+    def ask(self, index: int, limit_s: float | None = None) -> dict[str, Any]:
+        """The child's answer, or ``{"lost": reason}`` when it did not.
+
+        Args:
+            index: what is asked.
+            limit_s: seconds for this answer, if not the worker's.
+        """
+        limit_s = self._limit_s if limit_s is None else limit_s
         try:
-            line = self._asked(index)
+            line = self._asked(index, limit_s)
         except TimeoutError:
-            return {"lost": f"no answer after {self._limit_s:g} s"}
+            return {"lost": f"no answer after {limit_s:g} s"}
         except OSError as exc:
             self._end()
             return {"lost": f"the worker ended: {exc}"}
@@ -49,12 +55,12 @@ class Worker:
             self._end()
         return found
 
-    def _asked(self, index: int) -> bytes:
+    def _asked(self, index: int, limit_s: float) -> bytes:
         process = self._started()
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(f"{index}\n".encode())
         process.stdin.flush()
-        deadline, line = time.monotonic() + self._limit_s, b""
+        deadline, line = time.monotonic() + limit_s, b""
         with DefaultSelector() as selector:
             selector.register(process.stdout, EVENT_READ)
             while not line.endswith(b"\n"):

@@ -5,6 +5,9 @@ one. The order of the candidates is fixed, so that both runs measure the same on
 twice, and the second run counts. The first one compiles missing kernels, starts the workers and
 lets the vendors' libraries plan. Stores are temporary. ``--compile-only`` fills the artifact cache
 ahead of time, also without a GPU.
+
+With ``--compiled-only`` the candidates are those whose kernels are compiled, the portfolio's among
+them.
 """
 
 from __future__ import annotations
@@ -44,9 +47,11 @@ PROBLEMS = 12
 FAMILY = "fused_attention"
 
 
-def options_of(trials: int) -> JobOptions:
+def options_of(trials: int, compiled_only: bool = False) -> JobOptions:
     """Options of both jobs; they alone determine the order of the candidates."""
-    return JobOptions(SweepOptions(families=(FAMILY,), trials=trials, sampler="cost"))
+    return JobOptions(
+        SweepOptions(families=(FAMILY,), trials=trials, sampler="cost", compiled_only=compiled_only)
+    )
 
 
 def kernels(problems: Sequence[Problem], options: SweepOptions) -> list[KernelSpec]:
@@ -165,13 +170,15 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--problems", type=Path, metavar="FILE", help="in place of the suite's")
     parser.add_argument("--trials", type=int, default=16, help="groups a problem (default 16)")
     parser.add_argument("--jobs", type=int, default=None, help="nvcc processes at a time")
-    parser.add_argument("--compile-only", action="store_true", help="no GPU is needed for that")
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--compile-only", action="store_true", help="no GPU is needed for that")
+    ways.add_argument("--compiled-only", action="store_true", help="compile nothing")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
     check_place(args.json)
     suite = list(SUITES["acceptance"].problems)[:PROBLEMS]
     problems = read_problems(args.problems) if args.problems else suite
-    options = options_of(args.trials)
+    options = options_of(args.trials, args.compiled_only)
     if args.compile_only:
         print(f"{compile_all(kernels(problems, options.sweep), args.jobs)} kernels are compiled")
         return 0

@@ -15,15 +15,17 @@ Peer = Callable[..., Any]
 Peers = Mapping[str, Peer]
 """By name: of hidden, experts, weights, gate_up, down and the scales of both."""
 
+MAX_SIZES = 64
+"""Sizes that a composition is compiled for, at most; PyTorch stops after eight."""
 MASKED_TOKENS = 1024
 """Most tokens for DeepGEMM's masked layout, which holds all of them at every expert."""
 
 
 def peers_of(dtype: str) -> Peers:
-    """The peers of a type that can be called here, compiled anew for the next sizes."""
+    """The peers of a type that can be called here; each compiles when it is first called."""
     import torch
 
-    torch.compiler.reset()  # else PyTorch stops to compile after a few sizes
+    torch._dynamo.config.recompile_limit = MAX_SIZES
     return _bf16() if dtype == "bf16" else _e4m3()
 
 
@@ -76,7 +78,7 @@ def _inverse(order: Any) -> Any:
 def _e4m3() -> Peers:
     import torch
 
-    if _deep_gemm() is None:
+    if deep_gemm() is None:
         return {}
     placed, moved, gated, gathered = (
         torch.compile(function, dynamic=False) for function in (_placed, _moved, _gated, _gathered)
@@ -94,7 +96,7 @@ def _e4m3() -> Peers:
     return {"deep_gemm": contiguous, "deep_gemm masked": masked}
 
 
-def _deep_gemm() -> Any:
+def deep_gemm() -> Any:
     """DeepGEMM's package; None where this machine has none."""
     found = peers.module_of("deep_gemm")
     return None if isinstance(found, str) else getattr(found, "module", found)
@@ -115,7 +117,7 @@ def _contiguous(
     """Contiguous layout: one matrix, in which each expert's rows begin at a multiple of 128."""
     import torch
 
-    module = _deep_gemm()
+    module = deep_gemm()
     count, align = gate_up.shape[0], module.get_mk_alignment_for_contiguous_layout()
     all_rows = -(-(experts.numel() + min(count, experts.numel()) * (align - 1)) // align) * align
     rows, scale, groups, _, places = before(hidden, experts, count, all_rows, align, 0)
@@ -143,7 +145,7 @@ def _masked(
     """Masked layout: each expert's matrix has as many rows as there are tokens."""
     import torch
 
-    module = _deep_gemm()
+    module = deep_gemm()
     count, tokens = gate_up.shape[0], hidden.shape[0]
     if tokens > MASKED_TOKENS:
         raise ValueError(f"{tokens} tokens at each of {count} experts")

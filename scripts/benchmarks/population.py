@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -186,6 +188,7 @@ def measured(
     path: Path | None,
     command: Sequence[str],
     limit_s: float,
+    whole_s: float = math.inf,
 ) -> list[dict[str, Any]]:
     """A row for each call, those of the file as they are; the others are measured and appended.
 
@@ -195,7 +198,9 @@ def measured(
         path: the file; None keeps nothing.
         command: of the child process, which answers indices of `calls`.
         limit_s: seconds that a call may take.
+        whole_s: seconds after which no further call is begun.
     """
+    started = time.monotonic()
     known = read(path, heading) if path and path.exists() else {}
     if path and not known:
         path.write_text(json.dumps(heading) + "\n")
@@ -203,6 +208,8 @@ def measured(
         for index, call in enumerate(calls):
             if call.key in known:
                 continue
+            if time.monotonic() - started > whole_s:
+                break
             row = known[call.key] = {**described(call), **_completed(worker.ask(index))}
             if path:
                 _append(path, row)
@@ -210,7 +217,7 @@ def measured(
             said = f"{us:.1f} us" if us else row["failed"].get("tuner", "no time")
             place = f"{index + 1}/{len(calls)}"
             print(f"{place} {call.label}: {row['answered']}, {said}", file=sys.stderr, flush=True)
-    return [known[call.key] for call in calls]
+    return [known[call.key] for call in calls if call.key in known]
 
 
 def described(call: ModelCall) -> dict[str, Any]:

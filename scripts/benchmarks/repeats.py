@@ -2,15 +2,18 @@
 
 ``scripts/bench repeats --shape S=1024,D=64`` sweeps with several seeds, each into an empty store.
 Compiled kernels are kept. With ``--empty-cache`` each sweep is a process of its own, ``tuner
-sweep``, with an empty cache: it compiles, and its seconds count from its start. Then all own
-winners are timed in one interleaved final pass, beside the best recorded kernels (``--beside``).
-That pass shows the distance of the worst from the best.
+sweep``, with an empty cache: it compiles, and its seconds count from its start.
+
+Then all own winners are timed in one interleaved final pass, beside the best recorded kernels
+(``--beside``). That pass shows the distance of the worst from the best. With ``--seconds`` no sweep
+begins that is expected to end later, and the pass follows.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import resource
 import shutil
 import subprocess
 import sys
@@ -77,8 +80,17 @@ def swept(problem: Problem, runners: Runners, options: JobOptions) -> Swept:
     return Swept(own.config, own.latency_us, outcome.kernels, outcome.elapsed_s)
 
 
-def swept_anew(problem: Problem, seed: int, arguments: Sequence[str]) -> Swept:
-    """One sweep by a process of its own with an empty cache. Its compiled kernels are kept.
+def swept_anew(
+    problem: Problem, seed: int, arguments: Sequence[str], keeps_kernels: bool = False
+) -> Swept:
+    """One sweep by a process of its own with an empty store. Its compiled kernels are kept.
+
+    Args:
+        problem: problem of the sweep.
+        seed: seed of the search.
+        arguments: further arguments of ``tuner sweep``.
+        keeps_kernels: True to sweep with the kernels that are compiled already; else the cache is
+            empty.
 
     Raises:
         BenchmarkError: when it failed, or found no own kernel.
@@ -89,8 +101,13 @@ def swept_anew(problem: Problem, seed: int, arguments: Sequence[str]) -> Swept:
             *("--seed", str(seed), "--json", *arguments),
         )
         environment = {**python_environment(), "TUNER_CACHE_DIR": folder}
+        artifacts, kept = Path(folder) / "artifacts", settings.artifacts_dir()
+        kept.mkdir(parents=True, exist_ok=True)
+        if keeps_kernels:
+            artifacts.symlink_to(kept, target_is_directory=True)
+        before = {path.name for path in kept.iterdir()} if keeps_kernels else set()
         output = Path(folder) / "outcome.json"  # a pipe that nobody reads meanwhile may fill
-        started = time.monotonic()
+        began, started, cpu_s = time.time(), time.monotonic(), _cpu_s()
         with (
             output.open("wb") as file,
             subprocess.Popen(
@@ -105,20 +122,55 @@ def swept_anew(problem: Problem, seed: int, arguments: Sequence[str]) -> Swept:
         if own is None:
             last = said[-1][1] if said else "no own kernel passed"
             raise BenchmarkError(f"{problem.label()}: {last}")
-        artifacts = Path(folder) / "artifacts"
-        built = [json.loads(path.read_bytes()) for path in artifacts.glob("*/meta.json")]
-        shutil.copytree(artifacts, settings.artifacts_dir(), dirs_exist_ok=True)
+        units = _units([p for p in artifacts.glob("*/") if p.name not in before], began)
+        if not keeps_kernels:
+            shutil.copytree(artifacts, kept, dirs_exist_ok=True)
     facts = {
         "seed": seed,
         "first_answer_s": next((round(at, 1) for at, line in said if FIRST in line), None),
         "process_s": round(seconds, 1),
-        "compiled": len(built),
-        "compile_cpu_s": round(sum(one["compile_cpu_s"] for one in built), 1),
+        "seconds": found["seconds"],
+        "cpu_s": round(_cpu_s() - cpu_s, 1),
+        **units,
         "given_up": found["given_up"],
+        "expected_loss": found["expected_loss"],
         "own_over_vendor": found["own_over_vendor"],
+        "said": [f"{at:.1f} {line}" for at, line in said],
     }
     config = Config.from_json(own["config"])
     return Swept(config, own["latency_us"], found["kernels"], found["elapsed_s"], facts)
+
+
+def _cpu_s() -> float:
+    """CPU-seconds of the ended child processes and of theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _units(built: Sequence[Path], began: float) -> dict[str, Any]:
+    """Facts of compiled kernels: their number, CPU-seconds by template, and when each was done.
+
+    Args:
+        built: folders of their artifacts.
+        began: `time.time` at the start of the sweep.
+    """
+    by_template: dict[str, list[float]] = {}
+    done_s = []
+    for folder in built:
+        if not (folder / "meta.json").is_file():
+            continue  # a working folder
+        meta = json.loads((folder / "meta.json").read_bytes())
+        by_template.setdefault(meta["facts"]["template"], []).append(meta["compile_cpu_s"])
+        done_s.append(round((folder / "kernel.cu").stat().st_mtime - began, 1))
+    return {
+        "compiled": len(done_s),
+        "compile_cpu_s": round(sum(map(sum, by_template.values())), 1),
+        "cpu_s_a_kernel": {
+            name: round(sum(seconds) / len(seconds), 2)
+            for name, seconds in sorted(by_template.items())
+        },
+        "compiled_after_s": sorted(done_s),
+    }
 
 
 def recorded(problem: Problem, gpu: Gpu, count: int) -> list[Config]:
@@ -231,6 +283,7 @@ def main(argv: Sequence[str]) -> int:
         "--empty-cache", action="store_true", help="a process and an empty cache for each sweep"
     )
     parser.add_argument("--first-seed", type=int, default=0, metavar="N", help="default 0")
+    parser.add_argument("--seconds", type=float, metavar="S", help="for all sweeps; default: any")
     parser.add_argument(
         "--beside", type=int, default=0, metavar="N", help="recorded kernels timed beside"
     )
@@ -252,8 +305,13 @@ def main(argv: Sequence[str]) -> int:
     with Runners(Machine(parse_devices(args.device), args.jobs), _note) as runners:
         if runners.gpu is None:
             raise BenchmarkError("no GPU was found: sweeps that agree have to be measured")
-        sweeps = []
+        sweeps: list[Swept] = []
+        started = time.monotonic()
         for seed in range(args.first_seed, args.first_seed + args.times):
+            if args.seconds and sweeps:
+                each = (time.monotonic() - started) / len(sweeps)
+                if (len(sweeps) + 1) * each > args.seconds:
+                    break
             if args.empty_cache:
                 sweeps.append(swept_anew(problem, seed, given))
             else:

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from tuner.compile.artifacts import ArtifactCache
-from tuner.compile.compiler import Compiler, find_toolchain
+from tuner.compile.compiler import UNIT, Compiler, find_toolchain
 from tuner.compile.units import Unit
 
 
 class LibraryCompiler(Compiler):
     """Takes turns with the other compiler of a run: as many units at a time as one of them has."""
 
-    def __init__(self, folder: Path, turns: list[threading.Semaphore]) -> None:
-        super().__init__(find_toolchain(), ArtifactCache(folder))
+    def __init__(self, folder: Path, turns: list[threading.Semaphore], batch: int = UNIT) -> None:
+        super().__init__(find_toolchain(), ArtifactCache(folder), batch=batch)
         turns += [] if turns else [threading.Semaphore(self.jobs)]
         self._turns = turns[0]
 
@@ -28,7 +28,8 @@ class LibraryCompiler(Compiler):
 
 class DeviceCompiler(LibraryCompiler):
     """Compiles device code by the same options, for what ptxas says of it: its artifacts cannot be
-    loaded. The host's half of an attention kernel takes 40 % of the compile.
+    loaded. The host's half of an attention kernel takes 40 % of the compile. Most of the rest is
+    reading the headers, once a unit.
     """
 
     def _write(self, folder: Path, template: str, text: str) -> list[list[str]]:
@@ -67,7 +68,7 @@ def device_compiler(
     if missing_compiler:
         pytest.skip(missing_compiler)
     yield from _at_work(
-        request, DeviceCompiler(shared_cache / "tests" / "device", turns), "DEVICE_SPECS"
+        request, DeviceCompiler(shared_cache / "tests" / "device", turns, 12), "DEVICE_SPECS"
     )
 
 

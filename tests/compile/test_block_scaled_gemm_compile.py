@@ -25,18 +25,27 @@ ANY = problem_of(1000, 2112, 1152)
 EMULATOR = Path(__file__).parent / "emulator"
 
 
-SPECS = [
-    *(spec_of(chosen, is_grouped=False) for chosen in CASES.values()),
-    *(spec_of(grouped(CASES[name]), is_grouped=True) for name in GROUPED),
-    *(spec_of(chosen, is_grouped=False, is_promoted=True) for chosen in PROMOTED.values()),
-]
+ALL = {
+    **{name: spec_of(chosen, is_grouped=False) for name, chosen in CASES.items()},
+    **{f"{name}, groups": spec_of(grouped(CASES[name]), is_grouped=True) for name in GROUPED},
+    **{
+        f"{name}, promoted": spec_of(chosen, is_grouped=False, is_promoted=True)
+        for name, chosen in PROMOTED.items()
+    },
+}
+#: One of each kind with its host code, of the others the device code.
+LIBRARIES = {name: ALL[name] for name in ("square", "square, groups", "promoted, split, promoted")}
+SPECS = [*LIBRARIES.values()]
+DEVICE_SPECS = [spec for name, spec in ALL.items() if name not in LIBRARIES]
 
 
-def test_no_kernel_spills_or_serialises_its_products(compiler: Compiler) -> None:
-    for case, (_, future) in zip(
-        (*CASES, *GROUPED, *PROMOTED), compiler.submit(SPECS), strict=True
-    ):
-        artifact = future.result()
+def test_no_kernel_spills_or_serialises_its_products(
+    compiler: Compiler, device_compiler: Compiler
+) -> None:
+    futures = dict([*compiler.submit(SPECS), *device_compiler.submit(DEVICE_SPECS)])
+    assert len(futures) == len(ALL) == len(CASES) + len(GROUPED) + len(PROMOTED)
+    for case, spec in ALL.items():
+        artifact = futures[spec].result()
         used = artifact.resources
         assert used is not None
         assert (used.spill_store_bytes, used.spill_load_bytes, used.stack_bytes) == (0, 0, 0), case

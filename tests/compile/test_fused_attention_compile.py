@@ -15,7 +15,8 @@ from tuner.compile.compiler import Compiler
 from tuner.compile.render import render
 from tuner.compile.toolchain import find_toolchain, include_dirs
 from tuner.config import Config, Value
-from tuner.families.fused_attention import FusedAttention, launch_registers
+from tuner.families.fused_attention import FusedAttention
+from tuner.families.fused_attention.registers import launch_registers
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import E4M3, AttentionProblem
 
@@ -67,7 +68,12 @@ PAGED = [
         ),
     )
 ]
-DEVICE_SPECS = [FAMILY.kernels(problem, config)["attention"] for problem, config in PAGED]
+#: A window as wide as its tiles at the largest head dimension.
+WIDE = (
+    AttentionProblem.parse("S=1024,D=256,causal=1,window=256,dtype=bf16"),
+    make(2, 64, persistent=True),
+)
+DEVICE_SPECS = [FAMILY.kernels(*case)["attention"] for case in (*PAGED, WIDE)]
 #: Instances, groups, rings and blocks at an SM, to be counted by the compiler.
 SIZES = [
     *KERNELS,
@@ -123,18 +129,15 @@ def test_a_sample_compiles_without_spills_or_advice(compiler: Compiler) -> None:
 
 def test_accumulators_of_wide_windows_stay_in_registers(device_compiler: Compiler) -> None:
     """A call that nvcc does not inline has them in local memory, without a spill."""
-    problem = AttentionProblem.parse("S=1024,D=256,causal=1,window=256,dtype=bf16")
-    config = make(2, 64, persistent=True)
-    assert FAMILY.violations(problem, config, DEFAULT_GPU) == []
-    spec = FAMILY.kernels(problem, config)["attention"]
-    [(_, future)] = device_compiler.submit([spec])
+    assert FAMILY.violations(*WIDE, DEFAULT_GPU) == []
+    [(_, future)] = device_compiler.submit(DEVICE_SPECS[-1:])
     used = future.result().resources
     assert used is not None
     assert (used.stack_bytes, used.spill_store_bytes, used.spill_load_bytes) == (0, 0, 0)
 
 
 def test_paged_kernels_compile_without_spills_or_advice(device_compiler: Compiler) -> None:
-    submitted = device_compiler.submit(DEVICE_SPECS)
+    submitted = device_compiler.submit(DEVICE_SPECS[: len(PAGED)])
     for (problem, config), (spec, future) in zip(PAGED, submitted, strict=True):
         assert FAMILY.violations(problem, config, DEFAULT_GPU) == []
         used = future.result().resources

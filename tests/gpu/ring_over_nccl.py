@@ -1,7 +1,7 @@
 """One rank of ring attention over NCCL: a process of `test_context_parallel_gpu`.
 
 Prints as JSON how far its results are from one GPU's in fp64, and that they repeat. Then rank 1
-kills itself, and rank 0 waits for it.
+kills itself, and rank 0 waits for it. Steps are written to stderr with the time since the start.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
+import time
 from datetime import timedelta
 
 import torch
@@ -18,7 +20,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from tuner.runtime.context_parallel import ring_attention, split_sequence
 from tuner.runtime.distributed import agree
 
-TIMEOUT_S = 15
+START_S, TIMEOUT_S = 60, 5
+"""Limit of a transfer while the ranks start, and when one is killed."""
+_began = time.monotonic()
+
+
+def say(step: str) -> None:
+    print(f"{time.monotonic() - _began:6.1f} s: {step}", file=sys.stderr, flush=True)
 
 
 def main() -> None:
@@ -26,11 +34,14 @@ def main() -> None:
     rank = int(os.environ["RANK"])
     here = torch.device("cuda", rank)
     torch.cuda.set_device(here)
-    dist.init_process_group("nccl", device_id=here, timeout=timedelta(seconds=TIMEOUT_S))
+    say("init_process_group")
+    dist.init_process_group("nccl", device_id=here, timeout=timedelta(seconds=START_S))
+    say("agree")
     agreement = agree()
+    say("reference")
     generator = torch.Generator().manual_seed(7)  # the same tensors in every rank
     *whole, grad_out = (
-        torch.randn(1, heads, 4096, 128, generator=generator).bfloat16().to(here)
+        torch.randn(1, heads, 2048, 128, generator=generator).bfloat16().to(here)
         for heads in (8, 2, 2, 8)
     )
     wide = [tensor.double().requires_grad_() for tensor in whole]
@@ -39,6 +50,7 @@ def main() -> None:
     parts = [split_sequence(tensor, is_causal=True).requires_grad_() for tensor in whole]
     grad_part = split_sequence(grad_out, is_causal=True)
     found = []
+    say("ring")
     for _ in range(3):
         ours = ring_attention(*parts, is_causal=True, deterministic=True)
         found.append([ours, *torch.autograd.grad(ours, parts, grad_part)])
@@ -55,7 +67,10 @@ def main() -> None:
         json.dumps({"errors": errors, "repeats": repeats, "agreed": not agreement.refusal}),
         flush=True,
     )
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT_S))
     dist.barrier()
+    torch.cuda.synchronize()
+    say("last call")
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     ring_attention(*parts, is_causal=True, deterministic=True)

@@ -32,7 +32,12 @@ from tuner.measure.gate.inputs import KINDS, scale_of
 from tuner.problem import AttentionBackwardProblem, Operand
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(1800),
+    # The first product of a process may run in a thread of the backward pass.
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
+]
 
 CHILD = Path(__file__).with_name("attention_backward_child.py")
 CHILD_S, KERNEL_S = 120.0, 15.0
@@ -266,7 +271,9 @@ def test_the_gate_s_reference_is_autograd_s(device: Device, gate: Gate, label: s
         assert (at["out"] - out).norm() < 4e-3 * out.norm()
         seen = is_seen[:, 0].expand_as(at["logsumexp"])
         lse = scores.logsumexp(-1)
-        assert (at["logsumexp"][seen] - lse[seen]).abs().max() < 1e-4
+        # Stored in fp32: of huge scores, which are up to 1e12, half a unit in the last place.
+        limits = 1e-4 + 2.0**-24 * lse[seen].abs()
+        assert ((at["logsumexp"][seen] - lse[seen]).abs() <= limits).all()
         assert (at["logsumexp"][~seen] == -math.inf).all()
         for operand, gradient in zip(problem.outputs, wanted, strict=True):
             made = tensor(device, gate.reference(kind, operand.name), operand, "float32")
@@ -308,36 +315,6 @@ def test_vendors_gradients_are_those_of_float64(missing_gpu: str, kernel: str, l
     limit = {"float16": 1e-3, "bfloat16": 8e-3}[problem.dtype]
     for made, name in zip(grads, ("query", "key", "value"), strict=True):
         assert child.error(made, wanted[name]) < limit, name
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_gradients_under_the_switch_are_as_near_as_pytorch_s(
-    missing_gpu: str, head_dim: int, is_causal: bool
-) -> None:
-    """Each gradient has more than 40 GFLOP, so `tuner.enable` may replace its kernel."""
-    if missing_gpu:
-        pytest.skip(missing_gpu)
-    import tuner
-
-    torch.manual_seed(0)
-    made = [torch.randn(1, 32, 2304, head_dim, device="cuda") for _ in range(4)]
-    *leaves, grad_out = (t.bfloat16().requires_grad_() for t in made)
-    attend = torch.nn.functional.scaled_dot_product_attention
-
-    def errors(wanted: list[Any]) -> list[float]:
-        grads = torch.autograd.grad(attend(*leaves, is_causal=is_causal), leaves, grad_out)
-        pairs = zip(grads, wanted, strict=True)
-        return [float((a.double() - b).norm() / b.norm()) for a, b in pairs]
-
-    wide = [t.detach().double().requires_grad_() for t in leaves]
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        exact = torch.autograd.grad(attend(*wide, is_causal=is_causal), wide, grad_out.double())
-    without = errors(list(exact))
-    with tuner.enabled():
-        found = errors(list(exact))
-    print(f"D={head_dim} causal={is_causal}: {found} beside {without}; {tuner.stats()}")
-    assert all(a <= MARGIN * b + SMALL["bfloat16"] for a, b in zip(found, without, strict=True))
 
 
 EXTRAS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,8 @@ own_store, path, gpu = fresh_store, call_path, served_gpu
 LENGTH, HEADS = 2048, "H=8,HKV=2,D=128,dtype=bf16"
 #: Largest error of bf16 against fp64, relative, Frobenius: of the output, of gradients.
 TOLERANCE = 8e-3, 2e-2
-PATIENCE_S = 300
+PATIENCE_S = 90
+"""Limit of both ranks, from their start to their end."""
 
 
 def partials(ranks: int, is_causal: bool) -> list[AttentionProblem]:
@@ -128,8 +130,8 @@ def ended() -> list[tuple[int, str, str]]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
         "PYTHONPATH": os.pathsep.join(sys.path),
-        # NCCL's watchdog waits four times as long, for a dump that nobody reads here.
-        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500",
+        # Else NCCL's watchdog waits a minute for a dump that nobody reads here.
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     }
     processes = [
         subprocess.Popen(
@@ -141,11 +143,15 @@ def ended() -> list[tuple[int, str, str]]:
         )
         for rank in range(2)
     ]
-    try:
-        said = [process.communicate(timeout=PATIENCE_S) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    limit, said = time.monotonic() + PATIENCE_S, []
+    for process in processes:
+        try:
+            said.append(process.communicate(timeout=max(0.0, limit - time.monotonic())))
+        except subprocess.TimeoutExpired:
+            for one in processes:
+                one.kill()
+            out, err = process.communicate()
+            said.append((out, f"killed after {PATIENCE_S} s: {err}"))
     codes = [process.returncode for process in processes]
     return [(code, *texts) for code, texts in zip(codes, said, strict=True)]
 
@@ -161,4 +167,4 @@ def test_two_gpus_give_what_one_does(ended: list[tuple[int, str, str]]) -> None:
 def test_a_killed_rank_ends_the_other(ended: list[tuple[int, str, str]]) -> None:
     (code, out, err), (killed, _, _) = ended
     assert killed == -signal.SIGKILL
-    assert code != 0 and "unreachable" not in out, err
+    assert code not in (0, -signal.SIGKILL) and "unreachable" not in out, err

@@ -49,6 +49,7 @@ LONGER, SHORTER, SQUARE, FULL = (
         "S=1024",
     )
 )
+LOWER_RIGHT = AttentionProblem.parse("B=2,H=16,D=64,SQ=512,SKV=1024,right=512")
 CAP = 5.0
 CAPPED = AttentionProblem.parse("B=2,H=4,HKV=2,S=256,D=64,causal=1,layout=bshd,softcap=5")
 ALONE = AttentionProblem.parse("H=1,S=1,D=64,dtype=bf16")
@@ -57,7 +58,7 @@ PRODUCT = GemmProblem.parse("M=512,N=768,K=256")
 
 def kernels() -> list[KernelSpec]:
     """Compiled from the start; see `conftest.compiler`."""
-    problems = LONGER, SHORTER, SQUARE, FULL, CAPPED, ALONE
+    problems = LONGER, SHORTER, SQUARE, FULL, CAPPED, ALONE, LOWER_RIGHT
     specs = [spec for problem in problems for spec in first_kernels(problem, FAMILY)]
     return list(dict.fromkeys([*specs, *first_kernels(PRODUCT, "gemm")]))
 
@@ -106,7 +107,9 @@ def test_a_score_beyond_its_rounded_maximum_is_a_number(compiler: Compiler, gpu:
 def test_lower_right_behind_pytorch_s_attention(
     compiler: Compiler, gpu: Gpu, backends: str | None, is_on: bool
 ) -> None:
-    """Its operator is flash's, which aligns the mask as no tuned kernel does."""
+    """Its operator is flash's, which aligns the mask as a tuned kernel without a window does
+    not.
+    """
     tune(LONGER, compiler, gpu)
     q, k, v = inputs(LONGER)
     chosen = getattr(SDPBackend, backends) if backends else None
@@ -123,6 +126,17 @@ def test_lower_right_behind_pytorch_s_attention(
         tuner.disable()
     assert error(out, exact(q, k, v, 512)) < TOLERANCE["float16"]
     assert hits() == 0
+
+
+@pytest.mark.compile
+def test_lower_right_is_a_window(compiler: Compiler, gpu: Gpu) -> None:
+    tune(LOWER_RIGHT, compiler, gpu)
+    q, k, v = inputs(LOWER_RIGHT)
+    bias, wanted = causal_lower_right(512, 1024), exact(q, k, v, 512)
+    assert error(tuner.attention(q, k, v, bias), wanted) < TOLERANCE["float16"]
+    with tuner.enabled():
+        assert error(SDPA(q, k, v, bias), wanted) < TOLERANCE["float16"]
+    assert hits() == 2
 
 
 @pytest.mark.compile

@@ -7,7 +7,18 @@ from typing import Any
 import pytest
 
 from benchmarks import models
-from benchmarks.models import CACHES, DECODERS, MODELS, MODES, TORCH, WAYS, main, measure, report
+from benchmarks.models import (
+    CACHES,
+    DECODERS,
+    LAYERS,
+    MODELS,
+    MODES,
+    TORCH,
+    WAYS,
+    main,
+    measure,
+    report,
+)
 
 PLAIN = ("flux",)
 """Models that need no Transformers."""
@@ -39,6 +50,8 @@ def test_every_model_is_built_and_counted(model: str, short: None) -> None:
         assert found["hits"] == 0
     asked = ways["attn_implementation"]["fallbacks"]
     assert sum(asked.values()) == 1
+    has_linear = model != "gpt2"  # its layers are Transformers' Conv1D
+    assert bool(ways[LAYERS]["fallbacks"]) == has_linear
     assert not ways[TORCH]["fallbacks"]
 
 
@@ -70,7 +83,7 @@ def test_what_is_generated_is_the_whole_pass(mode: str, short: None) -> None:
 
 def test_training_computes_gradients(short: None) -> None:
     ways = built("flux", "training")["ways"]
-    assert all(found["tokens_per_s"] > 0 for found in ways.values())
+    assert all(found["tokens_per_s"] > 0 and found["error"] < 0.02 for found in ways.values())
     assert sum(ways["attn_implementation"]["fallbacks"].values()) == 1
 
 
@@ -114,6 +127,7 @@ def test_the_table_has_a_line_for_each_way() -> None:
                 TORCH: figures(1000.0, error=0.0, again=990.0),
                 "attn_implementation": figures(1200.0, hits=3, selected=1, fallbacks={"why": 1}),
                 "enable": {"failed": "no registry"},
+                LAYERS: figures(1300.0, hits=9),
             },
         },
         {"model": "vit", "mode": "compiled", "lost": "no answer after 300 s"},
@@ -124,7 +138,8 @@ def test_the_table_has_a_line_for_each_way() -> None:
     own = ["llama", "eager", "attn_implementation", "3", "1", "1", "1", "1200", "1.200", "1.0e-03"]
     assert lines[1] == [*own, "1", "why"]
     assert lines[2] == ["llama", "eager", "enable", "failed:", "no", "registry"]
-    assert all(line[-6:] == "failed: no answer after 300 s".split() for line in lines[3:])
+    assert lines[3] == ["llama", "eager", LAYERS, "9", "0", "0", "1300", "1.300", "1.0e-03"]
+    assert all(line[-6:] == "failed: no answer after 300 s".split() for line in lines[4:])
 
 
 @pytest.mark.parametrize("argv", [["--models", "gpt5"], ["--modes", "lazy"]])

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import moe, moe_peers
+from benchmarks import moe, moe_peers, moe_products
 from tuner.errors import BenchmarkError, ConfigError
+from tuner.problem import E4M3, GroupedGemmProblem
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -100,27 +101,69 @@ def test_without_deep_gemm_e4m3_has_no_peer(monkeypatch: pytest.MonkeyPatch) -> 
     assert set(moe_peers.peers_of("bf16")) == {"grouped_mm", "compiled"}
 
 
+CHILD = """
+import json, sys
+for line in sys.stdin:
+    {0}
+    print(json.dumps(found), flush=True)
+"""
+
+
 def _child(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setattr(moe, "python_command", lambda *_: [sys.executable, "-c", text])
+    command = [sys.executable, "-c", CHILD.format(text)]
+    monkeypatch.setattr(moe, "python_command", lambda *_: command)
 
 
-def test_a_peer_that_does_not_compile_is_said(
+def test_cases_are_timed_after_all_peers_have_compiled(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _child(monkeypatch, "print('NVCC compilation failed: no header'); raise SystemExit(1)")
-    moe.compile_peers([("olmoe-1b-7b", "e4m3"), ("olmoe-1b-7b", "bf16")], "128")
-    said = capsys.readouterr().err
-    assert said.count("NVCC compilation failed: no header") == 2
-    assert "olmoe-1b-7b e4m3: peers were not compiled" in said
-    _child(monkeypatch, "")
-    moe.compile_peers([("olmoe-1b-7b", "e4m3")], "128")
-    assert capsys.readouterr().err == ""
+    said = 'dict(said=["NVCC compilation failed"])'
+    _child(monkeypatch, f"found = {said} if line == '0\\n' else dict(case=int(line), products=[])")
+    wanted = list(moe.cases(["olmoe-1b-7b"], [128, 1024], ["zipf"], ["bf16", "e4m3"]))
+    found = list(moe.measured(wanted, []))
+    assert [answer["case"] for _, answer in found] == [1, 2, 1, 2]
+    assert [case.dtype for case, _ in found] == ["bf16", "bf16", "e4m3", "e4m3"]
+    errors = capsys.readouterr().err
+    assert errors.count("not compiled: NVCC compilation failed") == 2
+    assert "olmoe-1b-7b e4m3: done" in errors
 
 
-def test_compilers_that_hang_are_ended(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(moe, "COMPILE_LIMIT_S", 0.5)
+def test_a_child_that_hangs_costs_its_own_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     _child(monkeypatch, "import time; time.sleep(60)")
-    moe.compile_peers([("olmoe-1b-7b", "e4m3")], "128")
-    assert "olmoe-1b-7b e4m3: the peers were not compiled within 0.5 s" in capsys.readouterr().err
+    wanted = list(moe.cases(["olmoe-1b-7b"], [128, 1024], ["zipf"], ["bf16"]))
+    assert [answer for _, answer in moe.measured(wanted, [], 0.5)] == [
+        {"lost": "no answer after 0.5 s"}
+    ] * 2
+
+
+def test_products_are_compared_by_the_rules_first_kernel() -> None:
+    row = {
+        "problem": "G=8,M=128,N=64,K=64,dtype=e4m3",
+        "route": "zipf",
+        "us": {"deep_gemm": 20.0, "deep_gemm masked": 16.0, "64x128": 10.0, "128x64": 8.0},
+        "estimates": {"256x64": 1.0, "64x128": 2.0, "128x64": 3.0},
+    }
+    text = moe.report({"environment": {}, "cases": [], "products": [row, {**row, "us": {}}]})
+    assert "products, e4m3: mean 1.600, worst 1.600 of 1" in text
+    assert "products, e4m3, best kernel: mean 2.000" in text
+
+
+def test_rows_of_groups_lie_where_each_layout_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("arange", "full", "zeros", "randn", "ones"):
+        made = getattr(torch, name)
+        monkeypatch.setattr(
+            torch, name, lambda *a, made=made, **k: made(*a, **{**k, "device": "cpu"})
+        )
+    problem = GroupedGemmProblem(3, 140, 64, 256, "zipf", E4M3)
+    counts = torch.tensor([130, 0, 10])
+    rows = moe_products.Rows(problem, counts, 132)
+    assert rows.padded_rows == 384 and rows.offsets.tolist() == [0, 130, 130, 140]
+    assert (rows.groups >= 0).sum() == 140 and rows.groups[256:266].tolist() == [2] * 10
+    wide = rows.laid(384, rows.contiguous)
+    assert wide.float()[rows.contiguous].equal(rows.source.float())
+    masked = rows.laid(3 * 132, rows.masked).view(3, 132, 256)
+    assert masked.float()[2, :10].equal(rows.source.float()[130:])
+    factors = rows.factors_at(384, rows.contiguous)
+    assert factors.stride(0) == 1 and factors[rows.contiguous].equal(rows.factors)
+    rows.before(0)
+    assert rows.laid(140).float().equal(rows.source.float())

@@ -104,13 +104,19 @@ def test_a_winner_that_fails_is_no_result() -> None:
 TUNER = """
 import json, os, sys, time
 print("the first answer: 11.4 us verified after 17.2 s, provisional", file=sys.stderr)
-folder = os.environ["TUNER_CACHE_DIR"] + "/artifacts/0123"
-os.makedirs(folder)
-json.dump({"compile_cpu_s": 20.5}, open(folder + "/meta.json", "w"))
+folder = os.environ["TUNER_CACHE_DIR"] + "/artifacts/"
+known = os.listdir(folder) if os.path.isdir(folder) else []
+facts = {"template": "attention.cu.j2"}
+name = "4567" if "0123" in known else "0123"
+os.makedirs(folder + name)
+json.dump({"compile_cpu_s": 20.5, "facts": facts}, open(f"{folder}{name}/meta.json", "w"))
+open(f"{folder}{name}/kernel.cu", "w").close()
 if sys.argv[sys.argv.index("--seed") + 1] == "9":
     sys.exit("tuner: no candidate passed")
 own = {"config": {"family": "fused_attention", "params": {"tile_n": 64}}, "latency_us": 11.4}
 found = {"best_own": own, "kernels": 16, "elapsed_s": 43.2, "given_up": 3, "own_over_vendor": {}}
+found |= {"seconds": {"search": 40.0}, "expected_loss": 0.001, "known": known}
+print("known:", *known, file=sys.stderr)
 print(json.dumps(found))
 """
 
@@ -125,7 +131,15 @@ def test_a_sweep_with_an_empty_cache_is_a_process_of_its_own(
     assert (found.winner, found.own_us, found.kernels) == (OWN[0], 11.4, 16)
     assert found.facts["first_answer_s"] >= 0 and found.facts["process_s"] < 60
     assert (found.facts["compiled"], found.facts["compile_cpu_s"]) == (1, 20.5)
+    assert found.facts["cpu_s_a_kernel"] == {"attention.cu.j2": 20.5}
+    assert len(found.facts["compiled_after_s"]) == 1
+    assert found.facts["seconds"] == {"search": 40.0}
     assert (tmp_path / "artifacts" / "0123" / "meta.json").is_file()
+    anew = repeats.swept_anew(PROBLEM, 4, ["--device=0"])
+    assert anew.facts["compiled"] == 1 and anew.facts["said"][-1].endswith("known:")
+    kept = repeats.swept_anew(PROBLEM, 5, [], keeps_kernels=True)
+    assert kept.facts["compiled"] == 1 and kept.facts["said"][-1].endswith("known: 0123")
+    assert (tmp_path / "artifacts" / "4567" / "meta.json").is_file()
     with pytest.raises(BenchmarkError, match="no candidate passed"):
         repeats.swept_anew(PROBLEM, 9, [])
 

@@ -54,6 +54,16 @@ def test_unselected():
     assert False
 """
 FORCING = "import os\ndef install(built_only):\n    os.environ['PLANTED'] = '1'\n"
+#: Run when a child starts: the counters without the rest of the runtime, and torch's only question.
+LIGHT = """
+import pathlib, sys, types
+sys.modules["torch"] = types.SimpleNamespace(cuda=types.SimpleNamespace(is_initialized=bool))
+import tuner
+runtime = sys.modules["tuner.runtime"] = types.ModuleType("tuner.runtime")
+runtime.__path__ = [str(pathlib.Path(tuner.__file__).parent / "runtime")]
+from tuner.runtime.counters import stats
+runtime.stats = stats
+"""
 LOST = """
 import pathlib
 here = pathlib.Path(__file__).with_name("runs")
@@ -93,6 +103,7 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> suites.Suite:
     """A suite of seven tests, and a module that forces nothing."""
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "planted_forcing.py").write_text(FORCING)
+    (tmp_path / "modules" / "sitecustomize.py").write_text(LIGHT)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
     (tmp_path / "checkout" / "test").mkdir(parents=True)
     (tmp_path / "checkout" / "test" / "test_planted.py").write_text(TESTS)

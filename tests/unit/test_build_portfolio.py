@@ -20,7 +20,7 @@ from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.errors import CompileError
 from tuner.families.base import KernelSpec
 from tuner.measure.gate import REFERENCE
-from tuner.selection import backward, grouped, portfolio
+from tuner.selection import backward, block_scaled, grouped, portfolio
 from tuner.selection.domains import AttentionDomain, Domain
 from tuner.selection.kernels import Kernel, KernelList, Proof, path_of, targets
 from tuner.selection.portfolio import shipped
@@ -84,7 +84,7 @@ def one_domain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "Compiler", Compiler)
     monkeypatch.setattr(toolchain, "find_toolchain", lambda: TOOLS)
     monkeypatch.setattr(command, "_beside", lambda library, artifacts: "there already")
-    for rule in (backward, grouped):
+    for rule in (backward, block_scaled, grouped):
         monkeypatch.setattr(rule, "targets", lambda: ())
     for name, value in (("version", "1"), ("refuses", ""), ("built", []), ("company", 1)):
         monkeypatch.setattr(Compiler, name, value)

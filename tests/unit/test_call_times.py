@@ -81,6 +81,7 @@ def device(monkeypatch: Any) -> Device:
     monkeypatch.setattr(torch.cuda, "graph", graph)
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(made))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(call_times, "_evicting", lambda: lambda: made.launch("evict", 60.0))
     return made
 
 
@@ -130,6 +131,15 @@ def test_a_graph_goes_through_all_copies(device: Device) -> None:
 
     time_calls([Contender("a", call)], before(device), 7)
     assert set(seen) == set(range(7))
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_copies_are_evicted_before_each_replay(device: Device, copies: int) -> None:
+    """A small call's copies would stay in the L2; the reads are no part of the time."""
+    found = time_calls([contender(device, "a", 100.0)], before(device), copies)
+    assert found.us == pytest.approx({"a": 100.0})
+    replays = len(device.replayed)
+    assert device.launched["evict"] == (0 if copies == 1 else replays)
 
 
 def test_what_cannot_be_captured_has_a_reason_and_costs_nobody_else(device: Device) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -585,15 +586,28 @@ def test_the_command_holds_what_cutlass_needs(fake: Fake) -> None:
         assert part in command
 
 
-def test_halves_that_are_compiled_apart_are_three_steps(fake: Fake) -> None:
+def test_halves_that_are_compiled_apart_are_compiled_together(fake: Fake) -> None:
     made = fake.compiler()
-    commands = made._write(fake.folder, "a.cu.j2", '#include "host_half.h"\n')
-    device, image, host = ([Path(part).name for part in command] for command in commands)
-    assert device[-4:] == ["-ptx", "unit.cu", "-o", "unit.ptx"]
-    assert image[-4:] == ["-fatbin", "unit.ptx", "-o", "unit.fatbin"]
-    assert host[-3:] == ["host.cpp", "-o", "kernel.so"]
+    [command] = made._write(fake.folder, "a.cu.j2", '#include "host_half.h"\n')
+    assert command[:2] == ["/bin/sh", "-c"]
+    host, devices, wait, rest = command[2].splitlines()
+    ptx, image = (shlex.split(part) for part in devices.removesuffix(" || exit").split(" && "))
+    assembled, linked = (shlex.split(part) for part in rest.split(" && "))
+    steps = {
+        "host": shlex.split(host.removeprefix("{ ").removesuffix("; } &")),
+        "ptx": ptx, "image": image, "assembled": assembled, "linked": linked,
+    }  # fmt: skip
+    ends = {name: [Path(part).name for part in step[-5:]] for name, step in steps.items()}
+    assert ends["host"] == ["-c", "-Xcompiler=-S", "host.cpp", "-o", "host.s"]
+    assert ends["ptx"][1:] == ["-ptx", "unit.cu", "-o", "unit.ptx"]
+    assert ends["image"][1:] == ["-fatbin", "unit.ptx", "-o", "unit.fatbin"]
+    assert ends["assembled"][1:] == ["-c", "host.s", "-o", "host.o"]
+    assert ends["linked"][2:] == ["host.o", "-o", "kernel.so"]
+    assert wait == "wait $! || exit"
     assert (fake.folder / "host.cpp").read_text() == '#include "unit.cu"\n'
-    assert all(command[:3] == commands[0][:3] for command in commands)
+    assert set(compiler.HOST_FLAGS) <= set(steps["host"])
+    nvcc = [step for name, step in steps.items() if name != "assembled"]
+    assert all(step[:3] == ptx[:3] for step in nvcc)
 
 
 def test_steps_end_at_the_first_that_fails_and_count_together(fake: Fake) -> None:

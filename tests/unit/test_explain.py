@@ -296,13 +296,14 @@ class TestWork:
                 space = family(name).space(problem, DEFAULT_GPU)[::40]
                 assert all(works(problem, config, DEFAULT_GPU) for config in space)
 
-    @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-    def test_floors_lie_below_what_was_measured(self, path: Path) -> None:
-        for m in read_once(path).measurements:
-            if m.ok and m.is_final and m.latency_us:
-                found = works(m.problem, m.config, m.gpu)
-                least = floors(m, m.gpu, found, m.clocks.sm_mhz or m.gpu.clock_max_mhz)
-                assert max(least.values()) <= m.latency_us, (m.config, least)
+    def test_floors_lie_below_what_was_measured(self) -> None:
+        measured = [m for path in FILES for m in read_once(path).measurements]
+        timed = [m for m in measured if m.ok and m.is_final and m.latency_us]
+        assert len(timed) > 1000
+        for m in timed:
+            found = works(m.problem, m.config, m.gpu)
+            least = floors(m, m.gpu, found, m.clocks.sm_mhz or m.gpu.clock_max_mhz)
+            assert m.latency_us and max(least.values()) <= m.latency_us, (m.problem, m.config)
 
     def test_memory_counts_what_the_l2_cannot_keep(self) -> None:
         assert work.memory_bytes(GEMM, DEFAULT_GPU, Regime("stream", "cold")) == GEMM.bytes

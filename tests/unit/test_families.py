@@ -77,7 +77,7 @@ def sample(member: Family, problem: Problem, count: int = 40) -> list[Config]:
 
 @pytest.mark.parametrize(("member", "problem"), PAIRS)
 def test_space_is_legal_distinct_and_repeatable(member: Family, problem: Problem) -> None:
-    space = member.space(problem, DEFAULT_GPU)
+    space = space_of(member, problem)
     reason = member.supports(problem, DEFAULT_GPU)
     assert bool(space) != bool(reason), "either a space or a reason for having none"
     assert len({config.digest for config in space}) == len(space)

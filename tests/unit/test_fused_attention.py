@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from tuner.compile.render import render
 from tuner.config import Config, Value
 from tuner.families.base import group_by_kernels
-from tuner.families.fused_attention import (
+from tuner.families.fused_attention import FusedAttention
+from tuner.families.fused_attention.legality import smem_bytes
+from tuner.families.fused_attention.registers import (
     INSTANCES,
     REGISTERS,
-    FusedAttention,
     instance,
     launch_registers,
 )
@@ -224,7 +225,7 @@ def check(problem: AttentionProblem, config: Config) -> None:
     sharing, columns = variables["key_groups"], variables["head_dim"]
     assert columns >= problem.head_dim
     needed = needed_bytes(problem, config)
-    assert needed <= FAMILY.smem_bytes(problem, config) <= SMEM_PER_BLOCK_BYTES
+    assert needed <= smem_bytes(problem, config) <= SMEM_PER_BLOCK_BYTES
     # Registers: both roles' within the block's, the blocks' within the file.
     producer, consumer = variables["producer_registers"], variables["consumer_registers"]
     assert producer + groups * consumer <= (groups + 1) * launch_registers(groups, blocks)

@@ -33,7 +33,7 @@ def test_the_family_is_found() -> None:
     [
         (ping(tile_m=96), "tile_m=96 is not a multiple of 64"),
         (coop(tile_m=192), "tile_m=192 is not a multiple of 128"),
-        (ping(tile_n=24), "tile_n=24 is not known (allowed: 16, 32, 64, 80"),
+        (ping(tile_n=24), "tile_n=24 is not known (allowed: 8, 16, 32, 64, 80"),
         (ping(tile_k=8), "tile_k=8 is not a multiple of 16"),
         (ping(tile_m=64, tile_n=512), "exceeds 256"),
         (ping(tile_n=256), "256 accumulator registers"),

@@ -54,6 +54,20 @@ def test_few_rows_are_split_along_k() -> None:
     assert {c.get("splits") for c in space} >= {2, 4, 8}
 
 
+@pytest.mark.parametrize(
+    ("m", "n", "is_offered"),
+    [(16, 4096, True), (9, 4096, True), (8, 4096, False), (17, 4096, False), (16, 14336, False)],
+)
+def test_two_blocks_share_rows_where_tiles_of_16_columns_are_few(
+    m: int, n: int, is_offered: bool
+) -> None:
+    """64 tiles of 64 x 16 leave half of the multiprocessors idle; 224 do not."""
+    space = GEMM.space(GemmProblem(m, n, 4096), DEFAULT_GPU)
+    narrow = [c for c in space if c["tile_n"] == 8]
+    assert bool(narrow) is is_offered
+    assert all(c["swap_ab"] and (c["cluster_m"], c["cluster_n"]) == (1, 2) for c in narrow)
+
+
 def test_run_time_choices_share_one_kernel() -> None:
     problem = SQUARE
     for group in group_by_kernels(GEMM, GEMM.space(problem, DEFAULT_GPU)):

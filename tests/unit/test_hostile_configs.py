@@ -43,6 +43,7 @@ FAMILY_TEXTS = {
     "fused_attention": (*PROBLEM_TEXTS["attention"], "S=1024,D=64,block_mask=1"),
     "vendor_flex": ("S=1024,D=64,block_mask=1", "S=1024,D=64,softcap=30"),
     "block_scaled_gemm": ("M=16,N=4096,K=4096,dtype=e4m3,scales=block",),
+    "cluster_gemm": ("M=128,N=4096,K=4096",),
     "block_scaled_grouped_gemm": ("G=16,M=2000,N=1408,K=2048,sizes=zipf,dtype=e4m3",),
 }
 CASES = [
@@ -213,6 +214,7 @@ def test_what_ships_is_made_of_declared_values() -> None:
     assert len(seen) > 2000 and {c.family for c in seen} >= {m for m in families() if "_" in m} - {
         "block_scaled_gemm",
         "block_scaled_grouped_gemm",
+        "cluster_gemm",
         "cutlass_fmha",
         "fused_attention_backward",
         "sdpa_backward",

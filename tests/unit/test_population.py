@@ -21,6 +21,7 @@ from tuner.problem.population import (
     ModelCall,
     View,
     draw,
+    draw_training,
     is_held_out,
     linears,
     subset,
@@ -45,6 +46,28 @@ def test_a_longer_draw_begins_as_a_shorter_one() -> None:
     assert draw(1, 50, subset("all")) == CALLS[:50]
     assert draw(2, 50, subset("all")) != CALLS[:50]
     assert draw("1", 50, subset("all")) == CALLS[:50]
+
+
+def test_training_calls_are_the_same_everywhere_and_in_bounds() -> None:
+    """Attention over itself that PyTorch's operator has gradients of."""
+    calls = draw_training(1, 200, subset("all"))
+    assert draw_training(1, 50, subset("all")) == calls[:50]
+    text = "\n".join(call.label for call in calls)
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == "1217e426d4319a33"
+    assert len({call.key for call in calls}) == len(calls)
+    for call in calls:
+        problem = call.problem
+        assert isinstance(problem, AttentionProblem) and call.kind == population.TRAINING
+        assert 1024 <= problem.seqlen_q == problem.seqlen_kv <= 8192
+        assert 1 <= problem.batch <= 16 and call.bytes <= population.MAX_BYTES
+        assert not (problem.is_windowed or problem.softcap or problem.bias or call.mask)
+    lengths = {call.problem.to_json()["seqlen_q"] % 64 == 0 for call in calls}
+    assert lengths == {False, True}
+
+
+def test_a_model_without_training_calls() -> None:
+    with pytest.raises(ConfigError, match="only 0 distinct calls"):
+        draw_training(0, 1, subset("bert-base"))
 
 
 def test_calls_are_distinct_and_in_bounds() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -102,6 +103,7 @@ def test_no_held_out_model_s_heads_take_part() -> None:
     assert {(p.heads_q, p.heads_kv) for found in FOUND.values() for p in found} <= making
 
 
+@functools.cache
 def sample(domain: AnyDomain, with_portfolio: bool) -> Mapping[Problem, Sequence[object]]:
     portfolio = SHIPPED[domain.op] if with_portfolio else None
     return pool.sample(domain, {**FOUND, **PRODUCTS}[domain], DEFAULT_GPU, portfolio)
@@ -110,7 +112,13 @@ def sample(domain: AnyDomain, with_portfolio: bool) -> Mapping[Problem, Sequence
 @pytest.mark.parametrize("with_portfolio", [False, True])
 @pytest.mark.parametrize(
     "domain",
-    [FEW, ProductDomain("few"), ProductDomain("wide", "bias_gelu"), GatedDomain("wide")],
+    [
+        FEW,
+        ProductDomain("few"),
+        ProductDomain("wide", "bias_gelu"),
+        ProductDomain("wide", gradient="weight"),
+        GatedDomain("wide"),
+    ],
     ids=lambda domain: domain.label(),
 )
 def test_candidates_are_legal_and_beside_pytorch_s(domain: AnyDomain, with_portfolio: bool) -> None:
@@ -189,6 +197,21 @@ def test_every_kernel_and_pytorch_s_are_timed_often_enough() -> None:
         sum(count >= fitting.MIN_POINTS for count in counts.values())
         >= 2 * pool.PRODUCT_KERNELS["few"]
     )
+
+
+def test_a_layer_s_gradients_are_products_of_its_sizes() -> None:
+    """Of the same layers' tokens and widths, of training passes."""
+    layers = {
+        call.problem.to_json()[size]
+        for call in draw(pool.SEED, pool.CALLS, subset("making"))
+        if call.problem.op == "gemm"
+        for size in ("m", "n", "k")
+    }
+    for name in ("input", "weight"):
+        for problem in PRODUCTS[ProductDomain("wide", gradient=name)]:
+            assert {problem.m, problem.n, problem.k} <= layers
+            tokens = problem.m if name == "input" else problem.k
+            assert tokens >= pool.MIN_TRAINING_ROWS
 
 
 def test_every_domain_of_products_is_timed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from functools import cache
@@ -14,6 +15,7 @@ from tuner.hardware import GPUS
 from tuner.measurement import Measurement, Provenance, Regime, Status
 from tuner.problem import GemmProblem
 from tuner.search import portfolio as fitting
+from tuner.selection.candidates import Spread
 from tuner.selection.domains import AttentionDomain, GatedDomain, ProductDomain
 from tuner.selection.portfolio import Portfolio
 
@@ -123,3 +125,32 @@ def test_no_product_is_faster_than_its_weights_are_read() -> None:
     floor = floor_us(sizes_of(problem), H100, True)
     assert found.expected_us == found.vendor_us == floor
     assert 40 < floor < 45  # 134 MB at 3.1 TB/s
+
+
+def test_a_kernel_of_large_products_is_not_trusted_at_small_ones() -> None:
+    """Rows, columns and depth may each be small beside two large ones."""
+    domain = ProductDomain("wide")
+    large = [
+        GemmProblem(512, 8192, 4096),
+        GemmProblem(8192, 512, 8192),
+        GemmProblem(4096, 4096, 512),
+    ]
+    spread = Spread.of(map(domain.sizes, large))
+    assert spread.bounds[3] == (2**33, 2**35)
+    for problem in large:
+        assert spread.holds(domain.sizes(problem), domain)
+    small, beyond = GemmProblem(512, 512, 512), GemmProblem(8192, 8192, 8192)
+    for problem in (small, beyond):
+        *sizes, work = domain.sizes(problem)
+        assert not spread.holds((*sizes, work), domain)
+        assert spread.holds((*sizes, 2**34), domain)  # each of the three is near measured ones
+
+
+def test_a_portfolio_without_bounds_of_work_is_read() -> None:
+    data = made().to_json()
+    rows = [one for domain in data["domains"] for one in domain["candidates"]]
+    assert all(one["spread"].pop("work") for one in rows)
+    models = Portfolio.from_json(data).domains[FEW]
+    for one in models.candidates:
+        *sizes, work = one.spread.bounds
+        assert work == tuple(math.prod(each) for each in zip(*sizes, strict=True))

@@ -168,7 +168,16 @@ class TestSchedules:
         ("gemm", "M=8,N=4096,K=4096,epilogue=relu", ProductDomain("few", "relu")),
         ("gemm", "M=512,N=4096,K=4096,epilogue=bias_residual", None),
         ("gemm", "M=512,N=4096,K=4096,B=2", None),
-        ("gemm", "M=512,N=4096,K=4096,layout_b=row", None),
+        ("gemm", "M=512,N=4096,K=4096,layout_b=row", ProductDomain("wide", "", "input")),
+        (
+            "gemm",
+            "M=512,N=4096,K=64,layout_a=col,layout_b=row",
+            ProductDomain("wide", "", "weight"),
+        ),
+        ("gemm", "M=512,N=4096,K=4096,layout_a=col", None),
+        ("gemm", "M=512,N=4096,K=4096,layout_b=row,epilogue=bias", None),
+        ("gemm", "M=256,N=4096,K=4096,layout_b=row", None),
+        ("gemm", "M=512,N=128,K=4096,layout_a=col,layout_b=row", None),
         ("gemm", "M=512,N=4096,K=4096,dtype=e4m3", None),
         ("gemm", "M=512,N=4096,K=4096,dtype_d=fp32", None),
         ("swiglu", "M=512,N=4096,K=4096", GatedDomain("wide")),
@@ -182,7 +191,13 @@ def test_the_domain_is_the_rows_and_the_epilogue(op: str, text: str, domain: obj
 
 @pytest.mark.parametrize(
     "domain",
-    [ProductDomain("few"), ProductDomain("wide", "bias_gelu"), GatedDomain("narrow")],
+    [
+        ProductDomain("few"),
+        ProductDomain("wide", "bias_gelu"),
+        ProductDomain("wide", gradient="input"),
+        ProductDomain("wide", gradient="weight"),
+        GatedDomain("narrow"),
+    ],
     ids=lambda domain: domain.label(),
 )
 def test_a_domain_s_problems_are_its_own(domain: ProductDomain | GatedDomain) -> None:
@@ -192,6 +207,7 @@ def test_a_domain_s_problems_are_its_own(domain: ProductDomain | GatedDomain) ->
 def test_a_plain_product_is_kin_of_one_with_a_bias() -> None:
     for rows in ("few", "narrow", "wide"):
         assert [d.epilogue for d in ProductDomain(rows).varied] == ["bias"]
+    assert not list(ProductDomain("wide", gradient="input").varied)
     for domain in ProductDomain("few").varied:
         assert list(domain.kin) == [ProductDomain("few")]
         assert domain.vendors == {"addmm"}

@@ -255,12 +255,19 @@ class TestCommand:
         monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str],
     ) -> None:
-        """The best own one of the decision; or a vendor's, by its name."""
+        """The best own one of the decision; or a vendor's by its name, the fastest of a list."""
         cli = importlib.import_module("tuner.cli.profile")
         cudnn = Config("vendor_sdpa", {"kernel": "cudnn"})
+        plans = [
+            Config(
+                "vendor_cudnn_plans",
+                {"kernel": "cudnn_plans", "engine": n, "is_unified": False, "version": 92000},
+            )
+            for n in (4, 8)
+        ]
         ranking = [
             Measurement(PROBLEM, c, DEFAULT_GPU, REGIME, Status.OK, latency_us=us, is_final=True)
-            for c, us in ((cudnn, 10.0), (CONFIG, 11.0))
+            for c, us in ((cudnn, 10.0), (CONFIG, 11.0), (plans[0], 12.0), (plans[1], 13.0))
         ]
         store = f"sqlite:///{tmp_path}/s.sqlite"
         with open_store(store) as opened:
@@ -281,7 +288,8 @@ class TestCommand:
         assert str(profile.folder()) in captured.err
         assert main([*arguments, "--kernel", "cudnn", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["config"] == cudnn.to_json()
-        assert asked == [CONFIG, cudnn]
+        assert main([*arguments, "--kernel", "cudnn_plans"]) == 0
+        assert asked == [CONFIG, cudnn, plans[0]]
         assert main([*arguments, "--kernel", "flash9"]) == 2
         assert "--kernel flash9 names 0 kernels" in capsys.readouterr().err
         assert main([*arguments[:2], "S=1031,D=64", *arguments[3:]]) == 1

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
+from shipped_recordings import FILES, read_once
 
 from tuner.families import family
 from tuner.measurement import Measurement
-from tuner.runners import recording
 from tuner.runners.recording import Recording
 from tuner.runners.replay import ReplayRunner
 from tuner.search import ranking
@@ -16,14 +13,16 @@ from tuner.store import open_store
 from tuner.store.entry import Entry, is_vendor
 from tuner.tuning.sweep import Sweep, SweepOptions
 
-FILES = sorted(recording.folder().glob(f"*{recording.SUFFIX}"))
 FLATTERING = 1.02
 """A replay's ratio over the recorded final pass's from which on it flatters ours."""
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name.removesuffix(recording.SUFFIX))
-def test_finalists_of_every_recording_come_back_in_one_pass(path: Path) -> None:
-    recorded = recording.read(path)
+def test_finalists_of_every_recording_come_back_in_one_pass() -> None:
+    for path in FILES:
+        check_finalists(read_once(path))
+
+
+def check_finalists(recorded: Recording) -> None:
     problem = recorded.problem
     quick = [m for m in recorded.measurements if not m.is_final]
     final = {m.config for m in recorded.measurements if m.is_final}
@@ -36,9 +35,9 @@ def test_finalists_of_every_recording_come_back_in_one_pass(path: Path) -> None:
             seen, 4, lambda config: family(config.family).compile_digest(config)
         )
         timed = ReplayRunner(recorded).retime(problem, [m.config for m in chosen], 20)
-        assert timed or not chosen
-        assert len({m.is_final for m in timed}) <= 1
-        assert all(m.latency_us == recorded_us[m.config, m.is_final] for m in timed)
+        assert timed or not chosen, problem
+        assert len({m.is_final for m in timed}) <= 1, problem
+        assert all(m.latency_us == recorded_us[m.config, m.is_final] for m in timed), problem
 
 
 def fastest(measured: list[Measurement], *, vendors: bool) -> float:
@@ -61,7 +60,7 @@ def test_replays_of_the_recorded_products_do_not_flatter() -> None:
     tied as wins, where quick times of ours stood against vendors' final ones (default sampler).
     """
     products = [path for path in FILES if path.name.startswith(("gemm-", "grouped_gemm-"))]
-    read = [(path, recording.read(path)) for path in products]
+    read = [(path, read_once(path)) for path in products]
     swept = [one for one in read if any(m.is_final for m in one[1].measurements)]  # not surveyed
     mixed, flattering, wins = [], [], []
     with open_store("sqlite:///:memory:") as store:

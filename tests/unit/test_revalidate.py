@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from toy_attention import OWN, toy_family
+from toy_attention import OWN, Toy, toy_family
 
 from tuner.cli import main
 from tuner.compile.artifacts import Artifact
@@ -26,7 +26,7 @@ from tuner.runners import choose
 from tuner.selection.reader import close
 from tuner.store import Entry, Store, open_store
 from tuner.store.entry import is_vendor
-from tuner.tuning.revalidate import PROMISING, recompiled, revalidate
+from tuner.tuning.revalidate import PROMISING, candidates, recompiled, revalidate
 
 LOOKUP = importlib.import_module("tuner.selection.reader")
 H200, WARM = GPUS["H200"], Regime("stream", "warm")
@@ -212,6 +212,34 @@ class TestRevalidate:
         revalidate(entry, runner, store, compiled_only=True)
         assert [c for c in runner.retimed[0] if not is_vendor(c)] == [OWN[1]]
 
+    def test_other_entries_and_the_next_kernels_by_estimate_are_candidates_of_a_wider_one(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(Toy, "space", lambda *_: OWN)
+        monkeypatch.setattr(Toy, "predict_us", lambda self, problem, config, gpu: -config["tile"])
+        entry = decide(store, measured(OWN[5], 12.0))
+        h100 = GPUS["H100"]
+        store.decide(PROBLEM, h100, WARM, [measured(OWN[1], 11.0, gpu=h100)], "sweep")
+        other = store.best(PROBLEM, h100, WARM)
+        assert other is not None
+        assert candidates(entry, H200) == [OWN[5]]
+        assert candidates(entry, H200, [other]) == [OWN[5], OWN[1]]
+        assert candidates(entry, H200, [other], more=2) == [OWN[5], OWN[1], OWN[4], OWN[3]]
+
+    def test_a_wider_one_s_final_pass_has_the_fastest_of_a_quick_pass(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("tuner.tuning.revalidate.MAX_OWN", 2)
+        entry = decide(store, *(measured(c, 12.0) for c in OWN[:4]))
+        runner = runner_of({OWN[0]: 15.0, OWN[1]: None, OWN[2]: 12.0, OWN[3]: 11.0})
+        result = revalidate(entry, runner, store, more=1)
+        own = [c for c in runner.retimed[0] if not is_vendor(c)]
+        assert own == [OWN[3], OWN[2]]
+        assert [m.config for m in result.failed] == [OWN[1]]
+        runner = runner_of({})
+        revalidate(entry, runner, store)
+        assert [c for c in runner.retimed[0] if not is_vendor(c)] == list(OWN[:4])
+
     def test_a_pin_stays(self, store: Store) -> None:
         decide(store, measured(OWN[0], 12.0), measured(OWN[1], 12.5))
         pinned = store.pin(PROBLEM, H200, WARM, OWN[1])
@@ -386,6 +414,27 @@ class TestCommands:
         assert [e["shape"] for e in document["failed"]] == [other.label()]
         assert [e["shape"] for e in document["entries"]] == [PROBLEM.label()]
 
+    def test_all_of_a_list_are_those_that_are_decided_too(
+        self,
+        store: Store,
+        machine: type[FakeRunners],
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        decide(store, measured(OWN[0], 12.0, environment=NOW))
+        old = measured(OWN[1], 7.0, regime=WARM.chained)
+        store.decide(PROBLEM, H200, WARM.chained, [old], "sweep")
+        path = tmp_path / "list.json"
+        path.write_text(json.dumps([PROBLEM.label()]))
+        command = ["revalidate", "--problems", str(path), "--regime", "stream", "--json"]
+        for more, configs in (([], []), (["--all"], [OWN[0]]), (["--all", "--more", "1"], OWN[:2])):
+            machine.runner.retimed.clear()
+            assert main([*command, *more]) == 0
+            rows = json.loads(capsys.readouterr().out)["entries"]
+            assert len(rows) == len(machine.runner.retimed) == bool(more)
+            timed = [c for pass_ in machine.runner.retimed for c in pass_ if not is_vendor(c)]
+            assert timed == configs
+
     def test_only_the_operation_that_is_named(
         self, store: Store, machine: type[FakeRunners], capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -416,6 +465,7 @@ class TestCommands:
             ["revalidate", "--jobs", "0"],
             ["revalidate", "--device", "-1"],
             ["revalidate", "--time-limit", "-1"],
+            ["revalidate", "--more", "-1"],
             ["revalidate", "--gpu", "H100"],
         ],
     )

@@ -84,25 +84,66 @@ def test_top_left(
 @pytest.mark.parametrize("options", [{}, {"window": 64}, {"softcap": 1e4}], ids=str)
 @pytest.mark.parametrize("lengths", [(5, 12), (8, 8)], ids=str)
 def test_a_bias_that_says_where_it_lies(
-    tuned: SimpleNamespace, bias: Any, options: dict[str, Any], lengths: tuple[int, int]
+    tuned: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    bias: Any,
+    options: dict[str, Any],
+    lengths: tuple[int, int],
 ) -> None:
-    """Never a tuned kernel: a window and a soft cap are composed with what it stands for."""
+    """A causal flag, or a window to the right; never an operand."""
+    monkeypatch.setattr("tuner.runtime.bias.MIN_LOWER_RIGHT_TILES", 8)
     q, k, v = tensors(*lengths, heads_kv=4)
     offset = lengths[1] - lengths[0] if bias is causal_lower_right else 0
     out = tuner.attention(q, k, v, bias(*lengths), **options)
     assert close(out, exact(q, k, v, offset))
+    (problem,) = tuned.problems
+    assert (problem.is_causal, problem.mask, problem.bias) == (not offset, "", "")
+    assert problem.window_right == (offset or -1)
+    assert tuned.counters.stats().fallbacks == {}
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 64}, {"softcap": 1e4}], ids=str)
+@pytest.mark.filterwarnings("ignore:Lower right causal bias:UserWarning")
+@pytest.mark.parametrize("lengths", [(5, 12), (12, 5)], ids=str)
+def test_a_bias_that_tuned_kernels_leave(
+    tuned: SimpleNamespace, options: dict[str, Any], lengths: tuple[int, int]
+) -> None:
+    """Too few tiles for kernels that do not split the keys, or queries without a key."""
+    q, k, v = tensors(*lengths, heads_kv=4)
+    out = tuner.attention(q, k, v, causal_lower_right(*lengths), **options)
+    wanted = exact(q, k, v, lengths[1] - lengths[0])
+    seen = max(0, lengths[0] - lengths[1])  # PyTorch has no output of the others
+    assert close(out[:, :, seen:], wanted[:, :, seen:])
+    is_served = lengths[0] < lengths[1] and bool(options)
+    assert bool(tuned.problems) == is_served
+    kind = "the causal mask is bottom-right" if lengths[0] < lengths[1] else "attn_mask is given"
+    assert tuned.counters.stats().fallbacks == ({} if is_served else {kind: 1})
+
+
+def test_gradients_under_a_lower_right_bias_are_pytorch_s(tuned: SimpleNamespace) -> None:
+    given = tensors(5, 12, heads_kv=4, requires_grad=True)
+    grad = torch.randn(2, 4, 5, 8).half()
+    found = torch.autograd.grad(tuner.attention(*given, causal_lower_right(5, 12)), given, grad)
+    doubles = [t.detach().double().requires_grad_() for t in given]
+    wanted = torch.autograd.grad(exact(*doubles, 7), doubles, grad.double())
+    assert all(close(one, other) for one, other in zip(found, wanted, strict=True))
     assert tuned.problems == []
-    assert tuned.counters.stats().fallbacks == {"attn_mask is given": 1}
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_flash_is_bottom_right(tuned: SimpleNamespace, lengths: tuple[int, int]) -> None:
-    """Its operator alone, and only where that is something else."""
+def test_flash_is_bottom_right(
+    tuned: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, int]
+) -> None:
+    """Its operator alone: a window, where the first query sees a key."""
+    monkeypatch.setattr("tuner.runtime.bias.MIN_LOWER_RIGHT_TILES", 8)
     enable = importlib.import_module("tuner.runtime.enable")
     q, k, v = tensors(*lengths)
     found = enable._tuned("flash", q, k, v, None, 0.0, True, None)
-    if lengths[0] == lengths[1]:
-        assert close(found[0], exact(q, k, v))
+    offset = lengths[1] - lengths[0]
+    if offset >= 0:
+        assert close(found[0], exact(q, k, v, offset))
+        # One query sees all keys.
+        assert tuned.problems[0].window_right == (offset if lengths[0] > 1 and offset else -1)
     else:
         assert found is None and tuned.problems == []
         assert tuned.counters.stats().fallbacks == {"the causal mask is bottom-right": 1}

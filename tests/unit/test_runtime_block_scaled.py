@@ -167,7 +167,7 @@ def test_a_linear_layer_is_pytorch_s_where_no_kernel_serves_it(
     )
     assert torch.equal(out, torch.relu(torch.nn.functional.linear(ROWS, wide) + bias)[None])
     assert asked == [GemmProblem.parse(f"M={M},N={N},K={K},dtype=e4m3,scales=block")]
-    assert on_cpu.counters.stats().fallbacks == {"no measured winner": 1}
+    assert on_cpu.counters.stats().fallbacks == {on_cpu.refusal.Kind.UNSERVED: 1}
 
 
 def test_a_tuned_linear_layer_multiplies_quantised_rows(
@@ -277,3 +277,28 @@ def test_a_kernel_is_given_the_factors_of_all_rows_side_by_side(
             tuner.grouped_mm(a, b, offsets, **given)
     with pytest.raises(ConfigError, match="factors are for float8_e4m3fn"):
         tuner.grouped_mm(a.half(), b.half(), offsets, scale_a=scale_a, scale_b=scale_b)
+
+
+def test_a_proven_kernel_serves_a_linear_layer_that_nobody_tuned(
+    on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[Any] = []
+
+    class Kernel:
+        def bind(self, integers: Any, scalars: Any) -> Any:
+            return lambda tensors, workspace, stream: launched.append(integers)
+
+        def workspace_bytes(self, integers: Any) -> int:
+            return 0
+
+    proven = {"block_scaled_gemm": "key"}
+    monkeypatch.setattr(on_cpu.portfolio.lists, "proven", lambda specs, capability: proven)
+    monkeypatch.setattr(on_cpu.table, "lookup", lambda problem, **_: None)
+    found = SimpleNamespace(find=lambda key: SimpleNamespace(key=key))
+    monkeypatch.setattr(on_cpu.plan, "ArtifactCache", lambda: found)
+    monkeypatch.setattr(on_cpu.plan, "load", lambda artifact: Kernel())
+    monkeypatch.setattr(on_cpu.plan, "loaded", lambda key: None)
+    on_cpu.products.linear(ROWS, WEIGHT, weight_scale=WEIGHT_SCALE)
+    assert [integers[:3] for integers in launched] == [(M, N, K)]
+    stats = on_cpu.counters.stats()
+    assert (stats.hits, stats.portfolio_hits, stats.fallbacks) == (1, 1, {})

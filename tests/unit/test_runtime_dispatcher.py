@@ -288,14 +288,14 @@ def test_what_a_call_costs_is_measured_through_it(
     assert found["has_dispatcher"] and 0.5 < found["dispatched"] <= 1
     assert min(found[name] for name in ("bare", "attention", "python", "sdpa", "table")) > 0
     assert found["beyond_launch"] == found["attention"] - found["bare"]
-    assert found["beyond_refused"] == found["refused"] - found["refused_sdpa"]
+    assert abs(found["beyond_refused"]) < found["refused"]
     assert 0 < found["enabled_over_sdpa"] < 1 < found["growing"]
     grown = (calls.ROUNDS + 1) * calls.BURST
     assert found["growing_dispatched"] > 0.98, "Python is asked once a block of lengths"
     under_enable = calls.ROUNDS * (calls.BURST + 1)
     counted = server.runtime.counters.stats().fallbacks
-    refused = 1 + (calls.ROUNDS + 1) * calls.BURST + under_enable  # one sees that it is refused
-    assert counted == {"no measured winner": refused + grown}
+    refused = 1 + calls.BURST + 2 * under_enable  # one sees that it is refused
+    assert counted == {"no kernel takes such tensors": refused, "no measured winner": grown}
     assert server.runtime.dispatch._module is module
     q, k, v = inputs()
     server.decide(PROBLEM)

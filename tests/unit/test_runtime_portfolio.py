@@ -471,7 +471,7 @@ class TestProducts:
         return call
 
     def chosen(self, serving: Serving, own_us: float) -> None:
-        spread = Spread(((1, 1 << 20),) * 3)
+        spread = Spread((*((1, 1 << 20),) * 3, (1, 1 << 60)))
         own = Candidate(tile(64, 64), {"launch": own_us}, 20, 0.01, 0.02, spread)
         theirs = Candidate(self.CUBLAS, {"launch": 20.0}, 20, 0.01, 0.02, spread)
         regret = Regret(10, 0.01, 0.05, 1.1, 0.99, 0.9)

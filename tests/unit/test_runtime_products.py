@@ -129,24 +129,152 @@ def test_an_unknown_activation_is_told(on_cpu: SimpleNamespace) -> None:
         on_cpu.products.linear(A, B.t().contiguous(), activation="elu")
 
 
-def test_gradients_are_pytorch_s(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    def plan(*_: Any) -> Any:
+OUTPUT, OF_INPUT, OF_WEIGHT = (
+    GemmProblem.parse(shape)
+    for shape in (
+        "M=8,N=16,K=32",
+        "M=8,N=32,K=16,layout_b=row",
+        "M=16,N=32,K=8,layout_a=col,layout_b=row",
+    )
+)
+"""The products of a layer of 32 inputs and 16 outputs, on 8 rows."""
+
+
+@pytest.fixture
+def measured(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Kernels for the problems in `tuned`, by a portfolio with `by_portfolio`; `ran` lists what
+    they were launched for.
+    """
+    found = SimpleNamespace(runtime=on_cpu, tuned=set(), ran=[], by_portfolio=False)
+
+    def find_out(kind: Any, told: Any, pose: Any, device: int, *_: Any) -> Any:
+        try:
+            problem = pose().problem
+        except ConfigError as exc:
+            return on_cpu.refusal.Refusal(on_cpu.refusal.Kind.TENSORS, str(exc))
+        if replace(problem, epilogue="") not in found.tuned:
+            return on_cpu.refusal.Refusal(on_cpu.refusal.Kind.MISS)
+
+        def launch(a: Any, b: Any, bias: Any = None) -> Any:
+            found.ran.append(problem)
+            b = b.t() if problem == OUTPUT or bias is not None else b
+            return a @ b if bias is None else torch.addmm(bias, a, b)
+
         return on_cpu.plan.VendorPlan(
-            GemmProblem(m=8, n=16, k=32),
-            Config("own", {}),
-            -1,
-            lambda *tensors: tensors[0].new_zeros(8, 16),
+            problem, Config("own", {}), -1, launch, by_portfolio=found.by_portfolio
         )
 
-    monkeypatch.setattr(on_cpu.table.table, "find_out", plan)
-    weight = B.t().clone().requires_grad_()
-    on_cpu.products.linear(A, weight).sum().backward()
-    assert weight.grad is not None and weight.grad.any()
-    with torch.no_grad():
-        assert not on_cpu.products.linear(A, weight).any(), "the plan ran"
-    bias = torch.zeros(16).half().requires_grad_()
-    on_cpu.products.linear(A, weight.detach(), bias).sum().backward()
-    assert bias.grad is not None and bias.grad.eq(8).all()
+    monkeypatch.setattr(on_cpu.table.table, "find_out", find_out)
+    return found
+
+
+def layer(dtype: Any = None) -> list[Any]:
+    """Input, weight and bias that want a gradient."""
+    made = A, B.t().contiguous(), torch.randn(16).half()
+    return [tensor.clone().to(dtype or tensor.dtype).requires_grad_() for tensor in made]
+
+
+@pytest.mark.parametrize(
+    "tuned",
+    [(OUTPUT, OF_INPUT, OF_WEIGHT), (OUTPUT,), (OF_INPUT,), (OF_WEIGHT,), ()],
+    ids=["all", "output", "input", "weight", "none"],
+)
+@pytest.mark.parametrize("activation", [None, "gelu"])
+@pytest.mark.parametrize("is_biased", [False, True])
+def test_each_product_of_a_training_step_is_served_by_itself(
+    measured: SimpleNamespace, tuned: tuple[Any, ...], activation: str | None, is_biased: bool
+) -> None:
+    measured.tuned.update(tuned)
+    inputs = layer()[: 2 + is_biased]
+    grad = torch.randn(8, 16).half()
+    wanted = torch.nn.functional.linear(*inputs)
+    wanted = wanted if activation is None else torch.nn.functional.gelu(wanted)
+    exact = torch.autograd.grad(wanted, inputs, grad)
+    out = measured.runtime.products.linear(*inputs, activation=activation)
+    assert torch.allclose(out, wanted, atol=1e-3)
+    found = torch.autograd.grad(out, inputs, grad)
+    for ours, theirs in zip(found, exact, strict=True):
+        assert ours.shape == theirs.shape and torch.allclose(ours, theirs, atol=1e-2)
+    output = replace(OUTPUT, epilogue="bias" if is_biased else "")
+    assert measured.ran == [output if one == OUTPUT else one for one in tuned]
+
+
+def test_only_the_wanted_gradients_are_computed(measured: SimpleNamespace) -> None:
+    """A frozen weight, then inputs without a gradient; in three dimensions."""
+    measured.tuned.update((OUTPUT, OF_INPUT, OF_WEIGHT))
+    linear = measured.runtime.products.linear
+    x, weight, _ = layer()
+    linear(x.view(2, 4, 32), weight.detach()).sum().backward()
+    assert measured.ran == [OUTPUT]  # a sum's gradient has no strides that a kernel takes
+    assert x.grad is not None and torch.equal(x.grad[0], weight.sum(0))
+    linear(x.detach().view(2, 4, 32), weight).square().sum().backward()
+    assert measured.ran == [OUTPUT, OUTPUT, OF_WEIGHT] and weight.grad is not None
+
+
+def test_little_work_by_a_portfolio_is_pytorch_s(
+    measured: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    products = measured.runtime.products
+    measured.tuned.update((OUTPUT, OF_INPUT, OF_WEIGHT))
+    measured.by_portfolio = True
+    inputs = layer()
+    products.linear(*inputs).square().sum().backward()
+    assert measured.ran == []
+    fallbacks = measured.runtime.counters.stats().fallbacks
+    assert fallbacks == {"a gradient is wanted": 1}
+    monkeypatch.setattr(products, "MIN_FLOPS_WITH_GRADIENTS", 2.0 * 8 * 16 * 32)
+    products.linear(*inputs).square().sum().backward()
+    assert measured.ran == [replace(OUTPUT, epilogue="bias"), OF_INPUT, OF_WEIGHT]
+
+
+def test_second_derivatives_of_a_layer(measured: SimpleNamespace) -> None:
+    measured.tuned.update((OUTPUT, OF_INPUT, OF_WEIGHT))
+    seconds = []
+    for linear in (torch.nn.functional.linear, measured.runtime.products.linear):
+        x, weight, _ = layer()
+        torch.manual_seed(1)
+        out = linear(x, weight).float().square().sum()
+        (grad,) = torch.autograd.grad(out, weight, create_graph=True)
+        seconds.append(torch.autograd.grad(grad.float().square().sum(), (x, weight)))
+    # Those of the first pass, which autograd records, are PyTorch's.
+    assert measured.ran == [OUTPUT, OF_INPUT, OF_WEIGHT]
+    for ours, theirs in zip(*seconds, strict=True):
+        assert torch.allclose(ours, theirs, rtol=2e-2, atol=1e-1)
+
+
+def test_a_layer_under_transforms_autocast_and_checkpoints(measured: SimpleNamespace) -> None:
+    measured.tuned.update((OUTPUT, OF_INPUT, OF_WEIGHT))
+    linear = measured.runtime.products.linear
+    x, weight, bias = layer()
+
+    def loss(weight: Any) -> Any:
+        return linear(x.detach(), weight).float().square().sum()
+
+    wanted = torch.autograd.grad(loss(weight), weight)[0]
+    assert measured.ran == [OUTPUT, OF_WEIGHT]
+    assert torch.allclose(torch.func.grad(loss)(weight.detach()), wanted, rtol=1e-2, atol=1e-1)
+    assert len(measured.ran) == 2
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert linear(x, weight, bias).dtype == torch.bfloat16
+    assert len(measured.ran) == 2
+    del measured.ran[:]
+    out = torch.utils.checkpoint.checkpoint(linear, x, weight, bias, use_reentrant=False)
+    out.square().sum().backward()
+    biased = replace(OUTPUT, epilogue="bias")
+    assert measured.ran == [biased, biased, OF_INPUT, OF_WEIGHT]
+
+
+def test_gradients_that_nothing_serves_are_pytorch_s(
+    on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all three products the problems were looked up, and no memory was taken for them."""
+    asked: list[Problem] = []
+    monkeypatch.setattr(on_cpu.table, "lookup", lambda problem, **_: asked.append(problem))
+    inputs = layer()
+    out = on_cpu.products.linear(*inputs)
+    assert type(out.grad_fn).__name__ == "AddmmBackward0"
+    assert asked == [replace(OUTPUT, epilogue="bias"), OF_INPUT, OF_WEIGHT]
+    assert on_cpu.counters.stats().fallbacks == {"no measured winner": 1}
 
 
 def test_where_cublas_won_pytorch_s_own_call_answers(

@@ -118,7 +118,6 @@ def test_refused_products(server: Server, slow: list[str]) -> None:
         assert by_kernel(linear(a, trained), a, 8)
     calls = [
         (lambda: linear(a, w, bias, activation="relu"), LINEAR(a, w, bias).relu()),
-        (lambda: linear(a, trained), LINEAR(a, trained)),
         (lambda: matmul(a[:4], w.t()), a[:4] @ w.t()),
     ]
     for call, wanted in calls:
@@ -130,7 +129,21 @@ def test_refused_products(server: Server, slow: list[str]) -> None:
         out, by_python, launched = server.went(lambda: linear(a, trained))
     assert launched and not by_python, "it is known without the gradient"
     fallbacks = server.runtime.counters.stats().fallbacks
-    assert fallbacks == {"no measured winner": 6, "a gradient is wanted": 3} and len(slow) == 3
+    assert fallbacks == {"no measured winner": 6} and len(slow) == 2
+    for _ in range(2):
+        out, _, launched = server.went(lambda: linear(a, trained))
+        assert launched and by_kernel(out.detach(), a, 8) and out.requires_grad
+
+
+def test_refused_products_with_gradients(server: Server, slow: list[str]) -> None:
+    """Neither the product nor a gradient is tuned: the second call passes no Python."""
+    linear = server.runtime.products.linear
+    a, trained = torch.randn(8, 32).half(), torch.randn(16, 32).half().requires_grad_()
+    for number in range(3):
+        out, by_python, launched = server.went(lambda: linear(a, trained))
+        assert torch.equal(out, LINEAR(a, trained)) and not launched
+        assert by_python == (number == 0)
+    assert server.runtime.counters.stats().fallbacks == {"no measured winner": 3}
 
 
 def test_a_decision_is_taken_up_where_a_call_was_refused(server: Server, slow: list[str]) -> None:

@@ -13,7 +13,7 @@ import pytest
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families.vendor.sdpa import BACKENDS
-from tuner.families.work import FASTEST_CACHE_SHARE, FASTEST_SHARE, sizes_of
+from tuner.families.work import FASTEST_SHARE, sizes_of
 from tuner.hardware import GPUS, Gpu
 from tuner.problem import AttentionProblem, GemmProblem, Problem, SwigluProblem, population
 from tuner.selection.candidates import Candidate, DomainModels
@@ -34,7 +34,8 @@ def expected_us(
     if isinstance(problem, AttentionProblem):
         if models.regime.l2 == "warm":
             return us
-        return max(us, sizes_of(problem).megabytes * 1e3 / (FASTEST_CACHE_SHARE * gpu.memory_gbs))
+        share = 0.935 if gpu.name == "NVIDIA H100 80GB HBM3" else 0.98
+        return max(us, 3.5 + sizes_of(problem).megabytes * 1e3 / (share * gpu.memory_gbs))
     assert isinstance(problem, GemmProblem | SwigluProblem)
     columns = problem.n * (1 if isinstance(problem, GemmProblem) else 2)
     return max(us, 2 * problem.k * columns / (FASTEST_SHARE * gpu.memory_gbs * 1e3))

@@ -90,44 +90,40 @@ SURVEYS = [path for path in FILES if "-stream-" in path.name]
 """Of `tuner survey --portfolio`: kernels at problems that nobody decides, each timed once."""
 
 
-@pytest.mark.parametrize("path", SURVEYS, ids=lambda path: path.name.split("_dtype")[0])
-def test_a_survey_holds_own_kernels_beside_pytorch_s(path: Path) -> None:
-    recorded = read_once(path)
-    assert not any(m.is_final for m in recorded.measurements)
-    good = [m for m in recorded.measurements if m.ok]
-    kinds = {family(m.config.family).is_vendor for m in good}
-    # PyTorch's are timed first: a survey that ended early has them alone, as one of a bias has.
-    is_product = recorded.problem.op != "attention"
-    if getattr(recorded.problem, "softcap", 0):  # PyTorch has no kernel
-        assert kinds == {False}
-    else:
-        assert kinds == {True, False} or (kinds == {True} and is_product)
-    assert all(m.latency_us is not None and m.latency_us > 0 for m in good)
-    assert recorded.environment.facts["driver"]
+def test_surveys_hold_own_kernels_beside_pytorch_s() -> None:
+    for path in SURVEYS:
+        recorded = read_once(path)
+        assert not any(m.is_final for m in recorded.measurements), path.name
+        good = [m for m in recorded.measurements if m.ok]
+        kinds = {family(m.config.family).is_vendor for m in good}
+        # PyTorch's are timed first: a survey that ended early has them alone, as one of a bias has.
+        is_product = recorded.problem.op != "attention"
+        if getattr(recorded.problem, "softcap", 0):  # PyTorch has no kernel
+            assert kinds == {False}, path.name
+        else:
+            assert kinds == {True, False} or (kinds == {True} and is_product), path.name
+        assert all(m.latency_us is not None and m.latency_us > 0 for m in good), path.name
+        assert recorded.environment.facts["driver"], path.name
 
 
-@pytest.mark.parametrize(
-    "path", sorted({*FILES} - {*SURVEYS}), ids=lambda path: path.name.split("_dtype")[0]
-)
-def test_a_recording_reads_and_holds_its_baselines(path: Path) -> None:
-    recorded = read_once(path)
-    finals = [m for m in recorded.measurements if m.is_final and m.ok]
-    vendors = {m.config["kernel"] for m in finals if family(m.config.family).is_vendor}
-    assert vendors >= baselines(recorded.problem)
-    assert any(not family(m.config.family).is_vendor for m in finals)
-    assert all(m.latency_us is not None and m.latency_us > 0 for m in finals)
-    assert recorded.environment.facts["driver"]
-    # One pass, the one that was decided by: times of two passes are not beside each other.
-    (decided,) = (
-        e
-        for e in shipped()
-        if (e.problem, e.gpu, e.regime) == (recorded.problem, recorded.gpu, recorded.regime)
-    )
-    times = {m.config.digest: m.latency_us for m in finals}
-    assert len(times) == len(finals)
-    assert times == pytest.approx(
-        {m.config.digest: m.latency_us for m in decided.ranking}, rel=1e-3
-    )
+def test_recordings_read_and_hold_their_baselines() -> None:
+    decisions: dict[Any, list[Entry]] = {}
+    for entry in shipped():
+        decisions.setdefault((entry.problem, entry.gpu, entry.regime), []).append(entry)
+    for path in sorted({*FILES} - {*SURVEYS}):
+        recorded = read_once(path)
+        finals = [m for m in recorded.measurements if m.is_final and m.ok]
+        vendors = {m.config["kernel"] for m in finals if family(m.config.family).is_vendor}
+        assert vendors >= baselines(recorded.problem), path.name
+        assert any(not family(m.config.family).is_vendor for m in finals), path.name
+        assert all(m.latency_us is not None and m.latency_us > 0 for m in finals), path.name
+        assert recorded.environment.facts["driver"], path.name
+        # One pass, the one that was decided by: times of two passes are not beside each other.
+        (decided,) = decisions[recorded.problem, recorded.gpu, recorded.regime]
+        times = {m.config.digest: m.latency_us for m in finals}
+        assert len(times) == len(finals), path.name
+        ranked = {m.config.digest: m.latency_us for m in decided.ranking}
+        assert times == pytest.approx(ranked, rel=1e-3), path.name
 
 
 @pytest.mark.parametrize("problem", [ATTENTION, GEMM], ids=lambda problem: problem.op)

@@ -85,3 +85,19 @@ def test_unknown_steps_are_left_to_nvcc(dry_run: str) -> None:
     assert side_by_side.script(command, "") is None
     assert side_by_side.script(command, dry_run.replace("ptxas", "other")) is None
     assert side_by_side.script(command, dry_run.replace("--module_id_file_name", "--id")) is None
+
+
+@pytest.mark.parametrize("failing", ["", "host", "device", "rest"])
+def test_two_halves_come_before_the_rest(tmp_path: Path, failing: str) -> None:
+    def steps(name: str) -> list[list[str]]:
+        ends = "false" if name == failing else "true"
+        return [["/bin/sh", "-c", f"echo {name} >> log; {ends}"], ["/bin/sh", "-c", "true 'a b'"]]
+
+    script = side_by_side.together(steps("host"), steps("device"), steps("rest"))
+    status = subprocess.run(["/bin/sh", "-c", script], cwd=tmp_path, check=False).returncode
+    done = (tmp_path / "log").read_text().split()
+    assert status == (1 if failing else 0)
+    assert ("rest" in done) == (failing in ("", "rest"))
+    assert "device" in done
+    if not failing:
+        assert sorted(done[:2]) == ["device", "host"] and done[2:] == ["rest"]

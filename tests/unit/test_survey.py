@@ -22,13 +22,16 @@ from tuner.config import Config
 from tuner.errors import BenchmarkError, CompileError, ConfigError
 from tuner.families import families
 from tuner.families.base import group_by_kernels
-from tuner.hardware import DEFAULT_GPU
+from tuner.hardware import DEFAULT_GPU, GPUS
 from tuner.measure.gate import REFERENCE
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
 from tuner.problem import Problem
 from tuner.runners import recording
 from tuner.runners.choose import Runners
 from tuner.runners.replay import ReplayRunner
+from tuner.search.portfolio import kernel_of
+from tuner.selection.domains import Domain
+from tuner.selection.portfolio import serving, shipped
 from tuner.store import open_store
 from tuner.tuning import survey
 from tuner.tuning.job import parse_problem, read_problems
@@ -301,6 +304,32 @@ def test_a_survey_is_listed_for_a_gpu_that_is_not_here(
     assert "1 problems on NVIDIA H100 80GB HBM3" in capsys.readouterr().out
     assert main(["survey", "nowhere", *shape]) == cli.WRONG_INPUT
     assert "--gpu is for --list and --compile" in capsys.readouterr().err
+
+
+def test_listed_problems_have_the_kernels_that_serve_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shape = "B=12,H=16,SQ=1,SKV=456,D=128,dtype=bf16"
+    gpu = GPUS["H100"]
+    portfolio = next(one for one in serving(shipped(), gpu) if one.op == "attention")
+    (sample,) = survey.listed([parse_problem(shape)], gpu, portfolio)
+    models = portfolio.models_of(Domain.of(sample.problem))
+    assert models is not None
+    known = {kernel_of(one.config) for one in models.candidates}
+    drawn = {kernel_of(config) for group in sample.groups for config in group}
+    assert drawn <= known and {c["kernel"] for c in sample.groups[0]} == {
+        "cudnn",
+        "efficient",
+        "flash2",
+    }
+    chosen = portfolio.select(sample.problem)
+    assert chosen is not None and kernel_of(next(chosen.ranked())[1]) in drawn
+    options = ["--portfolio", "--shape", shape, "--gpu", "H100", "--list"]
+    assert main(["survey", "unused", *options]) == 0
+    assert f"{sample.candidates} of {sample.candidates} candidates" in capsys.readouterr().out
+    assert main(["survey", "unused", *options, "--only", "D=128"]) == 2
+    with pytest.raises(ConfigError, match="no portfolio has kernels"):
+        survey.listed([parse_problem("S=1024,D=64,alibi=1")], gpu, portfolio)
 
 
 def test_the_command_says_what_it_would_draw(capsys: pytest.CaptureFixture[str]) -> None:

@@ -208,6 +208,32 @@ class TestFirstAnswer:
         assert PROVISIONAL not in last.flags and last == outcome.ranking[0]
         assert last.latency_us == pytest.approx(10.0, rel=0.06)
 
+    def test_a_kernel_that_the_space_leaves_out_answers_too(
+        self, store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        space, recorded = Toy().space(GEMM, DEFAULT_GPU), recording()
+        rest = [c for c in space if Toy().compile_digest(c) != Toy().compile_digest(GOOD)]
+        monkeypatch.setattr(Toy, "space", lambda *_: rest)
+        missing = Config("toy", {**GOOD.params, "n": 512})
+        portfolio(monkeypatch, missing, GOOD)
+        runner = TimedRunner(recorded, clock, lambda config: 25.0, compiled=[GOOD])
+        outcome = swept(runner, store).run()
+        assert outcome.first_answer_s is not None and outcome.first_answer_s < 15
+        assert runner.events[0][1] == "timed toy", "before the vendors' kernels"
+        assert outcome.kernels <= len({Toy().compile_digest(c) for c in space})
+
+    def test_the_seconds_of_its_parts_are_those_of_all(
+        self, store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        portfolio(monkeypatch, GOOD)
+        runner = TimedRunner(recording(), clock, lambda config: 25.0, compiled=[GOOD])
+        outcome = swept(runner, store).run()
+        names = ["first answer", "provisional decisions", "baselines", "search", "final pass"]
+        assert sorted(outcome.seconds) == sorted(names)
+        assert sum(outcome.seconds.values()) == pytest.approx(outcome.elapsed_s)
+        assert outcome.seconds["search"] > 20 > outcome.seconds["first answer"]
+        assert outcome.to_json()["first_answer_s"] == round(outcome.first_answer_s or 0.0, 2)
+
     def test_the_first_own_kernel_answers_though_others_are_compiled_too(
         self, store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
     ) -> None:

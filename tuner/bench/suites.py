@@ -88,7 +88,7 @@ _PLAIN = (
 _QUANTISED = ((8192, 8192, 8192), (4096, 14336, 4096))
 #: N and K of two layers of each of six models, which ship or are quantised with factors of blocks,
 #: as their published configurations have them.
-_BLOCK_SCALED = (
+BLOCK_SCALED = (
     *((2112, 7168), (24576, 1536)),  # DeepSeek-V3: down projections of q and kv; queries
     *((6144, 4096), (4096, 12288)),  # Qwen3-8B: q, k and v; MLP down
     *((9216, 4096), (4096, 8192)),  # Qwen3-235B-A22B: q, k and v; attention's output
@@ -96,7 +96,7 @@ _BLOCK_SCALED = (
     *((14336, 5120), (5120, 12288)),  # GLM-4.5: q, k and v; attention's output
     *((4096, 7168), (7168, 2048)),  # Kimi-K2: shared expert's gate and up; down
 )
-_BLOCK_SCALED_TOKENS = (1, 16, 64, 256, 1024, 4096, 8192)
+BLOCK_SCALED_TOKENS = (1, 16, 64, 256, 1024, 4096, 8192)
 _TYPES: tuple[DType, ...] = ("float16", "bfloat16")
 #: Hidden and intermediate size of Llama 3 8B and of Llama 2 7B.
 _MLPS = ((4096, 14336), (4096, 11008))
@@ -182,7 +182,7 @@ SUITES: dict[str, Suite] = {
             "layers of six models in e4m3 with factors of blocks; buffers rotated",
             tuple(
                 GemmProblem(tokens, *layer, dtype=E4M3, scales="block")
-                for layer, tokens in product(_BLOCK_SCALED, _BLOCK_SCALED_TOKENS)
+                for layer, tokens in product(BLOCK_SCALED, BLOCK_SCALED_TOKENS)
             ),
             (_COLD,),
             against=("scaled_mm", "deep_gemm"),

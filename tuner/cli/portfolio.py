@@ -79,10 +79,10 @@ def build(
     from tuner.compile.toolchain import find_toolchain
     from tuner.hardware import HOPPER
     from tuner.selection.kernels import targets
-    from tuner.selection.rules import OPERATIONS, rules
+    from tuner.selection.rules import OPERATIONS, WITHOUT_PORTFOLIO, rules
 
     by_capability: dict[str, list[Target]] = {}
-    for one in [] if op in OPERATIONS else chosen(op, gpu):
+    for one in [] if op in WITHOUT_PORTFOLIO else chosen(op, gpu):
         if one.made_on is not None:
             say(f"{one.op}: the portfolio of {one.made_on.name}, rescaled to {one.gpu.name}")
         by_capability.setdefault(one.gpu.compute_capability, []).extend(targets(one))

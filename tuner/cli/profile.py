@@ -35,7 +35,8 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--kernel",
         metavar="NAME",
-        help="another kernel of the ranking: a vendor's name, or the beginning of a digest",
+        help="another kernel of the ranking: a vendor's name (of several the fastest), or the "
+        "beginning of a digest",
     )
     add_launch(parser, "whose decision to read")
     parser.add_argument("--l2", choices=("warm", "cold"), help="cold flushes the caches before")
@@ -125,6 +126,8 @@ def _chosen(
         for config, known in zip(ranked, names, strict=True)
         if (known == name if is_vendor(config) else known.startswith(name))
     ]
+    if found and is_vendor(found[0]):
+        return found[0], entry.regime  # of a library's plans or algorithms the first in rank
     if len(found) != 1:
         raise ConfigError(
             f"--kernel {name} names {len(found)} kernels of the ranking (allowed: "

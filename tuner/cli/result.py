@@ -68,9 +68,11 @@ def _effort_text(outcome: Outcome) -> str:
     given_up = f", {outcome.given_up} sets not waited for" if outcome.given_up else ""
     loss = outcome.expected_loss
     saves = "" if loss is None else f"; by the estimate the sets left would save {100 * loss:.1f} %"
+    first = outcome.first_answer_s
+    answered = "" if first is None else f", the first answer after {first:.0f} s"
     return (
         f"{outcome.candidates} own candidates of {outcome.kernels} sets of kernels in "
-        f"{minutes} min {seconds:02d} s{known}{given_up}{saves}"
+        f"{minutes} min {seconds:02d} s{answered}{known}{given_up}{saves}"
     )
 
 

@@ -47,7 +47,11 @@ def register(subparsers: Any) -> None:
         metavar="FILE",
         help="YAML or JSON list of shapes, as of `tuner sweep --problems`, in this order",
     )
-    which.add_argument("--all", action="store_true", help="every entry of this GPU")
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="every entry of this GPU, or of the list, decided ones too",
+    )
     parser.add_argument(
         "--op",
         choices=sorted(PROBLEMS),
@@ -56,6 +60,14 @@ def register(subparsers: Any) -> None:
     add_launch(parser, "decide under this regime, whatever the entry's own is")
     parser.add_argument(
         "--l2", choices=("warm", "cold"), help="only entries with the inputs in this state"
+    )
+    parser.add_argument(
+        "--more",
+        type=int,
+        default=0,
+        metavar="N",
+        help="time the configs of the problem's other entries too, and N further kernels by the "
+        "cost model; the fastest of a quick pass take part",
     )
     ahead = parser.add_mutually_exclusive_group()
     ahead.add_argument(
@@ -86,7 +98,14 @@ def revalidate(args: argparse.Namespace) -> int:
 
     def work(entry: Entry, runner: Runner, store: Store) -> dict[str, Any]:
         print(f"{_label(entry)}: timing", file=sys.stderr, flush=True)
-        result = tuning.revalidate(entry, runner, store, compiled_only=args.compiled_only)
+        result = tuning.revalidate(
+            entry,
+            runner,
+            store,
+            compiled_only=args.compiled_only,
+            beside=_beside(args, entry, runner.gpu),
+            more=args.more,
+        )
         if not args.json:
             print("\n".join(_revalidated_lines(result)), flush=True)
         return _revalidated_json(result)
@@ -109,7 +128,7 @@ def _compile(args: argparse.Namespace) -> int:
         specs = [
             spec
             for entry in _known(args, _problems(args), gpu)
-            for config in candidates(entry, gpu)
+            for config in candidates(entry, gpu, _beside(args, entry, gpu), args.more)
             for spec in families()[config.family].kernels(entry.problem, config).values()
         ]
         return compile_aot(list(dict.fromkeys(specs)), compiler, args.time_limit)
@@ -127,7 +146,14 @@ def _each(args: argparse.Namespace, work: Work) -> int:
     from tuner.runners.choose import Machine, Runners
     from tuner.store import open_store
 
-    options = ("device", args.device, 0), ("jobs", args.jobs, 1), ("time-limit", args.time_limit, 0)
+    options = (
+        ("device", args.device, 0),
+        ("jobs", args.jobs, 1),
+        ("time-limit", args.time_limit, 0),
+        ("more", args.more, 0),
+    )
+    if args.all and args.shape:
+        raise ConfigError("--all is for every entry (allowed with --shape: nothing, it is timed)")
     for name, value, least in options:
         if value is not None and value < least:
             raise ConfigError(f"{name}={value} is out of range (allowed: {least} or more)")
@@ -219,17 +245,12 @@ def _known(args: argparse.Namespace, problems: Sequence[Problem], gpu: Gpu) -> l
     Raises:
         NoValidConfigError: when there is none.
     """
-    from tuner.cli.entries import known_entries
-    from tuner.measurement import Provenance
-
     measured = [
         entry
-        for entry in known_entries(args)
-        if entry.provenance is Provenance.MEASURED
-        and args.op in (None, entry.problem.op)
+        for entry in _measured(args, gpu)
+        if args.op in (None, entry.problem.op)
         and args.l2 in (None, entry.regime.l2)
         and (not problems or entry.problem in problems)
-        and gpu.shares_decisions(entry.gpu)
     ]
     known = [entry for entry in measured if entry.gpu.identity == gpu.identity]
     if args.problems is not None:
@@ -244,6 +265,25 @@ def _known(args: argparse.Namespace, problems: Sequence[Problem], gpu: Gpu) -> l
             f"nothing is measured for {what} on {gpu.name}: `tuner sweep` measures it"
         )
     return known
+
+
+def _measured(args: argparse.Namespace, gpu: Gpu) -> list[Entry]:
+    """Measured entries whose decisions serve on a GPU, shipped ones included."""
+    from tuner.cli.entries import known_entries
+    from tuner.measurement import Provenance
+
+    return [
+        entry
+        for entry in known_entries(args)
+        if entry.provenance is Provenance.MEASURED and gpu.shares_decisions(entry.gpu)
+    ]
+
+
+def _beside(args: argparse.Namespace, entry: Entry, gpu: Gpu) -> list[Entry]:
+    """With ``--more``, the problem's other entries that serve on the GPU."""
+    if not args.more:
+        return []
+    return [e for e in _measured(args, gpu) if e.problem == entry.problem and e != entry]
 
 
 def _label(entry: Entry) -> str:

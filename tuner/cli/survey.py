@@ -37,11 +37,11 @@ def register(subparsers: Any) -> None:
     what.add_argument(
         "--problems", type=Path, metavar="FILE", help="YAML or JSON list (default: the one shipped)"
     )
-    what.add_argument(
+    parser.add_argument(
         "--portfolio",
         action="store_true",
-        help="measure, not a random sample, but the kernels that a portfolio may be made of, and "
-        "PyTorch's, at problems of public models",
+        help="measure the kernels that a portfolio may be made of, and PyTorch's, at problems of "
+        "public models; with --shape or --problems those that serve these",
     )
     parser.add_argument(
         "--only",
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     if args.jobs is not None and args.jobs < 1:
         raise ConfigError(f"jobs={args.jobs} is out of range (allowed: 1 or more)")
     how = SurveySize(args.kernels, args.variants, args.seed, tuple(args.family or ()))
-    if args.only and not args.portfolio:
+    if args.only and (not args.portfolio or args.shape or args.problems):
         raise ConfigError("--only is for --portfolio (allowed elsewhere: --shape, --problems)")
     if args.portfolio and (args.regime or args.l2):
         raise ConfigError("--regime and --l2 are not for --portfolio (allowed: neither)")
@@ -161,15 +161,20 @@ def _samples(args: argparse.Namespace, gpu: Gpu, how: SurveySize) -> list[Sample
     from tuner.errors import ConfigError
     from tuner.selection.domains import DOMAINS
     from tuner.selection.portfolio import serving, shipped
-    from tuner.tuning.survey import draw, pooled
+    from tuner.tuning.survey import draw, listed, pooled
 
     if args.portfolio and args.op not in DOMAINS:
         raise ConfigError(f"--op {args.op} has no portfolio (allowed: {', '.join(DOMAINS)})")
     if not args.portfolio:
         return [draw(problem, gpu, how) for problem in _problems(args)]
     known = (one for one in serving(shipped(), gpu) if one.op == args.op)
+    portfolio = next(known, None)
+    if args.shape or args.problems:
+        if portfolio is None:
+            raise ConfigError(f"no portfolio of {args.op} serves on {gpu.name}")
+        return listed(_problems(args), gpu, portfolio)
     only = args.only.split(",") if args.only else ()
-    samples = pooled(args.op, gpu, next(known, None), only)
+    samples = pooled(args.op, gpu, portfolio, only)
     if not samples:
         raise ConfigError(f"--only {args.only}: no domain of {args.op} has this in its name")
     return samples

@@ -449,11 +449,17 @@ class Compiler:
         if _HALVES not in text:
             return [step("unit.cu", "kernel.so")]
         (folder / "host.cpp").write_text(_HOST, encoding="utf-8")
-        return [
+        host = [step("host.cpp", "host.s", *HOST_FLAGS, "-c", "-Xcompiler=-S")]
+        device = [
             step("unit.cu", "unit.ptx", "-ptx"),  # `-cubin` would write out all that it read, too
             step("unit.ptx", "unit.fatbin", "-fatbin"),
-            step("host.cpp", "kernel.so", *HOST_FLAGS),
         ]
+        assembled = str(folder / "host.o")
+        rest = [
+            [str(tools.host_compiler), "-c", str(folder / "host.s"), "-o", assembled],
+            step("host.o", "kernel.so"),
+        ]
+        return [["/bin/sh", "-c", side_by_side.together(host, device, rest)]]
 
     def _settle_found(self, job: KernelJob) -> bool:
         """Resolve a job that another process built while this one waited for the lock."""

@@ -3,6 +3,9 @@
 nvcc runs cudafe++ for the host's half first, and cicc and ptxas for the device's half after it.
 Neither reads the other's output, so a unit takes a third less time where a core is free. The
 commands are those that ``nvcc --dryrun`` prints, so the machine code is the same.
+
+A unit with a host half of its own has two commands (`together`). The host half is compiled to
+assembler meanwhile, which includes the device's code when it is assembled.
 """
 
 from __future__ import annotations
@@ -50,6 +53,17 @@ def script(command: Sequence[str], dry_run: str) -> str | None:
             " && ".join(rest),
         ]
     )
+
+
+def together(
+    host: Sequence[Sequence[str]], device: Sequence[Sequence[str]], rest: Sequence[Sequence[str]]
+) -> str:
+    """Shell script that runs the commands of two halves at once, and the rest after both."""
+
+    def steps(commands: Sequence[Sequence[str]]) -> str:
+        return " && ".join(map(shlex.join, commands))
+
+    return f"{{ {steps(host)}; }} &\n{steps(device)} || exit\nwait $! || exit\n{steps(rest)}"
 
 
 def _tool(step: str) -> str:

@@ -168,10 +168,17 @@ CLOSED_TERMS = (
     "memory",
     "repeated_memory",
     "first_keys",
+    "overlapped",
     *(f"{term} of {tiles}" for tiles in TILINGS for term in _OF_TILES),
 )
-"""Names of what `closed_work` counts. ``repeated_memory``: megabytes where each query head reads
-its keys and values anew; ``first_keys``: the part of `FIRST_KEYS` that a sequence has."""
+"""Names of what `closed_work` counts:
+
+- ``repeated_memory``: megabytes where each query head reads its keys and values anew;
+- ``first_keys``: the part of `FIRST_KEYS` that a sequence has;
+- ``overlapped``: the longer of that and of the memory in units of `FIRST_MEGABYTES`.
+"""
+FIRST_MEGABYTES = 20.0
+"""Megabytes that pass through an H100's memory while a sequence's first keys are worked on."""
 
 CONSTANT_TERMS = frozenset({"launch", "memory", "stream", "partials", "repeated_memory"})
 """Terms whose rates do not follow the clock."""
@@ -183,7 +190,9 @@ def closed_work(sizes: AttentionSizes, tiling: None, gpu: Gpu) -> tuple[float, .
     blocks, memory = found[0][6:8]
     repeated = 2 * sizes.heads * sizes.seqlen_kv * sizes.row_bytes / MEGABYTE
     first = smaller(sizes.seqlen_kv, FIRST_KEYS) / FIRST_KEYS
-    return (1.0, blocks, memory, repeated, first, *chain.from_iterable(map(_of_tiles, found)))
+    longer = larger(first, memory / FIRST_MEGABYTES)
+    of_tiles = chain.from_iterable(map(_of_tiles, found))
+    return (1.0, blocks, memory, repeated, first, longer, *of_tiles)
 
 
 _of_tiles = itemgetter(*(TERMS.index(name) for name in _OF_TILES))

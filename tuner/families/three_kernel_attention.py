@@ -76,6 +76,9 @@ class ThreeKernelAttention(Family):
     op: ClassVar[str] = AttentionProblem.op
     capabilities = (HOPPER,)
     takes_extras = False
+    #: Slower than the fused kernel by 3 to 7 at every measured length
+    #: (`scripts/benchmarks/benches/sequence-lengths-H200.json`), and its stages compile longest.
+    is_fallback = True
     runtime_parameters: ClassVar[frozenset[str]] = frozenset(
         {"heads_per_launch", "pdl", "in_place", "streams"}
     )

@@ -26,7 +26,7 @@ from typing import ClassVar, NamedTuple
 from tuner.config import Config, Value
 from tuner.families.arguments import EXTENTS, Arguments, extents_of, named_strides, stride_names
 from tuner.families.base import LSE, SCRATCH, Domain, Family, KernelSpec, Launch, Ref
-from tuner.families.fused_attention import REGISTERS, instance
+from tuner.families.fused_attention.registers import REGISTERS, instance
 from tuner.hardware import (
     EXP_PER_CLOCK_SM,
     GRAPH_LAUNCH_US,

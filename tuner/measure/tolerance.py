@@ -108,8 +108,11 @@ E4M3_SUM = 2.1e-5
 E4M3_DEVIATIONS = 8
 
 
-def limits_of(problem: Problem, output: str = "") -> Limits:
+def limits_of(problem: Problem, output: str = "", deviation: float = 1.0) -> Limits:
     """Limits of the error of an output of `problem`, by default its only one.
+
+    The gradient of keys is linear in the queries, so its absolute limit grows with their
+    `deviation`: planted ones of few columns stand out by it.
 
     e4m3 GEMMs have the limits of 16-bit ones, plus the accumulators' truncation over the products
     that stay in them. e4m3 attention is judged against the exact result of its quantised inputs.
@@ -131,7 +134,9 @@ def limits_of(problem: Problem, output: str = "") -> Limits:
     """
     if isinstance(problem, AttentionBackwardProblem):
         part, floor = GRADIENT_PART[problem.dtype], _gradient_floor(problem, output)
-        return replace(LIMITS[problem.dtype], row=part, whole=part, floor=floor)
+        limits = replace(LIMITS[problem.dtype], row=part, whole=part, floor=floor)
+        factor = deviation if output == "grad_key" else 1.0
+        return replace(limits, absolute=factor * limits.absolute, floor=factor * limits.floor)
     usual = LIMITS[problem.output.dtype]
     if isinstance(problem, GemmProblem | GroupedGemmProblem) and problem.dtype == E4M3:
         kept = min(problem.k, PROMOTED_K)

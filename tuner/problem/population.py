@@ -18,13 +18,17 @@ Rules of drawing a call. Each choice has its own random number, from a hash of s
 - products: each linear layer of the stack equally likely, its rows the tokens of such a call, at
   most `MAX_ROWS` or one sequence's.
 
+Training calls (`draw_training`) are attention over itself, with 1024 to 8192 tokens at batch 1 to
+16. Their stacks have no window, no soft cap and no bias of positions: PyTorch's operator has their
+gradients.
+
 Calls beyond `MAX_BYTES` or `MAX_FLOPS` are drawn again, and so are those that were drawn before.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -48,6 +52,10 @@ MIN_TOKENS, MAX_PROMPT, MAX_CACHE = 128, 16384, 32768
 MAX_TOKENS = 65536
 """Tokens of a batch of prompts."""
 MAX_ROWS = 16384
+TRAINING = "training"
+"""Kind of the calls that `draw_training` draws."""
+MIN_TRAINING, MAX_TRAINING, MAX_TRAINING_BATCH = 1024, 8192, 16
+"""Tokens of a sequence, and sequences, of training calls."""
 MAX_BATCH, MAX_DECODING_BATCH, MAX_QUERIES = 32, 128, 16
 MAX_BYTES, MAX_FLOPS = 12 << 30, 4e13
 """Maximum bytes of a call's operands and mask, and maximum FLOPs."""
@@ -215,11 +223,29 @@ def draw(seed: int | str, count: int, models: Collection[PublicModel]) -> list[M
     Raises:
         ConfigError: when the models have fewer distinct calls.
     """
+    return _distinct(seed, count, tuple(models), _drawn)
+
+
+def draw_training(seed: int | str, count: int, models: Collection[PublicModel]) -> list[ModelCall]:
+    """First `count` distinct training calls of a seed, as `draw`.
+
+    Raises:
+        ConfigError: when the models have fewer distinct calls.
+    """
+    return _distinct(seed, count, tuple(models), _drawn_training)
+
+
+def _distinct(
+    seed: int | str,
+    count: int,
+    models: Sequence[PublicModel],
+    drawn: Callable[[Chance, Sequence[PublicModel]], ModelCall | None],
+) -> list[ModelCall]:
     if count < 1 or not models:
         raise ConfigError(f"count={count} of {len(models)} models (allowed: 1 and more of both)")
-    choices, found = tuple(models), dict[str, ModelCall]()
+    found: dict[str, ModelCall] = {}
     for index in range(TRIES * count):
-        call = _drawn(Chance(seed, index), choices)
+        call = drawn(Chance(seed, index), models)
         if call is not None:
             found.setdefault(call.key, call)
         if len(found) == count:
@@ -231,9 +257,7 @@ def _drawn(chance: Chance, models: Sequence[PublicModel]) -> ModelCall | None:
     """Draw a call; None if it is too large, or its stack does not make calls of this kind."""
     model = chance.one_of(models, "model")
     ranks = chance.one_of(model.shards, "ranks")
-    dtype = model.dtype
-    if dtype == "float32":
-        dtype = chance.one_of(HALF_TYPES, "type")
+    dtype = _dtype(chance, model)
     layer = chance.below(sum(stack.layers for stack in model.stacks), "layer")
     for stack in model.stacks:
         layer -= stack.layers
@@ -244,8 +268,50 @@ def _drawn(chance: Chance, models: Sequence[PublicModel]) -> ModelCall | None:
         call = _attention(chance, model, stack, ranks, dtype, phase)
     else:
         call = _product(chance, model, stack, ranks, dtype, phase)
-    is_small = call is not None and call.bytes <= MAX_BYTES and call.problem.flops <= MAX_FLOPS
-    return call if is_small else None
+    return call if call is not None and _is_small(call) else None
+
+
+def _drawn_training(chance: Chance, models: Sequence[PublicModel]) -> ModelCall | None:
+    """Draw a training call; None if it is too large, or the model makes none."""
+    model = chance.one_of(models, "model")
+    dtype = _dtype(chance, model)
+    layers = [
+        (stack, lengths)
+        for stack in model.stacks
+        if (lengths := _training_lengths(stack))
+        for _ in range(stack.layers)
+    ]
+    if not layers:
+        return None
+    stack, lengths = chance.one_of(layers, "layer")
+    if stack.lengths:
+        length = chance.one_of(lengths, "length")
+    else:
+        length = chance.size(lengths[0], lengths[-1], "length")
+        length -= length % 64 if chance.below(2, "length rounded") else 0
+    batch = chance.size(1, min(MAX_TRAINING_BATCH, MAX_TOKENS // length), "batch")
+    phase = _Phase(TRAINING, batch, length, length)
+    call = _attention(chance, model, stack, 1, dtype, phase)
+    return call if _is_small(call) else None
+
+
+def _training_lengths(stack: Stack) -> tuple[int, ...]:
+    """The possible lengths of a training call, or the first and last; empty if there are none."""
+    is_plain = stack.attention == "plain" and stack.mask != "cross"
+    if not is_plain or stack.window or stack.softcap or stack.has_position_bias:
+        return ()
+    if stack.lengths:
+        return tuple(n for n in stack.lengths if MIN_TRAINING <= n <= MAX_TRAINING)
+    high = min(MAX_TRAINING, stack.positions)
+    return (MIN_TRAINING, high) if high >= MIN_TRAINING else ()
+
+
+def _dtype(chance: Chance, model: PublicModel) -> DType:
+    return chance.one_of(HALF_TYPES, "type") if model.dtype == "float32" else model.dtype
+
+
+def _is_small(call: ModelCall) -> bool:
+    return call.bytes <= MAX_BYTES and call.problem.flops <= MAX_FLOPS
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from tuner.families import (
     two_kernel_attention,
 )
 from tuner.families.cutlass_fmha.shape import FmhaShape
-from tuner.families.fused_attention import FusedAttention, instance
+from tuner.families.fused_attention import legality
+from tuner.families.fused_attention.registers import instance
 from tuner.families.gemm.shape import (
     CONSUMERS,
     PINGPONG,
@@ -293,7 +294,7 @@ def _fused_attention(problem: AttentionProblem, config: Config, gpu: Gpu) -> Wor
         tile_n=config["tile_n"],
         columns=instance(problem.head_dim),
         threads=WARP_GROUP * (groups + 1),
-        smem=FusedAttention.smem_bytes(problem, config),
+        smem=legality.smem_bytes(problem, config),
         blocks_per_sm=config.get("blocks_per_sm", 1),
         on_sfu=1 - 1 / poly if poly else 1.0,
         packed=config.get("packed_heads", 1),

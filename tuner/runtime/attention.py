@@ -9,7 +9,8 @@ point has its own meaning:
 | `tuner.attention`, e4m3 also; operators `tuner::attention*` | top-left | tuned kernels |
 | gradients of both | top-left | measured kernels, cuDNN's, flash's if SQ is SKV, or recomputed |
 | a window | along the top-left diagonal | tuned kernels, or PyTorch's operations |
-| `attn_mask=causal_upper_left(...)`, `causal_lower_right(...)` | as it says | PyTorch |
+| `attn_mask=causal_upper_left(...)` | top-left | tuned kernels |
+| `attn_mask=causal_lower_right(...)` | bottom-right | tuned kernels, as a window |
 | another `attn_mask` | none | tuned kernels |
 | `attention_varlen` | top-left in each sequence | tuned kernels |
 | `paged_attention` | bottom-right in each sequence | tuned kernels |
@@ -17,7 +18,7 @@ point has its own meaning:
 | nested tensors | PyTorch's | PyTorch |
 | `tuner.enable`: `scaled_dot_product_attention`, efficient's operator | top-left | tuned kernels |
 | `tuner.enable`: `aten::_scaled_dot_product_cudnn_attention` | top-left | tuned kernels |
-| `tuner.enable`: `aten::_scaled_dot_product_flash_attention` | bottom-right | tuned if SQ is SKV |
+| `tuner.enable`: `aten::_scaled_dot_product_flash_attention` | bottom-right | as a window |
 | Transformers: no mask, several queries (an empty static cache) | top-left | tuned kernels |
 | Transformers: no mask, one query | none, all keys | tuned kernels |
 | Transformers: queries after a filled cache | a mask | tuned kernels |
@@ -35,7 +36,7 @@ from torch.compiler import is_dynamo_compiling
 from tuner.errors import ConfigError
 from tuner.runtime import devices, dispatch, guards, native, quantised, serving
 from tuner.runtime.attention_plan import AttentionCall
-from tuner.runtime.bias import as_operand
+from tuner.runtime.bias import as_operand, causal_right
 from tuner.runtime.composed import NONE, Extras, compose
 from tuner.runtime.gradients import attend_extras, is_differentiable
 from tuner.runtime.operators import operate
@@ -124,11 +125,18 @@ def attention(
         return _composed(AttentionCall(query, key, value, *options, Extras.of(window, softcap)))
     if is_dynamo_compiling():  # cheaper than `is_compiling`
         return _traced(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if attn_mask is not None and type(attn_mask) is not torch.Tensor and not is_causal:
+        right = causal_right(attn_mask, query, key)
+        if right == 0:
+            attn_mask, is_causal = None, True
+        elif right is not None:
+            options = attn_mask, dropout_p, is_causal, scale, enable_gqa
+            return _composed(AttentionCall(query, key, value, *options))
     out = dispatch.attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if out is dispatch.REFUSED:
-        return native.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if out is not None:
-        return out
+        if out is not dispatch.REFUSED:
+            return out
+        return native.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if torch.compiler.is_compiling():  # by an export without dynamo: no plain tensors
         return _traced(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     query, key, value = guards.autocast(devices.TYPE, query, key, value)
@@ -156,7 +164,9 @@ def _traced(
 
 
 def _composed(call: AttentionCall) -> torch.Tensor:
-    """The tuned kernel's output under a window or a soft cap, or that of PyTorch's operations."""
+    """The tuned kernel's output under a window, a soft cap or a lower-right bias, or that of
+    PyTorch's operations.
+    """
     query, key, value = guards.autocast(devices.TYPE, *call[:3])
     call = AttentionCall(query, key, value, *call[3:])
     if torch.compiler.is_compiling():
@@ -166,6 +176,18 @@ def _composed(call: AttentionCall) -> torch.Tensor:
         if known is not None:
             return known
     if call.attn_mask is not None:
-        call = call._replace(operand=as_operand(call.attn_mask, query, key, call.is_causal))
+        call = _with_mask(call, call.attn_mask)
     out = serving.answer(call)
     return call.by_pytorch() if out is None else out
+
+
+def _with_mask(call: AttentionCall, mask: torch.Tensor) -> AttentionCall:
+    """The call with its mask as an operand. A `CausalBias` is a causal flag or a window."""
+    query, key, extras = call.query, call.key, call.extras
+    right = None if call.is_causal else causal_right(mask, query, key)
+    if right is None:
+        return call._replace(operand=as_operand(mask, query, key, call.is_causal))
+    if right == 0:
+        return call._replace(attn_mask=None, is_causal=True)
+    seen = right if extras.right < 0 else min(right, extras.right)
+    return call._replace(extras=extras._replace(right=seen))

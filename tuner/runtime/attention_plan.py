@@ -12,7 +12,7 @@ from tuner.errors import ConfigError
 from tuner.problem import AttentionProblem, DType, Layout
 from tuner.runtime import guards, native
 from tuner.runtime.autograd import has_backward
-from tuner.runtime.bias import axes_of, steps_of
+from tuner.runtime.bias import axes_of, fills_the_gpu, steps_of
 from tuner.runtime.bias import over as mask_over
 from tuner.runtime.composed import NONE, Extras, compose
 from tuner.runtime.lengths import over
@@ -20,6 +20,8 @@ from tuner.runtime.plan import Plan, Posed
 from tuner.runtime.refusal import Kind, Refusal
 from tuner.runtime.serving import Call, find
 from tuner.runtime.table import Told, table
+
+TOO_FEW_TILES = Refusal(Kind.BOTTOM_RIGHT, "too few queries for kernels that do not split the keys")
 
 
 class _Attention(NamedTuple):
@@ -34,7 +36,7 @@ class _Attention(NamedTuple):
     extras: Extras = NONE
     operand: torch.Tensor | Refusal | None = None
     """`attn_mask` as `as_operand` makes it, or the reason why no kernel takes it. None without a
-    mask."""
+    mask, and where the window of `extras` contains it."""
 
 
 class AttentionCall(_Attention, Call):
@@ -58,6 +60,8 @@ class AttentionCall(_Attention, Call):
         if self.attn_mask is not None:
             if isinstance(self.operand, Refusal):
                 return self.operand
+            if self._is_lower_right and not fills_the_gpu(self.query):
+                return TOO_FEW_TILES
             if guards.wants_gradient(*self.inputs):
                 return Refusal(Kind.GRADIENT, "tuned kernels have none for an attn_mask")
         return None if self.scale is None else guards.unscaled(self.scale)
@@ -121,8 +125,15 @@ class AttentionCall(_Attention, Call):
         ]
         return out
 
+    @property
+    def _is_lower_right(self) -> bool:
+        """True if the window is `attn_mask`, a lower-right bias, and nothing else."""
+        if self.attn_mask is None or self.operand is not None:
+            return False
+        return self.extras == Extras(right=self.key.shape[2] - self.query.shape[2])
+
     def by_pytorch(self) -> torch.Tensor:
-        if self.extras == NONE:
+        if self.extras == NONE or self._is_lower_right:
             return native.attend(*self[:8])
         out: torch.Tensor = native.call(compose, *self[:9])
         return out
@@ -145,10 +156,11 @@ def find_plan(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool = True,
+    extras: Extras = NONE,
 ) -> Plan | Refusal:
-    """Plan for plain attention of such tensors, or the reason why there is none."""
+    """Plan for attention of such tensors without a mask, or the reason why there is none."""
     table.refresh(query)
-    return find(AttentionCall(query, key, value, None, 0.0, is_causal, scale, enable_gqa))
+    return find(AttentionCall(query, key, value, None, 0.0, is_causal, scale, enable_gqa, extras))
 
 
 def pose(

@@ -1,4 +1,4 @@
-"""`attn_mask` as the mask operand of tuned kernels, or as a tensor to compute with."""
+"""`attn_mask` as the mask operand of tuned kernels, as a window, or as a tensor to compute with."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import torch
 
 from tuner.problem import Axes
 from tuner.runtime.refusal import Kind, Refusal
+
+MIN_LOWER_RIGHT_TILES = 132
+"""Fewest tiles of 64 queries under a lower-right bias: one for each multiprocessor of an H100.
+Kernels with windows do not split the keys. FlashAttention-2, which PyTorch calls, splits them."""
 
 
 def as_operand(
@@ -69,6 +73,31 @@ def over(mask: torch.Tensor, operand: torch.Tensor, length: int, keys: int) -> t
     if mask.is_contiguous():
         return torch.empty(shape, dtype=operand.dtype, device="meta")
     return torch.empty_strided(shape, operand.stride(), dtype=operand.dtype, device="meta")
+
+
+def causal_right(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> int | None:
+    """Keys behind key i that query i sees under a `CausalBias` of these tensors' lengths.
+
+    It is 0 for a top-left mask, or for equal lengths. None for other masks, and where the first
+    queries see no key: PyTorch has no output there.
+    """
+    if type(mask) is torch.Tensor or query.dim() != 4 or key.dim() != 4:
+        return None
+    # All of Dynamo comes with it, a second more for each process that imports the runtime.
+    from torch.nn.attention.bias import CausalBias, CausalVariant
+
+    queries, keys = query.shape[2], key.shape[2]
+    if not isinstance(mask, CausalBias) or (mask.seq_len_q, mask.seq_len_kv) != (queries, keys):
+        return None
+    if mask.variant == CausalVariant.UPPER_LEFT:
+        return 0
+    return keys - queries if keys >= queries else None
+
+
+def fills_the_gpu(query: torch.Tensor) -> bool:
+    """True if queries (B, H, SQ, D) have `MIN_LOWER_RIGHT_TILES` tiles."""
+    batch, heads, queries, _ = query.shape
+    return bool(batch * heads * -(-queries // 64) >= MIN_LOWER_RIGHT_TILES)
 
 
 def with_elements(mask: torch.Tensor, device: torch.device) -> torch.Tensor:

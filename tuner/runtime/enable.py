@@ -40,9 +40,9 @@ Without a built dispatcher, Python overrides the flash and cuDNN operators at th
 dispatcher built in the meantime takes over at the next `enable`.
 
 Under ``is_causal`` with unequal SQ and SKV the operators align the mask differently.
-FlashAttention aligns it bottom-right (`torch.nn.attention.bias.causal_lower_right`), the others
-top-left, as tuned kernels do. `scaled_dot_product_attention` means top-left, and passes no such
-call to FlashAttention.
+FlashAttention aligns it bottom-right (`torch.nn.attention.bias.causal_lower_right`): tuned kernels
+take it for a window. The others align it top-left. `scaled_dot_product_attention` means top-left,
+and passes no such call to FlashAttention.
 """
 
 from __future__ import annotations
@@ -57,10 +57,11 @@ from torch.library import Library
 
 from tuner.errors import TunerError
 from tuner.runtime import autograd, devices, dispatch, guards, native
-from tuner.runtime.attention_plan import AttentionCall, find_plan
-from tuner.runtime.bias import as_operand
+from tuner.runtime.attention_plan import TOO_FEW_TILES, AttentionCall, find_plan
+from tuner.runtime.bias import as_operand, fills_the_gpu
+from tuner.runtime.composed import Extras
 from tuner.runtime.gradients import gradients
-from tuner.runtime.plan import KernelPlan
+from tuner.runtime.plan import KernelPlan, Plan
 from tuner.runtime.refusal import Kind, Refusal
 from tuner.runtime.serving import answer
 from tuner.runtime.table import table
@@ -134,21 +135,37 @@ def _with_lse(name: str, *arguments: Any) -> Found | None:
     elif dropout_p:
         found = Refusal(Kind.DROPOUT)
     elif name == "flash" and is_causal and query.shape[2] != key.shape[2]:
-        found = Refusal(Kind.BOTTOM_RIGHT, "tuned kernels align it top-left")
+        found = _lower_right(query, key, value, scale)
     else:
         plan = find_plan(query, key, value, is_causal, scale)
-        if isinstance(plan, Refusal):
-            found = plan
-        elif not plan.has_lse:
-            found = Refusal(Kind.LSE, f"{plan.config.family} does not write it")
-        else:
-            found = table.run_with_lse(plan, query, key, value)
-            if isinstance(plan, KernelPlan) and not isinstance(found, Refusal):
-                dispatch.put(name, arguments, plan, generation=generation)
+        found = _run(plan, query, key, value)
+        if isinstance(plan, KernelPlan) and not isinstance(found, Refusal):
+            dispatch.put(name, arguments, plan, generation=generation)
     if isinstance(found, Refusal):
         dispatch.refuse(name, arguments, found, generation)
         return None
     return found
+
+
+def _run(plan: Plan | Refusal, *tensors: torch.Tensor) -> Found | Refusal:
+    """Output and log-sum-exp by a plan, or the reason why there are none."""
+    if isinstance(plan, Refusal):
+        return plan
+    if not plan.has_lse:
+        return Refusal(Kind.LSE, f"{plan.config.family} does not write it")
+    return table.run_with_lse(plan, *tensors)
+
+
+def _lower_right(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+) -> Found | Refusal:
+    """As `_run`, under a causal mask that ends at the last query and the last key: a window."""
+    if (offset := key.shape[2] - query.shape[2]) < 0:
+        return Refusal(Kind.BOTTOM_RIGHT, "the first queries see no key")
+    if not fills_the_gpu(query):
+        return TOO_FEW_TILES
+    plan = find_plan(query, key, value, False, scale, extras=Extras(right=offset))
+    return _run(plan, query, key, value)
 
 
 def _override_gradients() -> Library:

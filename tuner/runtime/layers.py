@@ -1,6 +1,7 @@
 """`tune_linear_`: make a model's linear layers call `tuner.linear`, and undo it.
 
-Only the class of a layer changes, from `torch.nn.Linear` to `TunedLinear`. Names, parameters,
+Only the class of a layer changes, from `torch.nn.Linear` to `TunedLinear`, and from Transformers'
+`FP8Linear` to `TunedFP8Linear`. Names, parameters,
 hooks, flags, tied weights and shared layers stay. Nothing is tuned here: the problems of the layers
 can be written to a file for ``tuner sweep --problems``. A layer whose problem was not tuned uses
 PyTorch's kernel as before.
@@ -9,6 +10,7 @@ PyTorch's kernel as before.
 from __future__ import annotations
 
 import logging
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +29,9 @@ from tuner.runtime import guards
 from tuner.runtime.products import linear, pose
 
 _log = logging.getLogger("tuner.runtime")
+
+_FP8_MODULE = "transformers.integrations.finegrained_fp8"
+"""Module of Transformers with the layers of fine-grained fp8."""
 
 
 class TunedLinear(torch.nn.Linear):  # type: ignore[misc]  # torch is skipped
@@ -87,14 +92,15 @@ def tune_linear_(
 ) -> TunedLayers:
     """Make the linear layers of a model call `tuner.linear`; `restore_linear_` undoes it.
 
-    Every `torch.nn.Linear` is replaced, the model itself included. Other layers are left: other
-    classes (subclasses, quantised layers), computed or non-plain weights, a replaced `forward`. The
-    layers stay the same objects with the same parameters. So the state_dict's keys, copies and
-    optimisers stay valid, and a second call changes nothing. A model pickled as a whole needs this
-    package where it is loaded.
+    Every `torch.nn.Linear` is replaced, the model itself included. So is every layer of
+    Transformers' fine-grained fp8 with blocks of 128 x 128 and activations quantised at each call.
+    Other layers are left: other classes (subclasses, other quantised layers), computed or non-plain
+    weights, a replaced `forward`. The layers stay the same objects with the same parameters. So the
+    state_dict's keys, copies and optimisers stay valid, and a second call changes nothing. A model
+    pickled as a whole needs this package where it is loaded.
 
-    PyTorch answers calls with gradients, autocast to another type, CPU tensors and untuned shapes.
-    It also computes the layers in graphs of `torch.compile` and `torch.jit.trace`.
+    PyTorch answers calls with autocast to another type, CPU tensors and untuned shapes. It also
+    computes the layers in graphs of `torch.compile` and `torch.jit.trace`.
 
     Args:
         model: model to change in place, after the examples ran without an error.
@@ -119,12 +125,13 @@ def tune_linear_(
         if not count:
             raise ConfigError(f"problems={problems} needs examples to run the model with")
         calls.write(problems)
-    chosen, left = _sort_out(model)
+    kinds = _kinds()
+    chosen, left = _sort_out(model, kinds)
     for reason in dict.fromkeys(left.values()):
         names = [name for name in left if left[name] == reason]
         more = f" and {len(names) - 1} more" if names[1:] else ""
         _log.warning("tune_linear_ leaves %s%s alone: %s", names[0] or "the model", more, reason)
-    _change(chosen.values(), TunedLinear)
+    _change({module: kinds[type(module)] for module in chosen.values()})
     return TunedLayers(tuple(chosen), left, calls)
 
 
@@ -138,11 +145,16 @@ def restore_linear_(model: torch.nn.Module) -> tuple[str, ...]:
         TunerError: when something else has changed a layer since; names it. No layer is restored
             then.
     """
-    tuned = {name: m for name, m in model.named_modules() if isinstance(m, TunedLinear)}
-    for name, module in tuned.items():
-        if reason := _held(module, TunedLinear):
+    before = {after: kind for kind, after in _kinds().items()}
+    tuned: dict[str, tuple[torch.nn.Module, type[torch.nn.Module]]] = {}
+    for name, module in model.named_modules():
+        after = next((kind for kind in before if isinstance(module, kind)), None)
+        if after is None:
+            continue
+        if reason := _held(module, after):
             raise TunerError(f"{name or 'the model'} cannot be restored: {reason}; undo that first")
-    _change(tuned.values(), torch.nn.Linear)
+        tuned[name] = module, after
+    _change({module: before[after] for module, after in tuned.values()})
     return tuple(tuned)
 
 
@@ -196,14 +208,32 @@ def _run(model: torch.nn.Module, example: Any) -> None:
         model(example)
 
 
-def _sort_out(model: torch.nn.Module) -> tuple[dict[str, torch.nn.Module], dict[str, str]]:
+Kinds = Mapping[type[torch.nn.Module], type[torch.nn.Module]]
+"""Classes of layers that are replaced, and what replaces them."""
+
+
+def _kinds() -> Kinds:
+    """As `Kinds`; those of Transformers where its module is imported, as it is for such a model."""
+    kinds: dict[type[torch.nn.Module], type[torch.nn.Module]] = {torch.nn.Linear: TunedLinear}
+    if _FP8_MODULE in sys.modules:
+        from transformers.integrations.finegrained_fp8 import FP8Linear
+
+        from tuner.runtime.transformers_linear import TunedFP8Linear
+
+        kinds[FP8Linear] = TunedFP8Linear
+    return kinds
+
+
+def _sort_out(
+    model: torch.nn.Module, kinds: Kinds
+) -> tuple[dict[str, torch.nn.Module], dict[str, str]]:
     """The layers to replace, and reasons to leave the others, each by the layer's first name."""
     chosen: dict[str, torch.nn.Module] = {}
     left: dict[str, str] = {}
     for name, module in model.named_modules():
-        if type(module) is TunedLinear or not _is_linear(module):
+        if type(module) in kinds.values() or not _is_linear(module):
             continue
-        if reason := _held(module, torch.nn.Linear):
+        if reason := _held(module, type(module) if type(module) in kinds else torch.nn.Linear):
             left[name] = reason
         else:
             chosen[name] = module
@@ -232,14 +262,18 @@ def _held(module: torch.nn.Module, kind: type[torch.nn.Module]) -> str:
         tensor = module._parameters[name]
         if tensor is not None and type(tensor) is not torch.nn.Parameter:
             return f"its {name} is a {type(tensor).__name__}"
-    return ""
+    if kind in (torch.nn.Linear, TunedLinear):
+        return ""
+    from tuner.runtime.transformers_linear import unserved
+
+    return unserved(module)
 
 
-def _change(modules: Iterable[torch.nn.Module], kind: type[torch.nn.Module]) -> None:
+def _change(kinds: Mapping[torch.nn.Module, type[torch.nn.Module]]) -> None:
     """Set the class of all modules, or of none if one fails."""
     changed: list[tuple[torch.nn.Module, type[torch.nn.Module]]] = []
     try:
-        for module in modules:
+        for module, kind in kinds.items():
             changed.append((module, type(module)))
             module.__class__ = kind
     except BaseException:

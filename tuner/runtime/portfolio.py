@@ -6,8 +6,9 @@ only if it is expected to be faster than the vendor's. Otherwise the vendor's ke
 PyTorch's own call, if PyTorch would choose that kernel.
 
 A GPU without a portfolio of its own uses another GPU's, rescaled
-(`tuner.selection.portfolio.serving`). A kernel's proof holds on both. Grouped products and
-gradients of attention have a rule in the place of a portfolio (`tuner.selection.rules`).
+(`tuner.selection.portfolio.serving`). A kernel's proof holds on both. Grouped products, products
+with factors of blocks and gradients of attention have a rule in the place of a portfolio
+(`tuner.selection.rules`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from tuner.runtime.refusal import Kind, Refusal
 from tuner.selection.domains import Domain
 from tuner.selection.kernels import lists
 from tuner.selection.portfolio import Portfolio, Selection, serving, shipped
-from tuner.selection.rules import rules
+from tuner.selection.rules import rule_of
 
 if TYPE_CHECKING:
     from tuner.selection.by_rule import RuleSelection
@@ -62,13 +63,13 @@ def portfolios() -> Sequence[Portfolio]:
 
 
 def knows(problem: Problem, gpu: Gpu) -> bool:
-    """True when a portfolio that serves on this GPU has the problem's domain, or the operation's
-    rule has kernels.
+    """True when a portfolio that serves on this GPU has the problem's domain, or a rule
+    has kernels for it.
 
     Raises:
         StoreError: when a shipped portfolio is damaged.
     """
-    if rule := next(rules({problem.op}), None):
+    if rule := rule_of(problem):
         return rule.serves(problem, gpu)
     mine = _portfolio_of(problem, gpu)
     return mine is not None and mine.models_of(Domain.of(problem)) is not None
@@ -99,7 +100,7 @@ def choose(
     """
     problem = posed.problem
     selection: Selection | RuleSelection | None
-    if rule := next(rules({problem.op}), None):
+    if rule := rule_of(problem):
         selection = rule.select(problem, gpu)
     else:
         mine = _portfolio_of(problem, gpu)

@@ -4,7 +4,7 @@ PyTorch's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from math import ceil
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from tuner.problem import (
     SwigluProblem,
 )
 from tuner.runtime import block_scaled, counters, dispatch, guards, serving
+from tuner.runtime.linear_gradients import LinearFunction, Products
 from tuner.runtime.plan import Plan, Posed
 from tuner.runtime.quantised import DTYPES as QUANTISED
 from tuner.runtime.refusal import Kind, Refusal
@@ -38,6 +39,11 @@ _PYTORCHS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
 }
 """PyTorch's activations by name."""
+MIN_FLOPS_WITH_GRADIENTS = 4e10
+"""Floating-point operations of a product from which a portfolio's kernels serve `linear` where a
+gradient is wanted: it takes about 60 us. With gradients a call passes Python, which costs the host
+of an eager program about a third of that.
+"""
 
 
 def linear(
@@ -52,8 +58,12 @@ def linear(
 
     Untuned shapes use the kernel that is expected to be fastest (`tuner.selection.portfolio`). Each
     combination of bias and activation is a problem of its own (`GemmProblem.epilogue`), fused into
-    one kernel. PyTorch's `linear` and activation answer all other calls: other types, gradients,
-    problems for which cuBLAS is faster. Each such call is counted by its reason (`tuner.stats`).
+    one kernel. PyTorch's `linear` and activation answer all other calls: other types, problems for
+    which cuBLAS is faster. Each such call is counted by its reason (`tuner.stats`).
+
+    With gradients, the output and the gradients of input and weight are three products
+    (`tuner.runtime.linear_gradients`). Each is served by itself, and an activation is PyTorch's.
+    PyTorch's `linear` answers when no kernel serves any of the three.
 
     With `weight_scale` the weights are e4m3 elements with block-wise factors. Rows of the input are
     quantised in blocks of 128, and multiplied as by `scaled_mm`. Bias and activation are separate
@@ -85,10 +95,45 @@ def linear(
         product = dispatch.linear(input, weight, bias, activation)
         if product is None:
             call = ProductCall("linear", input, weight, bias, activation)
-            product = serving.answer(call)
+            wants_gradient = guards.wants_gradient(*call.inputs)
+            product = _with_gradients(call) if wants_gradient else serving.answer(call)
         if product is not None and product is not dispatch.REFUSED:
             return product
     return _linear(input, weight, bias, activation)
+
+
+def _with_gradients(call: ProductCall) -> torch.Tensor | None:
+    """The output of `linear` with gradients by tuned kernels, or None and a counted reason."""
+    generation = table.refresh(call.a)
+    refusal = _refusal_with_gradients(call._replace(activation=None))
+    if refusal is not None:
+        dispatch.refuse(*call.told, refusal, generation)
+        return None
+    product = LinearFunction.apply(call.a, call.b, call.bias, Products(linear, matmul))
+    return _PYTORCHS[call.activation](product)
+
+
+def _refusal_with_gradients(call: ProductCall) -> Refusal | None:
+    """Reason why PyTorch computes a layer and its gradients; None where a kernel serves one."""
+    refusal = guards.unserved(call.inputs) or guards.recast(call.a)
+    if refusal is not None:
+        return refusal
+    found = serving.find(call)
+    # Each of the three products has the same number of operations.
+    has_much_work = 2 * call.a.numel() * call.b.shape[0] >= MIN_FLOPS_WITH_GRADIENTS
+    if _is_worth_it(found, has_much_work):
+        return None
+    for gradient in call.gradients():
+        kind, device = (call.a.device, gradient.kind()), call.a.get_device()
+        plan = table.get(kind) or table.find_out(kind, None, gradient.pose, device)
+        if _is_worth_it(plan, has_much_work):
+            return None
+    return found if isinstance(found, Refusal) else Refusal(Kind.GRADIENT, "of little work")
+
+
+def _is_worth_it(plan: Plan | Refusal, has_much_work: bool) -> bool:
+    """True when a kernel serves, and gains more than the way through Python costs the host."""
+    return isinstance(plan, Plan) and (has_much_work or not plan.by_portfolio)
 
 
 def _linear(
@@ -408,6 +453,21 @@ class ProductCall(_Product, Call):
     def run(self, plan: Plan) -> torch.Tensor | Refusal:
         inputs = self.inputs
         return guards.deferred(*inputs) or table.run(plan, *inputs)
+
+    def gradients(self) -> Iterator[ProductCall]:
+        """Products of the wanted gradients of `linear`, on tensors without memory. The output's
+        gradient and the input are dense.
+        """
+        rows = self.a.numel() // max(1, self.a.shape[-1])
+        grad = self.a.new_empty((rows, self.b.shape[0]), device="meta")
+        if self.a.requires_grad:
+            b = torch.empty_strided(
+                self.b.shape, self.b.stride(), dtype=self.b.dtype, device="meta"
+            )
+            yield ProductCall("matmul", grad, b)
+        if self.b.requires_grad:
+            a = self.a.new_empty((rows, self.a.shape[-1]), device="meta")
+            yield ProductCall("matmul", grad.t(), a)
 
     def by_pytorch(self) -> torch.Tensor:
         if self.name == "matmul":

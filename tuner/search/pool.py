@@ -16,12 +16,12 @@ from dataclasses import replace
 from functools import cache, partial
 from itertools import product
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from tuner.config import Config, Value
 from tuner.families import families, families_of
 from tuner.families.base import Family
-from tuner.families.fused_attention import INSTANCES
+from tuner.families.fused_attention.registers import INSTANCES
 from tuner.families.gemm.shape import PLAIN
 from tuner.families.gemv import LEAD as GEMV_LEAD
 from tuner.families.product_work import MEGABYTE, ProductSizes
@@ -31,11 +31,13 @@ from tuner.problem import AttentionProblem, GemmProblem, Problem
 from tuner.problem.population import ModelCall, draw, subset
 from tuner.selection.domains import CAPPED as CAPPED_DIMS
 from tuner.selection.domains import (
+    LAYOUTS,
     MAX_NARROW,
     AnyDomain,
     AttentionDomain,
     Domain,
     GatedDomain,
+    Gradient,
     Mask,
     Phase,
     ProductDomain,
@@ -106,6 +108,10 @@ ACTIVATED_KERNELS = 3
 bias only PyTorch's are timed."""
 GATED_KERNELS = 6
 """Compiled kernels of a domain of gated products."""
+GRADIENT_KERNELS, GRADIENT_PRODUCTS = 8, 20
+"""Compiled kernels, and problems, of a domain of gradients of linear layers."""
+MIN_TRAINING_ROWS, MIN_TRAINING_WIDTH = 1024, 128
+"""Fewest tokens of a training pass, and narrowest side of a layer, whose products are timed."""
 STREAM_KERNELS = 2
 """Fewest kernels of a narrow product's domain that split K between multiprocessors."""
 SPLITS = 2
@@ -127,11 +133,15 @@ def domains(op: str) -> list[AnyDomain]:
             ),
         ]
     if op == ProductDomain.op:
+        gradients = [name for name in get_args(Gradient) if name]
         return [
-            ProductDomain(rows, name)
-            for name in TIMED_EPILOGUES
-            for rows in PRODUCT_KERNELS
-            if rows != "tall" or name in ("", "bias")  # no layer with an activation is so short
+            *(
+                ProductDomain(rows, name)
+                for name in TIMED_EPILOGUES
+                for rows in PRODUCT_KERNELS
+                if rows != "tall" or name in ("", "bias")  # no layer with an activation is so short
+            ),
+            *(ProductDomain("wide", gradient=name) for name in gradients),
         ]
     return [GatedDomain(rows) for rows in PRODUCT_KERNELS if rows != "tall"]
 
@@ -179,6 +189,8 @@ def _wanted(domain: AnyDomain) -> int:
     """Number of problems of a product's domain."""
     if not isinstance(domain, ProductDomain):
         return GATED_PRODUCTS
+    if domain.gradient:
+        return GRADIENT_PRODUCTS
     if domain.epilogue in ("", "bias"):
         return BIASED_PRODUCTS if domain.epilogue else PRODUCTS[domain.rows]
     return ACTIVATED_PRODUCTS
@@ -191,11 +203,29 @@ def _called(
     (`Domain.alike`): few models have each activation, and a bias adds nothing. Only with a bias,
     where PyTorch's kernels alone are timed, they are the calls that have it.
     """
+    if isinstance(domain, ProductDomain) and domain.gradient:
+        layers = [
+            problem for rows in ("wide", "tall") for problem in called.get(ProductDomain(rows), ())
+        ]
+        return dict.fromkeys(
+            made for layer in layers if (made := _gradient(layer, domain)) is not None
+        )
     found = dict(called.get(domain, ()))
     if isinstance(domain, ProductDomain) and domain.epilogue != "bias":
         for other in domain.alike:
             found.update(dict.fromkeys(map(domain.moved, called.get(other, ()))))
     return found
+
+
+def _gradient(layer: Any, domain: ProductDomain) -> Problem | None:
+    """The product of a layer's gradient; None if it is not of the domain, or of few tokens."""
+    m, n, k = layer.m, layer.n, layer.k
+    if m < MIN_TRAINING_ROWS or min(n, k) < MIN_TRAINING_WIDTH:
+        return None
+    sizes = (m, k, n) if domain.gradient == "input" else (n, k, m)
+    layout_a, layout_b = LAYOUTS[domain.gradient]
+    made = GemmProblem(*sizes, dtype=layer.dtype, layout_a=layout_a, layout_b=layout_b)
+    return made if Domain.of(made) == domain else None
 
 
 def _taken(
@@ -281,7 +311,7 @@ def _spread_out(domain: AnyDomain, found: Sequence[_P]) -> list[_P]:
     over widths of layers, and the one farthest from all before in the logarithms of its sizes.
     """
     ordered: list[_P] = []
-    left = {problem: [math.log(size) for size in domain.sizes(problem)] for problem in
+    left = {problem: [math.log(size) for size in domain.sizes(problem)[:3]] for problem in
             _in_turn(domain, found)}  # fmt: skip
     far = dict.fromkeys(left, math.inf)
     while left:
@@ -318,10 +348,36 @@ def sample(
         groups = [list(_variants(problem, kernel, gpu)) for kernel in kernels]
         if not isinstance(domain, AttentionDomain):
             groups = _promising(problem, groups, gpu)[:TIMED_KERNELS]
-        vendors = [f for f in families_of(problem.op).values() if f.is_vendor and f.work_terms]
-        own = [c for f in vendors for c in f.space(problem, gpu) if c["kernel"] in domain.vendors]
+        own = _pytorchs(problem, domain, gpu)
         found[problem] = [group for group in (own, *groups) if group]
     return found
+
+
+def of_portfolio(
+    problem: Problem, gpu: Gpu, portfolio: Portfolio, *, is_whole: bool = False
+) -> list[list[Config]]:
+    """A portfolio's kernels at a problem, grouped by kernel, each with its run-time variants.
+    PyTorch's kernels are first.
+
+    Args:
+        problem: problem of the portfolio's operation.
+        gpu: GPU that it is timed on.
+        portfolio: portfolio that serves there.
+        is_whole: True for the kernels of all domains that take the problem; False: its own.
+    """
+    domain = Domain.of(problem)
+    if domain is None:
+        return []
+    domains = [domain, *(one for one, _ in portfolio.served() if is_whole)]
+    kernels = dict.fromkeys(one for each in domains for one in _of_portfolio(each, portfolio))
+    groups = (list(_variants(problem, kernel, gpu)) for kernel in kernels)
+    return [group for group in (_pytorchs(problem, domain, gpu), *groups) if group]
+
+
+def _pytorchs(problem: Problem, domain: AnyDomain, gpu: Gpu) -> list[Config]:
+    """PyTorch's own kernels at a problem."""
+    vendors = [f for f in families_of(problem.op).values() if f.is_vendor and f.work_terms]
+    return [c for f in vendors for c in f.space(problem, gpu) if c["kernel"] in domain.vendors]
 
 
 def _promising(problem: Any, groups: Sequence[Sequence[Config]], gpu: Gpu) -> list[list[Config]]:
@@ -349,8 +405,8 @@ def _kernels(
     count, is_narrow = KERNELS, False
     if isinstance(domain, GatedDomain):
         count, is_narrow = GATED_KERNELS, domain.rows == "narrow"
-    elif isinstance(domain, ProductDomain) and domain.epilogue:
-        count = ACTIVATED_KERNELS
+    elif isinstance(domain, ProductDomain) and (domain.epilogue or domain.gradient):
+        count = GRADIENT_KERNELS if domain.gradient else ACTIVATED_KERNELS
     elif isinstance(domain, ProductDomain):
         count, is_narrow = PRODUCT_KERNELS[domain.rows], domain.rows == "narrow"
     elif domain.phase != "prompt":
@@ -526,6 +582,8 @@ def _product_ways(problem: Any, kernel: Config) -> list[dict[str, Value]]:
         early, late = {"pdl": True, "lead": GEMV_LEAD}, {"pdl": False, "lead": 0}
         ways = (True, early), (True, late), (False, late)
         return [{"persistent": is_persistent, **way} for is_persistent, way in ways]
+    if kernel.family == "cluster_gemm":
+        return [{"raster_order": "AlongM", "max_swizzle_size": 1, "pdl": True}]
     if kernel["kernel_schedule"] == PLAIN:
         return [{"pdl": True}]
     orders: list[dict[str, Value]] = [

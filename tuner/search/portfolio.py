@@ -25,7 +25,7 @@ from tuner.base.install import extra_command
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import families
-from tuner.families.fused_attention import PACKING
+from tuner.families.fused_attention.packing import PACKING
 from tuner.families.work import floor_us, sizes_of
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Regime

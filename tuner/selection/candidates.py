@@ -22,7 +22,7 @@ from tuner.families.work import floor_us, kind_of, memory_gap_us, time_ratio
 from tuner.hardware import Gpu
 from tuner.measurement import Regime
 from tuner.problem import Problem
-from tuner.selection.domains import MAX_SIZE_FACTOR, AnyDomain
+from tuner.selection.domains import AnyDomain
 
 RESCALED_MARGIN = 0.01
 """Additional share of its time by which an own kernel must win if the rates are another GPU's.
@@ -54,9 +54,9 @@ class Spread(NamedTuple):
                          for axis in axes))  # fmt: skip
 
     def trusted(self, domain: AnyDomain) -> tuple[tuple[float, float], ...]:
-        """The bounds at which a time model is trusted (`MAX_SIZE_FACTOR`, `Domain.reach`)."""
-        pairs = zip(self.bounds, domain.reach, strict=True)
-        return tuple((low / MAX_SIZE_FACTOR, high * reach) for (low, high), reach in pairs)
+        """The bounds at which a time model is trusted (`Domain.fall`, `Domain.reach`)."""
+        found = zip(self.bounds, domain.fall, domain.reach, strict=True)
+        return tuple((low / fall, high * reach) for (low, high), fall, reach in found)
 
     def holds(self, sizes: tuple[int, ...], domain: AnyDomain) -> bool:
         """True if every size is within the trusted bounds."""

@@ -12,12 +12,14 @@ from itertools import product
 from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 from tuner.config import Config
-from tuner.families.fused_attention import INSTANCES, instance, sparse
+from tuner.families.fused_attention import sparse
+from tuner.families.fused_attention.registers import INSTANCES, instance
 from tuner.families.vendor.sdpa import BACKENDS
 from tuner.families.vendor.swiglu import INTERLEAVED
 from tuner.families.work import sizes_of
 from tuner.problem import E4M3, AttentionProblem, DType, GemmProblem, Problem, SwigluProblem
 from tuner.problem.attention import BLOCK_SIZE
+from tuner.problem.gemm import Major
 
 Mask = Literal["full", "causal", "windowed"]
 Phase = Literal["prompt", "few", "one"]
@@ -75,6 +77,11 @@ class Domain(ABC):
     @property
     def reach(self) -> tuple[float, ...]:
         """Factors above the largest measured sizes up to which time models are trusted, by axis."""
+        return (MAX_SIZE_FACTOR,) * len(self.axes)
+
+    @property
+    def fall(self) -> tuple[float, ...]:
+        """Factors below the smallest measured sizes down to which they are trusted, by axis."""
         return (MAX_SIZE_FACTOR,) * len(self.axes)
 
     @classmethod
@@ -451,40 +458,69 @@ def rows_of(m: int) -> Rows:
     return "few" if m <= MAX_FEW else "narrow" if m <= MAX_NARROW else "wide"
 
 
+Gradient = Literal["", "input", "weight"]
+"""The tensor of a linear layer whose gradient a product is; empty: the layer's output."""
+LAYOUTS: Mapping[Gradient, tuple[Major, Major]] = {
+    "": ("row", "col"),
+    "input": ("row", "row"),
+    "weight": ("col", "row"),
+}
+"""Storage orders of A and B."""
+
+
 class _Product(NamedTuple):
     rows: Rows
     epilogue: str = ""
+    gradient: Gradient = ""
 
 
 class ProductDomain(_Product, Domain):
-    """Products as `tuner.linear` calls them, both operands along K, by their rows and epilogue."""
+    """Products as `tuner.linear` calls them, both operands along K, by their rows and epilogue; and
+    those of its gradients, wide and plain.
+    """
 
     __slots__ = ()
     op = GemmProblem.op
-    axes = ("m", "n", "k")
+    axes = ("m", "n", "k", "work")
     reaches_far = False
 
     @classmethod
     def holding(cls, problem: Any) -> Self | None:
-        is_linear = problem.batch == 1 and problem.layout_a == "row" and problem.layout_b == "col"
-        if not is_linear or problem.scales or problem.dtype != problem.dtype_d:
+        if problem.batch > 1 or problem.scales or problem.dtype != problem.dtype_d:
             return None
         if problem.has_residual:
             return None
         rows = rows_of(problem.m)
         is_tall = rows == "wide" and problem.n <= MAX_TALL_COLUMNS
-        return cls("tall" if is_tall else rows, problem.epilogue)
+        rows = "tall" if is_tall else rows
+        layouts = problem.layout_a, problem.layout_b
+        for gradient, lies in LAYOUTS.items():
+            if layouts == lies and (not gradient or (rows == "wide" and not problem.epilogue)):
+                return cls(rows, problem.epilogue, gradient)
+        return None
 
     @staticmethod
     def axes_of(sizes: Any) -> tuple[int, ...]:
-        return sizes.m, sizes.n, sizes.k
+        """Rows, columns and depth, and their product: kernels that were timed at large products
+        only are not trusted where all three are small.
+        """
+        return sizes.m, sizes.n, sizes.k, sizes.m * sizes.n * sizes.k
 
     @property
     def reach(self) -> tuple[float, ...]:
         """At up to 16 rows, no more rows than measured: each block keeps all rows of A, and the
         time grows faster than the bytes.
         """
-        return (1.0 if self.rows == "few" else MAX_SIZE_FACTOR, MAX_SIZE_FACTOR, MAX_SIZE_FACTOR)
+        rows = 1.0 if self.rows == "few" else MAX_SIZE_FACTOR
+        return (rows, *(MAX_SIZE_FACTOR,) * (len(self.axes) - 1))
+
+    @property
+    def fall(self) -> tuple[float, ...]:
+        """No smaller products than measured: seven of them, by a kernel that was timed at larger
+        ones, had 0.725 to 0.890 of cuBLAS's speed
+        (``scripts/benchmarks/evidence/population-h100.jsonl.gz``).
+        """
+        return (*(MAX_SIZE_FACTOR,) * (len(self.axes) - 1), 1.0)
 
     @staticmethod
     def group(problem: Any) -> tuple[int, ...]:
@@ -501,7 +537,7 @@ class ProductDomain(_Product, Domain):
     def alike(self) -> Iterator[Self]:
         """A bias adds nothing that was measured, and all activations the same."""
         yield self
-        for epilogue in EPILOGUES:
+        for epilogue in () if self.gradient else EPILOGUES:
             is_like = _is_activated(epilogue) == _is_activated(self.epilogue)
             if is_like and epilogue != self.epilogue:
                 yield self._replace(epilogue=epilogue)
@@ -515,7 +551,7 @@ class ProductDomain(_Product, Domain):
 
     @property
     def varied(self) -> Iterator[Self]:
-        if not self.epilogue:
+        if not (self.epilogue or self.gradient):
             yield self._replace(epilogue="bias")
 
     @property
@@ -525,7 +561,7 @@ class ProductDomain(_Product, Domain):
 
     @property
     def max_kernels(self) -> int:
-        if _is_activated(self.epilogue):
+        if _is_activated(self.epilogue) or self.gradient:
             return 6
         return {"few": 6, "narrow": 12, "wide": 16, "tall": 6}[self.rows]
 
@@ -536,12 +572,15 @@ class ProductDomain(_Product, Domain):
 
     def problems(self, dtype: DType) -> tuple[GemmProblem, ...]:
         n = MAX_TALL_COLUMNS if self.rows == "tall" else 4096
+        layout_a, layout_b = LAYOUTS[self.gradient]
+        facts: dict[str, Any] = {"layout_a": layout_a, "layout_b": layout_b, "dtype": dtype}
         return tuple(
-            GemmProblem(m, n, k, dtype=dtype, epilogue=self.epilogue) for m, k in _SMALL[self.rows]
+            GemmProblem(m, n, k, epilogue=self.epilogue, **facts) for m, k in _SMALL[self.rows]
         )
 
     def label(self) -> str:
-        return _ROWS_TEXT[self.rows] + (f", {self.epilogue}" if self.epilogue else "")
+        more = f", gradient of the {self.gradient}" if self.gradient else ""
+        return _ROWS_TEXT[self.rows] + (f", {self.epilogue}" if self.epilogue else "") + more
 
 
 class _Gated(NamedTuple):
@@ -563,13 +602,20 @@ class GatedDomain(_Gated, Domain):
 
     @staticmethod
     def axes_of(sizes: Any) -> tuple[int, ...]:
-        """Rows and columns of D; work is counted from the columns of both projections."""
-        return sizes.m, sizes.n // 2, sizes.k
+        """As `ProductDomain.axes_of`, with the columns of D: sizes have those of both
+        projections.
+        """
+        return sizes.m, sizes.n // 2, sizes.k, sizes.m * (sizes.n // 2) * sizes.k
 
     @property
     def reach(self) -> tuple[float, ...]:
         """As `ProductDomain.reach`."""
         return ProductDomain(self.rows).reach
+
+    @property
+    def fall(self) -> tuple[float, ...]:
+        """As `ProductDomain.fall`."""
+        return ProductDomain(self.rows).fall
 
     @property
     def kin(self) -> Iterator[Self]:

@@ -14,6 +14,7 @@ from functools import cache
 
 from tuner.config import Config, Value
 from tuner.families import families
+from tuner.families.block_scaled_gemm import deepened
 from tuner.families.block_scaled_grouped_gemm import BlockScaledGroupedGemm
 from tuner.families.grouped_gemm import GroupedGemm
 from tuner.hardware import HOPPER, Gpu
@@ -44,13 +45,20 @@ def _scaled(
     cluster_m: int = 1,
     swap_ab: bool = False,
     store_buffers: int = 0,
+    unroll: int = 0,
 ) -> Config:
+    loop: dict[str, Value] = {"unroll": unroll, "tma_factors": True} if unroll else {}
     params: dict[str, Value] = {
         **{"swap_ab": swap_ab, "tile_m": tile[0], "tile_n": tile[1], "stages": stages},
         **{"cluster_m": cluster_m, "cluster_n": 1, "store_buffers": store_buffers},
         **{"raster_order": "AlongM", "max_swizzle_size": 1 if swap_ab else 8, "pdl": False},
+        **loop,
     }
-    return Config(BlockScaledGroupedGemm.name, params)
+    return (
+        deepened(Config(BlockScaledGroupedGemm.name, params))
+        if unroll
+        else Config(BlockScaledGroupedGemm.name, params)
+    )
 
 
 KERNELS: Mapping[DType, Mapping[Config, float]] = {
@@ -71,6 +79,17 @@ KERNELS: Mapping[DType, Mapping[Config, float]] = {
         _scaled((128, 128), 6, store_buffers=1): 1.0,
         _scaled((128, 176), 4, cluster_m=2, store_buffers=3): 1.0,
         _scaled((256, 128), 3, store_buffers=4): 1.0,
+        _scaled((64, 16), 2, swap_ab=True, unroll=4): 1.0,
+        _scaled((128, 16), 2, swap_ab=True, unroll=4): 1.0,
+        _scaled((128, 32), 2, swap_ab=True, unroll=4): 1.0,
+        _scaled((128, 64), 2, swap_ab=True, unroll=4): 1.0,
+        _scaled((256, 64), 2, swap_ab=True, unroll=4): 1.0,
+        _scaled((128, 128), 2, swap_ab=True, unroll=4): 1.0,
+        _scaled((64, 128), 2, store_buffers=2, unroll=4): 1.0,
+        _scaled((128, 64), 2, store_buffers=1, unroll=4): 1.0,
+        _scaled((128, 128), 2, store_buffers=2, unroll=4): 1.0,
+        _scaled((128, 192), 2, store_buffers=3, unroll=4): 1.0,
+        _scaled((256, 128), 2, store_buffers=4, unroll=4): 1.0,
     },
 }
 """Kernels by type, and their measured times over their estimates where they were among the fastest:

@@ -37,7 +37,8 @@ from tuner.config import Config
 from tuner.errors import ConfigError, StoreError
 from tuner.families import find
 from tuner.families.base import INCOMPATIBLE_CONFIG_ERRORS
-from tuner.families.fused_attention import PACKING, paged, sparse
+from tuner.families.fused_attention import paged, sparse
+from tuner.families.fused_attention.packing import PACKING
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Regime
 from tuner.problem import Problem
@@ -754,7 +755,11 @@ def _candidate_from(kind: type[AnyDomain], row: Mapping[str, Any]) -> Candidate:
     if family is not None and (unknown := set(rates) - set(family.work_terms)):
         raise ConfigError(f"{config.family} counts no '{sorted(unknown)[0]}'")
     errors = _number(row["median_error"]), _number(row["p90_error"])
-    bounds = tuple((int(low), int(high)) for low, high in (row["spread"][x] for x in kind.axes))
+    spread = dict(row["spread"])
+    if "work" in kind.axes and "work" not in spread:  # of version 2's first portfolios
+        sizes = list(spread.values())
+        spread["work"] = tuple(math.prod(each) for each in zip(*sizes, strict=True))
+    bounds = tuple((int(low), int(high)) for low, high in (spread[x] for x in kind.axes))
     return Candidate(config, rates, int(row["points"]), *errors, Spread(bounds))
 
 

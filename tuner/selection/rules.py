@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from typing import Any, Protocol
 
 from tuner.hardware import Gpu
-from tuner.problem import AttentionBackwardProblem, GroupedGemmProblem
+from tuner.problem import AttentionBackwardProblem, GemmProblem, GroupedGemmProblem, Problem
 from tuner.selection.by_rule import RuleSelection
 from tuner.selection.kernels import Target
 
@@ -26,8 +26,17 @@ class Rule(Protocol):
         """The kernels, to be built and proven."""
 
 
-OPERATIONS = (AttentionBackwardProblem.op, GroupedGemmProblem.op)
+WITHOUT_PORTFOLIO = (AttentionBackwardProblem.op, GroupedGemmProblem.op)
+"""The operations that have a rule for all problems, and no portfolio."""
+OPERATIONS = (*WITHOUT_PORTFOLIO, GemmProblem.op)
 """The operations that have a rule."""
+
+
+def rule_of(problem: Problem) -> Rule | None:
+    """The rule for a problem; None for problems that portfolios serve."""
+    if isinstance(problem, GemmProblem) and problem.scales != "block":
+        return None
+    return next(rules({problem.op}), None)
 
 
 def rules(operations: Collection[str] = OPERATIONS) -> Iterator[Rule]:
@@ -43,3 +52,7 @@ def rules(operations: Collection[str] = OPERATIONS) -> Iterator[Rule]:
         from tuner.selection import grouped
 
         yield grouped
+    if GemmProblem.op in operations:
+        from tuner.selection import block_scaled
+
+        yield block_scaled

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from tuner.measure.stopwatch import MIN_ROUNDS, PASS_LIMIT_US
 
@@ -35,6 +36,8 @@ class Budget:
     started: float
     pass_s: float = 0.0
     """Duration of the last brief final pass, seconds."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """Seconds of each part of the sweep so far, by its name. No second counts twice."""
 
     @staticmethod
     def now() -> float:
@@ -52,6 +55,16 @@ class Budget:
     def left_s(self) -> float | None:
         """Seconds until the final pass must have ended; None without a limit."""
         return None if self.limit_s is None else self.limit_s + GRACE_S - self.spent_s
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Context whose seconds count for a part of the sweep, without those of parts inside."""
+        began, before = self.now(), sum(self.parts.values())
+        try:
+            yield
+        finally:
+            inside = sum(self.parts.values()) - before
+            self.parts[name] = self.parts.get(name, 0.0) + self.now() - began - inside
 
     def final_s(self, times_us: Iterable[float], rounds: int) -> float:
         """Seconds that a final pass is expected to take.

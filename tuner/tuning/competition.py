@@ -217,6 +217,8 @@ class Competition:
 
     def _space(self, problem: Problem, family: Family) -> Sequence[Config]:
         space = family.space(problem, self.runner.gpu)
+        if problem == self.problem and not family.is_vendor:
+            space = [*space, *self._beyond(family, space)]
         most = self.options.max_workspace
         if most is not None:
             space = [c for c in space if family.scratch_bytes(problem, c) <= most]
@@ -226,6 +228,21 @@ class Competition:
         if family.is_listed and space:
             self._note(f"{family.name}: {len(space)} listed by its library")
         return self.runner.compiled(problem, family, space) if self.options.compiled_only else space
+
+    def _beyond(self, family: Family, space: Sequence[Config]) -> Sequence[Config]:
+        """Compiled configs of the shape's portfolio that the family's space leaves out, as it does
+        with persistent blocks for few tiles. They can answer before any compile.
+        """
+        if self.runner.provenance is not Provenance.MEASURED:
+            return []
+        problem, gpu = self.problem, self.runner.gpu
+        known = {family.compile_digest(config) for config in space}
+        found: dict[str, Config] = {}
+        for config in promising(problem, gpu):
+            if config.family == family.name and family.accepts(problem, config, gpu):
+                found.setdefault(family.compile_digest(config), config)
+        new = [config for key, config in found.items() if key not in known]
+        return self.runner.compiled(problem, family, new)[:PORTFOLIO_FIRST]
 
     def check_compiled(self) -> None:
         """Check that an own kernel can compete. A sweep with vendors' kernels only would waste GPU

@@ -57,6 +57,8 @@ class FinalPass:
     """Quick measurements of finalists that are not in the ranking."""
     provided: list[Measurement] = field(default_factory=list)
     """Ranking of the provisional decision; empty if there is none."""
+    first_s: float | None = None
+    """Seconds from the start of the sweep to its first provisional decision."""
     _provided_us: float | None = None
 
     def rank(self, notes: Sequence[str], again: bool = False) -> list[Measurement]:
@@ -79,7 +81,8 @@ class FinalPass:
                 return []
             raise NoValidConfigError(self.competition.why_nothing(notes))
         self.show(len(chosen))
-        finals = self._retime([*(m.config for m in chosen), *self._standing()], rounds)
+        with self.budget.part("final pass"):
+            finals = self._retime([*(m.config for m in chosen), *self._standing()], rounds)
         timed = {m.config for m in finals}
         self.unranked = [m for m in chosen if m.config not in timed]
         if not finals:
@@ -149,13 +152,16 @@ class FinalPass:
         self._provided_us = own.latency_us
         began = self.budget.now()
         configs = [m.config for m in (own, vendor) if m is not None]
-        found = [m for m in self._retime(configs, MIN_ROUNDS) if m.ok and m.is_final]
+        with self.budget.part("provisional decisions"):
+            found = [m for m in self._retime(configs, MIN_ROUNDS) if m.ok and m.is_final]
         self.budget.pass_s = self.budget.now() - began
         if not any(m.config == own.config for m in found):
             return
         flagged = [m.but(flags=(*m.flags, PROVISIONAL)) for m in ranking.rank(found)]
         self.provided = flagged
         self.decide(flagged)
+        if self.first_s is None:
+            self.first_s = self.budget.spent_s
         latency_us = flagged[0].latency_us or 0.0
         self.note(
             f"{problem.label()}: {latency_us:.4g} us verified after {self.budget.spent_s:.1f} s, "

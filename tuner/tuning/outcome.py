@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tuner.hardware import Gpu
@@ -51,6 +51,10 @@ class Outcome:
     """Number of sets of kernels that were submitted but not waited for."""
     expected_loss: float | None = None
     """Expected relative gain of the sets without a result, by the surrogate; None if unknown."""
+    first_answer_s: float | None = None
+    """Seconds from the start to the first provisional decision; None without one."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of each phase, of the passes of provisional decisions, and of the final pass."""
 
     @property
     def entry(self) -> Entry | None:
@@ -82,6 +86,8 @@ class Outcome:
             "unavailable": dict(self.unavailable),
             "interrupted": self.interrupted,
             "elapsed_s": round(self.elapsed_s, 3),
+            "first_answer_s": None if (first := self.first_answer_s) is None else round(first, 2),
+            "seconds": {name: round(seconds, 2) for name, seconds in self.seconds.items()},
             "notes": list(self.notes),
             "given_up": self.given_up,
             "expected_loss": None if self.expected_loss is None else round(self.expected_loss, 5),

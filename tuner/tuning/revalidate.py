@@ -6,7 +6,7 @@ vendors' kernels are timed interleaved, and a new decision is made.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
@@ -15,7 +15,7 @@ from tuner.compile.artifacts import Artifact
 from tuner.config import Config
 from tuner.errors import NoValidConfigError
 from tuner.families import families, families_of
-from tuner.families.base import KernelSpec
+from tuner.families.base import KernelSpec, group_by_kernels
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement
 from tuner.problem import Problem
@@ -29,6 +29,8 @@ from tuner.tuning.outcome import summary
 
 PROMISING = 3
 """Number of the shipped portfolio's kernels that are timed beside an entry's own."""
+MAX_OWN = 6
+"""Most own configs of the final pass of a wider revalidation: the fastest of a quick pass."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,13 @@ class Revalidation:
 
 
 def revalidate(
-    entry: Entry, runner: Runner, store: Store, *, compiled_only: bool = False
+    entry: Entry,
+    runner: Runner,
+    store: Store,
+    *,
+    compiled_only: bool = False,
+    beside: Sequence[Entry] = (),
+    more: int = 0,
 ) -> Revalidation:
     """Time an entry's own configs, the portfolio's and every vendor's kernel, and store the new
     decision under the runner's regime.
@@ -57,21 +65,27 @@ def revalidate(
         runner: runner that times.
         store: store for the decision. An imported or shipped entry becomes the store's own.
         compiled_only: True to leave out own configs whose kernels are not compiled.
+        beside: other entries of the problem, of any GPU and regime, whose configs are timed too.
+        more: number of further own kernels, the best by the families' estimates.
 
     Raises:
         NoValidConfigError: when no candidate passed. The entry is then unchanged.
         StoreError: when the store cannot be written.
     """
     problem = entry.problem
-    own = candidates(entry, runner.gpu)
+    own = candidates(entry, runner.gpu, beside, more)
     if compiled_only:
         own = [
             config
             for config in own
             if runner.compiled(problem, families()[config.family], [config])
         ]
+    slow: list[Measurement] = []
+    if (beside or more) and len(own) > MAX_OWN:
+        own, slow = _fastest(problem, own, runner)
     configs = list(dict.fromkeys([*own, *_vendors(problem, runner)]))
     finals, ranked = _time(problem, configs, runner)
+    finals = [*finals, *slow]
     store.add([m for m in finals if not m.ok])
     if not ranked:
         raise NoValidConfigError(
@@ -86,11 +100,51 @@ def revalidate(
     return Revalidation(entry, after[0], failed)
 
 
-def candidates(entry: Entry, gpu: Gpu) -> list[Config]:
-    """Own configs to time again: the entry's, then the portfolio's most promising ones."""
+def candidates(entry: Entry, gpu: Gpu, beside: Sequence[Entry] = (), more: int = 0) -> list[Config]:
+    """Own configs to time again: the entry's, the portfolio's most promising ones, and those of
+    other entries. Further kernels come by the families' estimates.
+
+    Args:
+        entry: entry to revalidate.
+        gpu: GPU that times.
+        beside: other entries of the problem.
+        more: number of kernels by estimate, of the families of all these configs.
+    """
     stored = [m.config for m in entry.ranked if _fits(m)]
     likely = islice(portfolio.promising(entry.problem, gpu), PROMISING)
-    return list(dict.fromkeys([*stored, *likely]))
+    others = (m.config for one in beside for m in one.ranked if _fits(m))
+    found = list(dict.fromkeys([*stored, *likely, *others]))
+    return [*found, *islice(_estimated(entry.problem, gpu, found), more)]
+
+
+def _estimated(problem: Problem, gpu: Gpu, known: Sequence[Config]) -> Iterator[Config]:
+    """The best config of each compiled kernel that no known config has, by estimate.
+
+    Args:
+        problem: what is computed.
+        gpu: GPU to estimate for.
+        known: own configs; their families are searched.
+    """
+    estimates: list[tuple[float, str, Config]] = []
+    for name in dict.fromkeys(config.family for config in known):
+        member = families()[name]
+        timed = {member.compile_digest(config) for config in known if config.family == name}
+        for group in group_by_kernels(member, member.space(problem, gpu)):
+            if member.compile_digest(group[0]) not in timed:
+                estimates.append(
+                    min((member.predict_us(problem, c, gpu), c.digest, c) for c in group)
+                )
+    yield from (config for _, _, config in sorted(estimates))
+
+
+def _fastest(
+    problem: Problem, own: Sequence[Config], runner: Runner
+) -> tuple[list[Config], list[Measurement]]:
+    """The fastest own configs of a quick pass, and the measurements of those that failed."""
+    runner.submit(problem, own)
+    timed = runner.collect()
+    passed = sorted((m for m in timed if m.ok), key=ranking.by_latency)
+    return [m.config for m in passed[:MAX_OWN]], [m for m in timed if not m.ok]
 
 
 def recompiled(entry: Entry, cached: Callable[[KernelSpec], Artifact | None]) -> list[str]:

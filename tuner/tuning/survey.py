@@ -150,13 +150,33 @@ def pooled(
             continue
         by_domain.append([])
         for problem, groups in pool.sample(domain, problems, gpu, portfolio).items():
-            spaces: dict[str, tuple[int, int]] = {}
-            for group in groups:
-                kernels, candidates = spaces.get(group[0].family, (0, 0))
-                spaces[group[0].family] = kernels + 1, candidates + len(group)
-            by_domain[-1].append(Sample(problem, tuple(map(tuple, groups)), spaces))
+            by_domain[-1].append(Sample(problem, tuple(map(tuple, groups)), _sizes(groups)))
     turns = zip_longest(*by_domain)
     return [sample for turn in turns for sample in turn if sample is not None]
+
+
+def listed(problems: Sequence[Problem], gpu: Gpu, portfolio: Portfolio) -> list[Sample]:
+    """The kernels that serve some problems by a portfolio, and PyTorch's.
+
+    Raises:
+        ConfigError: when a problem's domain has no kernels.
+    """
+    found = []
+    for problem in problems:
+        groups = pool.of_portfolio(problem, gpu, portfolio)
+        if not groups:
+            raise ConfigError(f"no portfolio has kernels for {problem.op} {problem.label()}")
+        found.append(Sample(problem, tuple(map(tuple, groups)), _sizes(groups)))
+    return found
+
+
+def _sizes(groups: Sequence[Sequence[Config]]) -> dict[str, tuple[int, int]]:
+    """Number of kernels and candidates of each family."""
+    found: dict[str, tuple[int, int]] = {}
+    for group in groups:
+        kernels, candidates = found.get(group[0].family, (0, 0))
+        found[group[0].family] = kernels + 1, candidates + len(group)
+    return found
 
 
 def _kernel(family: Family, problem: Problem, group: Sequence[Config]) -> str:

@@ -257,22 +257,23 @@ class Sweep:
         for member in search.members:
             self._studies.copy(member)
         burst, is_told = [group for group in first if group], not is_whole
-        while True:
-            while is_told and search.pending < limit and not self._is_late(share):
-                group = search.ask()
-                if group is None:
-                    break
-                burst.append(group)
-            self._submit(problem, burst)
-            burst = []
-            state.done = search.spent - search.pending
-            self._show()
-            if not search.pending:
-                return
-            if waits.is_over(problem, search) or self._is_late(share):
-                self._give_up(problem, search)
-                return
-            is_told = self._collect(share) and not is_whole
+        with self._budget.part(phase):
+            while True:
+                while is_told and search.pending < limit and not self._is_late(share):
+                    group = search.ask()
+                    if group is None:
+                        break
+                    burst.append(group)
+                self._submit(problem, burst)
+                burst = []
+                state.done = search.spent - search.pending
+                self._show()
+                if not search.pending:
+                    return
+                if waits.is_over(problem, search) or self._is_late(share):
+                    self._give_up(problem, search)
+                    return
+                is_told = self._collect(share) and not is_whole
 
     def _submit(self, problem: Problem, burst: list[list[Config]]) -> None:
         if len(burst) > 1:
@@ -438,6 +439,8 @@ class Sweep:
             notes=tuple(self._notes),
             given_up=self._given_up,
             expected_loss=self._expected_loss,
+            first_answer_s=self._finals.first_s,
+            seconds=dict(self._budget.parts),
         )
 
     @cached_property

@@ -38,6 +38,7 @@ from tuner.problem import (
     SIZES,
     AttentionBackwardProblem,
     AttentionProblem,
+    GemmProblem,
     GroupedGemmProblem,
     Problem,
     SwigluProblem,
@@ -118,7 +119,11 @@ class Trial:
         if isinstance(self.problem, AttentionBackwardProblem):
             return self._backward_facts(self.problem, family, gpu)
         if isinstance(self.problem, GroupedGemmProblem):
-            return self._grouped_facts(self.problem, family)
+            one = self.problem
+            named = {("groups", one.groups), ("sizes", one.sizes)}
+            return named | self._scaled_facts(one, family)
+        if _has_block_factors(self.problem):
+            return self._scaled_facts(self.problem, family)
         return self._product_facts(self.problem, family, gpu)
 
     def _product_facts(self, problem: Any, family: Family, gpu: Gpu) -> set[Fact]:
@@ -134,13 +139,11 @@ class Trial:
             ("schedule", _schedule(family, self.config)),
         }
 
-    def _grouped_facts(self, problem: GroupedGemmProblem, family: Family) -> set[Fact]:
+    def _scaled_facts(self, problem: Any, family: Family) -> set[Fact]:
         return {
-            ("groups", problem.groups),
             ("m", problem.m),
             ("n", problem.n),
             ("k", problem.k),
-            ("sizes", problem.sizes),
             ("schedule", _schedule(family, self.config)),
         }
 
@@ -212,6 +215,8 @@ def trials(target: Target, gpu: Gpu, count: int, seed: int) -> list[Trial]:
         GroupedGemmProblem.op: _GroupedDraw,
     }
     kind = kinds.get(target.problem.op, _ProductDraw)
+    if _has_block_factors(target.problem):
+        kind = _ScaledDraw
     draw = kind(target, gpu, random.Random(f"{seed}:{target.config.digest}"))
     found: dict[Trial, None] = {}
     seen: set[Fact] = set()
@@ -231,7 +236,7 @@ def trials(target: Target, gpu: Gpu, count: int, seed: int) -> list[Trial]:
 class _Draw(ABC):
     """Draws trials of one kernel."""
 
-    axes: Mapping[str, Sequence[Any]]
+    axes: dict[str, Sequence[Any]]
 
     def __init__(self, target: Target, gpu: Gpu, rng: random.Random) -> None:
         self._target, self._gpu, self._rng = target, gpu, rng
@@ -525,21 +530,21 @@ class _ProductDraw(_Draw):
         return trial if is_wanted else None
 
 
-class _GroupedDraw(_Draw):
+class _ScaledDraw(_Draw):
+    """Products of e4m3 with factors of blocks."""
+
     def __init__(self, target: Target, gpu: Gpu, rng: random.Random) -> None:
         super().__init__(target, gpu, rng)
-        config, self._usual = target.config, cast(GroupedGemmProblem, target.problem)
+        config, self._usual = target.config, cast(Any, target.problem)
         rows, columns = config["tile_m"], config["tile_n"]
         if config["swap_ab"]:
             rows, columns = columns, rows
         self._steps = {"m": 1, "n": _ALIGNED, "k": 2 * _ALIGNED}
         self.axes = {
-            "groups": _GROUPS,
             # All groups' rows: those of a few whole tiles, and of nearly whole ones.
             "m": sorted({*_edges(rows), 8 * rows + 3, 40 * rows}),
             "n": [self._whole("n", extent) for extent in (1, *_edges(columns)[1:])],
             "k": [self._whole("k", extent) for extent in (1, *_edges(SCALE_BLOCK)[1:], _DEEP)],
-            "sizes": SIZES,
             "schedule": list(_schedules(self._family)),
         }
 
@@ -561,6 +566,17 @@ class _GroupedDraw(_Draw):
             return None
         config = self._config(problem, values["schedule"])
         return None if config is None else Trial(problem, config)
+
+
+class _GroupedDraw(_ScaledDraw):
+    def __init__(self, target: Target, gpu: Gpu, rng: random.Random) -> None:
+        super().__init__(target, gpu, rng)
+        schedules = self.axes.pop("schedule")
+        self.axes = {"groups": _GROUPS, **self.axes, "sizes": SIZES, "schedule": schedules}
+
+
+def _has_block_factors(problem: Problem) -> bool:
+    return isinstance(problem, GemmProblem) and problem.scales == "block"
 
 
 def tile_of(tiling: Any) -> tuple[int, int, int]:

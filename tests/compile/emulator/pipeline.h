@@ -56,6 +56,7 @@ struct Product {
   float* d;
   uint64_t x, y;
   int adds, columns;
+  int group = 0;  // that it was committed with; 0 before
 };
 
 struct Copy {
@@ -76,6 +77,7 @@ struct Fiber {
   Warp* warp = nullptr;
   bool ended = false;
   std::vector<Product> products;
+  int groups = 0;  // of products, committed
   std::deque<Copy> copies;  // of single floats, and arrivals behind them: in order
   std::deque<Copy> stores;  // boxes that are still to be read
 };
@@ -268,24 +270,43 @@ inline float e4m3(uint8_t bits) {
 
 inline uint32_t swizzled(uint32_t address) { return address ^ ((address >> 7 & 7) << 4); }
 
+// Bytes of an operand's element: e4m3, or bf16 where the program says so before.
+#ifdef EMULATES_BF16
+constexpr int kElementBytes = 2;
+#else
+constexpr int kElementBytes = 1;
+#endif
+
 // A row's elements of K of an operand of WGMMA.
 inline float element(uint64_t descriptor, int row, int k) {
   if (descriptor >> 62 != 1 || (descriptor >> 49 & 7) != 0) fail("an operand is not in the widest swizzle at its base");
   uint32_t const start = (descriptor & 0x3FFF) << 4, stride = (descriptor >> 32 & 0x3FFF) << 4;
-  uint32_t const address = swizzled(start + row / 8 * stride + row % 8 * 128 + k);
-  return e4m3(*bytes_at(place_of(address), 1));
+  uint32_t const address = swizzled(start + row / 8 * stride + row % 8 * 128 + k * kElementBytes);
+  uint8_t const* const bytes = bytes_at(place_of(address), kElementBytes);
+  if (kElementBytes == 1) return e4m3(*bytes);
+  uint32_t const bits = uint32_t(bytes[1]) << 24 | uint32_t(bytes[0]) << 16;
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
 }
 
-inline void run_products() {
-  int const thread = self().thread.x % 128, lane = thread % 32;
-  for (Product const& product : self().products)
+// Runs all products but those of the last `left` groups.
+inline void run_products(int left = 0) {
+  int const thread = self().thread.x % 128, lane = thread % 32, last = self().groups - left;
+  std::vector<Product> later;
+  for (Product const& product : self().products) {
+    if (product.group > last) {
+      later.push_back(product);
+      continue;
+    }
     for (int i = 0; i < product.columns / 2; ++i) {
       int const row = thread / 32 * 16 + lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
       double sum = product.adds ? product.d[i] : 0.0;
-      for (int k = 0; k < 32; ++k) sum += double(element(product.x, row, k)) * element(product.y, column, k);
+      for (int k = 0; k < 32 / kElementBytes; ++k) sum += double(element(product.x, row, k)) * element(product.y, column, k);
       product.d[i] = static_cast<float>(sum);
     }
-  self().products.clear();
+  }
+  self().products = later;
 }
 
 }  // namespace emulator
@@ -366,7 +387,7 @@ inline void copy_float(uint32_t to, float const* from, bool is_there) {
 inline void copy_box_to(CUtensorMap const& map, uint32_t to, int column, int row, uint32_t barrier, uint16_t blocks) {
   emulator::Matrix matrix;
   std::memcpy(&matrix, &map, sizeof(matrix));
-  int const element = matrix.floats ? 4 : 1, width = matrix.floats ? 4 * matrix.floats : 128;
+  int const element = matrix.floats ? 4 : emulator::kElementBytes, width = matrix.floats ? 4 * matrix.floats : 128;
   if (to % (matrix.floats ? 128 : 1024)) emulator::fail("a box lies between swizzle atoms");
   for (uint32_t rank = 0; rank < 16; ++rank) {
     if (!(blocks >> rank & 1)) continue;
@@ -405,7 +426,11 @@ inline uint64_t k_major_operand(uint32_t address) {
   return uint64_t(1) << 62 | uint64_t(64) << 32 | uint64_t(1) << 16 | (address & 0x3FFFF) / 16;
 }
 inline void products_begin() {}
-inline void products_commit() {}
+inline void products_commit() {
+  ++emulator::self().groups;
+  for (emulator::Product& product : emulator::self().products)
+    if (product.group == 0) product.group = emulator::self().groups;
+}
 inline void products_wait() { emulator::run_products(); }
 inline void accumulator_fence(float&) {}
 inline void store_matrices(uint32_t to, uint32_t const (&word)[4]) {

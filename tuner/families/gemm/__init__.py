@@ -124,7 +124,7 @@ class Gemm(Family):
     domains: ClassVar[Mapping[str, Domain]] = {
         "tile_m": (32, 64, 96, 128, 160, 192, 256),
         # 8 columns an instruction, but the epilogue's stores need 16 [c].
-        "tile_n": (16, 32, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256, 512),
+        "tile_n": (8, 16, 32, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256, 512),
         "tile_k": (8, 32, 64, 128, 256),
         # The schedulers shift and mask by the cluster's extents (tile_scheduler_params.h).
         "cluster_m": (1, 2, 4, 8),

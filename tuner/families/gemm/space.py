@@ -88,6 +88,9 @@ _NO_SMEM_TILES = (
     (PINGPONG, 128, 64),
     (PINGPONG, 128, 128),
 )
+#: Half of 16 columns a block; the two blocks of a cluster share the tile of rows. Twice the blocks
+#: read the rows. Pays where tiles of 16 columns leave multiprocessors without one.
+_NARROW_TILE = (PINGPONG, 64, 8)
 SPLITS = (2, 3, 4, 6, 8)
 #: Hiding the launch behind the kernel in front pays where one side is short: the product takes few
 #: microseconds.
@@ -158,6 +161,10 @@ def _binaries(shape: GemmShape, atom: int, gpu: Gpu) -> Iterator[_Binary]:
     for schedule, m, n in _DEEP_TILES:
         for cluster in _MORE_CLUSTERS:
             yield schedule, m, n, 2 * atom, cluster, {}
+    schedule, m, n = _NARROW_TILE
+    is_along_k = (shape.layout_a, shape.layout_b) == ("row", "col")
+    if is_along_k and n < shape.n <= 2 * n and ceil(shape.m / m) * shape.batch <= gpu.sm_count:
+        yield schedule, m, n, 2 * atom, (1, 2), {}
     if atom < shape.k < 2 * atom and shape.k % atom <= atom // 2:
         for schedule, m, n in _TILES:
             yield schedule, m, n, atom // 2, (1, 1), {}

@@ -23,7 +23,7 @@ from tuner.families.base import KernelSpec, Strides
 from tuner.measure.device import Device, Pool
 from tuner.measure.gate.commands import COMMANDS, Command
 from tuner.measure.gate.filling import fill
-from tuner.measure.gate.inputs import LARGE
+from tuner.measure.gate.inputs import LARGE, query_deviation
 from tuner.measure.gate.kernels import POISON, Buffers, Guarded, Kernels, guarded
 from tuner.measure.gate.reference import References
 from tuner.measure.log_sum_exp import judge_lse, lost_of, lse_of
@@ -170,7 +170,7 @@ class Gate:
         ]
         worst = 0.0
         for name, output, written, reference in self._compared(wanted):
-            limits = limits_of(problem, output.name)
+            limits = limits_of(problem, output.name, query_deviation(problem, self._kind))
             comparison = self.compare(written, reference, output, limits)
             if not comparison.is_sound and not changed:
                 references.compute(self._kind)

@@ -213,6 +213,15 @@ def prominence(problem: AttentionBackwardProblem) -> float:
     return math.log(keys / 2) / (SCALE_FACTOR * math.sqrt(problem.head_dim))
 
 
+def query_deviation(problem: Problem, kind: str) -> float:
+    """Root mean square of the elements of queries of gradients, 1 or more: planted ones are
+    multiples of keys.
+    """
+    if kind != "planted" or not isinstance(problem, AttentionBackwardProblem):
+        return 1.0
+    return max(1.0, prominence(problem) * math.hypot(1.0, KEY_MEAN))
+
+
 def parts_of(
     problem: AttentionProblem, kind: str
 ) -> Iterator[tuple[AttentionProblem, Mapping[str, int], tuple[int, int]]]:

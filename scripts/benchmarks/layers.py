@@ -1,0 +1,117 @@
+"""``scripts/bench layers``: the linear layers of ten public models at 1 to 8192 rows, by the tuner
+and by PyTorch.
+
+The models are held out from the selection. Each linear layer is called at every number of `ROWS`,
+in the model's type. Weights are cold, and each call stands behind an element-wise kernel
+(`benchmarks.population_calls`). Nothing was tuned for them. ``--count N`` measures the first N of
+an order by hash, which is the same on every machine. Layers of equal sizes are called once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.child import answer_indices
+from benchmarks.population import listing, measured, read, surroundings
+from benchmarks.population_report import report
+from tuner.base.output import check_place
+from tuner.base.processes import python_command
+from tuner.problem import GemmProblem, Problem, SwigluProblem
+from tuner.problem.population import (
+    HALF_TYPES,
+    MAX_BYTES,
+    MAX_FLOPS,
+    ModelCall,
+    linears,
+    subset,
+)
+from tuner.selection.reader import find_gpu
+
+MODELS = (
+    *("bert-base", "bloom-7b1", "gemma-2-9b", "gpt2", "llama-2-13b", "llama-2-7b", "mpt-7b"),
+    *("olmo-2-7b", "qwen2.5-7b", "vit-base-16"),
+)
+"""Held-out models of text and vision."""
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+LIMIT_S = 60.0
+"""Seconds for each call."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """List or measure; 1 when an output was wrong or a call has no time."""
+    args = _parser().parse_args(argv)
+    if args.report:
+        print(report(list(read(args.report).values())))
+        return 0
+    calls = layers(args.models.split(","))[: args.count]
+    if args.worker:
+        return answer_indices(lambda index: _measure(calls[index]))
+    if args.list:
+        print(listing(calls, find_gpu(args.gpu)), end="")
+        return 0
+    if args.json:
+        check_place(args.json)
+    heading = {"format": "cutlass-tuner layers 1", "models": args.models, **surroundings()}
+    command = _command(argv)
+    rows = measured(calls, heading, args.json, command, LIMIT_S, args.time_limit)
+    print(f"{len(rows)} of {len(calls)} calls")
+    print(report(rows))
+    return int(any(row["wrong"] or "tuner" not in row["us"] for row in rows))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench layers",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--models", default=",".join(MODELS), help="names with commas between")
+    parser.add_argument("--count", type=int, help="only so many calls (default: all)")
+    parser.add_argument("--list", action="store_true", help="print the calls and lookup results")
+    parser.add_argument("--gpu", default="H100", help="with --list: GPU that is asked about")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="JSON lines, gone on with")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="print such a file's tables")
+    parser.add_argument("--time-limit", type=float, default=math.inf, metavar="SECONDS")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def _command(argv: Sequence[str] | None) -> list[str]:
+    given = list(sys.argv[2:] if argv is None else argv)
+    return python_command("-m", "benchmarks", "layers", *given, "--worker")
+
+
+def layers(names: Sequence[str]) -> list[ModelCall]:
+    """Calls of the models' linear layers at each of `ROWS`, once each, in an order by hash.
+
+    Raises:
+        ConfigError: when a model is not known.
+    """
+    found: dict[str, ModelCall] = {}
+    for model in subset(",".join(names)):
+        dtype = HALF_TYPES[0] if model.dtype == "float32" else model.dtype
+        for stack in model.stacks:
+            for name, (n, k, epilogue) in linears(stack).items():
+                for m in ROWS:
+                    problem: Problem = (
+                        SwigluProblem(m, n, k, dtype=dtype)
+                        if name == "swiglu"
+                        else GemmProblem(m, n, k, dtype=dtype, epilogue=epilogue)
+                    )
+                    call = ModelCall(model.name, stack.name, name, 1, problem)
+                    if call.bytes <= MAX_BYTES and problem.flops <= MAX_FLOPS:
+                        found.setdefault(call.key, call)
+    return sorted(found.values(), key=lambda one: hashlib.sha256(one.key.encode()).hexdigest())
+
+
+def _measure(call: ModelCall) -> dict[str, Any]:
+    from benchmarks.call_times import time_calls
+    from benchmarks.population_calls import measure
+
+    return measure(call, "cuda", time_calls)

@@ -1,0 +1,174 @@
+"""The template of products of few hundred rows through nvcc, and on emulated threads."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tuner.base import resources
+from tuner.compile.artifacts import load
+from tuner.compile.compiler import Compiler
+from tuner.compile.render import render
+from tuner.config import Config
+from tuner.errors import BenchmarkError
+from tuner.families.cluster_gemm import KERNEL, ClusterGemm, deepened
+from tuner.hardware import DEFAULT_GPU
+from tuner.problem import GemmProblem
+
+pytestmark = [pytest.mark.compile, pytest.mark.timeout(900)]
+
+FAMILY = ClusterGemm()
+EMULATOR = Path(__file__).parent / "emulator"
+
+
+def config(
+    tile: tuple[int, int],
+    stages: int = 0,
+    *,
+    swap_ab: bool = False,
+    split_k: int = 1,
+    blocks_per_sm: int = 1,
+) -> Config:
+    """A config; with as many stages as fit where their number is 0."""
+    params = {
+        **{"swap_ab": swap_ab, "tile_m": tile[0], "tile_n": tile[1], "stages": max(stages, 2)},
+        **{"split_k": split_k, "blocks_per_sm": blocks_per_sm},
+        **{"raster_order": "AlongM", "max_swizzle_size": 1, "pdl": True},
+    }
+    made = Config(FAMILY.name, params)
+    return made if stages else deepened(made)
+
+
+def spec_of(chosen: Config, epilogue: str = "", dtype: str = "bfloat16"):  # type: ignore[no-untyped-def]
+    problem = GemmProblem(128, 4096, 4096, dtype=dtype, epilogue=epilogue)  # type: ignore[arg-type]
+    assert not FAMILY.violations(problem, chosen, DEFAULT_GPU)
+    return FAMILY.kernels(problem, chosen)[KERNEL]
+
+
+COMPILED = {
+    "widest": (config((128, 256), swap_ab=True, split_k=2), "bias_gelu", "float16"),
+    "two blocks": (config((64, 128), blocks_per_sm=2, split_k=2), "bias_gelu_tanh", "bfloat16"),
+    "two parts": (config((256, 128)), "", "bfloat16"),
+    "narrowest": (config((64, 16), swap_ab=True, split_k=8), "", "bfloat16"),
+}
+
+
+def test_no_kernel_spills_or_serialises_its_products(compiler: Compiler) -> None:
+    specs = [spec_of(*case) for case in COMPILED.values()]
+    for case, (_, future) in zip(COMPILED, compiler.submit(specs), strict=True):
+        artifact = future.result()
+        used = artifact.resources
+        assert used is not None
+        assert (used.spill_store_bytes, used.spill_load_bytes, used.stack_bytes) == (0, 0, 0), case
+        assert not artifact.facts.get("advice"), case
+
+
+def test_the_library_refuses_what_it_would_get_wrong(compiler: Compiler) -> None:
+    chosen = config((64, 64), split_k=2)
+    [(_, future)] = compiler.submit([spec_of(chosen)])
+    kernel = load(future.result())
+    problem = GemmProblem(100, 264, 136, dtype="bfloat16")
+    (launch,) = FAMILY.launches(problem, chosen, 1.0)
+    assert kernel.workspace_bytes(launch.integers) == 0
+    wrong_values = {0: 0, 1: 260, 2: 64, 3: 128, 4: 140, 5: 256, 6: 0, 7: 3}
+    for position, value in wrong_values.items():
+        wrong = [*launch.integers]
+        wrong[position] = value
+        with pytest.raises(BenchmarkError):
+            kernel.workspace_bytes(wrong)
+        with pytest.raises(BenchmarkError):
+            kernel.launch((256, 512, 768), wrong, launch.scalars, 0, 0)
+    with pytest.raises(BenchmarkError):
+        kernel.launch((264, 512, 768), launch.integers, launch.scalars, 0, 0)
+
+
+#: What the template has in PTX is the emulator's.
+_BODIES = {
+    "multiply": "emulator::self().products.push_back({d, x, y, adds, kTileY});",
+    "earlier_products_wait": "emulator::run_products(1);",
+    "store_shared_words": "for (int i = 0; i < 4; ++i) store_shared(to + 4 * i, x[i]);",
+}
+#: M, N, K; tiles of a band, walked along the rows, blocks at once.
+EMULATED = ((70, 72, 584, 1, True, 2), (130, 200, 640, 2, False, 3))
+CASES = {
+    "plain": config((64, 64), 2),
+    "two groups": config((128, 32), 3),
+    "two parts": config((256, 48), 2),
+    "swapped": config((64, 24), 3, swap_ab=True),
+    "swapped, two groups": config((128, 80), 2, swap_ab=True),
+    "divided": config((64, 32), 3, split_k=2),
+    "swapped, divided": config((128, 48), 4, swap_ab=True, split_k=4),
+}
+MUTANTS = {
+    "a stage is free before it was read": (
+        "wait_for(ring.empty(stage.index), stage.phase ^ 1);  // the first time round it is",
+        "",
+    ),
+    "a stage is left while it is read": ("earlier_products_wait();\n        leave(", "leave("),
+    "the last stage is not left": ("leave(ring.empty(last));\n    store_tile", "store_tile"),
+    "sums are overwritten while they are read": ("named_barrier(kConsumersMeet, kConsumers);", ""),
+    "a block ends before its neighbour": (
+        "  if constexpr (kSplits > 1) cluster_sync();\n}",
+        "}",
+    ),
+    "the first block of a tile adds": ("k > 0 || block > of_k.begin", "true"),
+}
+
+
+def emulated(
+    chosen: Config, nvcc: Path, folder: Path, mutant: tuple[str, str] = ("", ""), orders: int = 1
+) -> str:
+    """Output of an emulated kernel about its products; empty where all are right."""
+    text = render(spec_of(chosen, "bias"), "emulated")
+    device_half = text[: text.index("inline bool aligned(")] + "}  // namespace\n"
+    for name, body in _BODIES.items():
+        pattern = re.compile(rf"(void {name}\([^)]*\) \{{).*?\}}\n(?=\n)", re.S)
+        device_half, found = pattern.subn(lambda m, b=body: f"{m[1]} {b} }}\n", device_half)
+        assert found == 1, name
+    shared = "extern __shared__ __align__(1024) char shared[];"
+    assert shared in device_half and mutant[0] in device_half
+    device_half = device_half.replace(shared, "char* const shared = nullptr;").replace(*mutant)
+    given = [", ".join(str(int(value)) for value in case) for case in EMULATED]
+    calls = "".join(
+        f"  if (emulated::run({{{numbers}}}, {seed})) return 1;\n"
+        for seed in range(orders)
+        for numbers in given
+    )
+    source, program = folder / "emulated.cpp", folder / "emulated"
+    main = f'#include "cluster_gemm.h"\nint main() {{\n{calls}}}\n'
+    source.write_text(f"#define EMULATES_BF16\n{device_half}{main}")
+    command = [str(nvcc), "-x", "c++", "-std=c++17", "-O2", "-Xcompiler=-w"]
+    command += [f"-I{folder}" for folder in (EMULATOR, resources.templates())]
+    subprocess.run([*command, "-o", str(program), str(source)], check=True)
+    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=300, check=False)
+    return "" if done.returncode == 0 else (done.stdout + done.stderr).strip() or "it failed"
+
+
+#: Emulated in every run; the others with ``scripts/test --long``.
+USUAL = {"swapped, divided", "a stage is left while it is read"}
+
+
+@pytest.fixture
+def emulates(request: pytest.FixtureRequest, long_mode: bool) -> None:
+    """Skips what only a long run emulates."""
+    if not long_mode and next(iter(request.node.callspec.params.values())) not in USUAL:
+        pytest.skip("scripts/test --long emulates it")
+
+
+@pytest.mark.usefixtures("emulates")
+@pytest.mark.parametrize("case", CASES)
+def test_an_emulated_kernel_is_right(compiler: Compiler, case: str, tmp_path: Path) -> None:
+    assert emulated(CASES[case], compiler.toolchain.nvcc, tmp_path) == ""
+
+
+@pytest.mark.usefixtures("emulates")
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_emulator_finds_what_is_wrong(compiler: Compiler, name: str, tmp_path: Path) -> None:
+    chosen = {
+        "sums are overwritten while they are read": config((128, 64), 2, split_k=2),
+        "a block ends before its neighbour": config((64, 32), 2, split_k=8),
+    }.get(name, CASES["plain"])
+    assert emulated(chosen, compiler.toolchain.nvcc, tmp_path, MUTANTS[name], orders=4) != ""

@@ -1,0 +1,118 @@
+"""Products with factors of blocks, and narrow ones, timed: the cases, errors and the reports."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from benchmarks import narrow, scaled
+from tuner.errors import BenchmarkError, ConfigError
+from tuner.hardware import GPUS
+from tuner.problem import GemmProblem
+from tuner.selection import block_scaled
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+CHILD = """
+import json, sys
+for line in sys.stdin:
+    {0}
+    print(json.dumps(found), flush=True)
+"""
+
+
+def test_the_report_compares_the_rules_kernel_with_the_fastest_peer() -> None:
+    row = {
+        **{"m": 64, "n": 7168, "k": 2048},
+        "us": {"deep_gemm": 20.0, "scaled_mm": 25.0, "64x128 u4": 16.0, "128x64 u4": 10.0},
+        "errors": {"deep_gemm": 2e-3, "64x128 u4": 1e-3, "128x64 u4": 2e-3},
+        "estimates": {"256x64 u4": 1.0, "64x128 u4": 2.0, "128x64 u4": 3.0},
+    }
+    rows = [row, {**row, "m": 128, "us": {**row["us"], "64x128 u4": 40.0}}, {**row, "us": {}}]  # type: ignore[dict-item]
+    text = scaled.report({"environment": {"gpu": "a GPU"}, "products": rows})
+    assert "M up to 64: mean 1.250, worst 1.250 of 1" in text
+    assert "M over 64: mean 0.500" in text and "all, best kernel: mean 2.000" in text
+    assert "0.500" in text.splitlines()[4], "the error over DeepGEMM's"
+
+
+def test_the_error_is_against_exact_factors() -> None:
+    layer = scaled.Layer(264, 400, [8], with_all=False, unproven=False)
+    torch.manual_seed(0)
+    a = torch.randn(8, 400).to(torch.float8_e4m3fn)
+    b = torch.randn(264, 400).to(torch.float8_e4m3fn)
+    scale_a, scale_b = torch.rand(8, 4) + 0.5, torch.rand(3, 4) + 0.5
+    layer._weights = [(b, scale_b)]
+    left = a.double() * scale_a.double().repeat_interleave(128, 1)[:, :400]
+    right = scale_b.double().repeat_interleave(128, 0)[:264].repeat_interleave(128, 1)[:, :400]
+    exact = left @ (right * b.double()).t()
+    assert layer._error(exact, a, scale_a) < 1e-12
+    assert layer._error(1.5 * exact, a, scale_a) == pytest.approx(0.5)
+
+
+def test_rows_are_timed_after_all_layers_have_compiled(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "found = dict(said=['no nvcc']) if line == '0\\n' else dict(m=int(line))"
+    command = [sys.executable, "-c", CHILD.format(text)]
+    monkeypatch.setattr(scaled, "python_command", lambda *_: command)
+    found = list(scaled.measured([(64, 64), (128, 64)], [1, 16], []))
+    assert [row["m"] for row in found] == [1, 2, 1, 2]
+    assert capsys.readouterr().err.count("no nvcc") == 2
+
+
+def test_kernels_have_names_of_their_own() -> None:
+    names = {scaled.scaled_name(config) for config in block_scaled.KERNELS}
+    assert len(names) == len(block_scaled.KERNELS)
+
+
+@pytest.mark.parametrize("options", [["--layers", "7168"], ["--rows", "many"]])
+def test_wrong_sizes_are_named(options: list[str]) -> None:
+    with pytest.raises(ConfigError, match="--layers or --rows"):
+        scaled.main(options)
+    if options[0] == "--rows":
+        with pytest.raises(ConfigError, match="--rows many"):
+            narrow.main(options)
+
+
+def test_without_a_gpu_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(narrow, "compiled", lambda *_: {})
+    for bench in (scaled, narrow):
+        with pytest.raises(BenchmarkError, match="timed on a GPU"):
+            bench.main([])
+
+
+def test_narrow_products_are_those_of_ten_layers() -> None:
+    problems = list(narrow.problems(narrow.ROWS))
+    assert len(problems) == len(set(problems)) == 50
+    kernels = narrow.ranked(narrow.FAMILY, problems[0], GPUS["H100"])
+    assert kernels and all(config["pdl"] for config in kernels)
+    names = [narrow.name_of(config) for config in kernels]
+    assert len(set(names)) == len(names)
+
+
+def test_the_narrow_report_takes_the_fastest_of_the_library() -> None:
+    def row(m: int, **us: float) -> dict[str, Any]:
+        return {"m": m, "n": 4096, "k": 4096, "us": us}
+
+    lists = {"cublaslt 0": 12.0, "cublaslt 7": 10.0}
+    rows = [
+        row(64, **lists, cublas=11.0, own=8.0, other=9.0, served=20.0),
+        row(96, **{**lists, "cublas": 9.0}, own=10.0),
+        row(96, own=10.0),
+    ]
+    text = narrow.report({"environment": {}, "products": rows})
+    assert "M=64: mean 1.250" in text and "M=96: mean 0.900" in text
+    assert "served: mean 0.500, worst 0.500 of 1" in text and "worst 0.900 of 2" in text
+
+
+def test_the_products_of_the_suite_are_timed() -> None:
+    assert all(
+        block_scaled.serves(
+            GemmProblem(m, n, k, dtype="float8_e4m3fn", scales="block"), GPUS["H100"]
+        )
+        for n, k in scaled.BLOCK_SCALED
+        for m in scaled.BLOCK_SCALED_TOKENS
+    )

@@ -1,0 +1,322 @@
+"""GEMM for products of few hundred rows: clusters divide K, or every block reads its weights once.
+
+Its template has a main loop of its own. A swapped config computes D^T = B^T A^T: all rows of A are
+the columns of one tile. The weights then come from memory once. `split_k` blocks of a cluster
+divide K between them. They add their sums through each other's shared memory in a fixed order, so
+there is neither a workspace nor a second kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from itertools import product
+from math import ceil
+from typing import Any, ClassVar
+
+from tuner.config import Config, Value
+from tuner.errors import ConfigError
+from tuner.families import product_work
+from tuner.families.arguments import Arguments
+from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref, Strides
+from tuner.families.gemm import legality_facts, stride_conflict
+from tuner.hardware import (
+    GRAPH_LAUNCH_US,
+    HOPPER,
+    SMEM_PER_BLOCK_BYTES,
+    SMEM_PER_SM_BYTES,
+    SMEM_RESERVED_PER_BLOCK_BYTES,
+    TENSOR_FLOPS_PER_CLOCK_SM,
+    Gpu,
+)
+from tuner.problem import ACTIVATIONS, E4M3, GemmProblem, Problem
+
+KERNEL = "cluster_gemm"
+"""Name of the one kernel."""
+TEMPLATE = "cluster_gemm.cu.j2"
+WORDS = {"dtype": ("float16", "bfloat16"), "activation": ("", *ACTIVATIONS)}
+"""Text that the template takes, by variable."""
+MAX_ROWS = 256
+"""Most rows of A: above, tensor cores bound a product, and CUTLASS's kernels serve it."""
+BLOCK_K, BLOCK_BYTES = 64, 128
+"""Elements of K of a stage, and their bytes: the widest swizzle."""
+INSTRUCTION_ROWS, MAX_COLUMNS = 64, 256
+"""Rows of an instruction of a warp group and its most columns (PTX ISA, wgmma)."""
+STORED_COLUMNS = 16
+"""Columns that the four lanes of a row store together."""
+MAX_SUMS = 192
+"""Accumulators of a thread: 192 of 232 registers compile without a spill."""
+MIN_STAGES, MAX_STAGES = 2, 24
+BARRIER_BYTES = 16
+"""Bytes of a stage's two barriers."""
+RASTER_ORDERS = {"AlongM": 1, "AlongN": 2}
+
+#: First guesses: bandwidth over the data sheet's, bytes of the L2 that a multiprocessor gets a
+#: clock, clock under such products over the highest.
+MEMORY_EFFICIENCY, L2_BYTES_PER_CLOCK, CLOCK_SHARE = 0.90, 48.0, 0.85
+#: Clocks of a kernel's start, of a tile's end, of a cluster's two meetings; bytes that its blocks
+#: exchange a clock.
+START_CLOCKS, TILE_CLOCKS = 2500.0, 1200.0
+MEETING_CLOCKS, EXCHANGED_BYTES_PER_CLOCK = 1500.0, 32.0
+
+
+class ClusterGemm(Family):
+    """One kernel; its raster and its launch are run-time choices."""
+
+    name: ClassVar[str] = "cluster_gemm"
+    op: ClassVar[str] = GemmProblem.op
+    capabilities = (HOPPER,)
+    work_terms: ClassVar[tuple[str, ...]] = product_work.TERMS
+    amounts = staticmethod(product_work.work)
+    runtime_parameters: ClassVar[frozenset[str]] = frozenset(
+        {"raster_order", "max_swizzle_size", "pdl"}
+    )
+    domains: ClassVar[Mapping[str, Domain]] = {
+        "swap_ab": (False, True),
+        "tile_m": (64, 128, 256),
+        "tile_n": (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256),
+        "stages": range(MIN_STAGES, MAX_STAGES + 1),
+        "split_k": (1, 2, 4, 8),
+        "blocks_per_sm": (1, 2),
+        "raster_order": tuple(RASTER_ORDERS),
+        "max_swizzle_size": (1, 2, 4, 8, 16),
+        "pdl": (False, True),
+    }
+    draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {"stages": (2, 3, 4, 5, 6, 8, 12, 16)}
+
+    def supports(self, problem: Problem, gpu: Gpu) -> str:
+        reason = super().supports(problem, gpu)
+        if reason or not isinstance(problem, GemmProblem):
+            return reason
+        if problem.dtype == E4M3 or problem.scales or problem.dtype_d != problem.dtype:
+            return f"{self.name} takes fp16 and bf16 without factors, D of the same type"
+        if problem.layout_a != "row" or problem.layout_b != "col":
+            return f"{self.name} wants K contiguous in both operands"
+        if problem.batch > 1 or problem.has_residual:
+            return f"{self.name} has neither a batch nor a residual"
+        if problem.m > MAX_ROWS:
+            return f"{self.name} serves M up to {MAX_ROWS}, not {problem.m}"
+        if problem.k % 8 or problem.n % 8:
+            return f"N={problem.n} and K={problem.k} are not multiples of 8 (TMA)"
+        return ""
+
+    def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
+        return [*_tile_violations(config), *_split_violations(_gemm(problem), config)]
+
+    def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
+        if self.supports(problem, gpu):
+            return []
+        problem = _gemm(problem)
+        found: list[Config] = []
+        for compiled in _compiled(problem, gpu):
+            group = [Config(self.name, params) for params in _launched(problem, compiled)]
+            # Candidates of one kernel differ in run-time choices, legal by construction.
+            if not self.violations(problem, group[0], gpu):
+                found += group
+        return found
+
+    def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
+        problem = _gemm(problem)
+        variables = {
+            **{k: v for k, v in config.params.items() if k not in self.runtime_parameters},
+            "dtype": problem.dtype,
+            "bias": problem.has_bias,
+            "activation": problem.activation,
+        }
+        return {KERNEL: KernelSpec(TEMPLATE, variables, WORDS, arguments_of(problem))}
+
+    def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
+        return self._launches(_gemm(problem), config, scale, {})
+
+    def strided_launches(
+        self, problem: Problem, config: Config, scale: float, strides: Strides
+    ) -> list[Launch] | str:
+        problem = _gemm(problem)
+        if reason := stride_conflict(problem, strides):
+            return reason
+        return self._launches(problem, config, scale, strides)
+
+    def _launches(
+        self, problem: GemmProblem, config: Config, scale: float, strides: Strides
+    ) -> list[Launch]:
+        a, b, *others, d = problem.operands
+        along_a, along_b = (strides.get(o.name, o.strides) for o in (a, b))
+        integers = {
+            **{"m": problem.m, "n": problem.n, "k": problem.k},
+            **{"lda": along_a[1], "ldb": along_b[2], "ldd": problem.n},
+            "max_swizzle_size": config["max_swizzle_size"],
+            "raster_order": RASTER_ORDERS[config["raster_order"]],
+            "pdl": int(config["pdl"]),
+        }
+        tensors = {operand.name: Ref(operand.name) for operand in (a, b, d, *others)}
+        arguments = arguments_of(problem)
+        return [Launch.named(KERNEL, arguments, tensors, integers, {"alpha": scale})]
+
+    def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
+        """The busiest multiprocessor's clocks beside memory's time, nearly the longer of them."""
+        problem = _gemm(problem)
+        tiles_x, tiles_y = tiles(problem, config)
+        tile_m, tile_n, splits = (int(config[k]) for k in ("tile_m", "tile_n", "split_k"))
+        resident = int(config["blocks_per_sm"])
+        steps = ceil(ceil(problem.k / BLOCK_K) / splits)
+        rounds = ceil(tiles_x * tiles_y * splits / gpu.sm_count)
+        tensor = 2 * tile_m * tile_n * BLOCK_K / TENSOR_FLOPS_PER_CLOCK_SM
+        step = max(tensor, (tile_m + tile_n) * BLOCK_BYTES / L2_BYTES_PER_CLOCK)
+        end = (TILE_CLOCKS + tile_m * tile_n / 16) / resident
+        if splits > 1:
+            end += MEETING_CLOCKS + 4 * tile_m * tile_n / EXCHANGED_BYTES_PER_CLOCK
+        clocks = START_CLOCKS + rounds * (steps * step + end)
+        compute_us = clocks / (CLOCK_SHARE * gpu.clock_max_mhz)
+        memory_us = problem.bytes / (gpu.memory_gbs * MEMORY_EFFICIENCY * 1e3)
+        # Multiprocessors without a block leave a part of the bandwidth.
+        busy = min(1.0, tiles_x * tiles_y * splits * resident / gpu.sm_count)
+        longest = (compute_us**4 + (memory_us / busy**0.5) ** 4) ** 0.25
+        return float(GRAPH_LAUNCH_US * (0.5 if config["pdl"] else 1.0) + longest)
+
+    def tiling(self, config: Config) -> product_work.ProductTiling:
+        return product_work.ProductTiling(
+            rows=int(config["tile_m"]),
+            columns=int(config["tile_n"]),
+            depth=BLOCK_K,
+            is_swapped=bool(config["swap_ab"]),
+            resident=int(config["blocks_per_sm"]),
+            swizzle=1,
+            along_columns=config["raster_order"] == "AlongN",
+            splits=int(config["split_k"]),
+        )
+
+    def splitter(self, config: Config, gpu: Gpu) -> Callable[[Any], Sequence[int]]:
+        return lambda problem: (int(config["split_k"]),)
+
+    def overlapped(self, config: Config) -> Config:
+        return Config(config.family, {**config.params, "pdl": True})
+
+    def legality_facts(self, problem: Problem) -> Hashable:
+        one = _gemm(problem)
+        facts = legality_facts(problem, one.m, one.n, one.k, one.dtype)
+        return facts, min(ceil(one.k / BLOCK_K), max(self.domains["split_k"])), one.m <= MAX_ROWS
+
+
+def arguments_of(problem: GemmProblem) -> Arguments:
+    """Declaration of a launch's arguments."""
+    return Arguments(
+        tensors=("a", "b", "d", *(("bias",) if problem.has_bias else ())),
+        integers=(
+            *("m", "n", "k"),
+            *("lda", "ldb", "ldd"),
+            *("max_swizzle_size", "raster_order", "pdl"),
+        ),
+        scalars=("alpha",),
+    )
+
+
+def smem_bytes(config: Config) -> int:
+    """Shared memory of a block."""
+    stage = (int(config["tile_m"]) + int(config["tile_n"])) * BLOCK_BYTES + BARRIER_BYTES
+    return int(config["stages"]) * stage
+
+
+def room(config: Config) -> int:
+    """Shared memory that a block may use."""
+    resident = int(config["blocks_per_sm"])
+    if resident == 1:
+        return SMEM_PER_BLOCK_BYTES
+    return SMEM_PER_SM_BYTES // resident - SMEM_RESERVED_PER_BLOCK_BYTES
+
+
+def deepened(config: Config) -> Config:
+    """A config with the deepest pipeline that fits."""
+    one = smem_bytes(Config(config.family, {**config.params, "stages": 1}))
+    stages = min(room(config) // one, MAX_STAGES)
+    return Config(config.family, {**config.params, "stages": stages})
+
+
+def tiles(problem: GemmProblem, config: Config) -> tuple[int, int]:
+    """Tiles along the instruction's rows and along its columns."""
+    rows, columns = problem.m, problem.n
+    if config["swap_ab"]:
+        rows, columns = columns, rows
+    return ceil(rows / int(config["tile_m"])), ceil(columns / int(config["tile_n"]))
+
+
+def _gemm(problem: Problem) -> GemmProblem:
+    if isinstance(problem, GemmProblem):
+        return problem
+    raise ConfigError(f"{ClusterGemm.name} serves {ClusterGemm.op}, not {problem.op}")
+
+
+def _tile_violations(config: Config) -> list[str]:
+    tile_m, tile_n = int(config["tile_m"]), int(config["tile_n"])
+    reasons = []
+    if tile_n % STORED_COLUMNS and not config["swap_ab"]:
+        reasons.append(f"tile_n={tile_n} is not a multiple of {STORED_COLUMNS} (swap_ab=False)")
+    sums = max(1, tile_m // (2 * INSTRUCTION_ROWS)) * tile_n // 2
+    limit = MAX_SUMS if config["blocks_per_sm"] == 1 else MAX_SUMS // 3
+    if sums > limit:
+        reasons.append(
+            f"tile {tile_m}x{tile_n} needs {sums} registers a thread for sums (at most {limit})"
+        )
+    if config["blocks_per_sm"] > 1 and tile_m > INSTRUCTION_ROWS:
+        reasons.append(f"tile_m={tile_m} leaves no registers to a second block")
+    if (used := smem_bytes(config)) > room(config):
+        reasons.append(
+            f"{used} bytes of shared memory at {config['stages']} stages exceed {room(config)}"
+        )
+    return reasons
+
+
+def _split_violations(problem: GemmProblem, config: Config) -> list[str]:
+    tile_m, tile_n, splits = config["tile_m"], config["tile_n"], config["split_k"]
+    if splits == 1:
+        return []
+    reasons = []
+    if splits > ceil(problem.k / BLOCK_K):
+        reasons.append(f"split_k={splits} has more parts than K={problem.k} has blocks")
+    if 4 * tile_m * tile_n > config["stages"] * (tile_m + tile_n) * BLOCK_BYTES:
+        reasons.append(f"{config['stages']} stages have no room for {tile_m}x{tile_n} fp32 sums")
+    return reasons
+
+
+#: Widths of tiles that hold rows of A, swapped, and columns of B.
+_WIDTHS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+_COLUMNS = (32, 64, 96, 128, 192, 256)
+#: Tiles along A's rows at most, for which swapped operands read the weights.
+_MAX_READS = 3
+#: Blocks a multiprocessor at most, and least steps of each, for which K is worth dividing.
+_MAX_SPLIT_ROUNDS, _MIN_SPLIT_STEPS = 2, 4
+
+
+def _compiled(problem: GemmProblem, gpu: Gpu) -> Iterator[dict[str, Value]]:
+    """Compile-time parameters worth a kernel, in a fixed order."""
+    steps = ceil(problem.k / BLOCK_K)
+    shapes = [(True, *tile) for tile in product((64, 128), _WIDTHS)]
+    shapes += [(False, *tile) for tile in product((64, 128), _COLUMNS)]
+    for (swapped, tile_m, tile_n), splits, resident in product(shapes, (1, 2, 4, 8), (1, 2)):
+        rows, columns = (problem.n, problem.m) if swapped else (problem.m, problem.n)
+        # A tile that is wider or higher than needed multiplies in vain.
+        if swapped and tile_n > min((n for n in _WIDTHS if n >= columns), default=tile_n):
+            continue
+        if tile_m > INSTRUCTION_ROWS and rows <= tile_m // 2:
+            continue
+        if swapped and ceil(columns / tile_n) > _MAX_READS:
+            continue
+        count = ceil(rows / tile_m) * ceil(columns / tile_n)
+        is_full = count * splits > _MAX_SPLIT_ROUNDS * gpu.sm_count
+        if splits > 1 and (is_full or steps < _MIN_SPLIT_STEPS * splits):
+            continue
+        params: dict[str, Value] = {
+            "swap_ab": swapped,
+            "tile_m": tile_m,
+            "tile_n": tile_n,
+            "stages": MIN_STAGES,
+            "split_k": splits,
+            "blocks_per_sm": resident,
+        }
+        yield dict(deepened(Config(ClusterGemm.name, params)).params)
+
+
+def _launched(problem: GemmProblem, compiled: dict[str, Value]) -> Iterator[dict[str, Value]]:
+    """The run-time choices of one kernel that differ from one another for this shape."""
+    least = min(tiles(problem, Config(ClusterGemm.name, compiled)))
+    orders = RASTER_ORDERS if least > 1 else ("AlongM",)
+    for order, pdl in product(orders, (True, False)):
+        yield {**compiled, "raster_order": order, "max_swizzle_size": 1, "pdl": pdl}

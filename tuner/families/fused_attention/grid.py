@@ -1,0 +1,136 @@
+"""Candidates of fused attention that can win."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
+
+from tuner.config import Config, Value
+from tuner.families.fused_attention.legality import MAX_CLUSTERED, smem_bytes
+from tuner.families.fused_attention.packing import packings, packs
+from tuner.families.fused_attention.registers import instance, spills
+from tuner.hardware import SMEM_PER_SM_BYTES, SMEM_RESERVED_PER_BLOCK_BYTES, Gpu
+from tuner.problem import E4M3, AttentionProblem
+
+#: (warp groups, key groups, blocks an SM) worth trying.
+SHAPES = ((1, 1, 1), (1, 1, 2), (2, 1, 1), (3, 1, 1), (2, 2, 1), (4, 2, 1), (4, 4, 1))
+#: Keys of one split: fewer do not pay for the combining kernel.
+MIN_SPLIT_KEYS = 128
+#: Splits of sequences of unlike lengths, where there are tiles enough without.
+UNLIKE_SPLITS = 8
+
+
+def candidates(name: str, problem: AttentionProblem, gpu: Gpu) -> Iterator[Config]:
+    """Candidates that can win: one block a tile where all tiles fit at once, else persistent
+    blocks; one group at an SM only where there are no more tiles than SMs; wide tiles and
+    several groups only where they have rows.
+    """
+    choices = packings(problem)
+    rows = problem.seqlen_q * max(packed for packed, _ in choices)
+    head_dim = instance(problem.head_dim)
+    shares_sm = head_dim <= 128  # two blocks of the smallest tiles fit
+    is_e4m3 = problem.dtype == E4M3
+    tiles_n: tuple[int, ...] = (64, 80, 96, 128, 160) if head_dim == 128 else (64, 80, 96, 128)
+    if is_e4m3:
+        tiles_n = (64, 96, 128, 160, 192, 224)
+    if problem.block_mask:
+        tiles_n = (64, 128)
+    levers = product(SHAPES, tiles_n, (1, 2), choices, (False, True))
+    for (groups, sharing, blocks), tile_n, buffers, (packed, pads), in_registers in levers:
+        tile_m = 64 * groups // sharing
+        tiles = -(-problem.seqlen_q * packed // tile_m) * packs(problem, packed, pads)
+        is_crowded = tiles > gpu.sm_count
+        if rows <= tile_m - 64 or (
+            groups == 1
+            and shares_sm
+            and is_crowded != (blocks > 1)
+            and (is_crowded or not problem.is_paged)
+        ):
+            continue
+        if sharing > 1 and (tiles > gpu.sm_count or in_registers or buffers > 1):
+            continue
+        if sharing > 1 and problem.is_paged:
+            continue
+        ordered = (False, True) if sharing == 1 else (False,)
+        for depth, ping_pong, early, (splits, combine), pdl, staged in product(
+            (4, 8) if sharing > 1 else _depths(problem, rows),
+            ordered if groups > 1 and buffers == 1 else (None,),
+            (0, 50) if buffers == 1 else (None,),
+            _splits(problem, tiles, gpu),
+            (False, True),
+            (False, True),
+        ):
+            if staged and (splits > 1 or problem.is_paged):  # partial outputs are not staged
+                continue
+            if problem.is_paged and blocks > 1 and tiles * splits <= gpu.sm_count:
+                continue
+            params: dict[str, Value] = {
+                "warp_groups": groups,
+                "tile_n": tile_n,
+                "kv_stages": depth,
+                "score_buffers": buffers,
+                "q_in_registers": in_registers,
+                "persistent": tiles > gpu.sm_count * blocks and splits == 1,
+                "blocks_per_sm": blocks,
+                "splits": splits,
+                "pdl": pdl,
+            }
+            if sharing > 1:
+                params["key_groups"] = sharing
+            if staged:
+                params["stages_output"] = True
+            if combine is not None:
+                params["combine"] = combine
+            if ping_pong is not None:
+                params["ping_pong"] = ping_pong
+            if early is not None:
+                params["early_exp"] = early
+            if problem.heads_q > problem.heads_kv:
+                params["packed_heads"] = packed
+            if pads:
+                params["pads_heads"] = True
+            yield Config(name, params)
+
+
+def pays(problem: AttentionProblem, config: Config) -> bool:
+    """True when nothing spills, each split has keys, and `blocks_per_sm` blocks fit. Other
+    configs are legal, and slow.
+    """
+    blocks = config["blocks_per_sm"]
+    room = SMEM_PER_SM_BYTES // blocks - SMEM_RESERVED_PER_BLOCK_BYTES
+    steps = -(-problem.seqlen_kv // config["tile_n"])
+    fits = config["splits"] <= steps and smem_bytes(problem, config) <= room
+    return bool(fits and not spills(problem, config))
+
+
+def _depths(problem: AttentionProblem, rows: int) -> tuple[int, ...]:
+    """Stages of the rings, for `rows` rows of packed queries."""
+    if problem.block_mask:  # a block's first keys wait for the table
+        return (2, 3)
+    if rows > 64:
+        return (2,)
+    return (2, 3, 4) if problem.is_paged else (2, 4)
+
+
+def _splits(problem: AttentionProblem, tiles: int, gpu: Gpu) -> tuple[tuple[int, str | None], ...]:
+    """One, the powers of two by which `tiles` fill an idle chip up to twice, and what fills it
+    once and twice as nearly as can be; how combined.
+    """
+    if problem.block_mask or (not problem.is_paged and (problem.is_windowed or problem.is_varlen)):
+        return ((1, None),)
+    once, twice = gpu.sm_count // tiles, 2 * gpu.sm_count // tiles
+    most = min(twice, problem.seqlen_kv // MIN_SPLIT_KEYS)
+    if problem.is_paged and problem.is_varlen:  # the longest must not outlast the others
+        most = max(most, min(UNLIKE_SPLITS, problem.seqlen_kv // MIN_SPLIT_KEYS))
+    counts = {2**i for i in range(1, max(1, most).bit_length())} | {once, twice}
+    several = sorted(count for count in counts if 1 < count <= most)
+    clustered = [(splits, "cluster") for splits in several if splits <= MAX_CLUSTERED]
+    return ((1, None), *clustered, *((splits, "kernel") for splits in several))
+
+
+@cache
+def split_counts(most: int) -> tuple[int, ...]:
+    """Counts of splits that are tried, up to the most that are worth it."""
+    counts = {2**i for i in range(1, max(1, most).bit_length())} | {most}
+    return tuple(sorted(count for count in counts if count > 1))

@@ -1,0 +1,171 @@
+"""Legality of the configs of fused attention, and the shared memory that they take."""
+
+from __future__ import annotations
+
+from tuner.config import Config
+from tuner.families.fused_attention.packing import MAX_PACKED_E4M3, may_pad, tile_m
+from tuner.families.fused_attention.registers import (
+    WGMMA_OVERHEAD_REGISTERS,
+    instance,
+    launch_registers,
+)
+from tuner.hardware import SMEM_PER_BLOCK_BYTES
+from tuner.problem import DTYPE_BYTES, E4M3, AttentionProblem
+from tuner.problem.attention import BLOCK_SIZE, PAGE_MULTIPLE
+
+#: Rows of K and V that a tile under a block-sparse mask may have: its bits lie in one word.
+SPARSE_TILES = (32, 64, 128)
+#: Query heads in a tile whose output may go through shared memory: those of a warp's rows.
+MAX_STAGED = 16
+#: Blocks of a cluster at most (CUDA's limit where non-portable sizes are allowed).
+MAX_CLUSTERED = 16
+#: mbarriers and two tiles' coordinates at the end of the shared memory, rounded to the alignment
+#: of the tiles.
+BARRIER_BYTES = 1024
+
+
+def conflicts(problem: AttentionProblem, config: Config) -> list[str]:
+    """Violations of a config that lies in the family's domains, a line each."""
+    found = []
+    head_dim = instance(problem.head_dim)
+    groups, tile_n, stages = config["warp_groups"], config["tile_n"], config["kv_stages"]
+    blocks, buffers, splits = config["blocks_per_sm"], config["score_buffers"], config["splits"]
+    extent = 32 // DTYPE_BYTES[problem.dtype]
+    if tile_n % extent:
+        found.append(f"tile_n={tile_n} is not a multiple of {extent}, the K extent of one WGMMA")
+    if stages < buffers:
+        found.append(f"kv_stages={stages} is less than score_buffers={buffers}")
+    if ("ping_pong" in config.params) != (groups > 1 and buffers == 1):
+        found.append("ping_pong is for two warp groups or more with one score buffer, only")
+    if ("early_exp" in config.params) != (buffers == 1):
+        found.append("early_exp is for one score buffer, only")
+    found += _sharing(problem, config)
+    found += _packing(problem, config)
+    if problem.is_varlen and not problem.is_paged and splits > 1:
+        found.append(f"splits={splits} is not for variable lengths (allowed: 1)")
+    found += _paging(problem, config)
+    found += _blocks(problem, config)
+    if splits > 1 and config["persistent"]:
+        found.append(f"splits={splits} is for one block a tile, not for persistent blocks")
+    if ("combine" in config.params) != (splits > 1):
+        found.append("combine is for splits > 1, only")
+    elif config.get("combine", "kernel") == "cluster":
+        if splits > MAX_CLUSTERED:
+            found.append(f"splits={splits} exceed the {MAX_CLUSTERED} blocks of a cluster")
+        if groups > 1:
+            found.append("combine=cluster is for one warp group, only")
+    smem = smem_bytes(problem, config)
+    if smem > SMEM_PER_BLOCK_BYTES:
+        found.append(f"{smem} bytes of shared memory exceed {SMEM_PER_BLOCK_BYTES}")
+    widest, launched = max(tile_n, head_dim) // 2, launch_registers(groups, blocks)
+    if widest + WGMMA_OVERHEAD_REGISTERS > launched:
+        found.append(
+            f"{widest} accumulator registers of a WGMMA + {WGMMA_OVERHEAD_REGISTERS} exceed "
+            f"the {launched} of a launch"
+        )
+    return found
+
+
+def _sharing(problem: AttentionProblem, config: Config) -> list[str]:
+    """Violations of `key_groups` and `stages_output`, present only when they are on."""
+    found = []
+    groups, sharing = config["warp_groups"], config.get("key_groups", 1)
+    if "key_groups" in config.params:
+        if groups % sharing:
+            found.append(f"key_groups={sharing} does not divide warp_groups={groups}")
+        if config["persistent"] or config["score_buffers"] > 1 or config.get("ping_pong"):
+            found.append(
+                "key_groups is for one tile a block, one score buffer and no ping_pong, only"
+            )
+        if sharing > config["kv_stages"]:
+            found.append(
+                f"key_groups={sharing} exceeds kv_stages={config['kv_stages']}: each group "
+                "reads a stage of its own"
+            )
+    if "stages_output" in config.params:
+        packed = config.get("packed_heads", 1)
+        if problem.is_packed or packed > MAX_STAGED:
+            found.append(
+                "stages_output is not for variable lengths, paged caches or more than "
+                f"{MAX_STAGED} packed heads"
+            )
+    return found
+
+
+def _paging(problem: AttentionProblem, config: Config) -> list[str]:
+    """Violations of a config for a paged cache; otherwise of `box_rows`."""
+    found, rows = [], config.get("box_rows", PAGE_MULTIPLE)
+    if not problem.is_paged:
+        return ["box_rows is for paged caches, only"] * ("box_rows" in config.params)
+    if "key_groups" in config.params:
+        found.append("key_groups is not for paged caches")
+    if problem.page_size % rows or config["tile_n"] % rows:
+        found.append(
+            f"box_rows={rows} does not divide both page_size={problem.page_size} and "
+            f"tile_n={config['tile_n']}"
+        )
+    return found
+
+
+def _blocks(problem: AttentionProblem, config: Config) -> list[str]:
+    """Violations of a config for a block-sparse mask."""
+    if not problem.block_mask:
+        return []
+    found = []
+    packed, rows = config.get("packed_heads", 1), tile_m(config.params)
+    if config["tile_n"] not in SPARSE_TILES:
+        allowed = ", ".join(map(str, SPARSE_TILES))
+        found.append(f"tile_n={config['tile_n']} is not for block_mask (allowed: {allowed})")
+    if rows % packed or BLOCK_SIZE % (rows // packed):
+        found.append(
+            f"{rows} rows of {packed} packed heads do not divide the {BLOCK_SIZE} queries of "
+            "a block of block_mask"
+        )
+    if "key_groups" in config.params or config["splits"] > 1:
+        found.append("key_groups and splits > 1 are not for block_mask")
+    if packed > 1 and "h" in problem.block_mask:
+        found.append(f"packed_heads={packed} is not for a block_mask of each head (allowed: 1)")
+    return found
+
+
+def _packing(problem: AttentionProblem, config: Config) -> list[str]:
+    """Violations of `packed_heads` and `pads_heads`."""
+    group = problem.heads_q // problem.heads_kv
+    if ("packed_heads" in config.params) != (group > 1):
+        return ["packed_heads is for several query heads to a KV head, only"]
+    packed = config.get("packed_heads", 1)
+    found = []
+    if "pads_heads" in config.params:
+        if not may_pad(problem):
+            found.append("pads_heads is not for e4m3, mask operands, block masks or sinks")
+        if group > packed:
+            found.append(f"packed_heads={packed} is less than the {group} heads to a KV head")
+    elif group % packed:
+        found.append(f"packed_heads={packed} does not divide the {group} heads to a KV head")
+    if problem.dtype == E4M3 and packed > MAX_PACKED_E4M3:
+        found.append(
+            f"packed_heads={packed} exceeds {MAX_PACKED_E4M3}: a thread's rows would have "
+            "different descale_q"
+        )
+    return found
+
+
+def smem_bytes(problem: AttentionProblem, config: Config) -> int:
+    """Dynamic shared memory of a block, bytes.
+
+    - one Q tile, and the stages of K and V, of V twice in e4m3 over pages
+    - in their place the partials for its cluster: fp32 rows of O padded by 8, log-sum-exp
+    - the output's tile with `stages_output`
+    - fp32 O, maxima and sums of all key groups but one
+    - the barriers
+    """
+    columns, rows_q = instance(problem.head_dim), tile_m(config.params)
+    rings = 3 if problem.is_paged and problem.dtype == E4M3 else 2
+    rows = rows_q + rings * config["kv_stages"] * config["tile_n"]
+    operands = rows * columns * DTYPE_BYTES[problem.dtype]
+    is_split = problem.is_paged or not (problem.is_varlen or problem.block_mask)
+    is_split = is_split and not config["persistent"]
+    share = 4 * rows_q * (columns + 8 + 1) if is_split and config["warp_groups"] == 1 else 0
+    out = 2 * rows_q * columns if config.get("stages_output") else 0
+    partners = (config.get("key_groups", 1) - 1) * 8 * rows_q * (columns // 2 + 4)
+    return int(-(-max(operands, share) // 1024) * 1024 + out + partners + BARRIER_BYTES)

@@ -1,0 +1,47 @@
+"""Rows of a tile, and the query heads that share them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from tuner.config import Value
+from tuner.problem import E4M3, AttentionProblem
+
+PACKING = frozenset({"packed_heads", "pads_heads"})
+"""Parameters that say which query heads share a tile's rows."""
+#: Query heads that share a tile's rows at most.
+MAX_PACKED = 32
+#: The same with e4m3: a thread's two rows are 8 apart and have one factor, that of one head.
+MAX_PACKED_E4M3 = 8
+
+
+def tile_m(params: Mapping[str, Value]) -> int:
+    """Rows of Q a block works on at once."""
+    return 64 * int(params["warp_groups"]) // int(params.get("key_groups", 1))
+
+
+def packings(problem: AttentionProblem) -> tuple[tuple[int, bool], ...]:
+    """Choices of `packed_heads` and `pads_heads`: 1, the most that divide the heads, or with
+    padding the next power of two.
+    """
+    group = problem.heads_q // problem.heads_kv
+    most = math.gcd(group, MAX_PACKED_E4M3 if problem.dtype == E4M3 else MAX_PACKED)
+    padded = 1 << (group - 1).bit_length()
+    found = [(1, False)]
+    if most > 1:
+        found.append((most, False))
+    if most < group <= MAX_PACKED and may_pad(problem):
+        found.append((padded, True))
+    return tuple(found)
+
+
+def may_pad(problem: AttentionProblem) -> bool:
+    """True if rows of heads that a KV head lacks may be computed."""
+    has_heads_own = problem.dtype == E4M3 or problem.has_sinks or problem.mask_operand is not None
+    return not (has_heads_own or problem.block_mask)
+
+
+def packs(problem: AttentionProblem, packed: int, pads: bool) -> int:
+    """Packs of query heads of all sequences."""
+    return problem.batch * (problem.heads_kv if pads else problem.heads_q // packed)
