@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 from benchmarks import backward, backward_errors
 from tuner.config import Config
@@ -24,11 +25,10 @@ def test_own_kernels_are_the_rule_s() -> None:
     member = family("fused_attention_backward")
     for problem in PROBLEMS:
         configs = backward.variants(problem)
-        named = {"own", "own, ordered"} if problem.is_causal else {"own"}
-        assert set(configs) == (set() if problem.head_dim > 128 else named)
-        assert set(backward.specs_of(problem)) == set(configs)
-        if configs:
-            assert not member.violations(problem, configs["own"], DEFAULT_GPU)
+        assert set(configs) == set(backward.specs_of(problem)) == {"own", "own, ordered"}
+        for name, config in configs.items():
+            posed = replace(problem, is_deterministic=name != "own")
+            assert not member.violations(posed, config, DEFAULT_GPU)
 
 
 def test_a_problem_s_lines_name_times_and_how_the_own_kernels_stand() -> None:
