@@ -2,9 +2,11 @@
 
 A model with the shapes of Llama-3.2-1B or Llama-3-8B and random weights answers requests through
 the manager behind `generate_batch`. Prompts differ in length; each request gets the same number of
-new tokens. Each attention runs in a process of its own, with the engine's defaults for it.
-FlashAttention and the tuner have CUDA graphs and asynchronous steps, `sdpa` has neither. A first
+new tokens. Each attention runs in a process of its own, with the engine's defaults for it. A first
 pass captures the graphs and loads the kernels; the median of the others counts.
+
+FlashAttention and the tuner have CUDA graphs and asynchronous steps, `sdpa` has neither. On a
+machine without FlashAttention-3 its serving build under ``TUNER_PEERS_PATH`` stands in.
 
 Tokens are compared with those of `sdpa`, request by request. With random weights the logits lie
 close together, and two correct kernels diverge at some token. FlashAttention's share of equal
@@ -15,15 +17,18 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import random
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import flash_attention_package
 from benchmarks.child import Worker, answer_indices
 from benchmarks.decoder import LLAMA_3_8B, Sizes
 from tuner.base.install import extra_command
@@ -34,12 +39,12 @@ from tuner.errors import BenchmarkError, ConfigError
 from tuner.measure.device import detect
 from tuner.selection.describe import table
 
-SDPA, TUNER = "sdpa", "tuner"
+SDPA, TUNER, FLASH_3 = "sdpa", "tuner", "flash_attention_3"
 #: Attention of Transformers -> the module that it needs.
 WAYS: Mapping[str, str] = {
     SDPA: "torch",
     TUNER: "torch",
-    "flash_attention_3": "flash_attn_interface",
+    FLASH_3: flash_attention_package.MODULE,
     "flash_attention_2": "flash_attn",
 }
 #: Sizes and layers of a model card's config.json; `tiny` is for trying this out.
@@ -92,17 +97,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[2:] if argv is None else argv)
     command = python_command("-m", "benchmarks", "batching", *given, "--worker")
     rows: list[dict[str, Any]] = []
-    for index, way in enumerate(ways):
-        if importlib.util.find_spec(WAYS[way]) is None:
-            print(f"batching: {way} is left out: {WAYS[way]} is not installed", file=sys.stderr)
-            continue
-        print(f"batching: {way} ...", file=sys.stderr, flush=True)
-        with Worker(command, args.limit) as worker:  # a cache takes memory until its process ends
-            rows.append({"attention": way, **vars(load), **worker.ask(index)})
-        if args.json:
-            write_json(args.json, rows)
+    with tempfile.TemporaryDirectory() as folder:
+        if is_absent(FLASH_3) and flash_attention_package.is_there():
+            sys.path.append(str(flash_attention_package.written(Path(folder))))
+            paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+            os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, paths), folder])
+        for index, way in enumerate(ways):
+            if is_absent(way):
+                print(f"batching: {way} is left out: {WAYS[way]} is not installed", file=sys.stderr)
+                continue
+            print(f"batching: {way} ...", file=sys.stderr, flush=True)
+            with Worker(command, args.limit) as worker:  # its end frees the cache's memory
+                rows.append({"attention": way, **vars(load), **worker.ask(index)})
+            if args.json:
+                write_json(args.json, rows)
     print(report(rows))
     return int(any("lost" in row for row in rows))
+
+
+def is_absent(way: str) -> bool:
+    """True if the module that an attention needs is not installed."""
+    return importlib.util.find_spec(WAYS[way]) is None
 
 
 def _parser() -> argparse.ArgumentParser:

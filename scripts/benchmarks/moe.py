@@ -6,15 +6,14 @@ bf16 are PyTorch's operations around `torch._grouped_mm`, as they are and throug
 Peers of e4m3 are compiled operations around DeepGEMM's grouped kernels, in both of its layouts.
 ``--products`` adds both grouped products alone, by each own kernel and by DeepGEMM's.
 
-Peers compile for each layer, type and number of rows. A child process for each layer and type
-does that first, all of them side by side. Then one after the other times its cases.
+Peers compile for each layer, type and number of rows. A child process for each does that first,
+all of them side by side. Then one after the other times its cases.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.call_times import FAILURES, Contender, first_line, time_calls
-from benchmarks.child import Worker, answer_indices
-from benchmarks.moe_layers import DTYPES, LAYERS, ROUTES, ROWS, Case, Weights, cases, routed
+from benchmarks.child import Worker, answer_indices, turn
+from benchmarks.moe_layers import DTYPES, LAYERS, ROUTES, ROWS, Case, Key, Weights, cases, routed
 from benchmarks.moe_peers import Peers, peers_of
 from benchmarks.moe_products import prepared, products_timed
 from tuner.base.output import check_place
@@ -36,14 +35,12 @@ from tuner.measurement import Status
 from tuner.selection.describe import microseconds, table
 
 OWN = "own"
-BUDGET_US = 3e5
+BUDGET_US = 2e5
 """All rounds of a case take about so long; the layers take milliseconds, and there are many."""
 COMPILE_LIMIT_S, CASE_LIMIT_S = 150.0, 60.0
 """Seconds for the peers of all layers, which compile side by side, and for a case's times."""
-COMPILERS = 16
-"""Processes that compile at once, at most, and at most one a core."""
-Key = tuple[str, str]
-"""Layer and type of a child process."""
+MAX_CHILDREN = 64
+"""Processes that compile at once, at most."""
 
 
 class Calls:
@@ -142,7 +139,7 @@ def timed(case: Case, weights: Weights, compositions: Peers) -> dict[str, Any]:
 
 
 class Layer:
-    """A child process: the cases of a layer and a type.
+    """A child process: the cases of a layer, a type and a number of rows.
 
     Args:
         every: the cases.
@@ -176,21 +173,23 @@ class Layer:
             return {"case": row, "products": products}
 
     def _compiled(self) -> list[str]:
-        """Call each way once for all numbers of rows; what failed."""
+        """Call each way once; what failed."""
         import torch
 
-        said, weights = [], Weights(self._sizes, self._dtype, is_empty=True)
-        for case in {case.rows: case for case in self._cases}.values():
-            for name, call in Calls(case, weights, self._compositions).ways():
-                try:
-                    call(0)
-                    torch.cuda.synchronize()
-                except ValueError:
-                    continue  # a layout that does not hold so many rows; its times say so
-                except FAILURES as exc:
-                    said.append(f"{case.label()}: {name}: {first_line(exc)}")
-            if self._with_products:
-                said += prepared(case, weights, unproven=self._unproven)
+        said, case = [], self._cases[0]
+        weights = Weights(self._sizes, self._dtype, is_empty=True)
+        for name, call in Calls(case, weights, self._compositions).ways():
+            if name == OWN:
+                continue
+            try:
+                call(0)
+                torch.cuda.synchronize()
+            except ValueError:
+                continue  # a layout that does not hold so many rows; its times say so
+            except FAILURES as exc:
+                said.append(f"{case.label()}: {name}: {first_line(exc)}")
+        if self._with_products:
+            said += prepared(case, weights)
         return said
 
 
@@ -198,36 +197,37 @@ def measured(
     wanted: Sequence[tuple[Key, Sequence[Case]]],
     options: Sequence[str],
     limit_s: float = COMPILE_LIMIT_S,
+    lock: Path | None = None,
 ) -> Iterator[tuple[Case, dict[str, Any]]]:
-    """Each case with its child's answer, once all children have compiled.
+    """Each case with its child's answer, once all children have compiled; a route after the other.
 
     Args:
-        wanted: cases by layer and type.
-        options: of the children, beside their layer and type.
-        limit_s: seconds for the peers of a layer and type, beside those of the others.
+        wanted: cases of each child.
+        options: of the children, beside their layers, types and rows.
+        limit_s: seconds for the peers of each, beside those of the others.
+        lock: as of `turn`, for the times.
     """
 
     def command(key: Key) -> list[str]:
-        return python_command(
-            "-m", "benchmarks", "moe", "--child", "--layers", key[0], "--dtypes", key[1], *options
-        )
+        layer, dtype, rows = key
+        given = ("--layers", layer, "--dtypes", dtype, "--rows", str(rows))
+        return python_command("-m", "benchmarks", "moe", "--child", *given, *options)
 
     def compiled(worker: Worker) -> dict[str, Any]:
         return worker.ask(0, limit_s)
 
     with ExitStack() as stack:
         workers = [stack.enter_context(Worker(command(key), CASE_LIMIT_S)) for key, _ in wanted]
-        with ThreadPoolExecutor(min(COMPILERS, os.cpu_count() or 1)) as pool:
+        with ThreadPoolExecutor(MAX_CHILDREN) as pool:
             answers = list(pool.map(compiled, workers))
-        for worker, answer, (key, every) in zip(workers, answers, wanted, strict=True):
-            for line in answer.get("said", ()):
-                print(f"not compiled: {line}", file=sys.stderr, flush=True)
-            for index, case in enumerate(every, 1):
-                if "lost" not in answer:
-                    answer = worker.ask(index)
-                yield case, answer
-            worker.__exit__()
-            print(f"{' '.join(key)}: done", file=sys.stderr, flush=True)
+        for line in (line for answer in answers for line in answer.get("said", ())):
+            print(f"not compiled: {line}", file=sys.stderr, flush=True)
+        stack.enter_context(turn(lock))
+        for index in range(max(len(every) for _, every in wanted)):
+            for place, (worker, (_, every)) in enumerate(zip(workers, wanted, strict=True)):
+                if "lost" not in answers[place]:
+                    answers[place] = worker.ask(index + 1)
+                yield every[index], answers[place]
 
 
 def fastest_peer(row: Mapping[str, Any]) -> tuple[str, float] | None:
@@ -349,7 +349,9 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: when an option is wrong.
     """
     parser = argparse.ArgumentParser(prog="scripts/bench moe", description=__doc__)
-    parser.add_argument("--layers", default=",".join(LAYERS), metavar="NAME,...")
+    parser.add_argument(
+        "--layers", default=",".join(LAYERS), metavar="NAME,...", help="NAME:TYPE has one type only"
+    )
     parser.add_argument("--rows", default=",".join(map(str, ROWS)), metavar="N,...")
     parser.add_argument("--routes", default=",".join(ROUTES), metavar="NAME,...")
     parser.add_argument("--dtypes", default=",".join(DTYPES), metavar="NAME,...")
@@ -368,25 +370,28 @@ def main(argv: Sequence[str]) -> int:
         metavar="SECONDS",
         help=f"for the peers of all layers, side by side (default {COMPILE_LIMIT_S:g})",
     )
+    parser.add_argument(
+        "--turn", type=Path, metavar="FILE", help="take the times under a lock of this file"
+    )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
     check_place(args.json)
     rows = _chosen("rows", args.rows, [str(1 << power) for power in range(17)])
-    chosen = list(
-        cases(
-            _chosen("layers", args.layers, tuple(LAYERS)),
-            [int(count) for count in rows],
-            _chosen("routes", args.routes, ROUTES),
-            _chosen("dtypes", args.dtypes, tuple(DTYPES)),
-        )
-    )
+    routes = _chosen("routes", args.routes, ROUTES)
+    dtypes = _chosen("dtypes", args.dtypes, tuple(DTYPES))
+    layers = [*LAYERS, *(f"{layer}:{dtype}" for layer in LAYERS for dtype in DTYPES)]
+    chosen: list[tuple[Key, list[Case]]] = []
+    for layer in _chosen("layers", args.layers, layers):
+        name, _, only = layer.partition(":")
+        numbers = [int(count) for count in rows]
+        chosen += cases([name], numbers, routes, [only] if only else dtypes)
     if args.child:
         return answer_indices(_layer(chosen[0][1], args).answer)
     document: dict[str, Any] = {"environment": environment(), "cases": [], "products": []}
-    options = ["--rows", args.rows, "--routes", args.routes]
+    options = ["--routes", args.routes]
     options += ["--products"] * args.products + ["--unproven"] * args.unproven
-    for case, answer in measured(chosen, options, args.compile_limit):
+    for case, answer in measured(chosen, options, args.compile_limit, args.turn):
         if "lost" in answer:
             print(f"{case.label()}: {answer['lost']}", file=sys.stderr, flush=True)
             continue

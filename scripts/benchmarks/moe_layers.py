@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from tuner.problem import E4M3, SCALE_BLOCK, DType, GroupedGemmProblem
@@ -116,13 +117,13 @@ def routed(case: Case) -> tuple[Any, Any]:
     return experts, weights.bfloat16()
 
 
+Key = tuple[str, str, int]
+"""Layer, type and number of rows of a child process."""
+
+
 def cases(
     layers: Sequence[str], rows: Sequence[int], routes: Sequence[str], dtypes: Sequence[str]
-) -> Iterator[tuple[tuple[str, str], list[Case]]]:
-    """The cases by layer and type, which share weights."""
-    for layer in layers:
-        for dtype in dtypes:
-            yield (
-                (layer, dtype),
-                [Case(layer, count, route, dtype) for count in rows for route in routes],
-            )
+) -> Iterator[tuple[Key, list[Case]]]:
+    """The cases of each child process, which share weights and peers."""
+    for layer, dtype, count in product(layers, dtypes, rows):
+        yield (layer, dtype, count), [Case(layer, count, route, dtype) for route in routes]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from typing import Any
@@ -11,10 +12,13 @@ from benchmarks.moe_layers import Case, Weights, routed
 from benchmarks.moe_peers import MASKED_TOKENS, deep_gemm
 from tuner.problem import SCALE_BLOCK, GroupedGemmProblem
 
-BUDGET_US = 2e5
+BUDGET_US = 1e5
 """All rounds of a product take about so long."""
 ALIGNMENT = 128
 """Rows at whose multiples a group begins in DeepGEMM's contiguous layout."""
+
+MAX_ESTIMATE = 2.5
+"""Longest estimate of a kernel that is timed, over the shortest."""
 
 Call = Callable[[int], Any]
 
@@ -90,10 +94,10 @@ def products_timed(case: Case, weights: Weights, *, unproven: bool) -> list[dict
     return [_timed(case, *one, unproven=unproven) for one in _products(case, weights)]
 
 
-def prepared(case: Case, weights: Weights, *, unproven: bool) -> Iterator[str]:
-    """Call all ways once, so that they are compiled; what failed."""
+def prepared(case: Case, weights: Weights) -> Iterator[str]:
+    """Call the peers once, so that they are compiled; what failed."""
     for problem, b, scale_b in _products(case, weights):
-        for name, _, _, failure in _ways(case, problem, b, scale_b, unproven=unproven):
+        for name, _, _, failure in _ways(case, problem, b, scale_b, unproven=None):
             if failure:
                 yield f"{problem.label()}: {name}: {failure}"
 
@@ -103,7 +107,7 @@ def _products(case: Case, weights: Weights) -> Iterator[tuple[GroupedGemmProblem
 
 
 def _ways(
-    case: Case, problem: GroupedGemmProblem, b: Any, scale_b: Any, *, unproven: bool
+    case: Case, problem: GroupedGemmProblem, b: Any, scale_b: Any, *, unproven: bool | None
 ) -> Iterator[tuple[str, Call, Any, str]]:
     """Name and call of each way, its result with the rows of all groups, or why it failed."""
     import torch
@@ -123,9 +127,11 @@ def _ways(
 
 
 def _made(
-    rows: Rows, b: Any, scale_b: Any, *, unproven: bool
+    rows: Rows, b: Any, scale_b: Any, *, unproven: bool | None
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Each way: its A is laid out when it is made, then it is called once."""
+    """Each way: its A is laid out when it is made, then it is called once. Own kernels are left out
+    where `unproven` is None.
+    """
     problem, module = rows.problem, deep_gemm()
     if scale_b is None:
         yield "grouped_mm", partial(_pytorchs, rows, b)
@@ -133,7 +139,7 @@ def _made(
         yield "deep_gemm", partial(_contiguous, module, rows, b, scale_b)
         if rows.expert_rows:
             yield "deep_gemm masked", partial(_masked, module, rows, b, scale_b)
-    for name, plan in plans(problem, unproven=unproven):
+    for name, plan in () if unproven is None else plans(problem, unproven=unproven):
         yield name, partial(_own, plan, rows, b, scale_b)
 
 
@@ -254,8 +260,11 @@ def plans_of(problem: Any, selection: Any, *, unproven: bool) -> Iterator[tuple[
     from tuner.runtime.plan import Plan, Posed, plan_of
     from tuner.selection.kernels import lists
 
-    gpu = devices.gpu_of(0)
-    for _, config in selection.own() if selection is not None else ():
+    gpu, longest = devices.gpu_of(0), math.inf
+    for us, config in selection.own() if selection is not None else ():
+        longest = min(longest, us * MAX_ESTIMATE)
+        if us > longest:
+            return
         specs = families()[config.family].kernels(problem, config)
         found = _built(specs) if unproven else lists.proven(specs, gpu.compute_capability)
         if isinstance(found, str):

@@ -46,7 +46,7 @@ LAYERS: Mapping[str, tuple[int, int]] = {
 ROWS = (64, 96, 128, 192, 256)
 FAMILY, BUILT_FAMILY = "cluster_gemm", "gemm"
 """Own kernels that are compiled here, and those that take part where they are built."""
-ALGORITHMS = 24
+ALGORITHMS = 16
 """Algorithms of cuBLASLt that are timed, the first of its list."""
 BUDGET_US = 1e5
 """All rounds of a product take about so long, of the fastest once more as long."""

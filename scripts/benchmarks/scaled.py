@@ -12,7 +12,6 @@ side. Then one after the other times its rows.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.call_times import FAILURES, Contender, first_line, time_calls
-from benchmarks.child import Worker, answer_indices
+from benchmarks.child import Worker, answer_indices, turn
 from benchmarks.moe import environment
 from benchmarks.moe_peers import deep_gemm
 from benchmarks.moe_products import kernel_name
@@ -38,8 +37,8 @@ BUDGET_US = 2e5
 """All rounds of a product take about so long."""
 COMPILE_LIMIT_S, ROWS_LIMIT_S = 120.0, 60.0
 """Seconds for DeepGEMM's kernels of all layers, and for the times of a number of rows."""
-COMPILERS = 16
-"""Processes that compile at once, at most, and at most one a core."""
+MAX_CHILDREN = 64
+"""Processes that compile at once, at most."""
 ROTATED_BYTES = 128 << 20
 """Weights of all copies: over twice the L2."""
 MAX_COPIES = 16
@@ -75,13 +74,15 @@ class Layer:
                 return self._timed(self._rows[index - 1])
             said = []
             for m in self._rows:
-                for name, _, _, failure in self._ways(m, copies=1):
+                for name, _, _, failure in self._ways(m, copies=1, with_own=False):
                     if failure:
                         said.append(f"M={m},N={self._n},K={self._k}: {name}: {failure}")
             self._weights = []
             return {"said": said}
 
-    def _ways(self, m: int, copies: int) -> Iterator[tuple[str, Callable[[int], Any], Any, str]]:
+    def _ways(
+        self, m: int, copies: int, *, with_own: bool = True
+    ) -> Iterator[tuple[str, Callable[[int], Any], Any, str]]:
         """Name, call and result of each way, or why it failed; rows first, under no name."""
         import torch
 
@@ -101,7 +102,7 @@ class Layer:
                 yield name, call, self._error(call(0), a, scale_a), ""
             except FAILURES as exc:
                 yield name, lambda _: None, None, first_line(exc)
-        for name, plan in plans(problem, unproven=self._unproven):
+        for name, plan in plans(problem, unproven=self._unproven) if with_own else ():
 
             def own(i: int, plan: Any = plan) -> Any:
                 b, scale_b = weights[i]
@@ -271,6 +272,7 @@ def measured(
     rows: Sequence[int],
     options: Sequence[str],
     limit_s: float = COMPILE_LIMIT_S,
+    lock: Path | None = None,
 ) -> Iterator[dict[str, Any]]:
     """The row of each product, once all children have compiled.
 
@@ -279,6 +281,7 @@ def measured(
         rows: numbers of rows.
         options: of the children, beside those.
         limit_s: seconds for DeepGEMM's kernels of all layers, which compile side by side.
+        lock: as of `turn`, for the times.
     """
     options = ["--rows", ",".join(map(str, rows)), *options]
 
@@ -292,11 +295,12 @@ def measured(
 
     with ExitStack() as stack:
         workers = [stack.enter_context(Worker(command(*one), ROWS_LIMIT_S)) for one in layers]
-        with ThreadPoolExecutor(min(COMPILERS, os.cpu_count() or 1)) as pool:
+        with ThreadPoolExecutor(MAX_CHILDREN) as pool:
             answers = list(pool.map(compiled, workers))
+        for line in (line for answer in answers for line in answer.get("said", ())):
+            print(line, file=sys.stderr, flush=True)
+        stack.enter_context(turn(lock))
         for worker, answer, (n, k) in zip(workers, answers, layers, strict=True):
-            for line in answer.get("said", ()):
-                print(line, file=sys.stderr, flush=True)
             for index, m in enumerate(rows, 1):
                 if "lost" not in answer:
                     answer = worker.ask(index)
@@ -336,6 +340,9 @@ def main(argv: Sequence[str]) -> int:
         metavar="SECONDS",
         help=f"for the peers of all layers, side by side (default {COMPILE_LIMIT_S:g})",
     )
+    parser.add_argument(
+        "--turn", type=Path, metavar="FILE", help="take the times under a lock of this file"
+    )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
@@ -349,7 +356,7 @@ def main(argv: Sequence[str]) -> int:
         return answer_indices(_layer(layers[0], rows, args).answer)
     document: dict[str, Any] = {"environment": environment(), "products": []}
     options = ["--kernels"] * args.kernels + ["--unproven"] * args.unproven
-    for row in measured(layers, rows, options, args.compile_limit):
+    for row in measured(layers, rows, options, args.compile_limit, args.turn):
         document["products"].append(row)
         if args.json:
             write_json(args.json, document)

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from cluster_gemm_cases import COMPILED, FAMILY, config, spec_of
 
 from tuner.base import resources
 from tuner.compile.artifacts import load
@@ -14,46 +15,11 @@ from tuner.compile.compiler import Compiler
 from tuner.compile.render import render
 from tuner.config import Config
 from tuner.errors import BenchmarkError
-from tuner.families.cluster_gemm import KERNEL, ClusterGemm, deepened
-from tuner.hardware import DEFAULT_GPU
 from tuner.problem import GemmProblem
 
 pytestmark = [pytest.mark.compile, pytest.mark.timeout(900)]
 
-FAMILY = ClusterGemm()
 EMULATOR = Path(__file__).parent / "emulator"
-
-
-def config(
-    tile: tuple[int, int],
-    stages: int = 0,
-    *,
-    swap_ab: bool = False,
-    split_k: int = 1,
-    blocks_per_sm: int = 1,
-) -> Config:
-    """A config; with as many stages as fit where their number is 0."""
-    params = {
-        **{"swap_ab": swap_ab, "tile_m": tile[0], "tile_n": tile[1], "stages": max(stages, 2)},
-        **{"split_k": split_k, "blocks_per_sm": blocks_per_sm},
-        **{"raster_order": "AlongM", "max_swizzle_size": 1, "pdl": True},
-    }
-    made = Config(FAMILY.name, params)
-    return made if stages else deepened(made)
-
-
-def spec_of(chosen: Config, epilogue: str = "", dtype: str = "bfloat16"):  # type: ignore[no-untyped-def]
-    problem = GemmProblem(128, 4096, 4096, dtype=dtype, epilogue=epilogue)  # type: ignore[arg-type]
-    assert not FAMILY.violations(problem, chosen, DEFAULT_GPU)
-    return FAMILY.kernels(problem, chosen)[KERNEL]
-
-
-COMPILED = {
-    "widest": (config((128, 256), swap_ab=True, split_k=2), "bias_gelu", "float16"),
-    "two blocks": (config((64, 128), blocks_per_sm=2, split_k=2), "bias_gelu_tanh", "bfloat16"),
-    "two parts": (config((256, 128)), "", "bfloat16"),
-    "narrowest": (config((64, 16), swap_ab=True, split_k=8), "", "bfloat16"),
-}
 
 
 def test_no_kernel_spills_or_serialises_its_products(compiler: Compiler) -> None:

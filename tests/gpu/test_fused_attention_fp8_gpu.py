@@ -70,12 +70,19 @@ CASES = [
     ("B=1,H=2,S=511,D=192,causal=1", "random", make(2, 128)),
     ("B=1,H=2,SQ=300,SKV=1500,D=256", "dominant", make(2, 128, early_exp=0)),
 ]  # fmt: skip
+#: Kernels with blocks that take several tiles, and with keys that blocks share.
+HUGE = [
+    ("B=1,H=16,S=128,D=128,causal=1", CAUSAL),
+    ("B=1,H=16,HKV=4,SQ=7,SKV=1111,D=64", PACKED),
+]
 DRAWN = [(Case("e4m3", AttentionProblem.parse(f"{t},dtype=e4m3"), k), c) for t, k, c in CASES]
 
 
 def kernels() -> list[KernelSpec]:
     """Compiled from the start; see `conftest.compiler`."""
-    specs = [s for case, c in DRAWN for s in FAMILY.kernels(case.problem, c).values()]
+    posed = [(case.problem, config) for case, config in DRAWN]
+    posed += [(AttentionProblem.parse(f"{text},dtype=e4m3"), config) for text, config in HUGE]
+    specs = [s for problem, config in posed for s in FAMILY.kernels(problem, config).values()]
     return list(dict.fromkeys(specs))
 
 
@@ -206,3 +213,33 @@ def test_the_output_of_a_head_follows_its_own_factors(
     twice, _ = run(subject, inputs, device)
     out[1, 3] *= 2
     assert torch.equal(out, twice)
+
+
+@pytest.mark.parametrize(("text", "config"), HUGE, ids=["several tiles", "splits"])
+def test_scores_that_round_the_lift_away(
+    device: Device, known: binding.Libraries, text: str, config: Config
+) -> None:
+    """From 2^27 on a scaled maximum less the lift is rounded, upwards or downwards: a probability
+    of 2^16 was stored as 448. All scores of a row are equal here, so that its output is the values'
+    mean.
+    """
+    problem = AttentionProblem.parse(f"{text},dtype=e4m3")
+    inputs = draw(Case("e4m3", problem, "random"), device)
+    given = inputs.given
+    for name in ("query", "key"):
+        given[name].copy_(torch.ones(given[name].shape).to(e4m3.E4M3))
+        given[f"descale_{name[0]}"].fill_(1.0)
+    rows = torch.arange(problem.heads_q, device=given["query"].device)
+    # Scaled maxima to base 2 from 2^26 to 2^28, with all bits of the mantissa.
+    given["descale_q"].copy_(2.0**22 * (1.5 + 0.20317 * rows))
+    subject = binding.subject(device, problem, config, inputs.case.scale, known)
+    out, _ = run(subject, inputs, device)
+    group = problem.heads_q // problem.heads_kv
+    values = inputs.restored["value"].double().repeat_interleave(group, 1)
+    mean = values.mean(2, keepdim=True).expand(values.shape)
+    if problem.is_causal:
+        counts = torch.arange(1, problem.seqlen_kv + 1, device=values.device)
+        mean = values.cumsum(2) / counts[:, None]
+    wanted = mean[:, :, : problem.seqlen_q]
+    errors = (out.double() - wanted).norm(dim=(2, 3)) / wanted.norm(dim=(2, 3))
+    assert errors.max() <= 5e-3, errors

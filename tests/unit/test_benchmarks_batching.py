@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import batching
+from benchmarks import batching, flash_attention_package
 from benchmarks.batching import SHORTEST, Load, measure, report, same_share
 from tuner.errors import BenchmarkError, ConfigError
 
@@ -90,3 +93,27 @@ def test_each_attention_has_its_process(
     assert started == [[0], [1]]
     said = capsys.readouterr()
     assert said.err.count("is left out") == 2 and "failed: gone" in said.out
+
+
+def test_a_package_of_the_serving_build_is_one_to_python(tmp_path: Path) -> None:
+    """Transformers looks for a module, and for the distribution that it belongs to."""
+    folder = flash_attention_package.written(tmp_path)
+    text = (folder / "flash_attn_interface.py").read_text()
+    names = re.findall(r"import (\w+)", text)
+    assert names and all(hasattr(flash_attention_package, name) for name in names)
+    [found] = importlib.metadata.distributions(path=[str(folder)])
+    assert (found.metadata["Name"], found.read_text("top_level.txt")) == (
+        "flash_attn_3",
+        "flash_attn_interface\n",
+    )
+
+
+def test_new_keys_are_written_behind_those_that_are_there() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    caches = [torch.zeros(3, 4, 1, 2) for _ in range(2)]
+    new = [torch.full((2, 1, 1, 2), value) for value in (5.0, 7.0)]
+    used, table = torch.tensor([3, 4]), torch.tensor([[2, 0], [1, 0]])
+    flash_attention_package._append(*caches, *new, used, table)
+    for cache, value in zip(caches, (5.0, 7.0), strict=True):
+        assert (cache[2, 3] == value).all() and (cache[0, 0] == value).all()
+        assert int((cache != 0).sum()) == 4

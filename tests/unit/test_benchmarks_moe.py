@@ -60,11 +60,16 @@ def test_deep_gemms_rows_come_to_their_experts(layout: str) -> None:
     assert sums.shape == hidden.shape
 
 
-def test_cases_share_weights_by_layer_and_type() -> None:
+def test_cases_share_a_process_by_layer_type_and_rows() -> None:
     found = list(moe.cases(["olmoe-1b-7b"], [128, 1024], moe.ROUTES, ["bf16", "e4m3"]))
-    assert [key for key, _ in found] == [("olmoe-1b-7b", "bf16"), ("olmoe-1b-7b", "e4m3")]
-    assert all(len(every) == 4 for _, every in found)
-    case = found[1][1][0]
+    assert [key[1:] for key, _ in found] == [
+        ("bf16", 128),
+        ("bf16", 1024),
+        ("e4m3", 128),
+        ("e4m3", 1024),
+    ]
+    assert all([case.route for case in every] == list(moe.ROUTES) for _, every in found)
+    case = found[2][1][0]
     assert (case.tokens, case.label()) == (16, "olmoe-1b-7b e4m3 128 rows, uniform")
     up, down = case.products()
     assert (up.label(), down.n) == ("G=64,M=128,N=2048,K=2048,sizes=zipf,dtype=e4m3", 2048)
@@ -87,6 +92,15 @@ def test_the_report_compares_with_the_fastest_peer() -> None:
 def test_unknown_choices_are_named(option: str) -> None:
     with pytest.raises(ConfigError, match=rf"--{option} odd is not known \(allowed: "):
         moe.main([f"--{option}", "odd"])
+
+
+def test_a_layer_may_have_one_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(moe, "environment", dict)
+    monkeypatch.setattr(moe, "measured", lambda chosen, *_: iter(asked.append(chosen) or ()))
+    assert moe.main(["--layers", "olmoe-1b-7b:e4m3,deepseek-v3", "--rows", "128"]) == 0
+    keys = [(layer, dtype) for (layer, dtype, _), _ in asked[0]]
+    assert keys == [("olmoe-1b-7b", "e4m3"), ("deepseek-v3", "bf16"), ("deepseek-v3", "e4m3")]
 
 
 def test_without_a_gpu_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,13 +133,13 @@ def test_cases_are_timed_after_all_peers_have_compiled(
 ) -> None:
     said = 'dict(said=["NVCC compilation failed"])'
     _child(monkeypatch, f"found = {said} if line == '0\\n' else dict(case=int(line), products=[])")
-    wanted = list(moe.cases(["olmoe-1b-7b"], [128, 1024], ["zipf"], ["bf16", "e4m3"]))
+    wanted = list(moe.cases(["olmoe-1b-7b"], [128, 1024], ["zipf", "uniform"], ["bf16", "e4m3"]))
     found = list(moe.measured(wanted, []))
-    assert [answer["case"] for _, answer in found] == [1, 2, 1, 2]
-    assert [case.dtype for case, _ in found] == ["bf16", "bf16", "e4m3", "e4m3"]
+    assert [answer["case"] for _, answer in found] == [1] * 4 + [2] * 4
+    assert [case.dtype for case, _ in found] == ["bf16", "bf16", "e4m3", "e4m3"] * 2
+    assert [case.route for case, _ in found] == ["zipf"] * 4 + ["uniform"] * 4
     errors = capsys.readouterr().err
-    assert errors.count("not compiled: NVCC compilation failed") == 2
-    assert "olmoe-1b-7b e4m3: done" in errors
+    assert errors.count("not compiled: NVCC compilation failed") == 4
 
 
 def test_a_child_that_hangs_costs_its_own_cases(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,8 @@ def cudnn(q: Any, k: Any, v: Any, is_causal: bool = False, **options: Any) -> An
 
 def state() -> tuple[Any, ...]:
     """Everything of the process that enabling may touch."""
-    operators = (FLASH, CUDNN, "scaled_dot_product_attention", FLASH + "_backward")
+    backward = FLASH + "_backward", CUDNN + "_backward"
+    operators = (FLASH, CUDNN, "scaled_dot_product_attention", *backward)
     return (
         *(torch._C._dispatch_dump_table(f"aten::{name}") for name in operators),
         torch._C._get_sdp_priority_order(),
@@ -154,27 +155,49 @@ def test_gradients_are_the_backend_s_from_what_the_kernel_wrote(
     assert all(close(a, b) for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.parametrize("backend,name", [(flash, FLASH), (cudnn, CUDNN)])
 @pytest.mark.parametrize("is_large", [True, False])
-def test_large_gradients_of_flash_are_what_was_measured_for_them(
-    tuned: SimpleNamespace, backends: list[str], monkeypatch: pytest.MonkeyPatch, is_large: bool
+def test_large_gradients_are_what_was_measured_for_them(
+    tuned: SimpleNamespace,
+    backends: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    is_large: bool,
+    backend: Any,
+    name: str,
 ) -> None:
     """The forward pass ran with the switch off."""
-    monkeypatch.setattr(autograd, "CUDNN_FLOPS", 0.0 if is_large else 1e15)
+    limits = {FLASH: "CUDNN_FLOPS", CUDNN: "CUDNN_REPLACED_FLOPS"}
+    for limit in limits.values():
+        monkeypatch.setattr(autograd, limit, 1e15)
+    monkeypatch.setattr(autograd, limits[name], 0.0 if is_large else 1e15)
     tuned.differentiates = True
     inputs = tensors(requires_grad=True)
     grad = torch.randn(2, 4, 6, 8).half()
-    out = flash(*inputs, is_causal=True)
+    out = backend(*inputs, is_causal=True)
     wanted = torch.autograd.grad(out, inputs, grad, retain_graph=True)
     del backends[:]
     with tuner.enabled():
         found = torch.autograd.grad(out, inputs, grad, retain_graph=True)
-        assert backends == ([] if is_large else [FLASH + "_backward"])
+        assert backends == ([] if is_large else [name + "_backward"])
         assert len(tuned.problems) == is_large
         assert all(close(a, b) for a, b in zip(found, wanted, strict=True))
         assert [t.stride() for t in found] == [t.stride() for t in inputs]
         del backends[:]
         native.call(torch.autograd.grad, out, inputs, grad, retain_graph=True)
-    assert backends == [FLASH + "_backward"]
+    assert backends == [name + "_backward"]
+
+
+def test_gradients_of_cudnn_s_masks_and_dropout_are_its_own(
+    tuned: SimpleNamespace, backends: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(autograd, "CUDNN_REPLACED_FLOPS", 0.0)
+    tuned.differentiates = True
+    inputs, bias = tensors(requires_grad=True), torch.zeros(6, 6).half()
+    with tuner.enabled():
+        for options in ((bias, True), (None, True, 0.5)):
+            out = getattr(torch.ops.aten, CUDNN)(*inputs, *options)[0]
+            torch.autograd.grad(out.sum(), inputs)
+    assert backends == [CUDNN, CUDNN + "_backward"] * 2 and tuned.problems == []
 
 
 def test_gradients_of_a_mask_that_flash_aligns_otherwise_are_its_own(

@@ -31,6 +31,9 @@ _SCORES_BYTES = 1 << 28
 #: pass some more. The operators' way through Python may cost the host of an eager program that
 #: much.
 CUDNN_FLOPS = 4e10
+#: The same from which another kernel replaces cuDNN's, which takes about 200 us. Our own are
+#: expected to save 5 to 15 % of that (`COSTS` of `selection/backward.py`).
+CUDNN_REPLACED_FLOPS = 1e11
 #: The same from which cuDNN's backward kernel replaces FlashAttention-2's where the gradient is
 #: computed here anyway: it is between the shapes measured where it lost and where it won.
 MIN_CUDNN_FLOPS = 4e8
@@ -50,9 +53,19 @@ def has_backward(query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> boo
     return head_dim <= 256 and head_dim % 8 == 0 and (square or not is_causal)
 
 
-def has_much_work(query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> bool:
-    """True when a faster backward kernel saves more than the operators' way costs the host."""
-    return _flops(query, key, is_causal) >= CUDNN_FLOPS
+def has_much_work(
+    query: torch.Tensor, key: torch.Tensor, is_causal: bool, is_cudnn: bool = False
+) -> bool:
+    """True when a faster backward kernel saves more than the operators' way costs the host.
+
+    Args:
+        query: (B, H, SQ, D).
+        key: (B, HKV, SKV, D).
+        is_causal: mask of the attention.
+        is_cudnn: True in the place of cuDNN's kernel, False in that of FlashAttention-2's.
+    """
+    least = CUDNN_REPLACED_FLOPS if is_cudnn else CUDNN_FLOPS
+    return _flops(query, key, is_causal) >= least
 
 
 def gains_by_cudnn(
@@ -110,14 +123,16 @@ def backward(
     lengths = query.shape[2], key.shape[2]
     if backend == _FLASH:
         unused = _random_state(query)
-        grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            grad_out, query, key, value, out, lse, None, None, *lengths, 0.0, is_causal,
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_backward
+        grads = native.call(
+            flash, grad_out, query, key, value, out, lse, None, None, *lengths, 0.0, is_causal,
             *unused, scale=scale,
         )  # fmt: skip
     elif backend == _CUDNN:
         unused = _random_state(query)
-        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            grad_out, query, key, value, out, lse.unsqueeze(-1), *unused, None, None, None,
+        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+        grads = native.call(
+            cudnn, grad_out, query, key, value, out, lse.unsqueeze(-1), *unused, None, None, None,
             *lengths, 0.0, is_causal, scale=scale,
         )  # fmt: skip
     else:

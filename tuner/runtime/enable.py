@@ -9,6 +9,7 @@ The C++ dispatcher (`templates/dispatcher/operators.h`) overrides these operator
 | `_scaled_dot_product_cudnn_attention` | BackendSelect | the same |
 | `_scaled_dot_product_efficient_attention` | BackendSelect | compiled graphs, masked calls too |
 | `_scaled_dot_product_flash_attention_backward` | BackendSelect | gradients of flash's outputs |
+| `_scaled_dot_product_cudnn_attention_backward` | BackendSelect | gradients of cuDNN's outputs |
 
 The first is the fast path: it saves PyTorch's choice of a backend. It is registered under
 PyTorch's own dispatch key, so tables computed from that key stay valid. A kernel for CUDA or
@@ -27,9 +28,8 @@ log-sum-exp of any forward kernel.
 BackendSelect is the last key before the backend's own, where PyTorch has no kernel for these
 operators. The other calls go on to the kernel that the backend has at that time, unboxed.
 
-FlashAttention-2's backward operator is overridden from Python, for gradients of much work
-(`autograd.has_much_work`). `gradients` or cuDNN's kernel computes them where that is expected to be
-faster. cuDNN's own operator is left alone.
+The backward operators are overridden from Python, for gradients of much work. `gradients` computes
+them where that is expected to be faster. In FlashAttention-2's place cuDNN's kernel also does.
 
 The dispatcher's table answers hits and refusals without Python and without the GIL. Python answers,
 under the GIL, unknown kinds of calls, and looks at the store twice a second. A refused call passes
@@ -169,10 +169,14 @@ def _lower_right(
 
 
 def _override_gradients() -> Library:
-    """Override FlashAttention-2's backward operator."""
-    library, name = Library("aten", "IMPL"), "_scaled_dot_product_flash_attention_backward"
-    operator = getattr(torch.ops.aten, name).default
-    library.impl(name, _before_flash_backward(operator), "BackendSelect", with_keyset=True)
+    """Override FlashAttention-2's and cuDNN's backward operators."""
+    library = Library("aten", "IMPL")
+    for name, before in (
+        ("_scaled_dot_product_flash_attention_backward", _before_flash_backward),
+        ("_scaled_dot_product_cudnn_attention_backward", _before_cudnn_backward),
+    ):
+        operator = getattr(torch.ops.aten, name).default
+        library.impl(name, before(operator), "BackendSelect", with_keyset=True)
     return library
 
 
@@ -215,6 +219,48 @@ def _before_flash_backward(operator: Any) -> Callable[..., Outputs]:
     return differentiate
 
 
+def _before_cudnn_backward(operator: Any) -> Callable[..., Outputs]:
+    def differentiate(
+        keys: torch._C.DispatchKeySet,
+        grad_out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        logsumexp: torch.Tensor,
+        philox_seed: torch.Tensor,
+        philox_offset: torch.Tensor,
+        attn_bias: torch.Tensor | None,
+        cum_seq_q: torch.Tensor | None,
+        cum_seq_k: torch.Tensor | None,
+        max_q: int,
+        max_k: int,
+        dropout_p: float,
+        is_causal: bool,
+        *,
+        scale: float | None = None,
+    ) -> Outputs:
+        tensors = grad_out, query, key, value, out
+        was_native = native.exchange(True)
+        try:
+            is_plain = not dropout_p and attn_bias is None and cum_seq_q is None
+            if not was_native and is_plain:
+                lse = logsumexp.squeeze(-1)
+                found = _faster_gradients(*tensors, lse, is_causal, scale, is_cudnn=True)
+                if found is not None:
+                    return found
+            masks = philox_seed, philox_offset, attn_bias, cum_seq_q, cum_seq_k
+            rest = max_q, max_k, dropout_p, is_causal
+            grads: Outputs = operator.redispatch(
+                keys & _BELOW, *tensors, logsumexp, *masks, *rest, scale=scale
+            )
+            return grads
+        finally:
+            native.exchange(was_native)
+
+    return differentiate
+
+
 def _faster_gradients(
     grad_out: torch.Tensor,
     query: torch.Tensor,
@@ -224,14 +270,28 @@ def _faster_gradients(
     lse: torch.Tensor,
     is_causal: bool,
     scale: float | None,
+    is_cudnn: bool = False,
 ) -> Outputs | None:
-    """Gradients by another kernel than FlashAttention-2's; None where that is to compute them."""
-    if not autograd.has_much_work(query, key, is_causal):
+    """Gradients by another kernel than the operator's; None where that is to compute them.
+
+    Args:
+        grad_out: (B, H, SQ, D), gradient of the output.
+        query: (B, H, SQ, D).
+        key: (B, HKV, SKV, D).
+        value: as `key`.
+        out: (B, H, SQ, D), attention's output.
+        lse: its log-sum-exp, fp32 (B, H, SQ).
+        is_causal: mask of the attention.
+        scale: factor of the scores.
+        is_cudnn: True for cuDNN's operator, False for FlashAttention-2's.
+    """
+    if not autograd.has_much_work(query, key, is_causal, is_cudnn):
         return None
     arguments = grad_out, query, key, value, out, lse, is_causal, scale
     grads = gradients(*arguments)
-    if grads is None and autograd.gains_by_cudnn(query, key, value, is_causal, scale):
-        grads = autograd.backward(*arguments)
+    if grads is None and not is_cudnn:
+        if autograd.gains_by_cudnn(query, key, value, is_causal, scale):
+            grads = autograd.backward(*arguments)
     if grads is None:
         return None
     pairs = zip((query, key, value), grads, strict=True)

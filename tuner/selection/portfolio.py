@@ -240,6 +240,8 @@ class Portfolio:
     fallback: Portfolio | None = None
     """The same, with the other GPU's domains before this one's: its kernels serve the domains that
     were measured on neither (`beside`)."""
+    in_stream: frozenset[AnyDomain] = frozenset()
+    """Domains that were timed in a stream, of a portfolio that was read."""
     _found: dict[AnyDomain, DomainModels | None] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
@@ -267,8 +269,13 @@ class Portfolio:
         return self.domains[domain].rescaled(self.gpu, gpu)
 
     def beside(self, other: Portfolio) -> Portfolio:
-        """The portfolio with another GPU's rescaled domains where it has none; made once."""
-        if other.domains.keys() <= self.domains.keys():
+        """The portfolio with another GPU's rescaled domains where it has none; made once.
+
+        Products that the other GPU timed in a stream come before this one's chained times.
+        """
+        better = {one for one in other.in_stream - self.in_stream if not one.reaches_far}
+        ours = {key: self.domains for key in self.domains if key not in better}
+        if other.domains.keys() <= ours.keys():
             return self
         key = f"beside {other.gpu.identity}"
         try:
@@ -276,8 +283,12 @@ class Portfolio:
         except KeyError:
             theirs = other.rescaled(self.gpu).domains
             made_on = self.made_on or other.gpu
-            domains = _first_of(self.domains, theirs)
-            made = Portfolio(self.op, self.gpu, domains, self.origin, made_on=made_on)
+            makers = {one: partial(theirs.__getitem__, one) for one in theirs}
+            makers |= {one: partial(held.__getitem__, one) for one, held in ours.items()}
+            both = self.in_stream | other.in_stream
+            made = Portfolio(
+                self.op, self.gpu, Deferred(makers), self.origin, made_on, in_stream=both
+            )
             # Both GPUs have the same kernels for what was measured on neither.
             if other._breadth > self._breadth:
                 wide = replace(made, domains=_first_of(theirs, self.domains))
@@ -574,8 +585,13 @@ class Portfolio:
             if make is None:
                 domains = dict(domains)
             gpu = Gpu(**document.checked(Gpu, data["gpu"]))
+            streamed = frozenset(
+                kind(**row["domain"])
+                for row in data["domains"]
+                if Regime.parse(row["regime"]).launch == "stream"
+            )
             origin = {str(name): list(map(str, values)) for name, values in data["origin"].items()}
-            return cls(data["op"], gpu, domains, origin)
+            return cls(data["op"], gpu, domains, origin, in_stream=streamed)
         except ConfigError:
             raise
         except (*INCOMPATIBLE_CONFIG_ERRORS, ValueError) as exc:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -16,11 +16,12 @@ import gemm_cases
 import gemm_swiglu_cases
 import gemv_cases
 import grouped_gemm_cases
+import paged_cases
 import two_kernel_cases
 from fused_attention_proof import plan
 from fused_attention_proof.cases import drawn
 
-from tuner.config import Config
+from tuner.config import Config, Value
 from tuner.families import family
 from tuner.families.base import KernelSpec
 from tuner.hardware import Gpu
@@ -151,6 +152,23 @@ def two_kernel_attention(gpu: Gpu) -> Iterator[Target]:
         yield Target(chosen.family, name, pairs)
 
 
+def paged_attention(gpu: Gpu) -> Iterator[Target]:
+    """Batches whose sequences end at the edges of pages, one of them empty; of kernels that split
+    the keys in both ways.
+    """
+    for name, (_, sizes, most, chosen) in paged_cases.KERNELS.items():
+        ways: list[dict[str, Value]] = [{}]
+        if not chosen["persistent"]:
+            combine = "cluster" if chosen["warp_groups"] == 1 else "kernel"
+            ways.append({"splits": 3, "combine": combine})
+        pairs = tuple(
+            (replace(paged_cases.posed(name, size, min(most, 70), 400, 7), is_varlen=True), config)
+            for size in sizes
+            for config in (Config(chosen.family, {**chosen.params, **way}) for way in ways)
+        )
+        yield Target(chosen.family, f"paged, {name}", pairs)
+
+
 def fused_attention(gpu: Gpu, further: Path | None) -> Iterator[Target]:
     for kernel in _proven(gpu, further):
         name = f"{kernel.origin} {describe(kernel)}"
@@ -196,6 +214,7 @@ OTHERS: Mapping[str, Callable[[Gpu], Iterator[Target]]] = {
     "gemm_swiglu": gemm_swiglu,
     "gemv": gemv,
     "grouped_gemm": grouped_gemm,
+    "paged_attention": paged_attention,
     "softmax": softmax,
     "two_kernel_attention": two_kernel_attention,
 }

@@ -21,6 +21,7 @@ from fused_attention_proof.binding import Libraries, subject, writes_lse
 
 from tuner.config import Config
 from tuner.families.base import LSE, SCRATCH
+from tuner.measure import pages
 from tuner.measure.device import Device, Pool
 from tuner.measure.gate.inputs import moments, scale_of, starts_of
 from tuner.measure.subjects import WORKSPACE
@@ -32,6 +33,8 @@ PERIOD = 4093
 E4M3_VALUES = [
     (code % 8 + 8 * (code > 7)) / 8 * 2.0 ** (max(code // 8, 1) - 7) for code in range(127)
 ]
+#: Tables of a paged cache.
+TABLES = ("page_table", "seqused_k")
 _E4M3_BORDERS = [(low + high) / 2 for low, high in pairwise(E4M3_VALUES)]
 
 
@@ -63,6 +66,8 @@ PACK: Mapping[str, Callable[[Sequence[float]], bytes]] = {
 
 def contents(problem: Problem, operand: Operand, draw: random.Random) -> bytes:
     """An input's memory: what the numerics gate calls random."""
+    if operand.name in TABLES and isinstance(problem, AttentionProblem):
+        return pages.written(problem, operand.name, "dominant", 0)  # lengths at edges of pages
     if operand.dtype == "int32":
         return starts_of(problem, operand, "random")
     means, deviations = moments(problem, "random")
