@@ -10,7 +10,8 @@ from benchmarks import backward, backward_errors
 from tuner.config import Config
 from tuner.families import family
 from tuner.hardware import DEFAULT_GPU
-from tuner.selection.backward import KERNELS, kind_of
+from tuner.problem import AttentionBackwardProblem
+from tuner.selection.backward import COSTS, KERNELS, kind_of, work
 
 PROBLEMS = backward.acceptance()
 
@@ -71,3 +72,22 @@ def test_the_errors_are_summed_up_by_their_largest_ratio() -> None:
     assert "2 problems beside FlashAttention-2, 1 refused" in said
     assert "gradient of key: median 1.100, largest 1.100" in said
     assert "1 beyond 1.2" in said and "S=3: ['1.000', '1.100', 'nan']" in said
+
+
+def test_rates_are_fitted_beside_the_fixed_time_and_the_bytes() -> None:
+    problems = []
+    for length in (1024, 2048, 4096):
+        problem = AttentionBackwardProblem(length, length, 128, is_causal=True)
+        rows = []
+        for name, is_deterministic in (("own", False), ("flash3", True)):
+            flops, moved = work(name, problem)
+            cost = COSTS[name, is_deterministic]
+            us = cost.start_us + moved / cost.gbs / 1e3 + flops / 600 / 1e6
+            rows.append({"name": name + ", deterministic" * is_deterministic, "us": us})
+        problems.append(
+            {"problem": problem.to_json(), "rows": [*rows, {"name": "served", "us": 9}]}
+        )
+    assert backward.fitted(problems).splitlines() == [
+        "flash3 deterministic D=128 causal: 600, of 3 problems +0.0% to +0.0%",
+        "own D=128 causal: 600, of 3 problems +0.0% to +0.0%",
+    ]
