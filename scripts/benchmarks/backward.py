@@ -256,9 +256,10 @@ def built(problems: Sequence[AttentionBackwardProblem]) -> dict[KernelSpec, Load
 
 
 def fitted(problems: Sequence[Mapping[str, Any]]) -> str:
-    """Rates of products for `tuner.selection.backward.COSTS`, TFLOP/s: of each kernel, columns and
-    mask the median over problems, less the time of the fixed part and of the bytes. Behind each,
-    how far expected times with it are from the measured ones.
+    """Rates of products for `tuner.selection.backward.COSTS` in TFLOP/s.
+
+    Each is the median over problems of a kernel, columns and mask. The time of the fixed part and
+    of the bytes is subtracted first. Behind it stands how far expected times are from measured.
     """
     found: dict[tuple[str, bool, int, bool], list[tuple[float, float, float]]] = {}
     for one in problems:
