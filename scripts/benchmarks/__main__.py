@@ -35,6 +35,7 @@ NAMES = (
     "population",
     "quantiser",
     "regret",
+    "rates",
     "repeats",
     "scaled",
     "search",

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from benchmarks import models, population
+from benchmarks.call_times import MAX_CALLS
 from benchmarks.child import Worker
 from benchmarks.population import described, failure, listing, measured
 from benchmarks.population_report import over_peer, over_pytorch, report
@@ -196,8 +197,8 @@ def test_tensors_lie_as_the_views_say(calls: Any) -> None:
 
 
 def test_caches_and_weights_are_rotated_and_prompts_are_not(calls: Any) -> None:
-    assert calls.copies_of(SMALL["decoding"]) == 16
-    assert calls.copies_of(SMALL["linear"]) == 16
+    for name in ("decoding", "linear"):  # a graph calls no copy twice, and each replay is evicted
+        assert calls.copies_of(SMALL[name]) == MAX_CALLS
     assert calls.copies_of(SMALL["plain"]) == 1
     assert calls.copies_of(attention("B=64,H=32,SQ=1,SKV=8192,D=128", "decoding")) == 1
 

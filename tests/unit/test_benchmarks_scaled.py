@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import narrow, scaled
+from benchmarks import child, narrow, scaled
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.hardware import GPUS
 from tuner.problem import GemmProblem
@@ -116,3 +118,12 @@ def test_the_products_of_the_suite_are_timed() -> None:
         for n, k in scaled.BLOCK_SCALED
         for m in scaled.BLOCK_SCALED_TOKENS
     )
+
+
+def test_benches_take_turns(tmp_path: Path) -> None:
+    path = tmp_path / "gpu"
+    with child.turn(None), child.turn(path), path.open() as other:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with path.open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -167,13 +167,13 @@ def test_what_ends_its_process_or_does_not_end_has_failed(
 ) -> None:
     """The share goes on behind it, and none of its other tests is run twice."""
     planted.path.write_text(ENDS)
-    (found,) = runner(tmp_path, test_limit_s=20).run(planted, [ALONE])
+    (found,) = runner(tmp_path, test_limit_s=10).run(planted, [ALONE])
     told = {
         name.rpartition("::")[2]: (row["outcome"], row["message"]) for name, row in found.items()
     }
     assert told == {
         "test_crashes": ("failed", f"its process ended: {-signal.SIGSEGV}"),
-        "test_hangs": ("failed", "no end in 20 s"),
+        "test_hangs": ("failed", "no end in 10 s"),
         "test_passes": ("passed", ""),
         "test_passes_as_well": ("passed", ""),
     }

@@ -400,6 +400,12 @@ class TestPaged:
         config = self.config("B=64,SQ=2048,SKV=8192,H=32,HKV=8,D=128,causal=1,page_size=16")
         assert (config["packed_heads"], config["warp_groups"]) == (4, 2)
 
+    def test_chunks_with_sinks_have_two_groups(self) -> None:
+        """The dense kernel of one group, whose rates it has, is faster than it is over pages."""
+        for more in ("", ",left=127"):
+            text = "SQ=2048,SKV=8192,H=64,HKV=8,D=64,causal=1,sinks=1,page_size=16,dtype=bf16"
+            assert self.config(text + more)["warp_groups"] == 2
+
     def test_windows_and_sinks_of_public_models(self) -> None:
         tail = "page_size=16,dtype=bf16"
         for text in (

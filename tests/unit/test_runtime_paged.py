@@ -150,10 +150,10 @@ def test_a_kernel_is_given_the_sizes_and_strides_of_the_call(
         torch.float16,
     )
     assert (lse.shape, lse.dtype) == ((HEADS, 30), torch.float32)
-    # Looked up by powers of two ...
+    # Looked up by powers of two, of queries that of the mean ...
     [(_, problem)] = served.posed
     assert problem == AttentionProblem.parse(
-        "B=8,H=4,HKV=2,SQ=32,SKV=64,D=16,causal=1,left=6,page_size=16,sinks=1,layout=bshd"
+        "B=8,H=4,HKV=2,SQ=8,SKV=64,D=16,causal=1,left=6,page_size=16,sinks=1,layout=bshd"
     )
     # ... and launched with what there is.
     [(tensors, integers, scalars)] = served.launched
@@ -212,6 +212,29 @@ def test_one_query_needs_no_mask_and_no_starts(served: SimpleNamespace, paged: A
     )
     [(tensors, integers, _)] = served.launched
     assert tensors[7] == 0 and integers[3:5] == (1, 50)
+
+
+def test_a_kernel_is_selected_for_the_mean_of_the_queries() -> None:
+    """Many that decode take longest beside one chunk; but no kernel for one query serves it."""
+
+    from tuner.runtime.composed import Extras
+    from tuner.runtime.paged import paged_call
+
+    def posed(counts: list[int]) -> int:
+        half = {"dtype": torch.float16}
+        query, cache = torch.empty(sum(counts), 8, 64, **half), torch.empty(4, 16, 2, 64, **half)
+        table = torch.zeros(len(counts), 4, dtype=torch.int32)
+        used = torch.zeros(len(counts), dtype=torch.int32)
+        starts = torch.tensor([0, *counts]).cumsum(0).int()
+        tensors = query, cache, cache, table, used, starts, None
+        call = paged_call(*tensors, max(counts), 64, True, Extras.of((-1, -1), 0.0), 0.125)
+        assert call.kind()[-2] == call.pose().problem.seqlen_q
+        return int(call.pose().problem.seqlen_q)
+
+    assert posed([1] * 63 + [512]) == 16
+    assert posed([0] * 63 + [5]) == 2
+    assert posed([300]) == posed([300] * 3) == 512
+    assert posed([1] * 9) == 1
 
 
 def test_calls_of_like_sizes_are_of_one_kind(served: SimpleNamespace, paged: Any) -> None:

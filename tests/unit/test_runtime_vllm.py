@@ -168,7 +168,7 @@ def test_layers_of_a_step_share_one_decision(
     call(layer(engine), dataclasses.replace(metadata, max_query_len=5), given)
     problems = [problem for _, problem in served.posed]
     assert [p.window_left for p in problems] == [-1, 7, -1]
-    assert [p.seqlen_q for p in problems] == [2, 2, 8] and len(served.launched) == 4
+    assert [p.seqlen_q for p in problems] == [2, 2, 2] and len(served.launched) == 4
 
 
 def test_a_copy_of_the_metadata_for_another_group_is_another_step(

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from math import ceil
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from tuner.config import Config, Value
 from tuner.errors import ConfigError
@@ -179,22 +179,48 @@ class BlockScaledGemm(Family):
         return [Launch.named(KERNEL, arguments, tensors, integers, {"alpha": scale})]
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
-        """The busiest multiprocessor's clocks beside memory's time, nearly the longer of them."""
-        problem = _gemm(problem)
-        tiles_x, tiles_y = tiles(problem, config)
-        splits, area = int(config["split_k"]), int(config["tile_m"] * config["tile_n"])
-        steps = ceil(ceil(problem.k / SCALE_BLOCK) / splits)
-        blocks = tiles_x * tiles_y * int(config["cluster_m"] * config["cluster_n"]) * splits
-        rounds = ceil(blocks / gpu.sm_count)
-        end = BOXED_TILE_CLOCKS if config["store_buffers"] else TILE_CLOCKS
-        end += COLUMN_CLOCKS * area / INSTRUCTION_ROWS / min(2, config["tile_m"] // 64)
-        if splits > 1:
-            end += MEETING_CLOCKS + 4 * area / EXCHANGED_BYTES_PER_CLOCK
-        clocks = START_CLOCKS + rounds * (steps * step_clocks(config) + end)
-        compute_us = clocks / (CLOCK_SHARE * gpu.clock_max_mhz)
-        memory_us = problem.bytes / (gpu.memory_gbs * MEMORY_EFFICIENCY * 1e3)
-        longest = float((compute_us**4 + memory_us**4) ** 0.25)
-        return GRAPH_LAUNCH_US * (0.5 if config["pdl"] else 1.0) + longest
+        """`estimate_us` by first guesses of the kernel's rates."""
+        return estimate_us(_gemm(problem), config, gpu, rates_of(config))
+
+
+class Rates(NamedTuple):
+    """Clocks of a kernel on a busy multiprocessor."""
+
+    step: float
+    """Clocks of 128 of K of a tile."""
+    end: float
+    """Clocks of a tile beside its steps."""
+
+
+def rates_of(config: Config) -> Rates:
+    """Rates by the tile's products, bytes and stores."""
+    splits, area = int(config.get("split_k", 1)), int(config["tile_m"] * config["tile_n"])
+    end = BOXED_TILE_CLOCKS if config["store_buffers"] else TILE_CLOCKS
+    end += COLUMN_CLOCKS * area / INSTRUCTION_ROWS / min(2, config["tile_m"] // 64)
+    if splits > 1:
+        end += MEETING_CLOCKS + 4 * area / EXCHANGED_BYTES_PER_CLOCK
+    return Rates(step_clocks(config), end)
+
+
+def estimate_us(problem: GemmProblem, config: Config, gpu: Gpu, rates: Rates) -> float:
+    """The busiest multiprocessor's clocks beside memory's time, nearly the longer of them.
+
+    Args:
+        problem: the product.
+        config: the kernel.
+        gpu: that it runs on.
+        rates: of the kernel.
+    """
+    tiles_x, tiles_y = tiles(problem, config)
+    splits = int(config["split_k"])
+    steps = ceil(ceil(problem.k / SCALE_BLOCK) / splits)
+    blocks = tiles_x * tiles_y * int(config["cluster_m"] * config["cluster_n"]) * splits
+    rounds = ceil(blocks / gpu.sm_count)
+    clocks = START_CLOCKS + rounds * (steps * rates.step + rates.end)
+    compute_us = clocks / (CLOCK_SHARE * gpu.clock_max_mhz)
+    memory_us = problem.bytes / (gpu.memory_gbs * MEMORY_EFFICIENCY * 1e3)
+    longest = float((compute_us**4 + memory_us**4) ** 0.25)
+    return GRAPH_LAUNCH_US * (0.5 if config["pdl"] else 1.0) + longest
 
 
 def extent_conflict(m: int, n: int, k: int, groups: int = 1) -> str:

@@ -16,12 +16,15 @@ from tuner.errors import ConfigError
 from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref
 from tuner.families.block_scaled_gemm import (
     BlockScaledGemm,
+    Rates,
     arguments_of,
     cluster_violations,
     deepened,
+    estimate_us,
     extent_conflict,
     launched,
     loop_violations,
+    rates_of,
     spec_of,
     tile_violations,
 )
@@ -95,17 +98,23 @@ class BlockScaledGroupedGemm(Family):
         return [Launch.named(KERNEL, arguments, tensors, integers, {"alpha": scale})]
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
-        """The estimate of `block_scaled_gemm` without memory, for one product with the rows of all
-        groups, each padded to whole tiles. At least the time of the bytes.
-        """
-        problem = _grouped(problem)
-        along = "n" if config["swap_ab"] else "m"
-        step = config[f"tile_{along}"] * config[f"cluster_{along}"]
-        rows = sum(ceil(rows / step) * step for rows in problem.rows)
-        one = Config(_PRODUCT.name, {**config.params, "split_k": 1})
-        endless = replace(gpu, memory_gbs=float("inf"))
-        compute = _PRODUCT.predict_us(_product(problem, rows), one, endless)
-        return float((compute**4 + gpu.floor_us(0, problem.bytes) ** 4) ** 0.25)
+        """`grouped_estimate_us` by first guesses of the kernel's rates."""
+        return grouped_estimate_us(_grouped(problem), config, gpu, rates_of(config))
+
+
+def grouped_estimate_us(
+    problem: GroupedGemmProblem, config: Config, gpu: Gpu, rates: Rates
+) -> float:
+    """`estimate_us` without memory, for one product with the rows of all groups, each padded to
+    whole tiles. At least the time of the bytes.
+    """
+    along = "n" if config["swap_ab"] else "m"
+    step = config[f"tile_{along}"] * config[f"cluster_{along}"]
+    rows = sum(ceil(rows / step) * step for rows in problem.rows)
+    one = Config(_PRODUCT.name, {**config.params, "split_k": 1})
+    endless = replace(gpu, memory_gbs=float("inf"))
+    compute = estimate_us(_product(problem, rows), one, endless, rates)
+    return float((compute**4 + gpu.floor_us(0, problem.bytes) ** 4) ** 0.25)
 
 
 def _product(problem: GroupedGemmProblem, rows: int) -> GemmProblem:

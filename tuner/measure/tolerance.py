@@ -111,8 +111,8 @@ E4M3_DEVIATIONS = 8
 def limits_of(problem: Problem, output: str = "", deviation: float = 1.0) -> Limits:
     """Limits of the error of an output of `problem`, by default its only one.
 
-    The gradient of keys is linear in the queries. Its absolute limit grows with their `deviation`,
-    which planted queries of few columns have.
+    The gradient of keys is linear in the queries, so its absolute limit grows with their
+    `deviation`. Planted queries of few columns have a large one.
 
     e4m3 GEMMs have the limits of 16-bit ones, plus the accumulators' truncation over the products
     that stay in them. e4m3 attention is judged against the exact result of its quantised inputs.

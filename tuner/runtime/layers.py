@@ -95,9 +95,11 @@ def tune_linear_(
     Every `torch.nn.Linear` is replaced, the model itself included. So is every layer of
     Transformers' fine-grained fp8 with blocks of 128 x 128 and activations quantised at each call.
     Other layers are left: other classes (subclasses, other quantised layers), computed or non-plain
-    weights, a replaced `forward`. The layers stay the same objects with the same parameters. So the
-    state_dict's keys, copies and optimisers stay valid, and a second call changes nothing. A model
-    pickled as a whole needs this package where it is loaded.
+    weights, a replaced `forward`.
+
+    The layers stay the same objects with the same parameters. So the state_dict's keys, copies and
+    optimisers stay valid, and a second call changes nothing. A model pickled as a whole needs this
+    package where it is loaded.
 
     PyTorch answers calls with autocast to another type, CPU tensors and untuned shapes. It also
     computes the layers in graphs of `torch.compile` and `torch.jit.trace`.

@@ -73,19 +73,27 @@ class PagedCall(Paged, Call):
             return Refusal(Kind.MIXED)
         return None
 
+    @property
+    def usual_q(self) -> int:
+        """Queries of a sequence that a kernel is selected for: the mean, and never one where a
+        sequence has more. In a batch of a chunk and many that decode these take longest.
+        """
+        mean: int = -(-self.query.shape[0] // max(1, self.batch))
+        return min(self.longest_q, max(2, mean))
+
     def kind(self) -> Hashable:
         query = self.query
         return (
             *("paged", query.shape[1:], self.key.shape[1:3], query.dtype, self.key.dtype),
             *(query.device, self.is_causal, self.extras, self.scale, self.sinks is None),
-            *map(rounded, (self.batch, self.longest_q, self.longest_kv)),
+            *map(rounded, (self.batch, self.usual_q, self.longest_kv)),
         )
 
     def pose(self) -> Posed:
         guards.check_alike(self.query, self.key, self.value, dtypes=_DTYPES)
         left, right, softcap = self.extras
         problem = AttentionProblem(
-            seqlen_q=rounded(self.longest_q),
+            seqlen_q=rounded(self.usual_q),
             seqlen_kv=rounded(self.longest_kv),
             head_dim=self.query.shape[2],
             batch=rounded(self.batch),

@@ -2,9 +2,7 @@
 them.
 
 Sizes are arguments of a launch, so a proven kernel serves any. The rule takes the kernel of the
-least time: its family's estimate (`Family.predict_us`) times what measured times were over
-estimates. PyTorch has no such product below 1024 rows on some shapes, and is slower where it has
-one, so it is not in the choice.
+least time by the family's estimate, with each kernel's rates.
 """
 
 from __future__ import annotations
@@ -14,7 +12,14 @@ from functools import cache
 
 from tuner.config import Config, Value
 from tuner.families import families
-from tuner.families.block_scaled_gemm import UNROLL, BlockScaledGemm, deepened
+from tuner.families.block_scaled_gemm import (
+    UNROLL,
+    BlockScaledGemm,
+    Rates,
+    deepened,
+    estimate_us,
+    rates_of,
+)
 from tuner.hardware import HOPPER, Gpu
 from tuner.measurement import Regime
 from tuner.problem import E4M3, GemmProblem
@@ -44,25 +49,26 @@ def _swapped(rows: int, columns: int, split_k: int = 1) -> Config:
     return _kernel((rows, columns), swap_ab=True, split_k=split_k)
 
 
-KERNELS: Mapping[Config, float] = {
-    _swapped(64, 8): 1.0,
-    _swapped(64, 8, 2): 1.0,
-    _swapped(64, 16): 1.0,
-    _swapped(64, 16, 2): 1.0,
-    _swapped(128, 16): 1.0,
-    _swapped(128, 32): 1.0,
-    _swapped(64, 64): 1.0,
-    _swapped(128, 64): 1.0,
-    _kernel((64, 64), split_k=2): 1.0,
-    _kernel((64, 128), store_buffers=2): 1.0,
-    _kernel((128, 64), store_buffers=1): 1.0,
-    _kernel((128, 64), split_k=2): 1.0,
-    _kernel((128, 96), store_buffers=2): 1.0,
-    _kernel((128, 128), store_buffers=2): 1.0,
-    _kernel((128, 192), store_buffers=3): 1.0,
-    _kernel((256, 128), store_buffers=4): 1.0,
-}
-"""Kernels, and their measured times over their estimates where they were among the fastest."""
+_CONFIGS = (
+    _swapped(64, 8),
+    _swapped(64, 8, 2),
+    _swapped(64, 16),
+    _swapped(64, 16, 2),
+    _swapped(128, 16),
+    _swapped(128, 32),
+    _swapped(64, 64),
+    _swapped(128, 64),
+    _kernel((64, 64), split_k=2),
+    _kernel((64, 128), store_buffers=2),
+    _kernel((128, 64), store_buffers=1),
+    _kernel((128, 64), split_k=2),
+    _kernel((128, 96), store_buffers=2),
+    _kernel((128, 128), store_buffers=2),
+    _kernel((128, 192), store_buffers=3),
+    _kernel((256, 128), store_buffers=4),
+)
+KERNELS: Mapping[Config, Rates] = {config: rates_of(config) for config in _CONFIGS}
+"""Kernels, and their rates."""
 
 
 def serves(problem: GemmProblem, gpu: Gpu) -> bool:
@@ -73,10 +79,9 @@ def serves(problem: GemmProblem, gpu: Gpu) -> bool:
 def select(problem: GemmProblem, gpu: Gpu) -> RuleSelection | None:
     """The rule's kernels for a problem; None when none takes it."""
     found = []
-    for config, factor in KERNELS.items():
-        member = families()[config.family]
-        if member.accepts(problem, config, gpu):
-            found.append((factor * member.predict_us(problem, config, gpu), config))
+    for config, rates in KERNELS.items():
+        if families()[config.family].accepts(problem, config, gpu):
+            found.append((estimate_us(problem, config, gpu, rates), config))
     found.sort(key=lambda one: one[0])
     doubts = ("chosen by the rule of products with factors of blocks",)
     return RuleSelection(tuple(found), Regime(), doubts) if found else None

@@ -1,10 +1,12 @@
 """Grouped products of shapes that nobody tuned: a few kernels, and a rule that chooses among them.
 
 Sizes, offsets and numbers of groups are arguments of a launch, so a proven kernel serves any. The
-rule takes the kernel of the least time: its family's estimate (`Family.predict_us`, of groups as
-`GroupedGemmProblem.sizes` says) times what measured times were over estimates. PyTorch's grouped
-kernel is not in the choice. It was slower at all shapes that were measured but two, of 8 groups
-with 1024 rows each, where it was 1 % faster on an H100.
+rule takes the kernel of the least time by its family's estimate, of groups as
+`GroupedGemmProblem.sizes` says. For bf16 that is `Family.predict_us` times what measured times were
+over estimates. For e4m3 each kernel has rates of its own.
+
+PyTorch's grouped kernel is not in the choice. It was slower at all shapes that were measured but
+two, of 8 groups with 1024 rows each, where it was 1 % faster on an H100.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ from functools import cache
 
 from tuner.config import Config, Value
 from tuner.families import families
-from tuner.families.block_scaled_gemm import deepened
-from tuner.families.block_scaled_grouped_gemm import BlockScaledGroupedGemm
+from tuner.families.block_scaled_gemm import Rates, deepened, rates_of
+from tuner.families.block_scaled_grouped_gemm import BlockScaledGroupedGemm, grouped_estimate_us
 from tuner.families.grouped_gemm import GroupedGemm
 from tuner.hardware import HOPPER, Gpu
 from tuner.measurement import Regime
@@ -61,7 +63,27 @@ def _scaled(
     )
 
 
-KERNELS: Mapping[DType, Mapping[Config, float]] = {
+_SCALED = (
+    _scaled((64, 16), 20, swap_ab=True),
+    _scaled((128, 16), 12, swap_ab=True),
+    _scaled((128, 32), 9, swap_ab=True),
+    _scaled((128, 64), 8, swap_ab=True),
+    _scaled((256, 64), 5, swap_ab=True),
+    _scaled((128, 64), 4, store_buffers=1),
+    _scaled((128, 128), 6, store_buffers=1),
+    _scaled((128, 176), 4, cluster_m=2, store_buffers=3),
+    _scaled((256, 128), 3, store_buffers=4),
+    _scaled((64, 16), 2, swap_ab=True, unroll=4),
+    _scaled((128, 32), 2, swap_ab=True, unroll=4),
+    _scaled((128, 64), 2, swap_ab=True, unroll=4),
+    _scaled((256, 64), 2, swap_ab=True, unroll=4),
+    _scaled((64, 128), 2, store_buffers=2, unroll=4),
+    _scaled((128, 64), 2, store_buffers=1, unroll=4),
+    _scaled((128, 128), 2, store_buffers=2, unroll=4),
+    _scaled((128, 192), 2, store_buffers=3, unroll=4),
+    _scaled((256, 128), 2, store_buffers=4, unroll=4),
+)
+KERNELS: Mapping[DType, Mapping[Config, float | Rates]] = {
     "bfloat16": {
         _cutlass((64, 32, 128), _PINGPONG, swap_ab=True): 1.08,
         _cutlass((64, 128, 64), _PINGPONG, cluster_n=2): 1.10,
@@ -69,30 +91,10 @@ KERNELS: Mapping[DType, Mapping[Config, float]] = {
         _cutlass((256, 64, 64), _COOPERATIVE, cluster_n=2, swap_ab=True): 1.06,
         _cutlass((128, 256, 64), _COOPERATIVE, cluster_n=2): 1.08,
     },
-    E4M3: {
-        _scaled((64, 16), 20, swap_ab=True): 1.0,
-        _scaled((128, 16), 12, swap_ab=True): 1.0,
-        _scaled((128, 32), 9, swap_ab=True): 1.0,
-        _scaled((128, 64), 8, swap_ab=True): 1.0,
-        _scaled((256, 64), 5, swap_ab=True): 1.0,
-        _scaled((128, 64), 4, store_buffers=1): 1.0,
-        _scaled((128, 128), 6, store_buffers=1): 1.0,
-        _scaled((128, 176), 4, cluster_m=2, store_buffers=3): 1.0,
-        _scaled((256, 128), 3, store_buffers=4): 1.0,
-        _scaled((64, 16), 2, swap_ab=True, unroll=4): 1.0,
-        _scaled((128, 32), 2, swap_ab=True, unroll=4): 1.0,
-        _scaled((128, 64), 2, swap_ab=True, unroll=4): 1.0,
-        _scaled((256, 64), 2, swap_ab=True, unroll=4): 1.0,
-        _scaled((64, 128), 2, store_buffers=2, unroll=4): 1.0,
-        _scaled((128, 64), 2, store_buffers=1, unroll=4): 1.0,
-        _scaled((128, 128), 2, store_buffers=2, unroll=4): 1.0,
-        _scaled((128, 192), 2, store_buffers=3, unroll=4): 1.0,
-        _scaled((256, 128), 2, store_buffers=4, unroll=4): 1.0,
-    },
+    E4M3: {config: rates_of(config) for config in _SCALED},
 }
-"""Kernels by type, and their measured times over their estimates where they were among the fastest:
-of scripts/benchmarks/evidence/moe-h100.json.gz and the shipped decisions. Those of e4m3 have not
-been timed over groups: 1.
+"""Kernels by type, and their measured times over their estimates where they were among the fastest,
+of scripts/benchmarks/evidence/moe-h100.json.gz and the shipped decisions; or their rates.
 """
 
 
@@ -104,10 +106,15 @@ def serves(problem: GroupedGemmProblem, gpu: Gpu) -> bool:
 def select(problem: GroupedGemmProblem, gpu: Gpu) -> RuleSelection | None:
     """The rule's kernels for a problem; None when none takes it."""
     found = []
-    for config, factor in KERNELS.get(problem.dtype, {}).items():
+    for config, known in KERNELS.get(problem.dtype, {}).items():
         member = families()[config.family]
-        if member.accepts(problem, config, gpu):
-            found.append((factor * member.predict_us(problem, config, gpu), config))
+        if not member.accepts(problem, config, gpu):
+            continue
+        if isinstance(known, Rates):
+            us = grouped_estimate_us(problem, config, gpu, known)
+        else:
+            us = known * member.predict_us(problem, config, gpu)
+        found.append((us, config))
     found.sort(key=lambda one: one[0])
     doubts = ("chosen by the rule of grouped products",)
     return RuleSelection(tuple(found), Regime(), doubts) if found else None

@@ -384,7 +384,10 @@ class Portfolio:
                     if one is not None:
                         more = {} if combine is None else {"combine": combine}
                         config = Config(kernel.family, {**kernel.params, **more})
-                        found.append(replace(one, config=config))
+                        rates = one.rates
+                        if is_short and domain.is_paged and domain.phase == "prompt":
+                            rates = {w: us * paged.SHORT_AT_PROMPTS for w, us in rates.items()}
+                        found.append(replace(one, config=config, rates=rates))
                         donor = donor or models
                         break
         if donor is None:

@@ -22,9 +22,11 @@ UNLIKE_SPLITS = 8
 
 
 def candidates(name: str, problem: AttentionProblem, gpu: Gpu) -> Iterator[Config]:
-    """Candidates that can win: one block a tile where all tiles fit at once, else persistent
-    blocks; one group at an SM only where there are no more tiles than SMs; wide tiles and
-    several groups only where they have rows.
+    """Legal and illegal configs among which the fastest is expected.
+
+    - one block a tile where all tiles fit at once, else persistent blocks
+    - one warp group on an SM only if the tiles are at most as many as the SMs
+    - wide tiles and several warp groups only where they have rows
     """
     choices = packings(problem)
     rows = problem.seqlen_q * max(packed for packed, _ in choices)

@@ -22,6 +22,9 @@ _UNLIKE, _ASSUMED = 1.5, 2.0
 _BLOCKS, _MAX_SPLITS = 2, 16
 #: Keys of a part of the longest sequence at least, where the mean is known and where it is not.
 _KEYS, _ASSUMED_KEYS = 256, 2048
+#: Time of a prompt by a kernel of one group over that of the dense kernel whose rates it has:
+#: mean of six, 1.5 to 2.2 (`evidence/paged-h100.json.gz`).
+SHORT_AT_PROMPTS = 1.72
 #: Rows of a page that a copy brings: 16 are in every page.
 _ANY_PAGE, _WIDE = 16, 64
 #: Head dimensions whose chunks have a kernel of wide copies: narrow ones bind it, and it takes 20 %

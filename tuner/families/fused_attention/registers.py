@@ -60,8 +60,10 @@ def instance(head_dim: int) -> int:
 
 
 def spills(problem: AttentionProblem, config: Config) -> bool:
-    """True when ptxas runs out of a consumer's registers, as found by compiling: a kernel whose
-    accumulators are stored and loaded again between its WGMMAs works, and is many times slower.
+    """True when ptxas runs out of a consumer's registers, as found by compiling.
+
+    Such a kernel stores its accumulators and loads them again between its WGMMAs. It works, and is
+    many times slower.
     """
     head_dim, width = instance(problem.head_dim), DTYPE_BYTES[problem.dtype]
     names = ("warp_groups", "tile_n", "score_buffers", "q_in_registers")
