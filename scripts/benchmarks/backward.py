@@ -10,6 +10,7 @@ with those of float64 instead.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import random
 import statistics
@@ -28,8 +29,9 @@ from tuner.config import Config
 from tuner.errors import BenchmarkError, TunerError
 from tuner.families import family
 from tuner.families.base import KernelSpec
-from tuner.problem import AttentionBackwardProblem, AttentionProblem
-from tuner.selection.backward import KERNELS, kind_of
+from tuner.families.fused_attention_backward import instance
+from tuner.problem import AttentionBackwardProblem, AttentionProblem, problem_from_json
+from tuner.selection.backward import COSTS, KERNELS, kind_of, work
 
 ROUNDS, BURST_US = 20, 2000.0
 VENDORS = ("cudnn", "flash2", "flash3", "flash4")
@@ -144,7 +146,9 @@ def served_call(
     return lambda: torch.ops.tuner.attention_backward(*tensors, problem.is_causal, None), chosen
 
 
-def timed(calls: Mapping[str, Callable[[], Any]], estimate_us: float) -> dict[str, float]:
+def timed(
+    calls: Mapping[str, Callable[[], Any]], estimate_us: float, rounds: int = ROUNDS
+) -> dict[str, float]:
     """Microseconds a call, the median over rounds."""
     import torch
 
@@ -159,7 +163,7 @@ def timed(calls: Mapping[str, Callable[[], Any]], estimate_us: float) -> dict[st
                 call()
     found: dict[str, list[float]] = {name: [] for name in calls}
     order = list(calls)
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         random.shuffle(order)
         for name in order:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -172,7 +176,9 @@ def timed(calls: Mapping[str, Callable[[], Any]], estimate_us: float) -> dict[st
 
 
 def compared(
-    problem: AttentionBackwardProblem, kernels: Mapping[KernelSpec, LoadedKernel]
+    problem: AttentionBackwardProblem,
+    kernels: Mapping[KernelSpec, LoadedKernel],
+    rounds: int = ROUNDS,
 ) -> dict[str, Any]:
     """Time of each for one problem, and how far its gradients are from FlashAttention-2's, under a
     soft cap from FlashAttention-3's.
@@ -192,7 +198,7 @@ def compared(
         }
         del wanted
         estimate = problem.flops / 5e8
-        times = timed(calls, max(30.0, estimate))
+        times = timed(calls, max(30.0, estimate), rounds)
     rows = [
         {"name": name, "us": us, "tflops": problem.flops / us / 1e6, "away": away[name]}
         for name, us in sorted(times.items(), key=lambda item: item[1])
@@ -249,6 +255,37 @@ def built(problems: Sequence[AttentionBackwardProblem]) -> dict[KernelSpec, Load
     return kernels
 
 
+def fitted(problems: Sequence[Mapping[str, Any]]) -> str:
+    """Rates of products for `tuner.selection.backward.COSTS` in TFLOP/s.
+
+    Each is the median over problems of a kernel, columns and mask. The time of the fixed part and
+    of the bytes is subtracted first. Behind it stands how far expected times are from measured.
+    """
+    found: dict[tuple[str, bool, int, bool], list[tuple[float, float, float]]] = {}
+    for one in problems:
+        problem = cast(AttentionBackwardProblem, problem_from_json(one["problem"]))
+        for row in one["rows"]:
+            name, is_deterministic = row["name"].split(",")[0], "," in row["name"]
+            if (name, is_deterministic) not in COSTS:
+                continue
+            flops, moved = work(name, problem)
+            cost = COSTS[name, is_deterministic]
+            rest = cost.start_us + moved / cost.gbs / 1e3
+            columns = instance(problem.head_dim)
+            key = name, is_deterministic, columns, problem.is_causal
+            found.setdefault(key, []).append((flops / 1e6, rest, row["us"]))
+    lines = []
+    for (name, is_deterministic, columns, is_causal), rows in sorted(found.items()):
+        rate = statistics.median(flops / max(us - rest, 0.2 * us) for flops, rest, us in rows)
+        away = [(rest + flops / rate) / us - 1 for flops, rest, us in rows]
+        mode = " deterministic" * is_deterministic
+        lines.append(
+            f"{name}{mode} D={columns} {'causal' if is_causal else 'full'}: {rate:.0f}, of "
+            f"{len(rows)} problems {min(away):+.1%} to {max(away):+.1%}"
+        )
+    return "\n".join(lines)
+
+
 def errors(
     problems: Sequence[AttentionBackwardProblem], environment: dict[str, Any], args: Any
 ) -> int:
@@ -299,9 +336,21 @@ def main(argv: Sequence[str]) -> int:
         metavar="N",
         help="time nothing: errors of N drawn problems beside FlashAttention-2's, against float64",
     )
+    parser.add_argument(
+        "--rounds", type=int, default=ROUNDS, metavar="N", help=f"rounds (default {ROUNDS})"
+    )
+    parser.add_argument(
+        "--fit",
+        type=Path,
+        metavar="FILE",
+        help="measure nothing: rates for the rule's costs from a file that --json wrote",
+    )
     parser.add_argument("--seed", default="0", help="seed of the drawn problems (default 0)")
     args = parser.parse_args(argv)
     check_place(args.json)
+    if args.fit is not None:
+        print(fitted(json.loads(args.fit.read_text())["problems"]))
+        return 0
     drawn = [] if args.errors is None else backward_errors.drawn(args.errors, args.seed)
     problems = [AttentionBackwardProblem.parse(shape) for shape in args.shape] or acceptance()
     import torch
@@ -314,7 +363,7 @@ def main(argv: Sequence[str]) -> int:
     kernels = built(problems)
     every = []
     for problem in problems:
-        every.append(compared(problem, kernels))
+        every.append(compared(problem, kernels, args.rounds))
         print(text(every[-1]), flush=True)
         if args.json is not None:
             write_json(args.json, {"environment": environment, "problems": every})

@@ -50,7 +50,8 @@ def _one(rng: random.Random, kind: BackwardKind) -> AttentionBackwardProblem:
         is_causal=kind.is_causal,
         dtype=rng.choice(("bfloat16", "float16")),
         layout="bshd" if kind.is_varlen else rng.choice(("bhsd", "bshd", "bshd_bhsd")),
-        window_left=rng.randrange(length) if kind.is_windowed else -1,
+        # A causal window of no further key has no derivatives.
+        window_left=max(1, rng.randrange(length)) if kind.is_windowed else -1,
         window_right=rng.randrange(length) if kind.is_windowed and not kind.is_causal else -1,
         is_deterministic=kind.is_deterministic,
         is_varlen=kind.is_varlen,

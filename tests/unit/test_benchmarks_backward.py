@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 from benchmarks import backward, backward_errors
 from tuner.config import Config
 from tuner.families import family
 from tuner.hardware import DEFAULT_GPU
-from tuner.selection.backward import KERNELS, kind_of
+from tuner.problem import AttentionBackwardProblem
+from tuner.selection.backward import COSTS, KERNELS, kind_of, work
 
 PROBLEMS = backward.acceptance()
 
@@ -24,11 +26,10 @@ def test_own_kernels_are_the_rule_s() -> None:
     member = family("fused_attention_backward")
     for problem in PROBLEMS:
         configs = backward.variants(problem)
-        named = {"own", "own, ordered"} if problem.is_causal else {"own"}
-        assert set(configs) == (set() if problem.head_dim > 128 else named)
-        assert set(backward.specs_of(problem)) == set(configs)
-        if configs:
-            assert not member.violations(problem, configs["own"], DEFAULT_GPU)
+        assert set(configs) == set(backward.specs_of(problem)) == {"own", "own, ordered"}
+        for name, config in configs.items():
+            posed = replace(problem, is_deterministic=name != "own")
+            assert not member.violations(posed, config, DEFAULT_GPU)
 
 
 def test_a_problem_s_lines_name_times_and_how_the_own_kernels_stand() -> None:
@@ -71,3 +72,23 @@ def test_the_errors_are_summed_up_by_their_largest_ratio() -> None:
     assert "2 problems beside FlashAttention-2, 1 refused" in said
     assert "gradient of key: median 1.100, largest 1.100" in said
     assert "1 beyond 1.2" in said and "S=3: ['1.000', '1.100', 'nan']" in said
+
+
+def test_rates_are_fitted_beside_the_fixed_time_and_the_bytes() -> None:
+    problems = []
+    for length in (1024, 2048, 4096):
+        problem = AttentionBackwardProblem(length, length, 128, is_causal=True)
+        rows = []
+        for name, is_deterministic in (("own", False), ("flash3", True)):
+            flops, moved = work(name, problem)
+            cost = COSTS[name, is_deterministic]
+            us = cost.start_us + moved / cost.gbs / 1e3 + flops / 600 / 1e6
+            rows.append({"name": name + ", deterministic" * is_deterministic, "us": us})
+        problems.append(
+            {"problem": problem.to_json(), "rows": [*rows, {"name": "served", "us": 9}]}
+        )
+    said = backward.fitted(problems).replace("-0.0%", "+0.0%").splitlines()
+    assert said == [
+        "flash3 deterministic D=128 causal: 600, of 3 problems +0.0% to +0.0%",
+        "own D=128 causal: 600, of 3 problems +0.0% to +0.0%",
+    ]

@@ -201,7 +201,8 @@ class FusedAttentionBackward(Family):
         parts += (1024 if is_shared else 0) if is_direct else 4 * tile_m * head_dim
         rest = 128 * (int(is_direct) + 1) if not is_shared else 0
         rest += sum(_rounded_up(4 * stages * rows, 128) for rows in (tile_m + 4, tile_m))
-        rest += 8 * (3 + 4 * stages + ds_stages + 2 * groups)
+        adders = 2 if config["dq"] == "ordered" else 1
+        rest += 8 * (3 + 4 * stages + ds_stages + (adders + 1) * groups)
         return parts + _rounded_up(rest, 1024)
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:

@@ -74,10 +74,16 @@ _LATE: Mapping[str, Value] = {"early_dq": False, "early_exp": 50}
 KERNELS: Mapping[BackwardKind, Config] = {
     BackwardKind(64, False, False): _own(tile_m=128),
     BackwardKind(64, True, False): _own(tile_m=128, **_LATE),
-    BackwardKind(128, False, False): _own(),
+    BackwardKind(128, False, False): _own(late_exp=50),
     BackwardKind(128, True, False): _own(**_LATE),
-    BackwardKind(64, True, True): _own(tile_m=128, dq="ordered"),
+    BackwardKind(256, False, False): _own(early_dv=False, dq="direct", **_LATE),
+    BackwardKind(256, True, False): _own(early_dv=False, dq="direct", **_LATE),
+    BackwardKind(64, False, True): _own(tile_m=128, dq="ordered", rotate=True),
+    BackwardKind(64, True, True): _own(tile_m=128, dq="ordered", **_LATE),
+    BackwardKind(128, False, True): _own(dq="ordered"),
     BackwardKind(128, True, True): _own(dq="ordered"),
+    BackwardKind(256, False, True): _own(early_dv=False, dq="ordered", stages=1),
+    BackwardKind(256, True, True): _own(early_dv=False, dq="ordered", stages=1),
     BackwardKind(64, False, False, is_windowed=True): _own(tile_m=128),
     BackwardKind(64, True, False, is_windowed=True): _own(tile_m=128, **_LATE),
     BackwardKind(128, True, False, is_windowed=True): _own(**_LATE),
@@ -159,9 +165,18 @@ def kind_of(problem: AttentionBackwardProblem) -> BackwardKind | None:
 
 def expected_us(name: str, problem: AttentionBackwardProblem, gpu: Gpu) -> float:
     """Expected time of a kernel: ``own``, ``flash3``, ``cudnn`` or ``flash2``."""
-    problem = AttentionBackwardProblem.of(problem.forward.evened, problem.is_deterministic)
     columns, cost = instance(problem.head_dim), COSTS[name, problem.is_deterministic]
-    ratio = gpu.peak_tflops / GPUS["H100"].peak_tflops
+    flops, moved = work(name, problem)
+    tflops = cost.tflops[columns, problem.is_causal] * gpu.peak_tflops / GPUS["H100"].peak_tflops
+    return cost.start_us + flops / tflops / 1e6 + moved / cost.gbs / 1e3
+
+
+def work(name: str, problem: AttentionBackwardProblem) -> tuple[float, float]:
+    """Operations of a kernel's products, in whole tiles and columns of an instance, and the bytes
+    that it moves before and after them.
+    """
+    problem = AttentionBackwardProblem.of(problem.forward.evened, problem.is_deterministic)
+    columns = instance(problem.head_dim)
     queries, keys = (-(-n // _TILE) * _TILE for n in (problem.seqlen_q, problem.seqlen_kv))
     pairs = float(queries * keys)
     if problem.is_windowed:
@@ -173,8 +188,7 @@ def expected_us(name: str, problem: AttentionBackwardProblem, gpu: Gpu) -> float
     moved = problem.bytes + 8 * problem.batch * problem.heads_q * problem.seqlen_q * columns
     if name != "own" and problem.heads_q != problem.heads_kv:
         moved += GROUPED_BYTES * problem.batch * problem.heads_kv * problem.seqlen_kv * columns
-    tflops = cost.tflops[columns, problem.is_causal] * ratio
-    return cost.start_us + flops / tflops / 1e6 + moved / cost.gbs / 1e3
+    return flops, moved
 
 
 def select(problem: AttentionBackwardProblem, gpu: Gpu) -> RuleSelection | None:
