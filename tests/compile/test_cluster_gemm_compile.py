@@ -55,7 +55,7 @@ def test_the_library_refuses_what_it_would_get_wrong(compiler: Compiler) -> None
 _BODIES = {
     "multiply": "emulator::self().products.push_back({d, x, y, adds, kTileY});",
     "earlier_products_wait": "emulator::run_products(1);",
-    "store_shared_words": "for (int i = 0; i < 4; ++i) store_shared(to + 4 * i, x[i]);",
+    "store_shared_words": "for (int i = 0; i < 4; ++i) store_shared(to + 4 * i, words[i]);",
 }
 #: M, N, K; tiles of a band, walked along the rows, blocks at once.
 EMULATED = ((70, 72, 584, 1, True, 2), (130, 200, 640, 2, False, 3))
