@@ -635,6 +635,21 @@ def test_steps_end_at_the_first_that_fails_and_count_together(fake: Fake) -> Non
     assert (last, done.returncode, done.log) == (say, 0, "said\nsaid\n")
 
 
+def test_the_reference_is_compiled_before_others(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[int] = []
+    monkeypatch.setattr(os, "setpriority", lambda which, pid, nice: given.append(nice))
+    with fake.compiler(jobs=1) as made:
+        made.submit(specs(1))[0][1].result()
+    usual = set(given)
+    given.clear()
+    monkeypatch.setattr(compiler, "_URGENT", frozenset({specs(1)[0].template}))
+    with fake.compiler(jobs=1) as made:
+        made.submit(specs(3)[2:])[0][1].result()
+    assert usual == {10} and 0 in given
+
+
 def test_each_capability_has_its_flags_and_its_keys(fake: Fake) -> None:
     hopper, ampere = fake.compiler(), fake.compiler(capability="8.0")
     assert compiler.flags("9.0") == compiler.FLAGS

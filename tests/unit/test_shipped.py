@@ -385,7 +385,7 @@ def test_the_page_prints_e4m3_of_the_evidence() -> None:
     [(op, own) for op in ("attention", "products") for own in (True, False)] + [("", False)],
 )
 def test_the_readme_s_population_is_of_the_evidence(operation: str, is_own: bool) -> None:
-    with gzip.open(EVIDENCE / "population-h100.jsonl.gz", "rt") as lines:
+    with gzip.open(EVIDENCE / "population-h200.jsonl.gz", "rt") as lines:
         _, *rows = map(json.loads, lines)
     of = [row for row in rows if operation in ("", row["operation"])]
     part = [row for row in of if not is_own or row["answered"] in (OWN, SELECTED)]

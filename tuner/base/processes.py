@@ -238,7 +238,7 @@ class ProcessPool:
         self._killed = False
         self._killed_folders: set[Path] = set()
 
-    def run(self, command: Sequence[str], folder: Path) -> Finished:
+    def run(self, command: Sequence[str], folder: Path, nice: int = _NICE) -> Finished:
         """Run `command` in its own process group and wait for it.
 
         Its working folder, its temporary files and its log are in `folder`, so that whoever
@@ -250,7 +250,7 @@ class ProcessPool:
         log = folder / "log.txt"
         started = time.monotonic()
         with log.open("wb") as output:
-            pid = self._start(command, folder, output.fileno())
+            pid = self._start(command, folder, output.fileno(), nice)
         expired = threading.Event()
 
         def expire() -> None:
@@ -293,7 +293,7 @@ class ProcessPool:
         for pid in groups:
             self._kill_group(pid)
 
-    def _start(self, command: Sequence[str], folder: Path, output: int) -> int:
+    def _start(self, command: Sequence[str], folder: Path, output: int, nice: int) -> int:
         if shutil.which(command[0]) is None:
             reason = errno.EACCES if Path(command[0]).exists() else errno.ENOENT
             raise CompileError(f"{command[0]} cannot be started: {os.strerror(reason)}")
@@ -318,7 +318,7 @@ class ProcessPool:
             self._groups[process.pid], self._folders[process.pid] = ours, folder
             killed = self._killed or folder in self._killed_folders
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PGRP, process.pid, _NICE)
+            os.setpriority(os.PRIO_PGRP, process.pid, nice)
         if killed:
             self._kill_group(process.pid)
         return process.pid

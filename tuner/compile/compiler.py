@@ -81,6 +81,9 @@ _HALVES = '#include "host_half.h"'
 _UNFUSED = "// nvcc: -fmad=false\n"
 """Marks sources in which products and sums must not be fused into multiply-adds."""
 _HOST = '#include "unit.cu"\n'
+_URGENT = frozenset({"reference.cu.j2"})
+"""Templates that are compiled at the usual priority, before others: no candidate is checked without
+the reference."""
 _LOG_LIMIT = 20_000
 _PLACEHOLDER = "KERNEL_ID"
 """Stands for the kernel's id in the text that its key is computed from."""
@@ -363,7 +366,8 @@ class Compiler:
                 raise CancelledError
             sources = {job.key: render(job.spec, job.key) for job in todo}
             commands = self._write(folder, todo[0].spec.template, "\n".join(sources.values()))
-            command, done = self._run(commands, folder)
+            is_urgent = todo[0].spec.template in _URGENT
+            command, done = self._run(commands, folder, is_urgent)
             for job in todo:
                 job.cpu_s += done.cpu_s / len(todo)
             if done.returncode != 0 and unit.cancelled.is_set():
@@ -413,14 +417,18 @@ class Compiler:
             return {"triton": tools.triton_version, "capability": self.capability}
         return {"nvcc": tools.nvcc_version, "cutlass": tools.cutlass_version}
 
-    def _run(self, commands: Sequence[list[str]], folder: Path) -> tuple[list[str], Finished]:
+    def _run(
+        self, commands: Sequence[list[str]], folder: Path, is_urgent: bool = False
+    ) -> tuple[list[str], Finished]:
         """Run `commands` until one fails. Returns the last one run, and the result of all."""
         runs: list[Finished] = []
+        priority = {"nice": 0} if is_urgent else {}
         for command in commands:
             if len(commands) == 1 and command[0] == str(self.toolchain.nvcc):
-                runs.append(self._processes.run(self._side_by_side(command, folder), folder))
+                both = self._side_by_side(command, folder)
+                runs.append(self._processes.run(both, folder, **priority))
             else:
-                runs.append(self._processes.run(command, folder))
+                runs.append(self._processes.run(command, folder, **priority))
             if runs[-1].returncode != 0:
                 break
         log = "".join(run.log for run in runs)
