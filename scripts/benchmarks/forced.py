@@ -185,7 +185,7 @@ def made(
 
     Raises:
         BenchmarkError: where there is no GPU and one is needed.
-        CompileError: where there is no compiler.
+        CompileError: without a compiler.
     """
     gpu = detect()
     if gpu is None and needs_gpu:

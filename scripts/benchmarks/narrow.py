@@ -306,7 +306,7 @@ def main(argv: Sequence[str]) -> int:
 
     Raises:
         BenchmarkError: where there is no GPU or no PyTorch.
-        CompileError: where there is no compiler.
+        CompileError: without a compiler.
         ConfigError: when an option is wrong.
     """
     parser = argparse.ArgumentParser(prog="scripts/bench narrow", description=__doc__)

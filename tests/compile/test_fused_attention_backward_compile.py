@@ -358,7 +358,7 @@ def test_each_pair_of_the_mask_is_visited_once_and_in_order(tmp_path: Path) -> N
 
 
 def output_of(folder: Path, kernels: Sequence[str], calls: Sequence[str]) -> str:
-    """What a program of these checks prints."""
+    """Compile a program of these checks, run it, and return what it prints."""
     text = PREAMBLE + "".join(kernels) + "int main() {\n" + "".join(calls) + "}\n"
     (folder / "tiles.cpp").write_text(text)
     command = [str(find_toolchain().host_compiler), "-std=c++17", "-O2", "-w"]

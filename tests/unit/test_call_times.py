@@ -135,7 +135,7 @@ def test_a_graph_goes_through_all_copies(device: Device) -> None:
 
 @pytest.mark.parametrize("copies", [1, 2])
 def test_copies_are_evicted_before_each_replay(device: Device, copies: int) -> None:
-    """A small call's copies would stay in the L2; the reads are no part of the time."""
+    """Other reads empty the L2 before each graph, outside the measured time."""
     found = time_calls([contender(device, "a", 100.0)], before(device), copies)
     assert found.us == pytest.approx({"a": 100.0})
     replays = len(device.replayed)

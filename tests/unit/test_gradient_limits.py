@@ -91,7 +91,7 @@ def gradients(problem: AttentionBackwardProblem, kind: str, fault: str) -> tuple
 
 
 def verdict(problem: AttentionBackwardProblem, kind: str, fault: str = "") -> list[Status]:
-    """Of each gradient, as the gate judges it."""
+    """The gate's verdict on each gradient."""
     found = []
     for name, made, exact in zip(OUTPUTS, *gradients(problem, kind, fault), strict=True):
         (operand,) = (one for one in problem.outputs if one.name == name)

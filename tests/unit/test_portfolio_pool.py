@@ -199,7 +199,7 @@ def test_every_kernel_and_pytorch_s_are_timed_often_enough() -> None:
 
 
 def test_a_layer_s_gradients_are_products_of_its_sizes() -> None:
-    """Of the same layers' tokens and widths, of training passes."""
+    """A training pass multiplies the same tokens and widths as the forward pass."""
     layers = {
         call.problem.to_json()[size]
         for call in draw(pool.SEED, pool.CALLS, subset("making"))

@@ -267,7 +267,7 @@ def test_a_layer_under_transforms_autocast_and_checkpoints(measured: SimpleNames
 def test_gradients_that_nothing_serves_are_pytorch_s(
     on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of all three products the problems were looked up, and no memory was taken for them."""
+    """All three problems are looked up, and no memory is allocated."""
     asked: list[Problem] = []
     monkeypatch.setattr(on_cpu.table, "lookup", lambda problem, **_: asked.append(problem))
     inputs = layer()
