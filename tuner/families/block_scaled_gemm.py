@@ -15,9 +15,9 @@ from math import ceil
 from typing import ClassVar, NamedTuple
 
 from tuner.config import Config, Value
-from tuner.errors import ConfigError
 from tuner.families.arguments import Arguments
-from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref, Strides, tma_conflict
+from tuner.families.base import Domain, KernelSpec, Launch, Ref, Strides
+from tuner.families.strided_product import StridedProduct, as_gemm, operands_conflict
 from tuner.hardware import (
     E4M3_RATE,
     GRAPH_LAUNCH_US,
@@ -76,7 +76,7 @@ START_CLOCKS = 3000.0
 MEETING_CLOCKS, EXCHANGED_BYTES_PER_CLOCK = 1500.0, 16.0
 
 
-class BlockScaledGemm(Family):
+class BlockScaledGemm(StridedProduct):
     """One kernel; its raster and its launch are run-time choices."""
 
     name: ClassVar[str] = "block_scaled_gemm"
@@ -117,13 +117,17 @@ class BlockScaledGemm(Family):
 
     def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
         reasons = [*tile_violations(config), *cluster_violations(config)]
-        reasons += loop_violations(config, _gemm(problem).scales)
-        return reasons + _split_violations(_gemm(problem), config) + _store_violations(config)
+        reasons += loop_violations(config, as_gemm(problem, BlockScaledGemm.name).scales)
+        return (
+            reasons
+            + _split_violations(as_gemm(problem, BlockScaledGemm.name), config)
+            + _store_violations(config)
+        )
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
         if self.supports(problem, gpu):
             return []
-        problem = _gemm(problem)
+        problem = as_gemm(problem, BlockScaledGemm.name)
         found: list[Config] = []
         for compiled in _compiled(problem, gpu):
             group = [Config(self.name, params) for params in _launched(problem, compiled)]
@@ -133,28 +137,19 @@ class BlockScaledGemm(Family):
         return found
 
     def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
-        is_promoted = _gemm(problem).scales != "block"
+        is_promoted = as_gemm(problem, BlockScaledGemm.name).scales != "block"
         return {KERNEL: spec_of(config, is_grouped=False, is_promoted=is_promoted)}
 
-    def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
-        return self._launches(_gemm(problem), config, scale, {})
-
-    def strided_launches(
-        self, problem: Problem, config: Config, scale: float, strides: Strides
-    ) -> list[Launch] | str:
-        problem = _gemm(problem)
-        a, b, scale_a, scale_b, _ = problem.operands
-        for operand, contiguous in ((a, 2), (b, 1)):
-            along = strides.get(operand.name, operand.strides)
-            if reason := tma_conflict(operand, along, contiguous):
-                return reason
-        free = (a.name, b.name, scale_a.name, scale_b.name)
+    def stride_conflict(self, problem: GemmProblem, config: Config, strides: Strides) -> str:
+        if reason := operands_conflict(problem, strides):
+            return reason
+        free = [operand.name for operand in problem.operands[:4]]
         if others := strides.keys() - set(free):
             return f"{', '.join(sorted(others))}: only {', '.join(free)} have free strides"
-        a_block, a_row = strides.get(scale_a.name, (0, 1))[-2:]
+        a_block, a_row = strides.get(free[2], (0, 1))[-2:]
         if "tma_factors" in config.params and (a_row != 1 or a_block % SCALE_ROWS):
             return f"scale_a's strides {a_block}, {a_row} are not TMA's (tma_factors)"
-        return self._launches(problem, config, scale, strides)
+        return ""
 
     def _launches(
         self, problem: GemmProblem, config: Config, scale: float, strides: Strides
@@ -180,7 +175,7 @@ class BlockScaledGemm(Family):
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         """`estimate_us` by first guesses of the kernel's rates."""
-        return estimate_us(_gemm(problem), config, gpu, rates_of(config))
+        return estimate_us(as_gemm(problem, BlockScaledGemm.name), config, gpu, rates_of(config))
 
 
 class Rates(NamedTuple):
@@ -321,12 +316,6 @@ def tiles(problem: GemmProblem, config: Config) -> tuple[int, int]:
         ceil(rows / (config["tile_m"] * config["cluster_m"])),
         ceil(columns / (config["tile_n"] * config["cluster_n"])),
     )
-
-
-def _gemm(problem: Problem) -> GemmProblem:
-    if isinstance(problem, GemmProblem):
-        return problem
-    raise ConfigError(f"{BlockScaledGemm.name} serves {BlockScaledGemm.op}, not {problem.op}")
 
 
 def tile_violations(config: Config) -> list[str]:

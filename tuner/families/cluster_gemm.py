@@ -14,11 +14,11 @@ from math import ceil
 from typing import Any, ClassVar
 
 from tuner.config import Config, Value
-from tuner.errors import ConfigError
 from tuner.families import product_work
 from tuner.families.arguments import Arguments
-from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref, Strides
-from tuner.families.gemm import legality_facts, stride_conflict
+from tuner.families.base import Domain, KernelSpec, Launch, Ref, Strides
+from tuner.families.gemm import legality_facts
+from tuner.families.strided_product import StridedProduct, as_gemm
 from tuner.hardware import (
     GRAPH_LAUNCH_US,
     HOPPER,
@@ -60,7 +60,7 @@ START_CLOCKS, TILE_CLOCKS = 8500.0, 3600.0
 MEETING_CLOCKS, EXCHANGED_BYTES_PER_CLOCK = 4500.0, 32.0
 
 
-class ClusterGemm(Family):
+class ClusterGemm(StridedProduct):
     """One kernel; its raster and its launch are run-time choices."""
 
     name: ClassVar[str] = "cluster_gemm"
@@ -101,12 +101,15 @@ class ClusterGemm(Family):
         return ""
 
     def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        return [*_tile_violations(config), *_split_violations(_gemm(problem), config)]
+        return [
+            *_tile_violations(config),
+            *_split_violations(as_gemm(problem, ClusterGemm.name), config),
+        ]
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
         if self.supports(problem, gpu):
             return []
-        problem = _gemm(problem)
+        problem = as_gemm(problem, ClusterGemm.name)
         found: list[Config] = []
         for compiled in _compiled(problem, gpu):
             group = [Config(self.name, params) for params in _launched(problem, compiled)]
@@ -116,7 +119,7 @@ class ClusterGemm(Family):
         return found
 
     def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
-        problem = _gemm(problem)
+        problem = as_gemm(problem, ClusterGemm.name)
         variables = {
             **{k: v for k, v in config.params.items() if k not in self.runtime_parameters},
             "dtype": problem.dtype,
@@ -124,17 +127,6 @@ class ClusterGemm(Family):
             "activation": problem.activation,
         }
         return {KERNEL: KernelSpec(TEMPLATE, variables, WORDS, arguments_of(problem))}
-
-    def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
-        return self._launches(_gemm(problem), config, scale, {})
-
-    def strided_launches(
-        self, problem: Problem, config: Config, scale: float, strides: Strides
-    ) -> list[Launch] | str:
-        problem = _gemm(problem)
-        if reason := stride_conflict(problem, strides):
-            return reason
-        return self._launches(problem, config, scale, strides)
 
     def _launches(
         self, problem: GemmProblem, config: Config, scale: float, strides: Strides
@@ -154,7 +146,7 @@ class ClusterGemm(Family):
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         """The busiest multiprocessor's clocks beside memory's time, nearly the longer of them."""
-        problem = _gemm(problem)
+        problem = as_gemm(problem, ClusterGemm.name)
         tiles_x, tiles_y = tiles(problem, config)
         tile_m, tile_n, splits = (int(config[k]) for k in ("tile_m", "tile_n", "split_k"))
         resident = int(config["blocks_per_sm"])
@@ -192,7 +184,7 @@ class ClusterGemm(Family):
         return Config(config.family, {**config.params, "pdl": True})
 
     def legality_facts(self, problem: Problem) -> Hashable:
-        one = _gemm(problem)
+        one = as_gemm(problem, ClusterGemm.name)
         facts = legality_facts(problem, one.m, one.n, one.k, one.dtype)
         return facts, min(ceil(one.k / BLOCK_K), max(self.domains["split_k"])), one.m <= MAX_ROWS
 
@@ -237,12 +229,6 @@ def tiles(problem: GemmProblem, config: Config) -> tuple[int, int]:
     if config["swap_ab"]:
         rows, columns = columns, rows
     return ceil(rows / int(config["tile_m"])), ceil(columns / int(config["tile_n"]))
-
-
-def _gemm(problem: Problem) -> GemmProblem:
-    if isinstance(problem, GemmProblem):
-        return problem
-    raise ConfigError(f"{ClusterGemm.name} serves {ClusterGemm.op}, not {problem.op}")
 
 
 def _tile_violations(config: Config) -> list[str]:

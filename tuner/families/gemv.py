@@ -14,11 +14,10 @@ from math import ceil
 from typing import ClassVar
 
 from tuner.config import Config, Value
-from tuner.errors import ConfigError
 from tuner.families import product_work
 from tuner.families.arguments import Arguments
-from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref, Strides
-from tuner.families.gemm import stride_conflict
+from tuner.families.base import Domain, KernelSpec, Launch, Ref, Strides
+from tuner.families.strided_product import StridedProduct, as_gemm
 from tuner.hardware import (
     GRAPH_LAUNCH_US,
     HOPPER,
@@ -81,7 +80,7 @@ CONSTANTS: Mapping[str, float] = {
 }
 
 
-class Gemv(Family):
+class Gemv(StridedProduct):
     """One kernel; whether its blocks are persistent and how it is launched are run-time choices."""
 
     name: ClassVar[str] = "gemv"
@@ -122,12 +121,12 @@ class Gemv(Family):
         return ""
 
     def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        return [*_block_violations(config), *_room_violations(_gemm(problem), config)]
+        return [*_block_violations(config), *_room_violations(as_gemm(problem, Gemv.name), config)]
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
         if self.supports(problem, gpu):
             return []
-        problem = _gemm(problem)
+        problem = as_gemm(problem, Gemv.name)
         found: list[Config] = []
         for compiled in _compiled(problem):
             group = [Config(self.name, params) for params in _launched(problem, compiled, gpu)]
@@ -137,7 +136,7 @@ class Gemv(Family):
         return found
 
     def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
-        problem = _gemm(problem)
+        problem = as_gemm(problem, Gemv.name)
         variables = {
             **{k: v for k, v in config.params.items() if k not in self.runtime_parameters},
             "dtype": problem.dtype,
@@ -148,17 +147,6 @@ class Gemv(Family):
             "residual": problem.has_residual,
         }
         return {KERNEL: KernelSpec(TEMPLATE, variables, WORDS, arguments_of(problem))}
-
-    def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
-        return self._launches(_gemm(problem), config, scale, {})
-
-    def strided_launches(
-        self, problem: Problem, config: Config, scale: float, strides: Strides
-    ) -> list[Launch] | str:
-        problem = _gemm(problem)
-        if reason := stride_conflict(problem, strides):
-            return reason
-        return self._launches(problem, config, scale, strides)
 
     def _launches(
         self, problem: GemmProblem, config: Config, scale: float, strides: Strides
@@ -179,7 +167,7 @@ class Gemv(Family):
         """Bytes over the bandwidth that the bytes in flight and the copies' length allow; the
         kernel's two ends; the starts of further blocks.
         """
-        problem, constants = _gemm(problem), self.constants
+        problem, constants = as_gemm(problem, Gemv.name), self.constants
         tiles = ceil(problem.n / block_rows(config)) * problem.batch
         rounds = ceil(tiles / gpu.sm_count)
         resident = min(int(config["blocks_per_sm"]), rounds)
@@ -210,7 +198,7 @@ class Gemv(Family):
 
     def legality_facts(self, problem: Problem) -> Hashable:
         """Padded K: shared memory holds all rows of A."""
-        product = _gemm(problem)
+        product = as_gemm(problem, Gemv.name)
         return product.dtype, product.m, ceil(product.k / PIECE), product.k % VECTOR
 
 
@@ -271,12 +259,6 @@ def arguments_of(problem: GemmProblem) -> Arguments:
         ),
         scalars=("alpha", "beta") if problem.has_residual else ("alpha",),
     )
-
-
-def _gemm(problem: Problem) -> GemmProblem:
-    if isinstance(problem, GemmProblem):
-        return problem
-    raise ConfigError(f"{Gemv.name} serves {Gemv.op}, not {problem.op}")
 
 
 def _block_violations(config: Config) -> list[str]:

@@ -18,17 +18,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tuner.config import Config, Value
-from tuner.errors import ConfigError
 from tuner.families import product_work
 from tuner.families.arguments import Arguments
 from tuner.families.base import (
     Domain,
-    Family,
     KernelSpec,
     Launch,
     Ref,
     Strides,
-    tma_conflict,
 )
 from tuner.families.gemm import cost
 from tuner.families.gemm import space as gemm_space
@@ -46,6 +43,7 @@ from tuner.families.gemm.shape import (
     smem_bytes,
     tile_blocks,
 )
+from tuner.families.strided_product import StridedProduct, as_gemm
 from tuner.hardware import (
     HOPPER,
     MAX_PORTABLE_CLUSTER,
@@ -109,7 +107,7 @@ _COMPILED = (
 )
 
 
-class Gemm(Family):
+class Gemm(StridedProduct):
     """CollectiveBuilder GEMMs: tiles, clusters, schedules, stages, schedulers, swapped operands."""
 
     name = "gemm"
@@ -155,7 +153,7 @@ class Gemm(Family):
         return reason
 
     def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        problem = _gemm(problem)
+        problem = as_gemm(problem, Gemm.name)
         return _presence_violations(config) or [
             *_tile_violations(problem, config),
             *_cluster_violations(config),
@@ -168,14 +166,14 @@ class Gemm(Family):
         if self.supports(problem, gpu):
             return []
         configs: list[Config] = []
-        for group in gemm_space.candidates(_gemm(problem), gpu):
+        for group in gemm_space.candidates(as_gemm(problem, Gemm.name), gpu):
             # Candidates of one binary differ in run-time choices, which are legal by construction.
             if group and not self.violations(problem, group[0], gpu):
                 configs += group
         return list(dict.fromkeys(configs))
 
     def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
-        problem = _gemm(problem)
+        problem = as_gemm(problem, Gemm.name)
         shape = oriented(problem, config["swap_ab"])
         variables = {
             **{name: config[name] for name in _COMPILED},
@@ -194,17 +192,6 @@ class Gemm(Family):
             "gated": False,
         }
         return {KERNEL: KernelSpec(TEMPLATE, variables, WORDS, arguments_of(problem))}
-
-    def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
-        return self._launches(_gemm(problem), config, scale, {})
-
-    def strided_launches(
-        self, problem: Problem, config: Config, scale: float, strides: Strides
-    ) -> list[Launch] | str:
-        problem = _gemm(problem)
-        if reason := stride_conflict(problem, strides):
-            return reason
-        return self._launches(problem, config, scale, strides)
 
     def _launches(
         self, problem: GemmProblem, config: Config, scale: float, strides: Strides
@@ -232,7 +219,9 @@ class Gemm(Family):
     ) -> list[Config]:
         """Up to half from NVIDIA's heuristics, where they are installed; the rest by cost."""
         half = (count + 1) // 2
-        suggested = cost.heuristic_seeds(_gemm(problem), gpu, space, half, self.constants)
+        suggested = cost.heuristic_seeds(
+            as_gemm(problem, Gemm.name), gpu, space, half, self.constants
+        )
         ranked = super().seeds(problem, gpu, space, count)
         return list(dict.fromkeys([*suggested, *ranked]))[:count]
 
@@ -265,13 +254,15 @@ class Gemm(Family):
         return Config(self.name, params)
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
-        return cost.predict_us(_gemm(problem), config, gpu, self.constants)
+        return cost.predict_us(as_gemm(problem, Gemm.name), config, gpu, self.constants)
 
     def tiling(self, config: Config) -> product_work.ProductTiling:
         return tiling_of(config)
 
     def splitter(self, config: Config, gpu: Gpu) -> Callable[[Any], Sequence[int]]:
-        return lambda problem: splits_of(product_work.ProductSizes.of(_gemm(problem)), config, gpu)
+        return lambda problem: splits_of(
+            product_work.ProductSizes.of(as_gemm(problem, Gemm.name)), config, gpu
+        )
 
     def is_scheduled(self, config: Config) -> bool:
         return bool(config.get("decomposition_mode") == "SplitK")
@@ -283,7 +274,7 @@ class Gemm(Family):
         return overlapped(config)
 
     def legality_facts(self, problem: Problem) -> Hashable:
-        product = _gemm(problem)
+        product = as_gemm(problem, Gemm.name)
         return legality_facts(problem, product.m, product.n, product.k, product.dtype)
 
 
@@ -355,12 +346,6 @@ def legality_facts(problem: Problem, m: int, n: int, k: int, dtype: DType) -> Ha
     if m >= VAST or n >= VAST or k >= VAST:
         return problem
     return dtype, n % ALIGNED, k % ALIGNED
-
-
-def _gemm(problem: Problem) -> GemmProblem:
-    if isinstance(problem, GemmProblem):
-        return problem
-    raise ConfigError(f"gemm serves gemm, not {problem.op}")
 
 
 def _presence_violations(config: Config) -> list[str]:
@@ -477,18 +462,6 @@ def _problem_violations(problem: GemmProblem, config: Config) -> list[str]:
     if config["kernel_schedule"] == PLAIN and max(blocks_n, shape.batch) > MAX_GRID_YZ:
         reasons.append(f"{PLAIN} has at most {MAX_GRID_YZ} tiles along N and batches")
     return reasons
-
-
-def stride_conflict(problem: GemmProblem, strides: Strides) -> str:
-    """Reason why no GEMM reads A and B with such strides; empty when they can."""
-    a, b, *_ = problem.operands
-    orders = problem.layout_a, problem.layout_b
-    for operand, order in zip((a, b), orders, strict=True):
-        along = strides.get(operand.name, operand.strides)
-        if reason := tma_conflict(operand, along, 2 if order == "row" else 1):
-            return reason
-    others = strides.keys() - {a.name, b.name}
-    return f"{', '.join(sorted(others))}: of A and B only strides are free" if others else ""
 
 
 def arguments_of(problem: GemmProblem) -> Arguments:

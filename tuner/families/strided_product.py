@@ -1,0 +1,58 @@
+"""Launches of products whose operands lie with strides of their own."""
+
+from __future__ import annotations
+
+from tuner.config import Config
+from tuner.errors import ConfigError
+from tuner.families.base import Family, Launch, Strides, tma_conflict
+from tuner.problem import GemmProblem, Problem
+
+
+class StridedProduct(Family):
+    """A family of products that reads A and B with any strides that TMA takes."""
+
+    def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
+        return self._launches(as_gemm(problem, self.name), config, scale, {})
+
+    def strided_launches(
+        self, problem: Problem, config: Config, scale: float, strides: Strides
+    ) -> list[Launch] | str:
+        problem = as_gemm(problem, self.name)
+        if reason := self.stride_conflict(problem, config, strides):
+            return reason
+        return self._launches(problem, config, scale, strides)
+
+    def stride_conflict(self, problem: GemmProblem, config: Config, strides: Strides) -> str:
+        """Reason why no kernel of `config` reads operands with such strides; empty when one can."""
+        reason = operands_conflict(problem, strides)
+        others = strides.keys() - {operand.name for operand in problem.operands[:2]}
+        if reason or not others:
+            return reason
+        return f"{', '.join(sorted(others))}: of A and B only strides are free"
+
+    def _launches(
+        self, problem: GemmProblem, config: Config, scale: float, strides: Strides
+    ) -> list[Launch]:
+        """The calls, with the strides of operands that lie otherwise than the problem's."""
+        raise NotImplementedError
+
+
+def operands_conflict(problem: GemmProblem, strides: Strides) -> str:
+    """Reason why TMA does not read A and B with such strides; empty when it does."""
+    orders = problem.layout_a, problem.layout_b
+    for operand, order in zip(problem.operands[:2], orders, strict=True):
+        along = strides.get(operand.name, operand.strides)
+        if reason := tma_conflict(operand, along, 2 if order == "row" else 1):
+            return reason
+    return ""
+
+
+def as_gemm(problem: Problem, family: str) -> GemmProblem:
+    """The problem as a product.
+
+    Raises:
+        ConfigError: for another operation; it names the family.
+    """
+    if isinstance(problem, GemmProblem):
+        return problem
+    raise ConfigError(f"{family} serves {GemmProblem.op}, not {problem.op}")
