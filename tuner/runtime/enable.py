@@ -202,19 +202,12 @@ def _before_flash_backward(operator: Any) -> Callable[..., Outputs]:
     ) -> Outputs:
         tensors = grad_out, query, key, value, out, logsumexp
         is_alike = not is_causal or query.shape[2] == key.shape[2]  # both align the mask alike
-        was_native = native.exchange(True)
-        try:
-            if not was_native and not dropout_p and cum_seq_q is None and is_alike:
-                found = _faster_gradients(*tensors, is_causal, scale)
-                if found is not None:
-                    return found
-            rest = cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal
-            grads: Outputs = operator.redispatch(
-                keys & _BELOW, *tensors, *rest, philox_seed, philox_offset, scale=scale
-            )
-            return grads
-        finally:
-            native.exchange(was_native)
+        is_plain = not dropout_p and cum_seq_q is None and is_alike
+        rest = cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, philox_seed, philox_offset
+        return _differentiated(
+            (lambda: _faster_gradients(*tensors, is_causal, scale)) if is_plain else None,
+            lambda: operator.redispatch(keys & _BELOW, *tensors, *rest, scale=scale),
+        )
 
     return differentiate
 
@@ -241,24 +234,35 @@ def _before_cudnn_backward(operator: Any) -> Callable[..., Outputs]:
         scale: float | None = None,
     ) -> Outputs:
         tensors = grad_out, query, key, value, out
-        was_native = native.exchange(True)
-        try:
-            is_plain = not dropout_p and attn_bias is None and cum_seq_q is None
-            if not was_native and is_plain:
-                lse = logsumexp.squeeze(-1)
-                found = _faster_gradients(*tensors, lse, is_causal, scale, is_cudnn=True)
-                if found is not None:
-                    return found
-            masks = philox_seed, philox_offset, attn_bias, cum_seq_q, cum_seq_k
-            rest = max_q, max_k, dropout_p, is_causal
-            grads: Outputs = operator.redispatch(
-                keys & _BELOW, *tensors, logsumexp, *masks, *rest, scale=scale
-            )
-            return grads
-        finally:
-            native.exchange(was_native)
+        is_plain = not dropout_p and attn_bias is None and cum_seq_q is None
+        masks = philox_seed, philox_offset, attn_bias, cum_seq_q, cum_seq_k
+        rest = logsumexp, *masks, max_q, max_k, dropout_p, is_causal
+
+        def faster() -> Outputs | None:
+            lse = logsumexp.squeeze(-1)
+            return _faster_gradients(*tensors, lse, is_causal, scale, is_cudnn=True)
+
+        return _differentiated(
+            faster if is_plain else None,
+            lambda: operator.redispatch(keys & _BELOW, *tensors, *rest, scale=scale),
+        )
 
     return differentiate
+
+
+def _differentiated(
+    faster: Callable[[], Outputs | None] | None, own: Callable[[], Outputs]
+) -> Outputs:
+    """Gradients by `faster`, or by the operator's own kernel where that has none or calls itself.
+
+    Operators within either are PyTorch's.
+    """
+    was_native = native.exchange(True)
+    try:
+        found = None if was_native or faster is None else faster()
+        return own() if found is None else found
+    finally:
+        native.exchange(was_native)
 
 
 def _faster_gradients(
