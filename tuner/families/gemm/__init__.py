@@ -13,7 +13,7 @@ factors a tree of its nodes. Tables and formulas are in `gemm_shape`, the candid
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -162,15 +162,8 @@ class Gemm(StridedProduct):
             *_problem_violations(problem, config),
         ]
 
-    def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
-        if self.supports(problem, gpu):
-            return []
-        configs: list[Config] = []
-        for group in gemm_space.candidates(as_gemm(problem, Gemm.name), gpu):
-            # Candidates of one binary differ in run-time choices, which are legal by construction.
-            if group and not self.violations(problem, group[0], gpu):
-                configs += group
-        return list(dict.fromkeys(configs))
+    def _groups(self, problem: GemmProblem, gpu: Gpu) -> Iterator[list[Config]]:
+        return gemm_space.candidates(problem, gpu)
 
     def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
         problem = as_gemm(problem, Gemm.name)

@@ -57,6 +57,13 @@ class SequenceDraw(Draw):
             return self._rng.randint(1, 4)
         return self._rng.choice(self.axes[name])
 
+    def _lengths(self, values: Mapping[str, Any], planted: Mapping[str, Any]) -> tuple[int, int]:
+        """Queries and keys; equal ones in a quarter of the draws, and where that is planted."""
+        seqlen_q, seqlen_kv = values["seqlen_q"], values["seqlen_kv"]
+        if planted.get("longer") == 0 or (self._rng.random() < 0.25 and "longer" not in planted):
+            return (seqlen_q, seqlen_q) if "seqlen_q" in planted else (seqlen_kv, seqlen_kv)
+        return seqlen_q, seqlen_kv
+
 
 class AttentionDraw(SequenceDraw):
     """Attention: every mask, layout, page size and schedule."""
@@ -112,12 +119,7 @@ class AttentionDraw(SequenceDraw):
         self, values: Mapping[str, Any], planted: Mapping[str, Any]
     ) -> AttentionProblem | None:
         rng, (heads_q, heads_kv) = self._rng, values["heads"]
-        seqlen_q, seqlen_kv = values["seqlen_q"], values["seqlen_kv"]
-        if planted.get("longer") == 0 or (rng.random() < 0.25 and "longer" not in planted):
-            if "seqlen_q" in planted:
-                seqlen_kv = seqlen_q
-            else:
-                seqlen_q = seqlen_kv
+        seqlen_q, seqlen_kv = self._lengths(values, planted)
         elements = values["batch"] * heads_q * seqlen_q * values["head_dim"]
         if 4 * elements * seqlen_kv > MAX_FLOPS:
             return None
@@ -239,12 +241,7 @@ class BackwardDraw(SequenceDraw):
 
     def _trial(self, values: Mapping[str, Any], planted: Mapping[str, Any]) -> Trial | None:
         rng, (heads_q, heads_kv) = self._rng, values["heads"]
-        seqlen_q, seqlen_kv = values["seqlen_q"], values["seqlen_kv"]
-        if planted.get("longer") == 0 or (rng.random() < 0.25 and "longer" not in planted):
-            if "seqlen_q" in planted:
-                seqlen_kv = seqlen_q
-            else:
-                seqlen_q = seqlen_kv
+        seqlen_q, seqlen_kv = self._lengths(values, planted)
         names = "head_dim", "batch", "layout"
         has_left, has_right = values.get("window", (False, False))
         span = max(seqlen_q, seqlen_kv)
