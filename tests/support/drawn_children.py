@@ -21,7 +21,7 @@ LIMIT_S = 240.0
 def answers(
     child: Path, artifact: Artifact, config: Config, draws: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """What a child says of each draw: the draw and its faults."""
+    """A child's line for each draw: the draw and its faults."""
     wanted = {
         "key": artifact.key,
         "library": str(artifact.library),

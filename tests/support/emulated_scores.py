@@ -1,5 +1,5 @@
-"""C++ that stands for CuTe where a kernel's masks are compiled for the host: the scores of a warp
-group as the accumulators of its threads hold them.
+"""C++ in place of CuTe, for kernels' masks on the host: the scores of a warp group as the
+accumulators of its threads hold them.
 """
 
 PREAMBLE = """

@@ -190,13 +190,13 @@ def rates_of(config: Config) -> Rates:
 
 
 def estimate_us(problem: GemmProblem, config: Config, gpu: Gpu, rates: Rates) -> float:
-    """The busiest multiprocessor's clocks beside memory's time, nearly the longer of them.
+    """Estimated microseconds: nearly the longer of the busiest multiprocessor's time and memory's.
 
     Args:
         problem: the product.
         config: the kernel.
-        gpu: that it runs on.
-        rates: of the kernel.
+        gpu: GPU that it runs on.
+        rates: rates of the kernel.
     """
     tiles_x, tiles_y = tiles(problem, config)
     splits = int(config["split_k"])

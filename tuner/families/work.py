@@ -47,9 +47,9 @@ def time_ratio(term: str, old: Gpu, new: Gpu) -> float:
     the multiprocessors.
 
     Args:
-        term: of a family's `work_terms`.
-        old: where its rate was measured.
-        new: where it is expected.
+        term: one of a family's `work_terms`.
+        old: GPU that its rate was measured on.
+        new: GPU to estimate for.
     """
     name = term.partition(" of ")[0]
     if name in _CONSTANT_TERMS:

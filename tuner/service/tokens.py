@@ -56,7 +56,7 @@ class Sessions:
     ends with it, and every session ends with the process.
 
     Args:
-        tokens: of the service; without them there are not any sessions, and no client needs one.
+        tokens: tokens of the service; without tokens there are no sessions, and none is needed.
         clock: seconds since any moment.
     """
 

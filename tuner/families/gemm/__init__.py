@@ -327,14 +327,14 @@ def overlapped(config: Config) -> Config:
 
 
 def legality_facts(problem: Problem, m: int, n: int, k: int, dtype: DType) -> Hashable:
-    """Facts of a plain product without a batch; vast ones may have too many tiles for a grid.
+    """Legality facts of a plain product without a batch; a vast one may have too many tiles.
 
     Args:
-        problem: of the family.
+        problem: problem of the family.
         m: rows of its product.
         n: columns of its product.
         k: length of its sums.
-        dtype: of its operands.
+        dtype: data type of its operands.
     """
     if m >= VAST or n >= VAST or k >= VAST:
         return problem
@@ -509,7 +509,7 @@ def gemm_launch(
         alpha: factor of the product.
         kernel: key of the kernel in the calling family's `kernels`.
         pdl: start before the kernel in front ends, and wait for it on the device.
-        extra: what the problem's epilogue reads, by the names of `arguments_of`. The residual has
+        extra: operands of the epilogue, by the names of `arguments_of`. The residual has
             the strides of the result.
         beta: factor of the residual.
 
