@@ -45,7 +45,7 @@ def check_extent(text: bytes, *, tokens: int, depth: int) -> None:
     level = 0
     for count, match in enumerate(_TOKENS.finditer(text), 1):
         if count > tokens:
-            raise ConfigError(f"it holds too much (allowed: {tokens} strings, brackets and commas)")
+            raise ConfigError(f"it is too large (allowed: {tokens} strings, brackets and commas)")
         first = match[0][:1]
         if first in b"[{":
             level += 1

@@ -45,7 +45,7 @@ def choose(devices: tuple[int, ...] | None, note: Callable[[str], None]) -> tupl
         note("no GPU found: nothing is measured here")
         return ()
     if missing:
-        raise ConfigError(f"device={missing[0]} is no CUDA device of this machine")
+        raise ConfigError(f"device={missing[0]} is not a CUDA device of this machine")
     first = gpus[named[0]]
     if not first.is_served:
         note(

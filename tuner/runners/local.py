@@ -68,7 +68,7 @@ class LocalRunner:
     ) -> None:
         found = gpu or device.detect(device_index)
         if found is None:
-            raise BenchmarkError(f"CUDA device {device_index} is not there")
+            raise BenchmarkError(f"CUDA device {device_index} was not found")
         self.gpu = found
         self.regime = regime
         self._index, self._compiler, self._facts = device_index, compiler, facts

@@ -184,7 +184,7 @@ class Gauge:
 
         gpu = device.detect(0)
         if gpu is None:
-            raise BenchmarkError("the GPU that Ray gave to the actor is not there")
+            raise BenchmarkError("the GPU that Ray gave to the actor was not found")
         facts = {**device.environment(0).facts, **self._client.facts()}
         node = ray.util.get_node_ip_address()
         return Card(node, tuner.__version__, gpu, facts)

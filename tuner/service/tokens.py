@@ -34,7 +34,7 @@ class Tokens:
                     f"(allowed: {MIN_TOKEN_CHARACTERS} or more ASCII characters)"
                 )
         if bool(self.read) != bool(self.write):
-            raise ConfigError("one token alone is not enough: give one to read and one to write")
+            raise ConfigError("one token is not enough: give one to read and one to write")
         if self.read and self.read == self.write:
             raise ConfigError("the tokens to read and to write must differ")
 
