@@ -210,7 +210,7 @@ def test_a_closed_standard_output(
         (b'["[[[[[[", "\\"[[[[["]', ""),
         (b'"' + b'\\"[' * 100_000, ""),
         (b"[" + b"1," * 20, "it is too large (allowed: 16 strings, brackets and commas)"),
-        (b'[""' * 20, "it holds too much"),
+        (b'[""' * 20, "it is too large"),
         (b"]" * 10 + b"[" * 5, ""),
     ],
 )
