@@ -219,4 +219,4 @@ def test_the_extent_of_json_is_known_before_it_is_parsed(text: bytes, fault: str
         document.check_extent(text, tokens=16, depth=4)
         return
     with pytest.raises(ConfigError, match=re.escape(fault)):
-        document.check_extent(text, tokens=16, depth=20 if "much" in fault else 4)
+        document.check_extent(text, tokens=16, depth=20 if "large" in fault else 4)
