@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks import select
 
+from benchmarks import select
 from tuner.selection.domains import domain_of
 from tuner.selection.portfolio import shipped
 

@@ -102,9 +102,7 @@ def build(
     return max(codes)
 
 
-def _build(
-    wanted: Sequence[Target], compiler: Compiler, dry_run: bool, reproducible: bool
-) -> int:
+def _build(wanted: Sequence[Target], compiler: Compiler, dry_run: bool, reproducible: bool) -> int:
     from tuner.compile.compiler import UNIT
     from tuner.compile.units import fixed_units
     from tuner.measure.gate import REFERENCE
