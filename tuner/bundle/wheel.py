@@ -9,9 +9,9 @@ kernel list, for every machine of the GPU's kind, and pip installs it beside the
                           libraries/<SHA-256>.so      once for all the kernels in it
     cutlass_tuner_kernels-<version>.dist-info/
 
-Beside the kernels it has what the runtime loads: the kernels of experts' rows and of quantisation,
-and the C++ dispatcher for each version of torch and Python that the artifact cache has one for.
-Other versions are served through Python.
+Beside these kernels it has those of experts' rows and of quantisation. It also has the C++
+dispatchers of the artifact cache, one for each version of torch and Python. Other versions are
+served through Python.
 
 Equal kernels make an equal wheel, byte by byte. Members are sorted and dated 1980. Facts that
 differ from build to build (CPU-seconds, the rendered source) are left out.
