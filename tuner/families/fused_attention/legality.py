@@ -11,7 +11,7 @@ from tuner.families.fused_attention.registers import (
 )
 from tuner.hardware import SMEM_PER_BLOCK_BYTES
 from tuner.problem import DTYPE_BYTES, E4M3, AttentionProblem
-from tuner.problem.attention import BLOCK_SIZE, PAGE_MULTIPLE
+from tuner.problem.attention_masks import BLOCK_SIZE, PAGE_MULTIPLE
 
 #: Rows of K and V that a tile under a block-sparse mask may have: its bits lie in one word.
 SPARSE_TILES = (32, 64, 128)
