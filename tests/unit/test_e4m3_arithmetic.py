@@ -168,9 +168,8 @@ def test_largest_scores_are_off_by_what_the_gate_expects(kind: str, head_dim: in
         )
         keys = keys[(queries @ keys[:512].T).argmax(1)]
     scale = 1 / (E4M3_DEVIATION**2 * head_dim**0.5)
-    found = torch.cat(
-        [accumulated(*pair, head_dim).diagonal() for pair in zip(queries.split(8), keys.split(8), strict=True)]
-    )
+    pairs = zip(queries.split(8), keys.split(8), strict=True)
+    found = torch.cat([accumulated(*pair, head_dim).diagonal() for pair in pairs])
     exact = (queries.double() * keys.double()).sum(-1)
     off, tops = (scale * (found - exact)).abs().tolist(), (scale * exact).tolist()
     limits = lost_of(problem, 1.0, tops)
