@@ -137,7 +137,7 @@ def _packing(problem: AttentionProblem, config: Config) -> list[str]:
     found = []
     if "pads_heads" in config.params:
         if not may_pad(problem):
-            found.append("pads_heads is not for e4m3, mask operands, block masks or sinks")
+            found.append("pads_heads is not for e4m3, block masks or sinks")
         if group > packed:
             found.append(f"packed_heads={packed} is less than the {group} heads to a KV head")
     elif group % packed:
