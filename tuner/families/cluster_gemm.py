@@ -38,8 +38,8 @@ WORDS = {"dtype": ("float16", "bfloat16"), "activation": ("", *ACTIVATIONS)}
 MAX_ROWS = 16384
 """Most rows of A that are served."""
 FEW = 256
-"""Most rows or columns of D for which the space has kernels: with more of both, tiles fill the chip,
-tensor cores bound the product, and CUTLASS's kernels are faster."""
+"""Most rows or columns of D for which the space has kernels: with more of both, tiles fill the
+chip, tensor cores bound the product, and CUTLASS's kernels are faster."""
 BLOCK_K, BLOCK_BYTES = 64, 128
 """Elements of K of a stage, and their bytes: the widest swizzle."""
 INSTRUCTION_ROWS, MAX_COLUMNS = 64, 256
@@ -109,17 +109,9 @@ class ClusterGemm(StridedProduct):
             *_split_violations(as_gemm(problem, ClusterGemm.name), config),
         ]
 
-    def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
-        if self.supports(problem, gpu):
-            return []
-        problem = as_gemm(problem, ClusterGemm.name)
-        found: list[Config] = []
+    def _groups(self, problem: GemmProblem, gpu: Gpu) -> Iterator[list[Config]]:
         for compiled in _compiled(problem, gpu):
-            group = [Config(self.name, params) for params in _launched(problem, compiled)]
-            # Candidates of one kernel differ in run-time choices, legal by construction.
-            if not self.violations(problem, group[0], gpu):
-                found += group
-        return found
+            yield [Config(self.name, params) for params in _launched(problem, compiled)]
 
     def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
         problem = as_gemm(problem, ClusterGemm.name)

@@ -32,8 +32,8 @@ MARGINS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 """Margins to try (`DomainModels.margin`)."""
 SLOWER_COSTS = 1.0
 """Weight of a loss against the vendor's kernel, added to the loss against the fastest kernel. With 3
-an H200's products had less speed over the vendor's at models left out (1.068 and 1.005 up to 16 and
-above 256 rows, in place of 1.080 and 1.009), and half of the calls by own kernels."""
+products on an H200 had less speed over the vendor's at models left out (1.068 and 1.005 up to 16
+and above 256 rows, in place of 1.080 and 1.009), and half of the calls by own kernels."""
 MAX_LOSS = 0.25
 """Largest loss that one problem counts with in the choice of a margin. A problem that the models
 miss by far says little about the others."""
@@ -102,6 +102,7 @@ class Judge:
         chosen one is faster.
 
         If all kernels of attention pack heads, some that do not join: they take any ratio of heads.
+        So does one that splits the keys, if all that split them pack heads.
         """
         table = self._table(own)
         reached = self._vendors_times(own)
@@ -127,6 +128,9 @@ class Judge:
         found = [own[at] for at in chosen]
         if self._domain.reaches_far and unpacked and not set(unpacked) & set(found):
             found += self.cover(unpacked, min(most, UNPACKED_KERNELS))
+        splitting = [kernel for kernel in unpacked if "combine" in kernel.config.params]
+        if self._domain.reaches_far and splitting and not set(splitting) & set(found):
+            found += [one for one in self.cover(splitting, 1) if one not in found]
         return found
 
     def margin(
