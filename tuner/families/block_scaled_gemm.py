@@ -49,6 +49,8 @@ COLUMN_PLACES, BARRIER_BYTES = 12, 16
 UNROLL = 4
 #: Bytes that TMA's boxes without a swizzle begin at.
 FACTOR_ALIGNMENT = 128
+#: Rows whose factors fit one box over groups, and floats of the two boxes of more.
+MAX_BOX_FACTORS, FACTORS_OF_TWO_BOXES = 252, 320
 #: Rows and columns of a warp's box of results, and its bytes.
 BOX_ROWS, BOX_COLUMNS = 16, 64
 BOX_BYTES = 2 * BOX_ROWS * BOX_COLUMNS
@@ -59,7 +61,7 @@ MAX_TILES = 1 << 30
 
 #: First guesses, to be fitted: bytes of the L2 that a multiprocessor gets a clock, all of them
 #: loading; of memory, over the data sheet's.
-L2_BYTES_PER_CLOCK = 40.0
+L2_BYTES_PER_CLOCK = 60.0
 MEMORY_EFFICIENCY = 0.88
 #: Clock under such products over the highest; clocks of a tile's start and end, and those of its
 #: sums' way to memory, a column of a warp group: read off 14 kernels at (4096,7168,2048) on one
@@ -67,7 +69,7 @@ MEMORY_EFFICIENCY = 0.88
 CLOCK_SHARE = 0.72
 TILE_CLOCKS, BOXED_TILE_CLOCKS, COLUMN_CLOCKS = 2800.0, 900.0, 6.0
 SMEM_BYTES_PER_CLOCK = 128
-STEP_CLOCKS = 40.0
+STEP_CLOCKS = 50.0
 #: Clocks of a step for each row whose factor a warp copies: the fourth run of
 #: block-scaled-products-h100.jsonl.gz, one kernel of 256 rows with such copies and without.
 FACTOR_CLOCKS = 0.45
@@ -289,6 +291,9 @@ def stage_bytes(config: Config) -> int:
     factors = tile_n if config["swap_ab"] else tile_m
     factor_bytes = 4 * (factors + COLUMN_PLACES)
     if "tma_factors" in config.params:
+        # Boxes over groups begin at whole 16 bytes; a box has at most 256 floats.
+        if "split_k" not in config.params and factors > MAX_BOX_FACTORS:
+            factor_bytes = 4 * FACTORS_OF_TWO_BOXES
         factor_bytes = ceil(factor_bytes / FACTOR_ALIGNMENT) * FACTOR_ALIGNMENT
     return (tile_m + tile_n) * SCALE_BLOCK + factor_bytes + BARRIER_BYTES
 
@@ -391,7 +396,7 @@ def _store_violations(config: Config) -> list[str]:
 _TILES = (
     *product((128,), (64, 80, 96, 112, 128, 144, 160, 176, 192)),
     *product((256,), (64, 96, 112, 128)),
-    *product((64,), (64, 96, 128, 160, 192)),
+    *product((64,), (16, 32, 48, 64, 80, 96, 112, 128, 160, 192)),
 )
 _SWAPPED = (*product((64, 128, 256), (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192)),)
 #: Blocks of a cluster along both sides of its tiles and along K.
