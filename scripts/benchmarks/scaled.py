@@ -6,7 +6,7 @@ such products chooses (`tuner.selection.block_scaled`) among those that are prov
 of each way is the relative one of the first rows and columns, against fp64 with exact factors.
 
 DeepGEMM compiles for each layer. A child process for each does that first, all of them side by
-side. Then one after the other times its rows.
+side. Then each number of rows is timed, a layer after the other.
 """
 
 from __future__ import annotations
@@ -343,15 +343,15 @@ def measured(
         for line in (line for answer in answers for line in answer.get("said", ())):
             print(line, file=sys.stderr, flush=True)
         stack.enter_context(turn(lock))
-        for worker, answer, (n, k) in zip(workers, answers, layers, strict=True):
-            for index, m in enumerate(rows, 1):
-                if "lost" not in answer:
-                    answer = worker.ask(index)
-                if "lost" in answer:
-                    print(f"M={m},N={n},K={k}: {answer['lost']}", file=sys.stderr, flush=True)
+        for index, m in enumerate(rows, 1):
+            for place, (worker, (n, k)) in enumerate(zip(workers, layers, strict=True)):
+                if "lost" not in answers[place]:
+                    answers[place] = worker.ask(index)
+                if "lost" in answers[place]:
+                    lost = answers[place]["lost"]
+                    print(f"M={m},N={n},K={k}: {lost}", file=sys.stderr, flush=True)
                 else:
-                    yield answer
-            worker.__exit__()
+                    yield answers[place]
 
 
 def _layer(sizes: tuple[int, int], rows: Sequence[int], args: argparse.Namespace) -> Layer:
