@@ -240,8 +240,8 @@ def plans(problem: GemmProblem, *, unproven: bool) -> Iterator[tuple[str, Any]]:
 
 
 def built(problem: GemmProblem) -> Iterator[tuple[str, Any]]:
-    """Kernels of the space that are built and not the rule's, as plans: unrolled ones with factors
-    by TMA, one raster of each, of an expected time near the shortest.
+    """Built kernels of the space that are not the rule's, as plans. They have unrolled loops and
+    factors by TMA, one raster each, and expected times near the shortest.
     """
     from benchmarks.moe_products import plans_of
     from tuner.families import families
