@@ -279,7 +279,7 @@ def test_a_graph_of_torch_compile_is_pytorch_s(runtime: SimpleNamespace, moe: An
     assert runtime.counters.stats().calls == 0
 
 
-@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe"])
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "DeepseekV3"])
 def test_transformers_experts(runtime: SimpleNamespace, name: str) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     import tuner.runtime.transformers  # noqa: F401
@@ -291,6 +291,11 @@ def test_transformers_experts(runtime: SimpleNamespace, name: str) -> None:
         **{"num_local_experts": 4, "num_experts": 6, "moe_intermediate_size": 24},
         "num_experts_per_tok": 2,
     }
+    if name == "DeepseekV3":
+        del values["head_dim"]
+        values |= {"n_routed_experts": 6, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 0}
+        values |= {"q_lora_rank": 16, "kv_lora_rank": 16, "num_key_value_heads": 4}
+        values |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
     config = getattr(transformers, f"{name}Config")(**values)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     ids = torch.randint(0, 61, (2, 9))
@@ -323,6 +328,36 @@ def test_transformers_own_function_answers_for_other_experts(runtime: SimpleName
         found[way] = module(hidden, experts, by)
     torch.testing.assert_close(found["tuner"], found["grouped_mm"])
     assert runtime.counters.stats().fallbacks == {runtime.refusal.Kind.EXPERTS: 1}
+
+
+def test_transformers_experts_with_biases_and_a_gate_of_their_own(kernel: Any) -> None:
+    """GPT-OSS: turned once, then by the kernel of rows and grouped products."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    from tuner.runtime.transformers_experts import turn_experts_
+
+    torch.manual_seed(0)
+    config = transformers.GptOssConfig(
+        hidden_size=32, intermediate_size=40, num_local_experts=4, num_experts_per_tok=2
+    )
+    module = transformers.models.gpt_oss.modeling_gpt_oss.GptOssExperts(config).bfloat16()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    before = {name: one.detach().clone() for name, one in module.named_parameters()}
+    tensors = torch.randn(7, 32).bfloat16(), torch.randint(0, 4, (7, 2)), torch.rand(7, 2)
+    found = {}
+    with torch.no_grad():
+        config._experts_implementation = "tuner"
+        module(*tensors)
+        assert not kernel.kernel.launches
+        assert turn_experts_(module) == 2 and turn_experts_(module) == 0
+        for name, one in module.named_parameters():
+            assert torch.equal(one, before[name]) and one.shape == before[name].shape
+        for way in ("eager", "tuner"):
+            config._experts_implementation = way
+            found[way] = module(*tensors).float()
+    assert kernel.kernel.launches
+    error = (found["tuner"] - found["eager"]).norm() / found["eager"].norm()
+    assert error < 2e-2
 
 
 def test_transformers_experts_of_fine_grained_fp8(
