@@ -74,6 +74,8 @@ STEP_CLOCKS = 50.0
 #: block-scaled-products-h100.jsonl.gz, one kernel of 256 rows with such copies and without.
 FACTOR_CLOCKS = 0.45
 START_CLOCKS = 3000.0
+#: Groups of multiprocessors (GPCs): the blocks of a cluster lie in one. Hopper has at most eight.
+GPCS = 8
 #: Of a cluster that divides K: its two meetings, and bytes that its blocks exchange a clock.
 MEETING_CLOCKS, EXCHANGED_BYTES_PER_CLOCK = 1500.0, 16.0
 
@@ -211,13 +213,20 @@ def estimate_us(problem: GemmProblem, config: Config, gpu: Gpu, rates: Rates) ->
     tiles_x, tiles_y = tiles(problem, config)
     splits = int(config["split_k"])
     steps = ceil(ceil(problem.k / SCALE_BLOCK) / splits)
-    blocks = tiles_x * tiles_y * int(config["cluster_m"] * config["cluster_n"]) * splits
-    rounds = ceil(blocks / gpu.sm_count)
+    size = int(config["cluster_m"] * config["cluster_n"]) * splits
+    rounds = ceil(tiles_x * tiles_y * size / resident_blocks(size, gpu))
     clocks = START_CLOCKS + rounds * (steps * rates.step + rates.end)
     compute_us = clocks / (CLOCK_SHARE * gpu.clock_max_mhz)
     memory_us = problem.bytes / (gpu.memory_gbs * MEMORY_EFFICIENCY * 1e3)
     longest = float((compute_us**4 + memory_us**4) ** 0.25)
     return GRAPH_LAUNCH_US * (0.5 if config["pdl"] else 1.0) + longest
+
+
+def resident_blocks(size: int, gpu: Gpu) -> int:
+    """Blocks that run at once, a multiprocessor each, in clusters of so many within one GPC."""
+    if size <= 2:
+        return gpu.sm_count
+    return max(1, gpu.sm_count // GPCS // size) * GPCS * size
 
 
 def extent_conflict(m: int, n: int, k: int, groups: int = 1) -> str:

@@ -71,7 +71,7 @@ def moe(
     return _composed(call) if out is None else out
 
 
-class Gate(NamedTuple):
+class OwnGate(NamedTuple):
     """Experts that differ from SwiGLU's, by PyTorch's operations between the products."""
 
     function: Callable[[torch.Tensor], torch.Tensor]
@@ -93,7 +93,7 @@ class Layer(NamedTuple):
     gate_up_scale: torch.Tensor | None
     down_scale: torch.Tensor | None
     sizes: Sizes
-    gate: Gate | None = None
+    gate: OwnGate | None = None
     """None: SwiGLU, without biases."""
 
     @property
@@ -227,7 +227,7 @@ def _launched(call: Layer, rows: expert_rows.LaunchedRows) -> torch.Tensor:
     return rows.combine(each, places, weights.contiguous())
 
 
-def _gated(call: Layer, gate: Gate, both: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def _gated(call: Layer, gate: OwnGate, both: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """The down product behind a gate of its own, with biases; rows behind the last are anything."""
     places = torch.arange(len(both), device=both.device)
     experts = torch.searchsorted(offsets[1:], places, right=True).clamp_(max=len(call.down) - 1)

@@ -23,7 +23,7 @@ from transformers.integrations import moe as experts
 from tuner.errors import ConfigError
 from tuner.problem import SCALE_BLOCK
 from tuner.runtime import counters
-from tuner.runtime.experts import Gate, Layer, answer
+from tuner.runtime.experts import Layer, OwnGate, answer
 from tuner.runtime.refusal import Kind, Refusal
 
 _OWN = "grouped_mm"
@@ -99,14 +99,14 @@ def _weights(module: Any) -> tuple[torch.Tensor, ...]:
     return both
 
 
-def _gate(module: Any) -> Gate | None:
+def _gate(module: Any) -> OwnGate | None:
     """What is not SwiGLU without biases; None: it is."""
     is_default = type(module)._apply_gate is experts._default_apply_gate
     if is_default and not _unlike(module, _PLAIN):
         return None
     has_bias = getattr(module, "has_bias", False)
     biases = (module.gate_up_proj_bias, module.down_proj_bias) if has_bias else (None, None)
-    return Gate(module._apply_gate, *biases)
+    return OwnGate(module._apply_gate, *biases)
 
 
 def fp8_experts_forward(
