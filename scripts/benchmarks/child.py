@@ -56,7 +56,7 @@ class Worker:
         """The child's answer, or ``{"lost": reason}`` when it did not.
 
         Args:
-            index: what is asked.
+            index: number of the case to measure.
             limit_s: seconds for this answer, if not the worker's.
         """
         limit_s = self._limit_s if limit_s is None else limit_s

@@ -224,7 +224,7 @@ def environment() -> dict[str, Any]:
     """Versions and clocks behind the figures.
 
     Raises:
-        BenchmarkError: where there is no GPU.
+        BenchmarkError: when there is no GPU.
     """
     import torch
 

@@ -122,7 +122,7 @@ class TestWriting:
         self, known: KernelList, cache: ArtifactCache, tmp_path: Path
     ) -> None:
         other = known.with_kernels([Kernel(spec(64).key, "prebuilt1", "cd" * 32, PROOF)])
-        with pytest.raises(ConfigError, match="artifact prebuilt1 was built anew"):
+        with pytest.raises(ConfigError, match="artifact prebuilt1 was rebuilt"):
             write_wheel(other, cache, tmp_path)
         with pytest.raises(ConfigError, match="artifact prebuilt1 is not in"):
             write_wheel(known, ArtifactCache(tmp_path / "empty"), tmp_path)

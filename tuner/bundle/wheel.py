@@ -157,7 +157,7 @@ def _package(kernels: KernelList, artifacts: ArtifactCache) -> Iterator[tuple[st
         if artifact is None:
             raise ConfigError(f"artifact {kernel.artifact} is not in {artifacts.root}")
         if artifact.sha256 != kernel.sha256:
-            raise ConfigError(f"artifact {kernel.artifact} was built anew: tuner build --portfolio")
+            raise ConfigError(f"artifact {kernel.artifact} was rebuilt: tuner build --portfolio")
         data = artifact.library.read_bytes()
         if (wanted := newest_glibc(data)) > MAX_GLIBC:
             version = ".".join(map(str, wanted))

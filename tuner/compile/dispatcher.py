@@ -93,6 +93,6 @@ def _places() -> list[str]:
         (python / "Python.h", "Debian, Ubuntu: apt install python3-dev"),
     ):
         if not header.is_file():
-            raise CompileError(f"the dispatcher needs {header}, which is not there ({help})")
+            raise CompileError(f"the dispatcher needs {header}, which was not found ({help})")
     includes = torch / "include", torch / "include/torch/csrc/api/include", python
     return [*(f"-isystem{folder}" for folder in includes), f"-L{torch / 'lib'}"]

@@ -56,11 +56,12 @@ def experts_forward(
     """
     tensors = hidden_states, top_k_index, top_k_weights
     reason = _differing(self, _SERVED)
-    weights = () if reason else _weights(self)
-    if weights and not all(weight.is_contiguous() for weight in weights):
-        reason = "weights along the outputs (tuner.runtime.transformers_experts.turn_experts_)"
     if not reason:
-        layer = Layer(*tensors, *weights, None, None, "zipf", _gate(self))
+        gate_up, down = _weights(self)
+        if not (gate_up.is_contiguous() and down.is_contiguous()):
+            reason = "weights along the outputs (tuner.runtime.transformers_experts.turn_experts_)"
+    if not reason:
+        layer = Layer(*tensors, gate_up, down, None, None, "zipf", _gate(self))
         if (out := _answer(layer, self)) is not None:
             return out
     return _transformers(experts.ALL_EXPERTS_FUNCTIONS, reason, self, *tensors)
@@ -91,11 +92,11 @@ def turn_experts_(model: torch.nn.Module) -> int:
     return turned
 
 
-def _weights(module: Any) -> tuple[torch.Tensor, ...]:
+def _weights(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Both weights, the outputs' dimension before the inputs'."""
     both = module.gate_up_proj, module.down_proj
     if getattr(module, "is_transposed", False):
-        return tuple(weight.transpose(1, 2) for weight in both)
+        return both[0].transpose(1, 2), both[1].transpose(1, 2)
     return both
 
 
@@ -126,7 +127,7 @@ def fp8_experts_forward(
 
 
 def _unlike(module: Any, plain: dict[str, Any]) -> str:
-    """Reason why the experts are not those of `tuner.moe`; empty: they are."""
+    """Reason why `tuner.moe` does not compute these experts; empty if it does."""
     if reason := _differing(module, plain):
         return reason
     is_silu = type(module.act_fn).__name__ in ("SiLU", "SiLUActivation")

@@ -160,9 +160,9 @@ def _experts(
     if layer.expert_map is not None:  # of this rank, or -1
         topk_ids = layer.expert_map[topk_ids.long()]
     ids = topk_ids if topk_ids.dtype in (torch.int32, torch.int64) else topk_ids.int()
-    given = x, ids, topk_weights, layer.w13_weight, layer.w2_weight, *scales, "zipf"
+    given = Layer(x, ids, topk_weights, layer.w13_weight, layer.w2_weight, *scales, "zipf")
     try:
-        return answer(Layer(*given))
+        return answer(given)
     except ConfigError as exc:
         _count(layer, str(exc))
         return None

@@ -12,7 +12,7 @@ from tuner.families.fused_attention import sparse
 from tuner.families.fused_attention.registers import INSTANCES, instance
 from tuner.families.vendor.sdpa import BACKENDS
 from tuner.problem import E4M3, AttentionProblem, DType
-from tuner.problem.attention import BLOCK_SIZE
+from tuner.problem.attention_masks import BLOCK_SIZE
 from tuner.selection.domains.base import Domain
 
 Mask = Literal["full", "causal", "windowed"]
