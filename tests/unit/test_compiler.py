@@ -21,7 +21,7 @@ from tuner.base.processes import ProcessPool
 from tuner.compile import compiler
 from tuner.compile.artifacts import ArtifactCache
 from tuner.compile.compiler import Compiler
-from tuner.compile.units import KernelJob
+from tuner.compile.units import KernelJob, fixed_units
 from tuner.config import Config
 from tuner.errors import CompileError, RenderError, StoreError
 from tuner.families.base import KernelSpec
@@ -121,6 +121,20 @@ def test_a_unit_holds_the_oldest_kernel_and_those_most_like_it(
     made._units.pop()
     assert [job.spec.variables["n"] for job in taken(made)] == [1, 3]
     made.close(cancel=True)
+
+
+@pytest.mark.parametrize("jobs", [1, 6])
+def test_fixed_units_depend_on_the_kernels_only(fake: Fake, jobs: int) -> None:
+    wanted = [*specs(5), spec(9, "b.cu.j2")]
+    units = fixed_units([*reversed(wanted), wanted[0]], 3)
+    assert [len(unit) for unit in units] == [3, 2, 1]
+    assert units == fixed_units(wanted, 3)
+    with fake.compiler(jobs=jobs) as made:
+        made.fix_units(units)
+        ordered = [one for unit in units for one in unit]
+        found = [future.result() for _, future in made.submit([spec(7), *ordered])][1:]
+    assert [one.facts["kernels_in_unit"] for one in found] == [3, 3, 3, 2, 2, 1]
+    assert len({one.sha256 for one in found}) == 3
 
 
 def test_a_unit_holds_one_template(fake: Fake) -> None:
