@@ -198,6 +198,28 @@ def test_rows_are_quantised_on_their_way(
     assert sizes == [((14, 256), 256, "uniform"), ((14, 128), 256, "uniform")]
 
 
+def test_gated_activations_are_quantised_in_one_launch(kernel: Any) -> None:
+    import tuner
+    from tuner.runtime import block_scaled, expert_rows
+
+    torch.manual_seed(0)
+    rows = torch.randn(5, 2 * 136).bfloat16()
+    wanted = block_scaled.composed(expert_rows.ComposedRows().gate(rows, rows))
+    proof = 6  # launches that prove the kernel
+    for launches, given in ((proof + 1, rows), (proof + 2, rows), (proof + 2, rows[:, ::2])):
+        elements, factors = tuner.quantise(given, gated=True)
+        assert len(kernel.kernel.launches) == launches
+        assert elements.dtype == torch.float8_e4m3fn and factors.stride(0) == 1
+        if given is rows:
+            assert torch.equal(elements.view(torch.uint8), wanted[0].view(torch.uint8))
+            assert torch.equal(factors, wanted[1])
+    plain, wanted = tuner.quantise(rows), block_scaled.composed(rows)
+    assert torch.equal(plain[0].view(torch.uint8), wanted[0].view(torch.uint8))
+    for wrong in (rows.float(), rows[0], rows[:, :271]):
+        with pytest.raises(ConfigError, match=r"rows are .* \(allowed: bf16"):
+            tuner.quantise(wrong, gated=True)
+
+
 def test_without_a_kernel_for_e4m3_rows_are_not_quantised(kernel: Any, moe: Any) -> None:
     tensors, scales, wide = quantised((7, 2, 3, 256, 128))
     from tuner.runtime.experts import Layer, _composed

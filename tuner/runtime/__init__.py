@@ -24,6 +24,7 @@ from tuner.runtime.counters import Stats, stats
 from tuner.runtime.enable import disable, enable, enabled
 
 if TYPE_CHECKING:
+    from tuner.runtime.activations import quantise
     from tuner.runtime.block_mask import prepare_block_mask
     from tuner.runtime.experts import moe
     from tuner.runtime.grouped import grouped_mm
@@ -43,6 +44,7 @@ _MODULES = {
     "moe": "experts",
     "paged_attention": "paged",
     "prepare_block_mask": "block_mask",
+    "quantise": "activations",
     "restore_linear_": "layers",
     "scaled_mm": "products",
     "sparse_attention": "sparse",
@@ -65,6 +67,7 @@ __all__ = [
     "moe",
     "paged_attention",
     "prepare_block_mask",
+    "quantise",
     "restore_linear_",
     "scaled_mm",
     "sparse_attention",
