@@ -25,6 +25,7 @@ from tuner.runtime.enable import disable, enable, enabled
 
 if TYPE_CHECKING:
     from tuner.runtime.activations import quantise
+    from tuner.runtime.append import paged_append
     from tuner.runtime.block_mask import prepare_block_mask
     from tuner.runtime.experts import moe
     from tuner.runtime.grouped import grouped_mm
@@ -42,6 +43,7 @@ _MODULES = {
     "linear_problems": "layers",
     "matmul": "products",
     "moe": "experts",
+    "paged_append": "append",
     "paged_attention": "paged",
     "prepare_block_mask": "block_mask",
     "quantise": "activations",
@@ -65,6 +67,7 @@ __all__ = [
     "linear_problems",
     "matmul",
     "moe",
+    "paged_append",
     "paged_attention",
     "prepare_block_mask",
     "quantise",
