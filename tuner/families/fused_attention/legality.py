@@ -78,8 +78,8 @@ def conflicts(problem: AttentionProblem, config: Config) -> list[str]:
 
 
 def may_skip(problem: AttentionProblem, params: Mapping[str, Any]) -> bool:
-    """True if `skips_masked` is legal: the warp groups of a tile end at different blocks of keys,
-    or some of them in the first half of a block.
+    """True if `skips_masked` is legal. For blocks, the warp groups of a tile end at different
+    blocks of keys. For halves, some of them end in the first half of a block.
 
     Args:
         problem: what is computed.
