@@ -82,8 +82,8 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--reproducible",
         action="store_true",
-        help="with --portfolio: one library a kernel, so that equal builds are equal bytes; takes "
-        "about three times the CPU time",
+        help="with --portfolio: group kernels by their list only, so that equal builds are equal "
+        "bytes; kernels of other libraries are compiled again",
     )
     parser.add_argument("--jobs", type=int, metavar="N", help="nvcc processes (default: the cores)")
     parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")

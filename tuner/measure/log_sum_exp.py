@@ -61,7 +61,7 @@ def lost_of(problem: AttentionProblem, deviation: float) -> float:
     """Limit of the error of scores that tensor cores sum in e4m3; 0 for other types.
 
     Args:
-        problem: whose scores they are.
+        problem: problem of the scores.
         deviation: standard deviation of its scaled scores.
     """
     if problem.dtype != E4M3:
