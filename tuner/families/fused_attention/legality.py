@@ -82,7 +82,7 @@ def may_skip(problem: AttentionProblem, params: Mapping[str, Any]) -> bool:
     blocks of keys. For halves, some of them end in the first half of a block.
 
     Args:
-        problem: what is computed.
+        problem: problem to compute.
         params: parameters of a config, whose `skips_masked` is read where it is there.
     """
     is_plain = problem.is_causal and not (
