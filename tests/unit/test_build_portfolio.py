@@ -126,7 +126,9 @@ def test_what_is_built_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert (known.nvcc, known.capability) == ("13.0.88", "9.0")
     assert known.templates == resources.templates_digest()
     assert len(known.kernels) == 3 and known.find(REFERENCE) is not None
-    assert "3 of 3 kernels" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "3 of 3 kernels" in said
+    assert "the kernel that appends to paged caches: there already" in said
 
 
 def test_grouped_products_have_the_kernels_of_their_rule(

@@ -24,7 +24,7 @@ from tuner.measure.gate.commands import COMMANDS as DECLARED
 from tuner.measure.gate.commands import Command
 from tuner.measure.gate.inputs import KINDS, border_columns, kinds_of, scale_of
 from tuner.measure.gate.kernels import POISON, Guarded
-from tuner.measure.log_sum_exp import judge_lse, lost_of
+from tuner.measure.log_sum_exp import judge_lse, lost_of, lse_of, tops_of
 from tuner.measure.tolerance import GRADIENT_PART, OutputComparison, floor_work
 from tuner.measurement import Status
 from tuner.problem import (
@@ -350,12 +350,24 @@ def test_rows_that_lie_apart_are_checked_where_they_lie() -> None:
 def test_a_log_sum_exp_of_e4m3_may_lose_what_tensor_cores_cut_off() -> None:
     plain = AttentionProblem.parse("S=64,D=64")
     quantised = AttentionProblem.parse("S=64,D=64,dtype=e4m3")
-    assert lost_of(plain, 30.0) == 0.0
-    assert lost_of(quantised, 30.0) == pytest.approx(30 * 8 * 1.25 * 2.1e-5 * 8)
-    lost = lost_of(quantised, 1.0)
-    assert judge_lse([1.0 + lost], [1.0], lost).status is Status.OK
-    assert judge_lse([1.0 + lost], [1.0]).status is Status.WRONG_RESULT
-    assert judge_lse([1.01 + lost], [1.0], lost).status is Status.WRONG_RESULT
+    tops = [150.0, -3.0, -math.inf]
+    assert lost_of(plain, 30.0, tops) is None
+    unit = 8 * 1.25 * 2.1e-5 * 8
+    assert lost_of(quantised, 30.0, tops) == pytest.approx([150 * unit, 30 * unit, math.inf])
+    lost = lost_of(quantised, 1.0, [1.0])
+    assert lost is not None
+    assert judge_lse([1.0 + lost[0]], [1.0], lost).status is Status.OK
+    assert judge_lse([1.0 + lost[0]], [1.0]).status is Status.WRONG_RESULT
+    assert judge_lse([1.01 + lost[0]], [1.0], lost).status is Status.WRONG_RESULT
+    assert judge_lse([0.0], [-math.inf], [math.inf]).status is Status.WRONG_RESULT
+
+
+def test_largest_scores_of_packed_sequences_lie_as_the_log_sum_exp() -> None:
+    problem = AttentionProblem.parse("B=2,S=4,D=8,H=2,varlen=1")
+    rows = 2 * sum(problem.lengths_q)
+    statistics = [value for row in range(rows) for value in (float(row), 1.0)]
+    assert tops_of(problem, statistics) == lse_of(problem, statistics)
+    assert tops_of(problem, statistics) != sorted(tops_of(problem, statistics))
 
 
 def test_a_reference_is_computed_once_a_kind_and_seed() -> None:
