@@ -38,8 +38,8 @@ WORDS = {"dtype": ("float16", "bfloat16"), "activation": ("", *ACTIVATIONS)}
 MAX_ROWS = 16384
 """Most rows of A that are served."""
 FEW = 256
-"""Most rows or columns of D that are served. With more of both, tiles fill the chip and tensor cores
-bound the product: CUTLASS's kernels are faster."""
+"""Most rows or columns of D that are served. With more of both, tiles fill the chip and tensor
+cores bound the product: CUTLASS's kernels are faster."""
 BLOCK_K, BLOCK_BYTES = 64, 128
 """Elements of K of a stage, and their bytes: the widest swizzle."""
 INSTRUCTION_ROWS, MAX_COLUMNS = 64, 256
