@@ -16,7 +16,7 @@ import torch
 from tuner import settings
 from tuner.config import Config
 from tuner.errors import ConfigError
-from tuner.problem.attention import PAGE_MULTIPLE
+from tuner.problem.attention_masks import PAGE_MULTIPLE
 from tuner.runtime import counters, guards
 from tuner.runtime.composed import Extras
 from tuner.runtime.paged import checked, paged_call, prepare
