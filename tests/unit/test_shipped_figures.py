@@ -242,6 +242,22 @@ def test_the_readme_s_population_is_of_the_evidence(operation: str, is_own: bool
     assert [name, by, share, *figures] in found
 
 
+def test_the_page_prints_sections_of_heads_of_the_evidence() -> None:
+    found = json.loads((EVIDENCE / "causal-sections-h200.json").read_text())["problems"]
+    page, printed = RESULTS.read_text(), 0
+    for text, runs in found.items():
+        if "before" not in runs:
+            continue
+        problem = AttentionProblem.parse(text)
+        after = runs["after"]
+        theirs = min(us for name, us in after.items() if name.startswith("flash3"))
+        sizes = f"{problem.batch}, {problem.heads_q}, {problem.seqlen_q}"
+        times = f"{runs['before']['own']:.1f} | {after['own']:.1f} | {theirs:.1f}"
+        assert f"| {sizes} | {times} |" in page
+        printed += 1
+    assert printed == 3
+
+
 def test_pages_print_the_block_of_the_evidence() -> None:
     page = RESULTS.read_text()
     with gzip.open(EVIDENCE / "block-h100.json.gz", "rt") as file:
