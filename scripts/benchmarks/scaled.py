@@ -270,6 +270,7 @@ def scaled_name(config: Any) -> str:
     parts = f" k{config['split_k']}" * (config["split_k"] > 1)
     cluster = config["cluster_m"], config["cluster_n"]
     parts += f" c{cluster[0]}x{cluster[1]}" * (cluster != (1, 1))
+    parts += " uniform" * ("uniform_branch" in config.params)
     return f"{kernel_name(config)}{parts}"
 
 
