@@ -90,8 +90,8 @@ KERNELS: Mapping[DType, Mapping[Config, float | Rates]] = {
     E4M3: _SCALED,
 }
 """Kernels by type, and the factors of their estimates; or their rates. The factors lose least in 18
-products of moe-h100.json.gz and moe-h200.json.gz in scripts/benchmarks/evidence; the rates are those
-of moe-e4m3-h200.json.gz.
+products of moe-h100.json.gz and moe-h200.json.gz in scripts/benchmarks/evidence. The rates are of
+moe-e4m3-h200.json.gz.
 """
 
 
