@@ -324,7 +324,10 @@ raise SystemExit(answer_indices(measure, "cpu"))
 """
 
 
-def test_a_crash_says_where(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_crash_says_where(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(population.__file__).parents[1]))
     with Worker([sys.executable, "-P", "-c", CRASHING], 60) as worker:
         assert worker.ask(0) == {}
         assert worker.ask(1) == {"lost": "the worker ended: code -11"}
