@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tuner.compile.artifacts import LoadedKernel
+from tuner.compile.loading import LoadedKernel
 from tuner.compile.single import PAGED_APPEND
 from tuner.errors import ConfigError
 from tuner.runtime import devices, guards
