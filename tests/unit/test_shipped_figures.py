@@ -51,7 +51,7 @@ def _readme_lines() -> list[tuple[AttentionProblem, list[str]]]:
 
 
 def _as_printed(text: str, value: float) -> bool:
-    """Whether a printed number is the value to the digits that it has."""
+    """True when a printed number is the value, rounded to the number's digits."""
     digits = len(text.partition(".")[2])
     return abs(float(text) - value) <= 0.51 * 10**-digits
 
