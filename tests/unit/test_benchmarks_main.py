@@ -12,11 +12,17 @@ from benchmarks.__main__ import NAMES, main
 TOP = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("argv", [[], ["--help"], ["../gpus"]])
+@pytest.mark.parametrize("argv", [[], ["../gpus"]])
 def test_another_name_gets_a_line_with_all(argv: list[str], capsys: pytest.CaptureFixture) -> None:
     assert main(argv) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "there is no benchmark" in line and "gpus" in line
+
+
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help_names_all(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([option]) == 0
+    assert capsys.readouterr().out.split()[-len(NAMES) :] == list(NAMES)
 
 
 def test_every_benchmark_has_its_name() -> None:
