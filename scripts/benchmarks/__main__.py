@@ -53,11 +53,8 @@ NAMES = (
 def main(argv: Sequence[str]) -> int:
     """Run one benchmark; the exit codes are the command line's."""
     name, *rest = argv or ("",)
-    usage = f"scripts/bench NAME [options]; NAME is one of: {' '.join(NAMES)}"
-    if name in ("-h", "--help"):
-        print(usage)
-        return 0
     if name not in NAMES:
+        usage = f"scripts/bench NAME [options]; NAME is one of: {' '.join(NAMES)}"
         print(f"there is no benchmark '{name}': {usage}", file=sys.stderr)
         return 2
     try:

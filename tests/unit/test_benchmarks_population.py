@@ -465,3 +465,8 @@ def test_a_child_keeps_its_answers_apart_from_noise(monkeypatch: Any) -> None:
         assert worker.ask(3) == {"index": 3}
         assert worker.ask(7) == {"lost": "the device is lost"}
         assert worker.ask(4) == {"index": 4}
+
+
+def test_shipped_rows_are_read_as_they_are() -> None:
+    shipped_rows = Path(population.__file__).parent / "evidence" / "population-h200.jsonl.gz"
+    assert len(population.read(shipped_rows)) == 400
