@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import chain
-from math import ceil, exp, log
+from math import ceil, exp, inf, log
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ MAX_COPIES = 16
 CHECKED_ROWS, CHECKED_COLUMNS = 256, 512
 """First rows and columns that are compared with fp64."""
 NEAR_ESTIMATE = 1.7
-"""Longest first guess of a kernel of the space that is timed, over the shortest."""
+"""Longest expected time of a further kernel that is timed, over the shortest."""
 DEEP_GEMM, CUBLASLT = "deep_gemm", "scaled_mm"
 
 
@@ -59,7 +59,7 @@ class Layer:
         n: columns.
         k: columns of the weights.
         rows: numbers of rows to time.
-        with_all: also every other kernel of the rule.
+        with_all: also the rule's other kernels that are expected near (`NEAR_ESTIMATE`).
         unproven: True to include kernels without a proof.
         with_space: also the kernels of the space that are built (`built`).
     """
@@ -116,7 +116,8 @@ class Layer:
                 yield name, call, self._error(call(0), a, scale_a), ""
             except FAILURES as exc:
                 yield name, lambda _: None, None, first_line(exc)
-        own_plans = plans(problem, unproven=self._unproven) if with_own else iter(())
+        most = NEAR_ESTIMATE if self._with_all else inf
+        own_plans = plans(problem, unproven=self._unproven, most=most) if with_own else iter(())
         if with_own and self._with_space:
             own_plans = chain(own_plans, built(problem))
         for name, plan in own_plans:
@@ -230,13 +231,24 @@ def estimates(problem: GemmProblem) -> dict[str, float]:
     return {scaled_name(config): round(us, 2) for us, config in found}
 
 
-def plans(problem: GemmProblem, *, unproven: bool) -> Iterator[tuple[str, Any]]:
-    """The rule's kernels that are proven here, as plans, in the rule's order."""
+def plans(problem: GemmProblem, *, unproven: bool, most: float = inf) -> Iterator[tuple[str, Any]]:
+    """The rule's kernels that are proven here, as plans, in the rule's order.
+
+    Args:
+        problem: the product.
+        unproven: also kernels without a proof.
+        most: longest expected time, over the shortest.
+    """
     from benchmarks.moe_products import plans_of
     from tuner.runtime import devices
     from tuner.selection import block_scaled
+    from tuner.selection.by_rule import RuleSelection
 
     selection = block_scaled.select(problem, devices.gpu_of(0))
+    if selection is not None:
+        found = tuple(selection.own())
+        near = tuple(one for one in found if one[0] <= most * found[0][0])
+        selection = RuleSelection(near, Regime(), ())
     for config, plan in plans_of(problem, selection, unproven=unproven):
         yield scaled_name(config), plan
 
@@ -273,6 +285,7 @@ def scaled_name(config: Any) -> str:
     cluster = config["cluster_m"], config["cluster_n"]
     parts += f" c{cluster[0]}x{cluster[1]}" * (cluster != (1, 1))
     parts += " uniform" * ("uniform_branch" in config.params)
+    parts += " ahead" * ("ahead" in config.params)
     return f"{kernel_name(config)}{parts}"
 
 
@@ -380,7 +393,7 @@ def main(argv: Sequence[str]) -> int:
     tokens = ",".join(map(str, BLOCK_SCALED_TOKENS))
     parser.add_argument("--rows", default=tokens, metavar="M,...", help=f"default: {tokens}")
     parser.add_argument(
-        "--kernels", action="store_true", help="also every other kernel of the rule"
+        "--kernels", action="store_true", help="also the rule's kernels that are expected near"
     )
     parser.add_argument(
         "--space", action="store_true", help="also the kernels of the family's space that are built"
