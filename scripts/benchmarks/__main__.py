@@ -19,6 +19,7 @@ NAMES = (
     "cost",
     "cute_dsl",
     "dispatch",
+    "e4m3",
     "engines",
     "fleet",
     "fp8_attention",

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import child, narrow, scaled
+from benchmarks import child, e4m3, narrow, scaled
 from tuner.bench.suites import BLOCK_SCALED, BLOCK_SCALED_TOKENS
 from tuner.errors import BenchmarkError, ConfigError
+from tuner.families import families
 from tuner.hardware import GPUS
 from tuner.problem import GemmProblem
 from tuner.selection import block_scaled
@@ -77,12 +78,15 @@ def test_wrong_sizes_are_named(options: list[str]) -> None:
     if options[0] == "--rows":
         with pytest.raises(ConfigError, match="--rows many"):
             narrow.main(options)
+        for sizes in ("8192x4096", "many", "8x8x8x8"):
+            with pytest.raises(ConfigError, match="--sizes"):
+                e4m3.main(["--sizes", sizes])
 
 
 def test_without_a_gpu_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(narrow, "compiled", lambda *_: {})
-    for bench in (scaled, narrow):
+    for bench in (scaled, narrow, e4m3):
         with pytest.raises(BenchmarkError, match="timed on a GPU"):
             bench.main([])
 
@@ -109,6 +113,32 @@ def test_the_narrow_report_takes_the_fastest_of_the_library() -> None:
     text = narrow.report({"environment": {}, "products": rows})
     assert "M=64: mean 1.250" in text and "M=96: mean 0.900" in text
     assert "served: mean 0.500, worst 0.500 of 1" in text and "worst 0.900 of 2" in text
+
+
+def test_every_kind_of_e4m3_product_has_own_kernels_by_estimates() -> None:
+    gpu, supported = GPUS["H200"], {}
+    for kind in e4m3.KINDS:
+        problem = e4m3.problem_of(kind, e4m3.SIZES[0])
+        supported[kind] = [x for x in e4m3.FAMILIES if not families()[x].supports(problem, gpu)]
+        assert e4m3.ranked("gemm", problem, gpu)
+    assert {kind for kind, found in supported.items() if len(found) == 2} == {
+        "promoted, tensors",
+        "promoted, rows",
+    }
+
+
+def test_the_e4m3_report_takes_the_fastest_of_either_side() -> None:
+    def row(kind: str, **us: float) -> dict[str, Any]:
+        return {"kind": kind, "m": 8, "n": 16, "k": 32, "us": us}
+
+    rows = [
+        row("fast, rows", **{"cublaslt 3": 9.0, "gemm tile_m=64": 10.0, "gemm tile_m=128": 8.0}),
+        row("fast, rows", **{"scaled_mm": 8.0, "gemm tile_m=64": 10.0}),
+        row("promoted, rows", **{"scaled_mm": 8.0}),
+    ]
+    text = e4m3.report({"environment": {}, "products": rows})
+    assert "fast, rows: mean 0.949, worst 0.800 of 2" in text
+    assert "promoted, rows: mean" not in text
 
 
 def test_the_products_of_the_suite_are_timed() -> None:
