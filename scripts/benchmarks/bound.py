@@ -1,10 +1,9 @@
 """``scripts/bench bound``: the share of drawn calls that own kernels can answer without a loss.
 
-By domain, of the shipped recordings in a stream: PyTorch's time over that of the fastest own
-kernel that was measured at a problem. A drawn call stands for the problems of its domain. No
-selection is as good as the best measured kernel of each problem, so the share of ratios of 1 and
-more bounds the share of own kernels. Below it stands the ratio that must be put up with for a
-larger share. Needs no GPU.
+Shipped recordings in a stream give the ratio of a problem: PyTorch's time over that of the fastest
+own kernel that was measured there. A drawn call stands for the problems of its domain. No selection
+beats the best measured kernel, so ratios of 1 and more bound the share of own kernels. A larger
+share needs calls with smaller ratios: the last line has the least of them. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     """Print a line for each domain of the draw, the bound, and what larger shares cost; 0."""
     parser = argparse.ArgumentParser(prog="scripts/bench bound", description=__doc__)
     parser.add_argument("--gpu", default="H200", help="GPU of the recordings (default H200)")
-    parser.add_argument("--seed", default="0", help="of the draw")
+    parser.add_argument("--seed", default="0", help="seed of the draw (default 0)")
     parser.add_argument("--count", type=int, default=400, help="calls to draw")
     parser.add_argument("--models", default="held-out", help="as of scripts/bench population")
     args = parser.parse_args(argv)
@@ -131,7 +130,7 @@ def reached(rows: Iterable[tuple[float, float]], share: float) -> float:
 
     Args:
         rows: ratios and weights.
-        share: of all weights, 0 to 1.
+        share: part of all weights, 0 to 1.
     """
     ranked = sorted(rows, reverse=True)
     wanted, sum_of = share * sum(weight for _, weight in ranked), 0.0
