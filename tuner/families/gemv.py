@@ -189,6 +189,12 @@ class Gemv(StridedProduct):
             block_rows(config), step_k(config), resident, is_persistent, in_flight
         )
 
+    def overlapped(self, config: Config) -> Config:
+        """With `LEAD`: in a stream its times are 0.95 to 1.00 of those without, in the median of
+        37 plain products on an H200 to 28 with an activation on an H100 (``cache/recordings``).
+        """
+        return Config(self.name, {**config.params, "pdl": True, "lead": LEAD})
+
     def legality_facts(self, problem: Problem) -> Hashable:
         """Padded K: shared memory holds all rows of A."""
         product = as_gemm(problem, Gemv.name)
