@@ -190,8 +190,8 @@ class Gemv(StridedProduct):
         )
 
     def overlapped(self, config: Config) -> Config:
-        """With `LEAD`: in a stream its times are 0.95 to 1.00 of those without, in the median of
-        37 plain products on an H200 to 28 with an activation on an H100 (``cache/recordings``).
+        """With `LEAD`. In a stream that saves up to 5 % in the median: 162 pairs on an H100 and an
+        H200 (``cache/recordings``).
         """
         return Config(self.name, {**config.params, "pdl": True, "lead": LEAD})
 
