@@ -8,6 +8,7 @@ that none is in the L2 (`call_times.time_calls`). Contenders of a case, in shuff
 - ``best``: the fastest schedule of the kernels that it selects from, found in a pass of its own
 - ``flash3``: FlashAttention-3's serving build with its scheduler's metadata, made before
 - ``dense``: `tuner.attention` over a dense cache, where all sequences are alike and have one query
+- ``read``: PyTorch's sum of as many bytes in order, beside ``dense``: a bound of memory
 
 Only compiled kernels take part; ``--compile`` compiles them, and times nothing. ``--selected``
 leaves out ``best`` and its pass.
@@ -357,6 +358,14 @@ class Batch:
 
         return call
 
+    def read(self) -> Call:
+        """A sum of the bytes of a cache, in their order."""
+        import torch
+
+        caches = self.rows.view(-1).view(torch.float32).view(self.copies, -1)
+        total = torch.empty((), device="cuda")
+        return lambda index: torch.sum(caches[index % self.copies], 0, out=total)
+
     def flash3(self, module: Any) -> Call:
         """A call of FlashAttention-3's serving build, with the metadata that a server makes."""
         case, problem = self.case, self.problem
@@ -399,7 +408,11 @@ def _launches(problem: AttentionProblem, config: Config, scale: float, strides: 
 
 
 def compared(
-    case: Case, pool: Any, kernels: Mapping[Config, LoadedKernel], final_us: float = FINAL_US
+    case: Case,
+    pool: Any,
+    kernels: Mapping[Config, LoadedKernel],
+    final_us: float = FINAL_US,
+    quick_us: float = QUICK_US,
 ) -> dict[str, Any]:
     """Times of one case.
 
@@ -408,6 +421,7 @@ def compared(
         pool: bytes that hold its caches.
         kernels: the compiled ones of `configs` that ``best`` is found among; none: it is left out.
         final_us: microseconds of each contender's replays in the last pass.
+        quick_us: microseconds of each schedule's replays in the pass before.
     """
     import tuner
 
@@ -418,13 +432,13 @@ def compared(
         for made in schedules(case, config)
     }
     failed: dict[str, str] = {}
-    quick = _timed(batch, own, QUICK_US, failed) if own else {}
+    quick = _timed(batch, own, quick_us, failed) if own else {}
     best = min(quick, key=lambda name: quick[name], default="")
     contenders = {"tuner": batch.tuner()}
     if best:
         contenders["best"] = own[best]
     if case.has_dense:
-        contenders["dense"] = batch.dense()
+        contenders |= {"dense": batch.dense(), "read": batch.read()}
     module = peers.module_of(PEER)
     if isinstance(module, str):
         failed["flash3"] = module
@@ -503,7 +517,7 @@ def line(found: Mapping[str, Any]) -> str:
     own = us.get("tuner", math.nan)
     others = "".join(
         f" | {name} {us[name]:.1f} {us[name] / own:.3f}"
-        for name in ("flash3", "dense", "best")
+        for name in ("flash3", "dense", "read", "best")
         if name in us
     )
     text = (
@@ -570,6 +584,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--us", type=float, default=FINAL_US, help="microseconds of a contender's replays"
     )
+    parser.add_argument(
+        "--quick-us", type=float, default=QUICK_US, help="the same, of a schedule in the first pass"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
     check_place(args.json)
@@ -595,7 +612,7 @@ def main(argv: Sequence[str]) -> int:
         if case.dtype == E4M3:
             pool &= NUMBERS
         try:
-            every.append(compared(case, pool, kernels[case], args.us))
+            every.append(compared(case, pool, kernels[case], args.us, args.quick_us))
         except (*FAILURES, TunerError) as exc:
             print(f"{case.label()}: {first_line(exc)}", flush=True)
             continue
