@@ -110,8 +110,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             if way not in ways:
                 print(f"batching: {way} is left out: {WAYS[way]} is not installed", file=sys.stderr)
         for together in [ways] if args.at_once else [[way] for way in ways]:
-            for row in _measured(together, command, args):
-                rows.append({"attention": row.pop("attention"), **vars(load), **row})
+            before = rows
+            for found in _measured(together, command, args):
+                rows = before + [{"attention": w, **vars(load), **row} for w, row in found.items()]
                 if args.json:
                     write_json(args.json, rows)
     print(report(rows))
@@ -120,25 +121,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _measured(
     ways: Sequence[str], command: Sequence[str], args: argparse.Namespace
-) -> Iterator[dict[str, Any]]:
-    """Rows of attentions whose processes live together; their end frees the caches' memory."""
+) -> Iterator[dict[str, dict[str, Any]]]:
+    """Figures of attentions whose processes live together, behind each round of passes. The
+    processes' end frees the caches' memory.
+    """
     with ExitStack() as stack:
         workers = {
             way: stack.enter_context(Worker([*command, "--way", way], args.limit)) for way in ways
         }
         print(f"batching: {', '.join(ways)} ...", file=sys.stderr, flush=True)
         with ThreadPoolExecutor(max(1, len(ways))) as pool:
-            rows = list(pool.map(lambda way: workers[way].ask(START), ways))
-        found = dict(zip(ways, rows, strict=True))
+            starts = list(pool.map(lambda way: workers[way].ask(START), ways))
+        rows = dict(zip(ways, starts, strict=True))
         passes: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
         for index in range(1, args.rounds + 1):
-            order = [way for way in ways if "lost" not in found[way]]
+            order = [way for way in ways if "lost" not in rows[way]]
             random.Random(index).shuffle(order)
             for way in order:
-                passes[way].append(workers[way].ask(index))
-                found[way] |= {k: v for k, v in passes[way][-1].items() if k == "lost"}
-        for way, row in found.items():
-            yield {"attention": way, **(row if "lost" in row else summary(row, passes[way]))}
+                answer = workers[way].ask(index)
+                passes[way].append(answer)
+                rows[way] = answer if "lost" in answer else summary(rows[way], passes[way])
+            yield rows
 
 
 def summary(start: Mapping[str, Any], passes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
