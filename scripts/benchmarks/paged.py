@@ -8,7 +8,8 @@ that none is in the L2 (`call_times.time_calls`). Contenders of a case, in shuff
 - ``best``: the fastest schedule of the kernels that it selects from, found in a pass of its own
 - ``flash3``: FlashAttention-3's serving build with its scheduler's metadata, made before
 - ``dense``: `tuner.attention` over a dense cache, where all sequences are alike and have one query
-- ``read``: PyTorch's sum of as many bytes in order, beside ``dense``: a bound of memory
+- ``in order``: as ``tuner``, over pages that lie in their order, beside ``dense``
+- ``read``: PyTorch's sum of as many bytes in their order, beside ``dense``
 
 Only compiled kernels take part; ``--compile`` compiles them, and times nothing. ``--selected``
 leaves out ``best`` and its pass.
@@ -251,12 +252,18 @@ class Batch:
             self.key, self.value = self.rows
         torch.manual_seed(0)
         columns = max(counts)
-        self.tables = []
-        for part in torch.randperm(pages, device="cuda").int().view(self.copies, needed):
-            table = torch.zeros(len(counts), columns, dtype=torch.int32, device="cuda")
-            for row, mine in zip(table, part.split(counts), strict=True):
-                row[: len(mine)] = mine
-            self.tables.append(table)
+
+        def tables(places: Any) -> list[Any]:
+            found = []
+            for part in places.int().view(self.copies, needed):
+                table = torch.zeros(len(counts), columns, dtype=torch.int32, device="cuda")
+                for row, mine in zip(table, part.split(counts), strict=True):
+                    row[: len(mine)] = mine
+                found.append(table)
+            return found
+
+        self.tables = tables(torch.randperm(pages, device="cuda"))
+        self.ordered = tables(torch.arange(pages, device="cuda")) if case.has_dense else []
         total = sum(case.queries)
         query = torch.randn(total, case.heads_q, case.head_dim, device="cuda")
         self.source = query.to(dtype)
@@ -300,8 +307,8 @@ class Batch:
 
         return call
 
-    def tuner(self) -> Call:
-        """A call of `tuner.paged_attention`, as an engine makes it."""
+    def tuner(self, tables: Sequence[Any]) -> Call:
+        """A call of `tuner.paged_attention`, as an engine makes it, over the pages of tables."""
         import tuner
 
         case = self.case
@@ -317,7 +324,7 @@ class Batch:
         lengths = self.used, self.starts, max(case.queries), max(case.keys)
 
         def call(index: int) -> Any:
-            table = self.tables[index % self.copies]
+            table = tables[index % self.copies]
             return tuner.paged_attention(
                 self.query, self.key, self.value, table, *lengths, **options
             )
@@ -434,11 +441,12 @@ def compared(
     failed: dict[str, str] = {}
     quick = _timed(batch, own, quick_us, failed) if own else {}
     best = min(quick, key=lambda name: quick[name], default="")
-    contenders = {"tuner": batch.tuner()}
+    contenders = {"tuner": batch.tuner(batch.tables)}
     if best:
         contenders["best"] = own[best]
     if case.has_dense:
         contenders |= {"dense": batch.dense(), "read": batch.read()}
+        contenders["in order"] = batch.tuner(batch.ordered)
     module = peers.module_of(PEER)
     if isinstance(module, str):
         failed["flash3"] = module
@@ -517,7 +525,7 @@ def line(found: Mapping[str, Any]) -> str:
     own = us.get("tuner", math.nan)
     others = "".join(
         f" | {name} {us[name]:.1f} {us[name] / own:.3f}"
-        for name in ("flash3", "dense", "read", "best")
+        for name in ("flash3", "dense", "in order", "read", "best")
         if name in us
     )
     text = (
