@@ -148,8 +148,8 @@ def summary(start: Mapping[str, Any], passes: Sequence[Mapping[str, Any]]) -> di
     """The figures of an attention.
 
     Args:
-        start: what `Server.start` gave.
-        passes: what each call of `Server.run` gave.
+        start: result of `Server.start`.
+        passes: results of `Server.run`, one a pass.
     """
     last = passes[-1]
     seconds = [one["seconds"] for one in passes]
