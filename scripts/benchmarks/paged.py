@@ -8,6 +8,8 @@ that none is in the L2 (`call_times.time_calls`). Contenders of a case, in shuff
 - ``best``: the fastest schedule of the kernels that it selects from, found in a pass of its own
 - ``flash3``: FlashAttention-3's serving build with its scheduler's metadata, made before
 - ``dense``: `tuner.attention` over a dense cache, where all sequences are alike and have one query
+- ``in order``: as ``tuner``, over pages that lie in their order, beside ``dense``
+- ``read``: PyTorch's sum of as many bytes in their order, beside ``dense``
 
 Only compiled kernels take part; ``--compile`` compiles them, and times nothing. ``--selected``
 leaves out ``best`` and its pass.
@@ -250,12 +252,18 @@ class Batch:
             self.key, self.value = self.rows
         torch.manual_seed(0)
         columns = max(counts)
-        self.tables = []
-        for part in torch.randperm(pages, device="cuda").int().view(self.copies, needed):
-            table = torch.zeros(len(counts), columns, dtype=torch.int32, device="cuda")
-            for row, mine in zip(table, part.split(counts), strict=True):
-                row[: len(mine)] = mine
-            self.tables.append(table)
+
+        def tables(places: Any) -> list[Any]:
+            found = []
+            for part in places.int().view(self.copies, needed):
+                table = torch.zeros(len(counts), columns, dtype=torch.int32, device="cuda")
+                for row, mine in zip(table, part.split(counts), strict=True):
+                    row[: len(mine)] = mine
+                found.append(table)
+            return found
+
+        self.tables = tables(torch.randperm(pages, device="cuda"))
+        self.ordered = tables(torch.arange(pages, device="cuda")) if case.has_dense else []
         total = sum(case.queries)
         query = torch.randn(total, case.heads_q, case.head_dim, device="cuda")
         self.source = query.to(dtype)
@@ -299,8 +307,8 @@ class Batch:
 
         return call
 
-    def tuner(self) -> Call:
-        """A call of `tuner.paged_attention`, as an engine makes it."""
+    def tuner(self, tables: Sequence[Any]) -> Call:
+        """A call of `tuner.paged_attention`, as an engine makes it, over the pages of tables."""
         import tuner
 
         case = self.case
@@ -316,7 +324,7 @@ class Batch:
         lengths = self.used, self.starts, max(case.queries), max(case.keys)
 
         def call(index: int) -> Any:
-            table = self.tables[index % self.copies]
+            table = tables[index % self.copies]
             return tuner.paged_attention(
                 self.query, self.key, self.value, table, *lengths, **options
             )
@@ -356,6 +364,14 @@ class Batch:
             return tuner.attention(query, key, value, scale=self.scale, enable_gqa=True)
 
         return call
+
+    def read(self) -> Call:
+        """A sum of the bytes of a cache, in their order."""
+        import torch
+
+        caches = self.rows.view(-1).view(torch.float32).view(self.copies, -1)
+        total = torch.empty((), device="cuda")
+        return lambda index: torch.sum(caches[index % self.copies], 0, out=total)
 
     def flash3(self, module: Any) -> Call:
         """A call of FlashAttention-3's serving build, with the metadata that a server makes."""
@@ -399,7 +415,11 @@ def _launches(problem: AttentionProblem, config: Config, scale: float, strides: 
 
 
 def compared(
-    case: Case, pool: Any, kernels: Mapping[Config, LoadedKernel], final_us: float = FINAL_US
+    case: Case,
+    pool: Any,
+    kernels: Mapping[Config, LoadedKernel],
+    final_us: float = FINAL_US,
+    quick_us: float = QUICK_US,
 ) -> dict[str, Any]:
     """Times of one case.
 
@@ -408,6 +428,7 @@ def compared(
         pool: bytes that hold its caches.
         kernels: the compiled ones of `configs` that ``best`` is found among; none: it is left out.
         final_us: microseconds of each contender's replays in the last pass.
+        quick_us: microseconds of each schedule's replays in the pass before.
     """
     import tuner
 
@@ -418,13 +439,14 @@ def compared(
         for made in schedules(case, config)
     }
     failed: dict[str, str] = {}
-    quick = _timed(batch, own, QUICK_US, failed) if own else {}
+    quick = _timed(batch, own, quick_us, failed) if own else {}
     best = min(quick, key=lambda name: quick[name], default="")
-    contenders = {"tuner": batch.tuner()}
+    contenders = {"tuner": batch.tuner(batch.tables)}
     if best:
         contenders["best"] = own[best]
     if case.has_dense:
-        contenders["dense"] = batch.dense()
+        contenders |= {"dense": batch.dense(), "read": batch.read()}
+        contenders["in order"] = batch.tuner(batch.ordered)
     module = peers.module_of(PEER)
     if isinstance(module, str):
         failed["flash3"] = module
@@ -503,7 +525,7 @@ def line(found: Mapping[str, Any]) -> str:
     own = us.get("tuner", math.nan)
     others = "".join(
         f" | {name} {us[name]:.1f} {us[name] / own:.3f}"
-        for name in ("flash3", "dense", "best")
+        for name in ("flash3", "dense", "in order", "read", "best")
         if name in us
     )
     text = (
@@ -570,6 +592,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--us", type=float, default=FINAL_US, help="microseconds of a contender's replays"
     )
+    parser.add_argument(
+        "--quick-us", type=float, default=QUICK_US, help="the same, of a schedule in the first pass"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
     check_place(args.json)
@@ -595,7 +620,7 @@ def main(argv: Sequence[str]) -> int:
         if case.dtype == E4M3:
             pool &= NUMBERS
         try:
-            every.append(compared(case, pool, kernels[case], args.us))
+            every.append(compared(case, pool, kernels[case], args.us, args.quick_us))
         except (*FAILURES, TunerError) as exc:
             print(f"{case.label()}: {first_line(exc)}", flush=True)
             continue
