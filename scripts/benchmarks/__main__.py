@@ -17,6 +17,7 @@ NAMES = (
     "compile_ways",
     "context_parallel",
     "cost",
+    "counters",
     "cute_dsl",
     "dispatch",
     "engines",
