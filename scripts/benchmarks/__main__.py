@@ -18,6 +18,7 @@ NAMES = (
     "compile_ways",
     "context_parallel",
     "cost",
+    "counters",
     "cute_dsl",
     "dispatch",
     "engines",
