@@ -12,7 +12,7 @@ from toys import GEMM, Toy, latency, ok
 
 from tuner.config import Config
 from tuner.hardware import DEFAULT_GPU
-from tuner.search.family_search import FamilySearch
+from tuner.search.family_search import LEADING, FamilySearch
 from tuner.search.stopping import FALLBACK_S, CompileTimes, Stopping, queued
 from tuner.search.study import EFFORTS, Search
 
@@ -94,10 +94,14 @@ class TestRule:
     def test_a_second_after_the_target_costs_ten_times_the_price(
         self, elapsed_s: float, wait_s: float, waits: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        search = searched()
-        monkeypatch.setattr(search, "joint_gains", lambda places: [0.039] * len(places))
+        search, begun = searched(measured=LEADING), searched(measured=LEADING - 1)
+        assert not search.members[0].leads and begun.members[0].leads
+        for one in (search, begun):
+            monkeypatch.setattr(one, "joint_gains", lambda places: [0.039] * len(places))
         quick = Stopping(search, 0.001, target_s=50.0)
         assert quick.is_over(self.left(search, wait_s), elapsed_s) is not waits
+        quick = Stopping(begun, 0.001, target_s=50.0)
+        assert quick.is_over(self.left(begun, wait_s), elapsed_s) is (wait_s == 40.0)
 
     def test_a_quick_search_has_a_target_and_a_full_one_waits(self) -> None:
         assert EFFORTS["quick"].target_s == 50.0

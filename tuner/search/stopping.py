@@ -66,7 +66,8 @@ class Stopping:
         search: the search; with another sampler than `model` it never ends early.
         price: share of the best time that a second of waiting must be expected to save; 0 waits
             for everything.
-        target_s: seconds of a sweep after which a second costs `LATE` times the price.
+        target_s: seconds of a sweep after which a second costs `LATE` times the price, if no
+            family waits for one of its first groups (`FamilySearch.leads`).
     """
 
     search: Search
@@ -85,7 +86,8 @@ class Stopping:
     def _pays(self, left_s: Mapping[Place, float], elapsed_s: float) -> bool:
         order = sorted(left_s, key=lambda place: left_s[place])
         gains = self.search.joint_gains(order)
-        in_time_s = max(0.0, self.target_s - elapsed_s)
+        leads = any(member.leads for member in self.search.members)
+        in_time_s = math.inf if leads else max(0.0, self.target_s - elapsed_s)
         for place, gain in zip(order, gains, strict=True):
             wait_s = max(MIN_WAIT_S, left_s[place])
             late_s = max(0.0, wait_s - in_time_s)
