@@ -104,7 +104,7 @@ class TestRule:
         assert quick.is_over(self.left(begun, wait_s), elapsed_s) is (wait_s == 40.0)
 
     def test_a_quick_search_has_a_target_and_a_full_one_waits(self) -> None:
-        assert EFFORTS["quick"].target_s == 50.0
+        assert EFFORTS["quick"].target_s == 55.0
         assert EFFORTS["full"].price == 0.0 and math.isinf(EFFORTS["full"].target_s)
 
     def test_nothing_is_over_before_something_passed(self) -> None:
