@@ -5,6 +5,9 @@ an ordinary kernel that writes its rows, weights rotated. The own kernel is the 
 such products chooses (`tuner.selection.block_scaled`) among those that are proven here. The error
 of each way is the relative one of the first rows and columns, against fp64 with exact factors.
 
+``--once`` calls each way once and times nothing: ``ncu python -m benchmarks scaled --once`` counts.
+It names the ways in the order of their kernels.
+
 DeepGEMM compiles for each layer. A child process for each does that first, all of them side by
 side. Then each number of rows is timed, a layer after the other.
 """
@@ -132,6 +135,15 @@ class Layer:
                 yield name, lambda _: None, None, first_line(exc)
             if not self._with_all:
                 return
+
+    def once(self, m: int) -> Iterator[str]:
+        """A line for each way, which was called once."""
+        import torch
+
+        with torch.inference_mode():
+            for name, _, _, failure in self._ways(m, copies=1):
+                if name:
+                    yield f"M={m},N={self._n},K={self._k}: {name}{': ' * bool(failure)}{failure}"
 
     def _error(self, out: Any, a: Any, scale_a: Any) -> float:
         """Relative error of the first rows and columns."""
@@ -411,6 +423,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--turn", type=Path, metavar="FILE", help="take the times under a lock of this file"
     )
+    parser.add_argument(
+        "--once", action="store_true", help="call each way once, for a profiler; time nothing"
+    )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
@@ -423,6 +438,12 @@ def main(argv: Sequence[str]) -> int:
     if args.child:
         return answer_indices(_layer(layers[0], rows, args).answer)
     document: dict[str, Any] = {"environment": environment(), "products": []}
+    if args.once:
+        for sizes in layers:
+            layer = _layer(sizes, rows, args)
+            for line in (line for m in rows for line in layer.once(m)):
+                print(line, flush=True)
+        return 0
     options = ["--kernels"] * args.kernels + ["--unproven"] * args.unproven
     options += ["--space"] * args.space
     for row in measured(layers, rows, options, args.compile_limit, args.turn):

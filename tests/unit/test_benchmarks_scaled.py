@@ -66,6 +66,21 @@ def test_rows_are_timed_after_all_layers_have_compiled(
     assert capsys.readouterr().err.count("no nvcc") == 2
 
 
+def test_each_way_is_called_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ways(self: scaled.Layer, m: int, copies: int) -> Any:
+        yield "", None, None, ""
+        yield "deep_gemm", None, None, "not here" * (copies - 1)
+        yield "64x32", None, 1e-3, ""
+
+    monkeypatch.setattr(scaled.Layer, "_ways", ways)
+    monkeypatch.setattr(scaled, "environment", dict)
+    assert scaled.main(["--once", "--layers", "64x128", "--rows", "1,16"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [f"M={m},N=64,K=128: {x}" for m in (1, 16) for x in ("deep_gemm", "64x32")]
+
+
 def test_kernels_have_names_of_their_own() -> None:
     names = {scaled.scaled_name(config) for config in block_scaled.KERNELS}
     assert len(names) == len(block_scaled.KERNELS)
