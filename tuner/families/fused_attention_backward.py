@@ -38,7 +38,7 @@ KERNEL = "attention_backward"
 """Name of the only kernel; its library launches all three."""
 TEMPLATE = "fused_attention_backward.cu.j2"
 #: Text that the template takes, by variable.
-WORDS = {"dtype": ("float16", "bfloat16"), "dq": ("bulk", "ordered", "direct")}
+WORDS = {"dtype": ("float16", "bfloat16"), "dq": ("bulk", "ordered", "direct"), "loop": ("staged", "together", "ahead")}
 #: Columns that the template is instantiated for; a smaller D is padded by TMA.
 INSTANCES = (64, 96, 128, 192, 256)
 #: Columns above which two warp groups share keys: dK and dV of 64 keys then fill the registers of
@@ -97,11 +97,12 @@ class FusedAttentionBackward(Family):
     runtime_parameters = frozenset({"section_heads", "pdl"})
     domains: ClassVar[Mapping[str, Domain]] = {
         "warp_groups": (1, 2),
-        "tile_m": (64, 96, 128),
+        "tile_m": (64, 80, 96, 128),
         "stages": (1, 2, 3),
         "ds_stages": (1, 2),
         "swap_dq": (False, True),
         "dq": WORDS["dq"],
+        "loop": WORDS["loop"],
         "early_exp": (0, 50, 100),
         "late_exp": (0, 50),
         "early_dq": (False, True),
