@@ -39,7 +39,7 @@ from tuner.families.vendor.sdpa import DESCALES
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import DTYPE_BYTES, E4M3, AttentionProblem, DType
 from tuner.selection.domains import AttentionDomain
-from tuner.selection.portfolio import named_kernels
+from tuner.selection.kin import named_kernels
 
 FAMILY = own_kernels.FAMILY
 PEER = "flash3_serving"

@@ -39,10 +39,11 @@ from tuner.runners.base import Runner
 from tuner.runners.choose import Machine, Runners
 from tuner.runners.gpus import parse_devices
 from tuner.search import pool
+from tuner.selection.choice import Selection
 from tuner.selection.describe import table
 from tuner.selection.domains import DOMAINS
 from tuner.selection.kernels import lists
-from tuner.selection.portfolio import Portfolio, Selection, serving, shipped
+from tuner.selection.portfolio import Portfolio, serving, shipped
 from tuner.selection.reader import find_gpu
 from tuner.store.entry import is_vendor
 

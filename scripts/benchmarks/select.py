@@ -20,9 +20,9 @@ from tuner.selection.describe import table
 from tuner.selection.domains import (
     AnyDomain,
     AttentionDomain,
-    Domain,
     GatedDomain,
     ProductDomain,
+    domain_of,
 )
 from tuner.selection.portfolio import Portfolio, serving, shipped
 from tuner.selection.reader import find_gpu
@@ -69,7 +69,7 @@ def shapes(domain: AnyDomain, count: int, seed: int) -> list[Problem]:
             problem: Problem = attention(domain, rng)
         else:
             problem = product(domain, rng)
-        if Domain.of(problem) == domain:
+        if domain_of(problem) == domain:
             found[problem] = None
     return list(found)
 

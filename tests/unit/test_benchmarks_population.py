@@ -31,7 +31,7 @@ from tuner.problem.population import (
     draw,
     subset,
 )
-from tuner.selection.domains import Domain
+from tuner.selection.domains import domain_of
 from tuner.selection.portfolio import serving, shipped
 
 CALLS = draw(3, 12, subset("all"))
@@ -253,7 +253,7 @@ def test_calls_of_public_models_have_own_kernels(calls: Any) -> None:
     for call in draw("kinds", 800, subset("all")):
         if call.views:
             for gpu, portfolio in portfolios.items():
-                models = portfolio.models_of(Domain.of(calls.posed(call)))
+                models = portfolio.models_of(domain_of(calls.posed(call)))
                 assert models is not None, (gpu, call.label)
                 assert not all(one.is_vendor for one in models.candidates), (gpu, call.label)
 

@@ -17,8 +17,8 @@ from tuner.families.base import Family
 from tuner.hardware import GPUS, Gpu
 from tuner.measurement import Measurement, Provenance, Regime, Status
 from tuner.problem import Problem
+from tuner.selection.choice import Selection
 from tuner.selection.kernels import lists
-from tuner.selection.portfolio import Selection
 from tuner.store.entry import is_vendor
 
 H100 = GPUS["H100"]

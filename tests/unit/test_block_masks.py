@@ -17,7 +17,7 @@ from tuner.measure import block_masks
 from tuner.measure.gate.inputs import kinds_of
 from tuner.measure.tolerance import floor_work
 from tuner.problem import AttentionProblem, problem_from_json
-from tuner.selection.domains import AttentionDomain, Domain
+from tuner.selection.domains import AttentionDomain, domain_of
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 FAMILY = family("fused_attention")
@@ -113,7 +113,7 @@ def test_text_json_and_axes() -> None:
     assert AttentionProblem.parse("B=1,H=4,S=300,D=64,block_mask=b").block_mask == "1"
     assert AttentionProblem.parse("B=1,H=4,S=300,D=64,block_mask=0").block_mask == ""
     assert problem.extras == "soft cap or block-sparse mask"
-    assert Domain.of(problem) == AttentionDomain(64, "full", "prompt", True, is_sparse=True)
+    assert domain_of(problem) == AttentionDomain(64, "full", "prompt", True, is_sparse=True)
 
 
 @pytest.mark.parametrize(

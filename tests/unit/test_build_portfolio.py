@@ -20,8 +20,8 @@ from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.errors import CompileError
 from tuner.families.base import KernelSpec
 from tuner.measure.gate import REFERENCE
-from tuner.selection import backward, block_scaled, grouped, portfolio
-from tuner.selection.domains import AttentionDomain, Domain
+from tuner.selection import backward, block_scaled, grouped, kin, portfolio
+from tuner.selection.domains import AttentionDomain, domain_of
 from tuner.selection.kernels import Kernel, KernelList, Proof, path_of, targets
 from tuner.selection.portfolio import shipped
 
@@ -80,7 +80,7 @@ def one_domain(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = next(one for one in shipped() if one.op == "attention")
     one = replace(whole, domains={FULL: whole.domains[FULL]})
     monkeypatch.setattr(portfolio, "shipped", lambda: (one,))
-    monkeypatch.setattr(portfolio.Portfolio, "_kin_of", lambda self, domain: None)
+    monkeypatch.setattr(kin.Kin, "models_of", lambda self, domain: None)
     monkeypatch.setattr(compiler, "Compiler", Compiler)
     monkeypatch.setattr(toolchain, "find_toolchain", lambda: TOOLS)
     monkeypatch.setattr(command, "_beside", lambda library, artifacts: "there already")
@@ -112,7 +112,7 @@ def test_a_windowed_domain_has_a_causal_kernel_and_another() -> None:
     problems = AttentionDomain(64, "windowed", "prompt").problems("float16")
     assert [problem.is_causal for problem in problems] == [False, True]
     assert all(
-        Domain.of(problem) == AttentionDomain(64, "windowed", "prompt") for problem in problems
+        domain_of(problem) == AttentionDomain(64, "windowed", "prompt") for problem in problems
     )
 
 

@@ -33,7 +33,7 @@ from tuner.problem import AttentionProblem
 from tuner.search import timed
 from tuner.selection import portfolio
 from tuner.selection.candidates import DomainModels
-from tuner.selection.domains import AttentionDomain, Domain, Mask
+from tuner.selection.domains import AttentionDomain, Mask, domain_of
 from tuner.selection.kernels import targets
 from tuner.selection.portfolio import Portfolio
 from tuner.selection.reader import lookup
@@ -155,7 +155,7 @@ class TestScheduled:
 def test_the_domain_is_what_is_compiled_in_and_the_phase(
     text: str, domain: AttentionDomain | None
 ) -> None:
-    assert Domain.of(attention(text)) == domain
+    assert domain_of(attention(text)) == domain
 
 
 class TestSelect:
@@ -260,8 +260,8 @@ class TestKin:
         assert sorted(operands) == ["additive"] * 3 + ["bool"] * 3
         for domain, _ in known.served():
             for problem in domain.problems("float16"):
-                assert Domain.of(problem) is not None
-                assert Domain.of(problem)._replace(phase=domain.phase) == domain  # type: ignore[union-attr]
+                assert domain_of(problem) is not None
+                assert domain_of(problem)._replace(phase=domain.phase) == domain  # type: ignore[union-attr]
 
     def test_packed_heads_and_splits_are_each_lent(self) -> None:
         made = [
@@ -301,9 +301,9 @@ class TestKin:
             assert found.config["combine"] == "kernel" and found.config["splits"] > 1
             many = known.select(replace(problem, batch=400))
             assert many is not None and many.config["splits"] == 1
-            domain = Domain.of(replace(problem, seqlen_q=256))
+            domain = domain_of(replace(problem, seqlen_q=256))
             kernels = {
-                one.config["tile_n"] for one in targets(known) if Domain.of(one.problem) == domain
+                one.config["tile_n"] for one in targets(known) if domain_of(one.problem) == domain
             }
             assert kernels == {64}, "one kernel with all of its ways"
 
@@ -348,7 +348,7 @@ class TestKin:
     def test_a_causal_window_under_a_mask_has_no_domain(self) -> None:
         for text, is_served in (("window=64", True), ("left=64,right=0", False)):
             problem = attention(f"S=1024,D=64,mask=bk,B=2,{text}")
-            domain = Domain.of(problem)
+            domain = domain_of(problem)
             assert (domain is not None) is is_served
             assert is_served or problem.is_causal
 
@@ -444,7 +444,7 @@ class TestPaged:
     def test_lengths_that_differ_have_the_kernels_of_those_that_are_alike(self) -> None:
         text = "B=4,SQ=1,SKV=512,H=8,D=64,page_size=16"
         alike, unlike = (AttentionProblem.parse(each) for each in (text, f"{text},varlen=1"))
-        assert Domain.of(alike) == Domain.of(unlike)
+        assert domain_of(alike) == domain_of(unlike)
         config = self.config(text)
         assert FUSED.kernels(alike, config) == FUSED.kernels(unlike, config)
 
@@ -540,6 +540,6 @@ class TestBlockMasks:
                 kind = target.problem.head_dim, target.problem.softcap > 0
                 counts[kind] = counts.get(kind, 0) + 1
                 assert "block mask" in target.label()
-                assert Domain.of(target.problem) in AttentionDomain.others()
+                assert domain_of(target.problem) in AttentionDomain.others()
         plain = {(head_dim, False): 2 for head_dim in (64, 96, 128, 256)}
         assert counts == {**plain, (64, True): 2, (128, True): 2, (256, True): 2}

@@ -32,7 +32,7 @@ from tuner.measurement import Measurement, Regime, Status
 from tuner.problem import GemmProblem
 from tuner.search import judge, rates, timed
 from tuner.search import portfolio as fitting
-from tuner.selection import portfolio
+from tuner.selection import choice, portfolio
 from tuner.selection.domains import DOMAINS, AttentionDomain, ProductDomain
 from tuner.selection.kernels import targets
 from tuner.selection.portfolio import (
@@ -386,13 +386,13 @@ class TestMake:
 def test_another_of_pytorch_s_kernels_has_to_be_much_faster(
     expected: dict[str, float], kernel: str
 ) -> None:
-    assert portfolio.preferred(expected) == kernel
+    assert choice.preferred(expected) == kernel
 
 
 def test_another_of_pytorch_s_kernels_has_to_be_measured_near() -> None:
     expected = {"cudnn": 833.0, "flash2": 281.0}
-    assert portfolio.preferred(expected, {"flash2"}) == "flash2"
-    assert portfolio.preferred(expected, set()) == "cudnn"
+    assert choice.preferred(expected, {"flash2"}) == "flash2"
+    assert choice.preferred(expected, set()) == "cudnn"
 
 
 def test_what_ships_is_legal_and_judged_on_enough() -> None:

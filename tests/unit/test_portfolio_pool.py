@@ -19,11 +19,11 @@ from tuner.selection.domains import (
     EPILOGUES,
     AnyDomain,
     AttentionDomain,
-    Domain,
     GatedDomain,
     Phase,
     ProductDomain,
     Rows,
+    domain_of,
 )
 from tuner.selection.portfolio import shipped
 from tuner.tuning.survey import pooled
@@ -44,7 +44,7 @@ def test_a_domain_s_problems_are_its_own(domain: AttentionDomain) -> None:
         assert alone >= round(wanted * pool.UNGROUPED)
         assert len(found) == wanted or alone == round(wanted * pool.UNGROUPED)
     for problem in found:
-        assert Domain.of(problem) == domain
+        assert domain_of(problem) == domain
         assert problem.flops <= pool.MAX_FLOPS and problem.dtype == "bfloat16"
     assert len({(p.heads_q, p.heads_kv, p.head_dim) for p in found}) >= 3
 
@@ -165,7 +165,7 @@ def test_a_domain_s_products_are_of_many_layers(domain: ProductDomain | GatedDom
     found = PRODUCTS[domain]
     assert 8 <= len(found) == len(set(found)) <= max(pool.PRODUCTS.values())
     for problem in found:
-        assert Domain.of(problem) == domain and str(pool.regime(problem)) == "stream-cold"
+        assert domain_of(problem) == domain and str(pool.regime(problem)) == "stream-cold"
         assert problem.flops <= pool.MAX_PRODUCT_FLOPS and problem.dtype == "bfloat16"
     assert len({(p.n, p.k) for p in found}) >= 4
 
@@ -176,7 +176,7 @@ def test_the_first_products_cover_the_sizes(rows: Rows) -> None:
     called = [
         ProductDomain.sizes(call.problem)
         for call in draw(pool.SEED, pool.CALLS, subset("making"))
-        if Domain.of(call.problem) == ProductDomain(rows)
+        if domain_of(call.problem) == ProductDomain(rows)
         and call.problem.flops <= pool.MAX_PRODUCT_FLOPS
     ]
     count = pool.PRODUCTS[rows] // 4

@@ -19,7 +19,7 @@ from tuner.families.product_work import (
 )
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import PROBLEMS, GemmProblem, Problem, SwigluProblem
-from tuner.selection.domains import Domain, GatedDomain, ProductDomain
+from tuner.selection.domains import GatedDomain, ProductDomain, domain_of
 
 CUBLAS = Config("vendor_blas", {"kernel": "cublas"})
 TORCH = Config("vendor_swiglu", {"kernel": "torch"})
@@ -186,7 +186,7 @@ class TestSchedules:
     ],
 )
 def test_the_domain_is_the_rows_and_the_epilogue(op: str, text: str, domain: object) -> None:
-    assert Domain.of(PROBLEMS[op].parse(text)) == domain
+    assert domain_of(PROBLEMS[op].parse(text)) == domain
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_the_domain_is_the_rows_and_the_epilogue(op: str, text: str, domain: obj
     ids=lambda domain: domain.label(),
 )
 def test_a_domain_s_problems_are_its_own(domain: ProductDomain | GatedDomain) -> None:
-    assert all(Domain.of(problem) == domain for problem in domain.problems("bfloat16"))
+    assert all(domain_of(problem) == domain for problem in domain.problems("bfloat16"))
 
 
 def test_a_plain_product_is_kin_of_one_with_a_bias() -> None:

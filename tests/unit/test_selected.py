@@ -17,8 +17,9 @@ from tuner.families.work import FASTEST_SHARE, sizes_of
 from tuner.hardware import GPUS, Gpu
 from tuner.problem import AttentionProblem, GemmProblem, Problem, SwigluProblem, population
 from tuner.selection.candidates import Candidate, DomainModels
-from tuner.selection.domains import Domain
-from tuner.selection.portfolio import VENDOR_MARGIN, Portfolio, shipped
+from tuner.selection.choice import VENDOR_MARGIN
+from tuner.selection.domains import domain_of
+from tuner.selection.portfolio import Portfolio, shipped
 
 HEADS = ((16, 16), (32, 8), (28, 4), (71, 1), (14, 2), (1, 1), (64, 8))
 SIZES = (1, 8, 16, 17, 100, 256, 257, 1000, 4104, 50000, 1 << 20)
@@ -116,7 +117,7 @@ def varied(usual: Problem, rng: random.Random) -> Problem:
 
 def check(portfolio: Portfolio, problem: Problem) -> bool:
     """Compare a selection with what is found by hand; whether an own kernel was chosen."""
-    gpu, models = portfolio.gpu, portfolio.models_of(Domain.of(problem))
+    gpu, models = portfolio.gpu, portfolio.models_of(domain_of(problem))
     found = portfolio.select(problem)
     if models is None:
         assert found is None

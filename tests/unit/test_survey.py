@@ -30,7 +30,7 @@ from tuner.runners import recording
 from tuner.runners.choose import Runners
 from tuner.runners.replay import ReplayRunner
 from tuner.search.timed import kernel_of
-from tuner.selection.domains import Domain
+from tuner.selection.domains import domain_of
 from tuner.selection.portfolio import serving, shipped
 from tuner.store import open_store
 from tuner.tuning import survey
@@ -313,7 +313,7 @@ def test_listed_problems_have_the_kernels_that_serve_them(
     gpu = GPUS["H100"]
     portfolio = next(one for one in serving(shipped(), gpu) if one.op == "attention")
     (sample,) = survey.listed([parse_problem(shape)], gpu, portfolio)
-    models = portfolio.models_of(Domain.of(sample.problem))
+    models = portfolio.models_of(domain_of(sample.problem))
     assert models is not None
     known = {kernel_of(one.config) for one in models.candidates}
     drawn = {kernel_of(config) for group in sample.groups for config in group}

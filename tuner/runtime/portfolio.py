@@ -30,9 +30,10 @@ from tuner.problem import AttentionProblem, Problem
 from tuner.runtime import devices, native
 from tuner.runtime.plan import Plan, Posed, plan_of
 from tuner.runtime.refusal import Kind, Refusal
-from tuner.selection.domains import Domain
+from tuner.selection.choice import Selection
+from tuner.selection.domains import domain_of
 from tuner.selection.kernels import lists
-from tuner.selection.portfolio import Portfolio, Selection, serving, shipped
+from tuner.selection.portfolio import Portfolio, serving, shipped
 from tuner.selection.rules import rule_of
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def knows(problem: Problem, gpu: Gpu) -> bool:
     if rule := rule_of(problem):
         return rule.serves(problem, gpu)
     mine = _portfolio_of(problem, gpu)
-    return mine is not None and mine.models_of(Domain.of(problem)) is not None
+    return mine is not None and mine.models_of(domain_of(problem)) is not None
 
 
 def _portfolio_of(problem: Problem, gpu: Gpu) -> Portfolio | None:

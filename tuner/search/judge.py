@@ -19,8 +19,8 @@ from tuner.problem import Problem
 from tuner.search.rates import Fits
 from tuner.search.timed import KernelTimes, Point
 from tuner.selection.candidates import Candidate, Regret
+from tuner.selection.choice import preferred
 from tuner.selection.domains import AnyDomain
-from tuner.selection.portfolio import preferred
 
 MAX_MEDIAN_ERROR = 0.12
 """Largest median error, at models left out, of a kernel that may be chosen."""

@@ -35,13 +35,13 @@ from tuner.selection.domains import (
     MAX_NARROW,
     AnyDomain,
     AttentionDomain,
-    Domain,
     GatedDomain,
     Gradient,
     Mask,
     Phase,
     ProductDomain,
     Rows,
+    domain_of,
 )
 from tuner.selection.portfolio import Portfolio
 
@@ -155,7 +155,7 @@ def problems(op: str) -> dict[AnyDomain, list[Any]]:
     called: dict[AnyDomain, dict[Problem, None]] = defaultdict(dict)
     for call in _calls():
         if call.problem.op == op and (problem := _as_timed(call.problem)) is not None:
-            domain = Domain.of(problem)
+            domain = domain_of(problem)
             if domain is not None:
                 called[domain][problem] = None
     if op == AttentionDomain.op:
@@ -225,7 +225,7 @@ def _gradient(layer: Any, domain: ProductDomain) -> Problem | None:
     sizes = (m, k, n) if domain.gradient == "input" else (n, k, m)
     layout_a, layout_b = LAYOUTS[domain.gradient]
     made = GemmProblem(*sizes, dtype=layer.dtype, layout_a=layout_a, layout_b=layout_b)
-    return made if Domain.of(made) == domain else None
+    return made if domain_of(made) == domain else None
 
 
 def _taken(
@@ -365,7 +365,7 @@ def of_portfolio(
         portfolio: portfolio that serves there.
         is_whole: True for the kernels of all domains that take the problem; False: its own.
     """
-    domain = Domain.of(problem)
+    domain = domain_of(problem)
     if domain is None:
         return []
     domains = [domain, *(one for one, _ in portfolio.served() if is_whole)]

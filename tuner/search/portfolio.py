@@ -26,7 +26,7 @@ from tuner.measurement import Measurement, Regime
 from tuner.search.judge import Judge
 from tuner.search.timed import MIN_POINTS, Point, is_vendor, kernel_of, points, timed_kernels
 from tuner.selection.candidates import DomainModels
-from tuner.selection.domains import AnyDomain, Domain
+from tuner.selection.domains import AnyDomain, domain_of
 from tuner.selection.portfolio import Portfolio, shipped
 from tuner.store import Store
 
@@ -66,7 +66,7 @@ def of_shipped(found: Iterable[Measurement], gpu: Gpu | None = None) -> list[Mea
         m
         for m in found
         if m.config.family in families()
-        and (is_vendor(m.config) or (Domain.of(m.problem), kernel(m.config)) in known)
+        and (is_vendor(m.config) or (domain_of(m.problem), kernel(m.config)) in known)
     ]
 
 
@@ -93,7 +93,7 @@ def make(
     by_domain: dict[AnyDomain, dict[Regime, list[Point]]] = defaultdict(lambda: defaultdict(list))
     for regime, rows in measured.items():
         for point in points(rows, gpu):
-            domain = Domain.of(point.problem)
+            domain = domain_of(point.problem)
             if domain is not None:
                 by_domain[domain][regime].append(point)
     made: dict[AnyDomain, DomainModels] = {}
@@ -118,7 +118,7 @@ def make(
             f"no domain{named} has a kernel with {MIN_POINTS} measurements on {gpu.name}: "
             "tuner sweep measures them"
         )
-    used = [[m for m in rows if Domain.of(m.problem) in made] for rows in measured.values()]
+    used = [[m for m in rows if domain_of(m.problem) in made] for rows in measured.values()]
     return Portfolio(op, gpu, made, _origin(used))
 
 

@@ -14,7 +14,7 @@ from tuner.hardware import Gpu
 from tuner.measurement import Measurement
 from tuner.problem import Problem
 from tuner.selection.candidates import Spread
-from tuner.selection.domains import AnyDomain, Domain
+from tuner.selection.domains import AnyDomain, domain_of
 
 MIN_POINTS = 6
 """Fewest measurements of a kernel that a time model is fitted to."""
@@ -52,7 +52,7 @@ class KernelTimes:
 
     def is_own(self, point: Point) -> bool:
         """True for measurements of this kernel in this domain."""
-        return Domain.of(point.problem) == self.domain and kernel_of(point.config) == self.config
+        return domain_of(point.problem) == self.domain and kernel_of(point.config) == self.config
 
     @cached_property
     def spread(self) -> Spread:
@@ -89,7 +89,7 @@ def points(measurements: Iterable[Measurement], gpu: Gpu) -> list[Point]:
         family, problem = families().get(m.config.family), m.problem
         if family is None or not family.work_terms or m.config.stages:
             continue
-        if not (m.ok and m.latency_us) or Domain.of(problem) is None:
+        if not (m.ok and m.latency_us) or domain_of(problem) is None:
             continue
         counts = family.splits(problem, m.config, gpu)
         if counts and m.config.get("splits", 1) <= max(1, *counts):

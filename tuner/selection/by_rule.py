@@ -17,7 +17,7 @@ class RuleSelection(NamedTuple):
     regime: Regime
     """Regime of the measurements that the rule is made of."""
     doubts: tuple[str, ...]
-    """As of `tuner.selection.portfolio.Selection`."""
+    """As of `tuner.selection.choice.Selection`."""
 
     @property
     def source(self) -> str:

@@ -13,7 +13,7 @@ from tuner.hardware import Gpu
 from tuner.measurement import Environment, Measurement, Provenance, versus
 from tuner.problem import Problem
 from tuner.problem.base import doublings
-from tuner.selection.portfolio import Selection
+from tuner.selection.choice import Selection
 from tuner.selection.reader import Entry, LookupResult
 from tuner.store.entry import is_vendor, ratios_json, vendor_name
 

@@ -37,7 +37,7 @@ from tuner.families import families
 from tuner.families.base import INCOMPATIBLE_CONFIG_ERRORS, Family, KernelSpec
 from tuner.hardware import Gpu
 from tuner.problem import AttentionBackwardProblem, AttentionProblem, DType, Problem
-from tuner.selection.domains import Domain
+from tuner.selection.domains import domain_of
 from tuner.selection.portfolio import Portfolio
 
 _log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class Target:
             f"{name}={value if isinstance(value, str) else int(value)}"
             for name, value in sorted(names.items())
         )
-        domain, dtype = Domain.of(self.problem), getattr(self.problem, "dtype", "")
+        domain, dtype = domain_of(self.problem), getattr(self.problem, "dtype", "")
         place = "" if domain is None else f" {domain.label()},"
         if isinstance(self.problem, AttentionBackwardProblem):
             one = self.problem

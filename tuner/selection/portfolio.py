@@ -14,218 +14,25 @@ its kernels, rescaled by the datasheets' ratios (`serving`). Needs the standard 
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import (
-    Callable,
-    Collection,
-    Hashable,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial, reduce
-from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tuner.base import document, output, resources
 from tuner.base.deferred import Deferred
 from tuner.config import Config
 from tuner.errors import ConfigError, StoreError
-from tuner.families import find
 from tuner.families.base import INCOMPATIBLE_CONFIG_ERRORS
-from tuner.families.fused_attention import paged, sparse
-from tuner.families.fused_attention.packing import PACKING
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Regime
 from tuner.problem import Problem
-from tuner.selection.candidates import (
-    Candidate,
-    DomainModels,
-    DomainTimes,
-    Estimate,
-    Legality,
-    Regret,
-    Spread,
-    pytorchs_choice,
-)
-from tuner.selection.domains import (
-    DOMAINS,
-    MAX_SIZE_FACTOR,
-    AnyDomain,
-    AttentionDomain,
-    Domain,
-    GatedDomain,
-    ProductDomain,
-)
-
-FORMAT = "cutlass-tuner portfolio"
-VERSION = 2
-_FAR = f"no kernel was measured within {MAX_SIZE_FACTOR} times these sizes"
-_WHOLE = "the time is that of a mask that hides nothing: what a block mask hides is not known"
-VENDOR_MARGIN = 0.25
-"""Share of its time by which another kernel of PyTorch's must beat PyTorch's own choice."""
-#: Significant digits of the rates in a written time model.
-_DIGITS = 5
-
-
-def _unpacked(one: Candidate) -> Candidate:
-    """The candidate with one head (no packing) in the rows of a tile."""
-    params = {name: value for name, value in one.config.params.items() if name not in PACKING}
-    return replace(one, config=Config(one.config.family, params, one.config.stages))
-
-
-def preferred(expected: Mapping[str, float], near: Collection[str] | None = None) -> str:
-    """The vendor's kernel for a call: PyTorch's choice, unless another kernel is expected to be
-    faster by `VENDOR_MARGIN`.
-
-    Args:
-        expected: expected microseconds by kernel, not empty.
-        near: kernels whose expected times are trusted at these sizes; None: all.
-    """
-    usual = pytorchs_choice(expected)
-    trusted = [name for name in expected if name == usual or near is None or name in near]
-    best = min(trusted, key=lambda name: (expected[name], name))
-    return best if expected[best] * (1 + VENDOR_MARGIN) < expected[usual] else usual
-
-
-def _vendors_best(
-    times: DomainTimes, problem: Problem, expected: Sequence[float], facts: Legality
-) -> tuple[float, Config | None, str]:
-    """Expected microseconds, config and name of the vendor's kernel for a problem; an infinite time
-    if no vendor takes it.
-    """
-    legal, name = times.legal_vendors(problem, facts)
-    if name is None:
-        return math.inf, None, ""
-    number, config = legal[name]
-    usual_us = expected[number]
-    for other, _ in legal.values():
-        if expected[other] * (1 + VENDOR_MARGIN) < usual_us:
-            break
-    else:
-        return usual_us, config, name
-    found = {one: expected[number] for one, (number, _) in legal.items()}
-    sizes = times.models.domain.sizes(problem)
-    near = [one for one, (number, _) in legal.items() if times.is_vendor_near(number, sizes)]
-    name = preferred(found, near)
-    return found[name], legal[name][1], name
-
-
-def named_kernels(domain: AttentionDomain) -> tuple[Config, ...]:
-    """The kernels that the family names for a domain."""
-    if domain.is_sparse:
-        return sparse.kernels(domain.head_dim)
-    return paged.kernels(
-        domain.head_dim,
-        domain.phase,
-        is_plain=domain.mask != "windowed" and not domain.has_sinks,
-        has_sinks=domain.has_sinks,
-        is_e4m3=domain.is_e4m3,
-        is_windowed=domain.mask == "windowed",
-    )
-
-
-def _like(kernel: Config, combine: str | None, candidates: Iterable[Candidate]) -> Candidate | None:
-    """The own kernel most similar to another that combines splits in this way; None without one."""
-    found = [
-        one
-        for one in candidates
-        if one.config.family == kernel.family and one.config.get("combine") == combine
-    ]
-
-    def unlike(one: Candidate) -> tuple[bool, bool, bool]:
-        config = one.config
-        is_packed = config.get("packed_heads", 1) > 1
-        return (
-            "key_groups" in config.params,
-            config["warp_groups"] != kernel["warp_groups"],
-            is_packed != (kernel.get("packed_heads", 1) > 1),
-        )
-
-    return min(found, key=unlike, default=None)
-
-
-class Selection(NamedTuple):
-    """The kernel chosen for a shape, and the reason."""
-
-    config: Config
-    expected_us: float
-    vendor: str
-    """The vendor's kernel with the least expected time; empty without a time model."""
-    vendor_us: float
-    problem: Problem
-    times: DomainTimes
-    """Expected times of the domain's candidates on the GPU."""
-    facts: Legality
-    """The problem's `DomainTimes.legality`."""
-    estimates: Sequence[Estimate]
-    """Estimates of own kernels, legal or not."""
-    bound_us: float
-    """Largest expected time, margin included, at which an own kernel is chosen."""
-    is_near: bool
-    """True if an own kernel was measured near these sizes."""
-
-    @property
-    def domain(self) -> AnyDomain:
-        return self.times.models.domain
-
-    @property
-    def regime(self) -> Regime:
-        """Regime of the measurements."""
-        return self.times.models.regime
-
-    @property
-    def regret(self) -> Regret:
-        """Regret of the domain's selections."""
-        return self.times.models.regret
-
-    @property
-    def doubts(self) -> tuple[str, ...]:
-        """Reasons why the expected times may be wrong, for people."""
-        kin = self.times.models.kin
-        found = [] if kin is None else [f"the rates are those of {kin.label()}"]
-        if (made_on := self.times.models.made_on) is not None:
-            found.insert(0, f"made on {made_on.name}, rescaled to {self.times.gpu.name}")
-        if isinstance(self.domain, AttentionDomain) and self.domain.is_sparse:
-            found.append(_WHOLE)
-        return tuple(found) if self.is_near else (*found, _FAR)
-
-    @property
-    def source(self) -> str:
-        """Reason for this kernel, for people."""
-        versus = f", {self.vendor} {self.vendor_us:.1f}" if self.vendor else ""
-        return f"{self.domain.label()}: expected {self.expected_us:.1f} us{versus}"
-
-    def own(self) -> Iterator[tuple[float, Config]]:
-        """Own kernels that are expected to beat the vendor's by the margin, best first.
-
-        Yields:
-            Expected microseconds and config, which is made on demand.
-        """
-        return _legal(self.times, self.problem, self.facts, sorted(self.estimates), self.bound_us)
-
-    def ranked(self) -> Iterator[tuple[float, Config]]:
-        """As `own`, for all own kernels."""
-        return _legal(self.times, self.problem, self.facts, sorted(self.estimates), math.inf)
-
-
-def _legal(
-    times: DomainTimes,
-    problem: Problem,
-    facts: Legality,
-    estimates: Iterable[Estimate],
-    bound_us: float,
-) -> Iterator[tuple[float, Config]]:
-    """Expected microseconds and config of the legal estimates up to a bound."""
-    for cautious_us, us, place, splits in estimates:
-        if cautious_us > bound_us:
-            return
-        if (config := times.config(problem, place, splits, facts)) is not None:
-            yield us, config
+from tuner.selection.candidates import DomainModels
+from tuner.selection.choice import Selection, choose
+from tuner.selection.domains import DOMAINS, AnyDomain, GatedDomain, ProductDomain, domain_of
+from tuner.selection.kin import Kin
+from tuner.selection.portfolio_json import FORMAT, VERSION, models_from, models_json, text
 
 
 @dataclass(frozen=True)
@@ -349,6 +156,10 @@ class Portfolio:
         origin["days"] = [days[0], days[-1]] if days else []
         return Portfolio(self.op, self.gpu, {**self.domains, **newer.domains}, origin)
 
+    @property
+    def _kin(self) -> Kin:
+        return Kin(self.gpu, self.domains)
+
     def models_of(self, domain: AnyDomain | None) -> DomainModels | None:
         """The candidates of a domain. An unmeasured one, with a window or a bias for instance, gets
         the best candidates of its kin (`Domain.kin`).
@@ -358,10 +169,10 @@ class Portfolio:
         try:
             return self._found[domain]
         except KeyError:
-            kin_of = self._kin_of if self.fallback is None else self.fallback.models_of
+            kin_of = self._kin.models_of if self.fallback is None else self.fallback.models_of
             found = self.domains.get(domain)
             if found is None and (theirs := kin_of(domain)) is not None:
-                found = self._timed_here(theirs)
+                found = self._kin.timed_here(theirs)
             return self._found.setdefault(domain, found)
 
     def served(self) -> Iterator[tuple[AnyDomain, DomainModels]]:
@@ -375,142 +186,6 @@ class Portfolio:
             if one not in self.domains and (kin := self.models_of(one)) is not None:
                 yield one, kin
 
-    def _named_of(self, domain: AttentionDomain) -> DomainModels | None:
-        """Candidates that the family names for a domain of paged caches or block-sparse masks.
-
-        Each schedule has the rates of the most similar dense kernel. None for other domains.
-        """
-        if domain not in tuple(domain.others()):
-            return None
-        found: list[Candidate] = []
-        donor: DomainModels | None = None
-        for kernel in named_kernels(domain):
-            is_short = kernel["warp_groups"] == 1  # kernels with more warp groups are for prompts
-            like = domain if is_short else domain._replace(phase="prompt")
-            for combine in (None, "cluster", "kernel") if is_short else (None,):
-                for other in like.kin:
-                    models = self.domains.get(other)
-                    one = None if models is None else _like(kernel, combine, models.candidates)
-                    if one is not None:
-                        more = {} if combine is None else {"combine": combine}
-                        config = Config(kernel.family, {**kernel.params, **more})
-                        rates = one.rates
-                        if is_short and domain.is_paged and domain.phase == "prompt":
-                            rates = {w: us * paged.SHORT_AT_PROMPTS for w, us in rates.items()}
-                        found.append(replace(one, config=config, rates=rates))
-                        donor = donor or models
-                        break
-        if donor is None:
-            return None
-        # All schedules of a kernel compete, whatever sizes their rates were measured at.
-        spread = Spread.over(one.spread for one in found)
-        transferred = [replace(one, spread=spread) for one in found]
-        return replace(donor, domain=domain, candidates=transferred, margin=0.0, kin=donor.domain)
-
-    def _kin_of(self, domain: AnyDomain) -> DomainModels | None:
-        if isinstance(domain, AttentionDomain) and domain.has_named_kernels:
-            return self._named_of(domain)
-        for other in domain.kin:
-            models = self.domains.get(other)
-            if models is None:
-                continue
-            transferred = list(self._transferred(domain, models))
-            candidates, margin = transferred, 0.0
-            if domain.has_rival_kin:
-                candidates, margin = [*transferred, *models.vendors], models.margin
-            if candidates:
-                return replace(
-                    models, domain=domain, candidates=candidates, margin=margin, kin=other
-                )
-        return None
-
-    def _timed_here(self, theirs: DomainModels) -> DomainModels:
-        """Candidates of a domain of kin with the rates of this GPU where it measured the kin."""
-        domain, kin = theirs.domain, theirs.kin
-        here = None if kin is None else self.domains.get(kin)
-        if here is None or here.made_on is not None or theirs.made_on is None:
-            return theirs
-        if isinstance(domain, AttentionDomain) and domain.has_named_kernels:
-            return theirs
-        wanted = {one.config for one in theirs.candidates}
-        own = [one for one in here.candidates if not one.is_vendor]
-        carried = (self._carried(domain, one) for one in (*own, *map(_unpacked, own)))
-        timed = {one.config: one for one in carried if one is not None and one.config in wanted}
-        if not timed:
-            return theirs
-        candidates = [*timed.values(), *(here.vendors if theirs.vendors else ())]
-        margin = here.margin if theirs.vendors else theirs.margin
-        return replace(here, domain=domain, candidates=candidates, margin=margin, kin=kin)
-
-    def _transferred(self, domain: AnyDomain, models: DomainModels) -> Iterator[Candidate]:
-        """Own candidates as they are called in a domain of the kin, best first."""
-        own = [one for one in models.candidates if not one.is_vendor]
-        own.sort(key=lambda one: "packed_heads" in one.config.params)
-        if domain.splits_kin:
-            yield from self._divided(domain, own)
-            return
-        if domain.kin_kernels is not None:
-            every = (self._carried(domain, one, (1,)) for one in own)
-            yield from islice((one for one in every if one is not None), domain.kin_kernels)
-            return
-        kinds = set[Hashable]()
-        for one in (*own, *map(_unpacked, own)):
-            kind = one.config.get("packed_heads", 1), "combine" in one.config.params
-            if kind not in kinds and (carried := self._carried(domain, one)) is not None:
-                kinds.add(kind)
-                yield carried
-
-    def _divided(self, domain: AnyDomain, own: Sequence[Candidate]) -> Iterator[Candidate]:
-        """The best own kernel that splits the keys, for each number of packed heads if the domain
-        takes several: with one split, and in each measured way to combine several. The best of all
-        where none splits them.
-        """
-        of_kernel: dict[str, list[Candidate]] = {}
-        for one in own:
-            if one.family is not None:
-                of_kernel.setdefault(one.family.compile_digest(one.config), []).append(one)
-        by_use = sorted(
-            of_kernel.values(), key=lambda ways: not any("combine" in w.config.params for w in ways)
-        )
-        taken = set[Any]()
-        for ways in by_use:
-            packed = ways[0].config.get("packed_heads", 1)
-            params = {name: v for name, v in ways[0].config.params.items() if name != "combine"}
-            whole = replace(ways[0], config=Config(ways[0].config.family, params))
-            carried = self._carried(domain, whole, (1,))
-            splits = [one for one in ways if "combine" in one.config.params]
-            if carried is None or packed in taken or (taken and not splits):
-                continue
-            taken.add(packed)
-            yield carried
-            several = (self._carried(domain, one) for one in splits)
-            yield from (one for one in several if one is not None)
-            if domain.kin_kernels is not None:
-                return
-
-    def _carried(
-        self, domain: AnyDomain, one: Candidate, splits: Sequence[int] | None = None
-    ) -> Candidate | None:
-        """A candidate as it is called in a domain of its kin.
-
-        Args:
-            domain: domain of the kin.
-            one: candidate of a measured domain.
-            splits: numbers of splits to try; None: those of its family.
-
-        Returns:
-            The candidate, or None if it is illegal with all these numbers.
-        """
-        family = one.family
-        if family is None:
-            return None
-        problem = domain.problem_for(one.config)
-        config = family.carried(problem, one.config)
-        counts = family.splits(problem, config, self.gpu) if splits is None else splits
-        called = (family.called(problem, config, count) for count in counts)
-        is_legal = any(family.accepts(problem, config, self.gpu) for config in called)
-        return replace(one, config=config) if is_legal else None
-
     def select(self, problem: Problem) -> Selection | None:
         """The kernel with the least expected time, the vendor's unless an own one wins clearly.
 
@@ -521,38 +196,8 @@ class Portfolio:
             The selection. None if neither the problem's domain nor its kin was measured, or no
             candidate takes the problem.
         """
-        models = self.models_of(Domain.of(problem))
-        if models is None:
-            return None
-        times = models.times(self.gpu)
-        estimates, vendors_us, is_near = times.estimates(problem)
-        facts = times.legality(problem)
-        vendor_us, vendor, name = _vendors_best(times, problem, vendors_us, facts)
-        is_trusted = is_near or vendor is None or models.domain.reaches_far
-        bound_us = vendor_us if is_trusted else 0.0
-        # The first is legal most often, so the others are sorted only on demand.
-        chosen_us, chosen = vendor_us, vendor
-        if estimates and (first := min(estimates))[0] <= bound_us:
-            _, us, place, splits = first
-            if (config := times.config(problem, place, splits, facts)) is not None:
-                chosen_us, chosen = us, config
-            else:
-                others = _legal(times, problem, facts, sorted(estimates), bound_us)
-                chosen_us, chosen = next(others, (vendor_us, vendor))
-        if chosen is None:
-            return None
-        return Selection(
-            chosen,
-            chosen_us,
-            name,
-            vendor_us,
-            problem,
-            times,
-            facts,
-            estimates,
-            bound_us,
-            is_near,
-        )
+        models = self.models_of(domain_of(problem))
+        return None if models is None else choose(problem, models, self.gpu)
 
     def to_json(self) -> dict[str, Any]:
         """The document that `from_json` reads."""
@@ -562,7 +207,7 @@ class Portfolio:
             "op": self.op,
             "gpu": asdict(self.gpu),
             "origin": {name: list(values) for name, values in self.origin.items()},
-            "domains": [_models_json(models) for _, models in sorted(self.domains.items())],
+            "domains": [models_json(models) for _, models in sorted(self.domains.items())],
         }
 
     @classmethod
@@ -591,7 +236,7 @@ class Portfolio:
                 raise ConfigError(f"op {data['op']!r} has no portfolio (allowed: {allowed})")
             kind = DOMAINS[data["op"]]
             makers = {
-                kind(**row["domain"]): partial(make or _models_from, kind, row)
+                kind(**row["domain"]): partial(make or models_from, kind, row)
                 for row in data["domains"]
             }
             domains: Mapping[AnyDomain, DomainModels] = Deferred(makers)
@@ -616,7 +261,7 @@ class Portfolio:
         Raises:
             StoreError: when it cannot be written.
         """
-        output.write(path, _text(self.to_json()))
+        output.write(path, text(self.to_json()))
 
     @classmethod
     def read(cls, path: Path) -> Portfolio:
@@ -654,13 +299,13 @@ def shipped() -> tuple[Portfolio, ...]:
 
 
 def _shipped_models(path: Path, kind: type[AnyDomain], row: Mapping[str, Any]) -> DomainModels:
-    """`_models_from` of a shipped file.
+    """`models_from` of a shipped file.
 
     Raises:
         StoreError: when it is damaged.
     """
     try:
-        return _models_from(kind, row)
+        return models_from(kind, row)
     except (*INCOMPATIBLE_CONFIG_ERRORS, ValueError) as exc:
         raise _damaged(path, exc) from exc
 
@@ -735,77 +380,3 @@ def _distance(one: Gpu, other: Gpu) -> tuple[bool, int, str]:
         abs(one.sm_count - other.sm_count),
         one.identity,
     )
-
-
-def _models_json(models: DomainModels) -> dict[str, Any]:
-    return {
-        "domain": _domain_json(models.domain),
-        "regime": models.regime.key,
-        "margin": models.margin,
-        "regret": asdict(models.regret),
-        "candidates": [_candidate_json(models.domain, one) for one in models.candidates],
-    }
-
-
-def _domain_json(domain: AnyDomain) -> dict[str, Any]:
-    """Fields that came after version 2 are present only when they are true."""
-    later = "is_paged", "has_sinks", "operand", "is_sparse", "is_e4m3"
-    absent = {name for name in later if not getattr(domain, name, True)}
-    return {name: value for name, value in domain._asdict().items() if name not in absent}
-
-
-def _candidate_json(domain: AnyDomain, candidate: Candidate) -> dict[str, Any]:
-    rates = {term: float(f"{us:.{_DIGITS}g}") for term, us in candidate.rates.items() if us}
-    return {
-        **candidate.config.to_json(),
-        "rates": rates,
-        "points": candidate.points,
-        "median_error": round(candidate.median_error, 4),
-        "p90_error": round(candidate.p90_error, 4),
-        "spread": dict(zip(domain.axes, candidate.spread.bounds, strict=True)),
-    }
-
-
-def _models_from(kind: type[AnyDomain], row: Mapping[str, Any]) -> DomainModels:
-    domain, margin = kind(**row["domain"]), _number(row["margin"])
-    return DomainModels(
-        domain,
-        Regime.parse(row["regime"]),
-        [_candidate_from(kind, one) for one in row["candidates"]],
-        margin,
-        Regret(**document.checked(Regret, row["regret"])),
-    )
-
-
-def _candidate_from(kind: type[AnyDomain], row: Mapping[str, Any]) -> Candidate:
-    config = Config.from_json({"family": row["family"], "params": row["params"]})
-    family = find(config.family)
-    rates = {str(term): _number(us) for term, us in row["rates"].items()}
-    if family is not None and (unknown := set(rates) - set(family.work_terms)):
-        raise ConfigError(f"{config.family} counts no '{sorted(unknown)[0]}'")
-    errors = _number(row["median_error"]), _number(row["p90_error"])
-    spread = dict(row["spread"])
-    if "work" in kind.axes and "work" not in spread:  # of version 2's first portfolios
-        sizes = list(spread.values())
-        spread["work"] = tuple(math.prod(each) for each in zip(*sizes, strict=True))
-    bounds = tuple((int(low), int(high)) for low, high in (spread[x] for x in kind.axes))
-    return Candidate(config, rates, int(row["points"]), *errors, Spread(bounds))
-
-
-def _number(value: Any) -> float:
-    """A finite number, not negative."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise ConfigError(f"{value!r} is not a number (allowed: 0 or more)")
-    return float(value)
-
-
-def _text(data: Mapping[str, Any]) -> str:
-    """JSON with a line for each candidate."""
-    head = {name: value for name, value in data.items() if name != "domains"}
-    parts = []
-    for domain in data["domains"]:
-        rest = {name: value for name, value in domain.items() if name != "candidates"}
-        lines = ",\n".join(f"   {json.dumps(one)}" for one in domain["candidates"])
-        parts.append(f'  {json.dumps(rest)[:-1]}, "candidates": [\n{lines}\n  ]}}')
-    body = ",\n".join(parts)
-    return f'{json.dumps(head)[:-1]},\n "domains": [\n{body}\n ]}}\n'

@@ -12,7 +12,7 @@ from tuner.measurement import Environment, Measurement
 from tuner.store.entry import PROVENANCES, Entry
 
 if TYPE_CHECKING:
-    from tuner.selection.portfolio import Selection
+    from tuner.selection.choice import Selection
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,184 @@
+"""Choice among a domain's candidates: the vendor's kernel, and own ones that beat it clearly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from tuner.config import Config
+from tuner.hardware import Gpu
+from tuner.measurement import Regime
+from tuner.problem import Problem
+from tuner.selection.candidates import (
+    DomainModels,
+    DomainTimes,
+    Estimate,
+    Legality,
+    Regret,
+    pytorchs_choice,
+)
+from tuner.selection.domains import MAX_SIZE_FACTOR, AnyDomain, AttentionDomain
+
+_FAR = f"no kernel was measured within {MAX_SIZE_FACTOR} times these sizes"
+_WHOLE = "the time is that of a mask that hides nothing: what a block mask hides is not known"
+VENDOR_MARGIN = 0.25
+"""Share of its time by which another kernel of PyTorch's must beat PyTorch's own choice."""
+
+
+def preferred(expected: Mapping[str, float], near: Collection[str] | None = None) -> str:
+    """The vendor's kernel for a call: PyTorch's choice, unless another kernel is expected to be
+    faster by `VENDOR_MARGIN`.
+
+    Args:
+        expected: expected microseconds by kernel, not empty.
+        near: kernels whose expected times are trusted at these sizes; None: all.
+    """
+    usual = pytorchs_choice(expected)
+    trusted = [name for name in expected if name == usual or near is None or name in near]
+    best = min(trusted, key=lambda name: (expected[name], name))
+    return best if expected[best] * (1 + VENDOR_MARGIN) < expected[usual] else usual
+
+
+def _vendors_best(
+    times: DomainTimes, problem: Problem, expected: Sequence[float], facts: Legality
+) -> tuple[float, Config | None, str]:
+    """Expected microseconds, config and name of the vendor's kernel for a problem; an infinite time
+    if no vendor takes it.
+    """
+    legal, name = times.legal_vendors(problem, facts)
+    if name is None:
+        return math.inf, None, ""
+    number, config = legal[name]
+    usual_us = expected[number]
+    for other, _ in legal.values():
+        if expected[other] * (1 + VENDOR_MARGIN) < usual_us:
+            break
+    else:
+        return usual_us, config, name
+    found = {one: expected[number] for one, (number, _) in legal.items()}
+    sizes = times.models.domain.sizes(problem)
+    near = [one for one, (number, _) in legal.items() if times.is_vendor_near(number, sizes)]
+    name = preferred(found, near)
+    return found[name], legal[name][1], name
+
+
+class Selection(NamedTuple):
+    """The kernel chosen for a shape, and the reason."""
+
+    config: Config
+    expected_us: float
+    vendor: str
+    """The vendor's kernel with the least expected time; empty without a time model."""
+    vendor_us: float
+    problem: Problem
+    times: DomainTimes
+    """Expected times of the domain's candidates on the GPU."""
+    facts: Legality
+    """The problem's `DomainTimes.legality`."""
+    estimates: Sequence[Estimate]
+    """Estimates of own kernels, legal or not."""
+    bound_us: float
+    """Largest expected time, margin included, at which an own kernel is chosen."""
+    is_near: bool
+    """True if an own kernel was measured near these sizes."""
+
+    @property
+    def domain(self) -> AnyDomain:
+        return self.times.models.domain
+
+    @property
+    def regime(self) -> Regime:
+        """Regime of the measurements."""
+        return self.times.models.regime
+
+    @property
+    def regret(self) -> Regret:
+        """Regret of the domain's selections."""
+        return self.times.models.regret
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Reasons why the expected times may be wrong, for people."""
+        kin = self.times.models.kin
+        found = [] if kin is None else [f"the rates are those of {kin.label()}"]
+        if (made_on := self.times.models.made_on) is not None:
+            found.insert(0, f"made on {made_on.name}, rescaled to {self.times.gpu.name}")
+        if isinstance(self.domain, AttentionDomain) and self.domain.is_sparse:
+            found.append(_WHOLE)
+        return tuple(found) if self.is_near else (*found, _FAR)
+
+    @property
+    def source(self) -> str:
+        """Reason for this kernel, for people."""
+        versus = f", {self.vendor} {self.vendor_us:.1f}" if self.vendor else ""
+        return f"{self.domain.label()}: expected {self.expected_us:.1f} us{versus}"
+
+    def own(self) -> Iterator[tuple[float, Config]]:
+        """Own kernels that are expected to beat the vendor's by the margin, best first.
+
+        Yields:
+            Expected microseconds and config, which is made on demand.
+        """
+        return _legal(self.times, self.problem, self.facts, sorted(self.estimates), self.bound_us)
+
+    def ranked(self) -> Iterator[tuple[float, Config]]:
+        """As `own`, for all own kernels."""
+        return _legal(self.times, self.problem, self.facts, sorted(self.estimates), math.inf)
+
+
+def _legal(
+    times: DomainTimes,
+    problem: Problem,
+    facts: Legality,
+    estimates: Iterable[Estimate],
+    bound_us: float,
+) -> Iterator[tuple[float, Config]]:
+    """Expected microseconds and config of the legal estimates up to a bound."""
+    for cautious_us, us, place, splits in estimates:
+        if cautious_us > bound_us:
+            return
+        if (config := times.config(problem, place, splits, facts)) is not None:
+            yield us, config
+
+
+def choose(problem: Problem, models: DomainModels, gpu: Gpu) -> Selection | None:
+    """The kernel with the least expected time, the vendor's unless an own one wins clearly.
+
+    Args:
+        problem: problem to choose for.
+        models: candidates of its domain.
+        gpu: GPU that it runs on.
+
+    Returns:
+        The selection; None if no candidate takes the problem.
+    """
+    times = models.times(gpu)
+    estimates, vendors_us, is_near = times.estimates(problem)
+    facts = times.legality(problem)
+    vendor_us, vendor, name = _vendors_best(times, problem, vendors_us, facts)
+    is_trusted = is_near or vendor is None or models.domain.reaches_far
+    bound_us = vendor_us if is_trusted else 0.0
+    # The first is legal most often, so the others are sorted only on demand.
+    chosen_us, chosen = vendor_us, vendor
+    if estimates and (first := min(estimates))[0] <= bound_us:
+        _, us, place, splits = first
+        if (config := times.config(problem, place, splits, facts)) is not None:
+            chosen_us, chosen = us, config
+        else:
+            others = _legal(times, problem, facts, sorted(estimates), bound_us)
+            chosen_us, chosen = next(others, (vendor_us, vendor))
+    if chosen is None:
+        return None
+    return Selection(
+        chosen,
+        chosen_us,
+        name,
+        vendor_us,
+        problem,
+        times,
+        facts,
+        estimates,
+        bound_us,
+        is_near,
+    )

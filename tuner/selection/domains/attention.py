@@ -1,0 +1,275 @@
+"""Domains of attention: head dimension, mask and phase, and the features compiled in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import product
+from typing import Any, Literal, NamedTuple, Self, get_args
+
+from tuner.config import Config
+from tuner.families.fused_attention import sparse
+from tuner.families.fused_attention.registers import INSTANCES, instance
+from tuner.families.vendor.sdpa import BACKENDS
+from tuner.problem import E4M3, AttentionProblem, DType
+from tuner.problem.attention import BLOCK_SIZE
+from tuner.selection.domains.base import Domain
+
+Mask = Literal["full", "causal", "windowed"]
+Phase = Literal["prompt", "few", "one"]
+"""Prompts; decoding with several queries, fewer than a tile's rows; decoding with one query."""
+MaskOperand = Literal["", "bool", "additive"]
+"""Kind of a mask operand; empty: none."""
+#: Page size of the sample problems with paged caches; all kernels' copies divide it.
+_PAGE = 64
+
+
+class _Attention(NamedTuple):
+    head_dim: int
+    """Head dimension of the kernels: the smallest instance that holds D."""
+    mask: Mask
+    phase: Phase
+    has_softcap: bool = False
+    is_varlen: bool = False
+    is_paged: bool = False
+    """True for a paged cache; equal and different sequence lengths share the kernels."""
+    has_sinks: bool = False
+    operand: MaskOperand = ""
+    is_sparse: bool = False
+    """A block-sparse mask, of which the domain knows no more: ``full`` is its mask."""
+    is_e4m3: bool = False
+    """Elements of e4m3: of paged caches only."""
+
+
+#: Instances whose calls may have a mask operand.
+MASKED = (64, 96, 128, 256)
+#: Head dimensions of public models with a soft cap, whose calls may have a mask also (Gemma 2).
+CAPPED = (128, 256)
+#: Phases whose kernels a mask as an operand may have where its own has none, nearest first.
+_OTHER_PHASES: Mapping[Phase, tuple[Phase, ...]] = {
+    "prompt": (),
+    "few": ("one", "prompt"),
+    "one": ("few", "prompt"),
+}
+
+
+class AttentionDomain(_Attention, Domain):
+    """Head dimension, mask and phase."""
+
+    __slots__ = ()
+    op = AttentionProblem.op
+    axes = ("rows", "keys")
+    reaches_far = True
+
+    @classmethod
+    def holding(cls, problem: Any) -> Self | None:
+        is_e4m3 = problem.dtype == E4M3
+        if (is_e4m3 and not problem.is_paged) or problem.is_alibi:
+            return None
+        if problem.block_mask:
+            width, has_softcap = instance(problem.head_dim), problem.softcap > 0
+            tiles = problem.batch * problem.heads_q * -(-problem.seqlen_q // BLOCK_SIZE)
+            # Under fewer queries FlexAttention splits the keys, which own kernels do not.
+            is_served = problem.seqlen_q >= BLOCK_SIZE and tiles >= sparse.MIN_TILES.get(width, 1)
+            return cls(width, "full", "prompt", has_softcap, is_sparse=True) if is_served else None
+        operand: MaskOperand = "bool" if problem.mask else "additive" if problem.bias else ""
+        if operand and problem.is_windowed and problem.is_causal:
+            return None
+        mask: Mask = "causal" if problem.is_causal else "full"
+        few: Phase = "one" if problem.seqlen_q == 1 else "few"
+        is_paged = problem.is_paged
+        return cls(
+            instance(problem.head_dim),
+            "windowed" if problem.is_windowed else mask,
+            few if problem.is_decoding else "prompt",
+            problem.softcap > 0,
+            problem.is_varlen and not is_paged,
+            is_paged,
+            problem.has_sinks,
+            operand,
+            is_e4m3=is_e4m3,
+        )
+
+    @staticmethod
+    def axes_of(sizes: Any) -> tuple[int, ...]:
+        """Rows of the scores (sequences times query heads times queries), and keys."""
+        return sizes.heads * sizes.seqlen_q, sizes.seqlen_kv
+
+    @staticmethod
+    def group(problem: Any) -> tuple[int, ...]:
+        return problem.heads_q, problem.heads_kv, problem.head_dim
+
+    def with_known(self, sizes: Any) -> Any:
+        if self.phase == "one":
+            sizes = sizes._replace(seqlen_q=1)
+        if self.mask == "causal" and not self.is_paged:
+            return sizes._replace(is_masked=True, left=sizes.seqlen_q, right=0)
+        return sizes._replace(is_masked=self.mask != "full")
+
+    @property
+    def kin(self) -> Iterator[Self]:
+        """Related domains whose kernels may serve this one.
+
+        Block-sparse masks use the domain of a mask that hides nothing. Paged caches use dense
+        domains, nearest head dimension first: under a bottom-right mask few queries see nearly all
+        keys. Calls that PyTorch composes of operations, or serves slowly, use kernels of other
+        phases if their own phase was not measured.
+        """
+        if self.is_sparse:
+            yield type(self)(self.head_dim, "full", "prompt")
+            return
+        if self.is_paged:
+            mask: Mask = "causal" if self.phase == "prompt" else "full"
+            for width in sorted(INSTANCES, key=lambda width: (abs(width - self.head_dim), width)):
+                yield type(self)(width, mask, self.phase)
+            return
+        masks: tuple[Mask, ...] = ("causal", "full") if self.mask == "windowed" else (self.mask,)
+        is_slow_elsewhere = self.operand or self.has_softcap or self.mask == "windowed"
+        phases = (self.phase, *(_OTHER_PHASES[self.phase] if is_slow_elsewhere else ()))
+        if self._shares_kernels:
+            phases = ("few", "one", "prompt")
+        elif self.head_dim == 256 and self.operand and self.phase != "prompt":
+            phases = ("prompt",)
+        for phase, mask in product(phases, masks):
+            plain = type(self)(self.head_dim, mask, phase)
+            if plain != self:
+                yield plain
+
+    @property
+    def _shares_kernels(self) -> bool:
+        """Both phases of decoding have the same few kernels: public models call them seldom."""
+        is_capped = self.has_softcap and self.mask == "full"
+        if self.phase == "prompt" or self.operand == "additive":
+            return False
+        is_masked = self.operand == "bool"
+        return (self.head_dim == 256 and (is_capped or is_masked)) or (is_capped and is_masked)
+
+    @property
+    def of_times(self) -> Iterator[Self]:
+        """Both phases of decoding."""
+        other: dict[Phase, Phase] = {"one": "few", "few": "one"}
+        if self.phase in other:
+            yield self._replace(phase=other[self.phase])
+
+    @property
+    def varied(self) -> Iterator[Self]:
+        """Public models have plain calls only of D = 136 to 192. Decoding with D = 256 has no
+        window: a cache keeps what it lets through.
+        """
+        if self.head_dim == 192:
+            return
+        windowed = self._replace(mask="windowed")
+        if self.mask == "causal" or (self.phase != "prompt" and self.head_dim <= 128):
+            yield windowed
+            yield windowed._replace(has_softcap=True)
+        yield self._replace(has_softcap=True)
+        if self.phase == "prompt":
+            yield self._replace(is_varlen=True)
+
+    @classmethod
+    def others(cls) -> Iterator[Self]:
+        """Domains of paged caches, of mask operands and of block-sparse masks.
+
+        Paged caches: plain ones of every instance, windows where public models have them, and sinks
+        as in GPT-OSS. Those of e4m3 are served where a shape was tuned: few of their kernels have a
+        proof. Mask operands, without a causal flag, have every phase.
+        """
+        kinds: tuple[tuple[Mask, Phase], ...]
+        kinds = ("full", "one"), ("causal", "few"), ("causal", "prompt")
+        for head_dim in INSTANCES:
+            for mask, phase in kinds:
+                one = cls(head_dim, mask, phase, is_paged=True)
+                yield one
+                if head_dim == 64:
+                    yield one._replace(has_sinks=True)
+                if head_dim in (64, 128, 256):
+                    yield one._replace(mask="windowed", has_sinks=head_dim == 64)
+        operands = get_args(MaskOperand)[1:]
+        for head_dim, phase, operand in product(MASKED, get_args(Phase), operands):
+            yield cls(head_dim, "full", phase, operand=operand)
+        for head_dim, phase in product(CAPPED, get_args(Phase)):
+            yield cls(head_dim, "full", phase, has_softcap=True, operand="bool")
+        yield cls(64, "windowed", "prompt", operand="bool")  # padding, as in ModernBERT
+        for head_dim in sparse.HEAD_DIMS:
+            yield cls(head_dim, "full", "prompt", is_sparse=True)
+            if head_dim != 96:
+                yield cls(head_dim, "full", "prompt", has_softcap=True, is_sparse=True)
+
+    @property
+    def has_named_kernels(self) -> bool:
+        """Its kernels are compiled for no dense call: the family names them."""
+        return self.is_paged or self.is_sparse
+
+    @property
+    def is_composed(self) -> bool:
+        """PyTorch has no operator for such calls, and composes them of several operations."""
+        return self.mask == "windowed" or self.has_softcap or self.is_varlen
+
+    @property
+    def kin_kernels(self) -> int | None:
+        """Gemma 2's short prompts have a second kernel, of smaller tiles."""
+        if self == type(self)(256, "causal", "prompt", has_softcap=True):
+            return 2
+        return None if self.operand and not self.is_composed else 1
+
+    @property
+    def splits_kin(self) -> bool:
+        is_capped = self.has_softcap and self.phase != "prompt" and self.head_dim in CAPPED
+        return is_capped or self._shares_kernels
+
+    @property
+    def max_kernels(self) -> int:
+        return 8
+
+    @property
+    def has_rival_kin(self) -> bool:
+        """So cuDNN's kernels take additive masks."""
+        return self.operand == "additive" and not self.is_composed
+
+    @property
+    def vendors(self) -> frozenset[str]:
+        return frozenset(BACKENDS)
+
+    def problems(self, dtype: DType) -> tuple[AttentionProblem, ...]:
+        """Small problems of the domain; a windowed domain without a mask operand has two, one of
+        them causal.
+
+        A paged one has one: a single query needs no causal mask, several queries have one.
+        """
+        both = (False, True) if self.mask == "windowed" else (self.mask == "causal",)
+        both = (False,) if self.operand else both
+        queries = 2048 if self.is_sparse else 256  # the tiles that every instance needs
+        if self.is_paged:
+            both, queries = (self.phase != "one",), {"one": 1, "few": 8, "prompt": 256}[self.phase]
+        return tuple(
+            AttentionProblem(
+                seqlen_q=queries,
+                seqlen_kv=512,
+                head_dim=self.head_dim,
+                is_causal=is_causal,
+                dtype=E4M3 if self.is_e4m3 else dtype,
+                layout="bshd" if self.is_varlen or self.is_paged else "bhsd",
+                window_left=64 if self.mask == "windowed" else -1,
+                softcap=50.0 if self.has_softcap else 0.0,
+                is_varlen=self.is_varlen,
+                mask="1" if self.operand == "bool" else "",
+                bias="1" if self.operand == "additive" else "",
+                page_size=_PAGE if self.is_paged else 0,
+                has_sinks=self.has_sinks,
+                block_mask="1" if self.is_sparse else "",
+            )
+            for is_causal in both
+        )
+
+    def problem_for(self, config: Config) -> AttentionProblem:
+        packed = int(config.get("packed_heads", 1))
+        return replace(self.problems("float16")[0], heads_q=packed, heads_kv=1)
+
+    def label(self) -> str:
+        more = (", soft cap" if self.has_softcap else "") + (", packed" if self.is_varlen else "")
+        more += (", paged" if self.is_paged else "") + (", sinks" if self.has_sinks else "")
+        more += ", e4m3" if self.is_e4m3 else ""
+        more += f", {self.operand} mask" if self.operand else ""
+        phase = {"prompt": "prompts", "few": "few queries", "one": "one query"}[self.phase]
+        mask = "block mask" if self.is_sparse else self.mask
+        return f"D={self.head_dim}, {mask}{more}, {phase}"

@@ -1,0 +1,147 @@
+"""Interface of the domains of all operations."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, ClassVar, Self
+
+from tuner.config import Config
+from tuner.families.work import sizes_of
+from tuner.problem import DType, Problem
+
+MAX_SIZE_FACTOR = 2
+"""Largest factor between a size and the measured ones at which a time model is trusted."""
+
+
+class Domain(ABC):
+    """Interface of the domains of all operations; each is also a `NamedTuple`."""
+
+    __slots__ = ()
+    op: ClassVar[str]
+    axes: ClassVar[tuple[str, ...]]
+    """Names of `sizes`."""
+    reaches_far: ClassVar[bool]
+    """True if own kernels are also chosen far from measured sizes. PyTorch's attention is slower
+    nearly everywhere, its products seldom."""
+
+    @classmethod
+    @abstractmethod
+    def holding(cls, problem: Any) -> Self | None:
+        """The domain of a problem of the operation; None without a portfolio."""
+
+    @staticmethod
+    @abstractmethod
+    def axes_of(sizes: Any) -> tuple[int, ...]:
+        """The sizes that decide if a problem is near measured ones; may be traced.
+
+        Args:
+            sizes: sizes that work is counted from (`tuner.families.work`).
+        """
+
+    @property
+    def reach(self) -> tuple[float, ...]:
+        """Factors above the largest measured sizes up to which time models are trusted, by axis."""
+        return (MAX_SIZE_FACTOR,) * len(self.axes)
+
+    @property
+    def fall(self) -> tuple[float, ...]:
+        """Factors below the smallest measured sizes down to which they are trusted, by axis."""
+        return (MAX_SIZE_FACTOR,) * len(self.axes)
+
+    @classmethod
+    def sizes(cls, problem: Problem) -> tuple[int, ...]:
+        """`axes_of` a problem."""
+        return cls.axes_of(sizes_of(problem))
+
+    @staticmethod
+    @abstractmethod
+    def group(problem: Any) -> tuple[int, ...]:
+        """Key of a problem's model: problems with equal keys are left out of a fit together."""
+
+    def with_known(self, sizes: Any) -> Any:
+        """Sizes to trace (`tuner.families.tape`), with constants for the values that all problems
+        of the domain share.
+        """
+        return sizes
+
+    @property
+    @abstractmethod
+    def kin(self) -> Iterator[Self]:
+        """Measured domains whose kernels do nearly the same work, nearest first."""
+
+    @property
+    def of_times(self) -> Iterator[Self]:
+        """Domains in which a kernel's times follow the same rates."""
+        yield from ()
+
+    @property
+    def alike(self) -> Iterator[Self]:
+        """Domains in which kernels take the same time at the same sizes, this one first."""
+        yield self
+
+    def moved(self, problem: Any) -> Any:
+        """A problem of one of the `alike` domains, as it is in this one."""
+        return problem
+
+    @property
+    def without_activation(self) -> Self | None:
+        """The domain of plain products of as many rows; None for other domains than of products
+        with an activation.
+        """
+        return None
+
+    @property
+    @abstractmethod
+    def varied(self) -> Iterator[Self]:
+        """Served domains that have this one among their `kin`."""
+
+    @classmethod
+    def others(cls) -> Iterator[Self]:
+        """Domains served by measured kin that are not among any domain's `varied`."""
+        yield from ()
+
+    @property
+    @abstractmethod
+    def kin_kernels(self) -> int | None:
+        """Most kernels that an unmeasured domain takes from its kin.
+
+        None: the best for each number of packed heads (1 included), with and without splits.
+        """
+
+    @property
+    def splits_kin(self) -> bool:
+        """True if a kernel that an unmeasured domain takes from its kin also splits the keys."""
+        return False
+
+    @property
+    @abstractmethod
+    def max_kernels(self) -> int:
+        """Most compiled kernels of the domain, each of which is built and proven.
+
+        One kernel with and without programmatic dependent launch is two candidates.
+        """
+
+    @property
+    @abstractmethod
+    def vendors(self) -> frozenset[str]:
+        """Names, in the vendor family, of PyTorch's own kernels for such calls."""
+
+    @property
+    def has_rival_kin(self) -> bool:
+        """PyTorch serves such calls by the kernels of its kin, whose time models hold there too.
+        Else it has no such operator, and composes the call, which takes several times as long.
+        """
+        return True
+
+    @abstractmethod
+    def problems(self, dtype: DType) -> tuple[Problem, ...]:
+        """A small problem for each kernel that a config needs in this domain and type."""
+
+    def problem_for(self, config: Config) -> Problem:
+        """A small problem that a config of the domain is legal for."""
+        return self.problems("float16")[0]
+
+    @abstractmethod
+    def label(self) -> str:
+        """Short text for people."""

@@ -1,0 +1,203 @@
+"""Kernels of domains that were not measured, with the time models of related domains (kin).
+
+`Kin` is made for a GPU and its measured domains. Candidates of the nearest measured kin
+(`Domain.kin`) are carried over: as they are called in the new domain, where that is legal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+from tuner.config import Config
+from tuner.families.fused_attention import paged, sparse
+from tuner.families.fused_attention.packing import PACKING
+from tuner.hardware import Gpu
+from tuner.selection.candidates import Candidate, DomainModels, Spread
+from tuner.selection.domains import AnyDomain, AttentionDomain
+
+
+def _unpacked(one: Candidate) -> Candidate:
+    """The candidate with one head (no packing) in the rows of a tile."""
+    params = {name: value for name, value in one.config.params.items() if name not in PACKING}
+    return replace(one, config=Config(one.config.family, params, one.config.stages))
+
+
+def named_kernels(domain: AttentionDomain) -> tuple[Config, ...]:
+    """The kernels that the family names for a domain."""
+    if domain.is_sparse:
+        return sparse.kernels(domain.head_dim)
+    return paged.kernels(
+        domain.head_dim,
+        domain.phase,
+        is_plain=domain.mask != "windowed" and not domain.has_sinks,
+        has_sinks=domain.has_sinks,
+        is_e4m3=domain.is_e4m3,
+        is_windowed=domain.mask == "windowed",
+    )
+
+
+def _like(kernel: Config, combine: str | None, candidates: Iterable[Candidate]) -> Candidate | None:
+    """The own kernel most similar to another that combines splits in this way; None without one."""
+    found = [
+        one
+        for one in candidates
+        if one.config.family == kernel.family and one.config.get("combine") == combine
+    ]
+
+    def unlike(one: Candidate) -> tuple[bool, bool, bool]:
+        config = one.config
+        is_packed = config.get("packed_heads", 1) > 1
+        return (
+            "key_groups" in config.params,
+            config["warp_groups"] != kernel["warp_groups"],
+            is_packed != (kernel.get("packed_heads", 1) > 1),
+        )
+
+    return min(found, key=unlike, default=None)
+
+
+@dataclass(frozen=True)
+class Kin:
+    """Candidates of unmeasured domains."""
+
+    gpu: Gpu
+    measured: Mapping[AnyDomain, DomainModels]
+
+    def _named_of(self, domain: AttentionDomain) -> DomainModels | None:
+        """Candidates that the family names for a domain of paged caches or block-sparse masks.
+
+        Each schedule has the rates of the most similar dense kernel. None for other domains.
+        """
+        if domain not in tuple(domain.others()):
+            return None
+        found: list[Candidate] = []
+        donor: DomainModels | None = None
+        for kernel in named_kernels(domain):
+            is_short = kernel["warp_groups"] == 1  # kernels with more warp groups are for prompts
+            like = domain if is_short else domain._replace(phase="prompt")
+            for combine in (None, "cluster", "kernel") if is_short else (None,):
+                for other in like.kin:
+                    models = self.measured.get(other)
+                    one = None if models is None else _like(kernel, combine, models.candidates)
+                    if one is not None:
+                        more = {} if combine is None else {"combine": combine}
+                        config = Config(kernel.family, {**kernel.params, **more})
+                        rates = one.rates
+                        if is_short and domain.is_paged and domain.phase == "prompt":
+                            rates = {w: us * paged.SHORT_AT_PROMPTS for w, us in rates.items()}
+                        found.append(replace(one, config=config, rates=rates))
+                        donor = donor or models
+                        break
+        if donor is None:
+            return None
+        # All schedules of a kernel compete, whatever sizes their rates were measured at.
+        spread = Spread.over(one.spread for one in found)
+        transferred = [replace(one, spread=spread) for one in found]
+        return replace(donor, domain=domain, candidates=transferred, margin=0.0, kin=donor.domain)
+
+    def models_of(self, domain: AnyDomain) -> DomainModels | None:
+        if isinstance(domain, AttentionDomain) and domain.has_named_kernels:
+            return self._named_of(domain)
+        for other in domain.kin:
+            models = self.measured.get(other)
+            if models is None:
+                continue
+            transferred = list(self._transferred(domain, models))
+            candidates, margin = transferred, 0.0
+            if domain.has_rival_kin:
+                candidates, margin = [*transferred, *models.vendors], models.margin
+            if candidates:
+                return replace(
+                    models, domain=domain, candidates=candidates, margin=margin, kin=other
+                )
+        return None
+
+    def timed_here(self, theirs: DomainModels) -> DomainModels:
+        """Candidates of a domain of kin with the rates of this GPU where it measured the kin."""
+        domain, kin = theirs.domain, theirs.kin
+        here = None if kin is None else self.measured.get(kin)
+        if here is None or here.made_on is not None or theirs.made_on is None:
+            return theirs
+        if isinstance(domain, AttentionDomain) and domain.has_named_kernels:
+            return theirs
+        wanted = {one.config for one in theirs.candidates}
+        own = [one for one in here.candidates if not one.is_vendor]
+        carried = (self._carried(domain, one) for one in (*own, *map(_unpacked, own)))
+        timed = {one.config: one for one in carried if one is not None and one.config in wanted}
+        if not timed:
+            return theirs
+        candidates = [*timed.values(), *(here.vendors if theirs.vendors else ())]
+        margin = here.margin if theirs.vendors else theirs.margin
+        return replace(here, domain=domain, candidates=candidates, margin=margin, kin=kin)
+
+    def _transferred(self, domain: AnyDomain, models: DomainModels) -> Iterator[Candidate]:
+        """Own candidates as they are called in a domain of the kin, best first."""
+        own = [one for one in models.candidates if not one.is_vendor]
+        own.sort(key=lambda one: "packed_heads" in one.config.params)
+        if domain.splits_kin:
+            yield from self._divided(domain, own)
+            return
+        if domain.kin_kernels is not None:
+            every = (self._carried(domain, one, (1,)) for one in own)
+            yield from islice((one for one in every if one is not None), domain.kin_kernels)
+            return
+        kinds = set[Hashable]()
+        for one in (*own, *map(_unpacked, own)):
+            kind = one.config.get("packed_heads", 1), "combine" in one.config.params
+            if kind not in kinds and (carried := self._carried(domain, one)) is not None:
+                kinds.add(kind)
+                yield carried
+
+    def _divided(self, domain: AnyDomain, own: Sequence[Candidate]) -> Iterator[Candidate]:
+        """The best own kernel that splits the keys, for each number of packed heads if the domain
+        takes several: with one split, and in each measured way to combine several. The best of all
+        where none splits them.
+        """
+        of_kernel: dict[str, list[Candidate]] = {}
+        for one in own:
+            if one.family is not None:
+                of_kernel.setdefault(one.family.compile_digest(one.config), []).append(one)
+        by_use = sorted(
+            of_kernel.values(), key=lambda ways: not any("combine" in w.config.params for w in ways)
+        )
+        taken = set[Any]()
+        for ways in by_use:
+            packed = ways[0].config.get("packed_heads", 1)
+            params = {name: v for name, v in ways[0].config.params.items() if name != "combine"}
+            whole = replace(ways[0], config=Config(ways[0].config.family, params))
+            carried = self._carried(domain, whole, (1,))
+            splits = [one for one in ways if "combine" in one.config.params]
+            if carried is None or packed in taken or (taken and not splits):
+                continue
+            taken.add(packed)
+            yield carried
+            several = (self._carried(domain, one) for one in splits)
+            yield from (one for one in several if one is not None)
+            if domain.kin_kernels is not None:
+                return
+
+    def _carried(
+        self, domain: AnyDomain, one: Candidate, splits: Sequence[int] | None = None
+    ) -> Candidate | None:
+        """A candidate as it is called in a domain of its kin.
+
+        Args:
+            domain: domain of the kin.
+            one: candidate of a measured domain.
+            splits: numbers of splits to try; None: those of its family.
+
+        Returns:
+            The candidate, or None if it is illegal with all these numbers.
+        """
+        family = one.family
+        if family is None:
+            return None
+        problem = domain.problem_for(one.config)
+        config = family.carried(problem, one.config)
+        counts = family.splits(problem, config, self.gpu) if splits is None else splits
+        called = (family.called(problem, config, count) for count in counts)
+        is_legal = any(family.accepts(problem, config, self.gpu) for config in called)
+        return replace(one, config=config) if is_legal else None

@@ -1,0 +1,106 @@
+"""JSON of portfolios: a document with a line for each candidate."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from tuner.base import document
+from tuner.config import Config
+from tuner.errors import ConfigError
+from tuner.families import find
+from tuner.measurement import Regime
+from tuner.selection.candidates import Candidate, DomainModels, Regret, Spread
+from tuner.selection.domains import AnyDomain
+
+FORMAT = "cutlass-tuner portfolio"
+VERSION = 2
+#: Significant digits of the rates in a written time model.
+_DIGITS = 5
+
+
+def models_json(models: DomainModels) -> dict[str, Any]:
+    """The document that `models_from` reads."""
+    return {
+        "domain": _domain_json(models.domain),
+        "regime": models.regime.key,
+        "margin": models.margin,
+        "regret": asdict(models.regret),
+        "candidates": [_candidate_json(models.domain, one) for one in models.candidates],
+    }
+
+
+def _domain_json(domain: AnyDomain) -> dict[str, Any]:
+    """Fields that came after version 2 are present only when they are true."""
+    later = "is_paged", "has_sinks", "operand", "is_sparse", "is_e4m3"
+    absent = {name for name in later if not getattr(domain, name, True)}
+    return {name: value for name, value in domain._asdict().items() if name not in absent}
+
+
+def _candidate_json(domain: AnyDomain, candidate: Candidate) -> dict[str, Any]:
+    rates = {term: float(f"{us:.{_DIGITS}g}") for term, us in candidate.rates.items() if us}
+    return {
+        **candidate.config.to_json(),
+        "rates": rates,
+        "points": candidate.points,
+        "median_error": round(candidate.median_error, 4),
+        "p90_error": round(candidate.p90_error, 4),
+        "spread": dict(zip(domain.axes, candidate.spread.bounds, strict=True)),
+    }
+
+
+def models_from(kind: type[AnyDomain], row: Mapping[str, Any]) -> DomainModels:
+    """The inverse of `models_json`.
+
+    Args:
+        kind: kind of domain.
+        row: document of one domain.
+
+    Raises:
+        ConfigError: on a wrong value.
+    """
+    domain, margin = kind(**row["domain"]), _number(row["margin"])
+    return DomainModels(
+        domain,
+        Regime.parse(row["regime"]),
+        [_candidate_from(kind, one) for one in row["candidates"]],
+        margin,
+        Regret(**document.checked(Regret, row["regret"])),
+    )
+
+
+def _candidate_from(kind: type[AnyDomain], row: Mapping[str, Any]) -> Candidate:
+    config = Config.from_json({"family": row["family"], "params": row["params"]})
+    family = find(config.family)
+    rates = {str(term): _number(us) for term, us in row["rates"].items()}
+    if family is not None and (unknown := set(rates) - set(family.work_terms)):
+        raise ConfigError(f"{config.family} counts no '{sorted(unknown)[0]}'")
+    errors = _number(row["median_error"]), _number(row["p90_error"])
+    spread = dict(row["spread"])
+    if "work" in kind.axes and "work" not in spread:  # of version 2's first portfolios
+        sizes = list(spread.values())
+        spread["work"] = tuple(math.prod(each) for each in zip(*sizes, strict=True))
+    bounds = tuple((int(low), int(high)) for low, high in (spread[x] for x in kind.axes))
+    return Candidate(config, rates, int(row["points"]), *errors, Spread(bounds))
+
+
+def _number(value: Any) -> float:
+    """A finite number, not negative."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ConfigError(f"{value!r} is not a number (allowed: 0 or more)")
+    return float(value)
+
+
+def text(data: Mapping[str, Any]) -> str:
+    """JSON with a line for each candidate."""
+    head = {name: value for name, value in data.items() if name != "domains"}
+    parts = []
+    for domain in data["domains"]:
+        rest = {name: value for name, value in domain.items() if name != "candidates"}
+        lines = ",\n".join(f"   {json.dumps(one)}" for one in domain["candidates"])
+        parts.append(f'  {json.dumps(rest)[:-1]}, "candidates": [\n{lines}\n  ]}}')
+    body = ",\n".join(parts)
+    return f'{json.dumps(head)[:-1]},\n "domains": [\n{body}\n ]}}\n'
