@@ -38,7 +38,7 @@ KERNEL = "attention_backward"
 """Name of the only kernel; its library launches all three."""
 TEMPLATE = "fused_attention_backward.cu.j2"
 #: Text that the template takes, by variable.
-WORDS = {"dtype": ("float16", "bfloat16"), "dq": ("bulk", "ordered", "direct"), "loop": ("staged", "together", "ahead")}
+WORDS = {"dtype": ("float16", "bfloat16"), "dq": ("bulk", "ordered", "direct"), "loop": ("staged", "together", "ahead", "alternate")}
 #: Columns that the template is instantiated for; a smaller D is padded by TMA.
 INSTANCES = (64, 96, 128, 192, 256)
 #: Columns above which two warp groups share keys: dK and dV of 64 keys then fill the registers of
@@ -203,7 +203,7 @@ class FusedAttentionBackward(Family):
         rest = 128 * (int(is_direct) + 1) if not is_shared else 0
         rest += sum(_rounded_up(4 * stages * rows, 128) for rows in (tile_m + 4, tile_m))
         adders = 2 if config["dq"] == "ordered" else 1
-        rest += 8 * (3 + 4 * stages + ds_stages + (adders + 1) * groups)
+        rest += 8 * (2 + 4 * stages + 2 * ds_stages + (adders + 1) * groups)
         return parts + _rounded_up(rest, 1024)
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
