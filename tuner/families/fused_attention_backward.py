@@ -127,8 +127,6 @@ class FusedAttentionBackward(Family):
         groups, tile_m, swaps = config["warp_groups"], config["tile_m"], config["swap_dq"]
         if groups % sharing:
             return [f"warp_groups={groups} do not share keys in {sharing}s"]
-        if sharing > 1 and config["transpose_ds"]:
-            found.append("transpose_ds=true leaves no operand for groups that share keys")
         if sharing > 1 and config["early_dv"]:
             found.append("early_dv=true needs P in registers, which groups that share keys do not")
         if problem.softcap and config["early_dv"]:
@@ -197,13 +195,14 @@ class FusedAttentionBackward(Family):
         groups, stages = int(config["warp_groups"]), int(config["stages"])
         keys, ds_stages = GROUP_KEYS * groups // sharing, int(config["ds_stages"])
         parts = 2 * 2 * keys * head_dim + stages * 2 * 2 * tile_m * head_dim
-        parts += ds_stages * 2 * tile_m * keys * sharing
+        parts += ds_stages * 2 * tile_m * keys
         is_direct, is_shared = config["dq"] == "direct", sharing > 1
+        parts += 4 * tile_m * keys if is_shared else 0
         parts += (1024 if is_shared else 0) if is_direct else 4 * tile_m * head_dim
         rest = 128 * (int(is_direct) + 1) if not is_shared else 0
         rest += sum(_rounded_up(4 * stages * rows, 128) for rows in (tile_m + 4, tile_m))
         adders = 2 if config["dq"] == "ordered" else 1
-        rest += 8 * (2 + 4 * stages + 2 * ds_stages + (adders + 1) * groups)
+        rest += 8 * (4 + 4 * stages + 2 * ds_stages + (adders + 1) * groups)
         return parts + _rounded_up(rest, 1024)
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
