@@ -38,7 +38,7 @@ KERNEL = "attention_backward"
 """Name of the only kernel; its library launches all three."""
 TEMPLATE = "fused_attention_backward.cu.j2"
 #: Text that the template takes, by variable.
-WORDS = {"dtype": ("float16", "bfloat16"), "dq": ("bulk", "ordered", "direct"), "loop": ("staged", "together", "ahead", "alternate")}
+WORDS = {"dtype": ("float16", "bfloat16"), "dq": ("bulk", "ordered", "direct")}
 #: Columns that the template is instantiated for; a smaller D is padded by TMA.
 INSTANCES = (64, 96, 128, 192, 256)
 #: Columns above which two warp groups share keys: dK and dV of 64 keys then fill the registers of
@@ -97,16 +97,13 @@ class FusedAttentionBackward(Family):
     runtime_parameters = frozenset({"section_heads", "pdl"})
     domains: ClassVar[Mapping[str, Domain]] = {
         "warp_groups": (1, 2),
-        "tile_m": (64, 80, 96, 128),
+        "tile_m": (64, 96, 128),
         "stages": (1, 2, 3),
         "ds_stages": (1, 2),
         "swap_dq": (False, True),
         "dq": WORDS["dq"],
-        "loop": WORDS["loop"],
+        "late_dq": (False, True),
         "early_exp": (0, 50, 100),
-        "late_exp": (0, 50),
-        "early_dq": (False, True),
-        "early_dv": (False, True),
         "transpose_ds": (False, True),
         "rotate": (False, True),
         "section_heads": tuple(2**i for i in range(MAX_HEADS.bit_length())),
@@ -127,18 +124,14 @@ class FusedAttentionBackward(Family):
         groups, tile_m, swaps = config["warp_groups"], config["tile_m"], config["swap_dq"]
         if groups % sharing:
             return [f"warp_groups={groups} do not share keys in {sharing}s"]
-        if sharing > 1 and config["early_dv"]:
-            found.append("early_dv=true needs P in registers, which groups that share keys do not")
-        if problem.softcap and config["early_dv"]:
-            found.append("early_dv=true needs P before the derivatives, which make it under a cap")
-        if problem.softcap and (config["early_exp"] or config["late_exp"]):
-            found.append("early_exp and late_exp are 0 under a soft cap, whose derivatives have P")
+        if sharing > 1 and (config["late_dq"] or config["early_exp"]):
+            found.append("late_dq and early_exp have no meaning for groups that share keys")
+        if problem.softcap and config["early_exp"]:
+            found.append("early_exp is 0 under a soft cap, whose derivatives make P")
         if problem.is_varlen and config["rotate"]:
             found.append("rotate=true has no variable lengths")
-        if config["stages"] == 1 and not config["early_dq"]:
-            found.append("stages=1 needs early_dq: the next queries come when these are free")
-        if config["early_exp"] + config["late_exp"] > 100:
-            found.append(f"{config['early_exp']} and {config['late_exp']} percent exceed 100")
+        if config["stages"] == 1 and config["late_dq"]:
+            found.append("stages=1 has no late_dq: the next queries come when these are free")
         if problem.is_deterministic and config["dq"] != "ordered":
             found.append(f"dq={config['dq']} adds in any order: deterministic=1 needs ordered")
         if config["rotate"] and config["dq"] == "ordered":
@@ -171,16 +164,14 @@ class FusedAttentionBackward(Family):
     def registers(problem: AttentionBackwardProblem, config: Config) -> int:
         """Most accumulators and operands of products that a thread holds at once.
 
-        It holds dK and dV with S^T and dP^T, and also P^T as an operand if dV's product is early.
-        At other moments it holds dK and dV with dQ and the next S^T, or with dQ and dK's operand.
+        It holds dK and dV with S^T and dP^T, or with P^T and dS^T as operands and dQ. Groups that
+        share keys have one of dK and dV each, and dQ beside an operand.
         """
         head_dim, tile_m = instance(problem.head_dim), int(config["tile_m"])
         of_dq = tile_m * head_dim // int(config["warp_groups"]) // 128
-        sharing = sharing_groups(problem.head_dim)
-        queries = tile_m // sharing
-        operand = queries // 4
-        scores = queries + (operand if config["early_dv"] else 0)
-        return head_dim // sharing + max(scores, of_dq + max(queries // 2, operand))
+        if sharing_groups(problem.head_dim) > 1:
+            return head_dim // 2 + max(tile_m // 2 + tile_m // 4, of_dq + tile_m // 4)
+        return head_dim + max(tile_m, of_dq + tile_m // 2)
 
     @staticmethod
     def smem_bytes(problem: AttentionBackwardProblem, config: Config) -> int:
@@ -218,13 +209,9 @@ class FusedAttentionBackward(Family):
         sections = sorted({1, 8, 32, 1 << (heads - 1).bit_length()})
         most = 1 << (heads - 1).bit_length()
         ways = ("ordered",) if problem.is_deterministic else ("bulk", "direct")
-        # Early dQ leaves all exponentials to the time of dP^T and after it.
-        orders = [
-            *product((True,), ((0, 0), (0, 50)), (True, False)),
-            *product((False,), ((50, 0), (50, 50), (0, 50), (0, 0), (100, 0)), (True, False)),
-        ]
         sharing = sharing_groups(problem.head_dim)
         rings = (2, 3) if sharing == 1 else (2, 1)
+        orders = tuple(product((False, True), (0, 50, 100))) if sharing == 1 else ((False, 0),)
         levers = product((1, 2), (64, 96, 128), rings, (2, 1), (False, True), ways, orders)
         for (groups, tile_m, stages, ds_stages, swaps, way, order), rotates in product(
             levers, (False, True)
@@ -239,8 +226,7 @@ class FusedAttentionBackward(Family):
                     "ds_stages": ds_stages,
                     "swap_dq": swaps,
                     "dq": way,
-                    **dict(zip(("early_exp", "late_exp"), order[1], strict=True)),
-                    **{"early_dq": order[0], "early_dv": order[2]},
+                    **dict(zip(("late_dq", "early_exp"), order, strict=True)),
                     "transpose_ds": sharing == 1,
                     "rotate": rotates,
                     "section_heads": section,
