@@ -126,7 +126,7 @@ def test_attention_with_more_has_none(extra: str) -> None:
     ("text", "changes", "reason"),
     [
         ("S=1024,D=128", {"tile_m": 96}, "tile_m=96 is not a multiple of 64"),
-        ("S=1024,D=128", {"tile_m": 128}, "304 registers a thread exceed 240"),
+        ("S=1024,D=128", {"tile_m": 128}, "272 registers a thread exceed 240"),
         (
             "S=1024,D=64,causal=1,deterministic=1",
             {"dq": "ordered", "rotate": True},
