@@ -62,7 +62,9 @@ class Config:
             raise ConfigError("'params' and 'stages' of a config must be objects")
         for name in (*params, *stages):
             if not isinstance(name, str):
-                raise ConfigError(f"{name!r} is no name of a parameter or stage (wanted: text)")
+                raise ConfigError(
+                    f"{name!r} is not the name of a parameter or stage (wanted: text)"
+                )
         for name, value in params.items():
             if not isinstance(value, str | int | bool):
                 raise ConfigError(

@@ -27,7 +27,9 @@ class TunerError(Exception):
 
 
 class ConfigError(TunerError, ValueError):
-    """A problem, configuration, setting or option that is not allowed; says what is."""
+    """A problem, configuration, setting or option that is not allowed. The message names the
+    allowed ones.
+    """
 
 
 class RenderError(TunerError):
@@ -68,7 +70,7 @@ class StoreBusyError(StoreError):
 
 
 class StoreLostError(StoreError):
-    """The SQLite file of an open store was removed or replaced: what is written there is lost."""
+    """The SQLite file of an open store was removed or replaced, so further writes would be lost."""
 
 
 class LeaseLostError(StoreError):

@@ -48,7 +48,7 @@ _CUDA_STATUS = {
 
 
 def status_of(cuda_error: int) -> Status:
-    """The status that an error code of CUDA's runtime or driver stands for."""
+    """Status for an error code of CUDA's runtime or driver."""
     return _CUDA_STATUS.get(cuda_error, Status.LAUNCH_ERROR)
 
 
@@ -345,9 +345,9 @@ def within_noise(ratio: float, one: float, other: float) -> bool:
     """True when two times of a ratio are equal within their noise, at most `TIE`.
 
     Args:
-        ratio: of the two times, either way round.
-        one: standard deviation of one as a part of its median.
-        other: of the other.
+        ratio: ratio of the two times, in either direction.
+        one: standard deviation of the first time, relative to its median.
+        other: standard deviation of the second, relative to its median.
     """
     return max(ratio, 1 / ratio) <= 1 + min(TIE, math.hypot(one, other))
 
@@ -359,7 +359,7 @@ def is_tie(one: Measurement, other: Measurement) -> bool:
 
 
 def deviation(measurement: Measurement) -> float:
-    """Standard deviation over the rounds as a part of the median."""
+    """Standard deviation over the rounds, relative to the median."""
     return (measurement.std_us or 0.0) / _us(measurement)
 
 
@@ -369,13 +369,13 @@ def _us(measurement: Measurement) -> float:
 
 
 def versus(own: Measurement, other: Measurement, name: str = "") -> str:
-    """Two times of one pass as every face gives them: ``1.29x cudnn``, ``0.99x cudnn, a tie`` or
+    """Two times of one pass as all outputs show them: ``1.29x cudnn``, ``0.99x cudnn, a tie`` or
     ``0.86x cudnn, slower``; empty where they do not compare.
 
     Args:
-        own: whose speed is told.
-        other: what it is compared with.
-        name: the other kernel's; empty where a heading names it.
+        own: measurement whose speed is stated.
+        other: measurement to compare with.
+        name: name of the other kernel; empty if a heading has it.
     """
     ratio = own.speedup(other)
     if ratio is None:
@@ -386,14 +386,14 @@ def versus(own: Measurement, other: Measurement, name: str = "") -> str:
 def speedup_text(
     ratio: float, than: str = "", *, is_slower: bool | None = None, is_tie: bool = False
 ) -> str:
-    """A ratio of times as every face gives it: ``1.29x cudnn``, or ``0.86x cudnn, slower``.
+    """A ratio of times as all outputs show it: ``1.29x cudnn``, or ``0.86x cudnn, slower``.
 
     Args:
         ratio: the other kernel's time over the own one's, as `Measurement.speedup`.
-        than: the other kernel's name; empty where a heading names it.
-        is_slower: whether to call it slower, for a caller that knows the noise of the two times;
-            by default wherever two decimals show less than 1.
-        is_tie: whether the two times are equal within their noise, which is said then.
+        than: name of the other kernel; empty if a heading has it.
+        is_slower: True to call it slower, for callers that know the noise of the two times;
+            by default if two decimals show less than 1.
+        is_tie: True if the two times are equal within their noise; the text then says so.
     """
     text = f"{ratio:.2f}x {than}".rstrip()
     if is_tie:

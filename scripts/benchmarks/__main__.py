@@ -10,6 +10,7 @@ from tuner.base.processes import RaisesInterrupted, exit_code
 from tuner.errors import ConfigError, TunerError
 
 NAMES = (
+    "append",
     "backward",
     "batching",
     "block",

@@ -232,8 +232,8 @@ def best(found: Mapping[str, Any], is_own: bool, mode: str) -> dict[str, Any] | 
     """The fastest row of the own kernels or of the others.
 
     Args:
-        found: of `compared`.
-        is_own: of which.
+        found: result of `compared`.
+        is_own: True for own kernels, False for the others.
         mode: ``deterministic`` for those that are; empty for all others.
     """
     word = "ordered" if is_own else "deterministic"

@@ -178,9 +178,9 @@ def row(problem: AttentionBackwardProblem, own: Any, seed: int) -> dict[str, Any
     """Errors of one problem.
 
     Args:
-        problem: what is computed.
+        problem: problem to compute.
         own: function that makes the own kernel's call of inputs.
-        seed: of the inputs.
+        seed: random seed of the inputs.
     """
     inputs = inputs_of(problem, seed)
     wanted = exact(problem, inputs)

@@ -172,9 +172,9 @@ def measure(way: str, load: Load, rounds: int, device: str = "cuda") -> dict[str
 
     Args:
         way: one of `WAYS`.
-        load: what is asked.
+        load: requests to serve.
         rounds: timed passes.
-        device: of the model.
+        device: device of the model.
     """
     import torch
     import transformers

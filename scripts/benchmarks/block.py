@@ -78,7 +78,7 @@ class Block:
     """Pre-norm blocks with grouped heads, rotary positions and a cache of keys and values.
 
     Args:
-        sizes: of a block.
+        sizes: sizes of a block.
         layers: blocks.
         what: the pass; its cache is filled with random keys and values.
         dtype: torch's type of weights and activations.
@@ -288,7 +288,7 @@ def interleaved(
 
     Args:
         replays: by name.
-        rounds: how many; one more comes first and is not kept.
+        rounds: number of rounds; one more comes first and is not kept.
         timed: microseconds of one replay.
     """
     chance = random.Random(0)
@@ -390,7 +390,7 @@ def environment(dtype: str, layers: int) -> dict[str, Any]:
     """Facts that the run depends on.
 
     Raises:
-        BenchmarkError: where there is no GPU or no PyTorch.
+        BenchmarkError: when there is no GPU or no PyTorch.
     """
     try:
         import torch
@@ -423,7 +423,7 @@ def main(argv: Sequence[str]) -> int:
     """Run it; writes a file after each pass, and prints the table last.
 
     Raises:
-        BenchmarkError: where there is no GPU or no PyTorch.
+        BenchmarkError: when there is no GPU or no PyTorch.
         ConfigError: when the options are out of range.
     """
     parser = argparse.ArgumentParser(prog="scripts/bench block", description=__doc__)

@@ -31,7 +31,7 @@ class Contender:
     """One way to answer a call.
 
     Args:
-        name: of the way.
+        name: name of the way.
         call: enqueues it on the tensors of copy i, and returns the output.
         around: context that it has to be called in.
     """
@@ -65,7 +65,7 @@ def time_calls(
     Args:
         contenders: each was called once before, so that nothing is loaded while it is captured.
         before: enqueues the element-wise kernel that writes an input of copy i.
-        copies: of the tensors, gone through in turn; 1: warm tensors.
+        copies: copies of the tensors, used in turn; 1: warm tensors.
         budget_us: that all rounds together take at most, if these are more than `MIN_ROUNDS`.
     """
     import torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import fcntl
 import json
 import os
@@ -56,7 +57,7 @@ class Worker:
         """The child's answer, or ``{"lost": reason}`` when it did not.
 
         Args:
-            index: what is asked.
+            index: number of the case to measure.
             limit_s: seconds for this answer, if not the worker's.
         """
         limit_s = self._limit_s if limit_s is None else limit_s
@@ -118,7 +119,8 @@ def answer_indices(measure: Callable[[int], dict[str, Any]], device: str = "cuda
     """Be such a child: measure what the indices on standard input say.
 
     Answers alone go to the standard output that the process was started with; what others print
-    goes to its errors. After an error of the device it says ``lost`` and ends.
+    goes to its errors. After an error of the device it says ``lost`` and ends. A crash prints the
+    Python stack.
 
     Args:
         measure: makes the answer of an index.
@@ -136,6 +138,8 @@ def answer_indices(measure: Callable[[int], dict[str, Any]], device: str = "cuda
     if device == "cuda" and not torch.cuda.is_available():
         raise BenchmarkError(f"torch {torch.__version__} sees no CUDA GPU")
     for line in sys.stdin:
+        faulthandler.disable()  # a library that was loaded since may have put a handler of its own
+        faulthandler.enable(2)
         try:
             found = measure(int(line))
             if device == "cuda":

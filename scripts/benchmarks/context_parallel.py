@@ -173,9 +173,9 @@ def row_of(name: str, us: Mapping[str, float], flops: float) -> dict[str, Any]:
     """A pass: its times, the speed over one GPU's, and the time that transfers add.
 
     Args:
-        name: of the pass.
-        us: of `measured`.
-        flops: of the whole sequence.
+        name: name of the pass.
+        us: result of `measured`.
+        flops: FLOPs of the whole sequence.
     """
     exposed_us = max(0.0, us["ring"] - us["still"])
     return {

@@ -47,7 +47,7 @@ from tuner.bench.results import write_json
 from tuner.bundle.wheel import without_newer_glibc, write_package
 from tuner.compile import dispatcher
 from tuner.compile.artifacts import ArtifactCache
-from tuner.compile.prebuilt import ARTIFACTS, PACKAGE
+from tuner.compile.prebuilt import KERNELS, PACKAGE
 from tuner.errors import BenchmarkError, ConfigError, TunerError
 from tuner.families.vendor import peers
 from tuner.measure import device
@@ -224,7 +224,7 @@ def environment() -> dict[str, Any]:
     """Versions and clocks behind the figures.
 
     Raises:
-        BenchmarkError: where there is no GPU.
+        BenchmarkError: when there is no GPU.
     """
     import torch
 
@@ -308,15 +308,15 @@ def _packed(packages: Path) -> tuple[int, int]:
 
 
 def _kernels_in(packages: Path) -> int:
-    """Libraries in an unpacked wheel.
+    """Number of kernels in an unpacked wheel.
 
     Raises:
         BenchmarkError: when there are none.
     """
-    found = len(list((packages / PACKAGE / ARTIFACTS).glob("*/kernel.so")))
-    if not found:
+    file = packages / PACKAGE / KERNELS
+    if not file.is_file():
         raise BenchmarkError(f"{packages} has no prebuilt kernels (wanted: an unpacked wheel)")
-    return found
+    return len(KernelList.read(file).kernels)
 
 
 def _first_calls(

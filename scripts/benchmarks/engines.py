@@ -1,8 +1,9 @@
 """``scripts/bench engines``: vLLM's engine with its own attention, and with the tuner's plug-in.
 
 The offline engine runs models of a public shape with random weights, in CUDA graphs. A shape's
-engines start together, `--engines` of each way, every one in a process of its own. The runs take
-turns: each of all ways in a shuffled order, while the other engines wait. Figures of a run:
+engines start together, `--engines` of each way, every one in a process of its own; with
+``--at-once`` those of all shapes do. The runs take turns: each of all ways in a shuffled order,
+while the other engines wait. Figures of a run:
 
 - prompt tokens a second
 - for each concurrency: time to the first token, time of a further token, output tokens a second
@@ -98,8 +99,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[2:] if argv is None else argv)
     command = python_command("-m", "benchmarks", "engines", *given, "--worker")
     rows: list[dict[str, Any]] = []
-    for shape in args.shape or sorted(SHAPES):
-        for row in measured(shape, command, args):
+    shapes = list(dict.fromkeys(args.shape or sorted(SHAPES)))
+    for together in [shapes] if args.at_once else [[shape] for shape in shapes]:
+        for row in measured(together, command, args):
             rows.append(row)
             if args.json:
                 write_json(args.json, {"options": _options(args), "runs": rows})
@@ -108,33 +110,33 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measured(
-    shape: str, command: Sequence[str], args: argparse.Namespace
+    shapes: Sequence[str], command: Sequence[str], args: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    """The runs of a shape, as they end.
+    """The runs of shapes whose engines start together, as they end.
 
     Args:
-        shape: one of `SHAPES`.
+        shapes: some of `SHAPES`.
         command: starts a worker that answers as `Engine` does; shape and way are added.
         args: as they are parsed.
     """
     ways = list(dict.fromkeys(args.ways or (VLLM, TUNER)))
     engines = min(args.engines, args.runs)
-    places = list(itertools.product(range(engines), ways))
+    places = list(itertools.product(shapes, range(engines), ways))
     with ExitStack() as stack:
         workers = {
             place: stack.enter_context(
-                Worker([*command, "--of", shape, "--way", place[1]], args.limit)
+                Worker([*command, "--of", place[0], "--way", place[2]], args.limit)
             )
             for place in places
         }
-        _say(f"{shape}, {len(places)} engines start ...")
+        _say(f"{', '.join(shapes)}, {len(places)} engines start ...")
         pool = stack.enter_context(ThreadPoolExecutor(len(places)))
         started = dict(zip(places, pool.map(lambda p: workers[p].ask(START), places), strict=True))
-        for place, answer in started.items():
-            _say(f"{shape}, {place[1]}: {answer.get('lost') or answer}")
-        for run, way in runs(ways, args.runs):
-            place = run % engines, way
-            row = {"run": run, "shape": shape, "way": way, "engine": place[0], **started[place]}
+        for (shape, _, way), answer in started.items():
+            _say(f"{shape}, {way}: {answer.get('lost') or answer}")
+        for shape, (run, way) in itertools.product(shapes, runs(ways, args.runs)):
+            place = shape, run % engines, way
+            row = {"run": run, "shape": shape, "way": way, "engine": place[1], **started[place]}
             if "lost" not in row:
                 _say(f"run {run}, {shape}, {way} ...")
                 row |= workers[place].ask(run + 1)
@@ -158,6 +160,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--concurrency", type=int, action="append", help="default: 1, 16 and 128")
     parser.add_argument("--runs", type=int, default=5, help="runs of each shape and way")
     parser.add_argument("--engines", type=int, default=2, help="engines of each way")
+    parser.add_argument(
+        "--at-once", action="store_true", help="start the engines of all shapes together"
+    )
+    parser.add_argument(
+        "--passes", type=int, default=PASSES, help="timed passes of a run, of which medians count"
+    )
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of each request's prompt")
     parser.add_argument("--tokens", type=int, default=128, help="that each request generates")
     parser.add_argument(
@@ -175,7 +183,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    names = "prompt", "tokens", "compile", "engines", "cache"
+    names = "prompt", "tokens", "compile", "engines", "cache", "passes"
     return {name: getattr(args, name) for name in names}
 
 
@@ -244,7 +252,8 @@ class Engine:
         if generate is None:
             raise BenchmarkError("the engine did not start")
         generate(PROMPTS, PROMPT, 1, 0)  # warm
-        took = statistics.median(generate(PROMPTS, PROMPT, 1, i)[0] for i in range(1, PASSES + 1))
+        passes = range(1, self._args.passes + 1)
+        took = statistics.median(generate(PROMPTS, PROMPT, 1, i)[0] for i in passes)
         return {
             "prompt_tokens_per_s": PROMPTS * PROMPT / took,
             "concurrency": {
@@ -257,8 +266,8 @@ class Engine:
 def _served(generate: Generator, count: int, args: argparse.Namespace) -> dict[str, Any]:
     """Times of so many requests at once. Prompts are the same in every run and way."""
     generate(count, args.prompt, 2, 0)
-    firsts = [generate(count, args.prompt, 1, i)[0] for i in range(1, PASSES + 1)]
-    wholes = [generate(count, args.prompt, args.tokens, i) for i in range(1, PASSES)]
+    firsts = [generate(count, args.prompt, 1, i)[0] for i in range(1, args.passes + 1)]
+    wholes = [generate(count, args.prompt, args.tokens, i) for i in range(1, max(2, args.passes))]
     first, whole = statistics.median(firsts), statistics.median(took for took, _ in wholes)
     return {
         "first_token_ms": first * 1e3,

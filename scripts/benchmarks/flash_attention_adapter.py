@@ -25,7 +25,7 @@ def install(checkout: Path) -> None:
     """Put a package ``flash_attn`` before any other.
 
     Args:
-        checkout: of FlashAttention; modules that only use PyTorch are taken from there.
+        checkout: checkout of FlashAttention; modules that only use PyTorch are taken from there.
     """
     package, interface = ModuleType("flash_attn"), ModuleType("flash_attn.flash_attn_interface")
     package.__path__ = [str(checkout / "flash_attn")]

@@ -118,10 +118,10 @@ def over_cache(
         v: new values.
         cache_seqlens: int32 (B,), keys of each sequence before.
         page_table: int32 (B, columns).
-        softmax_scale: of the scores; None: 1 / sqrt(D).
+        softmax_scale: scale of the scores; None: 1 / sqrt(D).
         causal: bottom-right.
         window_size: keys before and behind a query's own; -1: all.
-        softcap: of the scores; 0: none.
+        softcap: soft cap of the scores; 0: none.
     """
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     longest = page_table.shape[1] * k_cache.shape[1]

@@ -236,8 +236,8 @@ class Fleet:
     """The processes, and who kills them.
 
     Args:
-        url: of the store, whose one job is `count` problems.
-        count: of the problems.
+        url: URL of the store, whose one job has `count` problems.
+        count: number of problems.
         folder: takes the reports.
         args: as on the command line.
     """

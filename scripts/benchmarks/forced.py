@@ -184,7 +184,7 @@ def made(
     """For this machine; its compiler lives as long as the process.
 
     Raises:
-        BenchmarkError: where there is no GPU and one is needed.
+        BenchmarkError: when there is no GPU and one is needed.
         CompileError: without a compiler.
     """
     gpu = detect()
@@ -202,7 +202,7 @@ def install(families: Sequence[str] = FAMILIES, *, built_only: bool = False) -> 
         built_only: as of `Forced`.
 
     Raises:
-        TunerError: where there is no GPU, no compiler, or no registry of attention providers.
+        TunerError: when there is no GPU, no compiler, or no registry of attention providers.
     """
     import tuner
 

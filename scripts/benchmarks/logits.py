@@ -167,7 +167,7 @@ def main(argv: Sequence[str]) -> int:
     """Run it; prints the table and writes the rows.
 
     Raises:
-        BenchmarkError: where there is no GPU or no PyTorch.
+        BenchmarkError: when there is no GPU or no PyTorch.
         ConfigError: when the options are out of range.
     """
     parser = argparse.ArgumentParser(prog="scripts/bench logits", description=__doc__)

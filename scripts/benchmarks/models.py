@@ -166,10 +166,10 @@ def measure(
     Args:
         model: one of `MODELS`.
         mode: one of `MODES`; those of `CACHES` for `DECODERS`.
-        layers: of the model.
-        device: of its weights.
+        layers: number of layers of the model.
+        device: device of its weights.
         ways: some of `WAYS`.
-        rounds: of timing.
+        rounds: number of timed rounds.
         sizes: in place of the public model's (`models_built.Sizes`).
     """
     import torch

@@ -47,8 +47,8 @@ class Calls:
     """A case's tensors and the ways to compute it.
 
     Args:
-        case: what is computed.
-        weights: of its layer.
+        case: layer and rows to compute.
+        weights: weights of its layer.
         compositions: the peers of its type.
     """
 
@@ -203,7 +203,7 @@ def measured(
 
     Args:
         wanted: cases of each child.
-        options: of the children, beside their layers, types and rows.
+        options: options of the children, beside their layers, types and rows.
         limit_s: seconds for the peers of each, beside those of the others.
         lock: as of `turn`, for the times.
     """
@@ -310,7 +310,7 @@ def environment() -> dict[str, Any]:
     """Facts that the run depends on.
 
     Raises:
-        BenchmarkError: where there is no GPU or no PyTorch.
+        BenchmarkError: when there is no GPU or no PyTorch.
     """
     try:
         import torch
@@ -345,7 +345,7 @@ def main(argv: Sequence[str]) -> int:
     """Run it; writes the file after each case, and prints the tables last.
 
     Raises:
-        BenchmarkError: where there is no GPU or no PyTorch.
+        BenchmarkError: when there is no GPU or no PyTorch.
         ConfigError: when an option is wrong.
     """
     parser = argparse.ArgumentParser(prog="scripts/bench moe", description=__doc__)

@@ -69,7 +69,7 @@ class Weights:
     """Random weights of a layer.
 
     Args:
-        sizes: of the layer.
+        sizes: sizes of the layer.
         dtype: bf16 or e4m3.
         is_empty: leave the memory as it is, where only sizes matter.
     """

@@ -250,7 +250,7 @@ def plans_of(problem: Any, selection: Any, *, unproven: bool) -> Iterator[tuple[
     """Kernels of a rule's selection that are proven here, as plans, in its order.
 
     Args:
-        problem: what they compute.
+        problem: problem to compute.
         selection: a `RuleSelection`, or None.
         unproven: also kernels that are only built.
     """

@@ -89,7 +89,7 @@ def compiled(
     """Kernels of each product that are built, or were compiled in time.
 
     Args:
-        products: what is computed.
+        products: products to compute.
         count: kernels of `FAMILY` a product.
         gpu: that they run on.
         limit_s: seconds.
@@ -305,7 +305,7 @@ def main(argv: Sequence[str]) -> int:
     """Run it; writes the file after each product, and prints the table last.
 
     Raises:
-        BenchmarkError: where there is no GPU or no PyTorch.
+        BenchmarkError: when there is no GPU or no PyTorch.
         CompileError: without a compiler.
         ConfigError: when an option is wrong.
     """

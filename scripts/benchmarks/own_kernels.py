@@ -42,7 +42,7 @@ def contenders(
     """A call of each legal config whose kernels are compiled; nothing is compiled here.
 
     Args:
-        problem: what is computed.
+        problem: problem to compute.
         tensors: its inputs by operand.
         scale: factor of the scores.
     """
@@ -94,7 +94,7 @@ def exact(
         key: (B, HKV, S, D).
         value: as `key`.
         scale: factor of the scores.
-        is_causal: whether query i sees keys up to i only.
+        is_causal: True if query i sees keys up to i only.
         first: query to begin with.
     """
     import torch

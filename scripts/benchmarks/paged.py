@@ -9,7 +9,8 @@ that none is in the L2 (`call_times.time_calls`). Contenders of a case, in shuff
 - ``flash3``: FlashAttention-3's serving build with its scheduler's metadata, made before
 - ``dense``: `tuner.attention` over a dense cache, where all sequences are alike and have one query
 
-Only compiled kernels take part; ``--compile`` compiles them, and times nothing.
+Only compiled kernels take part; ``--compile`` compiles them, and times nothing. ``--selected``
+leaves out ``best`` and its pass.
 """
 
 from __future__ import annotations
@@ -172,6 +173,10 @@ def _every() -> Iterator[Case]:
     for batch in (1, 16, 128):
         for keys in (1024, 4096):
             yield Case("narrow", (1,) * batch, (keys,) * batch, 16, head_dim=64, is_halved=True)
+    for queries in (512, 2048):
+        for width in (64, 128):
+            yield Case("prompts", (queries,), (queries,), 16, head_dim=width, is_halved=True)
+        yield Case("narrow chunk", (queries,), (8192,), 16, head_dim=64, is_halved=True)
     for batch in (1, 16, 64):
         for keys in (4096, 16384):
             yield Case("e4m3", (1,) * batch, (keys,) * batch, 16, dtype=E4M3)
@@ -398,7 +403,7 @@ def compared(case: Case, pool: Any, kernels: Mapping[Config, LoadedKernel]) -> d
     Args:
         case: the batch.
         pool: bytes that hold its caches.
-        kernels: the compiled ones of `configs`.
+        kernels: the compiled ones of `configs` that ``best`` is found among; none: it is left out.
     """
     import tuner
 
@@ -409,7 +414,7 @@ def compared(case: Case, pool: Any, kernels: Mapping[Config, LoadedKernel]) -> d
         for made in schedules(case, config)
     }
     failed: dict[str, str] = {}
-    quick = _timed(batch, own, QUICK_US, failed)
+    quick = _timed(batch, own, QUICK_US, failed) if own else {}
     best = min(quick, key=lambda name: quick[name], default="")
     contenders = {"tuner": batch.tuner()}
     if best:
@@ -501,7 +506,7 @@ def line(found: Mapping[str, Any]) -> str:
         f"{found['case']:56} {own:8.1f} us {found['bytes'] / own / 1e6:5.2f} TB/s "
         f"{found['flops'] / own / 1e6:5.0f} TFLOP/s{others} | {found['chosen']}"
     )
-    if found["best"] != found["chosen"]:
+    if found["best"] not in ("", found["chosen"]):
         text += f", best {found['best']}"
     slow = {name: by for name, by in found["answered"].items() if by != "own"}
     return text + "".join(f" | {name}: {by}" for name, by in slow.items())
@@ -557,6 +562,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--group", action="append", default=[], metavar="NAME")
     parser.add_argument("--compile", action="store_true", help="compile kernels, time nothing")
+    parser.add_argument("--selected", action="store_true", help="leave out the other schedules")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
     check_place(args.json)
@@ -572,7 +578,7 @@ def main(argv: Sequence[str]) -> int:
 
     if not torch.cuda.is_available():
         raise BenchmarkError(f"torch {torch.__version__} sees no GPU")
-    kernels = loaded(wanted)
+    kernels = {case: {} for case in wanted} if args.selected else loaded(wanted)
     size = max(MIN_POOL, ROTATED + max(case.cached_bytes for case in wanted))
     numbers = torch.empty(size // 2, dtype=torch.bfloat16, device="cuda").normal_()
     pool = numbers.view(torch.uint8)

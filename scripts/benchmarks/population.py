@@ -193,10 +193,10 @@ def measured(
     """A row for each call, those of the file as they are; the others are measured and appended.
 
     Args:
-        calls: what is drawn.
+        calls: drawn calls.
         heading: first line of the file; one with another is refused.
         path: the file; None keeps nothing.
-        command: of the child process, which answers indices of `calls`.
+        command: command of the child process, which answers indices of `calls`.
         limit_s: seconds that a call may take.
         whole_s: seconds after which no further call is begun.
     """

@@ -146,7 +146,7 @@ def posed(call: ModelCall) -> Problem:
     """The problem that the runtime reads off such tensors.
 
     Raises:
-        ConfigError: where it reads none, with the runtime's reason.
+        ConfigError: when it reads none, with the runtime's reason.
     """
     inputs = (_attention_inputs if call.views else _product_inputs)(call, "meta")
     problem = call.problem

@@ -55,7 +55,7 @@ class Layer:
         k: columns of the weights.
         rows: numbers of rows to time.
         with_all: also every other kernel of the rule.
-        unproven: those without a proof, too.
+        unproven: True to include kernels without a proof.
     """
 
     def __init__(
@@ -279,7 +279,7 @@ def measured(
     Args:
         layers: N and K.
         rows: numbers of rows.
-        options: of the children, beside those.
+        options: further options of the children.
         limit_s: seconds for DeepGEMM's kernels of all layers, which compile side by side.
         lock: as of `turn`, for the times.
     """
@@ -319,7 +319,7 @@ def main(argv: Sequence[str]) -> int:
     """Run it; writes the file after each product, and prints the table last.
 
     Raises:
-        BenchmarkError: where there is no GPU or no PyTorch.
+        BenchmarkError: when there is no GPU or no PyTorch.
         ConfigError: when an option is wrong.
     """
     parser = argparse.ArgumentParser(prog="scripts/bench scaled", description=__doc__)

@@ -96,7 +96,7 @@ def cases(recordings: Sequence[recording.Recording], least_groups: int = 1) -> l
     """A case for each recorded problem that own kernels passed for; stages are history only.
 
     Args:
-        recordings: what is searched and learnt from.
+        recordings: recordings to search and to learn from.
         least_groups: problems of fewer are learnt from alone.
     """
     fit = cost.Fit(recordings)
@@ -153,10 +153,10 @@ def replay(case: Case, method: str, seed: int, pace: Pace = Pace()) -> Run:
     """Search a recorded problem.
 
     Args:
-        case: what is searched.
+        case: recording and problem to search.
         method: one of `METHODS`.
-        seed: of the sampler and of the timings' noise.
-        pace: how many groups at once, and when it ends.
+        seed: seed of the sampler and of the timings' noise.
+        pace: number of groups at a time, and the end.
     """
     rng = random.Random(seed)
     search = started(case, method, seed, pace)

@@ -24,6 +24,7 @@ from tuner.selection.domains import (
     ProductDomain,
     domain_of,
 )
+from tuner.selection.domains.products import MAX_TALL_COLUMNS
 from tuner.selection.portfolio import Portfolio, serving, shipped
 from tuner.selection.reader import find_gpu
 
@@ -31,7 +32,7 @@ LIMIT_US = 10.0
 """The aim."""
 HEADS = ((16, 16), (32, 8), (28, 4), (71, 1))
 LENGTHS = {"prompt": (64, 8192), "few": (2, 32), "one": (1, 1)}
-ROWS = {"few": (1, 16), "narrow": (17, 256), "wide": (257, 16384)}
+ROWS = {"few": (1, 16), "narrow": (17, 256), "wide": (257, 16384), "tall": (257, 16384)}
 WIDTHS = (1024, 2048, 2560, 3072, 3584, 4096, 5120, 8192, 11008, 14336, 28672)
 
 
@@ -97,6 +98,8 @@ def product(domain: ProductDomain | GatedDomain, rng: random.Random) -> Problem:
     """A layer of a model's widths, of any number of rows; other widths near them, for variety."""
     (usual, *_) = domain.problems("bfloat16")
     n, k = (rng.choice(WIDTHS) + 64 * rng.randrange(-4, 5) for _ in range(2))
+    if domain.rows == "tall":
+        n = rng.randrange(8, MAX_TALL_COLUMNS + 1, 8)
     return replace(usual, m=rng.randint(*ROWS[domain.rows]), n=n, k=k)
 
 

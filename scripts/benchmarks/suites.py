@@ -162,8 +162,8 @@ class Runner:
 
     Args:
         work: folder of records and logs; what they hold is not run again.
-        processes: of each suite and mode, all side by side.
-        deadline: of `time.monotonic`; what runs then is ended.
+        processes: processes of each suite and mode, all side by side.
+        deadline: value of `time.monotonic` at which running tests are ended.
         built_only: as of `Share`.
         test_limit_s: seconds after which a test, or the way to the first one, is ended.
 
@@ -390,7 +390,7 @@ def main(argv: Sequence[str]) -> int:
     """Run them; 1 when a test fails by forced kernels alone, or was not run, or none was.
 
     Raises:
-        BenchmarkError: where there is no GPU, or tests cannot be run.
+        BenchmarkError: when there is no GPU, or tests cannot be run.
         ConfigError: when the options are wrong.
     """
     parser = argparse.ArgumentParser(prog="scripts/bench suites", description=__doc__)

@@ -57,7 +57,7 @@ class Tensors:
     """Inputs of a problem, the kernels that answer it, and what the right output is.
 
     Args:
-        problem: what is computed.
+        problem: problem to compute.
     """
 
     def __init__(self, problem: AttentionProblem) -> None:

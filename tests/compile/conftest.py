@@ -79,3 +79,11 @@ def _at_work(request: pytest.FixtureRequest, compiler: Compiler, wanted: str) ->
         yield compiler
     finally:
         compiler.close(cancel=True)
+
+
+@pytest.fixture
+def emulates(request: pytest.FixtureRequest, long_mode: bool) -> None:
+    """Skips cases that are not in a module's `USUAL`, which only a long run emulates."""
+    case = next(iter(request.node.callspec.params.values()))
+    if not long_mode and case not in request.module.USUAL:
+        pytest.skip("scripts/test --long emulates it")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 from block_scaled_cases import CASES, GROUPED, PROMOTED, config, grouped
 from block_scaled_cases import problem as problem_of
+from emulation import device_half
+from emulation import emulated as run_emulated
 
-from tuner.base import resources
 from tuner.compile.artifacts import load
 from tuner.compile.compiler import Compiler
 from tuner.compile.render import render
@@ -22,7 +22,6 @@ pytestmark = [pytest.mark.compile, pytest.mark.timeout(900)]
 
 FAMILY = BlockScaledGemm()
 ANY = problem_of(1000, 2112, 1152)
-EMULATOR = Path(__file__).parent / "emulator"
 
 
 ALL = {
@@ -134,37 +133,14 @@ def emulated(
 ) -> str:
     """Output of an emulated kernel about its products; empty where all are right."""
     spec = spec_of(chosen, is_grouped=is_grouped, is_promoted=is_promoted)
-    text = render(spec, "emulated")
-    device_half = text[: text.index("inline bool aligned(")] + "}  // namespace\n"
-    device_half, products = _MULTIPLY.subn(_PRODUCT, device_half)
-    shared = "extern __shared__ __align__(1024) char shared[];"
-    assert products == 1 and shared in device_half and mutant[0] in device_half
-    device_half = device_half.replace(shared, "char* const shared = nullptr;").replace(*mutant)
+    device, products = _MULTIPLY.subn(_PRODUCT, device_half(render(spec, "emulated")))
+    assert products == 1
     cases = EMULATED_GROUPS if is_grouped else [(*case, 1) for case in EMULATED]
-    given = [", ".join(str(int(value)) for value in case) for case in cases]
-    calls = "".join(
-        f"  if (emulated::run({{{numbers}}}, {seed})) return 1;\n"
-        for seed in range(orders)
-        for numbers in given
-    )
-    source, program = folder / "emulated.cpp", folder / "emulated"
-    source.write_text(f'{device_half}#include "block_scaled.h"\nint main() {{\n{calls}}}\n')
-    command = [str(nvcc), "-x", "c++", "-std=c++17", "-O2", "-Xcompiler=-w"]
-    command += [f"-I{folder}" for folder in (EMULATOR, resources.templates())]
-    subprocess.run([*command, "-o", str(program), str(source)], check=True)
-    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=300, check=False)
-    return "" if done.returncode == 0 else (done.stdout + done.stderr).strip() or "it failed"
+    return run_emulated(device, "block_scaled.h", cases, nvcc, folder, mutant, orders)
 
 
 #: Emulated in every run; the others with ``scripts/test --long``.
 USUAL = {"two stages", "a warp does not leave"}
-
-
-@pytest.fixture
-def emulates(request: pytest.FixtureRequest, long_mode: bool) -> None:
-    """Skips what only a long run emulates."""
-    if not long_mode and next(iter(request.node.callspec.params.values())) not in USUAL:
-        pytest.skip("scripts/test --long emulates it")
 
 
 @pytest.mark.usefixtures("emulates")

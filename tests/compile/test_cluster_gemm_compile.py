@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 from cluster_gemm_cases import COMPILED, FAMILY, config, spec_of
+from emulation import device_half
+from emulation import emulated as run_emulated
 
-from tuner.base import resources
 from tuner.compile.artifacts import load
 from tuner.compile.compiler import Compiler
 from tuner.compile.render import render
@@ -18,8 +18,6 @@ from tuner.errors import BenchmarkError
 from tuner.problem import GemmProblem
 
 pytestmark = [pytest.mark.compile, pytest.mark.timeout(900)]
-
-EMULATOR = Path(__file__).parent / "emulator"
 
 
 def test_no_kernel_spills_or_serialises_its_products(compiler: Compiler) -> None:
@@ -88,40 +86,17 @@ def emulated(
     chosen: Config, nvcc: Path, folder: Path, mutant: tuple[str, str] = ("", ""), orders: int = 1
 ) -> str:
     """Output of an emulated kernel about its products; empty where all are right."""
-    text = render(spec_of(chosen, "bias"), "emulated")
-    device_half = text[: text.index("inline bool aligned(")] + "}  // namespace\n"
+    device = device_half(render(spec_of(chosen, "bias"), "emulated"))
     for name, body in _BODIES.items():
         pattern = re.compile(rf"(void {name}\([^)]*\) \{{).*?\}}\n(?=\n)", re.S)
-        device_half, found = pattern.subn(rf"\1 {body} }}\n", device_half)
+        device, found = pattern.subn(rf"\1 {body} }}\n", device)
         assert found == 1, name
-    shared = "extern __shared__ __align__(1024) char shared[];"
-    assert shared in device_half and mutant[0] in device_half
-    device_half = device_half.replace(shared, "char* const shared = nullptr;").replace(*mutant)
-    given = [", ".join(str(int(value)) for value in case) for case in EMULATED]
-    calls = "".join(
-        f"  if (emulated::run({{{numbers}}}, {seed})) return 1;\n"
-        for seed in range(orders)
-        for numbers in given
-    )
-    source, program = folder / "emulated.cpp", folder / "emulated"
-    main = f'#include "cluster_gemm.h"\nint main() {{\n{calls}}}\n'
-    source.write_text(f"#define EMULATES_BF16\n{device_half}{main}")
-    command = [str(nvcc), "-x", "c++", "-std=c++17", "-O2", "-Xcompiler=-w"]
-    command += [f"-I{folder}" for folder in (EMULATOR, resources.templates())]
-    subprocess.run([*command, "-o", str(program), str(source)], check=True)
-    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=300, check=False)
-    return "" if done.returncode == 0 else (done.stdout + done.stderr).strip() or "it failed"
+    device = f"#define EMULATES_BF16\n{device}"
+    return run_emulated(device, "cluster_gemm.h", EMULATED, nvcc, folder, mutant, orders)
 
 
 #: Emulated in every run; the others with ``scripts/test --long``.
 USUAL = {"swapped, divided", "a stage is left while it is read"}
-
-
-@pytest.fixture
-def emulates(request: pytest.FixtureRequest, long_mode: bool) -> None:
-    """Skips what only a long run emulates."""
-    if not long_mode and next(iter(request.node.callspec.params.values())) not in USUAL:
-        pytest.skip("scripts/test --long emulates it")
 
 
 @pytest.mark.usefixtures("emulates")

@@ -12,6 +12,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from emulated_scores import PREAMBLE
 from fused_configs import maker
 from rendered import part
 
@@ -59,44 +60,6 @@ KERNELS = [
     )
 ]
 DEVICE_SPECS = [FAMILY.kernels(problem, config)["attention"] for problem, config in KERNELS]
-
-PREAMBLE = """
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstdio>
-#include <type_traits>
-#include <vector>
-#define CUTE_DEVICE
-#define CUTE_UNROLL
-using std::max;
-using std::min;
-using std::true_type;
-using std::false_type;
-struct { int x; } threadIdx;
-struct Octets { int c, r, j; };
-Octets make_coord(int c, int r, int j) { return {c, r, j}; }
-namespace cutlass {
-struct FastDivmod {
-  int divisor = 1;
-  FastDivmod() = default;
-  explicit FastDivmod(int divisor) : divisor(divisor) {}
-  void operator()(int& quotient, int& remainder, int x) const {
-    quotient = x / divisor, remainder = x % divisor;
-  }
-};
-}  // namespace cutlass
-// 64 rows of a warp group, as the accumulators of its threads hold them.
-struct Scores {
-  std::vector<float> at;
-  int columns;
-  explicit Scores(int columns) : at(64 * columns), columns(columns) {}
-  float& operator()(Octets o, int, int) {
-    int const row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * o.r;
-    return at[row * columns + 8 * o.j + threadIdx.x % 4 * 2 + o.c];
-  }
-};
-"""
 
 #: What a launch does with one head of each sequence: every tile, every group of it, every block of
 #: keys.

@@ -12,6 +12,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from emulated_scores import PREAMBLE
 from fused_configs import maker
 from rendered import part
 
@@ -50,44 +51,9 @@ KERNELS = [
 ]
 DEVICE_SPECS = [FAMILY.kernels(problem, config)["attention"] for problem, config in KERNELS]
 
-PREAMBLE = """
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstdio>
-#include <fstream>
-#include <type_traits>
-#include <vector>
-#define CUTE_DEVICE
-#define CUTE_UNROLL
-using std::max;
-using std::min;
-using std::true_type;
-using std::false_type;
-struct { int x; } threadIdx;
+#: What a file of tables holds.
+TABLES = """
 struct int2 { int x, y; };
-struct Octets { int c, r, j; };
-Octets make_coord(int c, int r, int j) { return {c, r, j}; }
-namespace cutlass {
-struct FastDivmod {
-  int divisor = 1;
-  FastDivmod() = default;
-  explicit FastDivmod(int divisor) : divisor(divisor) {}
-  void operator()(int& quotient, int& remainder, int x) const {
-    quotient = x / divisor, remainder = x % divisor;
-  }
-};
-}  // namespace cutlass
-// 64 rows of a warp group, as the accumulators of its threads hold them.
-struct Scores {
-  std::vector<float> at;
-  int columns;
-  explicit Scores(int columns) : at(64 * columns), columns(columns) {}
-  float& operator()(Octets o, int, int) {
-    int const row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * o.r;
-    return at[row * columns + 8 * o.j + threadIdx.x % 4 * 2 + o.c];
-  }
-};
 template <class T>
 std::vector<T> numbers(std::ifstream& file) {
   int64_t count;
@@ -229,7 +195,7 @@ def test_each_query_sees_the_keys_of_its_mask_once(tmp_path: Path) -> None:
         f'    std::printf("%d ", k_{number}::wrong(argv[i]));\n'
         for number in range(len(CASES))
     )
-    program = f"{PREAMBLE}{''.join(kernels)}int main(int argc, char** argv) {{\n{calls}}}\n"
+    program = f"{PREAMBLE}{TABLES}{''.join(kernels)}int main(int argc, char** argv) {{\n{calls}}}\n"
     (tmp_path / "sparse.cpp").write_text(program)
     tools = find_toolchain()
     command = [str(tools.host_compiler), "-std=c++17", "-O2", "-w", "-o", "sparse", "sparse.cpp"]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tuner.bundle.wheel import MAX_GLIBC, newest_glibc
+from tuner.compile import dispatcher
 from tuner.compile.artifacts import ArtifactCache
 from tuner.compile.compiler import Compiler
 from tuner.compile.toolchain import find_host_compiler, find_toolchain
@@ -48,3 +49,9 @@ def test_a_compiler_that_links_its_runtime_statically_makes_portable_kernels(
         library = future.result().library.read_bytes()
     assert b"libstdc++.so.6\0" in library
     assert newest_glibc(library) <= MAX_GLIBC
+
+
+def test_a_dispatcher_is_equal_bytes_too(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    found = [dispatcher.build(ArtifactCache(tmp_path / name)).sha256 for name in ("a", "another")]
+    assert found[0] == found[1]

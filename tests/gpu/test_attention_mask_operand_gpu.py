@@ -64,6 +64,14 @@ KERNELS: dict[str, tuple[str, Config]] = {
         "B=2,H=16,HKV=1,D=128,bias=1",
         make(1, 80, packed_heads=16, splits=2, combine="cluster"),
     ),
+    "bool, padded, split": (
+        "B=3,H=14,HKV=2,D=128,mask=1,dtype=bf16",
+        make(1, 64, packed_heads=8, pads_heads=True, splits=3),
+    ),
+    "additive, padded": (
+        "B=2,H=10,HKV=2,D=64,bias=1",
+        make(2, 64, packed_heads=8, pads_heads=True),
+    ),
     "bool, D=256": ("B=2,H=2,D=256,mask=1,dtype=bf16", make(2, 64)),
     "additive, D=192": ("B=2,H=2,D=160,bias=1,dtype=bf16", make(1, 64)),
     "bool, causal, soft cap": (

@@ -215,11 +215,27 @@ def test_the_output_of_a_head_follows_its_own_factors(
     assert torch.equal(out, twice)
 
 
+def test_small_scores_are_not_computed_again(device: Device, known: binding.Libraries) -> None:
+    """A row that is computed again in fp32 (`Recomputed`) has none of e4m3's rounding. One whose
+    scaled maximum is near zero was: the lift costs the maximum its last bits there.
+    """
+    case, config = DRAWN[0]
+    inputs = draw(case, device)
+    inputs.given["descale_q"] /= 16
+    restored = {**inputs.restored, "query": inputs.restored["query"] / 16}
+    exact = reference.attention(case, restored)
+    subject = binding.subject(device, case.problem, config, case.scale, known)
+    out, _ = run(subject, inputs, device)
+    peer = e4m3.flash_attention_3(case, restored, 224)
+    rounding = reference.difference(peer, exact).frobenius
+    assert reference.difference(out, exact).frobenius >= rounding / 2
+
+
 @pytest.mark.parametrize(("text", "config"), HUGE, ids=["several tiles", "splits"])
 def test_scores_that_round_the_lift_away(
     device: Device, known: binding.Libraries, text: str, config: Config
 ) -> None:
-    """From 2^27 on a scaled maximum less the lift is rounded, upwards or downwards: a probability
+    """From 2^26 on a scaled maximum less the lift is rounded, upwards or downwards: a probability
     of 2^16 was stored as 448. All scores of a row are equal here, so that its output is the values'
     mean.
     """

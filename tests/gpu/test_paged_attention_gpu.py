@@ -5,14 +5,12 @@ its own that may hang or die.
 
 from __future__ import annotations
 
-import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from drawn_children import answers
 from gating import pass_the_gate
 from paged_cases import FAMILY, KERNELS, posed, spec
 
@@ -29,8 +27,6 @@ from tuner.problem import E4M3, AttentionProblem
 pytestmark = [pytest.mark.gpu, pytest.mark.compile]
 
 CHILD = Path(__file__).parent / "paged_attention_child.py"
-#: A child is killed after so long; importing torch comes first.
-LIMIT_S = 240.0
 LIMITS = {"float16": 6e-4, "bfloat16": 5e-3, E4M3: 0.04}
 #: Batches drawn for each kernel.
 DRAWS = 20
@@ -74,26 +70,7 @@ def test_a_kernel_agrees_with_float64(name: str, compiler: Compiler) -> None:
     artifact = future.result()
     used = artifact.resources
     assert used is not None
-    wanted = {
-        "key": artifact.key,
-        "library": str(artifact.library),
-        "config": config.to_json(),
-        "draws": draws(name),
-    }
-    try:
-        done = subprocess.run(
-            [sys.executable, str(CHILD)],
-            input=json.dumps(wanted),
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-        )
-    except subprocess.TimeoutExpired as exc:
-        said = (exc.stdout or b"").decode().splitlines()
-        pytest.fail(f"hung after {len(said)} draws; the last was {said[-1:]}")
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert done.returncode == 0, f"{len(lines)} draws done; {done.stderr[-2000:]}"
-    assert len(lines) == DRAWS
+    lines = answers(CHILD, artifact, config, draws(name))
     found = [f"{line['draw']['problem']} splits={line['draw']['splits']}: {line['faults'][:3]}"
              for line in lines if line["faults"]]  # fmt: skip
     assert not found, f"{len(found)} of {DRAWS} draws fail: " + "\n".join(found)

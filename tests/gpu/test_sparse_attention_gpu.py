@@ -5,14 +5,12 @@ process of its own that may hang or die.
 
 from __future__ import annotations
 
-import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from drawn_children import answers
 from fused_configs import maker
 from gating import pass_the_gate
 
@@ -33,8 +31,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.compile]
 FAMILY = family("fused_attention")
 FLEX = {"kernel": "flex"}
 CHILD = Path(__file__).parent / "sparse_attention_child.py"
-#: A child is killed after so long; importing torch comes first.
-LIMIT_S = 240.0
 LIMITS = {"float16": 2e-3, "bfloat16": 1.5e-2}
 #: Masks drawn for each kernel.
 DRAWS = 10
@@ -90,26 +86,7 @@ def draws(name: str) -> list[dict[str, Any]]:
 def test_a_kernel_agrees_with_float64(name: str, compiler: Compiler) -> None:
     [(_, future)] = compiler.submit([spec(name)])
     artifact = future.result()
-    wanted = {
-        "key": artifact.key,
-        "library": str(artifact.library),
-        "config": KERNELS[name][1].to_json(),
-        "draws": draws(name),
-    }
-    try:
-        done = subprocess.run(
-            [sys.executable, str(CHILD)],
-            input=json.dumps(wanted),
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-        )
-    except subprocess.TimeoutExpired as exc:
-        said = (exc.stdout or b"").decode().splitlines()
-        pytest.fail(f"hung after {len(said)} draws; the last was {said[-1:]}")
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert done.returncode == 0, f"{len(lines)} draws done; {done.stderr[-2000:]}"
-    assert len(lines) == DRAWS
+    lines = answers(CHILD, artifact, KERNELS[name][1], draws(name))
     found = [f"{line['draw']['problem']}: {line['faults'][:3]}" for line in lines if line["faults"]]
     assert not found, f"{len(found)} of {DRAWS} draws fail: " + "\n".join(found)
 

@@ -122,9 +122,9 @@ def damaged(files: dict[str, bytes], folder: Path, count: int, seed: int) -> Ite
     """Some damaged copies of a store, one after the other; each is gone when the next comes.
 
     Args:
-        files: what `files_of` gave.
+        files: result of `files_of`.
         folder: for the copies; not there yet.
-        count: of the copies.
+        count: number of copies.
         seed: equal seeds, equal damage.
     """
     for number in range(count):

@@ -5,7 +5,16 @@ from __future__ import annotations
 import struct
 from typing import Any
 
+from tuner.measure.gate import Gate
 from tuner.measure.gate.kernels import E4M3_POISON, POISON
+from tuner.problem import AttentionProblem, Problem
+
+ATTENTION = AttentionProblem(seqlen_q=70, seqlen_kv=90, head_dim=64, heads_q=2, layout="bshd")
+BIASED = AttentionProblem.parse("B=2,H=4,HKV=2,SQ=70,SKV=90,D=64,bias=h,alibi=1,causal=1")
+PACKED = AttentionProblem.parse("B=3,H=4,HKV=2,SQ=8,SKV=16,D=64,varlen=1")
+PAGED = AttentionProblem.parse(
+    "B=3,H=4,HKV=2,SQ=8,SKV=40,D=64,varlen=1,causal=1,page_size=16,sinks=1"
+)
 
 
 class FakeDevice:
@@ -57,3 +66,10 @@ class FakeKernel:
         self.calls.append((integers[0], len(tensors), len(integers), len(scalars)))
         self.given.append((list(tensors), list(integers)))
         self.scalars.append(tuple(scalars))
+
+
+def opened(problem: Problem) -> tuple[Gate, FakeDevice, FakeKernel]:
+    device, kernel = FakeDevice(), FakeKernel()
+    made = Gate(device, kernel)  # type: ignore[arg-type]
+    made.open(problem, 7)
+    return made, device, kernel

@@ -100,7 +100,7 @@ class RecordedGauge(Gauge):
     def card(self) -> Card:
         happened("actor", gpu=self._labels["gpu"])
         if told("broken") == self._labels["gpu"]:
-            raise BenchmarkError("CUDA device 0 is not there")
+            raise BenchmarkError("CUDA device 0 was not found")
         facts = recorded().environment.facts
         return Card("here", tuner.__version__, GPUS[self._labels["gpu"]], facts)
 

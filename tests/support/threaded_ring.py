@@ -36,7 +36,7 @@ def attend(
 
     Args:
         whole: query, key, value and the gradient of the output.
-        ranks: how many share the sequence.
+        ranks: number of ranks that share the sequence.
         is_causal: as of the attention.
         deterministic: as of `ring_attention`.
     """

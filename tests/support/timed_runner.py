@@ -19,13 +19,13 @@ class TimedRunner(ReplayRunner):
     """Compiles on simulated cores, times on one simulated GPU; answers as if measured.
 
     Args:
-        recorded: what it answers with.
+        recorded: measurements to answer with.
         clock: passes while it waits.
         compile_s: seconds of a group's compile, by its first config.
         cores: compiles at a time.
         compiled: configs whose kernels are compiled already.
-        timing_s: of a group.
-        finalist_s: of each finalist of a final pass.
+        timing_s: seconds of a group.
+        finalist_s: seconds of each finalist of a final pass.
     """
 
     def __init__(

@@ -6,12 +6,12 @@ import dataclasses
 from typing import Any
 
 import pytest
+from rule_trials import checked_trials
 
 from tuner.families import family
 from tuner.hardware import DEFAULT_GPU, GPUS, Gpu
 from tuner.problem import LAYOUTS, AttentionBackwardProblem
 from tuner.selection import backward
-from tuner.tuning.trials import MAX_BYTES, MAX_FLOPS, trials
 
 H100 = GPUS["H100"]
 
@@ -29,12 +29,7 @@ def chosen(text: str) -> list[str]:
 @pytest.mark.parametrize("target", backward.targets(), ids=lambda target: target.label())
 def test_a_kernel_is_proven_on_heads_and_lengths_of_every_kind(target: Any) -> None:
     assert not target.family.violations(target.problem, target.config, DEFAULT_GPU)
-    found = trials(target, DEFAULT_GPU, 64, 0)
-    assert len(found) >= 64 and len(set(found)) == len(found)
-    for trial in found:
-        assert not target.family.violations(trial.problem, trial.config, DEFAULT_GPU)
-        assert target.family.kernels(trial.problem, trial.config) == target.kernels
-        assert trial.problem.flops <= MAX_FLOPS and trial.problem.bytes <= MAX_BYTES
+    found = checked_trials(target)
     problems: list[Any] = [trial.problem for trial in found]
     tile = target.config["tile_m"]
     usual = target.problem

@@ -178,7 +178,7 @@ def test_peers_by_name() -> None:
     ]
     assert "naive" not in peers_named("attention")
     assert peers_named("attention", ["naive", "flash3"]) == ["flash3", "flash3_splits", "naive"]
-    with pytest.raises(ConfigError, match=r"'flash9' is no peer of attention \(allowed: cudnn"):
+    with pytest.raises(ConfigError, match=r"'flash9' is not a peer of attention \(allowed: cudnn"):
         peers_named("attention", ["flash9"])
 
 

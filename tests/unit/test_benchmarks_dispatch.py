@@ -311,9 +311,10 @@ def test_an_unpacked_wheel_is_measured_as_it_is(
     monkeypatch.setattr(dispatch, "_FIRST_CALL", FIRST_CALL)
     with pytest.raises(BenchmarkError, match="has no prebuilt kernels"):
         dispatch.wheel(1, tmp_path)
-    library = tmp_path / "cutlass_tuner_kernels" / "artifacts" / "k1" / "kernel.so"
-    library.parent.mkdir(parents=True)
-    library.write_bytes(b"kernel")
+    known = KernelList("13.0.88", "4.2.0", "9.0", "ef" * 32).with_kernels([Kernel("a", "k1", "ab")])
+    package = tmp_path / "cutlass_tuner_kernels"
+    package.mkdir()
+    known.write(package / "kernels.json")
     found = dispatch.wheel(1, tmp_path)
     assert (found["kernels"], found["left_out_for_glibc"]) == (1, 0)
     assert found["each"][0]["packages"] == ["cutlass_tuner_kernels"]

@@ -59,7 +59,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def engine(of: str = "1b", way: str = VLLM, **changes: Any) -> engines.Engine:
     given = {"concurrency": [1, 3], "prompt": 8, "tokens": 5, "compile": False, "cache": "auto"}
-    given |= changes
+    given |= {"passes": 3, **changes}
     return engines.Engine(argparse.Namespace(of=of, way=way, **given))
 
 
@@ -86,6 +86,37 @@ def test_an_engine_starts_and_measures_runs(vllm: ModuleType, way: str) -> None:
     for run in (1, 2):
         assert other.answer(run)["concurrency"]["3"]["tokens"] == of_three["tokens"]
     assert REGISTRY in sys.modules
+
+
+def test_one_pass_measures_too(vllm: ModuleType) -> None:
+    made = engine(passes=1)
+    made.answer(START)
+    found = made.answer(1)
+    assert len(found["concurrency"]["1"]["tokens"]) == 1
+
+
+def test_engines_of_all_shapes_start_before_the_first_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str, int]] = []
+
+    class Fake:
+        def __init__(self, command: list[str], limit: float) -> None:
+            self.name = command[command.index("--of") + 1], command[command.index("--way") + 1]
+
+        def __enter__(self) -> Fake:
+            return self
+
+        def __exit__(self, *of: object) -> None: ...
+
+        def ask(self, index: int) -> dict[str, Any]:
+            asked.append((*self.name, index))
+            return {"found": index}
+
+    monkeypatch.setattr(engines, "Worker", Fake)
+    args = argparse.Namespace(ways=None, engines=1, runs=2, limit=1.0)
+    rows = list(engines.measured(["1b", "8b"], ["python"], args))
+    assert [one[2] for one in asked[:4]] == [START] * 4 and START not in [a[2] for a in asked[4:]]
+    assert [row["shape"] for row in rows] == ["1b"] * 4 + ["8b"] * 4
+    assert {(row["run"], row["found"]) for row in rows} == {(0, 1), (1, 2)}
 
 
 def test_vllm_s_defaults_are_left_where_they_are_asked_for(vllm: ModuleType) -> None:

@@ -310,6 +310,27 @@ def child(dies: int = -1, hangs: int = -1, loses: int = -1) -> list[str]:
     return [sys.executable, "-c", ANSWERING.format(dies=dies, hangs=hangs, loses=loses)]
 
 
+CRASHING = """
+import ctypes, signal
+from benchmarks.child import answer_indices
+def measure(index):
+    if index:
+        culprit()
+    signal.signal(signal.SIGSEGV, signal.SIG_DFL)  # as a library does that is loaded by a call
+    return {}
+def culprit():
+    ctypes.string_at(0)
+raise SystemExit(answer_indices(measure, "cpu"))
+"""
+
+
+def test_a_crash_says_where(capfd: pytest.CaptureFixture[str]) -> None:
+    with Worker([sys.executable, "-P", "-c", CRASHING], 60) as worker:
+        assert worker.ask(0) == {}
+        assert worker.ask(1) == {"lost": "the worker ended: code -11"}
+    assert "in culprit" in capfd.readouterr().err
+
+
 def test_a_worker_that_is_lost_costs_its_call() -> None:
     with Worker(child(dies=1, loses=3), 60.0) as worker:
         assert worker.ask(0)["us"] == {"tuner": 2.0, "pytorch": 3.0}

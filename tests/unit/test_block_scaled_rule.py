@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from rule_trials import check_products, checked_trials
 
 from tuner.hardware import DEFAULT_GPU, GPUS, Gpu
 from tuner.problem import E4M3, GemmProblem
 from tuner.selection import block_scaled
 from tuner.selection.rules import rule_of
-from tuner.tuning.trials import MAX_BYTES, MAX_FLOPS, trials
 
 
 def problem(rows: int, n: int = 7168, k: int = 2048) -> GemmProblem:
@@ -19,24 +19,7 @@ def problem(rows: int, n: int = 7168, k: int = 2048) -> GemmProblem:
 
 @pytest.mark.parametrize("target", block_scaled.targets(), ids=lambda target: target.label())
 def test_a_kernel_is_proven_on_products_of_every_kind(target: Any) -> None:
-    found = trials(target, DEFAULT_GPU, 64, 0)
-    assert len(found) >= 64 and len(set(found)) == len(found)
-    for trial in found:
-        assert not target.family.violations(trial.problem, trial.config, DEFAULT_GPU)
-        assert target.family.kernels(trial.problem, trial.config) == target.kernels
-        assert trial.problem.flops <= MAX_FLOPS and trial.problem.bytes <= MAX_BYTES
-    problems: list[Any] = [trial.problem for trial in found]
-    rows = target.config["tile_n" if target.config["swap_ab"] else "tile_m"]
-    assert {1, rows - 1, rows, rows + 1, 2 * rows + 1} <= {one.m for one in problems}
-    depths = {one.k for one in problems}
-    assert max(depths) > 16384 and any(k % 128 for k in depths)
-    if target.config["split_k"] == 1:
-        assert {16, 128, 144} <= depths
-    schedules = {
-        tuple(trial.config[name] for name in sorted(target.family.runtime_parameters))
-        for trial in found
-    }
-    assert len(schedules) == 20
+    check_products(target, checked_trials(target), 20)
 
 
 def test_tiles_grow_with_the_rows() -> None:

@@ -38,12 +38,11 @@ class Compiler:
     refuses: ClassVar[str] = ""
     built: ClassVar[list[KernelSpec]] = []
     company: ClassVar[int] = 1
+    units: ClassVar[list[list[KernelSpec]]] = []
 
-    def __init__(
-        self, tools: Any, artifacts: Any, *, jobs: int | None, batch: int, capability: str
-    ) -> None:
+    def __init__(self, tools: Any, artifacts: Any, *, jobs: int | None, capability: str) -> None:
         self.toolchain, self.capability = tools, capability
-        self.artifacts, self.batch = artifacts, batch
+        self.artifacts = artifacts
 
     def __enter__(self) -> Compiler:
         return self
@@ -59,7 +58,11 @@ class Compiler:
     def _artifact(self, spec: KernelSpec) -> Artifact:
         key = self.key(spec)
         facts = {"kernels_in_unit": self.company}
-        return Artifact(key, Path("kernel.so"), f"sha of {key}", None, 30.0, facts)
+        sha256 = f"sha of {key}" if self.company == 1 else "sha of all"
+        return Artifact(key, Path("kernel.so"), sha256, None, 30.0, facts)
+
+    def fix_units(self, units: list[list[KernelSpec]]) -> None:
+        self.units.extend(units)
 
     def submit(self, specs: Sequence[KernelSpec]) -> list[tuple[KernelSpec, Future[Artifact]]]:
         made = []
@@ -86,7 +89,8 @@ def one_domain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "_beside", lambda library, artifacts: "there already")
     for rule in (backward, block_scaled, grouped):
         monkeypatch.setattr(rule, "targets", lambda: ())
-    for name, value in (("version", "1"), ("refuses", ""), ("built", []), ("company", 1)):
+    state = {"version": "1", "refuses": "", "built": [], "company": 1, "units": []}
+    for name, value in state.items():
         monkeypatch.setattr(Compiler, name, value)
 
 
@@ -122,7 +126,9 @@ def test_what_is_built_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert (known.nvcc, known.capability) == ("13.0.88", "9.0")
     assert known.templates == resources.templates_digest()
     assert len(known.kernels) == 3 and known.find(REFERENCE) is not None
-    assert "3 of 3 kernels" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "3 of 3 kernels" in said
+    assert "the kernel that appends to paged caches: there already" in said
 
 
 def test_grouped_products_have_the_kernels_of_their_rule(
@@ -236,8 +242,8 @@ def test_some_options_are_for_the_portfolio(
     assert f"{option.partition('=')[0]} is not for entries" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("company", "removed"), [(1, 0), (8, 2)])
-def test_a_reproducible_build_makes_shared_libraries_anew(
+@pytest.mark.parametrize(("company", "removed"), [(1, 2), (2, 0), (8, 2)])
+def test_a_reproducible_build_makes_libraries_of_other_company_anew(
     company: int, removed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     main(["build", "--portfolio"])
@@ -248,6 +254,8 @@ def test_a_reproducible_build_makes_shared_libraries_anew(
     assert gone == []
     assert main(["build", "--portfolio", "--reproducible"]) == 0
     assert len(gone) == removed
+    (unit,) = Compiler.units[1:]
+    assert [spec.key for spec in unit] == sorted(spec.key for spec in unit) and len(unit) == 2
 
 
 def test_a_kernel_keeps_its_place_in_the_list() -> None:

@@ -128,10 +128,10 @@ def lies_outside(members: dict[str, bytes]) -> None:
 
 
 FOREIGN: dict[str, tuple[Edit, str]] = {
-    "a path out of it": (changed("../evil", b""), r"'\.\./evil' is none of a bundle's"),
-    "an absolute path": (changed("/etc/passwd", b""), "none of a bundle's"),
-    "a name with a path in it": (changed(f"libraries/../{'a' * 64}.so", b""), "none of"),
-    "a foreign name": (changed("README", b""), "'README' is none of a bundle's"),
+    "a path out of it": (changed("../evil", b""), r"'\.\./evil' does not belong in a bundle"),
+    "an absolute path": (changed("/etc/passwd", b""), "does not belong in a bundle"),
+    "a name with a path in it": (changed(f"libraries/../{'a' * 64}.so", b""), "does not belong"),
+    "a foreign name": (changed("README", b""), "'README' does not belong in a bundle"),
     "a changed library": (changed(LIB, LIBRARY[:-1] + b"!", reseal=False), "it is damaged"),
     "a library under another's hash": (changed(LIB, b"\x7fELF evil"), "not named by its hash"),
     "changed entries": (changed("entries.json", b"{}", reseal=False), "it is damaged"),
@@ -156,7 +156,7 @@ FOREIGN: dict[str, tuple[Edit, str]] = {
     "entries that are none": (changed("entries.json", b"[]"), "not a document of entries"),
     "code in a config": (of_entries(put_code), r"config\.params\.\w+: '1;constexpr int q=0'"),
     "an illegal config": (of_entries(spoil_tile), "nothing was imported"),
-    "facts that are none": (changed(META, b"[]"), "what is said of kernel a+ cannot be read"),
+    "facts that are none": (changed(META, b"[]"), "the metadata of kernel a+ cannot be read"),
 }
 
 
@@ -247,7 +247,7 @@ class TestWhatIsRefused:
     ) -> None:
         path = tmp_path / "evil.tar"
         path.write_bytes(headed(HEADERS[name], packed))
-        self.refused(user, path, "is not a plain file|is none of a bundle's")
+        self.refused(user, path, "is not a plain file|does not belong in a bundle")
         with pytest.raises(ConfigError) as error:
             user.install(path)
         assert str(error.value).removeprefix(str(path)).isprintable()
@@ -288,7 +288,7 @@ class TestWhatIsRefused:
         with tarfile.open(packed) as tar, tarfile.open(path, "w") as out:
             for member in [*tar, *tar]:
                 out.addfile(member, tar.extractfile(member))
-        self.refused(user, path, "'manifest.json' is there twice")
+        self.refused(user, path, "'manifest.json' appears twice")
 
     def test_a_member_too_large(
         self, packed: Path, user: Machine, monkeypatch: pytest.MonkeyPatch

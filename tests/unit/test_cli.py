@@ -197,7 +197,7 @@ class TestWrongInput:
             (["sweep", *SHAPE, "--time-limit", "-1"], "time-limit=-1.0 is out of range"),
             (["sweep", *SHAPE, "--jobs", "0"], "jobs=0 is out of range"),
             (["sweep", *SHAPE, "--device", "-1"], "device=-1 is out of range"),
-            (["sweep", *SHAPE, "--device", "9"], "device=9 is no CUDA device"),
+            (["sweep", *SHAPE, "--device", "9"], "device=9 is not a CUDA device"),
             (["sweep", *SHAPE, "--family", "gemm"], "family 'gemm' does not serve softmax"),
             (["sweep", *SHAPE, "--sampler", "cma"], "sampler=cma is not known"),
             (["sweep", *SHAPE, "--effort", "huge"], "invalid choice: 'huge'"),
@@ -386,7 +386,7 @@ class TestRecord:
         (facts,) = json.loads(captured.out)
         assert recording.read(Path(facts["path"])) == recorded()
         assert cli.main(["record", str(tmp_path / "no"), *arguments]) == 2
-        assert "no is no folder" in capsys.readouterr().err
+        assert "no is not a folder" in capsys.readouterr().err
 
     def test_nothing_measured(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         from tuner.store import open_store

@@ -6,8 +6,6 @@ import errno
 import json
 import os
 import shlex
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_nvcc import Fake, faked, spec, specs
 
-from tuner.base import resources, scratch
 from tuner.base.processes import ProcessPool
 from tuner.compile import compiler
 from tuner.compile.artifacts import ArtifactCache
-from tuner.compile.compiler import Compiler, Toolchain
-from tuner.compile.units import KernelJob
+from tuner.compile.compiler import Compiler
+from tuner.compile.units import KernelJob, fixed_units
 from tuner.config import Config
 from tuner.errors import CompileError, RenderError, StoreError
 from tuner.families.base import KernelSpec
@@ -31,91 +29,10 @@ from tuner.measurement import Resources
 
 AVAILABLE_BYTES = compiler.available_bytes
 
-NVCC = r"""#!{python} -SE
-import os, re, subprocess, sys, time
-arguments = sys.argv[1:]
-if "--dryrun" in arguments:
-    sys.exit(0)
-source = next(a for a in arguments if a.endswith(".cu"))
-output = arguments[arguments.index("-o") + 1]
-text = open(source).read()
-ids = re.findall(r"kernel_(\w+)", text)
-with open({runs!r}, "a") as file:
-    file.write(" ".join(ids) + "\n")
-if "CHILD" in text:
-    child = subprocess.Popen([sys.executable, "-SE", "-c", "import time; time.sleep(600)"])
-    open({runs!r} + ".child", "w").write(str(child.pid))
-if "SLEEP" in text:
-    open(os.environ["TMPDIR"] + "/tmpxft", "w").close()
-    time.sleep(float(re.search(r"SLEEP(\d+(?:_\d+)?)", text)[1].replace("_", ".")))
-if "FULL" in text:
-    sys.exit("fatal error: error writing to unit.o: No space left on device")
-if "CRASH" in text:
-    os.kill(os.getpid(), 9)
-if "BROKEN" in text:
-    print("unit.cu(3): warning: take care")
-    print("unit.cu(7): error: identifier is undefined")
-    sys.exit(2)
-for i in ids:
-    print(f"ptxas info    : Compiling entry function '_Z39kernel_{{i}}v' for 'sm_90a'")
-    print(f"ptxas info    : Function properties for _Z39kernel_{{i}}v")
-    print("    16 bytes stack frame, 4 bytes spill stores, 8 bytes spill loads")
-    print(f"ptxas info    : Used {{text.count('kernel_')}} registers, used 1 barriers")
-open(output, "w").write(" ".join(ids))
-"""
-
-
-class Fake:
-    """A toolchain whose nvcc notes its runs, and two templates."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.log = folder / "runs"
-        nvcc = folder / "nvcc"
-        nvcc.write_text(NVCC.format(python=sys.executable, runs=str(self.log)))
-        nvcc.chmod(0o755)
-        self.templates = folder / "templates"
-        self.templates.mkdir()
-        for name in ("a", "b"):
-            (self.templates / f"{name}.cu.j2").write_text(
-                f"{{% include 'part.j2' %}}struct kernel_{{{{ id }}}} {{{{ n }}}}; // {name}"
-            )
-        (self.templates / "part.j2").write_text('#include "header.h"\n')
-        (self.templates / "header.h").write_text("// header\n")
-        self.toolchain = Toolchain(
-            nvcc, "13.0.88", Path("/usr/bin/c++"), "c++ 12", folder / "cutlass", "4.2.0"
-        )
-        self.cache = ArtifactCache(folder / "cache")
-
-    @property
-    def runs(self) -> list[int]:
-        """Kernels of each run of nvcc, in order."""
-        lines = self.log.read_text().splitlines() if self.log.exists() else []
-        return [len(line.split()) for line in lines]
-
-    def compiler(self, **options: int | float) -> Compiler:
-        return Compiler(self.toolchain, self.cache, **options)
-
-    def leftovers(self) -> list[Path]:
-        return [p for d in (".building", ".locks") for p in (self.cache.root / d).glob("*")]
-
 
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
-    fake = Fake(tmp_path)
-    monkeypatch.setattr(resources, "templates", lambda: fake.templates)
-    monkeypatch.setattr(compiler, "available_bytes", lambda: 1 << 40)
-    for variable in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"):
-        monkeypatch.delenv(variable, raising=False)
-    return fake
-
-
-def spec(n: int | str, template: str = "a.cu.j2") -> KernelSpec:
-    return KernelSpec(template, {"n": n}, {"n": (str(n),)})
-
-
-def specs(count: int, template: str = "a.cu.j2") -> list[KernelSpec]:
-    return [spec(n, template) for n in range(count)]
+    return faked(tmp_path, monkeypatch)
 
 
 def taken(made: Compiler) -> Sequence[KernelJob]:
@@ -204,6 +121,20 @@ def test_a_unit_holds_the_oldest_kernel_and_those_most_like_it(
     made._units.pop()
     assert [job.spec.variables["n"] for job in taken(made)] == [1, 3]
     made.close(cancel=True)
+
+
+@pytest.mark.parametrize("jobs", [1, 6])
+def test_fixed_units_depend_on_the_kernels_only(fake: Fake, jobs: int) -> None:
+    wanted = [*specs(5), spec(9, "b.cu.j2")]
+    units = fixed_units([*reversed(wanted), wanted[0]], 3)
+    assert [len(unit) for unit in units] == [3, 2, 1]
+    assert units == fixed_units(wanted, 3)
+    with fake.compiler(jobs=jobs) as made:
+        made.fix_units(units)
+        ordered = [one for unit in units for one in unit]
+        found = [future.result() for _, future in made.submit([spec(7), *ordered])][1:]
+    assert [one.facts["kernels_in_unit"] for one in found] == [3, 3, 3, 2, 2, 1]
+    assert len({one.sha256 for one in found}) == 3
 
 
 def test_a_unit_holds_one_template(fake: Fake) -> None:
@@ -369,151 +300,6 @@ def test_the_key_changes_with_the_variables_and_not_with_paths(fake: Fake, tmp_p
         library_dirs=(tmp_path,),
     )
     assert Compiler(elsewhere, fake.cache).key(spec(1)) == made.key(spec(1))
-
-
-PROCESS = """
-import sys
-from dataclasses import replace
-from pathlib import Path
-from tuner.base import resources
-from tuner.compile.artifacts import ArtifactCache
-from tuner.compile.compiler import Compiler, Toolchain
-from tuner.families.base import KernelSpec
-folder, values = Path(sys.argv[1]), sys.argv[2:]
-resources.templates = lambda: folder / "templates"
-host = Path("/usr/bin/c++")
-tools = Toolchain(folder / "nvcc", "13.0.88", host, "c++ 12", folder / "cutlass", "4.2.0")
-with Compiler(tools, ArtifactCache(folder / "cache"), jobs=1) as made:
-    for _, future in made.submit([KernelSpec("a.cu.j2", {"n": v}, {"n": (v,)}) for v in values]):
-        print(future.result().key)
-"""
-
-
-def start(fake: Fake, *values: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", PROCESS, str(fake.folder), *values],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(compiler.__file__).parents[2])},
-    )
-
-
-def test_two_processes_build_a_kernel_once(fake: Fake) -> None:
-    first, second = start(fake, "1 SLEEP1", "2"), start(fake, "2", "1 SLEEP1", "3")
-    outputs = [process.communicate()[0].split() for process in (first, second)]
-    assert (first.returncode, second.returncode) == (0, 0)
-    assert outputs[0] == [outputs[1][1], outputs[1][0]]
-    assert sum(fake.runs) == 3
-    assert fake.leftovers() == []
-
-
-def wait_for_a_run(fake: Fake, count: int = 1) -> None:
-    for _ in range(1000):
-        if len(fake.runs) >= count and list((fake.cache.root / ".building").glob("*/tmpxft")):
-            return
-        time.sleep(0.01)
-    pytest.fail("nvcc was not started")
-
-
-def alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
-
-
-def until_dead(process: int) -> None:
-    """SIGKILL is sent; a busy machine takes its time to deliver it."""
-    for _ in range(1000):
-        if not alive(process):
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"process {process} lives")
-
-
-def test_cancelling_kills_nvcc_and_its_children_and_leaves_nothing(fake: Fake) -> None:
-    made = fake.compiler(jobs=1)
-    (_, running), (_, waiting) = made.submit([spec("CHILD SLEEP600"), spec(1, "b.cu.j2")])
-    wait_for_a_run(fake)
-    child = int(Path(f"{fake.log}.child").read_text())
-    assert alive(child)
-    made.close(cancel=True)
-    for future in (running, waiting):
-        with pytest.raises(CancelledError):
-            future.result()
-    until_dead(child)
-    assert fake.cache.keys() == []
-    assert fake.leftovers() == []
-    assert made.submit([spec(5)])[0][1].cancelled()
-
-
-def test_what_its_owner_releases_is_killed_and_not_begun(fake: Fake) -> None:
-    with fake.compiler(jobs=1) as made:
-        ((_, running),) = made.submit([spec("CHILD SLEEP600")], "mine")
-        wait_for_a_run(fake)
-        child = int(Path(f"{fake.log}.child").read_text())
-        (_, waiting), (_, wanted) = made.submit([spec(1, "b.cu.j2"), spec(2, "b.cu.j2")], "mine")
-        made.submit([spec(2, "b.cu.j2")], "theirs")
-        made.release("mine")
-        for future in (running, waiting):
-            with pytest.raises(CancelledError):
-                future.result()
-        assert wanted.result().key == made.key(spec(2, "b.cu.j2"))
-        until_dead(child)
-        # Whoever wants it after that begins anew.
-        ((_, again),) = made.submit([spec(1, "b.cu.j2")], "mine")
-        assert again.result().key == made.key(spec(1, "b.cu.j2"))
-    assert fake.runs == [1, 1, 1]
-    assert fake.leftovers() == []
-
-
-def test_a_unit_of_which_one_kernel_is_wanted_goes_on(fake: Fake) -> None:
-    with fake.compiler(jobs=1) as made:
-        futures = [f for _, f in made.submit([spec("SLEEP0_3"), spec("SLEEP0_4")], "mine")]
-        wait_for_a_run(fake)
-        made.submit([spec("SLEEP0_4")])
-        made.release("mine")
-        assert len([future.result() for future in futures]) == 2
-    assert fake.runs == [2]
-
-
-def test_one_can_come_back_while_its_unit_is_killed(fake: Fake) -> None:
-    with fake.compiler(jobs=1) as made:
-        ((_, first),) = made.submit([spec("SLEEP600")], "mine")
-        wait_for_a_run(fake)
-        assert [one.kernels for one in made.underway().values()] == [1]
-        made.release("mine")
-        ((_, second),) = made.submit([spec("SLEEP600")], "mine")
-        assert second is not first
-        with pytest.raises(CancelledError):
-            first.result()
-        wait_for_a_run(fake, 2)
-        made.release("mine")
-        with pytest.raises(CancelledError):
-            second.result()
-    assert made.underway() == {}
-
-
-def test_a_killed_process_leaves_nothing_that_counts(
-    fake: Fake, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    process = start(fake, "SLEEP2")
-    wait_for_a_run(fake)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert fake.cache.keys() == []
-    monkeypatch.setattr(scratch, "_SWEEP_AGE_S", -1.0)
-    with fake.compiler(jobs=1) as made:
-        assert made.submit([spec(1)])[0][1].result()
-    assert list((fake.cache.root / ".building").glob("*")) == []
-
-
-def test_nvcc_is_stopped_when_it_takes_too_long(fake: Fake) -> None:
-    with fake.compiler(jobs=1, timeout_s=0.5) as made:
-        ((_, bad),) = made.submit([spec("SLEEP600")])
-        with pytest.raises(CompileError, match=r"nvcc was stopped after \d+ s"):
-            bad.result()
 
 
 def test_a_full_disk_is_no_fault_of_the_kernel(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:

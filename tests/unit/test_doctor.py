@@ -9,8 +9,8 @@ import pytest
 
 from tuner.base.install import extra_command, install_command
 from tuner.cli import artifacts, doctor
-from tuner.compile import toolchain
-from tuner.compile.artifacts import ArtifactCache
+from tuner.compile import dispatcher, prebuilt, toolchain
+from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.compile.toolchain import Toolchain
 from tuner.errors import BenchmarkError, CompileError, ConfigError
 from tuner.hardware import GPUS, Gpu
@@ -254,6 +254,31 @@ def test_a_cache_that_cannot_be_written(
     said = lines(capsys, 1)
     assert said["artifact cache"].startswith("missing: ")
     assert said["store"].startswith("missing: ")
+
+
+def test_the_dispatcher_that_answers_calls(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"torch": "2.11.0", "python": "cpython-312"}
+    monkeypatch.setattr(dispatcher, "_facts", lambda: versions)
+    (found,) = doctor._dispatcher()
+    assert (found.state, found.advice) == ("note", "tuner build")
+    assert "none is built for torch 2.11.0, cpython-312" in found.found
+    library = machine / "libraries" / "a.so"
+    artifact = Artifact("a", library, "ab", None, 0.0)
+    monkeypatch.setattr(dispatcher, "find", lambda artifacts: artifact)
+    assert [(one.state, one.found) for one in doctor._dispatcher()] == [
+        ("ok", "C++, built here, for torch 2.11.0, cpython-312")
+    ]
+    monkeypatch.setattr(prebuilt, "libraries", lambda: library.parent)
+    (found,) = doctor._dispatcher()
+    assert found.found == "C++, of the prebuilt kernels, for torch 2.11.0, cpython-312"
+
+
+def test_without_torch_no_dispatcher_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> dict[str, str]:
+        raise CompileError("the dispatcher needs torch")
+
+    monkeypatch.setattr(dispatcher, "_facts", missing)
+    assert list(doctor._dispatcher()) == []
 
 
 def test_looking_makes_nothing(machine: Path) -> None:

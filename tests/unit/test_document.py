@@ -153,7 +153,7 @@ def test_fields_of_their_types_pass() -> None:
 
 @pytest.mark.parametrize("data", [{"params": {1: 2}}, {"stages": {None: {"family": "toy"}}}])
 def test_a_config_s_names_are_text(data: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="is no name of a parameter or stage"):
+    with pytest.raises(ConfigError, match="is not the name of a parameter or stage"):
         Config.from_json({"family": "toy", **data})
 
 
@@ -209,8 +209,8 @@ def test_a_closed_standard_output(
         (b'{"a": [[[["deep"]]]]}', "nested too deeply (allowed: 4 levels)"),
         (b'["[[[[[[", "\\"[[[[["]', ""),
         (b'"' + b'\\"[' * 100_000, ""),
-        (b"[" + b"1," * 20, "it holds too much (allowed: 16 strings, brackets and commas)"),
-        (b'[""' * 20, "it holds too much"),
+        (b"[" + b"1," * 20, "it is too large (allowed: 16 strings, brackets and commas)"),
+        (b'[""' * 20, "it is too large"),
         (b"]" * 10 + b"[" * 5, ""),
     ],
 )
@@ -219,4 +219,4 @@ def test_the_extent_of_json_is_known_before_it_is_parsed(text: bytes, fault: str
         document.check_extent(text, tokens=16, depth=4)
         return
     with pytest.raises(ConfigError, match=re.escape(fault)):
-        document.check_extent(text, tokens=16, depth=20 if "much" in fault else 4)
+        document.check_extent(text, tokens=16, depth=20 if "large" in fault else 4)

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import pytest
 
-from tuner.measure.gate.inputs import E4M3_DEVIATION
+from tuner.base.resources import templates
+from tuner.measure.gate.inputs import DOMINANCE, E4M3_DEVIATION, KEY_MEAN
+from tuner.measure.log_sum_exp import lost_of
 from tuner.measure.tolerance import (
     E4M3_MARGIN,
     E4M3_ROUNDING,
@@ -147,6 +149,39 @@ def test_sums_of_products_are_off_by_what_the_gate_expects(fast_accum: bool) -> 
     assert off.norm() <= limits.frobenius * (scale * exact).norm()
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("kind", ["large_scores", "dominant"])
+def test_largest_scores_are_off_by_what_the_gate_expects(kind: str, head_dim: int) -> None:
+    """A row's largest score loses more than a score of usual size, and one whose products all have
+    one sign loses most.
+    """
+    torch.manual_seed(0)
+    problem = AttentionProblem.parse(f"S=64,D={head_dim},dtype=e4m3")
+    if kind == "dominant":
+        drawn = KEY_MEAN + torch.randn(2048, head_dim)
+        keys = (E4M3_DEVIATION * drawn).to(torch.float8_e4m3fn).float()
+        queries = (DOMINANCE * keys).to(torch.float8_e4m3fn).float()
+    else:
+        queries, keys = (
+            (E4M3_DEVIATION * torch.randn(2048, head_dim)).to(torch.float8_e4m3fn).float()
+            for _ in range(2)
+        )
+        keys = keys[(queries @ keys[:512].T).argmax(1)]
+    scale = 1 / (E4M3_DEVIATION**2 * head_dim**0.5)
+    pairs = zip(queries.split(8), keys.split(8), strict=True)
+    found = torch.cat([accumulated(*pair, head_dim).diagonal() for pair in pairs])
+    exact = (queries.double() * keys.double()).sum(-1)
+    off, tops = (scale * (found - exact)).abs().tolist(), (scale * exact).tolist()
+    limits = lost_of(problem, 1.0, tops)
+    assert limits is not None
+    shares = [one / limit for one, limit in zip(off, limits, strict=True)]
+    assert 0.2 < max(shares) < 1.0
+    usual = lost_of(problem, 1.0, [0.0])
+    assert usual is not None
+    if head_dim == 128:
+        assert max(off) > 0.7 * usual[0]  # a limit without the score's size, of one head's factors
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_rounded_lifts_are_those_that_a_kernel_computes_again(head_dim: int) -> None:
     """By the planted factors of tests/gpu/test_fused_attention_fp8_gpu.py: every row whose largest
@@ -160,6 +195,24 @@ def test_rounded_lifts_are_those_that_a_kernel_computes_again(head_dim: int) -> 
     top = exact.float()
     top = torch.where(top.double() < exact, torch.nextafter(top, torch.tensor(torch.inf)), top)
     largest = exact - (top - lift).double()
-    is_flagged = (top - lift) + lift != top
-    assert ((largest <= lift) | is_flagged).all()
+    assert ((largest <= lift) | is_flagged(top)).all()
     assert (largest > 15).sum() >= 3 and (largest <= lift).any()
+
+
+def is_flagged(top: torch.Tensor) -> torch.Tensor:
+    """`Softmax::residual` of these scaled maxima, for the lift."""
+    return top.abs() >= 2.0**22
+
+
+def test_usual_scores_are_not_computed_again() -> None:
+    """The lift costs a maximum near zero its last bits, which change no probability."""
+    lift = 8.0
+    tops = torch.linspace(-300, 300, 10001)
+    assert ((tops - lift) + lift != tops).any()
+    assert not is_flagged(tops).any()
+    edge = torch.tensor(-(2.0**22)).nextafter(torch.tensor(0.0)) + torch.arange(64)
+    kept = edge[~is_flagged(edge)]
+    lost = (kept - lift).double() - (kept.double() - lift)
+    assert len(kept) == 64 and 0 < float(lost.abs().max()) <= 0.25
+    template = (templates() / "fused_attention" / "softmax.cu.j2").read_text()
+    assert "fabsf(scaled(maximum[r], scale_log2)) >= 0x1p22f" in template

@@ -218,7 +218,7 @@ def test_a_measurement_that_changed_is_not_shown(change: str, path: Path) -> Non
         called = uses(store)
         for name in ("measurements", "all entries", "export"):
             assert meets(name, called[name]), name
-        with pytest.raises(StoreError, match="its SHA-256 is another one"):
+        with pytest.raises(StoreError, match="its SHA-256 differs"):
             store.measurements()
 
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from fused_attention_proof import cases, parent, plan
@@ -488,6 +488,45 @@ def test_a_child_that_cannot_start_says_why(
 ) -> None:
     with pytest.raises(BenchmarkError, match=r"did not start \(exit 1\): no such device"):
         run_children("stillborn", tmp_path, monkeypatch)
+
+
+def trials_of(problem: str, seeds: int, configs: int) -> list[Trial]:
+    one = case(problem)
+    config = FUSED.space(one.problem, DEFAULT_GPU)[0]
+    others = [Config(config.family, {**config.params, "tile_n": n}) for n in range(configs)]
+    return [Trial(replace(one, seed=seed), config) for seed in range(seeds) for config in others]
+
+
+def test_children_share_the_cases() -> None:
+    small, large = trials_of("S=512,D=64", 9, 2), trials_of("B=8,H=32,S=8192,D=128", 2, 2)
+    assert large[0].case.problem.output.bytes >= parent.LARGE_BYTES
+    shares = parent.divided([*small, *large], 3)
+    assert sorted(map(len, shares)) == [6, 8, 8]
+    assert Counter(trial for share in shares for trial in share) == Counter([*small, *large])
+    holders: dict[Case, set[int]] = {}
+    for number, share in enumerate(shares):
+        for trial in share:
+            holders.setdefault(trial.case, set()).add(number)
+    assert all(len(numbers) == 1 for numbers in holders.values())
+    assert all(holders[trial.case] == {0} for trial in large)
+    assert parent.divided(small, 0) == [small] and parent.divided([], 4) == []
+
+
+def test_a_proof_gathers_the_findings_of_all_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "child.py"
+    script.write_text(CHILD.replace("MODE", repr("right")))
+    monkeypatch.setattr(parent, "CHILD", (str(script),))
+    monkeypatch.setattr(parent, "build", lambda compiler, wanted, progress: ({}, {}))
+    monkeypatch.setattr(parent, "cores", lambda: 6)
+    wanted = trials_of("S=512,D=64", 5, 2)
+    monkeypatch.setattr(parent, "trials", lambda *_: wanted)
+    compiler = cast(Any, None)
+    report = parent.prove(FUSED, DEFAULT_GPU, [], [], compiler, lambda text: None)
+    assert [trial for trial, _ in report.results] == wanted
+    assert all(found == Finding(frobenius=1e-4) for _, found in report.results)
+    assert report.environment == {"gpu": "none"}
 
 
 def test_the_report(tmp_path: Path) -> None:

@@ -13,19 +13,18 @@ from itertools import accumulate
 from typing import Any, cast
 
 import pytest
-from gate_fakes import FakeDevice, FakeKernel
+from gate_fakes import ATTENTION, BIASED, PACKED, PAGED, FakeDevice, FakeKernel, opened
 
 from tuner.base import resources
 from tuner.compile.render import render
 from tuner.errors import BenchmarkError, GateError
-from tuner.measure import block_masks, pages
 from tuner.measure.device import Pool
 from tuner.measure.gate import REFERENCE, Gate, inputs, kernels
 from tuner.measure.gate.commands import COMMANDS as DECLARED
 from tuner.measure.gate.commands import Command
 from tuner.measure.gate.inputs import KINDS, border_columns, kinds_of, scale_of
-from tuner.measure.gate.kernels import E4M3_POISON, POISON, Guarded
-from tuner.measure.log_sum_exp import judge_lse, lost_of
+from tuner.measure.gate.kernels import POISON, Guarded
+from tuner.measure.log_sum_exp import judge_lse, lost_of, lse_of, tops_of
 from tuner.measure.tolerance import GRADIENT_PART, OutputComparison, floor_work
 from tuner.measurement import Status
 from tuner.problem import (
@@ -43,13 +42,7 @@ from tuner.problem import (
 GEMM = GemmProblem(m=4, n=8, k=64)
 SCALED = GemmProblem(4, 8, 64, dtype=E4M3, scales="row")
 BLOCKS = GemmProblem(300, 264, 400, dtype=E4M3, scales="block")
-ATTENTION = AttentionProblem(seqlen_q=70, seqlen_kv=90, head_dim=64, heads_q=2, layout="bshd")
 QUANTISED = AttentionProblem.parse("H=4,HKV=2,SQ=70,SKV=90,D=64,dtype=e4m3")
-BIASED = AttentionProblem.parse("B=2,H=4,HKV=2,SQ=70,SKV=90,D=64,bias=h,alibi=1,causal=1")
-PACKED = AttentionProblem.parse("B=3,H=4,HKV=2,SQ=8,SKV=16,D=64,varlen=1")
-PAGED = AttentionProblem.parse(
-    "B=3,H=4,HKV=2,SQ=8,SKV=40,D=64,varlen=1,causal=1,page_size=16,sinks=1"
-)
 BACKWARD = AttentionBackwardProblem.parse("H=4,HKV=2,SQ=70,SKV=90,D=64,dtype=bf16")
 GROUPED = GroupedGemmProblem(3, 7, 8, 64, sizes="sparse")
 NAN = float("nan")
@@ -150,13 +143,6 @@ def test_own_kernels_are_checked_on_every_kind_and_vendors_on_usual_ones() -> No
 def test_a_kernel_that_ignores_its_scale_is_seen() -> None:
     assert scale_of(ATTENTION) == pytest.approx(64**-0.5)
     assert scale_of(ATTENTION, "dominant") != scale_of(ATTENTION)
-
-
-def opened(problem: Problem) -> tuple[Gate, FakeDevice, FakeKernel]:
-    device, kernel = FakeDevice(), FakeKernel()
-    made = Gate(device, kernel)  # type: ignore[arg-type]
-    made.open(problem, 7)
-    return made, device, kernel
 
 
 #: Command, tensors, integers and scalars as the template's opening comment lists them.
@@ -342,31 +328,6 @@ def test_groups_are_computed_one_by_one_and_planted_ones_lie_otherwise() -> None
     assert floor_work(GROUPED)[1] == GROUPED.bytes < sum(o.bytes for o in GROUPED.operands)
 
 
-def test_packed_sequences_are_planted_and_computed_one_by_one() -> None:
-    made, device, kernel = opened(PACKED)
-    made.load("dominant")
-    at = made.pointers
-    starts = {name: [0, *accumulate(PACKED.lengths_q)] for name in ("query", "cu_seqlens_q")}
-    starts |= {name: [0, *accumulate(PACKED.lengths_kv)] for name in ("key", "cu_seqlens_kv")}
-    for name in ("cu_seqlens_q", "cu_seqlens_kv"):
-        assert device.written[at[name]] == struct.pack("<4i", *starts[name])
-    of_queries, of_keys = 4 * 64, 2 * 64  # elements a row
-    for command in (1, 4):
-        given = [(t, n) for t, n in kernel.given if n[0] == command]
-        for i, (tensors, integers) in enumerate(given):
-            assert tensors[0] == at["query"] + 2 * of_queries * starts["query"][i]
-            assert tensors[1] == at["key"] + 2 * of_keys * starts["key"][i]
-            assert integers[2:8] == [1, 4, 2, PACKED.lengths_q[i], PACKED.lengths_kv[i], 64]
-            assert integers[9:11] == [64, of_queries]
-            if command == 4:
-                assert tensors[2] == at["value"] + 2 * of_keys * starts["key"][i]
-                reference = made.reference("dominant")
-                assert tensors[3] == reference + 4 * of_queries * starts["query"][i]
-    assert floor_work(PACKED) == tuple(
-        map(sum, zip(*(floor_work(one) for one in PACKED.sequences), strict=True))
-    )
-
-
 def test_rows_that_lie_apart_are_checked_where_they_lie() -> None:
     """All of the memory between the first and the last element is filled, and must not change."""
     m, n, k = GEMM.m, GEMM.n, GEMM.k
@@ -386,87 +347,27 @@ def test_rows_that_lie_apart_are_checked_where_they_lie() -> None:
     assert made.operands["a"].bytes == 2 * m * k, "another layout has buffers of its own"
 
 
-@pytest.mark.parametrize("kind", KINDS["attention"])
-def test_a_paged_cache_is_drawn_as_rows_that_are_copied_to_their_pages(kind: str) -> None:
-    made, device, kernel = opened(PAGED)
-    made.load(kind)
-    at, lengths = made.pointers, pages.lengths_of(PAGED, kind)
-    if kind == "random":
-        assert lengths == PAGED.lengths_kv
-    else:  # one sequence has all that it can, one no key, one a key more than a page
-        assert lengths == (PAGED.lengths_kv[0], 0, min(17, PAGED.lengths_kv[2]))
-    assert device.written[at["seqused_k"]] == struct.pack("<3i", *lengths)
-    assert device.written[at["cu_seqlens_q"]] == struct.pack("<4i", 0, *accumulate(PAGED.lengths_q))
-    table = struct.unpack("<9i", device.written[at["page_table"]])
-    rows = [table[3 * i : 3 * i + 3] for i in range(3)]
-    used = [-(-length // 16) for length in lengths]
-    assert [sum(page >= 0 for page in row) for row in rows] == used
-    assert all(set(row[count:]) <= {pages.UNSET} for row, count in zip(rows, used, strict=True))
-    named = [page for page in table if page >= 0]
-    assert len(set(named)) == len(named) and max(named) < PAGED.matrices[1].shape[0]
-    copies = [(t, n) for t, n in kernel.given if n[0] == 14]
-    with_keys = [i for i in range(3) if lengths[i]]
-    assert [(t[1], t[2], n[1]) for t, n in copies] == [
-        (at[name], at["page_table"] + 12 * i, lengths[i])
-        for name in ("key", "value")
-        for i in with_keys
-    ]
-    assert {tuple(n[2:]) for _, n in copies} == {(2, 64, *PAGED.matrices[1].strides[:3], 16)}
-    computed = [(t, n) for t, n in kernel.given if n[0] == 4]
-    for i, (tensors, integers) in enumerate(computed):
-        assert integers[5:7] == [PAGED.lengths_q[i], max(1, lengths[i])]
-        assert tensors[0] == at["query"] + 2 * 256 * sum(PAGED.lengths_q[:i])
-        # Of a sequence without keys the first row stands in: it is there, and nothing sees it.
-        rows_before = 2 * 128 * sum(lengths[:i]) if lengths[i] else 0
-        assert tensors[1] == copies[0][0][0] + rows_before
-        assert tensors[2] == copies[len(with_keys)][0][0] + rows_before
-        assert tensors[10] == at["sinks"]
-        left, right = integers[20:22]
-        position = lengths[i] - PAGED.lengths_q[i]
-        if lengths[i]:  # a query sees all keys to its own place, counted from the end
-            assert right == position and left >= 40 - position
-        else:
-            assert PAGED.lengths_q[i] - 1 + right < 0
-
-
-def test_a_paged_cache_of_e4m3_is_copied_by_16_bits_and_holds_nans_elsewhere() -> None:
-    problem = replace(PAGED, dtype=E4M3, has_sinks=False)
-    made, device, kernel = opened(problem)
-    made.load("random")
-    copies = [n for _, n in kernel.given if n[0] == 14]
-    caches = {made.pointers[name] for name in ("key", "value")}
-    assert {at for at, one in device.patterns.items() if one == E4M3_POISON} == caches
-    halves = [stride // 2 for stride in problem.matrices[1].strides[:3]]
-    assert {tuple(n[2:]) for n in copies} == {(2, 32, *halves, 16)}
-    assert pages.row_bytes(problem) * 2 == pages.row_bytes(PAGED)
-    names = [one.name for one in problem.inputs[3:]]
-    assert names[-3:] == ["descale_q", "descale_k", "descale_v"]
-    assert [one.shape for one in problem.inputs[-3:]] == [(4,), (2,), (2,)]
-    factors = [t for t, n in kernel.given if n[0] == 4]
-    assert {tuple(t[5:8]) for t in factors} == {
-        tuple(made.pointers[name] for name in names[-3:])
-    }, "all sequences have one factor a head"
-
-
 def test_a_log_sum_exp_of_e4m3_may_lose_what_tensor_cores_cut_off() -> None:
     plain = AttentionProblem.parse("S=64,D=64")
     quantised = AttentionProblem.parse("S=64,D=64,dtype=e4m3")
-    assert lost_of(plain, 30.0) == 0.0
-    assert lost_of(quantised, 30.0) == pytest.approx(30 * 8 * 1.25 * 2.1e-5 * 8)
-    lost = lost_of(quantised, 1.0)
-    assert judge_lse([1.0 + lost], [1.0], lost).status is Status.OK
-    assert judge_lse([1.0 + lost], [1.0]).status is Status.WRONG_RESULT
-    assert judge_lse([1.01 + lost], [1.0], lost).status is Status.WRONG_RESULT
+    tops = [150.0, -3.0, -math.inf]
+    assert lost_of(plain, 30.0, tops) is None
+    unit = 8 * 1.25 * 2.1e-5 * 8
+    assert lost_of(quantised, 30.0, tops) == pytest.approx([150 * unit, 30 * unit, math.inf])
+    lost = lost_of(quantised, 1.0, [1.0])
+    assert lost is not None
+    assert judge_lse([1.0 + lost[0]], [1.0], lost).status is Status.OK
+    assert judge_lse([1.0 + lost[0]], [1.0]).status is Status.WRONG_RESULT
+    assert judge_lse([1.01 + lost[0]], [1.0], lost).status is Status.WRONG_RESULT
+    assert judge_lse([0.0], [-math.inf], [math.inf]).status is Status.WRONG_RESULT
 
 
-def test_a_paged_cache_s_floor_counts_no_unused_slot_and_no_hidden_key() -> None:
-    whole = AttentionProblem.parse("B=2,H=4,SQ=1,SKV=64,D=64,page_size=16")
-    part = AttentionProblem.parse("B=2,H=4,SQ=1,SKV=49,D=64,page_size=16")
-    window = AttentionProblem.parse("B=2,H=4,SQ=1,SKV=64,D=64,page_size=16,left=9")
-    row = 2 * 2 * 2 * 4 * 64  # keys and values of both sequences, bytes
-    assert whole.bytes == part.bytes == floor_work(whole)[1]
-    assert floor_work(whole)[1] - floor_work(part)[1] == 15 * row
-    assert floor_work(whole)[1] - floor_work(window)[1] == 54 * row
+def test_largest_scores_of_packed_sequences_lie_as_the_log_sum_exp() -> None:
+    problem = AttentionProblem.parse("B=2,S=4,D=8,H=2,varlen=1")
+    rows = 2 * sum(problem.lengths_q)
+    statistics = [value for row in range(rows) for value in (float(row), 1.0)]
+    assert tops_of(problem, statistics) == lse_of(problem, statistics)
+    assert tops_of(problem, statistics) != sorted(tops_of(problem, statistics))
 
 
 def test_a_reference_is_computed_once_a_kind_and_seed() -> None:
@@ -636,58 +537,6 @@ def test_a_gate_without_a_problem_says_so() -> None:
         made.load("random")
 
 
-def test_the_reference_is_given_bias_and_slopes() -> None:
-    made, _, kernel = opened(BIASED)
-    made.load("random")
-    [(tensors, integers)] = [given for given in kernel.given if given[1][0] == 4]
-    at = made.pointers
-    assert tensors[5:] == [0, 0, 0, at["bias"], at["slopes"], 0, 0]
-    assert integers[-3:] == [0, 70 * 90, 90]
-    made, _, kernel = opened(ATTENTION)
-    made.load("random")
-    [(tensors, integers)] = [given for given in kernel.given if given[1][0] == 4]
-    assert (tensors[5:], integers[-3:]) == ([0] * 7, [0] * 3)
-
-
-@pytest.mark.parametrize(("axes", "extents"), [("b", (140, 70, 90)), ("bhk", (8, 1, 90))])
-def test_a_boolean_mask_is_planted_row_by_row(axes: str, extents: tuple[int, ...]) -> None:
-    problem = AttentionProblem.parse(f"B=2,H=4,SQ=70,SKV=90,D=64,mask={axes}")
-    made, _, kernel = opened(problem)
-    made.load("random")
-    at = made.pointers["mask"]
-    [(tensors, integers)] = [given for given in kernel.given if given[1][0] == 17]
-    assert tensors == [at] and tuple(integers[1:4]) == extents
-    assert not [given for given in kernel.given if given[1][0] == 0 and given[0] == [at]]
-    [(tensors, integers)] = [given for given in kernel.given if given[1][0] == 4]
-    assert tensors[5:] == [0, 0, 0, 0, 0, 0, at]
-    assert tuple(integers[-3:]) == problem.mask_strides
-
-
-@pytest.mark.parametrize("kind", KINDS["attention"])
-def test_a_block_sparse_mask_is_written_as_tables_and_dense_for_the_reference(kind: str) -> None:
-    problem = AttentionProblem.parse("B=2,H=4,SQ=170,SKV=290,D=64,block_mask=h")
-    made, device, kernel = opened(problem)
-    made.load(kind)
-    tables, at = block_masks.tables(problem, kind, 7), made.pointers
-    for name in ("block_counts", "block_indices", "block_bits"):
-        assert device.written[at[name]] == getattr(tables, name)
-        assert not [given for given in kernel.given if given[1][0] == 0 and given[0] == [at[name]]]
-    [(tensors, integers)] = [given for given in kernel.given if given[1][0] == 4]
-    *others, dense = tensors[5:]
-    assert others == [0] * 6 and device.written[dense] == tables.dense
-    assert len(tables.dense) == 4 * 170 * 290
-    assert tuple(integers[-3:]) == problem.mask_strides == (0, 170 * 290, 290)
-
-
-def test_slopes_leave_what_is_planted_on_top() -> None:
-    means, _ = inputs.moments(BIASED, "dominant")
-    assert means["slopes"] * 90 <= inputs.DOMINANCE
-    means, deviations = inputs.moments(BIASED, "random")
-    assert means["slopes"] * 16 >= 1
-    assert 0 < deviations["slopes"] < means["slopes"] / 3  # positive, and not all alike
-    assert inputs.moments(BIASED, "large_scores")[1]["bias"] == inputs.LARGE
-
-
 class TestLogSumExp:
     ROWS = ATTENTION.batch * ATTENTION.heads_q * ATTENTION.seqlen_q
 
@@ -730,19 +579,3 @@ class TestLogSumExp:
         gate, *_ = self.loaded(False)
         with pytest.raises(BenchmarkError, match="no log-sum-exp to compare with"):
             gate.examine_lse(Guarded("lse", 64, 4 * self.ROWS))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("batch", [1, 2, 3, 8])
-def test_the_reference_reads_no_row_that_is_not_there(kind: str, batch: int) -> None:
-    """Its kernel reads keys that only rows beyond the last query see, and multiplies them by 0."""
-    problem = AttentionProblem.parse(
-        f"B={batch},H=12,HKV=1,SQ=31,SKV=128,D=24,varlen=1,page_size=256,layout=bshd"
-    )
-    size = pages.row_bytes(problem)
-    hidden = 0
-    for one, shift, sides in inputs.parts_of(problem, kind):
-        _, key, value, _ = one.matrices
-        assert shift["key"] + key.bytes <= size and shift["value"] + value.bytes <= size
-        hidden += inputs.sees_nothing(one, sides)
-    assert hidden == sum(keys == 0 for keys in pages.lengths_of(problem, kind))

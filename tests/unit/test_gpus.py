@@ -119,7 +119,7 @@ def test_machines_that_cannot_measure(create: Any) -> None:
     empty = create()
     assert empty.choose(None) == empty.choose((0,)) == ()
     assert empty.notes == ["no GPU found: nothing is measured here"] * 2
-    with pytest.raises(ConfigError, match="device=1 is no CUDA device"):
+    with pytest.raises(ConfigError, match="device=1 is not a CUDA device"):
         create(H200).choose((0, 1))
     old = create(replace(H200, name="Tesla T4", compute_capability="7.5"))
     assert old.choose(None) == () and "the kernels need 8.0 or newer" in old.notes[0]

@@ -141,5 +141,5 @@ class TestTriton:
         assert "triton is left out: needs Triton 3.6" in self.notes
 
     def test_it_is_attention_s_alone(self) -> None:
-        with pytest.raises(ConfigError, match=r"'triton' is no peer of gemm"):
+        with pytest.raises(ConfigError, match=r"'triton' is not a peer of gemm"):
             peers_named("gemm", ["triton"])

@@ -425,7 +425,7 @@ def test_a_cancel_while_collecting_begins_ends_it(make: Callable[[], Made]) -> N
 def test_a_machine_without_the_device_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "detect", lambda index: None)
     compiler: Any = FakeCompiler()
-    with pytest.raises(BenchmarkError, match="CUDA device 3 is not there"):
+    with pytest.raises(BenchmarkError, match="CUDA device 3 was not found"):
         LocalRunner(3, Regime(), compiler)
 
 

@@ -353,7 +353,7 @@ class TestPlacing:
         tell("broken", "H100")
         with setting.cluster() as cluster:
             assert [kind.card.gpu for kind in cluster.kinds] == [fakes.H200]
-        assert "1 of 2 GPUs cannot be used: CUDA device 0 is not there" in setting.notes
+        assert "1 of 2 GPUs cannot be used: CUDA device 0 was not found" in setting.notes
         with (
             pytest.raises(BenchmarkError, match="no GPU of the cluster can be used: CUDA device"),
             setting.cluster(gpu="H100"),

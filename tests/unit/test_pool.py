@@ -145,7 +145,7 @@ def test_what_a_request_raises_is_its_own(create: Create) -> None:
     pool, _ = create(1)
 
     def fail(worker: Any) -> None:
-        raise BenchmarkError("CUDA device 1 is not there")
+        raise BenchmarkError("CUDA device 1 was not found")
 
     with pytest.raises(BenchmarkError, match="not there"):
         pool.submit(fail).result(PATIENCE_S)

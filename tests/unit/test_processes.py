@@ -61,7 +61,7 @@ class TestForeignCode:
 
     def test_the_worker_runs_none(self, ran: Path, empty_entry: None) -> None:
         client = WorkerClient(device_index=99)
-        with pytest.raises(BenchmarkError, match="CUDA device 99 is not there"):
+        with pytest.raises(BenchmarkError, match="CUDA device 99 was not found"):
             client.facts()
         client.close()
         assert not ran.exists()

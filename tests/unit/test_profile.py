@@ -188,7 +188,7 @@ class TestRunning:
                 'echo "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission" > $table; '
                 "exit 1",
                 Status.UNAVAILABLE,
-                r"administrators alone.*\(ERR_NVGPUCTRPERM\): run as root",
+                r"only administrators read the GPU.s counters.*\(ERR_NVGPUCTRPERM\): run as root",
             ),
             (
                 'echo "==ERROR== The application returned an error code (9)." > $table; exit 9',

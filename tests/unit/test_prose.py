@@ -1,5 +1,5 @@
 """Prose of pages, public docstrings and help texts: openings, "is no", length of sentences and
-paragraphs.
+paragraphs, and files that the architecture's page names.
 
 Code blocks and inline code are left out. Table cells and headings are held to the wording, not to
 the lengths.
@@ -19,6 +19,8 @@ ROOT = Path(__file__).parents[2]
 MAX_SENTENCE_WORDS, MAX_PARAGRAPH_WORDS = 25, 80
 #: A sentence opens with a noun phrase or an imperative.
 OPENINGS = ("What", "Who", "Whether", "Of", "Where")
+#: So does the text of an argument, which names the thing.
+ARGUMENT_OPENINGS = ("what", "who", "whose", "whether", "where", "which", "how", "of", "those")
 #: Wording that the rules name, and what to write in its place.
 WORDING = {r"(?<!there )\b(?:is|are|was|were) no\b(?! longer)": "is not a"}
 
@@ -128,6 +130,9 @@ def docstring_faults(text: str) -> Iterator[str]:
             body = re.sub(r"^\s*(?:[-*] |Args:|Returns:|Raises:|Yields:|\w+: )", "", part)
             if body.strip():
                 yield from faults(body)
+            argument = re.match(r"\s+(\w+): (\w+)", part)
+            if argument and argument[2] in ARGUMENT_OPENINGS:
+                yield f"argument opens with '{argument[2]}': {part.strip()[:60]}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -135,6 +140,20 @@ def test_pages(page: Path) -> None:
     parts = paragraphs(page.read_text())
     found = [fault for part, lengths in parts for fault in faults(part, lengths)]
     assert found == []
+
+
+def test_arguments_name_the_thing() -> None:
+    text = "Sum.\n\nArgs:\n    one: what is added.\n    other: the other number."
+    assert list(docstring_faults(text)) == ["argument opens with 'what': one: what is added."]
+
+
+def test_the_page_on_the_architecture_names_files_that_exist() -> None:
+    page = (ROOT / "tuner" / "README.md").read_text()
+    (table,) = re.findall(r"^## Finding things\n(.*?)^## ", page, flags=re.DOTALL | re.MULTILINE)
+    named = re.findall(r"`([\w./]*/[\w./]*)`", table)
+    places = ROOT / "tuner", ROOT
+    missing = [name for name in named if not any((at / name).exists() for at in places)]
+    assert len(named) > 20 and missing == []
 
 
 def help_texts(tree: ast.Module) -> Iterator[str]:

@@ -160,7 +160,7 @@ def test_ranges_and_lists_of_values_are_every_problem_of_them() -> None:
     [
         ("512,S=1024,D=64", "'512' is not KEY=VALUE"),
         ("S=512,S=1024,D=64", "key 'S' is given twice"),
-        ("S=1024:512,D=64", "S=1024:512 is no list of sizes"),
+        ("S=1024:512,D=64", "S=1024:512 is not a list of sizes"),
         ("S=512:1024", "attention needs D"),
         ("S=512,D=64,T=3", "unknown key 'T'"),
         ("S=512,D=64,65", "D=65"),

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import gzip
-import json
-import re
-from collections import Counter
-from collections.abc import Callable, Iterable
 from dataclasses import replace
-from operator import eq
 from pathlib import Path
-from statistics import geometric_mean, median
 from typing import Any
 
 import pytest
-from shipped_recordings import FILES, read_once
+from shipped_recordings import FILES, read_once, recording_of
 
-from benchmarks import batching, calls, cost, fp8_attention, paged, sustained
-from benchmarks.population_calls import OWN, SELECTED
-from benchmarks.population_report import over_peer, over_pytorch
 from tuner.base import resources
-from tuner.bench.suites import SUITES
 from tuner.cli import main
 from tuner.families import family
 from tuner.hardware import GPUS
@@ -35,17 +24,14 @@ from tuner.problem import (
     SoftmaxProblem,
     SwigluProblem,
 )
-from tuner.runners import recording
 from tuner.selection.reader import lookup, shipped
 from tuner.selection.shipped import shipped_index
 from tuner.store import open_store
 from tuner.store.entry import Entry
 from tuner.store.exchange import parse, to_text
-from tuner.tuning.job import read_problems
 
 H200 = GPUS["H200"]
 ROOT = Path(__file__).parents[2]
-EVIDENCE = ROOT / "scripts" / "benchmarks" / "evidence"
 ATTENTION = AttentionProblem.parse("S=1024,D=64")
 GEMM = GemmProblem.parse("M=4096,N=4096,K=4096")
 
@@ -79,12 +65,6 @@ def baselines(problem: Problem) -> set[str]:
         case SoftmaxProblem():
             return {"torch"}
     raise AssertionError(problem.op)
-
-
-def found(problem: Problem) -> recording.Recording:
-    answer = recording.find(problem, H200, Regime.choices(problem.op))
-    assert answer is not None
-    return answer
 
 
 SURVEYS = [path for path in FILES if "-stream-" in path.name]
@@ -129,7 +109,7 @@ def test_recordings_read_and_hold_their_baselines() -> None:
 
 @pytest.mark.parametrize("problem", [ATTENTION, GEMM], ids=lambda problem: problem.op)
 def test_the_wide_recordings_are_wide(problem: Problem) -> None:
-    assert found(problem).kernels() >= 120
+    assert recording_of(problem).kernels() >= 120
 
 
 def test_recorded_configs_are_legal_still() -> None:
@@ -155,7 +135,7 @@ def test_a_quick_sweep_replays_to_within_two_percent_of_the_best(
     assert entry is not None and entry.provenance is Provenance.REPLAYED
     best = min(
         m.latency_us
-        for m in found(ATTENTION).measurements
+        for m in recording_of(ATTENTION).measurements
         if m.latency_us is not None and not family(m.config.family).is_vendor
     )
     assert entry.best_own is not None and entry.best_own.latency_us is not None
@@ -178,94 +158,6 @@ def test_a_fresh_installation_answers(tmp_path: Path) -> None:
     assert answer.entry.best_own is not None and answer.entry.speedups["cudnn"] > 1.03
 
 
-RESULTS = ROOT / "scripts" / "benchmarks" / "README.md"
-"""Where every line of the final passes is printed."""
-#: A line of its first table: the sizes, the mask, a mark, and the figures.
-_LINE = re.compile(r"\| \((\d+),(\d+),(\d+),(\d+)\)( causal)?(?: \\?\*)? \|(.*)\|")
-
-
-def _readme_lines() -> list[tuple[AttentionProblem, list[str]]]:
-    found = []
-    for line in RESULTS.read_text().splitlines():
-        if match := _LINE.match(line):
-            batch, heads, seqlen, head_dim = map(int, match.group(1, 2, 3, 4))
-            problem = AttentionProblem(
-                seqlen, seqlen, head_dim, batch, heads, is_causal=match[5] is not None
-            )
-            found.append((problem, [cell.strip() for cell in match[6].split("|")]))
-    return found
-
-
-def _as_printed(text: str, value: float) -> bool:
-    """Whether a printed number is the value to the digits that it has."""
-    digits = len(text.partition(".")[2])
-    return abs(float(text) - value) <= 0.51 * 10**-digits
-
-
-@pytest.mark.parametrize(
-    ("problem", "cells"), _readme_lines(), ids=[p.label() for p, _ in _readme_lines()]
-)
-def test_the_readme_prints_what_ships(problem: AttentionProblem, cells: list[str]) -> None:
-    """Each figure of its table is in ``cache/tuned``, with its environment."""
-    (entry,) = [
-        e
-        for e in shipped()
-        if (e.problem, e.gpu, e.regime) == (problem, H200, Regime.default(problem.op).chained)
-    ]
-    own, vendors = entry.best_own, {name: m.latency_us for name, m in entry.vendors.items()}
-    assert own is not None and own.latency_us is not None and own.tflops is not None
-    name, us = cells[0].split()
-    assert name == own.config.family and _as_printed(us, own.latency_us)
-    assert _as_printed(cells[1], own.tflops)
-    assert _as_printed(cells[2], vendors["cudnn"] or 0)
-    assert _as_printed(cells[3], min(vendors["flash3"] or 0, vendors["flash3_splits"] or 0))
-    assert _as_printed(cells[4], vendors["flash4"] or 0)
-    assert _as_printed(cells[5], min(filter(None, vendors.values())) / own.latency_us)
-    configs = {m.config for m in found(problem).measurements}
-    groups = {family(c.family).compile_digest(c) for c in configs if not family(c.family).is_vendor}
-    assert int(cells[6]) == len(groups)
-
-
-def shipped_of(problems: Iterable[Problem], gpu: str) -> list[Entry]:
-    """The decisions of those of the problems that ship for a GPU, each in its usual state."""
-    wanted = {(problem, cost.estimated(problem)) for problem in problems}
-    of_gpu = (e for e in shipped() if e.gpu == GPUS[gpu])
-    return [e for e in of_gpu if (e.problem, e.regime) in wanted]
-
-
-def summary(entries: list[Entry]) -> tuple[int, str, str]:
-    """How many; mean and worst of the fastest vendor's time over the best own kernel's."""
-    ratios = []
-    for entry in entries:
-        assert entry.best_own is not None and entry.best_own.latency_us
-        vendors = filter(None, (m.latency_us for m in entry.vendors.values()))
-        ratios.append(min(vendors) / entry.best_own.latency_us)
-    return len(ratios), f"{geometric_mean(ratios):.3f}", f"{min(ratios):.3f}"
-
-
-@pytest.mark.parametrize(
-    ("group", "gpu", "place"),
-    [
-        ("H200, acceptance suite", "H200", ""),
-        ("H200, other shapes (`cache/grid/attention.yaml`)", "H200", "attention"),
-        ("H200, decoding, other shapes", "H200", "decoding"),
-        ("H200, products, other shapes", "H200", "gemm"),
-        ("H100 80GB HBM3, acceptance suite", "H100", ""),
-        ("H100 80GB HBM3, decoding suite", "H100", "suite"),
-    ],
-)
-def test_the_readme_s_summaries_are_of_what_ships(group: str, gpu: str, place: str) -> None:
-    if place in ("", "suite"):
-        problems: Iterable[Problem] = SUITES["decoding" if place else "acceptance"].problems
-    else:
-        op = "gemm" if place == "gemm" else "attention"
-        problems = read_problems(resources.cache() / "grid" / f"{place}.yaml", op)
-    rows = [x for x in RESULTS.read_text().splitlines() if x.startswith(f"| {group}")]
-    (printed,) = [[cell.strip() for cell in row.split("|")[2:5]] for row in rows]
-    count, mean, worst = summary(shipped_of(problems, gpu))
-    assert printed == [str(count), mean, worst]
-
-
 def test_an_h200_s_choice_serves_an_h100() -> None:
     """As the README says: where it was timed there, within 0.3 % in the mean, 1.5 at the worst."""
     chosen = {(e.problem, e.regime): e.winner.config for e in shipped() if e.gpu == H200}
@@ -277,298 +169,6 @@ def test_an_h200_s_choice_serves_an_h100() -> None:
             losses.append(theirs / min(times.values()) - 1)
     assert len(losses) == 21
     assert 0.0025 <= sum(losses) / len(losses) < 0.0035 and 0.0145 < max(losses) < 0.0155
-
-
-def test_the_table_of_final_passes_is_read() -> None:
-    assert len(_readme_lines()) > 8
-
-
-#: Rows of the README's table: the beginning of a name, the suite, and which of its problems.
-STREAM: dict[str, tuple[str, Callable[[Problem], bool]]] = {
-    "attention, acceptance suite, up to": ("acceptance", lambda p: p.seqlen_q <= 1024),
-    "attention, acceptance suite, 2048": ("acceptance", lambda p: p.seqlen_q > 1024),
-    "attention, decoding": ("decoding", lambda p: True),
-    "products of 1 to 64 rows": ("few", lambda p: True),
-}
-GROUPS: dict[str, tuple[str, Callable[[Problem], bool]]] = {
-    "products, plain": ("plain", lambda p: True),
-    "products with bias": ("mlp", lambda p: True),
-    "products of e4m3": ("fp8", lambda p: True),
-}
-
-
-def readme_row(name: str) -> list[str]:
-    """Cells of a row of the README's tables behind its name."""
-    lines = (ROOT / "README.md").read_text().splitlines()
-    (row,) = [line for line in lines if line.startswith(f"| {name}")]
-    return [cell.strip().strip("*") for cell in row.split("|")[2:-1]]
-
-
-@pytest.mark.parametrize("name", GROUPS)
-def test_the_readme_s_table_is_of_what_ships(name: str) -> None:
-    suite, belongs = GROUPS[name]
-    problems = [problem for problem in SUITES[suite].problems if belongs(problem)]
-    count, mean, worst = summary(shipped_of(problems, "H200"))
-    assert readme_row(name) == [str(count), mean, worst]
-
-
-def test_the_readme_s_row_of_swiglu_is_of_the_evidence() -> None:
-    with gzip.open(EVIDENCE / "bench-swiglu-gated.json.gz", "rt") as file:
-        rows = [row for run in json.load(file)["runs"] for row in run["rows"]]
-    ratios = [
-        kernel["latency_us"] / row["own_us"]
-        for row in rows
-        for kernel in row["kernels"]
-        if kernel["name"] == "inductor"
-    ]
-    count = f"{len(ratios)} of {len(SUITES['gated'].problems)}"
-    assert readme_row("SwiGLU") == [count, f"{geometric_mean(ratios):.3f}", f"{min(ratios):.3f}"]
-
-
-@pytest.mark.parametrize("name", STREAM)
-def test_the_readme_s_rows_in_a_stream_are_of_the_evidence(name: str) -> None:
-    suite, belongs = STREAM[name]
-    problems = [problem for problem in SUITES[suite].problems if belongs(problem)]
-    rows = json.loads((EVIDENCE / "stream-h100.json").read_text())["rows"]
-    timed: dict[Problem, float] = {
-        AttentionProblem.parse(row["shape"]): row["own_speed"] for row in rows
-    }
-    for entry in (e for e in shipped() if e.gpu == GPUS["H100"] and e.regime.launch == "stream"):
-        timed[entry.problem] = next(iter(entry.speedups.values()))
-    found = [timed[problem] for problem in problems if problem in timed]
-    count = f"{len(found)} of {len(problems)}" if len(found) < len(problems) else f"{len(found)}"
-    mean = geometric_mean(found)
-    assert readme_row(name) == [count, f"{mean:.3f}", f"{min(found):.3f}"]
-
-
-def test_the_readme_s_row_of_attention_in_e4m3_is_of_the_evidence() -> None:
-    with gzip.open(EVIDENCE / "fp8-attention-h100.json.gz", "rt") as file:
-        problems = json.load(file)["problems"]
-    leads = [found[0] for problem in problems if (found := fp8_attention.lead(problem))]
-    assert len(leads) == len(fp8_attention.SHAPES)
-    figures = [f"{geometric_mean(leads):.3f}", f"{min(leads):.3f}"]
-    assert readme_row("attention of e4m3") == ["8", *figures]
-
-
-def test_the_page_prints_the_loads_of_the_evidence() -> None:
-    page = RESULTS.read_text()
-    for found in json.loads((EVIDENCE / "sustained-h100.json").read_text())["problems"]:
-        cells, ratios = [], sustained.leads(found)
-        for load in ("bursts_us", "sustained_us"):
-            times = found[load]
-            own = min(us for name, us in times.items() if name in found["own"])
-            other = min(us for name, us in times.items() if name not in found["own"])
-            cells += [f"{own:.0f}", f"{other:.0f}", f"{ratios[load]:.3f}"]
-        of = found["problem"]
-        name = f"({of['batch']},{of['heads_q']}/{of['heads_kv']},{of['seqlen_kv']},128)"
-        assert f"| {name} | {' | '.join(cells)} |" in page
-
-
-def test_the_page_prints_e4m3_of_the_evidence() -> None:
-    page = RESULTS.read_text()
-    with gzip.open(EVIDENCE / "fp8-attention-h100.json.gz", "rt") as file:
-        problems = json.load(file)["problems"]
-    for found in problems:
-        own = next(row for row in found["rows"] if row["is_own"])
-        cells = [f"{own['us']:.1f} ({1e3 * own['error']:.2f})"]
-        for name in ("flash3_serving", "cudnn"):
-            best = next((row for row in found["rows"] if row["name"].startswith(name)), None)
-            cells += [f"{best['us']:.1f} ({1e3 * best['error']:.2f})"] if best else []
-        lead = fp8_attention.lead(found)
-        mask = " causal" if found["problem"]["is_causal"] else ""
-        head = f"| {found['problem']['seqlen_q']}{mask} | {' | '.join(cells)}"
-        assert lead and f"{head} | {lead[0]:.3f} |" in page
-
-
-@pytest.mark.parametrize(
-    ("operation", "is_own"),
-    [(op, own) for op in ("attention", "products") for own in (True, False)] + [("", False)],
-)
-def test_the_readme_s_population_is_of_the_evidence(operation: str, is_own: bool) -> None:
-    with gzip.open(EVIDENCE / "population-h200.jsonl.gz", "rt") as lines:
-        _, *rows = map(json.loads, lines)
-    of = [row for row in rows if operation in ("", row["operation"])]
-    part = [row for row in of if not is_own or row["answered"] in (OWN, SELECTED)]
-    over = [[x for row in part if (x := ratio(row))] for ratio in (over_pytorch, over_peer)]
-    figures = [f"{x:.3f}" for y in over for x in (geometric_mean(y), min(y))]
-    name = f"{operation}, {len(of)}" if operation else f"all {len(of)}"
-    by = "own kernels" if is_own else "all"
-    share = f"{100 * len(part) / len(of):.0f} %"
-    lines_of = (ROOT / "README.md").read_text().splitlines()
-    found = [[c.strip().strip("*") for c in line.split("|")[1:-1]] for line in lines_of]
-    assert [name, by, share, *figures] in found
-
-
-def test_pages_print_the_block_of_the_evidence() -> None:
-    page = RESULTS.read_text()
-    with gzip.open(EVIDENCE / "block-h100.json.gz", "rt") as file:
-        passes = json.load(file)["passes"]
-    found = []
-    for name, one in passes.items():
-        ways = {way: seen["us"] for way, seen in one["ways"].items()}
-        us = ways.pop("torch")
-        cells = [f"{time:.1f}, {us / time:.3f}" for time in ways.values()]
-        assert f"| {name} | {us:.1f} | {' | '.join(cells)} |" in page
-        found.append(us / ways["block"])
-    figures = f"{geometric_mean(found):.3f}", f"{min(found):.3f}"
-    assert readme_row("a block of Llama-3-8B") == [str(len(found)), *figures]
-
-
-def test_the_readme_s_row_of_block_masks_is_of_the_evidence() -> None:
-    rows = json.loads((EVIDENCE / "served-block-masks.json").read_text())["rows"]
-    found = [row["flex_over_own"] for row in rows]
-    figures = f"{geometric_mean(found):.3f}", f"{min(found):.3f}"
-    assert readme_row("block masks that nobody tuned") == [str(len(found)), *figures]
-
-
-@pytest.mark.parametrize("name", ["pytorch", "flash-attention"])
-def test_the_page_prints_other_projects_tests_of_the_evidence(name: str) -> None:
-    evidence = json.loads((EVIDENCE / "suites-h100.json").read_text())
-    found = evidence["suites"][name]
-    assert (found["new_failures"], found["expected_failures"], found["not_run"]) == ([], [], [])
-    assert not evidence["broken"]
-    forced, alone = found["forced"], found["alone"]
-    cells = [name, found["tests"], forced["skipped"]]
-    cells += [f"{mode['passed']}, {mode['failed']}" for mode in (forced, alone)]
-    cells += [len(found["new_failures"]), found["tests_with_hits"], found["hits"]]
-    cells.append(sum(found["fallbacks"].values()))
-    page = RESULTS.read_text()
-    assert f"| {' | '.join(map(str, cells))} |" in page
-    assert f", {len(found['failures_of_both'])}**: " in page
-
-
-def test_the_page_prints_the_host_s_time_of_the_evidence() -> None:
-    found = json.loads((EVIDENCE / "dispatch-host-h100.json").read_text())["parts"]["host"]
-    page = RESULTS.read_text()
-    limited = [(float(here), float(most)) for _, here, most, _ in calls.host_rows(found) if most]
-    for here, most in limited:
-        assert f" | {here:.2f} | {most:.2f} |" in page
-    assert [here > most for here, most in limited] == [True, True, True, False, False, False]
-    assert f"beyond the bare launch of {found['bare']:.2f} |" in page
-    times = {"attention": "takes", "sdpa": "PyTorch's call"}
-    times |= {"flash3": "FlashAttention-3's", "flash4": "FlashAttention-4's"}
-    for key, name in times.items():
-        assert f"{name} {found[key]:.2f}" in page
-
-
-def test_the_page_prints_paged_caches_of_the_evidence() -> None:
-    with gzip.open(EVIDENCE / "paged-h100.json.gz", "rt") as text:
-        found = json.load(text)
-    cases, unserved = found["cases"], found["unserved"]
-    assert {case["answered"]["tuner"] for case in cases} == {"own"}
-    assert not any(case["failed"] for case in cases)
-    page = RESULTS.read_text()
-    assert [line for line in paged.table(cases) if line not in page.splitlines()] == []
-    of_e4m3 = {case["case"]: case["us"]["flash3"] / case["us"]["best"] for case in unserved}
-    decoding = geometric_mean(ratio for case, ratio in of_e4m3.items() if "SQ=1," in case)
-    [chunk] = [ratio for case, ratio in of_e4m3.items() if "SQ=2048" in case]
-    assert f"have {decoding:.3f} of FlashAttention-3's speed at decoding, and {chunk:.3f}" in page
-
-
-def test_the_page_prints_chunks_over_small_pages_of_the_evidence() -> None:
-    with gzip.open(EVIDENCE / "paged-chunks-h200.json.gz", "rt") as text:
-        first, _, last = (run["cases"] for run in json.load(text)["runs"])
-    page = RESULTS.read_text()
-    boxes, one, gathered = "2 groups, 128 keys", "one lane issues", "gathered"
-    columns = "flash3", boxes, f"2 groups, 160 keys, {gathered}", f"{boxes}, {gathered}"
-    columns = *columns, "3 groups, 80 keys", "1 group, 64 keys"
-    known = {case["case"]: case["us"] for case in last}
-    missing = []
-    for name, us in known.items():
-        if name.startswith(("chunk", "mixed")) and "page=16" in name:
-            label = re.sub(r"B=\d+,|,32/8,D=128,page=16", "", name).replace(",SKV", ", SKV")
-            cells = (f"{us[column]:.0f}" if column in us else "" for column in columns)
-            line = f"| {label} | {' | '.join(cells)} |"
-            missing += [] if line in page else [line]
-    assert missing == []
-    wide = [
-        us["flash3"] / us[f"{boxes}, boxes of 64 rows"]
-        for us in known.values()
-        if f"{boxes}, boxes of 64 rows" in us
-    ]
-    assert f"have {wide[0]:.3f} and {wide[1]:.3f} of FlashAttention-3's speed at chunks" in page
-    longer = [
-        100 * (case["us"][f"{boxes}, {one}"] / case["us"][boxes] - 1)
-        for case in first
-        if case["case"].startswith("chunk") and "page=16" in case["case"]
-    ]
-    assert f"takes {min(longer):.0f} to {max(longer):.0f} % longer" in page
-    short = [
-        us["flash3"] / us["1 group, 64 keys"]
-        for name, us in known.items()
-        if "SQ=512" in name and "mixed" in name
-    ]
-    assert f"one group of 64 keys: {short[0]:.3f} and {short[1]:.3f}" in page
-    [sinks] = [us for name, us in known.items() if name.startswith("sinks")]
-    two, three = (sinks[f"{count} groups, 128 keys"] for count in (2, 3))
-    said = (
-        f"{two:.0f} us by two groups, {three:.0f} by three, FlashAttention-3 {sinks['flash3']:.0f}"
-    )
-    assert said in page
-
-
-def test_the_sanitizer_saw_no_fault_of_paged_kernels() -> None:
-    with gzip.open(EVIDENCE / "sanitize-paged.json.gz", "rt") as text:
-        found = json.load(text)
-    control, *others = sorted(found, key=lambda run: run["status"] != "seen")
-    assert control["status"] == "seen" and {run["status"] for run in others} == {"clean"}
-    counts = Counter(run["tool"] for run in others)
-    assert counts == {"memcheck": 16, "racecheck": 16, "synccheck": 16}
-
-
-def engine_runs() -> dict[tuple[int, str], dict[str, Any]]:
-    with gzip.open(EVIDENCE / "engines-h100.json.gz", "rt") as text:
-        return {(row["run"], row["way"]): row["concurrency"] for row in json.load(text)["runs"]}
-
-
-def test_the_plug_in_s_tokens_are_vllm_s() -> None:
-    """Every run of the evidence, as the benchmarks' README counts them."""
-    same = wanted = 0
-    found = engine_runs()
-    for run in range(5):
-        for count, served in found[run, "tuner"].items():
-            theirs = found[run, "vllm"][count]["tokens"]
-            for own, other in zip(served["tokens"], theirs, strict=True):
-                same += sum(map(eq, own, other))
-                wanted += len(other)
-    assert f"{same:,} of {wanted:,}" in RESULTS.read_text()
-
-
-@pytest.mark.parametrize("count", ["1", "16", "128"])
-def test_the_page_prints_the_engines_of_the_evidence(count: str) -> None:
-    found, page = engine_runs(), RESULTS.read_text()
-    for figure, name, shown in (
-        ("first_token_ms", "first token, ms", "{:.1f}"),
-        ("token_ms", "a further token, ms", "{:.2f}"),
-        ("tokens_per_s", "output tokens a second", "{:.0f}"),
-    ):
-        of_way = {w: [found[r, w][count][figure] for r in range(5)] for w in ("vllm", "tuner")}
-        cells = [
-            "{} ({} to {})".format(*map(shown.format, (median(v), min(v), max(v))))
-            for v in of_way.values()
-        ]
-        ratio = median(of_way["tuner"]) / median(of_way["vllm"])
-        ratio = ratio if figure.endswith("per_s") else 1 / ratio
-        assert f"| {count} | {name} | {' | '.join(cells)} | {ratio:.3f} |" in page
-
-
-def test_the_page_prints_continuous_batching_of_the_evidence() -> None:
-    with gzip.open(EVIDENCE / "batching-h100.json.gz", "rt") as text:
-        rows = json.load(text)
-    assert not any(row["fallbacks"] or row["errors"] for row in rows)
-    for line in batching.report(rows).splitlines()[2:]:
-        way, *figures = line.split()[:5]
-        assert f"| `{way}` | {' | '.join(figures)} |" in RESULTS.read_text()
-
-
-def test_every_file_of_evidence_is_explained_and_none_is_missing() -> None:
-    root = resources.cache().parent
-    there = {path.name for path in (root / "scripts/benchmarks/evidence").iterdir()}
-    explained = (root / "scripts/benchmarks/README.md").read_text()
-    assert [name for name in sorted(there) if f"`{name}`" not in explained] == []
-    for page in (RESULTS, root / "templates" / "README.md", root / "scripts/README.md"):
-        named = set(re.findall(r"evidence/([\w-]+\.jsonl?(?:\.gz)?)", page.read_text()))
-        assert named - there == set(), page
 
 
 @pytest.mark.parametrize(
@@ -608,17 +208,3 @@ def test_what_has_no_portfolio_is_served_where_it_was_tuned(
     for entry in tuned:
         answer = lookup(entry.problem, gpu=H200, path=none)
         assert answer is not None and answer.kind == "exact"
-
-
-def test_the_page_prints_the_models_of_the_evidence() -> None:
-    with gzip.open(EVIDENCE / "models-h100.json.gz", "rt") as text:
-        found = json.load(text)
-    page = RESULTS.read_text()
-    assert len(found["rows"]) == 9
-    for row in found["rows"]:
-        torch, enabled = row["ways"]["torch"], row["ways"]["enable"]
-        theirs = torch["tokens_per_s"]
-        cells = f"{enabled['tokens_per_s'] / theirs:.3f} | {torch['again'] / theirs:.3f}"
-        calls = f"{enabled['hits']} of {row['layers'] * enabled['calls']}"
-        assert f"| {row['model']}, {row['mode']} | {cells} | {calls} |" in page
-        assert enabled["error"] < 0.02 and not enabled["errors"]

@@ -14,7 +14,7 @@ from tuner.config import Config
 from tuner.hardware import DEFAULT_GPU
 from tuner.search.family_search import FamilySearch
 from tuner.search.stopping import FALLBACK_S, CompileTimes, Stopping, queued
-from tuner.search.study import Search
+from tuner.search.study import EFFORTS, Search
 
 
 def searched(sampler: str = "model", measured: int = 3) -> Search:
@@ -75,6 +75,15 @@ class TestRule:
         assert stopping.is_over(left)
         (best, *_) = sorted(left, key=lambda place: -search.joint_gains([place])[0])
         assert not stopping.is_over({**left, best: 1.0})
+
+    @pytest.mark.parametrize(("gain", "waits"), [(0.015, True), (0.005, False)])
+    def test_a_quick_search_waits_ten_seconds_for_one_and_a_half_percent(
+        self, gain: float, waits: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        search = searched()
+        monkeypatch.setattr(search, "joint_gains", lambda places: [gain] * len(places))
+        quick = Stopping(search, EFFORTS["quick"].price)
+        assert quick.is_over(self.left(search, 10.0)) is not waits
 
     def test_nothing_is_over_before_something_passed(self) -> None:
         search = searched(measured=0)

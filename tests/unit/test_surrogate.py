@@ -1,4 +1,4 @@
-"""The belief about a family's groups: prior, learning, transfer, gain."""
+"""The surrogate of a family: prior, learning, transfer, expected gain."""
 
 from __future__ import annotations
 

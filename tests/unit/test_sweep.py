@@ -35,7 +35,7 @@ from toys import (
 )
 
 from tuner.config import Config
-from tuner.errors import BenchmarkError, ConfigError, NoValidConfigError
+from tuner.errors import ConfigError, NoValidConfigError
 from tuner.families.base import Domain, Family
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Environment, Measurement, Provenance, Status
@@ -43,7 +43,6 @@ from tuner.problem import Problem
 from tuner.runners.recording import Recording
 from tuner.runners.replay import ReplayRunner
 from tuner.store import Store, open_store
-from tuner.tuning.progress import Interruption
 from tuner.tuning.sweep import Sweep, SweepOptions
 
 
@@ -460,169 +459,6 @@ def test_families_narrow_and_keep_the_baselines(store: Store) -> None:
 def test_wrong_options(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         SweepOptions(**options)  # type: ignore[arg-type]
-
-
-class TestInterruption:
-    """Ctrl-C through a real signal."""
-
-    def test_the_first_keeps_the_best_so_far(self, store: Store) -> None:
-        def after(runner: CountingRunner) -> None:
-            if runner.collected == 6:
-                os.kill(os.getpid(), signal.SIGINT)
-
-        runner = CountingRunner(recording(), after)
-        before = signal.getsignal(signal.SIGINT)
-        with Interruption() as interruption:
-            run = Sweep(
-                GEMM,
-                REGIME,
-                runner,
-                store,
-                SweepOptions(trials=27, sampler="tpe"),
-                interruption=interruption,
-                catalogue=catalogue,
-            )
-            outcome = run.run()
-        assert signal.getsignal(signal.SIGINT) is before
-        assert outcome.interrupted
-        assert runner.collected == 6
-        assert store.best(GEMM, DEFAULT_GPU, REGIME) is not None
-        following = CountingRunner(recording())
-        ended = sweep(following, store, trials=27).run()
-        assert ended.sweep == outcome.sweep, "the same sweep goes on"
-        assert ended.kernels == 27
-
-    def test_the_second_ends_at_once(self, store: Store) -> None:
-        class Impatient(CountingRunner):
-            def retime(self, *arguments: object) -> list[Measurement]:
-                os.kill(os.getpid(), signal.SIGINT)
-                raise AssertionError("the signal comes first")
-
-        def after(runner: CountingRunner) -> None:
-            if runner.collected == 3:
-                os.kill(os.getpid(), signal.SIGINT)
-
-        with Interruption() as interruption, pytest.raises(KeyboardInterrupt):
-            sweep(Impatient(recording(), after), store, interruption=interruption, trials=27).run()
-        assert store.measurements(), "what was finished is kept"
-
-    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-    def test_a_second_one_that_nobody_pressed_changes_nothing(
-        self, store: Store, number: int
-    ) -> None:
-        class Twice(CountingRunner):
-            def retime(
-                self,
-                problem: Problem,
-                finalists: Sequence[Config],
-                rounds: int,
-                timeout_s: float | None = None,
-            ) -> list[Measurement]:
-                os.kill(os.getpid(), number)
-                return super().retime(problem, finalists, rounds, timeout_s)
-
-        def after(runner: CountingRunner) -> None:
-            if runner.collected == 6:
-                os.kill(os.getpid(), number)
-
-        runner = Twice(recording(), after)
-        with Interruption() as interruption:
-            outcome = sweep(runner, store, interruption=interruption, trials=27).run()
-        assert outcome.interrupted and interruption.number == number
-        assert store.best(GEMM, DEFAULT_GPU, REGIME) is not None
-
-    def test_one_during_the_final_pass_makes_it_brief(self, store: Store) -> None:
-        class Late(CountingRunner):
-            def retime(
-                self,
-                problem: Problem,
-                finalists: Sequence[Config],
-                rounds: int,
-                timeout_s: float | None = None,
-            ) -> list[Measurement]:
-                if not self.retimed:
-                    self.retimed.append(rounds)
-                    os.kill(os.getpid(), signal.SIGINT)
-                return super().retime(problem, finalists, rounds, timeout_s)
-
-        runner = Late(recording())
-        with Interruption() as interruption:
-            outcome = sweep(
-                runner, store, interruption=interruption, trials=27, effort="full"
-            ).run()
-        assert outcome.interrupted
-        assert runner.retimed == [40, 20]
-        assert outcome.ranking[0].config == BEST
-
-    def test_a_brief_one_that_a_job_gives_up_late_is_taken_once_more(self, store: Store) -> None:
-        class Late(CountingRunner):
-            def retime(
-                self,
-                problem: Problem,
-                finalists: Sequence[Config],
-                rounds: int,
-                timeout_s: float | None = None,
-            ) -> list[Measurement]:
-                found = super().retime(problem, finalists, rounds, timeout_s)
-                if len(self.retimed) == 1:
-                    os.kill(os.getpid(), signal.SIGINT)
-                return found if len(self.retimed) == 3 else []
-
-        runner = Late(recording())
-        with Interruption() as interruption:
-            outcome = sweep(
-                runner, store, interruption=interruption, trials=27, effort="full"
-            ).run()
-        assert outcome.interrupted and outcome.ranking[0].config == BEST
-        assert runner.retimed == [40, 20, 20]
-
-    @pytest.mark.parametrize("is_interrupted", [False, True])
-    def test_a_final_pass_that_somebody_else_gives_up_is_an_error(
-        self, store: Store, is_interrupted: bool
-    ) -> None:
-        class Cancelled(CountingRunner):
-            def retime(
-                self,
-                problem: Problem,
-                finalists: Sequence[Config],
-                rounds: int,
-                timeout_s: float | None = None,
-            ) -> list[Measurement]:
-                self.retimed.append(rounds)
-                if is_interrupted and len(self.retimed) == 1:
-                    os.kill(os.getpid(), signal.SIGINT)
-                return []
-
-        runner = Cancelled(recording())
-        with (
-            Interruption() as interruption,
-            pytest.raises(BenchmarkError, match=f"the final pass of {GEMM.label()} was given up"),
-        ):
-            sweep(runner, store, interruption=interruption, trials=3).run()
-        assert len(runner.retimed) == 1 + 2 * is_interrupted
-
-    def test_a_search_that_somebody_else_gives_up_is_an_error(self, store: Store) -> None:
-        class Cancelled(CountingRunner):
-            empty = 0
-
-            def collect(self, timeout_s: float | None = None) -> list[Measurement]:
-                if self.collected < 6:
-                    return super().collect(timeout_s)
-                self.empty += 1
-                assert self.empty == 1, "it waits for what will never come"
-                return []
-
-        runner = Cancelled(recording())
-        with pytest.raises(BenchmarkError, match=f"search of {GEMM.label()} was given up"):
-            sweep(runner, store, trials=27).run()
-        assert store.measurements(), "what was collected is kept"
-
-    def test_before_anything_passed(self, store: Store) -> None:
-        with Interruption() as interruption:
-            os.kill(os.getpid(), signal.SIGINT)
-            outcome = sweep(CountingRunner(recording()), store, interruption=interruption).run()
-        assert outcome.interrupted
-        assert not outcome.ranking
 
 
 class CompiledRunner(CountingRunner):

@@ -229,7 +229,7 @@ FAULTS: dict[str, tuple[bytes, bytes | None, str]] = {
     "brackets of a refusal": (response(b"[" * 4096, "500 no"), END, "answered 500: no"),
     "deep lists": (response(b"[" * 99 + b"]" * 99), END, "nested too deeply"),
     "quotes": (response(b'"' + b'\\"' * 99_999), END, "not JSON"),
-    "many values": (response(b'["",' + b'"",' * 2_000_000), END, "it holds too much"),
+    "many values": (response(b'["",' + b'"",' * 2_000_000), END, "it is too large"),
     "many rows": (entries("{}," * 200_000 + "{}"), END, "holds 200001 measurements"),
     "many faults": (entries("{}," * 99 + "{}"), END, "nothing was imported, 100 rows"),
     "a large number": (response(b'{"a": %b}' % (b"9" * 5000)), END, "not JSON"),

@@ -20,6 +20,7 @@ from tuner.tuning.trials import (
     MAX_MASK_PAIRS,
     Fact,
     Trial,
+    draw_of,
     tile_of,
     trials,
 )
@@ -44,7 +45,8 @@ def drawn(target: Target, count: int = 64, seed: int = 0) -> list[Trial]:
 
 def facts(target: Target) -> set[Fact]:
     found: set[Fact] = set()
-    return found.union(*(trial.facts(target.family, DEFAULT_GPU) for trial in drawn(target)))
+    draw = draw_of(target, DEFAULT_GPU, seed=0)
+    return found.union(*(draw.facts(trial) for trial in drawn(target)))
 
 
 def of_domain(mask: str, **more: bool) -> Target:

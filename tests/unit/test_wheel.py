@@ -17,7 +17,7 @@ import pytest
 import tuner
 from tuner.bundle.wheel import PACKAGE, main, newest_glibc, write_package, write_wheel
 from tuner.cli.doctor import _prebuilt
-from tuner.compile import prebuilt
+from tuner.compile import dispatcher, prebuilt
 from tuner.compile.artifacts import ArtifactCache, load
 from tuner.errors import ConfigError
 from tuner.families.base import KernelSpec
@@ -81,8 +81,9 @@ class TestWriting:
         made = write_wheel(known, cache, tmp_path / "out")
         assert (made.kernels, made.left_out) == (1, 1)
         found = members(made.path)
+        (kernel,) = (k for k in known.kernels.values() if k.proof)
         assert {name for name in found if name.endswith(".so")} == {
-            f"{PACKAGE}/artifacts/prebuilt1/kernel.so"
+            f"{PACKAGE}/libraries/{kernel.sha256}.so"
         }
         listed = KernelList.from_json(json.loads(found[f"{PACKAGE}/kernels.json"]))
         assert [k.proof for k in listed.kernels.values()] == [PROOF]
@@ -95,6 +96,35 @@ class TestWriting:
         put(again, library, "prebuilt1", compile_cpu_s=7.0)
         second = write_wheel(known, again, tmp_path / "b")
         assert first.sha256 == second.sha256 == hashlib.sha256(second.path.read_bytes()).hexdigest()
+
+    def test_a_library_of_several_kernels_is_in_it_once(
+        self, known: KernelList, cache: ArtifactCache, tmp_path: Path
+    ) -> None:
+        made = write_wheel(known, cache, tmp_path, with_unproven=True)
+        names = [Path(name).name for name in members(made.path)]
+        assert names.count("meta.json") == 2
+        assert len([name for name in names if name.endswith(".so")]) == 1
+
+    def test_dispatchers_of_the_present_sources_are_in_it(
+        self,
+        known: KernelList,
+        cache: ArtifactCache,
+        library: Path,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        versions = {"torch": "2.11.0", "python": "cpython-312-x86_64-linux-gnu"}
+        facts = {"template": dispatcher.SOURCE, "host_compiler": "g++ 12.2", **versions}
+        keys = [dispatcher._key(versions), "1" * 32]  # the second is of other sources
+        for key in keys:
+            cache.put(key, library, resources=None, compile_cpu_s=1, source="int x;", facts=facts)
+        made = write_wheel(known, cache, tmp_path)
+        assert made.dispatchers == ("torch 2.11.0, cpython-312-x86_64-linux-gnu",)
+        found = members(made.path)
+        assert f"{PACKAGE}/artifacts/{keys[0]}/meta.json" in found
+        assert not any(keys[1] in name for name in found)
+        (metadata,) = (data for name, data in found.items() if name.endswith("METADATA"))
+        assert b"dispatchers for torch 2.11.0, cpython-312-x86_64-linux-gnu" in metadata
 
     def test_its_package_as_pip_installs_it(
         self, known: KernelList, cache: ArtifactCache, tmp_path: Path
@@ -122,7 +152,7 @@ class TestWriting:
         self, known: KernelList, cache: ArtifactCache, tmp_path: Path
     ) -> None:
         other = known.with_kernels([Kernel(spec(64).key, "prebuilt1", "cd" * 32, PROOF)])
-        with pytest.raises(ConfigError, match="artifact prebuilt1 was built anew"):
+        with pytest.raises(ConfigError, match="artifact prebuilt1 was rebuilt"):
             write_wheel(other, cache, tmp_path)
         with pytest.raises(ConfigError, match="artifact prebuilt1 is not in"):
             write_wheel(known, ArtifactCache(tmp_path / "empty"), tmp_path)
@@ -195,7 +225,7 @@ class TestInstalled:
     def test_a_kernel_is_found_and_loaded(self, installed: Path) -> None:
         artifact = ArtifactCache().find("prebuilt1")
         assert artifact is not None
-        assert artifact.library == installed / "artifacts" / "prebuilt1" / "kernel.so"
+        assert artifact.library == installed / "libraries" / f"{artifact.sha256}.so"
         assert load(artifact).workspace_bytes([7]) == 7
 
     def test_proofs_come_along(self, installed: Path) -> None:
@@ -215,18 +245,19 @@ class TestInstalled:
     ) -> None:
         assert ArtifactCache(tmp_path / "named").find("prebuilt1") is None
 
-    @pytest.mark.parametrize("file", ["kernel.so", "meta.json"])
+    @pytest.mark.parametrize("file", ["libraries/*.so", "artifacts/prebuilt1/meta.json"])
     def test_a_damaged_kernel_is_refused_and_left_there(
         self, installed: Path, file: str, caplog: pytest.LogCaptureFixture
     ) -> None:
-        path = installed / "artifacts" / "prebuilt1" / file
+        (path,) = installed.glob(file)
         path.write_bytes(path.read_bytes()[:-3])
         assert ArtifactCache().find("prebuilt1") is None
         assert path.exists()
         assert "install cutlass-tuner-kernels again" in caplog.text
 
     def test_a_kernel_that_others_can_write_is_refused(self, installed: Path) -> None:
-        (installed / "artifacts" / "prebuilt1" / "kernel.so").chmod(0o666)
+        for path in (installed / "libraries").iterdir():
+            path.chmod(0o666)
         assert ArtifactCache().find("prebuilt1") is None
 
 

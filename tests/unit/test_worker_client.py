@@ -321,7 +321,7 @@ class TestInterrupt:
 
 def test_the_real_worker_says_why_it_cannot_start() -> None:
     client = WorkerClient(device_index=99)
-    with pytest.raises(BenchmarkError, match="CUDA device 99 is not there"):
+    with pytest.raises(BenchmarkError, match="CUDA device 99 was not found"):
         client.facts()
     client.close()
 

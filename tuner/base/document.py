@@ -35,17 +35,17 @@ def check_extent(text: bytes, *, tokens: int, depth: int) -> None:
     """Refuse JSON that would take too much memory or stack, before it is parsed.
 
     Args:
-        text: JSON, or what is said to be.
-        tokens: most strings, brackets and commas; values follow from them.
-        depth: most objects and lists within one another.
+        text: text to parse.
+        tokens: maximum number of strings, brackets and commas, which bounds the number of values.
+        depth: maximum nesting of objects and lists.
 
     Raises:
-        ConfigError: when there is more.
+        ConfigError: when a limit is exceeded.
     """
     level = 0
     for count, match in enumerate(_TOKENS.finditer(text), 1):
         if count > tokens:
-            raise ConfigError(f"it holds too much (allowed: {tokens} strings, brackets and commas)")
+            raise ConfigError(f"it is too large (allowed: {tokens} strings, brackets and commas)")
         first = match[0][:1]
         if first in b"[{":
             level += 1
@@ -56,7 +56,7 @@ def check_extent(text: bytes, *, tokens: int, depth: int) -> None:
 
 
 def parse(text: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """`json.loads`, where what is nested too deeply is wrong input like any other.
+    """`json.loads` that reports too deep nesting as wrong input.
 
     Args:
         text: JSON.
@@ -129,12 +129,11 @@ def _yaml_loader(pairs: Callable[[list[tuple[str, Any]]], Any]) -> Any:
 
 
 def checked(cls: type, data: Any) -> dict[str, Any]:
-    """The fields of a dataclass as JSON gave them, each that is there of its type.
-
-    Fields of composite types and unknown keys are passed over.
+    """The fields of a dataclass, from JSON, with their types checked. Fields of composite types are
+    not checked; unknown keys are dropped.
 
     Raises:
-        ConfigError: names the field, what it is and what it has to be.
+        ConfigError: names the field, its type and the wanted type.
     """
     if not isinstance(data, Mapping):
         raise ConfigError(f"{cls.__name__}: {data!r} is not an object")

@@ -14,11 +14,11 @@ DISTRIBUTION = "cutlass-tuner"
 def extra_command(name: str) -> str:
     """The command that adds an extra of this package to this installation.
 
-    A checkout is named by its path, for no index has it. An installed wheel is named by its
+    A checkout is named by its path, since no index has it. An installed wheel is named by its
     distribution, which pip then finds in the environment.
 
     Args:
-        name: of ``[project.optional-dependencies]``, as ``report``.
+        name: key of ``[project.optional-dependencies]``, such as ``report``.
     """
     checkout = resources.checkout()
     if checkout is None:

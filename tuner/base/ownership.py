@@ -28,10 +28,10 @@ def open_to_others(facts: os.stat_result) -> str:
 
 
 def close_to_others(path: Path) -> None:
-    """Take the right to write from others, whatever the umask or a linker gave them.
+    """Remove the write permission of other users, whatever the umask or a linker set.
 
     Raises:
-        OSError: when the file is not this user's.
+        OSError: when the file belongs to another user.
     """
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & _OTHERS_WRITE:

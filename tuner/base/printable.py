@@ -17,7 +17,7 @@ def printable(text: str, keep: str = "") -> str:
     r"""A text with its control characters escaped, as in ``\x1b`` and ``\u202e``.
 
     Args:
-        text: what is to be shown.
+        text: text to show.
         keep: characters that stay: none for a single line, ``"\n\t"`` for several.
     """
     return _CONTROL.sub(lambda found: found[0] if found[0] in keep else _escaped(found[0]), text)
@@ -27,8 +27,8 @@ def one_line(text: str, characters: int = 200) -> str:
     """A text as one line: white space collapsed, control characters escaped, cut with dots.
 
     Args:
-        text: what is to be shown.
-        characters: most of the line.
+        text: text to show.
+        characters: maximum length of the line.
     """
     begin = text[: 8 * characters]  # no more is looked at: a text may have any length
     line = printable(" ".join(begin.split()))
@@ -44,7 +44,7 @@ class PrintableStream:
     """A text stream that escapes control characters other than line breaks and tabs.
 
     Args:
-        raw: where everything is written; it answers all but writing.
+        raw: stream that is written to, and that serves every other method.
     """
 
     def __init__(self, raw: IO[str]) -> None:

@@ -126,9 +126,9 @@ class EndingSignals:
 class RaisesInterrupted(EndingSignals):
     """Context that `ENDING_SIGNALS` end by raising `Interrupted`.
 
-    Once: SIGTERM and SIGHUP are often sent twice, and the second must not cut short what the first
-    began. Ctrl-C raises each time. If Python drops the exception, as in a ``__del__``, the signal
-    is sent again.
+    SIGTERM and SIGHUP raise once: they are often sent twice, and the second must not cut short the
+    clean-up that the first began. Ctrl-C raises each time. If Python drops the exception, as in a
+    ``__del__``, the signal is sent again.
     """
 
     def __init__(self) -> None:
@@ -165,9 +165,8 @@ class RaisesInterrupted(EndingSignals):
 
 
 def _silence_closed_outputs() -> None:
-    """Send to nowhere what would be written to a terminal or a pipe whose other side has gone.
-
-    An error of such a write would end the command before it stored what it has.
+    """Redirect output to the null device if its terminal or pipe was closed. A failed write would
+    end the command before it stored its results.
     """
     poll = select.poll()
     for descriptor in (1, 2):

@@ -103,7 +103,7 @@ class ComparisonRun:
         """
         gpu = self._machines.gpu
         if gpu is None:
-            raise BenchmarkError("a bench times kernels on a GPU, and there is none here")
+            raise BenchmarkError("no GPU found: a bench times kernels on one")
         lineups = [self._lineup(task, gpu) for task in self._tasks]
         first = self._tasks[0]
         environment = self._machines.of(first.problem, first.regime).environment
@@ -234,7 +234,7 @@ def _check_same(earlier: Results, here: Results) -> None:
     if differing:
         raise ConfigError(
             f"the earlier rows were measured in another environment ({'; '.join(differing)}): "
-            "begin anew without --resume"
+            "start again without --resume"
         )
 
 

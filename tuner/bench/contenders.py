@@ -176,7 +176,7 @@ def peers_named(op: str, names: Sequence[str] = ()) -> list[str]:
     for name in names:
         matching = [k for k in known if k == name or (k.startswith(f"{name}_") and k in usual)]
         if not matching:
-            raise ConfigError(f"'{name}' is no peer of {op} (allowed: {', '.join(known)})")
+            raise ConfigError(f"'{name}' is not a peer of {op} (allowed: {', '.join(known)})")
         chosen.update(dict.fromkeys(matching))
     return [kernel for kernel in known if kernel in chosen]
 

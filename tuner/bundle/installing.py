@@ -203,9 +203,9 @@ def _check_member(member: tarfile.TarInfo, content: Mapping[str, bytes]) -> int:
     name = member.name
     limit = next((most for names, most in MEMBERS if names.fullmatch(name)), None)
     if limit is None:
-        raise ConfigError(f"member '{one_line(name)}' is none of a bundle's")
+        raise ConfigError(f"member '{one_line(name)}' does not belong in a bundle")
     if name in content:
-        raise ConfigError(f"member '{name}' is there twice")
+        raise ConfigError(f"member '{name}' appears twice")
     if not 0 <= member.size <= limit:
         raise ConfigError(f"member '{name}' has {member.size} bytes (allowed: {limit})")
     return member.size
@@ -331,7 +331,7 @@ def _kernel(key: str, text: bytes, source: str, aside: Path) -> _Kernel:
         )
     except (TunerError, UnicodeDecodeError, KeyError, TypeError, ValueError) as exc:
         reason = one_line(str(exc))
-        raise ConfigError(f"what is said of kernel {key} cannot be read: {reason}") from exc
+        raise ConfigError(f"the metadata of kernel {key} cannot be read: {reason}") from exc
     if library not in aside.iterdir():  # as a path: the name may say `../`
         raise ConfigError(f"the library of kernel {key} is missing")
     with library.open("rb") as file:

@@ -5,9 +5,13 @@ kernel list, for every machine of the GPU's kind, and pip installs it beside the
 
     cutlass_tuner_kernels/__init__.py
                           kernels.json                artifacts by spec, with proofs
-                          artifacts/<key>/kernel.so   as in the artifact cache
-                                          meta.json
+                          artifacts/<key>/meta.json   facts, and the library's SHA-256
+                          libraries/<SHA-256>.so      once for all the kernels in it
     cutlass_tuner_kernels-<version>.dist-info/
+
+Beside these kernels it has those of experts' rows and of quantisation. It also has the C++
+dispatchers of the artifact cache, one for each version of torch and Python. Other versions are
+served through Python.
 
 Equal kernels make an equal wheel, byte by byte. Members are sorted and dated 1980. Facts that
 differ from build to build (CPU-seconds, the rendered source) are left out.
@@ -24,14 +28,16 @@ import json
 import re
 import sys
 import zipfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import tuner
 from tuner.base import output
-from tuner.compile.artifacts import Artifact, ArtifactCache
-from tuner.compile.prebuilt import ARTIFACTS, DISTRIBUTION, KERNELS, PACKAGE
+from tuner.compile import dispatcher
+from tuner.compile.artifacts import FORMAT, Artifact, ArtifactCache
+from tuner.compile.prebuilt import ARTIFACTS, DISTRIBUTION, KERNELS, LIBRARIES, PACKAGE
+from tuner.compile.single import BLOCK_QUANTISER, EXPERT_ROWS
 from tuner.errors import ConfigError, TunerError
 from tuner.selection.kernels import KernelList, users
 
@@ -43,7 +49,7 @@ MAX_GLIBC = (2, 34)
 _DATE = (1980, 1, 1, 0, 0, 0)
 _MODE, _UNIX = 0o644, 3
 _GLIBC = re.compile(rb"GLIBC_(\d+)\.(\d+)\0")
-_KEPT = ("template", "variables", "nvcc", "cutlass", "advice")
+_KEPT = ("template", "variables", "nvcc", "cutlass", "advice", *dispatcher.VERSIONS)
 """Facts of an artifact that are the same in each build."""
 
 
@@ -57,6 +63,8 @@ class Wheel:
     sha256: str
     left_out: int
     """Kernels without a proof."""
+    dispatchers: tuple[str, ...]
+    """Versions of torch and Python whose C++ dispatcher is in it."""
 
 
 def write_wheel(
@@ -78,7 +86,10 @@ def write_wheel(
     packed = _packed(kernels, with_unproven)
     name = f"{PACKAGE}-{tuner.__version__}"
     path = folder / f"{name}-py3-none-{PLATFORM}.whl"
-    members = {**dict(_package(packed, artifacts)), **dict(_info(packed, name))}
+    beside = beside_kernels(artifacts)
+    versions = dispatcher_versions(beside)
+    members = dict(_package(packed, artifacts, beside))
+    members |= dict(_info(packed, versions, name))
     members[f"{name}.dist-info/RECORD"] = _record(members, f"{name}.dist-info/RECORD")
     data = _zipped(members)
     if len(data) > MAX_BYTES:
@@ -86,7 +97,7 @@ def write_wheel(
     output.write(path, data, make_folder=True)
     count = len(packed.kernels)
     left_out = len(kernels.kernels) - count
-    return Wheel(path, count, len(data), hashlib.sha256(data).hexdigest(), left_out)
+    return Wheel(path, count, len(data), hashlib.sha256(data).hexdigest(), left_out, versions)
 
 
 def write_package(kernels: KernelList, artifacts: ArtifactCache, folder: Path) -> int:
@@ -102,7 +113,7 @@ def write_package(kernels: KernelList, artifacts: ArtifactCache, folder: Path) -
         StoreError: when it cannot be written.
     """
     packed = _packed(kernels, with_unproven=False)
-    for member, data in _package(packed, artifacts):
+    for member, data in dict(_package(packed, artifacts, beside_kernels(artifacts))).items():
         output.write(folder / member, data, make_folder=True)
     return len(packed.kernels)
 
@@ -117,6 +128,21 @@ def _packed(kernels: KernelList, with_unproven: bool) -> KernelList:
     if not chosen:
         raise ConfigError(f"none of {len(kernels.kernels)} kernels is proven: tuner prove")
     return replace(kernels, kernels={kernel.spec: kernel for kernel in chosen})
+
+
+def beside_kernels(artifacts: ArtifactCache) -> list[Artifact]:
+    """Dispatchers and kernels without a spec that the runtime loads, those built for an older
+    glibc than a wheel allows.
+    """
+    sourced = (source.find(artifacts) for source in (BLOCK_QUANTISER, EXPERT_ROWS))
+    found = [*dispatcher.built(artifacts), *(one for one in sourced if one is not None)]
+    return [one for one in found if newest_glibc(one.library.read_bytes()) <= MAX_GLIBC]
+
+
+def dispatcher_versions(found: Iterable[Artifact]) -> tuple[str, ...]:
+    """Versions of the dispatchers among artifacts, as ``torch 2.11.0, cpython-312-...``."""
+    known = [one.facts for one in found if one.facts.get("template") == dispatcher.SOURCE]
+    return tuple(sorted(f"torch {facts['torch']}, {facts['python']}" for facts in known))
 
 
 def newest_glibc(library: bytes) -> tuple[int, int]:
@@ -148,8 +174,12 @@ def _zipped(members: Mapping[str, bytes]) -> bytes:
     return whole.getvalue()
 
 
-def _package(kernels: KernelList, artifacts: ArtifactCache) -> Iterator[tuple[str, bytes]]:
-    """Path and content of each file of the package."""
+def _package(
+    kernels: KernelList, artifacts: ArtifactCache, beside: Iterable[Artifact]
+) -> Iterator[tuple[str, bytes]]:
+    """Path and content of each file of the package. A library of several kernels comes with each of
+    them, under one path.
+    """
     yield f"{PACKAGE}/__init__.py", b'"""Prebuilt kernels of cutlass-tuner: data only."""\n'
     yield f"{PACKAGE}/{KERNELS}", kernels.text().encode()
     for kernel in kernels.kernels.values():
@@ -157,23 +187,34 @@ def _package(kernels: KernelList, artifacts: ArtifactCache) -> Iterator[tuple[st
         if artifact is None:
             raise ConfigError(f"artifact {kernel.artifact} is not in {artifacts.root}")
         if artifact.sha256 != kernel.sha256:
-            raise ConfigError(f"artifact {kernel.artifact} was built anew: tuner build --portfolio")
+            raise ConfigError(f"artifact {kernel.artifact} was rebuilt: tuner build --portfolio")
         data = artifact.library.read_bytes()
         if (wanted := newest_glibc(data)) > MAX_GLIBC:
             version = ".".join(map(str, wanted))
             raise ConfigError(f"artifact {kernel.artifact} needs glibc {version} (allowed: 2.34)")
-        yield f"{PACKAGE}/{ARTIFACTS}/{kernel.artifact}/kernel.so", data
-        yield f"{PACKAGE}/{ARTIFACTS}/{kernel.artifact}/meta.json", _meta(artifact)
+        yield from _members(artifact, data)
+    for artifact in beside:
+        yield from _members(artifact, artifact.library.read_bytes())
 
 
-def _info(kernels: KernelList, name: str) -> Iterator[tuple[str, bytes]]:
+def _members(artifact: Artifact, library: bytes) -> Iterator[tuple[str, bytes]]:
+    yield f"{PACKAGE}/{LIBRARIES}/{artifact.sha256}.so", library
+    yield f"{PACKAGE}/{ARTIFACTS}/{artifact.key}/meta.json", _meta(artifact)
+
+
+def _info(
+    kernels: KernelList, dispatchers: Sequence[str], name: str
+) -> Iterator[tuple[str, bytes]]:
     """Path and content of the wheel's metadata files, without the record."""
     info = f"{name}.dist-info"
+    summary = f"{len(kernels.kernels)} prebuilt kernels of cutlass-tuner"
+    if dispatchers:
+        summary += f", dispatchers for {'; '.join(dispatchers)}"
     metadata = {
         "Metadata-Version": "2.1",
         "Name": DISTRIBUTION,
         "Version": tuner.__version__,
-        "Summary": f"{len(kernels.kernels)} prebuilt kernels of cutlass-tuner",
+        "Summary": summary,
         "License-Expression": "BSD-3-Clause",
         "Requires-Python": ">=3.11",
     }
@@ -189,9 +230,14 @@ def _info(kernels: KernelList, name: str) -> Iterator[tuple[str, bytes]]:
 
 def _meta(artifact: Artifact) -> bytes:
     """Facts of the artifact, without those that differ from build to build."""
-    meta = json.loads((artifact.library.parent / "meta.json").read_text())
-    facts = {name: meta["facts"][name] for name in _KEPT if name in meta["facts"]}
-    kept = {**meta, "compile_cpu_s": 0.0, "facts": facts}
+    resources = artifact.resources
+    kept = {
+        "format": FORMAT,
+        "sha256": artifact.sha256,
+        "resources": None if resources is None else asdict(resources),
+        "compile_cpu_s": 0.0,
+        "facts": {name: artifact.facts[name] for name in _KEPT if name in artifact.facts},
+    }
     return (json.dumps(kept, indent=1, sort_keys=True) + "\n").encode()
 
 
@@ -230,6 +276,8 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{made.path}: {made.kernels} kernels, {made.bytes:,} bytes, SHA-256 {made.sha256}")
     if made.left_out:
         print(f"left out, for they are not proven: {made.left_out}")
+    said = "; ".join(made.dispatchers) or "none, calls go through Python"
+    print(f"dispatchers: {said}")
     return 0
 
 

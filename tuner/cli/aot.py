@@ -131,7 +131,7 @@ def compile_aot(
 
 
 def say_planning(problems: Sequence[Problem], gpu: Gpu) -> None:
-    """Print what is planned, before any step that takes time."""
+    """Print the plan before any step that takes time."""
     from tuner.selection.describe import counted
 
     say(f"planning {counted(len(problems), 'problem')} on {gpu.name}; nothing is measured")

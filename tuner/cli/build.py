@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _TOLD_AFTER_S = 1.0
 _QUANTISER, _ROWS = "the quantiser of activations", "the kernel of experts' rows"
+_APPEND = "the kernel that appends to paged caches"
 
 
 @dataclass
@@ -82,8 +83,8 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--reproducible",
         action="store_true",
-        help="with --portfolio: one library a kernel, so that equal builds are equal bytes; takes "
-        "about three times the CPU time",
+        help="with --portfolio: group kernels by their list only, so that equal builds are equal "
+        "bytes; kernels of other libraries are compiled again",
     )
     parser.add_argument("--jobs", type=int, metavar="N", help="nvcc processes (default: the cores)")
     parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
@@ -102,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from tuner.compile.artifacts import ArtifactCache
     from tuner.compile.compiler import Compiler
-    from tuner.compile.single import BLOCK_QUANTISER, EXPERT_ROWS
+    from tuner.compile.single import BLOCK_QUANTISER, EXPERT_ROWS, PAGED_APPEND
     from tuner.compile.toolchain import find_toolchain
     from tuner.problem import GroupedGemmProblem
     from tuner.selection.describe import counted
@@ -147,6 +148,8 @@ def run(args: argparse.Namespace) -> int:
             if any(getattr(t.measurement.problem, "scales", "") == "block" for t in targets):
                 said = _beside(BLOCK_QUANTISER, artifacts)
                 print(f"{_QUANTISER}: {said}", file=sys.stderr)
+            if any(getattr(t.measurement.problem, "is_paged", False) for t in targets):
+                print(f"{_APPEND}: {_beside(PAGED_APPEND, artifacts)}", file=sys.stderr)
     failed = [target for target in targets if target.reason]
     if args.json:
         rows = [
@@ -161,8 +164,8 @@ def _portfolio(args: argparse.Namespace) -> int:
     """Build the kernels of the shipped portfolio."""
     from tuner.cli.portfolio import build
     from tuner.compile.artifacts import ArtifactCache
-    from tuner.compile.single import BLOCK_QUANTISER, EXPERT_ROWS
-    from tuner.problem import GroupedGemmProblem
+    from tuner.compile.single import BLOCK_QUANTISER, EXPERT_ROWS, PAGED_APPEND
+    from tuner.problem import AttentionProblem, GroupedGemmProblem
 
     if args.jobs is not None and args.jobs < 1:
         raise ConfigError(f"--jobs {args.jobs} is out of range (allowed: 1 and more)")
@@ -184,6 +187,8 @@ def _portfolio(args: argparse.Namespace) -> int:
             if args.op in (None, GroupedGemmProblem.op):
                 for text, source in ((_QUANTISER, BLOCK_QUANTISER), (_ROWS, EXPERT_ROWS)):
                     print(f"{text}: {_beside(source, artifacts)}", file=sys.stderr)
+            if args.op in (None, AttentionProblem.op):
+                print(f"{_APPEND}: {_beside(PAGED_APPEND, artifacts)}", file=sys.stderr)
     return code
 
 

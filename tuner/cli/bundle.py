@@ -127,12 +127,12 @@ def _install(args: argparse.Namespace) -> int:
     from tuner.store import open_store
 
     if len(args.words) != 2:
-        raise ConfigError("one file is to be named (allowed: tuner bundle install FILE)")
+        raise ConfigError("name one file (allowed: tuner bundle install FILE)")
     if args.shape or args.all or args.gpu or args.op:
         raise ConfigError("a bundle is installed as it is (allowed beside FILE: --sha256 HEX)")
     wanted = (args.sha256 or "").lower()
     if wanted and not re.fullmatch(r"[0-9a-f]{64}", wanted):
-        raise ConfigError(f"--sha256 {args.sha256} is no SHA-256 (allowed: 64 hex digits)")
+        raise ConfigError(f"--sha256 {args.sha256} is not a SHA-256 (allowed: 64 hex digits)")
     with open_store(args.store or settings.store_url()) as store:
         done = install(Path(args.words[1]), store, ArtifactCache(), check=unservable, sha256=wanted)
     report = done.report

@@ -132,7 +132,7 @@ def create_display(store: str, *, show_results: bool) -> Display:
     plain lines.
 
     Args:
-        store: where outcomes are stored, as shown.
+        store: displayed name of the store.
         show_results: False if standard output is only for a JSON document.
     """
     live = show_results and sys.stderr.isatty() and sys.stdout.isatty()

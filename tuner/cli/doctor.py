@@ -77,6 +77,7 @@ def examine(device: int = 0) -> list[Finding]:
         _store(),
         _cache(),
         *_prebuilt(),
+        *_dispatcher(),
     ]
 
 
@@ -358,6 +359,26 @@ def _prebuilt() -> Iterator[Finding]:
         yield Finding(name, NOTE, found, advice)
         return
     yield Finding(name, OK, f"{found}; they serve where the artifact cache has none")
+
+
+def _dispatcher() -> Iterator[Finding]:
+    """Finding about the C++ dispatcher of calls, where torch is installed."""
+    from tuner.compile import dispatcher, prebuilt
+    from tuner.compile.artifacts import ArtifactCache
+
+    versions = dispatcher.installed()
+    if versions is None:
+        return
+    said = f"for torch {versions['torch']}, {versions['python']}"
+    found = dispatcher.find(ArtifactCache())
+    if found is None:
+        text = f"none is built {said}: the first call builds it, or calls go through Python"
+        yield Finding("dispatcher", NOTE, text, "tuner build")
+        return
+    libraries = prebuilt.libraries()
+    is_prebuilt = libraries is not None and found.library.is_relative_to(libraries)
+    where = "of the prebuilt kernels" if is_prebuilt else "built here"
+    yield Finding("dispatcher", OK, f"C++, {where}, {said}")
 
 
 def _unwritable(folder: Path) -> str:

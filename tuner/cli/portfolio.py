@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -63,9 +63,9 @@ def build(
         jobs: maximum nvcc processes; None: one a core.
         only: texts that a kernel's label must all contain; empty: every kernel.
         dry_run: True to list the kernels without compiling.
-        reproducible: True for one library a kernel, so that equal builds give equal bytes, as for
-            the wheel of prebuilt kernels. This takes about three times the CPU time of libraries of
-            eight.
+        reproducible: True for libraries that depend on the list of kernels only, so that equal
+            builds give equal bytes, as for the wheel of prebuilt kernels. Kernels that are compiled
+            in other company are compiled again.
 
     Returns:
         Exit code: 1 if a kernel failed.
@@ -75,7 +75,7 @@ def build(
         CompileError: when there is no compiler.
         StoreError: when the artifact cache or the list cannot be written.
     """
-    from tuner.compile.compiler import UNIT, Compiler
+    from tuner.compile.compiler import Compiler
     from tuner.compile.toolchain import find_toolchain
     from tuner.hardware import HOPPER
     from tuner.selection.kernels import targets
@@ -97,24 +97,27 @@ def build(
         )
     tools, codes = find_toolchain(), []
     for capability, wanted in sorted(by_capability.items()):
-        batch = 1 if reproducible else UNIT
-        with Compiler(tools, artifacts, jobs=jobs, batch=batch, capability=capability) as compiler:
-            codes.append(_build(wanted, compiler, dry_run))
+        with Compiler(tools, artifacts, jobs=jobs, capability=capability) as compiler:
+            codes.append(_build(wanted, compiler, dry_run, reproducible))
     return max(codes)
 
 
-def _build(wanted: Sequence[Target], compiler: Compiler, dry_run: bool) -> int:
+def _build(wanted: Sequence[Target], compiler: Compiler, dry_run: bool, reproducible: bool) -> int:
+    from tuner.compile.compiler import UNIT
+    from tuner.compile.units import fixed_units
     from tuner.measure.gate import REFERENCE
     from tuner.selection.kernels import PROVE, Kernel, KernelList, path_of, update
 
     specs = list(dict.fromkeys(spec for one in wanted for spec in one.kernels.values()))
     there = {spec: found for spec in specs if (found := compiler.cached(spec)) is not None}
-    if compiler.batch == 1:
-        shared = [spec for spec, found in there.items() if found.facts["kernels_in_unit"] > 1]
-        for spec in shared:
-            artifact = there.pop(spec)
-            if not dry_run:
+    if reproducible:
+        units = fixed_units(specs, UNIT)
+        for spec in (spec for unit in units if not _is_whole(unit, there) for spec in unit):
+            artifact = there.pop(spec, None)
+            if artifact is not None and not dry_run:
                 compiler.artifacts.remove(artifact.key)
+        compiler.fix_units(units)
+        specs = [spec for unit in units for spec in unit]
     if dry_run:
         for one in wanted:
             is_there = all(spec in there for spec in one.kernels.values())
@@ -141,6 +144,15 @@ def _build(wanted: Sequence[Target], compiler: Compiler, dry_run: bool) -> int:
     left = any(kernel.proof is None and not kernel.fault for kernel in built)
     say(f"{text}; {PROVE} checks the others on the GPU" if left else text)
     return code
+
+
+def _is_whole(unit: Sequence[KernelSpec], there: Mapping[KernelSpec, Artifact]) -> bool:
+    """True when one library has all kernels of the unit, and no others."""
+    found = [there.get(spec) for spec in unit]
+    libraries = {one.sha256 if one is not None else None for one in found}
+    return len(libraries) == 1 and all(
+        one is not None and one.facts["kernels_in_unit"] == len(unit) for one in found
+    )
 
 
 def _start(path: Path, compiler: Compiler, specs: Sequence[KernelSpec]) -> KernelList:

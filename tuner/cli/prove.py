@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
         return _import(args.lists)
     gpu = device.detect(args.device)
     if gpu is None and not args.dry_run:
-        raise BenchmarkError(f"CUDA device {args.device} is not there: kernels run to be proven")
+        raise BenchmarkError(f"CUDA device {args.device} was not found: a proof runs the kernels")
     gpu = gpu or DEFAULT_GPU
     plans = _plans(args, gpu)
     for todo in plans:

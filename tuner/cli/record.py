@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     problems = problems_of(args)
     out: Path = args.out
     if args.problems is not None and not out.is_dir():
-        raise ConfigError(f"{out} is no folder (allowed: one, for the files of --problems)")
+        raise ConfigError(f"{out} is not a folder (allowed: one, for the files of --problems)")
     rows: list[dict[str, Any]] = []
     missing: list[str] = []
     with open_store(args.store, create=False) as store:

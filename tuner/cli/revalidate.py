@@ -238,9 +238,9 @@ def _known(args: argparse.Namespace, problems: Sequence[Problem], gpu: Gpu) -> l
     problem without one those of a GPU whose decisions serve there.
 
     Args:
-        args: the options.
-        problems: those that are asked for; none: all.
-        gpu: the GPU.
+        args: parsed options.
+        problems: requested problems; empty: all.
+        gpu: GPU that times.
 
     Raises:
         NoValidConfigError: when there is none.

@@ -95,6 +95,7 @@ class ArtifactCache:
     def __init__(self, root: Path | None = None) -> None:
         self.root = settings.artifacts_dir() if root is None else root
         self._prebuilt = prebuilt.artifacts() if root is None else None
+        self._libraries = prebuilt.libraries() if root is None else None
 
     def check(self) -> None:
         """Check that other users cannot put libraries into the cache.
@@ -157,7 +158,7 @@ class ArtifactCache:
     def _find_prebuilt(self, key: str) -> Artifact | None:
         if self._prebuilt is None or not (folder := self._prebuilt / key).is_dir():
             return None
-        artifact = _intact(key, folder)
+        artifact = _intact(key, folder, self._libraries)
         if artifact is None and str(folder) not in _said:
             _said.add(str(folder))
             _log.warning(
@@ -304,6 +305,13 @@ class ArtifactCache:
         """
         self.check()
         scratch.sweep(self.root / ".building")
+
+    def facts(self, key: str) -> Mapping[str, Any]:
+        """Facts of an artifact's build, not verified; empty where there are none."""
+        try:
+            return dict(json.loads((self._folder(key) / "meta.json").read_text())["facts"])
+        except (OSError, ValueError, TypeError, KeyError):
+            return {}
 
     def keys(self) -> list[str]:
         """Every key in the cache, sorted. Artifacts are not verified."""
@@ -519,11 +527,19 @@ def loaded(key: str) -> LoadedKernel | None:
     return _loaded.get(key)
 
 
-def _intact(key: str, folder: Path) -> Artifact | None:
-    """Artifact in a folder, its library's hash verified; None if it is damaged."""
+def _intact(key: str, folder: Path, libraries: Path | None = None) -> Artifact | None:
+    """Artifact in a folder, its library's hash verified; None if it is damaged.
+
+    Args:
+        key: of the artifact.
+        folder: with its facts.
+        libraries: folder with libraries by their SHA-256; None: the library is beside the facts.
+    """
     try:
         text = (folder / "meta.json").read_text(encoding="utf-8")
         artifact = _read_meta(key, folder, text)
+        if libraries is not None:
+            artifact = replace(artifact, library=libraries / f"{artifact.sha256}.so")
         return artifact if trusted_sha256(artifact.library) == artifact.sha256 else None
     except (OSError, ValueError, TypeError, KeyError):
         return None

@@ -123,6 +123,7 @@ class Compiler:
         self._in_flight: dict[str, KernelJob] = {}
         self._rejected: dict[str, CompileError] = {}
         self._units: set[Unit] = set()
+        self._fixed: dict[str, int] = {}
         self._stop = threading.Event()
         artifacts.sweep()
 
@@ -187,6 +188,14 @@ class Compiler:
             return known[spec]
 
         return [c for c in space if all(map(is_built, family.kernels(problem, c).values()))]
+
+    def fix_units(self, units: Sequence[Sequence[KernelSpec]]) -> None:
+        """Compile each of these groups as one unit from now on, whatever the number of cores, when
+        its kernels are submitted together. Other kernels are grouped as usual.
+        """
+        with self._lock:
+            for number, unit in enumerate(units, len(self._fixed)):
+                self._fixed |= {self.key(spec): number for spec in unit}
 
     def submit(
         self, specs: Sequence[KernelSpec], owner: Hashable = None
@@ -315,17 +324,22 @@ class Compiler:
             if not self._pending:
                 return None
             first = self._pending[0]
+            fixed = self._fixed.get(first.key)
             alike = [
                 job
                 for job in self._pending
-                if job.spec.template == first.spec.template and not job.alone
+                if job.spec.template == first.spec.template
+                and self._fixed.get(job.key) == fixed
+                and not job.alone
             ]
-            # Both halves of a unit compile at once, so half as many units keep all cores busy.
-            idle = max(1, self.jobs // 2 - len(self._units))
-            least = CHEAP_TOGETHER.get(first.spec.template, 1)
-            size = min(self.batch, max(least, -(-len(self._pending) // idle)))
-            alike.sort(key=lambda job: -shared(first.spec, job.spec))
-            unit = Unit([first] if first.alone else alike[:size])
+            if fixed is None:
+                # Both halves of a unit compile at once, so half as many units keep all cores busy.
+                idle = max(1, self.jobs // 2 - len(self._units))
+                least = CHEAP_TOGETHER.get(first.spec.template, 1)
+                size = min(self.batch, max(least, -(-len(self._pending) // idle)))
+                alike.sort(key=lambda job: -shared(first.spec, job.spec))
+                alike = alike[:size]
+            unit = Unit([first] if first.alone else alike)
             self._pending = [job for job in self._pending if job not in unit.jobs]
             self._units.add(unit)
             if self._stop.is_set():

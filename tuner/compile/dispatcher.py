@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import json
 import sysconfig
+from collections.abc import Mapping
 from pathlib import Path
 
 from tuner.base import resources
@@ -26,6 +27,8 @@ SOURCE = "dispatcher/dispatcher.cpp"
 """Path under ``templates/``, beside its headers."""
 FLAGS = ("-std=c++20", "-O2", "-DNDEBUG", "-shared", "-fPIC", "-fvisibility=hidden", "-w")
 LIBRARIES = ("-ltorch_python", "-ltorch_cpu", "-lc10")
+VERSIONS = "torch", "python"
+"""Facts of a dispatcher that its binary interface depends on."""
 
 
 def find(artifacts: ArtifactCache) -> Artifact | None:
@@ -35,7 +38,27 @@ def find(artifacts: ArtifactCache) -> Artifact | None:
     Raises:
         CompileError: when torch is not installed.
     """
-    return artifacts.find(_key())
+    return artifacts.find(_key(_facts()))
+
+
+def installed() -> dict[str, str] | None:
+    """`VERSIONS` of this process; None without torch."""
+    try:
+        return _facts()
+    except CompileError:
+        return None
+
+
+def built(artifacts: ArtifactCache) -> list[Artifact]:
+    """Return the intact dispatchers of the present sources, for whatever torch and Python."""
+    found = []
+    for key in artifacts.keys():
+        if artifacts.facts(key).get("template") != SOURCE:
+            continue
+        one = artifacts.find(key)
+        if one and key == _key({name: one.facts.get(name) for name in VERSIONS}):
+            found.append(one)
+    return found
 
 
 def build(artifacts: ArtifactCache, processes: ProcessPool | None = None) -> Artifact:
@@ -59,22 +82,23 @@ def build(artifacts: ArtifactCache, processes: ProcessPool | None = None) -> Art
         command = [str(compiler), *FLAGS, *_places(), str(source), "-o", str(library), *LIBRARIES]
         return command, {"host_compiler": version, **_facts()}
 
-    return single.build(artifacts, _key(), SOURCE, recipe, processes)
+    return single.build(artifacts, _key(_facts()), SOURCE, recipe, processes)
 
 
-def _key() -> str:
+def _key(versions: Mapping[str, object]) -> str:
+    """Artifact key of the dispatcher for `VERSIONS`."""
     folder = (resources.templates() / SOURCE).parent
     sources = {
         file.name: hashlib.sha256(file.read_bytes()).hexdigest()
         for file in sorted(folder.iterdir())
         if file.suffix in (".cpp", ".h")
     }
-    ingredients = [sources, FLAGS, LIBRARIES, _facts()]
+    ingredients = [sources, FLAGS, LIBRARIES, dict(versions)]
     return hashlib.sha256(json.dumps(ingredients).encode()).hexdigest()[:32]
 
 
 def _facts() -> dict[str, str]:
-    """Versions that the binary interface depends on."""
+    """The installed `VERSIONS`."""
     try:
         torch = version_of("torch")
     except importlib.metadata.PackageNotFoundError as exc:
@@ -93,6 +117,6 @@ def _places() -> list[str]:
         (python / "Python.h", "Debian, Ubuntu: apt install python3-dev"),
     ):
         if not header.is_file():
-            raise CompileError(f"the dispatcher needs {header}, which is not there ({help})")
+            raise CompileError(f"the dispatcher needs {header}, which was not found ({help})")
     includes = torch / "include", torch / "include/torch/csrc/api/include", python
     return [*(f"-isystem{folder}" for folder in includes), f"-L{torch / 'lib'}"]

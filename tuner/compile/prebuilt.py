@@ -1,7 +1,8 @@
 """The optional wheel of prebuilt kernels (`scripts/build-kernels`).
 
-The wheel's package is data and is never imported. It holds artifacts in the cache's layout, and a
-kernel list with their proofs (`tuner.selection.kernels`).
+The wheel's package is data and is never imported. It holds the facts of artifacts as the cache
+does, their libraries, each once by its SHA-256, and a kernel list with proofs
+(`tuner.selection.kernels`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 
 PACKAGE = "cutlass_tuner_kernels"
 DISTRIBUTION = "cutlass-tuner-kernels"
-ARTIFACTS, KERNELS = "artifacts", "kernels.json"
+ARTIFACTS, LIBRARIES, KERNELS = "artifacts", "libraries", "kernels.json"
 """Names in the package's folder."""
 
 
@@ -29,6 +30,12 @@ def artifacts() -> Path | None:
     """Folder of the wheel's artifacts; None if it is not installed."""
     found = folder()
     return None if found is None else found / ARTIFACTS
+
+
+def libraries() -> Path | None:
+    """Folder of the wheel's libraries; None if it is not installed."""
+    found = folder()
+    return None if found is None else found / LIBRARIES
 
 
 def kernel_list() -> Path | None:

@@ -138,3 +138,21 @@ EXPERT_ROWS = Source(
     ),
 )
 """The rows of a mixture of experts around its products."""
+PAGED_APPEND = Source(
+    "paged_append.cu",
+    Arguments(
+        tensors=(
+            *("query", "key", "value", "cosine", "sine", "table", "used", "starts"),
+            *("factor_q", "factor_k", "factor_v", "out", "key_cache", "value_cache"),
+        ),
+        integers=(
+            *("is_bf16", "is_e4m3", "interleaves", "tokens", "batch", "queries"),
+            *("heads_q", "heads_kv", "head_dim", "rotary_dim", "positions"),
+            *("page_size", "pages", "columns", "table_row", "query_row", "query_head"),
+            *("key_row", "key_head", "value_row", "value_head", "out_row", "out_head"),
+            *("key_cache_page", "key_cache_slot", "key_cache_head"),
+            *("value_cache_page", "value_cache_slot", "value_cache_head", "pdl"),
+        ),
+    ),
+)
+"""New keys and values written to a paged cache, with rotary embedding."""

@@ -140,7 +140,9 @@ def compiled(kernel_id: str, build: Mapping[str, Any], capability: str) -> dict[
     if facts.shared > most:
         raise CompileError(f"{facts.shared} bytes of shared memory exceed {most}")
     if facts.global_scratch_size or facts.profile_scratch_size:
-        raise CompileError("it needs scratch memory on the device, which the library has not")
+        raise CompileError(
+            "it needs scratch memory on the device, which the library does not provide"
+        )
     if _parameters(ptx, facts.name) != len(arguments) + _SCRATCH_POINTERS:
         raise CompileError("its parameters are not its arguments and two pointers to scratch")
     return {
@@ -174,7 +176,7 @@ def _load(path: Path) -> ModuleType:
     digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     spec = importlib.util.spec_from_file_location(f"tuner_unit_{digest}", path)
     if spec is None or spec.loader is None:
-        raise CompileError(f"{path} is no Python module")
+        raise CompileError(f"{path} is not a Python module")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)

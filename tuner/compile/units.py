@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +43,20 @@ class Unit:
     """Set when no kernel of the unit has an owner any more."""
     folder: Path | None = None
     """Working folder of its compiler."""
+
+
+def fixed_units(specs: Iterable[KernelSpec], size: int) -> list[list[KernelSpec]]:
+    """Groups of at most `size` kernels of one template that depend on the kernels only, so that
+    equal lists give equal libraries.
+    """
+    units: list[list[KernelSpec]] = []
+    for spec in sorted(set(specs), key=lambda spec: spec.key):
+        last = units[-1] if units else []
+        if last and len(last) < size and last[0].template == spec.template:
+            last.append(spec)
+        else:
+            units.append([spec])
+    return units
 
 
 @dataclass(frozen=True)

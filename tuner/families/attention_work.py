@@ -33,6 +33,7 @@ TERMS = (
     "stream",
     "partials",
     "splits",
+    "critical_steps",
 )
 """Names of what `work` counts:
 
@@ -41,7 +42,9 @@ TERMS = (
 - blocks of a multiprocessor;
 - megabytes through memory, more of them where too few blocks are there to fill it (``stream``), and
   those of partial outputs;
-- splits to combine.
+- splits to combine;
+- under a mask, key steps of the mean multiprocessor, or of the longest block beside its neighbours
+  where these are more.
 """
 
 
@@ -147,6 +150,7 @@ def work(sizes: AttentionSizes, tiling: AttentionTiling, gpu: Gpu) -> tuple[floa
         larger(memory, at_once * (rounds * longest * row_bytes)),
         splits * outputs * (4 / MEGABYTE) if is_split else 0.0,
         splits if is_split else 0.0,
+        larger(share * mean, longest * resident) if is_masked else 0.0,
     )
 
 

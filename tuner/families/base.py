@@ -328,10 +328,10 @@ class Family(ABC):
         return {}
 
     def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
-        """The calls that compute `problem`, in order; on one stream but for their lanes.
+        """The calls that compute `problem`, in order, on one stream unless they have lanes.
 
         Args:
-            problem: what is computed; strides are those of `Problem.operands`.
+            problem: problem to compute, with the strides of `Problem.operands`.
             config: a legal config of this family.
             scale: the softmax scale of attention and softmax; alpha of a GEMM.
         """
@@ -340,14 +340,14 @@ class Family(ABC):
     def strided_launches(
         self, problem: Problem, config: Config, scale: float, strides: Strides
     ) -> list[Launch] | str:
-        """As `launches`, for tensors with other strides than the problem's; or the reason why no
+        """As `launches`, for tensors with other strides than the problem's, or the reason why no
         kernel takes them.
 
         Args:
-            problem: what is computed; of its operands' layouts the nearest one.
+            problem: problem to compute, in the layout nearest to the tensors.
             config: a legal config of this family.
             scale: as in `launches`.
-            strides: of each operand that lies otherwise than the problem's. In dimensions of one
+            strides: strides of each operand that differ from the problem's. In dimensions of one
                 element they are the problem's.
         """
         return f"{self.name} takes no strides but those of its layouts"
@@ -368,11 +368,11 @@ class Family(ABC):
         """Candidates that a library lists for `problem` on this GPU, in the library's order,
         without duplicates.
 
-        For families with `is_listed`; runs in the process that measures. May import torch, and
-        raise whatever the library raises.
+        For families with `is_listed`; runs in the measuring process. May import torch, and passes
+        on the library's errors.
 
         Args:
-            problem: what is computed.
+            problem: problem to compute.
             max_workspace: bytes that a candidate may use beside its operands; None: no limit.
         """
         return ()
@@ -419,9 +419,9 @@ class Family(ABC):
         Empty when the kernel cannot serve the problem.
 
         Args:
-            problem: of the kernel's domain.
-            config: one without the parameters that a schedule sets.
-            gpu: where it runs.
+            problem: problem in the kernel's domain.
+            config: config without the parameters that a schedule sets.
+            gpu: GPU that it runs on.
         """
         counts = self.splits(problem, config, gpu)
         return [self.called(problem, config, count) for count in counts]

@@ -9,7 +9,7 @@ their sums in a fixed order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import product
 from math import ceil
 from typing import ClassVar, NamedTuple
@@ -124,17 +124,9 @@ class BlockScaledGemm(StridedProduct):
             + _store_violations(config)
         )
 
-    def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
-        if self.supports(problem, gpu):
-            return []
-        problem = as_gemm(problem, BlockScaledGemm.name)
-        found: list[Config] = []
+    def _groups(self, problem: GemmProblem, gpu: Gpu) -> Iterator[list[Config]]:
         for compiled in _compiled(problem, gpu):
-            group = [Config(self.name, params) for params in _launched(problem, compiled)]
-            # Candidates of one kernel differ in run-time choices, legal by construction.
-            if not self.violations(problem, group[0], gpu):
-                found += group
-        return found
+            yield [Config(self.name, params) for params in _launched(problem, compiled)]
 
     def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
         is_promoted = as_gemm(problem, BlockScaledGemm.name).scales != "block"
@@ -198,13 +190,13 @@ def rates_of(config: Config) -> Rates:
 
 
 def estimate_us(problem: GemmProblem, config: Config, gpu: Gpu, rates: Rates) -> float:
-    """The busiest multiprocessor's clocks beside memory's time, nearly the longer of them.
+    """Estimated microseconds: nearly the longer of the busiest multiprocessor's time and memory's.
 
     Args:
         problem: the product.
         config: the kernel.
-        gpu: that it runs on.
-        rates: of the kernel.
+        gpu: GPU that it runs on.
+        rates: rates of the kernel.
     """
     tiles_x, tiles_y = tiles(problem, config)
     splits = int(config["split_k"])

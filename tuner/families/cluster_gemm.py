@@ -106,17 +106,9 @@ class ClusterGemm(StridedProduct):
             *_split_violations(as_gemm(problem, ClusterGemm.name), config),
         ]
 
-    def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
-        if self.supports(problem, gpu):
-            return []
-        problem = as_gemm(problem, ClusterGemm.name)
-        found: list[Config] = []
+    def _groups(self, problem: GemmProblem, gpu: Gpu) -> Iterator[list[Config]]:
         for compiled in _compiled(problem, gpu):
-            group = [Config(self.name, params) for params in _launched(problem, compiled)]
-            # Candidates of one kernel differ in run-time choices, legal by construction.
-            if not self.violations(problem, group[0], gpu):
-                found += group
-        return found
+            yield [Config(self.name, params) for params in _launched(problem, compiled)]
 
     def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
         problem = as_gemm(problem, ClusterGemm.name)

@@ -8,7 +8,7 @@ overlap with the neighbouring kernels of the stream.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping
 from itertools import product
 from math import ceil
 from typing import ClassVar
@@ -123,17 +123,9 @@ class Gemv(StridedProduct):
     def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
         return [*_block_violations(config), *_room_violations(as_gemm(problem, Gemv.name), config)]
 
-    def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
-        if self.supports(problem, gpu):
-            return []
-        problem = as_gemm(problem, Gemv.name)
-        found: list[Config] = []
+    def _groups(self, problem: GemmProblem, gpu: Gpu) -> Iterator[list[Config]]:
         for compiled in _compiled(problem):
-            group = [Config(self.name, params) for params in _launched(problem, compiled, gpu)]
-            # Candidates of one kernel differ in run-time choices, legal by construction.
-            if not self.violations(problem, group[0], gpu):
-                found += group
-        return found
+            yield [Config(self.name, params) for params in _launched(problem, compiled, gpu)]
 
     def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
         problem = as_gemm(problem, Gemv.name)

@@ -143,8 +143,8 @@ def softmax_launch(
         probabilities: 16-bit output.
         kernel: key of the kernel in the caller's `Family.kernels`.
         stride_scores: elements from row to row; 0 means dense.
-        stride_probabilities: the same of the output.
-        factor: of every probability.
+        stride_probabilities: elements from row to row of the output; 0 means dense.
+        factor: factor of every probability.
         pdl: launch with programmatic stream serialization, after a kernel that allows it.
     """
     integers = {

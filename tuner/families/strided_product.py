@@ -1,15 +1,36 @@
-"""Launches of products whose operands lie with strides of their own."""
+"""Candidates of products, and launches over operands with strides of their own."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families.base import Family, Launch, Strides, tma_conflict
+from tuner.hardware import Gpu
 from tuner.problem import GemmProblem, Problem
 
 
 class StridedProduct(Family):
-    """A family of products that reads A and B with any strides that TMA takes."""
+    """A family of products that reads A and B with any strides that TMA takes.
+
+    Subclasses define `_groups` and `_launches`.
+    """
+
+    def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
+        if self.supports(problem, gpu):
+            return []
+        found: dict[Config, None] = {}
+        for group in self._groups(as_gemm(problem, self.name), gpu):
+            if group and not self.violations(problem, group[0], gpu):
+                found |= dict.fromkeys(group)
+        return list(found)
+
+    def _groups(self, problem: GemmProblem, gpu: Gpu) -> Iterable[Sequence[Config]]:
+        """Candidates by compiled kernel. Those of one kernel differ in run-time choices, which are
+        legal by construction: `space` checks the first.
+        """
+        raise NotImplementedError
 
     def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
         return self._launches(as_gemm(problem, self.name), config, scale, {})

@@ -103,7 +103,7 @@ class Tape:
         """The result of an operation, on the innermost tape of its operands.
 
         Args:
-            text: of the operation, with places for the operands as `str.format` has them.
+            text: the operation, with `str.format` fields for its operands.
             operands: numbers and symbols.
         """
         tapes = [one.tape for one in operands if isinstance(one, Symbol)]
@@ -141,12 +141,12 @@ def names_in(text: str) -> list[str]:
 
 
 def compiled(name: str, lines: Iterable[str], names: Mapping[str, Any]) -> Any:
-    """A function of its text.
+    """The function with a given text.
 
     Args:
-        name: of the function.
-        lines: its text, made of a tape's assignments: it holds numbers, and names of ours.
-        names: what the lines call by name.
+        name: name of the function.
+        lines: its text, made from a tape's assignments.
+        names: values that the lines refer to, by name.
     """
     space = dict(names)
     exec("\n".join(lines), space)

@@ -18,7 +18,7 @@ def kind_of(problem: Problem) -> type[Sizes]:
     """The kind of sizes that a problem has.
 
     Raises:
-        TypeError: of an operation whose work no family counts.
+        TypeError: for an operation whose work no family counts.
     """
     if isinstance(problem, AttentionProblem):
         return attention_work.AttentionSizes
@@ -31,7 +31,7 @@ def sizes_of(problem: Problem) -> Sizes:
     """The sizes of a problem.
 
     Raises:
-        TypeError: of an operation whose work no family counts.
+        TypeError: for an operation whose work no family counts.
     """
     kind: Any = kind_of(problem)
     found: Sizes = kind.of(problem)
@@ -47,9 +47,9 @@ def time_ratio(term: str, old: Gpu, new: Gpu) -> float:
     the multiprocessors.
 
     Args:
-        term: of a family's `work_terms`.
-        old: where its rate was measured.
-        new: where it is expected.
+        term: one of a family's `work_terms`.
+        old: GPU that its rate was measured on.
+        new: GPU to estimate for.
     """
     name = term.partition(" of ")[0]
     if name in _CONSTANT_TERMS:

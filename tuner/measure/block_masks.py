@@ -15,7 +15,7 @@ from operator import and_, or_
 from typing import NamedTuple
 
 from tuner.problem import AttentionProblem
-from tuner.problem.attention import BLOCK_SIZE
+from tuner.problem.attention_masks import BLOCK_SIZE
 
 UNSET = -1
 """Entries of a row of `block_indices` behind its last block."""

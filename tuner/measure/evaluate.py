@@ -66,7 +66,7 @@ class Evaluator:
 
     Args:
         gpu: model of the workers' GPUs.
-        regime: how candidates are timed.
+        regime: timing regime of the candidates.
         compiler: compiler of the candidates' kernels and the gate's.
         members: families by name.
         environment: function that returns the environment stored with every measurement; called at

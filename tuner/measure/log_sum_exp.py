@@ -34,18 +34,28 @@ def lse_bytes(problem: Problem) -> int:
     return 4 * rows
 
 
-def lse_of(problem: AttentionProblem, statistics: Sequence[float]) -> list[float]:
-    """Reference log-sum-exp of a problem, in the order of its memory.
+def tops_of(problem: AttentionProblem, statistics: Sequence[float]) -> list[float]:
+    """Largest score of each row, in the order of the log-sum-exp's memory.
 
     Args:
         problem: attention over packed or equally long sequences.
         statistics: maximum and sum of exponentials of each row, by sequence, then head.
     """
+    return _ordered(problem, list(statistics[::2]))
+
+
+def lse_of(problem: AttentionProblem, statistics: Sequence[float]) -> list[float]:
+    """Reference log-sum-exp of a problem, in the order of its memory; arguments as of `tops_of`."""
     tops, totals = statistics[::2], statistics[1::2]
     found = [
         top + math.log(total) if total else -math.inf
         for top, total in zip(tops, totals, strict=True)
     ]
+    return _ordered(problem, found)
+
+
+def _ordered(problem: AttentionProblem, found: list[float]) -> list[float]:
+    """Values by sequence, then head, in the order of the log-sum-exp's memory."""
     if not problem.is_packed:
         return found
     heads: list[list[float]] = [[] for _ in range(problem.heads_q)]
@@ -57,19 +67,30 @@ def lse_of(problem: AttentionProblem, statistics: Sequence[float]) -> list[float
     return [value for head in heads for value in head]
 
 
-def lost_of(problem: AttentionProblem, deviation: float) -> float:
-    """Limit of the error of scores that tensor cores sum in e4m3; 0 for other types.
+def lost_of(
+    problem: AttentionProblem, deviation: float, tops: Sequence[float]
+) -> Sequence[float] | None:
+    """Limits of the errors of scores that tensor cores sum in e4m3, one a row; None for other
+    types.
+
+    `E4M3_SUM` is relative to the sum. A row's log-sum-exp is that of its largest scores, which are
+    several deviations of all scores, and far more where a key dominates. Products of one sign are
+    all cut off to one side. Source: `tests/unit/test_e4m3_arithmetic.py`.
 
     Args:
-        problem: whose scores they are.
+        problem: problem of the scores.
         deviation: standard deviation of its scaled scores.
+        tops: largest scaled score of each row.
     """
     if problem.dtype != E4M3:
-        return 0.0
-    return E4M3_DEVIATIONS * E4M3_MARGIN * E4M3_SUM * math.sqrt(problem.head_dim) * deviation
+        return None
+    part = E4M3_DEVIATIONS * E4M3_MARGIN * E4M3_SUM * math.sqrt(problem.head_dim)
+    return [part * max(deviation, abs(top)) for top in tops]
 
 
-def judge_lse(found: Sequence[float], wanted: Sequence[float], lost: float = 0.0) -> Verdict:
+def judge_lse(
+    found: Sequence[float], wanted: Sequence[float], lost: Sequence[float] | None = None
+) -> Verdict:
     """Compare a log-sum-exp with its reference, which is -inf for a query without visible keys.
 
     Args:
@@ -78,11 +99,12 @@ def judge_lse(found: Sequence[float], wanted: Sequence[float], lost: float = 0.0
         lost: as of `lost_of`.
     """
     worst, first, count = 0.0, -1, 0
-    for index, (value, reference) in enumerate(zip(found, wanted, strict=True)):
+    parts = lost or [0.0] * len(wanted)
+    for index, (value, reference, part) in enumerate(zip(found, wanted, parts, strict=True)):
         if value == reference:
             continue
         away = abs(value - reference)
-        if away <= ABSOLUTE + lost + RELATIVE * abs(reference) and math.isfinite(reference):
+        if away <= ABSOLUTE + part + RELATIVE * abs(reference) and math.isfinite(reference):
             worst = max(worst, away)
             continue
         count += 1

@@ -154,7 +154,7 @@ def _text(table: Path) -> str:
 def _see_that_it_worked(ended: Finished, said: str, timeout_s: float) -> None:
     if NOT_PERMITTED in said:
         raise BenchmarkError(
-            f"the driver lets administrators alone read the GPU's counters ({NOT_PERMITTED}): run "
+            f"the driver lets only administrators read the GPU's counters ({NOT_PERMITTED}): run "
             "as root, in a container with the capability SYS_ADMIN, or load the driver with "
             "NVreg_RestrictProfilingToAdminUsers=0",
             status=Status.UNAVAILABLE,

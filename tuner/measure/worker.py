@@ -255,7 +255,7 @@ class Worker:
         index, config = candidate.index, candidate.config
         family = self._members.get(config.family)
         if family is None:
-            raise BenchmarkError(f"the worker knows no family '{config.family}'")
+            raise BenchmarkError(f"the worker has no family '{config.family}'")
         subject: Subject
         if family.is_vendor:
             self._phase(index, "loading the vendor's library", VENDOR_ALLOWANCE_S)
@@ -508,7 +508,7 @@ def _serve(options: argparse.Namespace) -> int:
     try:
         gpu = device_room.detect(options.device)
         if gpu is None:
-            raise BenchmarkError(f"CUDA device {options.device} is not there")
+            raise BenchmarkError(f"CUDA device {options.device} was not found")
         members = dict(families())
         for path in options.family_module:
             members |= families_in(path)

@@ -13,8 +13,9 @@ from functools import cache
 from typing import Any
 
 from tuner.errors import ConfigError
-from tuner.problem.attention import LAYOUTS, AttentionProblem, Axes, Layout
+from tuner.problem.attention import AttentionProblem
 from tuner.problem.attention_backward import AttentionBackwardProblem
+from tuner.problem.attention_masks import LAYOUTS, Axes, Layout
 from tuner.problem.base import (
     DTYPE_ALIASES,
     DTYPE_BYTES,

@@ -8,7 +8,8 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from tuner.errors import ConfigError
-from tuner.problem.attention import AttentionProblem, Layout
+from tuner.problem.attention import AttentionProblem
+from tuner.problem.attention_masks import Layout
 from tuner.problem.base import E4M3, DType, Meaning, Operand, Problem
 
 #: Keys shared with attention, and the key for deterministic gradients.

@@ -127,11 +127,11 @@ def problems(
     """Every distinct problem: decoding, and steps of prompts.
 
     Args:
-        model: whose.
-        engine: whose cache and steps.
-        concurrencies: sequences that are decoded at a time.
-        seqlens: keys of a sequence, the new ones among them.
-        dtype: in place of the model's own.
+        model: shape of the model.
+        engine: engine, which determines cache and steps.
+        concurrencies: numbers of sequences that are decoded together.
+        seqlens: keys of a sequence, including the new ones.
+        dtype: data type; None: the model's own.
 
     Raises:
         ConfigError: when a shape has no problem here.

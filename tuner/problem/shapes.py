@@ -209,7 +209,9 @@ def numbers(name: str, text: str) -> list[int]:
         except ValueError:
             low, high = 0, 0
         if not 1 <= low <= high:
-            raise ConfigError(f"{name}={text} is no list of sizes (allowed: as 1,8,32 or 128:4096)")
+            raise ConfigError(
+                f"{name}={text} is not a list of sizes (allowed: as 1,8,32 or 128:4096)"
+            )
         while low <= high:
             found.append(low)
             low *= 2

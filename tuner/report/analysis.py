@@ -64,7 +64,9 @@ def _us(measurement: Measurement) -> str:
 
 
 def differences(one: Config, other: Config) -> dict[str, tuple[Value | None, Value | None]]:
-    """Parameters in which two configs of one family differ; those of stages as ``stage.name``."""
+    """Parameters that differ between two configs of one family; those of a stage are
+    ``stage.name``.
+    """
     found = {
         name: (one.get(name), other.get(name))
         for name in sorted({*one.params, *other.params})

@@ -72,7 +72,7 @@ class Pair:
         return None if one is None or other is None else (one, other)
 
     def ratio(self, pair: tuple[Measurement, Measurement]) -> float:
-        """B's time over A's, less the drift where that is asked for."""
+        """B's time over A's, without the drift if requested."""
         plain = latency(pair[1]) / latency(pair[0])
         return plain / self.drift if self.is_relative and self.drift else plain
 

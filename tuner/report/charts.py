@@ -357,7 +357,7 @@ def _without_common(labels: Sequence[str]) -> tuple[list[str], str]:
 
 
 def memory(subject: ReportSubject) -> Spec:
-    """Operands and what a kernel uses beside them."""
+    """Memory of the operands, and further memory of a kernel."""
     values = [
         {
             "kernel": short_name(m),

@@ -47,8 +47,8 @@ DARK: Mapping[str, str] = {
 
 
 def colours(names: Collection[str] = tuple(LIGHT)) -> str:
-    """CSS that gives the variables of some colours, all if not told, what the reader's choice of
-    light or dark gives them.
+    """CSS that sets the variables of some colours, by default all, for the reader's light or dark
+    mode.
     """
     light, dark = (
         " ".join(f"--{name}: {value};" for name, value in palette.items() if name in names)

@@ -136,9 +136,9 @@ def from_known(
     """The newest sweep of a problem: of the store, else a shipped recording, else what ships.
 
     Args:
-        problem: what was swept.
-        gpu: where.
-        regimes: timed how, the preferred one first.
+        problem: problem of the sweep.
+        gpu: GPU of the sweep.
+        regimes: accepted regimes, the preferred one first.
         url: the store; default: `settings.store_url`, which need not exist.
         benches: files of `tuner bench --json`.
 
@@ -169,11 +169,11 @@ def from_store(
     """The newest sweep of a problem in an open store, else what ships.
 
     Args:
-        store: what is read.
-        problem: what was swept.
-        gpu: where.
-        regimes: timed how, the preferred one first.
-        name: of the store, for people.
+        store: open store.
+        problem: problem of the sweep.
+        gpu: GPU of the sweep.
+        regimes: accepted regimes, the preferred one first.
+        name: name of the store, for people.
         benches: files of `tuner bench --json`.
 
     Raises:

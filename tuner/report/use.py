@@ -36,8 +36,8 @@ def use(problem: Problem, gpu: Gpu) -> Use:
     """How to build and call a problem's kernel.
 
     Args:
-        problem: what was measured.
-        gpu: where; ``tuner build`` takes the name.
+        problem: measured problem.
+        gpu: GPU of the measurement, whose name ``tuner build`` takes.
     """
     op = "" if isinstance(problem, AttentionProblem) else f"--op {problem.op} "
     build = f"tuner build {op}--shape {problem.label()} --gpu '{gpu.name}'"

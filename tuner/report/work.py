@@ -176,7 +176,7 @@ def floors(
 
     Args:
         measurement: measurement of the call.
-        gpu: where.
+        gpu: GPU that it runs on.
         found: result of `works` for its config.
         clock_mhz: clock of the multiprocessors.
     """
@@ -238,14 +238,14 @@ def _attention(
     """A fused kernel: a tile of queries visits the tiles of keys and values it may see.
 
     Args:
-        problem: what is computed.
-        gpu: where.
+        problem: problem to compute.
+        gpu: GPU that it runs on.
         tile_m: queries of a block.
         tile_n: keys of a step.
-        columns: of Q, K and V as instantiated.
-        threads: of a block.
-        smem: bytes of a block.
-        blocks_per_sm: resident ones.
+        columns: columns of Q, K and V as instantiated.
+        threads: threads of a block.
+        smem: shared memory of a block, bytes.
+        blocks_per_sm: resident blocks of a multiprocessor.
         on_sfu: share of the exponentials on the special-function units.
         packed: query heads of one key head that share the rows of a tile.
         pads: each key head has such a tile, however many query heads it has.

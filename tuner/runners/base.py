@@ -62,7 +62,7 @@ class Runner(Protocol):
     def compiled(
         self, problem: Problem, family: Family, space: Sequence[Config]
     ) -> Sequence[Config]:
-        """Those of `space` that can be evaluated without compiling anything."""
+        """Configs of `space` that can be evaluated without compiling anything."""
         ...
 
     def prefetch(self, problem: Problem, groups: Sequence[Sequence[Config]]) -> None:
@@ -78,8 +78,8 @@ class Runner(Protocol):
         ...
 
     def abandon(self, problem: Problem) -> None:
-        """Give up what was submitted and prefetched for a problem, but for what is being timed.
-        Compiles that nobody else wants are killed.
+        """Cancel the submitted and prefetched work of a problem, except candidates that are being
+        timed. Compiles without another user are killed.
         """
         ...
 
@@ -115,8 +115,8 @@ class Runner(Protocol):
         ...
 
     def cancel(self) -> None:
-        """Give up, at once, what is submitted and what is timed. From any thread; one that waits
-        in `collect` or `retime` returns.
+        """Cancel all submitted work at once, including candidates that are being timed. Any thread
+        may call it; a thread that waits in `collect` or `retime` returns.
         """
         ...
 

@@ -56,12 +56,12 @@ class Machine:
 
 
 class Runners:
-    """The runners of one job, made when first needed; runners of one regime are shared, and all
-    that measure share the GPUs' worker processes. Safe between threads.
+    """The runners of one job, made when first needed. Runners of one regime are shared, and all
+    measuring ones share the GPUs' worker processes. Thread-safe.
 
     Args:
-        machine: where to evaluate.
-        note: told once what a person should know.
+        machine: machine, cluster or replay to evaluate on.
+        note: receives each notice for the user once.
     """
 
     def __init__(self, machine: Machine, note: Callable[[str], None]) -> None:
@@ -123,10 +123,11 @@ class Runners:
 
     @cached_property
     def devices(self) -> tuple[int, ...]:
-        """The GPUs to measure on, looked for when first asked; says what is wrong with them.
+        """The GPUs to measure on, detected at the first access, which also reports problems with
+        them.
 
         Raises:
-            ConfigError: when a device was chosen that is not there, or differs from the first.
+            ConfigError: when a chosen device does not exist, or differs from the first.
         """
         if self._machine.replay:
             return ()

@@ -28,15 +28,15 @@ def parse_devices(text: str) -> tuple[int, ...] | None:
 def choose(devices: tuple[int, ...] | None, note: Callable[[str], None]) -> tuple[int, ...]:
     """The devices to measure on, all of one kind; empty where nothing can be measured.
 
-    Times of unlike GPUs must not meet in one search. Devices that differ from the first,
-    and devices at work, are left out unless they were named.
+    Times of different GPUs must not mix in one search. Devices that differ from the first, and busy
+    devices, are left out unless they were named.
 
     Args:
-        devices: by number; None: all of this machine.
-        note: told what a person should know.
+        devices: CUDA device numbers; None: all of this machine.
+        note: receives notices for the user.
 
     Raises:
-        ConfigError: when one that was named is not there, or differs from the first.
+        ConfigError: when a named device does not exist, or differs from the first.
     """
     named = devices or tuple(range(device.count())) or (0,)
     gpus = {index: gpu for index in named if (gpu := device.detect(index)) is not None}
@@ -45,7 +45,7 @@ def choose(devices: tuple[int, ...] | None, note: Callable[[str], None]) -> tupl
         note("no GPU found: nothing is measured here")
         return ()
     if missing:
-        raise ConfigError(f"device={missing[0]} is no CUDA device of this machine")
+        raise ConfigError(f"device={missing[0]} is not a CUDA device of this machine")
     first = gpus[named[0]]
     if not first.is_served:
         note(
@@ -69,7 +69,7 @@ def choose(devices: tuple[int, ...] | None, note: Callable[[str], None]) -> tupl
 
 
 def _difference(gpu: Gpu, index: int, first: Gpu, lead: int) -> str:
-    """In what a device differs from the first; empty when they are of one kind."""
+    """Difference of a device from the first; empty if they are of one kind."""
     if gpu.identity != first.identity:
         other, own = (f"{which.name} ({which.sm_count} SMs)" for which in (gpu, first))
         return f"device {index} is {other}, device {lead} {own}"

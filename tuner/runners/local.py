@@ -37,15 +37,15 @@ class LocalRunner:
     A group goes to the GPUs when its kernels are compiled, whether or not anybody collects.
 
     Args:
-        device_index: CUDA device; of several, the one that says what they all are.
-        regime: how candidates are timed.
-        compiler: works in the background.
+        device_index: CUDA device; of several, the one that describes them all.
+        regime: timing regime of the candidates.
+        compiler: compiler, which works in the background.
         max_workspace: bytes that a candidate may use beside its operands; None: no limit.
         timeout_s: longest silence of the worker beyond what a phase announces.
         family_modules: Python files that define further families, for tests.
-        gpu: what the device is, where that is known (default: ask it).
-        pool: what measures, the caller's to close (default: a worker process on the device).
-        facts: of the GPUs' environment, where they are known (default: ask the device).
+        gpu: description of the device (default: read from it).
+        pool: pool of workers, which the caller closes (default: one worker on the device).
+        facts: the GPUs' environment (default: read from the device).
 
     Raises:
         BenchmarkError: when there is no such GPU.
@@ -68,7 +68,7 @@ class LocalRunner:
     ) -> None:
         found = gpu or device.detect(device_index)
         if found is None:
-            raise BenchmarkError(f"CUDA device {device_index} is not there")
+            raise BenchmarkError(f"CUDA device {device_index} was not found")
         self.gpu = found
         self.regime = regime
         self._index, self._compiler, self._facts = device_index, compiler, facts

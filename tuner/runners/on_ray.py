@@ -56,10 +56,10 @@ class Cluster:
     """A connection to a Ray cluster, and the actors on its GPUs.
 
     Args:
-        place: which part of which cluster.
-        note: told once what a person should know.
+        place: address of the cluster, and labels of its nodes.
+        note: receives each notice for the user once.
         gauge: class of the actors, for tests.
-        build_unit: what a compile task does, for tests.
+        build_unit: function of a compile task, for tests.
 
     Raises:
         ConfigError: when Ray is not installed, no cluster is there, or no node has the labels:
@@ -336,7 +336,7 @@ class ClusterPool(WorkerPool):
         self._seen_at = time.monotonic()
 
     def _prepare(self, number: int) -> bool:
-        """Wait until the actor is there, which it may never be again; others go on meanwhile."""
+        """Wait until the actor is ready, which may never happen; the others continue."""
         worker = self._actors[number]
         while not self._is_closed:
             if worker.begin(POLL_S):
@@ -538,10 +538,11 @@ def _connect(address: str | None) -> Any:
 
 
 def _reach(address: str) -> None:
-    """See that somebody listens; Ray itself waits for minutes, then ends the process.
+    """Check that the address accepts connections; Ray itself waits for minutes, then ends the
+    process.
 
     Raises:
-        OSError: when nobody does.
+        OSError: when no server listens.
     """
     host, _, port = address.rpartition(":")
     if host and port.isdecimal() and "//" not in address:

@@ -60,10 +60,10 @@ class WorkerPool:
         return len(self._workers)
 
     def facts(self) -> dict[str, str]:
-        """As `WorkerClient.facts`: the machine's, asked for once.
+        """`WorkerClient.facts` of the machine, read once.
 
         Raises:
-            BenchmarkError: when a worker cannot say.
+            BenchmarkError: when a worker cannot read them.
             concurrent.futures.CancelledError: after `close`.
         """
         if self._facts is None:
@@ -171,7 +171,7 @@ class WorkerPool:
         return True  # its first request starts the process
 
     def _requeue(self, request: _Request, exc: WorkerLostError) -> None:
-        """Let another worker begin the request anew, in its old place in the queue."""
+        """Put the request back in its former place of the queue, for another worker."""
         request.losses += 1
         with self._changed:
             del self._running[request.future]

@@ -19,8 +19,8 @@ class PredictRunner:
     """Estimates the times of candidates; compiles and measures nothing.
 
     Args:
-        gpu: the GPU to estimate for.
-        regime: what the estimates stand for; they do not depend on it.
+        gpu: GPU to estimate for.
+        regime: regime that the estimates are stored under; their values do not depend on it.
         catalogue: finds a family by name.
     """
 

@@ -58,7 +58,7 @@ class Card:
     """Environment of the node: driver, limits of the chip, the vendors' libraries."""
 
     def differs(self, other: Card) -> str:
-        """In what the times of two actors cannot be compared; empty when they can."""
+        """Reason why times of two actors cannot be compared; empty if they can."""
         if self.gpu.identity != other.gpu.identity:
             return f"{self.gpu.name} ({self.gpu.sm_count} SMs)"
         for fact in sorted({*self.facts, *other.facts}):
@@ -85,14 +85,14 @@ def build(
 
     Args:
         specs: kernels of one template.
-        keys: what whoever asks calls them.
+        keys: the requester's artifact keys, in the same order.
         capability: compute capability to compile for.
 
     Returns:
-        For each spec what was built or why not, and the libraries.
+        For each spec its artifact or error, and the libraries.
 
     Raises:
-        BenchmarkError: when this node has no compiler, or another one than whoever asks.
+        BenchmarkError: when this node has no compiler, or another one than the requester's.
         StoreError: when its artifact cache cannot be written.
     """
     try:
@@ -184,7 +184,7 @@ class Gauge:
 
         gpu = device.detect(0)
         if gpu is None:
-            raise BenchmarkError("the GPU that Ray gave to the actor is not there")
+            raise BenchmarkError("the GPU that Ray gave to the actor was not found")
         facts = {**device.environment(0).facts, **self._client.facts()}
         node = ray.util.get_node_ip_address()
         return Card(node, tuner.__version__, gpu, facts)
@@ -197,8 +197,8 @@ class Gauge:
         """Check and time candidates.
 
         Args:
-            ask: whose artifacts lie in another machine's cache.
-            parcels: Ray's references to the parcels, by the hash of the library that is wanted.
+            ask: request, whose artifacts are in the requester's cache.
+            parcels: Ray's references to the parcels, by the hash of their library.
 
         Raises:
             BenchmarkError: when no worker can be started, or the gate itself fails.
@@ -236,7 +236,7 @@ class Gauge:
 
 
 def _relocated(ask: Ask, place: Callable[[Artifact], Artifact]) -> Ask:
-    """A request whose artifacts are those of this machine's cache."""
+    """The request with the artifacts of this machine's cache."""
     return replace(
         ask,
         reference=place(ask.reference),

@@ -92,7 +92,7 @@ class Recording:
 
 
 def file_name(problem: Problem, gpu: Gpu, regime: Regime) -> str:
-    """Name under ``cache/recordings/``, for people: `find` goes by what the file holds."""
+    """File name under ``cache/recordings/``, for people: `find` reads the contents instead."""
     label = re.sub(r"[^A-Za-z0-9]+", "_", problem.label().replace("=", ""))
     chip = gpu.name.removeprefix("NVIDIA ").replace(" ", "_")
     return f"{problem.op}-{label}-{chip}-{regime.key}{SUFFIX}"
@@ -109,9 +109,9 @@ def find(
     """The recording of a problem in the first regime that has one; None when there is none.
 
     Args:
-        problem: what was recorded.
-        gpu: on which GPU model.
-        regimes: timed how, the preferred one first.
+        problem: recorded problem.
+        gpu: GPU model of the recording.
+        regimes: accepted regimes, the preferred one first.
         where: folders to look in; the shipped recordings by default.
 
     Raises:

@@ -24,6 +24,7 @@ from tuner.runtime.counters import Stats, stats
 from tuner.runtime.enable import disable, enable, enabled
 
 if TYPE_CHECKING:
+    from tuner.runtime.append import paged_append
     from tuner.runtime.block_mask import prepare_block_mask
     from tuner.runtime.experts import moe
     from tuner.runtime.grouped import grouped_mm
@@ -41,6 +42,7 @@ _MODULES = {
     "linear_problems": "layers",
     "matmul": "products",
     "moe": "experts",
+    "paged_append": "append",
     "paged_attention": "paged",
     "prepare_block_mask": "block_mask",
     "restore_linear_": "layers",
@@ -63,6 +65,7 @@ __all__ = [
     "linear_problems",
     "matmul",
     "moe",
+    "paged_append",
     "paged_attention",
     "prepare_block_mask",
     "restore_linear_",

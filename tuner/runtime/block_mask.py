@@ -9,7 +9,7 @@ import torch
 
 from tuner.errors import ConfigError
 from tuner.problem import Axes
-from tuner.problem.attention import BLOCK_SIZE
+from tuner.problem.attention_masks import BLOCK_SIZE
 from tuner.runtime import devices
 from tuner.runtime.refusal import Kind, Refusal, once
 

@@ -32,7 +32,7 @@ from transformers.generation.continuous_batching import (
     input_outputs,
 )
 
-from tuner.problem.attention import PAGE_MULTIPLE
+from tuner.problem.attention_masks import PAGE_MULTIPLE
 from tuner.problem.engines import WINDOW_PAGE
 from tuner.runtime import counters, native, serving
 from tuner.runtime.attention_plan import scale_of

@@ -67,7 +67,7 @@ def wants_gradient(*tensors: torch.Tensor) -> bool:
 
 
 def autocast(device: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors, cast as autocast casts those of attention when it is on."""
+    """The tensors, cast as autocast casts attention's inputs while it is on."""
     if not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
@@ -126,10 +126,10 @@ def check_alike(*tensors: torch.Tensor, dtypes: Mapping[torch.dtype, DType] = DT
 
 
 def check_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Refuse what no attention over (B, H, S, D) is.
+    """Refuse tensors that are not a valid attention over (B, H, S, D).
 
     Raises:
-        ConfigError: says what came and what is allowed.
+        ConfigError: names the given and the allowed shapes.
     """
     sizes = query.shape, key.shape, value.shape
     if (

@@ -16,7 +16,8 @@ from tuner.families.base import Strides
 from tuner.families.fused_attention import paged
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionProblem
-from tuner.problem.attention import PAGE_MULTIPLE, rounded
+from tuner.problem.attention import rounded
+from tuner.problem.attention_masks import PAGE_MULTIPLE
 from tuner.runtime import guards, quantised
 from tuner.runtime.attention_plan import scale_of, without_lse
 from tuner.runtime.composed import Extras

@@ -100,8 +100,7 @@ def serve(call: Call) -> torch.Tensor:
     """The output of a call, by a tuned kernel or by PyTorch; by PyTorch in a torch.compile graph.
 
     Raises:
-        Whatever PyTorch raises on arguments that it refuses, and what CUDA reports of an earlier
-        kernel.
+        PyTorch's errors for arguments that it refuses, and CUDA errors of earlier kernels.
     """
     out: torch.Tensor | None = None if torch.compiler.is_compiling() else answer(call)
     return call.by_pytorch() if out is None else out

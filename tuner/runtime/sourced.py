@@ -25,7 +25,7 @@ class SourcedKernel:
 
     Args:
         source: source of the kernel.
-        otherwise: who answers without it, for people.
+        otherwise: name of the fallback, for log messages.
     """
 
     def __init__(self, source: Source, otherwise: str) -> None:

@@ -280,7 +280,7 @@ def _compiled() -> Callable[..., Any]:
 
 @lru_cache(256)
 def _capped(softcap: float) -> Callable[..., torch.Tensor]:
-    """A score function, one object for each cap: torch.compile compiles each object anew."""
+    """Score function of a soft cap; one object each, since torch.compile compiles every new one."""
 
     def capped(score: torch.Tensor, *_: Any) -> torch.Tensor:
         return softcap * torch.tanh(score / softcap)

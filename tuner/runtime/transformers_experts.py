@@ -85,7 +85,7 @@ def fp8_experts_forward(
 
 
 def _unlike(module: Any, plain: dict[str, Any]) -> str:
-    """Reason why the experts are not those of `tuner.moe`; empty: they are."""
+    """Reason why `tuner.moe` does not compute these experts; empty if it does."""
     for name, value in plain.items():
         if (found := getattr(module, name, value)) != value:
             return f"{name}={found}"

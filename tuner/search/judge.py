@@ -100,6 +100,7 @@ class Judge:
         chosen one is faster.
 
         If all kernels of attention pack heads, some that do not join: they take any ratio of heads.
+        So does one that splits the keys, if all that split them pack heads.
         """
         table = self._table(own)
         reached = self._vendors_times(own)
@@ -125,6 +126,9 @@ class Judge:
         found = [own[at] for at in chosen]
         if self._domain.reaches_far and unpacked and not set(unpacked) & set(found):
             found += self.cover(unpacked, min(most, UNPACKED_KERNELS))
+        splitting = [kernel for kernel in unpacked if "combine" in kernel.config.params]
+        if self._domain.reaches_far and splitting and not set(splitting) & set(found):
+            found += [one for one in self.cover(splitting, 1) if one not in found]
         return found
 
     def margin(

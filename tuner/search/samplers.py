@@ -118,8 +118,8 @@ class ModelSampler(GroupSampler):
     begun, that with the largest expected improvement.
 
     Args:
-        groups: their state.
-        surrogate: of the family.
+        groups: state of the groups.
+        surrogate: surrogate of the family.
         leading: groups of the least expected times before expected improvement decides.
     """
 

@@ -132,7 +132,7 @@ def _by_kernel(found: Iterable[Point]) -> dict[Config, list[Point]]:
 
 
 def _unpacked(config: Config) -> Config:
-    """The config whatever heads it packs: work is counted with them."""
+    """The config without packed heads, which the amounts of work already count."""
     return _without(config, PACKING)
 
 

@@ -317,7 +317,7 @@ def _damaged(path: Path, exc: Exception) -> StoreError:
 def _first_of(
     ours: Mapping[AnyDomain, DomainModels], theirs: Mapping[AnyDomain, DomainModels]
 ) -> Mapping[AnyDomain, DomainModels]:
-    """The domains of two portfolios, of both those of the first."""
+    """The domains of two portfolios; the first one wins where both have a domain."""
     makers = {key: partial(theirs.__getitem__, key) for key in theirs}
     return Deferred(makers | {key: partial(ours.__getitem__, key) for key in ours})
 

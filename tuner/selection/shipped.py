@@ -73,7 +73,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 class _Index(Mapping[tuple[Problem, Regime], list[Shipped]]):
-    """Decisions by problem and regime. A problem is parsed when one with its sizes is asked for."""
+    """Decisions by problem and regime. A problem is parsed when one with its sizes is looked up."""
 
     def __init__(self) -> None:
         self._alike: dict[PlaceKey, list[Shipped]] = {}

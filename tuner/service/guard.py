@@ -154,7 +154,7 @@ def is_for_people(path: str, accept: bytes) -> bool:
 
 
 def _login_for(scope: Scope) -> str:
-    """The login page, which leads back to what was asked for."""
+    """The login page, which leads back to the requested page."""
     query = scope.get("query_string", b"").decode("latin-1")
     wanted = quote(scope["path"]) + (f"?{query}" if query else "")
     return f"{LOGIN_PATH}?{urlencode({'next': wanted})}"
@@ -217,7 +217,7 @@ def _too_large() -> Refused:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Gives the body that was read; after it whatever comes (that the client has gone)."""
+    """Replays the body that was read, then passes on further messages, such as a disconnect."""
     is_given = False
 
     async def replayed() -> Message:

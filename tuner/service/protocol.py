@@ -44,9 +44,9 @@ class Protocol(HttpToolsProtocol):
     """Ends a connection whose client sends no request, too long a head, or does not read.
 
     Args:
-        args: of uvicorn's protocol.
+        args: arguments of uvicorn's protocol.
         admission: connections of the service, to which this one is added.
-        options: of uvicorn's protocol.
+        options: options of uvicorn's protocol.
     """
 
     _chunk_bytes = 0

@@ -30,8 +30,8 @@ class RateLimit:
         """Take from a bucket.
 
         Args:
-            key: names the bucket.
-            count: how many.
+            key: name of the bucket.
+            count: number of units to take.
 
         Returns:
             0, or the seconds after which there is enough; then nothing was taken.

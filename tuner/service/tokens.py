@@ -34,7 +34,7 @@ class Tokens:
                     f"(allowed: {MIN_TOKEN_CHARACTERS} or more ASCII characters)"
                 )
         if bool(self.read) != bool(self.write):
-            raise ConfigError("one token alone is not enough: give one to read and one to write")
+            raise ConfigError("one token is not enough: give one to read and one to write")
         if self.read and self.read == self.write:
             raise ConfigError("the tokens to read and to write must differ")
 
@@ -56,7 +56,7 @@ class Sessions:
     ends with it, and every session ends with the process.
 
     Args:
-        tokens: of the service; without them there are not any sessions, and no client needs one.
+        tokens: tokens of the service; without tokens there are no sessions, and none is needed.
         clock: seconds since any moment.
     """
 

@@ -174,7 +174,7 @@ class Store(ABC):
 
     @abstractmethod
     def pin(self, problem: Problem, gpu: Gpu, regime: Regime, config: Config) -> Entry:
-        """Serve `config` until `unpin`, whatever sweeps decide. Returns the entry.
+        """Serve `config` until `unpin`, whatever later sweeps decide. Returns the entry.
 
         Raises:
             ConfigError: when the config has no passing measurement in this store.

@@ -341,7 +341,7 @@ def check_digest(row: Mapping[str, Any]) -> None:
     written["is_final"] = bool(row["is_final"])  # SQLite has numbers
     written["artifacts"] = row.get("measured_artifacts", row["artifacts"])
     if row_digest(written) != row["digest"]:
-        raise ValueError("it is not as it was written: its SHA-256 is another one")
+        raise ValueError("it was changed after it was written: its SHA-256 differs")
 
 
 def checked_measurement(row: Mapping[str, Any]) -> Measurement:

@@ -318,7 +318,7 @@ class Jobs(ABC):
         """End an attempt as failed. Returns True if another one follows.
 
         Args:
-            lease: what was worked on.
+            lease: lease of the attempt.
             reason: reason that is stored with the task.
             is_final: True if another attempt would fail in the same way.
 

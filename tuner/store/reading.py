@@ -155,7 +155,7 @@ def open_file(path: Path, *, is_still: bool = False) -> tuple[sqlite3.Connection
     does not detect changes.
 
     Args:
-        path: of the file.
+        path: path of the file.
         is_still: True if the file is never written: without a log beside it, SQLite then creates no
             files there.
 

@@ -36,7 +36,7 @@ class Rescue:
 
         Args:
             read: function that returns the contents as a document.
-            anew: True to write again, after a change.
+            anew: True to write again after a change.
         """
         with self._lock:
             if anew or not self._said:

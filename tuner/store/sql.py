@@ -287,8 +287,8 @@ class SqlStore(Store):
             measured = connection.scalar(query)
             if measured is None:
                 raise ConfigError(
-                    f"config {config.digest} ({config.family}) has no measurement that passed "
-                    f"for {problem.label()} on {gpu.name} ({regime}): only such a one can be pinned"
+                    f"config {config.digest} ({config.family}) cannot be pinned: "
+                    f"no measurement that passed for {problem.label()} on {gpu.name} ({regime})"
                 )
             run.set_pin(connection, winner, measured)
         entry = self.best(problem, gpu, regime)

@@ -102,9 +102,9 @@ class SqlJobs(Jobs):
     """The jobs of an SQL store.
 
     Args:
-        transaction: opens one on the store, given ``write``.
+        transaction: function that opens a transaction of the store, given ``write``.
         where: the store's name in messages.
-        is_server: whether several processes write at a time.
+        is_server: True if several processes may write at a time.
     """
 
     def __init__(self, transaction: Transaction, where: str, *, is_server: bool) -> None:
@@ -399,7 +399,7 @@ class SqlJobs(Jobs):
         )
 
     def _requeue_lost(self, connection: sa.Connection, clock: float) -> None:
-        """Put what nobody works on any more back into the queue."""
+        """Put tasks with expired leases back into the queue."""
         query = _LOST.order_by(_T.c.id).with_for_update(skip_locked=True)
         for row in connection.execute(query, _times(clock)).all():
             self._fail(connection, row, f"{row.holder} stopped answering", is_final=False)

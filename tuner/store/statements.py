@@ -72,12 +72,12 @@ def matching(
     regime: Regimes | None,
     provenance: Provenance | None,
 ) -> sa.Select[Any]:
-    """Narrow a query that joins `problems`.
+    """Narrow a query to a problem, GPU, regime and provenance.
 
     Args:
-        query: what is narrowed.
-        identity: its column of GPU identities.
-        table: its table that has a regime and a provenance.
+        query: query that joins `problems`.
+        identity: column of GPU identities.
+        table: table with regime and provenance.
         problem: only of this problem.
         gpu: only of this GPU identity.
         regime: only of this regime or of these.
@@ -334,13 +334,13 @@ def adopt_all(
 
     Args:
         connection: an open write transaction.
-        measured: what was measured.
-        decisions: by position in `measured`.
-        origin: where they come from.
+        measured: measurements to store.
+        decisions: decisions, by position in `measured`.
+        origin: origin of the document.
         follows: see `adopt`.
 
     Returns:
-        Counts of the import, and the ids of the decisions that are now as given.
+        Counts of the import, and the ids of the decisions that now equal the given ones.
     """
     stored = insert(connection, measured, origin)
     ids = [id for id, _ in stored]
@@ -375,7 +375,7 @@ def adopt(
 
     Args:
         connection: an open write transaction.
-        decision: by measurement ids.
+        decision: decision, by ids of measurements.
         first: the first measurement of its ranking.
         follows: a decision from this origin is replaced whatever its age and pin.
 

@@ -71,8 +71,8 @@ def pull(store: Store, url: str, check: Check) -> ImportReport | None:
     """Mirror the service's snapshot; None when it did not change since the last time.
 
     Args:
-        store: the local one.
-        url: of the service.
+        store: local store.
+        url: the service's URL.
         check: reasons why a measurement must not be served here.
 
     Raises:
@@ -107,7 +107,7 @@ class _Budget:
     """Time and bytes that one answer has left.
 
     Args:
-        seconds: from now to the deadline.
+        seconds: seconds from now to the deadline.
         size: most bytes before `allow` is called.
     """
 

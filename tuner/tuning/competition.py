@@ -177,7 +177,7 @@ class Competition:
         return search
 
     def _environment(self) -> str:
-        """Digest of the machine's environment, which is asked for only where it matters."""
+        """Digest of the machine's environment, read only where it matters."""
         return self.runner.environment.digest
 
     def _competing(self, problem: Problem, families: Sequence[Family]) -> list[FamilySearch]:

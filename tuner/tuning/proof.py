@@ -348,11 +348,11 @@ class Prover:
         """Prove with one worker until nothing waits.
 
         Args:
-            number: of the worker.
+            number: the worker's number.
             waiting: kernels that no worker has taken yet.
-            late: takes those that timed out beside others; None: the worker is alone.
-            todo: the run.
-            progress: of all workers.
+            late: receives kernels that timed out beside others; None: the worker is alone.
+            todo: plan of the run.
+            progress: progress that all workers share.
         """
         while True:
             try:

@@ -118,10 +118,11 @@ def candidates(entry: Entry, gpu: Gpu, beside: Sequence[Entry] = (), more: int =
 
 
 def _estimated(problem: Problem, gpu: Gpu, known: Sequence[Config]) -> Iterator[Config]:
-    """The best config of each compiled kernel that no known config has, by estimate.
+    """The configs with the best estimates, one for each compiled kernel beside those of known
+    configs.
 
     Args:
-        problem: what is computed.
+        problem: problem to compute.
         gpu: GPU to estimate for.
         known: own configs; their families are searched.
     """
@@ -148,7 +149,7 @@ def _fastest(
 
 
 def recompiled(entry: Entry, cached: Callable[[KernelSpec], Artifact | None]) -> list[str]:
-    """Digests of an entry's own configs whose machine code is not what was timed.
+    """Digests of an entry's own configs whose machine code differs from the timed one.
 
     A measurement keeps the hash of the machine code of each kernel. An edit of a template that
     leaves the code as it was leaves the measurement valid, although the artifact has another key.

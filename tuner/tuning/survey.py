@@ -63,7 +63,7 @@ class SurveySize:
                 raise ConfigError(f"{name}={value} is out of range (allowed: 1 or more)")
 
     def rank(self, text: str) -> str:
-        """Random rank of a kernel or a variant; those of lowest rank are drawn."""
+        """Random rank of a kernel or a variant; the lowest ranks are drawn."""
         return hashlib.sha256(f"{self.seed}:{text}".encode()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Compiles the kernels, runs them in a child that may hang or die, and gathers a report."""
+"""Compiles the kernels, runs them in children that may hang or die, and gathers a report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, as_completed
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,11 @@ SILENCE_S = 45.0
 START_S = 180.0
 #: Children that may be lost to a hang or a crash before the rest is given up.
 MAX_LOST = 4
+#: Children side by side, fewer on few cores: most of a trial is the CPU's work of small launches.
+CHILDREN = 8
+#: Bytes of an output from which a case's trials are all in the first child: its float64 reference
+#: takes four times as many, and two of the largest do not fit a GPU's memory.
+LARGE_BYTES = 256 << 20
 PROGRESS_S = 10.0
 #: Python's arguments, before the plan's path.
 CHILD = ("-m", "fused_attention_proof.child")
@@ -76,7 +81,7 @@ def prove(
     """Every case on every kernel of its combination.
 
     Raises:
-        BenchmarkError: when the child cannot even start.
+        BenchmarkError: when a child cannot even start.
     """
     started = time.monotonic()
     wanted = trials(member, gpu, kernels, cases)
@@ -88,10 +93,39 @@ def prove(
         for spec in member.kernels(trial.case.problem, trial.config).values():
             if spec in failed:
                 results[trial] = Finding(faults=[f"does not compile: {failed[spec]}"])
-    runner = _Runner([t for t in wanted if t not in results], libraries(built), progress)
-    runner.run()
-    found = [(trial, results.get(trial) or runner.findings[trial]) for trial in wanted]
-    return Report(kernels, built, found, runner.environment, time.monotonic() - started)
+    shares = divided([t for t in wanted if t not in results], min(CHILDREN, cores() // 2))
+    runners = [_Runner(share, libraries(built), progress) for share in shares]
+    with ThreadPoolExecutor(max(1, len(runners))) as threads:
+        list(threads.map(_Runner.run, runners))
+    environment: Mapping[str, Any] = {}
+    for runner in runners:
+        results |= runner.findings
+        environment = runner.environment
+    found = [(trial, results[trial]) for trial in wanted]
+    return Report(kernels, built, found, environment, time.monotonic() - started)
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def divided(wanted: Sequence[Trial], count: int) -> list[list[Trial]]:
+    """Trials for each of up to `count` children, those of a case together; none of them is empty.
+
+    Cases with outputs of `LARGE_BYTES` or more are all in the first share. The others go to the
+    share with the fewest trials, in order.
+    """
+    shares: list[list[Trial]] = [[] for _ in range(max(1, count))]
+    by_case: dict[Case, list[Trial]] = {}
+    for trial in wanted:
+        by_case.setdefault(trial.case, []).append(trial)
+    large = [case for case in by_case if case.problem.output.bytes >= LARGE_BYTES]
+    for case in large:
+        shares[0] += by_case.pop(case)
+    for mine in by_case.values():
+        min(shares, key=len).extend(mine)
+    return [share for share in shares if share]
 
 
 class _Runner:

@@ -64,9 +64,9 @@ def predict_us(
     and softmax take turns within a warp group, and only other groups fill the gaps.
 
     Args:
-        problem: what is computed.
+        problem: problem to compute.
         shape: the config's numbers.
-        gpu: where.
+        gpu: GPU that it runs on.
         constants: as `CONSTANTS`.
         calls: launches that share the work.
     """

@@ -31,7 +31,7 @@ from tuner.families.fused_attention.packing import MAX_PACKED, may_pad, packs, t
 from tuner.families.fused_attention.registers import instance, narrowed, registers, spills
 from tuner.hardware import HOPPER, Gpu
 from tuner.problem import E4M3, AttentionProblem, Problem
-from tuner.problem.attention import PAGE_MULTIPLE
+from tuner.problem.attention_masks import PAGE_MULTIPLE
 
 KERNEL = "attention"
 """Name of the only kernel. Its library also launches the kernels before and after it."""

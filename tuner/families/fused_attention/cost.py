@@ -94,11 +94,11 @@ def predict_us(
     the time of the bytes through memory. Decoding reads all bytes: nothing is in the L2 then.
 
     Args:
-        problem: what is computed.
+        problem: problem to compute.
         config: a config of the family.
         head_tile: columns that the kernel computes for the head dimension.
-        gpu: where.
-        constants: as `CONSTANTS`.
+        gpu: GPU that it runs on.
+        constants: constants of the model, as `CONSTANTS`.
     """
     sharing, packed = config.get("key_groups", 1), config.get("packed_heads", 1)
     tile_m = 64 * config["warp_groups"] // sharing

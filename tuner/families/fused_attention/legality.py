@@ -11,7 +11,7 @@ from tuner.families.fused_attention.registers import (
 )
 from tuner.hardware import SMEM_PER_BLOCK_BYTES
 from tuner.problem import DTYPE_BYTES, E4M3, AttentionProblem
-from tuner.problem.attention import BLOCK_SIZE, PAGE_MULTIPLE
+from tuner.problem.attention_masks import BLOCK_SIZE, PAGE_MULTIPLE
 
 #: Rows of K and V that a tile under a block-sparse mask may have: its bits lie in one word.
 SPARSE_TILES = (32, 64, 128)
@@ -137,7 +137,7 @@ def _packing(problem: AttentionProblem, config: Config) -> list[str]:
     found = []
     if "pads_heads" in config.params:
         if not may_pad(problem):
-            found.append("pads_heads is not for e4m3, mask operands, block masks or sinks")
+            found.append("pads_heads is not for e4m3, block masks or sinks")
         if group > packed:
             found.append(f"packed_heads={packed} is less than the {group} heads to a KV head")
     elif group % packed:

@@ -38,8 +38,7 @@ def packings(problem: AttentionProblem) -> tuple[tuple[int, bool], ...]:
 
 def may_pad(problem: AttentionProblem) -> bool:
     """True if rows of heads that a KV head lacks may be computed."""
-    has_heads_own = problem.dtype == E4M3 or problem.has_sinks or problem.mask_operand is not None
-    return not (has_heads_own or problem.block_mask)
+    return not (problem.dtype == E4M3 or problem.has_sinks or problem.block_mask)
 
 
 def packs(problem: AttentionProblem, packed: int, pads: bool) -> int:

@@ -130,10 +130,10 @@ def schedule(
 
     Args:
         config: the kernel, with the splits that were selected.
-        tiles: of all sequences' queries.
+        tiles: tiles of all sequences' queries.
         places: blocks that the chip holds at once.
         longest: keys of the longest sequence, or more.
-        mean: of all sequences; None: not known.
+        mean: mean keys of a sequence; None: not known.
     """
     splits, combine = int(config["splits"]), config.get("combine")
     if config["persistent"]:

@@ -13,7 +13,7 @@ factors a tree of its nodes. Tables and formulas are in `gemm_shape`, the candid
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -162,15 +162,8 @@ class Gemm(StridedProduct):
             *_problem_violations(problem, config),
         ]
 
-    def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
-        if self.supports(problem, gpu):
-            return []
-        configs: list[Config] = []
-        for group in gemm_space.candidates(as_gemm(problem, Gemm.name), gpu):
-            # Candidates of one binary differ in run-time choices, which are legal by construction.
-            if group and not self.violations(problem, group[0], gpu):
-                configs += group
-        return list(dict.fromkeys(configs))
+    def _groups(self, problem: GemmProblem, gpu: Gpu) -> Iterator[list[Config]]:
+        return gemm_space.candidates(problem, gpu)
 
     def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
         problem = as_gemm(problem, Gemm.name)
@@ -334,14 +327,14 @@ def overlapped(config: Config) -> Config:
 
 
 def legality_facts(problem: Problem, m: int, n: int, k: int, dtype: DType) -> Hashable:
-    """Facts of a plain product without a batch; vast ones may have too many tiles for a grid.
+    """Legality facts of a plain product without a batch; a vast one may have too many tiles.
 
     Args:
-        problem: of the family.
+        problem: problem of the family.
         m: rows of its product.
         n: columns of its product.
         k: length of its sums.
-        dtype: of its operands.
+        dtype: data type of its operands.
     """
     if m >= VAST or n >= VAST or k >= VAST:
         return problem
@@ -516,7 +509,7 @@ def gemm_launch(
         alpha: factor of the product.
         kernel: key of the kernel in the calling family's `kernels`.
         pdl: start before the kernel in front ends, and wait for it on the device.
-        extra: what the problem's epilogue reads, by the names of `arguments_of`. The residual has
+        extra: operands of the epilogue, by the names of `arguments_of`. The residual has
             the strides of the result.
         beta: factor of the residual.
 

@@ -108,8 +108,8 @@ class GemmSwiglu(Family):
         return Config(self.name, {**params, "epilogue_schedule": NO_SMEM, "swap_ab": False})
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
-        """The estimate of the product, by the constants fitted for it. It stores twice as much and
-        computes no activation: the one stands for the other until there are measurements.
+        """The estimate of the product, by the constants fitted for it. That product stores twice as
+        much and computes no activation. The two are taken to cancel out.
         """
         return cost.predict_us(product_of(problem), config, gpu, _GEMM.constants)
 

@@ -259,8 +259,8 @@ def compiled(function: Callable[..., Any], mode: str | None = None) -> Callable[
     Python, and several problems' functions share one.
 
     Args:
-        function: over torch tensors.
-        mode: of torch.compile: None, its default, or one that searches longer.
+        function: function of torch tensors.
+        mode: mode of torch.compile; None: the default.
     """
     import torch
 

@@ -12,7 +12,7 @@ from tuner.config import Config
 from tuner.families.vendor import FLEX, PreparedCall, Vendor, compiled
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.problem import AttentionProblem, Problem
-from tuner.problem.attention import BLOCK_SIZE
+from tuner.problem.attention_masks import BLOCK_SIZE
 
 #: Microseconds of a tiny call, not measured: taken for FlashAttention-2's. TFLOP/s of (4,16,4096,D)
 #: under a causal mask, D <= 64 and above: ``scripts/benchmarks/evidence/block-masks.json``.

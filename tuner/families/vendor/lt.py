@@ -112,7 +112,7 @@ class Library:
     """The functions, with errors for statuses.
 
     Args:
-        functions: the loaded library, or what stands for it in tests.
+        functions: the loaded library, or a fake in tests.
     """
 
     def __init__(self, functions: Any) -> None:
@@ -182,9 +182,9 @@ class LtDescriptors:
     D^T = B^T A^T. The library's A is our B, and its rows are our columns.
 
     Args:
-        library: whose they are.
-        problem: what is computed.
-        device: the current one.
+        library: loaded library.
+        problem: problem to compute.
+        device: current CUDA device.
     """
 
     def __init__(self, library: Library, problem: GemmProblem, device: int) -> None:
@@ -304,10 +304,10 @@ class LtDescriptors:
         """Enqueue the product.
 
         Args:
-            chosen: of `heuristics` or `rebuilt`.
-            addresses: of the problem's operands by name.
+            chosen: algorithm from `heuristics` or `rebuilt`.
+            addresses: device addresses of the problem's operands, by name.
             workspace: address of as many bytes as `chosen` needs.
-            stream: CUDA's.
+            stream: CUDA stream.
 
         Raises:
             RuntimeError: when the library refuses it.

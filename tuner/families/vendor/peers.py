@@ -44,7 +44,7 @@ def module_of(name: str) -> Any:
     installed one.
 
     Args:
-        name: of `PEERS`.
+        name: key of `PEERS`.
     """
     return _load(name, settings.peers_path())
 

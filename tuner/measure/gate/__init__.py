@@ -23,10 +23,10 @@ from tuner.families.base import KernelSpec, Strides
 from tuner.measure.device import Device, Pool
 from tuner.measure.gate.commands import COMMANDS, Command
 from tuner.measure.gate.filling import fill
-from tuner.measure.gate.inputs import LARGE, query_deviation
+from tuner.measure.gate.inputs import DOMINANCE, LARGE, query_deviation
 from tuner.measure.gate.kernels import POISON, Buffers, Guarded, Kernels, guarded
 from tuner.measure.gate.reference import References
-from tuner.measure.log_sum_exp import judge_lse, lost_of, lse_of
+from tuner.measure.log_sum_exp import judge_lse, lost_of, lse_of, tops_of
 from tuner.measure.subjects import Call
 from tuner.measure.tolerance import Limits, OutputComparison, Verdict, judge, limits_of
 from tuner.measurement import Status
@@ -217,7 +217,8 @@ class Gate:
         rows = lse.bytes // 4
         statistics = array("d", self._device.read(kept, 16 * rows))
         found = array("f", self._device.read(lse.pointer, lse.bytes))
-        lost = lost_of(problem, 1.0 if self._kind == "random" else LARGE)
+        deviation = {"large_scores": LARGE, "dominant": DOMINANCE}.get(self._kind, 1.0)
+        lost = lost_of(problem, deviation, tops_of(problem, statistics))
         verdict = judge_lse(found, lse_of(problem, statistics), lost)
         log = verdict.log and f"{self._kind} inputs: {verdict.log}"
         return Verdict(verdict.status, verdict.error, log)

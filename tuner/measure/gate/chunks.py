@@ -89,7 +89,7 @@ def chunks_of(problem: AttentionProblem, kind: str, seed: int) -> list[RowChunk]
 
     Args:
         problem: problem for which `is_sampled` is true.
-        kind: of the inputs.
+        kind: kind of the inputs.
         seed: random seed of the request.
     """
     *_, out = problem.matrices

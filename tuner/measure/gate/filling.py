@@ -59,7 +59,7 @@ def fill(kernels: Kernels, buffers: Buffers, kind: str, seed: int) -> None:
     Args:
         kernels: kernels of the reference.
         buffers: operands of the problem.
-        kind: of `inputs.KINDS`.
+        kind: kind of the inputs, one of `inputs.KINDS`.
         seed: random seed; equal seeds give equal inputs.
     """
     problem = buffers.problem

@@ -70,14 +70,14 @@ class Kernels:
         scalars: Mapping[str, float] | None = None,
         more: Sequence[int] = (),
     ) -> None:
-        """Launch one on the device's stream.
+        """Launch a command's kernel on the device's stream.
 
         Args:
-            command: which.
-            tensors: addresses, by the names of `COMMANDS`.
-            integers: the same, without the command.
-            scalars: the same.
-            more: integers that follow.
+            command: command to run.
+            tensors: addresses, by the names in `COMMANDS`.
+            integers: integers by name, without the command.
+            scalars: scalars by name.
+            more: further integers, which follow.
         """
         self._kernel.launch(
             *_ordered(command, tensors, integers, scalars, more), 0, self.device.stream
@@ -234,7 +234,7 @@ def matrices(operand: Operand, name: str) -> tuple[int, int, dict[str, int]]:
 
     Args:
         operand: a matrix, or a batch of them.
-        name: of the matrix to its command.
+        name: name of the matrix in its command.
     """
     *batch, rows, _ = operand.shape
     *outer, row, column = operand.strides

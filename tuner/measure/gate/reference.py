@@ -79,7 +79,7 @@ class References:
         """Compute the reference of the inputs in the buffers, unless it is known.
 
         Args:
-            kind: of the inputs.
+            kind: kind of the inputs.
             with_lse: True to keep the row statistics of attention.
 
         Returns:
@@ -216,7 +216,7 @@ class References:
 
         Args:
             problem: attention over the operands `query`, `key` and `value`.
-            kind: of the inputs.
+            kind: kind of the inputs.
             results: addresses of the fp32 output, and of each row's maximum and sum.
             others: addresses of those of `ATTENTION_OTHERS` that there are.
             scale: scale of the scores.

@@ -12,7 +12,7 @@ from tuner.families.fused_attention import sparse
 from tuner.families.fused_attention.registers import INSTANCES, instance
 from tuner.families.vendor.sdpa import BACKENDS
 from tuner.problem import E4M3, AttentionProblem, DType
-from tuner.problem.attention import BLOCK_SIZE
+from tuner.problem.attention_masks import BLOCK_SIZE
 from tuner.selection.domains.base import Domain
 
 Mask = Literal["full", "causal", "windowed"]
@@ -22,6 +22,13 @@ MaskOperand = Literal["", "bool", "additive"]
 """Kind of a mask operand; empty: none."""
 #: Page size of the sample problems with paged caches; all kernels' copies divide it.
 _PAGE = 64
+
+
+#: Head dimension that was measured for plain prompts without a mask only: public models have no
+#: other calls of D = 136 to 192. These kernels serve all others.
+_RARE = 192
+#: Head dimension whose kernels decode there.
+_DECODES_RARE = 256
 
 
 class _Attention(NamedTuple):
@@ -42,7 +49,7 @@ class _Attention(NamedTuple):
 
 
 #: Instances whose calls may have a mask operand.
-MASKED = (64, 96, 128, 256)
+MASKED = INSTANCES
 #: Head dimensions of public models with a soft cap, whose calls may have a mask also (Gemma 2).
 CAPPED = (128, 256)
 #: Phases whose kernels a mask as an operand may have where its own has none, nearest first.
@@ -113,7 +120,8 @@ class AttentionDomain(_Attention, Domain):
         Block-sparse masks use the domain of a mask that hides nothing. Paged caches use dense
         domains, nearest head dimension first: under a bottom-right mask few queries see nearly all
         keys. Calls that PyTorch composes of operations, or serves slowly, use kernels of other
-        phases if their own phase was not measured.
+        phases if their own phase was not measured. D = 136 to 192 use kernels of prompts without
+        a mask, or those that decode at D = 256.
         """
         if self.is_sparse:
             yield type(self)(self.head_dim, "full", "prompt")
@@ -134,6 +142,14 @@ class AttentionDomain(_Attention, Domain):
             plain = type(self)(self.head_dim, mask, phase)
             if plain != self:
                 yield plain
+        if self.head_dim == _RARE:
+            if self._is_plain and self.phase != "prompt":
+                yield self._replace(head_dim=_DECODES_RARE)
+            yield type(self)(_RARE, "full", "prompt")
+
+    @property
+    def _is_plain(self) -> bool:
+        return not (self.operand or self.is_composed)
 
     @property
     def _shares_kernels(self) -> bool:
@@ -153,10 +169,8 @@ class AttentionDomain(_Attention, Domain):
 
     @property
     def varied(self) -> Iterator[Self]:
-        """Public models have plain calls only of D = 136 to 192. Decoding with D = 256 has no
-        window: a cache keeps what it lets through.
-        """
-        if self.head_dim == 192:
+        """Decoding with D = 256 has no window: a cache keeps what it lets through."""
+        if self.head_dim == _RARE:  # `others` has them
             return
         windowed = self._replace(mask="windowed")
         if self.mask == "causal" or (self.phase != "prompt" and self.head_dim <= 128):
@@ -170,9 +184,9 @@ class AttentionDomain(_Attention, Domain):
     def others(cls) -> Iterator[Self]:
         """Domains of paged caches, of mask operands and of block-sparse masks.
 
-        Paged caches: plain ones of every instance, windows where public models have them, and sinks
-        as in GPT-OSS. Those of e4m3 are served where a shape was tuned: few of their kernels have a
-        proof. Mask operands, without a causal flag, have every phase.
+        Paged caches: plain ones of every instance, of e4m3 for D = 64 and 128, windows where
+        public models have them, and sinks as in GPT-OSS. Mask operands, without a causal flag, have
+        every phase.
         """
         kinds: tuple[tuple[Mask, Phase], ...]
         kinds = ("full", "one"), ("causal", "few"), ("causal", "prompt")
@@ -180,6 +194,8 @@ class AttentionDomain(_Attention, Domain):
             for mask, phase in kinds:
                 one = cls(head_dim, mask, phase, is_paged=True)
                 yield one
+                if head_dim in (64, 128):
+                    yield one._replace(is_e4m3=True)
                 if head_dim == 64:
                     yield one._replace(has_sinks=True)
                 if head_dim in (64, 128, 256):
@@ -190,10 +206,23 @@ class AttentionDomain(_Attention, Domain):
         for head_dim, phase in product(CAPPED, get_args(Phase)):
             yield cls(head_dim, "full", phase, has_softcap=True, operand="bool")
         yield cls(64, "windowed", "prompt", operand="bool")  # padding, as in ModernBERT
+        yield from cls._rare()
         for head_dim in sparse.HEAD_DIMS:
             yield cls(head_dim, "full", "prompt", is_sparse=True)
             if head_dim != 96:
                 yield cls(head_dim, "full", "prompt", has_softcap=True, is_sparse=True)
+
+    @classmethod
+    def _rare(cls) -> Iterator[Self]:
+        """Domains of D = 136 to 192 beside paged caches and mask operands."""
+        yield cls(_RARE, "full", "few")
+        yield cls(_RARE, "full", "one")
+        causal = cls(_RARE, "causal", "prompt")
+        yield causal
+        yield causal._replace(mask="windowed")
+        for one in (causal, cls(_RARE, "full", "prompt")):
+            yield one._replace(has_softcap=True)
+            yield one._replace(is_varlen=True)
 
     @property
     def has_named_kernels(self) -> bool:
@@ -207,15 +236,19 @@ class AttentionDomain(_Attention, Domain):
 
     @property
     def kin_kernels(self) -> int | None:
-        """Gemma 2's short prompts have a second kernel, of smaller tiles."""
-        if self == type(self)(256, "causal", "prompt", has_softcap=True):
+        """Gemma 2's short prompts have a second kernel, of smaller tiles. So have causal prompts of
+        D = 136 to 192.
+        """
+        causal = type(self)(_RARE, "causal", "prompt")
+        if self in (causal, type(self)(256, "causal", "prompt", has_softcap=True)):
             return 2
         return None if self.operand and not self.is_composed else 1
 
     @property
     def splits_kin(self) -> bool:
         is_capped = self.has_softcap and self.phase != "prompt" and self.head_dim in CAPPED
-        return is_capped or self._shares_kernels
+        is_rare = self.head_dim == _RARE and self.phase != "prompt" and self._is_plain
+        return is_capped or self._shares_kernels or is_rare
 
     @property
     def max_kernels(self) -> int:
@@ -223,8 +256,9 @@ class AttentionDomain(_Attention, Domain):
 
     @property
     def has_rival_kin(self) -> bool:
-        """So cuDNN's kernels take additive masks."""
-        return self.operand == "additive" and not self.is_composed
+        """So cuDNN's kernels take additive masks, and plain calls of every D."""
+        is_rival = self.operand == "additive" or (self.head_dim == _RARE and not self.operand)
+        return is_rival and not self.is_composed
 
     @property
     def vendors(self) -> frozenset[str]:

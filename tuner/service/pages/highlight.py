@@ -45,8 +45,8 @@ def highlight(text: str, language: Language) -> str:
     """The text as HTML: escaped, its tokens in ``<span class="tok-KIND">``.
 
     Args:
-        text: of a source file; its characters are all kept.
-        language: whose tokens are marked.
+        text: text of a source file; all characters are kept.
+        language: language of the tokens.
     """
     return "".join(_parts(text, _PATTERNS[language]))
 

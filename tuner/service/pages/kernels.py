@@ -60,17 +60,17 @@ def find(
     gpu: str | None = None,
     regimes: Sequence[Regime] | None = None,
 ) -> KernelPage | None:
-    """The configuration of a digest among all that was measured of a problem.
+    """The configuration with a digest, among the measurements of a problem.
 
     Args:
-        store: beside which what ships is looked at.
-        problem: which.
-        digest: of the configuration.
-        gpu: name of the GPU whose time is wanted; default: any.
-        regimes: those whose times are wanted; default: any.
+        store: store to search, before shipped decisions.
+        problem: measured problem.
+        digest: digest of the configuration.
+        gpu: name of the GPU of the measurement; default: any.
+        regimes: accepted regimes; default: any.
 
     Returns:
-        None where nothing was measured of it there.
+        None if it was not measured there.
 
     Raises:
         StoreError: when the store cannot be read.

@@ -83,7 +83,7 @@ class Overviews:
         self._kept: tuple[DecisionTable, Overview] | None = None
 
     def of(self, table: DecisionTable) -> Overview:
-        """The overview of what is served."""
+        """Overview of the served decisions."""
         kept = self._kept  # two requests may both make it: each then has the same
         if kept is None or kept[0] is not table:
             kept = self._kept = (table, overview(table.entries))

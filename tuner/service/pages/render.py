@@ -66,11 +66,11 @@ def page(
     """A template's page.
 
     Args:
-        request: what is answered.
+        request: request to answer.
         template: its file name without ``.html.j2``.
-        values: what the template names.
-        status: of the answer.
-        headers: beside those of every page.
+        values: variables of the template.
+        status: HTTP status.
+        headers: headers beside those of every page.
     """
     frame = {"path": request.url.path, "has_session": COOKIE in request.cookies}
     text = _environment().get_template(f"{template}.html.j2").render({**frame, **values})

@@ -42,9 +42,9 @@ def add_report(app: FastAPI, store: Store, served: ServedDecisions) -> None:
     """Add ``/report``.
 
     Args:
-        app: what it is added to.
-        store: what measurements are read from.
-        served: the GPUs that a name may stand for.
+        app: application that receives the page.
+        store: store of the measurements.
+        served: served decisions, whose GPUs may be named.
     """
     making = threading.Lock()
 

@@ -64,10 +64,10 @@ def add_pages(app: FastAPI, store: Store, served: ServedDecisions, sessions: Ses
     """Add every page.
 
     Args:
-        app: what they are added to.
-        store: what jobs, trials and environments are read from.
-        served: the decisions.
-        sessions: where tokens are asked for, who may log in.
+        app: application that receives the pages.
+        store: store of jobs, trials and environments.
+        served: decisions in memory.
+        sessions: sessions of the browsers that logged in.
     """
     _add_static(app)
     _add_overview(app, store, served)
@@ -291,7 +291,7 @@ def _without_first(query: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with(query: Mapping[str, Any], *, show: str) -> str:
-    """The address of the same trials, filtered anew, from the first on."""
+    """Address of the same trials with other filters, from the first page on."""
     return url("/trials", **_without_first(query) | {"show": None if show == "all" else show})
 
 

@@ -89,14 +89,14 @@ class Searcher:
         first: int = 0,
         only: Filter = NO_FILTER,
     ) -> TablePage:
-        """The entries that hold every one of some words, in any case of letters.
+        """The entries whose text contains every word, regardless of case.
 
         Args:
-            table: what is served.
+            table: all served entries.
             words: parts of the operation, shape, GPU, regime, winner or origin.
-            order: by which column.
-            first: how many to skip.
-            only: what else they must have.
+            order: column to sort by.
+            first: number of entries to skip.
+            only: further conditions.
         """
         wanted = words.casefold().split()
         found = [

@@ -128,7 +128,7 @@ class Run:
         return charts.progress(steps) if passed else None
 
     def table(self, show: Show = "all") -> list[Measurement]:
-        """The measurements that are asked for, final ones first, the fastest first."""
+        """The selected measurements, final ones first, then by time."""
         chosen = {
             "all": self.measurements,
             "final": [m for m in self.measurements if m.is_final],
@@ -158,11 +158,11 @@ def choose(
     """The run of a key or sweep, else the newest of a GPU and regime; measured ones first.
 
     Args:
-        found: newest first.
-        key: of the run; nothing else counts then.
-        sweep: which made it, where one of these did.
-        gpu: name of its GPU.
-        regimes: its regime is one of these.
+        found: runs, newest first.
+        key: key of the run; the other arguments are then ignored.
+        sweep: id of the sweep that made it, if one of the runs has it.
+        gpu: name of the GPU.
+        regimes: accepted regimes.
     """
     if key is not None:
         return next((run for run in found if run.key == key), None)
