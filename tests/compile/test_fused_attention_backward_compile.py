@@ -76,8 +76,10 @@ def test_they_compile_without_spills_or_advice(
     artifact = future.result()
     used = artifact.resources
     assert used is not None
-    # The only deterministic kernel of 256 columns.
-    allowed = 164 if config["stages"] == 1 else 16
+    # Of 256 columns a thread has 208 registers of accumulators and operands; the deterministic
+    # kernel has one stage.
+    wide = 272 if config["stages"] == 1 else 64
+    allowed = wide if problem.head_dim == 256 else 16
     assert max(used.spill_store_bytes, used.spill_load_bytes) <= allowed, config
     assert artifact.facts["advice"] == [], config
 

@@ -13,6 +13,7 @@ BASE: dict[str, Value] = {
     "dq": "bulk",
     "late_dq": False,
     "early_exp": 0,
+    "v_registers": 0,
     "transpose_ds": False,
     "rotate": False,
     "section_heads": 8,

@@ -38,7 +38,10 @@ KERNEL = "attention_backward"
 """Name of the only kernel; its library launches all three."""
 TEMPLATE = "fused_attention_backward.cu.j2"
 #: Text that the template takes, by variable.
-WORDS = {"dtype": ("float16", "bfloat16"), "dq": ("bulk", "ordered", "direct")}
+WORDS = {
+    "dtype": ("float16", "bfloat16"),
+    "dq": ("bulk", "ordered", "direct"),
+}
 #: Columns that the template is instantiated for; a smaller D is padded by TMA.
 INSTANCES = (64, 96, 128, 192, 256)
 #: Columns above which two warp groups share keys: dK and dV of 64 keys then fill the registers of
@@ -104,6 +107,7 @@ class FusedAttentionBackward(Family):
         "dq": WORDS["dq"],
         "late_dq": (False, True),
         "early_exp": (0, 50, 100),
+        "v_registers": (0, 50, 100),
         "transpose_ds": (False, True),
         "rotate": (False, True),
         "section_heads": tuple(2**i for i in range(MAX_HEADS.bit_length())),
@@ -124,8 +128,9 @@ class FusedAttentionBackward(Family):
         groups, tile_m, swaps = config["warp_groups"], config["tile_m"], config["swap_dq"]
         if groups % sharing:
             return [f"warp_groups={groups} do not share keys in {sharing}s"]
-        if sharing > 1 and (config["late_dq"] or config["early_exp"]):
-            found.append("late_dq and early_exp have no meaning for groups that share keys")
+        is_plain = not (config["late_dq"] or config["early_exp"])
+        if sharing > 1 and not (is_plain and config["v_registers"] == 0):
+            found.append("late_dq, early_exp and v_registers are not for groups that share keys")
         if problem.softcap and config["early_exp"]:
             found.append("early_exp is 0 under a soft cap, whose derivatives make P")
         if problem.is_varlen and config["rotate"]:
@@ -164,14 +169,16 @@ class FusedAttentionBackward(Family):
     def registers(problem: AttentionBackwardProblem, config: Config) -> int:
         """Most accumulators and operands of products that a thread holds at once.
 
-        It holds dK and dV with S^T and dP^T, or with P^T and dS^T as operands and dQ. Groups that
-        share keys have one of dK and dV each, and dQ beside an operand.
+        It holds dK and dV, and V's columns that stay in registers, with S^T and dP^T, or with
+        P^T and dS^T as operands and dQ. Groups that share keys have one of dK and dV each, and dQ
+        beside an operand.
         """
         head_dim, tile_m = instance(problem.head_dim), int(config["tile_m"])
         of_dq = tile_m * head_dim // int(config["warp_groups"]) // 128
         if sharing_groups(problem.head_dim) > 1:
             return head_dim // 2 + max(tile_m // 2 + tile_m // 4, of_dq + tile_m // 4)
-        return head_dim + max(tile_m, of_dq + tile_m // 2)
+        held = int(config["v_registers"]) * head_dim // 400
+        return head_dim + held + max(tile_m, of_dq + tile_m // 2)
 
     @staticmethod
     def smem_bytes(problem: AttentionBackwardProblem, config: Config) -> int:
@@ -211,8 +218,11 @@ class FusedAttentionBackward(Family):
         ways = ("ordered",) if problem.is_deterministic else ("bulk", "direct")
         sharing = sharing_groups(problem.head_dim)
         rings = (2, 3) if sharing == 1 else (2, 1)
-        orders = tuple(product((False, True), (0, 50, 100))) if sharing == 1 else ((False, 0),)
-        levers = product((1, 2), (64, 96, 128), rings, (2, 1), (False, True), ways, orders)
+        held = (0, 50, 100) if sharing == 1 else (0,)
+        orders = (False, True), (0, 50, 100), held
+        if sharing > 1:
+            orders = (False,), (0,), held
+        levers = product((1, 2), (64, 96, 128), rings, (2, 1), (False, True), ways, product(*orders))
         for (groups, tile_m, stages, ds_stages, swaps, way, order), rotates in product(
             levers, (False, True)
         ):
@@ -226,7 +236,7 @@ class FusedAttentionBackward(Family):
                     "ds_stages": ds_stages,
                     "swap_dq": swaps,
                     "dq": way,
-                    **dict(zip(("late_dq", "early_exp"), order, strict=True)),
+                    **dict(zip(("late_dq", "early_exp", "v_registers"), order, strict=True)),
                     "transpose_ds": sharing == 1,
                     "rotate": rotates,
                     "section_heads": section,

@@ -49,6 +49,7 @@ def _own(**params: Value) -> Config:
         "dq": "bulk",
         "late_dq": False,
         "early_exp": 0,
+        "v_registers": 0,
         "transpose_ds": False,
         "rotate": False,
         "section_heads": 8,
