@@ -37,13 +37,13 @@ def make(**changes: Value) -> Config:
 KERNELS = [
     (AttentionBackwardProblem.parse(text), config)
     for text, config in (
-        ("S=1024,D=128,dtype=bf16", make(late_dq=True, transpose_ds=True)),
+        ("S=1024,D=128,dtype=bf16", make(late_dq=True, v_registers=50, transpose_ds=True)),
         ("B=2,H=8,HKV=2,S=1000,D=64,causal=1", make(tile_m=128, dq="direct", early_exp=50)),
         (
             "B=2,H=4,S=1000,D=128,causal=1,dtype=bf16,deterministic=1",
             make(dq="ordered", ds_stages=1, early_exp=100),
         ),
-        ("H=4,S=1000,D=96,left=100,right=7", make(stages=3, ds_stages=1)),
+        ("H=4,S=1000,D=96,left=100,right=7", make(stages=3, ds_stages=1, v_registers=100)),
         ("H=4,S=1000,D=64,varlen=1", make(swap_dq=True, tile_m=96)),
         ("H=4,S=1000,D=40,dtype=bf16", make(warp_groups=1, rotate=True)),
         (

@@ -387,16 +387,23 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Tile const& t) {
   // Accumulators without a value: those of a step before would have to be kept until it is dropped.
   auto scores = [&] { return partition_fragment_C(mma_s, Shape<Int<kTileN>, Int<kQueries>>{}); };
   auto query_sums = [&] { return partition_fragment_C(mma_dq, Shape<_64, Int<kPart>>{}); };
-  // S^T = K Q^T, or dP^T = V dO^T.
-  auto issue_scores = [&](auto const& a, auto const& b, int stage, auto& to) {
-    warpgroup_arrive();
-    mma_s.accumulate_ = GMMA::ScaleOut::Zero;
+  // S^T = K Q^T, or dP^T = V dO^T, from the slices of K from `begin` on.
+  auto issue_slices = [&](auto const& a, auto const& b, int stage, auto& to, int begin = 0) {
+    mma_s.accumulate_ = begin > 0 ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero;
     CUTE_UNROLL
-    for (int kk = 0; kk < size<2>(a); ++kk) {
+    for (int kk = begin; kk < size<2>(a); ++kk) {
       cute::gemm(mma_s, a(_, _, kk), b(_, _, kk, stage), to);
       mma_s.accumulate_ = GMMA::ScaleOut::One;
     }
     warpgroup_commit_batch();
+  };
+  auto issue_scores = [&](int stage, auto& to) {
+    warpgroup_arrive();
+    issue_slices(tSrK, tSrQ, stage, to);
+  };
+  auto issue_derivatives = [&](int stage, auto& to) {
+    warpgroup_arrive();
+    issue_slices(tSrV, tSrG, stage, to);
   };
   // dV += P^T dO, or dK += dS^T Q.
   auto issue_dkv = [&](auto& a, auto const& b, int stage, auto& to) {
@@ -519,9 +526,9 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Tile const& t) {
   // S^T and dP^T of a step are issued.
   auto issue_both = [&](auto& tNext, auto& tDp, int of) {
     Full::wait(&s.q_full[place_of<kStages>(of)], round_of<kStages>(of));
-    issue_scores(tSrK, tSrQ, place_of<kStages>(of), tNext);
+    issue_scores(place_of<kStages>(of), tNext);
     Full::wait(&s.grad_full[place_of<kStages>(of)], round_of<kStages>(of));
-    issue_scores(tSrV, tSrG, place_of<kStages>(of), tDp);
+    issue_derivatives(place_of<kStages>(of), tDp);
   };
   // P^T and dS^T of a step as operands, dS^T in shared memory too. Exponentials take the time of many other
   // instructions: those after `kEarlyOctets` run beside the derivatives.

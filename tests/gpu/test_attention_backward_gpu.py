@@ -69,6 +69,8 @@ LEVERS: tuple[dict[str, Value], ...] = (
     {"rotate": True, "dq": "ordered"},
     {"late_dq": True, "transpose_ds": True, "rotate": True},
     {"late_dq": True, "early_exp": 50, "tile_m": 128},
+    {"v_registers": 50, "transpose_ds": True},
+    {"v_registers": 100, "tile_m": 128},
 )
 
 

@@ -44,15 +44,15 @@ WORDS = {
 }
 #: Columns that the template is instantiated for; a smaller D is padded by TMA.
 INSTANCES = (64, 96, 128, 192, 256)
-#: Columns above which two warp groups share keys: dK and dV of 64 keys then fill the registers of
-#: two, each with half of the columns, and of half of the queries' scores.
+#: Columns above which two warp groups share 64 keys, whose dK fills the registers of one and whose
+#: dV those of the other.
 MAX_COLUMNS = 128
 #: (producer, consumer) registers after setmaxnreg, by warp groups: multiples of 8 (PTX ISA,
 #: setmaxnreg) whose sum over a block's threads stays within what the block gets at its launch.
 REGISTERS: Mapping[int, tuple[int, int]] = {1: (56, 240), 2: (24, 240)}
 #: Registers a consumer thread needs beside its accumulators and operands. Found by compiling with
-#: nvcc 13.0: 224 of 240 spill one word, and more serialise the products.
-OVERHEAD_REGISTERS = 16
+#: nvcc 13.0: 208 of 240 spill some words, and more serialise the products.
+OVERHEAD_REGISTERS = 32
 #: Keys of a warp group.
 GROUP_KEYS = 64
 #: Multiprocessors that a GPU needs where the blocks of a chunk wait for each other: twice the most

@@ -74,6 +74,7 @@ MEANINGS: Mapping[str, str] = {
     "transpose_ds": "Keys lie side by side in the buffer of the scores' gradient, not queries.",
     "unroll": "Blocks of K in a row whose loads are looked at beside the additions.",
     "vector_width": "Elements of one load.",
+    "v_registers": "Percent of V's columns kept in registers as an operand of the backward pass.",
     "warp_groups": "Groups of four warps that multiply, 64 rows each.",
     "warps": "Warps of a block that multiply.",
 }
