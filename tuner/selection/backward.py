@@ -77,14 +77,14 @@ class BackwardKind(NamedTuple):
 
 #: Levers of kernels by columns, and of deterministic ones.
 _COLUMNS: Mapping[int, Mapping[str, Value]] = {
-    64: {"tile_m": 128},
+    64: {"tile_m": 128, "transpose_ds": True},
     96: {},
     128: {"transpose_ds": True},
     192: {"dq": "direct"},
     256: {"dq": "direct"},
 }
 _ORDERED: Mapping[int, Mapping[str, Value]] = {
-    64: {"tile_m": 128, "dq": "ordered"},
+    64: {"tile_m": 128, "dq": "ordered", "transpose_ds": True},
     96: {"dq": "ordered"},
     128: {"dq": "ordered", "transpose_ds": True},
     256: {"dq": "ordered", "stages": 1},
