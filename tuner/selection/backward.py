@@ -128,30 +128,31 @@ class BackwardCost(NamedTuple):
     """Rate of the products by columns and mask, hidden pairs of half-masked tiles among them."""
 
 
-#: Costs by kernel, and of its deterministic mode, fitted to 15 problems on one H100 (CUDA 13.0,
-#: torch 2.11, cuDNN 9.19, bf16, 25 November 2026). Most expected times are within 4 % of the
-#: measured ones. A mask or columns without a measurement have the rate of the nearest.
+#: Costs by kernel, and of its deterministic mode. Rates by `scripts/bench backward --fit` from 22
+#: problems on one H200 (CUDA 13.0, torch 2.11, cuDNN 9.19, bf16, 26 November 2026); fixed times and
+#: bytes fitted on an H100 the day before. A mask or columns without a measurement have the rate of
+#: the nearest.
 COSTS: Mapping[tuple[str, bool], BackwardCost] = {
     ("own", False): BackwardCost(
-        13.7, 2401, _rates(536, 603, 536, 603, 633, 643, 477, 477, 425, 465)
+        13.7, 2401, _rates(640, 620, 560, 560, 670, 744, 500, 500, 505, 500)
     ),
     ("flash3", False): BackwardCost(
-        8.9, 2151, _rates(677, 733, 733, 733, 693, 689, 642, 642, 523, 586)
+        8.9, 2151, _rates(704, 725, 725, 725, 736, 852, 642, 642, 534, 622)
     ),
     ("cudnn", False): BackwardCost(
-        10.5, 2375, _rates(499, 490, 492, 490, 600, 555, 365, 365, 389, 460)
+        10.5, 2375, _rates(500, 391, 492, 490, 635, 603, 365, 365, 414, 480)
     ),
     ("flash2", False): BackwardCost(
-        8.9, 2321, _rates(291, 284, 325, 325, 291, 283, 265, 265, 270, 267)
+        8.9, 2321, _rates(293, 234, 325, 325, 307, 296, 265, 265, 264, 270)
     ),
     ("own", True): BackwardCost(
-        9.4, 2457, _rates(450, 420, 450, 420, 560, 500, 279, 279, 279, 279)
+        9.4, 2457, _rates(503, 456, 450, 420, 606, 575, 279, 279, 356, 266)
     ),
     ("flash3", True): BackwardCost(
-        9.4, 2101, _rates(398, 623, 437, 437, 516, 514, 514, 514, 514, 514)
+        9.4, 2101, _rates(441, 668, 437, 437, 572, 622, 514, 514, 514, 514)
     ),
     ("flash2", True): BackwardCost(
-        8.9, 2321, _rates(291, 284, 325, 325, 291, 283, 265, 265, 270, 267)
+        8.9, 2321, _rates(292, 234, 325, 325, 303, 296, 265, 265, 262, 270)
     ),
 }
 
