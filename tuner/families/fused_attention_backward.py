@@ -222,7 +222,8 @@ class FusedAttentionBackward(Family):
         orders = (False, True), (0, 50, 100), held
         if sharing > 1:
             orders = (False,), (0,), held
-        levers = product((1, 2), (64, 96, 128), rings, (2, 1), (False, True), ways, product(*orders))
+        every = product(*orders)
+        levers = product((1, 2), (64, 96, 128), rings, (2, 1), (False, True), ways, every)
         for (groups, tile_m, stages, ds_stages, swaps, way, order), rotates in product(
             levers, (False, True)
         ):

@@ -205,8 +205,9 @@ def work(name: str, problem: AttentionBackwardProblem) -> tuple[float, float]:
 
 
 def placed(config: Config, problem: AttentionBackwardProblem, gpu: Gpu) -> Config:
-    """An own kernel's config with as many heads side by side as fill the GPU twice: fewer leave it
-    with the short blocks of a causal mask at the end, more do not share the L2.
+    """An own kernel's config with as many heads side by side as fill the GPU twice.
+
+    Fewer leave the short blocks of a causal mask to the end. More do not share the L2.
     """
     keys = 128 if instance(problem.head_dim) <= MAX_COLUMNS else 64
     heads = -(-2 * gpu.sm_count * keys // problem.seqlen_kv)
