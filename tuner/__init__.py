@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from tuner.problem import GroupedGemmProblem as GroupedGemmProblem
     from tuner.problem import SoftmaxProblem as SoftmaxProblem
     from tuner.problem import SwigluProblem as SwigluProblem
+    from tuner.runtime.activations import quantise as quantise
     from tuner.runtime.append import paged_append as paged_append
     from tuner.runtime.attention import attention as attention
     from tuner.runtime.block_mask import prepare_block_mask as prepare_block_mask
@@ -88,6 +89,7 @@ _MODULES = {
     "lookup": "tuner.selection.reader",
     "matmul": "tuner.runtime",
     "moe": "tuner.runtime",
+    "quantise": "tuner.runtime",
     "paged_append": "tuner.runtime",
     "paged_attention": "tuner.runtime",
     "prepare_block_mask": "tuner.runtime",

@@ -397,13 +397,16 @@ def _launches(problem: AttentionProblem, config: Config, scale: float, strides: 
     return found
 
 
-def compared(case: Case, pool: Any, kernels: Mapping[Config, LoadedKernel]) -> dict[str, Any]:
+def compared(
+    case: Case, pool: Any, kernels: Mapping[Config, LoadedKernel], final_us: float = FINAL_US
+) -> dict[str, Any]:
     """Times of one case.
 
     Args:
         case: the batch.
         pool: bytes that hold its caches.
         kernels: the compiled ones of `configs` that ``best`` is found among; none: it is left out.
+        final_us: microseconds of each contender's replays in the last pass.
     """
     import tuner
 
@@ -439,7 +442,7 @@ def compared(case: Case, pool: Any, kernels: Mapping[Config, LoadedKernel]) -> d
         "group": case.group,
         "bytes": case.bytes,
         "flops": case.flops,
-        "us": _timed(batch, contenders, FINAL_US, failed),
+        "us": _timed(batch, contenders, final_us, failed),
         "answered": answered,
         "chosen": batch.chosen(),
         "best": best,
@@ -563,6 +566,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--group", action="append", default=[], metavar="NAME")
     parser.add_argument("--compile", action="store_true", help="compile kernels, time nothing")
     parser.add_argument("--selected", action="store_true", help="leave out the other schedules")
+    parser.add_argument(
+        "--us", type=float, default=FINAL_US, help="microseconds of a contender's replays"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
     check_place(args.json)
@@ -588,7 +594,7 @@ def main(argv: Sequence[str]) -> int:
         if case.dtype == E4M3:
             pool &= NUMBERS
         try:
-            every.append(compared(case, pool, kernels[case]))
+            every.append(compared(case, pool, kernels[case], args.us))
         except (*FAILURES, TunerError) as exc:
             print(f"{case.label()}: {first_line(exc)}", flush=True)
             continue

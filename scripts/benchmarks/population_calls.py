@@ -14,6 +14,7 @@ from torch.nn import functional
 
 import tuner
 from benchmarks.call_times import FAILURES, Contender, Timer, first_line
+from benchmarks.population_report import CHOSEN, FAILED, OWN, REFUSED, SELECTED
 from benchmarks.population_tensors import Inputs, copies_of, made, posed
 from benchmarks.population_ways import PYTORCH, TUNER, activation, contenders
 from tuner.hardware import DEFAULT_GPU, Gpu
@@ -27,8 +28,6 @@ REFERENCE_ROWS = 128
 """Rows at either end that the reference is computed for."""
 LIMITS = {torch.float16: 5e-3, torch.bfloat16: 3e-2}
 """Relative Frobenius error that an output may have, or twice PyTorch's own."""
-OWN, SELECTED = "own decision", "selection"
-CHOSEN, REFUSED, FAILED = "PyTorch's by choice", "refused", "failed"
 KINDS = {"exact": OWN, "portfolio": SELECTED}
 """Kinds of a lookup result as the report names them; a kind that is not here keeps its name."""
 

@@ -14,7 +14,9 @@ Row = Mapping[str, Any]
 OPERATIONS = ("attention", "products")
 NOT_PEERS = ("tuner", "enabled", "pytorch", "pytorch again")
 """Every other contender is a peer."""
-KINDS = ("own decision", "selection", "PyTorch's by choice", "refused", "failed")
+OWN, SELECTED = "own decision", "selection"
+CHOSEN, REFUSED, FAILED = "PyTorch's by choice", "refused", "failed"
+KINDS = (OWN, SELECTED, CHOSEN, REFUSED, FAILED)
 """Kinds of answers in the order of the table; others follow them."""
 WORST = 10
 HEADING = (
@@ -36,7 +38,7 @@ def report(rows: Sequence[Row]) -> str:
     parts += ["pytorch again", summary(rows, noise)]
     if wrong := [f"{row['call']}: {', '.join(row['wrong'])}" for row in rows if row["wrong"]]:
         parts += ["", "wrong outputs", *wrong]
-    if lost := [f"{r['call']}: {r['reason']}" for r in rows if r["answered"] == "failed"]:
+    if lost := [f"{r['call']}: {r['reason']}" for r in rows if r["answered"] == FAILED]:
         parts += ["", "without a time", *lost]
     return "\n".join(parts)
 

@@ -6,7 +6,7 @@ such products chooses (`tuner.selection.block_scaled`) among those that are prov
 of each way is the relative one of the first rows and columns, against fp64 with exact factors.
 
 DeepGEMM compiles for each layer. A child process for each does that first, all of them side by
-side. Then one after the other times its rows.
+side. Then each number of rows is timed, a layer after the other.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import chain
 from math import ceil, exp, log
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ from tuner.base.processes import python_command
 from tuner.bench.results import write_json
 from tuner.bench.suites import BLOCK_SCALED, BLOCK_SCALED_TOKENS
 from tuner.errors import ConfigError
+from tuner.families.block_scaled_gemm import BlockScaledGemm
+from tuner.measurement import Regime
 from tuner.problem import E4M3, SCALE_BLOCK, GemmProblem
 from tuner.selection.describe import microseconds, table
 
@@ -44,6 +47,8 @@ ROTATED_BYTES = 128 << 20
 MAX_COPIES = 16
 CHECKED_ROWS, CHECKED_COLUMNS = 256, 512
 """First rows and columns that are compared with fp64."""
+NEAR_ESTIMATE = 1.7
+"""Longest first guess of a kernel of the space that is timed, over the shortest."""
 DEEP_GEMM, CUBLASLT = "deep_gemm", "scaled_mm"
 
 
@@ -56,13 +61,22 @@ class Layer:
         rows: numbers of rows to time.
         with_all: also every other kernel of the rule.
         unproven: True to include kernels without a proof.
+        with_space: also the kernels of the space that are built (`built`).
     """
 
     def __init__(
-        self, n: int, k: int, rows: Sequence[int], *, with_all: bool, unproven: bool
+        self,
+        n: int,
+        k: int,
+        rows: Sequence[int],
+        *,
+        with_all: bool,
+        unproven: bool,
+        with_space: bool = False,
     ) -> None:
         self._n, self._k, self._rows = n, k, rows
-        self._with_all, self._unproven = with_all, unproven
+        self._with_all, self._unproven = with_all or with_space, unproven
+        self._with_space = with_space
         self._weights: list[tuple[Any, Any]] = []
 
     def answer(self, index: int) -> dict[str, Any]:
@@ -102,7 +116,10 @@ class Layer:
                 yield name, call, self._error(call(0), a, scale_a), ""
             except FAILURES as exc:
                 yield name, lambda _: None, None, first_line(exc)
-        for name, plan in plans(problem, unproven=self._unproven) if with_own else ():
+        own_plans = plans(problem, unproven=self._unproven) if with_own else iter(())
+        if with_own and self._with_space:
+            own_plans = chain(own_plans, built(problem))
+        for name, plan in own_plans:
 
             def own(i: int, plan: Any = plan) -> Any:
                 b, scale_b = weights[i]
@@ -222,6 +239,32 @@ def plans(problem: GemmProblem, *, unproven: bool) -> Iterator[tuple[str, Any]]:
         yield scaled_name(config), plan
 
 
+def built(problem: GemmProblem) -> Iterator[tuple[str, Any]]:
+    """Built kernels of the space that are not the rule's, as plans. They have unrolled loops and
+    factors by TMA, one raster each, and expected times near the shortest.
+    """
+    from benchmarks.moe_products import plans_of
+    from tuner.families import families
+    from tuner.runtime import devices
+    from tuner.selection import block_scaled
+    from tuner.selection.by_rule import RuleSelection
+
+    gpu = devices.gpu_of(0)
+    family = families()[BlockScaledGemm.name]
+    found: dict[str, tuple[float, Any]] = {}
+    known = {scaled_name(config) for config in block_scaled.KERNELS}
+    for config in family.space(problem, gpu):
+        name = scaled_name(config)
+        if "tma_factors" not in config.params or config["pdl"] or name in known:
+            continue
+        found.setdefault(name, (family.predict_us(problem, config, gpu), config))
+    nearest = sorted(found.values(), key=lambda one: one[0])
+    near = [one for one in nearest if one[0] <= NEAR_ESTIMATE * nearest[0][0]]
+    selection = RuleSelection(tuple(near), Regime(), ())
+    for config, plan in plans_of(problem, selection, unproven=True):
+        yield scaled_name(config), plan
+
+
 def scaled_name(config: Any) -> str:
     """As `kernel_name`, with the parts that K is divided into and the blocks of a cluster."""
     parts = f" k{config['split_k']}" * (config["split_k"] > 1)
@@ -300,19 +343,25 @@ def measured(
         for line in (line for answer in answers for line in answer.get("said", ())):
             print(line, file=sys.stderr, flush=True)
         stack.enter_context(turn(lock))
-        for worker, answer, (n, k) in zip(workers, answers, layers, strict=True):
-            for index, m in enumerate(rows, 1):
-                if "lost" not in answer:
-                    answer = worker.ask(index)
-                if "lost" in answer:
-                    print(f"M={m},N={n},K={k}: {answer['lost']}", file=sys.stderr, flush=True)
+        for index, m in enumerate(rows, 1):
+            for place, (worker, (n, k)) in enumerate(zip(workers, layers, strict=True)):
+                if "lost" not in answers[place]:
+                    answers[place] = worker.ask(index)
+                if "lost" in answers[place]:
+                    lost = answers[place]["lost"]
+                    print(f"M={m},N={n},K={k}: {lost}", file=sys.stderr, flush=True)
                 else:
-                    yield answer
-            worker.__exit__()
+                    yield answers[place]
 
 
 def _layer(sizes: tuple[int, int], rows: Sequence[int], args: argparse.Namespace) -> Layer:
-    return Layer(*sizes, rows, with_all=args.kernels, unproven=args.unproven)
+    return Layer(
+        *sizes,
+        rows,
+        with_all=args.kernels,
+        unproven=args.unproven,
+        with_space=args.space,
+    )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -329,6 +378,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rows", default=tokens, metavar="M,...", help=f"default: {tokens}")
     parser.add_argument(
         "--kernels", action="store_true", help="also every other kernel of the rule"
+    )
+    parser.add_argument(
+        "--space", action="store_true", help="also the kernels of the family's space that are built"
     )
     parser.add_argument(
         "--unproven", action="store_true", help="also kernels that are built and not proven"
@@ -356,6 +408,7 @@ def main(argv: Sequence[str]) -> int:
         return answer_indices(_layer(layers[0], rows, args).answer)
     document: dict[str, Any] = {"environment": environment(), "products": []}
     options = ["--kernels"] * args.kernels + ["--unproven"] * args.unproven
+    options += ["--space"] * args.space
     for row in measured(layers, rows, options, args.compile_limit, args.turn):
         document["products"].append(row)
         if args.json:

@@ -118,8 +118,13 @@ MUTANTS = {
         "factors + lane.first(part) * 4)",
         "factors + lane.first(part) * 4 + 4)",
     ),
+    "a box begins at any row": ("tile.row / 4 * 4 + i", "tile.row + i"),
+    "factors of the rows before": ("factors(box + tile.row % 4 * 4)", "factors(box)"),
     "a box of a group's end": ("if (!kGrouped || tile.row + last <= tile.end)", "if (true)"),
 }
+
+
+_BY_TMA = config((64, 64), 2, store_buffers=1, unroll=2, tma_factors=True)
 
 
 def emulated(
@@ -135,6 +140,9 @@ def emulated(
     spec = spec_of(chosen, is_grouped=is_grouped, is_promoted=is_promoted)
     device, products = _MULTIPLY.subn(_PRODUCT, device_half(render(spec, "emulated")))
     assert products == 1
+    # With groups a box of factors begins before their first row.
+    box = "kFactorBox" if "kFactorBox" in device else "kRowFactors"
+    device += f"constexpr int kBoxFloats = k_emulated::{box};\n"
     cases = EMULATED_GROUPS if is_grouped else [(*case, 1) for case in EMULATED]
     return run_emulated(device, "block_scaled.h", cases, nvcc, folder, mutant, orders)
 
@@ -180,6 +188,8 @@ def test_the_emulator_finds_what_is_wrong(compiler: Compiler, name: str, tmp_pat
         "sums are overwritten while they are read": config((128, 64), 2, split_k=2),
         "a neighbour's rows": config((128, 128), 2, cluster=(2, 1)),
         "the tile's first block of columns for all": config((128, 192), 2),
+        "a box begins at any row": grouped(_BY_TMA),
+        "factors of the rows before": grouped(_BY_TMA),
         "a box of a group's end": grouped(config((64, 64), 2, store_buffers=1)),
     }
     one = chosen.get(name, CASES["two stages"])

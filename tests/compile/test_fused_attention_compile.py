@@ -74,7 +74,18 @@ WIDE = (
     AttentionProblem.parse("S=1024,D=256,causal=1,window=256,dtype=bf16"),
     make(2, 64, persistent=True),
 )
-DEVICE_SPECS = [FAMILY.kernels(*case)["attention"] for case in (*PAGED, WIDE)]
+#: Groups that leave out masked blocks and halves, with the fewest registers a thread, and the most.
+SKIPPING = [
+    (
+        AttentionProblem.parse("B=16,S=1024,D=64,causal=1"),
+        make(3, 128, persistent=True, skips_masked="halves"),
+    ),
+    (
+        AttentionProblem.parse("B=16,S=1024,D=128,causal=1,dtype=bf16"),
+        make(2, 128, persistent=True, skips_masked="halves", stages_output=True),
+    ),
+]
+DEVICE_SPECS = [FAMILY.kernels(*case)["attention"] for case in (*PAGED, *SKIPPING, WIDE)]
 #: Instances, groups, rings and blocks at an SM, to be counted by the compiler.
 SIZES = [
     *KERNELS,
@@ -135,6 +146,17 @@ def test_accumulators_of_wide_windows_stay_in_registers(device_compiler: Compile
     used = future.result().resources
     assert used is not None
     assert (used.stack_bytes, used.spill_store_bytes, used.spill_load_bytes) == (0, 0, 0)
+
+
+def test_products_of_halves_are_not_serialized(device_compiler: Compiler) -> None:
+    """Where a way with half of the keys meets one with all, no product may be in flight."""
+    submitted = device_compiler.submit(DEVICE_SPECS[len(PAGED) : len(PAGED) + len(SKIPPING)])
+    for (problem, config), (_, future) in zip(SKIPPING, submitted, strict=True):
+        assert FAMILY.violations(problem, config, DEFAULT_GPU) == []
+        used = future.result().resources
+        assert used is not None
+        assert (used.stack_bytes, used.spill_store_bytes, used.spill_load_bytes) == (0, 0, 0)
+        assert future.result().facts["advice"] == [], problem.label()
 
 
 def test_paged_kernels_compile_without_spills_or_advice(device_compiler: Compiler) -> None:

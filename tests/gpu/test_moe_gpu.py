@@ -301,22 +301,42 @@ def test_stages_are_pytorch_s(rows: Any, sizes: tuple[int, ...], kind: Any) -> N
         assert torch.equal(factors[:end], scale)
 
 
-@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe"])
-def test_models_of_transformers(rows: Any, name: str) -> None:
+TOKENS, TOP_K, HIDDEN = 80, 2, 256
+#: Experts and their inner size, of small models of each layout.
+MODELS = {"Mixtral": (8, 384), "Qwen3Moe": (16, 128), "DeepseekV3": (16, 128), "GptOss": (8, 384)}
+
+
+def model_of(name: str) -> Any:
+    """Two layers with random weights, bf16; DeepSeek-V3's first layer is dense by default."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    count, inner = MODELS[name]
+    torch.manual_seed(0)
+    values: dict[str, Any] = {
+        **{"vocab_size": 512, "hidden_size": HIDDEN, "intermediate_size": 384, "head_dim": 64},
+        **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+        **{"num_local_experts": count, "num_experts": count, "moe_intermediate_size": inner},
+        "num_experts_per_tok": TOP_K,
+    }
+    if name == "DeepseekV3":
+        del values["head_dim"]
+        values |= {"n_routed_experts": count, "n_group": 4, "topk_group": 2}
+        values |= {"q_lora_rank": 128, "kv_lora_rank": 128, "num_key_value_heads": 4}
+        values |= {"qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64}
+        values |= {"first_k_dense_replace": 0, "n_shared_experts": 1}
+    config = getattr(transformers, f"{name}Config")(**values)
+    return getattr(transformers, f"{name}ForCausalLM")(config).eval().cuda().bfloat16()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_transformers(rows: Any, name: str) -> None:
+    model = model_of(name)
     import tuner
     import tuner.runtime.transformers
+    from tuner.runtime.transformers_experts import turn_experts_
 
-    torch.manual_seed(0)
-    values = {
-        **{"vocab_size": 512, "hidden_size": 256, "intermediate_size": 384, "head_dim": 64},
-        **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
-        **{"num_local_experts": 8, "num_experts": 16, "moe_intermediate_size": 128},
-        "num_experts_per_tok": 2,
-    }
-    config = getattr(transformers, f"{name}Config")(**values)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval().cuda().bfloat16()
-    ids = torch.randint(0, 512, (2, 40), device="cuda")
+    turned = turn_experts_(model)
+    assert turned == (4 if name == "GptOss" else 0)
+    ids = torch.randint(0, 512, (2, TOKENS // 2), device="cuda")
     forget()
     found = {}
     with torch.no_grad():
@@ -324,5 +344,62 @@ def test_models_of_transformers(rows: Any, name: str) -> None:
             model.set_experts_implementation(way)
             found[way] = model(ids).logits.double()
     assert error(found["tuner"], found["eager"]) < 2e-2
-    assert part("refusal").Kind.EXPERT_ROWS not in tuner.stats().fallbacks
+    kinds = part("refusal").Kind
+    assert not {kinds.EXPERT_ROWS, kinds.EXPERTS} & tuner.stats().fallbacks.keys()
     assert tuner.stats().calls == 4  # both products of two layers
+
+
+def quantised_(module: Any, plain: Any, names: dict[str, str]) -> None:
+    """Fill an fp8 module by a plain one's weights, which take the values that it has."""
+    for name, scale_name in names.items():
+        weight = getattr(plain, name).data
+        n, k = weight.shape[-2:]
+        wide = torch.nn.functional.pad(weight.float(), (0, -k % 128, 0, -n % 128))
+        blocks = wide.unflatten(-1, (-1, 128)).unflatten(-3, (-1, 128))
+        scale = blocks.abs().amax((-3, -1)).clamp_min(1e-6) / 448
+        each = scale.repeat_interleave(128, -1).repeat_interleave(128, -2)[..., :n, :k]
+        small = (weight.float() / each).to(torch.float8_e4m3fn)
+        for at, value in ((name, small), (scale_name, scale)):
+            setattr(module, at, torch.nn.Parameter(value, requires_grad=False))
+        weight.copy_(small.float() * each)
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "DeepseekV3"])
+def test_fine_grained_fp8_of_transformers(
+    rows: Any, compiler: Compiler, gpu: Gpu, name: str
+) -> None:
+    """Beside the model whose weights are the dequantised ones; activations differ by e4m3."""
+    model = model_of(name)
+    import copy
+
+    from transformers.integrations import finegrained_fp8 as fp8
+    from transformers.utils.quantization_config import FineGrainedFP8Config
+
+    import tuner
+    import tuner.runtime.transformers
+
+    count, inner = MODELS[name]
+    decide(compiler, gpu, (TOKENS, TOP_K, count, HIDDEN, inner), E4M3)
+    small = copy.deepcopy(model)
+    given = {"quantization_config": FineGrainedFP8Config()}
+    small = fp8.replace_with_fp8_linear(small, modules_to_not_convert=["lm_head"], **given)
+    experts = {f"{one}_proj": f"{one}_proj_scale_inv" for one in ("gate_up", "down")}
+    for path, module in small.named_modules():
+        if isinstance(module, fp8.FP8Linear):
+            quantised_(module, model.get_submodule(path), {"weight": "weight_scale_inv"})
+        elif isinstance(module, fp8.FP8Experts):
+            quantised_(module, model.get_submodule(path), experts)
+    small.requires_grad_(False)
+    tuned = tuner.tune_linear_(small)
+    assert len(tuned.replaced) >= 8
+    ids = torch.randint(0, 512, (2, TOKENS // 2), device="cuda")
+    with torch.no_grad():
+        model.set_experts_implementation("eager")
+        wanted = model(ids).logits.double()
+        forget()
+        small.set_experts_implementation("tuner")
+        found = small(ids).logits
+    assert error(found, wanted) < 0.1
+    kinds = part("refusal").Kind
+    assert not {kinds.EXPERT_ROWS, kinds.EXPERTS} & tuner.stats().fallbacks.keys()
+    assert tuner.stats().hits >= 4  # both products of two layers of experts

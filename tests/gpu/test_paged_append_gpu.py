@@ -46,7 +46,8 @@ def drawn(case: tuple[Any, ...], dtype: Any, kind: Any, seed: int) -> dict[str, 
     both = torch.full((pages, heads_kv, size, 2 * width), 7.0, device="cuda").to(kind)
     angles = torch.rand(max(used), rotated // 2, device="cuda") * 6
     table = torch.randperm(pages - 1, device="cuda").int().view(len(used), columns)
-    table[0, -1] = pages  # of no page
+    if len(used) > 1:
+        table[0, -1] = pages  # of no page
     made = {
         name: torch.randn(tokens, count, width, device="cuda").to(dtype)
         for name, count in (("query", heads), ("key", heads_kv), ("value", heads_kv))

@@ -107,6 +107,9 @@ GROUPED = (
     "swapped",
     "swapped, tall and odd",
     "one warp group",
+    "factors by TMA",
+    "unrolled, tall",
+    "swapped, factors by TMA",
 )
 #: Groups, rows of all, N, K: one with rows alone, more than a warp's lanes, more than rows.
 GROUPED_SIZES = ((4, 300, 264, 400), (40, 1000, 520, 1152), (70, 60, 136, 272), (1, 130, 72, 128))

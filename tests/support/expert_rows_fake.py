@@ -47,7 +47,7 @@ class FakeRows:
         elif stage == 2:
             both = at(given["rows"], (rows, 2 * columns), torch.bfloat16)
             offsets = at(given["offsets"], (parts + 1,), torch.int32)
-            kept = torch.arange(int(offsets[-1]))
+            kept = torch.arange(min(rows, int(offsets[-1])))
             out = self._written(given, composed.gate(both, offsets), kept, block)
         else:
             places = at(given["places"], (rows, parts), torch.int32)

@@ -160,7 +160,7 @@ def test_a_row_that_fails_does_not_end_the_run(machines: Machines) -> None:
 
 def test_without_a_gpu_nothing_is_timed(machines: Machines, monkeypatch: Any) -> None:
     monkeypatch.setattr(Machines, "gpu", None)
-    with pytest.raises(BenchmarkError, match="there is none here"):
+    with pytest.raises(BenchmarkError, match="no GPU found"):
         compare(machines, task())
 
 

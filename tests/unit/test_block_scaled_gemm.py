@@ -234,11 +234,3 @@ def test_groups_take_tiles_of_their_mean_and_of_their_largest() -> None:
     assert not any("split_k" in c.params for c in space)
     assert {c["tile_n"] for c in space if c["swap_ab"]} >= {16, 32, 64, 128}
     assert any(c["tile_m"] == 128 and not c["swap_ab"] for c in space)
-
-
-@pytest.mark.parametrize("name", ["unrolled", "factors by TMA"])
-def test_loops_over_groups_are_not_unrolled(name: str) -> None:
-    params = {k: v for k, v in CASES[name].params.items() if k != "split_k"}
-    unrolled = Config(GROUPED.name, params)
-    assert GROUPED.violations(EXPERTS, unrolled, DEFAULT_GPU)
-    assert all("unroll" not in one.params for one in GROUPED.space(EXPERTS, DEFAULT_GPU))

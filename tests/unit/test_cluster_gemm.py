@@ -40,7 +40,7 @@ def changed(**params: object) -> Config:
         ("M=64,N=64,K=64,layout_b=row", "wants K contiguous"),
         ("M=64,N=64,K=64,B=2", "neither a batch nor a residual"),
         ("M=64,N=64,K=64,epilogue=residual", "neither a batch nor a residual"),
-        ("M=257,N=64,K=64", "serves M up to 256"),
+        ("M=16385,N=64,K=64", "serves M up to 16384"),
         ("M=64,N=60,K=64", "multiples of 8"),
     ],
 )
@@ -84,6 +84,16 @@ def test_the_space_is_legal_and_has_few_kernels(m: int) -> None:
     assert any(config["split_k"] > 1 for config in space)
     whole = [one for one in space if one["swap_ab"] and tiles(problem, one)[1] == 1]
     assert whole, "all rows in one tile read the weights once"
+
+
+def test_many_rows_have_kernels_for_few_columns_and_tiles_only() -> None:
+    router = GemmProblem(2624, 128, 2880, dtype="bfloat16")
+    space = FAMILY.space(router, DEFAULT_GPU)
+    assert any(config["split_k"] > 1 for config in space)
+    for config in space:
+        rows, columns = tiles(router, config)
+        assert rows * columns * config["split_k"] <= 2 * DEFAULT_GPU.sm_count
+    assert not FAMILY.space(GemmProblem(257, 257, 4096, dtype="bfloat16"), DEFAULT_GPU)
 
 
 def test_stages_fill_the_shared_memory_of_a_block() -> None:

@@ -135,8 +135,9 @@ def test_splits_and_pdl_share_a_kernel_and_nothing_else_does() -> None:
         "key_groups": 2,
         "stages_output": True,
         "pads_heads": True,
+        "skips_masked": "blocks",
     }
-    absent = {"key_groups", "stages_output", "pads_heads"}
+    absent = {"key_groups", "stages_output", "pads_heads", "skips_masked"}
     assert set(others) == set(config.params) | absent == set(FAMILY.domains) - {"box_rows"}
     assert (spec.variables["key_groups"], spec.variables["stages_output"]) == (1, False)
     for name, value in others.items():
@@ -248,6 +249,11 @@ def check(problem: AttentionProblem, config: Config) -> None:
     if sharing > 1:
         assert groups % sharing == 0 and sharing <= stages
         assert not config["persistent"] and buffers == 1 and not config["ping_pong"]
+    # Blocks that a group leaves out are those behind its last query, in one tile after the other.
+    if "skips_masked" in config.params:
+        assert problem.is_causal and config["persistent"] and buffers == 1 and sharing == 1
+        assert not (problem.is_windowed or problem.is_packed or problem.block_mask)
+        assert config["skips_masked"] == "blocks" or tile_n in (64, 128, 192, 256)
     # A warp's 16 rows of the output are whole queries, written once.
     if variables["stages_output"]:
         assert 16 % packed == 0
@@ -313,6 +319,9 @@ def test_space_uses_every_lever_where_it_pays() -> None:
     assert values(small, "persistent") == {False}
     assert values(large, "persistent") == {True}
     assert values(large, "splits") == {1}
+    causal = space("B=16,S=2048,D=64,causal=1")
+    assert values(large, "skips_masked") == values(small, "skips_masked") == {None}
+    assert values(causal, "skips_masked") == {None, "blocks", "halves"}
     assert values(decoding, "warp_groups") == {1, 2}
     assert values(decoding, "key_groups") == {None, 2}
     assert values(narrow, "warp_groups") == {1, 2, 4}
@@ -525,6 +534,10 @@ RENDERED = {
     "paged_sinks": (
         "B=3,H=8,HKV=1,SQ=4,SKV=1000,D=64,causal=1,window=99,page_size=64,sinks=1,dtype=bf16",
         make(1, 64, packed_heads=8, early_exp=50, splits=5),
+    ),
+    "skips": (
+        "B=8,H=16,S=1000,D=64,causal=1",
+        make(3, 128, ping_pong=True, persistent=True, skips_masked="halves"),
     ),
     "padded": (
         "B=3,H=28,HKV=4,SQ=8,SKV=1000,D=128,dtype=bf16",

@@ -42,6 +42,8 @@ PACKED = "packed_heads is for several query heads to a KV head, only"
 PADS = "pads_heads is not for e4m3, block masks or sinks"
 SHARED = "key_groups is for one tile a block, one score buffer and no ping_pong, only"
 STAGES = "stages_output is not for variable lengths, paged caches or more than 16 packed heads"
+SKIPS = "skips_masked is for persistent blocks under a causal mask alone, with one score buffer"
+HALVES: dict[str, Value] = {"skips_masked": "halves"}
 STAGED: dict[str, Value] = {"stages_output": True}
 WGMMA = "accumulator registers of a WGMMA + 26 exceed"
 
@@ -119,6 +121,13 @@ def shared(groups: int, key_groups: int, tile_n: int, **more: Any) -> Config:
         ("H=32,HKV=1,D=64", make(2, 64, packed_heads=32, **STAGED), STAGES),
         ("D=64,page_size=16", make(2, 64, **STAGED), STAGES),
         ("D=64,page_size=16", shared(2, 2, 64), "key_groups is not for paged caches"),
+        ("D=64", make(3, 128, persistent=True, **HALVES), SKIPS),
+        ("D=64,causal=1", make(3, 128, **HALVES), SKIPS),
+        ("D=64,causal=1", make(2, 64, score_buffers=2, persistent=True, **HALVES), SKIPS),
+        ("D=64,causal=1", make(3, 96, persistent=True, **HALVES), SKIPS),
+        ("D=64,causal=1", make(2, 128, persistent=True, skips_masked="blocks"), SKIPS),
+        ("D=64,causal=1,window=64", make(3, 128, persistent=True, **HALVES), SKIPS),
+        ("D=64,causal=1,varlen=1", make(3, 128, persistent=True, **HALVES), SKIPS),
         ("D=64,page_size=16", make(2, 64, splits=2, persistent=True), "splits=2 is for one block"),
         ("D=64", make(1, 64, blocks_per_sm=3), "blocks_per_sm=3 is not known (allowed: 1, 2)"),
     ],
@@ -146,6 +155,9 @@ def test_one_violation_at_a_time(text: str, config: Config, reason: str) -> None
         ("D=64", make(1, 64, splits=16, combine="cluster")),
         ("D=64", make(2, 32, splits=17)),
         ("D=64", make(2, 64, persistent=True, pdl=True)),
+        ("D=64,causal=1", make(3, 96, persistent=True, skips_masked="blocks")),
+        ("D=128,causal=1", make(2, 128, persistent=True, **HALVES)),
+        ("H=8,HKV=2,D=64,causal=1", make(2, 64, packed_heads=4, persistent=True, **HALVES)),
         ("H=8,HKV=2,D=64", make(2, 64, packed_heads=4)),
         ("H=28,HKV=4,D=128", make(1, 64, packed_heads=8, pads_heads=True)),
         ("H=28,HKV=4,D=128,bias=h", make(1, 64, packed_heads=8, pads_heads=True)),

@@ -132,16 +132,26 @@ class TestServing:
             assert models == (mine or theirs.rescaled(gpu).domains[domain])
         assert found in serving(reversed(shipped()), gpu)
 
-    @pytest.mark.parametrize("op", ["gemm", "swiglu"])
-    def test_products_timed_in_a_stream_come_before_own_chained_ones(self, op: str) -> None:
-        (own,) = (one for one in shipped() if (one.gpu, one.op) == (H200, op))
-        (theirs,) = (one for one in shipped() if (one.gpu, one.op) == (H100, op))
+    def test_products_timed_in_a_stream_come_before_own_chained_ones(self) -> None:
+        (own,) = (one for one in shipped() if (one.gpu, one.op) == (H200, "swiglu"))
+        (theirs,) = (one for one in shipped() if (one.gpu, one.op) == (H100, "swiglu"))
         assert not own.in_stream and theirs.in_stream == theirs.domains.keys()
-        (found,) = (one for one in serving(shipped(), H200) if one.op == op)
-        chained = [key for key, one in found.domains.items() if one.regime.launch != "stream"]
-        # Weights of few rows come from this GPU's memory.
-        assert chained == ([ProductDomain("few")] if op == "gemm" else [])
+        (found,) = (one for one in serving(shipped(), H200) if one.op == "swiglu")
+        assert all(one.regime.launch == "stream" for one in found.domains.values())
         assert own in serving([own], H200)  # where no other has them
+
+    def test_chained_times_of_few_rows_come_before_another_gpu_s(self) -> None:
+        # Their weights come from this GPU's memory.
+        (theirs,) = (one for one in shipped() if (one.gpu, one.op) == (H100, "gemm"))
+        domains = {
+            key: replace(one, regime=Regime("chained", "cold"))
+            for key, one in theirs.domains.items()
+            if key in (ProductDomain("few"), ProductDomain("wide"))
+        }
+        own = Portfolio("gemm", H200, domains, {})
+        (found,) = serving([own, theirs], H200)
+        chained = [key for key, one in found.domains.items() if one.regime.launch != "stream"]
+        assert chained == [ProductDomain("few")]
 
     @pytest.mark.parametrize("gpu", [H100, PCIE], ids=lambda gpu: gpu.name)
     def test_another_one_s_is_rescaled_once(self, gpu: Gpu) -> None:

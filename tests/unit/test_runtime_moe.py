@@ -198,6 +198,28 @@ def test_rows_are_quantised_on_their_way(
     assert sizes == [((14, 256), 256, "uniform"), ((14, 128), 256, "uniform")]
 
 
+def test_gated_activations_are_quantised_in_one_launch(kernel: Any) -> None:
+    import tuner
+    from tuner.runtime import block_scaled, expert_rows
+
+    torch.manual_seed(0)
+    rows = torch.randn(5, 2 * 136).bfloat16()
+    wanted = block_scaled.composed(expert_rows.ComposedRows().gate(rows, rows))
+    proof = 6  # launches that prove the kernel
+    for launches, given in ((proof + 1, rows), (proof + 2, rows), (proof + 2, rows[:, ::2])):
+        elements, factors = tuner.quantise(given, gated=True)
+        assert len(kernel.kernel.launches) == launches
+        assert elements.dtype == torch.float8_e4m3fn and factors.stride(0) == 1
+        if given is rows:
+            assert torch.equal(elements.view(torch.uint8), wanted[0].view(torch.uint8))
+            assert torch.equal(factors, wanted[1])
+    plain, wanted = tuner.quantise(rows), block_scaled.composed(rows)
+    assert torch.equal(plain[0].view(torch.uint8), wanted[0].view(torch.uint8))
+    for wrong in (rows.float(), rows[0], rows[:, :271]):
+        with pytest.raises(ConfigError, match=r"rows are .* \(allowed: bf16"):
+            tuner.quantise(wrong, gated=True)
+
+
 def test_without_a_kernel_for_e4m3_rows_are_not_quantised(kernel: Any, moe: Any) -> None:
     tensors, scales, wide = quantised((7, 2, 3, 256, 128))
     from tuner.runtime.experts import Layer, _composed
@@ -279,7 +301,7 @@ def test_a_graph_of_torch_compile_is_pytorch_s(runtime: SimpleNamespace, moe: An
     assert runtime.counters.stats().calls == 0
 
 
-@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe"])
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "DeepseekV3"])
 def test_transformers_experts(runtime: SimpleNamespace, name: str) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     import tuner.runtime.transformers  # noqa: F401
@@ -291,6 +313,11 @@ def test_transformers_experts(runtime: SimpleNamespace, name: str) -> None:
         **{"num_local_experts": 4, "num_experts": 6, "moe_intermediate_size": 24},
         "num_experts_per_tok": 2,
     }
+    if name == "DeepseekV3":
+        del values["head_dim"]
+        values |= {"n_routed_experts": 6, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 0}
+        values |= {"q_lora_rank": 16, "kv_lora_rank": 16, "num_key_value_heads": 4}
+        values |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
     config = getattr(transformers, f"{name}Config")(**values)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     ids = torch.randint(0, 61, (2, 9))
@@ -323,6 +350,36 @@ def test_transformers_own_function_answers_for_other_experts(runtime: SimpleName
         found[way] = module(hidden, experts, by)
     torch.testing.assert_close(found["tuner"], found["grouped_mm"])
     assert runtime.counters.stats().fallbacks == {runtime.refusal.Kind.EXPERTS: 1}
+
+
+def test_transformers_experts_with_biases_and_a_gate_of_their_own(kernel: Any) -> None:
+    """GPT-OSS: turned once, then by the kernel of rows and grouped products."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    from tuner.runtime.transformers_experts import turn_experts_
+
+    torch.manual_seed(0)
+    config = transformers.GptOssConfig(
+        hidden_size=32, intermediate_size=40, num_local_experts=4, num_experts_per_tok=2
+    )
+    module = transformers.models.gpt_oss.modeling_gpt_oss.GptOssExperts(config).bfloat16()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    before = {name: one.detach().clone() for name, one in module.named_parameters()}
+    tensors = torch.randn(7, 32).bfloat16(), torch.randint(0, 4, (7, 2)), torch.rand(7, 2)
+    found = {}
+    with torch.no_grad():
+        config._experts_implementation = "tuner"
+        module(*tensors)
+        assert not kernel.kernel.launches
+        assert turn_experts_(module) == 2 and turn_experts_(module) == 0
+        for name, one in module.named_parameters():
+            assert torch.equal(one, before[name]) and one.shape == before[name].shape
+        for way in ("eager", "tuner"):
+            config._experts_implementation = way
+            found[way] = module(*tensors).float()
+    assert kernel.kernel.launches
+    error = (found["tuner"] - found["eager"]).norm() / found["eager"].norm()
+    assert error < 2e-2
 
 
 def test_transformers_experts_of_fine_grained_fp8(

@@ -519,6 +519,10 @@ def test_the_entry_point_registers_the_backend(
     modules: dict[str, ModuleType] = stand_ins()
     for key, value in modules.items():
         monkeypatch.setitem(sys.modules, key, value)
+    package = importlib.import_module(module)
+    monkeypatch.setattr(
+        package, "_register_quantization", lambda: None
+    )  # test_runtime_vllm_products
     custom = sys.modules[REGISTRY].AttentionBackendEnum.CUSTOM
     register(), register()
     assert overrides == {custom: "tuner.runtime.vllm.backend.TunerBackend"} and not caplog.records

@@ -16,8 +16,7 @@ import pytest
 from shipped_recordings import recording_of
 
 from benchmarks import batching, calls, cost, fp8_attention, paged, sustained
-from benchmarks.population_calls import OWN, SELECTED
-from benchmarks.population_report import over_peer, over_pytorch
+from benchmarks.population_report import OWN, SELECTED, over_peer, over_pytorch
 from tuner.base import resources
 from tuner.bench.suites import SUITES
 from tuner.families import family

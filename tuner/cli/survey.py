@@ -28,7 +28,7 @@ def register(subparsers: Any) -> None:
     """Add the command."""
     parser = subparsers.add_parser(
         "survey",
-        help="measure a random sample of kernels, to judge samplers and cost models by",
+        help="measure random samples of kernels, for cost models and portfolios",
         description=DESCRIPTION,
     )
     parser.add_argument("out", type=Path, metavar="FOLDER", help="folder of the recordings")

@@ -49,6 +49,8 @@ COLUMN_PLACES, BARRIER_BYTES = 12, 16
 UNROLL = 4
 #: Bytes that TMA's boxes without a swizzle begin at.
 FACTOR_ALIGNMENT = 128
+#: Rows whose factors fit one box over groups, and floats of the two boxes of more.
+MAX_BOX_FACTORS, FACTORS_OF_TWO_BOXES = 252, 320
 #: Rows and columns of a warp's box of results, and its bytes.
 BOX_ROWS, BOX_COLUMNS = 16, 64
 BOX_BYTES = 2 * BOX_ROWS * BOX_COLUMNS
@@ -59,7 +61,7 @@ MAX_TILES = 1 << 30
 
 #: First guesses, to be fitted: bytes of the L2 that a multiprocessor gets a clock, all of them
 #: loading; of memory, over the data sheet's.
-L2_BYTES_PER_CLOCK = 40.0
+L2_BYTES_PER_CLOCK = 60.0
 MEMORY_EFFICIENCY = 0.88
 #: Clock under such products over the highest; clocks of a tile's start and end, and those of its
 #: sums' way to memory, a column of a warp group: read off 14 kernels at (4096,7168,2048) on one
@@ -67,11 +69,13 @@ MEMORY_EFFICIENCY = 0.88
 CLOCK_SHARE = 0.72
 TILE_CLOCKS, BOXED_TILE_CLOCKS, COLUMN_CLOCKS = 2800.0, 900.0, 6.0
 SMEM_BYTES_PER_CLOCK = 128
-STEP_CLOCKS = 40.0
+STEP_CLOCKS = 50.0
 #: Clocks of a step for each row whose factor a warp copies: the fourth run of
 #: block-scaled-products-h100.jsonl.gz, one kernel of 256 rows with such copies and without.
 FACTOR_CLOCKS = 0.45
 START_CLOCKS = 3000.0
+#: Groups of multiprocessors (GPCs): the blocks of a cluster lie in one. Hopper has at most eight.
+GPCS = 8
 #: Of a cluster that divides K: its two meetings, and bytes that its blocks exchange a clock.
 MEETING_CLOCKS, EXCHANGED_BYTES_PER_CLOCK = 1500.0, 16.0
 
@@ -201,13 +205,20 @@ def estimate_us(problem: GemmProblem, config: Config, gpu: Gpu, rates: Rates) ->
     tiles_x, tiles_y = tiles(problem, config)
     splits = int(config["split_k"])
     steps = ceil(ceil(problem.k / SCALE_BLOCK) / splits)
-    blocks = tiles_x * tiles_y * int(config["cluster_m"] * config["cluster_n"]) * splits
-    rounds = ceil(blocks / gpu.sm_count)
+    size = int(config["cluster_m"] * config["cluster_n"]) * splits
+    rounds = ceil(tiles_x * tiles_y * size / resident_blocks(size, gpu))
     clocks = START_CLOCKS + rounds * (steps * rates.step + rates.end)
     compute_us = clocks / (CLOCK_SHARE * gpu.clock_max_mhz)
     memory_us = problem.bytes / (gpu.memory_gbs * MEMORY_EFFICIENCY * 1e3)
     longest = float((compute_us**4 + memory_us**4) ** 0.25)
     return GRAPH_LAUNCH_US * (0.5 if config["pdl"] else 1.0) + longest
+
+
+def resident_blocks(size: int, gpu: Gpu) -> int:
+    """Blocks that run at once, a multiprocessor each, in clusters of so many within one GPC."""
+    if size <= 2:
+        return gpu.sm_count
+    return max(1, gpu.sm_count // GPCS // size) * GPCS * size
 
 
 def extent_conflict(m: int, n: int, k: int, groups: int = 1) -> str:
@@ -281,6 +292,9 @@ def stage_bytes(config: Config) -> int:
     factors = tile_n if config["swap_ab"] else tile_m
     factor_bytes = 4 * (factors + COLUMN_PLACES)
     if "tma_factors" in config.params:
+        # Boxes over groups begin at whole 16 bytes; a box has at most 256 floats.
+        if "split_k" not in config.params and factors > MAX_BOX_FACTORS:
+            factor_bytes = 4 * FACTORS_OF_TWO_BOXES
         factor_bytes = ceil(factor_bytes / FACTOR_ALIGNMENT) * FACTOR_ALIGNMENT
     return (tile_m + tile_n) * SCALE_BLOCK + factor_bytes + BARRIER_BYTES
 
@@ -383,7 +397,7 @@ def _store_violations(config: Config) -> list[str]:
 _TILES = (
     *product((128,), (64, 80, 96, 112, 128, 144, 160, 176, 192)),
     *product((256,), (64, 96, 112, 128)),
-    *product((64,), (64, 96, 128, 160, 192)),
+    *product((64,), (16, 32, 48, 64, 80, 96, 112, 128, 160, 192)),
 )
 _SWAPPED = (*product((64, 128, 256), (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192)),)
 #: Blocks of a cluster along both sides of its tiles and along K.

@@ -1,8 +1,7 @@
 """Grouped GEMM of e4m3 operands with factors of blocks: `block_scaled_gemm`'s kernels over groups.
 
 The rows of all groups lie one after the other and begin anywhere; the offsets are read on the
-device. Tiles are taken group after group. K is not divided, and loops are not unrolled: over
-groups nine such kernels ended with an illegal instruction on an H200.
+device. Tiles are taken group after group, and K is not divided.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from tuner.families.block_scaled_gemm import (
     estimate_us,
     extent_conflict,
     launched,
+    loop_violations,
     rates_of,
     spec_of,
     tile_violations,
@@ -43,10 +43,9 @@ class BlockScaledGroupedGemm(Family):
     capabilities = (HOPPER,)
     runtime_parameters: ClassVar[frozenset[str]] = BlockScaledGemm.runtime_parameters
     domains: ClassVar[Mapping[str, Domain]] = {
-        name: domain
-        for name, domain in BlockScaledGemm.domains.items()
-        if name not in ("split_k", *BlockScaledGemm.optional)
+        name: domain for name, domain in BlockScaledGemm.domains.items() if name != "split_k"
     }
+    optional = BlockScaledGemm.optional
     draws = BlockScaledGemm.draws
 
     def supports(self, problem: Problem, gpu: Gpu) -> str:
@@ -62,6 +61,7 @@ class BlockScaledGroupedGemm(Family):
         return [
             *tile_violations(config),
             *cluster_violations(config),
+            *loop_violations(config),
         ]
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:

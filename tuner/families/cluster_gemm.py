@@ -1,4 +1,4 @@
-"""GEMM for products of few hundred rows: clusters divide K, or every block reads its weights once.
+"""GEMM for products with few tiles: clusters divide K, or every block reads its weights once.
 
 Its template has a main loop of its own. A swapped config computes D^T = B^T A^T: all rows of A are
 the columns of one tile. The weights then come from memory once. `split_k` blocks of a cluster
@@ -35,8 +35,11 @@ KERNEL = "cluster_gemm"
 TEMPLATE = "cluster_gemm.cu.j2"
 WORDS = {"dtype": ("float16", "bfloat16"), "activation": ("", *ACTIVATIONS)}
 """Text that the template takes, by variable."""
-MAX_ROWS = 256
-"""Most rows of A: above, tensor cores bound a product, and CUTLASS's kernels serve it."""
+MAX_ROWS = 16384
+"""Most rows of A that are served."""
+FEW = 256
+"""Most rows or columns of D for which the space has kernels. With more of both, tiles fill the chip
+and tensor cores bound the product: CUTLASS's kernels are faster."""
 BLOCK_K, BLOCK_BYTES = 64, 128
 """Elements of K of a stage, and their bytes: the widest swizzle."""
 INSTRUCTION_ROWS, MAX_COLUMNS = 64, 256
@@ -266,6 +269,8 @@ _MAX_SPLIT_ROUNDS, _MIN_SPLIT_STEPS = 2, 4
 
 def _compiled(problem: GemmProblem, gpu: Gpu) -> Iterator[dict[str, Value]]:
     """Compile-time parameters worth a kernel, in a fixed order."""
+    if min(problem.m, problem.n) > FEW:
+        return
     steps = ceil(problem.k / BLOCK_K)
     shapes = [(True, *tile) for tile in product((64, 128), _WIDTHS)]
     shapes += [(False, *tile) for tile in product((64, 128), _COLUMNS)]
@@ -280,7 +285,9 @@ def _compiled(problem: GemmProblem, gpu: Gpu) -> Iterator[dict[str, Value]]:
             continue
         count = ceil(rows / tile_m) * ceil(columns / tile_n)
         is_full = count * splits > _MAX_SPLIT_ROUNDS * gpu.sm_count
-        if splits > 1 and (is_full or steps < _MIN_SPLIT_STEPS * splits):
+        if is_full and (splits > 1 or problem.m > FEW):
+            continue
+        if splits > 1 and steps < _MIN_SPLIT_STEPS * splits:
             continue
         params: dict[str, Value] = {
             "swap_ab": swapped,

@@ -56,6 +56,7 @@ MEANINGS: Mapping[str, str] = {
     "scores_buffers": "2: the first kernel's next product runs under this one's exponentials.",
     "scores_groups": "Consumer warp groups of the first kernel, 64 rows each.",
     "scores_stages": "Pipeline depth of the first kernel.",
+    "skips_masked": "Masked blocks of keys that a warp group leaves out: whole ones, or halves.",
     "split_k": "Blocks of a cluster that divide K between them.",
     "splits": "Parts into which the keys (attention) or K (products) are split over blocks.",
     "stages": "Pipeline depth: tiles in flight between memory and the tensor cores.",

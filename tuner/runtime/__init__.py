@@ -24,6 +24,7 @@ from tuner.runtime.counters import Stats, stats
 from tuner.runtime.enable import disable, enable, enabled
 
 if TYPE_CHECKING:
+    from tuner.runtime.activations import quantise
     from tuner.runtime.append import paged_append
     from tuner.runtime.block_mask import prepare_block_mask
     from tuner.runtime.experts import moe
@@ -45,6 +46,7 @@ _MODULES = {
     "paged_append": "append",
     "paged_attention": "paged",
     "prepare_block_mask": "block_mask",
+    "quantise": "activations",
     "restore_linear_": "layers",
     "scaled_mm": "products",
     "sparse_attention": "sparse",
@@ -68,6 +70,7 @@ __all__ = [
     "paged_append",
     "paged_attention",
     "prepare_block_mask",
+    "quantise",
     "restore_linear_",
     "scaled_mm",
     "sparse_attention",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import ceil
 from typing import NamedTuple
 
@@ -70,6 +71,17 @@ def moe(
     return _composed(call) if out is None else out
 
 
+class OwnGate(NamedTuple):
+    """Experts that differ from SwiGLU's, by PyTorch's operations between the products."""
+
+    function: Callable[[torch.Tensor], torch.Tensor]
+    """(M, 2 I) to (M, I)."""
+    gate_up_bias: torch.Tensor | None
+    """(G, 2 I)"""
+    down_bias: torch.Tensor | None
+    """(G, H)"""
+
+
 class Layer(NamedTuple):
     """Arguments of `moe`."""
 
@@ -81,10 +93,13 @@ class Layer(NamedTuple):
     gate_up_scale: torch.Tensor | None
     down_scale: torch.Tensor | None
     sizes: Sizes
+    gate: OwnGate | None = None
+    """None: SwiGLU, without biases."""
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
-        return tuple(one for one in self[:7] if isinstance(one, torch.Tensor))
+        given = self[:7] if self.gate is None else (*self[:7], *self.gate)
+        return tuple(one for one in given if isinstance(one, torch.Tensor))
 
 
 def answer(call: Layer) -> torch.Tensor | None:
@@ -153,6 +168,8 @@ def _refusal(call: Layer) -> Refusal | None:
     if len({tensor.device for tensor in inputs}) > 1:
         return Refusal(Kind.MIXED)
     (tokens, columns), (count, _, inner) = hidden.shape, down.shape
+    if call.gate is not None and call.gate_up_scale is not None:
+        return Refusal(Kind.TENSORS, "e4m3 with a gate of its own")
     if hidden.dtype != torch.bfloat16:
         return Refusal(Kind.TENSORS, f"the tokens are {hidden.dtype} (bf16 is served)")
     step = expert_rows.VECTOR
@@ -200,12 +217,27 @@ def _launched(call: Layer, rows: expert_rows.LaunchedRows) -> torch.Tensor:
         copies, call.gate_up, offsets,
         sizes=call.sizes, scale_a=factors, scale_b=call.gate_up_scale,
     )  # fmt: skip
+    if call.gate is not None:
+        return rows.combine(_gated(call, call.gate, both, offsets), places, weights.contiguous())
     products, factors = rows.gate(both, offsets, quantises=quantises)
     each = grouped.grouped_mm(
         products, call.down, offsets,
         sizes=call.sizes, scale_a=factors, scale_b=call.down_scale,
     )  # fmt: skip
     return rows.combine(each, places, weights.contiguous())
+
+
+def _gated(call: Layer, gate: OwnGate, both: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """The down product behind a gate of its own, with biases; rows behind the last are anything."""
+    places = torch.arange(len(both), device=both.device)
+    experts = torch.searchsorted(offsets[1:], places, right=True).clamp_(max=len(call.down) - 1)
+    if gate.gate_up_bias is not None:
+        both += gate.gate_up_bias[experts]
+    products = gate.function(both).contiguous()
+    each = grouped.grouped_mm(products, call.down, offsets, sizes=call.sizes)
+    if gate.down_bias is not None:
+        each += gate.down_bias[experts]
+    return each
 
 
 def _composed(call: Layer) -> torch.Tensor:

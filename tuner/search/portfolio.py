@@ -188,10 +188,11 @@ def _models(
         return None
     without = domain.without_activation
     judge = Judge(domain, regime, kernels, gpu, timed_kernels(without, plain) if without else ())
-    count = domain.max_kernels if most is None else min(most, domain.max_kernels)
-    chosen = judge.cover([kernel for kernel in own if judge.is_known(kernel)], count)
-    if not chosen:
+    known = [kernel for kernel in own if judge.is_known(kernel)]
+    if not known:
         return None
+    count = domain.max_kernels if most is None else min(most, domain.max_kernels)
+    chosen = judge.cover(known, count)
     vendors = [k for k in kernels if k.config.get("kernel") in domain.vendors]
     margin, regret = judge.margin(chosen, vendors)
     candidates = [judge.candidate(kernel) for kernel in (*chosen, *vendors)]

@@ -16,7 +16,7 @@ from functools import cache
 
 from tuner.config import Config, Value
 from tuner.families import families
-from tuner.families.block_scaled_gemm import Rates, rates_of
+from tuner.families.block_scaled_gemm import UNROLL, Rates, deepened, rates_of
 from tuner.families.block_scaled_grouped_gemm import BlockScaledGroupedGemm, grouped_estimate_us
 from tuner.families.grouped_gemm import GroupedGemm
 from tuner.hardware import HOPPER, Gpu
@@ -56,6 +56,12 @@ def _scaled(
     return Config(BlockScaledGroupedGemm.name, params)
 
 
+def _unrolled(tile: tuple[int, int], *, swap_ab: bool = False, store_buffers: int = 0) -> Config:
+    plain = _scaled(tile, 2, swap_ab=swap_ab, store_buffers=store_buffers)
+    loop: dict[str, Value] = {"unroll": UNROLL, "tma_factors": True}
+    return deepened(Config(plain.family, {**plain.params, **loop}))
+
+
 _SCALED = (
     _scaled((64, 16), 20, swap_ab=True),
     _scaled((128, 16), 12, swap_ab=True),
@@ -66,6 +72,18 @@ _SCALED = (
     _scaled((128, 128), 6, store_buffers=1),
     _scaled((128, 176), 4, cluster_m=2, store_buffers=3),
     _scaled((256, 128), 3, store_buffers=4),
+    _unrolled((64, 8), swap_ab=True),
+    _unrolled((64, 16), swap_ab=True),
+    _unrolled((128, 16), swap_ab=True),
+    _unrolled((128, 32), swap_ab=True),
+    _unrolled((64, 64), swap_ab=True),
+    _unrolled((128, 64), swap_ab=True),
+    _unrolled((256, 64), swap_ab=True),
+    _unrolled((64, 128), store_buffers=2),
+    _unrolled((128, 64), store_buffers=1),
+    _unrolled((128, 128), store_buffers=2),
+    _unrolled((128, 192), store_buffers=3),
+    _unrolled((256, 128), store_buffers=4),
 )
 KERNELS: Mapping[DType, Mapping[Config, float | Rates]] = {
     "bfloat16": {

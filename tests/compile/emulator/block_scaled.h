@@ -45,7 +45,7 @@ inline int run(Case const& c, unsigned seed) {
   p.y = emulator::map_of({(kSwapped ? a : b).data(), c.k, rows_y, c.k, kTileY / kClusterX});
   p.d_map = emulator::map_of({reinterpret_cast<uint8_t*>(d.data()), 2 * c.n, c.m, 2 * c.n, 16});
   emulator::Matrix factors{reinterpret_cast<uint8_t*>(scale_a.data()), 4 * c.m, blocks, 4 * rows_a, 1};
-  factors.floats = kRowFactors;
+  factors.floats = kBoxFloats;
   // Without a copy of factors, stages have none: rows and columns have one for all of K.
   const bool is_promoted = !set_factors(p, emulator::map_of(factors), 0) && kFullArrivals == 1;
   p.d = reinterpret_cast<__nv_bfloat16*>(d.data());

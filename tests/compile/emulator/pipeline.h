@@ -389,6 +389,8 @@ inline void copy_box_to(CUtensorMap const& map, uint32_t to, int column, int row
   std::memcpy(&matrix, &map, sizeof(matrix));
   int const element = matrix.floats ? 4 : emulator::kElementBytes, width = matrix.floats ? 4 * matrix.floats : 128;
   if (to % (matrix.floats ? 128 : 1024)) emulator::fail("a box lies between swizzle atoms");
+  // The device: an illegal instruction (an H200, 27 November 2026).
+  if (column * element % 16) emulator::fail("a box begins within 16 bytes");
   for (uint32_t rank = 0; rank < 16; ++rank) {
     if (!(blocks >> rank & 1)) continue;
     emulator::Place const target = emulator::place_of(in_block(to, rank)), at = emulator::place_of(in_block(barrier, rank));

@@ -37,9 +37,9 @@ START_S = 180.0
 MAX_LOST = 4
 #: Children side by side, fewer on few cores: most of a trial is the CPU's work of small launches.
 CHILDREN = 8
-#: Bytes of an output from which a case's trials are all in the first child: its float64 reference
-#: takes four times as many, and two of the largest do not fit a GPU's memory.
-LARGE_BYTES = 256 << 20
+#: Bytes of operands from which a case's trials are all in the first child: with its float64
+#: reference the largest takes half of a GPU's memory.
+LARGE_BYTES = 1 << 30
 PROGRESS_S = 10.0
 #: Python's arguments, before the plan's path.
 CHILD = ("-m", "fused_attention_proof.child")
@@ -113,19 +113,23 @@ def cores() -> int:
 def divided(wanted: Sequence[Trial], count: int) -> list[list[Trial]]:
     """Trials for each of up to `count` children, those of a case together; none of them is empty.
 
-    Cases with outputs of `LARGE_BYTES` or more are all in the first share. The others go to the
-    share with the fewest trials, in order.
+    Cases with operands of `LARGE_BYTES` or more are all in the first share. The others go to the
+    share with the least to do, in order.
     """
     shares: list[list[Trial]] = [[] for _ in range(max(1, count))]
     by_case: dict[Case, list[Trial]] = {}
     for trial in wanted:
         by_case.setdefault(trial.case, []).append(trial)
-    large = [case for case in by_case if case.problem.output.bytes >= LARGE_BYTES]
-    for case in large:
+    for case in [case for case in by_case if case.problem.bytes >= LARGE_BYTES]:
         shares[0] += by_case.pop(case)
     for mine in by_case.values():
-        min(shares, key=len).extend(mine)
+        min(shares, key=lambda share: sum(map(_work, share))).extend(mine)
     return [share for share in shares if share]
+
+
+def _work(trial: Trial) -> float:
+    """Work of a trial: a launch's share of the CPU, and passes over the memory of large ones."""
+    return 1 + 2 * trial.case.problem.bytes / LARGE_BYTES
 
 
 class _Runner:

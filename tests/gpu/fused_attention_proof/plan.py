@@ -49,14 +49,21 @@ TOGETHER: dict[tuple[int, bool, str], tuple[dict[str, Value | None], ...]] = {
         {"stages_output": True, "persistent": True, "packed_heads": 2},
         {"key_groups": 4, "packed_heads": None, "stages_output": None},
     ),
-    (64, True, "bfloat16"): ({"key_groups": 2, "warp_groups": 4, "stages_output": True},),
+    (64, True, "bfloat16"): (
+        {"key_groups": 2, "warp_groups": 4, "stages_output": True},
+        {"skips_masked": "halves", "warp_groups": 3},
+    ),
     (96, False, "bfloat16"): ({"stages_output": True, "persistent": False, "packed_heads": 8},),
     (96, True, "float16"): ({"key_groups": 2, "stages_output": None, "packed_heads": None},),
     (128, False, "float16"): ({"key_groups": 2, "stages_output": None, "packed_heads": 8},),
     (128, False, "bfloat16"): ({"stages_output": True, "persistent": False, "packed_heads": 16},),
-    (128, True, "bfloat16"): ({"key_groups": 2, "stages_output": True, "packed_heads": None},),
+    (128, True, "bfloat16"): (
+        {"key_groups": 2, "stages_output": True, "packed_heads": None},
+        {"skips_masked": "halves", "packed_heads": None},
+    ),
     (128, True, "float16"): ({"stages_output": True, "persistent": True, "packed_heads": 2},),
     (192, False, "float16"): ({"stages_output": True, "persistent": False, "packed_heads": 4},),
+    (256, True, "float16"): ({"skips_masked": "blocks"},),
     (256, True, "bfloat16"): ({"stages_output": True, "persistent": True, "packed_heads": None},),
 }
 #: Kernels of a combination among which the first are chosen; a space has a thousand.
@@ -172,7 +179,7 @@ def choose(
     everything = [kernel for pool in pools.values() for kernel in pool]
     wanted = set().union(*(kernel.facts for kernel in everything))
     while not wanted <= seen:
-        take(everything)
+        take([kernel for kernel in everything if kernel.facts - seen])
     return [with_settings(family, kernel) for kernel in chosen]
 
 

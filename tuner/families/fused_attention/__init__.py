@@ -36,7 +36,11 @@ from tuner.problem.attention_masks import PAGE_MULTIPLE
 KERNEL = "attention"
 """Name of the only kernel. Its library also launches the kernels before and after it."""
 #: Text that the template takes, by variable.
-WORDS = {"dtype": ("float16", "bfloat16", E4M3), "mask_operand": ("bool", "additive")}
+WORDS = {
+    "dtype": ("float16", "bfloat16", E4M3),
+    "mask_operand": ("bool", "additive"),
+    "skips_masked": ("blocks", "halves"),
+}
 #: Blocks that share the keys of a tile at most; two for each multiprocessor of a chip are 264.
 MAX_SPLITS = 512
 #: Share of the multiprocessors that clusters can be relied on to fill: a cluster's are those of one
@@ -70,6 +74,7 @@ class FusedAttention(Family):
         "q_in_registers": (False, True),
         "early_exp": (0, 50, 100),
         "stages_output": (True,),
+        "skips_masked": ("blocks", "halves"),
         "persistent": (False, True),
         "blocks_per_sm": (1, 2),
         "splits": range(1, MAX_SPLITS + 1),
@@ -80,7 +85,7 @@ class FusedAttention(Family):
     optional = frozenset(
         {
             *("key_groups", "packed_heads", "ping_pong", "early_exp", "stages_output", "combine"),
-            *("pads_heads", "box_rows"),
+            *("pads_heads", "box_rows", "skips_masked"),
         }
     )
     draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {
@@ -115,8 +120,9 @@ class FusedAttention(Family):
 
     def carried(self, problem: Problem, config: Config) -> Config:
         """Without grouped heads `packed_heads` is absent, which means 1 to kernels. With variable
-        lengths or paged caches `stages_output` is absent. A mask operand leaves registers for
-        narrower tiles. Nothing is carried to heads whose queries fill no tile.
+        lengths or paged caches `stages_output` is absent, and `skips_masked` where it is not legal.
+        A mask operand leaves registers for narrower tiles. Nothing is carried to heads whose
+        queries fill no tile.
         """
         attention = _attention(problem)
         if attention.mask_operand:
@@ -134,18 +140,22 @@ class FusedAttention(Family):
             packed = math.gcd(packed, group)
         if attention.seqlen_q < tile_m(params) and not attention.is_paged:
             return config
-        return Config(self.name, {**params, "packed_heads": packed} if group > 1 else params)
+        if group > 1:
+            params["packed_heads"] = packed
+        if not legality.may_skip(attention, params):
+            params.pop("skips_masked", None)
+        return Config(self.name, params)
 
     def draw(
         self, problem: Problem, gpu: Gpu, members: Sequence[Config], rng: random.Random
     ) -> Config:
         """As `Family.draw`, with `ping_pong`, `early_exp` and `combine` only where they apply.
-        `key_groups`, `pads_heads` and `stages_output` are each off half of the time. Boxes are as
-        wide as possible.
+        `key_groups`, `pads_heads`, `stages_output` and `skips_masked` are each off half of the
+        time. Boxes are as wide as possible.
         """
         params = dict(super().draw(problem, gpu, members, rng).params)
         params.pop("box_rows", None)
-        for name in ("key_groups", "pads_heads", "stages_output"):
+        for name in ("key_groups", "pads_heads", "stages_output", "skips_masked"):
             if rng.random() < 0.5:
                 params.pop(name, None)
         ping_pong, early = params.pop("ping_pong", False), params.pop("early_exp", 0)

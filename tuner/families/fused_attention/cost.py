@@ -115,6 +115,8 @@ def predict_us(
     batches = ceil(rounds / resident)
     longest, mean = _visits(problem, tile_m // packed, tiles, config["tile_n"], splits)
     longest, mean = ceil(longest / sharing), mean / sharing
+    if "skips_masked" in config.params:
+        mean -= _skipped(config, tile_m // packed)
     if config["score_buffers"] > 1:  # the last keys' product is computed once more
         longest, mean = longest + 0.5, mean + 0.5
     step = _step_clocks(problem, config, head_tile, resident, constants)
@@ -202,6 +204,13 @@ def _step_clocks(
     if not config.get("ping_pong", False):
         step += constants["unordered"] * (together - 1) * product
     return float(step)
+
+
+def _skipped(config: Config, queries: int) -> float:
+    """Blocks of keys that a warp group leaves out in the mean of a tile of `queries`."""
+    tile_n, packed = config["tile_n"], config.get("packed_heads", 1)
+    whole = (queries - 64 / packed) / (2 * tile_n) if tile_n % queries else 0.0
+    return float(whole + (config["skips_masked"] == "halves") / 4)
 
 
 @lru_cache(maxsize=1024)

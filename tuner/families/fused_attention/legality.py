@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from tuner.config import Config
 from tuner.families.fused_attention.packing import MAX_PACKED_E4M3, may_pad, tile_m
 from tuner.families.fused_attention.registers import (
@@ -19,6 +22,8 @@ SPARSE_TILES = (32, 64, 128)
 MAX_STAGED = 16
 #: Blocks of a cluster at most (CUDA's limit where non-portable sizes are allowed).
 MAX_CLUSTERED = 16
+#: Keys of a block that a WGMMA may take half of.
+HALVED = (64, 128, 192, 256)
 #: mbarriers and two tiles' coordinates at the end of the shared memory, rounded to the alignment
 #: of the tiles.
 BARRIER_BYTES = 1024
@@ -40,6 +45,12 @@ def conflicts(problem: AttentionProblem, config: Config) -> list[str]:
     if ("early_exp" in config.params) != (buffers == 1):
         found.append("early_exp is for one score buffer, only")
     found += _sharing(problem, config)
+    if "skips_masked" in config.params and not may_skip(problem, config.params):
+        found.append(
+            "skips_masked is for persistent blocks under a causal mask alone, with one score "
+            "buffer: blocks where warp groups end at different blocks of keys, halves with a "
+            f"tile_n of {', '.join(map(str, HALVED))}"
+        )
     found += _packing(problem, config)
     if problem.is_varlen and not problem.is_paged and splits > 1:
         found.append(f"splits={splits} is not for variable lengths (allowed: 1)")
@@ -64,6 +75,28 @@ def conflicts(problem: AttentionProblem, config: Config) -> list[str]:
             f"the {launched} of a launch"
         )
     return found
+
+
+def may_skip(problem: AttentionProblem, params: Mapping[str, Any]) -> bool:
+    """True if `skips_masked` is legal. For blocks, the warp groups of a tile end at different
+    blocks of keys. For halves, some of them end in the first half of a block.
+
+    Args:
+        problem: problem to compute.
+        params: parameters of a config, whose `skips_masked` is read where it is there.
+    """
+    is_plain = problem.is_causal and not (
+        problem.is_windowed or problem.is_packed or problem.block_mask
+    )
+    if not (is_plain and params["persistent"] and params["score_buffers"] == 1):
+        return False
+    if "key_groups" in params:
+        return False
+    tile_n, packed = int(params["tile_n"]), int(params.get("packed_heads", 1))
+    if params.get("skips_masked") == "halves":
+        return tile_n in HALVED and 64 // packed <= tile_n // 2
+    queries = tile_m(params) // packed
+    return queries > 0 and tile_n % queries != 0
 
 
 def _sharing(problem: AttentionProblem, config: Config) -> list[str]:
