@@ -9,19 +9,13 @@ or ``--compile-only`` compiles the kernel.
 
 from __future__ import annotations
 
-import argparse
-import datetime
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks.call_times import Contender, time_calls
-from tuner.base.output import check_place
-from tuner.bench.results import write_json
-from tuner.compile.artifacts import ArtifactCache
+from benchmarks.single_kernel import run
 from tuner.compile.single import PAGED_APPEND
 from tuner.errors import BenchmarkError
-from tuner.measure.device import environment
 
 HEADS, HEADS_KV, WIDTH, SIZE = 32, 8, 128, 16
 #: Sequences, and new tokens of each.
@@ -112,29 +106,6 @@ def main(argv: Sequence[str]) -> int:
         BenchmarkError: when torch sees no GPU, or the kernel is not built.
         CompileError: when ``--compile-only`` finds no compiler.
     """
-    parser = argparse.ArgumentParser(
-        prog="scripts/bench append",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--compile-only", action="store_true", help="compile, time nothing")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    args = parser.parse_args(argv)
-    if args.compile_only:
-        PAGED_APPEND.build(ArtifactCache())
-        return 0
-    check_place(args.json)
-    import torch
-
-    if not torch.cuda.is_available():
-        raise BenchmarkError(f"torch {torch.__version__} sees no GPU")
-    rows = []
-    for is_e4m3 in (False, True):
-        for step in STEPS:
-            rows.append(timed(*step, is_e4m3))
-            print(line(rows[-1]), flush=True)
-    if args.json is not None:
-        facts = {"gpu": torch.cuda.get_device_name(), **environment(0).facts}
-        day = datetime.date.today().isoformat()
-        write_json(args.json, {**facts, "torch": torch.__version__, "date": day, "rows": rows})
+    steps = (timed(*step, is_e4m3) for is_e4m3 in (False, True) for step in STEPS)
+    rows = run(argv, "append", __doc__, PAGED_APPEND, steps, line)
     return int(any(row["failed"] for row in rows))

@@ -23,8 +23,9 @@ from benchmarks import backward_errors
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
 from tuner.bench.suites import SUITES
-from tuner.compile.artifacts import ArtifactCache, LoadedKernel, load
+from tuner.compile.artifacts import ArtifactCache
 from tuner.compile.compiler import Compiler, find_toolchain
+from tuner.compile.loading import LoadedKernel, load
 from tuner.config import Config
 from tuner.errors import BenchmarkError, TunerError
 from tuner.families import family

@@ -397,16 +397,16 @@ hits = tuner.stats().hits
 # The libraries of the call once more, from copies: the process keeps what it has loaded.
 import shutil, tempfile
 from pathlib import Path
-from tuner.compile import artifacts
-load, keys = 0.0, list(artifacts._loaded)
+from tuner.compile import artifacts, loading
+load, keys = 0.0, list(loading._loaded)
 with tempfile.TemporaryDirectory() as folder:
     for key in keys:
         artifact = artifacts.ArtifactCache().find(key)
         copy = Path(folder) / f"{key}.so"
         shutil.copyfile(artifact.library, copy)
         at = time.perf_counter()
-        artifacts.verify(artifact)
-        artifacts.LoadedKernel(key, copy)
+        loading.verify(artifact)
+        loading.LoadedKernel(key, copy)
         load += time.perf_counter() - at
 print(json.dumps({
     "returned": (returned - start) * 1e3, "done": (done - start) * 1e3, "hits": hits,

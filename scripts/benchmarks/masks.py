@@ -22,8 +22,9 @@ from benchmarks.call_times import Contender, Times, time_calls
 from benchmarks.masks_served import MASKS
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
-from tuner.compile.artifacts import ArtifactCache, LoadedKernel, load
+from tuner.compile.artifacts import ArtifactCache
 from tuner.compile.compiler import Compiler, find_toolchain
+from tuner.compile.loading import LoadedKernel, load
 from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.families import family

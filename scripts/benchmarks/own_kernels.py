@@ -8,8 +8,9 @@ from typing import Any
 
 from benchmarks.call_times import Contender
 from tuner.bench.results import write_json
-from tuner.compile.artifacts import ArtifactCache, load
+from tuner.compile.artifacts import ArtifactCache
 from tuner.compile.compiler import Compiler
+from tuner.compile.loading import load
 from tuner.compile.toolchain import find_toolchain
 from tuner.errors import BenchmarkError
 from tuner.families import family

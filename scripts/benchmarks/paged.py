@@ -29,8 +29,9 @@ from benchmarks.call_times import FAILURES, Contender, first_line, time_calls
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
 from tuner.cli.aot import compile_aot
-from tuner.compile.artifacts import ArtifactCache, LoadedKernel, load
+from tuner.compile.artifacts import ArtifactCache
 from tuner.compile.compiler import Compiler
+from tuner.compile.loading import LoadedKernel, load
 from tuner.compile.toolchain import find_toolchain
 from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError, TunerError

@@ -14,6 +14,7 @@ them.
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import math
 import os
@@ -247,7 +248,7 @@ def read(path: Path, heading: Mapping[str, Any] | None = None) -> dict[str, dict
     """Rows of a file by the key of their calls; a last line that is cut off is left out.
 
     Args:
-        path: the file.
+        path: the file; compressed if its name ends in ``.gz``.
         heading: its first line, where rows are to be appended; then what is cut off is removed.
 
     Raises:
@@ -255,8 +256,9 @@ def read(path: Path, heading: Mapping[str, Any] | None = None) -> dict[str, dict
         StoreError: when it cannot be read.
     """
     try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as exc:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt") as file:
+            text = str(file.read())
+    except (OSError, EOFError, UnicodeDecodeError) as exc:
         raise StoreError(f"{path} cannot be read: {exc}") from exc
     whole, _, rest = text.rpartition("\n")
     try:

@@ -7,19 +7,13 @@ behind an element-wise kernel that writes the rows. Both results must have the s
 
 from __future__ import annotations
 
-import argparse
-import datetime
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks.call_times import Contender, time_calls
-from tuner.base.output import check_place
-from tuner.bench.results import write_json
-from tuner.compile.artifacts import ArtifactCache
+from benchmarks.single_kernel import run
 from tuner.compile.single import BLOCK_QUANTISER
 from tuner.errors import BenchmarkError
-from tuner.measure.device import environment
 
 SIZES = ((1, 7168), (16, 7168), (128, 7168), (4096, 7168), (8192, 4096))
 """(M, K) of the rows."""
@@ -69,24 +63,6 @@ def main(argv: Sequence[str]) -> int:
         BenchmarkError: when torch sees no GPU, or the kernel is not built.
         CompileError: when ``--compile-only`` finds no compiler.
     """
-    parser = argparse.ArgumentParser(prog="scripts/bench quantiser", description=__doc__)
-    parser.add_argument("--compile-only", action="store_true", help="compile, time nothing")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    args = parser.parse_args(argv)
-    if args.compile_only:
-        BLOCK_QUANTISER.build(ArtifactCache())
-        return 0
-    check_place(args.json)
-    import torch
-
-    if not torch.cuda.is_available():
-        raise BenchmarkError(f"torch {torch.__version__} sees no GPU")
-    rows = []
-    for m, k in SIZES:
-        rows.append(timed(m, k))
-        print(line(rows[-1]), flush=True)
-    if args.json is not None:
-        facts = {"gpu": torch.cuda.get_device_name(), **environment(0).facts}
-        day = datetime.date.today().isoformat()
-        write_json(args.json, {**facts, "torch": torch.__version__, "date": day, "rows": rows})
-    return 0 if all(row["same_bits"] and not row["failed"] for row in rows) else 1
+    sizes = (timed(*size) for size in SIZES)
+    rows = run(argv, "quantiser", __doc__, BLOCK_QUANTISER, sizes, line)
+    return int(any(row["failed"] or not row["same_bits"] for row in rows))

@@ -208,6 +208,8 @@ def _of_cublaslt(a: Any, scale_a: Any, weights: Sequence[tuple[Any, Any]], n: in
     from torch.nn import functional
 
     kinds = functional.ScalingType
+    if len(a) == 1:  # cuBLASLt's factors lie side by side along the rows
+        scale_a = scale_a.contiguous().as_strided(scale_a.shape, (1, 1))
 
     def call(i: int) -> Any:
         b, scale_b = weights[i]
@@ -270,6 +272,7 @@ def scaled_name(config: Any) -> str:
     parts = f" k{config['split_k']}" * (config["split_k"] > 1)
     cluster = config["cluster_m"], config["cluster_n"]
     parts += f" c{cluster[0]}x{cluster[1]}" * (cluster != (1, 1))
+    parts += " uniform" * ("uniform_branch" in config.params)
     return f"{kernel_name(config)}{parts}"
 
 

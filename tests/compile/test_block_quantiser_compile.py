@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tuner.compile import single
-from tuner.compile.artifacts import load
 from tuner.compile.compiler import Compiler
+from tuner.compile.loading import load
 from tuner.compile.single import BLOCK_QUANTISER
 from tuner.errors import BenchmarkError, CompileError
 

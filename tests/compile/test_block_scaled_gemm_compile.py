@@ -11,8 +11,8 @@ from block_scaled_cases import problem as problem_of
 from emulation import device_half
 from emulation import emulated as run_emulated
 
-from tuner.compile.artifacts import load
 from tuner.compile.compiler import Compiler
+from tuner.compile.loading import load
 from tuner.compile.render import render
 from tuner.config import Config
 from tuner.errors import BenchmarkError

@@ -10,8 +10,8 @@ from cluster_gemm_cases import COMPILED, FAMILY, config, spec_of
 from emulation import device_half
 from emulation import emulated as run_emulated
 
-from tuner.compile.artifacts import load
 from tuner.compile.compiler import Compiler
+from tuner.compile.loading import load
 from tuner.compile.render import render
 from tuner.config import Config
 from tuner.errors import BenchmarkError

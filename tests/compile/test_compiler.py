@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from tuner.base import resources
-from tuner.compile.artifacts import ArtifactCache, load
+from tuner.compile.artifacts import ArtifactCache
 from tuner.compile.compiler import Compiler, Toolchain, find_toolchain
+from tuner.compile.loading import load
 from tuner.compile.toolchain import probe
 from tuner.errors import BenchmarkError, CompileError
 from tuner.families.base import KernelSpec

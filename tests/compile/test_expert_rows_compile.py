@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tuner.compile.artifacts import load
 from tuner.compile.compiler import Compiler
+from tuner.compile.loading import load
 from tuner.compile.single import EXPERT_ROWS
 from tuner.errors import BenchmarkError
 

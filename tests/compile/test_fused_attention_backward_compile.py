@@ -13,8 +13,8 @@ import pytest
 from backward_configs import BASE
 from rendered import part
 
-from tuner.compile.artifacts import load
 from tuner.compile.compiler import Compiler
+from tuner.compile.loading import load
 from tuner.compile.render import render
 from tuner.compile.toolchain import find_toolchain
 from tuner.config import Config, Value

@@ -10,8 +10,8 @@ import pytest
 from fused_configs import maker
 
 from tuner.base import resources
-from tuner.compile.artifacts import load
 from tuner.compile.compiler import Compiler
+from tuner.compile.loading import load
 from tuner.compile.render import render
 from tuner.compile.toolchain import find_toolchain, include_dirs
 from tuner.config import Config, Value

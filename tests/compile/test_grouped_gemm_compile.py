@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tuner.compile.artifacts import load
 from tuner.compile.compiler import Compiler
+from tuner.compile.loading import load
 from tuner.config import Config
 from tuner.errors import BenchmarkError
 from tuner.families.grouped_gemm import GroupedGemm

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tuner.compile.artifacts import load
 from tuner.compile.compiler import Compiler
+from tuner.compile.loading import load
 from tuner.compile.render import render
 from tuner.compile.toolchain import find_toolchain
 from tuner.errors import BenchmarkError

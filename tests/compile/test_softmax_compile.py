@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tuner.base import resources
-from tuner.compile.artifacts import load
 from tuner.compile.compiler import Compiler
+from tuner.compile.loading import load
 from tuner.compile.render import render
 from tuner.config import Config
 from tuner.errors import BenchmarkError, CompileError

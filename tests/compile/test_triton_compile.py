@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from tuner.compile import triton_compiler
-from tuner.compile.artifacts import ArtifactCache, load
+from tuner.compile.artifacts import ArtifactCache
 from tuner.compile.compiler import Compiler
+from tuner.compile.loading import load
 from tuner.compile.render import render
 from tuner.compile.toolchain import Toolchain, find_toolchain
 from tuner.config import Config, Value

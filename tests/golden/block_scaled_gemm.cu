@@ -690,7 +690,11 @@ inline cudaError_t launch(Tensors const& tensors, Integers const& call, Scalars 
   const int tiles = (p.tiles_x + (kGrouped && !kSwapped ? p.groups - 1 : 0)) *
                     (p.tiles_y + (kGrouped && kSwapped ? p.groups - 1 : 0));
   // Partial sums take the ring's place, so that blocks which divide K have one tile each.
-  const int resident = kSplits > 1 || tiles < clusters ? tiles : clusters;
+  // Of many tiles each block has as many as another, where that leaves few multiprocessors without work: what
+  // they do not draw makes the others faster.
+  int resident = kSplits > 1 || tiles < clusters ? tiles : clusters;
+  const int rounds = (tiles + resident - 1) / resident, even = (tiles + rounds - 1) / rounds;
+  if (!kGrouped && even * 8 >= resident * 7) resident = even;
   cudaLaunchAttribute attributes[2]{};
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(resident * kCluster);

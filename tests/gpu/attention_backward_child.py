@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from tuner.compile.artifacts import ArtifactCache, load
+from tuner.compile.artifacts import ArtifactCache
+from tuner.compile.loading import load
 from tuner.config import Config
 from tuner.families import family
 from tuner.problem import AttentionBackwardProblem, problem_from_json

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from tuner.base import resources
-from tuner.compile.artifacts import ArtifactCache, load
+from tuner.compile.artifacts import ArtifactCache
 from tuner.compile.compiler import Compiler
+from tuner.compile.loading import load
 from tuner.compile.toolchain import find_toolchain
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure.device import Device, detect

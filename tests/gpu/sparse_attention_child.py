@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from tuner.compile.artifacts import LoadedKernel
+from tuner.compile.loading import LoadedKernel
 from tuner.config import Config
 from tuner.families import family
 from tuner.hardware import DEFAULT_GPU

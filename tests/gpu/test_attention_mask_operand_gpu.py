@@ -15,8 +15,8 @@ from fused_configs import maker
 from runtime_gpu import call_path, forget, fresh_store, store, this_gpu
 
 from tuner.base import resources
-from tuner.compile.artifacts import LoadedKernel, load
 from tuner.compile.compiler import Compiler
+from tuner.compile.loading import LoadedKernel, load
 from tuner.config import Config
 from tuner.families import family
 from tuner.families.base import KernelSpec

@@ -12,8 +12,8 @@ import pytest
 from fused_configs import maker
 from runtime_gpu import forget, fresh_store, store, this_gpu
 
-from tuner.compile.artifacts import LoadedKernel, load
 from tuner.compile.compiler import Compiler
+from tuner.compile.loading import LoadedKernel, load
 from tuner.config import Config
 from tuner.families import family
 from tuner.families.base import KernelSpec

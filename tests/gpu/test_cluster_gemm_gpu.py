@@ -7,8 +7,8 @@ from cluster_gemm_cases import COMPILED, FAMILY, SIZES, spec_of
 from cluster_gemm_cases import problem as problem_of
 from gating import pass_the_gate
 
-from tuner.compile.artifacts import load
 from tuner.compile.compiler import Compiler
+from tuner.compile.loading import load
 from tuner.families.base import KernelSpec
 from tuner.families.cluster_gemm import KERNEL
 from tuner.hardware import DEFAULT_GPU

@@ -16,8 +16,8 @@ import pytest
 from fused_attention_proof import cases, parent, plan
 from fused_attention_proof.report import Report
 
-from tuner.compile.artifacts import load
 from tuner.compile.compiler import Compiler
+from tuner.compile.loading import load
 from tuner.families import family
 from tuner.families.base import KernelSpec
 from tuner.hardware import DEFAULT_GPU

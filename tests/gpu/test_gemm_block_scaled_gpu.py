@@ -7,8 +7,8 @@ from block_scaled_cases import CASES, PROMOTED, SIZES
 from block_scaled_cases import problem as problem_of
 from gating import pass_the_gate
 
-from tuner.compile.artifacts import load
 from tuner.compile.compiler import Compiler
+from tuner.compile.loading import load
 from tuner.config import Config
 from tuner.families import family
 from tuner.families.base import KernelSpec

@@ -10,8 +10,8 @@ from gemm_cases import EPILOGUE_SIZES as SIZES
 from gemm_cases import EPILOGUES as CASES
 from gemm_cases import with_epilogue as problem_of
 
-from tuner.compile.artifacts import LoadedKernel, load
 from tuner.compile.compiler import Compiler
+from tuner.compile.loading import LoadedKernel, load
 from tuner.families.base import KernelSpec, Ref
 from tuner.families.gemm import Gemm, Matrix, gemm_launch
 from tuner.hardware import DEFAULT_GPU

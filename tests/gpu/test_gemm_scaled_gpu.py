@@ -7,8 +7,8 @@ from gemm_cases import SCALED as CASES
 from gemm_cases import SCALED_SIZES as SIZES
 from gemm_cases import scaled as problem_of
 
-from tuner.compile.artifacts import LoadedKernel, load
 from tuner.compile.compiler import Compiler
+from tuner.compile.loading import LoadedKernel, load
 from tuner.config import Config
 from tuner.families import family
 from tuner.families.base import KernelSpec

@@ -6,8 +6,8 @@ import pytest
 from gating import pass_the_gate
 from gemm_swiglu_cases import CASES, SIZES
 
-from tuner.compile.artifacts import load
 from tuner.compile.compiler import Compiler
+from tuner.compile.loading import load
 from tuner.families.base import KernelSpec
 from tuner.families.gemm.swiglu import GemmSwiglu
 from tuner.hardware import DEFAULT_GPU

@@ -6,8 +6,8 @@ import pytest
 from gating import pass_the_gate
 from gemv_cases import CASES, problem_of
 
-from tuner.compile.artifacts import LoadedKernel, load
 from tuner.compile.compiler import Compiler
+from tuner.compile.loading import LoadedKernel, load
 from tuner.families.base import KernelSpec
 from tuner.families.gemv import KERNEL, Gemv
 from tuner.hardware import DEFAULT_GPU

@@ -6,8 +6,8 @@ import pytest
 from block_scaled_cases import CASES, GROUPED, GROUPED_SIZES, grouped
 from gating import pass_the_gate
 
-from tuner.compile.artifacts import load
 from tuner.compile.compiler import Compiler
+from tuner.compile.loading import load
 from tuner.families.base import KernelSpec
 from tuner.families.block_scaled_grouped_gemm import KERNEL, BlockScaledGroupedGemm
 from tuner.hardware import DEFAULT_GPU

@@ -8,8 +8,8 @@ import pytest
 from gating import pass_the_gate
 from grouped_gemm_cases import CASES, SIZES
 
-from tuner.compile.artifacts import load
 from tuner.compile.compiler import Compiler
+from tuner.compile.loading import load
 from tuner.families.base import KernelSpec
 from tuner.families.grouped_gemm import GroupedGemm
 from tuner.hardware import DEFAULT_GPU

@@ -14,8 +14,8 @@ from drawn_children import answers
 from gating import pass_the_gate
 from paged_cases import FAMILY, KERNELS, posed, spec
 
-from tuner.compile.artifacts import load
 from tuner.compile.compiler import Compiler
+from tuner.compile.loading import load
 from tuner.families.base import KernelSpec
 from tuner.measure.device import Device
 from tuner.measure.gate import REFERENCE, Gate

@@ -14,8 +14,8 @@ from drawn_children import answers
 from fused_configs import maker
 from gating import pass_the_gate
 
-from tuner.compile.artifacts import load
 from tuner.compile.compiler import Compiler
+from tuner.compile.loading import load
 from tuner.config import Config
 from tuner.families import family
 from tuner.families.base import KernelSpec

@@ -14,8 +14,8 @@ from gating import pass_the_gate
 from runtime_gpu import forget, fresh_store, store, this_gpu
 from two_kernel_cases import CASES, LENGTHS, problems, variants
 
-from tuner.compile.artifacts import LoadedKernel, load
 from tuner.compile.compiler import Compiler
+from tuner.compile.loading import LoadedKernel, load
 from tuner.config import Config
 from tuner.families import family
 from tuner.families.base import LSE, SCRATCH, KernelSpec

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from fused_configs import maker
 
-from tuner.compile.artifacts import LoadedKernel, load
 from tuner.compile.compiler import Compiler
+from tuner.compile.loading import LoadedKernel, load
 from tuner.config import Config
 from tuner.families import family
 from tuner.families.base import KernelSpec

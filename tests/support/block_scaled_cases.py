@@ -18,8 +18,9 @@ def config(
     pdl: bool = True,
     unroll: int = 0,
     tma_factors: bool = False,
+    uniform_branch: bool = False,
 ) -> Config:
-    given = {"unroll": unroll, "tma_factors": tma_factors}
+    given = {"unroll": unroll, "tma_factors": tma_factors, "uniform_branch": uniform_branch}
     loop = {name: value for name, value in given.items() if value}
     return Config(
         "block_scaled_gemm",
@@ -60,6 +61,9 @@ CASES: dict[str, Config] = {
     ),
     "factors by TMA": config((128, 176), 4, store_buffers=3, unroll=4, tma_factors=True),
     "factors by TMA, one warp group": config((64, 112), 8, unroll=4, tma_factors=True),
+    "uniform branch": config(
+        (64, 32), 16, unroll=4, tma_factors=True, uniform_branch=True, pdl=False
+    ),
     "swapped": config((128, 16), 12, swap_ab=True),
     "swapped, unrolled": config((64, 24), 16, swap_ab=True, unroll=8),
     "swapped, factors by TMA": config(

@@ -55,5 +55,5 @@ COMPILED = {
     "columns": (config((64, 96), split_k=4), "bias_silu", "float16"),
     "few rows, long K": (config((128, 64), swap_ab=True, split_k=4), "bias", "bfloat16"),
 }
-SIZES = ((1, 8, 520), (70, 264, 1032), (128, 2112, 4096), (256, 520, 8192))
+SIZES = ((1, 8, 520), (70, 264, 1032), (128, 2112, 4096), (256, 520, 8192), (1300, 72, 2880))
 """M, N and K; the last tiles and blocks of K of most are cut off."""

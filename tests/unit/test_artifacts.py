@@ -14,12 +14,8 @@ from locks import hold
 from tuner import cli
 from tuner.base import ownership, scratch
 from tuner.compile import artifacts
-from tuner.compile.artifacts import (
-    Artifact,
-    ArtifactCache,
-    LoadedKernel,
-    load,
-)
+from tuner.compile.artifacts import Artifact, ArtifactCache
+from tuner.compile.loading import LoadedKernel, load
 from tuner.errors import BenchmarkError, ConfigError, StoreError
 from tuner.measurement import Resources
 

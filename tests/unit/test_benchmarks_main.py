@@ -29,3 +29,5 @@ def test_the_script_names_them_too() -> None:
     said = subprocess.run([TOP / "scripts" / "bench"], capture_output=True, text=True, check=False)
     assert said.returncode != 0
     assert said.stderr.split()[-len(NAMES) :] == list(NAMES)
+    asked = [TOP / "scripts" / "bench", "--help"]
+    assert subprocess.run(asked, capture_output=True, text=True, check=True).stdout == said.stderr

@@ -324,7 +324,10 @@ raise SystemExit(answer_indices(measure, "cpu"))
 """
 
 
-def test_a_crash_says_where(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_crash_says_where(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(population.__file__).parents[1]))
     with Worker([sys.executable, "-P", "-c", CRASHING], 60) as worker:
         assert worker.ask(0) == {}
         assert worker.ask(1) == {"lost": "the worker ended: code -11"}
@@ -462,3 +465,8 @@ def test_a_child_keeps_its_answers_apart_from_noise(monkeypatch: Any) -> None:
         assert worker.ask(3) == {"index": 3}
         assert worker.ask(7) == {"lost": "the device is lost"}
         assert worker.ask(4) == {"index": 4}
+
+
+def test_shipped_rows_are_read_as_they_are() -> None:
+    shipped_rows = Path(population.__file__).parent / "evidence" / "population-h200.jsonl.gz"
+    assert len(population.read(shipped_rows)) == 400

@@ -54,7 +54,7 @@ def test_rates_are_found_again(op: str) -> None:
 def test_a_kernel_without_times_moves_as_the_others() -> None:
     rule = RULES["gemm"]
     rows = list(rates.rows_of(document("gemm", 1.3, 1.3)))
-    name = "256x128 u4"
+    name = "256x128 u8"
     fewer = [
         rates.Row(row.problem, row.layer, {k: v for k, v in row.us.items() if k != name})
         for row in rows

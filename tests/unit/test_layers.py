@@ -49,6 +49,7 @@ RUNTIME_READS = (
     "compile.artifacts",
     "compile.background",
     "compile.dispatcher",
+    "compile.loading",
     "compile.single",
     "selection",
 )

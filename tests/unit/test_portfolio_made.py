@@ -27,6 +27,7 @@ from tuner.base import resources
 from tuner.config import Config
 from tuner.errors import ConfigError, StoreError
 from tuner.families import families
+from tuner.families.fused_attention.packing import PACKING
 from tuner.hardware import DEFAULT_GPU, GPUS
 from tuner.measurement import Measurement, Regime, Status
 from tuner.problem import GemmProblem
@@ -411,6 +412,17 @@ def test_what_ships_is_legal_and_judged_on_enough() -> None:
             problem = models.domain.problem_for(one.config)
             called = one.family.called(problem, one.config, 1)
             assert not one.family.malformed(called)
+
+
+def test_calls_of_any_heads_may_split_the_keys() -> None:
+    """Where kernels of an H200 split them, one of these takes every number of heads."""
+    here = next(one for one in portfolio.shipped() if one.gpu == DEFAULT_GPU)
+    found = 0
+    for models in here.domains.values():
+        own = [one.config.params for one in models.candidates if "combine" in one.config.params]
+        assert not own or any(not PACKING & params.keys() for params in own), models.domain.label()
+        found += bool(own)
+    assert found >= 6
 
 
 def test_the_readme_s_table_is_what_ships() -> None:

@@ -333,24 +333,31 @@ class TestLookup:
 
 
 @cache
-def pairs() -> list[tuple[Entry, Entry]]:
+def pairs(kind: str = "chained") -> list[tuple[Entry, Entry]]:
     """Decisions of the same problem and regime: an H100's and an H200's."""
-    theirs = {(e.problem, e.regime): e for e in decisions() if e.gpu == H200}
-    mine = [e for e in decisions() if e.gpu == H100]
+    found = [e for e in decisions() if str(e.regime).startswith(kind)]
+    theirs = {(e.problem, e.regime): e for e in found if e.gpu == H200}
+    mine = [e for e in found if e.gpu == H100]
     return [(e, theirs[e.problem, e.regime]) for e in mine if (e.problem, e.regime) in theirs]
 
 
 class TestMeasured:
     """An H100's measured times against those that an H200's make expected."""
 
-    def test_the_best_own_kernel_is_nearly_the_best_there(self) -> None:
+    @pytest.mark.parametrize(
+        ("kind", "known", "shared", "loss"),
+        [("chained", 46, 17, 0.0235), ("stream", 18, 12, 0.035)],
+    )
+    def test_the_best_own_kernel_is_nearly_the_best_there(
+        self, kind: str, known: int, shared: int, loss: float
+    ) -> None:
         losses = []
-        for here, there in pairs():
+        for here, there in pairs(kind):
             times = {m.config: m.latency_us for m in here.ranking}
             if there.best_own and here.best_own and (us := times.get(there.best_own.config)):
                 losses.append(us / (here.best_own.latency_us or math.inf) - 1)
-        assert len(pairs()) >= 46 and len(losses) >= 17
-        assert max(losses) < 0.0235
+        assert len(pairs(kind)) >= known and len(losses) >= shared
+        assert max(losses) < loss
 
     def test_a_lead_over_the_vendors_shrinks_and_does_not_turn(self) -> None:
         ratios = [tuple(map(_over_vendor, pair)) for pair in pairs()]
@@ -374,10 +381,15 @@ class TestMeasured:
         assert len(errors) >= 50 and rms < 0.045
         assert sum(errors) / len(errors) < 0.025
 
-    def test_decoding_waits_for_memory(self) -> None:
-        """1.43 times as long at most by the datasheets, and 3 % in root mean square beside it."""
+    @pytest.mark.parametrize(
+        ("kind", "shared", "rms"), [("chained", 14, 0.035), ("stream", 9, 0.075)]
+    )
+    def test_decoding_waits_for_memory(self, kind: str, shared: int, rms: float) -> None:
+        """1.43 times as long at most by the datasheets. The root mean square beside it is 3 % for
+        chained kernels, from which the model was made, and 7 % in a stream.
+        """
         errors = []
-        for here, there in pairs():
+        for here, there in pairs(kind):
             if here.regime.l2 == "cold":
                 gap = memory_gap_us(sizes_of(here.problem), H200, H100, is_warm=False)
                 mine, theirs = ({m.config: m.latency_us for m in e.ranking} for e in (here, there))
@@ -386,8 +398,8 @@ class TestMeasured:
                     for config in theirs
                     if config.family == "fused_attention" and mine.get(config)
                 ]
-        assert len(errors) >= 14
-        assert math.sqrt(sum(error**2 for error in errors) / len(errors)) < 0.035
+        assert len(errors) >= shared
+        assert math.sqrt(sum(error**2 for error in errors) / len(errors)) < rms
 
 
 def _over_vendor(entry: Entry) -> float:

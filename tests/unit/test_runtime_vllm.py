@@ -16,6 +16,7 @@ import pytest
 from paged_kernels import paged_kernels
 from vllm_fakes import LONGEST, REGISTRY, engine, installed, overrides, stand_ins
 
+from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -316,6 +317,34 @@ def test_a_setting_leaves_long_chunks_to_vllm(
     given = tensors(6)
     assert call(layer(engine), step(engine, (4, 2), 100), given) is given[2]
     assert call(layer(engine), step(engine, (5, 1), 100), given) == "vLLM's own"
+
+
+def test_slow_chunks_are_vllm_s_own_unless_a_setting_says_otherwise(
+    engine: SimpleNamespace, served: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = importlib.import_module("tuner.runtime.vllm.calls")
+    given, asked = tensors(6), []
+
+    def is_slow(config: Any, width: int) -> bool:
+        asked.append((config["warp_groups"], width))
+        return True
+
+    monkeypatch.setattr(calls, "is_slow", is_slow)
+    assert call(layer(engine), step(engine, (4, 2), 100), given) == "vLLM's own"
+    assert asked == [(1, WIDTH)]
+    monkeypatch.setenv("TUNER_VLLM_QUERIES", "1000")
+    calls.max_queries.cache_clear()
+    assert call(layer(engine), step(engine, (4, 2), 100), given) is given[2]
+
+
+@pytest.mark.parametrize(
+    ("groups", "rows", "width", "wanted"),
+    [(2, 16, 128, True), (2, 16, 64, False), (2, 64, 128, False), (1, 16, 128, False)],
+)
+def test_chunks_by_narrow_copies_are_slow(groups: int, rows: int, width: int, wanted: bool) -> None:
+    calls = importlib.import_module("tuner.runtime.vllm.calls")
+    config = Config("fused_attention", {"warp_groups": groups, "box_rows": rows})
+    assert calls.is_slow(config, width) == wanted
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "few"])

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from toys import BEST, GEMM, REGIME, CountingRunner, catalogue, recording, sweep
 
-from tuner.config import Config
 from tuner.errors import BenchmarkError
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Measurement
-from tuner.problem import Problem
 from tuner.store import Store, open_store
 from tuner.tuning.progress import Interruption
 from tuner.tuning.sweep import Sweep, SweepOptions
@@ -74,15 +72,9 @@ class TestInterruption:
         self, store: Store, number: int
     ) -> None:
         class Twice(CountingRunner):
-            def retime(
-                self,
-                problem: Problem,
-                finalists: Sequence[Config],
-                rounds: int,
-                timeout_s: float | None = None,
-            ) -> list[Measurement]:
+            def retime(self, *given: Any) -> list[Measurement]:
                 os.kill(os.getpid(), number)
-                return super().retime(problem, finalists, rounds, timeout_s)
+                return super().retime(*given)
 
         def after(runner: CountingRunner) -> None:
             if runner.collected == 6:
@@ -96,17 +88,11 @@ class TestInterruption:
 
     def test_one_during_the_final_pass_makes_it_brief(self, store: Store) -> None:
         class Late(CountingRunner):
-            def retime(
-                self,
-                problem: Problem,
-                finalists: Sequence[Config],
-                rounds: int,
-                timeout_s: float | None = None,
-            ) -> list[Measurement]:
+            def retime(self, *given: Any) -> list[Measurement]:
                 if not self.retimed:
-                    self.retimed.append(rounds)
+                    self.retimed.append(given[2])
                     os.kill(os.getpid(), signal.SIGINT)
-                return super().retime(problem, finalists, rounds, timeout_s)
+                return super().retime(*given)
 
         runner = Late(recording())
         with Interruption() as interruption:
@@ -119,14 +105,8 @@ class TestInterruption:
 
     def test_a_brief_one_that_a_job_gives_up_late_is_taken_once_more(self, store: Store) -> None:
         class Late(CountingRunner):
-            def retime(
-                self,
-                problem: Problem,
-                finalists: Sequence[Config],
-                rounds: int,
-                timeout_s: float | None = None,
-            ) -> list[Measurement]:
-                found = super().retime(problem, finalists, rounds, timeout_s)
+            def retime(self, *given: Any) -> list[Measurement]:
+                found = super().retime(*given)
                 if len(self.retimed) == 1:
                     os.kill(os.getpid(), signal.SIGINT)
                 return found if len(self.retimed) == 3 else []
@@ -144,14 +124,8 @@ class TestInterruption:
         self, store: Store, is_interrupted: bool
     ) -> None:
         class Cancelled(CountingRunner):
-            def retime(
-                self,
-                problem: Problem,
-                finalists: Sequence[Config],
-                rounds: int,
-                timeout_s: float | None = None,
-            ) -> list[Measurement]:
-                self.retimed.append(rounds)
+            def retime(self, *given: Any) -> list[Measurement]:
+                self.retimed.append(given[2])
                 if is_interrupted and len(self.retimed) == 1:
                     os.kill(os.getpid(), signal.SIGINT)
                 return []

@@ -160,7 +160,11 @@ PRODUCT_KINDS = {
     "few rows": next(t for t in PRODUCTS if t.family.name == "gemv"),
     "swapped": next(t for t in PRODUCTS if t.config.get("swap_ab")),
     "wide": next(t for t in PRODUCTS if t.config.get("tile_scheduler") == "Persistent"),
-    "with a bias": next(t for t in PRODUCTS if getattr(t.problem, "epilogue", "") == "bias"),
+    "with a bias": next(
+        t
+        for t in PRODUCTS
+        if t.family.name == "gemm" and getattr(t.problem, "epilogue", "") == "bias"
+    ),
     "gated": next(t for t in PRODUCTS if t.problem.op == "swiglu"),
 }
 

@@ -18,7 +18,8 @@ import tuner
 from tuner.bundle.wheel import PACKAGE, main, newest_glibc, write_package, write_wheel
 from tuner.cli.doctor import _prebuilt
 from tuner.compile import dispatcher, prebuilt
-from tuner.compile.artifacts import ArtifactCache, load
+from tuner.compile.artifacts import ArtifactCache
+from tuner.compile.loading import load
 from tuner.errors import ConfigError
 from tuner.families.base import KernelSpec
 from tuner.selection.kernels import Kernel, KernelList, Proof

@@ -435,6 +435,12 @@ class Family(ABC):
         """`splits` of any problem, made once: a selection calls it for each new shape."""
         return lambda problem: (1,)
 
+    def condition(self, config: Config) -> str:
+        """When a scheduled config has any `splits`: a Python expression over the fields of the
+        problem's sizes (`tuner.families.work.sizes_of`). Empty: always, or not known.
+        """
+        return ""
+
     def is_scheduled(self, config: Config) -> bool:
         """True when `splits` depends on the problem; else they are those of `tiling`."""
         return False

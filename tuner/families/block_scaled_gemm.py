@@ -103,8 +103,9 @@ class BlockScaledGemm(StridedProduct):
         "pdl": (False, True),
         "unroll": (2, 4, 8),
         "tma_factors": (True,),
+        "uniform_branch": (True,),
     }
-    optional = frozenset({"unroll", "tma_factors"})
+    optional = frozenset({"unroll", "tma_factors", "uniform_branch"})
     draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {"stages": (2, 3, 4, 5, 6, 8, 12, 16)}
 
     def supports(self, problem: Problem, gpu: Gpu) -> str:
@@ -362,6 +363,8 @@ def loop_violations(config: Config, scales: str = "block") -> list[str]:
             reasons.append("tma_factors goes with unroll")
         if scales != "block":
             reasons.append(f"scales={scales} needs unroll")
+    if "uniform_branch" in config.params and config["tile_m"] != INSTRUCTION_ROWS:
+        reasons.append(f"uniform_branch is for tile_m={INSTRUCTION_ROWS}")
     if "tma_factors" in config.params and scales != "block":
         reasons.append(f"tma_factors are of blocks, not scales={scales}")
     return reasons
@@ -434,7 +437,10 @@ def _compiled(problem: GemmProblem, gpu: Gpu) -> Iterator[dict[str, Value]]:
             if cluster_m * cluster_n > 1 and count < _MIN_CLUSTERED:
                 continue
             buffers = _buffers(tile_m, tile_n) if not swapped and splits == 1 else [0]
-            for store_buffers, loop in product(buffers, loops):
+            kinds = loops
+            if tile_m == INSTRUCTION_ROWS:
+                kinds += tuple({**loop, "uniform_branch": True} for loop in loops if loop)
+            for store_buffers, loop in product(buffers, kinds):
                 params: dict[str, Value] = {
                     "swap_ab": swapped,
                     "tile_m": tile_m,

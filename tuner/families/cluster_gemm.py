@@ -38,8 +38,8 @@ WORDS = {"dtype": ("float16", "bfloat16"), "activation": ("", *ACTIVATIONS)}
 MAX_ROWS = 16384
 """Most rows of A that are served."""
 FEW = 256
-"""Most rows or columns of D for which the space has kernels. With more of both, tiles fill the chip
-and tensor cores bound the product: CUTLASS's kernels are faster."""
+"""Most rows or columns of D that are served. With more of both, tiles fill the chip and tensor
+cores bound the product: CUTLASS's kernels are faster."""
 BLOCK_K, BLOCK_BYTES = 64, 128
 """Elements of K of a stage, and their bytes: the widest swizzle."""
 INSTRUCTION_ROWS, MAX_COLUMNS = 64, 256
@@ -99,6 +99,8 @@ class ClusterGemm(StridedProduct):
             return f"{self.name} has neither a batch nor a residual"
         if problem.m > MAX_ROWS:
             return f"{self.name} serves M up to {MAX_ROWS}, not {problem.m}"
+        if min(problem.m, problem.n) > FEW:
+            return f"{self.name} serves up to {FEW} rows or columns, not {problem.m} x {problem.n}"
         if problem.k % 8 or problem.n % 8:
             return f"N={problem.n} and K={problem.k} are not multiples of 8 (TMA)"
         return ""
@@ -269,8 +271,6 @@ _MAX_SPLIT_ROUNDS, _MIN_SPLIT_STEPS = 2, 4
 
 def _compiled(problem: GemmProblem, gpu: Gpu) -> Iterator[dict[str, Value]]:
     """Compile-time parameters worth a kernel, in a fixed order."""
-    if min(problem.m, problem.n) > FEW:
-        return
     steps = ceil(problem.k / BLOCK_K)
     shapes = [(True, *tile) for tile in product((64, 128), _WIDTHS)]
     shapes += [(False, *tile) for tile in product((64, 128), _COLUMNS)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 
 from tuner.config import Config
@@ -26,11 +27,11 @@ class StridedProduct(Family):
                 found |= dict.fromkeys(group)
         return list(found)
 
+    @abstractmethod
     def _groups(self, problem: GemmProblem, gpu: Gpu) -> Iterable[Sequence[Config]]:
         """Candidates by compiled kernel. Those of one kernel differ in run-time choices, which are
         legal by construction: `space` checks the first.
         """
-        raise NotImplementedError
 
     def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
         return self._launches(as_gemm(problem, self.name), config, scale, {})
@@ -51,11 +52,11 @@ class StridedProduct(Family):
             return reason
         return f"{', '.join(sorted(others))}: of A and B only strides are free"
 
+    @abstractmethod
     def _launches(
         self, problem: GemmProblem, config: Config, scale: float, strides: Strides
     ) -> list[Launch]:
-        """The calls, with the strides of operands that lie otherwise than the problem's."""
-        raise NotImplementedError
+        """The calls, with the strides of operands that differ from the problem's."""
 
 
 def operands_conflict(problem: GemmProblem, strides: Strides) -> str:

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tuner.compile.artifacts import Artifact, load
+from tuner.compile.artifacts import Artifact
+from tuner.compile.loading import load
 from tuner.config import Config
 from tuner.families import family
 from tuner.families.base import SCRATCH

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from tuner.compile.artifacts import LoadedKernel
+from tuner.compile.loading import LoadedKernel
 from tuner.config import Config
 from tuner.errors import BenchmarkError
 from tuner.families.base import LSE, Family, Launch, Ref, Strides

@@ -38,7 +38,7 @@ from typing import Any
 
 from tuner.base import ranges
 from tuner.base.processes import EndingSignals
-from tuner.compile.artifacts import load
+from tuner.compile.loading import load
 from tuner.errors import BenchmarkError, GateError, TunerError
 from tuner.families import families, families_in
 from tuner.families.base import LSE, SCRATCH, Family

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tuner.compile.artifacts import LoadedKernel
+from tuner.compile.loading import LoadedKernel
 from tuner.compile.single import PAGED_APPEND
 from tuner.errors import ConfigError
 from tuner.runtime import devices, guards
@@ -96,7 +96,7 @@ def paged_append(
         cu_seqlens_q: int32 (B + 1,), contiguous; None: every sequence has tokens / B.
         cosine: fp32 (positions, R / 2), contiguous, R a multiple of 16 up to D; None: no rotation.
         sine: as `cosine`.
-        interleaved: how elements are paired.
+        interleaved: True: pairs are neighbours; False: halves of the rotated columns.
         q_scale: positive fp32 factors of e4m3 queries: (H,), or one element for all heads. Caches
             of e4m3 come with all three factors; elements are divided by them.
         k_scale: factors of the keys: (HKV,), or one element.

@@ -27,7 +27,8 @@ from typing import Any, Final, Literal
 
 import torch
 
-from tuner.compile.artifacts import Artifact, ArtifactCache, verify
+from tuner.compile.artifacts import Artifact, ArtifactCache
+from tuner.compile.loading import verify
 from tuner.errors import TunerError
 from tuner.runtime import counters, devices
 from tuner.runtime.lengths import Lengths, block, constant

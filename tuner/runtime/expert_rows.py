@@ -14,7 +14,7 @@ from math import ceil
 import torch
 from torch.nn import functional
 
-from tuner.compile.artifacts import LoadedKernel
+from tuner.compile.loading import LoadedKernel
 from tuner.compile.single import EXPERT_ROWS
 from tuner.runtime import block_scaled, devices, quantiser
 from tuner.runtime.sourced import SourcedKernel

@@ -11,12 +11,8 @@ from typing import Any
 import torch
 
 from tuner.compile import background
-from tuner.compile.artifacts import (
-    ArtifactCache,
-    LoadedKernel,
-    load,
-    loaded,
-)
+from tuner.compile.artifacts import ArtifactCache
+from tuner.compile.loading import LoadedKernel, load, loaded
 from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.families import family

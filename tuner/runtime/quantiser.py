@@ -12,7 +12,7 @@ from math import ceil
 
 import torch
 
-from tuner.compile.artifacts import LoadedKernel
+from tuner.compile.loading import LoadedKernel
 from tuner.compile.single import BLOCK_QUANTISER
 from tuner.problem import SCALE_BLOCK
 from tuner.runtime import devices, guards

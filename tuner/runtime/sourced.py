@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import torch
 
-from tuner.compile.artifacts import ArtifactCache, LoadedKernel, load
+from tuner.compile.artifacts import ArtifactCache
+from tuner.compile.loading import LoadedKernel, load
 from tuner.compile.single import Source
 from tuner.errors import TunerError
 from tuner.hardware import HOPPER

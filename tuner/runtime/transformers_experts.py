@@ -101,7 +101,7 @@ def _weights(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _gate(module: Any) -> OwnGate | None:
-    """What is not SwiGLU without biases; None: it is."""
+    """The layer's own gate and biases; None for SwiGLU without biases."""
     is_default = type(module)._apply_gate is experts._default_apply_gate
     if is_default and not _unlike(module, _PLAIN):
         return None

@@ -285,8 +285,7 @@ class DomainTimes:
         and true if all own candidates were measured near the sizes.
         """
         tape, uses, loops = Tape(), Counter[str](), list[str]()
-        sizes = self._kind(*map(tape.argument, self._kind._fields))
-        sizes = self.models.domain.with_known(sizes)
+        sizes = self._sizes_on(tape)
         here, margin = self._expected_here(sizes)
         is_cold = self.models.regime.l2 == "cold"
         least_us = floor_us(sizes, self.models.made_on or self.gpu, is_cold)
@@ -296,21 +295,29 @@ class DomainTimes:
             family, config, doubt = one.family, one.config, 1 + self.models.margin * one.p90_error
             assert family is not None
             tiling, is_scheduled = family.tiling(config), family.is_scheduled(config)
-            inner, splits = Tape(tape), 1 if tiling is None else tiling.splits
+            # What only some problems need is computed where its condition holds.
+            condition = family.condition(config) if is_scheduled else ""
+            block = Tape(tape) if condition else tape
+            here_sizes = self._sizes_on(block) if condition else sizes
+            inner, splits = Tape(block), 1 if tiling is None else tiling.splits
             if is_scheduled:
                 splits = inner.argument("count")
                 tape.names[f"splits_{place}"] = family.splitter(config, self.gpu)
             if is_scheduled and family.is_split(config):
                 tiling = tiling._replace(splits=splits)
-            us = bounded(one.us(sizes, tiling, self.gpu))
+            us = bounded(one.us(here_sizes, tiling, self.gpu))
             row = f"({here(us * doubt) * margin}, {here(us)}, {place}, {splits})"
             uses.update(names_in(row))
             if not is_scheduled:
                 rows.append(row)
                 continue
-            loops += [f" for count in splits_{place}(problem):"]
-            loops += [f"  {line}" for line in inner.lines(uses)]
-            loops += [f"  own.append({row})"]
+            counts = f"splits_{place}(problem)" if family.is_split(config) else "(1,)"
+            looped = [f"  {line}" for line in inner.lines(uses)]
+            looped = [f" for count in {counts}:", *looped, f"  own.append({row})"]
+            if condition:
+                looped = [*(f" {line}" for line in block.lines(uses)), *looped]
+                looped = [f" if {condition}:", *(f" {line}" for line in looped)]
+            loops += looped
         trusted = [one.spread.trusted(self.models.domain) for one in self._own.values()]
         axes = self.models.domain.axes_of(sizes)
         every = [_within(bounds, axes) for bounds in trusted]
@@ -338,6 +345,11 @@ class DomainTimes:
             " return near or own, vendors, bool(near)",
         ]
         return compiled("times", lines, tape.names)
+
+    def _sizes_on(self, tape: Tape) -> Any:
+        """Sizes to trace on a tape."""
+        sizes = self._kind(*map(tape.argument, self._kind._fields))
+        return self.models.domain.with_known(sizes)
 
     def _expected_here(self, sizes: Any) -> tuple[Callable[[Any], Any], float]:
         """A function from microseconds by the rates to expected ones, and the factor by which an

@@ -56,7 +56,7 @@ class Sessions:
     ends with it, and every session ends with the process.
 
     Args:
-        tokens: tokens of the service; without tokens there are no sessions, and none is needed.
+        tokens: tokens of the service. A service without tokens needs no sessions and has none.
         clock: seconds since any moment.
     """
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from tuner.compile.artifacts import Artifact, load
+from tuner.compile.artifacts import Artifact
+from tuner.compile.loading import load
 from tuner.config import Config
 from tuner.families import family
 from tuner.families.base import LSE, KernelSpec

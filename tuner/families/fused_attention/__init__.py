@@ -27,7 +27,9 @@ from tuner.families.fused_attention.arguments import (
     arguments_of,
     mask_strides,
 )
-from tuner.families.fused_attention.packing import MAX_PACKED, may_pad, packs, tile_m
+from tuner.families.fused_attention.grid import MIN_SPLIT_KEYS
+from tuner.families.fused_attention.legality import MAX_CLUSTERED
+from tuner.families.fused_attention.packing import MAX_PACKED, may_pad, tile_m
 from tuner.families.fused_attention.registers import instance, narrowed, registers, spills
 from tuner.hardware import HOPPER, Gpu
 from tuner.problem import E4M3, AttentionProblem, Problem
@@ -270,17 +272,32 @@ class FusedAttention(Family):
         room = gpu.sm_count * int(params["blocks_per_sm"])
         room = int(CLUSTERED_SHARE * room) if is_clustered else room
 
-        def splits(problem: AttentionProblem) -> Sequence[int]:
-            group = problem.heads_q // problem.heads_kv
-            if packed != 1 and (not 1 < group <= packed if pads else group % packed):
-                return ()
+        limit, counts_of = MAX_CLUSTERED if is_clustered else MAX_SPLITS, grid.split_counts
+
+        def splits(problem: AttentionProblem) -> Sequence[int]:  # kept short, as a selection is
+            heads_q, heads_kv = problem.heads_q, problem.heads_kv
+            if packed != 1:
+                group = heads_q // heads_kv
+                if not 1 < group <= packed if pads else group % packed:
+                    return ()
             if not is_split:
                 return (1,)
-            tiles = -(-problem.seqlen_q * packed // rows) * packs(problem, packed, pads)
-            most = min(room // tiles, problem.seqlen_kv // grid.MIN_SPLIT_KEYS)
-            return grid.split_counts(min(most, legality.MAX_CLUSTERED) if is_clustered else most)
+            tiles = -(-problem.seqlen_q * packed // rows) * problem.batch
+            tiles *= heads_kv if pads else heads_q // packed
+            most, by_keys = room // tiles, problem.seqlen_kv // MIN_SPLIT_KEYS
+            most = by_keys if by_keys < most else most
+            return counts_of(limit if limit < most else most)
 
         return splits
+
+    def condition(self, config: Config) -> str:
+        """That the group of query heads fits the pack."""
+        packed = int(config.get("packed_heads", 1))
+        if packed == 1:
+            return ""
+        if "pads_heads" in config.params:
+            return f"1 < heads // heads_kv <= {packed}"
+        return f"heads // heads_kv % {packed} == 0"
 
     def is_scheduled(self, config: Config) -> bool:
         return "combine" in config.params or config.get("packed_heads", 1) != 1

@@ -17,7 +17,7 @@ import math
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from tuner.compile.artifacts import LoadedKernel
+from tuner.compile.loading import LoadedKernel
 from tuner.errors import BenchmarkError
 from tuner.families.base import KernelSpec, Strides
 from tuner.measure.device import Device, Pool

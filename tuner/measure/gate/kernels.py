@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tuner.compile.artifacts import LoadedKernel
+from tuner.compile.loading import LoadedKernel
 from tuner.errors import BenchmarkError
 from tuner.families.arguments import extents_of, named_strides
 from tuner.families.base import Strides

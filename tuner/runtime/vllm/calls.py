@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from tuner import settings
+from tuner.config import Config
 from tuner.errors import ConfigError
+from tuner.problem.attention_masks import PAGE_MULTIPLE
 from tuner.runtime import counters, guards
 from tuner.runtime.composed import Extras
 from tuner.runtime.paged import checked, paged_call, prepare
@@ -25,6 +27,8 @@ from tuner.runtime.table import table
 
 OTHERS = "vLLM's own FlashAttention"
 """Name of the kernel that answers refused calls."""
+_NARROW = 64
+"""Head dimensions up to this: vLLM's engine answered prompts as fast over small pages."""
 _ROUNDED = 16
 """Values between two powers of two that longest lengths are rounded up to, at most; this limits the
 number of sized plans."""
@@ -196,8 +200,22 @@ def _decided(
     wanted = query.shape, output_type(query)
     if (out.shape, out.dtype) != wanted or not out.is_contiguous():
         return Refusal(Kind.TENSORS, f"output {out.dtype} {tuple(out.shape)}")
-    room = step.table.shape[1] * form.layout.split(cache, form.width)[0].shape[1]
-    return _prepared(step, form, query, cache, rounded(step.keys, room))
+    size = form.layout.split(cache, form.width)[0].shape[1]
+    longest = rounded(step.keys, step.table.shape[1] * size)
+    found = _prepared(step, form, query, cache, longest)
+    if limit is None and isinstance(found, KernelPlan) and is_slow(found.config, form.width):
+        return Refusal(Kind.SMALL_PAGES, f"pages of {size} slots, D={form.width}")
+    return found
+
+
+def is_slow(config: Config, width: int) -> bool:
+    """True for kernels of chunks that copy 16 rows of a page at once, above D = 64.
+
+    They have 0.75 to 0.95 of FlashAttention-3's speed at D = 128, alone and beside decoding; with
+    copies of 64 rows 0.96 to 1.05 (`scripts/benchmarks/README.md`).
+    """
+    is_chunk = int(config["warp_groups"]) > 1
+    return width > _NARROW and is_chunk and config.get("box_rows") == PAGE_MULTIPLE
 
 
 def _prepared(

@@ -152,7 +152,8 @@ def _experts(
 ) -> torch.Tensor | None:
     """The experts by own kernels; None, and a counted reason, where vLLM must answer.
 
-    What is shared by all tokens is computed outside, where there is no exchange between ranks.
+    vLLM computes shared experts outside of this method, since layers that exchange rows between
+    ranks are refused.
     """
     if reason := _unlike(method, backend, layer):
         _count(layer, reason)
