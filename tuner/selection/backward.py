@@ -87,6 +87,7 @@ _ORDERED: Mapping[int, Mapping[str, Value]] = {
     64: {"tile_m": 128, "dq": "ordered", "transpose_ds": True},
     96: {"dq": "ordered"},
     128: {"dq": "ordered", "transpose_ds": True},
+    192: {"dq": "ordered", "stages": 1},
     256: {"dq": "ordered", "stages": 1},
 }
 
@@ -101,7 +102,7 @@ def _kernels() -> Iterator[tuple[BackwardKind, Config]]:
         for columns in (64, 128):
             levers = _COLUMNS[columns]
             yield BackwardKind(columns, is_causal, False, is_varlen=True), _own(**levers)
-    for columns, is_causal in ((64, False), (64, True), (128, True)):
+    for columns, is_causal in ((64, False), (64, True), (128, True), (256, True)):
         windowed = BackwardKind(columns, is_causal, False, is_windowed=True)
         yield windowed, _own(**_COLUMNS[columns])
     for columns, is_windowed in product((128, 256), (False, True)):
