@@ -131,9 +131,9 @@ class BackwardCost(NamedTuple):
 
 #: Costs by kernel, and of its deterministic mode. Rates as `scripts/bench backward --fit` finds
 #: them from 22 problems on one H200 (CUDA 13.0, torch 2.11, cuDNN 9.19, bf16, 26 November 2026).
-#: Those of own kernels are scaled to the times of this loop at 13 problems a day later, and those of
-#: own deterministic ones are the former loop's. Fixed times and bytes were fitted on an H100. A mask
-#: or columns without a measurement have the rate of the nearest.
+#: Those of own kernels are scaled to the times of this loop at 13 problems a day later, and those
+#: of own deterministic ones are the former loop's. Fixed times and bytes were fitted on an H100. A
+#: mask or columns without a measurement have the rate of the nearest.
 COSTS: Mapping[tuple[str, bool], BackwardCost] = {
     ("own", False): BackwardCost(
         13.7, 2401, _rates(640, 620, 560, 560, 670, 744, 500, 500, 505, 500)
