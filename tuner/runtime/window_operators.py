@@ -110,8 +110,8 @@ def _attention_backward(grad_out: torch.Tensor, *arguments: Any) -> Tensors:
     grads = table.run_all(plan, *posed.inputs) if isinstance(plan, Plan) else plan
     if isinstance(grads, Refusal):
         counters.count_fallback(grads.reason)
-        options = call.is_causal, call.scale, call.extras
-        grads = differentiate(grad_out, *inputs, out, lse, *options)
+        tensors = grad_out, *inputs, out, lse
+        grads = differentiate(*tensors, call.is_causal, call.scale, call.extras)
     return tuple(guards.laid_out_as(t, g) for t, g in zip(inputs, grads, strict=True))
 
 
