@@ -84,7 +84,7 @@ _COLUMNS: Mapping[int, Mapping[str, Value]] = {
     256: {"dq": "direct"},
 }
 _ORDERED: Mapping[int, Mapping[str, Value]] = {
-    64: {"tile_m": 128, "dq": "ordered", "transpose_ds": True},
+    64: {"tile_m": 128, "dq": "ordered"},
     96: {"dq": "ordered"},
     128: {"dq": "ordered", "transpose_ds": True},
     192: {"dq": "ordered", "stages": 1},
