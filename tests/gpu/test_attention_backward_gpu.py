@@ -360,7 +360,8 @@ def test_gradients_of_windows_and_soft_caps_are_as_near_as_pytorch_s(
         [float((a.double() - b).norm() / b.norm()) for a, b in zip(made, exact, strict=True)]
         for made in (found, near)
     ]
-    print(f"{name}, compiled={is_compiled}: {hits} kernels, errors {errors[0]} beside rounding alone {errors[1]}")
+    way = "compiled" if is_compiled else "eager"
+    print(f"{name}, {way}: {hits} kernels, errors {errors[0]} beside rounding alone {errors[1]}")
     assert all(a < 8e-3 for a in errors[0])
 
 
