@@ -51,7 +51,9 @@ MAX_COPIES = 16
 CHECKED_ROWS, CHECKED_COLUMNS = 256, 512
 """First rows and columns that are compared with fp64."""
 NEAR_ESTIMATE = 1.7
-"""Longest expected time of a further kernel that is timed, over the shortest."""
+"""Longest first guess of a kernel of the space that is timed, over the shortest."""
+NEAR_EXPECTED = 1.4
+"""The same of expected times of the rule's kernels."""
 DEEP_GEMM, CUBLASLT = "deep_gemm", "scaled_mm"
 
 
@@ -62,7 +64,7 @@ class Layer:
         n: columns.
         k: columns of the weights.
         rows: numbers of rows to time.
-        with_all: also the rule's other kernels that are expected near (`NEAR_ESTIMATE`).
+        with_all: also the rule's other kernels that are expected near (`NEAR_EXPECTED`).
         unproven: True to include kernels without a proof.
         with_space: also the kernels of the space that are built (`built`).
     """
@@ -119,7 +121,7 @@ class Layer:
                 yield name, call, self._error(call(0), a, scale_a), ""
             except FAILURES as exc:
                 yield name, lambda _: None, None, first_line(exc)
-        most = NEAR_ESTIMATE if self._with_all else inf
+        most = NEAR_EXPECTED if self._with_all else inf
         own_plans = plans(problem, unproven=self._unproven, most=most) if with_own else iter(())
         if with_own and self._with_space:
             own_plans = chain(own_plans, built(problem))
