@@ -102,8 +102,10 @@ def _early(problem: AttentionProblem, groups: int) -> tuple[int, ...]:
     """Percents of the exponentials before the wait for P V. FlashAttention-3's machine code has a
     fifth there in its causal kernels of 128 columns.
     """
-    dense = problem.is_causal and not (problem.is_paged or problem.block_mask)
-    return (0, 25, 50) if dense and groups == 2 and instance(problem.head_dim) == 128 else (0, 50)
+    tried = (problem.is_causal or problem.dtype == E4M3) and instance(problem.head_dim) == 128
+    if groups != 2 or not tried or problem.is_paged or problem.block_mask:
+        return (0, 50)
+    return (0, 25, 50)
 
 
 def _skipped(problem: AttentionProblem, params: Mapping[str, Value]) -> str:
