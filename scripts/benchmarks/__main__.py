@@ -14,6 +14,7 @@ NAMES = (
     "backward",
     "batching",
     "block",
+    "bound",
     "compile_ways",
     "context_parallel",
     "cost",

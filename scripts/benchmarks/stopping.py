@@ -96,7 +96,8 @@ class Simulation:
         case, rng = self.case, random.Random(self.seed)
         families = {family.name: family for family in case.families}
         sought = searched(case, self.seed, self.cores, self.effort)
-        times, stopping = CompileTimes(case.history), Stopping(sought, self.price)
+        times = CompileTimes(case.history)
+        stopping = Stopping(sought, self.price, EFFORTS[self.effort].target_s)
         self.core_free = [0.0] * self.cores
         seen: list[Measurement] = []
         passed: dict[Config, float] = {}
@@ -153,7 +154,7 @@ class Simulation:
             else:
                 waiting.append(place)
         ends = queued(running, [times.left_s(place[0]) for place in waiting])
-        return stopping.is_over(left | dict(zip(waiting, ends, strict=True)))
+        return stopping.is_over(left | dict(zip(waiting, ends, strict=True)), self.now)
 
     def _end(
         self, sought: Search, seen: Sequence[Measurement], passed: Mapping[Config, float]

@@ -436,6 +436,51 @@ def test_the_reference_is_compiled_before_others(
     assert usual == {10} and 0 in given
 
 
+def test_the_first_kernel_of_a_submitter_is_compiled_before_others(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[int] = []
+    monkeypatch.setattr(os, "setpriority", lambda which, pid, nice: given.append(nice))
+    with fake.compiler(jobs=1) as made:
+
+        def is_urgent(number: int, owner: str | None) -> bool:
+            given.clear()
+            made.submit([spec(number)], owner)[0][1].result()
+            return 0 in given
+
+        assert [is_urgent(1, "one"), is_urgent(2, "one")] == [True, False]
+        assert [is_urgent(3, "two"), is_urgent(4, None)] == [True, False]
+
+
+def test_a_cached_kernel_is_a_submitter_s_first(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = fake.compiler(jobs=1)
+    made.submit([spec(1)])[0][1].result()
+    monkeypatch.setattr(made, "_wake", lambda times: None)
+    made.submit([spec(1), spec(2)], "one")
+    made.submit([spec(3), spec(4)], "two")
+    assert [job.is_first for job in made._pending] == [False, True, False]
+    made.close(cancel=True)
+
+
+@pytest.mark.parametrize(
+    ("jobs", "count", "expected"),
+    [(16, 13, [1, 3, 3, 3, 3]), (16, 21, [1, 3, 3, 3, 3, 3, 3, 2]), (16, 22, [3] * 7 + [1]),
+     (2, 4, [4]), (4, 3, [1, 2]), (4, 4, [3, 1])],
+)  # fmt: skip
+def test_the_first_kernel_is_alone_where_the_others_have_cores(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, jobs: int, count: int, expected: list[int]
+) -> None:
+    monkeypatch.setitem(compiler.CHEAP_TOGETHER, specs(1)[0].template, 3)
+    made = fake.compiler(jobs=jobs)
+    monkeypatch.setattr(made, "_wake", lambda times: None)
+    made.submit(specs(count), "a sweep")
+    taken = [made._take() for _ in range(jobs)]
+    assert [len(unit.jobs) for unit in taken if unit] == expected
+    made.close(cancel=True)
+
+
 def test_each_capability_has_its_flags_and_its_keys(fake: Fake) -> None:
     hopper, ampere = fake.compiler(), fake.compiler(capability="8.0")
     assert compiler.flags("9.0") == compiler.FLAGS

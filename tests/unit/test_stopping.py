@@ -12,7 +12,7 @@ from toys import GEMM, Toy, latency, ok
 
 from tuner.config import Config
 from tuner.hardware import DEFAULT_GPU
-from tuner.search.family_search import FamilySearch
+from tuner.search.family_search import LEADING, FamilySearch
 from tuner.search.stopping import FALLBACK_S, CompileTimes, Stopping, queued
 from tuner.search.study import EFFORTS, Search
 
@@ -84,6 +84,28 @@ class TestRule:
         monkeypatch.setattr(search, "joint_gains", lambda places: [gain] * len(places))
         quick = Stopping(search, EFFORTS["quick"].price)
         assert quick.is_over(self.left(search, 10.0)) is not waits
+
+    @pytest.mark.parametrize(
+        ("elapsed_s", "wait_s", "waits"),
+        [(0.0, 20.0, True), (0.0, 40.0, False), (30.0, 20.0, True), (32.0, 20.0, True),
+         (33.0, 20.0, False), (49.0, 3.0, True), (49.0, 5.0, False), (70.0, 3.0, True),
+         (70.0, 4.0, False)],
+    )  # fmt: skip
+    def test_a_second_after_the_target_costs_ten_times_the_price(
+        self, elapsed_s: float, wait_s: float, waits: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        search, begun = searched(measured=LEADING), searched(measured=LEADING - 1)
+        assert not search.members[0].leads and begun.members[0].leads
+        for one in (search, begun):
+            monkeypatch.setattr(one, "joint_gains", lambda places: [0.039] * len(places))
+        quick = Stopping(search, 0.001, target_s=50.0)
+        assert quick.is_over(self.left(search, wait_s), elapsed_s) is not waits
+        quick = Stopping(begun, 0.001, target_s=50.0)
+        assert quick.is_over(self.left(begun, wait_s), elapsed_s) is (wait_s == 40.0)
+
+    def test_a_quick_search_has_a_target_and_a_full_one_waits(self) -> None:
+        assert EFFORTS["quick"].target_s == 55.0
+        assert EFFORTS["full"].price == 0.0 and math.isinf(EFFORTS["full"].target_s)
 
     def test_nothing_is_over_before_something_passed(self) -> None:
         search = searched(measured=0)

@@ -355,13 +355,21 @@ def test_model_spends_nothing_on_a_family_without_hope() -> None:
 
 def test_model_begins_with_the_least_expected_times_and_spreads_what_follows() -> None:
     toy = member(Toy(), sampler="model")
-    search = Search([toy], total=40, seeds=LEADING + 6)
+    search = Search([toy], total=40, seeds=4)
     expected, first = toy.open, search.first_groups()
-    assert [search.ask() for _ in range(LEADING + 6)] == first
+    assert [search.ask() for _ in range(2 * LEADING)] == first
     assert first[:LEADING] == [toy.groups[key][: len(first[0])] for key in expected[:LEADING]]
-    assert len({group[0].digest for group in first}) == LEADING + 6
+    assert len({group[0].digest for group in first}) == 2 * LEADING
     kinds = {group[0]["n"] for group in first[:LEADING]}
     assert kinds < {group[0]["n"] for group in first}, "not all of the same kind"
+
+
+@pytest.mark.parametrize(("total", "count"), [(40, 16), (20, 10), (12, 8)])
+def test_model_compiles_ahead_what_is_asked_before_any_result(total: int, count: int) -> None:
+    search = Search([member(Toy(), sampler="model")], total=total, seeds=8, min_gain=1e-9)
+    first = search.first_groups()
+    assert len(first) == count and count <= max(8, search.at_once)
+    assert [search.ask() for _ in range(count)] == first
 
 
 def test_model_leads_with_the_best_of_all_families() -> None:
@@ -373,7 +381,7 @@ def test_model_leads_with_the_best_of_all_families() -> None:
             return factor * super().predict_us(problem, config, gpu)
 
     members = [member(Other(), sampler="model"), member(Toy(), sampler="model")]
-    asked = [group[0] for group in Search(members, total=40, seeds=4).first_groups()]
+    asked = [group[0] for group in Search(members, total=40, seeds=4).first_groups()][:LEADING]
     estimates = {m.family.name: m.family for m in members}
     times = [estimates[c.family].predict_us(PROBLEM, c, DEFAULT_GPU) for c in asked]
     assert times == sorted(times) and {c.family for c in asked} == {"toy", "other"}

@@ -83,7 +83,7 @@ _UNFUSED = "// nvcc: -fmad=false\n"
 _HOST = '#include "unit.cu"\n'
 _URGENT = frozenset({"reference.cu.j2"})
 """Templates that are compiled at the usual priority, before others: no candidate is checked without
-the reference."""
+the reference. The first kernel of a submitter is compiled so, too."""
 _LOG_LIMIT = 20_000
 _PLACEHOLDER = "KERNEL_ID"
 """Stands for the kernel's id in the text that its key is computed from."""
@@ -123,6 +123,8 @@ class Compiler:
         self._in_flight: dict[str, KernelJob] = {}
         self._rejected: dict[str, CompileError] = {}
         self._units: set[Unit] = set()
+        self._served: set[Hashable] = set()
+        """Submitters with a first kernel."""
         self._fixed: dict[str, int] = {}
         self._stop = threading.Event()
         artifacts.sweep()
@@ -230,6 +232,7 @@ class Compiler:
             with self._lock:
                 if artifact is not None:
                     future.set_result(artifact)
+                    self._served.add(owner)
                 elif self._stop.is_set():
                     future.cancel()
                 elif key in self._rejected:
@@ -238,7 +241,10 @@ class Compiler:
                     self._in_flight[key].owners.add(owner)
                     future = self._in_flight[key].future
                 else:
-                    job = self._in_flight[key] = KernelJob(spec, key, future, owners={owner})
+                    is_first = owner is not None and owner not in self._served
+                    job = KernelJob(spec, key, future, owners={owner}, is_first=is_first)
+                    self._served.add(owner)
+                    self._in_flight[key] = job
                     self._pending.append(job)
                     added += 1
             futures.append((spec, future))
@@ -337,6 +343,8 @@ class Compiler:
                 idle = max(1, self.jobs // 2 - len(self._units))
                 least = CHEAP_TOGETHER.get(first.spec.template, 1)
                 size = min(self.batch, max(least, -(-len(self._pending) // idle)))
+                if first.is_first and len(self._pending) <= least * (idle - 1):
+                    size = 1  # the answer comes sooner, and the others have cores
                 alike.sort(key=lambda job: -shared(first.spec, job.spec))
                 alike = alike[:size]
             unit = Unit([first] if first.alone else alike)
@@ -380,7 +388,7 @@ class Compiler:
                 raise CancelledError
             sources = {job.key: render(job.spec, job.key) for job in todo}
             commands = self._write(folder, todo[0].spec.template, "\n".join(sources.values()))
-            is_urgent = todo[0].spec.template in _URGENT
+            is_urgent = todo[0].spec.template in _URGENT or any(job.is_first for job in todo)
             command, done = self._run(commands, folder, is_urgent)
             for job in todo:
                 job.cpu_s += done.cpu_s / len(todo)

@@ -31,6 +31,8 @@ class KernelJob:
     """Its share of the CPU-seconds of failed units."""
     owners: set[Hashable] = field(default_factory=set)
     """Submitters that still want it."""
+    is_first: bool = False
+    """True for the first kernel of a submitter, which waits for an answer."""
 
 
 @dataclass(eq=False)

@@ -139,6 +139,12 @@ class FamilySearch:
         return [key for key in self.trials.groups.running if key not in self._survivors]
 
     @property
+    def leads(self) -> bool:
+        """True while one of its first `LEADING` groups has no result."""
+        running = self.trials.groups.running
+        return any(running[key].number < LEADING for key in self.pending)
+
+    @property
     def started(self) -> int:
         return self.finished + len(self.trials.groups.running)
 

@@ -2,12 +2,14 @@
 
 The surrogate gives the expected improvement of the compiling kernels over the best measured time.
 Recorded durations give the time until each is compiled. A search continues while, for some wait,
-the expected saving per second of waiting is at least the effort's price.
+the expected saving per second of waiting is at least the effort's price. After the effort's target
+a second costs more.
 """
 
 from __future__ import annotations
 
 import bisect
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
 FALLBACK_S = 25.0
 """Seconds of a compile in families without known durations: the median of the recorded ones."""
+LATE = 10.0
+"""Factor of the price of a second after the effort's target."""
 MIN_WAIT_S = 1.0
 """Shortest wait that is considered, in seconds; timing a compiled group takes as long."""
 
@@ -62,26 +66,34 @@ class Stopping:
         search: the search; with another sampler than `model` it never ends early.
         price: share of the best time that a second of waiting must be expected to save; 0 waits
             for everything.
+        target_s: seconds of a sweep after which a second costs `LATE` times the price, if no
+            family waits for one of its first groups (`FamilySearch.leads`).
     """
 
     search: Search
     price: float
+    target_s: float = math.inf
 
-    def is_over(self, left_s: Mapping[Place, float]) -> bool:
+    def is_over(self, left_s: Mapping[Place, float], elapsed_s: float = 0.0) -> bool:
         """True if no wait is worth its time.
 
         Args:
             left_s: seconds until each compiling group has a result.
+            elapsed_s: seconds since the sweep began.
         """
-        return self.price > 0 and self.search.is_modelled and not self._pays(left_s)
+        return self.price > 0 and self.search.is_modelled and not self._pays(left_s, elapsed_s)
 
-    def _pays(self, left_s: Mapping[Place, float]) -> bool:
+    def _pays(self, left_s: Mapping[Place, float], elapsed_s: float) -> bool:
         order = sorted(left_s, key=lambda place: left_s[place])
         gains = self.search.joint_gains(order)
-        return any(
-            gain >= self.price * max(MIN_WAIT_S, left_s[place])
-            for place, gain in zip(order, gains, strict=True)
-        )
+        leads = any(member.leads for member in self.search.members)
+        in_time_s = math.inf if leads else max(0.0, self.target_s - elapsed_s)
+        for place, gain in zip(order, gains, strict=True):
+            wait_s = max(MIN_WAIT_S, left_s[place])
+            late_s = max(0.0, wait_s - in_time_s)
+            if gain >= self.price * (wait_s + (LATE - 1) * late_s):
+                return True
+        return False
 
 
 def queued(left_s: Sequence[float], waiting: Sequence[float]) -> list[float]:

@@ -53,6 +53,8 @@ class Effort:
     """Share of the time that a trial must be expected to save; below, `model` ends."""
     price: float
     """Share of the time that a second of waiting must be expected to save (`stopping`); 0 waits."""
+    target_s: float
+    """Seconds of a sweep after which a second of waiting costs `stopping.LATE` times as much."""
     cutoff: float
     """Cutoff: a family whose best estimate exceeds the best of all by this factor is left out,
     unless named."""
@@ -89,6 +91,7 @@ EFFORTS: dict[str, Effort] = {
         seeds=6,
         min_gain=0.002,
         price=0.001,
+        target_s=55.0,
         cutoff=2.5,
         raced=2,
         finalists=4,
@@ -109,6 +112,7 @@ EFFORTS: dict[str, Effort] = {
         seeds=12,
         min_gain=0.0,
         price=0.0,
+        target_s=math.inf,
         cutoff=math.inf,
         raced=0,
         finalists=8,
@@ -278,7 +282,8 @@ class Search:
                 groups += [member.missing(key) for key in taken]
             return groups
         taken_of: dict[str, list[str]] = {}
-        while len(groups) < min(left, self.seeds * len(self.members)):
+        wanted = max(self.seeds * len(self.members), min(self.at_once, 2 * LEADING))
+        while len(groups) < min(left, wanted):
             chosen = self._offered(taken_of)
             if chosen is None:
                 break

@@ -270,7 +270,7 @@ class Sweep:
                 self._show()
                 if not search.pending:
                     return
-                if waits.is_over(problem, search) or self._is_late(share):
+                if waits.is_over(problem, search, self._budget.spent_s) or self._is_late(share):
                     self._give_up(problem, search)
                     return
                 is_told = self._collect(share) and not is_whole
@@ -320,7 +320,8 @@ class Sweep:
         if problem not in self._known_times:
             self._known_times.add(problem)
             self._times.observe(self.competition.history(problem))
-        return Waits(self.runner, self._times, self.competition.effort.price)
+        effort = self.competition.effort
+        return Waits(self.runner, self._times, effort.price, effort.target_s)
 
     def _give_up(self, problem: Problem, search: Search) -> None:
         """Give up the requests of a search."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from tuner.problem import Problem
 from tuner.runners.base import Building, Runner
 from tuner.search.stopping import CompileTimes, Stopping, queued
@@ -15,22 +17,31 @@ class Waits:
         runner: runner that knows the compiles in progress.
         times: durations of earlier compiles.
         price: price of a second, as in `Effort.price`.
+        target_s: as in `Effort.target_s`.
     """
 
-    def __init__(self, runner: Runner, times: CompileTimes, price: float) -> None:
-        self._runner, self._times, self._price = runner, times, price
+    def __init__(
+        self, runner: Runner, times: CompileTimes, price: float, target_s: float = math.inf
+    ) -> None:
+        self._runner, self._times = runner, times
+        self._price, self._target_s = price, target_s
 
-    def is_over(self, problem: Problem, search: Search) -> bool:
+    def is_over(self, problem: Problem, search: Search, elapsed_s: float = 0.0) -> bool:
         """True if only compiles are left, and none is worth waiting for.
 
         Compiled kernels are always timed, which takes one or two seconds.
+
+        Args:
+            problem: problem of the search.
+            search: search with requests in flight.
+            elapsed_s: seconds since the sweep began.
         """
         under_way = {_place(one, search): one for one in self._runner.under_way(problem)}
         pending = {(m.family.name, key) for m in search.members for key in m.pending}
         if not pending <= under_way.keys():
             return False
         left_s = self._left_s({place: under_way[place] for place in sorted(pending)})
-        return Stopping(search, self._price).is_over(left_s)
+        return Stopping(search, self._price, self._target_s).is_over(left_s, elapsed_s)
 
     def _left_s(self, compiling: dict[Place, Building]) -> dict[Place, float]:
         """Seconds until each group is expected to be compiled."""
