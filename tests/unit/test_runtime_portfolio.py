@@ -319,35 +319,6 @@ def test_pytorch_is_asked_about_small_tensors(on_cpu: SimpleNamespace) -> None:
     assert on_cpu.portfolio.pytorchs(problem, 0) in ("flash2", "efficient", "cudnn", "")
 
 
-def test_the_time_of_the_kernel_before_each_call_is_taken_off(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from tuner.runtime import devices
-
-    clock = {"ms": 0.0}
-
-    def spend(ms: float) -> None:
-        clock["ms"] += ms
-
-    class Event:
-        def __init__(self, enable_timing: bool) -> None: ...
-        def record(self) -> None:
-            self.at = clock["ms"]
-
-        def elapsed_time(self, end: Event) -> float:
-            return end.at - self.at
-
-        def synchronize(self) -> None: ...
-
-    written = SimpleNamespace(add_=lambda amount: spend(0.002))
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda clocks: spend(1.0))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(devices, "_ordinary", lambda index: written)
-    assert devices.burst_us(lambda: spend(0.005), 4) == pytest.approx(20.0)
-    assert devices.burst_us(lambda: None, 4) == pytest.approx(0.0)
-
-
 class TestBenchmark:
     """``TUNER_BENCHMARK=1``: the first call of a shape is timed."""
 

@@ -119,32 +119,18 @@ def is_capturing() -> bool:
 
 
 def burst_us(function: Callable[[], object], count: int) -> float:
-    """Microseconds that the current stream takes for `count` calls of `function`, each behind an
-    ordinary kernel whose time is taken off.
+    """Microseconds that the current stream takes for `count` calls of `function` in a row.
 
-    Behind a copy of itself, a programmatic dependent would start early. The stream spins first, so
-    that the host is ahead and GPU time is measured.
+    The stream spins first, so that the host is ahead and GPU time is measured.
     """
-    start, between, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-    ordinary = _ordinary(torch.cuda.current_device())
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(_SPIN_CLOCKS)
     start.record()
     for _ in range(count):
-        ordinary.add_(1.0)
         function()
-    between.record()
-    for _ in range(count):
-        ordinary.add_(1.0)
     end.record()
     end.synchronize()
-    return max(0.0, float(start.elapsed_time(between) - between.elapsed_time(end))) * 1e3
-
-
-@cache
-def _ordinary(index: int) -> torch.Tensor:
-    """Tensor that ordinary kernels write between timed calls."""
-    with torch.inference_mode(False):
-        return torch.zeros(1 << 12, device=f"{TYPE}:{index}")
+    return float(start.elapsed_time(end)) * 1e3
 
 
 @cache
