@@ -146,6 +146,15 @@ def test_a_kernel_of_large_products_is_not_trusted_at_small_ones() -> None:
         assert spread.holds((*sizes, 2**34), domain)  # each of the three is near measured ones
 
 
+def test_large_gated_products_are_near_by_their_sides() -> None:
+    sizes = [(512, 11008, 4096, 512 * 11008 * 4096), (8192, 1536, 4096, 8192 * 1536 * 4096)]
+    spread = Spread.of(sizes)
+    prompt = 8192, 14336, 4096, 8192 * 14336 * 4096
+    assert spread.holds(prompt, GatedDomain("wide"))
+    assert not spread.holds(prompt, ProductDomain("wide")), "cuBLAS is nearer there"
+    assert not spread.holds((8192, 28672, 4096, prompt[3]), GatedDomain("wide"))
+
+
 def test_a_portfolio_without_bounds_of_work_is_read() -> None:
     data = made().to_json()
     rows = [one for domain in data["domains"] for one in domain["candidates"]]
