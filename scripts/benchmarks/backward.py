@@ -31,8 +31,9 @@ from tuner.errors import BenchmarkError, TunerError
 from tuner.families import family
 from tuner.families.base import KernelSpec
 from tuner.families.fused_attention_backward import instance
+from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionBackwardProblem, AttentionProblem, problem_from_json
-from tuner.selection.backward import COSTS, KERNELS, kind_of, work
+from tuner.selection.backward import COSTS, KERNELS, kind_of, placed, work
 
 ROUNDS, BURST_US = 20, 2000.0
 VENDORS = ("cudnn", "flash2", "flash3", "flash4")
@@ -56,7 +57,7 @@ def variants(problem: AttentionBackwardProblem) -> dict[str, Config]:
     for name, posed in named.items():
         kind = kind_of(posed)
         if kind is not None and kind in KERNELS:
-            found[name] = KERNELS[kind]
+            found[name] = placed(KERNELS[kind], posed, DEFAULT_GPU)
     return found
 
 
@@ -318,7 +319,7 @@ def own_config(problem: AttentionBackwardProblem) -> Config:
     kind = kind_of(problem)
     if kind is None:
         raise BenchmarkError(f"no own kernel has {problem.label()}")
-    return KERNELS[kind]
+    return placed(KERNELS[kind], problem, DEFAULT_GPU)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -3,7 +3,8 @@
 A model with the shapes of Llama-3.2-1B or Llama-3-8B and random weights answers requests through
 the manager behind `generate_batch`. Prompts differ in length; each request gets the same number of
 new tokens. Each attention runs in a process of its own, with the engine's defaults for it. A first
-pass captures the graphs and loads the kernels; the median of the others counts.
+pass captures the graphs and loads the kernels; the median of the others counts. With ``--at-once``
+the processes start together, and their passes take turns in a shuffled order.
 
 FlashAttention and the tuner have CUDA graphs and asynchronous steps, `sdpa` has neither. On a
 machine without FlashAttention-3 its serving build under ``TUNER_PEERS_PATH`` stands in.
@@ -23,7 +24,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +59,8 @@ MODELS: Mapping[str, tuple[Sizes, int]] = {
 SHORTEST = 8
 """The longest prompt has so many times the tokens of the shortest; lengths are log-uniform."""
 LIMIT_S = 240.0
+START = 0
+"""Index at which a worker makes its model; each other one is a pass."""
 STEP_TOKENS = 8192
 """New tokens of a step at most: `max_batch_tokens`, by default of Transformers 5.23."""
 HEADING = ("attention", "requests/s", "tokens/s", "over sdpa", "same tokens", "hits", "refused")
@@ -88,11 +93,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure each attention; 1 when one that is installed has no figures."""
     args = _parser().parse_args(argv)
     load = Load(args.model, args.requests, args.prompt_tokens, args.new_tokens, args.page_size)
-    ways = args.ways
     if args.worker:
-        return answer_indices(
-            lambda i: measure(ways[i], load, args.rounds, args.device), args.device
-        )
+        server = Server(args.way, load, args.device)
+        return answer_indices(lambda i: server.start() if i == START else server.run(), args.device)
     _check(args)
     given = list(sys.argv[2:] if argv is None else argv)
     command = python_command("-m", "benchmarks", "batching", *given, "--worker")
@@ -102,17 +105,62 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.path.append(str(flash_attention_package.written(Path(folder))))
             paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
             os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, paths), folder])
-        for index, way in enumerate(ways):
-            if is_absent(way):
+        ways = [way for way in args.ways if not is_absent(way)]
+        for way in args.ways:
+            if way not in ways:
                 print(f"batching: {way} is left out: {WAYS[way]} is not installed", file=sys.stderr)
-                continue
-            print(f"batching: {way} ...", file=sys.stderr, flush=True)
-            with Worker(command, args.limit) as worker:  # its end frees the cache's memory
-                rows.append({"attention": way, **vars(load), **worker.ask(index)})
-            if args.json:
-                write_json(args.json, rows)
+        for together in [ways] if args.at_once else [[way] for way in ways]:
+            before = rows
+            for found in _measured(together, command, args):
+                rows = before + [{"attention": w, **vars(load), **row} for w, row in found.items()]
+                if args.json:
+                    write_json(args.json, rows)
     print(report(rows))
     return int(any("lost" in row for row in rows))
+
+
+def _measured(
+    ways: Sequence[str], command: Sequence[str], args: argparse.Namespace
+) -> Iterator[dict[str, dict[str, Any]]]:
+    """Figures of attentions whose processes live together, behind each round of passes. The
+    processes' end frees the caches' memory.
+    """
+    with ExitStack() as stack:
+        workers = {
+            way: stack.enter_context(Worker([*command, "--way", way], args.limit)) for way in ways
+        }
+        print(f"batching: {', '.join(ways)} ...", file=sys.stderr, flush=True)
+        with ThreadPoolExecutor(max(1, len(ways))) as pool:
+            starts = list(pool.map(lambda way: workers[way].ask(START), ways))
+        rows = dict(zip(ways, starts, strict=True))
+        passes: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
+        for index in range(1, args.rounds + 1):
+            order = [way for way in ways if "lost" not in rows[way]]
+            random.Random(index).shuffle(order)
+            for way in order:
+                answer = workers[way].ask(index)
+                passes[way].append(answer)
+                rows[way] = answer if "lost" in answer else summary(rows[way], passes[way])
+            yield rows
+
+
+def summary(start: Mapping[str, Any], passes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The figures of an attention.
+
+    Args:
+        start: result of `Server.start`.
+        passes: results of `Server.run`, one a pass.
+    """
+    last = passes[-1]
+    seconds = [one["seconds"] for one in passes]
+    took = statistics.median(seconds)
+    return {
+        **start,
+        **last,
+        "seconds": seconds,
+        "requests_per_s": len(last["tokens"]) / took,
+        "tokens_per_s": sum(map(len, last["tokens"])) / took,
+    }
 
 
 def is_absent(way: str) -> bool:
@@ -138,6 +186,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, metavar="OUT", help="write every figure there")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for an attention")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument(
+        "--at-once", action="store_true", help="start the attentions together; passes take turns"
+    )
+    parser.add_argument("--way", default="", help=argparse.SUPPRESS)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser
 
@@ -167,50 +219,66 @@ def _check(args: argparse.Namespace) -> None:
         check_place(args.json)
 
 
-def measure(way: str, load: Load, rounds: int, device: str = "cuda") -> dict[str, Any]:
-    """Figures of one attention.
+class Server:
+    """One attention's model and manager in this process.
 
     Args:
         way: one of `WAYS`.
         load: requests to serve.
-        rounds: timed passes.
         device: device of the model.
     """
-    import torch
-    import transformers
-    from transformers.generation.continuous_batching.utils import WorkloadHints
 
-    import tuner
-    import tuner.runtime.transformers
+    def __init__(self, way: str, load: Load, device: str = "cuda") -> None:
+        self._way, self._load, self._device = way, load, device
+        self._manager: Any = None
+        self._open = ExitStack()
 
-    longest = {"max_prompt_length": load.prompt, "max_generated_length": load.new}
-    seconds: list[float] = []
-    tokens: list[list[int]] = []
-    with _model(way, load, device).continuous_batching_context_manager(
-        generation_config=transformers.GenerationConfig(
-            max_new_tokens=load.new, do_sample=False, eos_token_id=-1, pad_token_id=0
-        ),
-        continuous_batching_config=_config(load),
-        workload_hints=WorkloadHints(**longest, num_requests=load.requests),
-    ) as manager:
-        for _ in range(1 + rounds):
-            start = time.perf_counter()
-            tokens = _pass(manager, load)
-            seconds.append(time.perf_counter() - start)
-    stats = tuner.stats()
-    took = statistics.median(seconds[1:])
-    return {
-        "seconds": seconds[1:],
-        "first_seconds": seconds[0],
-        "requests_per_s": load.requests / took,
-        "tokens_per_s": sum(map(len, tokens)) / took,
-        "hits": stats.hits,
-        "fallbacks": dict(stats.fallbacks),
-        "errors": dict(stats.errors),
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "device": torch.cuda.get_device_name() if device == "cuda" else device,
-        "tokens": tokens,
-    }
+    def close(self) -> None:
+        """End the manager."""
+        self._open.close()
+
+    def start(self) -> dict[str, Any]:
+        """Make the model, and answer all requests once; facts of it."""
+        import torch
+        import transformers
+        from transformers.generation.continuous_batching.utils import WorkloadHints
+
+        importlib.import_module("tuner.runtime.transformers")  # registers the attention
+        load = self._load
+        model = _model(self._way, load, self._device)
+        self._manager = self._open.enter_context(
+            model.continuous_batching_context_manager(
+                generation_config=transformers.GenerationConfig(
+                    max_new_tokens=load.new, do_sample=False, eos_token_id=-1, pad_token_id=0
+                ),
+                continuous_batching_config=_config(load),
+                workload_hints=WorkloadHints(
+                    max_prompt_length=load.prompt,
+                    max_generated_length=load.new,
+                    num_requests=load.requests,
+                ),
+            )
+        )
+        return {
+            "first_seconds": self.run()["seconds"],
+            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+            "device": torch.cuda.get_device_name() if self._device == "cuda" else self._device,
+        }
+
+    def run(self) -> dict[str, Any]:
+        """Answer all requests: seconds, tokens and counts."""
+        import tuner
+
+        start = time.perf_counter()
+        tokens = _pass(self._manager, self._load)
+        seconds, stats = time.perf_counter() - start, tuner.stats()
+        return {
+            "seconds": seconds,
+            "hits": stats.hits,
+            "fallbacks": dict(stats.fallbacks),
+            "errors": dict(stats.errors),
+            "tokens": tokens,
+        }
 
 
 def _pass(manager: Any, load: Load) -> list[list[int]]:

@@ -74,6 +74,8 @@ ENVIRONMENT = {
     "TRANSFORMERS_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+WARM_TOKENS = 16
+"""Prompt tokens of a request before the timed ones, from the second run on."""
 START = 0
 """Index at which a worker starts its engine."""
 SPARE_TOKENS = 64
@@ -206,6 +208,8 @@ class Engine:
         self._args = args
         self._counts = sorted(set(args.concurrency or (1, 16, 128)))
         self._generate: Generator | None = None
+        self._warm_tokens = 0
+        """Prompt tokens of a request that warms the engine; 0: as many as the timed ones have."""
 
     def answer(self, index: int) -> dict[str, Any]:
         """The start's facts or a run's figures, or ``{"lost": reason}``."""
@@ -251,21 +255,26 @@ class Engine:
         generate = self._generate
         if generate is None:
             raise BenchmarkError("the engine did not start")
-        generate(PROMPTS, PROMPT, 1, 0)  # warm
+        generate(PROMPTS, self._warm_tokens or PROMPT, 1, 0)
         passes = range(1, self._args.passes + 1)
         took = statistics.median(generate(PROMPTS, PROMPT, 1, i)[0] for i in passes)
-        return {
+        found = {
             "prompt_tokens_per_s": PROMPTS * PROMPT / took,
             "concurrency": {
-                str(count): _served(generate, count, self._args) for count in self._counts
+                str(count): _served(generate, count, self._args, self._warm_tokens)
+                for count in self._counts
             },
             "eager": _stats(tuner.stats(reset=True)),
         }
+        self._warm_tokens = WARM_TOKENS
+        return found
 
 
-def _served(generate: Generator, count: int, args: argparse.Namespace) -> dict[str, Any]:
+def _served(
+    generate: Generator, count: int, args: argparse.Namespace, warm_tokens: int
+) -> dict[str, Any]:
     """Times of so many requests at once. Prompts are the same in every run and way."""
-    generate(count, args.prompt, 2, 0)
+    generate(count, warm_tokens or args.prompt, 2, 0)
     firsts = [generate(count, args.prompt, 1, i)[0] for i in range(1, args.passes + 1)]
     wholes = [generate(count, args.prompt, args.tokens, i) for i in range(1, max(2, args.passes))]
     first, whole = statistics.median(firsts), statistics.median(took for took, _ in wholes)

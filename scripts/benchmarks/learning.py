@@ -2,8 +2,8 @@
 
 The first call of a shape times the portfolio's kernels and PyTorch's on its own tensors, and keeps
 the fastest. The second call shows that the choice is kept. Then the chosen kernel and PyTorch's are
-timed behind an ordinary kernel, interleaved. The journal of choices is a new one; artifacts and
-kernel lists are the user's.
+timed behind an ordinary kernel, interleaved, products over rotated weights. The journal of choices
+is a new one; artifacts and kernel lists are the user's.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tuner.base.output import check_place
 from tuner.bench.results import write_json
 from tuner.errors import BenchmarkError
 from tuner.measure.device import detect
-from tuner.problem import AttentionProblem
+from tuner.problem import AttentionProblem, GemmProblem, Problem
 from tuner.selection.describe import table
 
 CALLS: Mapping[str, str] = {
@@ -36,8 +37,19 @@ CALLS: Mapping[str, str] = {
     "BERT-large": "B=16,H=16,S=512,D=64",
     "Whisper-large's encoder": "B=8,H=20,S=1500,D=64",
 }
-"""Shapes of models, in bf16 and in memory token by token."""
-OURS, PYTORCH = "tuner.attention", "PyTorch"
+"""Shapes of models' attention, in bf16 and in memory token by token."""
+PRODUCTS: Mapping[str, str] = {
+    "Llama-3-8B qkv, 2 rows": "M=2,N=6144,K=4096",
+    "Llama-3-8B down, 12 rows": "M=12,N=4096,K=14336",
+    "Qwen2.5-7B down, 96 rows": "M=96,N=3584,K=18944",
+    "GPT-2 XL out, 700 rows": "M=700,N=1600,K=1600,epilogue=bias",
+    "ViT-B up, 1576 rows": "M=1576,N=3072,K=768,epilogue=bias_gelu",
+    "BERT-large up, 8192 rows": "M=8192,N=4096,K=1024,epilogue=bias_gelu",
+}
+"""Linear layers of models, in bf16."""
+ROTATED_BYTES, MAX_COPIES = 128 << 20, 16
+"""Weights of all copies of a product: over twice the L2. Most copies."""
+OURS, PYTORCH = "tuner", "PyTorch"
 MAX_ERROR = 8e-3
 """The gate's limit in bf16, here of the difference from PyTorch's output."""
 JOURNAL = "benchmarked.jsonl"
@@ -50,6 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument(
+        "--op", choices=("attention", "gemm"), help="only calls of attention or of products"
+    )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write every figure there")
     args = parser.parse_args(argv)
     check_place(args.json)
@@ -57,7 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise BenchmarkError("no GPU found: scripts/bench learning runs kernels")
     with tempfile.TemporaryDirectory() as folder:
         _set_out(Path(folder))
-        rows = [measure(*one) for one in CALLS.items()]
+        rows = []
+        if args.op != "gemm":
+            rows += [measure(name, attention(shape)) for name, shape in CALLS.items()]
+        if args.op != "attention":
+            rows += [measure(name, product(shape)) for name, shape in PRODUCTS.items()]
         document = {"environment": environment(), "rows": rows}
     if args.json:
         write_json(args.json, document)
@@ -74,8 +93,22 @@ def _set_out(cache: Path) -> None:
     os.environ["TUNER_BENCHMARK"] = "1"
 
 
-def measure(name: str, shape: str) -> dict[str, Any]:
-    """A shape's first calls, the choice, and the times after it."""
+@dataclass(frozen=True)
+class Call:
+    """A problem's calls over some copies of its tensors."""
+
+    problem: Problem
+    copies: int
+    ours: Callable[[int], Any]
+    """Enqueues the tuner's call over copy i, and returns the output."""
+    pytorchs: Callable[[int], Any]
+    """The same of PyTorch."""
+    before: Callable[[int], Any]
+    """Enqueues the element-wise kernel that writes the call's first operand."""
+
+
+def attention(shape: str) -> Call:
+    """A shape's attention, over warm tensors."""
     import torch
 
     import tuner
@@ -89,26 +122,63 @@ def measure(name: str, shape: str) -> dict[str, Any]:
         "is_causal": problem.is_causal,
         "enable_gqa": problem.heads_q != problem.heads_kv,
     }
+    usual, source = torch.nn.functional.scaled_dot_product_attention, query.clone()
+    return Call(
+        problem,
+        1,
+        lambda _: tuner.attention(query, key, value, **options),
+        lambda _: usual(query, key, value, **options),
+        lambda _: torch.add(source, 0.0, out=query),
+    )
 
-    def ours() -> Any:
-        return tuner.attention(query, key, value, **options)
 
-    def pytorchs() -> Any:
-        return torch.nn.functional.scaled_dot_product_attention(query, key, value, **options)
+def product(shape: str) -> Call:
+    """A shape's linear layer, over rotated weights."""
+    import torch
+
+    import tuner
+
+    problem = GemmProblem.parse(f"{shape},dtype=bf16")
+    n, k = problem.n, problem.k
+    copies = min(MAX_COPIES, math.ceil(ROTATED_BYTES / (2 * n * k)) + 1)
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
+    source = torch.randn(problem.m, k, **options)
+    rows = source.clone()
+    weights = [torch.randn(n, k, **options) / math.sqrt(k) for _ in range(copies)]
+    bias = torch.randn(n, **options) if problem.has_bias else None
+    activation = problem.activation or None
+
+    def pytorchs(i: int) -> Any:
+        out = torch.nn.functional.linear(rows, weights[i], bias)
+        return out if activation is None else torch.nn.functional.gelu(out)
+
+    return Call(
+        problem,
+        copies,
+        lambda i: tuner.linear(rows, weights[i], bias, activation=activation),
+        pytorchs,
+        lambda _: torch.add(source, 0.0, out=rows),
+    )
+
+
+def measure(name: str, call: Call) -> dict[str, Any]:
+    """A shape's first calls, the choice, and the times after it."""
+    import torch
+
+    import tuner
 
     with torch.inference_mode():
-        wanted = pytorchs().float()
+        wanted = call.pytorchs(0).float()
         tuner.stats(reset=True)
-        first_ms = _wall_ms(ours)
-        second_ms = _wall_ms(ours)
+        first_ms = _wall_ms(lambda: call.ours(0))
+        second_ms = _wall_ms(lambda: call.ours(0))
         stats = tuner.stats(reset=True)
-        error = float((ours().float() - wanted).norm() / wanted.norm())
-        source = query.clone()
-        contenders = [Contender(OURS, lambda _: ours()), Contender(PYTORCH, lambda _: pytorchs())]
-        times = time_calls(contenders, lambda _: torch.add(source, 0.0, out=query), 1)
+        error = float((call.ours(0).float() - wanted).norm() / wanted.norm())
+        contenders = [Contender(OURS, call.ours), Contender(PYTORCH, call.pytorchs)]
+        times = time_calls(contenders, call.before, call.copies)
     return {
         "name": name,
-        "shape": problem.label(),
+        "shape": call.problem.label(),
         "first_ms": first_ms,
         "second_ms": second_ms,
         "hits": stats.hits,
@@ -116,11 +186,11 @@ def measure(name: str, shape: str) -> dict[str, Any]:
         "error": error,
         "us": times.us.get(OURS, math.nan),
         "pytorch_us": times.us.get(PYTORCH, math.nan),
-        "choice": _choice(problem),
+        "choice": _choice(call.problem),
     }
 
 
-def _choice(problem: AttentionProblem) -> dict[str, Any] | None:
+def _choice(problem: Problem) -> dict[str, Any] | None:
     """The journal's line on a problem; None if nothing was timed."""
     journal = settings.cache_dir() / JOURNAL
     lines = journal.read_text().splitlines() if journal.exists() else []

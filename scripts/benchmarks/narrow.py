@@ -6,8 +6,8 @@ its heuristic lists; cuBLAS's is `torch.mm`'s own choice. Own kernels are compil
 checked against fp32 before they are timed.
 
 ``--kernels`` is how many kernels of `cluster_gemm` take part, by its estimates: a small sweep.
-Kernels of `gemm` take part where they are compiled already. ``--served`` also times what
-`tuner.linear` launches.
+Kernels of `gemm` take part where they are compiled already, with ``--built`` the first ones by the
+family's estimates. ``--served`` also times what `tuner.linear` launches.
 """
 
 from __future__ import annotations
@@ -84,13 +84,14 @@ Kernels = Mapping[Config, Mapping[str, str]]
 
 
 def compiled(
-    products: Sequence[GemmProblem], count: int, gpu: Any, limit_s: float
+    products: Sequence[GemmProblem], count: int, most_built: int, gpu: Any, limit_s: float
 ) -> dict[GemmProblem, Kernels]:
     """Kernels of each product that are built, or were compiled in time.
 
     Args:
         products: products to compute.
         count: kernels of `FAMILY` a product.
+        most_built: most kernels of `BUILT_FAMILY` a product.
         gpu: that they run on.
         limit_s: seconds.
     """
@@ -113,6 +114,8 @@ def compiled(
                 under_way.append((problem, config, name, future))
             family = families()[BUILT_FAMILY]
             for config in ranked(BUILT_FAMILY, problem, gpu):
+                if len(found[problem]) >= most_built:
+                    break
                 [(name, spec)] = family.kernels(problem, config).items()
                 if spec.key not in built:
                     artifact = compiler.cached(spec)
@@ -315,6 +318,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--kernels", type=int, default=16, metavar="N", help="own kernels a product (default 16)"
     )
+    parser.add_argument(
+        "--built", type=int, default=64, metavar="N", help="most built kernels (default 64)"
+    )
     parser.add_argument("--served", action="store_true", help="also `tuner.linear`")
     parser.add_argument(
         "--compile", action="store_true", help="only compile the kernels; needs no GPU"
@@ -332,7 +338,8 @@ def main(argv: Sequence[str]) -> int:
     from tuner.hardware import GPUS
 
     gpu = GPUS["H100"]
-    artifacts = compiled(list(problems(rows)), args.kernels, gpu, args.compile_limit)
+    products = list(problems(rows))
+    artifacts = compiled(products, args.kernels, args.built, gpu, args.compile_limit)
     if args.compile:
         print(f"{sum(map(len, artifacts.values()))} kernels of {len(artifacts)} products")
         return 0

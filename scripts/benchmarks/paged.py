@@ -8,6 +8,8 @@ that none is in the L2 (`call_times.time_calls`). Contenders of a case, in shuff
 - ``best``: the fastest schedule of the kernels that it selects from, found in a pass of its own
 - ``flash3``: FlashAttention-3's serving build with its scheduler's metadata, made before
 - ``dense``: `tuner.attention` over a dense cache, where all sequences are alike and have one query
+- ``in order``: as ``tuner``, over pages that lie in their order, beside ``dense``
+- ``read``: PyTorch's sum of as many bytes in their order, beside ``dense``
 
 Only compiled kernels take part; ``--compile`` compiles them, and times nothing. ``--selected``
 leaves out ``best`` and its pass.
@@ -17,15 +19,14 @@ from __future__ import annotations
 
 import argparse
 import math
-import random
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks import own_kernels
 from benchmarks.call_times import FAILURES, Contender, first_line, time_calls
+from benchmarks.paged_batches import Case, cases, groups
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
 from tuner.cli.aot import compile_aot
@@ -39,7 +40,7 @@ from tuner.families.base import KernelSpec, Strides
 from tuner.families.vendor import peers, stream_of
 from tuner.families.vendor.sdpa import DESCALES
 from tuner.hardware import DEFAULT_GPU
-from tuner.problem import DTYPE_BYTES, E4M3, AttentionProblem, DType
+from tuner.problem import E4M3, AttentionProblem
 from tuner.selection.domains import AttentionDomain
 from tuner.selection.kin import named_kernels
 
@@ -61,128 +62,6 @@ FACTOR, NUMBERS = 0.5, 0xBF
 MAX_ROUNDS = 8
 Call = Callable[[int], Any]
 """A call over the cache of an index."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """One batch: what each sequence has of queries and keys."""
-
-    group: str
-    queries: tuple[int, ...]
-    keys: tuple[int, ...]
-    page_size: int
-    heads_q: int = 32
-    heads_kv: int = 8
-    head_dim: int = 128
-    window: int = -1
-    has_sinks: bool = False
-    dtype: DType = "bfloat16"
-    is_halved: bool = False
-    """Keys and values are halves of one tensor's rows, head by head, as in vLLM."""
-
-    @property
-    def problem(self) -> AttentionProblem:
-        return AttentionProblem(
-            batch=len(self.queries),
-            seqlen_q=max(self.queries),
-            seqlen_kv=max(self.keys),
-            head_dim=self.head_dim,
-            heads_q=self.heads_q,
-            heads_kv=self.heads_kv,
-            dtype=self.dtype,
-            is_causal=max(self.queries) > 1,
-            window_left=self.window,
-            page_size=self.page_size,
-            has_sinks=self.has_sinks,
-        )
-
-    @property
-    def is_even(self) -> bool:
-        """All sequences have as many queries and keys."""
-        return len(set(self.queries)) == len(set(self.keys)) == 1
-
-    @property
-    def has_dense(self) -> bool:
-        """`tuner.attention` computes the same over a dense cache."""
-        is_plain = self.window < 0 and not self.has_sinks and self.dtype != E4M3
-        return is_plain and self.is_even and self.queries[0] == 1
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the keys and values that queries see."""
-        seen = sum(
-            min(keys, self.window + queries) if self.window >= 0 else keys
-            for queries, keys in zip(self.queries, self.keys, strict=True)
-        )
-        return seen * self.token_bytes
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of a key and a value of all heads."""
-        return 2 * DTYPE_BYTES[self.dtype] * self.heads_kv * self.head_dim
-
-    @property
-    def cached_bytes(self) -> int:
-        """Bytes of the pages of one copy of the keys and values."""
-        pages = sum(-(-keys // self.page_size) for keys in self.keys)
-        return pages * self.page_size * self.token_bytes
-
-    @property
-    def flops(self) -> int:
-        parts = zip(self.queries, self.keys, strict=True)
-        one = replace(self.problem, batch=1)
-        return sum(replace(one, seqlen_q=q, seqlen_kv=k).flops for q, k in parts if q)
-
-    def label(self) -> str:
-        heads = f"{self.heads_q}/{self.heads_kv},D={self.head_dim}"
-        longest = f"B={len(self.queries)},SQ={max(self.queries)},SKV={max(self.keys)}"
-        more = f",window={self.window}" if self.window >= 0 else ""
-        more += ",e4m3" if self.dtype == E4M3 else ""
-        return f"{self.group} {longest},{heads},page={self.page_size}{more}"
-
-
-def cases(groups: Sequence[str]) -> Iterator[Case]:
-    """Those of `groups`; all where none is named."""
-    for case in _every():
-        if not groups or case.group in groups:
-            yield case
-
-
-def _every() -> Iterator[Case]:
-    for size in (16, 64):
-        for batch in (1, 16, 64, 128):
-            for keys in (1024, 4096, 16384):
-                yield Case("decode", (1,) * batch, (keys,) * batch, size)
-    for batch, keys in ((1, 4096), (16, 4096), (64, 4096)):
-        yield Case("few", (4,) * batch, (keys,) * batch, 16)
-    draw = random.Random(0)
-    for batch in (16, 64, 128):
-        lengths = (int(100 * 160 ** draw.random()) for _ in range(batch))
-        yield Case("unlike", (1,) * batch, tuple(lengths), 16)
-    for queries in (512, 2048):
-        for keys in (8192, 32768):
-            yield Case("chunk", (queries,), (keys,), 16)
-            yield Case("chunk", (queries,), (keys,), 64)
-    for keys in (4096, 8192):
-        yield Case("mixed", (*(1,) * 63, 2048), (*(keys,) * 63, 8192), 16)
-        yield Case("mixed", (*(1,) * 63, 512), (*(keys,) * 63, 8192), 16)
-    for window in (-1, 127):
-        for batch in (1, 64):
-            made = Case("sinks", (1,) * batch, (4096,) * batch, 16, 64, 8, 64, window, True)
-            yield made
-        yield Case("sinks", (2048,), (8192,), 16, 64, 8, 64, window, True)
-    for batch in (1, 16, 128):
-        for keys in (1024, 4096):
-            yield Case("narrow", (1,) * batch, (keys,) * batch, 16, head_dim=64, is_halved=True)
-    for queries in (512, 2048):
-        for width in (64, 128):
-            yield Case("prompts", (queries,), (queries,), 16, head_dim=width, is_halved=True)
-        yield Case("narrow chunk", (queries,), (8192,), 16, head_dim=64, is_halved=True)
-    for batch in (1, 16, 64):
-        for keys in (4096, 16384):
-            yield Case("e4m3", (1,) * batch, (keys,) * batch, 16, dtype=E4M3)
-    yield Case("e4m3", (4,) * 16, (4096,) * 16, 16, dtype=E4M3)
-    yield Case("e4m3", (2048,), (8192,), 16, dtype=E4M3)
 
 
 def configs(case: Case) -> Iterator[Config]:
@@ -250,12 +129,18 @@ class Batch:
             self.key, self.value = self.rows
         torch.manual_seed(0)
         columns = max(counts)
-        self.tables = []
-        for part in torch.randperm(pages, device="cuda").int().view(self.copies, needed):
-            table = torch.zeros(len(counts), columns, dtype=torch.int32, device="cuda")
-            for row, mine in zip(table, part.split(counts), strict=True):
-                row[: len(mine)] = mine
-            self.tables.append(table)
+
+        def tables(places: Any) -> list[Any]:
+            found = []
+            for part in places.int().view(self.copies, needed):
+                table = torch.zeros(len(counts), columns, dtype=torch.int32, device="cuda")
+                for row, mine in zip(table, part.split(counts), strict=True):
+                    row[: len(mine)] = mine
+                found.append(table)
+            return found
+
+        self.tables = tables(torch.randperm(pages, device="cuda"))
+        self.ordered = tables(torch.arange(pages, device="cuda")) if case.has_dense else []
         total = sum(case.queries)
         query = torch.randn(total, case.heads_q, case.head_dim, device="cuda")
         self.source = query.to(dtype)
@@ -299,8 +184,8 @@ class Batch:
 
         return call
 
-    def tuner(self) -> Call:
-        """A call of `tuner.paged_attention`, as an engine makes it."""
+    def tuner(self, tables: Sequence[Any]) -> Call:
+        """A call of `tuner.paged_attention`, as an engine makes it, over the pages of tables."""
         import tuner
 
         case = self.case
@@ -316,7 +201,7 @@ class Batch:
         lengths = self.used, self.starts, max(case.queries), max(case.keys)
 
         def call(index: int) -> Any:
-            table = self.tables[index % self.copies]
+            table = tables[index % self.copies]
             return tuner.paged_attention(
                 self.query, self.key, self.value, table, *lengths, **options
             )
@@ -356,6 +241,14 @@ class Batch:
             return tuner.attention(query, key, value, scale=self.scale, enable_gqa=True)
 
         return call
+
+    def read(self) -> Call:
+        """A sum of the bytes of a cache, in their order."""
+        import torch
+
+        caches = self.rows.view(-1).view(torch.float32).view(self.copies, -1)
+        total = torch.empty((), device="cuda")
+        return lambda index: torch.sum(caches[index % self.copies], 0, out=total)
 
     def flash3(self, module: Any) -> Call:
         """A call of FlashAttention-3's serving build, with the metadata that a server makes."""
@@ -399,7 +292,11 @@ def _launches(problem: AttentionProblem, config: Config, scale: float, strides: 
 
 
 def compared(
-    case: Case, pool: Any, kernels: Mapping[Config, LoadedKernel], final_us: float = FINAL_US
+    case: Case,
+    pool: Any,
+    kernels: Mapping[Config, LoadedKernel],
+    final_us: float = FINAL_US,
+    quick_us: float = QUICK_US,
 ) -> dict[str, Any]:
     """Times of one case.
 
@@ -408,6 +305,7 @@ def compared(
         pool: bytes that hold its caches.
         kernels: the compiled ones of `configs` that ``best`` is found among; none: it is left out.
         final_us: microseconds of each contender's replays in the last pass.
+        quick_us: microseconds of each schedule's replays in the pass before.
     """
     import tuner
 
@@ -418,13 +316,14 @@ def compared(
         for made in schedules(case, config)
     }
     failed: dict[str, str] = {}
-    quick = _timed(batch, own, QUICK_US, failed) if own else {}
+    quick = _timed(batch, own, quick_us, failed) if own else {}
     best = min(quick, key=lambda name: quick[name], default="")
-    contenders = {"tuner": batch.tuner()}
+    contenders = {"tuner": batch.tuner(batch.tables)}
     if best:
         contenders["best"] = own[best]
     if case.has_dense:
-        contenders["dense"] = batch.dense()
+        contenders |= {"dense": batch.dense(), "read": batch.read()}
+        contenders["in order"] = batch.tuner(batch.ordered)
     module = peers.module_of(PEER)
     if isinstance(module, str):
         failed["flash3"] = module
@@ -503,7 +402,7 @@ def line(found: Mapping[str, Any]) -> str:
     own = us.get("tuner", math.nan)
     others = "".join(
         f" | {name} {us[name]:.1f} {us[name] / own:.3f}"
-        for name in ("flash3", "dense", "best")
+        for name in ("flash3", "dense", "in order", "read", "best")
         if name in us
     )
     text = (
@@ -570,10 +469,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--us", type=float, default=FINAL_US, help="microseconds of a contender's replays"
     )
+    parser.add_argument(
+        "--quick-us", type=float, default=QUICK_US, help="the same, of a schedule in the first pass"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
     check_place(args.json)
-    known = list(dict.fromkeys(case.group for case in _every()))
+    known = groups()
     if unknown := set(args.group) - set(known):
         raise ConfigError(f"--group {min(unknown)} is not known (allowed: {', '.join(known)})")
     wanted = list(cases(args.group))
@@ -595,7 +497,7 @@ def main(argv: Sequence[str]) -> int:
         if case.dtype == E4M3:
             pool &= NUMBERS
         try:
-            every.append(compared(case, pool, kernels[case], args.us))
+            every.append(compared(case, pool, kernels[case], args.us, args.quick_us))
         except (*FAILURES, TunerError) as exc:
             print(f"{case.label()}: {first_line(exc)}", flush=True)
             continue

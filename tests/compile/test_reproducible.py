@@ -51,7 +51,11 @@ def test_a_compiler_that_links_its_runtime_statically_makes_portable_kernels(
     assert newest_glibc(library) <= MAX_GLIBC
 
 
-def test_a_dispatcher_is_equal_bytes_too(tmp_path: Path) -> None:
+def test_a_dispatcher_is_equal_bytes_too(tmp_path: Path, shared_cache: Path) -> None:
+    """One of the two is what the runtime's tests use, in the folder where they look for it."""
     pytest.importorskip("torch")
-    found = [dispatcher.build(ArtifactCache(tmp_path / name)).sha256 for name in ("a", "another")]
-    assert found[0] == found[1]
+    places = shared_cache / "tests" / "dispatchers", tmp_path / "another"
+    one, other = (dispatcher.build(ArtifactCache(place)) for place in places)
+    if one.facts["host_compiler"] != other.facts["host_compiler"]:
+        pytest.skip(f"the one in {places[0]} is of another compiler")
+    assert one.sha256 == other.sha256

@@ -21,23 +21,20 @@ struct Integers { int64_t batch, heads_q, heads_kv, seqlen_q, seqlen_kv, head_di
 struct Scalars { double scale; };
 using Element = cutlass::half_t;
 constexpr int kGroups = 2, kTileM = 64, kD = 128;
-// Groups that share 64 keys, and of them each one's queries of S^T and dP^T and columns of dK and dV.
-constexpr int kSharing = kD > 128 ? 2 : 1, kKeyGroups = kGroups / kSharing, kTileN = 64 * kKeyGroups;
-constexpr int kQueries = kTileM / kSharing, kColumns = kD / kSharing;
-static_assert(kGroups % kSharing == 0 && kQueries % 16 == 0);
+// Above 128 columns one group has dV and the other dK of the same 64 keys.
+constexpr bool kIsWide = kD > 128;
+constexpr int kKeyGroups = kIsWide ? 1 : kGroups, kTileN = 64 * kKeyGroups, kQueries = kTileM, kColumns = kD;
+static_assert(!kIsWide || kGroups == 2);
 constexpr int kStages = 2, kDsStages = 2;
 constexpr bool kCausal = false;
 constexpr bool kWindowed = false;
 constexpr bool kSwapDq = false;
 constexpr bool kOrdered = false;
 constexpr bool kDirect = false;
-constexpr bool kEarlyDq = true;
-constexpr bool kEarlyDv = true;
 constexpr bool kTransposeDs = false;
-static_assert((!kEarlyDv && !kTransposeDs) || kSharing == 1);
+// Whether a group may write dS while another reads it.
+constexpr bool kWaitsForDs = kDsStages == 1 || kIsWide || false;
 constexpr int kOctets = kQueries / 8, kEarlyOctets = kOctets * 0 / 100;
-constexpr int kLateOctets = kQueries / 16 * 0 / 100 * 2, kTimelyOctets = kOctets - kLateOctets;
-static_assert(kEarlyOctets <= kTimelyOctets);
 constexpr int kThreads = 128 * (kGroups + 1), kRowThreads = 256;
 // A tile's log-sum-exps, and whether one is large; a bulk copy has a multiple of 16 bytes.
 constexpr int kLogSums = kTileM + 4;
@@ -69,11 +66,8 @@ using SmemLayoutDst = decltype(composition(
 using GroupLayout = Layout<Shape<Int<kKeyGroups>, _1, _1>>;
 using MmaS = decltype(make_tiled_mma(
     GMMA::ss_op_selector<Element, Element, float, Shape<Int<kTileN>, Int<kQueries>, Int<kD>>>(), GroupLayout{}));
-// P^T and dS^T are operands in registers, or in shared memory where groups share keys.
-using ShapeDkv = Shape<Int<kTileN>, Int<kColumns>, Int<kTileM>>;
-using AtomDkv = conditional_t<kSharing == 1,
-    decltype(GMMA::rs_op_selector<Element, Element, float, ShapeDkv, GMMA::Major::K, GMMA::Major::MN>()),
-    decltype(GMMA::ss_op_selector<Element, Element, float, ShapeDkv, GMMA::Major::K, GMMA::Major::MN>())>;
+// P^T and dS^T are operands in registers.
+using AtomDkv = decltype(GMMA::rs_op_selector<Element, Element, float, Shape<Int<kTileN>, Int<kColumns>, Int<kTileM>>, GMMA::Major::K, GMMA::Major::MN>());
 using MmaDkv = decltype(make_tiled_mma(AtomDkv{}, GroupLayout{}));
 constexpr auto kMajorDs = GMMA::Major::MN;
 using MmaDq = decltype(make_tiled_mma(GMMA::ss_op_selector<Element, Element, float, Shape<_64, Int<kPart>, Int<kTileN>>,
@@ -166,14 +160,11 @@ CUTE_DEVICE int first_key(Tile const& t, int thread) {
   return t.n_block * kTileN + (thread - 128) / 32 * 16 % kTileN + thread % 32 / 4;
 }
 
-// Which of the groups that share keys a consumer thread belongs to.
-CUTE_DEVICE int share_of(int thread) { return kSharing == 1 ? 0 : (thread - 128) / (128 * kKeyGroups); }
-
-// Zeros in place of a thread's probabilities that the mask hides, and at most one in place of the
-// others, in octets [kBegin, kEnd) of queries: S^T's rows are keys.
-template <int kBegin, int kEnd, class Scores>
+// Minus infinity in place of a thread's logarithms of probabilities that the mask hides, and at most zero in
+// place of the others: S^T's rows are keys.
+template <class Scores>
 CUTE_DEVICE void correct(Scores& scores, Params const& p, Tile const& t, int m_block, int thread) {
-  int const key0 = first_key(t, thread), query0 = m_block * kTileM + share_of(thread) * kQueries + 2 * (thread % 4);
+  int const key0 = first_key(t, thread), query0 = m_block * kTileM + 2 * (thread % 4);
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
     int const key = key0 + 8 * r;
@@ -181,13 +172,13 @@ CUTE_DEVICE void correct(Scores& scores, Params const& p, Tile const& t, int m_b
     int begin = kCausal || kWindowed ? Tile::first_query(p, key) - query0 : 0, end = kQueries;
     if (key >= p.seqlen_kv) end = 0;
     CUTE_UNROLL
-    for (int j = kBegin; j < kEnd; ++j) {
+    for (int j = 0; j < kOctets; ++j) {
       CUTE_UNROLL
       for (int c = 0; c < 2; ++c) {
         int const query = 8 * j + c;
         float& x = scores(make_coord(c, r, j), 0, 0);
-        if (x > 1.f) x = 1.f;  // and NaN stays
-        if (((kCausal || kWindowed) && query < begin) || query >= end) x = 0.f;
+        if (x > 0.f) x = 0.f;  // and NaN stays
+        if (((kCausal || kWindowed) && query < begin) || query >= end) x = -INFINITY;
       }
     }
   }
@@ -204,12 +195,12 @@ struct Storage {
   alignas(1024) cute::array_aligned<Element, cosize_v<SmemLayoutQ>, 1024> grad;  // dO
   alignas(1024) cute::array_aligned<Element, cosize_v<SmemLayoutDs>, 1024> ds;
   alignas(1024) float sums[kDirect ? 1 : kGroups][kDirect ? 4 : kGroupSums];  // dQ of a step, on its way to memory
-  // P of a step where groups share keys.
-  alignas(kSharing == 1 ? 128 : 1024) Element probabilities[kSharing == 1 ? 8 : cosize_v<SmemLayoutDs>];
+  // P of a step on its way between the groups.
+  alignas(kIsWide ? 1024 : 128) float probabilities[kIsWide ? kTileN * kTileM : 4];
   alignas(128) float lse_log2[kStages][kLogSums];
   alignas(128) float delta[kStages][kTileM];
   uint64_t k_full, v_full, q_full[kStages], q_empty[kStages], grad_full[kStages], grad_empty[kStages];
-  uint64_t ds_full[kDsStages], ds_empty, sums_full[kGroups], sums_empty[kGroups];
+  uint64_t ds_full[kDsStages], ds_empty[kDsStages], p_full, p_empty, sums_full[kGroups], sums_empty[kGroups];
 };
 static_assert(sizeof(Storage) == 198656);
 
@@ -339,13 +330,13 @@ CUTE_DEVICE void store_transposed(uint32_t at, Words const& word) {
 
 // Where a thread's row of four matrices of dS lies, in elements from the start of a stage: of keys, in the
 // group's part, and with `kTransposeDs` of queries.
-CUTE_DEVICE int ds_row(int keys, int share) {
+CUTE_DEVICE int ds_row(int keys) {
   int const warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
   if constexpr (kTransposeDs) {
     int const query = lane / 16 * 8 + lane % 8, vector = (warp * 2 + lane / 8 % 2) ^ lane % 8;
     return keys * (kTileM * 64) + query * 64 + vector * 8;
   } else {
-    return ds_offset(keys * 64 + warp * 16 + lane % 16, share * kQueries + lane / 16 * 8);
+    return ds_offset(keys * 64 + warp * 16 + lane % 16, lane / 16 * 8);
   }
 }
 
@@ -353,7 +344,6 @@ CUTE_DEVICE int ds_row(int keys, int share) {
 CUTE_DEVICE void consume(Params const& p, Storage& s, Tile const& t) {
   int const group = cutlass::canonical_warp_group_idx() - 1;
   int const lane = threadIdx.x % 32;
-  int const share = share_of(group * 128 + 128), keys = group % kKeyGroups;
   Tensor sK = make_tensor(make_smem_ptr(s.k.data()), SmemLayoutK{});
   Tensor sKt = make_tensor(make_smem_ptr(s.k.data()), SmemLayoutKt{});
   Tensor sV = make_tensor(make_smem_ptr(s.v.data()), SmemLayoutV{});
@@ -361,23 +351,19 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Tile const& t) {
   Tensor sQt = make_tensor(make_smem_ptr(s.q.data()), SmemLayoutQt{});
   Tensor sG = make_tensor(make_smem_ptr(s.grad.data()), SmemLayoutQ{});
   Tensor sGt = make_tensor(make_smem_ptr(s.grad.data()), SmemLayoutQt{});
-  Tensor sP = make_tensor(make_smem_ptr(s.probabilities), SmemLayoutDs{});
-  Tensor sDs = make_tensor(make_smem_ptr(s.ds.data()), SmemLayoutDs{});
   Tensor sDst = make_tensor(make_smem_ptr(s.ds.data()), SmemLayoutDst{});
   MmaS mma_s;
   MmaDkv mma_dkv;
   MmaDq mma_dq;
-  auto slice_s = mma_s.get_slice(keys * 128);
-  auto slice_dkv = mma_dkv.get_slice(keys * 128);
+  auto slice_s = mma_s.get_slice(group * 128);
+  auto slice_dkv = mma_dkv.get_slice(group * 128);
   auto slice_dq = mma_dq.get_slice(0);
   Tensor tSrK = slice_s.partition_fragment_A(sK);
   Tensor tSrV = slice_s.partition_fragment_A(sV);
-  auto const shared_queries = Shape<Int<kQueries>, Int<kD>>{};
-  auto const shared_columns = Shape<Int<kColumns>, Int<kTileM>>{};
-  Tensor tSrQ = slice_s.partition_fragment_B(local_tile(sQ, shared_queries, make_coord(share, 0)));
-  Tensor tSrG = slice_s.partition_fragment_B(local_tile(sG, shared_queries, make_coord(share, 0)));
-  Tensor tKrQ = slice_dkv.partition_fragment_B(local_tile(sQt, shared_columns, make_coord(share, 0)));
-  Tensor tVrG = slice_dkv.partition_fragment_B(local_tile(sGt, shared_columns, make_coord(share, 0)));
+  Tensor tSrQ = slice_s.partition_fragment_B(sQ);
+  Tensor tSrG = slice_s.partition_fragment_B(sG);
+  Tensor tKrQ = slice_dkv.partition_fragment_B(sQt);
+  Tensor tVrG = slice_dkv.partition_fragment_B(sGt);
   int const slab = group % kSlabs, part = group / kSlabs;
   Tensor tQrA = slice_dq.partition_fragment_A(local_tile(sDst, Shape<_64, Int<kTileN>>{}, make_coord(slab, 0)));
   Tensor tQrB = slice_dq.partition_fragment_B(local_tile(sKt, Shape<Int<kPart>, Int<kTileN>>{}, make_coord(part, 0)));
@@ -390,9 +376,8 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Tile const& t) {
   clear(tDv);
 
   // Where this thread's part of dS lies in the first K slice; the others by XOR and addition.
-  uint32_t const ds_place = cast_smem_ptr_to_uint(s.ds.data()) + 2 * ds_row(keys, share);
-  uint32_t const probabilities = cast_smem_ptr_to_uint(s.probabilities) - cast_smem_ptr_to_uint(s.ds.data());
-  int step = 0;  // of all rings
+  uint32_t const ds_place = cast_smem_ptr_to_uint(s.ds.data()) + 2 * ds_row(group);
+  int step = 0;  // of all pipelines
   int m = t.start;
 
   auto release = [&](uint64_t* empty) {
@@ -402,45 +387,42 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Tile const& t) {
   // Accumulators without a value: those of a step before would have to be kept until it is dropped.
   auto scores = [&] { return partition_fragment_C(mma_s, Shape<Int<kTileN>, Int<kQueries>>{}); };
   auto query_sums = [&] { return partition_fragment_C(mma_dq, Shape<_64, Int<kPart>>{}); };
-  // S^T = K Q^T, or dP^T = V dO^T.
-  auto issue_scores = [&](auto const& a, auto const& b, int stage, auto& to) {
-    warpgroup_arrive();
-    mma_s.accumulate_ = GMMA::ScaleOut::Zero;
+  // S^T = K Q^T, or dP^T = V dO^T, from the slices of K from `begin` on.
+  auto issue_slices = [&](auto const& a, auto const& b, int stage, auto& to, int begin = 0) {
+    mma_s.accumulate_ = begin > 0 ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero;
     CUTE_UNROLL
-    for (int kk = 0; kk < size<2>(a); ++kk) {
+    for (int kk = begin; kk < size<2>(a); ++kk) {
       cute::gemm(mma_s, a(_, _, kk), b(_, _, kk, stage), to);
       mma_s.accumulate_ = GMMA::ScaleOut::One;
     }
     warpgroup_commit_batch();
   };
-  // dV += P^T dO, or dK += dS^T Q: the left one in registers, or of all groups in shared memory.
-  auto issue_dkv = [&](auto& a, auto const& shared, auto const& b, int stage, auto& to, int begin = 0, int end = kTileM / 16) {
+  auto issue_scores = [&](int stage, auto& to) {
+    warpgroup_arrive();
+    issue_slices(tSrK, tSrQ, stage, to);
+  };
+  auto issue_derivatives = [&](int stage, auto& to) {
+    warpgroup_arrive();
+    issue_slices(tSrV, tSrG, stage, to);
+  };
+  // dV += P^T dO, or dK += dS^T Q.
+  auto issue_dkv = [&](auto& a, auto const& b, int stage, auto& to) {
     warpgroup_fence_operand(to);
-    if constexpr (kSharing == 1) {
-      warpgroup_fence_operand(a);
-    } else {
-      Empty::wait(&s.ds_full[place_of<kDsStages>(step)], round_of<kDsStages>(step));
-    }
+    warpgroup_fence_operand(a);
     warpgroup_arrive();
     mma_dkv.accumulate_ = GMMA::ScaleOut::One;
     CUTE_UNROLL
-    for (int kk = begin; kk < end; ++kk) {
-      if constexpr (kSharing == 1) {
-        cute::gemm(mma_dkv, a(_, _, kk), b(_, _, kk, stage), to);
-      } else {
-        cute::gemm(mma_dkv, slice_dkv.partition_fragment_A(shared)(_, _, kk, place_of<kDsStages>(step)), b(_, _, kk, stage), to);
-      }
-    }
+    for (int kk = 0; kk < kTileM / 16; ++kk) cute::gemm(mma_dkv, a(_, _, kk), b(_, _, kk, stage), to);
     warpgroup_commit_batch();
   };
   // dQ = dS K, from the dS of all groups.
-  auto issue_dq = [&](auto& tDq) {
-    Empty::wait(&s.ds_full[place_of<kDsStages>(step)], round_of<kDsStages>(step));
+  auto issue_dq = [&](auto& tDq, int of) {
+    if (of >= 0) Empty::wait(&s.ds_full[place_of<kDsStages>(of)], round_of<kDsStages>(of));
     warpgroup_arrive();
     mma_dq.accumulate_ = GMMA::ScaleOut::Zero;
     CUTE_UNROLL
     for (int kk = 0; kk < kTileN / 16; ++kk) {
-      cute::gemm(mma_dq, tQrA(_, _, kk, place_of<kDsStages>(step)), tQrB(_, _, kk), tDq);
+      cute::gemm(mma_dq, tQrA(_, _, kk, place_of<kDsStages>(of)), tQrB(_, _, kk), tDq);
       mma_dq.accumulate_ = GMMA::ScaleOut::One;
     }
     warpgroup_commit_batch();
@@ -453,7 +435,7 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Tile const& t) {
     CUTE_UNROLL
     for (int i = 0; i < (kOctets + 7) / 8; ++i) {
       int const octet = min(8 * i + lane / 4, kOctets - 1);
-      own[i] = *reinterpret_cast<float2 const*>(from + share * kQueries + 8 * octet + 2 * (lane % 4));
+      own[i] = *reinterpret_cast<float2 const*>(from + 8 * octet + 2 * (lane % 4));
     }
     return own;
   };
@@ -461,8 +443,7 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Tile const& t) {
     int const from = octet % 8 * 4 + lane % 4;
     return make_float2(__shfl_sync(kAllLanes, own[octet / 8].x, from), __shfl_sync(kAllLanes, own[octet / 8].y, from));
   };
-  // Scores less the log-sum-exp, to base 2, and of the first octets of queries their exponentials. No
-  // accumulator of a product goes round the loop as it is: ptxas would put all products in a row.
+  // Scores less the log-sum-exp, to base 2.
   auto start_exponentials = [&](Statistics const& own) {
     CUTE_UNROLL
     for (int j = 0; j < kOctets; ++j) {
@@ -471,7 +452,6 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Tile const& t) {
       for (int i = 0; i < 4; ++i) {
         float& x = tS(4 * j + i);
         x = fmaf(x, p.scale_log2, i % 2 ? -lse.y : -lse.x);
-        if (j < kEarlyOctets) x = exp2_approx(x);
       }
     }
   };
@@ -480,25 +460,26 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Tile const& t) {
     for (int i = 4 * octet; i < 4 * octet + 4; ++i) tS(i) = exp2_approx(tS(i));
   };
   // Rounds accumulators to an A operand: octets 2k and 2k + 1 make one K slice of 16.
-  auto round = [&](auto const& from, auto& to, int begin = 0, int end = kOctets) {
+  auto round = [&](auto const& from, auto& to) {
     CUTE_UNROLL
-    for (int j = begin; j < end; ++j) {
+    for (int j = 0; j < kOctets; ++j) {
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
         recast<uint32_t>(to)(make_coord(0, r, j % 2), 0, j / 2) = pack<Element>(from(4 * j + 2 * r), from(4 * j + 2 * r + 1));
       }
     }
   };
-  // dS^T = P^T (dP^T - delta), in place of dP^T.
-  auto differentiate = [&](auto& tDp, Statistics const& own, int j) {
+  // dS^T = P^T (dP^T - delta), in place of dP^T, and P^T where it is not there yet.
+  auto differentiate = [&](auto& tDp, Statistics const& own, Statistics const& lse, int j) {
     float2 const delta = of_octet(own, j);
+    if (j >= kEarlyOctets) exponentials(j);
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i) tDp(4 * j + i) = tS(4 * j + i) * (tDp(4 * j + i) - (i % 2 ? delta.y : delta.x));
   };
-  // dS^T to shared memory, for all groups, and P^T for those that share keys.
-  auto publish = [&] {
-    if constexpr (kDsStages == 1) Empty::wait(&s.ds_empty, step % 2 ^ 1);
-    uint32_t place = ds_place + place_of<kDsStages>(step) * (kTileM * kTileN * 2);
+  // dS^T of a step to shared memory, and its announcement to all groups.
+  auto store_ds = [&](int of) {
+    if constexpr (kWaitsForDs) Empty::wait(&s.ds_empty[place_of<kDsStages>(of)], round_of<kDsStages>(of) ^ 1);
+    uint32_t place = ds_place + place_of<kDsStages>(of) * (kTileM * kTileN * 2);
     opaque(place);  // not eight addresses that live through the loop
     CUTE_UNROLL
     for (int kk = 0; kk < kQueries / 16; ++kk) {
@@ -508,138 +489,97 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Tile const& t) {
       }
       uint32_t const at = (place ^ 32 * (kk % (kDsAtom / 16))) + kk / (kDsAtom / 16) * (kTileN * kDsAtom * 2);
       store_words(at, recast<uint32_t>(tDs)(_, 0, kk));
-      if constexpr (kSharing > 1) store_words(at + probabilities, recast<uint32_t>(tP)(_, 0, kk));
     }
-    async_copy_fence();
-    release(&s.ds_full[place_of<kDsStages>(step)]);
   };
-  // dQ of the step to the sums in memory; on to the next step.
-  auto add_dq = [&](auto const& tDq) {
-    if constexpr (kDsStages == 1) release(&s.ds_empty);
+  auto announce_ds = [&](int of) {
+    async_copy_fence();
+    release(&s.ds_full[place_of<kDsStages>(of)]);
+  };
+  // dQ of a step on its way to the sums in memory, and the announcement of it to the thread that adds: a fence
+  // waits for the stores, so that it comes once further products are under way.
+  auto store_dq = [&](auto const& tDq, int of, int m) {
+    if constexpr (kWaitsForDs) release(&s.ds_empty[place_of<kDsStages>(of)]);
     int const thread = threadIdx.x % 128;
     if constexpr (kDirect) {
-      int const head = t.head_kv * (p.heads / p.heads_kv) + step / (t.last - t.first);
+      int const head = t.head_kv * (p.heads / p.heads_kv) + of / (t.last - t.first);
       float* const to = p.sums + row_tile(p, t.batch, head, m) * (kTileM * kD) + group * kGroupSums + 4 * thread;
       CUTE_UNROLL
       for (int j = 0; j < kPart / 8; ++j) {
         add_to_global(to + 512 * j, make_float4(tDq(4 * j), tDq(4 * j + 1), tDq(4 * j + 2), tDq(4 * j + 3)));
       }
     } else {
-      Empty::wait(&s.sums_empty[group], step % 2 ^ 1);
+      Empty::wait(&s.sums_empty[group], of % 2 ^ 1);
       float4* const to = reinterpret_cast<float4*>(s.sums[group]) + thread;
       CUTE_UNROLL
       for (int j = 0; j < kPart / 8; ++j) {
         to[128 * j] = make_float4(tDq(4 * j), tDq(4 * j + 1), tDq(4 * j + 2), tDq(4 * j + 3));
       }
+    }
+  };
+  auto announce_dq = [&](int of) {
+    if constexpr (!kDirect) {
       async_copy_fence();
       release(&s.sums_full[group]);
     }
-    ++step;
-    m = t.next(m);
+  };
+
+  // S^T and dP^T of a step are issued.
+  auto issue_both = [&](auto& tNext, auto& tDp, int of) {
+    Full::wait(&s.q_full[place_of<kStages>(of)], round_of<kStages>(of));
+    issue_scores(place_of<kStages>(of), tNext);
+    Full::wait(&s.grad_full[place_of<kStages>(of)], round_of<kStages>(of));
+    issue_derivatives(place_of<kStages>(of), tDp);
+  };
+  // P^T and dS^T of a step as operands, dS^T in shared memory too. Exponentials take the time of many other
+  // instructions: those after `kEarlyOctets` run beside the derivatives.
+  auto take_both = [&](auto& tNext, auto& tDp, int of, int of_m) {
+    int const stage = place_of<kStages>(of);
+    Statistics const lse = statistics(s.lse_log2[stage]);
+    float const large = s.lse_log2[stage][kTileM];
+    warpgroup_wait<1>();
+    warpgroup_fence_operand(tNext);
+    copy(tNext, tS);
+    start_exponentials(lse);
+    if (t.is_masked(p, of_m) || large != 0.f) correct(tS, p, t, of_m, opaque_thread());
+    CUTE_UNROLL
+    for (int j = 0; j < kEarlyOctets; ++j) exponentials(j);
+    Statistics const delta = statistics(s.delta[stage]);
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(tDp);
+    CUTE_UNROLL
+    for (int j = 0; j < kOctets; ++j) differentiate(tDp, delta, lse, j);
+    round(tS, tP);
+    round(tDp, tDs);
+    store_ds(of);
   };
 
   int const steps = t.steps(p);
   if (steps > 0) {
     Full::wait(&s.k_full, 0);
-    Full::wait(&s.q_full[0], 0);
-    issue_scores(tSrK, tSrQ, 0, tS);
-    Statistics lse = statistics(s.lse_log2[0]);
-    float large = s.lse_log2[0][kTileM];
-    warpgroup_wait<0>();
-    warpgroup_fence_operand(tS);
-    start_exponentials(lse);
     Full::wait(&s.v_full, 0);
-    while (true) {
+    for (; step < steps; ++step, m = t.next(m)) {
       int const stage = place_of<kStages>(step);
+      auto tNext = scores();
       auto tDp = scores();
-      Full::wait(&s.grad_full[stage], round_of<kStages>(step));
-      issue_scores(tSrV, tSrG, stage, tDp);
-      Statistics const delta = statistics(s.delta[stage]);
-      bool const is_masked = t.is_masked(p, m) || large != 0.f;
-      CUTE_UNROLL
-      for (int j = kEarlyOctets; j < kTimelyOctets; ++j) exponentials(j);
-      if (is_masked) correct<0, kTimelyOctets>(tS, p, t, m, opaque_thread());
-      if constexpr (kEarlyDv) {
-        round(tS, tP, 0, kTimelyOctets);
-        issue_dkv(tP, sP, tVrG, stage, tDv, 0, kTimelyOctets / 2);
-      }
-      warpgroup_wait<kEarlyDv ? 1 : 0>();
-      warpgroup_fence_operand(tDp);
-      if constexpr (kLateOctets > 0) {
-        // Exponentials take the time of many other instructions: derivatives run beside them. The compilers
-        // would move them before the wait; ptxas moves fewer across a loop, here one that ends at once.
-        Full::wait(&s.v_full, 0);
-        CUTE_UNROLL
-        for (int i = 4 * kTimelyOctets; i < 4 * kOctets; i += 2) opaque(tS(i), tS(i + 1));
-        CUTE_UNROLL
-        for (int j = 0; j < kOctets; ++j) {
-          if (j < kLateOctets) exponentials(kTimelyOctets + j);
-          if (j < kTimelyOctets) differentiate(tDp, delta, j);
-        }
-        if (is_masked) correct<kTimelyOctets, kOctets>(tS, p, t, m, opaque_thread());
-        if constexpr (kEarlyDv) {
-          round(tS, tP, kTimelyOctets, kOctets);
-          issue_dkv(tP, sP, tVrG, stage, tDv, kTimelyOctets / 2, kOctets / 2);
-        }
-      }
-      CUTE_UNROLL
-      for (int j = kLateOctets > 0 ? kTimelyOctets : 0; j < kOctets; ++j) differentiate(tDp, delta, j);
-      round(tDp, tDs);
-      if constexpr (kSharing > 1) round(tS, tP);
-      publish();
-      if constexpr (!kEarlyDv) {
-        if constexpr (kSharing == 1) round(tS, tP);
-        issue_dkv(tP, sP, tVrG, stage, tDv);
-      }
-      issue_dkv(tDs, sDs, tKrQ, stage, tDk);
+      auto tDq = query_sums();
+      issue_both(tNext, tDp, step);
+      if (step > 0) announce_dq(step - 1);
+      take_both(tNext, tDp, step, m);
+      issue_dkv(tP, tVrG, stage, tDv);
+      announce_ds(step);
+      issue_dq(tDq, step);
       warpgroup_wait<1>();
       warpgroup_fence_operand(tDv);
       release(&s.grad_empty[stage]);
-      if (step + 1 == steps) break;
-      int const next = place_of<kStages>(step + 1);
-      auto tNext = scores();
-      auto tDq = query_sums();
-      auto issue_next = [&] {
-        Full::wait(&s.q_full[next], round_of<kStages>(step + 1));
-        issue_scores(tSrK, tSrQ, next, tNext);
-        lse = statistics(s.lse_log2[next]);
-        large = s.lse_log2[next][kTileM];
-      };
-      auto finish_dk = [&] {
-        warpgroup_wait<1>();
-        warpgroup_fence_operand(tDk);
-        release(&s.q_empty[stage]);
-      };
-      auto start_next = [&](auto waiting) {
-        warpgroup_wait<decltype(waiting)::value>();
-        warpgroup_fence_operand(tNext);
-        copy(tNext, tS);
-        start_exponentials(lse);
-      };
-      if constexpr (kEarlyDq) {
-        issue_dq(tDq);
-        finish_dk();
-        issue_next();
-        warpgroup_wait<1>();
-        warpgroup_fence_operand(tDq);
-        add_dq(tDq);
-        start_next(_0{});
-      } else {
-        issue_next();
-        finish_dk();
-        issue_dq(tDq);
-        start_next(_1{});
-        warpgroup_wait<0>();
-        warpgroup_fence_operand(tDq);
-        add_dq(tDq);
-      }
+      issue_dkv(tDs, tKrQ, stage, tDk);
+      warpgroup_wait<1>();
+      warpgroup_fence_operand(tDq);
+      store_dq(tDq, step, m);
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(tDk);
+      release(&s.q_empty[stage]);
     }
-    auto tDq = query_sums();
-    issue_dq(tDq);
-    warpgroup_wait<0>();
-    warpgroup_fence_operand(tDk);
-    warpgroup_fence_operand(tDq);
-    add_dq(tDq);
+    announce_dq(step - 1);
   }
   grid_dependency_wait();
   int const key0 = first_key(t, opaque_thread());
@@ -657,7 +597,7 @@ CUTE_DEVICE void consume(Params const& p, Storage& s, Tile const& t) {
           word[i] = pack<Element>(from(make_coord(0, r, 4 * g + i), 0, 0) * factor, from(make_coord(1, r, 4 * g + i), 0, 0) * factor);
         }
         transpose_quad(word);
-        int const column = share * kColumns + 32 * g + 8 * q;
+        int const column = 32 * g + 8 * q;
         if (key < p.seqlen_kv && column < p.head_dim) {
           *reinterpret_cast<uint4*>(target + column) = make_uint4(word[0], word[1], word[2], word[3]);
         }
@@ -674,26 +614,33 @@ CUTE_DEVICE void prepare(Params const& p) {
   int const m_block = blockIdx.x % p.m_blocks;
   int const head = blockIdx.x / p.m_blocks % p.heads, batch = blockIdx.x / p.m_blocks / p.heads;
   int64_t const tile = row_tile(p, batch, head, m_block);
+  int const column = threadIdx.x % kLanes * 8;
+  constexpr int kRows = kRowThreads / kLanes, kPasses = (kTileM + kRows - 1) / kRows;
+  bool is_large = false;
+  // All loads are under way at once.
+  uint4 out[kPasses], grad[kPasses];
+  CUTE_UNROLL
+  for (int i = 0; i < kPasses; ++i) {
+    int const row = threadIdx.x / kLanes + i * kRows, query = m_block * kTileM + row;
+    bool const is_there = row < kTileM && query < p.seqlen_q && column < p.head_dim;
+    out[i] = is_there ? *reinterpret_cast<uint4 const*>(p.out.row_of(batch, head, query) + column) : make_uint4(0, 0, 0, 0);
+    grad[i] = is_there ? *reinterpret_cast<uint4 const*>(p.grad_out.row_of(batch, head, query) + column) : make_uint4(0, 0, 0, 0);
+  }
   float4* const sums = reinterpret_cast<float4*>(p.sums + tile * (kTileM * kD));
   for (int i = threadIdx.x; i < kTileM * kD / 4; i += kRowThreads) sums[i] = make_float4(0.f, 0.f, 0.f, 0.f);
   if (kOrdered && threadIdx.x == 0) p.added[tile] = 0;
-  int const column = threadIdx.x % kLanes * 8;
-  bool is_large = false;
-  for (int row = threadIdx.x / kLanes; row < kTileM; row += kRowThreads / kLanes) {
-    int const query = m_block * kTileM + row;
+  CUTE_UNROLL
+  for (int i = 0; i < kPasses; ++i) {
+    int const row = threadIdx.x / kLanes + i * kRows, query = m_block * kTileM + row;
     bool const is_row = query < p.seqlen_q;
+    auto const& a = reinterpret_cast<cutlass::Array<Element, 8> const&>(out[i]);
+    auto const& b = reinterpret_cast<cutlass::Array<Element, 8> const&>(grad[i]);
     float sum = 0.f;
-    if (is_row && column < p.head_dim) {
-      uint4 const out = *reinterpret_cast<uint4 const*>(p.out.row_of(batch, head, query) + column);
-      uint4 const grad = *reinterpret_cast<uint4 const*>(p.grad_out.row_of(batch, head, query) + column);
-      auto const& a = reinterpret_cast<cutlass::Array<Element, 8> const&>(out);
-      auto const& b = reinterpret_cast<cutlass::Array<Element, 8> const&>(grad);
-      CUTE_UNROLL
-      for (int i = 0; i < 8; ++i) sum = fmaf(float(a[i]), float(b[i]), sum);
-    }
+    CUTE_UNROLL
+    for (int k = 0; k < 8; ++k) sum = fmaf(float(a[k]), float(b[k]), sum);
     CUTE_UNROLL
     for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
-    if (column == 0) {
+    if (column == 0 && row < kTileM) {
       float const lse = is_row ? p.lse[(int64_t(batch) * p.heads + head) * p.seqlen_q + query] : -INFINITY;
       float const lse_log2 = lse == -INFINITY ? INFINITY : lse * kLog2E;
       is_large |= fabsf(lse_log2) > kLargeLog2 && lse_log2 != INFINITY;
@@ -754,8 +701,12 @@ struct kernel_KERNEL_ID {
         Empty::init(&s.q_empty[i], 4 * kGroups);
         Empty::init(&s.grad_empty[i], 4 * kGroups);
       }
-      for (int i = 0; i < kDsStages; ++i) Empty::init(&s.ds_full[i], 4 * kGroups);
-      Empty::init(&s.ds_empty, 4 * kGroups);
+      for (int i = 0; i < kDsStages; ++i) {
+        Empty::init(&s.ds_full[i], 4 * kKeyGroups);
+        Empty::init(&s.ds_empty[i], 4 * kGroups);
+      }
+      Empty::init(&s.p_full, 4);
+      Empty::init(&s.p_empty, 4);
       for (int i = 0; i < kGroups; ++i) {
         Empty::init(&s.sums_full[i], 4);
         Empty::init(&s.sums_empty[i], 1);

@@ -56,19 +56,21 @@ LEVERS: tuple[dict[str, Value], ...] = (
     {},
     {"dq": "ordered"},
     {"dq": "direct", "section_heads": 1},
-    {"tile_m": 128, "early_dq": False, "early_exp": 50, "early_dv": False},
+    {"tile_m": 128, "early_exp": 50},
     {"stages": 3, "ds_stages": 1, "dq": "direct", "pdl": False},
-    {"ds_stages": 1, "early_dq": False, "early_exp": 100, "dq": "ordered", "section_heads": 2},
+    {"ds_stages": 1, "early_exp": 100, "dq": "ordered", "section_heads": 2},
     {"swap_dq": True, "tile_m": 64},
     {"swap_dq": True, "tile_m": 96},
     {"warp_groups": 1},
     {"tile_m": 128, "dq": "ordered", "ds_stages": 1},
-    {"early_dv": False, "ds_stages": 1},
-    {"early_dv": False, "ds_stages": 1, "dq": "direct", "early_dq": False},
-    {"early_dv": False, "ds_stages": 1, "dq": "ordered", "stages": 1},
+    {"ds_stages": 1},
+    {"dq": "direct", "transpose_ds": True},
+    {"ds_stages": 1, "dq": "ordered", "stages": 1},
     {"rotate": True, "dq": "ordered"},
-    {"late_exp": 50, "transpose_ds": True, "rotate": True},
-    {"late_exp": 50, "early_dq": False, "transpose_ds": True},
+    {"late_dq": True, "transpose_ds": True, "rotate": True},
+    {"late_dq": True, "early_exp": 50, "tile_m": 128},
+    {"v_registers": 50, "transpose_ds": True},
+    {"v_registers": 100, "tile_m": 128},
 )
 
 
@@ -323,26 +325,31 @@ EXTRAS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("name", EXTRAS)
 def test_gradients_of_windows_and_soft_caps_are_as_near_as_pytorch_s(
-    missing_gpu: str, name: str
+    missing_gpu: str, name: str, is_compiled: bool
 ) -> None:
-    """By whatever kernels are proven; grouped heads."""
+    """By whatever kernels are proven, eager and in a training graph; grouped heads."""
     if missing_gpu:
         pytest.skip(missing_gpu)
     import tuner
 
+    torch._dynamo.reset()
     head_dim, options = EXTRAS[name]
     torch.manual_seed(0)
     made = [torch.randn(2, heads, 700, head_dim, device="cuda") for heads in (8, 2, 2, 8)]
     *leaves, grad_out = (t.bfloat16().requires_grad_() for t in made)
 
-    def gradients(inputs: list[Any], grad: Any) -> list[Any]:
-        out = tuner.attention(*inputs, **options, enable_gqa=True)
+    def gradients(inputs: list[Any], grad: Any, attend: Any = tuner.attention) -> list[Any]:
+        out = attend(*inputs, **options, enable_gqa=True)
         return list(torch.autograd.grad(out, inputs, grad))
 
+    attend = tuner.attention
+    if is_compiled:
+        attend = torch.compile(attend, fullgraph=True, backend="aot_eager")
     before = tuner.stats().hits
-    found = gradients(leaves, grad_out)
+    found = gradients(leaves, grad_out, attend)
     hits = tuner.stats().hits - before
     wide = [t.detach().double().requires_grad_() for t in leaves]  # which no kernel takes
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
@@ -353,7 +360,8 @@ def test_gradients_of_windows_and_soft_caps_are_as_near_as_pytorch_s(
         [float((a.double() - b).norm() / b.norm()) for a, b in zip(made, exact, strict=True)]
         for made in (found, near)
     ]
-    print(f"{name}: {hits} kernels, errors {errors[0]} beside rounding alone {errors[1]}")
+    way = "compiled" if is_compiled else "eager"
+    print(f"{name}, {way}: {hits} kernels, errors {errors[0]} beside rounding alone {errors[1]}")
     assert all(a < 8e-3 for a in errors[0])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,13 +25,17 @@ CASES = (
 
 @pytest.fixture
 def append(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """`tuner.runtime.append` with the kernel of the tests' cache."""
+    """`tuner.runtime.append` with the kernel of the tests' cache, which is served."""
+    import torch
+
     module = pytest.importorskip("tuner.runtime.append", reason="torch is missing")
     PAGED_APPEND.build(compiler.artifacts)
     from tuner.runtime import sourced
 
     monkeypatch.setattr(sourced, "ArtifactCache", lambda: compiler.artifacts)
     module.kernels.forget()
+    device = torch.device("cuda", torch.cuda.current_device())
+    assert module.kernels.of(device, partial(module._is_proven, device)) is not None
     yield module
     module.kernels.forget()
 

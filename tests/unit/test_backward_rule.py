@@ -81,7 +81,7 @@ def test_what_the_rule_does_not_serve() -> None:
     assert not chosen("S=1024,D=256,softcap=9,deterministic=1"), "no kernel at all"
     assert not backward.serves(parse("S=1024,D=64"), Gpu("NVIDIA A100", "8.0", 108, 0, 0.0, 0))
     assert chosen("B=1,H=16,S=128,D=32,dtype=bf16") in ([], ["flash3"])
-    assert chosen("B=4,H=16,S=1024,D=96,dtype=bf16") == ["flash3"], "no own kernel"
+    assert chosen("B=4,H=16,S=1024,D=160,window=9,dtype=bf16") == ["flash3"], "no own one"
 
 
 def test_where_flash3_aligns_masks_otherwise_own_kernels_serve() -> None:

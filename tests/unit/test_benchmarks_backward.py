@@ -55,7 +55,7 @@ def test_errors_are_of_problems_that_flash2_computes_too() -> None:
     assert problems == backward_errors.drawn(160, "0") != backward_errors.drawn(160, "1")
     kinds = Counter(kind_of(problem) for problem in problems)
     assert set(kinds) == {kind for kind in KERNELS if not kind.has_softcap}
-    assert min(kinds.values()) >= 8
+    assert min(kinds.values()) >= 5
     member, peer = family("fused_attention_backward"), family("sdpa_backward")
     for problem in problems:
         assert not member.violations(problem, backward.own_config(problem), DEFAULT_GPU)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from benchmarks import batching, flash_attention_package
-from benchmarks.batching import SHORTEST, Load, measure, report, same_share
+from benchmarks.batching import SHORTEST, Load, Server, report, same_share, summary
 from tuner.errors import BenchmarkError, ConfigError
 
 LOAD = Load("tiny", requests=3, prompt=32, new=4, page_size=16)
@@ -46,10 +46,21 @@ def test_the_report_is_beside_sdpa() -> None:
 @pytest.mark.parametrize("way", ["sdpa", "tuner"])
 def test_every_request_has_its_tokens(runtime: Any, way: str) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
-    found = measure(way, LOAD, 2, "cpu")
+    server = Server(way, LOAD, "cpu")
+    try:
+        found = summary(server.start(), [server.run(), server.run()])
+    finally:
+        server.close()
     assert [len(tokens) for tokens in found["tokens"]] == [4, 4, 4]
     assert len(found["seconds"]) == 2 and found["requests_per_s"] > 0
     assert bool(found["fallbacks"]) == (way == "tuner")
+
+
+def test_the_median_pass_counts() -> None:
+    passes = [{"seconds": s, "tokens": [[1, 2], [3, 4]], "hits": 3} for s in (4.0, 1.0, 2.0)]
+    found = summary({"first_seconds": 9.0, "hits": 0}, passes)
+    assert (found["requests_per_s"], found["tokens_per_s"]) == (1.0, 2.0)
+    assert (found["seconds"], found["hits"]) == ([4.0, 1.0, 2.0], 3)
 
 
 def test_wrong_options_and_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,35 +75,51 @@ def test_wrong_options_and_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPat
         batching.main([])
 
 
+class Child:
+    """A worker that is lost at a call of an attention."""
+
+    calls: ClassVar[list[tuple[str, int]]] = []
+    lost: ClassVar[tuple[str, int]] = ("tuner", 0)
+
+    def __init__(self, command: Any, limit_s: float) -> None:
+        self.way = command[-1]
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def ask(self, index: int) -> dict[str, Any]:
+        self.calls.append((self.way, index))
+        if (self.way, index) == self.lost:
+            return {"lost": "gone"}
+        counts: dict[str, Any] = {"hits": 0, "fallbacks": {}, "errors": {}}
+        return {"seconds": 1.0, "tokens": [[1]], **counts} if index else {"first_seconds": 2.0}
+
+
+@pytest.mark.parametrize("is_at_once", [False, True])
+@pytest.mark.parametrize("lost", [0, 2])
 def test_each_attention_has_its_process(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, is_at_once: bool, lost: int
 ) -> None:
     """One that is not installed is left out in one line, and one that is lost costs one row."""
-    started: list[list[int]] = []
-
-    class Worker:
-        def __init__(self, command: Any, limit_s: float) -> None:
-            started.append([])
-
-        def __enter__(self) -> Any:
-            return self
-
-        def __exit__(self, *error: object) -> None:
-            pass
-
-        def ask(self, index: int) -> dict[str, Any]:
-            started[-1].append(index)
-            return {"lost": "gone"} if index else row("sdpa", 1.0, [[1]])
-
-    monkeypatch.setattr(batching, "Worker", Worker)
+    monkeypatch.setattr(Child, "calls", [])
+    monkeypatch.setattr(Child, "lost", ("tuner", lost))
+    monkeypatch.setattr(batching, "Worker", Child)
     has = {"torch", "transformers"}
     monkeypatch.setattr(
         batching.importlib.util, "find_spec", lambda name: name if name in has else None
     )
-    assert batching.main(["--device", "cpu", "--model", "tiny"]) == 1
-    assert started == [[0], [1]]
+    options = ["--device", "cpu", "--model", "tiny", *["--at-once"] * is_at_once]
+    assert batching.main(options) == 1
+    sdpa, tuned = ([i for way, i in Child.calls if way == name] for name in ("sdpa", "tuner"))
+    assert (sdpa, tuned) == ([0, 1, 2, 3], list(range(lost + 1)))
+    starts = [index for index, (_, i) in enumerate(Child.calls) if i == 0]
+    assert starts == ([0, 1] if is_at_once else [0, 4])
     said = capsys.readouterr()
     assert said.err.count("is left out") == 2 and "failed: gone" in said.out
+    assert "1.00" in said.out
 
 
 def test_a_package_of_the_serving_build_is_one_to_python(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from benchmarks import learning
 from tuner.errors import BenchmarkError
-from tuner.problem import AttentionProblem
+from tuner.problem import AttentionProblem, GemmProblem
+from tuner.selection.domains import domain_of
 
 SHAPE = "B=1,H=4,HKV=2,S=32,D=16,causal=1"
 PROBLEM = AttentionProblem.parse(f"{SHAPE},dtype=bf16,layout=bshd")
@@ -20,6 +21,8 @@ PROBLEM = AttentionProblem.parse(f"{SHAPE},dtype=bf16,layout=bshd")
 def test_its_shapes_are_problems() -> None:
     for shape in learning.CALLS.values():
         assert AttentionProblem.parse(f"{shape},dtype=bf16,layout=bshd").layout == "bshd"
+    for shape in learning.PRODUCTS.values():
+        assert domain_of(GemmProblem.parse(f"{shape},dtype=bf16")) is not None
 
 
 def test_it_says_that_a_gpu_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,14 +6,14 @@ import math
 
 import pytest
 
-from benchmarks import paged
+from benchmarks import paged, paged_batches
 from tuner.hardware import DEFAULT_GPU
 
-CASES = list(paged.cases([]))
+CASES = list(paged_batches.cases([]))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.label())
-def test_each_case_has_the_kernels_that_serve_it(case: paged.Case) -> None:
+def test_each_case_has_the_kernels_that_serve_it(case: paged_batches.Case) -> None:
     configs = list(paged.configs(case))
     packed = {config["packed_heads"] for config in configs}
     assert case.heads_q // case.heads_kv in packed
@@ -27,17 +27,17 @@ def test_each_case_has_the_kernels_that_serve_it(case: paged.Case) -> None:
 
 
 def test_cases_are_chosen_by_group() -> None:
-    assert {case.group for case in paged.cases(["few", "mixed"])} == {"few", "mixed"}
-    decoding = [(len(case.keys), case.keys[0]) for case in paged.cases(["decode"])]
+    assert {case.group for case in paged_batches.cases(["few", "mixed"])} == {"few", "mixed"}
+    decoding = [(len(case.keys), case.keys[0]) for case in paged_batches.cases(["decode"])]
     assert len(set(decoding)) == 12 and len(decoding) == 24
 
 
 def test_bytes_and_operations_are_those_of_what_is_seen() -> None:
-    case = paged.Case("mixed", (1, 3), (100, 7), 16, heads_q=4, heads_kv=2, head_dim=64)
+    case = paged_batches.Case("mixed", (1, 3), (100, 7), 16, heads_q=4, heads_kv=2, head_dim=64)
     assert case.bytes == 2 * 2 * 2 * 64 * 107
     assert case.cached_bytes == 2 * 2 * 2 * 64 * 16 * 8
     assert case.flops == 4 * 4 * 64 * (100 + 5 + 6 + 7)
-    assert not case.is_even and paged.Case("decode", (1, 1), (9, 9), 16).is_even
+    assert not case.is_even and paged_batches.Case("decode", (1, 1), (9, 9), 16).is_even
 
 
 def test_a_row_and_the_table_say_who_was_faster() -> None:

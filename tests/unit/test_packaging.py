@@ -191,12 +191,14 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(checkout: Path, script: str, **codes: int) -> subprocess.CompletedProcess[str]:
+def run(
+    checkout: Path, script: str, *arguments: str, **codes: int
+) -> subprocess.CompletedProcess[str]:
     variables = {name: str(codes.get(name, 0)) for name in FAILURES}
     return subprocess.run(
-        ["bash", script],
+        ["bash", script, *arguments],
         cwd=checkout,
-        env={"PATH": os.environ["PATH"], **variables},
+        env={"PATH": os.environ["PATH"], "PYTHON": str(checkout / "python"), **variables},
         capture_output=True,
         text=True,
     )
@@ -227,3 +229,18 @@ def test_every_test_is_run_once_and_any_may_fail_the_run(checkout: Path) -> None
     assert sorted(files) == [str(file.relative_to(checkout)) for file in everything]
     for failing in ("FIRST", "SECOND", "COMPILE"):
         assert run(checkout, "scripts/test", **{failing: 3}).returncode == 3
+
+
+@pytest.mark.parametrize(
+    ("script", "folders"), [("test", ["tests/unit", "tests/compile"]), ("test-gpu", ["tests/gpu"])]
+)
+def test_files_that_are_named_are_run_in_place_of_all(
+    checkout: Path, script: str, folders: list[str]
+) -> None:
+    shutil.copy(ROOT / "scripts" / script, checkout / "scripts" / script)
+    name = f"scripts/{script}"
+    for arguments in (["tests/unit/test_b.py::test_one", "-x"], ["-x", "tests/gpu"]):
+        assert run(checkout, name, *arguments).stdout.split()[-len(arguments) :] == arguments
+        assert not {*folders} & {*run(checkout, name, "tests/other").stdout.split()}
+    found = run(checkout, name, "-k", "tests").stdout.split()
+    assert found[-len(folders) - 2 :] == [*folders, "-k", "tests"]

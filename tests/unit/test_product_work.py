@@ -106,13 +106,30 @@ class TestWork:
         found = dict(
             zip(
                 ROW_TERMS,
-                row_work(sizes, FewRowsTiling(16, 1024, 1, True), DEFAULT_GPU),
+                row_work(sizes, FewRowsTiling(16, 1024, 1, True, 4), DEFAULT_GPU),
                 strict=True,
             )
         )
         assert (found["rounds"], found["round_steps"], found["row_steps"]) == (4, 16, 64)
         assert found["uneven"] == pytest.approx(found["memory"] * 4 * 132 / 512)
         assert found["inputs"] == pytest.approx(132 * 2 * 4 * 4096 / 1e6), "a block reads A once"
+        assert (found["refills"], found["idle_refills"]) == (4, 0), "each multiprocessor has tiles"
+        assert (found["rows"], found["many_rows"]) == (2 * 4 * 4096 / 1e3, 0)
+
+    def test_few_columns_leave_multiprocessors_idle(self) -> None:
+        tiling = FewRowsTiling(8, 1024, 1, True, 6)
+        idle, refills = ROW_TERMS.index("idle_refills"), 12 / 6
+        for columns, share in ((128, 1 - 16 / 132), (1056, 0.0)):
+            sizes = ProductSizes.of(product(f"M=1,N={columns},K=12288"))
+            assert row_work(sizes, tiling, DEFAULT_GPU)[idle] == pytest.approx(share * refills)
+
+    def test_more_rows_than_a_tile_s_half_have_a_kernel_of_their_own(self) -> None:
+        tiling, many = FewRowsTiling(8, 1024, 1, True, 6), ROW_TERMS.index("many_rows")
+        found = [
+            row_work(ProductSizes.of(product(f"M={m},N=4096,K=4096")), tiling, DEFAULT_GPU)[many]
+            for m in (8, 9)
+        ]
+        assert found == [0, 1]
 
     @pytest.mark.parametrize(
         ("problem", "config"),

@@ -161,7 +161,7 @@ class TestRunning:
         assert asked["kernels"] == {"attention": ["key", "/key.so", "1"]}
 
     def test_a_cold_regime_flushes_the_caches(self) -> None:
-        cold = nsight.command(Path("ncu"), Path("t"), Regime("stream", "cold"), ["a", "b"])
+        cold = nsight.command(Path("ncu"), Path("t"), "cold", ["a", "b"])
         assert "--cache-control=all" in cold
         assert "--metrics=a,b" in cold
 

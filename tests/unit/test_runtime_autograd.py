@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from torch.nn.attention import SDPBackend  # noqa: E402
 
 from tuner.problem import AttentionBackwardProblem  # noqa: E402
-from tuner.runtime import autograd  # noqa: E402  (and the operators)
+from tuner.runtime import autograd, composed  # noqa: E402  (and the operators)
 from tuner.runtime import gradients as differentiation  # noqa: E402
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
@@ -178,8 +178,8 @@ def test_scores_are_recomputed_a_block_at_a_time(monkeypatch: pytest.MonkeyPatch
     out, lse = torch.ops.tuner.attention_with_lse(*inputs, True)
     grad = torch.randn_like(out)
     wanted = gradients(out, inputs, grad)
-    monkeypatch.setattr(autograd, "_SCORES_BYTES", 7 * 8 * 2 * 4 * 50)  # seven rows
-    assert len(list(autograd._scores(*inputs[:2], True, None))) == 8
+    monkeypatch.setattr(composed, "_SCORES_BYTES", 7 * 8 * 2 * 4 * 50)  # seven rows
+    assert len(list(composed.scores_of(*inputs[:2], True, None))) == 8
     again, lse_again = torch.ops.tuner.attention_with_lse(*inputs, True)
     assert torch.allclose(lse, lse_again)
     found = gradients(again, inputs, grad)

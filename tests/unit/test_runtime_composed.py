@@ -222,3 +222,73 @@ def test_windows_without_a_backward_kernel_are_pytorch_s(tuned: SimpleNamespace)
     assert all(t.isfinite().all() for t in torch.autograd.grad(out.sum(), inputs))
     assert not tuned.problems
     assert tuned.counters.stats().fallbacks == {"a gradient is wanted": 1}
+
+
+OPTIONS = (
+    {"window": (4, 0), "is_causal": True},
+    {"window": (3, 2)},
+    {"window": (5, 0), "is_causal": True, "softcap": 2.0},
+    {"softcap": 2.0, "is_causal": True},
+)
+
+
+def compiled_gradients(attend: Any, options: dict[str, Any], head_dim: int) -> tuple[Any, ...]:
+    """Output and gradients of a training graph, what they should be, and the graph's operators."""
+    torch._dynamo.reset()
+    seen: list[str] = []
+
+    def backend(graph: Any, examples: Any) -> Any:
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return importlib.import_module("torch._dynamo.backends.debugging").aot_eager(
+            graph, examples
+        )
+
+    made = [torch.randn(2, heads, 12, head_dim).half() for heads in (4, 2, 2)]
+    inputs, copies = ([t.clone().requires_grad_() for t in made] for _ in range(2))
+    options = {**options, "scale": 0.3, "enable_gqa": True}
+    out = torch.compile(attend, fullgraph=True, backend=backend)(*inputs, **options)
+    wanted = attend(*copies, **options)
+    grad = torch.randn_like(out)
+    found = (out, *torch.autograd.grad(out, inputs, grad))
+    return found, (wanted, *torch.autograd.grad(wanted, copies, grad)), seen
+
+
+@pytest.mark.parametrize("differentiates", [True, False])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_training_graph_holds_one_operator(
+    tuned: SimpleNamespace, options: dict[str, Any], differentiates: bool
+) -> None:
+    """By kernels where these are, by PyTorch's operations where only the forward pass has one."""
+    tuned.differentiates = differentiates
+    head_dim = 128 if "is_causal" in options else 64
+    found, wanted, operators = compiled_gradients(tuned.attention.attention, options, head_dim)
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.allclose(a.float(), b.float(), rtol=1e-2, atol=1e-2)
+    assert any("window_attention_with_lse" in name for name in operators)
+    if differentiates:
+        assert {type(p) for p in tuned.problems} >= {AttentionBackwardProblem}
+
+
+def test_a_graph_without_a_kernel_of_its_kind_holds_pytorch_s_operations(
+    tuned: SimpleNamespace,
+) -> None:
+    options = {"window": (3, 2), "softcap": 2.0}
+    _, _, operators = compiled_gradients(tuned.attention.attention, options, 128)
+    assert not any("window_attention" in name for name in operators)
+
+
+def test_gradients_of_composed_attention_are_those_of_its_definition() -> None:
+    composed = importlib.import_module("tuner.runtime.composed")
+    for queries, keys in ((20, 20), (30, 5)):
+        for given in ((4, 1, 0.0), (-1, 0, 1.5), (2, -1, 1.5)):
+            extras = composed.Extras(*given)
+            tensors = [t.double().requires_grad_() for t in inputs(queries, keys, 4)]
+            out = expected(tensors, given[:2], given[2])
+            grad = torch.randn_like(out)
+            wanted = torch.autograd.grad(out, tensors, grad)
+            bare = [t.detach() for t in tensors]
+            made, lse = composed.compose_with_lse(*bare, False, None, extras)
+            assert torch.allclose(made, out)
+            found = composed.differentiate(grad, *bare, made, lse, False, None, extras)
+            for one, other in zip(found, wanted, strict=True):
+                assert torch.allclose(one, other)

@@ -38,18 +38,21 @@ KERNEL = "attention_backward"
 """Name of the only kernel; its library launches all three."""
 TEMPLATE = "fused_attention_backward.cu.j2"
 #: Text that the template takes, by variable.
-WORDS = {"dtype": ("float16", "bfloat16"), "dq": ("bulk", "ordered", "direct")}
+WORDS = {
+    "dtype": ("float16", "bfloat16"),
+    "dq": ("bulk", "ordered", "direct"),
+}
 #: Columns that the template is instantiated for; a smaller D is padded by TMA.
 INSTANCES = (64, 96, 128, 192, 256)
-#: Columns above which two warp groups share keys: dK and dV of 64 keys then fill the registers of
-#: two, each with half of the columns, and of half of the queries' scores.
+#: Columns above which two warp groups share 64 keys, whose dK fills the registers of one and whose
+#: dV those of the other.
 MAX_COLUMNS = 128
 #: (producer, consumer) registers after setmaxnreg, by warp groups: multiples of 8 (PTX ISA,
 #: setmaxnreg) whose sum over a block's threads stays within what the block gets at its launch.
 REGISTERS: Mapping[int, tuple[int, int]] = {1: (56, 240), 2: (24, 240)}
 #: Registers a consumer thread needs beside its accumulators and operands. Found by compiling with
-#: nvcc 13.0: 224 of 240 spill one word, and more serialise the products.
-OVERHEAD_REGISTERS = 16
+#: nvcc 13.0: 208 of 240 spill some words, and more serialise the products.
+OVERHEAD_REGISTERS = 32
 #: Keys of a warp group.
 GROUP_KEYS = 64
 #: Multiprocessors that a GPU needs where the blocks of a chunk wait for each other: twice the most
@@ -102,10 +105,9 @@ class FusedAttentionBackward(Family):
         "ds_stages": (1, 2),
         "swap_dq": (False, True),
         "dq": WORDS["dq"],
+        "late_dq": (False, True),
         "early_exp": (0, 50, 100),
-        "late_exp": (0, 50),
-        "early_dq": (False, True),
-        "early_dv": (False, True),
+        "v_registers": (0, 50, 100),
         "transpose_ds": (False, True),
         "rotate": (False, True),
         "section_heads": tuple(2**i for i in range(MAX_HEADS.bit_length())),
@@ -126,20 +128,15 @@ class FusedAttentionBackward(Family):
         groups, tile_m, swaps = config["warp_groups"], config["tile_m"], config["swap_dq"]
         if groups % sharing:
             return [f"warp_groups={groups} do not share keys in {sharing}s"]
-        if sharing > 1 and config["transpose_ds"]:
-            found.append("transpose_ds=true leaves no operand for groups that share keys")
-        if sharing > 1 and config["early_dv"]:
-            found.append("early_dv=true needs P in registers, which groups that share keys do not")
-        if problem.softcap and config["early_dv"]:
-            found.append("early_dv=true needs P before the derivatives, which make it under a cap")
-        if problem.softcap and (config["early_exp"] or config["late_exp"]):
-            found.append("early_exp and late_exp are 0 under a soft cap, whose derivatives have P")
+        is_plain = not (config["late_dq"] or config["early_exp"])
+        if sharing > 1 and not (is_plain and config["v_registers"] == 0):
+            found.append("late_dq, early_exp and v_registers are not for groups that share keys")
+        if problem.softcap and config["early_exp"]:
+            found.append("early_exp is 0 under a soft cap, whose derivatives make P")
         if problem.is_varlen and config["rotate"]:
             found.append("rotate=true has no variable lengths")
-        if config["stages"] == 1 and not config["early_dq"]:
-            found.append("stages=1 needs early_dq: the next queries come when these are free")
-        if config["early_exp"] + config["late_exp"] > 100:
-            found.append(f"{config['early_exp']} and {config['late_exp']} percent exceed 100")
+        if config["stages"] == 1 and config["late_dq"]:
+            found.append("stages=1 has no late_dq: the next queries come when these are free")
         if problem.is_deterministic and config["dq"] != "ordered":
             found.append(f"dq={config['dq']} adds in any order: deterministic=1 needs ordered")
         if config["rotate"] and config["dq"] == "ordered":
@@ -172,16 +169,16 @@ class FusedAttentionBackward(Family):
     def registers(problem: AttentionBackwardProblem, config: Config) -> int:
         """Most accumulators and operands of products that a thread holds at once.
 
-        It holds dK and dV with S^T and dP^T, and also P^T as an operand if dV's product is early.
-        At other moments it holds dK and dV with dQ and the next S^T, or with dQ and dK's operand.
+        It holds dK and dV, and V's columns that stay in registers, with S^T and dP^T, or with
+        P^T and dS^T as operands and dQ. Groups that share keys have one of dK and dV each, and dQ
+        beside an operand.
         """
         head_dim, tile_m = instance(problem.head_dim), int(config["tile_m"])
         of_dq = tile_m * head_dim // int(config["warp_groups"]) // 128
-        sharing = sharing_groups(problem.head_dim)
-        queries = tile_m // sharing
-        operand = queries // 4
-        scores = queries + (operand if config["early_dv"] else 0)
-        return head_dim // sharing + max(scores, of_dq + max(queries // 2, operand))
+        if sharing_groups(problem.head_dim) > 1:
+            return head_dim // 2 + max(tile_m // 2 + tile_m // 4, of_dq + tile_m // 4)
+        held = int(config["v_registers"]) * head_dim // 400
+        return head_dim + held + max(tile_m, of_dq + tile_m // 2)
 
     @staticmethod
     def smem_bytes(problem: AttentionBackwardProblem, config: Config) -> int:
@@ -196,13 +193,14 @@ class FusedAttentionBackward(Family):
         groups, stages = int(config["warp_groups"]), int(config["stages"])
         keys, ds_stages = GROUP_KEYS * groups // sharing, int(config["ds_stages"])
         parts = 2 * 2 * keys * head_dim + stages * 2 * 2 * tile_m * head_dim
-        parts += ds_stages * 2 * tile_m * keys * sharing
+        parts += ds_stages * 2 * tile_m * keys
         is_direct, is_shared = config["dq"] == "direct", sharing > 1
+        parts += 4 * tile_m * keys if is_shared else 0
         parts += (1024 if is_shared else 0) if is_direct else 4 * tile_m * head_dim
         rest = 128 * (int(is_direct) + 1) if not is_shared else 0
         rest += sum(_rounded_up(4 * stages * rows, 128) for rows in (tile_m + 4, tile_m))
         adders = 2 if config["dq"] == "ordered" else 1
-        rest += 8 * (3 + 4 * stages + ds_stages + (adders + 1) * groups)
+        rest += 8 * (4 + 4 * stages + 2 * ds_stages + (adders + 1) * groups)
         return parts + _rounded_up(rest, 1024)
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
@@ -218,14 +216,14 @@ class FusedAttentionBackward(Family):
         sections = sorted({1, 8, 32, 1 << (heads - 1).bit_length()})
         most = 1 << (heads - 1).bit_length()
         ways = ("ordered",) if problem.is_deterministic else ("bulk", "direct")
-        # Early dQ leaves all exponentials to the time of dP^T and after it.
-        orders = [
-            *product((True,), ((0, 0), (0, 50)), (True, False)),
-            *product((False,), ((50, 0), (50, 50), (0, 50), (0, 0), (100, 0)), (True, False)),
-        ]
         sharing = sharing_groups(problem.head_dim)
         rings = (2, 3) if sharing == 1 else (2, 1)
-        levers = product((1, 2), (64, 96, 128), rings, (2, 1), (False, True), ways, orders)
+        held = (0, 50, 100) if sharing == 1 else (0,)
+        orders = (False, True), (0, 50, 100), held
+        if sharing > 1:
+            orders = (False,), (0,), held
+        every = product(*orders)
+        levers = product((1, 2), (64, 96, 128), rings, (2, 1), (False, True), ways, every)
         for (groups, tile_m, stages, ds_stages, swaps, way, order), rotates in product(
             levers, (False, True)
         ):
@@ -239,8 +237,7 @@ class FusedAttentionBackward(Family):
                     "ds_stages": ds_stages,
                     "swap_dq": swaps,
                     "dq": way,
-                    **dict(zip(("early_exp", "late_exp"), order[1], strict=True)),
-                    **{"early_dq": order[0], "early_dv": order[2]},
+                    **dict(zip(("late_dq", "early_exp", "v_registers"), order, strict=True)),
                     "transpose_ds": sharing == 1,
                     "rotate": rotates,
                     "section_heads": section,

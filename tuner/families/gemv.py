@@ -184,14 +184,21 @@ class Gemv(StridedProduct):
 
     def tiling(self, config: Config) -> product_work.FewRowsTiling:
         resident, is_persistent = int(config["blocks_per_sm"]), bool(config["persistent"])
+        in_flight = resident * int(config["stages"])
         return product_work.FewRowsTiling(
-            block_rows(config), step_k(config), resident, is_persistent
+            block_rows(config), step_k(config), resident, is_persistent, in_flight
         )
+
+    def overlapped(self, config: Config) -> Config:
+        """With `LEAD`. In a stream that saves up to 5 % in the median: 162 pairs on an H100 and an
+        H200 (``cache/recordings``).
+        """
+        return Config(self.name, {**config.params, "pdl": True, "lead": LEAD})
 
     def legality_facts(self, problem: Problem) -> Hashable:
         """Padded K: shared memory holds all rows of A."""
         product = as_gemm(problem, Gemv.name)
-        return product.dtype, product.m, ceil(product.k / PIECE), product.k % VECTOR
+        return product.dtype, product.m, -(-product.k // PIECE), product.k % VECTOR
 
 
 def block_rows(config: Config) -> int:
@@ -235,7 +242,7 @@ def _odd_pitch(size: int) -> int:
 
 
 def _is_wide(problem: GemmProblem) -> bool:
-    return problem.m > MAX_ROWS // 2
+    return problem.m > product_work.FEW_ROWS
 
 
 def arguments_of(problem: GemmProblem) -> Arguments:

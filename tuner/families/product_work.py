@@ -176,9 +176,13 @@ class FewRowsTiling(NamedTuple):
     resident: int
     """Blocks of a multiprocessor."""
     is_persistent: bool
+    in_flight: int
+    """Steps of a multiprocessor whose bytes are under way."""
     splits: int = 1
 
 
+FEW_ROWS = 8
+"""Rows of A up to which a kernel of few rows keeps no more rows than A has."""
 ROW_TERMS = (
     "launch",
     "rounds",
@@ -192,19 +196,26 @@ ROW_TERMS = (
     "uneven_root",
     "inputs",
     "row_steps",
+    "refills",
+    "idle_refills",
+    "rows",
+    "many_rows",
 )
 """Names of what `row_work` counts:
 
 - a launch; rounds of tiles over the multiprocessors, waves of blocks, and steps of all rounds;
 - K steps of a tile and of the mean multiprocessor, whose tiles are ``tiles``;
 - megabytes through memory, times the busiest multiprocessor's share of them, and its fourth root;
-- megabytes of A that blocks read anew, and steps of the busiest multiprocessor by rows of A.
+- megabytes of A that blocks read anew, and steps of the busiest multiprocessor by rows of A;
+- times that the busiest multiprocessor fills its pipeline; and of a tile's, times the share of
+  multiprocessors without a tile: latency binds then, not memory;
+- kilobytes of A, which a block reads before its first step; 1 with more than `FEW_ROWS` rows.
 """
 
 
 def row_work(sizes: ProductSizes, tiling: FewRowsTiling, gpu: Gpu) -> tuple[float, ...]:
     """The amount of each of `ROW_TERMS`."""
-    rows, depth, resident, is_persistent, _ = tiling
+    rows, depth, resident, is_persistent, in_flight, _ = tiling
     m, n, k, width, inputs, output = sizes
     sm_count = gpu.sm_count
     tiles, steps = -(-n // rows), -(-k // depth)
@@ -224,6 +235,10 @@ def row_work(sizes: ProductSizes, tiling: FewRowsTiling, gpu: Gpu) -> tuple[floa
         memory * share**0.25,
         width * blocks * m * k / MEGABYTE,
         rounds * steps * m,
+        rounds * steps / in_flight,
+        larger(0.0, 1 - tiles / sm_count) * (steps / in_flight),
+        width * m * k / 1e3,
+        where(m, FEW_ROWS, 1.0, 0.0),
     )
 
 
@@ -252,7 +267,7 @@ its depth: a library divides the sums of a long K.
 CONSTANT_TERMS = frozenset(
     {
         *("launch", "memory", "activations", "weights", "bound", "repeated", "output"),
-        *("partials", "uneven", "uneven_root"),
+        *("partials", "uneven", "uneven_root", "refills", "idle_refills"),
     }
 )
 """Terms whose rates do not follow the clock."""

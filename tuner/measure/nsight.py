@@ -23,7 +23,7 @@ from tuner.config import Config
 from tuner.errors import BenchmarkError, CompileError
 from tuner.hardware import Gpu
 from tuner.measure import nsight_child
-from tuner.measure.profile import COUNTERS, Profile, read_csv
+from tuner.measure.profile import COUNTERS, KernelCounters, Profile, read_csv
 from tuner.measurement import Environment, Regime, Status
 from tuner.problem import Problem
 
@@ -92,31 +92,50 @@ def profile(
             profiling.
     """
     with tempfile.TemporaryDirectory(prefix="tuner-profile-") as name:
+        path = Path(name) / "request.json"
+        path.write_text(json.dumps(nsight_child.request(problem, config, reference, kernels)))
+        child = python_command("-m", nsight_child.__name__, str(path))
+        found = counted(ncu, child, regime.l2, timeout_s)
+        facts = {**environment.facts, "ncu": _version(ncu, Path(name))}
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    return Profile(problem, gpu, regime, config, Environment(facts), found, now)
+
+
+def counted(
+    ncu: Path, child: Sequence[str], l2: str, timeout_s: float = TIMEOUT_S
+) -> tuple[KernelCounters, ...]:
+    """Counters of the launches of a process between the marks of the CUDA profiler, in their order.
+
+    Args:
+        ncu: Nsight Compute's command.
+        child: command line of the process.
+        l2: ``cold`` flushes the caches before each replay of a launch, ``warm`` does not.
+        timeout_s: seconds after which all started processes are killed.
+
+    Raises:
+        BenchmarkError: as `profile`.
+    """
+    with tempfile.TemporaryDirectory(prefix="tuner-profile-") as name:
         folder = Path(name)
-        request = folder / "request.json"
-        request.write_text(json.dumps(nsight_child.request(problem, config, reference, kernels)))
         table = folder / "counters.csv"
         asked = [counter.metric for counter in COUNTERS]
-        ended = _run([*command(ncu, table, regime, asked), str(request)], folder, timeout_s)
+        ended = _run([*command(ncu, table, l2, asked), *child], folder, timeout_s)
         said = _said(table, ended)
         if refused := _refused(asked, said) if ended.returncode else []:
             # Metrics that this version of ncu or this chip does not know are left out.
             asked = [metric for metric in asked if metric not in refused]
-            ended = _run([*command(ncu, table, regime, asked), str(request)], folder, timeout_s)
+            ended = _run([*command(ncu, table, l2, asked), *child], folder, timeout_s)
             said = _said(table, ended)
         _see_that_it_worked(ended, said, timeout_s)
-        counted = read_csv(_text(table))
-        facts = {**environment.facts, "ncu": _version(ncu, folder)}
-    now = datetime.now(UTC).isoformat(timespec="milliseconds")
-    return Profile(problem, gpu, regime, config, Environment(facts), counted, now)
+        return read_csv(_text(table))
 
 
-def command(ncu: Path, table: Path, regime: Regime, metrics: Sequence[str]) -> list[str]:
-    """Command line of the profiler, up to the request's file."""
+def command(ncu: Path, table: Path, l2: str, metrics: Sequence[str]) -> list[str]:
+    """Command line of the profiler, up to that of the process."""
     return [
         str(ncu),
         "--clock-control=none",
-        f"--cache-control={'all' if regime.l2 == 'cold' else 'none'}",
+        f"--cache-control={'all' if l2 == 'cold' else 'none'}",
         "--profile-from-start=off",
         "--target-processes=all",
         "--print-units=base",
@@ -125,7 +144,6 @@ def command(ncu: Path, table: Path, regime: Regime, metrics: Sequence[str]) -> l
         "--page=raw",
         f"--log-file={table}",
         f"--metrics={','.join(metrics)}",
-        *python_command("-m", nsight_child.__name__),
     ]
 
 

@@ -34,7 +34,15 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from tuner.errors import ConfigError
-from tuner.runtime import devices, dispatch, guards, native, quantised, serving
+from tuner.runtime import (
+    devices,
+    dispatch,
+    guards,
+    native,
+    quantised,
+    serving,
+    window_operators,
+)
 from tuner.runtime.attention_plan import AttentionCall
 from tuner.runtime.bias import as_operand, causal_right
 from tuner.runtime.composed import NONE, Extras, compose
@@ -74,8 +82,9 @@ def attention(
     the inputs as for PyTorch's attention.
 
     PyTorch's operator has no `window` and no `softcap`. With either, calls that no tuned kernel
-    serves are composed of PyTorch's operations (`tuner.runtime.composed`). Graphs of torch.compile
-    and gradients without a backward kernel are among them.
+    serves are composed of PyTorch's operations (`tuner.runtime.composed`), gradients without a
+    backward kernel among them. So are graphs of torch.compile whose kind of gradient has no kernel
+    in the portfolio; the others hold an operator (`tuner.runtime.window_operators`).
 
     Args:
         query: (B, H, SQ, D), fp16 or bf16. TMA needs stride 1 along D, and multiples of 16 bytes
@@ -170,7 +179,8 @@ def _composed(call: AttentionCall) -> torch.Tensor:
     query, key, value = guards.autocast(devices.TYPE, *call[:3])
     call = AttentionCall(query, key, value, *call[3:])
     if torch.compiler.is_compiling():
-        return compose(*call[:9])
+        traced = window_operators.operate(call)
+        return compose(*call[:9]) if traced is None else traced
     if guards.wants_gradient(query, key, value):
         known = attend_extras(call)
         if known is not None:

@@ -14,18 +14,16 @@ Without a fused kernel the scores are recomputed, a block of rows at a time.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from tuner.runtime import native
+from tuner.runtime.composed import differentiate, scores_of
 
 _FLASH, _CUDNN = (int(b.value) for b in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION))
-#: Bytes of scores held at once when PyTorch has no fused kernel.
-_SCORES_BYTES = 1 << 28
 #: Floating-point operations of a backward pass from which cuDNN's kernel is expected to save 67 us
 #: or more over FlashAttention-2's (`RATES` of `families/vendor/sdpa_backward.py`), and its forward
 #: pass some more. The operators' way through Python may cost the host of an eager program that
@@ -104,8 +102,8 @@ def forward_with_lse(
         return out, lse.squeeze(-1)
     grouped = query.shape[1] != key.shape[1]
     out = native.attend(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=grouped)
-    blocks = _scores(query, key, is_causal, scale)
-    return out, torch.cat([scores.logsumexp(-1) for _, scores in blocks], dim=-1)
+    blocks = scores_of(query, key, is_causal, scale)
+    return out, torch.cat([block.scores.logsumexp(-1) for block in blocks], dim=-1)
 
 
 def backward(
@@ -136,7 +134,7 @@ def backward(
             *lengths, 0.0, is_causal, scale=scale,
         )  # fmt: skip
     else:
-        grads = _recomputed(grad_out, query, key, value, out, lse, is_causal, scale)
+        grads = differentiate(grad_out, query, key, value, out, lse, is_causal, scale)
     grad_query, grad_key, grad_value = grads
     return grad_query, grad_key, grad_value
 
@@ -235,52 +233,3 @@ def _random_state(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         torch.empty(2, dtype=torch.uint64, device=query.device),
         torch.empty((), dtype=torch.uint64, device=query.device),
     )
-
-
-def _scores(
-    query: torch.Tensor, key: torch.Tensor, is_causal: bool, scale: float | None
-) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Masked scores, a block of query rows at a time, in at least single precision."""
-    batch, heads, length, head_dim = query.shape
-    wide = torch.promote_types(query.dtype, torch.float32)
-    key_t = key.to(wide).repeat_interleave(heads // max(1, key.shape[1]), 1).mT
-    factor = 1 / math.sqrt(head_dim or 1) if scale is None else scale
-    columns = torch.arange(key.shape[2], device=query.device)
-    step = max(1, _SCORES_BYTES // max(1, batch * heads * key.shape[2] * wide.itemsize))
-    for start in range(0, max(1, length), step):  # of no queries a block without rows
-        rows = slice(start, min(start + step, length))
-        scores = (query[:, :, rows].to(wide) * factor) @ key_t
-        if is_causal:
-            ahead = columns > torch.arange(rows.start, rows.stop, device=query.device)[:, None]
-            scores = scores.masked_fill(ahead, -math.inf)
-        yield rows, scores
-
-
-def _recomputed(
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    is_causal: bool,
-    scale: float | None,
-) -> Three:
-    wide = torch.promote_types(query.dtype, torch.float32)
-    batch, heads, _, head_dim = query.shape
-    factor = 1 / math.sqrt(head_dim or 1) if scale is None else scale
-    grad_query = torch.empty_like(query)
-    repeats = heads // max(1, key.shape[1])
-    key_wide, value_wide = (t.to(wide).repeat_interleave(repeats, 1) for t in (key, value))
-    grad_key, grad_value = torch.zeros_like(key_wide), torch.zeros_like(value_wide)
-    for rows, scores in _scores(query, key, is_causal, scale):
-        grad = grad_out[:, :, rows].to(wide)
-        weights = scores.sub_(lse[:, :, rows, None]).exp_()
-        grad_value += weights.mT @ grad
-        inner = (grad * out[:, :, rows]).sum(-1, keepdim=True)
-        grad_scores = weights * (grad @ value_wide.mT - inner) * factor
-        grad_query[:, :, rows] = (grad_scores @ key_wide).to(query.dtype)
-        grad_key += grad_scores.mT @ query[:, :, rows].to(wide)
-    groups = (batch, key.shape[1], repeats, key.shape[2], head_dim)
-    grad_key, grad_value = (t.view(groups).sum(2) for t in (grad_key, grad_value))
-    return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)

@@ -6,6 +6,7 @@ It answers calls that no tuned kernel serves: `scaled_dot_product_attention` has
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -91,13 +92,16 @@ def compose(
 
 
 def _mask(
-    queries: int, keys: int, is_causal: bool, extras: Extras, device: torch.device
+    queries: int, keys: int, is_causal: bool, extras: Extras, device: torch.device, first: int = 0
 ) -> torch.Tensor | None:
-    """(queries, keys), true where a query sees a key; None when every query sees all keys."""
+    """(queries, keys), true where a query, from the first on, sees a key; None when every query
+    sees all keys.
+    """
     right = 0 if is_causal else extras.right
     if extras.left < 0 and right < 0:
         return None
-    away = torch.arange(keys, device=device) - torch.arange(queries, device=device)[:, None]
+    rows = torch.arange(first, first + queries, device=device)[:, None]
+    away = torch.arange(keys, device=device) - rows
     seen = torch.ones_like(away, dtype=torch.bool)
     if extras.left >= 0:
         seen = seen & (away >= -extras.left)
@@ -135,6 +139,97 @@ def _capped(
         weights = _softmax(scores, is_masked=mask is not None)
         blocks.append((dropout(weights, dropout_p) @ value).to(query.dtype))
     return torch.cat(blocks, dim=-2)
+
+
+class Scores(NamedTuple):
+    """Scores of some queries, masked, in at least single precision."""
+
+    rows: slice
+    scores: torch.Tensor
+    """(B, H, rows, SKV), -inf where a query does not see a key."""
+    slopes: torch.Tensor | None
+    """Derivatives of the soft cap, as `scores`; None without one."""
+
+
+def scores_of(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    is_causal: bool,
+    scale: float | None,
+    extras: Extras = NONE,
+) -> Iterator[Scores]:
+    """A block of query rows at a time; `key` may have fewer heads than `query`."""
+    batch, heads, length, head_dim = query.shape
+    wide = torch.promote_types(query.dtype, torch.float32)
+    key_t = key.to(wide).repeat_interleave(heads // max(1, key.shape[1]), 1).mT
+    factor = 1 / math.sqrt(head_dim or 1) if scale is None else scale
+    step = max(1, _SCORES_BYTES // max(1, batch * heads * key.shape[2] * wide.itemsize))
+    for start in range(0, max(1, length), step):  # of no queries a block without rows
+        rows = slice(start, min(start + step, length))
+        scores, slopes = (query[:, :, rows].to(wide) * factor) @ key_t, None
+        if extras.softcap:
+            scores = torch.tanh(scores / extras.softcap)
+            slopes, scores = 1 - scores * scores, scores * extras.softcap
+        options = is_causal, extras, query.device, start
+        mask = _mask(rows.stop - start, key.shape[2], *options)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -math.inf)
+        yield Scores(rows, scores, slopes)
+
+
+def compose_with_lse(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_causal: bool,
+    scale: float | None,
+    extras: Extras,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `compose`, without a mask operand, with the log-sum-exp: (B, H, SQ) in at least single
+    precision, -inf for a query without a visible key.
+    """
+    wide = torch.promote_types(query.dtype, torch.float32)
+    value = value.to(wide).repeat_interleave(query.shape[1] // max(1, key.shape[1]), 1)
+    outs, sums = [], []
+    for _, scores, _ in scores_of(query, key, is_causal, scale, extras):
+        sums.append(scores.logsumexp(-1))
+        outs.append((_softmax(scores, is_masked=True) @ value).to(query.dtype))
+    return torch.cat(outs, dim=-2), torch.cat(sums, dim=-1)
+
+
+def differentiate(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    is_causal: bool,
+    scale: float | None,
+    extras: Extras = NONE,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value; `lse` is (B, H, SQ)."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    batch, heads, _, head_dim = query.shape
+    factor = 1 / math.sqrt(head_dim or 1) if scale is None else scale
+    grad_query = torch.empty_like(query)
+    repeats = heads // max(1, key.shape[1])
+    key_wide, value_wide = (t.to(wide).repeat_interleave(repeats, 1) for t in (key, value))
+    grad_key, grad_value = torch.zeros_like(key_wide), torch.zeros_like(value_wide)
+    lse = lse.masked_fill(lse == -math.inf, math.inf)  # no weight in rows without a key
+    for rows, scores, slopes in scores_of(query, key, is_causal, scale, extras):
+        grad = grad_out[:, :, rows].to(wide)
+        weights = scores.sub_(lse[:, :, rows, None]).exp_()
+        grad_value += weights.mT @ grad
+        inner = (grad * out[:, :, rows]).sum(-1, keepdim=True)
+        grad_scores = weights * (grad @ value_wide.mT - inner) * factor
+        if slopes is not None:
+            grad_scores *= slopes
+        grad_query[:, :, rows] = (grad_scores @ key_wide).to(query.dtype)
+        grad_key += grad_scores.mT @ query[:, :, rows].to(wide)
+    groups = (batch, key.shape[1], repeats, key.shape[2], head_dim)
+    grad_key, grad_value = (t.view(groups).sum(2) for t in (grad_key, grad_value))
+    return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
 def _softmax(scores: torch.Tensor, is_masked: bool) -> torch.Tensor:

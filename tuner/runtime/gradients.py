@@ -153,14 +153,14 @@ def attend_extras(call: AttentionCall) -> torch.Tensor | None:
     if not isinstance(plan, Plan) or not plan.has_lse:
         return None
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device="meta")
-    if not isinstance(find(_call_of(call, (query, key, value), query, lse, query)), Plan):
+    if not isinstance(find(gradients_of(call, (query, key, value), query, lse, query)), Plan):
         return None
 
     def forward(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | Refusal:
         return table.run_with_lse(plan, *inputs)
 
     def backward(inputs: Tensors, out: Any, lse: Any, grad_out: Any) -> Tensors | Refusal:
-        posed = _call_of(call, inputs, out, lse, grad_out)
+        posed = gradients_of(call, inputs, out, lse, grad_out)
         found = find(posed)
         return table.run_all(found, *posed.inputs) if isinstance(found, Plan) else found
 
@@ -171,9 +171,10 @@ def attend_extras(call: AttentionCall) -> torch.Tensor | None:
     return recorded((query, key, value), forward, backward, compose)
 
 
-def _call_of(
+def gradients_of(
     call: AttentionCall, inputs: Tensors, out: Any, lse: Any, grad_out: Any
 ) -> GradientsCall:
+    """The call of a forward call's gradients, deterministic where the program asks for it."""
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     options = call.is_causal, call.scale, is_deterministic, call.extras
     query, key, value = inputs

@@ -54,7 +54,7 @@ def operate(
     gradient. Only facts that hold for all calls of a graph are checked; each call chooses its
     kernel.
     """
-    if dropout_p or not _is_operable(query, key, value, enable_gqa):
+    if dropout_p or not is_operable(query, key, value, enable_gqa):
         return None
     out: torch.Tensor | None = None
     if attn_mask is not None:
@@ -68,9 +68,10 @@ def operate(
     return out
 
 
-def _is_operable(
+def is_operable(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
 ) -> bool:
+    """True for tensors that a tuned kernel may take, judged by facts that a graph keeps."""
     if any(t.dim() != 4 or t.device.type != devices.TYPE for t in (query, key, value)):
         return False
     heads, heads_kv = query.shape[1], key.shape[1]

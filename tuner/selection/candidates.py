@@ -221,8 +221,11 @@ class DomainTimes:
         self._families = list(dict.fromkeys(family for *_, family in known))
         self._family_at = {place: self._families.index(family) for place, _, family in known}
         self._vendors_trusted = [one.spread.trusted(models.domain) for one in self.vendors]
+        self._vendor_facts = [
+            number for number, family in enumerate(self._families) if family.is_vendor
+        ]
         self._configs: dict[Hashable, Config | None] = {}
-        self._legal_vendors: dict[Legality, _LegalVendors] = {}
+        self._legal_vendors: dict[tuple[Hashable, ...], _LegalVendors] = {}
         self._kind: Any = kind_of(models.domain.problems("float16")[0])
         self._sizes_of: Any = self._kind.of
         self._traced = self._compiled()
@@ -264,7 +267,8 @@ class DomainTimes:
         """The `vendors` that take a problem, as index and config by kernel; and PyTorch's choice
         among them, None without one.
         """
-        found = self._legal_vendors.get(facts)
+        key = tuple([facts[number] for number in self._vendor_facts])
+        found = self._legal_vendors.get(key)
         if found is None:
             configs = [self.config(problem, place, 1, facts) for place in self._vendor_places]
             legal = {
@@ -273,7 +277,7 @@ class DomainTimes:
                 if config is not None
             }
             found = legal, pytorchs_choice(legal) if legal else None
-            self._legal_vendors[facts] = found
+            self._legal_vendors[key] = found
         return found
 
     def is_vendor_near(self, number: int, sizes: tuple[int, ...]) -> bool:
@@ -320,17 +324,16 @@ class DomainTimes:
             loops += looped
         trusted = [one.spread.trusted(self.models.domain) for one in self._own.values()]
         axes = self.models.domain.axes_of(sizes)
-        every = [_within(bounds, axes) for bounds in trusted]
-        tightest = [
-            (max(low for low, _ in axis), min(high for _, high in axis))
-            for axis in zip(*trusted, strict=True)
-        ]
+        tightest = [_overlap(axis) for axis in zip(*trusted, strict=True)]
+        loosest = [_union(axis) for axis in zip(*trusted, strict=True)]
+        every = [_within(bounds, axes, loosest) or "True" for bounds in trusted]
         shared = _within(tightest, axes) if trusted else "False"
+        any_near = _within(loosest, axes) if trusted else "False"
         near = ", ".join(f"{place}: {text}" for place, text in zip(self._own, every, strict=True))
         vendors = [
             str(here(bounded(one.us(sizes, self._tiling(one), self.gpu)))) for one in self.vendors
         ]
-        uses.update(names_in(" ".join((shared, near, *vendors))))
+        uses.update(names_in(" ".join((shared, any_near, near, *vendors))))
         lines = [
             "def times(sizes, problem):",
             f" {', '.join(self._kind._fields)} = sizes",
@@ -340,6 +343,8 @@ class DomainTimes:
             f" vendors = [{', '.join(vendors)}]",
             f" if own and {shared}:",
             "  return own, vendors, True",
+            f" if not ({any_near}):",
+            "  return own, vendors, False",
             f" is_near = {{{near}}}",
             " near = [one for one in own if is_near[one[2]]]",
             " return near or own, vendors, bool(near)",
@@ -383,10 +388,27 @@ def is_near(bounds: Iterable[tuple[float, float]], sizes: Sequence[int]) -> bool
     return True
 
 
-def _within(bounds: Iterable[tuple[float, float]], sizes: Iterable[Any]) -> str:
-    """Source text of `is_near`."""
-    pairs = zip(bounds, sizes, strict=True)
-    return " and ".join(f"{low} <= {size} <= {high}" for (low, high), size in pairs)
+def _overlap(bounds: Collection[tuple[float, float]]) -> tuple[float, float]:
+    return max(low for low, _ in bounds), min(high for _, high in bounds)
+
+
+def _union(bounds: Collection[tuple[float, float]]) -> tuple[float, float]:
+    return min(low for low, _ in bounds), max(high for _, high in bounds)
+
+
+def _within(
+    bounds: Sequence[tuple[float, float]],
+    sizes: Sequence[Any],
+    known: Sequence[tuple[float, float]] | None = None,
+) -> str:
+    """Source text of `is_near`; empty where it holds for all sizes within the `known` bounds."""
+    found = []
+    for place, ((low, high), size) in enumerate(zip(bounds, sizes, strict=True)):
+        lowest, highest = (None, None) if known is None else known[place]
+        sides = f"{low} <= " if low != lowest else "", f" <= {high}" if high != highest else ""
+        if any(sides):
+            found.append(f"{sides[0]}{size}{sides[1]}")
+    return " and ".join(found)
 
 
 def pytorchs_choice(kernels: Collection[str]) -> str:

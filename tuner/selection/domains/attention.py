@@ -184,9 +184,9 @@ class AttentionDomain(_Attention, Domain):
     def others(cls) -> Iterator[Self]:
         """Domains of paged caches, of mask operands and of block-sparse masks.
 
-        Paged caches: plain ones of every instance, windows where public models have them, and sinks
-        as in GPT-OSS. Those of e4m3 are served where a shape was tuned: their kernels have no
-        proof. Mask operands, without a causal flag, have every phase.
+        Paged caches: plain ones of every instance, of e4m3 for D = 64 and 128, windows where
+        public models have them, and sinks as in GPT-OSS. Mask operands, without a causal flag, have
+        every phase.
         """
         kinds: tuple[tuple[Mask, Phase], ...]
         kinds = ("full", "one"), ("causal", "few"), ("causal", "prompt")
@@ -194,6 +194,8 @@ class AttentionDomain(_Attention, Domain):
             for mask, phase in kinds:
                 one = cls(head_dim, mask, phase, is_paged=True)
                 yield one
+                if head_dim in (64, 128):
+                    yield one._replace(is_e4m3=True)
                 if head_dim == 64:
                     yield one._replace(has_sinks=True)
                 if head_dim in (64, 128, 256):

@@ -56,6 +56,9 @@ LAYOUTS: Mapping[Gradient, tuple[Major, Major]] = {
     "weight": ("col", "row"),
 }
 """Storage orders of A and B."""
+_GRADIENTS = {layouts: gradient for gradient, layouts in LAYOUTS.items()}
+_known: dict[tuple[Rows, str, Gradient], Any] = {}
+"""Domains made so far, by their fields."""
 
 
 class _Product(NamedTuple):
@@ -81,13 +84,16 @@ class ProductDomain(_Product, Domain):
         if problem.has_residual:
             return None
         rows = rows_of(problem.m)
-        is_tall = rows == "wide" and problem.n <= MAX_TALL_COLUMNS
-        rows = "tall" if is_tall else rows
-        layouts = problem.layout_a, problem.layout_b
-        for gradient, lies in LAYOUTS.items():
-            if layouts == lies and (not gradient or (rows == "wide" and not problem.epilogue)):
-                return cls(rows, problem.epilogue, gradient)
-        return None
+        if rows == "wide" and problem.n <= MAX_TALL_COLUMNS:
+            rows = "tall"
+        gradient = _GRADIENTS.get((problem.layout_a, problem.layout_b))
+        if gradient is None or (gradient and (rows != "wide" or problem.epilogue)):
+            return None
+        key = rows, problem.epilogue, gradient
+        found: Self | None = _known.get(key)
+        if found is None:
+            found = _known[key] = cls(*key)
+        return found
 
     @staticmethod
     def axes_of(sizes: Any) -> tuple[int, ...]:

@@ -1,0 +1,87 @@
+"""Counters of several calls from one run of Nsight Compute: parts, names, printed lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from benchmarks import counters
+from tuner.errors import BenchmarkError, ConfigError
+from tuner.measure import nsight
+from tuner.measure.profile import KernelCounters, Value
+
+TENSOR = "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active"
+STALL = "smsp__average_warps_issue_stalled_gmma_per_issue_active.ratio"
+
+
+def launch(name: str, us: float = 1.0) -> KernelCounters:
+    values = {
+        "gpu__time_duration.sum": Value(us * 1e3, "ns"),
+        "sm__cycles_elapsed.max": Value(us * 1500, "cycle"),
+        TENSOR: Value(80.0, "%"),
+        STALL: Value(0.5, ""),
+    }
+    return KernelCounters(name, values)
+
+
+LAUNCHES = [
+    launch(counters.MARK),
+    launch("transpose_values", 5.0),
+    launch("fused_attention", 80.0),
+    launch(counters.MARK),
+    launch("cudnn_kernel", 84.0),
+]
+
+
+def test_launches_belong_to_the_mark_before_them() -> None:
+    found = counters.parted([launch("stray"), *LAUNCHES], ["own", "cudnn"])
+    assert [one.kernel for one in found["own"]] == ["transpose_values", "fused_attention"]
+    assert [one.kernel for one in found["cudnn"]] == ["cudnn_kernel"]
+
+
+@pytest.mark.parametrize("launches", [LAUNCHES[:3], LAUNCHES[:4], []])
+def test_a_call_without_launches_is_refused(launches: Sequence[KernelCounters]) -> None:
+    with pytest.raises(BenchmarkError, match="2 calls were made"):
+        counters.parted(launches, ["own", "cudnn"])
+
+
+def test_a_name_is_whole_or_a_beginning() -> None:
+    known = ["fused_attention a77186", "flash3_splits", "flash3", "cudnn engine 2 kernel_cfg=32"]
+    asked = ["flash3", "cudnn engine 2", "fused_attention a7"]
+    assert counters.chosen(asked, known) == [known[2], known[3], known[0]]
+    with pytest.raises(ConfigError, match=r"no call 'flash9' \(known: fused_attention a77186"):
+        counters.chosen(["flash9"], known)
+
+
+def test_it_prints_the_longest_launch_and_writes_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    asked: list[Sequence[str]] = []
+
+    def counted(ncu: Path, child: Sequence[str], l2: str) -> tuple[KernelCounters, ...]:
+        asked.append(child)
+        assert l2 == "warm"
+        return tuple(LAUNCHES)
+
+    monkeypatch.setattr(nsight, "find_ncu", lambda given: Path("ncu"))
+    monkeypatch.setattr(nsight, "counted", counted)
+    monkeypatch.setattr(counters.own_kernels, "environment", lambda: {"gpu": "NVIDIA H200"})
+    path = tmp_path / "counters.json"
+    given = ["--shape", "S=64,D=64,dtype=e4m3", "--call", "own", "--call", "cudnn"]
+    assert counters.main([*given, "--json", str(path)]) == 0
+    assert asked[0][-4:] == ["--call", "own", "--call", "cudnn"]
+    said = capsys.readouterr().out
+    assert "own: 85.0 us in 2 kernels; fused_attention 80.0 us, 120 thousand cycles" in said
+    assert "tensor cores 80.0 %" in said and "WGMMA 0.50" in said
+    written = json.loads(path.read_text())
+    assert written["environment"] == {"gpu": "NVIDIA H200"}
+    assert [one["kernel"] for one in written["calls"]["cudnn"]] == ["cudnn_kernel"]
+    assert written["calls"]["own"][0]["counters"][TENSOR] == 80.0
+
+
+def test_a_run_without_calls_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no call is named"):
+        counters.main(["--shape", "S=64,D=64"])
