@@ -52,6 +52,7 @@ def _own(**params: Value) -> Config:
         "v_registers": 0,
         "transpose_ds": False,
         "rotate": False,
+        "persistent": False,
         "section_heads": 8,
         "pdl": True,
     }
