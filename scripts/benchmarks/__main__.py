@@ -21,6 +21,7 @@ NAMES = (
     "counters",
     "cute_dsl",
     "dispatch",
+    "e4m3",
     "engines",
     "fleet",
     "fp8_attention",

@@ -36,7 +36,7 @@ def timed(sequences: int, queries: int, is_e4m3: bool) -> dict[str, Any]:
     from tuner.runtime import append
 
     torch.manual_seed(0)
-    device, tokens = torch.device("cuda"), sequences * queries
+    device, tokens = torch.device("cuda", torch.cuda.current_device()), sequences * queries
     kind = torch.float8_e4m3fn if is_e4m3 else torch.bfloat16
     used = torch.randint(1, KEYS, (sequences,), device=device).int() + queries
     columns = -(-(KEYS + queries) // SIZE)

@@ -5,6 +5,9 @@ an ordinary kernel that writes its rows, weights rotated. The own kernel is the 
 such products chooses (`tuner.selection.block_scaled`) among those that are proven here. The error
 of each way is the relative one of the first rows and columns, against fp64 with exact factors.
 
+``--once`` calls each way once and times nothing: ``ncu python -m benchmarks scaled --once`` counts.
+It names the ways in the order of their kernels.
+
 DeepGEMM compiles for each layer. A child process for each does that first, all of them side by
 side. Then each number of rows is timed, a layer after the other.
 """
@@ -17,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import chain
-from math import ceil, exp, log
+from math import ceil, exp, inf, log
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +52,8 @@ CHECKED_ROWS, CHECKED_COLUMNS = 256, 512
 """First rows and columns that are compared with fp64."""
 NEAR_ESTIMATE = 1.7
 """Longest first guess of a kernel of the space that is timed, over the shortest."""
+NEAR_EXPECTED = 1.4
+"""The same of expected times of the rule's kernels."""
 DEEP_GEMM, CUBLASLT = "deep_gemm", "scaled_mm"
 
 
@@ -59,7 +64,7 @@ class Layer:
         n: columns.
         k: columns of the weights.
         rows: numbers of rows to time.
-        with_all: also every other kernel of the rule.
+        with_all: also the rule's other kernels that are expected near (`NEAR_EXPECTED`).
         unproven: True to include kernels without a proof.
         with_space: also the kernels of the space that are built (`built`).
     """
@@ -116,7 +121,8 @@ class Layer:
                 yield name, call, self._error(call(0), a, scale_a), ""
             except FAILURES as exc:
                 yield name, lambda _: None, None, first_line(exc)
-        own_plans = plans(problem, unproven=self._unproven) if with_own else iter(())
+        most = NEAR_EXPECTED if self._with_all else inf
+        own_plans = plans(problem, unproven=self._unproven, most=most) if with_own else iter(())
         if with_own and self._with_space:
             own_plans = chain(own_plans, built(problem))
         for name, plan in own_plans:
@@ -131,6 +137,15 @@ class Layer:
                 yield name, lambda _: None, None, first_line(exc)
             if not self._with_all:
                 return
+
+    def once(self, m: int) -> Iterator[str]:
+        """A line for each way, which was called once."""
+        import torch
+
+        with torch.inference_mode():
+            for name, _, _, failure in self._ways(m, copies=1):
+                if name:
+                    yield f"M={m},N={self._n},K={self._k}: {name}{': ' * bool(failure)}{failure}"
 
     def _error(self, out: Any, a: Any, scale_a: Any) -> float:
         """Relative error of the first rows and columns."""
@@ -230,13 +245,24 @@ def estimates(problem: GemmProblem) -> dict[str, float]:
     return {scaled_name(config): round(us, 2) for us, config in found}
 
 
-def plans(problem: GemmProblem, *, unproven: bool) -> Iterator[tuple[str, Any]]:
-    """The rule's kernels that are proven here, as plans, in the rule's order."""
+def plans(problem: GemmProblem, *, unproven: bool, most: float = inf) -> Iterator[tuple[str, Any]]:
+    """The rule's kernels that are proven here, as plans, in the rule's order.
+
+    Args:
+        problem: the product.
+        unproven: also kernels without a proof.
+        most: longest expected time, over the shortest.
+    """
     from benchmarks.moe_products import plans_of
     from tuner.runtime import devices
     from tuner.selection import block_scaled
+    from tuner.selection.by_rule import RuleSelection
 
     selection = block_scaled.select(problem, devices.gpu_of(0))
+    if selection is not None:
+        found = tuple(selection.own())
+        near = tuple(one for one in found if one[0] <= most * found[0][0])
+        selection = RuleSelection(near, Regime(), ())
     for config, plan in plans_of(problem, selection, unproven=unproven):
         yield scaled_name(config), plan
 
@@ -273,6 +299,7 @@ def scaled_name(config: Any) -> str:
     cluster = config["cluster_m"], config["cluster_n"]
     parts += f" c{cluster[0]}x{cluster[1]}" * (cluster != (1, 1))
     parts += " uniform" * ("uniform_branch" in config.params)
+    parts += " ahead" * ("ahead" in config.params)
     return f"{kernel_name(config)}{parts}"
 
 
@@ -380,7 +407,7 @@ def main(argv: Sequence[str]) -> int:
     tokens = ",".join(map(str, BLOCK_SCALED_TOKENS))
     parser.add_argument("--rows", default=tokens, metavar="M,...", help=f"default: {tokens}")
     parser.add_argument(
-        "--kernels", action="store_true", help="also every other kernel of the rule"
+        "--kernels", action="store_true", help="also the rule's kernels that are expected near"
     )
     parser.add_argument(
         "--space", action="store_true", help="also the kernels of the family's space that are built"
@@ -398,6 +425,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--turn", type=Path, metavar="FILE", help="take the times under a lock of this file"
     )
+    parser.add_argument(
+        "--once", action="store_true", help="call each way once, for a profiler; time nothing"
+    )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
@@ -410,6 +440,12 @@ def main(argv: Sequence[str]) -> int:
     if args.child:
         return answer_indices(_layer(layers[0], rows, args).answer)
     document: dict[str, Any] = {"environment": environment(), "products": []}
+    if args.once:
+        for sizes in layers:
+            layer = _layer(sizes, rows, args)
+            for line in (line for m in rows for line in layer.once(m)):
+                print(line, flush=True)
+        return 0
     options = ["--kernels"] * args.kernels + ["--unproven"] * args.unproven
     options += ["--space"] * args.space
     for row in measured(layers, rows, options, args.compile_limit, args.turn):

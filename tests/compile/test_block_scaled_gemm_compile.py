@@ -93,6 +93,7 @@ def test_the_library_refuses_what_it_would_get_wrong(compiler: Compiler) -> None
 #: The product of a warp group is the emulator's.
 _MULTIPLY = re.compile(r"(__device__ __forceinline__ void multiply\(.*?\) \{\n).*?\n\}\n", re.S)
 _PRODUCT = r"\1  emulator::self().products.push_back({d, x, y, adds, kTileY});\n}\n"
+_EARLIER = re.compile(r"(void earlier_products_wait\(\) \{ ).*? \}\n")
 #: M, N, K; tiles of a band, walked along the rows, clusters at once.
 EMULATED = ((130, 72, 1040, 1, True, 1), (300, 392, 1024, 4, False, 2))
 #: The same of groups, and how many.
@@ -118,6 +119,7 @@ MUTANTS = {
         "factors + lane.first(part) * 4)",
         "factors + lane.first(part) * 4 + 4)",
     ),
+    "a stage is left while it is read": ("else earlier_products_wait();", ""),
     "a box begins at any row": ("tile.row / 4 * 4 + i", "tile.row + i"),
     "factors of the rows before": ("factors(box + tile.row % 4 * 4)", "factors(box)"),
     "a box of a group's end": ("if (!kGrouped || tile.row + last <= tile.end)", "if (true)"),
@@ -140,6 +142,7 @@ def emulated(
     spec = spec_of(chosen, is_grouped=is_grouped, is_promoted=is_promoted)
     device, products = _MULTIPLY.subn(_PRODUCT, device_half(render(spec, "emulated")))
     assert products == 1
+    device = _EARLIER.sub(r"\1emulator::run_products(1); }\n", device)
     # With groups a box of factors begins before their first row.
     box = "kFactorBox" if "kFactorBox" in device else "kRowFactors"
     device += f"constexpr int kBoxFloats = k_emulated::{box};\n"
@@ -188,6 +191,9 @@ def test_the_emulator_finds_what_is_wrong(compiler: Compiler, name: str, tmp_pat
         "sums are overwritten while they are read": config((128, 64), 2, split_k=2),
         "a neighbour's rows": config((128, 128), 2, cluster=(2, 1)),
         "the tile's first block of columns for all": config((128, 192), 2),
+        "a stage is left while it is read": config(
+            (64, 32), 2, unroll=2, tma_factors=True, ahead=True
+        ),
         "a box begins at any row": grouped(_BY_TMA),
         "factors of the rows before": grouped(_BY_TMA),
         "a box of a group's end": grouped(config((64, 64), 2, store_buffers=1)),

@@ -73,6 +73,10 @@ SAMPLE = [
             swap_ab=True,
         ),
     ),
+    (
+        GemmProblem(2048, 2048, 2048, dtype=E4M3, dtype_d=E4M3, scales="row"),
+        config("TmaWarpSpecializedPingpong", (64, 16, 128), swap_ab=True),
+    ),
 ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import pytest
 from gemm_cases import SCALED as CASES
 from gemm_cases import SCALED_SIZES as SIZES
@@ -92,12 +94,38 @@ def test_the_gate_misses_factors_that_are_wrong(
                     assert gate.examine().status is Status.WRONG_RESULT, name
 
 
-@pytest.mark.parametrize("fast_accum", [True, False])
-@pytest.mark.parametrize("scales", ["tensor", "row"])
-def test_torch_s_own_passes_the_gate(
-    device: Device, gate: Gate, scales: str, fast_accum: bool
+def test_the_gate_misses_an_output_s_factor_that_is_wrong(
+    device: Device, gate: Gate, compiler: Compiler
 ) -> None:
-    problem = GemmProblem(512, 512, 4096, dtype=E4M3, scales=scales, fast_accum=fast_accum)  # type: ignore[arg-type]
+    """None at all, one, and an operand's."""
+    problem, chosen = problem_of("e4m3 once", (512, 512, 256)), CASES["e4m3 once"][1]
+    kernel = compiled(compiler, "e4m3 once")
+    gate.open(problem, 5)
+    gate.load("random")
+    [launch] = GEMM.launches(problem, chosen, 1.0)
+    at = gate.pointers
+    with Pool(device) as pool:
+        zero, one = pool.allocate(4), pool.allocate(4)
+        device.fill8(zero, 0, 4)
+        device.write(one, struct.pack("<f", 1.0))
+        for wrong in (zero, one, at["scale_a"]):
+            gate.arm()
+            tensors = [
+                wrong if ref.operand == "scale_d" else at[ref.operand] for ref in launch.tensors
+            ]
+            kernel.launch(tensors, launch.integers, launch.scalars, 0, device.stream)
+            assert gate.examine().status is Status.WRONG_RESULT
+
+
+@pytest.mark.parametrize("fast_accum", [True, False])
+@pytest.mark.parametrize(
+    ("scales", "dtype_d"), [("tensor", ""), ("row", ""), ("tensor", E4M3)], ids=str
+)
+def test_torch_s_own_passes_the_gate(
+    device: Device, gate: Gate, scales: str, dtype_d: str, fast_accum: bool
+) -> None:
+    options = {"dtype": E4M3, "dtype_d": dtype_d, "scales": scales, "fast_accum": fast_accum}
+    problem = GemmProblem(512, 512, 4096, **options)  # type: ignore[arg-type]
     vendor = family("vendor_blas")
     subject = VendorSubject(device, vendor, problem, Config(vendor.name, {"kernel": "scaled_mm"}))
     gate.open(problem, 5)

@@ -19,8 +19,10 @@ def config(
     unroll: int = 0,
     tma_factors: bool = False,
     uniform_branch: bool = False,
+    ahead: bool = False,
 ) -> Config:
-    given = {"unroll": unroll, "tma_factors": tma_factors, "uniform_branch": uniform_branch}
+    given = {"unroll": unroll, "tma_factors": tma_factors}
+    given |= {"uniform_branch": uniform_branch, "ahead": ahead}
     loop = {name: value for name, value in given.items() if value}
     return Config(
         "block_scaled_gemm",
@@ -63,6 +65,13 @@ CASES: dict[str, Config] = {
     "factors by TMA, one warp group": config((64, 112), 8, unroll=4, tma_factors=True),
     "uniform branch": config(
         (64, 32), 16, unroll=4, tma_factors=True, uniform_branch=True, pdl=False
+    ),
+    "ahead": config((128, 128), 5, store_buffers=2, unroll=4, tma_factors=True, ahead=True),
+    "ahead, one warp group": config(
+        (64, 48), 8, unroll=4, tma_factors=True, uniform_branch=True, ahead=True
+    ),
+    "ahead, swapped and split": config(
+        (64, 16), 16, swap_ab=True, split_k=2, unroll=2, tma_factors=True, ahead=True
     ),
     "swapped": config((128, 16), 12, swap_ab=True),
     "swapped, unrolled": config((64, 24), 16, swap_ab=True, unroll=8),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import ceil
 from typing import Any
 
 from tuner.config import Config, Value
@@ -51,7 +52,8 @@ EPILOGUES: dict[str, tuple[str, str, Config]] = {
 EPILOGUE_SIZES = ((200, 264, 136, 1), (1, 1000, 72, 1), (333, 136, 520, 3))
 FAST = {"dtype": E4M3, "scales": "row"}
 SUMMED = {"dtype": E4M3, "scales": "row", "fast_accum": False}
-#: Both accumulations and kinds of factors, every schedule, both orientations; a kernel each.
+#: Both accumulations and kinds of factors, every schedule, both orientations, outputs of e4m3; a
+#: kernel each.
 SCALED: dict[str, tuple[Mapping[str, Any], Config]] = {
     "wide": (FAST, config(COOPERATIVE, (128, 256, 128), cluster_m=2)),
     "alone": (FAST, config(PLAIN, (64, 128, 128), stages=3)),
@@ -65,6 +67,19 @@ SCALED: dict[str, tuple[Mapping[str, Any], Config]] = {
     ),
     "summed split": (SUMMED, config(COOPERATIVE, (128, 64, 128), **STREAM_K)),
     "summed once": ({**SUMMED, "scales": "tensor"}, config(PINGPONG, (128, 96, 128), cluster_m=2)),
+    "e4m3": ({**FAST, "dtype_d": E4M3}, config(COOPERATIVE, (128, 176, 128), cluster_n=2)),
+    "e4m3 swapped": (
+        {**SUMMED, "dtype_d": E4M3},
+        config(PINGPONG, (64, 16, 128), swap_ab=True),
+    ),
+    "e4m3 once": (
+        {**FAST, "scales": "tensor", "dtype_d": E4M3},
+        config(PINGPONG, (128, 128, 128), cluster_m=2),
+    ),
+    "e4m3 split": (
+        {**SUMMED, "scales": "tensor", "dtype_d": E4M3},
+        config(COOPERATIVE, (128, 64, 128), **STREAM_K),
+    ),
     "fp16": ({"scales": "row"}, config(PINGPONG, (128, 112, 64), cluster_m=2)),
     "bf16": (
         {"dtype": "bfloat16", "dtype_d": "float32", "scales": "row"},
@@ -84,4 +99,8 @@ def with_epilogue(
 
 
 def scaled(case: str, size: tuple[int, int, int] = SCALED_SIZES[0]) -> GemmProblem:
-    return GemmProblem(*size, **SCALED[case][0])
+    """The problem of a case; rows of an e4m3 output are whole 16 bytes."""
+    m, n, k = size
+    if SCALED[case][0].get("dtype_d") == E4M3:
+        n = ceil(n / 16) * 16
+    return GemmProblem(m, n, k, **SCALED[case][0])

@@ -24,6 +24,7 @@ PROBLEMS = {
     "scaled": GemmProblem(1000, 1016, 1032, scales="row"),
     "e4m3": GemmProblem(8192, 8192, 8192, dtype=E4M3),
     "e4m3, few rows": GemmProblem(16, 4096, 4096, dtype=E4M3, scales="row"),
+    "e4m3, small output": GemmProblem(512, 2048, 1024, dtype=E4M3, dtype_d=E4M3, scales="row"),
     "e4m3, summed": GemmProblem(1000, 1016, 1040, dtype=E4M3, fast_accum=False),
 }
 

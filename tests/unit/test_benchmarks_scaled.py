@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import child, narrow, scaled
+from benchmarks import child, e4m3, narrow, scaled
 from tuner.bench.suites import BLOCK_SCALED, BLOCK_SCALED_TOKENS
 from tuner.errors import BenchmarkError, ConfigError
+from tuner.families import families
 from tuner.hardware import GPUS
 from tuner.problem import GemmProblem
 from tuner.selection import block_scaled
@@ -65,6 +66,21 @@ def test_rows_are_timed_after_all_layers_have_compiled(
     assert capsys.readouterr().err.count("no nvcc") == 2
 
 
+def test_each_way_is_called_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ways(self: scaled.Layer, m: int, copies: int) -> Any:
+        yield "", None, None, ""
+        yield "deep_gemm", None, None, "not here" * (copies - 1)
+        yield "64x32", None, 1e-3, ""
+
+    monkeypatch.setattr(scaled.Layer, "_ways", ways)
+    monkeypatch.setattr(scaled, "environment", dict)
+    assert scaled.main(["--once", "--layers", "64x128", "--rows", "1,16"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [f"M={m},N=64,K=128: {x}" for m in (1, 16) for x in ("deep_gemm", "64x32")]
+
+
 def test_kernels_have_names_of_their_own() -> None:
     names = {scaled.scaled_name(config) for config in block_scaled.KERNELS}
     assert len(names) == len(block_scaled.KERNELS)
@@ -77,12 +93,15 @@ def test_wrong_sizes_are_named(options: list[str]) -> None:
     if options[0] == "--rows":
         with pytest.raises(ConfigError, match="--rows many"):
             narrow.main(options)
+        for sizes in ("8192x4096", "many", "8x8x8x8"):
+            with pytest.raises(ConfigError, match="--sizes"):
+                e4m3.main(["--sizes", sizes])
 
 
 def test_without_a_gpu_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(narrow, "compiled", lambda *_: {})
-    for bench in (scaled, narrow):
+    for bench in (scaled, narrow, e4m3):
         with pytest.raises(BenchmarkError, match="timed on a GPU"):
             bench.main([])
 
@@ -109,6 +128,32 @@ def test_the_narrow_report_takes_the_fastest_of_the_library() -> None:
     text = narrow.report({"environment": {}, "products": rows})
     assert "M=64: mean 1.250" in text and "M=96: mean 0.900" in text
     assert "served: mean 0.500, worst 0.500 of 1" in text and "worst 0.900 of 2" in text
+
+
+def test_every_kind_of_e4m3_product_has_own_kernels_by_estimates() -> None:
+    gpu, supported = GPUS["H200"], {}
+    for kind in e4m3.KINDS:
+        problem = e4m3.problem_of(kind, e4m3.SIZES[0])
+        supported[kind] = [x for x in e4m3.FAMILIES if not families()[x].supports(problem, gpu)]
+        assert e4m3.ranked("gemm", problem, gpu)
+    assert {kind for kind, found in supported.items() if len(found) == 2} == {
+        "promoted, tensors",
+        "promoted, rows",
+    }
+
+
+def test_the_e4m3_report_takes_the_fastest_of_either_side() -> None:
+    def row(kind: str, **us: float) -> dict[str, Any]:
+        return {"kind": kind, "m": 8, "n": 16, "k": 32, "us": us}
+
+    rows = [
+        row("fast, rows", **{"cublaslt 3": 9.0, "gemm tile_m=64": 10.0, "gemm tile_m=128": 8.0}),
+        row("fast, rows", **{"scaled_mm": 8.0, "gemm tile_m=64": 10.0}),
+        row("promoted, rows", **{"scaled_mm": 8.0}),
+    ]
+    text = e4m3.report({"environment": {}, "products": rows})
+    assert "fast, rows: mean 0.949, worst 0.800 of 2" in text
+    assert "promoted, rows: mean" not in text
 
 
 def test_the_products_of_the_suite_are_timed() -> None:

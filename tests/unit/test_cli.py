@@ -146,7 +146,7 @@ class TestKnownAlready:
         first, second, third, *_ = self.said(capsys, "--shape", "S=1000,D=64")
         assert first == "no GPU found: nothing is measured here"
         asked = AttentionProblem.parse("S=1000,D=64").label()
-        assert second == f"`tuner lookup --shape {asked}` answers from measurements elsewhere"
+        assert second == f"`tuner lookup --shape {asked}` answers from measurements of other shapes"
         assert third.startswith(f"no recording of {asked}")
 
     def test_a_measured_shape(self, capsys: pytest.CaptureFixture[str]) -> None:

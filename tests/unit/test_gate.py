@@ -23,9 +23,15 @@ from tuner.measure.gate import REFERENCE, Gate, inputs, kernels
 from tuner.measure.gate.commands import COMMANDS as DECLARED
 from tuner.measure.gate.commands import Command
 from tuner.measure.gate.inputs import KINDS, border_columns, kinds_of, scale_of
-from tuner.measure.gate.kernels import POISON, Guarded
+from tuner.measure.gate.kernels import E4M3_POISON, POISON, Guarded
 from tuner.measure.log_sum_exp import judge_lse, lost_of, lse_of, tops_of
-from tuner.measure.tolerance import GRADIENT_PART, OutputComparison, floor_work
+from tuner.measure.tolerance import (
+    GRADIENT_PART,
+    OutputComparison,
+    floor_work,
+    judge,
+    limits_of,
+)
 from tuner.measurement import Status
 from tuner.problem import (
     E4M3,
@@ -41,6 +47,7 @@ from tuner.problem import (
 
 GEMM = GemmProblem(m=4, n=8, k=64)
 SCALED = GemmProblem(4, 8, 64, dtype=E4M3, scales="row")
+OUTPUT = GemmProblem(4, 16, 64, dtype=E4M3, dtype_d=E4M3)
 BLOCKS = GemmProblem(300, 264, 400, dtype=E4M3, scales="block")
 QUANTISED = AttentionProblem.parse("H=4,HKV=2,SQ=70,SKV=90,D=64,dtype=e4m3")
 BACKWARD = AttentionBackwardProblem.parse("H=4,HKV=2,SQ=70,SKV=90,D=64,dtype=bf16")
@@ -285,6 +292,51 @@ def test_a_product_s_reference_is_given_its_factors(scales: Any) -> None:
     made.load("random")
     [(tensors, _)] = [given for given in kernel.given if given[1][0] == 5]
     assert tensors[3:] == [0, 0, 0, 0]
+
+
+def test_an_output_of_e4m3_is_all_nan_before_and_its_factor_the_reference_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, device, kernel = opened(OUTPUT)
+    factor = made.pointers["scale_d"]
+    monkeypatch.setattr(device, "read", lambda at, size: struct.pack("<f", 3.0) * (at == factor))
+    made.load("random")
+    pairs = zip(kernel.given, kernel.scalars, strict=True)
+    [scalars] = [scalars for (_, integers), scalars in pairs if integers[0] == 5]
+    assert scalars == (3.0, 1.0)
+    made.arm()
+    assert device.patterns[made.pointers["d"]] == E4M3_POISON
+
+
+@pytest.mark.parametrize("kind", ["random", "planted"])
+@pytest.mark.parametrize("k", [16, 128, 4096])
+def test_rounding_to_e4m3_passes_and_a_factor_left_out_does_not(kind: str, k: int) -> None:
+    """Outputs of the gate's moments, rounded by PyTorch, or by another unit or factor."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    torch.manual_seed(k)
+    problem = replace(OUTPUT, m=256, n=256, k=k)
+    means, deviations = inputs.moments(problem, kind)
+    a = torch.randn(256, k).mul(deviations["a"])
+    if kind == "planted":
+        a[:, inputs.border_columns(k, 7)] *= inputs.E4M3_COLUMN_FACTOR
+    a, b = a.to(torch.float8_e4m3fn), torch.randn(k, 256).mul(deviations["b"])
+    factors = means["scale_a"] * means["scale_b"] * means["scale_d"]
+    exact = a.double() @ b.to(torch.float8_e4m3fn).double() * factors
+    assert exact.abs().max() < 448
+
+    def verdict(found: Any) -> Status:
+        limits, off = limits_of(problem), (found.double() - exact).abs()
+        beyond = off > limits.absolute + limits.relative * exact.abs()
+        squares = float(off.square().sum()), float(exact.square().sum())
+        seen = OutputComparison(exact.numel(), *squares, int(beyond.sum()), worst=float(off.max()))
+        return judge(seen, problem.output, {}, [], limits).status
+
+    small = exact.float().to(torch.float8_e4m3fn)
+    assert verdict(small) is Status.OK
+    assert verdict((exact * 0.9).float().to(torch.float8_e4m3fn)) is Status.WRONG_RESULT
+    assert verdict(exact.float().to(torch.float8_e5m2)) is Status.WRONG_RESULT
+    cut = (small.view(torch.uint8) - (small.double().abs() > exact.abs()).byte()).view(small.dtype)
+    assert verdict(cut) is Status.WRONG_RESULT  # towards zero
 
 
 def test_some_factors_of_blocks_are_unlike_their_neighbours() -> None:

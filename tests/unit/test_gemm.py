@@ -391,6 +391,7 @@ RENDERED = {
         stream_k(tile_n=64, swap_ab=True),
     ),
     "scaled": (PROBLEMS["e4m3, few rows"], ping(tile_m=64, tile_n=16, tile_k=128)),
+    "e4m3": (PROBLEMS["e4m3, small output"], ping(tile_k=128)),
 }
 
 

@@ -15,6 +15,7 @@ from tuner.hardware import GPUS
 from tuner.measurement import Measurement, Provenance, Regime, Status
 from tuner.problem import GemmProblem
 from tuner.search import portfolio as fitting
+from tuner.search.timed import Point
 from tuner.selection.candidates import Spread
 from tuner.selection.domains import AttentionDomain, GatedDomain, ProductDomain
 from tuner.selection.portfolio import Portfolio, shipped
@@ -91,9 +92,31 @@ def test_few_measurements_with_a_bias_are_joined_by_the_plain_ones() -> None:
         domain.label(): {one.config.get("kernel", one.config): one.points for one in m.candidates}
         for domain, m in made().domains.items()
     }
-    count = sum(len({m.problem for m in measured(*of)}) for of in (("", 60), ("bias", 8)))
+    both = [*measured("", 60), *measured("bias", 8)]
+    count = len({replace(m.problem, epilogue="") for m in both})
     assert points["M to 16"] == {GEMV: count, "cublas": count}
     assert points["M to 16, bias"] == {GEMV: count, "addmm": count}
+
+
+def test_plain_times_take_what_pairs_say_that_a_bias_adds() -> None:
+    bias, plain = FEW._replace(epilogue="bias"), FEW
+    products = [GemmProblem(4, 512 * i, 4096, dtype="bfloat16") for i in range(1, 20)]
+    cublas, addmm = (Config("vendor_blas", {"kernel": name}) for name in ("cublas", "addmm"))
+    rows = [
+        Point(one, config, us) for one in products for config, us in ((GEMV, 5.0), (cublas, 6.0))
+    ]
+    twins = [
+        Point(replace(one, epilogue="bias"), config, us)
+        for one in products[: fitting.MIN_TWINS]
+        for config, us in ((GEMV, 6.5), (addmm, 6.25))
+    ]
+    found = fitting.pooled(bias, STREAM, {plain: {STREAM: rows}, bias: {STREAM: twins}})
+    assert len(found) == len(rows), "a product that was measured with the bias counts once"
+    assert {(one.config, one.us) for one in found} == {(GEMV, 6.5), (addmm, 6.25)}
+    found = fitting.pooled(plain, STREAM, {plain: {STREAM: rows}, bias: {STREAM: twins}})
+    assert {(one.config, one.us) for one in found} == {(GEMV, 5.0), (cublas, 6.0)}
+    fewer = fitting.pooled(bias, STREAM, {plain: {STREAM: rows}, bias: {STREAM: twins[2:]}})
+    assert {one.us for one in fewer} == {5.0, 6.0, 6.5, 6.25}, "too few to say"
 
 
 def test_an_activation_adds_to_the_plain_product_s_model() -> None:
@@ -144,6 +167,15 @@ def test_a_kernel_of_large_products_is_not_trusted_at_small_ones() -> None:
         *sizes, work = domain.sizes(problem)
         assert not spread.holds((*sizes, work), domain)
         assert spread.holds((*sizes, 2**34), domain)  # each of the three is near measured ones
+
+
+def test_large_gated_products_are_near_by_their_sides() -> None:
+    sizes = [(512, 11008, 4096, 512 * 11008 * 4096), (8192, 1536, 4096, 8192 * 1536 * 4096)]
+    spread = Spread.of(sizes)
+    prompt = 8192, 14336, 4096, 8192 * 14336 * 4096
+    assert spread.holds(prompt, GatedDomain("wide"))
+    assert not spread.holds(prompt, ProductDomain("wide")), "cuBLAS is nearer there"
+    assert not spread.holds((8192, 28672, 4096, prompt[3]), GatedDomain("wide"))
 
 
 def test_a_portfolio_without_bounds_of_work_is_read() -> None:

@@ -1,5 +1,5 @@
 """Prose of pages, public docstrings and help texts: openings, "is no", length of sentences and
-paragraphs, and files that the architecture's page names.
+paragraphs; files and modules that the architecture's page names; entries of the changelog.
 
 Code blocks and inline code are left out. Table cells and headings are held to the wording, not to
 the lengths.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -154,6 +155,19 @@ def test_the_page_on_the_architecture_names_files_that_exist() -> None:
     places = ROOT / "tuner", ROOT
     missing = [name for name in named if not any((at / name).exists() for at in places)]
     assert len(named) > 20 and missing == []
+
+
+def test_the_page_on_the_architecture_names_every_module_of_the_runtime() -> None:
+    page = (ROOT / "tuner" / "README.md").read_text()
+    modules = {path.name for path in (ROOT / "tuner" / "runtime").glob("[a-z]*.py")}
+    assert len(modules) > 30 and {name for name in modules if f"`{name}`" not in page} == set()
+
+
+def test_the_changelog_says_nothing_twice() -> None:
+    """Branches that mend the same entry leave both of its versions when they are merged."""
+    lines = (ROOT / "CHANGELOG.md").read_text().splitlines()
+    openings = Counter(line[:36] for line in lines if line.startswith("- "))
+    assert openings and {text for text, count in openings.items() if count > 1} == set()
 
 
 def help_texts(tree: ast.Module) -> Iterator[str]:

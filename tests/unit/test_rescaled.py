@@ -133,12 +133,22 @@ class TestServing:
         assert found in serving(reversed(shipped()), gpu)
 
     def test_products_timed_in_a_stream_come_before_own_chained_ones(self) -> None:
-        (own,) = (one for one in shipped() if (one.gpu, one.op) == (H200, "swiglu"))
         (theirs,) = (one for one in shipped() if (one.gpu, one.op) == (H100, "swiglu"))
-        assert not own.in_stream and theirs.in_stream == theirs.domains.keys()
-        (found,) = (one for one in serving(shipped(), H200) if one.op == "swiglu")
+        assert theirs.in_stream == theirs.domains.keys()
+        domains = {
+            key: replace(one, regime=Regime("chained", "cold"))
+            for key, one in theirs.domains.items()
+        }
+        own = Portfolio("swiglu", H200, domains, {})
+        (found,) = serving([own, theirs], H200)
         assert all(one.regime.launch == "stream" for one in found.domains.values())
         assert own in serving([own], H200)  # where no other has them
+
+    def test_both_gpus_have_stream_times_of_all_products_of_their_own(self) -> None:
+        for gpu in (H100, H200):
+            for op in ("gemm", "swiglu"):
+                (own,) = (one for one in shipped() if (one.gpu, one.op) == (gpu, op))
+                assert own.in_stream == own.domains.keys()
 
     def test_chained_times_of_few_rows_come_before_another_gpu_s(self) -> None:
         # Their weights come from this GPU's memory.

@@ -398,8 +398,9 @@ SHORT = {"warp_groups": 1, "packed_heads": 4, "blocks_per_sm": 2, "persistent": 
     ("selected", "tiles", "longest", "mean", "wanted"),
     [
         ((1, None), 128, 4096, 4096.0, (1, None)),  # all alike: as selected
-        ((1, None), 128, 10036, 2708.0, (16, "kernel")),
+        ((1, None), 128, 10036, 2699.0, (12, "kernel")),
         ((1, None), 512, 14661, 3886.0, (4, "cluster")),
+        ((1, None), 1024, 15698, 3019.5, (4, "cluster")),
         ((1, None), 128, 10036, None, (4, "cluster")),  # unknown: a few
         ((1, None), 128, 4095, None, (1, None)),
         ((1, None), 1024, 16384, None, (1, None)),

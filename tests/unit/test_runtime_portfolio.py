@@ -329,15 +329,16 @@ class TestBenchmark:
         """Microseconds of a call by what it launches; PyTorch's under "sdpa"."""
         times = {"key-wide": 9.0, "key-narrow": 5.0, "sdpa": 20.0}
 
-        def burst_us(function: Callable[[], object], count: int) -> float:
+        def call_us(function: Callable[[], object], count: int, *, is_cold: bool) -> float:
             before = len(serving.launched)
             function()
             launched = serving.launched[before:]
             self.bursts += 1
-            return count * times[launched[0] if launched else "sdpa"]
+            self.states.add(is_cold)
+            return times[launched[0] if launched else "sdpa"]
 
-        self.bursts = 0
-        monkeypatch.setattr(serving.runtime.devices, "burst_us", burst_us)
+        self.bursts, self.states = 0, set[bool]()
+        monkeypatch.setattr(serving.runtime.devices, "call_us", call_us)
         monkeypatch.setenv("TUNER_BENCHMARK", "1")
         monkeypatch.setenv("TUNER_CACHE_DIR", str(tmp_path / "cache"))
         return times
@@ -356,6 +357,14 @@ class TestBenchmark:
         assert (row["us"], row["pytorch_us"]) == (5.0, 20.0)
         stats = serving.machine.stats()
         assert (stats.hits, stats.portfolio_hits) == (1, 1), "what is timed is no hit"
+        assert self.states == {False}, "a prompt's inputs were just written"
+
+    def test_weights_are_timed_cold(
+        self, serving: Serving, timed: dict[str, float], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        cold = property(lambda _: Regime("stream", "cold"))
+        monkeypatch.setattr(serving.runtime.portfolio.Selection, "regime", cold)
+        assert serving.call() and self.states == {True}
 
     def test_pytorch_s_serves_where_no_kernel_gains_enough(
         self, serving: Serving, timed: dict[str, float]

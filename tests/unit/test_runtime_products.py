@@ -468,6 +468,8 @@ ROWS, COLUMNS = torch.rand(8, 1) + 0.5, torch.rand(1, 16) + 0.5
         ((ONE.view(1, 1), ONE.view(1)), (torch.bfloat16, False), "scales=tensor,fast_accum=0"),
         ((ROWS, COLUMNS), (torch.float16, True), "scales=row,dtype_d=fp16"),
         ((ROWS, COLUMNS), (torch.bfloat16, False), "scales=row,fast_accum=0"),
+        ((ONE, ONE), (None, True, ONE), "scales=tensor,dtype_d=e4m3"),
+        ((ROWS, COLUMNS), (torch.float8_e4m3fn, True, ONE), "scales=row,dtype_d=e4m3"),
     ],
 )
 def test_a_scaled_problem_is_read_off_its_factors(
@@ -499,6 +501,22 @@ def test_what_poses_no_scaled_problem(
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
         runtime.products.scaled_problem_of(a, b, *factors, out_dtype, True)
+
+
+def test_an_output_s_factor_goes_with_e4m3_alone(runtime: SimpleNamespace) -> None:
+    problem_of = runtime.products.scaled_problem_of
+    for wrong, reason in ((ROWS, "one element"), (ONE.double(), "not fp32")):
+        with pytest.raises(ConfigError, match=reason):
+            problem_of(E4M3_A, E4M3_B, ONE, ONE, None, True, wrong)
+    with pytest.raises(ConfigError, match="bfloat16 is not tuned"):
+        problem_of(E4M3_A, E4M3_B, ONE, ONE, torch.bfloat16, True, ONE)
+    call = runtime.products.ScaledCall
+    given = (E4M3_A, E4M3_B, ONE, ONE, None)
+    assert call(*given, ONE, torch.bfloat16, True).refusal() is not None
+    assert call(*given, None, torch.float8_e4m3fn, True).refusal() is not None
+    served = call(*given, ONE, torch.float8_e4m3fn, True)
+    assert served.refusal() is None and served.inputs[4] is ONE
+    assert [x.name for x in served.pose().problem.operands[:-1]][4] == "scale_d"
 
 
 @pytest.mark.parametrize("factors", [(ONE, ONE), (ROWS, COLUMNS)])

@@ -129,8 +129,10 @@ def test_a_layer_launches_what_paged_attention_launches(
 
 
 def test_a_cache_of_e4m3_comes_with_its_factors(
-    engine: SimpleNamespace, served: SimpleNamespace, on_cpu: SimpleNamespace
-) -> None:
+    engine: SimpleNamespace, served: SimpleNamespace, on_cpu: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("TUNER_VLLM_QUERIES", "1000")
     impl, metadata = layer(engine, kv_cache_dtype="fp8"), step(engine, (1, 2), 100)
     query, cache, out = tensors(3)
     query, cache = query.to(torch.float8_e4m3fn), cache.to(torch.float8_e4m3fn)
@@ -335,6 +337,20 @@ def test_slow_chunks_are_vllm_s_own_unless_a_setting_says_otherwise(
     monkeypatch.setenv("TUNER_VLLM_QUERIES", "1000")
     calls.max_queries.cache_clear()
     assert call(layer(engine), step(engine, (4, 2), 100), given) is given[2]
+
+
+def test_a_cache_of_e4m3_is_vllm_s_own_unless_a_setting_says_otherwise(
+    engine: SimpleNamespace, served: SimpleNamespace, on_cpu: SimpleNamespace
+) -> None:
+    impl, metadata = layer(engine, kv_cache_dtype="fp8"), step(engine, (1, 2), 100)
+    query, cache, out = tensors(3)
+    query = query.to(torch.float8_e4m3fn)
+    cache = cache.to(torch.float8_e4m3fn).view(torch.uint8)
+    owner = SimpleNamespace(**{f"_{name}_scale": torch.tensor(1.0) for name in "qkv"})
+    answer = impl.forward(owner, query, query, query, cache, metadata, output=out)
+    assert answer == "vLLM's own" and not served.launched
+    [reason] = on_cpu.counters.stats().fallbacks
+    assert "slower by the tuned kernel" in reason
 
 
 @pytest.mark.parametrize(

@@ -259,27 +259,42 @@ def test_places_are_decided_by_ratios_of_a_round() -> None:
     assert not benchmark.is_decided([steady, close])
 
 
+class Eager(Subject):
+    """One call, which is never captured."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.call = call
+
+    def bind(self, buffers: Any, scale: float, *, deliver: bool = False) -> Any:
+        return self.call
+
+    def capture(self, calls: Any) -> Any:
+        raise AssertionError("an eager burst is not captured")
+
+    def stream(self) -> int:
+        return 0
+
+
 def test_preparing_sizes_and_warms_a_burst(clocks: list[Clocks]) -> None:
     clock = FakeDevice()
 
     def call() -> None:
         clock.now += 10.0
 
-    class Eager(Subject):
-        def bind(self, buffers: Any, scale: float, *, deliver: bool = False) -> Any:
-            return call
-
-        def capture(self, calls: Any) -> Any:
-            raise AssertionError("an eager burst is not captured")
-
-        def stream(self) -> int:
-            return 0
-
     watch = Stopwatch(clock, Regime("eager", "warm"))  # type: ignore[arg-type]
-    burst = watch.prepare(Entrant(Eager(), [call]))
+    burst = watch.prepare(Entrant(Eager(call), [call]))
     assert burst.n == 40
     assert clock.now >= benchmark.WARM_UP_US
     assert watch.quick(burst)[0].median_us == 10.0
+
+
+def test_a_call_that_does_nothing_is_not_warmed_up_for_long() -> None:
+    """Beside other programs each replay takes milliseconds of the host."""
+    calls: list[None] = []
+    idle = lambda: calls.append(None)  # noqa: E731
+    watch = Stopwatch(FakeDevice(), Regime("eager", "warm"))  # type: ignore[arg-type]
+    burst = watch.prepare(Entrant(Eager(idle), [idle]))
+    assert len(calls) <= 6 + benchmark.MAX_WARM_UPS * burst.n
 
 
 def test_what_fails_while_it_is_warmed_up_leaves_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,7 +170,13 @@ def test_torch_s_scaled_product_has_the_problem_s_accumulation(
     )
     problem = GemmProblem(48, 32, 64, dtype=E4M3, dtype_d="float16", fast_accum=fast_accum)
     scaled_mm(problem)(torch.ones(1, 48, 64), torch.ones(1, 64, 32), *torch.ones(2, 1))
-    assert given == {"out_dtype": torch.float16, "use_fast_accum": fast_accum}
+    usual = {"out_dtype": torch.float16, "use_fast_accum": fast_accum}
+    assert given == {**usual, "scale_result": None}
+    small = GemmProblem(48, 32, 64, dtype=E4M3, dtype_d=E4M3)
+    factors = torch.ones(3, 1)
+    scaled_mm(small)(torch.ones(1, 48, 64), torch.ones(1, 64, 32), *factors)
+    assert given["out_dtype"] == torch.float8_e4m3fn
+    assert given["scale_result"].data_ptr() == factors[2].data_ptr()
 
 
 @needs_torch

@@ -66,6 +66,7 @@ SHAPES: dict[str, tuple[str, ...]] = {
         "M=1000,N=1016,K=1040,dtype=e4m3",
         "M=16,N=4096,K=4096,dtype=e4m3,scales=row",
         "M=2048,N=1536,K=1024,dtype=e4m3,scales=row,fast_accum=0",
+        "M=512,N=2048,K=1024,dtype=e4m3,dtype_d=e4m3",
         "M=1000,N=1544,K=1040,dtype=e4m3,scales=block",
         "M=16,N=4096,K=4096,dtype=e4m3,scales=block",
     ),

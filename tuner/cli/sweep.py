@@ -240,9 +240,8 @@ def _say_known(
     if len(problems) > 1:
         note(f"measurements answer {len(known)} of the {len(problems)} problems, as {command}")
         return
-    tuned = answer.entry.problem
-    where = "of this shape" if tuned == problem else f"of its neighbour {tuned.label()}"
-    note(f"{command} answers from measurements {'elsewhere' if answer.is_predicted else where}")
+    where = "other shapes" if answer.is_predicted else "this shape"
+    note(f"{command} answers from measurements of {where}")
 
 
 def _check_ahead(args: argparse.Namespace) -> None:

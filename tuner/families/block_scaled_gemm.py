@@ -55,6 +55,9 @@ MAX_BOX_FACTORS, FACTORS_OF_TWO_BOXES = 252, 320
 BOX_ROWS, BOX_COLUMNS = 16, 64
 BOX_BYTES = 2 * BOX_ROWS * BOX_COLUMNS
 MAX_BOXES = 4
+#: Columns of a tile with two blocks' products under way: their accumulators and the sums are 192
+#: registers a thread. Of swapped operands the factors of both blocks lie in registers, too.
+MAX_AHEAD, MAX_AHEAD_SWAPPED = 128, 64
 #: Largest extents, as the template checks them: tiles beyond the last one fit 32 bits.
 MAX_EXTENT = 1 << 30
 MAX_TILES = 1 << 30
@@ -104,8 +107,9 @@ class BlockScaledGemm(StridedProduct):
         "unroll": (2, 4, 8),
         "tma_factors": (True,),
         "uniform_branch": (True,),
+        "ahead": (True,),
     }
-    optional = frozenset({"unroll", "tma_factors", "uniform_branch"})
+    optional = frozenset({"unroll", "tma_factors", "uniform_branch", "ahead"})
     draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {"stages": (2, 3, 4, 5, 6, 8, 12, 16)}
 
     def supports(self, problem: Problem, gpu: Gpu) -> str:
@@ -365,8 +369,23 @@ def loop_violations(config: Config, scales: str = "block") -> list[str]:
             reasons.append(f"scales={scales} needs unroll")
     if "uniform_branch" in config.params and config["tile_m"] != INSTRUCTION_ROWS:
         reasons.append(f"uniform_branch is for tile_m={INSTRUCTION_ROWS}")
+    if "ahead" in config.params:
+        reasons += _ahead_violations(config)
     if "tma_factors" in config.params and scales != "block":
         reasons.append(f"tma_factors are of blocks, not scales={scales}")
+    return reasons
+
+
+def _ahead_violations(config: Config) -> list[str]:
+    """Why a tile has no room for two blocks' products at a time."""
+    tile_m, tile_n = config["tile_m"], config["tile_n"]
+    reasons = []
+    if "tma_factors" not in config.params:
+        reasons.append("ahead goes with tma_factors")
+    if tile_m > 2 * INSTRUCTION_ROWS or tile_n > MAX_AHEAD:
+        reasons.append(f"ahead is for tiles up to {2 * INSTRUCTION_ROWS}x{MAX_AHEAD}")
+    if config["swap_ab"] and tile_n > MAX_AHEAD_SWAPPED:
+        reasons.append(f"ahead is for at most {MAX_AHEAD_SWAPPED} columns of swapped operands")
     return reasons
 
 
@@ -440,6 +459,8 @@ def _compiled(problem: GemmProblem, gpu: Gpu) -> Iterator[dict[str, Value]]:
             kinds = loops
             if tile_m == INSTRUCTION_ROWS:
                 kinds += tuple({**loop, "uniform_branch": True} for loop in loops if loop)
+            if problem.scales == "block" and cluster_m * cluster_n == 1:
+                kinds += _loops_ahead(swapped, tile_m, tile_n)
             for store_buffers, loop in product(buffers, kinds):
                 params: dict[str, Value] = {
                     "swap_ab": swapped,
@@ -453,6 +474,15 @@ def _compiled(problem: GemmProblem, gpu: Gpu) -> Iterator[dict[str, Value]]:
                     **loop,
                 }
                 yield dict(deepened(Config(BlockScaledGemm.name, params)).params)
+
+
+def _loops_ahead(swap_ab: bool, tile_m: int, tile_n: int) -> tuple[dict[str, Value], ...]:
+    """The loop with two blocks' products under way, where a tile has room for it."""
+    loop: dict[str, Value] = {"unroll": UNROLL, "tma_factors": True, "ahead": True}
+    if tile_m == INSTRUCTION_ROWS:
+        loop["uniform_branch"] = True
+    tile: dict[str, Value] = {"swap_ab": swap_ab, "tile_m": tile_m, "tile_n": tile_n}
+    return () if _ahead_violations(Config(BlockScaledGemm.name, {**tile, **loop})) else (loop,)
 
 
 def _buffers(tile_m: int, tile_n: int) -> list[int]:

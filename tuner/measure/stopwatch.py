@@ -25,6 +25,8 @@ from tuner.measurement import TIE, Clocks, Regime
 
 #: Clocks ramp from idle (345 MHz on an H200) within this time.
 WARM_UP_US = 20_000.0
+#: Bursts of a warm-up at most: of a kernel that does nothing it would take ten thousand.
+MAX_WARM_UPS = 1000
 QUICK_REPLAYS = 7
 #: A call of this length is not repeated only to estimate its time.
 SLOW_US = 50_000.0
@@ -114,9 +116,10 @@ class Stopwatch:
         n = count_calls(estimate, len(entrant.calls))
         burst = Burst(entrant, n, self._regime.launch)
         try:
-            spent = 0.0
-            while spent < WARM_UP_US:
-                spent += max(self._time(burst.enqueue), 1.0)
+            spent, count = 0.0, 0
+            while spent < WARM_UP_US and count < MAX_WARM_UPS:
+                spent += self._time(burst.enqueue)
+                count += 1
                 burst.enqueue_alone()
         except BenchmarkError:
             with contextlib.suppress(BenchmarkError):  # the device is lost

@@ -60,6 +60,9 @@ class GemmProblem(Problem):
     without an epilogue and without a batch. With `dtype` e4m3 the default is `tensor`. D is then
     bf16 (the default) or fp16, and both operands lie along K, as 8-bit WGMMA wants them.
 
+    With `dtype_d` e4m3 D is the next product's operand. It is multiplied by a further fp32 factor
+    in memory, scale_d (1), and rounded to nearest. Magnitudes above 448 become 448.
+
     ``block`` is for e4m3 only, with D in bf16. Each row of A has a factor for every `SCALE_BLOCK`
     of K, and B one for every `SCALE_BLOCK` of columns and of K. A block's sum times its two factors
     is added to an fp32 sum, whatever `fast_accum` is, which stays 1. scale_a is (K / 128, M) with M
@@ -96,7 +99,7 @@ class GemmProblem(Problem):
         "K": Meaning("columns of A, rows of B", "elements"),
         "B": Meaning("products of the batch", "products"),
         "dtype": Meaning("type of A and B: fp16, bf16 or e4m3"),
-        "dtype_d": Meaning("type of D: fp16, bf16 or fp32", default="as dtype; bf16 of e4m3"),
+        "dtype_d": Meaning("type of D: fp16, bf16, fp32 or e4m3", default="as dtype; bf16 of e4m3"),
         "layout_a": Meaning("storage order of A: row or col"),
         "layout_b": Meaning("storage order of B: row or col (weights of nn.Linear)"),
         "epilogue": Meaning("bias, residual, bias_residual, or [bias_]" + "/".join(ACTIVATIONS)),
@@ -126,7 +129,7 @@ class GemmProblem(Problem):
         for key, value in (("M", self.m), ("N", self.n), ("K", self.k), ("B", self.batch)):
             check_extent(key, value)
         check_choice("dtype", self.dtype, ("float16", "bfloat16", E4M3))
-        outputs = ("bfloat16", "float16") if is_e4m3 else (self.dtype, "float32")
+        outputs = ("bfloat16", "float16", E4M3) if is_e4m3 else (self.dtype, "float32")
         check_choice("dtype_d", self.dtype_d, outputs)
         check_choice("layout_a", self.layout_a, ("row",) if is_e4m3 else ("row", "col"))
         check_choice("layout_b", self.layout_b, ("col",) if is_e4m3 else ("row", "col"))
@@ -154,6 +157,11 @@ class GemmProblem(Problem):
     def has_residual(self) -> bool:
         """True when a matrix is added."""
         return self.epilogue.endswith("residual")
+
+    @property
+    def has_output_scale(self) -> bool:
+        """True when D is multiplied by a factor of its own before it is rounded to e4m3."""
+        return self.dtype_d == E4M3
 
     @property
     def activation(self) -> Activation:
@@ -204,6 +212,8 @@ class GemmProblem(Problem):
             sizes = (self.m, self.n) if self.scales == "row" else (1, 1)
             names = ("scale_a", "scale_b")
             found += [Operand(x, (n,), (1,), "float32") for x, n in zip(names, sizes, strict=True)]
+        if self.has_output_scale:
+            found.append(Operand("scale_d", (1,), (1,), "float32"))
         if self.has_bias:
             found.append(Operand("bias", (self.n,), (1,), self.dtype))
         if self.has_residual:

@@ -74,6 +74,7 @@ MEANINGS: Mapping[str, str] = {
     "tma_factors": "TMA copies the factors of A's rows; no warp of their own loads them.",
     "transpose_ds": "Keys lie side by side in the buffer of the scores' gradient, not queries.",
     "uniform_branch": "Producer and consumers part by a shuffled number, for ptxas's sake.",
+    "ahead": "The next block's products begin before this block's are added.",
     "unroll": "Blocks of K in a row whose loads are looked at beside the additions.",
     "vector_width": "Elements of one load.",
     "v_registers": "Percent of V's columns kept in registers as an operand of the backward pass.",

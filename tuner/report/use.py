@@ -138,7 +138,8 @@ def _product(p: GemmProblem) -> tuple[str, str]:
             "row": f"({p.m}, 1) and (1, {p.n})",
             "block": f"({p.m}, {blocks}) and ({blocks}, {columns})",
         }[p.scales]
-        call = f"tuner.scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.{p.dtype_d}"
+        result = ", scale_result=scale_d" if p.has_output_scale else ""
+        call = f"tuner.scaled_mm(a, b, scale_a, scale_b{result}, out_dtype=torch.{p.dtype_d}"
         call += ", use_fast_accum=True)" if p.fast_accum else ")"
         shapes = f"a ({p.m}, {p.k}), b ({p.k}, {p.n}) stored by columns, float8_e4m3fn"
         return call, f"{shapes}; scales fp32 {factors}"

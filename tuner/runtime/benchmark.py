@@ -41,8 +41,8 @@ KERNELS = 3
 MIN_GAIN = 0.02
 """Share of its time by which an own kernel must beat PyTorch's. Less is noise of so few rounds."""
 ROUNDS = range(3, 11)
-"""Fewest and most rounds. In a round every contender runs `BURST` times, in shuffled order."""
-BURST = 4
+"""Fewest and most rounds. In a round every contender runs `CALLS` times, in shuffled order."""
+CALLS = 4
 BUDGET_US = 200_000.0
 """GPU time, in microseconds, that the rounds of a shape may take beyond the fewest."""
 
@@ -77,10 +77,23 @@ class Journal:
             return self._known.get(_key(problem, gpu))
 
     def decide(
-        self, problem: Problem, gpu: Gpu, contenders: Mapping[Config, Plan], run: Run
+        self,
+        problem: Problem,
+        gpu: Gpu,
+        contenders: Mapping[Config, Plan],
+        run: Run,
+        *,
+        is_cold: bool,
     ) -> TimedChoice | None:
         """Time the contenders and PyTorch's kernel, and keep the fastest. A choice that another
         process made meanwhile is taken over.
+
+        Args:
+            problem: the call's problem.
+            gpu: GPU that it runs on.
+            contenders: plans of own kernels.
+            run: enqueues the call by a plan.
+            is_cold: True if a model's call finds weights or caches outside of L2.
 
         Returns:
             None when memory ran out.
@@ -89,7 +102,7 @@ class Journal:
             found = self.find(problem, gpu)
             if found is not None:
                 return found
-            times = _time(contenders, run)
+            times = _time(contenders, run, is_cold=is_cold)
             if times is None:
                 return None
             chosen = _fastest(times)
@@ -178,7 +191,9 @@ def _from_line(line: bytes) -> tuple[tuple[str, str, str], TimedChoice]:
     return (problem, str(row["gpu"]), str(row["environment"])), timed
 
 
-def _time(contenders: Mapping[Config, Plan], run: Run) -> dict[Config | None, float] | None:
+def _time(
+    contenders: Mapping[Config, Plan], run: Run, *, is_cold: bool
+) -> dict[Config | None, float] | None:
     """Median microseconds of a call by each contender, and by PyTorch under the key None.
 
     A contender whose launch was refused has an infinite time. None when memory ran out.
@@ -189,15 +204,15 @@ def _time(contenders: Mapping[Config, Plan], run: Run) -> dict[Config | None, fl
     rounds, order, shuffle = ROUNDS.start, list(plans), random.Random(0).shuffle
     try:
         for config in order:  # loads, plans and warms up
-            samples[config].append(_sample(plans[config], run))
-        took = sum(sum(times) for times in samples.values()) * BURST
+            samples[config].append(_sample(plans[config], run, is_cold))
+        took = sum(sum(times) for times in samples.values()) * CALLS
         rounds = max(ROUNDS.start, min(ROUNDS.stop - 1, int(BUDGET_US / max(took, 1.0))))
         for times in samples.values():
             times.clear()
         for _ in range(rounds):
             shuffle(order)
             for config in order:
-                samples[config].append(_sample(plans[config], run))
+                samples[config].append(_sample(plans[config], run, is_cold))
     except torch.OutOfMemoryError:
         return None
     from statistics import median  # its imports would be part of every program's first call
@@ -205,9 +220,9 @@ def _time(contenders: Mapping[Config, Plan], run: Run) -> dict[Config | None, fl
     return {config: median(times) for config, times in samples.items()}
 
 
-def _sample(plan: Plan | None, run: Run) -> float:
+def _sample(plan: Plan | None, run: Run, is_cold: bool) -> float:
     try:
-        return devices.burst_us(lambda: run(plan), BURST) / BURST
+        return devices.call_us(lambda: run(plan), CALLS, is_cold=is_cold)
     except BenchmarkError:
         return math.inf
 

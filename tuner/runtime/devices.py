@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import threading
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ from tuner.measurement import Environment
 TYPE = "cuda"
 """Device type whose tensors are served."""
 
-_SPIN_CLOCKS = 400_000
-"""GPU clocks, about 200 us, in which the host enqueues a burst."""
+_SPIN_CLOCKS, _SPACING_CLOCKS = 400_000, 80_000
+"""GPU clocks, about 200 us, in which the host enqueues the first calls; about 40 us for a call."""
 _gpus: dict[int, Gpu] = {}
 
 
@@ -118,19 +118,44 @@ def is_capturing() -> bool:
     return bool(torch.cuda.is_current_stream_capturing())
 
 
-def burst_us(function: Callable[[], object], count: int) -> float:
-    """Microseconds that the current stream takes for `count` calls of `function` in a row.
+def call_us(function: Callable[[], object], count: int, *, is_cold: bool) -> float:
+    """Mean GPU time of a call of `function`, microseconds: each behind an ordinary kernel, as in a
+    model.
 
-    The stream spins first, so that the host is ahead and GPU time is measured.
+    That kernel takes longer than the host needs for a call. It reads twice the L2 cache, or spins.
+
+    Args:
+        function: enqueues a call on the current stream.
+        count: calls.
+        is_cold: True if the calls find none of their inputs in L2, as a model's weights. They are
+            warm where memory for that is lacking.
     """
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    events = [
+        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        for _ in range(count)
+    ]
+    before = _evicting() if is_cold else partial(torch.cuda._sleep, _SPACING_CLOCKS)
     torch.cuda._sleep(_SPIN_CLOCKS)
-    start.record()
-    for _ in range(count):
+    for start, end in events:
+        before()
+        start.record()
         function()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) * 1e3
+        end.record()
+    events[-1][1].synchronize()
+    return sum(float(start.elapsed_time(end)) for start, end in events) * 1e3 / count
+
+
+def _evicting() -> Callable[[], object]:
+    """A function that enqueues reads of twice the L2 cache's bytes, or spins without memory for
+    them.
+    """
+    size = 2 * torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    try:
+        other = torch.empty(size // 4, dtype=torch.int32, device="cuda")
+        total = torch.empty((), dtype=torch.int64, device="cuda")
+    except torch.OutOfMemoryError:
+        return partial(torch.cuda._sleep, _SPACING_CLOCKS)
+    return lambda: torch.sum(other, 0, out=total)
 
 
 @cache

@@ -181,7 +181,8 @@ def _timed(
         if len(plans) == benchmark.KERNELS:
             break
     if known is None and plans:
-        known = benchmark.journal.decide(problem, gpu, plans, run)
+        is_cold = selection.regime.l2 == "cold"
+        known = benchmark.journal.decide(problem, gpu, plans, run, is_cold=is_cold)
     if known is None:
         return None
     if known.config is None:

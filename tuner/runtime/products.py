@@ -202,8 +202,9 @@ def scaled_mm(
     """`torch._scaled_mm` by the fastest kernel measured on this GPU: scale_a * (a @ b) * scale_b.
 
     Both accumulations (`GemmProblem.fast_accum`) and all kinds of factors are problems of their
-    own. PyTorch's `_scaled_mm` answers all other calls with the same arguments: a bias, other types
-    or layouts. Each such call is counted by its reason (`tuner.stats`).
+    own. So is an output in e4m3, the operand of a product behind it. PyTorch's `_scaled_mm` answers
+    all other calls with the same arguments: a bias, other types or layouts. Each such call is
+    counted by its reason (`tuner.stats`).
 
     Args:
         a: (M, K), float8_e4m3fn, contiguous.
@@ -212,8 +213,9 @@ def scaled_mm(
             factors, with any strides.
         scale_b: fp32: one element, (1, N), or (K / 128, N / 128).
         bias: as in `torch._scaled_mm`; not tuned.
-        scale_result: as in `torch._scaled_mm`; not tuned.
-        out_dtype: bf16 or fp16; None is e4m3, which is not tuned.
+        scale_result: fp32, one element, by which an output in e4m3 is multiplied. Its magnitudes
+            above 448 become 448. Without one such outputs are not tuned.
+        out_dtype: bf16, fp16 or e4m3; None is e4m3. That has no block-wise factors.
         use_fast_accum: sums may stay in the tensor cores' accumulators.
 
     Returns:
@@ -238,14 +240,15 @@ class ScaledCall(_Scaled, Call):
     """A call of `scaled_mm`."""
 
     __slots__ = ()
-    aligned = 4
+    aligned = 5
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
-        return self[:4]
+        return self[:4] if self.scale_result is None else (*self[:4], self.scale_result)
 
     def refusal(self) -> Refusal | None:
-        if self.bias is not None or self.scale_result is not None:
+        is_e4m3 = self.out_dtype in (None, torch.float8_e4m3fn)
+        if self.bias is not None or is_e4m3 != (self.scale_result is not None):
             return Refusal(Kind.RESULT)
         if guards.wants_gradient(*self.inputs):
             return Refusal(Kind.GRADIENT, "tuned kernels have no backward pass")
@@ -255,7 +258,8 @@ class ScaledCall(_Scaled, Call):
         return self.key(self.out_dtype, self.fast_accum)
 
     def pose(self) -> Posed:
-        problem = scaled_problem_of(*self[:4], self.out_dtype, self.fast_accum)
+        options = self.out_dtype, self.fast_accum, self.scale_result
+        problem = scaled_problem_of(*self[:4], *options)
         strides = _block_strides(problem, self.scale_a, self.scale_b)
         return Posed(problem, shape=(*self.a.shape[:-1], *self.b.shape[-1:]), strides=strides)
 
@@ -364,6 +368,7 @@ def scaled_problem_of(
     scale_b: torch.Tensor,
     out_dtype: torch.dtype | None,
     fast_accum: bool,
+    scale_result: torch.Tensor | None = None,
 ) -> GemmProblem:
     """The problem of a call of `scaled_mm`.
 
@@ -373,17 +378,22 @@ def scaled_problem_of(
     if a.dim() != 2 or b.dim() != 2 or a.numel() == 0 or b.numel() == 0:
         raise ConfigError("they are not two matrices, or are empty")
     guards.check_alike(a, b, dtypes=QUANTISED)
-    if out_dtype not in guards.DTYPES:
-        raise ConfigError(f"out_dtype={out_dtype} is not tuned (fp16 and bf16 are)")
+    known = guards.DTYPES if scale_result is None else QUANTISED
+    dtype_d = known.get(out_dtype or torch.float8_e4m3fn)
+    if dtype_d is None:
+        names = ", ".join(known.values())
+        raise ConfigError(f"out_dtype={out_dtype} is not tuned (allowed: {names})")
     (m, k), n = a.shape, b.shape[1]
     if b.shape[0] != k or not (guards.lies(a, (k, 1)) and guards.lies(b, (1, k))):
         raise ConfigError(
             f"{tuple(a.shape)} @ {tuple(b.shape)} (allowed: (M, K) by rows and (K, N) by columns)"
         )
-    factors = (scale_a, scale_b)
+    factors = (scale_a, scale_b, *(() if scale_result is None else (scale_result,)))
     if any(t.dtype != torch.float32 or t.device != a.device for t in factors):
         raise ConfigError("the factors are not fp32 on the matrices' device")
-    shapes, blocks = [tuple(t.shape) for t in factors], ceil(k / SCALE_BLOCK)
+    if factors[2:] and factors[2].numel() != 1:
+        raise ConfigError(f"scale_result is {tuple(factors[2].shape)} (allowed: one element)")
+    shapes, blocks = [tuple(t.shape) for t in factors[:2]], ceil(k / SCALE_BLOCK)
     of_blocks = [(m, blocks), (blocks, ceil(n / SCALE_BLOCK))]
     scales: Scales
     if scale_a.numel() == scale_b.numel() == 1:
@@ -402,7 +412,7 @@ def scaled_problem_of(
         n=n,
         k=k,
         dtype=E4M3,
-        dtype_d=guards.DTYPES[out_dtype],
+        dtype_d=dtype_d,
         scales=scales,
         fast_accum=fast_accum or scales == "block",
     )
@@ -412,7 +422,7 @@ def _block_strides(problem: GemmProblem, scale_a: torch.Tensor, scale_b: torch.T
     """Strides of block-wise factors that differ from the problem's operands."""
     if problem.scales != "block":
         return {}
-    _, _, of_a, of_b, _ = problem.operands
+    _, _, of_a, of_b, *_ = problem.operands
     given = ((of_a, scale_a.t()), (of_b, scale_b.t()))
     return {
         operand.name: guards.along(operand, factors.stride())

@@ -62,6 +62,7 @@ class Kind(StrEnum):
     CACHE_LAYOUT = "a cache that lies in an unknown way"
     QUERIES = "more queries than the settings allow"
     SMALL_PAGES = "chunks over such pages are slower by the tuned kernel"
+    SLOW_TYPE = "a cache of such elements is slower by the tuned kernel"
 
 
 @dataclass(frozen=True, slots=True)

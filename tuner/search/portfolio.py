@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from statistics import median
 
 from tuner.config import Config
 from tuner.errors import ConfigError
@@ -32,6 +33,8 @@ from tuner.store import Store
 
 ORIGIN_FACTS = frozenset({"driver", "cuda", "torch", "cudnn", "nvcc"})
 """Facts of the measuring machines that a portfolio records."""
+MIN_TWINS = 6
+"""Fewest pairs of measurements that differ in the epilogue only, for the time that it adds."""
 
 
 def measurements(op: str, gpu: Gpu, regime: Regime, store: Store) -> list[Measurement]:
@@ -131,13 +134,28 @@ def pooled(
     regime: Regime,
     by_domain: Mapping[AnyDomain, Mapping[Regime, Sequence[Point]]],
 ) -> list[Point]:
-    """The points of a domain, and those of the domains whose calls take the same time
-    (`Domain.alike`), as if they were measured in it.
+    """The points of a domain, and those of its `Domain.alike` as if they were measured in it.
+
+    A point of another domain gains what this one's epilogue adds: the median of a family's pairs.
     """
-    found: list[Point] = []
+    here = by_domain.get(domain, {}).get(regime, ())
+    known = {(one.problem.key, one.config): one.us for one in here}
+    found = list(here)
     for other in domain.alike:
-        rows = by_domain.get(other, {}).get(regime, ())
-        found += rows if other == domain else (_moved(one, other, domain) for one in rows)
+        if other == domain:
+            continue
+        moved = [
+            (one, _moved(one, other, domain)) for one in by_domain.get(other, {}).get(regime, ())
+        ]
+        gaps: dict[str, list[float]] = defaultdict(list)
+        for old, new in moved:
+            if (us := known.get((new.problem.key, new.config))) is not None:
+                gaps[new.config.family].append(us - old.us)
+        added = {name: median(each) for name, each in gaps.items() if len(each) >= MIN_TWINS}
+        for old, new in moved:
+            if (new.problem.key, new.config) not in known:
+                us = max(old.us / 2, old.us + added.get(new.config.family, 0.0))
+                found.append(Point(new.problem, new.config, us))
     return found
 
 

@@ -7,6 +7,7 @@ and compiles them into one function. Needs the standard library only.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -405,7 +406,8 @@ def _within(
     found = []
     for place, ((low, high), size) in enumerate(zip(bounds, sizes, strict=True)):
         lowest, highest = (None, None) if known is None else known[place]
-        sides = f"{low} <= " if low != lowest else "", f" <= {high}" if high != highest else ""
+        above = f" <= {high}" if high not in (highest, math.inf) else ""
+        sides = f"{low} <= " if low != lowest else "", above
         if any(sides):
             found.append(f"{sides[0]}{size}{sides[1]}")
     return " and ".join(found)

@@ -18,8 +18,8 @@ _NAME = "fused_attention"
 _MAX_CLUSTER, _MAX_UNLIKE_CLUSTER = 8, 4
 #: Longest over mean length from which on lengths count as unlike; and where the mean is not known.
 _UNLIKE, _ASSUMED = 1.5, 2.0
-#: Blocks for each place of the chip, which even out unlike lengths, and their splits at most.
-_BLOCKS, _MAX_SPLITS = 2, 16
+#: Blocks for each place of the chip, which even out unlike lengths, and the splits that do so.
+_BLOCKS, _EVEN_SPLITS = 2.5, (1, 2, 4, 8, 12)
 #: Keys of a part of the longest sequence at least, where the mean is known and where it is not.
 _KEYS, _ASSUMED_KEYS = 256, 2048
 #: Time of a prompt by a kernel of one group over that of the dense kernel whose rates it has:
@@ -141,10 +141,10 @@ def schedule(
     ratio = _ASSUMED if mean is None else longest / max(1.0, mean)
     if ratio >= _UNLIKE:
         most = longest // (_ASSUMED_KEYS if mean is None else _KEYS)
-        wanted = min(_BLOCKS * ratio * places / tiles, most, _MAX_SPLITS)
-        power = 1 << max(0, round(math.log2(max(1.0, wanted))))
-        if power > splits:
-            splits, combine = power, "cluster" if power <= _MAX_UNLIKE_CLUSTER else "kernel"
+        wanted = max(1.0, min(_BLOCKS * ratio * places / tiles, most))
+        even = min(_EVEN_SPLITS, key=lambda count: abs(math.log2(count / wanted)))
+        if even > splits:
+            splits, combine = even, "cluster" if even <= _MAX_UNLIKE_CLUSTER else "kernel"
     if combine == "cluster" and splits > _MAX_CLUSTER:
         combine = "kernel"
     return {"splits": splits, "combine": combine} if combine and splits > 1 else {"splits": 1}

@@ -75,7 +75,7 @@ _SCHEDULERS = ("Persistent", "StreamK")
 #: Text that it takes, by variable.
 WORDS = {
     "dtype": ("float16", "bfloat16", E4M3),
-    "dtype_d": ("float16", "bfloat16", "float32"),
+    "dtype_d": ("float16", "bfloat16", "float32", E4M3),
     **dict.fromkeys(("layout_a", "layout_b", "layout_d"), _MAJORS),
     "kernel_schedule": tuple(CONSUMERS),
     "epilogue_schedule": _EPILOGUES,
@@ -462,6 +462,7 @@ def arguments_of(problem: GemmProblem) -> Arguments:
     extra = {
         "scale_a": problem.scales,
         "scale_b": problem.scales,
+        "scale_d": problem.has_output_scale,
         "bias": problem.has_bias,
         "residual": problem.has_residual,
     }

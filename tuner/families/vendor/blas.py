@@ -72,6 +72,8 @@ class VendorBlas(Vendor):
             return _deep_gemm_refusal(problem)
         if problem.dtype == E4M3 and kernel not in ("scaled_mm", "inductor"):
             return f"{kernel} does not multiply {E4M3}"
+        if problem.has_output_scale and problem.scales == "row":
+            return f"{kernel} has no {E4M3} output with factors of rows"
         if kernel == "torch_compile" and not (problem.epilogue or problem.scales):
             return "torch_compile has nothing to fuse: no epilogue"
         if kernel not in ("addmm", "addmm_activation"):
@@ -242,19 +244,22 @@ def epilogue(problem: GemmProblem) -> Callable[..., Any]:
 
 
 def scaled_mm(problem: GemmProblem) -> Callable[..., Any]:
-    """call(a, b, scale_a, scale_b) -> d: torch's product of e4m3 matrices and their factors."""
+    """call(a, b, scale_a, scale_b[, scale_d]) -> d: torch's product of e4m3 matrices and their
+    factors.
+    """
     import torch
 
     out_dtype = getattr(torch, problem.dtype_d)
     if problem.scales == "block":
         return _scaled_by_blocks(problem)
 
-    def call(a: Any, b: Any, scale_a: Any, scale_b: Any) -> Any:
+    def call(a: Any, b: Any, scale_a: Any, scale_b: Any, scale_d: Any = None) -> Any:
         return torch._scaled_mm(
             a[0],
             b[0],
             scale_a.view(-1, 1),
             scale_b.view(1, -1),
+            scale_result=scale_d,
             out_dtype=out_dtype,
             use_fast_accum=problem.fast_accum,
         ).unsqueeze(0)

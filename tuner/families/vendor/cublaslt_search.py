@@ -47,6 +47,8 @@ class VendorCublasltSearch(ListedVendor):
             return f"{kernel} takes factors of {E4M3}, not of {problem.dtype}"
         if problem.scales == "block":
             return f"{kernel} takes factors of operands and of rows, not of blocks"
+        if problem.has_output_scale:
+            return f"{kernel} is called with outputs of 16 and 32 bits"
         return ""
 
     def version(self) -> int:

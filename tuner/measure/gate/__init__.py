@@ -24,7 +24,7 @@ from tuner.measure.device import Device, Pool
 from tuner.measure.gate.commands import COMMANDS, Command
 from tuner.measure.gate.filling import fill
 from tuner.measure.gate.inputs import DOMINANCE, LARGE, query_deviation
-from tuner.measure.gate.kernels import POISON, Buffers, Guarded, Kernels, guarded
+from tuner.measure.gate.kernels import POISON, Buffers, Guarded, Kernels, guarded, poison_of
 from tuner.measure.gate.reference import References
 from tuner.measure.log_sum_exp import judge_lse, lost_of, lse_of, tops_of
 from tuner.measure.subjects import Call
@@ -140,9 +140,9 @@ class Gate:
         """Fill the outputs, the candidate's own buffers and every guard band with poison."""
         buffers, _, _ = self._opened()
         operands, problem = buffers.operands, buffers.problem
-        outputs = [operands[output.name] for output in problem.outputs]
-        for buffer in (*outputs, *extra):
-            self._device.fill16(buffer.pointer, POISON, buffer.bytes)
+        outputs = [(operands[x.name], poison_of(x.dtype)) for x in problem.outputs]
+        for buffer, poison in (*outputs, *((one, POISON) for one in extra)):
+            self._device.fill16(buffer.pointer, poison, buffer.bytes)
         for buffer in (*operands.values(), *extra):
             self._kernels.poison(buffer)
 

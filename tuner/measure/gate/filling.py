@@ -29,13 +29,12 @@ from tuner.measure.gate.inputs import (
 )
 from tuner.measure.gate.kernels import (
     DTYPES,
-    E4M3_POISON,
-    POISON,
     Buffers,
     Kernels,
     attention_integers,
     matrices,
     matrix_strides,
+    poison_of,
     softmax_integers,
 )
 from tuner.problem import (
@@ -117,7 +116,7 @@ def _fill_pages(kernels: Kernels, buffers: Buffers, problem: AttentionProblem, k
     """Copy keys and values to their pages, by 16 bits. All other slots hold the poison."""
     heads, each = problem.heads_kv, DTYPE_BYTES[problem.dtype]
     width = each * problem.head_dim // 2
-    poison = E4M3_POISON if problem.dtype == E4M3 else POISON
+    poison = poison_of(problem.dtype)
     columns = max(problem.pages)
     for operand in problem.matrices[1:3]:
         cache = buffers.operands[operand.name]

@@ -10,6 +10,7 @@ from itertools import accumulate
 
 from tuner.errors import BenchmarkError
 from tuner.measure import pages
+from tuner.measure.tolerance import E4M3_OUTPUT
 from tuner.problem import (
     E4M3,
     AttentionBackwardProblem,
@@ -131,6 +132,7 @@ def moments(problem: Problem, kind: str) -> tuple[dict[str, float], dict[str, fl
         if problem.dtype != E4M3:
             return _scaled({"scale_a": 1.0, "scale_b": 1.0}, deviations)
         factors = {"scale_a": 1 / E4M3_DEVIATION, "scale_b": deviations["b"] / E4M3_DEVIATION}
+        factors["scale_d"] = E4M3_OUTPUT
         return _scaled(factors, dict.fromkeys("ab", E4M3_DEVIATION))
     return {}, {"scores": large / SOFTMAX_SCALE}
 

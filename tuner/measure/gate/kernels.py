@@ -15,7 +15,7 @@ from tuner.measure.device import Device, Pool
 from tuner.measure.gate.commands import COMMANDS, MATRIX_STRIDES, Command
 from tuner.measure.subjects import Call
 from tuner.measure.tolerance import Limits, OutputComparison
-from tuner.problem import E4M3, AttentionProblem, Operand, Problem, SoftmaxProblem
+from tuner.problem import E4M3, AttentionProblem, DType, Operand, Problem, SoftmaxProblem
 
 POISON = 0x7FA5
 """NaN in fp16 and bf16, and doubled in fp32, with a payload that arithmetic never produces."""
@@ -28,6 +28,11 @@ fits."""
 DTYPES = {"float16": 0, "bfloat16": 1, "float32": 2, E4M3: 3}
 """Element types by the template's numbers."""
 _RESULT_BYTES = 64
+
+
+def poison_of(dtype: DType) -> int:
+    """The 16-bit word that outputs of a type hold before they are written: NaN, or two of them."""
+    return E4M3_POISON if dtype == E4M3 else POISON
 
 
 @dataclass(frozen=True)

@@ -148,6 +148,9 @@ class References:
                 "scales_each": int(problem.scales == "row"),
                 "scale_a_block": problem.operands[2].strides[0] if is_blocks else 0,
             }
+            if problem.has_output_scale:
+                (factor,) = array("f", self._kernels.device.read(at["scale_d"], 4))
+                scale *= factor
             others = ("bias", "residual", "scale_a", "scale_b")
             tensors = {
                 **{"a": at["a"], "b": at["b"], "d": reference},

@@ -203,8 +203,11 @@ def _decided(
     size = form.layout.split(cache, form.width)[0].shape[1]
     longest = rounded(step.keys, step.table.shape[1] * size)
     found = _prepared(step, form, query, cache, longest)
-    if limit is None and isinstance(found, KernelPlan) and is_slow(found.config, form.width):
-        return Refusal(Kind.SMALL_PAGES, f"pages of {size} slots, D={form.width}")
+    if limit is None and isinstance(found, KernelPlan):
+        if cache.dtype == torch.float8_e4m3fn:
+            return Refusal(Kind.SLOW_TYPE, str(cache.dtype))
+        if is_slow(found.config, form.width):
+            return Refusal(Kind.SMALL_PAGES, f"pages of {size} slots, D={form.width}")
     return found
 
 

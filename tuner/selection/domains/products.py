@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, Self
@@ -205,8 +206,11 @@ class GatedDomain(_Gated, Domain):
 
     @property
     def reach(self) -> tuple[float, ...]:
-        """As `ProductDomain.reach`."""
-        return ProductDomain(self.rows).reach
+        """As `ProductDomain.reach`. Wide ones with each side near are near: tensor cores bind, and
+        PyTorch's composition writes and reads both projections at any size.
+        """
+        *sides, work = ProductDomain(self.rows).reach
+        return (*sides, math.inf if self.rows == "wide" else work)
 
     @property
     def fall(self) -> tuple[float, ...]:
