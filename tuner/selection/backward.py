@@ -2,10 +2,11 @@
 
 Sizes, strides and heads are arguments of a launch, so a proven kernel serves any. The rule expects
 of each kernel a fixed time, its products at the rate of a long loop, and its bytes. Grouped heads
-make few and long blocks of an own kernel, which the longest of them bounds. The candidates
-are the own kernel of the head dimension and mask, if there is one, and FlashAttention-3's where the
-user has it. PyTorch's own kernels set the bound: the rule has no answer where they are expected to
-be as fast.
+make few and long blocks of an own kernel, which the longest of them bounds.
+
+The candidates are the own kernel of the head dimension and mask, if there is one, and
+FlashAttention-3's where the user has it. PyTorch's own kernels set the bound: the rule has no
+answer where they are expected to be as fast.
 """
 
 from __future__ import annotations
@@ -195,8 +196,8 @@ def work(name: str, problem: AttentionBackwardProblem, gpu: Gpu) -> tuple[float,
     """Operations of a kernel's products, in whole tiles and columns of an instance, and the bytes
     that it moves before and after them.
 
-    An own kernel has at least those of its longest block on every multiprocessor: a block has one
-    tile of keys, and the queries of all heads that share them.
+    A block of an own kernel has one tile of keys, and the queries of all heads that share them. The
+    longest block, on every multiprocessor, is the least work.
     """
     problem = AttentionBackwardProblem.of(problem.forward.evened, problem.is_deterministic)
     columns = instance(problem.head_dim)
