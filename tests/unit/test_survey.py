@@ -143,9 +143,12 @@ def test_problems_with_one_space_draw_the_same_kernels() -> None:
 
 
 def test_families_share_a_draw_by_their_size() -> None:
-    sample = drawn(SHORT, SurveySize(kernels=30))
+    alone = drawn(SHORT, SurveySize(kernels=30))
+    assert set(alone.spaces) == {"fused_attention"}, "no composite family, no spare one"
+    both = "cutlass_fmha", "fused_attention"
+    sample = drawn(SHORT, SurveySize(kernels=30, families=both))
     whole = {name: of_family for name, (of_family, _) in sample.spaces.items()}
-    assert set(whole) == {"cutlass_fmha", "fused_attention"}, "no composite family, no spare one"
+    assert set(whole) == set(both)
     for name, size in whole.items():
         assert sample.drawn(name) == pytest.approx(30 * size / sum(whole.values()), abs=1)
     only = drawn(SHORT, SurveySize(kernels=30, families=("fused_attention",)))
