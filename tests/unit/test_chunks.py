@@ -12,9 +12,9 @@ from gate_fakes import FakeDevice, FakeKernel
 from tuner.measure.gate import Gate
 from tuner.measure.gate import chunks as module
 from tuner.measure.gate.chunks import CHUNKS, LONG_REFERENCE_S, ROWS, chunks_of, is_sampled
-from tuner.measure.gate.reference import reference_seconds
 from tuner.measure.gate.commands import COMMANDS, Command
 from tuner.measure.gate.kernels import DTYPES, attention_integers
+from tuner.measure.gate.reference import reference_seconds
 from tuner.measure.tolerance import OutputComparison
 from tuner.measurement import Status
 from tuner.problem import AttentionProblem, GemmProblem, Operand
