@@ -18,6 +18,7 @@ import itertools
 import random
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -238,9 +239,13 @@ def measure(what: Pass, layers: int, rounds: int, dtype: DType) -> dict[str, Any
             if name in (CONTROL, PLAIN):
                 continue
             kernels = _kernels(graph.replay)
-            called = _names(model, x, known[name])
+            called = _launches(model, x, known[name])
             found[name]["kernels"] = {
-                kernel: {"part": part_of(kernel, called), "count": count, "us": us / layers}
+                kernel: {
+                    "part": part_of(kernel, count / layers, called),
+                    "count": count,
+                    "us": us / layers,
+                }
                 for kernel, (count, us) in kernels.items()
             }
     return {**asdict(what), "ways": found}
@@ -331,15 +336,15 @@ def _kernels(work: Callable[[], Any]) -> dict[str, tuple[int, float]]:
     }
 
 
-def _names(model: Block, x: Any, way: Way) -> dict[str, set[str]]:
-    """Kernels that each operation of a way launches, by name, of an eager pass."""
-    found: dict[str, set[str]] = {name: set() for name in OPERATIONS}
+def _launches(model: Block, x: Any, way: Way) -> dict[str, Counter[str]]:
+    """Launches of each kernel by each operation of a way, in an eager pass through a block."""
+    found: dict[str, Counter[str]] = {name: Counter() for name in OPERATIONS}
 
     def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*tensors: Any, **options: Any) -> Any:
             kept: list[Any] = []
             seen = _kernels(lambda: kept.append(function(*tensors, **options)))
-            found[name].update(seen)
+            found[name].update({kernel: count for kernel, (count, _) in seen.items()})
             return kept[0]
 
         return call
@@ -348,9 +353,18 @@ def _names(model: Block, x: Any, way: Way) -> dict[str, set[str]]:
     return found
 
 
-def part_of(kernel: str, called: Mapping[str, set[str]]) -> str:
-    """The operations that launch a kernel of this name, as ``linear+swiglu``; `REST` for none."""
-    return "+".join(name for name in OPERATIONS if kernel in called.get(name, ())) or REST
+def part_of(kernel: str, launches: float, called: Mapping[str, Mapping[str, int]]) -> str:
+    """The operations that launch a kernel of this name, as ``linear+swiglu``; `REST` is among them
+    where they do not account for all launches.
+
+    Args:
+        kernel: name of the kernel.
+        launches: launches a block.
+        called: launches a block of each operation, by kernel.
+    """
+    counts = {name: called.get(name, {}).get(kernel, 0) for name in OPERATIONS}
+    parts = [name for name, count in counts.items() if count]
+    return "+".join(parts if sum(counts.values()) >= launches else [*parts, REST])
 
 
 def parts_us(way: Mapping[str, Any]) -> dict[str, float]:

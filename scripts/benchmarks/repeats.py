@@ -128,6 +128,7 @@ def swept_anew(
     facts = {
         "seed": seed,
         "first_answer_s": next((round(at, 1) for at, line in said if FIRST in line), None),
+        "first_own_s": found.get("first_own_s"),
         "process_s": round(seconds, 1),
         "seconds": found["seconds"],
         "cpu_s": round(_cpu_s() - cpu_s, 1),

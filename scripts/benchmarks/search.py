@@ -35,7 +35,7 @@ from tuner.cli import DONE
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import families_of
-from tuner.families.base import Family, group_by_kernels
+from tuner.families.base import Family, group_by_kernels, without_fallbacks
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement
 from tuner.problem import Problem
@@ -70,7 +70,7 @@ class Case:
     recorded: Mapping[Config, Measurement]
     """The quick pass, own candidates that are legal still."""
     families: tuple[Family, ...]
-    """With the constants of a fit that left this problem out."""
+    """Those that compete in a sweep, with the constants of a fit that left this problem out."""
     history: tuple[Measurement, ...]
     """Quick passes of the other problems on this chip in this regime."""
     prepared: dict[str, list[FamilySearch]] = field(default_factory=dict, compare=False)
@@ -115,7 +115,7 @@ def cases(recordings: Sequence[recording.Recording], least_groups: int = 1) -> l
             and (other.gpu.identity, other.regime) == (one.gpu.identity, one.regime)
             for m in fit.quick(other)
         )
-        families = tuple(fit.without(one))
+        families = tuple(without_fallbacks(fit.without(one)))
         found.append(Case(one.problem, one.gpu, recorded, families, history))
         say(f"fitted without {found[-1].label}")
     return found

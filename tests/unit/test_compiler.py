@@ -436,6 +436,17 @@ def test_the_reference_is_compiled_before_others(
     assert usual == {10} and 0 in given
 
 
+@pytest.mark.parametrize(
+    ("jobs", "expected"), [(16, "--split-compile=4"), (2, "--split-compile=2")]
+)
+def test_the_reference_is_optimised_by_several_threads(
+    fake: Fake, jobs: int, expected: str
+) -> None:
+    made = fake.compiler(jobs=jobs)
+    [usual], [urgent] = (made._write(fake.folder, name, "") for name in ("a", "reference.cu.j2"))
+    assert [part for part in urgent if part not in usual] == [expected]
+
+
 def test_the_first_kernel_of_a_submitter_is_compiled_before_others(
     fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -322,6 +322,8 @@ def test_space_uses_every_lever_where_it_pays() -> None:
     causal = space("B=16,S=2048,D=64,causal=1")
     assert values(large, "skips_masked") == values(small, "skips_masked") == {None}
     assert values(causal, "skips_masked") == {None, "blocks", "halves"}
+    assert values(causal, "early_exp") == {None, 0, 50}
+    assert values(space("B=4,H=16,S=2048,D=128,causal=1"), "early_exp") == {None, 0, 25, 50}
     assert values(decoding, "warp_groups") == {1, 2}
     assert values(decoding, "key_groups") == {None, 2}
     assert values(narrow, "warp_groups") == {1, 2, 4}

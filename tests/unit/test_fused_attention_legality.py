@@ -58,7 +58,7 @@ def shared(groups: int, key_groups: int, tile_n: int, **more: Any) -> Config:
     [
         ("D=64", make(2, 72), "tile_n=72 is not known (allowed: 16 to 256 in steps of 16)"),
         ("D=64", make(2, 64, kv_stages=7), "kv_stages=7 is not known (allowed: 1, 2, 3, 4, 5, 8)"),
-        ("D=64", make(2, 64, early_exp=100000), "early_exp=100000 is not known (allowed: 0, 50, "),
+        ("D=64", make(2, 64, early_exp=100000), "early_exp=100000 is not known (allowed: 0, 25, "),
         ("D=64", make(2, 64, kv_stages=1, score_buffers=2), "kv_stages=1 is less than score_bu"),
         ("D=64", make(1, 64, ping_pong=False), PING_PONG),
         ("D=64", make(2, 64, score_buffers=2, ping_pong=False), PING_PONG),

@@ -214,8 +214,11 @@ def test_finalists_and_baselines_are_one_gpu_s(setting: Setting) -> None:
     finals = [ask for ask in gpus.asked if ask.mode == "final"]
     own = [[config.family for config, _ in ask.candidates].count("toy") for ask in finals]
     assert all("vendor_toy" in [config.family for config, _ in ask.candidates] for ask in finals)
-    first, last = ([ask for ask, n in zip(finals, own, strict=True) if n == k] for k in (1, 4))
-    assert len(first) + len(last) == len(finals)
+    vendors, first, last = (
+        [ask for ask, n in zip(finals, own, strict=True) if n == k] for k in (0, 1, 4)
+    )
+    assert len(vendors) + len(first) + len(last) == len(finals)
+    assert max(Counter(ask.problem for ask in vendors).values()) == 1, "before an own kernel"
     assert Counter(ask.problem for ask in last) == dict.fromkeys(PROBLEMS, 1)
     assert max(Counter(ask.problem for ask in first).values()) == 1, "the first answer"
 

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 from timed_runner import TimedRunner
-from toys import BEST, GEMM, REGIME, Clock, Toy, catalogue, latency, recording
+from toys import BEST, GEMM, REGIME, Clock, Toy, catalogue, latency, ok, recording
 
 from tuner.config import Config
 from tuner.errors import NoValidConfigError
@@ -21,7 +22,8 @@ from tuner.measurement import Measurement
 from tuner.search import history
 from tuner.search.storage import open_storage
 from tuner.store import Store, open_store
-from tuner.tuning import competition
+from tuner.store.entry import Entry
+from tuner.tuning import competition, finals
 from tuner.tuning.finals import PROVISIONAL
 from tuner.tuning.progress import Watcher
 from tuner.tuning.sweep import GIVEN_UP, Sweep, SweepOptions
@@ -203,10 +205,54 @@ class TestFirstAnswer:
         assert first.is_final and first.ok
         assert runner.events[0][1] == "timed toy", "before the vendors' kernels"
         assert outcome.resumed == 0, "nothing was known before"
-        assert any("us verified after" in text and "provisional" in text for text in notes.texts)
+        assert any(
+            "us by toy verified after" in text and "provisional" in text for text in notes.texts
+        )
         _, last = found[-1]
         assert PROVISIONAL not in last.flags and last == outcome.ranking[0]
         assert last.latency_us == pytest.approx(10.0, rel=0.06)
+
+    def test_a_vendor_s_kernel_answers_while_the_first_own_one_compiles(
+        self, store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        portfolio(monkeypatch)
+        notes = Notes()
+        decided: list[tuple[float, list[str]]] = []
+        decide = store.decide
+
+        def watched(*arguments: object) -> None:
+            decide(*arguments)  # type: ignore[arg-type]
+            decided.append((clock.now, [m.config.family for m in arguments[3]]))  # type: ignore[attr-defined]
+
+        monkeypatch.setattr(store, "decide", watched)
+        runner = TimedRunner(recording(vendor_us=30.0), clock, lambda config: 25.0)
+        outcome = swept(runner, store, notes).run()
+        (when, first), (later, second), *_ = decided
+        assert first == ["vendor_toy"] and second == ["toy", "vendor_toy"]
+        assert when < 10 < 25 < later
+        assert (outcome.first_answer_s, outcome.first_own_s) == (when, later)
+        found = outcome.to_json()
+        assert found["first_answer_s"] < found["first_own_s"]
+        assert sum("30 us by " in text and "verified after" in text for text in notes.texts) == 1
+
+    def test_a_vendor_s_kernel_does_not_replace_what_ships(
+        self, store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        portfolio(monkeypatch)
+        shipped = Entry.of([ok(BEST, 10.0).but(regime=REGIME, is_final=True)])
+        known = {(GEMM, REGIME): [SimpleNamespace(entry=shipped)]}
+        monkeypatch.setattr(finals, "shipped_index", lambda: known)
+        notes, families = Notes(), []
+        decide = store.decide
+        store.decide = lambda *a: (families.append([m.config.family for m in a[3]]), decide(*a))  # type: ignore[method-assign, assignment]
+        begun: list[list[list[Config]]] = []
+        runner = TimedRunner(recording(vendor_us=30.0), clock, lambda config: 25.0)
+        runner.prefetch = lambda problem, groups: begun.append([list(g) for g in groups])  # type: ignore[method-assign, assignment]
+        outcome = swept(runner, store, notes).run()
+        assert families and all("toy" in names for names in families)
+        assert outcome.first_answer_s is not None and outcome.first_answer_s < 10
+        assert outcome.first_own_s is not None and outcome.first_own_s > 25
+        assert begun[0] == [[BEST]], "what ships is compiled before the others are chosen"
 
     def test_a_kernel_that_the_space_leaves_out_answers_too(
         self, store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch

@@ -70,6 +70,9 @@ def _effort_text(outcome: Outcome) -> str:
     saves = "" if loss is None else f"; by the estimate the sets left would save {100 * loss:.1f} %"
     first = outcome.first_answer_s
     answered = "" if first is None else f", the first answer after {first:.0f} s"
+    own_s = outcome.first_own_s
+    if first is not None and own_s is not None and own_s > first:
+        answered += f", the first own kernel's after {own_s:.0f} s"
     return (
         f"{outcome.candidates} own candidates of {outcome.kernels} sets of kernels in "
         f"{minutes} min {seconds:02d} s{answered}{known}{given_up}{saves}"

@@ -13,7 +13,7 @@ from tuner.measurement import Measurement, Provenance, Regime
 from tuner.search import ranking
 from tuner.selection.shipped import shipped_index
 from tuner.store import Store
-from tuner.store.entry import Entry, is_vendor
+from tuner.store.entry import Entry, is_vendor, vendor_name
 from tuner.tuning.budget import Budget
 from tuner.tuning.competition import Competition
 from tuner.tuning.outcome import summary
@@ -59,6 +59,8 @@ class FinalPass:
     """Ranking of the provisional decision; empty if there is none."""
     first_s: float | None = None
     """Seconds from the start of the sweep to its first provisional decision."""
+    first_own_s: float | None = None
+    """Seconds to the first one that timed an own kernel."""
     _provided_us: float | None = None
 
     def rank(self, notes: Sequence[str], again: bool = False) -> list[Measurement]:
@@ -138,7 +140,8 @@ class FinalPass:
     def provide(self) -> None:
         """Make a provisional decision between the best own candidate and the fastest vendor kernel.
 
-        Does nothing if there is a final decision, or a provisional one that is nearly as good.
+        Does nothing if there is a final decision, or a provisional one that is nearly as good. The
+        decision is stored, unless it names a vendor's kernel only and another one ships.
         """
         problem = self.competition.problem
         passed = sorted(
@@ -147,32 +150,38 @@ class FinalPass:
         )
         own = next((m for m in passed if not is_vendor(m.config)), None)
         vendor = next((m for m in passed if is_vendor(m.config)), None)
-        if own is None or own.latency_us is None or not self._is_wanted(own, vendor):
+        timed = [m for m in (own, vendor) if m is not None]
+        if not timed or not self._is_wanted(own, vendor):
             return
-        self._provided_us = own.latency_us
+        self._provided_us = None if own is None else own.latency_us
         began = self.budget.now()
-        configs = [m.config for m in (own, vendor) if m is not None]
+        configs = [m.config for m in timed]
         with self.budget.part("provisional decisions"):
             found = [m for m in self._retime(configs, MIN_ROUNDS) if m.ok and m.is_final]
         self.budget.pass_s = self.budget.now() - began
-        if not any(m.config == own.config for m in found):
+        if not any(m.config == configs[0] for m in found):
             return
         flagged = [m.but(flags=(*m.flags, PROVISIONAL)) for m in ranking.rank(found)]
-        self.provided = flagged
-        self.decide(flagged)
-        if self.first_s is None:
-            self.first_s = self.budget.spent_s
-        latency_us = flagged[0].latency_us or 0.0
+        if own is not None or self._decided(self.competition.regime) is None:
+            self.provided = flagged
+            self.decide(flagged)
+        spent_s, best = self.budget.spent_s, flagged[0]
+        self.first_s = spent_s if self.first_s is None else self.first_s
+        if own is not None and self.first_own_s is None:
+            self.first_own_s = spent_s
+        name = vendor_name(best.config) if is_vendor(best.config) else best.config.family
         self.note(
-            f"{problem.label()}: {latency_us:.4g} us verified after {self.budget.spent_s:.1f} s, "
-            "provisional"
+            f"{problem.label()}: {best.latency_us or 0.0:.4g} us by {name} verified after "
+            f"{spent_s:.1f} s, provisional"
         )
 
-    def _is_wanted(self, own: Measurement, vendor: Measurement | None) -> bool:
+    def _is_wanted(self, own: Measurement | None, vendor: Measurement | None) -> bool:
         """True if these candidates are worth a provisional decision."""
         if self.competition.runner.provenance is not Provenance.MEASURED or self._is_decided:
             return False
-        if self._provided_us is None or own.latency_us is None:
+        if own is None or own.latency_us is None:
+            return self.first_s is None
+        if self._provided_us is None:
             return True
         if vendor is not None and vendor.config not in {m.config for m in self.provided}:
             speed = own.speedup(vendor)

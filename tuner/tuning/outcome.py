@@ -53,6 +53,8 @@ class Outcome:
     """Expected relative gain of the sets without a result, by the surrogate; None if unknown."""
     first_answer_s: float | None = None
     """Seconds from the start to the first provisional decision; None without one."""
+    first_own_s: float | None = None
+    """Seconds from the start to the first provisional decision that timed an own kernel."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds of each phase, of the passes of provisional decisions, and of the final pass."""
 
@@ -87,6 +89,7 @@ class Outcome:
             "interrupted": self.interrupted,
             "elapsed_s": round(self.elapsed_s, 3),
             "first_answer_s": None if (first := self.first_answer_s) is None else round(first, 2),
+            "first_own_s": None if (own_s := self.first_own_s) is None else round(own_s, 2),
             "seconds": {name: round(seconds, 2) for name, seconds in self.seconds.items()},
             "notes": list(self.notes),
             "given_up": self.given_up,

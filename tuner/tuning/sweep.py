@@ -126,12 +126,14 @@ class Sweep:
         process has to start.
         """
         competition = self.competition
+        standing = self._finals.standing()
+        if standing is not None:  # before the search's model, which takes a second
+            self.runner.prefetch(self.problem, [[standing]])
         for family in competition.own:
             for sub in family.stages(self.problem).values():
                 self.runner.prefetch(sub, competition.stage_search(sub).first_groups())
         search = competition.plain_search()
         if search.members:
-            standing = self._finals.standing()
             first = [] if standing is None else [[standing]]
             self.runner.prefetch(self.problem, first + search.first_groups())
 
@@ -176,7 +178,7 @@ class Sweep:
             competition.check_compiled()
         self._answer_first()
         self._drive("baselines", self.problem, competition.vendor_search())
-        if self._finals.provided:
+        if self._finals.provided or self._is_hasty:
             self._finals.provide()
         resolved = [self._resolve(family, self.problem) for family in competition.own]
         families = [family for family in resolved if family is not None]
@@ -367,11 +369,15 @@ class Sweep:
                 self._state.failures.update([] if m.ok else [m.status.value])
         building = self.runner.building
         is_idle = building > 0 and building >= self._state.in_flight
-        is_first = not self._finals.provided
-        is_hasty = self._budget.limit_s is not None or not self.options.compiled_only
-        if is_idle or (is_first and is_hasty):
+        is_first = self._finals.first_own_s is None
+        if not is_vendor(first.config) and (is_idle or (is_first and self._is_hasty)):
             self._finals.provide()
         return True
+
+    @property
+    def _is_hasty(self) -> bool:
+        """True if an answer may be long in coming: with compiles, or under a time limit."""
+        return self._budget.limit_s is not None or not self.options.compiled_only
 
     def _write(self, write: Callable[[], object]) -> None:
         """Write to the store, with retries while another program has it locked, until Ctrl-C.
@@ -441,6 +447,7 @@ class Sweep:
             given_up=self._given_up,
             expected_loss=self._expected_loss,
             first_answer_s=self._finals.first_s,
+            first_own_s=self._finals.first_own_s,
             seconds=dict(self._budget.parts),
         )
 

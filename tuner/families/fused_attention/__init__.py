@@ -74,7 +74,7 @@ class FusedAttention(Family):
         "pads_heads": (True,),
         "ping_pong": (False, True),
         "q_in_registers": (False, True),
-        "early_exp": (0, 50, 100),
+        "early_exp": (0, 25, 50, 100),
         "stages_output": (True,),
         "skips_masked": ("blocks", "halves"),
         "persistent": (False, True),
