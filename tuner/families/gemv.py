@@ -190,8 +190,9 @@ class Gemv(StridedProduct):
         )
 
     def overlapped(self, config: Config) -> Config:
-        """With `LEAD`. In a stream that saves up to 5 % in the median: 162 pairs on an H100 and an
-        H200 (``cache/recordings``). Persistent blocks are no more than there are tiles.
+        """An early launch with `LEAD`, and persistent blocks, at most one for each tile.
+
+        The early launch saves up to 5 % in the median: 162 pairs in ``cache/recordings``.
         """
         launch = {"pdl": True, "lead": LEAD, "persistent": True}
         return Config(self.name, {**config.params, **launch})
