@@ -10,14 +10,16 @@ with those of float64 instead.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
+import operator
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from benchmarks import backward_errors
 from tuner.base.output import check_place
@@ -37,6 +39,10 @@ from tuner.selection.backward import COSTS, KERNELS, kind_of, placed, work
 
 ROUNDS, BURST_US = 20, 2000.0
 VENDORS = ("cudnn", "flash2", "flash3", "flash4")
+FIXED_US = {"cudnn": 10.5, "flash2": 8.9}
+"""Fixed times of PyTorch's kernels, fitted to smaller problems on an H100: (1,16,128,32) took 12.8
+and 10.3 us.
+"""
 SERVED = "served"
 """Name of the runtime's own call."""
 Calls = dict[str, Callable[[], Any]]
@@ -257,34 +263,77 @@ def built(problems: Sequence[AttentionBackwardProblem]) -> dict[KernelSpec, Load
     return kernels
 
 
-def fitted(problems: Sequence[Mapping[str, Any]]) -> str:
-    """Rates of products for `tuner.selection.backward.COSTS` in TFLOP/s.
+class Fit(NamedTuple):
+    """Costs of a kernel, fitted to its times."""
 
-    Each is the median over problems of a kernel, columns and mask. The time of the fixed part and
-    of the bytes is subtracted first. Behind it stands how far expected times are from measured.
+    squares: float
+    """Sum of the squares of the relative errors."""
+    start_us: float
+    gbs: float
+    tflops: dict[tuple[int, bool], float]
+    away: dict[tuple[int, bool], list[float]]
+    """Expected time over the measured one, less one, of each problem."""
+
+
+def fit(
+    times: Mapping[tuple[int, bool], Sequence[tuple[float, float, float]]],
+    starts: Sequence[float] = tuple(n / 2 for n in range(41)),
+) -> Fit:
+    """Least squares of relative errors, over a grid of fixed times and rates of bytes.
+
+    Args:
+        times: by columns and mask: FLOPs and bytes in millions, and microseconds, of each problem.
+        starts: fixed times in microseconds to choose from.
     """
-    found: dict[tuple[str, bool, int, bool], list[tuple[float, float, float]]] = {}
+    grid = itertools.product(starts, range(1000, 4001, 250))
+    return min(_fit_at(times, start_us, float(gbs)) for start_us, gbs in grid)
+
+
+def _fit_at(
+    times: Mapping[tuple[int, bool], Sequence[tuple[float, float, float]]],
+    start_us: float,
+    gbs: float,
+) -> Fit:
+    tflops, away = {}, {}
+    for key, rows in times.items():
+        rest = [(start_us + 1e3 * moved / gbs) / us - 1 for _, moved, us in rows]
+        share = [flops / us for flops, _, us in rows]
+        slowness = -sum(map(operator.mul, share, rest)) / sum(one * one for one in share)
+        slowness = max(slowness, 1e-6)
+        tflops[key] = 1 / slowness
+        away[key] = [one + flops * slowness for one, flops in zip(rest, share, strict=True)]
+    squares = sum(one * one for each in away.values() for one in each)
+    return Fit(squares, start_us, gbs, tflops, away)
+
+
+def fitted(problems: Sequence[Mapping[str, Any]]) -> str:
+    """Costs for `tuner.selection.backward.COSTS`: fixed microseconds, GB/s and TFLOP/s.
+
+    Behind each rate stands how far expected times are from measured ones.
+    """
+    found: dict[tuple[str, bool], dict[tuple[int, bool], list[tuple[float, float, float]]]] = {}
     for one in problems:
         problem = cast(AttentionBackwardProblem, problem_from_json(one["problem"]))
+        key = instance(problem.head_dim), problem.is_causal
         for row in one["rows"]:
-            name, is_deterministic = row["name"].split(",")[0], "," in row["name"]
-            if (name, is_deterministic) not in COSTS:
-                continue
-            flops, moved = work(name, problem)
-            cost = COSTS[name, is_deterministic]
-            rest = cost.start_us + moved / cost.gbs / 1e3
-            columns = instance(problem.head_dim)
-            key = name, is_deterministic, columns, problem.is_causal
-            found.setdefault(key, []).append((flops / 1e6, rest, row["us"]))
+            kernel = (row["name"].split(",")[0], "," in row["name"])
+            if kernel in COSTS:
+                flops, moved = work(kernel[0], problem, DEFAULT_GPU)
+                of_kernel = found.setdefault(kernel, {}).setdefault(key, [])
+                of_kernel.append((flops / 1e6, moved / 1e6, row["us"]))
     lines = []
-    for (name, is_deterministic, columns, is_causal), rows in sorted(found.items()):
-        rate = statistics.median(flops / max(us - rest, 0.2 * us) for flops, rest, us in rows)
-        away = [(rest + flops / rate) / us - 1 for flops, rest, us in rows]
+    for (name, is_deterministic), times in sorted(found.items()):
+        known = {"starts": (FIXED_US[name],)} if name in FIXED_US else {}
+        best = fit({key: times[key] for key in sorted(times)}, **known)
         mode = " deterministic" * is_deterministic
-        lines.append(
-            f"{name}{mode} D={columns} {'causal' if is_causal else 'full'}: {rate:.0f}, of "
-            f"{len(rows)} problems {min(away):+.1%} to {max(away):+.1%}"
-        )
+        lines.append(f"{name}{mode}: {best.start_us:.1f} us, {best.gbs:.0f} GB/s")
+        lines += [
+            f"  D={columns} {'causal' if is_causal else 'full'}: {rate:.0f}, of "
+            f"{len(away)} problems {min(away):+.1%} to {max(away):+.1%}"
+            for ((columns, is_causal), rate), away in zip(
+                best.tflops.items(), best.away.values(), strict=True
+            )
+        ]
     return "\n".join(lines)
 
 

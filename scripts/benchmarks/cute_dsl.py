@@ -4,15 +4,21 @@ The kernel is NVIDIA's example ``dense_gemm_persistent.py`` of CUTLASS (BSD-3-Cl
 names the file, which is not part of this repository. Every tile and cluster is compiled once, in
 CPU-seconds of this process and its children, compared with fp32, and timed in a stream. CuTe DSL
 is imported from ``PYTHONPATH`` or from the folders of peers (``TUNER_PEERS_PATH``).
+
+``--export DIR`` compiles without a GPU, for an H200, and links the kernels into a library.
+``--exported DIR`` times that library where CuTe DSL is not installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib.util
+import json
 import math
 import os
 import resource
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,12 +31,23 @@ from typing import Any
 from benchmarks.call_times import FAILURES, Contender, first_line, time_calls
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
-from tuner.errors import BenchmarkError, ConfigError
+from tuner.compile.toolchain import find_toolchain
+from tuner.errors import BenchmarkError, CompileError, ConfigError
+from tuner.hardware import DEFAULT_GPU
 from tuner.selection.describe import table
 
 SHAPES = (4096, 4096, 4096), (8192, 8192, 8192), (2048, 11008, 4096)
-WAYS = ((128, 256), (2, 1)), ((128, 256), (1, 2)), ((128, 256), (1, 1)), ((128, 128), (2, 1))
+Way = tuple[tuple[int, int], tuple[int, int]]
+WAYS: tuple[Way, ...] = (
+    ((128, 256), (2, 1)),
+    ((128, 256), (1, 2)),
+    ((128, 256), (1, 1)),
+    ((128, 128), (2, 1)),
+)
 """Tiles and clusters, M before N."""
+LIBRARY, FACTS = "kernels.so", "facts.json"
+RUNTIME = "libcuda_dialect_runtime_static.a"
+"""Part of CuTe DSL that exported objects need."""
 COPIES = 2
 MAX_ERROR = 1e-3
 """Relative Frobenius error of an fp16 product, as the numerics gate has it."""
@@ -67,7 +84,7 @@ def package() -> Path | None:
         return None
     places = os.environ.get("TUNER_PEERS_PATH", "").split(os.pathsep)
     for place in filter(None, places):
-        for found in sorted(Path(place).glob("**/nvidia_cutlass_dsl/python_packages")):
+        for found in sorted(Path(place).glob("**/nvidia_cutlass_dsl/*_packages")):
             return found
     raise ConfigError(
         "CuTe DSL is not installed: pip install nvidia-cutlass-dsl, or set TUNER_PEERS_PATH"
@@ -114,6 +131,15 @@ class Dsl:
         self.compiling: dict[str, Cost] = {}
         self._compiled: dict[str, Any] = {}
 
+    def facts(self) -> dict[str, Any]:
+        """Version, size, and seconds of the import and of each compile."""
+        return {
+            "version": getattr(self.cutlass, "__version__", "unknown"),
+            "installed_bytes": installed_bytes(self.folder),
+            "importing": vars(self.importing),
+            "compiling": {name: vars(one) for name, one in self.compiling.items()},
+        }
+
     def tensor(self, torch_tensor: Any) -> Any:
         """A row-major matrix as the example's (rows, columns, batch), of any size."""
         from cutlass.cute.runtime import from_dlpack
@@ -121,7 +147,7 @@ class Dsl:
         seen = from_dlpack(torch_tensor.unsqueeze(0).permute(1, 2, 0), assumed_align=16)
         return seen.mark_layout_dynamic(leading_dim=1)
 
-    def call(self, way: tuple[tuple[int, int], tuple[int, int]], a: Any, b: Any, c: Any) -> None:
+    def call(self, way: Way, a: Any, b: Any, c: Any) -> None:
         """Enqueue c = a @ b.T on the current stream; compiles where this is the first call."""
         import torch
         from cuda.bindings import driver
@@ -129,23 +155,151 @@ class Dsl:
         stream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
         name = _name(way)
         if name not in self._compiled:
-            tile, cluster = way
-            kernel = self.module.HopperWgmmaGemmPersistentKernel(
-                self.cutlass.Float32, tile, cluster, 1, True
-            )
-            info = self.cutlass.utils.HardwareInfo()
-            blocks = info.get_max_active_clusters(cluster[0] * cluster[1])
-            with cost() as self.compiling[name]:
-                self._compiled[name] = self.cute.compile(kernel, a, b, c, blocks, stream)
+            size = way[1][0] * way[1][1]
+            clusters = self.cutlass.utils.HardwareInfo().get_max_active_clusters(size)
+            self._compiled[name] = self._kernel(way, (a, b, c), clusters, stream)
         self._compiled[name](a, b, c, stream)
 
+    def _kernel(self, way: Way, operands: Sequence[Any], clusters: int, stream: Any) -> Any:
+        """Compile one tile and cluster."""
+        tile, cluster = way
+        made = self.module.HopperWgmmaGemmPersistentKernel(
+            self.cutlass.Float32, tile, cluster, 1, True
+        )
+        with cost() as self.compiling[_name(way)]:
+            return self.cute.compile(made, *operands, clusters, stream)
 
-def _name(way: tuple[tuple[int, int], tuple[int, int]]) -> str:
+    def export(self, folder: Path) -> None:
+        """Compile every tile and cluster ahead of time, and link them into a library."""
+        from cutlass.cute.runtime import make_fake_tensor
+        from cutlass.runtime import make_fake_stream
+
+        def operand() -> Any:
+            """Rows of a multiple of 8 elements, one matrix."""
+            row, batch = (self.cute.sym_int64(divisibility=8) for _ in range(2))
+            shape = self.cute.sym_int32(), self.cute.sym_int32(divisibility=8), 1
+            kind = self.cutlass.Float16
+            return make_fake_tensor(kind, shape, stride=(row, 1, batch), assumed_align=16)
+
+        folder.mkdir(parents=True, exist_ok=True)
+        for way in WAYS:
+            clusters = DEFAULT_GPU.sm_count // (way[1][0] * way[1][1])
+            operands = [operand() for _ in range(3)]
+            made = self._kernel(way, operands, clusters, make_fake_stream())
+            made.export_to_c(str(folder), _symbol(way), function_prefix=_symbol(way))
+        (folder / "launch.cpp").write_text(launches(), encoding="utf-8")
+        (runtime,) = self.folder.parent.glob(f"*/lib/{RUNTIME}")
+        _link(folder, runtime)
+        facts = {**self.facts(), "library_bytes": (folder / LIBRARY).stat().st_size}
+        write_json(folder / FACTS, facts)
+
+
+class Exported:
+    """Kernels of `Dsl.export`, without CuTe DSL."""
+
+    def __init__(self, folder: Path) -> None:
+        """Load the library.
+
+        Raises:
+            ConfigError: when the folder has none.
+        """
+        import torch  # loads the CUDA runtime that the library needs
+
+        torch.cuda.init()
+        try:
+            self._facts: dict[str, Any] = json.loads((folder / FACTS).read_bytes())
+            self._launch = ctypes.CDLL(str(folder / LIBRARY)).launch
+        except OSError as exc:
+            raise ConfigError(f"{folder} has no exported kernels: {exc}") from exc
+        pointer, number = ctypes.c_void_p, ctypes.c_int
+        self._launch.argtypes = [number, *[pointer] * 3, *[number] * 3, pointer]
+
+    def facts(self) -> dict[str, Any]:
+        """As `Dsl.facts`, of the machine that compiled; and the library's size."""
+        return self._facts
+
+    def tensor(self, torch_tensor: Any) -> Any:
+        """The matrix itself."""
+        return torch_tensor
+
+    def call(self, way: Way, a: Any, b: Any, c: Any) -> None:
+        """Enqueue c = a @ b.T on the current stream.
+
+        Raises:
+            BenchmarkError: when the launch fails.
+        """
+        import torch
+
+        (m, k), n = a.shape, b.shape[0]
+        stream = torch.cuda.current_stream().cuda_stream
+        pointers = a.data_ptr(), b.data_ptr(), c.data_ptr()
+        status = self._launch(WAYS.index(way), *pointers, m, n, k, stream)
+        if status:
+            raise BenchmarkError(f"{_name(way)}: CUDA error {status}")
+
+
+def launches() -> str:
+    """C++ text of the exported library's one function."""
+    names = [_symbol(way) for way in WAYS]
+    headers = "".join(f'#include "{name}.h"\n' for name in names)
+    runs = "".join(f"WAY({name})\n" for name in names)
+    cases = "".join(
+        f"    case {number}: return run_{name}(a, b, c, m, n, k, stream);\n"
+        for number, name in enumerate(names)
+    )
+    return f"{headers}{_LAUNCH.replace('RUNS', runs).replace('CASES', cases)}"
+
+
+_LAUNCH = """
+#define WAY(NAME) \\
+  static int run_##NAME(void* a, void* b, void* c, int64_t m, int64_t n, int64_t k, cudaStream_t stream) { \\
+    static NAME##_Kernel_Module_t* const module = [] { \\
+      auto made = new NAME##_Kernel_Module_t; \\
+      NAME##_Kernel_Module_Load(made); \\
+      return made; \\
+    }(); \\
+    NAME##_Tensor_a_t x{a, {int32_t(m), int32_t(k)}, {k, m * k}}; \\
+    NAME##_Tensor_b_t y{b, {int32_t(n), int32_t(k)}, {k, n * k}}; \\
+    NAME##_Tensor_c_t z{c, {int32_t(m), int32_t(n)}, {n, m * n}}; \\
+    return cute_dsl_##NAME##_wrapper(module, &x, &y, &z, stream); \\
+  }
+RUNS
+extern "C" int launch(int way, void* a, void* b, void* c, int m, int n, int k, cudaStream_t stream) {
+  switch (way) {
+CASES    default: return cudaErrorInvalidValue;
+  }
+}
+"""  # noqa: E501
+
+
+def _link(folder: Path, runtime: Path) -> None:
+    """Link the exported objects.
+
+    Raises:
+        CompileError: when the compiler rejects them.
+    """
+    tools = find_toolchain()
+    command = [str(tools.nvcc), f"-ccbin={tools.host_compiler}", "-shared", "-cudart=shared"]
+    command += ["-Xcompiler=-fPIC", *(f"-L{path}" for path in tools.library_dirs)]
+    command += [str(folder / "launch.cpp"), *(str(folder / f"{_symbol(w)}.o") for w in WAYS)]
+    command += [str(runtime), "-o", str(folder / LIBRARY)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise CompileError("the exported kernels do not link", log=done.stderr)
+
+
+def _symbol(way: Way) -> str:
+    """Prefix of a way's exported functions."""
+    (tile_m, tile_n), (cluster_m, cluster_n) = way
+    return f"gemm_{tile_m}x{tile_n}_{cluster_m}x{cluster_n}"
+
+
+def _name(way: Way) -> str:
     (tile_m, tile_n), (cluster_m, cluster_n) = way
     return f"cute_dsl {tile_m}x{tile_n} cluster {cluster_m}x{cluster_n}"
 
 
-def measured(dsl: Dsl, shape: tuple[int, int, int]) -> dict[str, Any]:
+def measured(dsl: Dsl | Exported, shape: tuple[int, int, int]) -> dict[str, Any]:
     """Errors and times of one product by each way."""
     import torch
 
@@ -230,27 +384,33 @@ def main(argv: Sequence[str]) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--example", type=Path, required=True, metavar="FILE")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--example", type=Path, metavar="FILE")
+    source.add_argument("--exported", type=Path, metavar="DIR", help="kernels of --export")
+    parser.add_argument("--export", type=Path, metavar="DIR", help="compile only, without a GPU")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
     check_place(args.json)
-    if not args.example.is_file():
+    if args.example and not args.example.is_file():
         raise ConfigError(f"{args.example} is not there: it is CUTLASS's dense_gemm_persistent.py")
+    if args.export and not args.example:
+        raise ConfigError("--export compiles the file that --example names")
+    if args.export:
+        os.environ["CUTE_DSL_ARCH"] = "sm_90a"
+        Dsl(args.example).export(args.export)
+        return 0
     import torch
 
     if not torch.cuda.is_available():
         raise BenchmarkError("no GPU found: scripts/bench cute_dsl runs kernels")
-    dsl = Dsl(args.example)
+    dsl = Dsl(args.example) if args.example else Exported(args.exported)
     products = []
     for shape in SHAPES:
         products.append(measured(dsl, shape))
         found = {
             "gpu": torch.cuda.get_device_name(),
             "torch": torch.__version__,
-            "version": getattr(dsl.cutlass, "__version__", "unknown"),
-            "installed_bytes": installed_bytes(dsl.folder),
-            "importing": vars(dsl.importing),
-            "compiling": {name: vars(one) for name, one in dsl.compiling.items()},
+            **dsl.facts(),
             "products": products,
         }
         if args.json is not None:

@@ -55,6 +55,7 @@ KERNELS = [
             "H=4,S=1000,D=256,causal=1,deterministic=1,dtype=bf16",
             make(ds_stages=1, dq="ordered", stages=1),
         ),
+        ("B=2,H=8,HKV=2,S=1000,D=128,causal=1,dtype=bf16", make(persistent=True)),
     )
 ]
 #: Kernels whose library is loaded: dQ stored at once, and added in order. Of the others only the

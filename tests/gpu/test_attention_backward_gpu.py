@@ -71,6 +71,8 @@ LEVERS: tuple[dict[str, Value], ...] = (
     {"late_dq": True, "early_exp": 50, "tile_m": 128},
     {"v_registers": 50, "transpose_ds": True},
     {"v_registers": 100, "tile_m": 128},
+    {"persistent": True},
+    {"persistent": True, "dq": "ordered", "section_heads": 2},
 )
 
 

@@ -16,6 +16,7 @@ BASE: dict[str, Value] = {
     "v_registers": 0,
     "transpose_ds": False,
     "rotate": False,
+    "persistent": False,
     "section_heads": 8,
     "pdl": True,
 }

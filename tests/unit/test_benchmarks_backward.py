@@ -11,7 +11,7 @@ from tuner.config import Config
 from tuner.families import family
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionBackwardProblem
-from tuner.selection.backward import COSTS, KERNELS, kind_of, work
+from tuner.selection.backward import KERNELS, kind_of, work
 
 PROBLEMS = backward.acceptance()
 
@@ -74,21 +74,23 @@ def test_the_errors_are_summed_up_by_their_largest_ratio() -> None:
     assert "1 beyond 1.2" in said and "S=3: ['1.000', '1.100', 'nan']" in said
 
 
-def test_rates_are_fitted_beside_the_fixed_time_and_the_bytes() -> None:
+def test_costs_are_fitted() -> None:
+    """Times by a fixed part, bytes and products give these again."""
     problems = []
-    for length in (1024, 2048, 4096):
-        problem = AttentionBackwardProblem(length, length, 128, is_causal=True)
+    for length in (512, 1024, 2048, 4096):
+        problem = AttentionBackwardProblem(length, length, 128, heads_q=32, is_causal=True)
         rows = []
         for name, is_deterministic in (("own", False), ("flash3", True)):
-            flops, moved = work(name, problem)
-            cost = COSTS[name, is_deterministic]
-            us = cost.start_us + moved / cost.gbs / 1e3 + flops / 600 / 1e6
+            flops, moved = work(name, problem, DEFAULT_GPU)
+            us = 12.5 + moved / 2500 / 1e3 + flops / 600 / 1e6
             rows.append({"name": name + ", deterministic" * is_deterministic, "us": us})
         problems.append(
             {"problem": problem.to_json(), "rows": [*rows, {"name": "served", "us": 9}]}
         )
     said = backward.fitted(problems).replace("-0.0%", "+0.0%").splitlines()
     assert said == [
-        "flash3 deterministic D=128 causal: 600, of 3 problems +0.0% to +0.0%",
-        "own D=128 causal: 600, of 3 problems +0.0% to +0.0%",
+        "flash3 deterministic: 12.5 us, 2500 GB/s",
+        "  D=128 causal: 600, of 4 problems +0.0% to +0.0%",
+        "own: 12.5 us, 2500 GB/s",
+        "  D=128 causal: 600, of 4 problems +0.0% to +0.0%",
     ]

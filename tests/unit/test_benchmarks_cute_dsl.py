@@ -26,13 +26,26 @@ def test_it_is_found_among_the_peers(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setenv("TUNER_PEERS_PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="not installed"):
         cute_dsl.package()
-    place = tmp_path / "fa4" / "nvidia_cutlass_dsl" / "python_packages"
+    place = tmp_path / "fa4" / "nvidia_cutlass_dsl" / "dsl_packages"
     (place / "cutlass").mkdir(parents=True)
     (place / "cutlass" / "__init__.py").write_text("x" * 100)
     (tmp_path / "fa4" / "nvidia_cutlass_dsl-4.8.1.dist-info").mkdir()
     (tmp_path / "fa4" / "nvidia_cutlass_dsl-4.8.1.dist-info" / "LICENSE").write_text("y" * 11)
     assert cute_dsl.package() == place
     assert cute_dsl.installed_bytes(place) == 111
+
+
+def test_every_way_has_its_launch() -> None:
+    text = cute_dsl.launches()
+    for number in range(len(cute_dsl.WAYS)):
+        name = cute_dsl._symbol(cute_dsl.WAYS[number])
+        assert f'#include "{name}.h"' in text and f"WAY({name})" in text
+        assert f"case {number}: return run_{name}(" in text
+
+
+def test_a_folder_without_exported_kernels_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--example"):
+        cute_dsl.main(["--exported", str(tmp_path), "--export", str(tmp_path)])
 
 
 def test_a_cost_counts_the_processor() -> None:

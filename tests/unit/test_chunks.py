@@ -11,9 +11,10 @@ from gate_fakes import FakeDevice, FakeKernel
 
 from tuner.measure.gate import Gate
 from tuner.measure.gate import chunks as module
-from tuner.measure.gate.chunks import CHUNKS, ROWS, chunks_of, is_sampled
+from tuner.measure.gate.chunks import CHUNKS, LONG_REFERENCE_S, ROWS, chunks_of, is_sampled
 from tuner.measure.gate.commands import COMMANDS, Command
 from tuner.measure.gate.kernels import DTYPES, attention_integers
+from tuner.measure.gate.reference import reference_seconds
 from tuner.measure.tolerance import OutputComparison
 from tuner.measurement import Status
 from tuner.problem import AttentionProblem, GemmProblem, Operand
@@ -169,3 +170,12 @@ class TestGate:
         made.load("random")
         [integers] = [n for _, n in kernel.given if n[0] == Command.ATTENTION]
         assert list(integers[2:8]) == [*attention_integers(ATTENTION, 4).values()][:6]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_long"),
+    [("B=1,H=40,HKV=8,S=16384,D=128", True), ("B=1,H=40,HKV=8,S=16384,D=128,causal=1", True),
+     ("B=1,H=16,S=16384,D=128", False), ("B=2,H=16,S=8192,D=128,causal=1", False)],
+)  # fmt: skip
+def test_references_of_problems_of_eight_milliseconds_are_long(text: str, is_long: bool) -> None:
+    assert (reference_seconds(AttentionProblem.parse(text)) > LONG_REFERENCE_S) is is_long

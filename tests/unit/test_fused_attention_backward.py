@@ -145,6 +145,7 @@ def test_attention_with_more_has_none(extra: str) -> None:
         ("S=1024,D=128", {"stages": 1, "late_dq": True}, "stages=1 has no late_dq"),
         ("S=1024,D=64,softcap=5", {"early_exp": 50}, "early_exp is 0 under a soft cap"),
         ("S=1024,D=64,varlen=1", {"rotate": True}, "rotate=true has no variable lengths"),
+        ("S=1024,D=64", {"rotate": True, "persistent": True}, "persistent=true has no rotate"),
         ("S=1024,D=64", {"dq": "none"}, "dq='none' is not known"),
         ("S=1024,D=64", {"section_heads": 3}, "section_heads=3 is not known"),
     ],

@@ -47,6 +47,7 @@ from tuner.tuning.sweep import Sweep
 
 SMALL = parse_problem("op=gemm,M=2048,N=4096,K=4096")
 LARGE = parse_problem("op=gemm,M=4096,N=4096,K=4096")
+FEW_ROWS = parse_problem("op=gemm,M=8,N=4096,K=4096")
 SHORT = parse_problem("S=1024,D=64")
 FEW = SurveySize(kernels=10, variants=3)
 
@@ -143,14 +144,12 @@ def test_problems_with_one_space_draw_the_same_kernels() -> None:
 
 
 def test_families_share_a_draw_by_their_size() -> None:
-    alone = drawn(SHORT, SurveySize(kernels=30))
-    assert set(alone.spaces) == {"fused_attention"}, "no composite family, no spare one"
-    both = "cutlass_fmha", "fused_attention"
-    sample = drawn(SHORT, SurveySize(kernels=30, families=both))
+    sample = drawn(FEW_ROWS, SurveySize(kernels=30))
     whole = {name: of_family for name, (of_family, _) in sample.spaces.items()}
-    assert set(whole) == set(both)
+    assert set(whole) == {"cluster_gemm", "gemm", "gemv"}
     for name, size in whole.items():
         assert sample.drawn(name) == pytest.approx(30 * size / sum(whole.values()), abs=1)
+    assert {*drawn(SHORT).spaces} == {"fused_attention"}, "no composite family, no spare one"
     only = drawn(SHORT, SurveySize(kernels=30, families=("fused_attention",)))
     assert only.drawn("fused_attention") == 30
 

@@ -110,6 +110,7 @@ class FusedAttentionBackward(Family):
         "v_registers": (0, 50, 100),
         "transpose_ds": (False, True),
         "rotate": (False, True),
+        "persistent": (False, True),
         "section_heads": tuple(2**i for i in range(MAX_HEADS.bit_length())),
         "pdl": (False, True),
     }
@@ -144,6 +145,8 @@ class FusedAttentionBackward(Family):
                 found.append("rotate=true orders the sums of full masks only")
             if gpu.sm_count < CHUNK_MULTIPROCESSORS:
                 found.append(f"rotate=true in order needs {CHUNK_MULTIPROCESSORS} multiprocessors")
+        if config["persistent"] and config["rotate"]:
+            found.append("persistent=true has no rotate: blocks of a chunk must run at once")
         rows, columns = (head_dim, tile_m) if swaps else (tile_m, head_dim)
         side = "head dimension" if swaps else "tile_m"
         slabs = rows // 64
@@ -224,8 +227,8 @@ class FusedAttentionBackward(Family):
             orders = (False,), (0,), held
         every = product(*orders)
         levers = product((1, 2), (64, 96, 128), rings, (2, 1), (False, True), ways, every)
-        for (groups, tile_m, stages, ds_stages, swaps, way, order), rotates in product(
-            levers, (False, True)
+        for (groups, tile_m, stages, ds_stages, swaps, way, order), rotates, stays in product(
+            levers, (False, True), (False, True)
         ):
             if GROUP_KEYS * (groups - sharing) >= problem.seqlen_kv or swaps != bool(tile_m % 64):
                 continue
@@ -240,6 +243,7 @@ class FusedAttentionBackward(Family):
                     **dict(zip(("late_dq", "early_exp", "v_registers"), order, strict=True)),
                     "transpose_ds": sharing == 1,
                     "rotate": rotates,
+                    "persistent": stays,
                     "section_heads": section,
                     "pdl": pdl,
                 }
@@ -248,7 +252,8 @@ class FusedAttentionBackward(Family):
     def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
         problem = _backward(problem)
         producer, consumer = REGISTERS[config["warp_groups"]]
-        compiled = {k: v for k, v in config.params.items() if k not in self.runtime_parameters}
+        left = {*self.runtime_parameters, "persistent"}
+        compiled = {k: v for k, v in config.params.items() if k not in left}
         variables = {
             **compiled,
             "dtype": problem.dtype,
@@ -259,6 +264,7 @@ class FusedAttentionBackward(Family):
             "producer_registers": producer,
             "consumer_registers": consumer,
             # Absent where they are off, so that other kernels keep their keys.
+            **({"persistent": True} if config["persistent"] else {}),
             **({"has_softcap": True} if problem.softcap else {}),
             **({"is_varlen": True} if problem.is_varlen else {}),
         }

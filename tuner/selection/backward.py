@@ -1,10 +1,12 @@
 """Gradients of attention for shapes that nobody tuned: a few kernels, and a rule that chooses.
 
 Sizes, strides and heads are arguments of a launch, so a proven kernel serves any. The rule expects
-of each kernel a fixed time, its products at the rate of a long loop, and its bytes. The candidates
-are the own kernel of the head dimension and mask, if there is one, and FlashAttention-3's where the
-user has it. PyTorch's own kernels set the bound: the rule has no answer where they are expected to
-be as fast.
+of each kernel a fixed time, its products at the rate of a long loop, and its bytes. Grouped heads
+make few and long blocks of an own kernel, which the longest of them bounds.
+
+The candidates are the own kernel of the head dimension and mask, if there is one, and
+FlashAttention-3's where the user has it. PyTorch's own kernels set the bound: the rule has no
+answer where they are expected to be as fast.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import NamedTuple
 from tuner.config import Config, Value
 from tuner.families import families
 from tuner.families.fused_attention_backward import (
+    GROUP_KEYS,
     INSTANCES,
     MAX_COLUMNS,
     MAX_HEADS,
@@ -32,6 +35,8 @@ from tuner.selection.kernels import DTYPES, Target
 
 MARGIN = 0.99
 """Share of the time of PyTorch's kernel that a candidate is expected to stay below."""
+#: FLOPs from which an own kernel replaces PyTorch's: the smallest problem that was timed has 1.3e9.
+MIN_FLOPS = 1e9
 #: Bytes that the vendors' kernels move for each element of a grouped key, beside the others: sums
 #: over the query heads of dK and dV in fp32.
 GROUPED_BYTES = 40
@@ -52,6 +57,7 @@ def _own(**params: Value) -> Config:
         "v_registers": 0,
         "transpose_ds": False,
         "rotate": False,
+        "persistent": False,
         "section_heads": 8,
         "pdl": True,
     }
@@ -129,32 +135,32 @@ class BackwardCost(NamedTuple):
     """Rate of the products by columns and mask, hidden pairs of half-masked tiles among them."""
 
 
-#: Costs by kernel, and of its deterministic mode. Rates as `scripts/bench backward --fit` finds
-#: them from 22 problems on one H200 (CUDA 13.0, torch 2.11, cuDNN 9.19, bf16, 26 November 2026).
-#: Those of own kernels are scaled to the times of this loop at 13 problems a day later, and those
-#: of own deterministic ones are the former loop's. Fixed times and bytes were fitted on an H100. A
-#: mask or columns without a measurement have the rate of the nearest.
+#: Costs by kernel, and of its deterministic mode, as `scripts/bench backward --fit` finds them from
+#: 27 problems on one H200 (driver 580.159.04, CUDA 13.0, torch 2.11, cuDNN 9.19, bf16, 27 November
+#: 2026, ``scripts/benchmarks/evidence/backward-h200.json.gz``). Fixed times of PyTorch's kernels
+#: are those of smaller problems on an H100. FlashAttention-3 has no deterministic gradients of 256
+#: columns.
 COSTS: Mapping[tuple[str, bool], BackwardCost] = {
     ("own", False): BackwardCost(
-        13.7, 2401, _rates(640, 620, 560, 560, 670, 744, 500, 500, 505, 500)
+        7.0, 3500, _rates(576, 567, 499, 502, 638, 655, 437, 470, 478, 468)
     ),
     ("flash3", False): BackwardCost(
-        8.9, 2151, _rates(704, 725, 725, 725, 736, 852, 642, 642, 534, 622)
+        11.5, 4000, _rates(614, 608, 598, 615, 681, 700, 574, 608, 503, 536)
     ),
     ("cudnn", False): BackwardCost(
-        10.5, 2375, _rates(500, 391, 492, 490, 635, 603, 365, 365, 414, 480)
+        10.5, 2250, _rates(507, 438, 511, 474, 666, 633, 369, 408, 432, 478)
     ),
     ("flash2", False): BackwardCost(
-        8.9, 2321, _rates(293, 234, 325, 325, 307, 296, 265, 265, 264, 270)
+        8.9, 1750, _rates(309, 270, 339, 273, 335, 320, 285, 330, 274, 281)
     ),
     ("own", True): BackwardCost(
-        9.4, 2457, _rates(503, 456, 450, 420, 606, 575, 279, 279, 356, 266)
+        7.0, 3750, _rates(554, 508, 494, 447, 624, 501, 275, 299, 215, 211)
     ),
     ("flash3", True): BackwardCost(
-        9.4, 2101, _rates(441, 668, 437, 437, 572, 622, 514, 514, 514, 514)
+        13.0, 3500, _rates(407, 558, 398, 489, 530, 550, 430, 532, 430, 532)
     ),
     ("flash2", True): BackwardCost(
-        8.9, 2321, _rates(292, 234, 325, 325, 303, 296, 265, 265, 262, 270)
+        8.9, 1750, _rates(308, 270, 338, 271, 333, 320, 285, 329, 274, 281)
     ),
 }
 
@@ -181,24 +187,31 @@ def kind_of(problem: AttentionBackwardProblem) -> BackwardKind | None:
 def expected_us(name: str, problem: AttentionBackwardProblem, gpu: Gpu) -> float:
     """Expected time of a kernel: ``own``, ``flash3``, ``cudnn`` or ``flash2``."""
     columns, cost = instance(problem.head_dim), COSTS[name, problem.is_deterministic]
-    flops, moved = work(name, problem)
+    flops, moved = work(name, problem, gpu)
     tflops = cost.tflops[columns, problem.is_causal] * gpu.peak_tflops / GPUS["H100"].peak_tflops
     return cost.start_us + flops / tflops / 1e6 + moved / cost.gbs / 1e3
 
 
-def work(name: str, problem: AttentionBackwardProblem) -> tuple[float, float]:
+def work(name: str, problem: AttentionBackwardProblem, gpu: Gpu) -> tuple[float, float]:
     """Operations of a kernel's products, in whole tiles and columns of an instance, and the bytes
     that it moves before and after them.
+
+    A block of an own kernel has one tile of keys, and the queries of all heads that share them. The
+    longest block, on every multiprocessor, is the least work.
     """
     problem = AttentionBackwardProblem.of(problem.forward.evened, problem.is_deterministic)
     columns = instance(problem.head_dim)
     queries, keys = (-(-n // _TILE) * _TILE for n in (problem.seqlen_q, problem.seqlen_kv))
-    pairs = float(queries * keys)
+    pairs, seen = float(queries * keys), queries
     if problem.is_windowed:
         pairs = min(pairs, float(problem.forward.pairs + _TILE * queries))
+        seen = min(queries, sum(problem.visible) + 2 * _TILE)
     elif problem.is_causal:
         pairs = min(pairs, pairs / 2 + _TILE * max(queries, keys) / 2)
     flops = 10 * problem.batch * problem.heads_q * pairs * columns
+    if name == "own":
+        group = problem.heads_q // problem.heads_kv
+        flops = max(flops, 10.0 * group * seen * block_keys(problem) * columns * gpu.sm_count)
     # The fp32 sums of dQ are written as zeros before, and read at the end.
     moved = problem.bytes + 8 * problem.batch * problem.heads_q * problem.seqlen_q * columns
     if name != "own" and problem.heads_q != problem.heads_kv:
@@ -206,13 +219,17 @@ def work(name: str, problem: AttentionBackwardProblem) -> tuple[float, float]:
     return flops, moved
 
 
+def block_keys(problem: AttentionBackwardProblem) -> int:
+    """Keys of an own kernel's block."""
+    return 2 * GROUP_KEYS if instance(problem.head_dim) <= MAX_COLUMNS else GROUP_KEYS
+
+
 def placed(config: Config, problem: AttentionBackwardProblem, gpu: Gpu) -> Config:
     """An own kernel's config with as many heads side by side as fill the GPU twice.
 
     Fewer leave the short blocks of a causal mask to the end. More do not share the L2.
     """
-    keys = 128 if instance(problem.head_dim) <= MAX_COLUMNS else 64
-    heads = -(-2 * gpu.sm_count * keys // problem.seqlen_kv)
+    heads = -(-2 * gpu.sm_count * block_keys(problem) // problem.seqlen_kv)
     section = min(MAX_HEADS, max(int(config["section_heads"]), 1 << (heads - 1).bit_length()))
     return Config(config.family, {**config.params, "section_heads": section})
 
@@ -236,7 +253,8 @@ def select(problem: AttentionBackwardProblem, gpu: Gpu) -> RuleSelection | None:
     # FlashAttention aligns a causal mask bottom-right, and packed sequences may have more keys.
     if not (kind.is_varlen and kind.is_causal):
         candidates["flash3"] = Config(vendors.name, {"kernel": "flash3"})
-    if own := KERNELS.get(kind):
+    own = KERNELS.get(kind)
+    if own is not None and (not kind.is_plain or problem.flops >= MIN_FLOPS):
         candidates["own"] = placed(own, problem, gpu)
     found = []
     for name, config in candidates.items():
