@@ -229,9 +229,8 @@ def placed(config: Config, problem: AttentionBackwardProblem, gpu: Gpu) -> Confi
     """An own kernel's config with as many heads side by side as fill the GPU twice.
 
     Fewer leave the short blocks of a causal mask to the end. More do not share the L2. In order the
-    short blocks come first there: as many heads as the GPU runs at once leave the fewest long ones
-    to the end, fewer by the heads that share keys
-    (``scripts/benchmarks/evidence/backward-sections-h200.json``).
+    short blocks of a causal mask come first. As many heads as the GPU runs at once then leave the
+    fewest long blocks to the end; grouped heads count by their number.
     """
     if problem.is_deterministic and problem.is_causal:
         group = problem.heads_q // problem.heads_kv
