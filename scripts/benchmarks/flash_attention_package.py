@@ -194,11 +194,21 @@ def _appended(
 
 
 def _append(k_cache: Any, v_cache: Any, k: Any, v: Any, used: Any, table: Any) -> None:
-    """Write new keys and values to their slots."""
+    """Write new keys and values to their slots. Those behind the table's rows, as a graph's padding
+    has them, are written nowhere.
+    """
     import torch
 
     size = k_cache.shape[1]
     at = used.long()[:, None] + torch.arange(k.shape[1], device=k.device)
-    pages = table.long().gather(1, at // size)
+    columns = at // size
+    pages = table.long().gather(1, columns.clamp(0, table.shape[1] - 1))
+    has_place = (columns >= 0) & (columns < table.shape[1])
+    has_place &= (pages >= 0) & (pages < k_cache.shape[0])
+    # Sums of bits: what has no place adds nothing to a slot that another row may write.
+    pages, slots = pages * has_place, at % size * has_place
+    kind = torch.int16 if k.element_size() == 2 else torch.int32
     for cache_, new in ((k_cache, k), (v_cache, v)):
-        cache_.index_put_((pages, at % size), new)
+        bits = cache_.view(kind)
+        more = (new.view(kind) - bits[pages, slots]) * has_place[..., None, None]
+        bits.index_put_((pages, slots), more, accumulate=True)

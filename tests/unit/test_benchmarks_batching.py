@@ -144,3 +144,14 @@ def test_new_keys_are_written_behind_those_that_are_there() -> None:
     for cache, value in zip(caches, (5.0, 7.0), strict=True):
         assert (cache[2, 3] == value).all() and (cache[0, 0] == value).all()
         assert int((cache != 0).sum()) == 4
+
+
+def test_padding_behind_its_table_is_written_nowhere() -> None:
+    """A graph's padding may count more keys than its table has slots, or name no page."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    caches = [torch.full((3, 4, 1, 2), 3.0).bfloat16() for _ in range(2)]
+    new = [torch.full((3, 1, 1, 2), value).bfloat16() for value in (5.0, 7.0)]
+    used, table = torch.tensor([0, 8, 1]), torch.tensor([[0, 1], [0, 0], [-1, 0]])
+    flash_attention_package._append(*caches, *new, used, table)
+    for cache, value in zip(caches, (5.0, 7.0), strict=True):
+        assert (cache[0, 0] == value).all() and int((cache != 3).sum()) == 2

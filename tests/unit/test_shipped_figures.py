@@ -401,45 +401,52 @@ def test_the_sanitizer_saw_no_fault_of_paged_kernels() -> None:
     assert counts == {"memcheck": 16, "racecheck": 16, "synccheck": 16}
 
 
-def engine_runs() -> dict[tuple[int, str], dict[str, Any]]:
-    with gzip.open(EVIDENCE / "engines-h100.json.gz", "rt") as text:
-        return {(row["run"], row["way"]): row["concurrency"] for row in json.load(text)["runs"]}
+def engine_runs() -> dict[tuple[str, int, str], dict[str, Any]]:
+    with gzip.open(EVIDENCE / "engines-h200.json.gz", "rt") as text:
+        rows = json.load(text)["runs"]
+    return {(row["shape"], row["run"], row["way"]): row["concurrency"] for row in rows}
 
 
 def test_the_plug_in_s_tokens_are_vllm_s() -> None:
     """Every run of the evidence, as the benchmarks' README counts them."""
     same = wanted = 0
     found = engine_runs()
-    for run in range(5):
-        for count, served in found[run, "tuner"].items():
-            theirs = found[run, "vllm"][count]["tokens"]
+    for shape, run, way in found:
+        if way != "tuner":
+            continue
+        for count, served in found[shape, run, way].items():
+            theirs = found[shape, run, "vllm"][count]["tokens"]
             for own, other in zip(served["tokens"], theirs, strict=True):
                 same += sum(map(eq, own, other))
                 wanted += len(other)
     assert f"{same:,} of {wanted:,}" in RESULTS.read_text()
 
 
+@pytest.mark.parametrize("shape", ["8b", "1b"])
 @pytest.mark.parametrize("count", ["1", "16", "128"])
-def test_the_page_prints_the_engines_of_the_evidence(count: str) -> None:
+def test_the_page_prints_the_engines_of_the_evidence(count: str, shape: str) -> None:
     found, page = engine_runs(), RESULTS.read_text()
     for figure, name, shown in (
         ("first_token_ms", "first token, ms", "{:.1f}"),
         ("token_ms", "a further token, ms", "{:.2f}"),
         ("tokens_per_s", "output tokens a second", "{:.0f}"),
     ):
-        of_way = {w: [found[r, w][count][figure] for r in range(5)] for w in ("vllm", "tuner")}
+        of_way = {
+            way: [found[shape, run, way][count][figure] for run in range(5)]
+            for way in ("vllm", "tuner")
+        }
         cells = [
             "{} ({} to {})".format(*map(shown.format, (median(v), min(v), max(v))))
             for v in of_way.values()
         ]
         ratio = median(of_way["tuner"]) / median(of_way["vllm"])
         ratio = ratio if figure.endswith("per_s") else 1 / ratio
-        assert f"| {count} | {name} | {' | '.join(cells)} | {ratio:.3f} |" in page
+        assert f"| {shape} | {count} | {name} | {' | '.join(cells)} | {ratio:.3f} |" in page
 
 
 def test_the_page_prints_continuous_batching_of_the_evidence() -> None:
-    with gzip.open(EVIDENCE / "batching-h100.json.gz", "rt") as text:
-        rows = json.load(text)
+    with gzip.open(EVIDENCE / "batching-h200.json.gz", "rt") as text:
+        rows = [row for row in json.load(text) if "lost" not in row]
     assert not any(row["fallbacks"] or row["errors"] for row in rows)
     for line in batching.report(rows).splitlines()[2:]:
         way, *figures = line.split()[:5]
