@@ -136,7 +136,7 @@ STREAM: dict[str, tuple[str, Callable[[Problem], bool]]] = {
 GROUPS: dict[str, tuple[str, Callable[[Problem], bool]]] = {
     "products, plain": ("plain", lambda p: True),
     "products with bias": ("mlp", lambda p: True),
-    "products of e4m3": ("fp8", lambda p: True),
+    "products of e4m3, chained": ("fp8", lambda p: True),
 }
 
 
