@@ -141,6 +141,7 @@ def test_attention_with_more_has_none(extra: str) -> None:
         ("S=1024,D=192", {"early_exp": 50}, "are not for groups that share keys"),
         ("S=1024,D=192", {"v_registers": 50}, "are not for groups that share keys"),
         ("S=1024,D=128", {"v_registers": 100}, "256 registers"),
+        ("S=1024,D=72", {"v_registers": 50}, "of 96 columns is not a whole number"),
         ("S=1024,D=256", {}, "bytes of shared memory exceed"),
         ("S=1024,D=128", {"stages": 1, "late_dq": True}, "stages=1 has no late_dq"),
         ("S=1024,D=64,softcap=5", {"early_exp": 50}, "early_exp is 0 under a soft cap"),
@@ -216,8 +217,8 @@ def test_every_instance_has_configs(head_dim: int, deterministic: int) -> None:
     space = FAMILY.space(AttentionBackwardProblem.parse(text), DEFAULT_GPU)
     levers = ("late_dq", "early_exp", "v_registers")
     orders = {tuple(config[lever] for lever in levers) for config in space}
-    # At 128 columns all of V leaves too few registers.
-    assert len(orders) == {64: 18, 96: 18, 128: 12}.get(head_dim, 1)
+    # At 128 columns all of V leaves too few registers; half of 96 is not a whole number of atoms.
+    assert len(orders) == {64: 18, 96: 12, 128: 12}.get(head_dim, 1)
 
 
 # What a launch is told.

@@ -132,6 +132,8 @@ class FusedAttentionBackward(Family):
         is_plain = not (config["late_dq"] or config["early_exp"])
         if sharing > 1 and not (is_plain and config["v_registers"] == 0):
             found.append("late_dq, early_exp and v_registers are not for groups that share keys")
+        elif head_dim == 96 and config["v_registers"] == 50:
+            found.append("v_registers=50 of 96 columns is not a whole number of swizzle atoms")
         if problem.softcap and config["early_exp"]:
             found.append("early_exp is 0 under a soft cap, whose derivatives make P")
         if problem.is_varlen and config["rotate"]:
