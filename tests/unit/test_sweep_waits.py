@@ -18,7 +18,7 @@ from toys import BEST, GEMM, REGIME, Clock, Toy, catalogue, latency, ok, recordi
 from tuner.config import Config
 from tuner.errors import NoValidConfigError
 from tuner.hardware import DEFAULT_GPU
-from tuner.measurement import Measurement
+from tuner.measurement import Measurement, Regime
 from tuner.search import history
 from tuner.search.storage import open_storage
 from tuner.store import Store, open_store
@@ -235,12 +235,13 @@ class TestFirstAnswer:
         assert found["first_answer_s"] < found["first_own_s"]
         assert sum("30 us by " in text and "verified after" in text for text in notes.texts) == 1
 
+    @pytest.mark.parametrize("regime", [REGIME, REGIME.chained], ids=str)
     def test_a_vendor_s_kernel_does_not_replace_what_ships(
-        self, store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
+        self, store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch, regime: Regime
     ) -> None:
         portfolio(monkeypatch)
-        shipped = Entry.of([ok(BEST, 10.0).but(regime=REGIME, is_final=True)])
-        known = {(GEMM, REGIME): [SimpleNamespace(entry=shipped)]}
+        shipped = Entry.of([ok(BEST, 10.0).but(regime=regime, is_final=True)])
+        known = {(GEMM, regime): [SimpleNamespace(entry=shipped)]}
         monkeypatch.setattr(finals, "shipped_index", lambda: known)
         notes, families = Notes(), []
         decide = store.decide
@@ -248,11 +249,30 @@ class TestFirstAnswer:
         begun: list[list[list[Config]]] = []
         runner = TimedRunner(recording(vendor_us=30.0), clock, lambda config: 25.0)
         runner.prefetch = lambda problem, groups: begun.append([list(g) for g in groups])  # type: ignore[method-assign, assignment]
+        asked: list[Config] = []
+        submit = runner.submit
+        runner.submit = lambda p, group: (asked.extend(group), submit(p, group))[1]  # type: ignore[method-assign, assignment]
         outcome = swept(runner, store, notes).run()
+        own = [config for config in asked if config.family == "toy"]
+        assert Toy().compile_digest(own[0]) == Toy().compile_digest(BEST), "it is timed first"
         assert families and all("toy" in names for names in families)
         assert outcome.first_answer_s is not None and outcome.first_answer_s < 10
         assert outcome.first_own_s is not None and outcome.first_own_s > 25
         assert begun[0] == [[BEST]], "what ships is compiled before the others are chosen"
+
+    def test_a_vendor_s_decision_does_not_hide_an_own_one_behind_copies(
+        self, store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        shipped = Entry.of([ok(BEST, 10.0).but(regime=REGIME.chained, is_final=True)])
+        known = {(GEMM, REGIME.chained): [SimpleNamespace(entry=shipped)]}
+        monkeypatch.setattr(finals, "shipped_index", lambda: known)
+        runner = TimedRunner(recording(), clock, lambda config: 25.0)
+        made = swept(runner, store)
+        assert made._finals.standing() == BEST
+        vendor = next(m for m in recording().measurements if m.config.family == "vendor_toy")
+        vendors = vendor.but(regime=REGIME, is_final=True, environment=runner.environment)
+        store.decide(GEMM, DEFAULT_GPU, REGIME, [vendors], "a sweep")
+        assert made._finals.standing() == BEST
 
     def test_a_kernel_that_the_space_leaves_out_answers_too(
         self, store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch

@@ -141,7 +141,8 @@ class FinalPass:
         """Make a provisional decision between the best own candidate and the fastest vendor kernel.
 
         Does nothing if there is a final decision, or a provisional one that is nearly as good. The
-        decision is stored, unless it names a vendor's kernel only and another one ships.
+        decision is stored, unless it names a vendor's kernel only and an own one is decided, under
+        this regime or the chained one.
         """
         problem = self.competition.problem
         passed = sorted(
@@ -162,7 +163,7 @@ class FinalPass:
         if not any(m.config == configs[0] for m in found):
             return
         flagged = [m.but(flags=(*m.flags, PROVISIONAL)) for m in ranking.rank(found)]
-        if own is not None or self._decided(self.competition.regime) is None:
+        if own is not None or self.standing() is None:
             self.provided = flagged
             self.decide(flagged)
         spent_s, best = self.budget.spent_s, flagged[0]
@@ -210,8 +211,8 @@ class FinalPass:
         """
         problem = self.competition.problem
         regimes = Regime.preferred(self.competition.regime)
-        entry = next(filter(None, map(self._decided, regimes)), None)
-        best = entry.best_own if entry else None
+        entries = filter(None, map(self._decided, regimes))
+        best = next(filter(None, (entry.best_own for entry in entries)), None)
         family = None if best is None else self.competition.family(best.config.family)
         if best is None or family is None:
             return None
