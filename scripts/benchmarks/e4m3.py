@@ -41,9 +41,16 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
 FAMILIES = ("gemm", "block_scaled_gemm")
 KERNELS, NEAR_ESTIMATE = 6, 1.15
 """Most kernels of a family that are timed, and their longest expected time, over the shortest."""
+BAND = 8
+"""Tiles of the other side that are walked together when a kernel is launched once more."""
 BUDGET_US = 2e5
 """All rounds of a product take about so long."""
 TORCH, CUBLASLT = "scaled_mm", "cublaslt"
+
+
+def name_with_band(config: Config) -> str:
+    """As `name_of`, with the tiles that are walked together."""
+    return f"{name_of(config)},max_swizzle_size={config.get('max_swizzle_size', 1)}"
 
 
 def problem_of(kind: str, size: tuple[int, int, int]) -> GemmProblem:
@@ -70,9 +77,14 @@ def built(problem: GemmProblem, gpu: Any) -> Iterator[tuple[Config, dict[str, st
                     break
                 kernels = family.kernels(problem, config).items()
                 artifacts = {name: compiler.cached(spec) for name, spec in kernels}
-                if None not in artifacts.values():
-                    found += 1
-                    yield config, {name: one.key for name, one in artifacts.items() if one}
+                if None in artifacts.values():
+                    continue
+                found += 1
+                built_here = {name: one.key for name, one in artifacts.items() if one}
+                yield config, built_here
+                banded = Config(family.name, {**config.params, "max_swizzle_size": BAND})
+                if not family.violations(problem, banded, gpu) and banded != config:
+                    yield banded, built_here
     finally:
         compiler.close(cancel=True)
 
@@ -144,15 +156,16 @@ class Calls:
         from tuner.families import families
         from tuner.runtime import devices
 
-        result = self.factors[2] if self.problem.has_output_scale else None
+        # PyTorch 2.11 leaves `scale_result` out: the output's factor is one of the rows'.
+        left = self.scale_a * self.factors[2] if self.problem.has_output_scale else self.scale_a
         out_dtype = getattr(torch, self.problem.dtype_d)
 
         def torch_s(i: int) -> Any:
             return torch._scaled_mm(
                 self.rows,
                 self.weights[i].t(),
-                *self.factors[:2],
-                scale_result=result,
+                left,
+                self.scale_b,
                 out_dtype=out_dtype,
                 use_fast_accum=self.problem.fast_accum,
             )
@@ -200,9 +213,9 @@ def timed(kind: str, size: tuple[int, int, int]) -> dict[str, Any]:
     made = list(calls.vendors())
     for config, artifacts in built(problem, devices.gpu_of(0)):
         try:
-            made.append((name_of(config), calls.own(config, artifacts)))
+            made.append((name_with_band(config), calls.own(config, artifacts)))
         except FAILURES as exc:
-            failed[name_of(config)] = first_line(exc)
+            failed[name_with_band(config)] = first_line(exc)
     for name, call in made:
         try:
             errors[name] = float(f"{calls.error(call):.3e}")

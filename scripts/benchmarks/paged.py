@@ -98,6 +98,8 @@ def short(config: Config) -> str:
     """A config for a table."""
     names = ("warp_groups", "tile_n", "kv_stages", "packed_heads", "box_rows", "splits")
     text = "/".join(str(config[name]) for name in names)
+    text += " whole" if config.get("whole_rows") else ""
+    text += " regs" if config["q_in_registers"] else ""
     text += " persistent" if config["persistent"] else ""
     return text + (f" {config['combine']}" if "combine" in config.params else "")
 

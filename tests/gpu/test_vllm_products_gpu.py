@@ -72,6 +72,7 @@ def engine(
         max_model_len=1024,
         max_num_seqs=8,
         gpu_memory_utilization=0.2,
+        kv_cache_memory_bytes=2 << 30,  # nothing is measured: other processes may free memory
         enforce_eager=True,
         enable_prefix_caching=False,
         generation_config="vllm",

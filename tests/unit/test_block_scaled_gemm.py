@@ -64,6 +64,10 @@ def test_no_other_own_family_serves_factors_of_blocks() -> None:
         assert "factors" in families_of("gemm")[name].supports(problem_of(1, 64, 64), DEFAULT_GPU)
 
 
+def _ahead(tile: tuple[int, int], *, swap_ab: bool = False) -> Config:
+    return config(tile, 2, swap_ab=swap_ab, unroll=4, tma_factors=True, ahead=True)
+
+
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
@@ -79,6 +83,11 @@ def test_no_other_own_family_serves_factors_of_blocks() -> None:
         (config((128, 128), 6, store_buffers=2), "232832 bytes of shared memory at 6 stages"),
         (config((128, 64), 4, split_k=8), "split_k=8 has more parts than K=512 has blocks"),
         (config((128, 64), 4, unroll=3), "unroll=3 is not known (allowed: 2, 4, 8)"),
+        (config((128, 64), 4, unroll=4, ahead=True), "ahead goes with tma_factors"),
+        (_ahead((128, 144)), "ahead is for tiles up to 128x128"),
+        (_ahead((256, 64)), "ahead is for tiles up to 128x128"),
+        (_ahead((128, 80), swap_ab=True), "ahead is for at most 64 columns of swapped operands"),
+        (config((128, 64), 4, unroll=4, uniform_branch=True), "uniform_branch is for tile_m=64"),
         (Config("block_scaled_gemm", {}), "parameter tile_m is missing"),
     ],
 )
@@ -103,6 +112,8 @@ def test_the_space_fills_shared_memory_and_wastes_no_tile(size: tuple[int, int, 
         assert stages == 24 or smem_bytes(chosen) + stage_bytes(chosen) > SMEM_PER_BLOCK_BYTES
         texts = {render(FAMILY.kernels(problem, c)[KERNEL], "x") for c in group}
         assert len(texts) == 1
+    ahead = [c for c in space if "ahead" in c.params]
+    assert ahead and all(c["tile_m"] <= 128 and c["tile_n"] <= 128 for c in ahead)
     split = {c["split_k"] for c in space}
     assert (split > {1}) == (size[0] < 4096), "K is divided where tiles do not fill the chip"
     assert any(c["swap_ab"] for c in space) == (size[0] <= 768)

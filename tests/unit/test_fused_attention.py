@@ -14,7 +14,7 @@ from tuner.compile.render import render
 from tuner.config import Config, Value
 from tuner.families.base import group_by_kernels
 from tuner.families.fused_attention import FusedAttention
-from tuner.families.fused_attention.legality import smem_bytes
+from tuner.families.fused_attention.legality import PAGED_ONLY, smem_bytes
 from tuner.families.fused_attention.registers import (
     INSTANCES,
     REGISTERS,
@@ -115,7 +115,7 @@ def test_one_launch_with_extents_strides_and_schedule(
 
 
 def test_splits_and_pdl_share_a_kernel_and_nothing_else_does() -> None:
-    """But for `box_rows`, which paged caches have."""
+    """But for those that paged caches have."""
     config = make(2, 64, packed_heads=2, splits=3)
     spec = FAMILY.kernels(GROUPED, config)["attention"]
     others: dict[str, Value] = {
@@ -138,7 +138,7 @@ def test_splits_and_pdl_share_a_kernel_and_nothing_else_does() -> None:
         "skips_masked": "blocks",
     }
     absent = {"key_groups", "stages_output", "pads_heads", "skips_masked"}
-    assert set(others) == set(config.params) | absent == set(FAMILY.domains) - {"box_rows"}
+    assert set(others) == set(config.params) | absent == set(FAMILY.domains) - set(PAGED_ONLY)
     assert (spec.variables["key_groups"], spec.variables["stages_output"]) == (1, False)
     for name, value in others.items():
         other = Config(config.family, {**config.params, name: value})
@@ -171,6 +171,28 @@ def test_boxes_are_as_wide_as_pages_and_tiles_allow() -> None:
         "box_rows is for paged caches, only"
     ]
     assert "box_rows" not in FAMILY.carried(dense, make(1, 64, box_rows=16)).params
+
+
+def test_whole_rows_are_of_heads_that_tma_does_not_fill_up() -> None:
+    def reasons(text: str, **more: Value) -> list[str]:
+        problem = AttentionProblem.parse(f"SQ=300,SKV=999,causal=1,{text}")
+        config = make(2, 128, q_in_registers=False, ping_pong=True, **more)
+        return FAMILY.violations(problem, config, DEFAULT_GPU)
+
+    whole = {"whole_rows": True, "copy_warps": 3}
+    assert reasons("D=128,page_size=48", **whole) == []
+    [reason] = reasons("D=112,page_size=48", **whole)
+    assert reason == "whole_rows is not for D=112 (allowed: 128, 192, 256)"
+    assert reasons("D=112,page_size=48", copy_warps=3) == []
+    [reason] = reasons("D=128,page_size=48,dtype=e4m3", **whole)
+    assert reason == "whole_rows and copy_warps are not for e4m3"
+    assert reasons("D=128", **whole) == [
+        "whole_rows is for paged caches, only",
+        "copy_warps is for paged caches, only",
+    ]
+    dense = AttentionProblem.parse("S=512,D=128")
+    carried = FAMILY.carried(dense, make(2, 128, **whole)).params
+    assert not set(whole) & set(carried)
 
 
 @st.composite
@@ -528,6 +550,18 @@ RENDERED = {
     "paged": (
         "B=3,H=8,HKV=2,SQ=600,SKV=1000,D=128,causal=1,page_size=48",
         make(2, 128, packed_heads=4, ping_pong=True, early_exp=50, persistent=True),
+    ),
+    "paged_whole_rows": (
+        "B=3,H=8,HKV=2,SQ=600,SKV=1000,D=128,causal=1,page_size=48",
+        make(
+            *(2, 128),
+            packed_heads=4,
+            ping_pong=True,
+            early_exp=50,
+            persistent=True,
+            whole_rows=True,
+            copy_warps=3,
+        ),
     ),
     "paged_e4m3": (
         "B=3,H=8,HKV=2,SQ=600,SKV=1000,D=128,causal=1,page_size=48,dtype=e4m3",

@@ -115,7 +115,7 @@ class TestServing:
             assert {domains[domain].made_on for domain in more} <= {H100}
 
     def test_a_gpu_that_measured_every_domain_has_its_own_portfolio(self) -> None:
-        for gpu, op in ((H100, "swiglu"), (H100, "gemm")):
+        for gpu, op in ((H100, "swiglu"), (H200, "swiglu")):
             (own,) = (one for one in shipped() if (one.gpu, one.op) == (gpu, op))
             assert own in serving(shipped(), gpu) and own.made_on is None
 

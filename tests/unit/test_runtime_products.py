@@ -520,6 +520,28 @@ def test_an_output_s_factor_goes_with_e4m3_alone(runtime: SimpleNamespace) -> No
 
 
 @pytest.mark.parametrize("factors", [(ONE, ONE), (ROWS, COLUMNS)])
+def test_pytorch_s_answer_has_the_output_s_factor(
+    on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, factors: Any
+) -> None:
+    """As far as it goes: magnitudes above 448 become 448."""
+
+    def product(a: Any, b: Any, scale_a: Any, scale_b: Any, *options: Any) -> Any:
+        bias, result, out_dtype, _ = options
+        assert bias is None and result is None, "PyTorch leaves it out"
+        wide = scale_a * (a.float() @ b.float()) * scale_b
+        return wide.clamp(-448, 448).to(out_dtype or torch.float8_e4m3fn)
+
+    monkeypatch.setattr(torch, "_scaled_mm", product)
+    monkeypatch.setattr(on_cpu.table, "lookup", lambda problem, **_: None)
+    for scale in (torch.tensor(3.0), torch.tensor([300.0])):
+        out = on_cpu.products.scaled_mm(E4M3_A, E4M3_B, *factors, scale_result=scale)
+        exact = factors[0] * (E4M3_A.float() @ E4M3_B.float()) * factors[1] * scale
+        wanted = exact.clamp(-448, 448)
+        assert out.dtype == torch.float8_e4m3fn
+        assert ((out.float() - wanted).abs() <= 2**-9 + 0.07 * wanted.abs()).all()
+
+
+@pytest.mark.parametrize("factors", [(ONE, ONE), (ROWS, COLUMNS)])
 def test_what_no_kernel_serves_is_pytorch_s_scaled_product(
     on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, factors: Any
 ) -> None:

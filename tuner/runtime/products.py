@@ -213,8 +213,9 @@ def scaled_mm(
             factors, with any strides.
         scale_b: fp32: one element, (1, N), or (K / 128, N / 128).
         bias: as in `torch._scaled_mm`; not tuned.
-        scale_result: fp32, one element, by which an output in e4m3 is multiplied. Its magnitudes
-            above 448 become 448. Without one such outputs are not tuned.
+        scale_result: fp32, one element, by which an output in e4m3 is multiplied, here as in
+            kernels. (PyTorch 2.11's own leaves it out.) Its magnitudes above 448 become 448.
+            Without one such outputs are not tuned.
         out_dtype: bf16, fp16 or e4m3; None is e4m3. That has no block-wise factors.
         use_fast_accum: sums may stay in the tensor cores' accumulators.
 
@@ -264,7 +265,16 @@ class ScaledCall(_Scaled, Call):
         return Posed(problem, shape=(*self.a.shape[:-1], *self.b.shape[-1:]), strides=strides)
 
     def by_pytorch(self) -> torch.Tensor:
-        return torch._scaled_mm(*self)
+        is_e4m3 = self.out_dtype in (None, torch.float8_e4m3fn)
+        if not is_e4m3 or self.scale_result is None or self.bias is not None:
+            return torch._scaled_mm(*self)
+        a, b, scale_a, scale_b = self[:4]
+        if scale_a.numel() == 1:  # PyTorch 2.11 does not apply `scale_result` itself
+            left = scale_a * self.scale_result.view(scale_a.shape)
+            return torch._scaled_mm(a, b, left, scale_b, None, None, *self[6:])
+        wide = torch._scaled_mm(a, b, scale_a, scale_b, None, None, torch.bfloat16, self.fast_accum)
+        limit = torch.finfo(torch.float8_e4m3fn).max
+        return (wide.float() * self.scale_result).clamp_(-limit, limit).to(torch.float8_e4m3fn)
 
 
 def interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -61,7 +61,7 @@ class Kind(StrEnum):
     ENGINE_MASK = "the engine asks for a mask that no tuned kernel has"
     CACHE_LAYOUT = "a cache that lies in an unknown way"
     QUERIES = "more queries than the settings allow"
-    SMALL_PAGES = "chunks over such pages are slower by the tuned kernel"
+    SLOW_CHUNKS = "chunks are slower by the tuned kernel"
     SLOW_TYPE = "a cache of such elements is slower by the tuned kernel"
 
 

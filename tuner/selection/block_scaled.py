@@ -13,6 +13,7 @@ from functools import cache
 from tuner.config import Config, Value
 from tuner.families import families
 from tuner.families.block_scaled_gemm import (
+    INSTRUCTION_ROWS,
     UNROLL,
     BlockScaledGemm,
     Rates,
@@ -31,69 +32,77 @@ def _kernel(
     *,
     swap_ab: bool = False,
     split_k: int = 1,
-    cluster: tuple[int, int] = (1, 1),
     store_buffers: int = 0,
     unroll: int = UNROLL,
     band: int = 8,
+    ahead: bool = False,
 ) -> Config:
     params: dict[str, Value] = {
         **{"swap_ab": swap_ab, "tile_m": tile[0], "tile_n": tile[1], "stages": 2},
-        **{"cluster_m": cluster[0], "cluster_n": cluster[1], "split_k": split_k},
+        **{"cluster_m": 1, "cluster_n": 1, "split_k": split_k},
         **{"store_buffers": store_buffers, "raster_order": "AlongM"},
         **{"max_swizzle_size": 1 if swap_ab else band, "pdl": False},
         **{"unroll": unroll, "tma_factors": True},
     }
+    if ahead:
+        params["ahead"] = True
+        if tile[0] == INSTRUCTION_ROWS:
+            params["uniform_branch"] = True
     return deepened(Config(BlockScaledGemm.name, params))
 
 
-def _swapped(rows: int, columns: int, split_k: int = 1) -> Config:
-    return _kernel((rows, columns), swap_ab=True, split_k=split_k)
+def _swapped(tile: tuple[int, int], split_k: int = 1, *, ahead: bool = False) -> Config:
+    return _kernel(tile, swap_ab=True, split_k=split_k, ahead=ahead)
 
 
 KERNELS: Mapping[Config, Rates] = {
-    _swapped(64, 8): Rates(244, 858),
-    _swapped(64, 8, 2): Rates(271, 2776),
-    _swapped(64, 16): Rates(202, 3080),
-    _swapped(64, 16, 2): Rates(255, 3325),
-    _swapped(128, 8): Rates(158, 3323),
-    _swapped(128, 8, 4): Rates(412, 4513),
-    _swapped(256, 8): Rates(316, 4423),
-    _swapped(256, 8, 4): Rates(339, 5609),
-    _swapped(128, 16): Rates(213, 2661),
-    _swapped(128, 16, 4): Rates(344, 4721),
-    _swapped(256, 16): Rates(606, 2878),
-    _swapped(256, 16, 4): Rates(130, 7670),
-    _swapped(128, 32): Rates(245, 3299),
-    _swapped(64, 64): Rates(308, 3216),
-    _swapped(128, 64): Rates(413, 2940),
-    _kernel((64, 16)): Rates(212, 2786),
-    _kernel((64, 32)): Rates(245, 2878),
-    _kernel((64, 48)): Rates(278, 2970),
-    _kernel((64, 64), store_buffers=1): Rates(235, 3908),
-    _kernel((64, 64), split_k=2): Rates(305, 4093),
-    _kernel((64, 64), split_k=4): Rates(311, 5491),
-    _kernel((64, 80), store_buffers=2): Rates(271, 4572),
-    _kernel((64, 80), split_k=2): Rates(539, 1144),
-    _kernel((64, 112), store_buffers=2): Rates(442, 2584),
-    _kernel((64, 128), store_buffers=2): Rates(417, 1872),
-    _kernel((64, 192), store_buffers=3): Rates(602, 1660),
-    _kernel((128, 64), store_buffers=1): Rates(409, 933),
-    _kernel((128, 64), split_k=2): Rates(341, 6540),
-    _kernel((128, 80), store_buffers=2): Rates(489, 1245),
-    _kernel((128, 96), store_buffers=2): Rates(508, 1920),
-    _kernel((128, 112), store_buffers=2): Rates(648, 1067),
-    _kernel((128, 128), store_buffers=2): Rates(608, 1495),
-    _kernel((128, 144), store_buffers=3): Rates(772, 1548),
-    _kernel((128, 160), store_buffers=3): Rates(746, 1592),
-    _kernel((128, 160), split_k=2): Rates(664, 9985),
-    _kernel((128, 176), store_buffers=3): Rates(950, 889),
-    _kernel((128, 192), store_buffers=3): Rates(818, 1954),
-    _kernel((256, 128), store_buffers=4, unroll=8, band=16): Rates(1096, 2057),
-    _kernel((256, 128), store_buffers=4, band=16): Rates(1096, 2057),
+    _swapped((64, 8), 2): Rates(326, 2098),
+    _swapped((64, 16), 2): Rates(336, 2404),
+    _swapped((256, 8)): Rates(361, 4023),
+    _swapped((256, 8), 4): Rates(674, 3318),
+    _swapped((256, 16)): Rates(313, 8445),
+    _kernel((64, 64), split_k=2): Rates(483, 628),
+    _kernel((128, 64), store_buffers=1): Rates(413, 1137),
+    _kernel((128, 64), split_k=2): Rates(316, 6861),
+    _kernel((128, 144), store_buffers=3): Rates(764, 2154),
+    _kernel((128, 160), store_buffers=3): Rates(761, 1578),
+    _kernel((128, 160), split_k=2): Rates(976, 14),
+    _kernel((128, 176), store_buffers=3): Rates(960, 1321),
+    _kernel((128, 192), store_buffers=3): Rates(859, 2144),
+    _kernel((256, 128), store_buffers=4, unroll=8, band=16): Rates(1162, 2057),
+    _kernel((256, 128), store_buffers=4, band=16): Rates(1150, 1820),
+    _swapped((64, 8), ahead=True): Rates(230, 797),
+    _swapped((64, 16), ahead=True): Rates(221, 1642),
+    _swapped((64, 32), ahead=True): Rates(300, 333),
+    _swapped((64, 64), ahead=True): Rates(346, 1311),
+    _swapped((64, 8), 2, ahead=True): Rates(285, 2486),
+    _swapped((64, 16), 2, ahead=True): Rates(289, 3010),
+    _swapped((64, 64), 2, ahead=True): Rates(487, 13),
+    _kernel((64, 32), ahead=True): Rates(255, 2244),
+    _kernel((64, 48), ahead=True): Rates(306, 1463),
+    _kernel((64, 64), store_buffers=1, ahead=True): Rates(323, 669),
+    _kernel((64, 80), store_buffers=2, ahead=True): Rates(361, 1380),
+    _kernel((64, 96), store_buffers=2, ahead=True): Rates(411, 1156),
+    _kernel((64, 112), store_buffers=2, ahead=True): Rates(425, 2096),
+    _kernel((64, 32), split_k=2, ahead=True): Rates(268, 5254),
+    _kernel((64, 64), split_k=2, ahead=True): Rates(427, 817),
+    _kernel((64, 80), split_k=2, ahead=True): Rates(429, 3682),
+    _kernel((64, 128), split_k=2, ahead=True): Rates(402, 4841),
+    _swapped((128, 8), ahead=True): Rates(228, 1876),
+    _swapped((128, 16), ahead=True): Rates(234, 2502),
+    _swapped((128, 16), 2, ahead=True): Rates(234, 5609),
+    _swapped((128, 8), 4, ahead=True): Rates(408, 6682),
+    _swapped((128, 16), 4, ahead=True): Rates(606, 4278),
+    _kernel((128, 64), store_buffers=1, ahead=True): Rates(397, 1521),
+    _kernel((128, 80), store_buffers=2, ahead=True): Rates(494, 1739),
+    _kernel((128, 96), store_buffers=2, ahead=True): Rates(465, 2745),
+    _kernel((128, 112), store_buffers=2, ahead=True): Rates(674, 1011),
+    _kernel((128, 128), store_buffers=2, ahead=True): Rates(608, 1525),
+    _kernel((128, 64), split_k=2, ahead=True): Rates(483, 7069),
+    _kernel((128, 128), split_k=2, ahead=True): Rates(662, 4659),
 }
-"""Kernels and their rates, by `scripts/bench rates` of evidence/scaled-h200.json.gz and
-scaled-space-h200.json.gz in scripts/benchmarks. 16 have proofs that ship; `tuner prove --op gemm`
-adds the others.
+"""Kernels and their rates, by `scripts/bench rates` of scaled-ahead-h200.json.gz and, for many
+rows, scaled-space-h200.json.gz in scripts/benchmarks/evidence. All are proven on an H200.
 """
 
 

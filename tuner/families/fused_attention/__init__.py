@@ -28,7 +28,7 @@ from tuner.families.fused_attention.arguments import (
     mask_strides,
 )
 from tuner.families.fused_attention.grid import MIN_SPLIT_KEYS
-from tuner.families.fused_attention.legality import MAX_CLUSTERED
+from tuner.families.fused_attention.legality import MAX_CLUSTERED, PAGED_ONLY
 from tuner.families.fused_attention.packing import MAX_PACKED, may_pad, tile_m
 from tuner.families.fused_attention.registers import instance, narrowed, registers, spills
 from tuner.hardware import HOPPER, Gpu
@@ -83,11 +83,13 @@ class FusedAttention(Family):
         "pdl": (False, True),
         "combine": ("cluster", "kernel"),
         "box_rows": BOXES,
+        "whole_rows": (True,),
+        "copy_warps": (3,),
     }
     optional = frozenset(
         {
             *("key_groups", "packed_heads", "ping_pong", "early_exp", "stages_output", "combine"),
-            *("pads_heads", "box_rows", "skips_masked"),
+            *("pads_heads", "box_rows", "whole_rows", "copy_warps", "skips_masked"),
         }
     )
     draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {
@@ -134,7 +136,8 @@ class FusedAttention(Family):
         if attention.is_packed:
             params.pop("stages_output", None)
         if not attention.is_paged:
-            params.pop("box_rows", None)
+            for name in PAGED_ONLY:
+                params.pop(name, None)
         packed, pads = int(params.pop("packed_heads", 1)), params.pop("pads_heads", False)
         if pads and 1 < group <= packed and may_pad(attention):
             params["pads_heads"] = True
@@ -156,7 +159,8 @@ class FusedAttention(Family):
         time. Boxes are as wide as possible.
         """
         params = dict(super().draw(problem, gpu, members, rng).params)
-        params.pop("box_rows", None)
+        for name in PAGED_ONLY:
+            params.pop(name, None)
         for name in ("key_groups", "pads_heads", "stages_output", "skips_masked"):
             if rng.random() < 0.5:
                 params.pop(name, None)

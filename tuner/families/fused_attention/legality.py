@@ -18,6 +18,10 @@ from tuner.problem.attention_masks import BLOCK_SIZE, PAGE_MULTIPLE
 
 #: Rows of K and V that a tile under a block-sparse mask may have: its bits lie in one word.
 SPARSE_TILES = (32, 64, 128)
+#: Parameters of paged caches.
+PAGED_ONLY = ("box_rows", "whole_rows", "copy_warps")
+#: Head dimensions of which one copy brings whole rows: TMA would fill up others.
+WHOLE_ROWS = (128, 192, 256)
 #: Query heads in a tile whose output may go through shared memory: those of a warp's rows.
 MAX_STAGED = 16
 #: Blocks of a cluster at most (CUDA's limit where non-portable sizes are allowed).
@@ -126,10 +130,15 @@ def _sharing(problem: AttentionProblem, config: Config) -> list[str]:
 
 
 def _paging(problem: AttentionProblem, config: Config) -> list[str]:
-    """Violations of a config for a paged cache; otherwise of `box_rows`."""
+    """Violations of a config for a paged cache; otherwise of `PAGED_ONLY`."""
     found, rows = [], config.get("box_rows", PAGE_MULTIPLE)
     if not problem.is_paged:
-        return ["box_rows is for paged caches, only"] * ("box_rows" in config.params)
+        return [f"{name} is for paged caches, only" for name in PAGED_ONLY if name in config.params]
+    if "whole_rows" in config.params and problem.head_dim not in WHOLE_ROWS:
+        allowed = ", ".join(map(str, WHOLE_ROWS))
+        found.append(f"whole_rows is not for D={problem.head_dim} (allowed: {allowed})")
+    if problem.dtype == E4M3 and ("whole_rows" in config.params or "copy_warps" in config.params):
+        found.append("whole_rows and copy_warps are not for e4m3")
     if "key_groups" in config.params:
         found.append("key_groups is not for paged caches")
     if problem.page_size % rows or config["tile_n"] % rows:

@@ -27,9 +27,11 @@ _KEYS, _ASSUMED_KEYS = 256, 2048
 SHORT_AT_PROMPTS = 1.72
 #: Rows of a page that a copy brings: 16 are in every page.
 _ANY_PAGE, _WIDE = 16, 64
-#: Head dimensions whose chunks have a kernel of wide copies: narrow ones bind it, and it takes 20 %
-#: less at D = 128 (`evidence/paged-h100.json.gz`).
-_WIDE_CHUNKS = (64, 128)
+#: Head dimensions whose chunks have a kernel of wide copies: narrow ones bind it.
+_WIDE_CHUNKS = (64,)
+#: Head dimensions whose copies bring whole rows: chunks take 20 % less, decoding 1 to 3 %
+#: (`evidence/paged-schedules-h200.json.gz`).
+_WHOLE = (128,)
 
 
 def kernels(
@@ -59,14 +61,16 @@ def kernels(
         return _short(head_dim, 8, _ANY_PAGE), *chunk, any_heads
     if not is_plain:
         return (any_heads,)
+    four, eight = (_short(head_dim, heads, _ANY_PAGE) for heads in (4, 8))
+    chunks: tuple[Config, ...] = _chunk(head_dim, 4), _chunk(head_dim, 1)
+    if head_dim in _WHOLE and not is_e4m3:
+        four, chunks = _whole(four), tuple(_whole(one, copy_warps=3, tile_n=160) for one in chunks)
     if phase == "one":
-        four, eight = (_short(head_dim, heads, _ANY_PAGE) for heads in (4, 8))
         wide = () if is_e4m3 else (_short(head_dim, 4, _WIDE),)
         return *wide, four, eight, any_heads
-    chunks: tuple[Config, ...] = _chunk(head_dim, 4), _chunk(head_dim, 1)
     if head_dim in _WIDE_CHUNKS and not is_e4m3:
         chunks = _chunk(head_dim, 4, _WIDE), *chunks
-    return _short(head_dim, 4, _ANY_PAGE), *chunks
+    return four, *chunks
 
 
 def _short(head_dim: int, packed: int, box_rows: int) -> Config:
@@ -105,6 +109,11 @@ def _chunk(head_dim: int, packed: int, box_rows: int = _ANY_PAGE) -> Config:
         "box_rows": box_rows,
     }
     return _packed(params, packed)
+
+
+def _whole(one: Config, **params: Value) -> Config:
+    """As a kernel, by half as many copies, each of whole rows."""
+    return Config(_NAME, {**one.params, "whole_rows": True, **params})
 
 
 def _tall(head_dim: int, packed: int) -> Config:

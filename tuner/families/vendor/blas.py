@@ -245,7 +245,7 @@ def epilogue(problem: GemmProblem) -> Callable[..., Any]:
 
 def scaled_mm(problem: GemmProblem) -> Callable[..., Any]:
     """call(a, b, scale_a, scale_b[, scale_d]) -> d: torch's product of e4m3 matrices and their
-    factors.
+    factors. PyTorch 2.11 does not apply `scale_result`: an output's factor is one of A's.
     """
     import torch
 
@@ -257,9 +257,8 @@ def scaled_mm(problem: GemmProblem) -> Callable[..., Any]:
         return torch._scaled_mm(
             a[0],
             b[0],
-            scale_a.view(-1, 1),
+            (scale_a if scale_d is None else scale_a * scale_d).view(-1, 1),
             scale_b.view(1, -1),
-            scale_result=scale_d,
             out_dtype=out_dtype,
             use_fast_accum=problem.fast_accum,
         ).unsqueeze(0)

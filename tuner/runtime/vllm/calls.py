@@ -16,7 +16,6 @@ import torch
 from tuner import settings
 from tuner.config import Config
 from tuner.errors import ConfigError
-from tuner.problem.attention_masks import PAGE_MULTIPLE
 from tuner.runtime import counters, guards
 from tuner.runtime.composed import Extras
 from tuner.runtime.paged import checked, paged_call, prepare
@@ -28,7 +27,7 @@ from tuner.runtime.table import table
 OTHERS = "vLLM's own FlashAttention"
 """Name of the kernel that answers refused calls."""
 _NARROW = 64
-"""Head dimensions up to this: vLLM's engine answered prompts as fast over small pages."""
+"""Head dimensions up to this: vLLM's engine answered prompts as fast."""
 _ROUNDED = 16
 """Values between two powers of two that longest lengths are rounded up to, at most; this limits the
 number of sized plans."""
@@ -207,18 +206,17 @@ def _decided(
         if cache.dtype == torch.float8_e4m3fn:
             return Refusal(Kind.SLOW_TYPE, str(cache.dtype))
         if is_slow(found.config, form.width):
-            return Refusal(Kind.SMALL_PAGES, f"pages of {size} slots, D={form.width}")
+            return Refusal(Kind.SLOW_CHUNKS, f"D={form.width}")
     return found
 
 
 def is_slow(config: Config, width: int) -> bool:
-    """True for kernels of chunks that copy 16 rows of a page at once, above D = 64.
+    """True for kernels of chunks, above D = 64.
 
-    They have 0.75 to 0.95 of FlashAttention-3's speed at D = 128, alone and beside decoding; with
-    copies of 64 rows 0.96 to 1.05 (`scripts/benchmarks/README.md`).
+    At D = 128 they have 0.96 to 1.03 of FlashAttention-3's speed against keys before, and 0.90 to
+    0.98 at prompts without (`scripts/benchmarks/README.md`).
     """
-    is_chunk = int(config["warp_groups"]) > 1
-    return width > _NARROW and is_chunk and config.get("box_rows") == PAGE_MULTIPLE
+    return width > _NARROW and int(config["warp_groups"]) > 1
 
 
 def _prepared(
