@@ -263,6 +263,10 @@ def built(problems: Sequence[AttentionBackwardProblem]) -> dict[KernelSpec, Load
     return kernels
 
 
+STARTS_US = [n / 2 for n in range(41)]
+"""Fixed times that a fit chooses from."""
+
+
 class Fit(NamedTuple):
     """Costs of a kernel, fitted to its times."""
 
@@ -277,7 +281,7 @@ class Fit(NamedTuple):
 
 def fit(
     times: Mapping[tuple[int, bool], Sequence[tuple[float, float, float]]],
-    starts: Sequence[float] = tuple(n / 2 for n in range(41)),
+    starts: Sequence[float] = STARTS_US,
 ) -> Fit:
     """Least squares of relative errors, over a grid of fixed times and rates of bytes.
 

@@ -88,6 +88,23 @@ def test_few_long_blocks_of_grouped_heads_take_their_longest() -> None:
     assert own < cudnn
 
 
+def test_sections_of_heads() -> None:
+    """As many as fill the GPU twice; in order under a causal mask once, fewer of grouped heads."""
+    for text, section in (
+        ("B=4,H=16,S=4096,D=128,causal=1", 16),
+        ("B=4,H=16,S=4096,D=128,causal=1,deterministic=1", 4),
+        ("B=2,H=32,HKV=8,S=4096,D=128,causal=1,deterministic=1", 1),
+        ("B=2,H=16,S=8192,D=128,causal=1,deterministic=1", 2),
+        ("B=4,H=8,S=4096,D=256,causal=1,deterministic=1", 2),
+        ("B=1,H=16,S=100000,D=64,causal=1,deterministic=1", 1),
+        ("B=4,H=16,S=4096,D=128,deterministic=1", 16),
+    ):
+        problem = parse(f"{text},dtype=bf16")
+        kind = backward.kind_of(problem)
+        assert kind is not None
+        assert backward.placed(backward.KERNELS[kind], problem, H100)["section_heads"] == section
+
+
 def test_what_the_rule_does_not_serve() -> None:
     assert backward.serves(parse("S=1024,D=64"), H100)
     assert backward.serves(parse("S=1024,D=120,causal=1"), H100)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tuner.compile.render import render
 from tuner.config import Config, Value
 from tuner.families.base import group_by_kernels
-from tuner.families.fused_attention import FusedAttention
+from tuner.families.fused_attention import FusedAttention, paged
 from tuner.families.fused_attention.legality import PAGED_ONLY, smem_bytes
 from tuner.families.fused_attention.registers import (
     INSTANCES,
@@ -443,6 +443,21 @@ def test_a_mask_operand_is_launched_with_its_strides_last() -> None:
     plain = FAMILY.kernels(AttentionProblem.parse(shape), config)["attention"]
     assert "mask_operand" not in plain.variables
     assert FAMILY.supports(AttentionProblem.parse(f"{shape},alibi=1"), DEFAULT_GPU)
+
+
+def test_whole_rows_need_far_strides_that_a_coordinate_counts() -> None:
+    shape = "B=2,H=8,HKV=2,SQ=1,SKV=64,D=128,dtype=bf16,page_size=16,layout=bshd"
+    problem = AttentionProblem.parse(shape)
+    kernels = paged.kernels(128, "one", is_plain=True)
+    whole, plain = (
+        FAMILY.called(problem, next(k for k in kernels if k.get("whole_rows", False) is way), 1)
+        for way in (True, False)
+    )
+    near = {"key": (4136, 136, 272, 1)}
+    given = FAMILY.strided_launches(problem, whole, 0.5, near)
+    assert given == "key: strides of pages and heads are not multiples of 64"
+    for config, strides in ((plain, near), (whole, {"key": (8192, 128, 512, 1)}), (whole, {})):
+        assert not isinstance(FAMILY.strided_launches(problem, config, 0.5, strides), str)
 
 
 def test_a_mask_operand_leaves_registers_for_narrower_tiles() -> None:

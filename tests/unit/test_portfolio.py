@@ -379,7 +379,7 @@ class TestPaged:
         return found.config
 
     @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-    @pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256])
+    @pytest.mark.parametrize("head_dim", [64, 80, 112, 128, 192, 256])
     @pytest.mark.parametrize("page_size", [16, 32, 48, 64, 80, 256])
     def test_every_page_head_dimension_and_type_is_served(
         self, page_size: int, head_dim: int, dtype: str
@@ -389,6 +389,17 @@ class TestPaged:
             for sizes in ("SQ=1", "SQ=5,causal=1", "SQ=700,causal=1"):
                 for batch in (1, 9, 256):
                     self.config(f"B={batch},{sizes},SKV=3000,{heads},{tail}")
+
+    @pytest.mark.parametrize("first", [112, 128])
+    def test_whole_rows_serve_the_head_dimension_that_has_them(self, first: int) -> None:
+        """Whatever was asked before: D = 112 and 128 share a domain."""
+        shipped = next(one for one in portfolio.shipped.__wrapped__() if one.op == "attention")
+        for head_dim in (first, 240 - first):
+            for sizes in ("SQ=1", "SQ=5,causal=1", "SQ=700,causal=1"):
+                text = f"{sizes},SKV=3000,H=32,HKV=8,D={head_dim},page_size=16"
+                found = shipped.select(AttentionProblem.parse(text))
+                assert found is not None
+                assert found.config.get("whole_rows", False) == (head_dim == 128), text
 
     def test_splits_fill_the_chip_and_no_more(self) -> None:
         for batch, keys in ((1, 1024), (1, 16384), (4, 4096)):
@@ -445,8 +456,8 @@ class TestPaged:
         assert plain == {
             **dict.fromkeys((64, 96, 128, 192, 256), 14),
             64: 22,
-            128: 20,
-        }  # e4m3, wide copies
+            128: 28,
+        }  # e4m3, wide copies, whole rows
         assert others == {64: 20, 128: 4, 256: 4}
 
     def test_lengths_that_differ_have_the_kernels_of_those_that_are_alike(self) -> None:

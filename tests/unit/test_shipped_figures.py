@@ -322,59 +322,74 @@ def test_the_page_prints_the_host_s_time_of_the_evidence() -> None:
 
 
 def test_the_page_prints_paged_caches_of_the_evidence() -> None:
-    with gzip.open(EVIDENCE / "paged-h100.json.gz", "rt") as text:
-        found = json.load(text)
-    cases, unserved = found["cases"], found["unserved"]
+    with gzip.open(EVIDENCE / "paged-h200.json.gz", "rt") as text:
+        cases = json.load(text)["cases"]
     assert {case["answered"]["tuner"] for case in cases} == {"own"}
     assert not any(case["failed"] for case in cases)
-    page = RESULTS.read_text()
-    assert [line for line in paged.table(cases) if line not in page.splitlines()] == []
-    of_e4m3 = {case["case"]: case["us"]["flash3"] / case["us"]["best"] for case in unserved}
-    decoding = geometric_mean(ratio for case, ratio in of_e4m3.items() if "SQ=1," in case)
-    [chunk] = [ratio for case, ratio in of_e4m3.items() if "SQ=2048" in case]
-    assert f"have {decoding:.3f} of FlashAttention-3's speed at decoding, and {chunk:.3f}" in page
+    page = RESULTS.read_text().splitlines()
+    assert [line for line in paged.table(cases) if line not in page] == []
+    missing = []
+    for case in cases:
+        if case["group"] != "decode":
+            continue
+        us, size = case["us"], case["case"].rpartition("=")[2]
+        batch, keys = re.findall(r"(?:B|SKV)=(\d+)", case["case"])
+        times = (f"{us[name]:.1f}" for name in ("dense", "in order", "read"))
+        cells = [f"{batch} x {keys}", size, f"{us['tuner']:.1f}", f"{us['flash3']:.1f}"]
+        cells += [f"{us['flash3'] / us['tuner']:.3f}", *times]
+        line = f"| {' | '.join(cells)} | {case['bytes'] / us['tuner'] / 1e6:.2f} |"
+        missing += [] if line in page else [line]
+    assert missing == []
 
 
 def test_the_page_prints_chunks_over_small_pages_of_the_evidence() -> None:
-    with gzip.open(EVIDENCE / "paged-chunks-h200.json.gz", "rt") as text:
-        first, _, last = (run["cases"] for run in json.load(text)["runs"])
+    with gzip.open(EVIDENCE / "paged-schedules-h200.json.gz", "rt") as text:
+        first, second = (run["cases"] for run in json.load(text)["runs"])
     page = RESULTS.read_text()
-    boxes, one, gathered = "2 groups, 128 keys", "one lane issues", "gathered"
-    columns = "flash3", boxes, f"2 groups, 160 keys, {gathered}", f"{boxes}, {gathered}"
-    columns = *columns, "3 groups, 80 keys", "1 group, 64 keys"
-    known = {case["case"]: case["us"] for case in last}
+    kernels = "2/160/2/4/16/1 whole persistent", "2/128/2/4/16/1 whole persistent"
+    kernels = *kernels, "2/128/2/4/16/1 persistent", "1/64/3/4/16/1 whole", "1/64/3/4/16/1"
     missing = []
-    for name, us in known.items():
-        if name.startswith(("chunk", "mixed")) and "page=16" in name:
-            label = re.sub(r"B=\d+,|,32/8,D=128,page=16", "", name).replace(",SKV", ", SKV")
-            cells = (f"{us[column]:.0f}" if column in us else "" for column in columns)
-            line = f"| {label} | {' | '.join(cells)} |"
-            missing += [] if line in page else [line]
+    for case in first:
+        if case["group"] in ("chunk", "mixed") and "page=16" in case["case"]:
+            label = re.sub(r"B=\d+,|,32/8,D=128,page=16", "", case["case"]).replace(",SKV", ", SKV")
+            row = " | ".join(f"{case['schedules'][kernel]:.0f}" for kernel in kernels)
+            found = [line for line in page.splitlines() if line.startswith(f"| {label}")]
+            missing += [] if any(line.endswith(f" | {row} |") for line in found) else [row]
     assert missing == []
-    wide = [
-        us["flash3"] / us[f"{boxes}, boxes of 64 rows"]
-        for us in known.values()
-        if f"{boxes}, boxes of 64 rows" in us
-    ]
-    assert f"have {wide[0]:.3f} and {wide[1]:.3f} of FlashAttention-3's speed at chunks" in page
-    longer = [
-        100 * (case["us"][f"{boxes}, {one}"] / case["us"][boxes] - 1)
-        for case in first
-        if case["case"].startswith("chunk") and "page=16" in case["case"]
-    ]
-    assert f"takes {min(longer):.0f} to {max(longer):.0f} % longer" in page
-    short = [
-        us["flash3"] / us["1 group, 64 keys"]
-        for name, us in known.items()
-        if "SQ=512" in name and "mixed" in name
-    ]
-    assert f"one group of 64 keys: {short[0]:.3f} and {short[1]:.3f}" in page
-    [sinks] = [us for name, us in known.items() if name.startswith("sinks")]
-    two, three = (sinks[f"{count} groups, 128 keys"] for count in (2, 3))
-    said = (
-        f"{two:.0f} us by two groups, {three:.0f} by three, FlashAttention-3 {sinks['flash3']:.0f}"
-    )
-    assert said in page
+    two, three = "1/64/2/4/16/1 whole", "1/64/3/4/16/1 whole"
+    ratios: dict[int, list[float]] = {16: [], 128: []}
+    for case in second:
+        if match := re.match(r"decode B=(16|128),.*page=16$", case["case"]):
+            times = case["schedules"]
+            if two in times:
+                ratios[int(match[1])].append(100 * (times[two] / times[three] - 1))
+    less, more = sorted(-ratio for ratio in ratios[128]), sorted(ratios[16])
+    assert f"take {less[0]:.1f} to {less[-1]:.1f} % less than three at 128 sequences" in page
+    assert f"and {more[0]:.1f} to {more[-1]:.1f} % more at 16" in page
+    with gzip.open(EVIDENCE / "paged-chunks-h200.json.gz", "rt") as text:
+        last = json.load(text)["runs"][-1]["cases"]
+    [sinks] = [case["us"] for case in last if case["case"].startswith("sinks")]
+    of_two, of_three = (sinks[f"{count} groups, 128 keys"] for count in (2, 3))
+    said = f"{of_two:.0f} us by two groups, {of_three:.0f} by three"
+    assert f"{said}, FlashAttention-3 {sinks['flash3']:.0f}" in page
+
+
+def test_the_page_prints_counters_of_paged_kernels() -> None:
+    with gzip.open(EVIDENCE / "paged-counters-h200.json.gz", "rt") as text:
+        calls = json.load(text)["calls"]
+    page = RESULTS.read_text()
+    shown = (("decode B=64,", "1/64/3/4/16/1"), ("decode B=64,", "1/64/3/4/16/1 whole"))
+    shown = *shown, ("decode B=64,", "dense"), ("decode B=64,", "flash3")
+    shown = *shown, ("chunk", "2/128/2/4/16/1 persistent"), ("chunk", "flash3")
+    shown = *shown, ("chunk", "2/160/2/4/16/1 whole persistent")
+    for case, call in shown:
+        found = [one for one in calls if one["case"].startswith(case) and one["call"] == call]
+        counted = next(one["counters"] for one in found if one["case"].endswith("page=16"))
+        busy = counted["sm__cycles_active.avg"] / counted["sm__cycles_elapsed.max"]
+        dram = counted["dram__throughput.avg.pct_of_peak_sustained_elapsed"]
+        pipe = counted["sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active"]
+        us, gb = counted["gpu__time_duration.sum"] / 1e3, counted["lts__t_bytes.sum"] / 1e9
+        assert f"| {us:.1f} | {dram:.1f} | {gb:.2f} | {pipe:.1f} | {100 * busy:.1f} |" in page
 
 
 def test_the_sanitizer_saw_no_fault_of_paged_kernels() -> None:

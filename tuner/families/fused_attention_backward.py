@@ -224,9 +224,9 @@ class FusedAttentionBackward(Family):
         sharing = sharing_groups(problem.head_dim)
         rings = (2, 3) if sharing == 1 else (2, 1)
         held = (0, 50, 100) if sharing == 1 else (0,)
-        orders = (False, True), (0, 50, 100), held
+        orders: tuple[Sequence[Value], ...] = ((False, True), (0, 50, 100), held)
         if sharing > 1:
-            orders = (False,), (0,), held
+            orders = ((False,), (0,), held)
         every = product(*orders)
         levers = product((1, 2), (64, 96, 128), rings, (2, 1), (False, True), ways, every)
         for (groups, tile_m, stages, ds_stages, swaps, way, order), rotates, stays in product(

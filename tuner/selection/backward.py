@@ -138,8 +138,9 @@ class BackwardCost(NamedTuple):
 #: Costs by kernel, and of its deterministic mode, as `scripts/bench backward --fit` finds them from
 #: 27 problems on one H200 (driver 580.159.04, CUDA 13.0, torch 2.11, cuDNN 9.19, bf16, 27 November
 #: 2026, ``scripts/benchmarks/evidence/backward-h200.json.gz``). Fixed times of PyTorch's kernels
-#: are those of smaller problems on an H100. FlashAttention-3 has no deterministic gradients of 256
-#: columns.
+#: are those of smaller problems on an H100. Own deterministic kernels of 64, 128 and 256 columns
+#: under causal masks have the rates of `placed`'s sections. FlashAttention-3 has no deterministic
+#: gradients of 256 columns.
 COSTS: Mapping[tuple[str, bool], BackwardCost] = {
     ("own", False): BackwardCost(
         7.0, 3500, _rates(576, 567, 499, 502, 638, 655, 437, 470, 478, 468)
@@ -154,7 +155,7 @@ COSTS: Mapping[tuple[str, bool], BackwardCost] = {
         8.9, 1750, _rates(309, 270, 339, 273, 335, 320, 285, 330, 274, 281)
     ),
     ("own", True): BackwardCost(
-        7.0, 3750, _rates(554, 508, 494, 447, 624, 501, 275, 299, 215, 211)
+        7.0, 3750, _rates(554, 513, 494, 447, 624, 593, 275, 299, 215, 254)
     ),
     ("flash3", True): BackwardCost(
         13.0, 3500, _rates(407, 558, 398, 489, 530, 550, 430, 532, 430, 532)
@@ -227,10 +228,18 @@ def block_keys(problem: AttentionBackwardProblem) -> int:
 def placed(config: Config, problem: AttentionBackwardProblem, gpu: Gpu) -> Config:
     """An own kernel's config with as many heads side by side as fill the GPU twice.
 
-    Fewer leave the short blocks of a causal mask to the end. More do not share the L2.
+    Fewer leave the short blocks of a causal mask to the end. More do not share the L2. In order the
+    short blocks of a causal mask come first. As many heads as the GPU runs at once then leave the
+    fewest long blocks to the end; grouped heads count by their number.
     """
-    heads = -(-2 * gpu.sm_count * block_keys(problem) // problem.seqlen_kv)
-    section = min(MAX_HEADS, max(int(config["section_heads"]), 1 << (heads - 1).bit_length()))
+    if problem.is_deterministic and problem.is_causal:
+        group = problem.heads_q // problem.heads_kv
+        heads = gpu.sm_count * block_keys(problem) // (problem.seqlen_kv * group)
+        section = min(MAX_HEADS, 1 << (max(1, heads).bit_length() - 1))
+    else:
+        heads = -(-2 * gpu.sm_count * block_keys(problem) // problem.seqlen_kv)
+        section = max(int(config["section_heads"]), 1 << (heads - 1).bit_length())
+        section = min(MAX_HEADS, section)
     return Config(config.family, {**config.params, "section_heads": section})
 
 

@@ -28,7 +28,12 @@ from tuner.families.fused_attention.arguments import (
     mask_strides,
 )
 from tuner.families.fused_attention.grid import MIN_SPLIT_KEYS
-from tuner.families.fused_attention.legality import MAX_CLUSTERED, PAGED_ONLY
+from tuner.families.fused_attention.legality import (
+    MAX_CLUSTERED,
+    MIN_ROW_STEP,
+    PAGED_ONLY,
+    WHOLE_ROWS,
+)
 from tuner.families.fused_attention.packing import MAX_PACKED, may_pad, tile_m
 from tuner.families.fused_attention.registers import instance, narrowed, registers, spills
 from tuner.hardware import HOPPER, Gpu
@@ -219,6 +224,11 @@ class FusedAttention(Family):
         for matrix in attention.matrices:
             if reason := tma_conflict(matrix, strides.get(matrix.name, matrix.strides)):
                 return reason
+        if "whole_rows" in config.params:
+            for matrix in attention.matrices[1:3]:
+                page, head, *_ = strides.get(matrix.name, matrix.strides)
+                if math.gcd(page, head) % MIN_ROW_STEP:
+                    return f"{matrix.name}: strides of pages and heads are not multiples of 64"
         return self._launches(attention, config, scale, strides)
 
     def _launches(
@@ -321,7 +331,9 @@ class FusedAttention(Family):
         facts = attention.dtype, attention.heads_q // attention.heads_kv
         if attention.block_mask:
             return (*facts, "h" in attention.block_mask)
-        return (*facts, attention.page_size) if attention.is_paged else facts
+        if attention.is_paged:
+            return (*facts, attention.page_size, attention.head_dim in WHOLE_ROWS)
+        return facts
 
 
 def _box_rows(page_size: int, tile_n: int) -> int:

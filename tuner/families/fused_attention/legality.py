@@ -22,6 +22,9 @@ SPARSE_TILES = (32, 64, 128)
 PAGED_ONLY = ("box_rows", "whole_rows", "copy_warps")
 #: Head dimensions of which one copy brings whole rows: TMA would fill up others.
 WHOLE_ROWS = (128, 192, 256)
+#: Elements that strides of pages and heads are multiples of, where copies bring whole rows: a
+#: coordinate counts such steps, and 2^31 of them are 256 GiB.
+MIN_ROW_STEP = 64
 #: Query heads in a tile whose output may go through shared memory: those of a warp's rows.
 MAX_STAGED = 16
 #: Blocks of a cluster at most (CUDA's limit where non-portable sizes are allowed).

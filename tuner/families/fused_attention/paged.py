@@ -61,16 +61,17 @@ def kernels(
         return _short(head_dim, 8, _ANY_PAGE), *chunk, any_heads
     if not is_plain:
         return (any_heads,)
-    four, eight = (_short(head_dim, heads, _ANY_PAGE) for heads in (4, 8))
+    four: tuple[Config, ...] = (_short(head_dim, 4, _ANY_PAGE),)
     chunks: tuple[Config, ...] = _chunk(head_dim, 4), _chunk(head_dim, 1)
-    if head_dim in _WHOLE and not is_e4m3:
-        four, chunks = _whole(four), tuple(_whole(one, copy_warps=3, tile_n=160) for one in chunks)
+    if head_dim in _WHOLE and not is_e4m3:  # those behind serve a D that an instance fills up
+        four = _whole(four[0]), *four
+        chunks = *(_whole(one, copy_warps=3, tile_n=160) for one in chunks), *chunks
     if phase == "one":
         wide = () if is_e4m3 else (_short(head_dim, 4, _WIDE),)
-        return *wide, four, eight, any_heads
+        return *wide, *four, _short(head_dim, 8, _ANY_PAGE), any_heads
     if head_dim in _WIDE_CHUNKS and not is_e4m3:
         chunks = _chunk(head_dim, 4, _WIDE), *chunks
-    return four, *chunks
+    return *four, *chunks
 
 
 def _short(head_dim: int, packed: int, box_rows: int) -> Config:
