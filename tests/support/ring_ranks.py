@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -247,7 +248,9 @@ def rank_main(rank: int, port: int, folder: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     children = []
     for rank in range(WORLD):
         if child := os.fork():
@@ -255,11 +258,14 @@ def main(folder: Path) -> None:
             continue
         code = 1
         try:
-            rank_main(rank, store.port, folder)
+            rank_main(rank, port, folder)
             code = 0
         except BaseException:
             traceback.print_exc()
         os._exit(code)
+    # Behind the forks: a child of a process with its thread may find a lock held for ever.
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    assert store.port == port
     print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]))
 
 
