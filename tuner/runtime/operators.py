@@ -8,6 +8,8 @@ do not use them.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from tuner.runtime.attention_plan import AttentionCall, find_plan, without_lse
 from tuner.runtime.bias import as_operand
 from tuner.runtime.composed import NONE
 from tuner.runtime.gradients import gradients
+from tuner.runtime.plan import Plan
 from tuner.runtime.refusal import Refusal
 from tuner.runtime.serving import find
 from tuner.runtime.table import table
@@ -32,8 +35,6 @@ _SCHEMAS = {
     " -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
 }
 _library = Library("tuner", "FRAGMENT")
-for _name, _schema in _SCHEMAS.items():
-    _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -141,6 +142,26 @@ def _attention_with_lse(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     guards.check_heads(query, key, value)
     plan = find_plan(query, key, value, is_causal, scale)
+    compose = partial(autograd.forward_with_lse, query, key, value, is_causal, scale)
+    return run_with_lse(plan, query, key, value, compose)
+
+
+def run_with_lse(
+    plan: Plan | Refusal,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    compose: Callable[[], tuple[torch.Tensor, torch.Tensor]],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output, laid out as the query, and log-sum-exp, (B, H, SQ), by a plan's kernel.
+
+    Args:
+        plan: plan, or why there is none.
+        query: (B, H, SQ, D).
+        key: (B, HKV, SKV, D).
+        value: as the key.
+        compose: both by PyTorch, for what the plan refuses; the reason is counted.
+    """
     found: tuple[torch.Tensor, torch.Tensor] | Refusal
     if isinstance(plan, Refusal):
         found = plan
@@ -148,7 +169,7 @@ def _attention_with_lse(
         found = table.run_with_lse(plan, query, key, value) if plan.has_lse else without_lse(plan)
     if isinstance(found, Refusal):
         counters.count_fallback(found.reason)
-        found = autograd.forward_with_lse(query, key, value, is_causal, scale)
+        found = compose()
     out, lse = found
     return guards.laid_out_as(query, out), lse.contiguous()
 
@@ -169,49 +190,38 @@ def _attention_backward(
     return tuple(guards.laid_out_as(t, g) for t, g in zip((query, key, value), grads, strict=True))
 
 
-def _fake_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    is_causal: bool = False,
-    scale: float | None = None,
-    attn_mask: torch.Tensor | None = None,
-) -> torch.Tensor:
+def _fake_attention(query: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty_like(query)
 
 
-def _fake_attention_with_lse(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    is_causal: bool = False,
-    scale: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake_attention_with_lse(query: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     wide = torch.promote_types(query.dtype, torch.float32)
     return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=wide)
 
 
-def _fake_attention_backward(
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    is_causal: bool = False,
-    scale: float | None = None,
-) -> Tensors:
-    return tuple(torch.empty_like(t) for t in (query, key, value))
+def _fake_attention_backward(grad_out: torch.Tensor, *arguments: Any) -> Tensors:
+    return tuple(torch.empty_like(t) for t in arguments[:3])
 
 
-for _name, _real, _fake in (
-    ("attention", _attention, _fake_attention),
-    ("attention_with_lse", _attention_with_lse, _fake_attention_with_lse),
-    ("attention_backward", _attention_backward, _fake_attention_backward),
-):
-    _library.impl(_name, _real, "CompositeExplicitAutograd")
-    # As `register_fake`, which looks for its caller's source through all modules of the program.
-    _library.impl(_name, _fake, "Meta")
+def define(
+    library: Library, schemas: Mapping[str, str], *real: Callable[..., torch.Tensor | Tensors]
+) -> None:
+    """Define attention, attention with its log-sum-exp, and its gradients, in this order.
+
+    Args:
+        library: fragment of the library ``tuner``.
+        schemas: arguments and results by the operators' names.
+        real: implementations for every device, in the order of the schemas.
+    """
+    fakes = _fake_attention, _fake_attention_with_lse, _fake_attention_backward
+    for (name, schema), function, fake in zip(schemas.items(), real, fakes, strict=True):
+        library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        library.impl(name, function, "CompositeExplicitAutograd")
+        # As `register_fake`, which looks for its caller's source through all the program's modules.
+        library.impl(name, fake, "Meta")
+
+
+define(_library, _SCHEMAS, _attention, _attention_with_lse, _attention_backward)
 
 
 def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

@@ -6,6 +6,7 @@ They are separate from `tuner::attention`, whose fallback is one operator of PyT
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,10 +15,10 @@ from torch.library import Library, register_autograd
 from tuner.errors import ConfigError
 from tuner.families.fused_attention_backward import INSTANCES, instance
 from tuner.runtime import counters, guards, serving
-from tuner.runtime.attention_plan import AttentionCall, without_lse
+from tuner.runtime.attention_plan import AttentionCall
 from tuner.runtime.composed import Extras, compose_with_lse, differentiate
 from tuner.runtime.gradients import gradients_of
-from tuner.runtime.operators import is_operable
+from tuner.runtime.operators import Tensors, define, is_operable, run_with_lse
 from tuner.runtime.plan import Plan
 from tuner.runtime.refusal import Refusal
 from tuner.runtime.table import table
@@ -32,8 +33,6 @@ _SCHEMAS = {
     " -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
 }
 _library = Library("tuner", "FRAGMENT")
-for _name, _schema in _SCHEMAS.items():
-    _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 #: (head dimension, is causal, is windowed, has a soft cap) of calls whose gradients have a kernel
 #: in the portfolio. Other graphs hold PyTorch's operations, which Inductor fuses.
@@ -43,7 +42,6 @@ _SERVED = frozenset(
     for head_dim in range(8, INSTANCES[-1] + 1, 8)
     if kind.columns == instance(head_dim) and not (kind.is_varlen or kind.is_deterministic)
 )
-Tensors = tuple[torch.Tensor, ...]
 
 
 def operate(call: AttentionCall) -> torch.Tensor | None:
@@ -88,16 +86,8 @@ def _attention_with_lse(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     call = _call(*arguments)
     table.refresh(call.query)
     plan = serving.find(call)
-    found: tuple[torch.Tensor, torch.Tensor] | Refusal
-    if isinstance(plan, Refusal):
-        found = plan
-    else:
-        found = table.run_with_lse(plan, *call[:3]) if plan.has_lse else without_lse(plan)
-    if isinstance(found, Refusal):
-        counters.count_fallback(found.reason)
-        found = compose_with_lse(*call[:3], call.is_causal, call.scale, call.extras)
-    out, lse = found
-    return guards.laid_out_as(call.query, out), lse.contiguous()
+    compose = partial(compose_with_lse, *call[:3], call.is_causal, call.scale, call.extras)
+    return run_with_lse(plan, *call[:3], compose)
 
 
 def _attention_backward(grad_out: torch.Tensor, *arguments: Any) -> Tensors:
@@ -115,25 +105,7 @@ def _attention_backward(grad_out: torch.Tensor, *arguments: Any) -> Tensors:
     return tuple(guards.laid_out_as(t, g) for t, g in zip(inputs, grads, strict=True))
 
 
-def _fake_attention(query: torch.Tensor, *_: Any) -> torch.Tensor:
-    return torch.empty_like(query)
-
-
-def _fake_attention_with_lse(query: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
-
-
-def _fake_attention_backward(grad_out: torch.Tensor, *arguments: Any) -> Tensors:
-    return tuple(torch.empty_like(t) for t in arguments[:3])
-
-
-for _name, _real, _fake in (
-    ("window_attention", _attention, _fake_attention),
-    ("window_attention_with_lse", _attention_with_lse, _fake_attention_with_lse),
-    ("window_attention_backward", _attention_backward, _fake_attention_backward),
-):
-    _library.impl(_name, _real, "CompositeExplicitAutograd")
-    _library.impl(_name, _fake, "Meta")
+define(_library, _SCHEMAS, _attention, _attention_with_lse, _attention_backward)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
