@@ -54,7 +54,7 @@ def chosen(names: Sequence[str], known: Sequence[str]) -> list[str]:
             one for one in known if one.startswith(name)
         ]
         if not matching:
-            raise ConfigError(f"there is no call '{name}' (known: {', '.join(known)})")
+            raise ConfigError(f"call '{name}' is unknown (allowed: {', '.join(known)})")
         found.append(matching[0])
     return found
 
@@ -127,7 +127,7 @@ def main(argv: Sequence[str]) -> int:
 
     Raises:
         ConfigError: when a shape or a name is wrong.
-        BenchmarkError: when there is no ncu, or the counters cannot be read.
+        BenchmarkError: without ncu, or when its counters cannot be read.
     """
     parser = argparse.ArgumentParser(prog="scripts/bench counters", description=__doc__)
     parser.add_argument("--shape", required=True, help="as S=1024,D=64,dtype=e4m3")

@@ -20,7 +20,8 @@ from typing import Any
 
 from benchmarks.call_times import FAILURES, Contender, first_line, time_calls
 from benchmarks.moe import environment
-from benchmarks.narrow import ALGORITHMS, MAX_COPIES, ROTATED_BYTES, name_of, ranked
+from benchmarks.narrow import MAX_COPIES, ROTATED_BYTES, algorithms, name_of, ranked
+from benchmarks.own_plans import own_plan
 from benchmarks.scaled import CHECKED_COLUMNS, CHECKED_ROWS
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
@@ -131,22 +132,9 @@ class Calls:
         Raises:
             RuntimeError: when it has no plan.
         """
-        from tuner.measurement import Measurement, Provenance, Regime, Status
-        from tuner.runtime import devices
-        from tuner.runtime.plan import Plan, Posed, plan_of
-
-        known = Measurement(
-            self.problem,
-            config,
-            devices.gpu_of(0),
-            Regime(),
-            Status.OK,
-            Provenance.PREDICTED,
-            artifacts=dict(artifacts),
-        )
-        plan = plan_of(Posed(self.problem), known, 0)
-        if not isinstance(plan, Plan):
-            raise RuntimeError(str(plan))
+        plan = own_plan(self.problem, config, artifacts)
+        if isinstance(plan, str):
+            raise RuntimeError(plan)
         return lambda i: plan.run_uncounted(self.rows, self.weights[i].t(), *self.factors)
 
     def vendors(self) -> Iterator[tuple[str, Callable[[int], Any]]]:
@@ -175,14 +163,7 @@ class Calls:
         if family.supports(self.problem, devices.gpu_of(0)):
             return
         flat = [one.view(-1) for one in self.factors]
-        for index, config in enumerate(family.listing(self.problem, None)[:ALGORITHMS]):
-            call = family.vendor_call(self.problem, config, 1.0)
-            if not isinstance(call, str):
-
-                def run(i: int, call: Any = call) -> Any:
-                    return call(self.rows.unsqueeze(0), self.weights[i].t().unsqueeze(0), *flat)
-
-                yield f"{CUBLASLT} {index}", run
+        yield from algorithms(self.problem, self.rows, self.weights, *flat)
 
     def error(self, call: Callable[[int], Any]) -> float:
         """Relative error of the first rows and columns of the first copy's product."""

@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks.call_times import FAILURES, Contender, first_line, time_calls
 from benchmarks.moe_layers import Case, Weights, routed
 from benchmarks.moe_peers import MASKED_TOKENS, deep_gemm
+from benchmarks.own_plans import own_plan
 from tuner.problem import SCALE_BLOCK, GroupedGemmProblem
 
 BUDGET_US = 1e5
@@ -255,9 +256,7 @@ def plans_of(problem: Any, selection: Any, *, unproven: bool) -> Iterator[tuple[
         unproven: also kernels that are only built.
     """
     from tuner.families import families
-    from tuner.measurement import Measurement, Provenance, Regime, Status
     from tuner.runtime import devices
-    from tuner.runtime.plan import Plan, Posed, plan_of
     from tuner.selection.kernels import lists
 
     gpu, longest = devices.gpu_of(0), math.inf
@@ -269,10 +268,8 @@ def plans_of(problem: Any, selection: Any, *, unproven: bool) -> Iterator[tuple[
         found = _built(specs) if unproven else lists.proven(specs, gpu.compute_capability)
         if isinstance(found, str):
             continue
-        status, predicted = Status.OK, Provenance.PREDICTED
-        known = Measurement(problem, config, gpu, Regime(), status, predicted, artifacts=found)
-        plan = plan_of(Posed(problem), known, 0)
-        if isinstance(plan, Plan):
+        plan = own_plan(problem, config, found)
+        if not isinstance(plan, str):
             yield config, plan
 
 

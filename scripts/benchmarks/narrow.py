@@ -23,6 +23,7 @@ from typing import Any
 
 from benchmarks.call_times import FAILURES, Contender, first_line, time_calls
 from benchmarks.moe import environment
+from benchmarks.own_plans import own_plan
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
 from tuner.config import Config
@@ -133,6 +134,30 @@ def compiled(
     return dict(found)
 
 
+def algorithms(
+    problem: GemmProblem, rows: Any, weights: Sequence[Any], *factors: Any
+) -> Iterator[tuple[str, Callable[[int], Any]]]:
+    """Calls of the algorithms that cuBLASLt's heuristic lists first, by the copy of the weights.
+
+    Args:
+        problem: product.
+        rows: (M, K).
+        weights: copies of (N, K).
+        factors: factors of the sums, one axis each.
+    """
+    from tuner.families import families
+
+    family = families()["vendor_cublaslt_search"]
+    for index, config in enumerate(family.listing(problem, None)[:ALGORITHMS]):
+        call = family.vendor_call(problem, config, 1.0)
+        if not isinstance(call, str):
+
+            def run(i: int, call: Any = call) -> Any:
+                return call(rows.unsqueeze(0), weights[i].t().unsqueeze(0), *factors)
+
+            yield f"{CUBLASLT} {index}", run
+
+
 class Calls:
     """A product's tensors.
 
@@ -166,40 +191,17 @@ class Calls:
         Raises:
             RuntimeError: when it has no plan.
         """
-        from tuner.measurement import Measurement, Provenance, Regime, Status
-        from tuner.runtime import devices
-        from tuner.runtime.plan import Plan, Posed, plan_of
-
-        known = Measurement(
-            self.problem,
-            config,
-            devices.gpu_of(0),
-            Regime(),
-            Status.OK,
-            Provenance.PREDICTED,
-            artifacts=dict(artifacts),
-        )
-        plan = plan_of(Posed(self.problem), known, 0)
-        if not isinstance(plan, Plan):
-            raise RuntimeError(str(plan))
+        plan = own_plan(self.problem, config, artifacts)
+        if isinstance(plan, str):
+            raise RuntimeError(plan)
         return lambda i: plan.run_uncounted(self.rows, self.weights[i].t())
 
     def vendors(self) -> Iterator[tuple[str, Callable[[int], Any]]]:
         """CuBLAS's choice, and cuBLASLt's algorithms."""
         import torch
 
-        from tuner.families import families
-
         yield CUBLAS, lambda i: torch.mm(self.rows, self.weights[i].t())
-        family = families()["vendor_cublaslt_search"]
-        for index, config in enumerate(family.listing(self.problem, None)[:ALGORITHMS]):
-            call = family.vendor_call(self.problem, config, 1.0)
-            if not isinstance(call, str):
-
-                def run(i: int, call: Any = call) -> Any:
-                    return call(self.rows.unsqueeze(0), self.weights[i].t().unsqueeze(0))
-
-                yield f"{CUBLASLT} {index}", run
+        yield from algorithms(self.problem, self.rows, self.weights)
 
     def served(self, i: int) -> Any:
         """The kernel that `tuner.linear` launches."""
