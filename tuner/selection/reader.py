@@ -123,8 +123,9 @@ def lookup(
     Order of preference:
 
     1. a measured decision for the problem;
-    2. a replayed decision;
-    3. a decision of a GPU that shares them, as an H200's for an H100 (`Gpu.shares_decisions`);
+    2. a measured decision of a GPU that shares them, as an H200's for an H100
+       (`Gpu.shares_decisions`);
+    3. a replayed decision;
     4. a selection by a shipped portfolio, with expected time and regret (`LookupResult.kind`);
     5. a predicted decision;
     6. with `allow_other_gpu`, another GPU's decision.
