@@ -93,7 +93,7 @@ def of_domain(domain: AnyDomain, found: Ratios) -> Sequence[float]:
     for one in (domain, *domain.alike, *(domain.kin if domain.has_rival_kin else ())):
         if len(known := found.get(one, ())) >= MIN_PROBLEMS:
             return known
-    return () if domain.has_rival_kin else (math.inf,)
+    return (math.inf,) if domain.is_composed else ()
 
 
 def report(calls: Mapping[AnyDomain | None, int], found: Ratios, count: int) -> str:

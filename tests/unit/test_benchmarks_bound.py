@@ -55,6 +55,20 @@ def test_domains_with_too_few_problems_take_those_of_like_ones() -> None:
     assert bound.of_domain(AttentionDomain(128, "windowed", "prompt"), {}) == (math.inf,)
 
 
+@pytest.mark.parametrize(
+    "domain",
+    [
+        AttentionDomain(256, "full", "one"),
+        AttentionDomain(128, "full", "few", operand="bool"),
+    ],
+)
+def test_calls_that_pytorch_has_an_operator_for_are_no_win_unmeasured(
+    domain: AttentionDomain,
+) -> None:
+    assert not domain.has_rival_kin and bound.of_domain(domain, {}) == ()
+    assert "not measured: 3 of 3 calls" in bound.report({domain: 3}, {}, 3)
+
+
 def test_the_ratio_of_a_share() -> None:
     rows = [(1.2, 1.0), (0.9, 1.0), (1.1, 2.0)]
     assert [bound.reached(rows, share) for share in (0.25, 0.5, 0.75, 1.0)] == [1.2, 1.1, 1.1, 0.9]

@@ -402,7 +402,7 @@ def test_what_ships_is_legal_and_judged_on_enough() -> None:
     assert ships == [(op, gpu) for gpu in (DEFAULT_GPU, GPUS["H100"]) for op in DOMAINS]
     for models in (models for ships in portfolio.shipped() for models in ships.domains.values()):
         own = [one for one in models.candidates if not one.is_vendor]
-        is_composed = getattr(models.domain, "is_composed", False)  # PyTorch has no kernel
+        is_composed = models.domain.is_composed  # PyTorch has no kernel
         assert own and (len(own) < len(models.candidates)) is not is_composed
         assert models.regret.problems >= timed.MIN_POINTS
         for one in own:

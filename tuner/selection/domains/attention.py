@@ -231,7 +231,6 @@ class AttentionDomain(_Attention, Domain):
 
     @property
     def is_composed(self) -> bool:
-        """PyTorch has no operator for such calls, and composes them of several operations."""
         return self.mask == "windowed" or self.has_softcap or self.is_varlen
 
     @property

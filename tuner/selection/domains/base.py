@@ -129,10 +129,15 @@ class Domain(ABC):
 
     @property
     def has_rival_kin(self) -> bool:
-        """PyTorch serves such calls by the kernels of its kin, whose time models hold there too.
-        Else it has no such operator, and composes the call, which takes several times as long.
-        """
+        """PyTorch serves such calls by the kernels of its kin, whose time models hold there too."""
         return True
+
+    @property
+    def is_composed(self) -> bool:
+        """PyTorch has no operator for such calls, and composes them of several operations, which
+        take several times as long.
+        """
+        return False
 
     @abstractmethod
     def problems(self, dtype: DType) -> tuple[Problem, ...]:
