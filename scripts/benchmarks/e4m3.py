@@ -144,7 +144,7 @@ class Calls:
         from tuner.families import families
         from tuner.runtime import devices
 
-        # PyTorch 2.11 leaves `scale_result` out: the output's factor is one of the rows'.
+        # On CUDA, PyTorch 2.11 leaves `scale_result` out: the output's factor is one of the rows'.
         left = self.scale_a * self.factors[2] if self.problem.has_output_scale else self.scale_a
         out_dtype = getattr(torch, self.problem.dtype_d)
 

@@ -542,6 +542,35 @@ def test_pytorch_s_answer_has_the_output_s_factor(
 
 
 @pytest.mark.parametrize("factors", [(ONE, ONE), (ROWS, COLUMNS)])
+@pytest.mark.parametrize("out_dtype", [None, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("bias", [None, torch.linspace(-3, 3, 16).half()])
+def test_no_output_s_factor_is_left_to_pytorch(
+    on_cpu: SimpleNamespace, factors: Any, out_dtype: Any, bias: Any
+) -> None:
+    """PyTorch leaves it out or divides by it, as the device and the version are."""
+    scale = torch.tensor(3.0)
+    given = {"bias": bias, "scale_result": scale, "out_dtype": out_dtype}
+    out = on_cpu.products.scaled_mm(E4M3_A, E4M3_B, *factors, **given)
+    sums = factors[0] * (E4M3_A.float() @ E4M3_B.float()) * factors[1]
+    wanted = (sums + (0 if bias is None else bias.float())) * scale
+    assert out.dtype == (out_dtype or torch.float8_e4m3fn)
+    rounding = 0.07 if out.dtype == torch.float8_e4m3fn else 0.13
+    # The bf16 sum behind the bias may cancel.
+    nearly = 2**-7 * (sums.abs() + 3) * scale
+    assert ((out.float() - wanted).abs() <= nearly + rounding * wanted.abs()).all()
+
+
+def test_a_wide_output_has_no_factor_of_its_own(
+    on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *args: given.append(args) or E4M3_A)
+    call = on_cpu.products.ScaledCall
+    call(E4M3_A, E4M3_B, ONE, ONE, None, ONE, torch.bfloat16, True).by_pytorch()
+    assert given == [(E4M3_A, E4M3_B, ONE, ONE, None, None, torch.bfloat16, True)]
+
+
+@pytest.mark.parametrize("factors", [(ONE, ONE), (ROWS, COLUMNS)])
 def test_what_no_kernel_serves_is_pytorch_s_scaled_product(
     on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, factors: Any
 ) -> None:

@@ -212,9 +212,9 @@ def scaled_mm(
         scale_a: fp32: one element, (M, 1) for a factor of each row, or (M, K / 128) for block-wise
             factors, with any strides.
         scale_b: fp32: one element, (1, N), or (K / 128, N / 128).
-        bias: as in `torch._scaled_mm`; not tuned.
+        bias: as in `torch._scaled_mm`, added before `scale_result`; not tuned.
         scale_result: fp32, one element, by which an output in e4m3 is multiplied, here as in
-            kernels. (PyTorch 2.11's own leaves it out.) Its magnitudes above 448 become 448.
+            kernels. (On CUDA, PyTorch 2.11's own leaves it out.) Magnitudes above 448 become 448.
             Without one such outputs are not tuned.
         out_dtype: bf16, fp16 or e4m3; None is e4m3. That has no block-wise factors.
         use_fast_accum: sums may stay in the tensor cores' accumulators.
@@ -265,16 +265,22 @@ class ScaledCall(_Scaled, Call):
         return Posed(problem, shape=(*self.a.shape[:-1], *self.b.shape[-1:]), strides=strides)
 
     def by_pytorch(self) -> torch.Tensor:
-        is_e4m3 = self.out_dtype in (None, torch.float8_e4m3fn)
-        if not is_e4m3 or self.scale_result is None or self.bias is not None:
-            return torch._scaled_mm(*self)
-        a, b, scale_a, scale_b = self[:4]
-        if scale_a.numel() == 1:  # PyTorch 2.11 does not apply `scale_result` itself
-            left = scale_a * self.scale_result.view(scale_a.shape)
+        """PyTorch's product. `scale_result` is never handed to it: on CUDA, PyTorch 2.11 leaves it
+        out. Only outputs of eight bits have one.
+        """
+        a, b, scale_a, scale_b, bias, factor = self[:6]
+        out_dtype = self.out_dtype or a.dtype
+        if factor is None or out_dtype.itemsize > 1:
+            return torch._scaled_mm(*self._replace(scale_result=None))
+        if bias is None and scale_a.numel() == scale_b.numel() == 1:
+            left = scale_a * factor.view(scale_a.shape)
             return torch._scaled_mm(a, b, left, scale_b, None, None, *self[6:])
-        wide = torch._scaled_mm(a, b, scale_a, scale_b, None, None, torch.bfloat16, self.fast_accum)
-        limit = torch.finfo(torch.float8_e4m3fn).max
-        return (wide.float() * self.scale_result).clamp_(-limit, limit).to(torch.float8_e4m3fn)
+        wide_type = torch.bfloat16
+        added = None if bias is None else bias.to(wide_type)
+        options = added, None, wide_type, self.fast_accum
+        wide = torch._scaled_mm(a, b, scale_a, scale_b, *options)
+        limit = torch.finfo(out_dtype).max
+        return (wide.float() * factor).clamp_(-limit, limit).to(out_dtype)
 
 
 def interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

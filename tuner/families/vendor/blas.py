@@ -245,7 +245,7 @@ def epilogue(problem: GemmProblem) -> Callable[..., Any]:
 
 def scaled_mm(problem: GemmProblem) -> Callable[..., Any]:
     """call(a, b, scale_a, scale_b[, scale_d]) -> d: torch's product of e4m3 matrices and their
-    factors. PyTorch 2.11 does not apply `scale_result`: an output's factor is one of A's.
+    factors. On CUDA, PyTorch 2.11 does not apply `scale_result`: an output's factor is one of A's.
     """
     import torch
 
