@@ -21,7 +21,8 @@ VARIABLES: dict[str, str] = {
     "TUNER_DISABLE": "1 sends every call of the runtime to PyTorch",
     "TUNER_BENCHMARK": "1 times the portfolio's kernels on the first call of an untuned shape",
     "TUNER_NVTX": "1 marks calls and timings with NVTX ranges, for Nsight Systems",
-    "TUNER_VLLM_QUERIES": "most queries a sequence that the vLLM plug-in takes (default: any)",
+    "TUNER_VLLM_QUERIES": "most queries a sequence that the vLLM plug-in takes (default: any, but "
+    "neither e4m3 caches nor chunks of prompts at D above 64)",
     "TUNER_BUILD_ON_MISS": "1 lets the runtime have missing kernels compiled, in the background",
 }
 
@@ -116,7 +117,9 @@ def build_on_miss() -> bool:
 
 
 def vllm_queries() -> int | None:
-    """Queries of the longest sequence up to which the plug-in takes a call; None: any.
+    """Queries of the longest sequence up to which the plug-in takes a call.
+
+    None: any number, but neither caches of e4m3 nor chunks of prompts at D above 64.
 
     Raises:
         ConfigError: when the variable is not a whole number of 1 or more.

@@ -321,7 +321,47 @@ def test_a_setting_leaves_long_chunks_to_vllm(
     assert call(layer(engine), step(engine, (5, 1), 100), given) == "vLLM's own"
 
 
-def test_slow_chunks_are_vllm_s_own_unless_a_setting_says_otherwise(
+WIDE = 128
+
+
+def wide_tensors(tokens: int) -> tuple[Any, Any, Any]:
+    """As `tensors`, at D = 128."""
+    bf16 = {"dtype": torch.bfloat16}
+    query, out = (torch.zeros(tokens, HEADS, WIDE, **bf16) for _ in range(2))
+    return query, torch.zeros(PAGES, SIZE, HEADS_KV, 2 * WIDE, **bf16).transpose(1, 2), out
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 33}, {"logits_soft_cap": 20.0}])
+@pytest.mark.parametrize(("queries", "keys"), [((512,), 2000), ((40, 40), 40)])
+def test_chunks_above_a_width_are_vllm_s_own_whatever_their_kernel(
+    engine: SimpleNamespace,
+    served: SimpleNamespace,
+    on_cpu: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    queries: tuple[int, ...],
+    keys: int,
+) -> None:
+    """Kernels of these tests have one warp group."""
+    calls = importlib.import_module("tuner.runtime.vllm.calls")
+    given, impl = wide_tensors(sum(queries)), layer(engine, head_size=WIDE, **options)
+    assert call(impl, step(engine, queries, keys), given) == "vLLM's own"
+    assert not served.posed
+    assert on_cpu.counters.stats().fallbacks == {"chunks are slower by the tuned kernel": 1}
+    monkeypatch.setenv("TUNER_VLLM_QUERIES", "1000")
+    calls.max_queries.cache_clear()
+    assert call(impl, step(engine, queries, keys), given) is given[2]
+
+
+@pytest.mark.parametrize("queries", [(1, 1), (4, 2), (512, *(1,) * 63)])
+def test_decoding_above_a_width_is_served(
+    engine: SimpleNamespace, served: SimpleNamespace, queries: tuple[int, ...]
+) -> None:
+    given = wide_tensors(sum(queries))
+    assert call(layer(engine, head_size=WIDE), step(engine, queries, 2000), given) is given[2]
+
+
+def test_kernels_of_chunks_leave_steps_to_vllm_unless_a_setting_says_otherwise(
     engine: SimpleNamespace, served: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = importlib.import_module("tuner.runtime.vllm.calls")
@@ -331,7 +371,7 @@ def test_slow_chunks_are_vllm_s_own_unless_a_setting_says_otherwise(
         asked.append((config["warp_groups"], width))
         return True
 
-    monkeypatch.setattr(calls, "is_slow", is_slow)
+    monkeypatch.setattr(calls, "is_slow_kernel", is_slow)
     assert call(layer(engine), step(engine, (4, 2), 100), given) == "vLLM's own"
     assert asked == [(1, WIDTH)]
     monkeypatch.setenv("TUNER_VLLM_QUERIES", "1000")
@@ -348,7 +388,7 @@ def test_a_cache_of_e4m3_is_vllm_s_own_unless_a_setting_says_otherwise(
     cache = cache.to(torch.float8_e4m3fn).view(torch.uint8)
     owner = SimpleNamespace(**{f"_{name}_scale": torch.tensor(1.0) for name in "qkv"})
     answer = impl.forward(owner, query, query, query, cache, metadata, output=out)
-    assert answer == "vLLM's own" and not served.launched
+    assert answer == "vLLM's own" and not served.posed
     [reason] = on_cpu.counters.stats().fallbacks
     assert "slower by the tuned kernel" in reason
 
@@ -356,10 +396,10 @@ def test_a_cache_of_e4m3_is_vllm_s_own_unless_a_setting_says_otherwise(
 @pytest.mark.parametrize(
     ("groups", "width", "wanted"), [(2, 128, True), (2, 64, False), (1, 128, False)]
 )
-def test_chunks_above_a_width_are_slow(groups: int, width: int, wanted: bool) -> None:
+def test_kernels_of_chunks_above_a_width_are_slow(groups: int, width: int, wanted: bool) -> None:
     calls = importlib.import_module("tuner.runtime.vllm.calls")
     config = Config("fused_attention", {"warp_groups": groups})
-    assert calls.is_slow(config, width) == wanted
+    assert calls.is_slow_kernel(config, width) == wanted
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "few"])

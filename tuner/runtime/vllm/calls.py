@@ -18,11 +18,12 @@ from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.runtime import counters, guards
 from tuner.runtime.composed import Extras
-from tuner.runtime.paged import checked, paged_call, prepare
+from tuner.runtime.paged import PagedCall, checked, paged_call, prepare
 from tuner.runtime.paged_composed import output_type
 from tuner.runtime.plan import KernelPlan
 from tuner.runtime.refusal import Kind, Refusal
 from tuner.runtime.table import table
+from tuner.selection.domains import AttentionDomain
 
 OTHERS = "vLLM's own FlashAttention"
 """Name of the kernel that answers refused calls."""
@@ -199,39 +200,57 @@ def _decided(
     wanted = query.shape, output_type(query)
     if (out.shape, out.dtype) != wanted or not out.is_contiguous():
         return Refusal(Kind.TENSORS, f"output {out.dtype} {tuple(out.shape)}")
-    size = form.layout.split(cache, form.width)[0].shape[1]
-    longest = rounded(step.keys, step.table.shape[1] * size)
-    found = _prepared(step, form, query, cache, longest)
-    if limit is None and isinstance(found, KernelPlan):
-        if cache.dtype == torch.float8_e4m3fn:
-            return Refusal(Kind.SLOW_TYPE, str(cache.dtype))
-        if is_slow(found.config, form.width):
-            return Refusal(Kind.SLOW_CHUNKS, f"D={form.width}")
+    if limit is None and cache.dtype == torch.float8_e4m3fn:
+        return Refusal(Kind.SLOW_TYPE, str(cache.dtype))
+    try:
+        call = _call(step, form, query, cache)
+        is_slow = limit is None and is_slow_chunk(call)
+    except ConfigError as exc:
+        return Refusal(Kind.TENSORS, str(exc))
+    if is_slow:
+        return Refusal(Kind.SLOW_CHUNKS, f"D={form.width}")
+    found = prepare(call)
+    if limit is None and isinstance(found, KernelPlan) and is_slow_kernel(found.config, form.width):
+        return Refusal(Kind.SLOW_CHUNKS, f"D={form.width}")
     return found
 
 
-def is_slow(config: Config, width: int) -> bool:
-    """True for kernels of chunks, above D = 64.
+def is_slow_chunk(call: PagedCall) -> bool:
+    """True for prompts and chunks of them above D = 64, whatever kernel they have.
+
+    Such steps are in the phase of prompts by their mean number of queries (`AttentionDomain`).
 
     At D = 128 they have 0.96 to 1.03 of FlashAttention-3's speed against keys before, and 0.90 to
     0.98 at prompts without (`scripts/benchmarks/README.md`).
+
+    Raises:
+        ConfigError: on types or sizes that no tuned kernel supports.
     """
+    if call.query.shape[2] <= _NARROW:
+        return False
+    domain = AttentionDomain.holding(call.pose().problem)
+    return domain is not None and domain.phase == "prompt"
+
+
+def is_slow_kernel(config: Config, width: int) -> bool:
+    """True for kernels of chunks above D = 64, which steps of fewer queries may have, too."""
     return width > _NARROW and int(config["warp_groups"]) > 1
 
 
-def _prepared(
-    step: EngineStep, form: Form, query: torch.Tensor, cache: torch.Tensor, longest: int
-) -> KernelPlan | Refusal:
+def _call(step: EngineStep, form: Form, query: torch.Tensor, cache: torch.Tensor) -> PagedCall:
+    """The call of a layer.
+
+    Raises:
+        ConfigError: on tensors that no tuned kernel takes.
+    """
     keys, values = form.layout.split(cache, form.width)
+    longest = rounded(step.keys, step.table.shape[1] * keys.shape[1])
     of_step = step.table, step.used, step.starts
-    try:
-        checked(query, keys, values, *of_step, form.sinks, step.queries, longest)
-    except ConfigError as exc:
-        return Refusal(Kind.TENSORS, str(exc))
+    checked(query, keys, values, *of_step, form.sinks, step.queries, longest)
     tensors = query, keys, values, *of_step, form.sinks
     options = step.is_causal, form.extras, form.scale
     call = paged_call(*tensors, step.queries, longest, *options)
-    return prepare(call._replace(descales=form.scales))
+    return call._replace(descales=form.scales)
 
 
 @cache
