@@ -3,7 +3,9 @@ compose, against float64 written out."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import itertools
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +13,9 @@ from typing import Any
 import pytest
 
 from tuner.errors import ConfigError
+from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionBackwardProblem
+from tuner.selection.backward import KERNELS
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -232,7 +236,18 @@ OPTIONS = (
 )
 
 
-def compiled_gradients(attend: Any, options: dict[str, Any], head_dim: int) -> tuple[Any, ...]:
+@pytest.fixture
+def proven(tuned: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Operations whose kernels are proven here."""
+    found = {"attention", "attention_backward"}
+    module = importlib.import_module("tuner.runtime.portfolio")
+    monkeypatch.setattr(module, "has_proven", lambda problem, gpu: problem.op in found)
+    return found
+
+
+def compiled_gradients(
+    attend: Any, options: dict[str, Any], head_dim: int, dynamic: bool | None = None
+) -> tuple[Any, ...]:
     """Output and gradients of a training graph, what they should be, and the graph's operators."""
     torch._dynamo.reset()
     seen: list[str] = []
@@ -246,22 +261,29 @@ def compiled_gradients(attend: Any, options: dict[str, Any], head_dim: int) -> t
     made = [torch.randn(2, heads, 12, head_dim).half() for heads in (4, 2, 2)]
     inputs, copies = ([t.clone().requires_grad_() for t in made] for _ in range(2))
     options = {**options, "scale": 0.3, "enable_gqa": True}
-    out = torch.compile(attend, fullgraph=True, backend=backend)(*inputs, **options)
+    compiled = torch.compile(attend, fullgraph=True, backend=backend, dynamic=dynamic)
+    out = compiled(*inputs, **options)
     wanted = attend(*copies, **options)
     grad = torch.randn_like(out)
     found = (out, *torch.autograd.grad(out, inputs, grad))
     return found, (wanted, *torch.autograd.grad(wanted, copies, grad)), seen
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("differentiates", [True, False])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_training_graph_holds_one_operator(
-    tuned: SimpleNamespace, options: dict[str, Any], differentiates: bool
+    tuned: SimpleNamespace,
+    proven: set[str],
+    options: dict[str, Any],
+    differentiates: bool,
+    dynamic: bool | None,
 ) -> None:
     """By kernels where these are, by PyTorch's operations where only the forward pass has one."""
     tuned.differentiates = differentiates
     head_dim = 128 if "is_causal" in options else 64
-    found, wanted, operators = compiled_gradients(tuned.attention.attention, options, head_dim)
+    attend = tuned.attention.attention
+    found, wanted, operators = compiled_gradients(attend, options, head_dim, dynamic)
     for a, b in zip(found, wanted, strict=True):
         assert torch.allclose(a.float(), b.float(), rtol=1e-2, atol=1e-2)
     assert any("window_attention_with_lse" in name for name in operators)
@@ -269,8 +291,77 @@ def test_a_training_graph_holds_one_operator(
         assert {type(p) for p in tuned.problems} >= {AttentionBackwardProblem}
 
 
+@pytest.mark.parametrize("lacking", ["attention", "attention_backward"])
+def test_a_training_graph_without_proven_kernels_holds_pytorch_s_operations(
+    tuned: SimpleNamespace, proven: set[str], lacking: str
+) -> None:
+    proven.remove(lacking)
+    _, _, operators = compiled_gradients(tuned.attention.attention, {"window": (3, 2)}, 64)
+    assert not any("window_attention" in name for name in operators)
+
+
+def test_a_training_graph_for_another_gpu_holds_pytorch_s_operations(
+    tuned: SimpleNamespace, proven: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older = dataclasses.replace(DEFAULT_GPU, compute_capability="8.0")
+    monkeypatch.setattr(
+        importlib.import_module("tuner.runtime.devices"), "gpu_of", lambda index: older
+    )
+    _, _, operators = compiled_gradients(tuned.attention.attention, {"window": (3, 2)}, 64)
+    assert not any("window_attention" in name for name in operators)
+
+
+def test_a_deterministic_training_graph_holds_pytorch_s_operations(
+    tuned: SimpleNamespace, proven: set[str]
+) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        _, _, operators = compiled_gradients(tuned.attention.attention, {"window": (3, 2)}, 64)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not any("window_attention" in name for name in operators)
+
+
+def test_a_graph_without_gradients_needs_a_kernel_forward_alone(
+    tuned: SimpleNamespace, proven: set[str]
+) -> None:
+    seen: list[str] = []
+
+    def backend(graph: Any, examples: Any) -> Any:
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    proven.remove("attention_backward")
+    tensors = [torch.randn(2, 4, 12, 64).half() for _ in range(3)]
+    for is_there in (True, False):
+        torch._dynamo.reset()
+        seen.clear()
+        proven.intersection_update({"attention"} if is_there else ())
+        attend = torch.compile(tuned.attention.attention, fullgraph=True, backend=backend)
+        attend(*tensors, window=(3, 2))
+        assert any("window_attention" in name for name in seen) is is_there
+
+
+def test_a_graph_s_kernels_are_those_of_the_shipped_portfolio_and_rule(
+    on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every kind has them once all kernels are proven, and none without the kernel list."""
+    portfolio = importlib.import_module("tuner.selection.portfolio")
+    operators = importlib.import_module("tuner.runtime.window_operators")
+    monkeypatch.setattr(on_cpu.portfolio, "portfolios", portfolio.shipped)
+    kinds = [kind for kind in KERNELS if kind.is_windowed or kind.has_softcap]
+    assert kinds
+    for answer in ({"": "key"}, "no kernel is built"):
+        monkeypatch.setattr(on_cpu.portfolio.lists, "proven", lambda *_, found=answer: found)
+        for kind, wants_gradient in itertools.product(kinds, (True, False)):
+            extras = "window" * kind.is_windowed, "softcap" * kind.has_softcap
+            features = kind.columns, kind.is_causal, *extras
+            given = torch.device("cpu"), torch.bfloat16, *features, wants_gradient
+            assert operators._is_proven(*given) is isinstance(answer, dict), kind
+
+
 def test_a_graph_without_a_kernel_of_its_kind_holds_pytorch_s_operations(
-    tuned: SimpleNamespace,
+    tuned: SimpleNamespace, proven: set[str]
 ) -> None:
     options = {"window": (3, 2), "softcap": 2.0}
     _, _, operators = compiled_gradients(tuned.attention.attention, options, 128)

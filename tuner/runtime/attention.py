@@ -83,8 +83,8 @@ def attention(
 
     PyTorch's operator has no `window` and no `softcap`. With either, calls that no tuned kernel
     serves are composed of PyTorch's operations (`tuner.runtime.composed`), gradients without a
-    backward kernel among them. So are graphs of torch.compile whose kind of gradient has no kernel
-    in the portfolio; the others hold an operator (`tuner.runtime.window_operators`).
+    backward kernel among them. So are graphs of torch.compile whose kind of call has no
+    proven kernel here; the others hold an operator (`tuner.runtime.window_operators`).
 
     Args:
         query: (B, H, SQ, D), fp16 or bf16. TMA needs stride 1 along D, and multiples of 16 bytes

@@ -26,10 +26,11 @@ from tuner.errors import TunerError
 from tuner.families import family
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Provenance, Status
-from tuner.problem import AttentionProblem, Problem
+from tuner.problem import AttentionBackwardProblem, AttentionProblem, Problem
 from tuner.runtime import devices, native
 from tuner.runtime.plan import Plan, Posed, plan_of
 from tuner.runtime.refusal import Kind, Refusal
+from tuner.selection import backward
 from tuner.selection.choice import Selection
 from tuner.selection.domains import domain_of
 from tuner.selection.kernels import lists
@@ -74,6 +75,28 @@ def knows(problem: Problem, gpu: Gpu) -> bool:
         return rule.serves(problem, gpu)
     mine = _portfolio_of(problem, gpu)
     return mine is not None and mine.models_of(domain_of(problem)) is not None
+
+
+def has_proven(problem: Problem, gpu: Gpu) -> bool:
+    """True when an own kernel that serves such problems is proven on this machine.
+
+    Args:
+        problem: a small problem of a portfolio's domain, or of a kind of gradient.
+        gpu: GPU that it runs on.
+
+    Raises:
+        StoreError: when a shipped portfolio is damaged.
+    """
+    if isinstance(problem, AttentionBackwardProblem):
+        kind = backward.kind_of(problem)
+        config = None if kind is None else backward.KERNELS.get(kind)
+        configs = [] if config is None else [config]
+    else:
+        mine = _portfolio_of(problem, gpu)
+        models = None if mine is None else mine.models_of(domain_of(problem))
+        known = () if models is None else models.candidates
+        configs = [one.config for one in known if one.family is not None and not one.is_vendor]
+    return any(not isinstance(_own(problem, gpu, one, (), ()), str) for one in configs)
 
 
 def _portfolio_of(problem: Problem, gpu: Gpu) -> Portfolio | None:

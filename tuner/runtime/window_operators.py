@@ -1,20 +1,24 @@
 """Attention under a window or a soft cap as operators of torch, for graphs of torch.compile.
 
 Each call of a graph chooses at run time: a tuned kernel if there is one, else PyTorch's operations.
-They are separate from `tuner::attention`, whose fallback is one operator of PyTorch's.
+These are slower than those that a graph holds without the operators. So graphs hold them only where
+kernels of the call's kind are proven when the graph is traced. They are separate from
+`tuner::attention`, whose fallback is one operator of PyTorch's.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch.library import Library, register_autograd
 
-from tuner.errors import ConfigError
+from tuner.errors import ConfigError, TunerError
 from tuner.families.fused_attention_backward import INSTANCES, instance
-from tuner.runtime import counters, guards, serving
+from tuner.hardware import HOPPER, Gpu
+from tuner.problem import AttentionBackwardProblem
+from tuner.runtime import counters, devices, guards, portfolio, serving
 from tuner.runtime.attention_plan import AttentionCall
 from tuner.runtime.composed import Extras, compose_with_lse, differentiate
 from tuner.runtime.gradients import gradients_of
@@ -22,7 +26,8 @@ from tuner.runtime.operators import Tensors, define, is_operable, run_with_lse
 from tuner.runtime.plan import Plan
 from tuner.runtime.refusal import Refusal
 from tuner.runtime.table import table
-from tuner.selection.backward import KERNELS
+from tuner.selection.backward import KERNELS, BackwardKind, kind_of, targets
+from tuner.selection.domains import AttentionDomain, Mask, Phase
 
 _INPUTS = "Tensor query, Tensor key, Tensor value"
 _OPTIONS = "bool is_causal, float? scale, SymInt left, SymInt right, float softcap"
@@ -34,33 +39,92 @@ _SCHEMAS = {
 }
 _library = Library("tuner", "FRAGMENT")
 
-#: (head dimension, is causal, is windowed, has a soft cap) of calls whose gradients have a kernel
-#: in the portfolio. Other graphs hold PyTorch's operations, which Inductor fuses.
-_SERVED = frozenset(
-    (head_dim, kind.is_causal, kind.is_windowed, kind.has_softcap)
-    for kind in KERNELS
-    for head_dim in range(8, INSTANCES[-1] + 1, 8)
-    if kind.columns == instance(head_dim) and not (kind.is_varlen or kind.is_deterministic)
-)
-
 
 def operate(call: AttentionCall) -> torch.Tensor | None:
     """A call of `tuner.attention` through the operators; None if PyTorch's operations suit a graph
-    better. Only facts that hold for all calls of a graph are checked.
+    better, which Inductor fuses. Only facts that hold for all calls of a graph are checked.
     """
     inputs, head_dim = call[:3], call.query.shape[3]
     extras, softcap = call.extras, call.extras.softcap
     if call.attn_mask is not None or call.dropout_p or not is_operable(*inputs, call.enable_gqa):
         return None
     is_windowed = extras.left >= 0 or (extras.right >= 0 and not call.is_causal)
-    if (head_dim, call.is_causal, is_windowed, softcap > 0) not in _SERVED:
+    if head_dim % 8 or head_dim > INSTANCES[-1]:
+        return None
+    columns, wants_gradient = instance(head_dim), guards.wants_gradient(*inputs)
+    if wants_gradient and torch.are_deterministic_algorithms_enabled():
+        return None
+    # Names, each by a branch: of dynamic options the comparisons are no constants.
+    window, cap = "window" if is_windowed else "", "softcap" if softcap > 0 else ""
+    query, is_causal = call.query, call.is_causal
+    if not _is_proven(query.device, query.dtype, columns, is_causal, window, cap, wants_gradient):
         return None
     options = call.is_causal, call.scale, extras.left, extras.right, softcap
-    if not guards.wants_gradient(*inputs):
+    if not wants_gradient:
         out: torch.Tensor = torch.ops.tuner.window_attention(*inputs, *options)
         return out
     out, _ = torch.ops.tuner.window_attention_with_lse(*inputs, *options)
     return out
+
+
+def _is_proven(
+    device: torch.device,
+    dtype: torch.dtype,
+    columns: int,
+    is_causal: bool,
+    window: str,
+    softcap: str,
+    wants_gradient: bool,
+) -> bool:
+    """True when proven kernels of a kind of call are on this machine, for a Hopper GPU.
+
+    The kind's gradients have a kernel in the portfolio. Where they are wanted it is proven, and so
+    is one of prompts forward; elsewhere one forward. Read once, when a graph is traced.
+
+    Args:
+        device: device of the tensors.
+        dtype: their type.
+        columns: columns of the instance (`BackwardKind`).
+        is_causal: mask of the attention.
+        window: a name under a window, else empty.
+        softcap: a name with a soft cap, else empty.
+        wants_gradient: the graph computes gradients.
+    """
+    kind = BackwardKind(columns, is_causal, False, bool(window), bool(softcap))
+    if kind not in KERNELS:
+        return False
+    try:
+        gpu = devices.gpu_of(-1 if device.index is None else device.index)
+        return gpu.compute_capability == HOPPER and _has_proven(gpu, dtype, kind, wants_gradient)
+    except (RuntimeError, AssertionError, TunerError):  # no such GPU, or a damaged file
+        return False
+
+
+# As `torch.compiler.assume_constant_result`, which imports all of dynamo.
+_is_proven._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _has_proven(gpu: Gpu, dtype: torch.dtype, kind: BackwardKind, wants_gradient: bool) -> bool:
+    mask: Mask = "windowed" if kind.is_windowed else "causal" if kind.is_causal else "full"
+    name = guards.DTYPES[dtype]
+    phases: tuple[Phase, ...] = ("prompt",) if wants_gradient else get_args(Phase)
+    forward = (
+        problem
+        for phase in phases
+        for problem in AttentionDomain(kind.columns, mask, phase, kind.has_softcap).problems(name)
+        if problem.is_causal == kind.is_causal
+    )
+    if not any(portfolio.has_proven(problem, gpu) for problem in forward):
+        return False
+    if not wants_gradient:
+        return True
+    gradients = (
+        problem
+        for problem in (target.problem for target in targets())
+        if isinstance(problem, AttentionBackwardProblem)
+        and (kind_of(problem), problem.dtype) == (kind, name)
+    )
+    return any(portfolio.has_proven(problem, gpu) for problem in gradients)
 
 
 def _call(
