@@ -252,12 +252,19 @@ class TestFirstAnswer:
         asked: list[Config] = []
         submit = runner.submit
         runner.submit = lambda p, group: (asked.extend(group), submit(p, group))[1]  # type: ignore[method-assign, assignment]
+        timed: list[list[str]] = []
+        retime = runner.retime
+        runner.retime = lambda p, found, *a: (  # type: ignore[method-assign, assignment]
+            timed.append([one.family for one in found]), retime(p, found, *a)
+        )[1]  # fmt: skip
         outcome = swept(runner, store, notes).run()
         own = [config for config in asked if config.family == "toy"]
         assert Toy().compile_digest(own[0]) == Toy().compile_digest(BEST), "it is timed first"
         assert families and all("toy" in names for names in families)
-        assert outcome.first_answer_s is not None and outcome.first_answer_s < 10
+        assert timed and all("toy" in names for names in timed), "no pass is timed for nothing"
         assert outcome.first_own_s is not None and outcome.first_own_s > 25
+        assert outcome.first_answer_s == outcome.first_own_s, "of a decision that was made"
+        assert not any("30 us by" in text and "provisional" in text for text in notes.texts)
         assert begun[0] == [[BEST]], "what ships is compiled before the others are chosen"
 
     def test_a_vendor_s_decision_does_not_hide_an_own_one_behind_copies(

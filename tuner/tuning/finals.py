@@ -140,9 +140,9 @@ class FinalPass:
     def provide(self) -> None:
         """Make a provisional decision between the best own candidate and the fastest vendor kernel.
 
-        Does nothing if there is a final decision, or a provisional one that is nearly as good. The
-        decision is stored, unless it names a vendor's kernel only and an own one is decided, under
-        this regime or the chained one.
+        Does nothing if there is a final decision, or a provisional one that is nearly as good. Nor
+        does it if only a vendor's kernel was timed and an own one is decided, under this regime or
+        the chained one.
         """
         problem = self.competition.problem
         passed = sorted(
@@ -163,9 +163,8 @@ class FinalPass:
         if not any(m.config == configs[0] for m in found):
             return
         flagged = [m.but(flags=(*m.flags, PROVISIONAL)) for m in ranking.rank(found)]
-        if own is not None or self.standing() is None:
-            self.provided = flagged
-            self.decide(flagged)
+        self.provided = flagged
+        self.decide(flagged)
         spent_s, best = self.budget.spent_s, flagged[0]
         self.first_s = spent_s if self.first_s is None else self.first_s
         if own is not None and self.first_own_s is None:
@@ -181,7 +180,7 @@ class FinalPass:
         if self.competition.runner.provenance is not Provenance.MEASURED or self._is_decided:
             return False
         if own is None or own.latency_us is None:
-            return self.first_s is None
+            return self.first_s is None and self.standing() is None
         if self._provided_us is None:
             return True
         if vendor is not None and vendor.config not in {m.config for m in self.provided}:
