@@ -15,6 +15,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+from tuner.errors import TunerError
+
 #: A graph holds as many calls as take about this long, within limits.
 GRAPH_US, MIN_CALLS, MAX_CALLS = 1200.0, 2, 40
 #: All graphs of a call together, repeated, take at most about so long; at least seven rounds.
@@ -22,8 +24,11 @@ BUDGET_US, MIN_ROUNDS, MAX_ROUNDS = 2e6, 7, 20
 EVICTED_BYTES = 160 << 20
 """Bytes that are read before a graph of several copies: three times an H100's L2 cache, where the
 copies of a small call stay together."""
-#: What a contender's code raises when it does not take such tensors.
-FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, AssertionError, ImportError)
+#: What a contender's code raises when it does not take such tensors, and a refused launch.
+FAILURES = (
+    *(RuntimeError, TypeError, ValueError, AttributeError, AssertionError, ImportError),
+    TunerError,
+)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ kernels are those that are built here and expected near the best. cuBLASLt's tim
 fastest algorithm that its heuristic lists, where it takes the call.
 
 The error of each way is the relative one of the first rows and columns, against fp64 with exact
-factors.
+factors. An own kernel with a larger one than the peers is not timed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
-from math import ceil, exp, log
+from math import ceil, exp, inf, isfinite, log
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,8 @@ BAND = 8
 BUDGET_US = 2e5
 """All rounds of a product take about so long."""
 TORCH, CUBLASLT = "scaled_mm", "cublaslt"
+MAX_ERROR_RATIO = 1.1
+"""Largest error of an own kernel that is timed, over the least of a peer."""
 
 
 def name_with_band(config: Config) -> str:
@@ -204,6 +206,9 @@ def timed(kind: str, size: tuple[int, int, int]) -> dict[str, Any]:
             ways.append(Contender(name, call))
         except FAILURES as exc:
             failed[name] = first_line(exc)
+    wrong = inexact(errors)
+    failed.update(wrong)
+    ways = [way for way in ways if way.name not in wrong]
     times = time_calls(ways, calls.before, calls.copies, BUDGET_US)
     return {
         **{"kind": kind, "m": size[0], "n": size[1], "k": size[2], "copies": calls.copies},
@@ -212,12 +217,26 @@ def timed(kind: str, size: tuple[int, int, int]) -> dict[str, Any]:
     }
 
 
+def inexact(errors: Mapping[str, float]) -> dict[str, str]:
+    """Own kernels whose error is above `MAX_ERROR_RATIO` times the least of a peer, with it."""
+    least = min((e for name, e in errors.items() if _is_peer(name) and isfinite(e)), default=inf)
+    return {
+        name: f"relative error {error:.2e}, of a peer {least:.2e}"
+        for name, error in errors.items()
+        if not _is_peer(name) and not (isfinite(error) and error <= MAX_ERROR_RATIO * least)
+    }
+
+
+def _is_peer(name: str) -> bool:
+    return name.split()[0] in (TORCH, CUBLASLT)
+
+
 def report(document: Mapping[str, Any]) -> str:
     """A line a product, and means and worst by kind."""
     lines: list[Sequence[str]] = [("kind", "M", "N", "K", "own", "us", "peer", "us", "speed")]
     ratios: dict[str, list[float]] = {}
     for row in document["products"]:
-        peers = {n: us for n, us in row["us"].items() if n.split()[0] in (TORCH, CUBLASLT)}
+        peers = {name: us for name, us in row["us"].items() if _is_peer(name)}
         own = {name: us for name, us in row["us"].items() if name not in peers}
         if not own or not peers:
             continue

@@ -35,7 +35,7 @@ from tuner.compile.compiler import Compiler
 from tuner.compile.loading import LoadedKernel, load
 from tuner.compile.toolchain import find_toolchain
 from tuner.config import Config
-from tuner.errors import BenchmarkError, ConfigError, TunerError
+from tuner.errors import BenchmarkError, ConfigError
 from tuner.families.base import KernelSpec, Strides
 from tuner.families.vendor import peers, stream_of
 from tuner.families.vendor.sdpa import DESCALES
@@ -369,7 +369,7 @@ def _timed(
         try:
             call(0)
             able.append(Contender(name, call))
-        except (*FAILURES, TunerError) as exc:  # a cluster that this GPU has no place for
+        except FAILURES as exc:  # a cluster that this GPU has no place for
             torch.cuda.synchronize()  # raises again where the device is lost
             failed[name] = first_line(exc)
     source, written = (t.view(torch.uint8) for t in (batch.source, batch.query))
@@ -500,7 +500,7 @@ def main(argv: Sequence[str]) -> int:
             pool &= NUMBERS
         try:
             every.append(compared(case, pool, kernels[case], args.us, args.quick_us))
-        except (*FAILURES, TunerError) as exc:
+        except FAILURES as exc:
             print(f"{case.label()}: {first_line(exc)}", flush=True)
             continue
         print(line(every[-1]), flush=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import child, e4m3, narrow, scaled
+from benchmarks import call_times, child, e4m3, narrow, scaled
 from tuner.bench.suites import BLOCK_SCALED, BLOCK_SCALED_TOKENS
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.families import families
@@ -128,6 +128,47 @@ def test_the_narrow_report_takes_the_fastest_of_the_library() -> None:
     text = narrow.report({"environment": {}, "products": rows})
     assert "M=64: mean 1.250" in text and "M=96: mean 0.900" in text
     assert "served: mean 0.500, worst 0.500 of 1" in text and "worst 0.900 of 2" in text
+
+
+def test_an_inexact_own_kernel_of_e4m3_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = {
+        **{"scaled_mm": 2e-3, "cublaslt 0": 0.5, "cublaslt 1": float("nan")},
+        **{"gemm a": 2.1e-3, "gemm b": 2.3e-3, "gemm c": float("nan")},
+    }
+
+    class Calls:
+        copies, before = 1, None
+
+        def __init__(self, problem: GemmProblem) -> None:
+            self.problem = problem
+
+        def vendors(self) -> Any:
+            return ((name, name) for name in errors if not name.startswith("gemm"))
+
+        def own(self, config: Any, artifacts: Any) -> Any:
+            if config == "gemm d":
+                raise BenchmarkError("no such launch")
+            return config
+
+        def error(self, call: Any) -> float:
+            return errors[call]
+
+    def timed(ways: Any, *_: Any) -> Any:
+        return call_times.Times({way.name: 1.0 for way in ways}, {})
+
+    own: list[tuple[str, dict[str, str]]] = [(f"gemm {name}", {}) for name in "abcd"]
+    for name, found in (
+        *(("Calls", Calls), ("time_calls", timed)),
+        *(("name_with_band", str), ("built", lambda *_: own)),
+    ):
+        monkeypatch.setattr(e4m3, name, found)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr("tuner.runtime.devices.gpu_of", lambda _: GPUS["H200"])
+    row = e4m3.timed("fast, rows", (64, 64, 64))
+    assert list(row["us"]) == ["scaled_mm", "cublaslt 0", "cublaslt 1", "gemm a"]
+    assert row["failed"]["gemm b"] == "relative error 2.30e-03, of a peer 2.00e-03"
+    assert set(row["failed"]) == {"gemm b", "gemm c", "gemm d"} and "gemm b" in row["errors"]
+    assert set(e4m3.inexact({"gemm a": float("nan")})) == {"gemm a"}
 
 
 def test_every_kind_of_e4m3_product_has_own_kernels_by_estimates() -> None:

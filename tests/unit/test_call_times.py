@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from benchmarks import call_times  # noqa: E402
 from benchmarks.call_times import Contender, first_line, time_calls  # noqa: E402
+from tuner.errors import BenchmarkError  # noqa: E402
 
 
 class Device:
@@ -152,6 +153,15 @@ def test_what_cannot_be_captured_has_a_reason_and_costs_nobody_else(device: Devi
     assert found.us == pytest.approx({"a": 9.0})
     assert found.failed == {"b": "operation not permitted when stream is capturing"}
     assert time_calls([Contender("b", refuse)], before(device), 1).us == {}
+
+
+def test_a_refused_launch_costs_nobody_else(device: Device) -> None:
+    def refused(_: int) -> None:
+        raise BenchmarkError("too many resources requested for launch")
+
+    found = time_calls([contender(device, "a", 5.0), Contender("b", refused)], before(device), 1)
+    assert list(found.us) == ["a"]
+    assert found.failed == {"b": "too many resources requested for launch"}
 
 
 def test_a_contenders_context_is_there_whenever_it_is_called(device: Device) -> None:
