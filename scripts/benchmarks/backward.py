@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import operator
 import random
@@ -21,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from benchmarks import backward_errors
+from benchmarks import backward_errors, json_file
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
 from tuner.bench.suites import SUITES
@@ -29,7 +28,7 @@ from tuner.compile.artifacts import ArtifactCache
 from tuner.compile.compiler import Compiler, find_toolchain
 from tuner.compile.loading import LoadedKernel, load
 from tuner.config import Config
-from tuner.errors import BenchmarkError, TunerError
+from tuner.errors import BenchmarkError, ConfigError, TunerError
 from tuner.families import family
 from tuner.families.base import KernelSpec
 from tuner.families.fused_attention_backward import instance
@@ -39,9 +38,9 @@ from tuner.selection.backward import COSTS, KERNELS, kind_of, placed, work
 
 ROUNDS, BURST_US = 20, 2000.0
 VENDORS = ("cudnn", "flash2", "flash3", "flash4")
-FIXED_US = {"cudnn": 10.5, "flash2": 8.9}
-"""Fixed times of PyTorch's kernels, fitted to smaller problems on an H100: (1,16,128,32) took 12.8
-and 10.3 us.
+FIXED_US = {name: COSTS[name, False].start_us for name in ("cudnn", "flash2")}
+"""Fixed times of PyTorch's kernels, which `fitted` keeps. They were fitted to smaller problems on
+an H100: (1,16,128,32) took 12.8 and 10.3 us.
 """
 SERVED = "served"
 """Name of the runtime's own call."""
@@ -379,7 +378,7 @@ def main(argv: Sequence[str]) -> int:
     """Compare, print, write.
 
     Raises:
-        ConfigError: when a shape is wrong.
+        ConfigError: when a shape is wrong, or the file of --fit.
         BenchmarkError: when torch sees no GPU.
     """
     parser = argparse.ArgumentParser(prog="scripts/bench backward", description=__doc__)
@@ -398,13 +397,17 @@ def main(argv: Sequence[str]) -> int:
         "--fit",
         type=Path,
         metavar="FILE",
-        help="measure nothing: rates for the rule's costs from a file that --json wrote",
+        help="measure nothing: rates for the rule's costs from a file of --json, also gzipped",
     )
     parser.add_argument("--seed", default="0", help="seed of the drawn problems (default 0)")
     args = parser.parse_args(argv)
     check_place(args.json)
     if args.fit is not None:
-        print(fitted(json.loads(args.fit.read_text())["problems"]))
+        document = json_file.read(args.fit)
+        try:
+            print(fitted(document["problems"]))
+        except (LookupError, TypeError, ValueError) as exc:
+            raise ConfigError(f"{args.fit} is not a file of scripts/bench backward: {exc}") from exc
         return 0
     drawn = [] if args.errors is None else backward_errors.drawn(args.errors, args.seed)
     problems = [AttentionBackwardProblem.parse(shape) for shape in args.shape] or acceptance()

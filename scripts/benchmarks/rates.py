@@ -11,8 +11,6 @@ ones, the fitted ones, and those fitted without the product's layer.
 from __future__ import annotations
 
 import argparse
-import gzip
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +18,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from benchmarks import json_file
 from benchmarks.moe_products import kernel_name
 from benchmarks.scaled import scaled_name
 from tuner.config import Config
@@ -208,11 +207,10 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"--gpu {args.gpu} is not known (allowed: {', '.join(GPUS)})")
     rows: list[Row] = []
     for path in args.files:
+        found = json_file.read(path)
         try:
-            data = path.read_bytes()
-            text = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
-            rows += rows_of(json.loads(text))
-        except (OSError, ValueError) as exc:
+            rows += rows_of(found)
+        except ValueError as exc:
             raise ConfigError(f"{path}: {exc}") from exc
     for op, rule in rules(GPUS[args.gpu]).items():
         of_op = [row for row in rows if row.problem.op == op and _own(rule, row)]

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import gzip
 import math
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
+
+import pytest
 
 from benchmarks import backward, backward_errors
 from tuner.config import Config
+from tuner.errors import ConfigError
 from tuner.families import family
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionBackwardProblem
-from tuner.selection.backward import KERNELS, kind_of, work
+from tuner.selection.backward import COSTS, KERNELS, kind_of, work
 
 PROBLEMS = backward.acceptance()
 
@@ -94,3 +99,22 @@ def test_costs_are_fitted() -> None:
         "own: 12.5 us, 2500 GB/s",
         "  D=128 causal: 600, of 4 problems +0.0% to +0.0%",
     ]
+
+
+def test_costs_are_fitted_to_the_file_that_they_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(backward.__file__).parent / "evidence" / "backward-h200.json.gz"
+    assert backward.main(["--fit", str(path)]) == 0
+    found = capsys.readouterr().out
+    plain = tmp_path / "plain.json"
+    plain.write_bytes(gzip.decompress(path.read_bytes()))
+    assert backward.main(["--fit", str(plain)]) == 0
+    assert capsys.readouterr().out == found
+    for name, us in backward.FIXED_US.items():
+        assert us == COSTS[name, False].start_us
+        assert f"{name}: {us:.1f} us" in found
+    for text in ("{}", "[1]", "no json", '{"problems": [{}]}'):
+        plain.write_text(text)
+        with pytest.raises(ConfigError, match=r"plain\.json"):
+            backward.main(["--fit", str(plain)])
