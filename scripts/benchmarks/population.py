@@ -200,7 +200,12 @@ def measured(
         command: command of the child process, which answers indices of `calls`.
         limit_s: seconds that a call may take.
         whole_s: seconds after which no further call is begun.
+
+    Raises:
+        ConfigError: when the file is another population's, or its name that of a compressed one.
     """
+    if path and path.suffix == ".gz":
+        raise ConfigError(f"{path}: rows are appended to plain files (allowed: {path.stem})")
     started = time.monotonic()
     known = read(path, heading) if path and path.exists() else {}
     if path and not known:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gzip
 import json
 import subprocess
 import sys
@@ -364,6 +365,17 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path, capsys: Any) -> None:
     assert again == rows
     assert population.main(["--report", str(path)]) == 0
     assert capsys.readouterr().out == report(rows) + "\n"
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_nothing_is_appended_to_a_compressed_file(tmp_path: Path, is_there: bool) -> None:
+    path = tmp_path / "rows.jsonl.gz"
+    packed = gzip.compress(json.dumps(HEADING).encode() + b"\n")
+    if is_there:
+        path.write_bytes(packed)
+    with pytest.raises(ConfigError, match=r"appended to plain files .allowed: rows\.jsonl\)"):
+        measured(CALLS, HEADING, path, ["false"], 60.0)
+    assert path.read_bytes() == packed if is_there else not path.exists()
 
 
 def test_a_file_of_another_population_is_refused(tmp_path: Path) -> None:
