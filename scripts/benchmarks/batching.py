@@ -184,7 +184,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--page-size", type=int, default=256, help="tokens of a page of the cache")
     parser.add_argument("--rounds", type=int, default=3, help="timed passes of all requests")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write every figure there")
-    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for an attention")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=LIMIT_S,
+        metavar="SECONDS",
+        help=f"for an attention's start, and for each of its passes (default {LIMIT_S:.0f})",
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument(
         "--at-once", action="store_true", help="start the attentions together; passes take turns"
@@ -263,6 +269,7 @@ class Server:
             "first_seconds": self.run()["seconds"],
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
             "device": torch.cuda.get_device_name() if self._device == "cuda" else self._device,
+            **({"appends": appends()} if self._way == FLASH_3 else {}),
         }
 
     def run(self) -> dict[str, Any]:
@@ -279,6 +286,15 @@ class Server:
             "errors": dict(stats.errors),
             "tokens": tokens,
         }
+
+
+def appends() -> bool:
+    """True if FlashAttention-3 writes new keys and values to the cache itself; False for a serving
+    build that PyTorch's operations do it for.
+    """
+    module = importlib.import_module(WAYS[FLASH_3])
+    asked = getattr(module, flash_attention_package.appends.__name__, None)
+    return True if asked is None else bool(asked())
 
 
 def _pass(manager: Any, load: Load) -> list[list[int]]:
@@ -364,7 +380,12 @@ def report(rows: Iterable[Mapping[str, Any]]) -> str:
         said = row["fallbacks"] | row["errors"]
         reasons = "; ".join(f"{count} {reason}" for reason, count in said.items())
         lines.append((row["attention"], *speeds, ratio, same, str(row["hits"]), reasons))
-    return table(lines, frozenset(range(1, 6)))
+    text = table(lines, frozenset(range(1, 6)))
+    for row in rows:
+        if "appends" in row:
+            by = "its own kernel" if row["appends"] else "PyTorch's operations"
+            text += f"\n{row['attention']}: new keys and values are written to the cache by {by}"
+    return text
 
 
 def same_share(found: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]]) -> float:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -54,6 +56,41 @@ def test_every_request_has_its_tokens(runtime: Any, way: str) -> None:
     assert [len(tokens) for tokens in found["tokens"]] == [4, 4, 4]
     assert len(found["seconds"]) == 2 and found["requests_per_s"] > 0
     assert bool(found["fallbacks"]) == (way == "tuner")
+
+
+@pytest.mark.parametrize(("found", "by"), [(True, "its own kernel"), (False, "PyTorch's op")])
+def test_the_report_says_who_writes_flash_attention_s_cache(
+    monkeypatch: pytest.MonkeyPatch, found: bool, by: str
+) -> None:
+    module = SimpleNamespace(appends=lambda: found)
+    monkeypatch.setitem(sys.modules, flash_attention_package.MODULE, module)
+    assert batching.appends() is found
+    text = report([row("sdpa", 2.0, [[1]]), row("flash_attention_3", 2.0, [[1]], appends=found)])
+    assert f"flash_attention_3: new keys and values are written to the cache by {by}" in text
+    assert text.count("written to the cache") == 1
+    del module.appends  # of an installed FlashAttention-3
+    assert batching.appends()
+
+
+def test_flash_attention_s_row_tells_it(runtime: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    model = batching._model
+    monkeypatch.setattr(batching, "_model", lambda way, *given: model("sdpa", *given))
+    monkeypatch.setattr(batching, "appends", lambda: False)
+    for way in ("sdpa", "flash_attention_3"):
+        server = Server(way, LOAD, "cpu")
+        try:
+            assert server.start().get("appends") == (None if way == "sdpa" else False)
+        finally:
+            server.close()
+
+
+def test_the_limit_is_for_the_start_and_each_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        batching.main(["--help"])
+    assert "for an attention's start, and for each of its passes" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def test_the_median_pass_counts() -> None:
