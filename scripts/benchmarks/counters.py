@@ -9,6 +9,7 @@ plans of e4m3. Clocks are not locked, and nothing is timed.
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -140,6 +141,8 @@ def main(argv: Sequence[str]) -> int:
     problem = AttentionProblem.parse(args.shape)
     if not args.call:
         raise ConfigError("no call is named (--call flash3)")
+    if twice := [name for name, count in Counter(args.call).items() if count > 1]:
+        raise ConfigError(f"--call {twice[0]} is given twice (allowed: each call once)")
     if args.child:
         child(problem, args.call)
         return 0

@@ -85,3 +85,12 @@ def test_it_prints_the_longest_launch_and_writes_all(
 def test_a_run_without_calls_is_refused() -> None:
     with pytest.raises(ConfigError, match="no call is named"):
         counters.main(["--shape", "S=64,D=64"])
+
+
+def test_a_call_that_is_named_twice_is_refused_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nsight, "counted", lambda *_: pytest.fail("it was run"))
+    given = ["--shape", "S=64,D=64", *["--call", "own"] * 2]
+    with pytest.raises(ConfigError, match="--call own is given twice"):
+        counters.main(given)

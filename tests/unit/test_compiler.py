@@ -463,6 +463,18 @@ def test_the_first_kernel_of_a_submitter_is_compiled_before_others(
         assert [is_urgent(3, "two"), is_urgent(4, None)] == [True, False]
 
 
+def test_a_released_submitter_is_forgotten(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = fake.compiler(jobs=1)
+    monkeypatch.setattr(made, "_wake", lambda times: None)
+    for owner in range(5):
+        made.submit([spec(owner)], owner)
+        made.release(owner)
+    assert not made._served
+    made.submit([spec(7), spec(8)], 0)
+    assert [job.is_first for job in made._pending] == [True, False]
+    made.close(cancel=True)
+
+
 def test_a_cached_kernel_is_a_submitter_s_first(
     fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:

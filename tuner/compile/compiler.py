@@ -128,7 +128,7 @@ class Compiler:
         self._rejected: dict[str, CompileError] = {}
         self._units: set[Unit] = set()
         self._served: set[Hashable] = set()
-        """Submitters with a first kernel."""
+        """Submitters with a first kernel, until they release theirs."""
         self._fixed: dict[str, int] = {}
         self._stop = threading.Event()
         artifacts.sweep()
@@ -260,6 +260,7 @@ class Compiler:
         owner are not started, and a unit of only such kernels is killed.
         """
         with self._lock:
+            self._served.discard(owner)
             unwanted = [job for job in self._in_flight.values() if owner in job.owners]
             for job in unwanted:
                 job.owners.discard(owner)
