@@ -26,7 +26,7 @@ def complete(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_same(first: Any, heading: Mapping[str, Any]) -> bool:
-    """Whether a file's first line is this heading on any day, so that a run may go on with it."""
+    """True if a file's first line is this heading on any day, so that a run may go on with it."""
     return isinstance(first, Mapping) and _undated(first) == _undated(heading)
 
 
