@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from benchmarks import backward_errors, json_file
+from benchmarks import backward_errors, file_head, json_file
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
 from tuner.bench.suites import SUITES
@@ -415,7 +415,7 @@ def main(argv: Sequence[str]) -> int:
 
     if not torch.cuda.is_available():
         raise BenchmarkError(f"torch {torch.__version__} sees no GPU")
-    environment = dict(family("sdpa_backward").environment())
+    environment = file_head.complete(family("sdpa_backward").environment())
     if args.errors is not None:
         return errors(drawn, environment, args)
     kernels = built(problems)

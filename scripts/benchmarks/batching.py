@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import flash_attention_package
+from benchmarks import file_head, flash_attention_package
 from benchmarks.child import Worker, answer_indices
 from benchmarks.decoder import LLAMA_3_8B, Sizes
 from tuner.base.install import extra_command
@@ -100,6 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[2:] if argv is None else argv)
     command = python_command("-m", "benchmarks", "batching", *given, "--worker")
     rows: list[dict[str, Any]] = []
+    about = file_head.complete({})
     with tempfile.TemporaryDirectory() as folder:
         if is_absent(FLASH_3) and flash_attention_package.is_there():
             sys.path.append(str(flash_attention_package.written(Path(folder))))
@@ -114,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for found in _measured(together, command, args):
                 rows = before + [{"attention": w, **vars(load), **row} for w, row in found.items()]
                 if args.json:
-                    write_json(args.json, rows)
+                    write_json(args.json, {**about, "rows": rows})
     print(report(rows))
     return int(any("lost" in row for row in rows))
 

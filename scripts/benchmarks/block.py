@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks import file_head
 from benchmarks.decoder import LLAMA_3_8B, OPERATIONS, ROTARY_BASE, Sizes, Way, turned, ways
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
@@ -412,7 +413,7 @@ def environment(dtype: str, layers: int) -> dict[str, Any]:
         raise BenchmarkError(f"PyTorch cannot be imported: {exc}") from exc
     if not torch.cuda.is_available():
         raise BenchmarkError("a block is timed on a GPU: none is here", status=Status.UNAVAILABLE)
-    return {
+    facts = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -420,6 +421,7 @@ def environment(dtype: str, layers: int) -> dict[str, Any]:
         "dtype": dtype,
         "layers": layers,
     }
+    return file_head.complete(facts)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

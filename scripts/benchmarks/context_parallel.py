@@ -21,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from benchmarks import file_head
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
 from tuner.errors import BenchmarkError, ConfigError
@@ -277,7 +278,8 @@ def main(argv: Sequence[str]) -> int:
     print(text(problem.label(), ranks, rows))
     if args.json is not None:
         cards = [torch.cuda.get_device_name(index) for index in range(ranks)]
-        facts = {"environment": dict(family("sdpa_backward").environment()), "gpus": cards}
+        about = file_head.complete(family("sdpa_backward").environment())
+        facts = {"environment": about, "gpus": cards}
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
         document = {**facts, "nccl": nccl, "problem": problem.to_json(), "rows": rows}
         document["served"] = found["served"]

@@ -28,6 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks import file_head
 from benchmarks.call_times import FAILURES, Contender, first_line, time_calls
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
@@ -404,15 +405,11 @@ def main(argv: Sequence[str]) -> int:
     if not torch.cuda.is_available():
         raise BenchmarkError("no GPU found: scripts/bench cute_dsl runs kernels")
     dsl = Dsl(args.example) if args.example else Exported(args.exported)
+    about = file_head.complete({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__})
     products = []
     for shape in SHAPES:
         products.append(measured(dsl, shape))
-        found = {
-            "gpu": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            **dsl.facts(),
-            "products": products,
-        }
+        found = {**about, **dsl.facts(), "products": products}
         if args.json is not None:
             write_json(args.json, found)
     print(text(found))

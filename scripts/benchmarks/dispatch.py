@@ -38,7 +38,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from benchmarks import calls, decoder
+from benchmarks import calls, decoder, file_head
 from benchmarks.service import document, problem
 from tuner import settings
 from tuner.base.output import check_place
@@ -230,7 +230,7 @@ def environment() -> dict[str, Any]:
 
     if not torch.cuda.is_available():
         raise BenchmarkError(f"torch {torch.__version__} sees no CUDA GPU")
-    return {
+    facts = {
         "gpu": torch.cuda.get_device_name(),
         **device.environment().facts,
         "torch": torch.__version__,
@@ -240,6 +240,7 @@ def environment() -> dict[str, Any]:
         "cpu": _cpu(),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+    return file_head.complete(facts)
 
 
 def _cpu() -> str:

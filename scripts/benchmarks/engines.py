@@ -31,6 +31,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from benchmarks import file_head
 from benchmarks.child import Worker, answer_indices
 from tuner.base.output import check_place
 from tuner.base.processes import python_command
@@ -101,12 +102,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[2:] if argv is None else argv)
     command = python_command("-m", "benchmarks", "engines", *given, "--worker")
     rows: list[dict[str, Any]] = []
+    head = {**file_head.complete({}), "options": _options(args)}
     shapes = list(dict.fromkeys(args.shape or sorted(SHAPES)))
     for together in [shapes] if args.at_once else [[shape] for shape in shapes]:
         for row in measured(together, command, args):
             rows.append(row)
             if args.json:
-                write_json(args.json, {"options": _options(args), "runs": rows})
+                write_json(args.json, {**head, "runs": rows})
     print(report(rows))
     return int(any("lost" in row for row in rows))
 

@@ -17,7 +17,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks import masks_served
+from benchmarks import file_head, masks_served
 from benchmarks.call_times import Contender, Times, time_calls
 from benchmarks.masks_served import MASKS
 from tuner.base.output import check_place
@@ -282,7 +282,7 @@ def main(argv: Sequence[str]) -> int:
     if args.served:
         return _served(args.mask, args.json)
     kernels = built(wanted)
-    environment = dict(family("vendor_sdpa").environment())
+    environment = file_head.complete(family("vendor_sdpa").environment())
     every: list[dict[str, Any]] = []
     for case in wanted:
         every.append(compared(case, kernels[case.head_dim], args.one_pass))
@@ -295,7 +295,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _served(names: Sequence[str], path: Path | None) -> int:
     """Time the calls of `masks_served`, print, write."""
-    environment = dict(family("vendor_sdpa").environment())
+    environment = file_head.complete(family("vendor_sdpa").environment())
     every: list[dict[str, Any]] = []
     for case in masks_served.cases(names):
         every.append(masks_served.timed(case, masks_served.Calls(case)))

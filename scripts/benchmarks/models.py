@@ -33,6 +33,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from benchmarks import file_head
 from benchmarks.child import Worker, answer_indices
 from tuner.base.output import check_place
 from tuner.base.processes import python_command
@@ -142,7 +143,7 @@ def environment() -> dict[str, Any]:
         version = "none"
     else:
         version = transformers.__version__
-    return {
+    facts = {
         "gpu": torch.cuda.get_device_name(),
         **device_environment().facts,
         "torch": torch.__version__,
@@ -150,6 +151,7 @@ def environment() -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version(),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+    return file_head.complete(facts)
 
 
 def measure(

@@ -21,6 +21,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from benchmarks import file_head
 from benchmarks.call_times import FAILURES, Contender, first_line, time_calls
 from benchmarks.child import Worker, answer_indices, turn
 from benchmarks.moe_layers import DTYPES, LAYERS, ROUTES, ROWS, Case, Key, Weights, cases, routed
@@ -322,7 +323,7 @@ def environment() -> dict[str, Any]:
 
     facts = dict(devices.environment().facts)
     facts |= {"cuda": torch.version.cuda, "deep_gemm": peers.version("deep_gemm") or "missing"}
-    return {"gpu": torch.cuda.get_device_name(), **facts}
+    return file_head.complete({"gpu": torch.cuda.get_device_name(), **facts})
 
 
 def _chosen(name: str, text: str, allowed: Sequence[str]) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks import file_head
 from benchmarks.call_times import Contender
 from tuner.bench.results import write_json
 from tuner.compile.artifacts import ArtifactCache
@@ -158,4 +159,4 @@ def environment() -> dict[str, str | int | float]:
     facts = dict(device_environment().facts)
     for name in ("vendor_sdpa", "vendor_cudnn_plans"):
         facts |= family(name).environment()
-    return {"gpu": gpu.name if gpu else "", **facts}
+    return file_head.complete({"gpu": gpu.name if gpu else "", **facts})

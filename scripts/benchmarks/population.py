@@ -26,6 +26,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import file_head
 from benchmarks.child import Worker, answer_indices
 from benchmarks.population_report import report
 from tuner.base import document, resources
@@ -138,7 +139,8 @@ def surroundings() -> dict[str, Any]:
             "no GPU found: scripts/bench population runs kernels (--list does not)"
         )
     builds = peers.versions(peers.PEERS)
-    return {"gpu": gpu.name, **device.environment().facts, **installed_versions(), **builds}
+    facts = {"gpu": gpu.name, **device.environment().facts, **installed_versions(), **builds}
+    return file_head.complete(facts)
 
 
 def listing(calls: Sequence[ModelCall], gpu: Gpu = DEFAULT_GPU) -> str:
@@ -273,7 +275,7 @@ def read(path: Path, heading: Mapping[str, Any] | None = None) -> dict[str, dict
         raise ConfigError(f"{path} is not a file of scripts/bench population: {exc}") from exc
     if heading is None:
         return found
-    if first is not None and first != heading:
+    if first is not None and not file_head.is_same(first, heading):
         raise ConfigError(f"{path} holds another population, {first} (wanted: {dict(heading)})")
     if rest:
         path.write_text(whole + "\n" if whole else "")

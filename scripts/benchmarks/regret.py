@@ -25,6 +25,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from benchmarks import file_head
 from benchmarks.population import commit
 from tuner.base import document
 from tuner.base.output import check_place
@@ -168,7 +169,12 @@ def _swept(args: argparse.Namespace, seed: str) -> list[Row]:
             raise BenchmarkError(
                 "no GPU found: scripts/bench regret runs kernels (--list does not)"
             )
-        heading = {"format": FORMAT, "seed": seed, "models": args.models, "gpu": gpu.name}
+        heading = {
+            "format": FORMAT,
+            "seed": seed,
+            "models": args.models,
+            **file_head.complete({"gpu": gpu.name}),
+        }
         known = {row["problem"]: row for row in _kept(args.json, heading)}
         rows: list[Row] = []
         for problem, selection in drawn(seed, args.count, args.models, gpu, args.op):
@@ -197,7 +203,7 @@ def _kept(path: Path | None, heading: Mapping[str, Any]) -> list[Row]:
     if not path.exists():
         path.write_text(json.dumps(heading) + "\n")
     lines = path.read_text().splitlines()
-    if document.parse(lines[0]) != heading:
+    if not file_head.is_same(document.parse(lines[0]), heading):
         raise ConfigError(f"{path} holds another draw (wanted: {dict(heading)})")
     return _read(path)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import file_head
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
 from tuner.compile.artifacts import ArtifactCache
@@ -62,6 +62,6 @@ def run(
         print(line(row), flush=True)
     if args.json is not None:
         facts = {"gpu": torch.cuda.get_device_name(), **environment(0).facts}
-        day = datetime.date.today().isoformat()
-        write_json(args.json, {**facts, "torch": torch.__version__, "date": day, "rows": rows})
+        about = file_head.complete({**facts, "torch": torch.__version__})
+        write_json(args.json, {**about, "rows": rows})
     return rows

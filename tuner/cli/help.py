@@ -23,6 +23,7 @@ WORDS: Mapping[str, str] = {
     "regime": "Way of timing: stream (behind an ordinary kernel), chained, eager; L2 warm or cold.",
     "decision": "Ranking of a final pass in the store, with the kernel that serves the problem.",
     "portfolio": "Few kernels with time models, which serve shapes that nobody tuned.",
+    "regret": "A choice's time over the best one's, less 1; left out: at models not in the fit.",
     "provenance": "Source of a time: measured here, replayed from a recording, or predicted.",
     "tie": "Two times that are equal within their noise, at most 1 %.",
 }

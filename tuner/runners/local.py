@@ -48,7 +48,7 @@ class LocalRunner:
         facts: the GPUs' environment (default: read from the device).
 
     Raises:
-        BenchmarkError: when there is no such GPU.
+        BenchmarkError: when no GPU has that number.
     """
 
     provenance = Provenance.MEASURED

@@ -1,4 +1,4 @@
-"""`attention`: a tuned kernel if one was measured for the problem, PyTorch's kernel otherwise.
+"""`attention`: a measured or proven kernel where one is faster, PyTorch's otherwise.
 
 A causal mask has two meanings when SQ and SKV differ. Top-left: query i sees keys 0..i.
 Bottom-right: query i sees keys 0..i + SKV - SQ. Tuned kernels compute the top-left mask. Each entry
