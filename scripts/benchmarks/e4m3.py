@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks.call_times import FAILURES, Contender, first_line, time_calls
 from benchmarks.moe import environment
+from benchmarks.moe_products import built_artifacts
 from benchmarks.narrow import MAX_COPIES, ROTATED_BYTES, algorithms, name_of, ranked
 from benchmarks.own_plans import own_plan
 from benchmarks.scaled import CHECKED_COLUMNS, CHECKED_ROWS
@@ -63,33 +64,24 @@ def problem_of(kind: str, size: tuple[int, int, int]) -> GemmProblem:
 
 def built(problem: GemmProblem, gpu: Any) -> Iterator[tuple[Config, dict[str, str]]]:
     """Built kernels and their artifacts, a family after the other, in the order of estimates."""
-    from tuner.compile.artifacts import ArtifactCache
-    from tuner.compile.compiler import Compiler
-    from tuner.compile.toolchain import find_toolchain
     from tuner.families import families
 
-    compiler = Compiler(find_toolchain(), ArtifactCache(), jobs=1)
-    try:
-        for family in (families()[name] for name in FAMILIES):
-            if family.supports(problem, gpu):
+    for family in (families()[name] for name in FAMILIES):
+        if family.supports(problem, gpu):
+            continue
+        configs, found = ranked(family.name, problem, gpu), 0
+        limit = NEAR_ESTIMATE * family.predict_us(problem, configs[0], gpu)
+        for config in configs:
+            if found == KERNELS or family.predict_us(problem, config, gpu) > limit:
+                break
+            artifacts = built_artifacts(family.kernels(problem, config))
+            if isinstance(artifacts, str):
                 continue
-            configs, found = ranked(family.name, problem, gpu), 0
-            limit = NEAR_ESTIMATE * family.predict_us(problem, configs[0], gpu)
-            for config in configs:
-                if found == KERNELS or family.predict_us(problem, config, gpu) > limit:
-                    break
-                kernels = family.kernels(problem, config).items()
-                artifacts = {name: compiler.cached(spec) for name, spec in kernels}
-                if None in artifacts.values():
-                    continue
-                found += 1
-                built_here = {name: one.key for name, one in artifacts.items() if one}
-                yield config, built_here
-                banded = Config(family.name, {**config.params, "max_swizzle_size": BAND})
-                if not family.violations(problem, banded, gpu) and banded != config:
-                    yield banded, built_here
-    finally:
-        compiler.close(cancel=True)
+            found += 1
+            yield config, artifacts
+            banded = Config(family.name, {**config.params, "max_swizzle_size": BAND})
+            if not family.violations(problem, banded, gpu) and banded != config:
+                yield banded, artifacts
 
 
 class Calls:

@@ -265,7 +265,7 @@ def plans_of(problem: Any, selection: Any, *, unproven: bool) -> Iterator[tuple[
         if us > longest:
             return
         specs = families()[config.family].kernels(problem, config)
-        found = _built(specs) if unproven else lists.proven(specs, gpu.compute_capability)
+        found = built_artifacts(specs) if unproven else lists.proven(specs, gpu.compute_capability)
         if isinstance(found, str):
             continue
         plan = own_plan(problem, config, found)
@@ -282,7 +282,7 @@ def _compiler() -> Any:
     return Compiler(find_toolchain(), ArtifactCache(), jobs=1)
 
 
-def _built(specs: Mapping[str, Any]) -> dict[str, str] | str:
+def built_artifacts(specs: Mapping[str, Any]) -> dict[str, str] | str:
     """Keys of the built artifacts of kernels, or why there are none."""
     found = {name: _compiler().cached(spec) for name, spec in specs.items()}
     if None in found.values():

@@ -130,6 +130,26 @@ def test_the_narrow_report_takes_the_fastest_of_the_library() -> None:
     assert "served: mean 0.500, worst 0.500 of 1" in text and "worst 0.900 of 2" in text
 
 
+def test_built_kernels_of_e4m3_come_by_estimates_each_with_its_band(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem, gpu = e4m3.problem_of("fast, rows", e4m3.SIZES[0]), GPUS["H200"]
+    asked: list[Any] = []
+
+    def artifacts(kernels: Any) -> Any:
+        asked.append(kernels)
+        return "a kernel is not built" if len(asked) == 1 else {name: "key" for name in kernels}
+
+    monkeypatch.setattr(e4m3, "built_artifacts", artifacts)
+    found = list(e4m3.built(problem, gpu))
+    configs = [config for config, _ in found]
+    ranked = e4m3.ranked("gemm", problem, gpu)
+    assert configs[0] == ranked[1] and ranked[0] not in configs
+    assert len(asked) <= 1 + e4m3.KERNELS and len(set(configs)) == len(configs) > 1
+    assert any(config["max_swizzle_size"] == e4m3.BAND for config in configs)
+    assert all(set(keys.values()) == {"key"} for _, keys in found)
+
+
 def test_an_inexact_own_kernel_of_e4m3_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = {
         **{"scaled_mm": 2e-3, "cublaslt 0": 0.5, "cublaslt 1": float("nan")},
