@@ -253,11 +253,8 @@ def timed(problem: GemmProblem, kernels: Kernels, *, with_served: bool) -> dict[
         else:
             failed[name] = f"relative error {error:.2e}"
     first = time_calls(ways, calls.before, calls.copies, BUDGET_US)
-    sides: dict[bool, list[str]] = {True: [], False: []}
-    for name in sorted(first.us, key=first.us.__getitem__):
-        sides[name.startswith(CUBLAS)].append(name)
-    finalists = {*sides[True][:FINALISTS], *sides[False][:FINALISTS], CUBLAS, SERVED}
-    again = [way for way in ways if way.name in finalists]
+    names = {*finalists(first.us, lambda name: name.startswith(CUBLAS)), CUBLAS, SERVED}
+    again = [way for way in ways if way.name in names]
     last = time_calls(again, calls.before, calls.copies, 2 * BUDGET_US)
     return {
         **{"m": problem.m, "n": problem.n, "k": problem.k, "copies": calls.copies},
@@ -265,6 +262,14 @@ def timed(problem: GemmProblem, kernels: Kernels, *, with_served: bool) -> dict[
         "quick_us": {name: round(us, 3) for name, us in first.us.items()},
         "failed": {**failed, **first.failed, **last.failed},
     }
+
+
+def finalists(us: Mapping[str, float], is_peer: Callable[[str], bool]) -> set[str]:
+    """The `FINALISTS` fastest of either side."""
+    sides: dict[bool, list[str]] = {True: [], False: []}
+    for name in sorted(us, key=us.__getitem__):
+        sides[is_peer(name)].append(name)
+    return {*sides[True][:FINALISTS], *sides[False][:FINALISTS]}
 
 
 def report(document: Mapping[str, Any]) -> str:

@@ -150,6 +150,12 @@ def test_built_kernels_of_e4m3_come_by_estimates_each_with_its_band(
     assert all(set(keys.values()) == {"key"} for _, keys in found)
 
 
+def test_the_fastest_of_either_side_are_timed_again() -> None:
+    us = {f"{side} {i}": 1.0 + i for i in range(9) for side in ("peer", "own")}
+    found = narrow.finalists(us, lambda name: name.startswith("peer"))
+    assert found == {f"{side} {i}" for i in range(narrow.FINALISTS) for side in ("peer", "own")}
+
+
 def test_an_inexact_own_kernel_of_e4m3_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = {
         **{"scaled_mm": 2e-3, "cublaslt 0": 0.5, "cublaslt 1": float("nan")},
@@ -173,7 +179,10 @@ def test_an_inexact_own_kernel_of_e4m3_is_not_timed(monkeypatch: pytest.MonkeyPa
         def error(self, call: Any) -> float:
             return errors[call]
 
+    runs: list[list[str]] = []
+
     def timed(ways: Any, *_: Any) -> Any:
+        runs.append([way.name for way in ways])
         return call_times.Times({way.name: 1.0 for way in ways}, {})
 
     own: list[tuple[str, dict[str, str]]] = [(f"gemm {name}", {}) for name in "abcd"]
@@ -186,6 +195,7 @@ def test_an_inexact_own_kernel_of_e4m3_is_not_timed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("tuner.runtime.devices.gpu_of", lambda _: GPUS["H200"])
     row = e4m3.timed("fast, rows", (64, 64, 64))
     assert list(row["us"]) == ["scaled_mm", "cublaslt 0", "cublaslt 1", "gemm a"]
+    assert runs == [list(row["us"])] * 2, "the fastest are timed again"
     assert row["failed"]["gemm b"] == "relative error 2.30e-03, of a peer 2.00e-03"
     assert set(row["failed"]) == {"gemm b", "gemm c", "gemm d"} and "gemm b" in row["errors"]
     assert set(e4m3.inexact({"gemm a": float("nan")})) == {"gemm a"}
