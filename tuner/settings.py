@@ -21,8 +21,8 @@ VARIABLES: dict[str, str] = {
     "TUNER_DISABLE": "1 sends every call of the runtime to PyTorch",
     "TUNER_BENCHMARK": "1 times the portfolio's kernels on the first call of an untuned shape",
     "TUNER_NVTX": "1 marks calls and timings with NVTX ranges, for Nsight Systems",
-    "TUNER_VLLM_QUERIES": "most queries a sequence that the vLLM plug-in takes (default: any, but "
-    "neither e4m3 caches nor chunks of prompts at D above 64)",
+    "TUNER_VLLM_QUERIES": "most queries a sequence for the vLLM plug-in (default: all but e4m3 and "
+    "slow chunks)",
     "TUNER_BUILD_ON_MISS": "1 lets the runtime have missing kernels compiled, in the background",
 }
 
