@@ -8,6 +8,8 @@ while the other engines wait. Figures of a run:
 - prompt tokens a second
 - for each concurrency: time to the first token, time of a further token, output tokens a second
 
+``--steps`` adds passes that time the parts of each decoding step (`benchmarks.engine_steps`).
+
 Greedy tokens are compared with those of vLLM's own attention. Random weights give logits that lie
 close together, so a few tokens may differ. The agreement of two runs of vLLM's own attention is
 printed beside it.
@@ -16,6 +18,7 @@ printed beside it.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import itertools
 import json
@@ -31,7 +34,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks import file_head
+from benchmarks import engine_steps, file_head
 from benchmarks.child import Worker, answer_indices
 from tuner.base.output import check_place
 from tuner.base.processes import python_command
@@ -79,6 +82,9 @@ WARM_TOKENS = 16
 """Prompt tokens of a request before the timed ones, from the second run on."""
 START = 0
 """Index at which a worker starts its engine."""
+STEPS, PROFILE = 10_000, 10_001
+"""Indices at which a worker records a pass's steps, and profiles one."""
+STEP_PASSES = 4
 SPARE_TOKENS = 64
 """Tokens of a request beside its own in the cache: its last page, and the engine's reserve."""
 
@@ -102,14 +108,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[2:] if argv is None else argv)
     command = python_command("-m", "benchmarks", "engines", *given, "--worker")
     rows: list[dict[str, Any]] = []
+    steps: list[dict[str, Any]] = []
     head = {**file_head.complete({}), "options": _options(args)}
     shapes = list(dict.fromkeys(args.shape or sorted(SHAPES)))
     for together in [shapes] if args.at_once else [[shape] for shape in shapes]:
         for row in measured(together, command, args):
-            rows.append(row)
+            (steps if "of" in row else rows).append(row)
             if args.json:
-                write_json(args.json, {**head, "runs": rows})
+                write_json(args.json, {**head, "runs": rows, **({"steps": steps} if steps else {})})
     print(report(rows))
+    if steps:
+        print(engine_steps.report(steps))
     return int(any("lost" in row for row in rows))
 
 
@@ -145,6 +154,12 @@ def measured(
                 _say(f"run {run}, {shape}, {way} ...")
                 row |= workers[place].ask(run + 1)
             yield row
+        if args.steps:
+            for shape, (run, way) in itertools.product(shapes, runs(ways, STEP_PASSES + 1)):
+                _say(f"steps {run}, {shape}, {way} ...")
+                index = STEPS if run < STEP_PASSES else PROFILE
+                found = workers[shape, 0, way].ask(index)
+                yield {"shape": shape, "way": way, "of": {}, **found}
 
 
 def _say(text: str) -> None:
@@ -176,6 +191,9 @@ def _parser() -> argparse.ArgumentParser:
         "--compile", action="store_true", help="vLLM's defaults: torch.compile, piecewise graphs"
     )
     parser.add_argument("--cache", choices=("auto", "fp8"), default="auto", help="its elements")
+    parser.add_argument(
+        "--steps", action="store_true", help="at the end, time the parts of decoding steps"
+    )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write every figure there")
     parser.add_argument(
         "--limit", type=float, default=LIMIT_S, help="seconds for a start, and a run"
@@ -210,6 +228,7 @@ class Engine:
         self._args = args
         self._counts = sorted(set(args.concurrency or (1, 16, 128)))
         self._generate: Generator | None = None
+        self._engine: Any = None
         self._warm_tokens = 0
         """Prompt tokens of a request that warms the engine; 0: as many as the timed ones have."""
 
@@ -218,7 +237,9 @@ class Engine:
         from benchmarks.call_times import first_line
 
         try:
-            return self.start() if index == START else self.run()
+            if index == START:
+                return self.start()
+            return self.steps(index == PROFILE) if index in (STEPS, PROFILE) else self.run()
         except Exception as exc:  # an engine raises what it likes
             return {"lost": f"{type(exc).__name__}: {first_line(exc)}"}
 
@@ -243,6 +264,7 @@ class Engine:
             start = time.perf_counter()
             llm = vllm.LLM(folder, **options)
         self._generate = Generator(llm, vllm.SamplingParams)
+        self._engine = llm.llm_engine
         return {
             "vllm": str(vllm.__version__),
             "attention": attention_of(llm),
@@ -270,6 +292,19 @@ class Engine:
         }
         self._warm_tokens = WARM_TOKENS
         return found
+
+    def steps(self, is_profile: bool) -> dict[str, Any]:
+        """Parts of the steps of a pass at each concurrency; with kernels and functions instead."""
+        generate, args = self._generate, self._args
+        if generate is None:
+            raise BenchmarkError("the engine did not start")
+        found = {}
+        for count in self._counts:
+            one = functools.partial(generate, count, args.prompt, args.tokens, 1)
+            generate(count, WARM_TOKENS, 2, 0)
+            measure = engine_steps.profiled if is_profile else engine_steps.recorded
+            found[str(count)] = measure(self._engine, one)
+        return {"of": found}
 
 
 def _served(

@@ -14,7 +14,7 @@ import pytest
 from vllm_fakes import REGISTRY, overrides, stand_ins
 
 from benchmarks import engines
-from benchmarks.engines import FEW, START, TUNER, VLLM, agreement, report, runs
+from benchmarks.engines import FEW, PROFILE, START, STEPS, TUNER, VLLM, agreement, report, runs
 from tuner.errors import BenchmarkError
 
 pytest.importorskip("torch", reason="torch is not installed")
@@ -95,6 +95,23 @@ def test_one_pass_measures_too(vllm: ModuleType) -> None:
     assert len(found["concurrency"]["1"]["tokens"]) == 1
 
 
+def test_steps_are_recorded_at_each_concurrency(
+    vllm: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(engine: Any, generate: Any) -> dict[str, Any]:
+        assert engine is made._engine
+        return {"tokens": [len(one) for one in generate()[1]]}
+
+    made = engine(passes=1)
+    assert "lost" in made.answer(STEPS)
+    made = engine(passes=1)
+    made.answer(START)
+    for index, name in ((STEPS, "recorded"), (PROFILE, "profiled")):
+        monkeypatch.setattr(engines.engine_steps, name, measure)
+        of = made.answer(index)["of"]
+        assert of == {"1": {"tokens": [5]}, "3": {"tokens": [5] * 3}}
+
+
 def test_engines_of_all_shapes_start_before_the_first_run(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, str, int]] = []
 
@@ -112,11 +129,15 @@ def test_engines_of_all_shapes_start_before_the_first_run(monkeypatch: pytest.Mo
             return {"found": index}
 
     monkeypatch.setattr(engines, "Worker", Fake)
-    args = argparse.Namespace(ways=None, engines=1, runs=2, limit=1.0)
+    args = argparse.Namespace(ways=None, engines=1, runs=2, limit=1.0, steps=False)
     rows = list(engines.measured(["1b", "8b"], ["python"], args))
     assert [one[2] for one in asked[:4]] == [START] * 4 and START not in [a[2] for a in asked[4:]]
     assert [row["shape"] for row in rows] == ["1b"] * 4 + ["8b"] * 4
     assert {(row["run"], row["found"]) for row in rows} == {(0, 1), (1, 2)}
+    args.steps = True
+    more = list(engines.measured(["1b"], ["python"], args))[len(rows) // 2 :]
+    assert [row["found"] for row in more] == [*[STEPS] * 2 * engines.STEP_PASSES, PROFILE, PROFILE]
+    assert {row["way"] for row in more} == {VLLM, TUNER}
 
 
 def test_vllm_s_defaults_are_left_where_they_are_asked_for(vllm: ModuleType) -> None:
