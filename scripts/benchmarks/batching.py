@@ -10,8 +10,8 @@ FlashAttention and the tuner have CUDA graphs and asynchronous steps, `sdpa` has
 machine without FlashAttention-3 its serving build under ``TUNER_PEERS_PATH`` stands in.
 
 Tokens are compared with those of `sdpa`, request by request. With random weights the logits lie
-close together, and two correct kernels diverge at some token. FlashAttention's share of equal
-tokens is the yardstick for the tuner's.
+close together, and two correct kernels diverge at some token. ``--judge FILE`` reads an earlier
+run's tokens by the same model in fp32 and tells how far each is from that model's first choice.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import file_head, flash_attention_package
+from benchmarks import batching_judge, file_head, flash_attention_package, json_file
 from benchmarks.child import Worker, answer_indices
 from benchmarks.decoder import LLAMA_3_8B, Sizes
 from tuner.base.install import extra_command
@@ -97,6 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         server = Server(args.way, load, args.device)
         return answer_indices(lambda i: server.start() if i == START else server.run(), args.device)
     _check(args)
+    if args.judge:
+        return _judge(args)
     given = list(sys.argv[2:] if argv is None else argv)
     command = python_command("-m", "benchmarks", "batching", *given, "--worker")
     rows: list[dict[str, Any]] = []
@@ -118,6 +120,21 @@ def main(argv: Sequence[str] | None = None) -> int:
                     write_json(args.json, {**about, "rows": rows})
     print(report(rows))
     return int(any("lost" in row for row in rows))
+
+
+def _judge(args: argparse.Namespace) -> int:
+    """Judge the tokens of an earlier run, whose rows say of what load."""
+    rows = [row for row in json_file.read(args.judge)["rows"] if "lost" not in row]
+    if not rows:
+        raise ConfigError(f"--judge {args.judge}: no attention has tokens there")
+    rows.sort(key=lambda row: row["attention"] != SDPA)
+    load = Load(**{name: rows[0][name] for name in Load.__dataclass_fields__})
+    ways = {row["attention"]: row["tokens"] for row in rows}
+    found = batching_judge.judged(_model(SDPA, load, args.device, ""), load.prompts(), ways)
+    if args.json:
+        write_json(args.json, {**file_head.complete({}), **vars(load), **found})
+    print(batching_judge.report(found))
+    return 0
 
 
 def _measured(
@@ -184,6 +201,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--new-tokens", type=int, default=128, help="tokens of each request")
     parser.add_argument("--page-size", type=int, default=256, help="tokens of a page of the cache")
     parser.add_argument("--rounds", type=int, default=3, help="timed passes of all requests")
+    parser.add_argument(
+        "--judge", type=Path, metavar="FILE", help="instead, judge the tokens of an earlier run"
+    )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write every figure there")
     parser.add_argument(
         "--limit",
@@ -321,7 +341,8 @@ def _pass(manager: Any, load: Load) -> list[list[int]]:
     return tokens
 
 
-def _model(way: str, load: Load, device: str) -> Any:
+def _model(way: str, load: Load, device: str, cache: str = "paged|") -> Any:
+    """The model with an attention over pages, or over dense tensors where `cache` is empty."""
     import torch
     import transformers
 
@@ -337,7 +358,7 @@ def _model(way: str, load: Load, device: str) -> Any:
         max_position_embeddings=max(8192, load.prompt + load.new),
     )
     known = transformers.AttentionInterface._global_mapping
-    name = f"paged|{way}" if "paged|sdpa" in known else way  # Transformers 5.17, and 5.23
+    name = f"{cache}{way}" if "paged|sdpa" in known else way  # Transformers 5.17, and 5.23
     torch.manual_seed(0)
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(

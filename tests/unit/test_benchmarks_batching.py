@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib.metadata
+import json
 import re
 import sys
 from pathlib import Path
@@ -192,3 +194,35 @@ def test_padding_behind_its_table_is_written_nowhere() -> None:
     flash_attention_package._append(*caches, *new, used, table)
     for cache, value in zip(caches, (5.0, 7.0), strict=True):
         assert (cache[0, 0] == value).all() and int((cache != 3).sum()) == 2
+
+
+def test_tokens_are_judged_by_the_model_in_fp32(
+    runtime: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """The first choices of sdpa pass; a token that is changed to another does not."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    server = Server("sdpa", LOAD, "cpu")
+    try:
+        tokens = server.start() and server.run()["tokens"]
+    finally:
+        server.close()
+    wrong = [[*one[:-1], (one[-1] + 1) % 512] for one in tokens]
+    rows = [row("tuner", 1.0, wrong) | vars(LOAD), row("sdpa", 1.0, tokens) | vars(LOAD)]
+    rows.append({"attention": "flash_attention_3", "lost": "gone"})
+    source, out = tmp_path / "batching.json.gz", tmp_path / "judged.json"
+    source.write_bytes(gzip.compress(json.dumps({"rows": rows}).encode()))
+    argv = ["--judge", str(source), "--device", "cpu", "--json", str(out)]
+    assert batching.main(argv) == 0
+    found = json.loads(out.read_text())
+    assert list(found["of"]) == ["sdpa", "tuner"] and found["model"] == "tiny"
+    good, bad = found["of"]["sdpa"], found["of"]["tuner"]
+    assert good["tokens"] == bad["tokens"] == 12
+    assert good["within"] == 1.0 and good["largest_gap"] <= found["rounding"]["largest"]
+    assert bad["within"] <= 0.75 + 1e-9 and bad["largest_gap"] > 0.01
+    assert found["ties"]["median"] > 0
+    text = capsys.readouterr().out
+    assert re.search(r"^sdpa +12 +[\d.]+% +100.00%", text, re.MULTILINE)
+    assert "first to second logit in fp32: median" in text
+    source.write_text(json.dumps({"rows": rows[2:]}))
+    with pytest.raises(ConfigError, match="no attention has tokens"):
+        batching.main(argv)
