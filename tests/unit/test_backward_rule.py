@@ -89,12 +89,15 @@ def test_few_long_blocks_of_grouped_heads_take_their_longest() -> None:
 
 
 def test_sections_of_heads() -> None:
-    """As many as fill the GPU twice; in order under a causal mask once, fewer of grouped heads."""
+    """As many as fill the GPU twice; in order under a causal mask rounded down, and once with grouped
+    heads or above 128 columns.
+    """
     for text, section in (
         ("B=4,H=16,S=4096,D=128,causal=1", 16),
-        ("B=4,H=16,S=4096,D=128,causal=1,deterministic=1", 4),
+        ("B=4,H=16,S=4096,D=128,causal=1,deterministic=1", 8),
+        ("B=1,H=32,S=1024,D=128,causal=1,deterministic=1", 32),
         ("B=2,H=32,HKV=8,S=4096,D=128,causal=1,deterministic=1", 1),
-        ("B=2,H=16,S=8192,D=128,causal=1,deterministic=1", 2),
+        ("B=2,H=16,S=8192,D=128,causal=1,deterministic=1", 4),
         ("B=4,H=8,S=4096,D=256,causal=1,deterministic=1", 2),
         ("B=1,H=16,S=100000,D=64,causal=1,deterministic=1", 1),
         ("B=4,H=16,S=4096,D=128,deterministic=1", 16),

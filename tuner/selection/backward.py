@@ -229,12 +229,14 @@ def placed(config: Config, problem: AttentionBackwardProblem, gpu: Gpu) -> Confi
     """An own kernel's config with as many heads side by side as fill the GPU twice.
 
     Fewer leave the short blocks of a causal mask to the end. More do not share the L2. In order the
-    short blocks of a causal mask come first. As many heads as the GPU runs at once then leave the
-    fewest long blocks to the end; grouped heads count by their number.
+    short blocks of a causal mask come first. More heads than fill the GPU twice then leave long
+    blocks to the end. Longer blocks, of grouped heads and above 128 columns, fill it once; grouped
+    heads count by their number (`scripts/benchmarks/evidence/backward-sections-h200.json`).
     """
     if problem.is_deterministic and problem.is_causal:
         group = problem.heads_q // problem.heads_kv
-        heads = gpu.sm_count * block_keys(problem) // (problem.seqlen_kv * group)
+        fills = 1 if group > 1 or instance(problem.head_dim) > MAX_COLUMNS else 2
+        heads = fills * gpu.sm_count * block_keys(problem) // (problem.seqlen_kv * group)
         section = min(MAX_HEADS, 1 << (max(1, heads).bit_length() - 1))
     else:
         heads = -(-2 * gpu.sm_count * block_keys(problem) // problem.seqlen_kv)
