@@ -2,8 +2,9 @@
 
 ``scripts/bench counters --shape S --call NAME --call NAME`` counts one call of each. Names are
 those that `fp8_attention` prints for e4m3 and `sustained` for fp16 and bf16: `flash3`, or the
-beginning of another. It serves where `tuner profile` cannot: shapes without a decision, and cuDNN's
-plans of e4m3. Clocks are not locked, and nothing is timed.
+beginning of another. ``--backward`` counts gradients, by the names that `backward` prints. It
+serves where `tuner profile` cannot: shapes without a decision, and cuDNN's plans of e4m3. Clocks
+are not locked, and nothing is timed.
 """
 
 from __future__ import annotations
@@ -15,26 +16,31 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import fp8_attention, own_kernels, sustained
+from benchmarks import backward, fp8_attention, own_kernels, sustained
 from tuner.base.output import check_place
 from tuner.base.processes import python_command
 from tuner.bench.results import write_json
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.measure import nsight
 from tuner.measure.profile import CYCLES, CYCLES_ACTIVE, DURATION, SHARES, STALLS, KernelCounters
-from tuner.problem import E4M3, AttentionProblem
+from tuner.problem import E4M3, AttentionBackwardProblem, AttentionProblem
 
 MARK = "triu_tril_kernel"
 """Kernel of PyTorch that is launched before each call, and that no contender launches."""
 STALLS_SHOWN = 3
 
 
-def calls_of(problem: AttentionProblem) -> dict[str, Callable[[], Any]]:
+Problem = AttentionProblem | AttentionBackwardProblem
+
+
+def calls_of(problem: Problem) -> dict[str, Callable[[], Any]]:
     """Every call that can be counted, by name, on inputs of its own.
 
     Args:
         problem: problem to compute.
     """
+    if isinstance(problem, AttentionBackwardProblem):
+        return backward.contenders(problem, backward.built([problem]))[0]
     if problem.dtype == E4M3:
         own, peers, *_ = fp8_attention.contenders(problem)
         return {**own, **peers}
@@ -60,7 +66,7 @@ def chosen(names: Sequence[str], known: Sequence[str]) -> list[str]:
     return found
 
 
-def child(problem: AttentionProblem, names: Sequence[str]) -> None:
+def child(problem: Problem, names: Sequence[str]) -> None:
     """Run each call between the marks of the CUDA profiler, behind the kernel `MARK`.
 
     Raises:
@@ -133,12 +139,14 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="scripts/bench counters", description=__doc__)
     parser.add_argument("--shape", required=True, help="as S=1024,D=64,dtype=e4m3")
     parser.add_argument("--call", action="append", default=[], metavar="NAME", help="a call")
+    parser.add_argument("--backward", action="store_true", help="of the shape's gradients")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--ncu", type=Path, metavar="PATH", help="Nsight Compute's command")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
     check_place(args.json)
-    problem = AttentionProblem.parse(args.shape)
+    kind = AttentionBackwardProblem if args.backward else AttentionProblem
+    problem: Problem = kind.parse(args.shape)
     if not args.call:
         raise ConfigError("no call is named (--call flash3)")
     if twice := [name for name, count in Counter(args.call).items() if count > 1]:
@@ -147,6 +155,7 @@ def main(argv: Sequence[str]) -> int:
         child(problem, args.call)
         return 0
     named = [part for name in args.call for part in ("--call", name)]
+    named += ["--backward"] if args.backward else []
     command = python_command(
         "-m", "benchmarks", "counters", "--child", "--shape", args.shape, *named
     )

@@ -94,3 +94,29 @@ def test_a_call_that_is_named_twice_is_refused_before_anything_runs(
     given = ["--shape", "S=64,D=64", *["--call", "own"] * 2]
     with pytest.raises(ConfigError, match="--call own is given twice"):
         counters.main(given)
+
+
+def test_gradients_are_counted_by_the_names_of_their_bench(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[Sequence[str]] = []
+
+    def counted(ncu: Path, child: Sequence[str], l2: str) -> tuple[KernelCounters, ...]:
+        asked.append(child)
+        return tuple(LAUNCHES)
+
+    monkeypatch.setattr(nsight, "find_ncu", lambda given: Path("ncu"))
+    monkeypatch.setattr(nsight, "counted", counted)
+    monkeypatch.setattr(counters.own_kernels, "environment", dict)
+    path = tmp_path / "counters.json"
+    shape = "S=64,D=64,dtype=bf16,deterministic=1"
+    given = ["--shape", shape, "--backward", "--call", "own", "--call", "flash3", "--json", path]
+    assert counters.main([str(one) for one in given]) == 0
+    assert asked[0][-1] == "--backward"
+    posed = json.loads(path.read_text())["problem"]
+    assert posed["op"] == "attention_backward" and posed["is_deterministic"]
+    calls = {"own": lambda: None}
+    monkeypatch.setattr(counters.backward, "built", lambda problems: {})
+    monkeypatch.setattr(counters.backward, "contenders", lambda *given: (calls, []))
+    problem = counters.AttentionBackwardProblem.parse(shape)
+    assert counters.calls_of(problem) is calls
