@@ -1,10 +1,11 @@
 """Generated tokens beside the same model in fp32, for ``scripts/bench batching --judge FILE``.
 
 Two correct kernels part at the first near tie of their logits, and every later token follows
-another text. So each attention is judged by its own text: the model in fp32 reads the prompt and
-the tokens that were generated, and gives its logits for each. A correct token is fp32's first
-choice, or its logit is as close to the first as the rounding of bf16 may move it. As the measure of
-that rounding, the same model reads the tokens of `sdpa` in bf16, with PyTorch's dense attention.
+another text. So each attention is judged by its own text. The model in fp32 reads the prompt and
+the generated tokens, and gives its logits for each.
+
+A correct token is fp32's first choice, or its logit is as close to the first as bf16 moves logits.
+As the measure of that, the same model reads the tokens of `sdpa` in bf16, with dense attention.
 """
 
 from __future__ import annotations
@@ -28,10 +29,9 @@ def judged(
         ways: new tokens of each request, by attention; the first is read in bf16, too.
 
     Returns:
-        ``rounding``: quantiles of the differences of two logits' errors in bf16, between the
-        model's first and second choice; ``ties``: quantiles of the distance from the first to the
-        second logit in fp32. Of each way: ``tokens``, ``first``, ``within``, ``mean_gap``,
-        ``largest_gap``.
+        ``rounding``, quantiles of how far bf16 moves the first and second logit apart. ``ties``,
+        quantiles of their distance in fp32. ``of``, for each attention ``tokens``, ``first``,
+        ``within``, ``mean_gap`` and ``largest_gap``.
     """
     import torch
 

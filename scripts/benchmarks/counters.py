@@ -139,7 +139,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="scripts/bench counters", description=__doc__)
     parser.add_argument("--shape", required=True, help="as S=1024,D=64,dtype=e4m3")
     parser.add_argument("--call", action="append", default=[], metavar="NAME", help="a call")
-    parser.add_argument("--backward", action="store_true", help="of the shape's gradients")
+    parser.add_argument("--backward", action="store_true", help="count the shape's gradients")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--ncu", type=Path, metavar="PATH", help="Nsight Compute's command")
     parser.add_argument("--json", type=Path, metavar="FILE")

@@ -22,7 +22,8 @@ from tuner.bench.suites import SUITES
 from tuner.families import family
 from tuner.hardware import GPUS
 from tuner.measurement import Regime
-from tuner.problem import AttentionProblem, Problem
+from tuner.problem import AttentionBackwardProblem, AttentionProblem, Problem
+from tuner.selection import backward as backward_rule
 from tuner.selection.reader import shipped
 from tuner.store.entry import Entry
 from tuner.tuning.job import read_problems
@@ -446,11 +447,54 @@ def test_the_page_prints_the_engines_of_the_evidence(count: str, shape: str) -> 
 
 def test_the_page_prints_continuous_batching_of_the_evidence() -> None:
     with gzip.open(EVIDENCE / "batching-h200.json.gz", "rt") as text:
-        rows = [row for row in json.load(text) if "lost" not in row]
-    assert not any(row["fallbacks"] or row["errors"] for row in rows)
-    for line in batching.report(rows).splitlines()[2:]:
+        rows = json.load(text)["rows"]
+    assert not any("lost" in row or row["fallbacks"] or row["errors"] for row in rows)
+    assert len(rows) == 3
+    for line in batching.report(rows).splitlines()[2:5]:
         way, *figures = line.split()[:5]
         assert f"| `{way}` | {' | '.join(figures)} |" in RESULTS.read_text()
+    speeds = {row["attention"]: row["requests_per_s"] for row in rows}
+    ratio = speeds["tuner"] / speeds["flash_attention_3"]
+    assert f"The tuner has {ratio:.3f} of FlashAttention-3's speed." in RESULTS.read_text()
+
+
+def test_the_page_prints_the_training_calls_of_the_evidence() -> None:
+    def speeds(file: str, way: str) -> list[float]:
+        with gzip.open(EVIDENCE / file, "rt") as text:
+            rows = json.load(text)["rows"]
+        assert len(rows) == 28 and not any("lost" in row or row["wrong"] for row in rows)
+        return [row["us"]["pytorch"] / row["us"][way] for row in rows]
+
+    cells = []
+    for file in ("training-flash3-h200.json.gz", "training-h200.json.gz"):
+        for way in ("tuner", "enabled"):
+            found = speeds(file, way)
+            cells.append(f"{geometric_mean(found):.3f}, {min(found):.3f}")
+    page = RESULTS.read_text().replace("**", "")
+    assert f"| all | 28 | {' | '.join(cells)} |" in page
+
+
+def test_the_page_predicts_deterministic_gradients_by_the_present_rule() -> None:
+    found = json.loads((EVIDENCE / "backward-sections-h200.json").read_text())
+    for columns in (64, 128):
+        means, worst = [], 9.0
+        for part in ("problems", "problems_again"):
+            ratios = []
+            for row in found[part]:
+                problem = AttentionBackwardProblem.parse(row["label"])
+                if problem.head_dim != columns:
+                    continue
+                kind = backward_rule.kind_of(problem)
+                assert kind is not None
+                config = backward_rule.placed(backward_rule.KERNELS[kind], problem, GPUS["H200"])
+                section = int(config["section_heads"])
+                while str(section) not in row["us"]:  # as many as all heads are the same launch
+                    section //= 2
+                ratios.append(row["us"]["flash3"] / row["us"][str(section)])
+            means.append(f"{geometric_mean(ratios):.3f}")
+            worst = min(worst, *ratios)
+        line = f"| {columns} | {len(ratios)} | {' | '.join(means)} | {worst:.3f} |"
+        assert line in RESULTS.read_text()
 
 
 def test_every_file_of_evidence_is_explained_and_none_is_missing() -> None:
