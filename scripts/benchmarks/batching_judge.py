@@ -48,17 +48,17 @@ def judged(
             errors.append((moved[:, 0] - moved[:, 1]).abs())
         error, tie = torch.cat(errors), torch.cat(ties)
         limit = float(error.max())
-        found = {"rounding": _quantiles(error), "ties": _quantiles(tie), "of": {}}
+        of: dict[str, dict[str, float]] = {}
         for way, tokens in ways.items():
             gaps = torch.cat([_gaps(*one) for one in _read(model, prompts, tokens)])
-            found["of"][way] = {
+            of[way] = {
                 "tokens": gaps.numel(),
                 "first": float((gaps == 0).double().mean()),
                 "within": float((gaps <= limit).double().mean()),
                 "mean_gap": float(gaps.mean()),
                 "largest_gap": float(gaps.max()),
             }
-    return found
+    return {"rounding": _quantiles(error), "ties": _quantiles(tie), "of": of}
 
 
 def _read(

@@ -21,7 +21,7 @@ import pstats
 import statistics
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -230,16 +230,17 @@ def kernels(spans: Iterable[tuple[float, float, str]], steps: int) -> dict[str, 
         return {}
     middle = (every[0][0] + max(end for _, end, _ in every)) / 2
     late = [one for one in every if one[0] >= middle]
-    took: Counter[str] = Counter()
+    took: defaultdict[str, float] = defaultdict(float)
     counts: Counter[str] = Counter()
     for start, end, name in late:
         took[name[:120]] += end - start
         counts[name[:120]] += 1
+    largest = sorted(took.items(), key=lambda one: -one[1])[:FUNCTIONS]
     return {
         "steps": steps,
         "busy_ms": busy(late) / 1e3,
         "wall_ms": (max(end for _, end, _ in late) - late[0][0]) / 1e3,
-        "largest": [[name, us / 1e3, counts[name]] for name, us in took.most_common(FUNCTIONS)],
+        "largest": [[name, us / 1e3, counts[name]] for name, us in largest],
     }
 
 
