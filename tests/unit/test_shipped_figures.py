@@ -497,6 +497,37 @@ def test_the_page_predicts_deterministic_gradients_by_the_present_rule() -> None
         assert line in RESULTS.read_text()
 
 
+def test_the_page_compares_what_pages_were_served_by_with_all_kernels() -> None:
+    def cases(file: str) -> dict[str, Any]:
+        with gzip.open(EVIDENCE / file, "rt") as text:
+            found = json.load(text)
+        rows = found["runs"][1]["cases"] if "runs" in found else found["cases"]
+        return {row["case"]: row for row in rows}
+
+    served, every = cases("paged-h200.json.gz"), cases("paged-schedules-h200.json.gz")
+
+    def speeds(names: Iterable[str]) -> tuple[list[float], list[float]]:
+        rows, others = [served[name] for name in names], [every[name] for name in names]
+        return (
+            [row["us"]["flash3"] / row["us"]["tuner"] for row in rows],
+            [row["us"]["flash3"] / min(row["schedules"].values()) for row in others],
+        )
+
+    page = RESULTS.read_text()
+    many = [n for n, row in served.items() if row["group"] == "decode" and "B=1," not in n]
+    assert len(many) == 18
+    means = " | ".join(f"{geometric_mean(part):.3f}" for part in speeds(many))
+    assert f"18 cases, mean | 1.08 | {means} |" in page
+    rows = {
+        f"{keys}": [f"decode B=1,SQ=1,SKV={keys},32/8,D=128,page={page}" for page in (16, 64)]
+        for keys in (1024, 4096, 16384)
+    }
+    rows["16 and 64 sequences"] = [name for name in every if name.startswith("unlike")]
+    for name, of_row in rows.items():
+        parts = [", ".join(f"{one:.3f}" for one in part) for part in speeds(of_row)]
+        assert re.search(rf"^\|.*{name}.*\| {re.escape(' | '.join(parts))} \|$", page, re.M), name
+
+
 def test_every_file_of_evidence_is_explained_and_none_is_missing() -> None:
     root = resources.cache().parent
     there = {path.name for path in (root / "scripts/benchmarks/evidence").iterdir()}
