@@ -20,9 +20,9 @@ def parse(text: str) -> AttentionBackwardProblem:
     return AttentionBackwardProblem.parse(text)
 
 
-def chosen(text: str) -> list[str]:
+def chosen(text: str, gpu: Gpu = H100) -> list[str]:
     """Names of the candidates, best first."""
-    selection = backward.select(parse(text), H100)
+    selection = backward.select(parse(text), gpu)
     return [] if selection is None else [c.get("kernel", "own") for _, c in selection.own()]
 
 
@@ -119,6 +119,18 @@ def test_what_the_rule_does_not_serve() -> None:
 
 def test_where_flash3_aligns_masks_otherwise_own_kernels_serve() -> None:
     assert "flash3" not in chosen("B=4,H=16,SQ=2048,SKV=4096,D=128,causal=1,dtype=bf16")
+
+
+def test_flash3_is_first_without_grouped_heads() -> None:
+    """At (1,16,1024,64) the costs expect an own kernel to be faster, which was not."""
+    small = "B=1,H=16,S=1024,D=64,dtype=bf16"
+    own, flash3 = (
+        backward.expected_us(name, parse(small), GPUS["H200"]) for name in ("own", "flash3")
+    )
+    assert own < flash3 and chosen(small, GPUS["H200"]) == ["flash3", "own"]
+    assert chosen(f"{small},deterministic=1", GPUS["H200"])[0] == "own"
+    grouped = "B=6,H=32,HKV=8,S=1216,D=128,causal=1,dtype=bf16"
+    assert chosen(grouped, GPUS["H200"])[0] == "own"
 
 
 def test_own_kernels_serve_what_pytorch_has_no_kernel_for() -> None:
