@@ -192,6 +192,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--cache", choices=("auto", "fp8"), default="auto", help="its elements")
     parser.add_argument(
+        "--pin", action="store_true", help="each run on one core, the same for all ways"
+    )
+    parser.add_argument(
         "--steps", action="store_true", help="at the end, time the parts of decoding steps"
     )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write every figure there")
@@ -205,7 +208,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    names = "prompt", "tokens", "compile", "engines", "cache", "passes"
+    names = "prompt", "tokens", "compile", "engines", "cache", "passes", "pin"
     return {name: getattr(args, name) for name in names}
 
 
@@ -229,6 +232,7 @@ class Engine:
         self._counts = sorted(set(args.concurrency or (1, 16, 128)))
         self._generate: Generator | None = None
         self._engine: Any = None
+        self._cores = sorted(os.sched_getaffinity(0))
         self._warm_tokens = 0
         """Prompt tokens of a request that warms the engine; 0: as many as the timed ones have."""
 
@@ -239,6 +243,8 @@ class Engine:
         try:
             if index == START:
                 return self.start()
+            if self._args.pin:  # this thread only: those that PyTorch started stay where they are
+                os.sched_setaffinity(0, {self._cores[index % len(self._cores)]})
             return self.steps(index == PROFILE) if index in (STEPS, PROFILE) else self.run()
         except Exception as exc:  # an engine raises what it likes
             return {"lost": f"{type(exc).__name__}: {first_line(exc)}"}

@@ -149,10 +149,7 @@ def appends() -> bool:
     """True if the peer was built to write new keys and values; asked where nothing is captured."""
     import torch
 
-    torch.manual_seed(0)
-    on = {"dtype": torch.bfloat16, "device": "cuda"}
-    query, key, value = (torch.randn(2, 1, heads, 64, **on) for heads in (4, 2, 2))
-    keys, values = (torch.randn(4, 16, 2, 64, **on) for _ in range(2))
+    query, key, value, keys, values = _drawn("cuda")
     others = keys.clone(), values.clone()
     table = torch.tensor([[2, 0], [1, 3]], dtype=torch.int32, device="cuda")
     used = torch.tensor([3, 17], dtype=torch.int32, device="cuda")
@@ -168,6 +165,20 @@ def appends() -> bool:
     )
     same = all(map(torch.equal, (keys, values), others))
     return same and torch.allclose(found, wanted, rtol=2e-2, atol=2e-2)
+
+
+def _drawn(device: str) -> list[Any]:
+    """Queries, new keys and values, and caches of four pages of 16 slots.
+
+    Transformers imports the package while it draws a model's weights, so they come of a generator
+    of their own.
+    """
+    import torch
+
+    draw = torch.Generator(device).manual_seed(0)
+    shapes = *((2, 1, heads, 64) for heads in (4, 2, 2)), *[(4, 16, 2, 64)] * 2
+    on = {"dtype": torch.bfloat16, "device": device, "generator": draw}
+    return [torch.randn(shape, **on) for shape in shapes]
 
 
 def _appended(

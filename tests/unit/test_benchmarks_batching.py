@@ -226,3 +226,13 @@ def test_tokens_are_judged_by_the_model_in_fp32(
     source.write_text(json.dumps({"rows": rows[2:]}))
     with pytest.raises(ConfigError, match="no attention has tokens"):
         batching.main(argv)
+
+
+def test_what_is_asked_of_the_peer_leaves_the_model_s_weights() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    torch.manual_seed(0)
+    wanted = torch.randn(4)
+    torch.manual_seed(0)
+    drawn = flash_attention_package._drawn("cpu")
+    assert [tuple(one.shape) for one in drawn[2:4]] == [(2, 1, 2, 64), (4, 16, 2, 64)]
+    assert torch.equal(torch.randn(4), wanted)

@@ -59,7 +59,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def engine(of: str = "1b", way: str = VLLM, **changes: Any) -> engines.Engine:
     given = {"concurrency": [1, 3], "prompt": 8, "tokens": 5, "compile": False, "cache": "auto"}
-    given |= {"passes": 3, **changes}
+    given |= {"passes": 3, "pin": False, **changes}
     return engines.Engine(argparse.Namespace(of=of, way=way, **given))
 
 
@@ -93,6 +93,22 @@ def test_one_pass_measures_too(vllm: ModuleType) -> None:
     made.answer(START)
     found = made.answer(1)
     assert len(found["concurrency"]["1"]["tokens"]) == 1
+
+
+def test_a_run_is_pinned_to_its_core(vllm: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[Any] = []
+    monkeypatch.setattr(engines.os, "sched_getaffinity", lambda of: {9, 4, 6}, raising=False)
+    monkeypatch.setattr(
+        engines.os, "sched_setaffinity", lambda of, cores: pinned.append(cores), raising=False
+    )
+    for way in (VLLM, TUNER):
+        made = engine(way=way, pin=True, passes=1)
+        for index in (START, 1, 2, 3):
+            assert "lost" not in made.answer(index)
+    assert pinned == [{6}, {9}, {4}] * 2
+    made = engine(passes=1)
+    assert "lost" not in made.answer(START) and "lost" not in made.answer(1)
+    assert len(pinned) == 6
 
 
 def test_steps_are_recorded_at_each_concurrency(
