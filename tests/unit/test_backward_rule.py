@@ -89,8 +89,8 @@ def test_few_long_blocks_of_grouped_heads_take_their_longest() -> None:
 
 
 def test_sections_of_heads() -> None:
-    """As many as fill the GPU twice. In order under a causal mask they are rounded down, and fill it
-    once with grouped heads or above 128 columns.
+    """As many as fill the GPU twice, in order under a causal mask rounded down. Grouped heads and
+    columns above 128 fill it once there.
     """
     for text, section in (
         ("B=4,H=16,S=4096,D=128,causal=1", 16),
