@@ -243,6 +243,9 @@ def test_scaled_products_need_proven_kernels(
     monkeypatch.setattr(products.serving, "find", lambda call: "a plan")
     method.process_weights_after_loading(layer)
     assert layer.tuner_serves
+    with monkeypatch.context() as patch:
+        patch.setenv("TUNER_DISABLE", "1")
+        assert method.apply(layer, torch.zeros(2, 384)) == "vLLM's product"
     layer.weight_scale_inv = torch.ones(3, 2)
     method.process_weights_after_loading(layer)
     assert not layer.tuner_serves
