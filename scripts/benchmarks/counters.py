@@ -1,9 +1,10 @@
-"""Counters of own attention kernels and peers beside one another, by Nsight Compute.
+"""Counters of own kernels and peers beside one another, by Nsight Compute.
 
 ``scripts/bench counters --shape S --call NAME --call NAME`` counts one call of each. Names are
 those that `fp8_attention` prints for e4m3 and `sustained` for fp16 and bf16: `flash3`, or the
-beginning of another. It serves where `tuner profile` cannot: shapes without a decision, and cuDNN's
-plans of e4m3. Clocks are not locked, and nothing is timed.
+beginning of another. With ``--op gemm`` they are those of the file that `e4m3` writes, for products
+of e4m3 with factors of operands or rows. It serves where `tuner profile` cannot: shapes without a
+decision, cuDNN's plans and cuBLASLt's algorithms. Clocks are not locked, and nothing is timed.
 """
 
 from __future__ import annotations
@@ -15,32 +16,58 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import fp8_attention, own_kernels, sustained
+from benchmarks import e4m3, fp8_attention, own_kernels, sustained
 from tuner.base.output import check_place
 from tuner.base.processes import python_command
 from tuner.bench.results import write_json
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.measure import nsight
 from tuner.measure.profile import CYCLES, CYCLES_ACTIVE, DURATION, SHARES, STALLS, KernelCounters
-from tuner.problem import E4M3, AttentionProblem
+from tuner.problem import E4M3, AttentionProblem, GemmProblem
 
 MARK = "triu_tril_kernel"
 """Kernel of PyTorch that is launched before each call, and that no contender launches."""
 STALLS_SHOWN = 3
 
 
-def calls_of(problem: AttentionProblem) -> dict[str, Callable[[], Any]]:
+def problem_of(op: str, shape: str) -> AttentionProblem | GemmProblem:
+    """The problem of a shape.
+
+    Raises:
+        ConfigError: when it is not one that can be counted.
+    """
+    if op != GemmProblem.op:
+        return AttentionProblem.parse(shape)
+    problem = GemmProblem.parse(shape)
+    if problem.dtype != E4M3 or problem.scales not in ("tensor", "row"):
+        raise ConfigError(f"{problem.label()} is not counted (allowed: scales=tensor, scales=row)")
+    return problem
+
+
+def calls_of(problem: AttentionProblem | GemmProblem) -> dict[str, Callable[[], Any]]:
     """Every call that can be counted, by name, on inputs of its own.
 
     Args:
         problem: problem to compute.
     """
+    if isinstance(problem, GemmProblem):
+        return _calls_of_product(problem)
     if problem.dtype == E4M3:
         own, peers, *_ = fp8_attention.contenders(problem)
         return {**own, **peers}
     tensors = sustained.Tensors(problem)
     every = [*tensors.own(), *tensors.peers({})]
     return {one.name: partial(one.call, 0) for one in every}
+
+
+def _calls_of_product(problem: GemmProblem) -> dict[str, Callable[[], Any]]:
+    from tuner.runtime import devices
+
+    tensors = e4m3.Calls(problem)
+    calls = dict(tensors.vendors())
+    for config, artifacts in e4m3.built(problem, devices.gpu_of(0)):
+        calls[e4m3.name_with_band(config)] = tensors.own(config, artifacts)
+    return {name: partial(call, 0) for name, call in calls.items()}
 
 
 def chosen(names: Sequence[str], known: Sequence[str]) -> list[str]:
@@ -60,7 +87,7 @@ def chosen(names: Sequence[str], known: Sequence[str]) -> list[str]:
     return found
 
 
-def child(problem: AttentionProblem, names: Sequence[str]) -> None:
+def child(problem: AttentionProblem | GemmProblem, names: Sequence[str]) -> None:
     """Run each call between the marks of the CUDA profiler, behind the kernel `MARK`.
 
     Raises:
@@ -131,6 +158,7 @@ def main(argv: Sequence[str]) -> int:
         BenchmarkError: without ncu, or when its counters cannot be read.
     """
     parser = argparse.ArgumentParser(prog="scripts/bench counters", description=__doc__)
+    parser.add_argument("--op", choices=(AttentionProblem.op, GemmProblem.op), default="attention")
     parser.add_argument("--shape", required=True, help="as S=1024,D=64,dtype=e4m3")
     parser.add_argument("--call", action="append", default=[], metavar="NAME", help="a call")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
@@ -138,7 +166,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
     check_place(args.json)
-    problem = AttentionProblem.parse(args.shape)
+    problem = problem_of(args.op, args.shape)
     if not args.call:
         raise ConfigError("no call is named (--call flash3)")
     if twice := [name for name, count in Counter(args.call).items() if count > 1]:
@@ -147,9 +175,8 @@ def main(argv: Sequence[str]) -> int:
         child(problem, args.call)
         return 0
     named = [part for name in args.call for part in ("--call", name)]
-    command = python_command(
-        "-m", "benchmarks", "counters", "--child", "--shape", args.shape, *named
-    )
+    asked = "--op", args.op, "--shape", args.shape, *named
+    command = python_command("-m", "benchmarks", "counters", "--child", *asked)
     found = parted(nsight.counted(nsight.find_ncu(args.ncu), command, "warm"), args.call)
     print(text(problem.label(), found), flush=True)
     if args.json is not None:
