@@ -92,8 +92,8 @@ _NO_SMEM_TILES = (
 #: Half of 16 columns a block; the two blocks of a cluster share the tile of rows. Twice the blocks
 #: read the rows. Pays where tiles of 16 columns leave multiprocessors without one.
 _NARROW_TILE = (PINGPONG, 64, 8)
-#: Clusters of 8 blocks, for 65 to 256 rows, where reading the L2 binds. Each tile is read for two or
-#: four multiprocessors, and the tiles fill those that such clusters reach once.
+#: Clusters of 8 blocks, for 65 to 256 rows, where reading the L2 binds. Each tile is read for two
+#: or four multiprocessors, and the tiles fill those that such clusters reach once.
 _LARGE_CLUSTERS = ((2, 4), (4, 2))
 _LARGE_CLUSTER_TILES = (
     *((PINGPONG, 64, n) for n in (64, 80, 96, 112, 128, 256)),
