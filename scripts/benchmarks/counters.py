@@ -1,10 +1,11 @@
-"""Counters of own attention kernels and peers beside one another, by Nsight Compute.
+"""Counters of own kernels and peers beside one another, by Nsight Compute.
 
 ``scripts/bench counters --shape S --call NAME --call NAME`` counts one call of each. Names are
 those that `fp8_attention` prints for e4m3 and `sustained` for fp16 and bf16: `flash3`, or the
-beginning of another. ``--backward`` counts gradients, by the names that `backward` prints. It
-serves where `tuner profile` cannot: shapes without a decision, and cuDNN's plans of e4m3. Clocks
-are not locked, and nothing is timed.
+beginning of another. With ``--op attention_backward`` gradients are counted, by the names that
+`backward` prints; with ``--op gemm`` products of e4m3 with factors of operands or rows, by those of
+the file that `e4m3` writes. It serves where `tuner profile` cannot: shapes without a decision,
+cuDNN's plans and cuBLASLt's algorithms. Clocks are not locked, and nothing is timed.
 """
 
 from __future__ import annotations
@@ -16,21 +17,36 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import backward, fp8_attention, own_kernels, sustained
+from benchmarks import backward, e4m3, fp8_attention, own_kernels, sustained
 from tuner.base.output import check_place
 from tuner.base.processes import python_command
 from tuner.bench.results import write_json
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.measure import nsight
 from tuner.measure.profile import CYCLES, CYCLES_ACTIVE, DURATION, SHARES, STALLS, KernelCounters
-from tuner.problem import E4M3, AttentionBackwardProblem, AttentionProblem
+from tuner.problem import E4M3, AttentionBackwardProblem, AttentionProblem, GemmProblem
 
 MARK = "triu_tril_kernel"
 """Kernel of PyTorch that is launched before each call, and that no contender launches."""
 STALLS_SHOWN = 3
 
+Problem = AttentionProblem | AttentionBackwardProblem | GemmProblem
 
-Problem = AttentionProblem | AttentionBackwardProblem
+
+def problem_of(op: str, shape: str) -> Problem:
+    """The problem of a shape.
+
+    Raises:
+        ConfigError: when it is not one that can be counted.
+    """
+    if op == AttentionBackwardProblem.op:
+        return AttentionBackwardProblem.parse(shape)
+    if op != GemmProblem.op:
+        return AttentionProblem.parse(shape)
+    problem = GemmProblem.parse(shape)
+    if problem.dtype != E4M3 or problem.scales not in ("tensor", "row"):
+        raise ConfigError(f"{problem.label()} is not counted (allowed: scales=tensor, scales=row)")
+    return problem
 
 
 def calls_of(problem: Problem) -> dict[str, Callable[[], Any]]:
@@ -39,6 +55,8 @@ def calls_of(problem: Problem) -> dict[str, Callable[[], Any]]:
     Args:
         problem: problem to compute.
     """
+    if isinstance(problem, GemmProblem):
+        return _calls_of_product(problem)
     if isinstance(problem, AttentionBackwardProblem):
         return backward.contenders(problem, backward.built([problem]))[0]
     if problem.dtype == E4M3:
@@ -47,6 +65,16 @@ def calls_of(problem: Problem) -> dict[str, Callable[[], Any]]:
     tensors = sustained.Tensors(problem)
     every = [*tensors.own(), *tensors.peers({})]
     return {one.name: partial(one.call, 0) for one in every}
+
+
+def _calls_of_product(problem: GemmProblem) -> dict[str, Callable[[], Any]]:
+    from tuner.runtime import devices
+
+    tensors = e4m3.Calls(problem)
+    calls = dict(tensors.vendors())
+    for config, artifacts in e4m3.built(problem, devices.gpu_of(0)):
+        calls[e4m3.name_with_band(config)] = tensors.own(config, artifacts)
+    return {name: partial(call, 0) for name, call in calls.items()}
 
 
 def chosen(names: Sequence[str], known: Sequence[str]) -> list[str]:
@@ -137,16 +165,16 @@ def main(argv: Sequence[str]) -> int:
         BenchmarkError: without ncu, or when its counters cannot be read.
     """
     parser = argparse.ArgumentParser(prog="scripts/bench counters", description=__doc__)
+    ops = [kind.op for kind in (AttentionProblem, AttentionBackwardProblem, GemmProblem)]
+    parser.add_argument("--op", choices=ops, default=AttentionProblem.op)
     parser.add_argument("--shape", required=True, help="as S=1024,D=64,dtype=e4m3")
     parser.add_argument("--call", action="append", default=[], metavar="NAME", help="a call")
-    parser.add_argument("--backward", action="store_true", help="count the shape's gradients")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--ncu", type=Path, metavar="PATH", help="Nsight Compute's command")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
     check_place(args.json)
-    kind = AttentionBackwardProblem if args.backward else AttentionProblem
-    problem: Problem = kind.parse(args.shape)
+    problem = problem_of(args.op, args.shape)
     if not args.call:
         raise ConfigError("no call is named (--call flash3)")
     if twice := [name for name, count in Counter(args.call).items() if count > 1]:
@@ -155,10 +183,8 @@ def main(argv: Sequence[str]) -> int:
         child(problem, args.call)
         return 0
     named = [part for name in args.call for part in ("--call", name)]
-    named += ["--backward"] if args.backward else []
-    command = python_command(
-        "-m", "benchmarks", "counters", "--child", "--shape", args.shape, *named
-    )
+    asked = "--op", args.op, "--shape", args.shape, *named
+    command = python_command("-m", "benchmarks", "counters", "--child", *asked)
     found = parted(nsight.counted(nsight.find_ncu(args.ncu), command, "warm"), args.call)
     print(text(problem.label(), found), flush=True)
     if args.json is not None:

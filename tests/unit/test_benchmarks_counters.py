@@ -56,6 +56,39 @@ def test_a_name_is_whole_or_a_beginning() -> None:
         counters.chosen(["flash9"], known)
 
 
+def test_products_are_those_of_e4m3_with_factors_of_operands_or_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    problem = counters.problem_of("gemm", "M=64,N=128,K=256,dtype=e4m3,scales=row,fast_accum=0")
+    assert (problem.op, problem.scales, problem.fast_accum) == ("gemm", "row", False)
+    for shape in ("M=64,N=128,K=256", "M=64,N=128,K=256,dtype=e4m3,scales=block"):
+        with pytest.raises(ConfigError, match=r"is not counted \(allowed: scales=tensor"):
+            counters.problem_of("gemm", shape)
+
+    class Calls:
+        def __init__(self, problem: object) -> None:
+            pass
+
+        def vendors(self) -> list[tuple[str, object]]:
+            return [("scaled_mm", lambda i: "vendor")]
+
+        def own(self, config: object, artifacts: object) -> object:
+            return lambda i: artifacts
+
+    from tuner.runtime import devices
+
+    monkeypatch.setattr(devices, "gpu_of", lambda index: None)
+    monkeypatch.setattr(counters.e4m3, "Calls", Calls)
+    monkeypatch.setattr(counters.e4m3, "built", lambda problem, gpu: [("config", "artifacts")])
+    monkeypatch.setattr(counters.e4m3, "name_with_band", lambda config: f"gemm {config}")
+    found = counters.calls_of(problem)
+    assert {name: call() for name, call in found.items()} == {
+        "scaled_mm": "vendor",
+        "gemm config": "artifacts",
+    }
+
+
 def test_it_prints_the_longest_launch_and_writes_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -110,9 +143,10 @@ def test_gradients_are_counted_by_the_names_of_their_bench(
     monkeypatch.setattr(counters.own_kernels, "environment", dict)
     path = tmp_path / "counters.json"
     shape = "S=64,D=64,dtype=bf16,deterministic=1"
-    given = ["--shape", shape, "--backward", "--call", "own", "--call", "flash3", "--json", path]
+    given = ["--op", "attention_backward", "--shape", shape, "--call", "own", "--call", "flash3"]
+    given += ["--json", path]
     assert counters.main([str(one) for one in given]) == 0
-    assert asked[0][-1] == "--backward"
+    assert "attention_backward" in asked[0]
     posed = json.loads(path.read_text())["problem"]
     assert posed["op"] == "attention_backward" and posed["is_deterministic"]
     calls = {"own": lambda: None}

@@ -54,6 +54,23 @@ def test_few_rows_are_split_along_k() -> None:
     assert {c.get("splits") for c in space} >= {2, 4, 8}
 
 
+def test_clusters_of_8_are_offered_where_their_tiles_fill_the_multiprocessors_once() -> None:
+    def offered(problem: GemmProblem) -> set[tuple[int, ...]]:
+        names = "tile_m", "tile_n", "tile_k", "cluster_m", "cluster_n"
+        space = GEMM.space(problem, DEFAULT_GPU)
+        found = {tuple(c[name] for name in names) for c in space if not c["swap_ab"]}
+        return {one for one in found if one[3] * one[4] == 8}
+
+    assert offered(GemmProblem(128, 3584, 4096)) == {
+        *((64, 64, depth, 2, 4) for depth in (64, 128)),
+        (64, 80, 64, 2, 4),
+    }
+    assert (128, 96, 64, 2, 4) in offered(GemmProblem(192, 5120, 5120))
+    assert not offered(GemmProblem(128, 4096, 4096, layout_b="row"))  # of 80 columns
+    for m, n in ((64, 3584), (257, 3584), (128, 1024), (128, 14464), (4096, 4096)):
+        assert not offered(GemmProblem(m, n, 4096))
+
+
 @pytest.mark.parametrize(
     ("m", "n", "is_offered"),
     [(16, 4096, True), (9, 4096, True), (8, 4096, False), (17, 4096, False), (16, 14336, False)],

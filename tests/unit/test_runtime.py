@@ -334,6 +334,21 @@ def test_disabled(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert was_tuned(machine.attention(q, k, v))
 
 
+def test_a_look_up_without_a_call_follows_the_variable(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tuner.runtime.refusal import Kind, Refusal
+    from tuner.runtime.serving import find
+
+    machine.decide(measured())
+    call = machine.runtime.attention.AttentionCall(*inputs(), None, 0.0, False, None, False)
+    for value in ("1", "0", "1"):
+        monkeypatch.setenv("TUNER_DISABLE", value)
+        machine.time_passes()
+        found = find(call)
+        assert (isinstance(found, Refusal) and found.kind is Kind.OFF) == (value == "1")
+
+
 def test_nothing_is_loaded_inside_a_capture(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

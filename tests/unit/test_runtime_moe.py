@@ -277,6 +277,20 @@ def test_it_can_be_switched_off(kernel: Any, moe: Any, monkeypatch: pytest.Monke
     assert kernel.runtime.counters.stats().fallbacks == {"switched off": 1}
 
 
+def test_experts_of_e4m3_are_served_again_once_the_variable_is_gone(
+    kernel: Any, moe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their products are looked up before any call of the runtime checks the variable."""
+    plans, counters = kernel.runtime.table.table, kernel.runtime.counters
+    tensors, scales, _ = quantised((7, 2, 3, 256, 128))
+    monkeypatch.setenv("TUNER_DISABLE", "1")
+    plans.refresh(tensors[0])
+    monkeypatch.delenv("TUNER_DISABLE")
+    plans._look_at = 0.0
+    moe(*tensors, **scales)
+    assert counters.stats().fallbacks == {kernel.runtime.refusal.Kind.UNSERVED: 1}
+
+
 def test_too_many_experts_are_pytorch_s(kernel: Any, moe: Any) -> None:
     for sizes in ((2, 2, 513, 8, 8), (2, 33, 3, 8, 8)):
         moe(*inputs(sizes, torch.bfloat16))

@@ -243,9 +243,31 @@ def test_scaled_products_need_proven_kernels(
     monkeypatch.setattr(products.serving, "find", lambda call: "a plan")
     method.process_weights_after_loading(layer)
     assert layer.tuner_serves
+    with monkeypatch.context() as patch:
+        patch.setenv("TUNER_DISABLE", "1")
+        assert method.apply(layer, torch.zeros(2, 384)) == "vLLM's product"
     layer.weight_scale_inv = torch.ones(3, 2)
     method.process_weights_after_loading(layer)
     assert not layer.tuner_serves
+
+
+def test_layers_loaded_after_the_variable_is_gone_are_looked_up(
+    products: Any,
+    on_cpu: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    layer, method, plans = Linear(), products.TunerFp8LinearMethod(None), on_cpu.table.table
+    layer.weight = torch.zeros(256, 384).to(torch.float8_e4m3fn)
+    layer.weight_scale_inv = torch.ones(2, 3)
+    monkeypatch.setattr(on_cpu.table, "lookup", lambda problem, **_: None)
+    for value, is_off in (("1", True), ("0", False)):
+        monkeypatch.setenv("TUNER_DISABLE", value)
+        plans._look_at = 0.0
+        caplog.clear()
+        on_cpu.counters._counts.said.clear()
+        method.process_weights_after_loading(layer)
+        assert not layer.tuner_serves and ("TUNER_DISABLE" in caplog.text) == is_off
 
 
 def test_the_operator_has_a_shape_without_a_device(products: Any) -> None:

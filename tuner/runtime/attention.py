@@ -48,7 +48,6 @@ from tuner.runtime.bias import as_operand, causal_right
 from tuner.runtime.composed import NONE, Extras, compose
 from tuner.runtime.gradients import attend_extras, is_differentiable
 from tuner.runtime.operators import operate
-from tuner.runtime.table import table
 
 
 def attention(
@@ -151,7 +150,6 @@ def attention(
     query, key, value = guards.autocast(devices.TYPE, query, key, value)
     is_plain = attn_mask is None and not dropout_p
     if is_plain and guards.wants_gradient(query, key, value):
-        table.refresh(query)
         if is_differentiable(query, key, value, is_causal, scale):
             out = operate(query, key, value, None, 0.0, is_causal, scale, enable_gqa)
             if out is not None:

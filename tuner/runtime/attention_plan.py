@@ -159,7 +159,6 @@ def find_plan(
     extras: Extras = NONE,
 ) -> Plan | Refusal:
     """Plan for attention of such tensors without a mask, or the reason why there is none."""
-    table.refresh(query)
     return find(AttentionCall(query, key, value, None, 0.0, is_causal, scale, enable_gqa, extras))
 
 

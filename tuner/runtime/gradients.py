@@ -130,7 +130,6 @@ def gradients(
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     tensors = query, key, value, out, lse, grad_out
     call = GradientsCall(*tensors, is_causal, scale, is_deterministic)
-    table.refresh(query)
     plan = find(call)
     if not isinstance(plan, Plan):
         return None
@@ -148,7 +147,6 @@ def attend_extras(call: AttentionCall) -> torch.Tensor | None:
     if call.attn_mask is not None or call.dropout_p:
         return None
     query, key, value = call[:3]
-    table.refresh(query)
     plan = find(call)
     if not isinstance(plan, Plan) or not plan.has_lse:
         return None

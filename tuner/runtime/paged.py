@@ -301,7 +301,6 @@ def prepare(call: PagedCall) -> KernelPlan | Refusal:
     Runs and counts nothing. A new kernel is loaded; within a graph capture, which forbids loading,
     the result is a refusal. `table.run_into` with the call's `inputs` runs the plan.
     """
-    table.refresh(call.query)
     plan = find(call)
     return plan if isinstance(plan, Refusal) else call.sized(plan)
 

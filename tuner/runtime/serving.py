@@ -123,12 +123,14 @@ def answer(call: Call) -> torch.Tensor | None:
 def find(call: PlannedCall) -> Plan | Refusal:
     """The plan that serves a call, or the reason why there is none; runs and counts nothing.
 
-    Gradients and autocast are not checked here, but in `Call.run`.
+    The store is checked for changes, if that is due. Gradients and autocast are not checked here,
+    but in `Call.run`.
     """
     inputs = call.inputs
     refusal = guards.unserved(inputs) or call.refusal()
     if refusal is not None:
         return refusal
+    table.refresh(inputs[0])
     kind = call.kind()
     plan = table.get(kind)
     if plan is None:

@@ -374,7 +374,6 @@ def _attend_recorded(call: VarlenCall) -> torch.Tensor | None:
     """
     tensors = call.query, call.key, call.value
     bare = call._replace(**_named([t.detach() for t in tensors]))
-    table.refresh(call.query)
     plan = find(bare)
     if not isinstance(plan, Plan) or not plan.has_lse:
         return None

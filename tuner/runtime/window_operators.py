@@ -148,7 +148,6 @@ def _attention(*arguments: Any) -> torch.Tensor:
 
 def _attention_with_lse(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     call = _call(*arguments)
-    table.refresh(call.query)
     plan = serving.find(call)
     compose = partial(compose_with_lse, *call[:3], call.is_causal, call.scale, call.extras)
     return run_with_lse(plan, *call[:3], compose)
@@ -159,7 +158,6 @@ def _attention_backward(grad_out: torch.Tensor, *arguments: Any) -> Tensors:
     call = _call(query, key, value, *options)
     inputs = query, key, value
     posed = gradients_of(call, inputs, out, lse, grad_out)
-    table.refresh(query)
     plan = serving.find(posed)
     grads = table.run_all(plan, *posed.inputs) if isinstance(plan, Plan) else plan
     if isinstance(grads, Refusal):

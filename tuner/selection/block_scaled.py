@@ -69,7 +69,7 @@ KERNELS: Mapping[Config, Rates] = {
     _kernel((128, 160), split_k=2): Rates(976, 14),
     _kernel((128, 176), store_buffers=3): Rates(960, 1321),
     _kernel((128, 192), store_buffers=3): Rates(859, 2144),
-    _kernel((256, 128), store_buffers=4, unroll=8, band=16): Rates(1162, 2057),
+    _kernel((256, 128), store_buffers=4, unroll=8, band=16): Rates(1128, 2389),
     _kernel((256, 128), store_buffers=4, band=16): Rates(1150, 1820),
     _swapped((64, 8), ahead=True): Rates(230, 797),
     _swapped((64, 16), ahead=True): Rates(221, 1642),

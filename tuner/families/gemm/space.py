@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import ceil
+from math import ceil, prod
 
 from tuner.config import Config, Value
+from tuner.families.gemm.cost import CLUSTERED_BLOCKS
 from tuner.families.gemm.shape import (
     CONSUMERS,
     COOPERATIVE,
@@ -91,6 +92,18 @@ _NO_SMEM_TILES = (
 #: Half of 16 columns a block; the two blocks of a cluster share the tile of rows. Twice the blocks
 #: read the rows. Pays where tiles of 16 columns leave multiprocessors without one.
 _NARROW_TILE = (PINGPONG, 64, 8)
+#: Clusters of 8 blocks, for 65 to 256 rows, where reading the L2 binds. Each tile is read for two
+#: or four multiprocessors, and the tiles fill those that such clusters reach once.
+_LARGE_CLUSTERS = ((2, 4), (4, 2))
+_LARGE_CLUSTER_TILES = (
+    *((PINGPONG, 64, n) for n in (64, 80, 96, 112, 128, 256)),
+    *((PINGPONG, 128, n) for n in (64, 80, 96, 112)),
+    (COOPERATIVE, 128, 256),
+)
+#: The one that is also offered with twice the K of a step.
+_DEEP_LARGE_CLUSTER = (PINGPONG, 64, 64)
+#: Smallest share of these multiprocessors that must have a block.
+_MIN_FILLED = 0.8
 SPLITS = (2, 3, 4, 6, 8)
 #: Hiding the launch behind the kernel in front pays where one side is short: the product takes few
 #: microseconds.
@@ -161,6 +174,12 @@ def _binaries(shape: GemmShape, atom: int, gpu: Gpu) -> Iterator[_Binary]:
     for schedule, m, n in _DEEP_TILES:
         for cluster in _MORE_CLUSTERS:
             yield schedule, m, n, 2 * atom, cluster, {}
+    for schedule, m, n in _LARGE_CLUSTER_TILES:
+        for cluster in _LARGE_CLUSTERS:
+            if _fills_once(shape, (m, n), cluster):
+                yield schedule, m, n, tile_k, cluster, {}
+                if (schedule, m, n) == _DEEP_LARGE_CLUSTER:
+                    yield schedule, m, n, 2 * atom, cluster, {}
     schedule, m, n = _NARROW_TILE
     is_along_k = (shape.layout_a, shape.layout_b) == ("row", "col")
     if is_along_k and n < shape.n <= 2 * n and ceil(shape.m / m) * shape.batch <= gpu.sm_count:
@@ -183,6 +202,18 @@ def _binaries(shape: GemmShape, atom: int, gpu: Gpu) -> Iterator[_Binary]:
             yield PLAIN, m, n, tile_k, cluster, {}
     for schedule, m, n in _NO_SMEM_TILES:
         yield schedule, m, n, tile_k, (2, 1), {"epilogue_schedule": NO_SMEM}
+
+
+def _fills_once(shape: GemmShape, tile: tuple[int, int], cluster: tuple[int, int]) -> bool:
+    """True when a few rows' blocks, in clusters of 8, fill the multiprocessors once."""
+    if not _SHORT_SIDE // 2 < min(shape.m, shape.n) <= 2 * _SHORT_SIDE:
+        return False
+    if instruction_columns(shape, tile[1]) < tile[1]:
+        return False
+    blocks, reached = shape.batch, CLUSTERED_BLOCKS[prod(cluster)]
+    for extent, size, wide in zip((shape.m, shape.n), tile, cluster, strict=True):
+        blocks *= round_up(ceil(extent / size), wide)
+    return _MIN_FILLED * reached <= blocks <= reached
 
 
 def _filling_widths(shape: GemmShape, schedule: str, tile_m: int, gpu: Gpu) -> Iterator[int]:

@@ -17,6 +17,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod, Fp8MoEMethod
 
+from tuner import settings
 from tuner.errors import ConfigError
 from tuner.problem import SCALE_BLOCK
 from tuner.runtime import counters, quantiser, serving
@@ -109,7 +110,8 @@ class TunerFp8LinearMethod(Fp8LinearMethod):  # type: ignore[misc]
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """(..., K) to (..., N)."""
-        if not layer.tuner_serves:
+        is_off = not torch.compiler.is_compiling() and settings.disabled()
+        if is_off or not layer.tuner_serves:
             out: torch.Tensor = super().apply(layer, x, bias)
             return out
         product: torch.Tensor = torch.ops.tuner_vllm.linear(
