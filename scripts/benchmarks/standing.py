@@ -1,5 +1,4 @@
-"""Shipped decisions of a suite or list as tables: GPUs and regimes beside one another, means by
-size.
+"""Shipped decisions of a suite or list as tables: GPUs and regimes side by side, means by size.
 
 ``scripts/bench standing`` prints what ``cache/tuned/`` holds, without a GPU. Ratios are the fastest
 vendor's time over the best own kernel's, both of one final pass. A ``tie`` is equal within the
@@ -120,10 +119,10 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="scripts/bench standing", description=__doc__)
     parser.add_argument("--suite", default="acceptance", help="as of `tuner bench`")
     parser.add_argument(
-        "--problems", type=Path, metavar="FILE", help="a list as of `tuner sweep`, not a suite"
+        "--problems", type=Path, metavar="FILE", help="list of problems in place of a suite"
     )
-    parser.add_argument("--op", choices=tuple(PROBLEMS), default="attention", help="of the list")
-    parser.add_argument("--l2", choices=("warm", "cold"), help="of the list's decisions")
+    parser.add_argument("--op", choices=tuple(PROBLEMS), default="attention", help="the list's operation")
+    parser.add_argument("--l2", choices=("warm", "cold"), help="state of its inputs")
     args = parser.parse_args(argv)
     if args.problems is not None:
         name, problems = f"list {args.problems}", read_problems(args.problems, args.op)
