@@ -121,7 +121,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--problems", type=Path, metavar="FILE", help="list of problems in place of a suite"
     )
-    parser.add_argument("--op", choices=tuple(PROBLEMS), default="attention", help="the list's operation")
+    parser.add_argument(
+        "--op", choices=tuple(PROBLEMS), default="attention", help="the list's operation"
+    )
     parser.add_argument("--l2", choices=("warm", "cold"), help="state of its inputs")
     args = parser.parse_args(argv)
     if args.problems is not None:
