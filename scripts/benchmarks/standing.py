@@ -126,6 +126,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--l2", choices=("warm", "cold"), help="state of its inputs")
     args = parser.parse_args(argv)
+    problems: Sequence[Problem]
     if args.problems is not None:
         name, problems = f"list {args.problems}", read_problems(args.problems, args.op)
         l2 = args.l2 or Regime.default(args.op).l2

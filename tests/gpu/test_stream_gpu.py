@@ -152,8 +152,11 @@ def test_a_vendor_s_graph_reads_its_copies_after_another_s_capture(
     bursts = [watch.prepare(entrant(subject, sets, {}, 1.0)) for subject in subjects]
     bursts[0].enqueue()
     device.wait()
-    for held in (*bursts, *subjects, sets, watch):
-        held.close()
+    for burst, subject in zip(bursts, subjects, strict=True):
+        burst.close()
+        subject.close()
+    sets.close()
+    watch.close()
 
 
 def test_a_row_that_was_left_out_of_small_outputs_is_seen(device: Device, gate: Gate) -> None:
