@@ -1,4 +1,4 @@
-"""Shipped decisions of a suite as tables: GPUs and regimes side by side, and means by size.
+"""Shipped decisions of a suite or list as tables: GPUs and regimes side by side, means by size.
 
 ``scripts/bench standing`` prints what ``cache/tuned/`` holds, without a GPU. Ratios are the fastest
 vendor's time over the best own kernel's, both of one final pass. A ``tie`` is equal within the
@@ -11,16 +11,18 @@ import argparse
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from tuner.bench.results import Size, size_of
 from tuner.bench.suites import SUITES
 from tuner.errors import ConfigError
 from tuner.hardware import GPUS
 from tuner.measurement import Regime
-from tuner.problem import Problem
+from tuner.problem import PROBLEMS, Problem
 from tuner.selection.describe import microseconds
 from tuner.selection.shipped import shipped
 from tuner.store.entry import Entry
+from tuner.tuning.job import read_problems
 
 SHOWN = ("H100", "H200")
 LAUNCHES = ("stream", "chained")
@@ -112,16 +114,29 @@ def main(argv: Sequence[str]) -> int:
     """Print both tables.
 
     Raises:
-        ConfigError: when the suite is not known, or nothing ships of it.
+        ConfigError: when the suite is not known, the list cannot be read, or nothing ships of them.
     """
     parser = argparse.ArgumentParser(prog="scripts/bench standing", description=__doc__)
     parser.add_argument("--suite", default="acceptance", help="as of `tuner bench`")
+    parser.add_argument(
+        "--problems", type=Path, metavar="FILE", help="list of problems in place of a suite"
+    )
+    parser.add_argument(
+        "--op", choices=tuple(PROBLEMS), default="attention", help="the list's operation"
+    )
+    parser.add_argument("--l2", choices=("warm", "cold"), help="state of its inputs")
     args = parser.parse_args(argv)
-    if args.suite not in SUITES:
+    problems: Sequence[Problem]
+    if args.problems is not None:
+        name, problems = f"list {args.problems}", read_problems(args.problems, args.op)
+        l2 = args.l2 or Regime.default(args.op).l2
+    elif args.suite not in SUITES:
         raise ConfigError(f"suite '{args.suite}' is not known (allowed: {', '.join(SUITES)})")
-    suite = SUITES[args.suite]
-    shown = columns(suite.problems, suite.regimes[0].l2)
+    else:
+        suite = SUITES[args.suite]
+        name, problems, l2 = f"suite '{args.suite}'", suite.problems, suite.regimes[0].l2
+    shown = columns(problems, l2)
     if not shown:
-        raise ConfigError(f"suite '{args.suite}' has no shipped decision on {', '.join(SHOWN)}")
-    print("\n".join([*lines(suite.problems, shown), "", *means(suite.problems, shown)]))
+        raise ConfigError(f"{name} has no shipped decision on {', '.join(SHOWN)}")
+    print("\n".join([*lines(problems, shown), "", *means(problems, shown)]))
     return 0

@@ -20,7 +20,7 @@ from tuner.measure.stopwatch import Stopwatch
 from tuner.measure.subjects import Bound, Subject, VendorSubject
 from tuner.measure.tolerance import Limits, limits_of
 from tuner.measurement import Regime
-from tuner.problem import AttentionProblem, Problem
+from tuner.problem import AttentionProblem, Problem, SwigluProblem
 
 np = pytest.importorskip("numpy", reason="numpy is not installed")
 pytestmark = pytest.mark.gpu
@@ -126,6 +126,37 @@ def test_the_predecessor_leaves_the_inputs_as_they_were(device: Device, gate: Ga
         burst.enqueue()
         burst.enqueue_alone()
         assert device.read(gate.pointers["query"], query.bytes) == before
+
+
+def test_a_vendor_s_graph_reads_its_copies_after_another_s_capture(
+    device: Device, gate: Gate
+) -> None:
+    """PyTorch wants the weights in another layout. Before a capture it gives unused memory back to
+    the device, so a copy that only a graph's addresses name would be unmapped.
+    """
+    pytest.importorskip("torch", reason="torch is not installed")
+    problem, regime = SwigluProblem(64, 4096, 2048), Regime("stream", "warm")
+    (member,) = (m for m in families_of(problem.op).values() if isinstance(m, Vendor))
+    gate.open(problem, 1)
+    gate.load("random")
+    watch = Stopwatch(device, regime)
+    sets = Sets(
+        device,
+        problem,
+        gate.pointers,
+        1,
+        lambda pool: predecessor(regime, device, gate, problem, pool),
+    )
+    kernels = [member.preferred(problem, kernel) for kernel in ("torch", "torch_interleaved")]
+    subjects = [VendorSubject(device, member, problem, kernel) for kernel in kernels]
+    bursts = [watch.prepare(entrant(subject, sets, {}, 1.0)) for subject in subjects]
+    bursts[0].enqueue()
+    device.wait()
+    for burst, subject in zip(bursts, subjects, strict=True):
+        burst.close()
+        subject.close()
+    sets.close()
+    watch.close()
 
 
 def test_a_row_that_was_left_out_of_small_outputs_is_seen(device: Device, gate: Gate) -> None:

@@ -166,14 +166,14 @@ class FakeStopwatch:
         return Timing(self.latency_us, 0.1, 7), Clocks(1900)
 
     def final(self, bursts: Any, rounds: int, progress: Any, *, careful: bool) -> Any:
-        progress(-1)
-        for index, burst in enumerate(bursts):
+        for index, burst in enumerate(bursts):  # as for the round order, before the first round
             if careful:
                 progress(index)
             burst.subject.timed()
             if careful:
                 self.device.synchronize()
         self.device.synchronize()
+        progress(-1)
         return [Timing(self.latency_us, 0.1, rounds) for _ in bursts], Clocks(1900)
 
     def close(self) -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import standing
+from tuner.base import resources
 from tuner.bench.suites import SUITES
 from tuner.config import Config
+from tuner.errors import ConfigError
 from tuner.hardware import GPUS
 from tuner.measurement import Measurement, Regime, Status
 from tuner.problem import AttentionProblem
@@ -78,6 +80,27 @@ def test_the_page_prints_the_tables(name: str, capsys: pytest.CaptureFixture[str
     page = (ROOT / "scripts" / "benchmarks" / "README.md").read_text()
     assert all(table in page for table in printed.split("\n\n"))
     assert len(printed.splitlines()) > len(SUITES[name].problems)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("attention.yaml",), ("decoding.yaml", "--l2", "cold"), ("gemm.yaml", "--op", "gemm")],
+    ids=lambda arguments: arguments[0],
+)
+def test_the_page_prints_the_means_of_the_grid(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, *more = arguments
+    assert standing.main(["--problems", str(resources.cache() / "grid" / name), *more]) == 0
+    _, means = capsys.readouterr().out.strip().split("\n\n")
+    assert means in (ROOT / "scripts" / "benchmarks" / "README.md").read_text()
+
+
+def test_a_list_without_decisions_is_refused(tmp_path: Path) -> None:
+    listed = tmp_path / "problems.yaml"
+    listed.write_text("- S=72,D=64\n")
+    with pytest.raises(ConfigError, match=r"list .*problems\.yaml has no shipped decision"):
+        standing.main(["--problems", str(listed)])
 
 
 def test_an_unknown_suite_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import random
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -342,6 +343,36 @@ def test_a_graph_burst_rotates_over_the_sets() -> None:
     burst = Burst(Entrant(Recorded(), calls), 4, "chained")
     burst.enqueue()
     assert made == ["x", "y", "x", "y", "replay"]
+
+
+@pytest.mark.parametrize("launch", ["stream", "chained", "eager"])
+def test_a_burst_keeps_what_its_graphs_read(launch: str) -> None:
+    """A vendor's calls hold copies of the inputs; the captured graph has their addresses only."""
+
+    class Copy:
+        pass
+
+    class Recorded(Subject):
+        def bind(self, buffers: Any, scale: float, *, deliver: bool = False) -> Any:
+            copy = Copy()
+            return lambda: copy and None
+
+        def capture(self, calls: Any) -> Any:
+            for call in calls:
+                call()
+            return SimpleNamespace(replay=lambda: None)
+
+        def stream(self) -> int:
+            return 0
+
+    subject = Recorded()
+    calls = [subject.bind({}, 1.0) for _ in range(2)]
+    copies = [weakref.ref(call.__closure__[0].cell_contents) for call in calls]
+    burst = Burst(Entrant(subject, calls, [lambda: None] * 2), 4, launch)
+    calls.clear()
+    assert all(copy() is not None for copy in copies)
+    burst.close()
+    assert all(copy() is None for copy in copies)
 
 
 class Toy(Family):

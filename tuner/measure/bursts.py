@@ -57,12 +57,13 @@ class Burst:
     def __init__(self, entrant: Entrant, n: int, launch: str) -> None:
         """Args: entrant: subject to time; n: number of calls; launch: see `Regime`."""
         self.n = n
-        self._calls: list[Call] = []
         self._graphs: list[CapturedGraph] = []
         self._replays: list[Callable[[], None]] = []
         turns = [entrant.calls[i % len(entrant.calls)] for i in range(n)]
+        # Graphs read the copies of the inputs that a vendor's calls hold. Without the calls PyTorch
+        # would return that memory to the device at the next capture.
+        self._calls: list[Call] = turns
         if launch == "eager":
-            self._calls = turns
             return
         lead = [entrant.before[i % len(entrant.before)] for i in range(n)] if entrant.before else []
         pairs = itertools.chain(*zip(lead, turns, strict=True)) if lead else turns

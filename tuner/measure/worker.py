@@ -409,6 +409,7 @@ class Worker:
             # The control: difference of two times of one kernel.
             ready[0].control = self._burst(job, rotation, stopwatch, ready[0])
             bursts.append(ready[0].control)
+            progress(-1)  # from here on a fault may be any finalist's
             with ranges.named(f"interleaved timing of {len(ready)}"):
                 (*timings, control), clocks = stopwatch.final(
                     bursts, job.rounds, progress, careful=job.careful
