@@ -117,9 +117,13 @@ def _rows(args: argparse.Namespace) -> list[Row]:
                 if time.monotonic() - began > args.time_limit:
                     break
                 runner = runners.of(problem, JobOptions().regime(problem))
-                found = beside(problem, Config.from_json(row["winner"]), runner)
+                try:
+                    found = beside(problem, Config.from_json(row["winner"]), runner)
+                except BenchmarkError as exc:  # the next run tries again
+                    _note(f"{name}: {exc}")
+                    continue
                 known[name] = _written(args.json, {**row, "beside": found})
-                _note(f"{name}: {found['excess']} over {found['kernels']} kernels")
+                _note(f"{name}: {found['excess']:.1%} over {found['kernels']} kernels")
     return list(known.values())
 
 
