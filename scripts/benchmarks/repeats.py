@@ -136,10 +136,17 @@ def swept_anew(
         "given_up": found["given_up"],
         "expected_loss": found["expected_loss"],
         "own_over_vendor": found["own_over_vendor"],
+        "finals_us": _finals_us(found.get("ranking", ())),
         "said": [f"{at:.1f} {line}" for at, line in said],
     }
     config = Config.from_json(own["config"])
     return Swept(config, own["latency_us"], found["kernels"], found["elapsed_s"], facts)
+
+
+def _finals_us(ranking: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Microseconds of the final pass, by family and digest."""
+    configs = [(Config.from_json(m["config"]), m["latency_us"]) for m in ranking]
+    return {f"{config.family} {config.digest[:6]}": us for config, us in configs}
 
 
 def _cpu_s() -> float:
