@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import file_head, repeats
+from benchmarks import file_head, json_file, repeats
 from tuner.base import document
 from tuner.base.output import check_place
 from tuner.config import Config
@@ -226,7 +226,7 @@ def _kept(path: Path | None, heading: Mapping[str, Any]) -> dict[str, Row]:
 
 def _read(path: Path) -> list[Row]:
     """Rows of a file, the last one of each problem."""
-    rows = [document.parse(line) for line in path.read_text().splitlines()[1:]]
+    rows = [document.parse(line) for line in json_file.text(path).splitlines()[1:]]
     return list({row["problem"]: row for row in rows}.values())
 
 
@@ -248,8 +248,8 @@ def report(rows: Sequence[Row]) -> str:
         seconds = [row["elapsed_s"] for row in found]
         firsts = [row["first_own_s"] for row in found if row["first_own_s"] is not None]
         excess = [row["beside"]["excess"] for row in found if "beside" in row]
-        compiled = sum(row["compiled"] for row in found)
-        cpu_s = sum(row["compile_cpu_s"] for row in found)
+        compiled = sum(row.get("compiled", 0) for row in found)
+        cpu_s = sum(row.get("compile_cpu_s", 0.0) for row in found)
         lines.append(
             (
                 kind,
@@ -275,10 +275,12 @@ def _line(row: Row) -> str:
         return f"{row['problem']}: {row['error']}"
     passed = row.get("beside")
     excess = f"; {passed['excess']:.1%} over {passed['kernels']} kernels" if passed else ""
+    compiled = ""
+    if "compiled" in row:  # not in rows of a job, whose problems share a process
+        compiled = f", {row['compiled']} compiled in {row['compile_cpu_s']} CPU-s"
     return (
         f"{row['problem']}: {row['elapsed_s']} s, first own {row['first_own_s']} s, "
-        f"{row['kernels']} sets, {row['compiled']} compiled in {row['compile_cpu_s']} CPU-s, "
-        f"{row['own_us']:.2f} us{excess}"
+        f"{row['kernels']} sets{compiled}, {row['own_us']:.2f} us{excess}"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,7 +62,7 @@ class Timed:
 
 def slow_winner(runner: Timed) -> Config:
     """The slowest built kernel's first variant."""
-    groups: Any = sweeps.built(PROBLEM, runner)  # type: ignore[arg-type]
+    groups: Any = sweeps.built(PROBLEM, runner)
     return max((group[0] for group in groups), key=runner.us)
 
 
@@ -141,6 +142,9 @@ def test_a_run_goes_on_where_the_file_stops(run: Any, capsys: pytest.CaptureFixt
     text = capsys.readouterr().out
     assert "attention       1    40.0     40.0          2.0            15.0" in text
     assert "no own kernel passed" in text and "4 compiled in 60.0 CPU-s" in text
+    packed = run.rows.with_suffix(".gz")
+    packed.write_bytes(gzip.compress(run.rows.read_bytes()))
+    assert sweeps.main(["--report", str(packed)]) == 0 and capsys.readouterr().out == text
     with pytest.raises(ConfigError, match="other sweeps"):
         run.call("--seed", "1")
 
