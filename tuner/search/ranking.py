@@ -19,10 +19,9 @@ MAX_LISTED = 3
 
 
 NEAR, NEAR_DEVIATIONS = 0.02, 3.0
-"""A kernel is near the best if its quick time is at most so much longer, as a share of the best,
-and at most so many standard deviations. Of 72 kernels of a product of one row, 10 us, four
-finalists missed one that was 3.3 % faster (H200, 27 November 2026,
-`scripts/benchmarks/evidence/sweeps-drawn-h200.jsonl.gz`)."""
+"""Largest difference of a quick time near the best: as a share of it, and in standard deviations.
+Four finalists of 72 kernels missed one that was 3.3 % faster (a product of one row, 10 us, H200,
+27 November 2026, `scripts/benchmarks/evidence/sweeps-drawn-h200.jsonl.gz`)."""
 
 
 def finalists(
