@@ -49,6 +49,7 @@ NAMES = (
     "stopping",
     "suites",
     "sustained",
+    "sweeps",
     "training",
 )
 

@@ -12,14 +12,26 @@ from tuner.errors import ConfigError
 _GZIP = b"\x1f\x8b"
 
 
+def text(path: Path) -> str:
+    """Text of a file, which may be compressed by gzip.
+
+    Raises:
+        ConfigError: when it cannot be read.
+    """
+    try:
+        data = path.read_bytes()
+        return (gzip.decompress(data) if data.startswith(_GZIP) else data).decode()
+    except (OSError, EOFError, ValueError) as exc:
+        raise ConfigError(f"{path}: {exc}") from exc
+
+
 def read(path: Path) -> Any:
-    """The document of a file, which may be compressed by gzip.
+    """JSON document of a file, which may be compressed by gzip.
 
     Raises:
         ConfigError: when it cannot be read, or is not JSON.
     """
     try:
-        data = path.read_bytes()
-        return json.loads(gzip.decompress(data) if data.startswith(_GZIP) else data)
-    except (OSError, EOFError, ValueError) as exc:
+        return json.loads(text(path))
+    except ValueError as exc:
         raise ConfigError(f"{path}: {exc}") from exc

@@ -89,8 +89,8 @@ def swept_anew(
         problem: problem of the sweep.
         seed: seed of the search.
         arguments: further arguments of ``tuner sweep``.
-        keeps_kernels: True to sweep with the kernels that are compiled already; else the cache is
-            empty.
+        keeps_kernels: True to sweep with this machine's cache, its compiled kernels and proofs;
+            else the cache is empty.
 
     Raises:
         BenchmarkError: when it failed, or found no own kernel.
@@ -98,13 +98,13 @@ def swept_anew(
     with tempfile.TemporaryDirectory() as folder:
         command = python_command(
             *("-m", "tuner", "sweep", "--op", problem.op, "--shape", problem.label()),
-            *("--seed", str(seed), "--json", *arguments),
+            *("--seed", str(seed), "--json", "--store", f"{folder}/store.sqlite", *arguments),
         )
-        environment = {**python_environment(), "TUNER_CACHE_DIR": folder}
-        artifacts, kept = Path(folder) / "artifacts", settings.artifacts_dir()
+        kept = settings.artifacts_dir()
         kept.mkdir(parents=True, exist_ok=True)
-        if keeps_kernels:
-            artifacts.symlink_to(kept, target_is_directory=True)
+        cache = settings.cache_dir() if keeps_kernels else Path(folder)
+        environment = {**python_environment(), "TUNER_CACHE_DIR": str(cache)}
+        artifacts = kept if keeps_kernels else cache / "artifacts"
         before = {path.name for path in kept.iterdir()} if keeps_kernels else set()
         output = Path(folder) / "outcome.json"  # a pipe that nobody reads meanwhile may fill
         began, started, cpu_s = time.time(), time.monotonic(), _cpu_s()
@@ -136,10 +136,17 @@ def swept_anew(
         "given_up": found["given_up"],
         "expected_loss": found["expected_loss"],
         "own_over_vendor": found["own_over_vendor"],
+        "finals_us": _finals_us(found.get("ranking", ())),
         "said": [f"{at:.1f} {line}" for at, line in said],
     }
     config = Config.from_json(own["config"])
     return Swept(config, own["latency_us"], found["kernels"], found["elapsed_s"], facts)
+
+
+def _finals_us(ranking: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Microseconds of the final pass, by family and digest."""
+    configs = [(Config.from_json(m["config"]), m["latency_us"]) for m in ranking]
+    return {f"{config.family} {config.digest[:6]}": us for config, us in configs}
 
 
 def _cpu_s() -> float:

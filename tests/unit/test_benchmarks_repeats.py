@@ -115,7 +115,7 @@ if sys.argv[sys.argv.index("--seed") + 1] == "9":
     sys.exit("tuner: no candidate passed")
 own = {"config": {"family": "fused_attention", "params": {"tile_n": 64}}, "latency_us": 11.4}
 found = {"best_own": own, "kernels": 16, "elapsed_s": 43.2, "given_up": 3, "own_over_vendor": {}}
-found |= {"seconds": {"search": 40.0}, "expected_loss": 0.001, "known": known}
+found |= {"seconds": {"search": 40.0}, "expected_loss": 0.001, "known": known, "ranking": [own]}
 print("known:", *known, file=sys.stderr)
 print(json.dumps(found))
 """
@@ -134,6 +134,7 @@ def test_a_sweep_with_an_empty_cache_is_a_process_of_its_own(
     assert found.facts["cpu_s_a_kernel"] == {"attention.cu.j2": 20.5}
     assert len(found.facts["compiled_after_s"]) == 1
     assert found.facts["seconds"] == {"search": 40.0}
+    assert found.facts["finals_us"] == {f"fused_attention {OWN[0].digest[:6]}": 11.4}
     assert (tmp_path / "artifacts" / "0123" / "meta.json").is_file()
     anew = repeats.swept_anew(PROBLEM, 4, ["--device=0"])
     assert anew.facts["compiled"] == 1 and anew.facts["said"][-1].endswith("known:")

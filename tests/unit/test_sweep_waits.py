@@ -4,7 +4,7 @@ answer before anything is waited for. Every second is the test's own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,9 +21,11 @@ from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Measurement, Regime
 from tuner.search import history
 from tuner.search.storage import open_storage
+from tuner.search.study import EFFORTS
 from tuner.store import Store, open_store
 from tuner.store.entry import Entry
 from tuner.tuning import competition, finals
+from tuner.tuning.budget import Budget
 from tuner.tuning.finals import PROVISIONAL
 from tuner.tuning.progress import Watcher
 from tuner.tuning.sweep import GIVEN_UP, Sweep, SweepOptions
@@ -180,6 +182,32 @@ class TestTimeLimit:
         clock.pass_by(20)
         outcome = made.run(began=0.0)
         assert clock.now <= 60 and outcome.elapsed_s == clock.now
+
+
+class TestFinalists:
+    """Kernels that are as fast as the best within their noise take part where time allows."""
+
+    def own_finals(self, store: Store, clock: Clock, **options: object) -> int:
+        def alike(m: Measurement) -> Measurement:
+            return m.but(latency_us=10.0 + 1e-3 * m.config.get("m", 100), std_us=0.5)
+
+        runner = TimedRunner(recording(change=alike), clock, lambda config: 1.0, cores=27)
+        outcome = swept(runner, store, **options).run()  # type: ignore[arg-type]
+        return sum(m.config.family == "toy" for m in outcome.ranking)
+
+    def test_as_many_again(self, store: Store, clock: Clock) -> None:
+        assert self.own_finals(store, clock) == 2 * EFFORTS["quick"].finalists
+
+    def test_the_usual_ones_where_these_do_not_fit(
+        self, store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        usual = EFFORTS["quick"].finalists
+
+        def seconds(_: Budget, times_us: Sequence[float], rounds: int) -> float:
+            return 1e6 if len(times_us) > usual + 1 else 1.0  # one vendor's
+
+        monkeypatch.setattr(Budget, "final_s", seconds)
+        assert self.own_finals(store, clock, time_limit_s=60) == usual
 
 
 class TestFirstAnswer:

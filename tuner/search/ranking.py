@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 from tuner.config import Config
-from tuner.measurement import Measurement, is_tie
+from tuner.measurement import Measurement, deviation, is_tie
 from tuner.store.entry import is_vendor, vendor_name
 
 MAX_FAMILY_FACTOR = 1.3
@@ -17,8 +18,17 @@ MAX_LISTED = 3
 """Most plans or algorithms of one library in the final pass: its fastest."""
 
 
+NEAR, NEAR_DEVIATIONS = 0.02, 3.0
+"""Largest difference of a quick time near the best: as a share of it, and in standard deviations.
+Four finalists of 72 kernels missed one that was 3.3 % faster (a product of one row, 10 us, H200,
+27 November 2026, `scripts/benchmarks/evidence/sweeps-drawn-h200.jsonl.gz`)."""
+
+
 def finalists(
-    measurements: Sequence[Measurement], count: int, kernel: Callable[[Config], str]
+    measurements: Sequence[Measurement],
+    count: int,
+    kernel: Callable[[Config], str],
+    near: int = 0,
 ) -> list[Measurement]:
     """Candidates of the final pass: the best own ones, and each vendor kernel's fastest config.
 
@@ -26,6 +36,7 @@ def finalists(
         measurements: measurements of the quick pass, of any status.
         count: number of own candidates; other families near the best are added.
         kernel: gives the identity of a config's compiled kernels.
+        near: most further own kernels, a config each, whose quick times are near the best.
     """
     passed = sorted((m for m in measurements if m.ok), key=by_latency)
     own = [m for m in passed if not is_vendor(m.config)]
@@ -38,12 +49,18 @@ def finalists(
     chosen = list(kernels.values())[: min(count, MIN_OWN)]
     chosen += [m for m in own if m not in chosen][: count - len(chosen)]
     chosen += [m for m in families.values() if m not in chosen]
+    chosen += [m for m in kernels.values() if m not in chosen and _is_near(own[0], m)][:near]
     named = Counter[str]()
     for m in passed:
         if is_vendor(m.config) and named[name := vendor_name(m.config)] < MAX_LISTED:
             named[name] += 1
             chosen.append(m)
     return chosen
+
+
+def _is_near(best: Measurement, other: Measurement) -> bool:
+    spread = math.hypot(deviation(best), deviation(other))
+    return _us(other) <= (1 + min(NEAR, NEAR_DEVIATIONS * spread)) * _us(best)
 
 
 def rank(measured: Sequence[Measurement]) -> list[Measurement]:

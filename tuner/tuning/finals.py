@@ -103,14 +103,21 @@ class FinalPass:
     def _chosen(self, brief: bool) -> tuple[list[Measurement], int]:
         """Finalists and rounds of the pass; few if little time is left."""
         effort = self.competition.effort
-        count = BRIEF_FINALISTS if brief else effort.finalists
-        rounds = MIN_ROUNDS if brief else effort.rounds
-        seen = self.competition.seen(self.competition.problem)
-        chosen = ranking.finalists(seen, count, self.competition.kernel)
-        chosen = [m for m in chosen if self.competition.fits(m)]
+        is_measured = self.competition.runner.provenance is Provenance.MEASURED
+        near = effort.finalists if is_measured else 0  # a recording has no final times of them
+        usual = [(effort.finalists, near, effort.rounds), (effort.finalists, 0, effort.rounds)]
         left_s = self.budget.left_s()
-        is_short = left_s is not None and left_s < self.budget.final_s(_times(chosen), rounds)
-        return self._chosen(brief=True) if is_short and not brief else (chosen, rounds)
+        for count, most_near, rounds in usual if not brief else ():
+            chosen = self._fitting(count, most_near)
+            if left_s is None or left_s >= self.budget.final_s(_times(chosen), rounds):
+                return chosen, rounds
+        return self._fitting(BRIEF_FINALISTS, 0), MIN_ROUNDS
+
+    def _fitting(self, count: int, near: int) -> list[Measurement]:
+        """Finalists whose workspace is small enough."""
+        seen = self.competition.seen(self.competition.problem)
+        chosen = ranking.finalists(seen, count, self.competition.kernel, near)
+        return [m for m in chosen if self.competition.fits(m)]
 
     def _ranked(
         self, chosen: Sequence[Measurement], finals: Sequence[Measurement]
