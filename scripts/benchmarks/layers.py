@@ -107,9 +107,9 @@ def layers(
     """Calls of the models' linear layers at each number of rows, once each, in an order by hash.
 
     Args:
-        names: of the models.
+        names: models, as `subset` takes them.
         rows: numbers of rows.
-        max_bytes: that a layer's weights may have, in 2 bytes an element.
+        max_bytes: most bytes of a layer's weights, 2 for each element.
 
     Raises:
         ConfigError: when a model is not known.

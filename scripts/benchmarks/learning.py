@@ -2,9 +2,11 @@
 
 The first call of a shape times the portfolio's kernels and PyTorch's on its own tensors, and keeps
 the fastest. The second call shows that the choice is kept. Then the chosen kernel and PyTorch's are
-timed behind an ordinary kernel, interleaved. Weights of products are rotated, and so are keys and
-values of one query: a model reads them once a token, from memory. The choice is made for that. The
-journal of choices is a new one; artifacts and kernel lists are the user's.
+timed behind an ordinary kernel, interleaved. The journal of choices is a new one; artifacts and
+kernel lists are the user's.
+
+Weights of products are rotated, and so are keys and values of one query: a model reads them once a
+token, from memory. The choice is made for that.
 """
 
 from __future__ import annotations
