@@ -367,6 +367,8 @@ def _time(
     times: dict[str, list[float]] = {way: [] for way in turns}
     hosts: dict[str, list[float]] = {way: [] for way in turns}
     order, chance, began = list(turns), random.Random(0), time.perf_counter()
+    gc.collect()
+    gc.freeze()  # models and modules: later collections are short
     for turn in range(rounds):
         if turn and time.perf_counter() - began > time_limit_s:
             break
@@ -385,6 +387,7 @@ def _time(
                     ended = time.perf_counter()
             times[way].append((ended - start) / one.count)
             hosts[way].append((enqueued - start) / (ended - start))
+    gc.unfreeze()
     for way in passes:
         figures = found[way]
         figures["seconds"] = times[way]
