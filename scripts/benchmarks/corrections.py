@@ -7,7 +7,7 @@ constant, libraries' a constant and a share of their sums' depth, with the least
 
 Each model's calls are then decided by corrections that are fitted to the other models. The table
 has PyTorch's time over the chosen kernel's: as measured, by own kernels everywhere they were
-measured, and by the corrected selection. Where that chooses PyTorch's the ratio is 1.
+measured, and by the corrected selection. The ratio of a choice of PyTorch's is 1.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_ROWS = 16
 LOSS = 0.985
 """Ratio below which a call is counted as a loss."""
 STEPS = 30
-"""Of the reweighted least squares that give least absolute errors."""
+"""Rounds of the reweighted least squares that give least absolute errors."""
 NEAREST_US = 0.05
 """Residuals below this weigh alike."""
 

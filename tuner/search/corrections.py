@@ -3,7 +3,7 @@
 The kernel in front of a fit's calls takes a few microseconds, and hides the early start of an own
 kernel. In front of a model's small product stands a short kernel. There an own product takes longer
 than its rates say. A library's product takes less than fitted where its sums are short, and more
-where they are long: few small products are among those of a fit.
+where they are long. Few of a fit's products are small.
 
 ``scripts/bench corrections`` fits them to the layers of models that make selections, and judges
 them at models left out.
