@@ -17,6 +17,7 @@ NAMES = (
     "bound",
     "compile_ways",
     "context_parallel",
+    "corrections",
     "cost",
     "counters",
     "cute_dsl",

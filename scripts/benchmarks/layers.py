@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.report:
         print(report(list(read(args.report).values())))
         return 0
-    calls = layers(args.models.split(","))[: args.count]
+    calls = layers(args.models.split(","), args.rows, args.max_mb * 1e6)[: args.count]
     if args.worker:
         return answer_indices(lambda index: _measure(calls[index]))
     if args.list:
@@ -72,6 +72,16 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--models", default=",".join(MODELS), help="names with commas between")
+    parser.add_argument(
+        "--rows", type=_numbers, default=ROWS, help="numbers with commas between (default: 1..8192)"
+    )
+    parser.add_argument(
+        "--max-mb",
+        type=float,
+        default=math.inf,
+        metavar="MB",
+        help="only layers whose weights have at most so many MB",
+    )
     parser.add_argument("--count", type=int, help="only so many calls (default: all)")
     parser.add_argument("--list", action="store_true", help="print the calls and lookup results")
     parser.add_argument("--gpu", default="H100", help="with --list: GPU that is asked about")
@@ -82,13 +92,24 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
+
+
 def _command(argv: Sequence[str] | None) -> list[str]:
     given = list(sys.argv[2:] if argv is None else argv)
     return python_command("-m", "benchmarks", "layers", *given, "--worker")
 
 
-def layers(names: Sequence[str]) -> list[ModelCall]:
-    """Calls of the models' linear layers at each of `ROWS`, once each, in an order by hash.
+def layers(
+    names: Sequence[str], rows: Sequence[int] = ROWS, max_bytes: float = math.inf
+) -> list[ModelCall]:
+    """Calls of the models' linear layers at each number of rows, once each, in an order by hash.
+
+    Args:
+        names: models, as `subset` takes them.
+        rows: numbers of rows.
+        max_bytes: most bytes of a layer's weights, 2 for each element.
 
     Raises:
         ConfigError: when a model is not known.
@@ -98,7 +119,7 @@ def layers(names: Sequence[str]) -> list[ModelCall]:
         dtype = HALF_TYPES[0] if model.dtype == "float32" else model.dtype
         for stack in model.stacks:
             for name, (n, k, epilogue) in linears(stack).items():
-                for m in ROWS:
+                for m in rows if 2 * n * k <= max_bytes else ():
                     problem: Problem = (
                         SwigluProblem(m, n, k, dtype=dtype)
                         if name == "swiglu"

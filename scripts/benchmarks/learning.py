@@ -2,8 +2,11 @@
 
 The first call of a shape times the portfolio's kernels and PyTorch's on its own tensors, and keeps
 the fastest. The second call shows that the choice is kept. Then the chosen kernel and PyTorch's are
-timed behind an ordinary kernel, interleaved, products over rotated weights. The journal of choices
-is a new one; artifacts and kernel lists are the user's.
+timed behind an ordinary kernel, interleaved. The journal of choices is a new one; artifacts and
+kernel lists are the user's.
+
+Weights of products are rotated, and so are keys and values of one query: a model reads them once a
+token, from memory. The choice is made for that.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ PRODUCTS: Mapping[str, str] = {
 }
 """Linear layers of models, in bf16."""
 ROTATED_BYTES, MAX_COPIES = 128 << 20, 16
-"""Weights of all copies of a product: over twice the L2. Most copies."""
+"""Bytes of all copies of weights, or of keys and values: over twice the L2. Most copies."""
 OURS, PYTORCH = "tuner", "PyTorch"
 MAX_ERROR = 8e-3
 """The gate's limit in bf16, here of the difference from PyTorch's output."""
@@ -108,16 +111,23 @@ class Call:
 
 
 def attention(shape: str) -> Call:
-    """A shape's attention, over warm tensors."""
+    """A shape's attention, over warm tensors; one query over rotated keys and values."""
     import torch
 
     import tuner
 
     problem = AttentionProblem.parse(f"{shape},dtype=bf16,layout=bshd")
-    query, key, value = (
-        torch.empty_strided(one.shape, one.strides, dtype=torch.bfloat16, device="cuda").normal_()
-        for one in problem.inputs
-    )
+
+    def random(one: Any) -> Any:
+        made = torch.empty_strided(one.shape, one.strides, dtype=torch.bfloat16, device="cuda")
+        return made.normal_()
+
+    query, key, value = map(random, problem.inputs)
+    caches = [(key, value)]
+    if problem.seqlen_q == 1:
+        copied = key.numel() + value.numel()
+        copies = min(MAX_COPIES, math.ceil(ROTATED_BYTES / (2 * copied)) + 1)
+        caches += [tuple(map(random, problem.inputs[1:])) for _ in range(copies - 1)]
     options = {
         "is_causal": problem.is_causal,
         "enable_gqa": problem.heads_q != problem.heads_kv,
@@ -125,9 +135,9 @@ def attention(shape: str) -> Call:
     usual, source = torch.nn.functional.scaled_dot_product_attention, query.clone()
     return Call(
         problem,
-        1,
-        lambda _: tuner.attention(query, key, value, **options),
-        lambda _: usual(query, key, value, **options),
+        len(caches),
+        lambda i: tuner.attention(query, *caches[i], **options),
+        lambda i: usual(query, *caches[i], **options),
         lambda _: torch.add(source, 0.0, out=query),
     )
 
@@ -179,6 +189,7 @@ def measure(name: str, call: Call) -> dict[str, Any]:
     return {
         "name": name,
         "shape": call.problem.label(),
+        "copies": call.copies,
         "first_ms": first_ms,
         "second_ms": second_ms,
         "hits": stats.hits,

@@ -11,8 +11,11 @@ Figures of a model:
 
 - hits and refusals by reason of one pass (`tuner.stats`)
 - attention calls that were neither: each model has one a layer, and a graph may bypass the tuner
-- tokens a second beside PyTorch's, medians of interleaved passes
+- tokens a second beside PyTorch's: the median of interleaved passes, and of their ratios with a
+  95 % interval
 - the control: PyTorch's second pass of a round over its first
+- a verdict: a tie where the interval contains 1 or overlaps the control's (`paired.py`)
+- share of a pass until its last kernel is enqueued: near 1 the host is the limit, not the GPU
 - difference of the output from PyTorch's
 """
 
@@ -21,11 +24,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import gc
 import importlib
+import math
+import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +41,7 @@ from typing import Any
 
 from benchmarks import file_head
 from benchmarks.child import Worker, answer_indices
+from benchmarks.paired import Ratio, ratio
 from tuner.base.output import check_place
 from tuner.base.processes import python_command
 from tuner.bench.results import write_json
@@ -62,7 +69,7 @@ GENERATED = 32
 AGAIN = "torch again"
 HEADING = (
     "model", "mode", "way", "hits", "selected", "refused", "unseen", "tokens/s", "over torch",
-    "error", "reasons",
+    "interval", "verdict", "host", "error", "reasons",
 )  # fmt: skip
 
 
@@ -82,7 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.worker:
 
         def measured(index: int) -> dict[str, Any]:
-            return measure(*todo[index], args.layers, args.device, args.ways, args.rounds)
+            options = {"rounds": args.rounds, "time_limit_s": args.time_limit}
+            return measure(*todo[index], args.layers, args.device, args.ways, **options)
 
         return answer_indices(measured, args.device)
     if args.device == "cuda" and detect() is None:
@@ -116,6 +124,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ways", type=partial(_names, WAYS), default=list(WAYS))
     parser.add_argument("--layers", type=int, default=4, help="layers of each model")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds of timing (default 9)")
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        default=math.inf,
+        metavar="SECONDS",
+        help="start no further round of a model and mode after so long (default: none)",
+    )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write every figure there")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for a model and mode")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -162,6 +177,7 @@ def measure(
     ways: Sequence[str] = WAYS,
     rounds: int = ROUNDS,
     sizes: Any = None,
+    time_limit_s: float = math.inf,
 ) -> dict[str, Any]:
     """Figures of each way through a model in a mode, or why it has none.
 
@@ -173,6 +189,7 @@ def measure(
         ways: some of `WAYS`.
         rounds: number of timed rounds.
         sizes: in place of the public model's (`models_built.Sizes`).
+        time_limit_s: seconds after which no further round starts.
     """
     import torch
 
@@ -193,7 +210,7 @@ def measure(
         except Exception as exc:
             passes.pop(way, None)
             found["ways"][way] = {"failed": first_line(exc)}
-    _time(passes, found["ways"], rounds, device)
+    _time(passes, found["ways"], rounds, device, time_limit_s)
     _compare(passes, found["ways"])
     return found
 
@@ -333,8 +350,14 @@ def _answers(one: Pass) -> dict[str, Any]:
     }
 
 
-def _time(passes: Mapping[str, Pass], found: dict[str, Any], rounds: int, device: str) -> None:
-    """Tokens a second of each way, interleaved, each round in the other direction."""
+def _time(
+    passes: Mapping[str, Pass],
+    found: dict[str, Any],
+    rounds: int,
+    device: str,
+    time_limit_s: float,
+) -> None:
+    """Seconds of each way's passes, in shuffled rounds, and their ratios to PyTorch's."""
     import torch
 
     wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
@@ -342,23 +365,51 @@ def _time(passes: Mapping[str, Pass], found: dict[str, Any], rounds: int, device
     if TORCH in passes:
         turns[AGAIN] = passes[TORCH]
     times: dict[str, list[float]] = {way: [] for way in turns}
+    hosts: dict[str, list[float]] = {way: [] for way in turns}
+    order, chance, began = list(turns), random.Random(0), time.perf_counter()
+    gc.collect()
+    gc.freeze()  # models and modules: later collections are short
     for turn in range(rounds):
-        for way in list(turns) if turn % 2 else reversed(list(turns)):
+        if turn and time.perf_counter() - began > time_limit_s:
+            break
+        chance.shuffle(order)
+        for way in order:
             one = turns[way]
             with one.around():
                 one.prepare()
                 wait()
-                start = time.perf_counter()
-                for _ in range(one.count):
-                    one.run()
-                wait()
-                times[way].append((time.perf_counter() - start) / one.count)
-    for way, seconds in times.items():
-        speed = turns[way].tokens / statistics.median(seconds)
-        if way == AGAIN:
-            found[TORCH]["again"] = speed
-        else:
-            found[way]["tokens_per_s"] = speed
+                with _uncollected():
+                    start = time.perf_counter()
+                    for _ in range(one.count):
+                        one.run()
+                    enqueued = time.perf_counter()
+                    wait()
+                    ended = time.perf_counter()
+            times[way].append((ended - start) / one.count)
+            hosts[way].append((enqueued - start) / (ended - start))
+    gc.unfreeze()
+    for way in passes:
+        figures = found[way]
+        figures["seconds"] = times[way]
+        figures["host_share"] = statistics.median(hosts[way])
+        figures["tokens_per_s"] = turns[way].tokens / statistics.median(times[way])
+        if TORCH in passes:
+            beside = AGAIN if way == TORCH else way
+            figures["over_torch"] = ratio(times[TORCH], times[beside])._asdict()
+    if TORCH in passes:
+        found[TORCH]["again"] = turns[AGAIN].tokens / statistics.median(times[AGAIN])
+        found[TORCH]["seconds_again"] = times[AGAIN]
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without garbage collection, which would lengthen some passes at random."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _compare(passes: Mapping[str, Pass], found: dict[str, Any]) -> None:
@@ -377,15 +428,12 @@ def report(rows: Iterable[Mapping[str, Any]]) -> str:
         ways = row.get("ways") or {way: {"failed": row.get("lost", "")} for way in WAYS}
         for way, found in ways.items():
             lines.append((row["model"], row["mode"], way, *_cells(row, way, found)))
-    return table(lines, frozenset(range(3, 10)))
+    return table(lines, frozenset({*range(3, 10), 11, 12}))
 
 
 def _cells(row: Mapping[str, Any], way: str, found: Mapping[str, Any]) -> tuple[str, ...]:
     if "failed" in found:
-        return (*[""] * 7, f"failed: {found['failed']}")
-    speed = found.get("again", found["tokens_per_s"])
-    beside = row["ways"].get(TORCH, {}).get("tokens_per_s")
-    ratio = f"{speed / beside:.3f}" if beside else ""
+        return (*[""] * 10, f"failed: {found['failed']}")
     error = f"{found['error']:.1e}" if "error" in found else ""
     refused = found["fallbacks"]
     said = [f"{count} {reason}" for reason, count in (refused | found["errors"]).items()]
@@ -394,4 +442,14 @@ def _cells(row: Mapping[str, Any], way: str, found: Mapping[str, Any]) -> tuple[
     # With linear layers among the calls the attention calls are not known.
     unseen = str(max(0, called - hits - refusals)) if way not in (TORCH, LAYERS) else ""
     counts = str(hits), str(found["selected"]), str(refusals), unseen
-    return (*counts, f"{found['tokens_per_s']:.0f}", ratio, error, "; ".join(said))
+    speeds = f"{found['tokens_per_s']:.0f}", *_beside(row["ways"], way)
+    return (*counts, *speeds, f"{found['host_share']:.2f}", error, "; ".join(said))
+
+
+def _beside(ways: Mapping[str, Any], way: str) -> tuple[str, str, str]:
+    """Ratio to PyTorch's, its interval, and the verdict; PyTorch's is the control."""
+    if "over_torch" not in ways[way]:
+        return "", "", ""
+    found = Ratio(**ways[way]["over_torch"])
+    verdict = "control" if way == TORCH else found.verdict(Ratio(**ways[TORCH]["over_torch"]))
+    return f"{found.median:.3f}", f"{found.low:.3f}..{found.high:.3f}", verdict

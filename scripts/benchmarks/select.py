@@ -2,19 +2,26 @@
 
 Microseconds of one `Portfolio.select` at sizes that are not cached, as the median of several
 rounds. For each domain of the shipped portfolios, or of those that serve on ``--gpu``, rescaled
-where it has none of its own. Needs no GPU.
+where it has none of its own. The part in which times are added up is stated beside it. Needs no
+GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+from benchmarks import file_head
+from tuner.base.output import check_place
+from tuner.bench.results import write_json
 from tuner.problem import AttentionProblem, Problem
 from tuner.selection.describe import table
 from tuner.selection.domains import (
@@ -47,19 +54,67 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--gpu", help="select for this GPU, as H100 (default: each portfolio's own)"
     )
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write every figure there")
     args = parser.parse_args(argv)
+    if args.json:
+        check_place(args.json)
     known = serving(shipped(), find_gpu(args.gpu)) if args.gpu else shipped()
     rows = [
-        (one.gpu.name, domain.label(), f"{median:.1f}", f"{LIMIT_US:.0f}")
+        measure(one, domain, args.shapes, args.rounds, args.seed)
         for one in known
         for domain in sorted(one.domains)
-        for median in [
-            selection_us(one, shapes(domain, args.shapes * args.rounds, args.seed), args.rounds)
-        ]
     ]
-    print(f"{platform.processor() or platform.machine()}, Python {platform.python_version()}")
-    print(table([("GPU", "domain", "us a selection", "aim"), *rows], right=frozenset({2, 3})))
+    about = environment()
+    if args.json:
+        write_json(args.json, {"environment": file_head.complete(about), "rows": rows})
+    print(", ".join(f"{name} {value}" for name, value in about.items()))
+    print(report(rows))
     return 0
+
+
+def environment() -> dict[str, Any]:
+    """The processor, its load, and Python."""
+    names = Path("/proc/cpuinfo")
+    lines = names.read_text().splitlines() if names.exists() else []
+    models = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+    return {
+        "processor": models[0] if models else platform.machine(),
+        "load": round(os.getloadavg()[0], 1),
+        "python": platform.python_version(),
+    }
+
+
+def measure(
+    portfolio: Portfolio, domain: AnyDomain, count: int, rounds: int, seed: int
+) -> dict[str, Any]:
+    """Microseconds of a domain's selections, and of adding up times in them.
+
+    Args:
+        portfolio: portfolio to select from.
+        domain: one of its domains.
+        count: shapes of a round.
+        rounds: rounds over unlike shapes.
+        seed: seed of the shapes.
+    """
+    problems = shapes(domain, count * rounds, seed)
+    models = portfolio.models_of(domain)
+    assert models is not None
+    return {
+        "gpu": portfolio.gpu.name,
+        "domain": domain.label(),
+        "kernels": len(models.candidates),
+        "us": median_us(portfolio.select, problems, rounds),
+        "times_us": median_us(models.times(portfolio.gpu).estimates, problems, rounds),
+    }
+
+
+def report(rows: Sequence[dict[str, Any]]) -> str:
+    """A line for each domain."""
+    lines = [("GPU", "domain", "kernels", "us a selection", "of it, times", "aim")]
+    for row in rows:
+        times = f"{row['us']:.1f}", f"{row['times_us']:.1f}", f"{LIMIT_US:.0f}"
+        lines.append((row["gpu"], row["domain"], str(row["kernels"]), *times))
+    return table(lines, right=frozenset({2, 3, 4, 5}))
 
 
 def shapes(domain: AnyDomain, count: int, seed: int) -> list[Problem]:
@@ -103,14 +158,14 @@ def product(domain: ProductDomain | GatedDomain, rng: random.Random) -> Problem:
     return replace(usual, m=rng.randint(*ROWS[domain.rows]), n=n, k=k)
 
 
-def selection_us(portfolio: Portfolio, problems: Sequence[Problem], rounds: int) -> float:
-    """CPU time of one selection, microseconds: the median of the rounds' means."""
+def median_us(call: Callable[[Any], Any], problems: Sequence[Problem], rounds: int) -> float:
+    """CPU time of one call, microseconds: the median of the rounds' means."""
     each = len(problems) // rounds
     found = []
     for number in range(rounds):
         chosen = problems[number * each : (number + 1) * each]
         start = time.process_time_ns()
         for problem in chosen:
-            portfolio.select(problem)
+            call(problem)
         found.append((time.process_time_ns() - start) / 1e3 / len(chosen))
     return statistics.median(found)

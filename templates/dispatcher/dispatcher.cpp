@@ -234,7 +234,7 @@ PyObject* put(PyObject*, PyObject* arguments) {
   bool is_known = false;
   if (!read_call(call, operation, inputs, is_known)) return nullptr;
   bool const is_product = operation == kLinear || operation == kMatmul;
-  bool const is_plain = is_product || !(call.kind.words[0] >> 8 & (kHasMask | kHasDropout));
+  bool const is_plain = is_product || !(call.kind.words[0] >> 8 & kHasDropout);
   if (!is_known || !is_plain) Py_RETURN_FALSE;
   auto plan = std::make_shared<Plan>();
   plan->workspace_bytes = workspace_bytes;

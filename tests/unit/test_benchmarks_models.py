@@ -81,6 +81,24 @@ def test_what_is_generated_is_the_whole_pass(mode: str, short: None) -> None:
     assert torch.allclose(last[:, 0], whole[:, -1], atol=1e-4)
 
 
+def test_rounds_end_with_their_time(short: None, monkeypatch: Any) -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    from benchmarks.models_built import Sizes
+
+    sizes = Sizes(layers=1, heads=4, batch=2, tokens=24, vocab=64)
+
+    def rounds_of(limit_s: float) -> int:
+        options: dict[str, Any] = {"rounds": 4, "sizes": sizes, "time_limit_s": limit_s}
+        ways = measure("flux", "eager", 1, "cpu", (TORCH, "enable"), **options)["ways"]
+        assert len(ways[TORCH]["seconds_again"]) == len(ways["enable"]["seconds"])
+        assert 0 < ways["enable"]["host_share"] <= 1
+        assert ways["enable"]["over_torch"]["low"] <= ways["enable"]["over_torch"]["high"]
+        return len(ways["enable"]["seconds"])
+
+    assert rounds_of(1e9) == 4
+    assert rounds_of(0.0) == 1
+
+
 def test_training_computes_gradients(short: None) -> None:
     ways = built("flux", "training")["ways"]
     assert all(found["tokens_per_s"] > 0 and found["error"] < 0.02 for found in ways.values())
@@ -114,7 +132,9 @@ def test_names_agree() -> None:
 
 def figures(speed: float, **changes: Any) -> dict[str, Any]:
     counts = {"calls": 1, "hits": 0, "selected": 0, "fallbacks": {}, "errors": {}}
-    return {**counts, "tokens_per_s": speed, "error": 1e-3, **changes}
+    over = {"median": speed / 1000, "low": speed / 1000 - 0.02, "high": speed / 1000 + 0.03}
+    figures = {"tokens_per_s": speed, "error": 1e-3, "over_torch": over, "host_share": 0.5}
+    return {**counts, **figures, **changes}
 
 
 def test_the_table_has_a_line_for_each_way() -> None:
@@ -124,21 +144,24 @@ def test_the_table_has_a_line_for_each_way() -> None:
             "mode": "eager",
             "layers": 5,
             "ways": {
-                TORCH: figures(1000.0, error=0.0, again=990.0),
+                TORCH: figures(1000.0, error=0.0),
                 "attn_implementation": figures(1200.0, hits=3, selected=1, fallbacks={"why": 1}),
                 "enable": {"failed": "no registry"},
-                LAYERS: figures(1300.0, hits=9),
+                LAYERS: figures(900.0, hits=9),
             },
         },
         {"model": "vit", "mode": "compiled", "lost": "no answer after 300 s"},
     ]
     lines = [line.split() for line in report(rows).splitlines()[2:]]
     assert len(lines) == 2 * len(WAYS)
-    assert lines[0] == ["llama", "eager", "torch", "0", "0", "0", "1000", "0.990", "0.0e+00"]
-    own = ["llama", "eager", "attn_implementation", "3", "1", "1", "1", "1200", "1.200", "1.0e-03"]
-    assert lines[1] == [*own, "1", "why"]
+    control = ["1000", "1.000", "0.980..1.030", "control", "0.50", "0.0e+00"]
+    assert lines[0] == ["llama", "eager", "torch", "0", "0", "0", *control]
+    own = ["1200", "1.200", "1.180..1.230", "faster", "0.50", "1.0e-03"]
+    counts = ["3", "1", "1", "1"]
+    assert lines[1] == ["llama", "eager", "attn_implementation", *counts, *own, "1", "why"]
     assert lines[2] == ["llama", "eager", "enable", "failed:", "no", "registry"]
-    assert lines[3] == ["llama", "eager", LAYERS, "9", "0", "0", "1300", "1.300", "1.0e-03"]
+    slower = ["900", "0.900", "0.880..0.930", "slower", "0.50", "1.0e-03"]
+    assert lines[3] == ["llama", "eager", LAYERS, "9", "0", "0", *slower]
     assert all(line[-6:] == "failed: no answer after 300 s".split() for line in lines[4:])
 
 

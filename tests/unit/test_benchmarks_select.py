@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from benchmarks import select
@@ -19,9 +22,14 @@ def test_shapes_of_every_shipped_domain_are_of_that_domain() -> None:
 
 
 def test_the_table_has_a_line_for_each_domain(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(select, "shipped", lambda: shipped()[:1])
-    assert select.main(["--shapes", "2", "--rounds", "1"]) == 0
+    out = tmp_path / "select.json"
+    assert select.main(["--shapes", "2", "--rounds", "1", "--json", str(out)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 + len(shipped()[0].domains)
+    document = json.loads(out.read_text())
+    assert {"processor", "load", "python", "date"} <= document["environment"].keys()
+    assert len(document["rows"]) == len(shipped()[0].domains)
+    assert all(row["us"] > 0 and row["times_us"] > 0 for row in document["rows"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from dataclasses import replace
 from operator import mul
@@ -82,9 +83,20 @@ class TestDocument:
     @pytest.mark.parametrize("rate", [-1.0, True, "1", None])
     def test_a_rate_is_a_number_that_is_not_negative(self, rate: object) -> None:
         data = json.loads(json.dumps(made(9.0, 10.0, 0.0).to_json()))
-        data["domains"][0]["candidates"][0]["rates"]["launch"] = rate
+        data["domains"][0]["candidates"][0]["rates"]["rounds"] = rate
         with pytest.raises(ConfigError, match="is not a number"):
             Portfolio.from_json(data)
+
+    def test_a_launch_may_be_corrected_below_nothing(self) -> None:
+        data = json.loads(json.dumps(made(9.0, 10.0, 0.0).to_json()))
+        rates = data["domains"][0]["candidates"][0]["rates"]
+        rates["launch"] = -1.5
+        models = next(iter(Portfolio.from_json(data).domains.values()))
+        assert models.candidates[0].rates["launch"] == -1.5
+        for wrong in (-math.inf, math.nan, "-1"):
+            rates["launch"] = wrong
+            with pytest.raises(ConfigError, match="is not a number"):
+                Portfolio.from_json(data)
 
     def test_an_unknown_term_is_named(self) -> None:
         data = json.loads(json.dumps(made(9.0, 10.0, 0.0).to_json()))

@@ -416,13 +416,47 @@ def test_switched_off_by_another_thread_while_a_plan_is_made(
     assert by_python and not launched, "whatever the dispatcher was given, it answers nothing"
 
 
-def test_no_plan_is_kept_for_a_masked_call(server: Server) -> None:
-    server.decide(PROBLEM)
-    q, k, v = inputs()
-    plan = server.runtime.attention_plan.find_plan(q, k, v, False, None, False)
-    masked = q, k, v, torch.zeros(16, 16).half(), 0.0, False, None, False
-    server.runtime.dispatch.put("attention", masked, plan)
-    assert server.runtime.dispatch.attention(*masked) is None
+MASKS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "booleans": ("mask=1", lambda: torch.ones(16, 16).tril() > 0),
+    "an additive mask": ("bias=1", lambda: torch.ones(16, 16).tril().log().half()),
+    "key padding": ("mask=bk", lambda: torch.rand(1, 1, 1, 16) > 0.5),
+}
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_a_masked_call_is_answered_without_python(server: Server, kind: str) -> None:
+    text, make = MASKS[kind]
+    problem = AttentionProblem.parse(f"S=16,D=8,H=2,{text}")
+    server.decide(problem)
+    q, k, v = inputs(PROBLEM)
+    went = [server.went(lambda: server.attention(q, k, v, make())) for _ in range(3)]
+    assert [(by_python, launched) for _, by_python, launched in went] == [
+        (True, True),
+        (False, True),
+        (False, True),
+    ]
+    assert all(by_kernel(out, q, 16) for out, *_ in went)
+    for other in (None, torch.zeros(16, 16)):
+        out, _, launched = server.went(lambda other=other: server.attention(q, k, v, other))
+        assert not launched, "another kind of call"
+        assert torch.equal(out, SDPA(q, k, v, other))
+
+
+def test_a_static_cache_under_its_mask_stays_in_the_dispatcher(server: Server) -> None:
+    """A token a step: the mask has another tensor and other elements each time."""
+    problem = AttentionProblem.parse("B=2,H=2,SQ=1,SKV=64,D=8,mask=bk")
+    server.decide(problem)
+    q, k, v, _ = inputs(problem)
+    asked = []
+    for step in range(8):
+        mask = torch.arange(64) <= 8 + step
+        q.normal_()
+        out, by_python, launched = server.went(
+            lambda mask=mask: server.attention(q, k, v, mask.expand(2, 1, 1, 64).clone())
+        )
+        assert launched and by_kernel(out, q, 1 + 63)
+        asked.append(by_python)
+    assert asked == [True] + 7 * [False]
 
 
 @pytest.mark.parametrize("path", ["python", "dispatcher"])

@@ -263,6 +263,33 @@ def test_a_growing_refusal_asks_once_a_block(server: Server) -> None:
     assert server.runtime.counters.stats().fallbacks == {"no measured winner": 300}
 
 
+@pytest.mark.parametrize("is_slice", [False, True])
+@pytest.mark.parametrize("is_enabled", [False, True])
+def test_masks_that_grow_are_served_without_python(
+    everywhere: Server, monkeypatch: pytest.MonkeyPatch, is_slice: bool, is_enabled: bool
+) -> None:
+    """Masks of their own, or slices of one, by a kernel that takes strides."""
+
+    def launches(self: Any, problem: Any, config: Any, scale: float, strides: Any) -> Any:
+        return self.launches(problem, config, scale)
+
+    monkeypatch.setattr(Toy, "strided_launches", launches)
+    attend = SDPA if is_enabled else everywhere.attention
+    whole = torch.ones(2, 1, 1, 512, dtype=torch.bool)
+    lengths_seen = range(128, 400, 16)  # slices that begin aligned
+    with tuner.enabled() if is_enabled else torch.no_grad():
+        asked = 0
+        for length in lengths_seen:
+            q, k, v = cache(length)
+            mask = whole[..., :length] if is_slice else whole[..., :length].contiguous()
+            out, by_python, launched = everywhere.went(
+                lambda q=q, k=k, v=v, mask=mask: attend(q, k, v, mask, enable_gqa=True)
+            )
+            asked += by_python
+            assert launched and by_kernel(out, q, length), length
+    assert asked == len({lengths.block(length) for length in lengths_seen})
+
+
 def test_masks_that_grow_are_refused_without_python(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -435,6 +435,12 @@ class Family(ABC):
         """`splits` of any problem, made once: a selection calls it for each new shape."""
         return lambda problem: (1,)
 
+    def traced_splits(self, config: Config, sizes: Any, gpu: Gpu) -> Any:
+        """`splits` by the problem's sizes (`tuner.families.work.sizes_of`), which may be traced.
+        None where they need more than the sizes.
+        """
+        return None
+
     def condition(self, config: Config) -> str:
         """When a scheduled config has any `splits`: a Python expression over the fields of the
         problem's sizes (`tuner.families.work.sizes_of`). Empty: always, or not known.

@@ -16,6 +16,7 @@ from tuner.families.work import floor_us, sizes_of
 from tuner.hardware import Gpu
 from tuner.measurement import Regime
 from tuner.problem import Problem
+from tuner.search.corrections import corrected
 from tuner.search.rates import Fits
 from tuner.search.timed import KernelTimes, Point
 from tuner.selection.candidates import Candidate, Regret
@@ -89,9 +90,10 @@ class Judge:
         return errors[int(quantile * len(errors))]
 
     def candidate(self, kernel: KernelTimes) -> Candidate:
-        """The kernel with rates that are fitted to all of its points."""
-        terms = families()[kernel.config.family].work_terms
-        rates = dict(zip(terms, self._fits.chosen(kernel), strict=True))
+        """The kernel with rates that are fitted to all of its points, and corrected."""
+        family = families()[kernel.config.family]
+        fitted = dict(zip(family.work_terms, self._fits.chosen(kernel), strict=True))
+        rates = corrected(fitted, self._domain, family, self._gpu)
         errors = self._error(kernel, 0.5), self._error(kernel, 0.9)
         return Candidate(kernel.config, rates, len(kernel.points), *errors, kernel.spread)
 

@@ -289,40 +289,52 @@ class DomainTimes:
         """A compiled function of a problem's sizes and the problem: own estimates, vendors' times,
         and true if all own candidates were measured near the sizes.
         """
-        tape, uses, loops = Tape(), Counter[str](), list[str]()
+        tape, uses = Tape(), Counter[str]()
         sizes = self._sizes_on(tape)
         here, margin = self._expected_here(sizes)
         is_cold = self.models.regime.l2 == "cold"
         least_us = floor_us(sizes, self.models.made_on or self.gpu, is_cold)
         bounded = partial(larger, least_us) if least_us is not None else _same
         rows = []
+        # What only some problems need is computed where its condition holds.
+        blocks: dict[str, _Block] = {}
         for place, one in self._own.items():
             family, config, doubt = one.family, one.config, 1 + self.models.margin * one.p90_error
             assert family is not None
             tiling, is_scheduled = family.tiling(config), family.is_scheduled(config)
-            # What only some problems need is computed where its condition holds.
             condition = family.condition(config) if is_scheduled else ""
-            block = Tape(tape) if condition else tape
-            here_sizes = self._sizes_on(block) if condition else sizes
-            inner, splits = Tape(block), 1 if tiling is None else tiling.splits
+            block = blocks.get(condition)
+            if block is None:
+                inner = Tape(tape) if condition else tape
+                block = blocks[condition] = _Block(
+                    inner, self._sizes_on(inner) if condition else sizes
+                )
+            loop, splits = Tape(block.tape), 1 if tiling is None else tiling.splits
+            counts: Any = (1,)
             if is_scheduled:
-                splits = inner.argument("count")
-                tape.names[f"splits_{place}"] = family.splitter(config, self.gpu)
+                counts = family.traced_splits(config, block.sizes, self.gpu)
+                if counts is None:
+                    tape.names[f"splits_{place}"] = family.splitter(config, self.gpu)
+                    counts = f"splits_{place}(problem)"
+                splits = loop.argument("count") if counts != (1,) else 1
             if is_scheduled and family.is_split(config):
                 tiling = tiling._replace(splits=splits)
-            us = bounded(one.us(here_sizes, tiling, self.gpu))
+            us = bounded(one.us(block.sizes, tiling, self.gpu))
             row = f"({here(us * doubt) * margin}, {here(us)}, {place}, {splits})"
             uses.update(names_in(row))
-            if not is_scheduled:
+            if counts != (1,):
+                uses.update(names_in(str(counts)))
+                block.loops.append((counts, loop, row))
+            elif condition:
+                block.rows.append(row)
+            else:
                 rows.append(row)
-                continue
-            counts = f"splits_{place}(problem)" if family.is_split(config) else "(1,)"
-            looped = [f"  {line}" for line in inner.lines(uses)]
-            looped = [f" for count in {counts}:", *looped, f"  own.append({row})"]
+        written = {condition: block.written(uses) for condition, block in blocks.items()}
+        loops = written.pop("", [])
+        for condition, block in blocks.items():
             if condition:
-                looped = [*(f" {line}" for line in block.lines(uses)), *looped]
-                looped = [f" if {condition}:", *(f" {line}" for line in looped)]
-            loops += looped
+                lines = [*(f" {line}" for line in block.tape.lines(uses)), *written[condition]]
+                loops += [f" if {condition}:", *(f" {line}" for line in lines)]
         trusted = [one.spread.trusted(self.models.domain) for one in self._own.values()]
         axes = self.models.domain.axes_of(sizes)
         tightest = [_overlap(axis) for axis in zip(*trusted, strict=True)]
@@ -375,6 +387,26 @@ class DomainTimes:
     @staticmethod
     def _tiling(one: Candidate) -> Any:
         return None if one.family is None else one.family.tiling(one.config)
+
+
+@dataclass
+class _Block:
+    """Own candidates that a condition on the sizes holds for, while they are traced."""
+
+    tape: Tape
+    sizes: Any
+    rows: list[str] = field(default_factory=list)
+    """Texts of their estimates."""
+    loops: list[tuple[Any, Tape, str]] = field(default_factory=list)
+    """The same over counts of splits: the counts, lines of a round, and its estimate."""
+
+    def written(self, uses: Counter[str]) -> list[str]:
+        """Lines behind those of the tape; names that they need are added to `uses`."""
+        found = [f" own += ({', '.join(self.rows)},)"] if self.rows else []
+        for counts, tape, row in self.loops:
+            inner = [f"  {line}" for line in tape.lines(uses)]
+            found += [f" for count in {counts}:", *inner, f"  own.append({row})"]
+        return found
 
 
 def _same(us: Any) -> Any:

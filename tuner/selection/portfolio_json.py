@@ -75,7 +75,7 @@ def models_from(kind: type[AnyDomain], row: Mapping[str, Any]) -> DomainModels:
 def _candidate_from(kind: type[AnyDomain], row: Mapping[str, Any]) -> Candidate:
     config = Config.from_json({"family": row["family"], "params": row["params"]})
     family = find(config.family)
-    rates = {str(term): _number(us) for term, us in row["rates"].items()}
+    rates = {str(term): _rate(str(term), us) for term, us in row["rates"].items()}
     if family is not None and (unknown := set(rates) - set(family.work_terms)):
         raise ConfigError(f"{config.family} counts no '{sorted(unknown)[0]}'")
     errors = _number(row["median_error"]), _number(row["p90_error"])
@@ -85,6 +85,12 @@ def _candidate_from(kind: type[AnyDomain], row: Mapping[str, Any]) -> Candidate:
         spread["work"] = tuple(math.prod(each) for each in zip(*sizes, strict=True))
     bounds = tuple((int(low), int(high)) for low, high in (spread[x] for x in kind.axes))
     return Candidate(config, rates, int(row["points"]), *errors, Spread(bounds))
+
+
+def _rate(term: str, value: Any) -> float:
+    """A rate; a launch's may be negative (`tuner.search.corrections`)."""
+    is_below = term == "launch" and isinstance(value, float) and -math.inf < value < 0
+    return value if is_below else _number(value)
 
 
 def _number(value: Any) -> float:

@@ -36,6 +36,7 @@ from tuner.families.fused_attention.legality import (
 )
 from tuner.families.fused_attention.packing import MAX_PACKED, may_pad, tile_m
 from tuner.families.fused_attention.registers import instance, narrowed, registers, spills
+from tuner.families.tape import called, smaller
 from tuner.hardware import HOPPER, Gpu
 from tuner.problem import E4M3, AttentionProblem, Problem
 from tuner.problem.attention_masks import PAGE_MULTIPLE
@@ -280,29 +281,32 @@ class FusedAttention(Family):
         )
 
     def splitter(self, config: Config, gpu: Gpu) -> Callable[[Any], Sequence[int]]:
-        params, rows = config.params, tile_m(config.params)
-        packed, pads = int(params.get("packed_heads", 1)), "pads_heads" in params
-        is_split, is_clustered = "combine" in params, params.get("combine") == "cluster"
-        room = gpu.sm_count * int(params["blocks_per_sm"])
-        room = int(CLUSTERED_SHARE * room) if is_clustered else room
+        packed = int(config.get("packed_heads", 1))
+        pads = "pads_heads" in config.params
 
-        limit, counts_of = MAX_CLUSTERED if is_clustered else MAX_SPLITS, grid.split_counts
-
-        def splits(problem: AttentionProblem) -> Sequence[int]:  # kept short, as a selection is
-            heads_q, heads_kv = problem.heads_q, problem.heads_kv
-            if packed != 1:
-                group = heads_q // heads_kv
-                if not 1 < group <= packed if pads else group % packed:
-                    return ()
-            if not is_split:
-                return (1,)
-            tiles = -(-problem.seqlen_q * packed // rows) * problem.batch
-            tiles *= heads_kv if pads else heads_q // packed
-            most, by_keys = room // tiles, problem.seqlen_kv // MIN_SPLIT_KEYS
-            most = by_keys if by_keys < most else most
-            return counts_of(limit if limit < most else most)
+        def splits(problem: AttentionProblem) -> Sequence[int]:
+            group = problem.heads_q // problem.heads_kv
+            if packed != 1 and (not 1 < group <= packed if pads else group % packed):
+                return ()
+            sizes = attention_work.AttentionSizes.of(problem)
+            counts: Sequence[int] = self.traced_splits(config, sizes, gpu)
+            return counts
 
         return splits
+
+    def traced_splits(self, config: Config, sizes: Any, gpu: Gpu) -> Any:
+        """For problems that meet `condition`."""
+        if not self.is_split(config):
+            return (1,)
+        params, packed = config.params, int(config.get("packed_heads", 1))
+        is_clustered = params["combine"] == "cluster"
+        room = gpu.sm_count * int(params["blocks_per_sm"])
+        room = int(CLUSTERED_SHARE * room) if is_clustered else room
+        tiles = -(-sizes.seqlen_q // (tile_m(params) // packed))
+        tiles *= sizes.heads_kv if "pads_heads" in params else sizes.heads // packed
+        most = smaller(sizes.seqlen_kv // MIN_SPLIT_KEYS, room // tiles)
+        limit = MAX_CLUSTERED if is_clustered else MAX_SPLITS
+        return called(grid.split_counts, smaller(limit, most))
 
     def condition(self, config: Config) -> str:
         """That the group of query heads fits the pack."""
