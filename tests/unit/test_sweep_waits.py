@@ -19,6 +19,7 @@ from tuner.config import Config
 from tuner.errors import NoValidConfigError
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Measurement, Regime
+from tuner.problem import Problem
 from tuner.search import history
 from tuner.search.storage import open_storage
 from tuner.search.study import EFFORTS
@@ -322,6 +323,33 @@ class TestFirstAnswer:
         assert outcome.first_answer_s is not None and outcome.first_answer_s < 15
         assert runner.events[0][1] == "timed toy", "before the vendors' kernels"
         assert outcome.kernels <= len({Toy().compile_digest(c) for c in space})
+
+    def test_the_current_decision_is_timed_first_though_the_space_leaves_it_out(
+        self, store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        space, recorded = Toy().space(GEMM, DEFAULT_GPU), recording()
+        rest = [c for c in space if Toy().compile_digest(c) != Toy().compile_digest(GOOD)]
+        monkeypatch.setattr(Toy, "space", lambda *_: rest)
+        portfolio(monkeypatch)
+        shipped = Entry.of([ok(GOOD, 11.0).but(regime=REGIME, is_final=True)])
+        known = {(GEMM, REGIME): [SimpleNamespace(entry=shipped)]}
+        monkeypatch.setattr(finals, "shipped_index", lambda: known)
+        asked: list[Config] = []
+
+        class Noting(TimedRunner):
+            def submit(self, problem: Problem, group: Sequence[Config]) -> None:
+                asked.extend(group)
+                super().submit(problem, group)
+
+        outcome = swept(Noting(recorded, clock, lambda config: 25.0), store).run()
+        own = [config for config in asked if config.family == "toy"]
+        assert own[0] == GOOD
+        assert outcome.first_own_s is not None and 25 < outcome.first_own_s < 30
+        standing = Sweep(
+            GEMM, REGIME, TimedRunner(recorded, clock, lambda config: 25.0), store,
+            SweepOptions(sampler="model", compiled_only=True), catalogue=catalogue,
+        )  # fmt: skip
+        assert not standing.competition.plain_search().members, "nothing is compiled"
 
     def test_the_seconds_of_its_parts_are_those_of_all(
         self, store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch

@@ -105,6 +105,7 @@ class Sweep:
             note=self._watcher.note,
             sweep=lambda: self.id,
         )
+        self.competition.standing = self._finals.standing
         self._state = SweepState(
             problem,
             runner.gpu,
