@@ -2,9 +2,9 @@
 
 ``scripts/bench counters --shape S --call NAME --call NAME`` counts one call of each. Names are
 those that `fp8_attention` prints for e4m3 and `sustained` for fp16 and bf16: `flash3`, or the
-beginning of another. With ``--op attention_backward`` gradients are counted, by the names that
-`backward` prints; with ``--op gemm`` products of e4m3 with factors of operands or rows, by those of
-the file that `e4m3` writes. It serves where `tuner profile` cannot: shapes without a decision,
+beginning of another. ``--op attention_backward`` counts gradients, by the names that `backward`
+prints. ``--op gemm`` counts products of e4m3 with factors of operands or rows, by the names in the
+file that `e4m3` writes. It serves where `tuner profile` cannot: shapes without a decision,
 cuDNN's plans and cuBLASLt's algorithms. Clocks are not locked, and nothing is timed.
 """
 
