@@ -167,10 +167,28 @@ class TestTimeLimit:
         stored = store.best(GEMM, DEFAULT_GPU, REGIME)
         assert stored is not None and stored.ranking == outcome.ranking
 
-    def test_nothing_within_it_is_said(self, store: Store, clock: Clock) -> None:
-        runner = TimedRunner(recording(), clock, lambda config: 5.0, finalist_s=1e6)
-        with pytest.raises(NoValidConfigError, match="was verified within 30 s: allow more time"):
-            swept(runner, store, time_limit_s=30, effort="full").run()
+    def test_without_any_final_pass_the_checked_candidates_answer(
+        self, store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        portfolio(monkeypatch, GOOD)
+        notes = Notes()
+        runner = TimedRunner(
+            recording(), clock, lambda config: 5.0, compiled=[GOOD], finalist_s=1e6
+        )
+        outcome = swept(runner, store, notes, time_limit_s=30, effort="full").run()
+        assert clock.now <= 35
+        own = [m for m in outcome.ranking if m.config.family == "toy"]
+        assert own and not any(m.is_final for m in outcome.ranking)
+        assert all(PROVISIONAL in m.flags for m in outcome.ranking)
+        assert store.best(GEMM, DEFAULT_GPU, REGIME) is None
+        assert any("quick times, and no decision is stored" in text for text in notes.texts)
+        assert outcome.to_json()["pass"] == "quick"
+
+    def test_nothing_checked_within_it_is_said(self, store: Store, clock: Clock) -> None:
+        made = swept(TimedRunner(recording(), clock, lambda config: 5.0), store, time_limit_s=30)
+        clock.pass_by(31)
+        with pytest.raises(NoValidConfigError):
+            made.run(began=0.0)
         assert clock.now <= 35
 
     def test_it_counts_from_when_the_job_began(self, store: Store, clock: Clock) -> None:
