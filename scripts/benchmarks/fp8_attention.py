@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -44,6 +44,8 @@ NAMES = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o
 SCORES = 256.0
 """cuDNN's factor of probabilities before they are rounded to e4m3: up to 1, the largest is 448."""
 LARGEST = 448.0
+MIN_TILE_N = 128
+"""Narrowest tiles that `--compile` adds to those of shipped decisions, keys."""
 Calls = dict[str, Callable[[], Any]]
 Before = Callable[[int], Any]
 
@@ -246,8 +248,27 @@ def text(found: Mapping[str, Any]) -> str:
     return "\n".join([*lines, *(f"  not measured: {why}" for why in found["no"])])
 
 
+def by_tile(problem: AttentionProblem) -> list[Config]:
+    """The config of two groups of warps with the least estimate, for each width of tiles from
+    `MIN_TILE_N` on, with and without `ping_pong` and `skips_masked`.
+
+    Args:
+        problem: problem to compute.
+    """
+    least: dict[Hashable, tuple[float, Config]] = {}
+    for config in own_kernels.FAMILY.space(problem, DEFAULT_GPU):
+        is_wide = config["warp_groups"] == 2 and config["tile_n"] >= MIN_TILE_N
+        if is_wide and config.get("ping_pong") is not None:
+            kind = config["tile_n"], config["ping_pong"], config.get("skips_masked")
+            us = own_kernels.FAMILY.predict_us(problem, config, DEFAULT_GPU)
+            if kind not in least or us < least[kind][0]:
+                least[kind] = us, config
+    return [config for _, config in least.values()]
+
+
 def compile_kernels(problems: Sequence[AttentionProblem]) -> int:
-    """Compile own kernels: of each decision in e4m3 that ships, every one that is legal here.
+    """Compile own kernels: of each decision in e4m3 that ships, every one that is legal here, and
+    `by_tile`.
 
     Returns:
         1 when one failed.
@@ -262,7 +283,7 @@ def compile_kernels(problems: Sequence[AttentionProblem]) -> int:
     specs = [
         spec
         for problem in problems
-        for config in dict.fromkeys(decided)
+        for config in dict.fromkeys([*decided, *by_tile(problem)])
         if own_kernels.FAMILY.accepts(problem, config, DEFAULT_GPU)
         for spec in own_kernels.FAMILY.kernels(problem, config).values()
     ]

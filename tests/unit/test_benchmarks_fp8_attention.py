@@ -26,6 +26,17 @@ def test_its_problems_are_of_equal_heads_and_e4m3() -> None:
     assert {p.seqlen_q for p in problems if p.is_causal} == {2048, 4096, 8192, 16384}
 
 
+@pytest.mark.parametrize("causal", ["", ",causal=1"])
+def test_each_width_of_tiles_is_compiled(causal: str) -> None:
+    """Those that the page's rows of 2048 tokens are of are among them."""
+    problem = AttentionProblem.parse(f"B=2,H=16,S=2048,D=128,dtype=e4m3,layout=bshd{causal}")
+    found = fp8_attention.by_tile(problem)
+    kinds = [(c["tile_n"], c["ping_pong"], c.get("skips_masked")) for c in found]
+    assert len(set(kinds)) == len(kinds) and {c["warp_groups"] for c in found} == {2}
+    assert {(n, p, None) for n in (128, 160, 192, 224) for p in (True, False)} <= set(kinds)
+    assert ((128, True, "halves") in kinds) == bool(causal)
+
+
 def rows(own_us: float, own_error: float) -> list[dict[str, Any]]:
     """Rows of a problem, the fastest first."""
     made = [
