@@ -88,6 +88,12 @@ class TestResult:
         assert "failed: 3 wrong_result, 2 timeout" in text
         assert "in 2 min 05 s" in text
         assert "REPLAYED" not in text
+        assert text.endswith("\nstored as measured in sqlite:///x")
+
+    def test_quick_times_of_a_sweep_are_no_decision(self) -> None:
+        quick = [m.but(is_final=False) for m in (OWN, CUDNN)]
+        text = outcome_text(outcome(*quick), "sqlite:///x")
+        assert text.endswith("\ntrials stored as measured in sqlite:///x; no decision")
 
     def test_a_tie_with_a_vendor_is_no_winner(self) -> None:
         text = outcome_text(outcome(attention(OWN.config, 14.45), CUDNN, FLASH), "sqlite:///x")

@@ -19,6 +19,7 @@ from tuner.config import Config
 from tuner.errors import NoValidConfigError
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Measurement, Regime
+from tuner.problem import Problem
 from tuner.search import history
 from tuner.search.storage import open_storage
 from tuner.search.study import EFFORTS
@@ -166,10 +167,28 @@ class TestTimeLimit:
         stored = store.best(GEMM, DEFAULT_GPU, REGIME)
         assert stored is not None and stored.ranking == outcome.ranking
 
-    def test_nothing_within_it_is_said(self, store: Store, clock: Clock) -> None:
-        runner = TimedRunner(recording(), clock, lambda config: 5.0, finalist_s=1e6)
-        with pytest.raises(NoValidConfigError, match="was verified within 30 s: allow more time"):
-            swept(runner, store, time_limit_s=30, effort="full").run()
+    def test_without_any_final_pass_the_checked_candidates_answer(
+        self, store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        portfolio(monkeypatch, GOOD)
+        notes = Notes()
+        runner = TimedRunner(
+            recording(), clock, lambda config: 5.0, compiled=[GOOD], finalist_s=1e6
+        )
+        outcome = swept(runner, store, notes, time_limit_s=30, effort="full").run()
+        assert clock.now <= 35
+        own = [m for m in outcome.ranking if m.config.family == "toy"]
+        assert own and not any(m.is_final for m in outcome.ranking)
+        assert all(PROVISIONAL in m.flags for m in outcome.ranking)
+        assert store.best(GEMM, DEFAULT_GPU, REGIME) is None
+        assert any("quick times, and no decision is stored" in text for text in notes.texts)
+        assert outcome.to_json()["pass"] == "quick"
+
+    def test_nothing_checked_within_it_is_said(self, store: Store, clock: Clock) -> None:
+        made = swept(TimedRunner(recording(), clock, lambda config: 5.0), store, time_limit_s=30)
+        clock.pass_by(31)
+        with pytest.raises(NoValidConfigError):
+            made.run(began=0.0)
         assert clock.now <= 35
 
     def test_it_counts_from_when_the_job_began(self, store: Store, clock: Clock) -> None:
@@ -322,6 +341,33 @@ class TestFirstAnswer:
         assert outcome.first_answer_s is not None and outcome.first_answer_s < 15
         assert runner.events[0][1] == "timed toy", "before the vendors' kernels"
         assert outcome.kernels <= len({Toy().compile_digest(c) for c in space})
+
+    def test_the_current_decision_is_timed_first_though_the_space_leaves_it_out(
+        self, store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        space, recorded = Toy().space(GEMM, DEFAULT_GPU), recording()
+        rest = [c for c in space if Toy().compile_digest(c) != Toy().compile_digest(GOOD)]
+        monkeypatch.setattr(Toy, "space", lambda *_: rest)
+        portfolio(monkeypatch)
+        shipped = Entry.of([ok(GOOD, 11.0).but(regime=REGIME, is_final=True)])
+        known = {(GEMM, REGIME): [SimpleNamespace(entry=shipped)]}
+        monkeypatch.setattr(finals, "shipped_index", lambda: known)
+        asked: list[Config] = []
+
+        class Noting(TimedRunner):
+            def submit(self, problem: Problem, group: Sequence[Config]) -> None:
+                asked.extend(group)
+                super().submit(problem, group)
+
+        outcome = swept(Noting(recorded, clock, lambda config: 25.0), store).run()
+        own = [config for config in asked if config.family == "toy"]
+        assert own[0] == GOOD
+        assert outcome.first_own_s is not None and 25 < outcome.first_own_s < 30
+        standing = Sweep(
+            GEMM, REGIME, TimedRunner(recorded, clock, lambda config: 25.0), store,
+            SweepOptions(sampler="model", compiled_only=True), catalogue=catalogue,
+        )  # fmt: skip
+        assert not standing.competition.plain_search().members, "nothing is compiled"
 
     def test_the_seconds_of_its_parts_are_those_of_all(
         self, store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch

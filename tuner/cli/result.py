@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tuner.measurement import Measurement, is_tie, versus
+from tuner.measurement import Measurement, Provenance, is_tie, versus
 from tuner.problem import AttentionProblem
 from tuner.selection.describe import (
     WIDTH,
@@ -44,7 +44,9 @@ def outcome_text(outcome: Outcome, store: str) -> str:
         lines += wrapped("failed: " + ", ".join(f"{n} {status}" for status, n in counts))
     if outcome.interrupted:
         lines.append("interrupted: this is the best so far")
-    lines.append(f"stored as {outcome.provenance} in {store}")
+    is_decided = pass_name == "final" or outcome.provenance is not Provenance.MEASURED
+    stored = f"stored as {outcome.provenance} in {store}"
+    lines.append(stored if is_decided else f"trials {stored}; no decision")
     return "\n".join(lines)
 
 

@@ -20,8 +20,7 @@ MAX_LISTED = 3
 
 NEAR, NEAR_DEVIATIONS = 0.02, 3.0
 """Largest difference of a quick time near the best: as a share of it, and in standard deviations.
-Four finalists of 72 kernels missed one that was 3.3 % faster (a product of one row, 10 us, H200,
-27 November 2026, `scripts/benchmarks/evidence/sweeps-drawn-h200.jsonl.gz`)."""
+Quick times choose among many kernels, so the least of them are also the luckiest."""
 
 
 def finalists(

@@ -158,8 +158,10 @@ class Entry:
 
     @property
     def pass_name(self) -> str:
-        """Deciding pass: ``final``, or ``quick`` for a replay whose recording has no final time of
-        an own kernel. Empty for predictions.
+        """Deciding pass: ``final`` or ``quick``; empty for predictions.
+
+        It is ``quick`` for a replay whose recording has no final time of an own kernel. It is also
+        ``quick`` for a sweep whose time limit left no final pass.
         """
         if self.provenance is Provenance.PREDICTED:
             return ""

@@ -65,6 +65,8 @@ class Competition:
         self.members: dict[tuple[str, str], FamilySearch] = {}
         """Searches by their problem's key and their family's name."""
         self._histories: dict[Problem, Sequence[Measurement]] = {}
+        self.standing: Callable[[], Config | None] = lambda: None
+        """Best own config of the current decision, which is searched whatever the spaces hold."""
         self.own, self.vendors = self._competitors()
 
     def plain_search(self) -> Search:
@@ -231,7 +233,8 @@ class Competition:
 
     def _beyond(self, family: Family, space: Sequence[Config]) -> Sequence[Config]:
         """Compiled configs of the shape's portfolio that the family's space leaves out, as it does
-        with persistent blocks for few tiles. They can answer before any compile.
+        with persistent blocks for few tiles, and the current decision's. The former can answer
+        before any compile, and the latter's kernel is compiled first.
         """
         if self.runner.provenance is not Provenance.MEASURED:
             return []
@@ -242,7 +245,13 @@ class Competition:
             if config.family == family.name and family.accepts(problem, config, gpu):
                 found.setdefault(family.compile_digest(config), config)
         new = [config for key, config in found.items() if key not in known]
-        return self.runner.compiled(problem, family, new)[:PORTFOLIO_FIRST]
+        beyond = list(self.runner.compiled(problem, family, new)[:PORTFOLIO_FIRST])
+        standing = self.standing()
+        if standing is not None and standing.family == family.name:
+            known |= {family.compile_digest(config) for config in beyond}
+            if family.compile_digest(standing) not in known:
+                beyond.append(standing)
+        return beyond
 
     def check_compiled(self) -> None:
         """Check that an own kernel can compete. A sweep with vendors' kernels only would waste GPU

@@ -67,13 +67,14 @@ class FinalPass:
         """Time the finalists interleaved, and rank them, best first.
 
         If the time limit ends the pass, the result is the ranking of the provisional decision.
+        Without one, it is that of the quick times.
 
         Args:
             notes: messages about the competition, for the error.
             again: True if the last pass was already brief.
 
         Raises:
-            NoValidConfigError: when no candidate passed, or none was verified within the limit.
+            NoValidConfigError: when no candidate passed.
             BenchmarkError: when the pass was abandoned, except to be repeated as a brief one.
         """
         interrupted, problem = self.interruption.requested, self.competition.problem
@@ -136,12 +137,19 @@ class FinalPass:
 
     def _best_so_far(self) -> list[Measurement]:
         label, limit = self.competition.problem.label(), self.budget.limit_s
-        if not self.provided:
-            raise NoValidConfigError(
-                f"no candidate for {label} was verified within {limit:g} s: allow more time"
-            )
         self.unranked = []
-        self.note(f"the final pass of {label} did not fit into {limit:g} s: the best so far stands")
+        if self.provided:
+            text = f"the final pass of {label} did not fit into {limit:g} s: the best so far stands"
+            self.note(text)
+            return self.provided
+        seen = self.competition.seen(self.competition.problem)
+        checked = [m for m in seen if m.ok and not m.is_final and self.competition.fits(m)]
+        self.note(
+            f"no final pass of {label} did fit into {limit:g} s: checked candidates are ranked by "
+            "their quick times, and no decision is stored"
+        )
+        ranked = ranking.rank(checked)
+        self.provided = [m.but(flags=(*m.flags, PROVISIONAL)) for m in ranked]
         return self.provided
 
     def provide(self) -> None:
