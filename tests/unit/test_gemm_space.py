@@ -17,7 +17,7 @@ from tuner.families.base import group_by_kernels
 from tuner.families.gemm import cost as gemm_cost
 from tuner.families.gemm.shape import tile_blocks
 from tuner.families.gemm.space import GemmShape
-from tuner.hardware import DEFAULT_GPU, GPUS
+from tuner.hardware import DEFAULT_GPU, GPUS, Gpu
 from tuner.problem import GemmProblem
 
 
@@ -55,9 +55,9 @@ def test_few_rows_are_split_along_k() -> None:
 
 
 def test_clusters_of_8_are_offered_where_their_tiles_fill_the_multiprocessors_once() -> None:
-    def offered(problem: GemmProblem) -> set[tuple[int, ...]]:
+    def offered(problem: GemmProblem, gpu: Gpu = DEFAULT_GPU) -> set[tuple[int, ...]]:
         names = "tile_m", "tile_n", "tile_k", "cluster_m", "cluster_n"
-        space = GEMM.space(problem, DEFAULT_GPU)
+        space = GEMM.space(problem, gpu)
         found = {tuple(c[name] for name in names) for c in space if not c["swap_ab"]}
         return {one for one in found if one[3] * one[4] == 8}
 
@@ -69,6 +69,8 @@ def test_clusters_of_8_are_offered_where_their_tiles_fill_the_multiprocessors_on
     assert not offered(GemmProblem(128, 4096, 4096, layout_b="row"))  # of 80 columns
     for m, n in ((64, 3584), (257, 3584), (128, 1024), (128, 14464), (4096, 4096)):
         assert not offered(GemmProblem(m, n, 4096))
+    fewer = replace(DEFAULT_GPU, sm_count=114)
+    assert {one[1] for one in offered(GemmProblem(128, 3584, 4096), fewer)} == {80, 96}
 
 
 @pytest.mark.parametrize(

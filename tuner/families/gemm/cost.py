@@ -116,6 +116,11 @@ def spared(cluster: int) -> float:
     return 1 - CLUSTERED_BLOCKS[cluster] / CLUSTERED_BLOCKS[1]
 
 
+def clustered_blocks(cluster: int, gpu: Gpu) -> int:
+    """Blocks that run at once on a GPU in clusters of a size."""
+    return gpu.sm_count * CLUSTERED_BLOCKS[cluster] // CLUSTERED_BLOCKS[1]
+
+
 def _energy(
     problem: GemmProblem,
     shape: GemmShape,
@@ -186,7 +191,7 @@ def _busy_cycles(
     )
     epilogue += area * ACTIVATION_INSTRUCTIONS[problem.activation] / LANES_PER_CLOCK
     cluster = int(config["cluster_m"] * config["cluster_n"])
-    workers: int = gpu.sm_count * CLUSTERED_BLOCKS[cluster] // CLUSTERED_BLOCKS[1]
+    workers = clustered_blocks(cluster, gpu)
     schedule = config["kernel_schedule"]
     # Partial sums cross the L2 once each way.
     fixup = constants["fixup_clocks"] + 2 * 4 * area / constants["store_bytes_per_clock"]

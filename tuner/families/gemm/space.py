@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import ceil, prod
 
 from tuner.config import Config, Value
-from tuner.families.gemm.cost import CLUSTERED_BLOCKS
+from tuner.families.gemm.cost import clustered_blocks
 from tuner.families.gemm.shape import (
     CONSUMERS,
     COOPERATIVE,
@@ -176,7 +176,7 @@ def _binaries(shape: GemmShape, atom: int, gpu: Gpu) -> Iterator[_Binary]:
             yield schedule, m, n, 2 * atom, cluster, {}
     for schedule, m, n in _LARGE_CLUSTER_TILES:
         for cluster in _LARGE_CLUSTERS:
-            if _fills_once(shape, (m, n), cluster):
+            if _fills_once(shape, (m, n), cluster, gpu):
                 yield schedule, m, n, tile_k, cluster, {}
                 if (schedule, m, n) == _DEEP_LARGE_CLUSTER:
                     yield schedule, m, n, 2 * atom, cluster, {}
@@ -204,13 +204,15 @@ def _binaries(shape: GemmShape, atom: int, gpu: Gpu) -> Iterator[_Binary]:
         yield schedule, m, n, tile_k, (2, 1), {"epilogue_schedule": NO_SMEM}
 
 
-def _fills_once(shape: GemmShape, tile: tuple[int, int], cluster: tuple[int, int]) -> bool:
+def _fills_once(
+    shape: GemmShape, tile: tuple[int, int], cluster: tuple[int, int], gpu: Gpu
+) -> bool:
     """True when a few rows' blocks, in clusters of 8, fill the multiprocessors once."""
     if not _SHORT_SIDE // 2 < min(shape.m, shape.n) <= 2 * _SHORT_SIDE:
         return False
     if instruction_columns(shape, tile[1]) < tile[1]:
         return False
-    blocks, reached = shape.batch, CLUSTERED_BLOCKS[prod(cluster)]
+    blocks, reached = shape.batch, clustered_blocks(prod(cluster), gpu)
     for extent, size, wide in zip((shape.m, shape.n), tile, cluster, strict=True):
         blocks *= round_up(ceil(extent / size), wide)
     return _MIN_FILLED * reached <= blocks <= reached
