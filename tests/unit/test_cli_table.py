@@ -16,6 +16,7 @@ from tuner.config import Config
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Measurement, Provenance, Regime, Status
 from tuner.problem import AttentionProblem
+from tuner.tuning.finals import PROVISIONAL
 from tuner.tuning.outcome import Outcome
 from tuner.tuning.progress import SweepState
 
@@ -91,8 +92,9 @@ class TestResult:
         assert text.endswith("\nstored as measured in sqlite:///x")
 
     def test_quick_times_of_a_sweep_are_no_decision(self) -> None:
-        quick = [m.but(is_final=False) for m in (OWN, CUDNN)]
+        quick = [m.but(is_final=False, flags=(PROVISIONAL,)) for m in (OWN, CUDNN)]
         text = outcome_text(outcome(*quick), "sqlite:///x")
+        assert "\nQUICK PASS: the time limit left no final pass; all times" in text
         assert text.endswith("\ntrials stored as measured in sqlite:///x; no decision")
 
     def test_a_tie_with_a_vendor_is_no_winner(self) -> None:

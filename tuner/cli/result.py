@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tuner.measurement import Measurement, Provenance, is_tie, versus
+from tuner.measurement import Measurement, is_tie, versus
 from tuner.problem import AttentionProblem
 from tuner.selection.describe import (
     WIDTH,
@@ -15,6 +15,7 @@ from tuner.selection.describe import (
     wrapped,
 )
 from tuner.store.entry import Entry, is_vendor, vendor_name
+from tuner.tuning.finals import PROVISIONAL
 from tuner.tuning.outcome import Outcome
 
 
@@ -44,7 +45,7 @@ def outcome_text(outcome: Outcome, store: str) -> str:
         lines += wrapped("failed: " + ", ".join(f"{n} {status}" for status, n in counts))
     if outcome.interrupted:
         lines.append("interrupted: this is the best so far")
-    is_decided = pass_name == "final" or outcome.provenance is not Provenance.MEASURED
+    is_decided = pass_name != "quick" or PROVISIONAL not in entry.ranking[0].flags
     stored = f"stored as {outcome.provenance} in {store}"
     lines.append(stored if is_decided else f"trials {stored}; no decision")
     return "\n".join(lines)

@@ -97,10 +97,10 @@ def caveats(provenance: Provenance, gpu: Gpu, pass_name: str = "final") -> list[
     if provenance is Provenance.PREDICTED:
         found.append(f"PREDICTED for {gpu.name}: estimates, nothing was measured")
     if pass_name == "quick":
-        found.append(
-            "QUICK PASS: the recorded final pass has none of these own kernels; all times are of "
-            "the quick pass"
-        )
+        is_measured = provenance is Provenance.MEASURED
+        why = "the recorded final pass has none of these own kernels"
+        why = "the time limit left no final pass" if is_measured else why
+        found.append(f"QUICK PASS: {why}; all times are of the quick pass")
     return found
 
 

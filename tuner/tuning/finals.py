@@ -56,7 +56,8 @@ class FinalPass:
     unranked: list[Measurement] = field(default_factory=list)
     """Quick measurements of finalists that are not in the ranking."""
     provided: list[Measurement] = field(default_factory=list)
-    """Ranking of the provisional decision; empty if there is none."""
+    """Ranking of the provisional decision, empty if there is none. A sweep that ends without
+    decision and final pass has that of the quick times here, which is not stored."""
     first_s: float | None = None
     """Seconds from the start of the sweep to its first provisional decision."""
     first_own_s: float | None = None
