@@ -266,13 +266,16 @@ def functions(profile: cProfile.Profile) -> list[list[Any]]:
 
 
 def report(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A line for each pass: medians of its steps.
+    """A line for each pass: medians of its steps. Lost passes follow.
 
     Args:
-        rows: shape, way, and of each concurrency what `recorded` or `profiled` returned.
+        rows: shape, way, and of each concurrency what `recorded` or `profiled` returned; or why the
+            pass was ``lost``.
     """
-    lines = [HEADING]
+    lines, lost = [HEADING], list[str]()
     for row in rows:
+        if "lost" in row:
+            lost.append(f"steps, {row['shape']}, {row['way']}: lost: {row['lost']}")
         for count, found in row.get("of", {}).items():
             middle = found.get("median") or {}
             parts = ("wall", "thread", "sleep", "builder", "collect", "graph")
@@ -281,4 +284,4 @@ def report(rows: Sequence[Mapping[str, Any]]) -> str:
             share = gpu["busy_ms"] / gpu["wall_ms"] if gpu else None
             cells.append("" if share is None else f"{share:.1%} of its time")
             lines.append((row["shape"], count, row["way"], str(middle.get("count", "")), *cells))
-    return table(lines, frozenset(range(3, 10)))
+    return "\n".join([table(lines, frozenset(range(3, 10))), *lost])

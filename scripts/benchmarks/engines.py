@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(report(rows))
     if steps:
         print(engine_steps.report(steps))
-    return int(any("lost" in row for row in rows))
+    return int(any("lost" in row for row in (*rows, *steps)))
 
 
 def measured(

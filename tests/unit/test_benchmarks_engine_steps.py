@@ -123,3 +123,4 @@ def test_functions_and_the_table_name_what_takes_time() -> None:
     of_gpu = {"128": {"median": {}, "kernels": {"busy_ms": 1.0, "wall_ms": 4.0}}}
     text = report([row, {**row, "of": of_gpu}, {"shape": "1b", "way": "tuner", "lost": "why"}])
     assert "3.250" in text and "25.0% of its time" in text
+    assert text.splitlines()[-1] == "steps, 1b, tuner: lost: why"
