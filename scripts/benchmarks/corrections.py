@@ -113,7 +113,10 @@ def _timed(row: Mapping[str, Any], portfolio: Portfolio) -> Timed | None:
     selection = portfolio.select(problem)
     if problem.m > MAX_ROWS or selection is None or "tuner" not in row["us"]:
         return None
-    own_us, _ = next(selection.ranked(), (math.nan, None))
+    ranked = next(selection.ranked(), None)
+    if ranked is None:
+        return None
+    own_us = ranked[0]
     own, libraries, depth = 0.0, 0.0, problem.k**0.25
     if selection.domain in portfolio.domains and selection.times.models.made_on is None:
         added = LIBRARIES.get(portfolio.gpu.name, {})
@@ -145,9 +148,15 @@ def _least(amounts: Sequence[tuple[float, ...]], wanted: Sequence[float]) -> lis
 
 
 def left_out(timed: Sequence[Timed]) -> list[float]:
-    """Ratio of each call by corrections that are fitted to the other models."""
-    found = []
-    for model in sorted({one.model for one in timed}):
+    """Ratio of each call by corrections that are fitted to the other models.
+
+    Raises:
+        BenchmarkError: when all calls are of one model.
+    """
+    models, found = sorted({one.model for one in timed}), list[float]()
+    if len(models) < 2:
+        raise BenchmarkError(f"all calls are of {models[0]}: a fit needs calls of other models")
+    for model in models:
         correction = fitted([one for one in timed if one.model != model])
         mine = [one for one in timed if one.model == model]
         found += [one.ratio if correction.is_own(one) else 1.0 for one in mine]

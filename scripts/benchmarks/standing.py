@@ -124,7 +124,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--op", choices=tuple(PROBLEMS), default="attention", help="the list's operation"
     )
-    parser.add_argument("--l2", choices=("warm", "cold"), help="state of its inputs")
+    parser.add_argument("--l2", choices=("warm", "cold"), help="state of the inputs")
     args = parser.parse_args(argv)
     problems: Sequence[Problem]
     if args.problems is not None:
@@ -134,7 +134,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"suite '{args.suite}' is not known (allowed: {', '.join(SUITES)})")
     else:
         suite = SUITES[args.suite]
-        name, problems, l2 = f"suite '{args.suite}'", suite.problems, suite.regimes[0].l2
+        name, problems, l2 = f"suite '{args.suite}'", suite.problems, args.l2 or suite.regimes[0].l2
     shown = columns(problems, l2)
     if not shown:
         raise ConfigError(f"{name} has no shipped decision on {', '.join(SHOWN)}")

@@ -48,6 +48,8 @@ def test_a_model_is_decided_by_the_others(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(corrections, "fitted", fitted)
     assert corrections.left_out(calls) == [1.0, 1.25]
     assert seen == [{"b"}, {"a"}]
+    with pytest.raises(BenchmarkError, match="all calls are of a"):
+        corrections.left_out(calls[:1])
 
 
 def test_what_ships_is_the_fit_to_the_evidence(capsys: pytest.CaptureFixture[str]) -> None:
