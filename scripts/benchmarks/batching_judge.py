@@ -26,7 +26,7 @@ def judged(
     Args:
         model: makes the logits, in bf16; is turned to fp32.
         prompts: tokens of each request.
-        ways: new tokens of each request, by attention; the first is read in bf16, too.
+        ways: new tokens of each request, by attention; the first is also read in bf16.
 
     Returns:
         ``rounding``, quantiles of how far bf16 moves the first and second logit apart. ``ties``,

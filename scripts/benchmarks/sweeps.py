@@ -210,24 +210,35 @@ def _variants(problem: Problem, group: Sequence[Config], gpu: Gpu) -> list[Confi
 
 
 def _kept(path: Path | None, heading: Mapping[str, Any]) -> dict[str, Row]:
-    """Rows of a file by problem; a new file gets the heading.
+    """Rows of a file by problem; a new file gets the heading. A last line that was cut off is
+    removed.
 
     Raises:
         ConfigError: when it is of another seed, number of compilers or GPU.
     """
     if path is None:
         return {}
-    if not path.exists():
-        path.write_text(json.dumps(heading) + "\n")
-    if not file_head.is_same(document.parse(path.read_text().splitlines()[0]), heading):
+    text = path.read_text() if path.exists() else ""
+    whole = text[: text.rfind("\n") + 1] or json.dumps(heading) + "\n"
+    if whole != text:
+        path.write_text(whole)
+    if not file_head.is_same(document.parse(whole.splitlines()[0]), heading):
         raise ConfigError(f"{path} is of other sweeps (wanted: {dict(heading)})")
     return {row["problem"]: row for row in _read(path)}
 
 
 def _read(path: Path) -> list[Row]:
-    """Rows of a file, the last one of each problem."""
-    rows = [document.parse(line) for line in json_file.text(path).splitlines()[1:]]
-    return list({row["problem"]: row for row in rows}.values())
+    """Rows of a file, the last one of each problem; a last line that is cut off is left out.
+
+    Raises:
+        ConfigError: when it cannot be read, or is not such a file.
+    """
+    whole, _, _ = json_file.text(path).rpartition("\n")
+    try:
+        rows = [document.parse(line) for line in whole.splitlines()[1:]]
+        return list({row["problem"]: row for row in rows}.values())
+    except (ValueError, TypeError, KeyError) as exc:
+        raise ConfigError(f"{path} is not a file of scripts/bench sweeps: {exc}") from exc
 
 
 def _written(path: Path | None, row: Row) -> Row:

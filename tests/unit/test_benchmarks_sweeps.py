@@ -136,7 +136,9 @@ def test_a_run_goes_on_where_the_file_stops(run: Any, capsys: pytest.CaptureFixt
         "", "attention", "gemm", "attention",
     ]  # fmt: skip
     assert "beside" not in lines[1] and lines[3]["beside"]["excess"] > 0
-    assert run.call("--beside") == 1 and len(run.rows.read_text().splitlines()) == 4
+    whole = run.rows.read_text()
+    run.rows.write_text(whole + '{"problem": "gemm M=6')
+    assert run.call("--beside") == 1 and run.rows.read_text() == whole, "a line was cut off"
     capsys.readouterr()
     assert sweeps.main(["--report", str(run.rows)]) == 0
     text = capsys.readouterr().out
@@ -147,10 +149,14 @@ def test_a_run_goes_on_where_the_file_stops(run: Any, capsys: pytest.CaptureFixt
     assert sweeps.main(["--report", str(packed)]) == 0 and capsys.readouterr().out == text
     with pytest.raises(ConfigError, match="other sweeps"):
         run.call("--seed", "1")
+    run.rows.write_text('{"format": "another"}\n{"key": 1}\n')
+    with pytest.raises(ConfigError, match="is not a file of scripts/bench sweeps"):
+        sweeps.main(["--report", str(run.rows)])
 
 
 def test_no_sweep_begins_behind_the_limit(run: Any) -> None:
+    run.rows.touch()
     run.call("--time-limit", "-1")
-    assert run.asked == []
+    assert run.asked == [] and len(run.rows.read_text().splitlines()) == 1
     with pytest.raises(ConfigError, match="is needed"):
         sweeps.main([])
