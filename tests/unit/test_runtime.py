@@ -148,7 +148,7 @@ def test_a_window_has_a_plan_of_its_own(machine: Machine, monkeypatch: pytest.Mo
 def test_a_mask_that_is_added_is_a_bias(
     size: tuple[int, ...], bias: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel is given the mask itself; the dispatcher in C++ declines such plans."""
+    """The kernel is given the mask itself, and the dispatcher in C++ is told of it."""
     known: list[Problem] = []
     told: list[Any] = []
 

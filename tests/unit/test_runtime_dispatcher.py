@@ -442,6 +442,29 @@ def test_a_masked_call_is_answered_without_python(server: Server, kind: str) -> 
         assert torch.equal(out, SDPA(q, k, v, other))
 
 
+def test_a_plan_under_a_mask_serves_no_other_kind_of_mask(server: Server) -> None:
+    """Of other strides, type, size or alignment, or one that wants a gradient."""
+    server.decide(AttentionProblem.parse("S=16,D=8,H=2,bias=1"))
+    q, k, v = inputs(PROBLEM)
+    usual = torch.randn(16, 16).half()
+    for _ in range(2):
+        server.attention(q, k, v, usual)
+    assert server.went(lambda: server.attention(q, k, v, usual))[1:] == (False, True)
+    for name, other in {
+        "transposed": usual.t(),
+        "of a row": usual[:1],
+        "of keys": usual[:, :1],
+        "booleans": usual > 0,
+        "shifted": torch.randn(257).half()[1:].view(16, 16),
+        "with a gradient": usual.clone().requires_grad_(),
+    }.items():
+        for _ in range(2):
+            out, _, launched = server.went(lambda other=other: server.attention(q, k, v, other))
+            assert not launched, name
+            assert torch.equal(out, SDPA(q, k, v, other)), name
+    assert server.went(lambda: server.attention(q, k, v, usual))[1:] == (False, True)
+
+
 def test_a_static_cache_under_its_mask_stays_in_the_dispatcher(server: Server) -> None:
     """A token a step: the mask has another tensor and other elements each time."""
     problem = AttentionProblem.parse("B=2,H=2,SQ=1,SKV=64,D=8,mask=bk")
