@@ -175,8 +175,11 @@ class TestTimeLimit:
         runner = TimedRunner(
             recording(), clock, lambda config: 5.0, compiled=[GOOD], finalist_s=1e6
         )
-        outcome = swept(runner, store, notes, time_limit_s=30, effort="full").run()
+        made = swept(runner, store, notes, time_limit_s=30, effort="full")
+        outcome = made.run()
         assert clock.now <= 35
+        again = swept(runner, store, time_limit_s=30, effort="full")
+        assert again.id == made.id, "it goes on, and is not taken for tuned"
         own = [m for m in outcome.ranking if m.config.family == "toy"]
         assert own and not any(m.is_final for m in outcome.ranking)
         assert all(PROVISIONAL in m.flags for m in outcome.ranking)

@@ -56,8 +56,10 @@ class FinalPass:
     unranked: list[Measurement] = field(default_factory=list)
     """Quick measurements of finalists that are not in the ranking."""
     provided: list[Measurement] = field(default_factory=list)
-    """Ranking of the provisional decision, empty if there is none. A sweep that ends without
-    decision and final pass has that of the quick times here, which is not stored."""
+    """Ranking of the provisional decision; empty if there is none."""
+    undecided: list[Measurement] = field(default_factory=list)
+    """Ranking by quick times, of a sweep that ends with neither a final pass nor a decision. It is
+    not stored."""
     first_s: float | None = None
     """Seconds from the start of the sweep to its first provisional decision."""
     first_own_s: float | None = None
@@ -150,8 +152,8 @@ class FinalPass:
             "their quick times, and no decision is stored"
         )
         ranked = ranking.rank(checked)
-        self.provided = [m.but(flags=(*m.flags, PROVISIONAL)) for m in ranked]
-        return self.provided
+        self.undecided = [m.but(flags=(*m.flags, PROVISIONAL)) for m in ranked]
+        return self.undecided
 
     def provide(self) -> None:
         """Make a provisional decision between the best own candidate and the fastest vendor kernel.

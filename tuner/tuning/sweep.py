@@ -169,7 +169,9 @@ class Sweep:
         finally:
             is_over = self._given_up and not self._interruption.requested
             self._studies.end(GIVEN_UP if is_over else INTERRUPTED)
-        ended = "interrupted" if outcome.interrupted else "done"
+        # One without a decision is gone on with, and is not taken for tuned.
+        is_open = outcome.interrupted or bool(self._finals.undecided)
+        ended = "interrupted" if is_open else "done"
         self._write(lambda: self.store.end_sweep(self._record.id, ended))
         return outcome
 
@@ -414,8 +416,9 @@ class Sweep:
         self._show()
 
     def _outcome(self, ranked: Sequence[Measurement]) -> Outcome:
-        if ranked and ranked is not self._finals.provided:
-            self._finals.decide(ranked)
+        finals = self._finals
+        if ranked and ranked is not finals.provided and ranked is not finals.undecided:
+            finals.decide(ranked)
         seen = self.competition.seen()
         own = [m for m in seen if not is_vendor(m.config)]
         members = self.competition.members.values()
