@@ -40,8 +40,8 @@ class Ratio(NamedTuple):
 def ratio(reference: Sequence[float], times: Sequence[float]) -> Ratio:
     """The reference's times over others of the same rounds.
 
-    Of fewer than six rounds the interval is from the smallest ratio to the largest. It holds the
-    true median less often than `CONFIDENCE` says.
+    With fewer than six rounds the interval is from the smallest ratio to the largest. It holds
+    the true median less often than `CONFIDENCE` says.
 
     Args:
         reference: seconds of each round, at least one.

@@ -26,8 +26,8 @@ class Outcome:
     sweep: str
     ranking: tuple[Measurement, ...]
     """Measurements of one pass that passed, best first; empty only after an interruption. The pass
-    is the final one, or the quick one: of a replay whose recording has no final time of an own
-    finalist, and of a sweep whose time limit left no final pass."""
+    is the final one or the quick one. It is quick for a replay whose recording has no final time of
+    an own finalist. It is also quick for a sweep whose time limit left no final pass."""
     candidates: int
     """Number of own candidates with a measurement, stages included."""
     kernels: int
