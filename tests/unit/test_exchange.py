@@ -125,7 +125,9 @@ def test_filters(filled: Store) -> None:
     assert len(filled.export(problem=PROBLEM, provenance=Provenance.MEASURED)["entries"]) == 1
     assert filled.export(gpu=H100) == {
         "format": "cutlass-tuner-entries",
-        "version": 2,
+        "version": 3,
+        "gpus": [],
+        "environments": [],
         "measurements": [],
         "entries": [],
     }
@@ -276,7 +278,12 @@ BAD: dict[str, tuple[Callable[[Document], None], str]] = {
         r"measurements\[0\]: created_at: 9999-\S+ is more than a day ahead",
     ),
     "when": (at("entries.0.decided_at", "yesterday"), r"entries\[0\]: decided_at: 'yesterday'"),
-    "newer": (at("version", 3), r"version 3, this program reads 2: update cutlass-tuner"),
+    "newer": (at("version", 4), r"version 4, this program reads 3: update cutlass-tuner"),
+    "unknown GPU": (at(f"{ROW}.gpu", 7), r"measurements\[0\]: gpu: there is no number 7"),
+    "GPU below zero": (at(f"{ROW}.gpu", -1), r"measurements\[0\]: gpu: there is no number -1"),
+    "truth as GPU": (at(f"{ROW}.gpu", True), r"measurements\[0\]: gpu: True is not"),
+    "no environments": (at("environments", DELETE), r"environment: there is no number 0"),
+    "a GPU's size": (at("gpus.0.sm_count", 0), r"not a document of entries: gpus\[0\].sm_count: 0"),
     "format": (at("format", "x"), r"not a document of entries: format: 'cutlass-tuner-entries'"),
     "extra part": (at("binaries", {}), r"not a document of entries: .*'binaries' was unexpected"),
     "no rows": (at("measurements", DELETE), r"not a document of entries: 'measurements' is"),
@@ -300,9 +307,16 @@ def test_what_earlier_programs_wrote_around_decisions_is_not_read(filled: Store)
     assert "around" not in filled.export() and "around" not in to_text(document)
 
 
-def test_a_document_of_the_first_version_is_read(filled: Store) -> None:
-    document = {**filled.export(), "version": 1}
-    assert Trusted(json.dumps(document).encode()).decisions
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_document_of_an_earlier_version_is_read(filled: Store, version: int) -> None:
+    exported = filled.export()
+    gpus, environments = exported["gpus"], exported["environments"]
+    rows = [
+        {**row, "gpu": gpus[row["gpu"]], "environment": environments[row["environment"]]}
+        for row in exported["measurements"]
+    ]
+    document = {name: exported[name] for name in ("format", "entries")}
+    document |= {"version": version, "measurements": rows}
     with open_store("sqlite://") as other:
         other.import_(document)
         assert other.export() == filled.export()
@@ -428,7 +442,9 @@ def test_each_row_has_a_line_of_its_own(filled: Store) -> None:
     text = to_text(document)
     assert parse(text) == document
     rows = [json.loads(line.rstrip(",")) for line in text.splitlines() if line.startswith('{"')]
-    assert rows == [*document["measurements"], *document["entries"]]
+    parts = "gpus", "environments", "measurements", "entries"
+    assert rows == [row for part in parts for row in document[part]]
+    assert len(document["gpus"]) < len(document["measurements"])
 
 
 def test_a_document_without_decisions_is_text_too(store: Store) -> None:

@@ -58,8 +58,8 @@ def needed_bytes(problem: AttentionProblem, config: Config) -> int:
 
 
 def check_room(problem: AttentionProblem, config: Config) -> None:
-    """What the space holds has keys for every split, room for the blocks of an SM, and registers
-    for all accumulators: scores and O in fp32, P and Q in 16 bits, of 64 rows in 128 threads.
+    """Assert that a config of the space has keys for each split, shared memory for its blocks, and
+    registers for its accumulators: scores and O in fp32, P and Q in 16 bits, 64 rows in 128 threads.
     """
     needed = needed_bytes(problem, config) + SMEM_RESERVED_PER_BLOCK_BYTES
     assert config["blocks_per_sm"] * needed <= SMEM_PER_SM_BYTES
@@ -72,7 +72,7 @@ def check_room(problem: AttentionProblem, config: Config) -> None:
 
 
 def check(problem: AttentionProblem, config: Config) -> None:
-    """What the template and the chip need of a legal config, counted without the predicate."""
+    """Assert the limits of the template and the chip, without the legality predicate."""
     groups, tile_n, stages = config["warp_groups"], config["tile_n"], config["kv_stages"]
     blocks, buffers, splits = config["blocks_per_sm"], config["score_buffers"], config["splits"]
     variables = FAMILY.kernels(problem, config)["attention"].variables

@@ -1,4 +1,4 @@
-"""What the numerics gate sees in memory: words beside buffers, and inputs that changed."""
+"""Numerics gate: writes beside a buffer, and changed inputs."""
 
 from __future__ import annotations
 

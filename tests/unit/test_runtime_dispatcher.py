@@ -443,7 +443,7 @@ def test_a_masked_call_is_answered_without_python(server: Server, kind: str) -> 
 
 
 def test_a_plan_under_a_mask_serves_no_other_kind_of_mask(server: Server) -> None:
-    """Of other strides, type, size or alignment, or one that wants a gradient."""
+    """Masks of other strides, type, size or alignment, and masks that need a gradient."""
     server.decide(AttentionProblem.parse("S=16,D=8,H=2,bias=1"))
     q, k, v = inputs(PROBLEM)
     usual = torch.randn(16, 16).half()

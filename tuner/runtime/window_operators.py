@@ -54,7 +54,7 @@ def operate(call: AttentionCall) -> torch.Tensor | None:
     columns, wants_gradient = instance(head_dim), guards.wants_gradient(*inputs)
     if wants_gradient and torch.are_deterministic_algorithms_enabled():
         return None
-    # Names, each by a branch: of dynamic options the comparisons are no constants.
+    # A branch makes each name: comparisons of dynamic options are symbolic, not booleans.
     window, cap = "window" if is_windowed else "", "softcap" if softcap > 0 else ""
     query, is_causal = call.query, call.is_causal
     if not _is_proven(query.device, query.dtype, columns, is_causal, window, cap, wants_gradient):

@@ -30,15 +30,21 @@ if TYPE_CHECKING:
     from jsonschema import Draft202012Validator
 
 FORMAT = "cutlass-tuner-entries"
-VERSION = 2
-"""Version of the format. Version 1 is also read, except its rows ``around`` decisions."""
+VERSION = 3
+"""Version of the format. Version 2, whose rows hold their GPU and environment, is also read. So is
+version 1, except its rows ``around`` decisions."""
+
+TABLES = {"gpus": "gpu", "environments": "environment"}
+"""Tables of a document, and the field of a measurement that is a row's number in each."""
 
 MAX_AHEAD = timedelta(days=1)
 """How far a time may lie ahead of this machine's clock. A decision from the far future would never
 be replaced."""
 
-_HEAD = f'{{\n "format": "{FORMAT}",\n "version": {VERSION},\n "measurements": [\n'
-_BETWEEN = '\n ],\n "entries": [\n'
+_HEAD = f'{{\n "format": "{FORMAT}",\n "version": {VERSION},\n "gpus": [\n'
+_TABLE = '\n ],\n "%s": [\n'
+_MEASURED = _TABLE % "measurements"
+_BETWEEN = _TABLE % "entries"
 _END = "\n ]\n}\n"
 _COMMA = ",\n"
 """Separator in the layout of `to_text`: a line break ends a row, since JSON escapes line breaks in
@@ -80,21 +86,35 @@ def write(measured: Mapping[int, Measurement], decisions: Sequence[Decision]) ->
     order = sorted(measured, key=lambda id: _order(measured[id]))
     row = {id: number for number, id in enumerate(order)}
     entries = sorted((d.renumbered(row) for d in decisions), key=lambda one: one.ranking)
+    rows = [_row(measured[id]) for id in order]
     return {
         "format": FORMAT,
         "version": VERSION,
-        "measurements": [_row(measured[id]) for id in order],
+        **{table: _numbered(rows, field) for table, field in TABLES.items()},
+        "measurements": rows,
         "entries": [asdict(decision) for decision in entries],
     }
 
 
+def _numbered(rows: Sequence[dict[str, Any]], field: str) -> list[Any]:
+    """The distinct values of a field, whose numbers take their place in the rows."""
+    found: dict[str, int] = {}
+    for row in rows:
+        row[field] = found.setdefault(_text(row[field]), len(found))
+    return [json.loads(text) for text in found]
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
 def to_text(document: Mapping[str, Any]) -> str:
     """Format a document as JSON, with one line a row."""
-    measurements, entries = (
-        _COMMA.join(json.dumps(row, separators=(",", ":"), allow_nan=False) for row in rows)
-        for rows in (document["measurements"], document["entries"])
+    gpus, environments, measurements, entries = (
+        _COMMA.join(map(_text, document[name])) for name in (*TABLES, "measurements", "entries")
     )
-    return f"{_HEAD}{measurements}{_BETWEEN}{entries}{_END}"
+    tables = f"{_HEAD}{gpus}{_TABLE % 'environments'}{environments}"
+    return f"{tables}{_MEASURED}{measurements}{_BETWEEN}{entries}{_END}"
 
 
 def _order(measurement: Measurement) -> tuple[Any, ...]:
@@ -226,8 +246,9 @@ def read(
         raise ConfigError(f"not a document of entries: {printable(listed)}")
     faults: list[str] = []
     measured: list[Measurement | None] = []
+    tables = {field: document.get(table, []) for table, field in TABLES.items()}
     for number, row in enumerate(document["measurements"]):
-        measurement, reasons = _measurement(row)
+        measurement, reasons = _measurement(row, tables)
         faults += [f"measurements[{number}]: {reason}" for reason in reasons[:_FAULTS_PER_ROW]]
         measured.append(measurement)
     decisions: list[Decision] = []
@@ -250,8 +271,29 @@ def read(
     return [m for m in measured if m is not None], decisions
 
 
-def _measurement(row: Any) -> tuple[Measurement | None, list[str]]:
+def _whole(row: Any, tables: Mapping[str, Sequence[Any]]) -> Any:
+    """A measurement with what its numbers stand for.
+
+    Raises:
+        ConfigError: when a number is not in its table.
+    """
+    if not isinstance(row, Mapping):
+        return row
+    found = dict(row)
+    for name, table in tables.items():
+        number = row.get(name)
+        if isinstance(number, int) and not isinstance(number, bool):
+            if not 0 <= number < len(table):
+                raise ConfigError(f"{name}: there is no number {number}")
+            found[name] = table[number]
+    return found
+
+
+def _measurement(
+    row: Any, tables: Mapping[str, Sequence[Any]]
+) -> tuple[Measurement | None, list[str]]:
     try:
+        row = _whole(row, tables)
         reasons = list(_schema_faults("measurement", row))
         if reasons:
             return None, reasons
@@ -345,11 +387,6 @@ def servable(
 
 
 @cache
-def _gpu(text: bytes) -> Gpu:
-    return Gpu(**json.loads(text))
-
-
-@cache
 def _regime(text: bytes) -> Regime:
     return Regime.parse(text.decode())
 
@@ -404,10 +441,14 @@ class Trusted:
         """
         if not text.startswith(_HEAD.encode()):
             raise ValueError("another layout")
-        end = text.rindex(_BETWEEN.encode())
-        breaks = re.compile(_COMMA.encode()).finditer(text, len(_HEAD), end)
+        head = text.index(_MEASURED.encode())
+        start, end = head + len(_MEASURED), text.rindex(_BETWEEN.encode())
+        breaks = re.compile(_COMMA.encode()).finditer(text, start, end)
         self._text = text
-        self._starts = [len(_HEAD), *(one.end() for one in breaks), end + len(_COMMA)]
+        self._starts = [start, *(one.end() for one in breaks), end + len(_COMMA)]
+        tables = json.loads(text[:head] + _END.encode())
+        self._tables = {field: tables[table] for table, field in TABLES.items()}
+        self._gpus = [Gpu(**gpu) for gpu in tables["gpus"]]
         entries = text[end + len(_BETWEEN) :].removesuffix(_END.encode())
         self.decisions = [Decision(**row) for row in json.loads(b"[%b]" % entries)]
 
@@ -417,7 +458,7 @@ class Trusted:
     def place(self, number: int) -> tuple[Problem, Gpu, Regime]:
         """Problem, GPU and regime of a measurement, without parsing the rest of it."""
         problem, gpu, regime = self._cuts(number)
-        return problem_from_json(json.loads(problem)), _gpu(gpu), _regime(regime)
+        return problem_from_json(json.loads(problem)), self._gpus[int(gpu)], _regime(regime)
 
     def place_key(self, number: int) -> PlaceKey:
         """`place_key` of a measurement's problem and regime, which are not parsed for it."""
@@ -428,20 +469,20 @@ class Trusted:
         return _head(problem, op.decode()), regime
 
     def _cuts(self, number: int) -> tuple[bytes, bytes, bytes]:
-        """Text of a measurement's problem, GPU and regime."""
+        """Text of a measurement's problem, number of its GPU, and regime."""
         row = self._line(number)
         try:
             problem, rest = row.split(b'"problem":', 1)[1].split(b',"config":', 1)
             gpu, rest = rest.split(b',"gpu":', 1)[1].split(b',"regime":"', 1)
         except (ValueError, IndexError):  # another order of fields than `Measurement.to_json`'s
-            whole = self.row(number)
-            problem, gpu = (json.dumps(whole[name]).encode() for name in ("problem", "gpu"))
-            return problem, gpu, str(whole["regime"]).encode()
+            row = json.loads(self._line(number))
+            problem, gpu = (json.dumps(row[name]).encode() for name in ("problem", "gpu"))
+            return problem, gpu, str(row["regime"]).encode()
         return problem, gpu, rest[: rest.index(b'"')]
 
     def row(self, number: int) -> dict[str, Any]:
-        """A measurement as it is written."""
-        row: dict[str, Any] = json.loads(self._line(number))
+        """A measurement with its GPU and environment."""
+        row: dict[str, Any] = _whole(json.loads(self._line(number)), self._tables)
         return row
 
     def entry(self, decision: Decision, origin: str) -> Entry:
