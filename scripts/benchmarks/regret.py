@@ -25,7 +25,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from benchmarks import file_head
+from benchmarks import file_head, quick_pass
 from benchmarks.population import commit
 from tuner.base import document
 from tuner.base.output import check_place
@@ -33,7 +33,6 @@ from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.families import families
 from tuner.hardware import Gpu
-from tuner.measurement import Measurement
 from tuner.problem import Problem
 from tuner.problem.population import draw, subset
 from tuner.runners.base import Runner
@@ -52,8 +51,6 @@ FORMAT = "cutlass-tuner regret 1"
 CALLS = 400
 """Calls of the draw that the problems are the first of."""
 FINALISTS, ROUNDS = 4, 10
-REQUEST = 64
-"""Candidates of one request; each request computes its references again."""
 WORST = 8
 
 Row = Mapping[str, Any]
@@ -217,21 +214,8 @@ def _measured(problem: Problem, selection: Selection, runner: Runner) -> dict[st
     gpu = runner.gpu
     choice = choice_of(selection, gpu)
     groups = list(_built(problem, _groups(problem, selection, gpu), runner))
-    quick: list[Measurement] = []
     candidates = [config for group in groups for config in group]
-    by_family: dict[str, list[Config]] = {}
-    for config in candidates:
-        by_family.setdefault(config.family, []).append(config)
-    requests = [
-        found[start : start + REQUEST]
-        for found in by_family.values()
-        for start in range(0, len(found), REQUEST)
-    ]
-    for request in requests:
-        runner.submit(problem, request)
-    for _ in requests:
-        quick += runner.collect()
-    fit = sorted((m for m in quick if m.ok and m.latency_us), key=lambda m: m.latency_us or 0.0)
+    fit = quick_pass.passed(problem, candidates, runner)
     finalists = dict.fromkeys([choice, *(m.config for m in fit[:FINALISTS])])
     vendors = [m.config for m in fit if is_vendor(m.config)]
     finalists |= dict.fromkeys(vendors[:1])

@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import file_head, json_file, repeats
+from benchmarks import file_head, json_file, quick_pass, repeats
 from tuner.base import document
 from tuner.base.output import check_place
 from tuner.config import Config
@@ -34,7 +34,6 @@ from tuner.errors import BenchmarkError, ConfigError
 from tuner.families import families_of
 from tuner.families.base import Family
 from tuner.hardware import Gpu
-from tuner.measurement import Measurement
 from tuner.problem import Problem
 from tuner.runners.base import Runner
 from tuner.runners.choose import Machine, Runners
@@ -48,8 +47,6 @@ FORMAT = "cutlass-tuner sweeps 1"
 FINALISTS, ROUNDS = 6, 20
 VARIANTS = 4
 """Run-time variants of a compiled kernel that are timed, those of the shortest estimates."""
-REQUEST = 64
-"""Candidates of one request; each request computes its references again."""
 
 Row = Mapping[str, Any]
 
@@ -152,20 +149,7 @@ def beside(problem: Problem, winner: Config, runner: Runner) -> dict[str, Any]:
     """
     groups = built(problem, runner)
     candidates = dict.fromkeys([winner, *(one for group in groups for one in group)])
-    by_family: dict[str, list[Config]] = {}
-    for config in candidates:
-        by_family.setdefault(config.family, []).append(config)
-    requests = [
-        found[start : start + REQUEST]
-        for found in by_family.values()
-        for start in range(0, len(found), REQUEST)
-    ]
-    for request in requests:
-        runner.submit(problem, request)
-    quick: list[Measurement] = []
-    for _ in requests:
-        quick += runner.collect()
-    fit = sorted((m for m in quick if m.ok and m.latency_us), key=lambda m: m.latency_us or 0.0)
+    fit = quick_pass.passed(problem, candidates, runner)
     finalists = dict.fromkeys([winner, *(m.config for m in fit[:FINALISTS])])
     finals = runner.retime(problem, list(finalists), ROUNDS)
     us = {m.config: m.latency_us for m in finals if m.ok and m.latency_us}

@@ -79,13 +79,10 @@ def test_an_ordinary_kernel_takes_as_long_behind_itself_as_behind_another(
 
 
 @contextmanager
-def prepared(
-    device: Device, gate: Gate, problem: Problem, regime: Regime, kernel: str
-) -> Iterator[tuple[Stopwatch, Burst]]:
-    """A vendor's kernel, ready to be timed."""
-    pytest.importorskip("torch", reason="torch is not installed")
-    members = [m for m in families_of(problem.op).values() if isinstance(m, Vendor)]
-    member = next(m for m in members if kernel in m.offered)
+def timed(
+    device: Device, gate: Gate, problem: Problem, regime: Regime
+) -> Iterator[tuple[Stopwatch, Sets]]:
+    """A stopwatch of the regime, and a set of random inputs behind its predecessor."""
     gate.open(problem, 1)
     gate.load("random")
     watch = Stopwatch(device, regime)
@@ -96,15 +93,29 @@ def prepared(
         1,
         lambda pool: predecessor(regime, device, gate, problem, pool),
     )
-    subject = VendorSubject(device, member, problem, member.preferred(problem, kernel))
     try:
-        burst = watch.prepare(entrant(subject, sets, {}, scale_of(problem)))
-        yield watch, burst
-        burst.close()
+        yield watch, sets
     finally:
-        subject.close()
         sets.close()
         watch.close()
+
+
+@contextmanager
+def prepared(
+    device: Device, gate: Gate, problem: Problem, regime: Regime, kernel: str
+) -> Iterator[tuple[Stopwatch, Burst]]:
+    """A vendor's kernel, ready to be timed."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    members = [m for m in families_of(problem.op).values() if isinstance(m, Vendor)]
+    member = next(m for m in members if kernel in m.offered)
+    with timed(device, gate, problem, regime) as (watch, sets):
+        subject = VendorSubject(device, member, problem, member.preferred(problem, kernel))
+        try:
+            burst = watch.prepare(entrant(subject, sets, {}, scale_of(problem)))
+            yield watch, burst
+            burst.close()
+        finally:
+            subject.close()
 
 
 @pytest.mark.parametrize("launch", ["chained", "stream", "stream_gemm"])
@@ -137,26 +148,15 @@ def test_a_vendor_s_graph_reads_its_copies_after_another_s_capture(
     pytest.importorskip("torch", reason="torch is not installed")
     problem, regime = SwigluProblem(64, 4096, 2048), Regime("stream", "warm")
     (member,) = (m for m in families_of(problem.op).values() if isinstance(m, Vendor))
-    gate.open(problem, 1)
-    gate.load("random")
-    watch = Stopwatch(device, regime)
-    sets = Sets(
-        device,
-        problem,
-        gate.pointers,
-        1,
-        lambda pool: predecessor(regime, device, gate, problem, pool),
-    )
     kernels = [member.preferred(problem, kernel) for kernel in ("torch", "torch_interleaved")]
-    subjects = [VendorSubject(device, member, problem, kernel) for kernel in kernels]
-    bursts = [watch.prepare(entrant(subject, sets, {}, 1.0)) for subject in subjects]
-    bursts[0].enqueue()
-    device.wait()
-    for burst, subject in zip(bursts, subjects, strict=True):
-        burst.close()
-        subject.close()
-    sets.close()
-    watch.close()
+    with timed(device, gate, problem, regime) as (watch, sets):
+        subjects = [VendorSubject(device, member, problem, kernel) for kernel in kernels]
+        bursts = [watch.prepare(entrant(subject, sets, {}, 1.0)) for subject in subjects]
+        bursts[0].enqueue()
+        device.wait()  # raises on an illegal access
+        for burst, subject in zip(bursts, subjects, strict=True):
+            burst.close()
+            subject.close()
 
 
 def test_a_row_that_was_left_out_of_small_outputs_is_seen(device: Device, gate: Gate) -> None:

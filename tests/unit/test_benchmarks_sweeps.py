@@ -85,7 +85,7 @@ def test_a_winner_is_judged_by_the_fastest_built_kernel() -> None:
     assert winner in runner.retimed and len(runner.retimed) == sweeps.FINALISTS + 1
     assert fastest == min(runner.us(one) for request in runner.requests for one in request)
     assert found["excess"] == round(runner.us(winner) / fastest - 1, 4) > 0
-    assert max(map(len, runner.requests)) <= sweeps.REQUEST
+    assert max(map(len, runner.requests)) <= sweeps.quick_pass.REQUEST
     runner = Timed(failed=winner)
     with pytest.raises(BenchmarkError, match="has no time"):
         sweeps.beside(PROBLEM, winner, runner)

@@ -58,8 +58,10 @@ def needed_bytes(problem: AttentionProblem, config: Config) -> int:
 
 
 def check_room(problem: AttentionProblem, config: Config) -> None:
-    """Assert that a config of the space has keys for each split, shared memory for its blocks, and
-    registers for its accumulators: scores and O in fp32, P and Q in 16 bits, 64 rows in 128 threads.
+    """Assert that a config of the space has keys for each split, and shared memory for its blocks.
+
+    Registers must hold the accumulators of 64 rows in 128 threads: scores and O in fp32, P and Q in
+    16 bits.
     """
     needed = needed_bytes(problem, config) + SMEM_RESERVED_PER_BLOCK_BYTES
     assert config["blocks_per_sm"] * needed <= SMEM_PER_SM_BYTES
