@@ -99,6 +99,10 @@ def make(
             domain = domain_of(point.problem)
             if domain is not None:
                 by_domain[domain][regime].append(point)
+    for domain, regimes in tuple(by_domain.items()):
+        for twin in domain.twins:
+            if twin not in by_domain:
+                by_domain[twin] |= {regime: [] for regime in regimes}
     made: dict[AnyDomain, DomainModels] = {}
     for domain, regimes in sorted(by_domain.items()):
         if not _is_named(domain, only):

@@ -80,6 +80,13 @@ class Domain(ABC):
         """Domains in which kernels take the same time at the same sizes, this one first."""
         yield self
 
+    @property
+    def twins(self) -> Iterator[Self]:
+        """Those of `alike` that a fit makes of this one's measurements where they have none of
+        their own, rather than that another GPU's times are rescaled.
+        """
+        yield from ()
+
     def moved(self, problem: Any) -> Any:
         """A problem of one of the `alike` domains, as it is in this one."""
         return problem

@@ -139,6 +139,14 @@ class ProductDomain(_Product, Domain):
             if is_like and epilogue != self.epilogue:
                 yield self._replace(epilogue=epilogue)
 
+    @property
+    def twins(self) -> Iterator[Self]:
+        """Activated products of few rows: they are bound by this GPU's memory, and the same kernels
+        serve all activations.
+        """
+        if self.rows == "few" and _is_activated(self.epilogue):
+            yield from (one for one in self.alike if one != self)
+
     def moved(self, problem: Any) -> Any:
         return replace(problem, epilogue=self.epilogue)
 
