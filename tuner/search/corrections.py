@@ -15,14 +15,35 @@ from collections.abc import Mapping
 
 from tuner.families.base import Family
 from tuner.hardware import Gpu
-from tuner.selection.domains import AnyDomain, ProductDomain
+from tuner.selection.domains import AnyDomain, AttentionDomain, ProductDomain
 
 Rates = Mapping[str, float]
 
-OWN: Mapping[str, Rates] = {"NVIDIA H200": {"launch": 0.739}}
-"""Microseconds that are added to rates of own products of few rows, by GPU."""
+OWN: Mapping[str, Mapping[str, float]] = {
+    "NVIDIA H200": {"few": 0.739, "narrow": 0.733, "tall": 0.733}
+}
+"""Microseconds that are added to launches of own products, by GPU and rows."""
 LIBRARIES: Mapping[str, Rates] = {"NVIDIA H200": {"launch": -2.746, "depth": 0.4705}}
-"""The same of the libraries' products. They hold for sums of 320 to 8192 elements."""
+"""What is added to rates of the libraries' products of few rows. They hold for sums of 320 to 8192
+elements."""
+ONE_QUERY: Mapping[str, float] = {"NVIDIA H200": 1.11}
+"""Factor of own rates of attention of one query, by GPU."""
+ONE_QUERY_OF_PYTORCH: Mapping[str, Mapping[int, float]] = {"NVIDIA H200": {64: -0.56}}
+"""Microseconds that are added to launches of PyTorch's attention of one query, by GPU and head
+dimension."""
+MARGINS: Mapping[str, Mapping[AnyDomain, float]] = {
+    "NVIDIA H200": {
+        ProductDomain("few"): 0.5,
+        ProductDomain("few", "bias"): 0.5,
+        ProductDomain("narrow"): 0.0,
+        ProductDomain("narrow", "bias"): 0.0,
+        ProductDomain("wide"): 0.25,
+        ProductDomain("wide", "bias"): 0.25,
+        AttentionDomain(96, "full", "one"): 1.0,
+        AttentionDomain(128, "full", "one"): 0.5,
+    }
+}
+"""Margins (`DomainModels.margin`) that models' calls need with these corrections, by GPU."""
 
 
 def corrected(rates: Rates, domain: AnyDomain, family: Family, gpu: Gpu) -> dict[str, float]:
@@ -34,9 +55,27 @@ def corrected(rates: Rates, domain: AnyDomain, family: Family, gpu: Gpu) -> dict
         family: its family.
         gpu: GPU of the measurements.
     """
-    found = dict(rates)
-    if isinstance(domain, ProductDomain) and domain.rows == "few":
-        added = (LIBRARIES if family.is_vendor else OWN).get(gpu.name, {})
-        for term, us in added.items():
-            found[term] = found.get(term, 0.0) + us
+    is_one_query = isinstance(domain, AttentionDomain) and domain.phase == "one"
+    factor = ONE_QUERY.get(gpu.name, 1.0) if is_one_query and not family.is_vendor else 1.0
+    found = {term: us * factor for term, us in rates.items()}
+    for term, us in _added(domain, family, gpu.name).items():
+        found[term] = found.get(term, 0.0) + us
     return found
+
+
+def _added(domain: AnyDomain, family: Family, gpu: str) -> Rates:
+    if isinstance(domain, AttentionDomain):
+        us = ONE_QUERY_OF_PYTORCH.get(gpu, {}).get(domain.head_dim)
+        return {"launch": us} if us and domain.phase == "one" and family.is_vendor else {}
+    if not isinstance(domain, ProductDomain) or domain.gradient:
+        return {}
+    if family.is_vendor:
+        return LIBRARIES.get(gpu, {}) if domain.rows == "few" else {}
+    us = OWN.get(gpu, {}).get(domain.rows)
+    return {} if us is None else {"launch": us}
+
+
+def margins(domain: AnyDomain, gpu: Gpu) -> tuple[float, ...] | None:
+    """The margin of a domain at the calls of models; None where it is left to the fit."""
+    margin = MARGINS.get(gpu.name, {}).get(domain)
+    return None if margin is None else (margin,)

@@ -215,7 +215,8 @@ def _models(
         return None
     count = domain.max_kernels if most is None else min(most, domain.max_kernels)
     chosen = judge.cover(known, count)
-    vendors = [k for k in kernels if k.config.get("kernel") in domain.vendors]
+    rivals = frozenset() if domain.is_composed else domain.vendors
+    vendors = [k for k in kernels if k.config.get("kernel") in rivals]
     margin, regret = judge.margin(chosen, vendors)
     candidates = [judge.candidate(kernel) for kernel in (*chosen, *vendors)]
     return DomainModels(domain, regime, candidates, margin, regret)

@@ -134,6 +134,10 @@ class Domain(ABC):
     def vendors(self) -> frozenset[str]:
         """Names, in the vendor family, of PyTorch's own kernels for such calls."""
 
+    def pytorchs_factor(self, problem: Any) -> float:
+        """PyTorch's time for a problem, over that of its time model."""
+        return 1.0
+
     @property
     def has_rival_kin(self) -> bool:
         """PyTorch serves such calls by the kernels of its kin, whose time models hold there too."""
