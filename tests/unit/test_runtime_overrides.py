@@ -571,3 +571,54 @@ def test_nothing_is_left(server: Server) -> None:
     before = pytorchs(dump)
     assert dump() != before
     assert pytorchs(dump) == before
+
+
+def test_a_mask_expanded_over_the_keys_hides_whole_queries(server: Server) -> None:
+    """As Transformers builds it where it traces: `query >= 0`, expanded."""
+    q, k, v = inputs()
+    length = q.shape[2]
+    rows = torch.arange(length) < length - 3
+    for mask in (rows[:, None].expand(1, 1, length, length), rows[:, None].expand(-1, length)):
+        seen = list[bool]()
+        for _ in range(2):
+            out, by_python, launched = server.went(lambda: SDPA(q, k, v, mask))  # noqa: B023
+            assert launched and by_kernel(out[:, :, rows], q[:, :, rows], 16)
+            assert not out[:, :, ~rows].any() and out.shape == q.shape
+            seen.append(by_python)
+        assert not seen[-1]
+
+
+def test_only_whole_queries_are_hidden_without_the_mask(server: Server) -> None:
+    q, k, v = inputs()
+    length = q.shape[2]
+    keys = (torch.arange(length) < length - 3).expand(length, -1)
+    for mask in (keys, keys[:, :1].expand(-1, length).float()):
+        _, _, launched = server.went(lambda: SDPA(q, k, v, mask))  # noqa: B023
+        assert not launched
+
+
+def test_gradients_of_hidden_queries_are_zero(known: list[Any]) -> None:
+    q, k, v = (one.clone().requires_grad_() for one in known)
+    rows = torch.arange(q.shape[2]) > 1
+    mask = rows[:, None].expand(-1, q.shape[2])
+    SDPA(q, k, v, mask).float().square().sum().backward()
+    wanted = [one.detach().clone().requires_grad_() for one in (q, k, v)]
+    pytorchs(lambda: SDPA(*wanted, mask).float().square().sum().backward())
+    assert not q.grad[:, :, ~rows].any()
+    for one, other in zip((q, k, v), wanted, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=2e-2, atol=2e-2)
+
+
+def test_a_traced_encoder_s_mask_leaves_no_product_of_scores(known: list[Any]) -> None:
+    """The graph of such a call has PyTorch's attention, not its composite."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def encode(q: Any, k: Any, v: Any) -> Any:
+        length = q.shape[2]
+        mask = (torch.arange(length)[:, None] >= 0).expand(1, 1, length, length)
+        return SDPA(q, k, v, mask)
+
+    with torch.inference_mode():
+        graph = make_fx(encode, tracing_mode="fake")(*known)
+    names = [str(node.target) for node in graph.graph.nodes]
+    assert not any("bmm" in name or "softmax" in name for name in names), names
