@@ -1,11 +1,11 @@
 """``scripts/bench own_calls``: calls of models that make selections, answered by own kernels.
 
-Measured times of such calls say how far the selection's expected times are off where models call
-it, and which margin an own kernel needs (`scripts/bench corrections`). Calls at which the selection
-chooses PyTorch's kernel are left out. Each call is measured as by `scripts/bench population`.
+Their measured times say how far the selection's expected times are off where models call it. They
+also say which margin an own kernel needs (`scripts/bench corrections`). Calls at which the
+selection chooses PyTorch's kernel are left out. Each call is measured as by `scripts/bench population`.
 
-``--op gemm`` takes the models' linear layers at `ROWS`, gated ones among them, and at `FEW` rows
-those with more than `SMALL_MB` of weights: `scripts/bench layers --max-mb` measures the others.
+``--op gemm`` takes the models' linear layers at `ROWS`, gated ones included. At `FEW` rows it takes
+those with more than `SMALL_MB` of weights; `scripts/bench layers --max-mb` measures the others.
 ``--op attention`` takes drawn calls of one query, of few queries, and causal prompts, without a
 window, a soft cap or a mask. Calls follow each other by turns over the domains.
 """

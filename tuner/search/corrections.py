@@ -1,12 +1,14 @@
 """Corrections of fitted rates to the calls of models.
 
 The kernel in front of a fit's calls takes a few microseconds, and hides the early start of an own
-kernel. In front of a model's small product stands a short kernel. There an own product takes longer
-than its rates say. A library's product takes less than fitted where its sums are short, and more
-where they are long. Few of a fit's products are small.
+kernel. In front of a model's small call stands a short kernel. There an own product of up to 256
+rows or 128 columns takes longer than its rates say, and so does own attention of one query.
 
-``scripts/bench corrections`` fits them to the layers of models that make selections, and judges
-them at models left out.
+A library's product of few rows takes less than fitted where its sums are short, and more where they
+are long. Few of a fit's products are small.
+
+``scripts/bench corrections`` fits them to calls of models that make selections, and judges them at
+models left out.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ OWN: Mapping[str, Mapping[str, float]] = {
 }
 """Microseconds that are added to launches of own products, by GPU and rows."""
 LIBRARIES: Mapping[str, Rates] = {"NVIDIA H200": {"launch": -2.746, "depth": 0.4705}}
-"""What is added to rates of the libraries' products of few rows. They hold for sums of 320 to 8192
-elements."""
+"""Microseconds that are added to rates of the libraries' products of few rows. They hold for sums
+of 320 to 8192 elements."""
 ONE_QUERY: Mapping[str, float] = {"NVIDIA H200": 1.11}
 """Factor of own rates of attention of one query, by GPU."""
 ONE_QUERY_OF_PYTORCH: Mapping[str, Mapping[int, float]] = {"NVIDIA H200": {64: -0.56}}
