@@ -2,7 +2,8 @@
 
 Their measured times say how far the selection's expected times are off where models call it. They
 also say which margin an own kernel needs (`scripts/bench corrections`). Calls at which the
-selection chooses PyTorch's kernel are left out. Each call is measured as by `scripts/bench population`.
+selection chooses PyTorch's kernel are left out. Each call is measured as by
+`scripts/bench population`.
 
 ``--op gemm`` takes the models' linear layers at `ROWS`, gated ones included. At `FEW` rows it takes
 those with more than `SMALL_MB` of weights; `scripts/bench layers --max-mb` measures the others.

@@ -82,8 +82,8 @@ class Domain(ABC):
 
     @property
     def twins(self) -> Iterator[Self]:
-        """Those of `alike` that a fit makes of this one's measurements where they have none of
-        their own, rather than that another GPU's times are rescaled.
+        """Domains of `alike` that a fit makes of this one's measurements if they have none. Else
+        another GPU's times would be rescaled.
         """
         yield from ()
 
