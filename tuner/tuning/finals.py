@@ -61,7 +61,8 @@ class FinalPass:
     """Ranking by quick times, of a sweep that ends with neither a final pass nor a decision. It is
     not stored."""
     first_s: float | None = None
-    """Seconds from the start of the sweep to its first provisional decision."""
+    """Seconds from the start of the sweep to the first checked time that it showed: that of its
+    first provisional decision, or a vendor's beside a decision that stands."""
     first_own_s: float | None = None
     """Seconds to the first one that timed an own kernel."""
     _provided_us: float | None = None
@@ -158,9 +159,9 @@ class FinalPass:
     def provide(self) -> None:
         """Make a provisional decision between the best own candidate and the fastest vendor kernel.
 
-        Does nothing if there is a final decision, or a provisional one that is nearly as good. Nor
-        does it if only a vendor's kernel was timed and an own one is decided, under this regime or
-        the chained one.
+        Does nothing if there is a final decision, or a provisional one that is nearly as good. If
+        only a vendor's kernel was timed and an own one is decided, under this regime or the chained
+        one, that decision stands. The vendor's quick time is shown, and not stored as a decision.
         """
         problem = self.competition.problem
         passed = sorted(
@@ -171,6 +172,10 @@ class FinalPass:
         vendor = next((m for m in passed if is_vendor(m.config)), None)
         timed = [m for m in (own, vendor) if m is not None]
         if not timed or not self._is_wanted(own, vendor):
+            return
+        standing = self.standing() if own is None else None
+        if standing is not None and vendor is not None:
+            self._tell(vendor, f"{standing.family} stays the decision until it is timed")
             return
         self._provided_us = None if own is None else own.latency_us
         began = self.budget.now()
@@ -183,22 +188,27 @@ class FinalPass:
         flagged = [m.but(flags=(*m.flags, PROVISIONAL)) for m in ranking.rank(found)]
         self.provided = flagged
         self.decide(flagged)
-        spent_s, best = self.budget.spent_s, flagged[0]
-        self.first_s = spent_s if self.first_s is None else self.first_s
+        spent_s = self._tell(flagged[0], PROVISIONAL)
         if own is not None and self.first_own_s is None:
             self.first_own_s = spent_s
+
+    def _tell(self, best: Measurement, state: str) -> float:
+        """Show a checked time, and return the seconds from the start of the sweep to it."""
+        spent_s = self.budget.spent_s
+        self.first_s = spent_s if self.first_s is None else self.first_s
         name = vendor_name(best.config) if is_vendor(best.config) else best.config.family
         self.note(
-            f"{problem.label()}: {best.latency_us or 0.0:.4g} us by {name} verified after "
-            f"{spent_s:.1f} s, provisional"
+            f"{best.problem.label()}: {best.latency_us or 0.0:.4g} us by {name} verified after "
+            f"{spent_s:.1f} s, {state}"
         )
+        return spent_s
 
     def _is_wanted(self, own: Measurement | None, vendor: Measurement | None) -> bool:
-        """True if these candidates are worth a provisional decision."""
+        """True if these candidates are worth a provisional decision, or to be shown."""
         if self.competition.runner.provenance is not Provenance.MEASURED or self._is_decided:
             return False
         if own is None or own.latency_us is None:
-            return self.first_s is None and self.standing() is None
+            return self.first_s is None
         if self._provided_us is None:
             return True
         if vendor is not None and vendor.config not in {m.config for m in self.provided}:
