@@ -171,6 +171,30 @@ class TestGate:
         [integers] = [n for _, n in kernel.given if n[0] == Command.ATTENTION]
         assert list(integers[2:8]) == [*attention_integers(ATTENTION, 4).values()][:6]
 
+    def test_a_sampled_pass_keeps_the_whole_references_and_another_seed_does_not(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made, kernel = self.opened(monkeypatch)
+
+        def computed(seed: int, *, is_sampled: bool) -> int:
+            kernel.given.clear()
+            made.open(ATTENTION, seed, is_sampled=is_sampled)
+            made.load("random")
+            return sum(n[0] == Command.ATTENTION for _, n in kernel.given)
+
+        assert computed(3, is_sampled=False) == 1
+        whole = made.reference("random")
+        assert computed(8, is_sampled=True) > 1, "the samples of another seed"
+        assert made.reference("random") != whole
+        assert computed(3, is_sampled=False) == 0
+        assert made.reference("random") == whole
+        assert computed(8, is_sampled=True) == 0
+        assert computed(9, is_sampled=False) == 1
+        masked = AttentionProblem.parse("S=256,D=64,bias=h")
+        made.open(masked, 1)
+        made.open(masked, 1, is_sampled=True)
+        assert len(made._known) == 1, "it is never sampled, so nothing is kept twice"
+
 
 @pytest.mark.parametrize(
     ("text", "is_long"),
