@@ -14,7 +14,7 @@ from tuner.measure.gate import chunks as module
 from tuner.measure.gate.chunks import CHUNKS, LONG_REFERENCE_S, ROWS, chunks_of, is_sampled
 from tuner.measure.gate.commands import COMMANDS, Command
 from tuner.measure.gate.kernels import DTYPES, attention_integers
-from tuner.measure.gate.reference import reference_seconds
+from tuner.measure.gate.reference import LANES, reference_seconds
 from tuner.measure.tolerance import OutputComparison
 from tuner.measurement import Status
 from tuner.problem import AttentionProblem, GemmProblem, Operand
@@ -143,6 +143,13 @@ class TestGate:
             assert len(integers) == 25 and len(tensors) == 12
             assert tensors[0] == made.pointers["query"] + 2 * shifts["query"]
             assert tensors[3] == made.reference("random") + 4 * shifts[out]
+        device: Any = made._device
+        streams = [s for s, (_, n) in zip(kernel.streams, kernel.given, strict=True) if n[0] == 4]
+        assert len(set(streams)) == min(len(drawn), LANES) > 1 and device.joined == LANES
+        places = {
+            (s, t[4]) for s, (t, n) in zip(kernel.streams, kernel.given, strict=True) if n[0] == 4
+        }
+        assert len({at for _, at in places}) == len(places), "streams share no statistics"
         compared: list[tuple[int, int, int]] = []
 
         def compare(written: int, reference: int, operand: Operand, _: Any) -> OutputComparison:

@@ -173,10 +173,6 @@ class FinalPass:
         timed = [m for m in (own, vendor) if m is not None]
         if not timed or not self._is_wanted(own, vendor):
             return
-        standing = self.standing() if own is None else None
-        if standing is not None and vendor is not None:
-            self._tell(vendor, f"{standing.family} stays the decision until it is timed")
-            return
         self._provided_us = None if own is None else own.latency_us
         began = self.budget.now()
         configs = [m.config for m in timed]
@@ -192,6 +188,22 @@ class FinalPass:
         if own is not None and self.first_own_s is None:
             self.first_own_s = spent_s
 
+    def show_first(self) -> None:
+        """Show the first checked time of a vendor's kernel, while no own one is compiled. It is not
+        a decision yet: others may follow, or an earlier decision stands.
+        """
+        runner, problem = self.competition.runner, self.competition.problem
+        if self.first_s is not None or runner.provenance is not Provenance.MEASURED:
+            return
+        passed = [m for m in self.competition.seen(problem) if m.ok and self.competition.fits(m)]
+        if not passed or self._is_decided:
+            return
+        standing = self.standing()
+        state = "not a decision yet"
+        if standing is not None:
+            state = f"{standing.family} stays the decision until it is timed"
+        self._tell(min(passed, key=ranking.by_latency), state)
+
     def _tell(self, best: Measurement, state: str) -> float:
         """Show a checked time, and return the seconds from the start of the sweep to it."""
         spent_s = self.budget.spent_s
@@ -204,11 +216,11 @@ class FinalPass:
         return spent_s
 
     def _is_wanted(self, own: Measurement | None, vendor: Measurement | None) -> bool:
-        """True if these candidates are worth a provisional decision, or to be shown."""
+        """True if these candidates are worth a provisional decision."""
         if self.competition.runner.provenance is not Provenance.MEASURED or self._is_decided:
             return False
         if own is None or own.latency_us is None:
-            return self.first_s is None
+            return not self.provided and self.standing() is None
         if self._provided_us is None:
             return True
         if vendor is not None and vendor.config not in {m.config for m in self.provided}:
