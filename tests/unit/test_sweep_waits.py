@@ -207,7 +207,7 @@ class TestTimeLimit:
 
 
 class TestFinalists:
-    """Kernels that are as fast as the best within their noise take part where time allows."""
+    """Kernels that are nearly as fast as the best take part where time allows."""
 
     def own_finals(self, store: Store, clock: Clock, **options: object) -> int:
         def alike(m: Measurement) -> Measurement:
@@ -217,8 +217,8 @@ class TestFinalists:
         outcome = swept(runner, store, **options).run()  # type: ignore[arg-type]
         return sum(m.config.family == "toy" for m in outcome.ranking)
 
-    def test_as_many_again(self, store: Store, clock: Clock) -> None:
-        assert self.own_finals(store, clock) == 2 * EFFORTS["quick"].finalists
+    def test_of_short_calls_many(self, store: Store, clock: Clock) -> None:
+        assert self.own_finals(store, clock) > 2 * EFFORTS["quick"].finalists
 
     def test_the_usual_ones_where_these_do_not_fit(
         self, store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
