@@ -37,8 +37,8 @@ def finalists(
         measurements: measurements of the quick pass, of any status.
         count: number of own candidates; other families near the best are added.
         kernel: gives the identity of a config's compiled kernels.
-        near: further own kernels, a config each, whose quick times are near the best. Of short
-            calls more take part, as many as take `NEAR_US` together. 0: none.
+        near: number of further own kernels with quick times near the best, a config each; of short
+            calls more, as many as take `NEAR_US` together.
     """
     passed = sorted((m for m in measurements if m.ok), key=by_latency)
     own = [m for m in passed if not is_vendor(m.config)]

@@ -61,8 +61,8 @@ class FinalPass:
     """Ranking by quick times, of a sweep that ends with neither a final pass nor a decision. It is
     not stored."""
     first_s: float | None = None
-    """Seconds from the start of the sweep to the first checked time that it showed: that of its
-    first provisional decision, or a vendor's beside a decision that stands."""
+    """Seconds from the start of the sweep to the first checked time that it showed, an own kernel's
+    or a vendor's."""
     first_own_s: float | None = None
     """Seconds to the first one that timed an own kernel."""
     _provided_us: float | None = None
