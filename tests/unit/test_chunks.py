@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from gate_fakes import FakeDevice, FakeKernel
 
+from tuner.errors import BenchmarkError
 from tuner.measure.gate import Gate
 from tuner.measure.gate import chunks as module
 from tuner.measure.gate.chunks import CHUNKS, LONG_REFERENCE_S, ROWS, chunks_of, is_sampled
@@ -201,6 +202,31 @@ class TestGate:
         made.open(masked, 1)
         made.open(masked, 1, is_sampled=True)
         assert len(made._known) == 1, "it is never sampled, so nothing is kept twice"
+
+    def test_memory_that_is_short_keeps_one_pass_s_references(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made, _ = self.opened(monkeypatch)
+        device: Any = made._device
+        allocate, refused = device.allocate, []
+
+        def full(size: int) -> int:
+            if True in made._known and False in made._known:
+                refused.append(size)
+                raise BenchmarkError("no memory", status=Status.OUT_OF_MEMORY)
+            return int(allocate(size))
+
+        monkeypatch.setattr(device, "allocate", full)
+        made.open(ATTENTION, 3)
+        made.load("random")
+        assert refused and list(made._known) == [False]
+
+        def none(size: int) -> int:
+            raise BenchmarkError("no memory", status=Status.OUT_OF_MEMORY)
+
+        monkeypatch.setattr(device, "allocate", none)
+        with pytest.raises(BenchmarkError, match="no memory"):
+            made.load("dominant")
 
 
 @pytest.mark.parametrize(

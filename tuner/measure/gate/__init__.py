@@ -146,9 +146,20 @@ class Gate:
         fill(self._kernels, buffers, kind, seed)
         if isinstance(buffers.problem, AttentionBackwardProblem):
             references.keep_attention(buffers.problem, kind)
-        if references.load(kind, with_lse):
+        if self._compute(references, kind, with_lse):
             known.sums[kind] = {operand.name: self._checksum(operand) for operand in buffers.inputs}
         self._kind = kind
+
+    def _compute(self, references: References, kind: str, with_lse: bool) -> bool:
+        """`References.load`, without the other pass's references where memory is short."""
+        try:
+            return references.load(kind, with_lse)
+        except BenchmarkError as exc:
+            other = not self._is_sampled
+            if exc.status is not Status.OUT_OF_MEMORY or other not in self._known:
+                raise
+            self._forget(other)
+            return references.load(kind, with_lse)
 
     def arm(self, extra: Sequence[Guarded] = ()) -> None:
         """Fill the outputs, the candidate's own buffers and every guard band with poison."""
