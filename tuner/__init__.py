@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tuner.measurement import Provenance as Provenance
     from tuner.measurement import Regime as Regime
     from tuner.measurement import Status as Status
+    from tuner.problem import AttentionBackwardProblem as AttentionBackwardProblem
     from tuner.problem import AttentionProblem as AttentionProblem
     from tuner.problem import GemmProblem as GemmProblem
     from tuner.problem import GroupedGemmProblem as GroupedGemmProblem
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {
+    "AttentionBackwardProblem": "tuner.problem",
     "AttentionProblem": "tuner.problem",
     "BenchmarkError": "tuner.errors",
     "CompileError": "tuner.errors",
