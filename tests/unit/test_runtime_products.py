@@ -434,6 +434,12 @@ def test_what_poses_no_swiglu(runtime: SimpleNamespace, a: Any, weights: Any, re
         runtime.products.swiglu_problem_of(a, weights)
 
 
+@pytest.mark.parametrize("rows", [63, 40])
+def test_weights_that_are_not_pairs_are_named(runtime: SimpleNamespace, rows: int) -> None:
+    with pytest.raises(ConfigError, match=rf"\({rows}, 32\) \(allowed: \(2 N, K\)"):
+        runtime.products.swiglu(A, torch.zeros(rows, 32).half())
+
+
 def test_a_tuned_swiglu_is_run_with_both_tensors(
     on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

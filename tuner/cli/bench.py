@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tuner.cli.arguments import add_store
 from tuner.errors import ConfigError
 from tuner.measurement import BEHIND, LAUNCHES, launch_named
 from tuner.problem import PROBLEMS
@@ -107,7 +108,7 @@ def register(subparsers: Any) -> None:
     _output(parser)
     parser.add_argument("--device", type=int, default=0, help="CUDA device (default 0)")
     parser.add_argument("--jobs", type=int, metavar="N", help="nvcc processes (default: the cores)")
-    parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
+    add_store(parser)
     parser.set_defaults(run=run)
 
 

@@ -318,6 +318,10 @@ def swiglu(input: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
     Returns:
         (..., N), of the input's type.
+
+    Raises:
+        ConfigError: when the weights' shape is not as above.
+        RuntimeError: PyTorch's own, when the input does not fit the weights.
     """
     return serving.serve(SwigluCall(input, weights))
 
@@ -349,6 +353,10 @@ class SwigluCall(_Gated, Call):
         return guards.deferred(*self) or table.run(plan, *self)
 
     def by_pytorch(self) -> torch.Tensor:
+        shape = tuple(self.weights.shape)
+        if len(shape) != 2 or shape[0] % 64:
+            allowed = "(2 N, K), N a multiple of 32, as made by `interleave`"
+            raise ConfigError(f"the weights of swiglu are {shape} (allowed: {allowed})")
         both = functional.linear(self.input, self.weights)
         is_plain = not torch.compiler.is_compiling() and guards.unserved(self) is None
         if is_plain and not guards.wants_gradient(*self):
