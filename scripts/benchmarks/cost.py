@@ -8,7 +8,6 @@ fit to all problems as ``cache/cost/FAMILY.json``, which `Family.constants` read
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import math
 import random
@@ -23,7 +22,7 @@ from tuner.base import resources
 from tuner.base.install import extra_command
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
-from tuner.cli import DONE
+from tuner.cli import DONE, Parser
 from tuner.errors import ConfigError
 from tuner.families import families, families_of
 from tuner.families.base import Family
@@ -329,8 +328,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         ConfigError: when an argument or a recording is wrong.
     """
-    parser = argparse.ArgumentParser(
-        prog="bench cost",
+    parser = Parser(
+        prog="scripts/bench cost",
         description="Fits the cost models to the recordings; each problem is judged by the fit "
         "that left it out.",
     )

@@ -36,9 +36,11 @@ from typing import Any
 
 from benchmarks import engine_steps, file_head
 from benchmarks.child import Worker, answer_indices
+from benchmarks.gpu import no_gpu
 from tuner.base.output import check_place
 from tuner.base.processes import python_command
 from tuner.bench.results import write_json
+from tuner.cli import Parser
 from tuner.errors import BenchmarkError
 from tuner.measure.device import detect
 from tuner.selection.describe import table
@@ -102,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if importlib.util.find_spec("vllm") is None:
         raise BenchmarkError("vllm is not installed: scripts/bench engines runs its offline engine")
     if detect() is None:
-        raise BenchmarkError("no GPU found: scripts/bench engines runs kernels")
+        raise no_gpu()
     if args.json:
         check_place(args.json)
     given = list(sys.argv[2:] if argv is None else argv)
@@ -167,7 +169,7 @@ def _say(text: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="scripts/bench engines",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -30,6 +30,7 @@ from unittest import mock
 
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
+from tuner.cli import Parser
 from tuner.errors import BenchmarkError, ConfigError, LeaseLostError, StoreError
 from tuner.families import families_of
 from tuner.families.base import group_by_kernels
@@ -462,7 +463,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: when a number is out of range.
     """
-    parser = argparse.ArgumentParser(prog="scripts/bench fleet", description=__doc__)
+    parser = Parser(prog="scripts/bench fleet", description=__doc__)
     parser.add_argument("--workers", type=int, default=200)
     parser.add_argument("--processes", type=int, default=40, help="that hold them (default 40)")
     parser.add_argument("--problems", type=int, default=400)

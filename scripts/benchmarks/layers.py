@@ -22,6 +22,7 @@ from benchmarks.population import listing, measured, read, surroundings
 from benchmarks.population_report import report
 from tuner.base.output import check_place
 from tuner.base.processes import python_command
+from tuner.cli import Parser
 from tuner.problem import GemmProblem, Problem, SwigluProblem
 from tuner.problem.population import (
     HALF_TYPES,
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="scripts/bench layers",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -11,7 +11,6 @@ begins that is expected to end later, and the pass follows.
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import shutil
@@ -24,10 +23,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu import no_gpu
 from tuner import settings
 from tuner.base.output import check_place
 from tuner.base.processes import python_command, python_environment
 from tuner.bench.results import write_json
+from tuner.cli import Parser
 from tuner.config import Config
 from tuner.errors import BenchmarkError
 from tuner.families import families
@@ -280,7 +281,7 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: when the shape or the device is wrong.
         BenchmarkError: when there is no GPU, or a sweep fails.
     """
-    parser = argparse.ArgumentParser(prog="scripts/bench repeats", description=__doc__)
+    parser = Parser(prog="scripts/bench repeats", description=__doc__)
     parser.add_argument("--shape", required=True, help="as S=1024,D=64")
     parser.add_argument("--op", default="attention", choices=sorted(PROBLEMS))
     parser.add_argument("--times", type=int, default=TIMES, help=f"sweeps (default {TIMES})")
@@ -313,7 +314,7 @@ def main(argv: Sequence[str]) -> int:
     given += [f"--jobs={args.jobs}"] if args.jobs else []
     with Runners(Machine(parse_devices(args.device), args.jobs), _note) as runners:
         if runners.gpu is None:
-            raise BenchmarkError("no GPU was found: sweeps that agree have to be measured")
+            raise no_gpu()
         sweeps: list[Swept] = []
         started = time.monotonic()
         for seed in range(args.first_seed, args.first_seed + args.times):

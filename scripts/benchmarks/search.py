@@ -31,7 +31,7 @@ from benchmarks import cost
 from tuner.base.output import check_place
 from tuner.base.processes import exit_code
 from tuner.bench.results import write_json
-from tuner.cli import DONE
+from tuner.cli import DONE, Parser
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import families_of
@@ -405,8 +405,8 @@ def _pooled(regrets: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="bench search",
+    parser = Parser(
+        prog="scripts/bench search",
         description="Replays the recorded sweeps through the search and says how far from the "
         "recorded best each sampler is after how many compiled groups.",
     )

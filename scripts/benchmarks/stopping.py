@@ -29,7 +29,7 @@ from benchmarks import cost, search
 from benchmarks.search import Case
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
-from tuner.cli import DONE
+from tuner.cli import DONE, Parser
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families.base import Family
@@ -305,8 +305,8 @@ def _price(text: str) -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="bench stopping",
+    parser = Parser(
+        prog="scripts/bench stopping",
         description="Simulates sweeps of recorded problems on so many cores, and says when each "
         "ends and what it loses, for prices of a second of waiting.",
     )

@@ -25,6 +25,24 @@ def test_every_benchmark_has_its_name() -> None:
     assert set(NAMES) == modules
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_wrong_option_is_one_line(name: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--no-such-option"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and line.startswith(f"scripts/bench {name}: ")
+
+
+def test_without_a_gpu_nothing_is_compiled_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("benchmarks.narrow.compiled", lambda *_: pytest.fail("it compiles"))
+    assert main(["narrow"]) == 1
+    assert capsys.readouterr().err == "narrow: no GPU found: kernels are timed on one\n"
+
+
 def test_the_script_names_them_too() -> None:
     said = subprocess.run([TOP / "scripts" / "bench"], capture_output=True, text=True, check=False)
     assert said.returncode != 0
