@@ -15,10 +15,9 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks.child import answer_indices
-from benchmarks.population import listing, measured, read, surroundings
+from benchmarks.population import listing, measure_on_gpu, measured, read, surroundings
 from benchmarks.population_report import report
 from tuner.base.output import check_place
 from tuner.base.processes import python_command
@@ -52,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     calls = layers(args.models.split(","), args.rows, args.max_mb * 1e6)[: args.count]
     if args.worker:
-        return answer_indices(lambda index: _measure(calls[index]))
+        return answer_indices(lambda index: measure_on_gpu(calls[index]))
     if args.list:
         print(listing(calls, find_gpu(args.gpu)), end="")
         return 0
@@ -130,10 +129,3 @@ def layers(
                     if call.bytes <= MAX_BYTES and problem.flops <= MAX_FLOPS:
                         found.setdefault(call.key, call)
     return sorted(found.values(), key=lambda one: hashlib.sha256(one.key.encode()).hexdigest())
-
-
-def _measure(call: ModelCall) -> dict[str, Any]:
-    from benchmarks.call_times import time_calls
-    from benchmarks.population_calls import measure
-
-    return measure(call, "cuda", time_calls)

@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.op:
         calls = [call for call in calls if call.problem.op in args.op.split(",")]
     if args.worker:
-        return answer_indices(lambda index: _measure(calls[index]))
+        return answer_indices(lambda index: measure_on_gpu(calls[index]))
     if args.gpu and not args.list:
         raise ConfigError("--gpu is for --list: measured is what this machine has")
     if args.list or args.problems:
@@ -289,7 +289,8 @@ def _append(path: Path, row: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def _measure(call: ModelCall) -> dict[str, Any]:
+def measure_on_gpu(call: ModelCall) -> dict[str, Any]:
+    """The row of a call, timed beside PyTorch and peers on this process's GPU."""
     from benchmarks.call_times import time_calls
     from benchmarks.population_calls import measure
 

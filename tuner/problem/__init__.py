@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from tuner.errors import ConfigError
-from tuner.problem.attention import AttentionProblem
+from tuner.problem.attention import AttentionProblem, as_attention
 from tuner.problem.attention_backward import AttentionBackwardProblem
 from tuner.problem.attention_masks import LAYOUTS, Axes, Layout
 from tuner.problem.base import (
@@ -68,6 +68,7 @@ __all__ = [
     "Scales",
     "SoftmaxProblem",
     "SwigluProblem",
+    "as_attention",
     "as_problem",
     "listing",
     "problem_from_json",
