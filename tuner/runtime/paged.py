@@ -122,7 +122,7 @@ class PagedCall(Paged, Call):
         sizes = self.batch, self.longest_q, self.longest_kv
         strides = tuple(tensor.stride() for tensor in tensors)
         schedule = self.schedule(plan.config) if plan.by_portfolio else ()
-        found = _sized(plan, self.extras, sizes, shapes, strides, self.scale, schedule)
+        found = _sized(plan, sizes, shapes, strides, self.scale, schedule)
         return Refusal(Kind.TENSORS, found) if isinstance(found, str) else found
 
     def schedule(self, config: Config) -> tuple[tuple[str, Value], ...]:
@@ -411,7 +411,6 @@ def checked(
 @lru_cache(1024)
 def _sized(
     plan: KernelPlan,
-    extras: Extras,
     sizes: tuple[int, int, int],
     shapes: tuple[torch.Size, torch.Size],
     strides: tuple[tuple[int, ...], ...],
