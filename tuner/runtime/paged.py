@@ -284,9 +284,25 @@ def paged_call(
     with_lse: bool = False,
     out: torch.Tensor | None = None,
 ) -> PagedCall:
-    """The call object of checked arguments, as of `paged_attention`.
+    """The call object of checked arguments.
 
     A single query sees all earlier keys, so its call has no causal mask: fewer kernels to prove.
+
+    Args:
+        query: (total_q, H, D).
+        key: (pages, page size, HKV, D).
+        value: as `key`.
+        page_table: int32 (B, columns).
+        seqused_k: int32 (B,), keys of each sequence.
+        starts_q: int32 (B + 1,); None: equally many queries for each sequence.
+        sinks: (H,), in at least single precision; None: no sinks.
+        queries: longest queries of a sequence.
+        keys: longest keys of a sequence.
+        is_causal: bottom-right mask.
+        extras: window and soft cap.
+        scale: factor of the scores.
+        with_lse: also compute the log-sum-exp.
+        out: (total_q, H, D) to write to; None: a new tensor.
     """
     if is_causal or queries == 1:
         extras = extras._replace(right=-1)
@@ -348,6 +364,18 @@ def checked(
     out: torch.Tensor | None = None,
 ) -> tuple[int, int]:
     """Check the arguments of a call; returns the longest lengths of queries and keys.
+
+    Args:
+        query: (total_q, H, D).
+        key: (pages, page size, HKV, D).
+        value: as `key`.
+        page_table: int32 (B, columns).
+        seqused_k: int32 (B,).
+        starts_q: int32 (B + 1,); None: equally many queries for each sequence.
+        sinks: (H,); None: no sinks.
+        longest_q: longest queries of a sequence; None: not given.
+        longest_kv: longest keys of a sequence; None: all that the table can hold.
+        out: tensor for the output; None: a new one.
 
     Raises:
         ConfigError: names the given and the allowed values.

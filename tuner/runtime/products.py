@@ -369,6 +369,10 @@ class SwigluCall(_Gated, Call):
 def swiglu_problem_of(a: torch.Tensor, weights: torch.Tensor) -> SwigluProblem:
     """The problem of a call of `swiglu`.
 
+    Args:
+        a: (..., K), fp16 or bf16, contiguous.
+        weights: (2 N, K), of the same type, contiguous.
+
     Raises:
         ConfigError: on types, sizes or strides that no tuned kernel supports.
     """
@@ -395,6 +399,15 @@ def scaled_problem_of(
     scale_result: torch.Tensor | None = None,
 ) -> GemmProblem:
     """The problem of a call of `scaled_mm`.
+
+    Args:
+        a: (M, K), e4m3, by rows.
+        b: (K, N), e4m3, by columns.
+        scale_a: fp32 factors of A: one element, (M, 1), or (M, K / 128).
+        scale_b: fp32 factors of B: one element, (1, N), or (K / 128, N / 128).
+        out_dtype: type of the output; None: e4m3.
+        fast_accum: False: sums are taken over to fp32 on the way.
+        scale_result: one fp32 element, of an output in e4m3; None: of another type.
 
     Raises:
         ConfigError: on types, sizes or strides that no tuned kernel supports.
@@ -518,6 +531,12 @@ def pose(
     """The problem of activation(a @ b + bias), and the strides of its matrices.
 
     Rows or columns of a matrix may be strided, as in slices of wider tensors.
+
+    Args:
+        a: (..., M, K), fp16 or bf16.
+        b: (K, N), or (..., K, N) with the batch of `a`.
+        bias: (N,), contiguous; None: no bias.
+        activation: name of an epilogue's activation; None: no activation.
 
     Raises:
         ConfigError: on types, sizes or strides that no tuned kernel supports.
