@@ -206,8 +206,8 @@ def test_what_it_calls_is_what_it_lists(
         return torch.nn.functional.linear(x, weight)
 
     def gate(x: Any, weights: Any) -> Any:
-        seen[products.swiglu_problem_of(x, weights)] = None
-        return products.swiglu(x, weights)
+        seen[runtime.gated.swiglu_problem_of(x, weights)] = None
+        return runtime.gated.swiglu(x, weights)
 
     way = Way(attend, multiply, gate, is_interleaved=True)
     sizes = replace(SMALL, vocabulary=48)
