@@ -178,7 +178,8 @@ class TestWrongInput:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            ([], "arguments are required: COMMAND"),
+            ([], "arguments are required: COMMAND (`tuner --help` lists them)"),
+            (["cache"], "arguments are required: ACTION (`tuner cache --help` lists them)"),
             (["tune"], "invalid choice: 'tune' (choose from "),
             (["sweeep"], "; did you mean sweep?"),
             (["cache", "prun"], "; did you mean prune?"),

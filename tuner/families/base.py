@@ -306,7 +306,7 @@ class Family(ABC):
         if self.takes_extras or not isinstance(problem, AttentionProblem):
             return ""
         if problem.dtype == E4M3:
-            return f"{self.name} takes no descale factors: fp16 and bf16 alone, not {E4M3}"
+            return f"{self.name} takes no descale factors: only fp16 and bf16, not {E4M3}"
         return f"{self.name} has no {problem.extras}" if problem.extras else ""
 
     def lacks(self) -> str:

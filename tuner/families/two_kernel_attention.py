@@ -134,7 +134,7 @@ class TwoKernelAttention(Family):
         if reason or not isinstance(problem, AttentionProblem):
             return reason
         if problem.dtype == E4M3:
-            return f"{self.name} takes no descale factors: fp16 and bf16 alone, not {E4M3}"
+            return f"{self.name} takes no descale factors: only fp16 and bf16, not {E4M3}"
         lacking = (
             ("sliding window", problem.is_windowed),
             ("variable lengths", problem.is_varlen),
