@@ -19,7 +19,7 @@ from tuner.runtime.lengths import over
 from tuner.runtime.plan import Plan, Posed
 from tuner.runtime.refusal import Kind, Refusal
 from tuner.runtime.serving import Call, find
-from tuner.runtime.table import Told, table
+from tuner.runtime.table import DispatchedCall, table
 
 TOO_FEW_TILES = Refusal(Kind.BOTTOM_RIGHT, "too few queries for kernels that do not split the keys")
 
@@ -51,7 +51,7 @@ class AttentionCall(_Attention, Call):
         return self[:3] if mask is None else (*self[:3], mask)
 
     @property
-    def told(self) -> Told | None:
+    def dispatched(self) -> DispatchedCall | None:
         return ("attention", self[:8]) if self.extras == NONE else None
 
     def refusal(self) -> Refusal | None:

@@ -20,7 +20,7 @@ from tuner.runtime.plan import Plan, Posed
 from tuner.runtime.refusal import Kind, Refusal
 from tuner.runtime.scaled import ScaledCall
 from tuner.runtime.serving import Call
-from tuner.runtime.table import Told, table
+from tuner.runtime.table import DispatchedCall, table
 
 _PYTORCHS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
     None: lambda product: product,
@@ -98,7 +98,7 @@ def _with_gradients(call: ProductCall) -> torch.Tensor | None:
     generation = table.refresh(call.a)
     refusal = _refusal_with_gradients(call._replace(activation=None))
     if refusal is not None:
-        dispatch.refuse(*call.told, refusal, generation)
+        dispatch.refuse(*call.dispatched, refusal, generation)
         return None
     product = LinearFunction.apply(call.a, call.b, call.bias, Products(linear, matmul))
     return _PYTORCHS[call.activation](product)
@@ -199,7 +199,7 @@ class ProductCall(_Product, Call):
         return (self.a, self.b) if self.bias is None else (self.a, self.b, self.bias)
 
     @property
-    def told(self) -> Told:
+    def dispatched(self) -> DispatchedCall:
         return self.name, self[1:] if self.name == "linear" else self[1:3]
 
     def kind(self) -> Hashable:
