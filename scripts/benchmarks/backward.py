@@ -384,7 +384,7 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = Parser(prog="scripts/bench backward", description=__doc__)
     parser.add_argument("--shape", action="append", default=[], help="as S=1024,D=64,dtype=bf16")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     parser.add_argument(
         "--errors",
         type=int,

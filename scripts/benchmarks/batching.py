@@ -194,9 +194,11 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", choices=tuple(MODELS), default="1b")
+    parser.add_argument(
+        "--model", choices=tuple(MODELS), default="1b", help="model to run (default 1b)"
+    )
     parser.add_argument("--ways", type=_ways, default=list(WAYS), help=f"some of {','.join(WAYS)}")
-    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--requests", type=int, default=32, help="requests at once (default 32)")
     parser.add_argument(
         "--prompt-tokens", type=int, default=1024, help="tokens of the longest prompt"
     )
@@ -214,7 +216,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help=f"for an attention's start, and for each of its passes (default {LIMIT_S:.0f})",
     )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="where it runs (default cuda)"
+    )
     parser.add_argument(
         "--at-once", action="store_true", help="start the attentions together; passes take turns"
     )

@@ -441,12 +441,27 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: when the options are out of range.
     """
     parser = Parser(prog="scripts/bench block", description=__doc__)
-    parser.add_argument("--prefill", default=",".join(map(str, PREFILLS)), metavar="N,...")
-    parser.add_argument("--batch", default=",".join(map(str, BATCHES)), metavar="N,...")
+    parser.add_argument(
+        "--prefill",
+        default=",".join(map(str, PREFILLS)),
+        metavar="N,...",
+        help="lengths of prompts",
+    )
+    parser.add_argument(
+        "--batch",
+        default=",".join(map(str, BATCHES)),
+        metavar="N,...",
+        help="sequences of the decoding steps",
+    )
     parser.add_argument("--context", type=int, default=CONTEXT, help="keys of what is decoded")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
+    parser.add_argument(
+        "--dtype",
+        choices=tuple(DTYPES),
+        default="bf16",
+        help="type of weights and activations (default bf16)",
+    )
     parser.add_argument("--layers", type=int, default=LAYERS, help="blocks a graph")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds of the ways in turn")
     parser.add_argument("--json", type=Path, metavar="FILE", help="everything, kernel by kernel")
     parser.add_argument(
         "--list-problems", action="store_true", help="only print them, for `tuner sweep --problems`"

@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = Parser(prog="scripts/bench compile_ways", description=__doc__)
     parser.add_argument("--batch", type=int, default=1, help=f"kernels, at most {UNIT}; default 1")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     args = parser.parse_args(argv)
     if not 1 <= args.batch <= UNIT:
         raise ConfigError(f"--batch {args.batch} (allowed: 1 to {UNIT})")

@@ -333,10 +333,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Fits the cost models to the recordings; each problem is judged by the fit "
         "that left it out.",
     )
-    parser.add_argument("--recordings", type=Path, default=recording.folder(), metavar="DIR")
-    parser.add_argument("--family", action="append", metavar="NAME")
+    parser.add_argument(
+        "--recordings",
+        type=Path,
+        default=recording.folder(),
+        metavar="DIR",
+        help="folder of the recordings (default: the shipped ones)",
+    )
+    parser.add_argument(
+        "--family", action="append", metavar="NAME", help="only this family; may be repeated"
+    )
     parser.add_argument("--write", action="store_true", help="store the constants in cache/cost")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     args = parser.parse_args(argv)
     known = {name: f for name, f in families().items() if f.cost_constants}
     for name in args.family or ():

@@ -167,12 +167,17 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = Parser(prog="scripts/bench counters", description=__doc__)
     ops = [kind.op for kind in (AttentionProblem, AttentionBackwardProblem, GemmProblem)]
-    parser.add_argument("--op", choices=ops, default=AttentionProblem.op)
+    parser.add_argument(
+        "--op",
+        choices=ops,
+        default=AttentionProblem.op,
+        help="operation of the shape (default attention)",
+    )
     parser.add_argument("--shape", required=True, help="as S=1024,D=64,dtype=e4m3")
     parser.add_argument("--call", action="append", default=[], metavar="NAME", help="a call")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--ncu", type=Path, metavar="PATH", help="Nsight Compute's command")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     args = parser.parse_args(argv)
     check_place(args.json)
     problem = problem_of(args.op, args.shape)

@@ -388,10 +388,12 @@ def main(argv: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--example", type=Path, metavar="FILE")
+    source.add_argument(
+        "--example", type=Path, metavar="FILE", help="CUTLASS's example of a dense GEMM"
+    )
     source.add_argument("--exported", type=Path, metavar="DIR", help="kernels of --export")
     parser.add_argument("--export", type=Path, metavar="DIR", help="compile only, without a GPU")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     args = parser.parse_args(argv)
     check_place(args.json)
     if args.example and not args.example.is_file():

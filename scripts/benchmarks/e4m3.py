@@ -261,7 +261,7 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser(prog="scripts/bench e4m3", description=__doc__)
     known = ",".join("x".join(map(str, size)) for size in SIZES)
     parser.add_argument("--sizes", default=known, metavar="MxNxK,...", help=f"default: {known}")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     args = parser.parse_args(argv)
     check_place(args.json)
     try:

@@ -172,7 +172,9 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--shape", action="append", choices=sorted(SHAPES))
+    parser.add_argument(
+        "--shape", action="append", choices=sorted(SHAPES), help="only this model; may be repeated"
+    )
     parser.add_argument(
         "--ways", action="append", choices=WAYS, help=f"default: {VLLM} and {TUNER}"
     )

@@ -301,7 +301,7 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser(prog="scripts/bench fp8_attention", description=__doc__)
     parser.add_argument("--shape", action="append", default=[], help="as S=1024,D=64,dtype=e4m3")
     parser.add_argument("--compile", action="store_true", help="compile kernels, time nothing")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     args = parser.parse_args(argv)
     check_place(args.json)
     problems = [AttentionProblem.parse(shape) for shape in args.shape or SHAPES]

@@ -173,7 +173,7 @@ def main(argv: Sequence[str]) -> int:
     ways = parser.add_mutually_exclusive_group()
     ways.add_argument("--compile-only", action="store_true", help="no GPU is needed for that")
     ways.add_argument("--compiled-only", action="store_true", help="compile nothing")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     args = parser.parse_args(argv)
     check_place(args.json)
     suite = list(SUITES["acceptance"].problems)[:PROBLEMS]

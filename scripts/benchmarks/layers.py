@@ -87,7 +87,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpu", default="H100", help="with --list: GPU that is asked about")
     parser.add_argument("--json", type=Path, metavar="OUT", help="JSON lines, gone on with")
     parser.add_argument("--report", type=Path, metavar="FILE", help="print such a file's tables")
-    parser.add_argument("--time-limit", type=float, default=math.inf, metavar="SECONDS")
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        default=math.inf,
+        metavar="SECONDS",
+        help="begin no call after this",
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser
 

@@ -260,12 +260,18 @@ def main(argv: Sequence[str]) -> int:
         BenchmarkError: when torch sees no GPU.
     """
     parser = Parser(prog="scripts/bench masks", description=__doc__)
-    parser.add_argument("--mask", action="append", default=[], metavar="NAME")
+    parser.add_argument(
+        "--mask",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="only this mask; may be repeated",
+    )
     parser.add_argument(
         "--one-pass", action="store_true", help="time all own kernels beside the others"
     )
     parser.add_argument("--compile", action="store_true", help="compile the kernels, time nothing")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     parser.add_argument("--served", action="store_true", help="calls through the portfolio")
     args = parser.parse_args(argv)
     check_place(args.json)

@@ -119,9 +119,24 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--models", type=partial(_names, MODELS), default=list(MODELS))
-    parser.add_argument("--modes", type=partial(_names, MODES), default=list(MODES))
-    parser.add_argument("--ways", type=partial(_names, WAYS), default=list(WAYS))
+    parser.add_argument(
+        "--models",
+        type=partial(_names, MODELS),
+        default=list(MODELS),
+        help="models between commas (default: all)",
+    )
+    parser.add_argument(
+        "--modes",
+        type=partial(_names, MODES),
+        default=list(MODES),
+        help="modes between commas (default: all)",
+    )
+    parser.add_argument(
+        "--ways",
+        type=partial(_names, WAYS),
+        default=list(WAYS),
+        help="ways between commas (default: all)",
+    )
     parser.add_argument("--layers", type=int, default=4, help="layers of each model")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds of timing (default 9)")
     parser.add_argument(
@@ -133,7 +148,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write every figure there")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for a model and mode")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="where they run (default cuda)"
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser
 

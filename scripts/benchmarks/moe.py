@@ -351,9 +351,18 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--layers", default=",".join(LAYERS), metavar="NAME,...", help="NAME:TYPE has one type only"
     )
-    parser.add_argument("--rows", default=",".join(map(str, ROWS)), metavar="N,...")
-    parser.add_argument("--routes", default=",".join(ROUTES), metavar="NAME,...")
-    parser.add_argument("--dtypes", default=",".join(DTYPES), metavar="NAME,...")
+    parser.add_argument(
+        "--rows", default=",".join(map(str, ROWS)), metavar="N,...", help="numbers of tokens"
+    )
+    parser.add_argument(
+        "--routes",
+        default=",".join(ROUTES),
+        metavar="NAME,...",
+        help="distributions of the tokens over experts",
+    )
+    parser.add_argument(
+        "--dtypes", default=",".join(DTYPES), metavar="NAME,...", help="types of the weights"
+    )
     parser.add_argument(
         "--products", action="store_true", help="also both products alone, by each kernel"
     )
@@ -373,7 +382,7 @@ def main(argv: Sequence[str]) -> int:
         "--turn", type=Path, metavar="FILE", help="take the times under a lock of this file"
     )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     args = parser.parse_args(argv)
     check_place(args.json)
     rows = _chosen("rows", args.rows, [str(1 << power) for power in range(17)])

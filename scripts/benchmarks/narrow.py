@@ -335,7 +335,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--compile-limit", type=float, default=120.0, metavar="SECONDS", help="default: 120"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     args = parser.parse_args(argv)
     check_place(args.json)
     try:

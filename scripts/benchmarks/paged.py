@@ -464,7 +464,13 @@ def main(argv: Sequence[str]) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--group", action="append", default=[], metavar="NAME")
+    parser.add_argument(
+        "--group",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="only this group of cases; may be repeated",
+    )
     parser.add_argument("--compile", action="store_true", help="compile kernels, time nothing")
     parser.add_argument("--selected", action="store_true", help="leave out the other schedules")
     parser.add_argument(
@@ -473,7 +479,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--quick-us", type=float, default=QUICK_US, help="the same, of a schedule in the first pass"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     args = parser.parse_args(argv)
     check_place(args.json)
     known = groups()

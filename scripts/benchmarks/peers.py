@@ -172,7 +172,7 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser(prog="scripts/bench peers", description=__doc__)
     parser.add_argument("--op", choices=sorted(SHAPES), default=None, help="default: all")
     parser.add_argument("--shape", action="append", default=[], help="with --op; as S=1024,D=64")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     args = parser.parse_args(argv)
     check_place(args.json)
     if args.shape and args.op is None:

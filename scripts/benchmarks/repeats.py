@@ -283,10 +283,21 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = Parser(prog="scripts/bench repeats", description=__doc__)
     parser.add_argument("--shape", required=True, help="as S=1024,D=64")
-    parser.add_argument("--op", default="attention", choices=sorted(PROBLEMS))
+    parser.add_argument(
+        "--op",
+        default="attention",
+        choices=sorted(PROBLEMS),
+        help="operation of the shape (default attention)",
+    )
     parser.add_argument("--times", type=int, default=TIMES, help=f"sweeps (default {TIMES})")
     parser.add_argument("--trials", type=int, default=None, help="groups a sweep, at most")
-    parser.add_argument("--family", action="append", default=[], metavar="NAME")
+    parser.add_argument(
+        "--family",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="only this own family; may be repeated",
+    )
     ways = parser.add_mutually_exclusive_group()
     ways.add_argument("--compiled-only", action="store_true", help="compile nothing")
     ways.add_argument(
@@ -297,9 +308,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--beside", type=int, default=0, metavar="N", help="recorded kernels timed beside"
     )
-    parser.add_argument("--device", default="0", metavar="N")
+    parser.add_argument("--device", default="0", metavar="N", help="CUDA device (default 0)")
     parser.add_argument("--jobs", type=int, default=None, help="nvcc processes at a time")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     args = parser.parse_args(argv)
     check_place(args.json)
     if args.times < 1:

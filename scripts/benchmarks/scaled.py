@@ -430,7 +430,7 @@ def main(argv: Sequence[str]) -> int:
         "--once", action="store_true", help="call each way once, for a profiler; time nothing"
     )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     args = parser.parse_args(argv)
     check_place(args.json)
     try:

@@ -47,7 +47,7 @@ def run(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--compile-only", action="store_true", help="compile, time nothing")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     args = parser.parse_args(argv)
     if args.compile_only:
         kernel.build(ArtifactCache())

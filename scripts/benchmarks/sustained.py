@@ -298,7 +298,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--shape", action="append", default=[], help="as H=64,HKV=8,S=8192,D=128,causal=1"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     args = parser.parse_args(argv)
     check_place(args.json)
     problems = [AttentionProblem.parse(shape) for shape in args.shape or SHAPES]

@@ -85,11 +85,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--problems", type=Path, metavar="FILE", help="as of tuner sweep")
     parser.add_argument("--beside", action="store_true", help="time built kernels beside")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default 0")
-    parser.add_argument("--device", default="0", metavar="N")
+    parser.add_argument("--device", default="0", metavar="N", help="CUDA device (default 0)")
     parser.add_argument("--jobs", type=int, default=None, help="nvcc processes at a time")
     parser.add_argument("--json", type=Path, metavar="OUT", help="JSON lines, gone on with")
     parser.add_argument("--report", type=Path, metavar="FILE", help="print such a file's table")
-    parser.add_argument("--time-limit", type=float, default=math.inf, metavar="SECONDS")
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        default=math.inf,
+        metavar="SECONDS",
+        help="begin no sweep after this",
+    )
     return parser
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 from pathlib import Path
 
@@ -31,6 +32,21 @@ def test_a_wrong_option_is_one_line(name: str, capsys: pytest.CaptureFixture) ->
         main([name, "--no-such-option"])
     (line,) = capsys.readouterr().err.splitlines()
     assert ended.value.code == 2 and line.startswith(f"scripts/bench {name}: ")
+
+
+def test_every_argument_has_a_text() -> None:
+    calls = [
+        (path.name, node)
+        for path in (TOP / "scripts").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".add_argument")
+    ]
+    silent = [
+        (name, ast.unparse(call.args[0]))
+        for name, call in calls
+        if all(keyword.arg != "help" for keyword in call.keywords)
+    ]
+    assert len(calls) > 150 and silent == []
 
 
 def test_without_a_gpu_nothing_is_compiled_first(
