@@ -217,7 +217,10 @@ def _parser() -> argparse.ArgumentParser:
         help=f"for an attention's start, and for each of its passes (default {LIMIT_S:.0f})",
     )
     parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="where it runs (default cuda)"
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="device of the model (default cuda)",
     )
     parser.add_argument(
         "--at-once", action="store_true", help="start the attentions together; passes take turns"

@@ -149,7 +149,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, metavar="OUT", help="write every figure there")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for a model and mode")
     parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="where they run (default cuda)"
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="device of the models (default cuda)",
     )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser
