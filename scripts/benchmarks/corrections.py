@@ -21,6 +21,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.population import read
+from tuner.cli import Parser
 from tuner.errors import BenchmarkError
 from tuner.hardware import Gpu
 from tuner.problem import GemmProblem, problem_from_json
@@ -71,7 +72,7 @@ class Correction:
 
 def main(argv: Sequence[str]) -> int:
     """Fit and judge; 0."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="scripts/bench corrections",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
