@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tuner.measurement import Provenance as Provenance
     from tuner.measurement import Regime as Regime
     from tuner.measurement import Status as Status
+    from tuner.problem import AttentionBackwardProblem as AttentionBackwardProblem
     from tuner.problem import AttentionProblem as AttentionProblem
     from tuner.problem import GemmProblem as GemmProblem
     from tuner.problem import GroupedGemmProblem as GroupedGemmProblem
@@ -37,16 +38,16 @@ if TYPE_CHECKING:
     from tuner.runtime.enable import enable as enable
     from tuner.runtime.enable import enabled as enabled
     from tuner.runtime.experts import moe as moe
+    from tuner.runtime.gated import interleave as interleave
+    from tuner.runtime.gated import swiglu as swiglu
     from tuner.runtime.grouped import grouped_mm as grouped_mm
     from tuner.runtime.layers import linear_problems as linear_problems
     from tuner.runtime.layers import restore_linear_ as restore_linear_
     from tuner.runtime.layers import tune_linear_ as tune_linear_
     from tuner.runtime.paged import paged_attention as paged_attention
-    from tuner.runtime.products import interleave as interleave
     from tuner.runtime.products import linear as linear
     from tuner.runtime.products import matmul as matmul
-    from tuner.runtime.products import scaled_mm as scaled_mm
-    from tuner.runtime.products import swiglu as swiglu
+    from tuner.runtime.scaled import scaled_mm as scaled_mm
     from tuner.runtime.sparse import sparse_attention as sparse_attention
     from tuner.runtime.varlen import attention_varlen as attention_varlen
     from tuner.selection.reader import Entry as Entry
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {
+    "AttentionBackwardProblem": "tuner.problem",
     "AttentionProblem": "tuner.problem",
     "BenchmarkError": "tuner.errors",
     "CompileError": "tuner.errors",

@@ -14,7 +14,7 @@ VARIABLES: dict[str, str] = {
     "TUNER_NVCC": "path of nvcc, before CUDA_HOME, PATH and the PyPI packages",
     "TUNER_CUTLASS_DIR": "a CUTLASS checkout to use instead of the nvidia-cutlass wheel",
     "TUNER_PEERS_PATH": "folder with peers to measure against: fa3.py, fa4.py, fa3_serving.py, ...",
-    "TUNER_SAMPLER": "what searches: model (default), tpe, gp, cost or random",
+    "TUNER_SAMPLER": "what searches: model (default), tpe, gp, cmaes, cost or random",
     "TUNER_OPTUNA_STORAGE": "URL or journal file that takes copies of the Optuna studies",
     "TUNER_READ_TOKEN": "bearer token to look things up in a service (`tuner serve`, `tuner sync`)",
     "TUNER_WRITE_TOKEN": "bearer token to submit and cancel jobs, too (`tuner serve`)",

@@ -9,7 +9,6 @@ with those of float64 instead.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import operator
@@ -21,9 +20,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from benchmarks import backward_errors, file_head, json_file
+from benchmarks.gpu import need_gpu
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
 from tuner.bench.suites import SUITES
+from tuner.cli import Parser
 from tuner.compile.artifacts import ArtifactCache
 from tuner.compile.compiler import Compiler, find_toolchain
 from tuner.compile.loading import LoadedKernel, load
@@ -381,9 +382,9 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: when a shape is wrong, or the file of --fit.
         BenchmarkError: when torch sees no GPU.
     """
-    parser = argparse.ArgumentParser(prog="scripts/bench backward", description=__doc__)
+    parser = Parser(prog="scripts/bench backward", description=__doc__)
     parser.add_argument("--shape", action="append", default=[], help="as S=1024,D=64,dtype=bf16")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     parser.add_argument(
         "--errors",
         type=int,
@@ -411,10 +412,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
     drawn = [] if args.errors is None else backward_errors.drawn(args.errors, args.seed)
     problems = [AttentionBackwardProblem.parse(shape) for shape in args.shape] or acceptance()
-    import torch
+    need_gpu("--fit")
 
-    if not torch.cuda.is_available():
-        raise BenchmarkError(f"torch {torch.__version__} sees no GPU")
     environment = file_head.complete(family("sdpa_backward").environment())
     if args.errors is not None:
         return errors(drawn, environment, args)

@@ -34,10 +34,12 @@ from typing import Any
 from benchmarks import batching_judge, file_head, flash_attention_package, json_file
 from benchmarks.child import Worker, answer_indices
 from benchmarks.decoder import LLAMA_3_8B, Sizes
+from benchmarks.gpu import no_gpu
 from tuner.base.install import extra_command
 from tuner.base.output import check_place
 from tuner.base.processes import python_command
 from tuner.bench.results import write_json
+from tuner.cli import Parser
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.measure.device import detect
 from tuner.selection.describe import table
@@ -187,14 +189,16 @@ def is_absent(way: str) -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="scripts/bench batching",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", choices=tuple(MODELS), default="1b")
+    parser.add_argument(
+        "--model", choices=tuple(MODELS), default="1b", help="model to run (default 1b)"
+    )
     parser.add_argument("--ways", type=_ways, default=list(WAYS), help=f"some of {','.join(WAYS)}")
-    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--requests", type=int, default=32, help="requests at once (default 32)")
     parser.add_argument(
         "--prompt-tokens", type=int, default=1024, help="tokens of the longest prompt"
     )
@@ -212,7 +216,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help=f"for an attention's start, and for each of its passes (default {LIMIT_S:.0f})",
     )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="device of the model (default cuda)",
+    )
     parser.add_argument(
         "--at-once", action="store_true", help="start the attentions together; passes take turns"
     )
@@ -239,9 +248,7 @@ def _check(args: argparse.Namespace) -> None:
     if importlib.util.find_spec("transformers") is None:
         raise BenchmarkError(f"Transformers is not installed: `{extra_command('transformers')}`")
     if args.device == "cuda" and detect() is None:
-        raise BenchmarkError(
-            "no GPU found: scripts/bench batching runs kernels (--device cpu does not)"
-        )
+        raise no_gpu("--device cpu")
     if args.json:
         check_place(args.json)
 

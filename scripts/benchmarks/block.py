@@ -12,7 +12,6 @@ separate replay.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import random
@@ -27,12 +26,14 @@ from typing import Any
 
 from benchmarks import file_head
 from benchmarks.decoder import LLAMA_3_8B, OPERATIONS, ROTARY_BASE, Sizes, Way, turned, ways
+from benchmarks.gpu import need_gpu
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
+from tuner.cli import Parser
 from tuner.config import Config
-from tuner.errors import BenchmarkError, ConfigError
+from tuner.errors import ConfigError
 from tuner.families import families
-from tuner.measurement import Status, speedup_text
+from tuner.measurement import speedup_text
 from tuner.problem import AttentionProblem, DType, GemmProblem, Problem, SwigluProblem
 from tuner.selection.describe import microseconds, table
 
@@ -407,12 +408,9 @@ def environment(dtype: str, layers: int) -> dict[str, Any]:
     Raises:
         BenchmarkError: when there is no GPU or no PyTorch.
     """
-    try:
-        import torch
-    except ImportError as exc:
-        raise BenchmarkError(f"PyTorch cannot be imported: {exc}") from exc
-    if not torch.cuda.is_available():
-        raise BenchmarkError("a block is timed on a GPU: none is here", status=Status.UNAVAILABLE)
+    need_gpu()
+    import torch
+
     facts = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -442,13 +440,28 @@ def main(argv: Sequence[str]) -> int:
         BenchmarkError: when there is no GPU or no PyTorch.
         ConfigError: when the options are out of range.
     """
-    parser = argparse.ArgumentParser(prog="scripts/bench block", description=__doc__)
-    parser.add_argument("--prefill", default=",".join(map(str, PREFILLS)), metavar="N,...")
-    parser.add_argument("--batch", default=",".join(map(str, BATCHES)), metavar="N,...")
+    parser = Parser(prog="scripts/bench block", description=__doc__)
+    parser.add_argument(
+        "--prefill",
+        default=",".join(map(str, PREFILLS)),
+        metavar="N,...",
+        help="lengths of prompts",
+    )
+    parser.add_argument(
+        "--batch",
+        default=",".join(map(str, BATCHES)),
+        metavar="N,...",
+        help="sequences of the decoding steps",
+    )
     parser.add_argument("--context", type=int, default=CONTEXT, help="keys of what is decoded")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
+    parser.add_argument(
+        "--dtype",
+        choices=tuple(DTYPES),
+        default="bf16",
+        help="type of weights and activations (default bf16)",
+    )
     parser.add_argument("--layers", type=int, default=LAYERS, help="blocks a graph")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds of the ways in turn")
     parser.add_argument("--json", type=Path, metavar="FILE", help="everything, kernel by kernel")
     parser.add_argument(
         "--list-problems", action="store_true", help="only print them, for `tuner sweep --problems`"

@@ -8,11 +8,11 @@ share needs calls with smaller ratios: the last line has the least of them. Need
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from tuner.cli import Parser
 from tuner.errors import ConfigError
 from tuner.hardware import Gpu
 from tuner.measurement import Regime
@@ -33,7 +33,7 @@ Ratios = Mapping[AnyDomain, Sequence[float]]
 
 def main(argv: Sequence[str]) -> int:
     """Print a line for each domain of the draw, the bound, and what larger shares cost; 0."""
-    parser = argparse.ArgumentParser(prog="scripts/bench bound", description=__doc__)
+    parser = Parser(prog="scripts/bench bound", description=__doc__)
     parser.add_argument("--gpu", default="H200", help="GPU of the recordings (default H200)")
     parser.add_argument("--seed", default="0", help="seed of the draw (default 0)")
     parser.add_argument("--count", type=int, default=400, help="calls to draw")

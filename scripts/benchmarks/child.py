@@ -16,8 +16,8 @@ from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 from typing import Any, Self
 
+from benchmarks.gpu import need_gpu
 from tuner.base.processes import python_environment
-from tuner.errors import BenchmarkError
 
 
 @contextmanager
@@ -135,8 +135,8 @@ def answer_indices(measure: Callable[[int], dict[str, Any]], device: str = "cuda
 
     from benchmarks.call_times import first_line
 
-    if device == "cuda" and not torch.cuda.is_available():
-        raise BenchmarkError(f"torch {torch.__version__} sees no CUDA GPU")
+    if device == "cuda":
+        need_gpu()
     for line in sys.stdin:
         faulthandler.disable()  # a library that was loaded since may have put a handler of its own
         faulthandler.enable(2)

@@ -7,7 +7,6 @@ that many kernels as one translation unit, which share instantiations. Needs no 
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import os
 import tempfile
@@ -19,6 +18,7 @@ from tuner.base import resources
 from tuner.base.output import check_place
 from tuner.base.processes import ProcessPool
 from tuner.bench.results import write_json
+from tuner.cli import Parser
 from tuner.compile.compiler import HOST_FLAGS, NVCC_TIMEOUT_S, UNIT, flags
 from tuner.compile.render import render
 from tuner.compile.toolchain import Toolchain, find_toolchain, include_dirs
@@ -93,9 +93,9 @@ def main(argv: Sequence[str]) -> int:
         CompileError: when there is no compiler, or a step fails.
         ConfigError: when `--batch` is out of range.
     """
-    parser = argparse.ArgumentParser(prog="scripts/bench compile_ways", description=__doc__)
+    parser = Parser(prog="scripts/bench compile_ways", description=__doc__)
     parser.add_argument("--batch", type=int, default=1, help=f"kernels, at most {UNIT}; default 1")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     args = parser.parse_args(argv)
     if not 1 <= args.batch <= UNIT:
         raise ConfigError(f"--batch {args.batch} (allowed: 1 to {UNIT})")

@@ -9,7 +9,6 @@ served as in a program of one GPU.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
@@ -24,6 +23,7 @@ from typing import Any
 from benchmarks import file_head
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
+from tuner.cli import Parser
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.families import family
 from tuner.problem import AttentionBackwardProblem, AttentionProblem
@@ -249,11 +249,11 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: when a shape or a count is wrong.
         BenchmarkError: when torch sees fewer than two GPUs, or a rank fails.
     """
-    parser = argparse.ArgumentParser(prog="scripts/bench context_parallel", description=__doc__)
+    parser = Parser(prog="scripts/bench context_parallel", description=__doc__)
     parser.add_argument("--shape", default=SHAPE, help=f"the whole sequence (default: {SHAPE})")
     parser.add_argument("--gpus", type=int, default=0, help="how many; default: all of this host")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds of the ways in turn")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     args = parser.parse_args(argv)
     check_place(args.json)
     problem = AttentionProblem.parse(args.shape)

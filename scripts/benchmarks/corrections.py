@@ -28,6 +28,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from benchmarks.population import read
+from tuner.cli import Parser
 from tuner.errors import BenchmarkError
 from tuner.families import families
 from tuner.hardware import Gpu
@@ -120,7 +121,7 @@ def _sum(amounts: Amounts | None, rates: Sequence[float], one: Timed) -> float:
 
 def main(argv: Sequence[str]) -> int:
     """Fit and judge; 0."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="scripts/bench corrections",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

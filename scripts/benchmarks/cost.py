@@ -10,7 +10,6 @@ reads.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import math
 import random
@@ -25,7 +24,7 @@ from tuner.base import resources
 from tuner.base.install import extra_command
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
-from tuner.cli import DONE
+from tuner.cli import DONE, Parser
 from tuner.errors import ConfigError
 from tuner.families import families, families_of
 from tuner.families.base import Family
@@ -372,15 +371,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         ConfigError: when an argument or a recording is wrong.
     """
-    parser = argparse.ArgumentParser(
-        prog="bench cost",
+    parser = Parser(
+        prog="scripts/bench cost",
         description="Fits the cost models to the recordings; each problem is judged by the fit "
         "that left it out.",
     )
-    parser.add_argument("--recordings", type=Path, default=recording.folder(), metavar="DIR")
-    parser.add_argument("--family", action="append", metavar="NAME")
+    parser.add_argument(
+        "--recordings",
+        type=Path,
+        default=recording.folder(),
+        metavar="DIR",
+        help="folder of the recordings (default: the shipped ones)",
+    )
+    parser.add_argument(
+        "--family", action="append", metavar="NAME", help="only this family; may be repeated"
+    )
     parser.add_argument("--write", action="store_true", help="store the constants in cache/cost")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     args = parser.parse_args(argv)
     known = {name: f for name, f in families().items() if f.cost_constants}
     for name in args.family or ():

@@ -21,6 +21,7 @@ from benchmarks import backward, e4m3, fp8_attention, own_kernels, sustained
 from tuner.base.output import check_place
 from tuner.base.processes import python_command
 from tuner.bench.results import write_json
+from tuner.cli import Parser
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.measure import nsight
 from tuner.measure.profile import CYCLES, CYCLES_ACTIVE, DURATION, SHARES, STALLS, KernelCounters
@@ -164,14 +165,19 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: when a shape or a name is wrong.
         BenchmarkError: without ncu, or when its counters cannot be read.
     """
-    parser = argparse.ArgumentParser(prog="scripts/bench counters", description=__doc__)
+    parser = Parser(prog="scripts/bench counters", description=__doc__)
     ops = [kind.op for kind in (AttentionProblem, AttentionBackwardProblem, GemmProblem)]
-    parser.add_argument("--op", choices=ops, default=AttentionProblem.op)
+    parser.add_argument(
+        "--op",
+        choices=ops,
+        default=AttentionProblem.op,
+        help="operation of the shape (default attention)",
+    )
     parser.add_argument("--shape", required=True, help="as S=1024,D=64,dtype=e4m3")
     parser.add_argument("--call", action="append", default=[], metavar="NAME", help="a call")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--ncu", type=Path, metavar="PATH", help="Nsight Compute's command")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     args = parser.parse_args(argv)
     check_place(args.json)
     problem = problem_of(args.op, args.shape)

@@ -30,8 +30,10 @@ from typing import Any
 
 from benchmarks import file_head
 from benchmarks.call_times import FAILURES, Contender, first_line, time_calls
+from benchmarks.gpu import need_gpu
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
+from tuner.cli import Parser
 from tuner.compile.toolchain import find_toolchain
 from tuner.errors import BenchmarkError, CompileError, ConfigError
 from tuner.hardware import DEFAULT_GPU
@@ -380,16 +382,18 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: when CuTe DSL or the example is missing.
         BenchmarkError: without a GPU.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="scripts/bench cute_dsl",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--example", type=Path, metavar="FILE")
+    source.add_argument(
+        "--example", type=Path, metavar="FILE", help="CUTLASS's example of a dense GEMM"
+    )
     source.add_argument("--exported", type=Path, metavar="DIR", help="kernels of --export")
     parser.add_argument("--export", type=Path, metavar="DIR", help="compile only, without a GPU")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     args = parser.parse_args(argv)
     check_place(args.json)
     if args.example and not args.example.is_file():
@@ -400,10 +404,9 @@ def main(argv: Sequence[str]) -> int:
         os.environ["CUTE_DSL_ARCH"] = "sm_90a"
         Dsl(args.example).export(args.export)
         return 0
+    need_gpu("--export")
     import torch
 
-    if not torch.cuda.is_available():
-        raise BenchmarkError("no GPU found: scripts/bench cute_dsl runs kernels")
     dsl = Dsl(args.example) if args.example else Exported(args.exported)
     about = file_head.complete({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__})
     products = []

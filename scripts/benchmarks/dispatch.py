@@ -39,12 +39,14 @@ from types import MappingProxyType
 from typing import Any
 
 from benchmarks import calls, decoder, file_head
+from benchmarks.gpu import need_gpu
 from benchmarks.service import document, problem
 from tuner import settings
 from tuner.base.output import check_place
 from tuner.base.processes import python_command, python_environment
 from tuner.bench.results import write_json
 from tuner.bundle.wheel import without_newer_glibc, write_package
+from tuner.cli import Parser
 from tuner.compile import dispatcher
 from tuner.compile.artifacts import ArtifactCache
 from tuner.compile.prebuilt import KERNELS, PACKAGE
@@ -101,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="scripts/bench dispatch",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -226,10 +228,9 @@ def environment() -> dict[str, Any]:
     Raises:
         BenchmarkError: when there is no GPU.
     """
+    need_gpu()
     import torch
 
-    if not torch.cuda.is_available():
-        raise BenchmarkError(f"torch {torch.__version__} sees no CUDA GPU")
     facts = {
         "gpu": torch.cuda.get_device_name(),
         **device.environment().facts,

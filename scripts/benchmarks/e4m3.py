@@ -11,7 +11,6 @@ factors. An own kernel with a larger one than the peers is not timed.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from math import ceil, exp, inf, isfinite, log
@@ -26,6 +25,7 @@ from benchmarks.own_plans import own_plan
 from benchmarks.scaled import CHECKED_COLUMNS, CHECKED_ROWS
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
+from tuner.cli import Parser
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.problem import E4M3, GemmProblem
@@ -258,10 +258,10 @@ def main(argv: Sequence[str]) -> int:
         BenchmarkError: when there is no GPU or no PyTorch.
         ConfigError: when an option is wrong.
     """
-    parser = argparse.ArgumentParser(prog="scripts/bench e4m3", description=__doc__)
+    parser = Parser(prog="scripts/bench e4m3", description=__doc__)
     known = ",".join("x".join(map(str, size)) for size in SIZES)
     parser.add_argument("--sizes", default=known, metavar="MxNxK,...", help=f"default: {known}")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     args = parser.parse_args(argv)
     check_place(args.json)
     try:

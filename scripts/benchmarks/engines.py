@@ -28,7 +28,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -36,12 +36,14 @@ from typing import Any
 
 from benchmarks import engine_steps, file_head
 from benchmarks.child import Worker, answer_indices
+from benchmarks.engine_report import FEW, PROMPTS, TUNER, VLLM, WAYS, report
+from benchmarks.gpu import no_gpu
 from tuner.base.output import check_place
 from tuner.base.processes import python_command
 from tuner.bench.results import write_json
+from tuner.cli import Parser
 from tuner.errors import BenchmarkError
 from tuner.measure.device import detect
-from tuner.selection.describe import table
 
 #: Llama 3.2 1B and Llama 3 8B, but for their vocabulary's last tokens.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -61,14 +63,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 VOCABULARY = 128_000
-VLLM, TUNER, FEW = "vllm", "tuner", "tuner-few"
-WAYS = (VLLM, TUNER, FEW)
 FEW_QUERIES = "16"
 """``TUNER_VLLM_QUERIES`` of the way `FEW`: decoding and speculation are served, prompts vLLM's."""
 LIMIT_S = 240.0
 PASSES = 3
-PROMPTS, PROMPT = 4, 2048
-"""Prompts of the pass that measures them, and their length."""
+PROMPT = 2048
+"""Tokens of each of the `PROMPTS` prompts of the pass that measures them."""
 #: One process, no network.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if importlib.util.find_spec("vllm") is None:
         raise BenchmarkError("vllm is not installed: scripts/bench engines runs its offline engine")
     if detect() is None:
-        raise BenchmarkError("no GPU found: scripts/bench engines runs kernels")
+        raise no_gpu()
     if args.json:
         check_place(args.json)
     given = list(sys.argv[2:] if argv is None else argv)
@@ -167,12 +167,14 @@ def _say(text: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="scripts/bench engines",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--shape", action="append", choices=sorted(SHAPES))
+    parser.add_argument(
+        "--shape", action="append", choices=sorted(SHAPES), help="only this model; may be repeated"
+    )
     parser.add_argument(
         "--ways", action="append", choices=WAYS, help=f"default: {VLLM} and {TUNER}"
     )
@@ -430,84 +432,3 @@ def attention_of(llm: Any) -> str:
 
 def _stats(stats: Any) -> dict[str, Any]:
     return {"hits": stats.hits, "fallbacks": dict(stats.fallbacks), "errors": dict(stats.errors)}
-
-
-FIGURES = ("first_token_ms", "token_ms", "tokens_per_s")
-HEADING = ("shape", "requests", "figure", "way", "runs", "median", "best", "worst", "speed")
-
-
-def report(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Medians of the runs, each way's speed over vLLM's own, and what the tokens agree in."""
-    lines: list[tuple[str, ...]] = [HEADING]
-    said: list[str] = []
-    for shape in dict.fromkeys(row["shape"] for row in rows):
-        of_shape = [row for row in rows if row["shape"] == shape and "lost" not in row]
-        counts = list(dict.fromkeys(c for row in of_shape for c in row["concurrency"]))
-        ways = list(dict.fromkeys(row["way"] for row in of_shape))
-        ways.sort(key=WAYS.index)
-        for count, figure in (("", "prompt_tokens_per_s"), *itertools.product(counts, FIGURES)):
-            values = {
-                way: [_figure(row, count, figure) for row in of_shape if row["way"] == way]
-                for way in ways
-            }
-            lines.extend(_lines((shape, count or str(PROMPTS), figure), values))
-        said.extend(_agreements(shape, of_shape, counts, ways))
-        for way in ways:
-            if way != VLLM:
-                said.append(_answered(shape, way, of_shape))
-    for row in rows:
-        if "lost" in row:
-            said.append(f"run {row['run']}, {row['shape']}, {row['way']}: lost: {row['lost']}")
-    return "\n".join([table(lines, frozenset(range(4, 9))), *said])
-
-
-def _figure(row: Mapping[str, Any], count: str, figure: str) -> float:
-    return float(row["concurrency"][count][figure] if count else row[figure])
-
-
-def _lines(what: tuple[str, str, str], values: Mapping[str, Sequence[float]]) -> Iterator[Any]:
-    is_rate = what[2].endswith("per_s")
-    shown = "{:.0f}" if is_rate else "{:.2f}"
-    for way, found in values.items():
-        ordered = sorted(found, reverse=is_rate)
-        median, speed = statistics.median(found), ""
-        if way != VLLM and (own := values.get(VLLM)):
-            ratio = median / statistics.median(own)
-            speed = f"{ratio if is_rate else 1 / ratio:.3f}"
-        cells = (shown.format(value) for value in (median, ordered[0], ordered[-1]))
-        yield *what, way, str(len(found)), *cells, speed
-
-
-def _agreements(
-    shape: str, rows: Sequence[Mapping[str, Any]], counts: Sequence[str], ways: Sequence[str]
-) -> Iterator[str]:
-    for count, way in itertools.product(counts, ways):
-        tokens = {
-            one: [row["concurrency"][count]["tokens"] for row in rows if row["way"] == one]
-            for one in (VLLM, way)
-        }
-        wanted = tokens[VLLM][:1]
-        others = tokens[way][1:] if way == VLLM else tokens[way]
-        if wanted and others:
-            same, every = agreement(wanted[0], others[0])
-            yield f"{shape}, {count} requests: {way} has {same} of {every} tokens of {VLLM}'s"
-
-
-def agreement(wanted: Sequence[Sequence[int]], found: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """Tokens of all sequences up to the first that differs in each, and all tokens."""
-    same = sum(
-        sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*one, strict=True)))
-        for one in zip(wanted, found, strict=True)
-    )
-    return same, sum(map(len, wanted))
-
-
-def _answered(shape: str, way: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Calls of attention by what answered them, in the last run of a way."""
-    row = [row for row in rows if row["way"] == way][-1]
-    parts = []
-    for part in ("captured", "eager"):
-        counts = row[part]
-        refused = [f"{number} {kind}" for kind, number in counts["fallbacks"].items()]
-        parts.append(f"{part} {counts['hits']} tuned, {'; '.join(refused) or 'none refused'}")
-    return f"{shape}, {way}: {row['attention']}; {'; '.join(parts)}"

@@ -30,6 +30,7 @@ from unittest import mock
 
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
+from tuner.cli import Parser
 from tuner.errors import BenchmarkError, ConfigError, LeaseLostError, StoreError
 from tuner.families import families_of
 from tuner.families.base import group_by_kernels
@@ -462,19 +463,21 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: when a number is out of range.
     """
-    parser = argparse.ArgumentParser(prog="scripts/bench fleet", description=__doc__)
-    parser.add_argument("--workers", type=int, default=200)
+    parser = Parser(prog="scripts/bench fleet", description=__doc__)
+    parser.add_argument("--workers", type=int, default=200, help="simulated workers (default 200)")
     parser.add_argument("--processes", type=int, default=40, help="that hold them (default 40)")
-    parser.add_argument("--problems", type=int, default=400)
+    parser.add_argument(
+        "--problems", type=int, default=400, help="problems of the job (default 400)"
+    )
     parser.add_argument("--trials", type=int, default=50, help="groups a problem")
     parser.add_argument(
         "--kill", type=float, default=0.2, help="part of the processes (default 0.2)"
     )
     parser.add_argument("--lease", type=float, default=LEASE_S, help="seconds (default 20)")
     parser.add_argument("--speed", type=float, default=25.0, help="times faster than recorded")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the kills (default 0)")
     parser.add_argument("--store", metavar="URL", help="an empty one (default: a temporary file)")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     args = parser.parse_args(argv)
     args.processes = min(args.processes, args.workers)
     for name in ("workers", "processes", "problems", "trials"):

@@ -14,11 +14,12 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
+from benchmarks.gpu import no_gpu
 from tuner.compile.artifacts import ArtifactCache
 from tuner.compile.compiler import Compiler
 from tuner.compile.toolchain import find_toolchain
 from tuner.config import Config
-from tuner.errors import BenchmarkError, TunerError
+from tuner.errors import TunerError
 from tuner.families import family
 from tuner.families.base import KernelSpec
 from tuner.hardware import DEFAULT_GPU, Gpu
@@ -189,7 +190,7 @@ def made(
     """
     gpu = detect()
     if gpu is None and needs_gpu:
-        raise BenchmarkError("no GPU found: forced kernels run on one")
+        raise no_gpu()
     compiler = Compiler(find_toolchain(), ArtifactCache())
     return Forced(compiler, gpu or DEFAULT_GPU, families, built_only=built_only)
 

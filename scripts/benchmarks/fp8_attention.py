@@ -8,7 +8,6 @@ bf16. All are timed in one pass (`call_times.time_calls`).
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -21,6 +20,7 @@ from benchmarks import own_kernels
 from benchmarks.call_times import Contender, first_line, time_calls
 from benchmarks.own_kernels import exact
 from tuner.base.output import check_place
+from tuner.cli import Parser
 from tuner.cli.aot import compile_aot
 from tuner.compile.artifacts import ArtifactCache
 from tuner.compile.compiler import Compiler
@@ -298,10 +298,10 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: when a shape is wrong.
         BenchmarkError: when torch sees no GPU.
     """
-    parser = argparse.ArgumentParser(prog="scripts/bench fp8_attention", description=__doc__)
+    parser = Parser(prog="scripts/bench fp8_attention", description=__doc__)
     parser.add_argument("--shape", action="append", default=[], help="as S=1024,D=64,dtype=e4m3")
     parser.add_argument("--compile", action="store_true", help="compile kernels, time nothing")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     args = parser.parse_args(argv)
     check_place(args.json)
     problems = [AttentionProblem.parse(shape) for shape in args.shape or SHAPES]

@@ -12,7 +12,6 @@ them.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
@@ -24,6 +23,7 @@ from typing import Any
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
 from tuner.bench.suites import SUITES
+from tuner.cli import Parser
 from tuner.errors import BenchmarkError
 from tuner.families import family
 from tuner.families.base import KernelSpec
@@ -165,7 +165,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         BenchmarkError: when there are no two GPUs of a kind, or a problem fails.
     """
-    parser = argparse.ArgumentParser(prog="scripts/bench gpus", description=__doc__)
+    parser = Parser(prog="scripts/bench gpus", description=__doc__)
     parser.add_argument("--device", default="all", metavar="N,...", help="as 0,1,2,3 (default all)")
     parser.add_argument("--problems", type=Path, metavar="FILE", help="in place of the suite's")
     parser.add_argument("--trials", type=int, default=16, help="groups a problem (default 16)")
@@ -173,7 +173,7 @@ def main(argv: Sequence[str]) -> int:
     ways = parser.add_mutually_exclusive_group()
     ways.add_argument("--compile-only", action="store_true", help="no GPU is needed for that")
     ways.add_argument("--compiled-only", action="store_true", help="compile nothing")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     args = parser.parse_args(argv)
     check_place(args.json)
     suite = list(SUITES["acceptance"].problems)[:PROBLEMS]

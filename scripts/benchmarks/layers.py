@@ -15,13 +15,13 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks.child import answer_indices
-from benchmarks.population import listing, measured, read, surroundings
+from benchmarks.population import listing, measure_on_gpu, measured, read, surroundings
 from benchmarks.population_report import report
 from tuner.base.output import check_place
 from tuner.base.processes import python_command
+from tuner.cli import Parser
 from tuner.problem import GemmProblem, Problem, SwigluProblem
 from tuner.problem.population import (
     HALF_TYPES,
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     calls = layers(args.models.split(","), args.rows, args.max_mb * 1e6)[: args.count]
     if args.worker:
-        return answer_indices(lambda index: _measure(calls[index]))
+        return answer_indices(lambda index: measure_on_gpu(calls[index]))
     if args.list:
         print(listing(calls, find_gpu(args.gpu)), end="")
         return 0
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="scripts/bench layers",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -87,7 +87,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpu", default="H100", help="with --list: GPU that is asked about")
     parser.add_argument("--json", type=Path, metavar="OUT", help="JSON lines, gone on with")
     parser.add_argument("--report", type=Path, metavar="FILE", help="print such a file's tables")
-    parser.add_argument("--time-limit", type=float, default=math.inf, metavar="SECONDS")
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        default=math.inf,
+        metavar="SECONDS",
+        help="begin no call after this",
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser
 
@@ -129,10 +135,3 @@ def layers(
                     if call.bytes <= MAX_BYTES and problem.flops <= MAX_FLOPS:
                         found.setdefault(call.key, call)
     return sorted(found.values(), key=lambda one: hashlib.sha256(one.key.encode()).hexdigest())
-
-
-def _measure(call: ModelCall) -> dict[str, Any]:
-    from benchmarks.call_times import time_calls
-    from benchmarks.population_calls import measure
-
-    return measure(call, "cuda", time_calls)

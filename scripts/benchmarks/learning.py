@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.call_times import Contender, time_calls
+from benchmarks.gpu import no_gpu
 from benchmarks.models import environment
 from tuner import settings
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
-from tuner.errors import BenchmarkError
+from tuner.cli import Parser
 from tuner.measure.device import detect
 from tuner.problem import AttentionProblem, GemmProblem, Problem
 from tuner.selection.describe import table
@@ -60,7 +61,7 @@ JOURNAL = "benchmarked.jsonl"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure every shape; 1 if an output differs from PyTorch's by more than `MAX_ERROR`."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="scripts/bench learning",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -72,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     check_place(args.json)
     if detect() is None:
-        raise BenchmarkError("no GPU found: scripts/bench learning runs kernels")
+        raise no_gpu()
     with tempfile.TemporaryDirectory() as folder:
         _set_out(Path(folder))
         rows = []

@@ -7,13 +7,13 @@ one step.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tuner.bench.comparison import ComparisonRun, RowTask
 from tuner.bench.results import Results
+from tuner.cli import Parser
 from tuner.config import Config, Value
 from tuner.errors import ConfigError
 from tuner.families import family
@@ -109,13 +109,24 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: when a shape is wrong, or nothing of its own is tuned for it.
     """
-    parser = argparse.ArgumentParser(prog="scripts/bench levers", description=__doc__)
-    parser.add_argument("--op", choices=sorted(PROBLEMS), default="attention")
-    parser.add_argument("--shape", action="append", required=True, metavar="KEY=VALUE,...")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--device", type=int, default=0)
+    parser = Parser(prog="scripts/bench levers", description=__doc__)
+    parser.add_argument(
+        "--op",
+        choices=sorted(PROBLEMS),
+        default="attention",
+        help="operation of the shapes (default attention)",
+    )
+    parser.add_argument(
+        "--shape",
+        action="append",
+        required=True,
+        metavar="KEY=VALUE,...",
+        help="problem to time; may be repeated",
+    )
+    parser.add_argument("--rounds", type=int, default=20, help="interleaved rounds (default 20)")
+    parser.add_argument("--device", type=int, default=0, help="CUDA device (default 0)")
     parser.add_argument("--jobs", type=int, default=None, help="nvcc processes at a time")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     args = parser.parse_args(argv)
 
     from tuner.runners.choose import Machine, Runners

@@ -8,7 +8,6 @@ those of ``sdpa``: it then chose between near ties.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from typing import Any, cast
 from benchmarks.forced import made
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
+from tuner.cli import Parser
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.families import family
 from tuner.problem import AttentionProblem
@@ -170,7 +170,7 @@ def main(argv: Sequence[str]) -> int:
         BenchmarkError: when there is no GPU or no PyTorch.
         ConfigError: when the options are out of range.
     """
-    parser = argparse.ArgumentParser(prog="scripts/bench logits", description=__doc__)
+    parser = Parser(prog="scripts/bench logits", description=__doc__)
     parser.add_argument("--seeds", type=int, default=8, help="random models of each kind")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every row here")
     args = parser.parse_args(argv)

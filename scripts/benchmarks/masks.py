@@ -9,7 +9,6 @@ the portfolio's answers at other shapes (`benchmarks.masks_served`).
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,9 +18,11 @@ from typing import Any
 
 from benchmarks import file_head, masks_served
 from benchmarks.call_times import Contender, Times, time_calls
+from benchmarks.gpu import need_gpu
 from benchmarks.masks_served import MASKS
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
+from tuner.cli import Parser
 from tuner.compile.artifacts import ArtifactCache
 from tuner.compile.compiler import Compiler, find_toolchain
 from tuner.compile.loading import LoadedKernel, load
@@ -258,13 +259,19 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: when a mask is not known.
         BenchmarkError: when torch sees no GPU.
     """
-    parser = argparse.ArgumentParser(prog="scripts/bench masks", description=__doc__)
-    parser.add_argument("--mask", action="append", default=[], metavar="NAME")
+    parser = Parser(prog="scripts/bench masks", description=__doc__)
+    parser.add_argument(
+        "--mask",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="only this mask; may be repeated",
+    )
     parser.add_argument(
         "--one-pass", action="store_true", help="time all own kernels beside the others"
     )
     parser.add_argument("--compile", action="store_true", help="compile the kernels, time nothing")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     parser.add_argument("--served", action="store_true", help="calls through the portfolio")
     args = parser.parse_args(argv)
     check_place(args.json)
@@ -275,10 +282,8 @@ def main(argv: Sequence[str]) -> int:
         kernels = built(wanted)
         print(f"{sum(map(len, kernels.values()))} kernels are compiled")
         return 0
-    import torch
+    need_gpu("--compile")
 
-    if not torch.cuda.is_available():
-        raise BenchmarkError(f"torch {torch.__version__} sees no GPU")
     if args.served:
         return _served(args.mask, args.json)
     kernels = built(wanted)

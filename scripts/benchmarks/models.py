@@ -41,11 +41,13 @@ from typing import Any
 
 from benchmarks import file_head
 from benchmarks.child import Worker, answer_indices
+from benchmarks.gpu import no_gpu
 from benchmarks.paired import Ratio, ratio
 from tuner.base.output import check_place
 from tuner.base.processes import python_command
 from tuner.bench.results import write_json
-from tuner.errors import BenchmarkError, ConfigError
+from tuner.cli import Parser
+from tuner.errors import ConfigError
 from tuner.measure.device import detect
 from tuner.measure.device import environment as device_environment
 from tuner.selection.describe import table
@@ -94,9 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return answer_indices(measured, args.device)
     if args.device == "cuda" and detect() is None:
-        raise BenchmarkError(
-            "no GPU found: scripts/bench models runs kernels (--device cpu does not)"
-        )
+        raise no_gpu("--device cpu")
     if args.json:
         check_place(args.json)
     given = list(sys.argv[2:] if argv is None else argv)
@@ -114,14 +114,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="scripts/bench models",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--models", type=partial(_names, MODELS), default=list(MODELS))
-    parser.add_argument("--modes", type=partial(_names, MODES), default=list(MODES))
-    parser.add_argument("--ways", type=partial(_names, WAYS), default=list(WAYS))
+    parser.add_argument(
+        "--models",
+        type=partial(_names, MODELS),
+        default=list(MODELS),
+        help="models between commas (default: all)",
+    )
+    parser.add_argument(
+        "--modes",
+        type=partial(_names, MODES),
+        default=list(MODES),
+        help="modes between commas (default: all)",
+    )
+    parser.add_argument(
+        "--ways",
+        type=partial(_names, WAYS),
+        default=list(WAYS),
+        help="ways between commas (default: all)",
+    )
     parser.add_argument("--layers", type=int, default=4, help="layers of each model")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds of timing (default 9)")
     parser.add_argument(
@@ -133,7 +148,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write every figure there")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for a model and mode")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="device of the models (default cuda)",
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser
 

@@ -24,15 +24,16 @@ from typing import Any
 from benchmarks import file_head
 from benchmarks.call_times import FAILURES, Contender, first_line, time_calls
 from benchmarks.child import Worker, answer_indices, turn
+from benchmarks.gpu import need_gpu
 from benchmarks.moe_layers import DTYPES, LAYERS, ROUTES, ROWS, Case, Key, Weights, cases, routed
 from benchmarks.moe_peers import Peers, peers_of
 from benchmarks.moe_products import prepared, products_timed
 from tuner.base.output import check_place
 from tuner.base.processes import python_command
 from tuner.bench.results import write_json
-from tuner.errors import BenchmarkError, ConfigError
+from tuner.cli import Parser
+from tuner.errors import ConfigError
 from tuner.families.vendor import peers
-from tuner.measurement import Status
 from tuner.selection.describe import microseconds, table
 
 OWN = "own"
@@ -313,12 +314,9 @@ def environment() -> dict[str, Any]:
     Raises:
         BenchmarkError: when there is no GPU or no PyTorch.
     """
-    try:
-        import torch
-    except ImportError as exc:
-        raise BenchmarkError(f"PyTorch cannot be imported: {exc}") from exc
-    if not torch.cuda.is_available():
-        raise BenchmarkError("a layer is timed on a GPU: none is here", status=Status.UNAVAILABLE)
+    need_gpu()
+    import torch
+
     from tuner.runtime import devices
 
     facts = dict(devices.environment().facts)
@@ -349,13 +347,22 @@ def main(argv: Sequence[str]) -> int:
         BenchmarkError: when there is no GPU or no PyTorch.
         ConfigError: when an option is wrong.
     """
-    parser = argparse.ArgumentParser(prog="scripts/bench moe", description=__doc__)
+    parser = Parser(prog="scripts/bench moe", description=__doc__)
     parser.add_argument(
         "--layers", default=",".join(LAYERS), metavar="NAME,...", help="NAME:TYPE has one type only"
     )
-    parser.add_argument("--rows", default=",".join(map(str, ROWS)), metavar="N,...")
-    parser.add_argument("--routes", default=",".join(ROUTES), metavar="NAME,...")
-    parser.add_argument("--dtypes", default=",".join(DTYPES), metavar="NAME,...")
+    parser.add_argument(
+        "--rows", default=",".join(map(str, ROWS)), metavar="N,...", help="numbers of tokens"
+    )
+    parser.add_argument(
+        "--routes",
+        default=",".join(ROUTES),
+        metavar="NAME,...",
+        help="distributions of the tokens over experts",
+    )
+    parser.add_argument(
+        "--dtypes", default=",".join(DTYPES), metavar="NAME,...", help="types of the weights"
+    )
     parser.add_argument(
         "--products", action="store_true", help="also both products alone, by each kernel"
     )
@@ -375,7 +382,7 @@ def main(argv: Sequence[str]) -> int:
         "--turn", type=Path, metavar="FILE", help="take the times under a lock of this file"
     )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     args = parser.parse_args(argv)
     check_place(args.json)
     rows = _chosen("rows", args.rows, [str(1 << power) for power in range(17)])

@@ -12,7 +12,6 @@ family's estimates. ``--served`` also times what `tuner.linear` launches.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -26,6 +25,7 @@ from benchmarks.moe import environment
 from benchmarks.own_plans import own_plan
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
+from tuner.cli import Parser
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.problem import GemmProblem
@@ -319,7 +319,7 @@ def main(argv: Sequence[str]) -> int:
         CompileError: without a compiler.
         ConfigError: when an option is wrong.
     """
-    parser = argparse.ArgumentParser(prog="scripts/bench narrow", description=__doc__)
+    parser = Parser(prog="scripts/bench narrow", description=__doc__)
     known = ",".join(map(str, ROWS))
     parser.add_argument("--rows", default=known, metavar="M,...", help=f"default: {known}")
     parser.add_argument(
@@ -335,7 +335,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--compile-limit", type=float, default=120.0, metavar="SECONDS", help="default: 120"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     args = parser.parse_args(argv)
     check_place(args.json)
     try:
@@ -346,11 +346,12 @@ def main(argv: Sequence[str]) -> int:
 
     gpu = GPUS["H100"]
     products = list(problems(rows))
+    about = {} if args.compile else environment()  # before the kernels are compiled
     artifacts = compiled(products, args.kernels, args.built, gpu, args.compile_limit)
     if args.compile:
         print(f"{sum(map(len, artifacts.values()))} kernels of {len(artifacts)} products")
         return 0
-    document: dict[str, Any] = {"environment": environment(), "products": []}
+    document: dict[str, Any] = {"environment": about, "products": []}
     for problem, kernels in artifacts.items():
         document["products"].append(timed(problem, kernels, with_served=args.served))
         if args.json:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from benchmarks.child import answer_indices
 from benchmarks.layers import layers
-from benchmarks.population import _measure, listing, measured, surroundings
+from benchmarks.population import listing, measure_on_gpu, measured, surroundings
 from benchmarks.population_report import report
 from tuner.base.output import check_place
 from tuner.base.processes import python_command
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     calls = by_turns(args.op, own(args.op, find_gpu(args.gpu)))
     if args.worker:
-        return answer_indices(lambda index: _measure(calls[index]))
+        return answer_indices(lambda index: measure_on_gpu(calls[index]))
     if args.list:
         print(listing(calls, find_gpu(args.gpu)), end="")
         return 0

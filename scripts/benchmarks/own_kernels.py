@@ -8,12 +8,12 @@ from typing import Any
 
 from benchmarks import file_head
 from benchmarks.call_times import Contender
+from benchmarks.gpu import need_gpu
 from tuner.bench.results import write_json
 from tuner.compile.artifacts import ArtifactCache
 from tuner.compile.compiler import Compiler
 from tuner.compile.loading import load
 from tuner.compile.toolchain import find_toolchain
-from tuner.errors import BenchmarkError
 from tuner.families import family
 from tuner.families.base import SCRATCH
 from tuner.hardware import DEFAULT_GPU
@@ -139,10 +139,7 @@ def measured(
     Raises:
         BenchmarkError: when torch sees no GPU.
     """
-    import torch
-
-    if not torch.cuda.is_available():
-        raise BenchmarkError(f"torch {torch.__version__} sees no GPU")
+    need_gpu()
     about = environment()
     every: list[dict[str, Any]] = []
     for problem in problems:

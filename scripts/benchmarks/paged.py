@@ -26,9 +26,11 @@ from typing import Any
 
 from benchmarks import own_kernels
 from benchmarks.call_times import FAILURES, Contender, first_line, time_calls
+from benchmarks.gpu import need_gpu
 from benchmarks.paged_batches import Case, cases, groups
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
+from tuner.cli import Parser
 from tuner.cli.aot import compile_aot
 from tuner.compile.artifacts import ArtifactCache
 from tuner.compile.compiler import Compiler
@@ -457,12 +459,18 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: when a group is not known.
         BenchmarkError: when torch sees no GPU.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="scripts/bench paged",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--group", action="append", default=[], metavar="NAME")
+    parser.add_argument(
+        "--group",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="only this group of cases; may be repeated",
+    )
     parser.add_argument("--compile", action="store_true", help="compile kernels, time nothing")
     parser.add_argument("--selected", action="store_true", help="leave out the other schedules")
     parser.add_argument(
@@ -471,7 +479,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--quick-us", type=float, default=QUICK_US, help="the same, of a schedule in the first pass"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     args = parser.parse_args(argv)
     check_place(args.json)
     known = groups()
@@ -482,10 +490,9 @@ def main(argv: Sequence[str]) -> int:
         specs = dict.fromkeys(spec for case in wanted for spec in kernels_of(case).values())
         with Compiler(find_toolchain(), ArtifactCache()) as compiler:
             return compile_aot(list(specs), compiler, None)
+    need_gpu("--compile")
     import torch
 
-    if not torch.cuda.is_available():
-        raise BenchmarkError(f"torch {torch.__version__} sees no GPU")
     kernels = {case: {} for case in wanted} if args.selected else loaded(wanted)
     size = max(MIN_POOL, ROTATED + max(case.cached_bytes for case in wanted))
     numbers = torch.empty(size // 2, dtype=torch.bfloat16, device="cuda").normal_()

@@ -7,7 +7,6 @@ and of the fastest. It also prints the host time of a call of the fastest, besid
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
@@ -17,8 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu import no_gpu
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
+from tuner.cli import Parser
 from tuner.errors import BenchmarkError
 from tuner.families import families_of, family
 from tuner.measurement import Measurement
@@ -168,10 +169,10 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: when a shape is wrong.
         BenchmarkError: when there is no GPU, or a sweep fails.
     """
-    parser = argparse.ArgumentParser(prog="scripts/bench peers", description=__doc__)
+    parser = Parser(prog="scripts/bench peers", description=__doc__)
     parser.add_argument("--op", choices=sorted(SHAPES), default=None, help="default: all")
     parser.add_argument("--shape", action="append", default=[], help="with --op; as S=1024,D=64")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     args = parser.parse_args(argv)
     check_place(args.json)
     if args.shape and args.op is None:
@@ -181,7 +182,7 @@ def main(argv: Sequence[str]) -> int:
     every = []
     with Runners(Machine(), _note) as runners:
         if runners.gpu is None:
-            raise BenchmarkError("no GPU was found: libraries have to be measured")
+            raise no_gpu()
         for problem in problems:
             outcome, lists = swept(problem, runners)
             every.append(found_of(outcome, lists, of_host(problem, outcome.ranking)))

@@ -28,11 +28,13 @@ from typing import Any
 
 from benchmarks import file_head
 from benchmarks.child import Worker, answer_indices
+from benchmarks.gpu import no_gpu
 from benchmarks.population_report import report
 from tuner.base import document, resources
 from tuner.base.output import check_place
 from tuner.base.processes import python_command
-from tuner.errors import BenchmarkError, ConfigError, StoreError
+from tuner.cli import Parser
+from tuner.errors import ConfigError, StoreError
 from tuner.families.vendor import installed_versions, peers
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measure import device
@@ -60,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.op:
         calls = [call for call in calls if call.problem.op in args.op.split(",")]
     if args.worker:
-        return answer_indices(lambda index: _measure(calls[index]))
+        return answer_indices(lambda index: measure_on_gpu(calls[index]))
     if args.gpu and not args.list:
         raise ConfigError("--gpu is for --list: measured is what this machine has")
     if args.list or args.problems:
@@ -77,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="scripts/bench population",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -135,9 +137,7 @@ def surroundings() -> dict[str, Any]:
     """
     gpu = device.detect()
     if gpu is None:
-        raise BenchmarkError(
-            "no GPU found: scripts/bench population runs kernels (--list does not)"
-        )
+        raise no_gpu("--list")
     builds = peers.versions(peers.PEERS)
     facts = {"gpu": gpu.name, **device.environment().facts, **installed_versions(), **builds}
     return file_head.complete(facts)
@@ -289,7 +289,8 @@ def _append(path: Path, row: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def _measure(call: ModelCall) -> dict[str, Any]:
+def measure_on_gpu(call: ModelCall) -> dict[str, Any]:
+    """The row of a call, timed beside PyTorch and peers on this process's GPU."""
     from benchmarks.call_times import time_calls
     from benchmarks.population_calls import measure
 

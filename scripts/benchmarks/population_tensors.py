@@ -17,8 +17,8 @@ from tuner.problem.population import LOWER_RIGHT, PADDING, POSITIONS, ModelCall
 from tuner.runtime.attention_plan import pose, scale_of
 from tuner.runtime.bias import as_operand
 from tuner.runtime.composed import Extras
+from tuner.runtime.gated import swiglu_problem_of
 from tuner.runtime.products import pose as product_of
-from tuner.runtime.products import swiglu_problem_of
 from tuner.runtime.refusal import Refusal
 
 COLD_BYTES, MAX_COPIES = 160 << 20, 40

@@ -10,7 +10,6 @@ ones, the fitted ones, and those fitted without the product's layer.
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from typing import Any
 from benchmarks import json_file
 from benchmarks.moe_products import kernel_name
 from benchmarks.scaled import scaled_name
+from tuner.cli import Parser
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import families
@@ -199,7 +199,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: when a file cannot be read, or is another benchmark's.
     """
-    parser = argparse.ArgumentParser(prog="scripts/bench rates", description=__doc__)
+    parser = Parser(prog="scripts/bench rates", description=__doc__)
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="JSON, or gzipped")
     parser.add_argument("--gpu", default="H100", help="GPU of the times (default H100)")
     args = parser.parse_args(argv)

@@ -26,9 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import file_head, quick_pass
+from benchmarks.gpu import no_gpu
 from benchmarks.population import commit
 from tuner.base import document
 from tuner.base.output import check_place
+from tuner.cli import Parser
 from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.families import families
@@ -78,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="scripts/bench regret",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -91,7 +93,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpu", default="H100", help="with --list: GPU that is asked about")
     parser.add_argument("--json", type=Path, metavar="OUT", help="JSON lines, gone on with")
     parser.add_argument("--report", type=Path, metavar="FILE", help="print such a file's tables")
-    parser.add_argument("--time-limit", type=float, default=math.inf, metavar="SECONDS")
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        default=math.inf,
+        metavar="SECONDS",
+        help="begin no problem after this",
+    )
     return parser
 
 
@@ -163,9 +171,7 @@ def _swept(args: argparse.Namespace, seed: str) -> list[Row]:
     machine = Machine(parse_devices("0"), None, replay=False)
     with Runners(machine, lambda text: print(text, file=sys.stderr)) as runners:
         if (gpu := runners.gpu) is None:
-            raise BenchmarkError(
-                "no GPU found: scripts/bench regret runs kernels (--list does not)"
-            )
+            raise no_gpu("--list")
         heading = {
             "format": FORMAT,
             "seed": seed,

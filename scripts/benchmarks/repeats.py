@@ -14,7 +14,6 @@ again, and all winners share the pass. A seed whose sweep failed is tried again 
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import shutil
@@ -28,10 +27,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import file_head, json_file
+from benchmarks.gpu import no_gpu
 from tuner import settings
 from tuner.base.output import check_place
 from tuner.base.processes import python_command, python_environment
 from tuner.bench.results import write_json
+from tuner.cli import Parser
 from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.families import families
@@ -319,12 +320,23 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: when the shape, the device or the file is wrong.
         BenchmarkError: when there is no GPU, no sweep has a winner, or a winner fails in the pass.
     """
-    parser = argparse.ArgumentParser(prog="scripts/bench repeats", description=__doc__)
+    parser = Parser(prog="scripts/bench repeats", description=__doc__)
     parser.add_argument("--shape", required=True, help="as S=1024,D=64")
-    parser.add_argument("--op", default="attention", choices=sorted(PROBLEMS))
+    parser.add_argument(
+        "--op",
+        default="attention",
+        choices=sorted(PROBLEMS),
+        help="operation of the shape (default attention)",
+    )
     parser.add_argument("--times", type=int, default=TIMES, help=f"sweeps (default {TIMES})")
     parser.add_argument("--trials", type=int, default=None, help="groups a sweep, at most")
-    parser.add_argument("--family", action="append", default=[], metavar="NAME")
+    parser.add_argument(
+        "--family",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="only this own family; may be repeated",
+    )
     ways = parser.add_mutually_exclusive_group()
     ways.add_argument("--compiled-only", action="store_true", help="compile nothing")
     ways.add_argument(
@@ -335,9 +347,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--beside", type=int, default=0, metavar="N", help="recorded kernels timed beside"
     )
-    parser.add_argument("--device", default="0", metavar="N")
+    parser.add_argument("--device", default="0", metavar="N", help="CUDA device (default 0)")
     parser.add_argument("--jobs", type=int, default=None, help="nvcc processes at a time")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     args = parser.parse_args(argv)
     check_place(args.json)
     if args.times < 1:
@@ -353,7 +365,7 @@ def main(argv: Sequence[str]) -> int:
     way = "empty cache" if args.empty_cache else "compiled" if args.compiled_only else "kept cache"
     with Runners(Machine(parse_devices(args.device), args.jobs), _note) as runners:
         if runners.gpu is None:
-            raise BenchmarkError("no GPU was found: sweeps that agree have to be measured")
+            raise no_gpu()
         asked = {"problem": problem.to_json(), "way": way, "arguments": given}
         head = {"format": FORMAT, **asked, **file_head.complete({"gpu": runners.gpu.name})}
 

@@ -33,6 +33,7 @@ from tuner.base.output import check_place
 from tuner.base.processes import python_command
 from tuner.bench.results import write_json
 from tuner.bench.suites import BLOCK_SCALED, BLOCK_SCALED_TOKENS
+from tuner.cli import Parser
 from tuner.errors import ConfigError
 from tuner.families.block_scaled_gemm import BlockScaledGemm
 from tuner.measurement import Regime
@@ -401,7 +402,7 @@ def main(argv: Sequence[str]) -> int:
         BenchmarkError: when there is no GPU or no PyTorch.
         ConfigError: when an option is wrong.
     """
-    parser = argparse.ArgumentParser(prog="scripts/bench scaled", description=__doc__)
+    parser = Parser(prog="scripts/bench scaled", description=__doc__)
     known = ",".join(f"{n}x{k}" for n, k in BLOCK_SCALED)
     parser.add_argument("--layers", default=known, metavar="NxK,...", help=f"default: {known}")
     tokens = ",".join(map(str, BLOCK_SCALED_TOKENS))
@@ -429,7 +430,7 @@ def main(argv: Sequence[str]) -> int:
         "--once", action="store_true", help="call each way once, for a profiler; time nothing"
     )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     args = parser.parse_args(argv)
     check_place(args.json)
     try:

@@ -31,7 +31,7 @@ from benchmarks import cost
 from tuner.base.output import check_place
 from tuner.base.processes import exit_code
 from tuner.bench.results import write_json
-from tuner.cli import DONE
+from tuner.cli import DONE, Parser
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import families_of
@@ -405,22 +405,30 @@ def _pooled(regrets: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="bench search",
+    parser = Parser(
+        prog="scripts/bench search",
         description="Replays the recorded sweeps through the search and says how far from the "
         "recorded best each sampler is after how many compiled groups.",
     )
-    parser.add_argument("--recordings", type=Path, default=recording.folder(), metavar="DIR")
+    parser.add_argument(
+        "--recordings",
+        type=Path,
+        default=recording.folder(),
+        metavar="DIR",
+        help="folder of the recordings (default: the shipped ones)",
+    )
     parser.add_argument("--samplers", metavar="NAME,...", help="default: all that are installed")
-    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="seeds of each sampler")
     parser.add_argument(
         "--least-groups", type=int, default=1, metavar="N", help="search only what has so many"
     )
     parser.add_argument(
         "--in-flight", type=int, default=1, metavar="N", help="groups compiled at once"
     )
-    parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count(), help="processes at a time (default: the cores)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     parser.add_argument("--resume", action="store_true", help="keep what FILE holds already")
     return parser
 

@@ -8,7 +8,6 @@ GPU.
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 import random
@@ -22,6 +21,7 @@ from typing import Any
 from benchmarks import file_head
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
+from tuner.cli import Parser
 from tuner.problem import AttentionProblem, Problem
 from tuner.selection.describe import table
 from tuner.selection.domains import (
@@ -45,7 +45,7 @@ WIDTHS = (1024, 2048, 2560, 3072, 3584, 4096, 5120, 8192, 11008, 14336, 28672)
 
 def main(argv: Sequence[str]) -> int:
     """Measure and print a line for each domain; 0."""
-    parser = argparse.ArgumentParser(prog="scripts/bench select", description=__doc__)
+    parser = Parser(prog="scripts/bench select", description=__doc__)
     parser.add_argument(
         "--shapes", type=int, default=500, help="shapes of each domain (default 500)"
     )

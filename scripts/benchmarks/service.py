@@ -7,7 +7,6 @@ from this process, over connections that stay open, so both share the machine.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gzip
 import json
@@ -28,6 +27,7 @@ from typing import Any
 from tuner.base.output import check_place
 from tuner.base.processes import python_command, python_environment
 from tuner.bench.results import write_json
+from tuner.cli import Parser
 from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.hardware import DEFAULT_GPU
@@ -269,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ConfigError: when an argument is out of range.
         BenchmarkError: when the service fails.
     """
-    parser = argparse.ArgumentParser(prog="scripts/bench service", description=__doc__)
+    parser = Parser(prog="scripts/bench service", description=__doc__)
     parser.add_argument(
         "--entries", type=int, default=10_000, help="entries of the table (default 10000)"
     )

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import file_head
+from benchmarks.gpu import need_gpu
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
+from tuner.cli import Parser
 from tuner.compile.artifacts import ArtifactCache
 from tuner.compile.single import Source
-from tuner.errors import BenchmarkError
 from tuner.measure.device import environment
 
 Row = dict[str, Any]
@@ -40,22 +41,21 @@ def run(
         BenchmarkError: when torch sees no GPU, or the kernel is not built.
         CompileError: when ``--compile-only`` finds no compiler.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=f"scripts/bench {name}",
         description=text,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--compile-only", action="store_true", help="compile, time nothing")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     args = parser.parse_args(argv)
     if args.compile_only:
         kernel.build(ArtifactCache())
         return []
     check_place(args.json)
+    need_gpu("--compile-only")
     import torch
 
-    if not torch.cuda.is_available():
-        raise BenchmarkError(f"torch {torch.__version__} sees no GPU")
     rows = []
     for row in timed:
         rows.append(row)

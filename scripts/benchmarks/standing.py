@@ -7,7 +7,6 @@ noise of both, at most 1 %. ``noisy``: one of the two times deviates by 2 % or m
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from tuner.bench.results import Size, size_of
 from tuner.bench.suites import SUITES
+from tuner.cli import Parser
 from tuner.errors import ConfigError
 from tuner.hardware import GPUS
 from tuner.measurement import Regime
@@ -116,7 +116,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: when the suite is not known, the list cannot be read, or nothing ships of them.
     """
-    parser = argparse.ArgumentParser(prog="scripts/bench standing", description=__doc__)
+    parser = Parser(prog="scripts/bench standing", description=__doc__)
     parser.add_argument("--suite", default="acceptance", help="as of `tuner bench`")
     parser.add_argument(
         "--problems", type=Path, metavar="FILE", help="list of problems in place of a suite"

@@ -29,7 +29,7 @@ from benchmarks import cost, search
 from benchmarks.search import Case
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
-from tuner.cli import DONE
+from tuner.cli import DONE, Parser
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families.base import Family
@@ -305,18 +305,37 @@ def _price(text: str) -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="bench stopping",
+    parser = Parser(
+        prog="scripts/bench stopping",
         description="Simulates sweeps of recorded problems on so many cores, and says when each "
         "ends and what it loses, for prices of a second of waiting.",
     )
-    parser.add_argument("--recordings", type=Path, default=recording.folder(), metavar="DIR")
-    parser.add_argument("--least-groups", type=int, default=MIN_GROUPS, metavar="N")
-    parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--cores", type=int, default=CORES)
-    parser.add_argument("--prices", default=",".join(map(str, PRICES)), metavar="SHARE,...")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument(
+        "--recordings",
+        type=Path,
+        default=recording.folder(),
+        metavar="DIR",
+        help="folder of the recordings (default: the shipped ones)",
+    )
+    parser.add_argument(
+        "--least-groups",
+        type=int,
+        default=MIN_GROUPS,
+        metavar="N",
+        help="least kernels of a recording that is used",
+    )
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="seeds of each recording")
+    parser.add_argument("--cores", type=int, default=CORES, help="cores of the simulated machine")
+    parser.add_argument(
+        "--prices",
+        default=",".join(map(str, PRICES)),
+        metavar="SHARE,...",
+        help="prices of a second, between commas",
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count(), help="processes at a time (default: the cores)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     parser.add_argument(
         "--write", action="store_true", help="store what each effort takes and loses, as it ships"
     )

@@ -43,6 +43,7 @@ from tuner.base.install import install_command
 from tuner.base.output import check_place
 from tuner.base.processes import python_command
 from tuner.bench.results import write_json
+from tuner.cli import Parser
 from tuner.errors import BenchmarkError, ConfigError
 
 TOP = Path(__file__).resolve().parents[2]
@@ -393,7 +394,7 @@ def main(argv: Sequence[str]) -> int:
         BenchmarkError: when there is no GPU, or tests cannot be run.
         ConfigError: when the options are wrong.
     """
-    parser = argparse.ArgumentParser(prog="scripts/bench suites", description=__doc__)
+    parser = Parser(prog="scripts/bench suites", description=__doc__)
     parser.add_argument("--pytorch", type=Path, metavar="PATH", help="checkout of torch's version")
     parser.add_argument("--flash-attention", type=Path, metavar="PATH", help="checkout")
     parser.add_argument("--keyword", metavar="TEXT", help="pytest's -k (default: of each suite)")

@@ -12,7 +12,6 @@ Each call follows an element-wise kernel that writes the queries, whose time is 
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 import statistics
@@ -26,6 +25,7 @@ from typing import Any
 from benchmarks import own_kernels
 from benchmarks.call_times import FAILURES, Contender, first_line, time_calls
 from tuner.base.output import check_place
+from tuner.cli import Parser
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import family
@@ -294,11 +294,11 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: when a shape is wrong.
         BenchmarkError: when torch sees no GPU.
     """
-    parser = argparse.ArgumentParser(prog="scripts/bench sustained", description=__doc__)
+    parser = Parser(prog="scripts/bench sustained", description=__doc__)
     parser.add_argument(
         "--shape", action="append", default=[], help="as H=64,HKV=8,S=8192,D=128,causal=1"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     args = parser.parse_args(argv)
     check_place(args.json)
     problems = [AttentionProblem.parse(shape) for shape in args.shape or SHAPES]

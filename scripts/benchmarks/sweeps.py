@@ -27,8 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import file_head, json_file, quick_pass, repeats
+from benchmarks.gpu import no_gpu
 from tuner.base import document
 from tuner.base.output import check_place
+from tuner.cli import Parser
 from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.families import families_of
@@ -75,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="scripts/bench sweeps",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -83,11 +85,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--problems", type=Path, metavar="FILE", help="as of tuner sweep")
     parser.add_argument("--beside", action="store_true", help="time built kernels beside")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default 0")
-    parser.add_argument("--device", default="0", metavar="N")
+    parser.add_argument("--device", default="0", metavar="N", help="CUDA device (default 0)")
     parser.add_argument("--jobs", type=int, default=None, help="nvcc processes at a time")
     parser.add_argument("--json", type=Path, metavar="OUT", help="JSON lines, gone on with")
     parser.add_argument("--report", type=Path, metavar="FILE", help="print such a file's table")
-    parser.add_argument("--time-limit", type=float, default=math.inf, metavar="SECONDS")
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        default=math.inf,
+        metavar="SECONDS",
+        help="begin no sweep after this",
+    )
     return parser
 
 
@@ -98,7 +106,7 @@ def _rows(args: argparse.Namespace) -> list[Row]:
     given = [f"--device={args.device}", *([f"--jobs={args.jobs}"] if args.jobs else [])]
     with Runners(Machine(parse_devices(args.device), args.jobs, replay=False), _note) as runners:
         if runners.gpu is None:
-            raise BenchmarkError("no GPU found: scripts/bench sweeps measures")
+            raise no_gpu("--report")
         heading = {"format": FORMAT, "seed": args.seed, "jobs": args.jobs}
         known = _kept(args.json, heading | file_head.complete({"gpu": runners.gpu.name}))
         for problem in problems:

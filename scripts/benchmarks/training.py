@@ -26,10 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.child import Worker, answer_indices
+from benchmarks.gpu import no_gpu
 from tuner.base.output import check_place
 from tuner.base.processes import python_command
 from tuner.bench.results import write_json
-from tuner.errors import BenchmarkError
+from tuner.cli import Parser
 from tuner.measure.device import detect
 from tuner.problem import AttentionProblem
 from tuner.problem.population import ModelCall, draw_training, subset
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.worker:
         return answer_indices(lambda index: measure(calls[index]))
     if detect() is None:
-        raise BenchmarkError("no GPU found: scripts/bench training runs kernels (--list does not)")
+        raise no_gpu("--list")
     if args.json:
         check_place(args.json)
     from benchmarks.population import surroundings
@@ -82,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="scripts/bench training",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -92,8 +92,8 @@ def runtime() -> Iterator[SimpleNamespace]:
     if not importlib.util.find_spec("torch"):
         pytest.skip("torch is not installed")
     names = (
-        "attention attention_plan counters devices dispatch plan portfolio products quantiser "
-        "refusal table"
+        "attention attention_plan counters devices dispatch gated plan portfolio products "
+        "quantiser refusal scaled table"
     ).split()
     modules = {name: importlib.import_module(f"tuner.runtime.{name}") for name in names}
 

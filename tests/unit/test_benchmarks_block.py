@@ -151,7 +151,7 @@ def test_wrong_options_say_what_is_allowed(options: list[str]) -> None:
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(BenchmarkError, match="none is here"):
+    with pytest.raises(BenchmarkError, match="no GPU found"):
         block.main(["--rounds", "2"])
 
 

@@ -206,8 +206,8 @@ def test_what_it_calls_is_what_it_lists(
         return torch.nn.functional.linear(x, weight)
 
     def gate(x: Any, weights: Any) -> Any:
-        seen[products.swiglu_problem_of(x, weights)] = None
-        return products.swiglu(x, weights)
+        seen[runtime.gated.swiglu_problem_of(x, weights)] = None
+        return runtime.gated.swiglu(x, weights)
 
     way = Way(attend, multiply, gate, is_interleaved=True)
     sizes = replace(SMALL, vocabulary=48)
@@ -390,7 +390,7 @@ def test_what_would_be_launched_is_built_once(
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(BenchmarkError, match="sees no CUDA GPU"):
+    with pytest.raises(BenchmarkError, match="no GPU found"):
         dispatch.main(["--parts", "host"])
     with pytest.raises(SystemExit):
         dispatch.main(["--parts", "hosts"])

@@ -14,7 +14,8 @@ import pytest
 from vllm_fakes import REGISTRY, overrides, stand_ins
 
 from benchmarks import engines
-from benchmarks.engines import FEW, PROFILE, START, STEPS, TUNER, VLLM, agreement, report, runs
+from benchmarks.engine_report import FEW, TUNER, VLLM, agreement, report
+from benchmarks.engines import PROFILE, START, STEPS, runs
 from tuner.errors import BenchmarkError
 
 pytest.importorskip("torch", reason="torch is not installed")

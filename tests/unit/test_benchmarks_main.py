@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 from pathlib import Path
 
@@ -23,6 +24,39 @@ def test_every_benchmark_has_its_name() -> None:
     folder = TOP / "scripts" / "benchmarks"
     modules = {path.stem for path in folder.glob("[!_]*.py") if "\ndef main(" in path.read_text()}
     assert set(NAMES) == modules
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_wrong_option_is_one_line(name: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--no-such-option"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and line.startswith(f"scripts/bench {name}: ")
+
+
+def test_every_argument_has_a_text() -> None:
+    calls = [
+        (path.name, node)
+        for path in (TOP / "scripts").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".add_argument")
+    ]
+    silent = [
+        (name, ast.unparse(call.args[0]))
+        for name, call in calls
+        if all(keyword.arg != "help" for keyword in call.keywords)
+    ]
+    assert len(calls) > 150 and silent == []
+
+
+def test_without_a_gpu_nothing_is_compiled_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("benchmarks.narrow.compiled", lambda *_: pytest.fail("it compiles"))
+    assert main(["narrow"]) == 1
+    assert capsys.readouterr().err == "narrow: no GPU found: kernels are timed on one\n"
 
 
 def test_the_script_names_them_too() -> None:

@@ -94,5 +94,5 @@ def test_wrong_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         masks.main(["--mask", "tree"])
     torch = pytest.importorskip("torch", reason="torch is not installed")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(BenchmarkError, match="sees no GPU"):
+    with pytest.raises(BenchmarkError, match="no GPU found"):
         masks.main(["--json", str(tmp_path / "found.json")])

@@ -234,7 +234,7 @@ def test_groups_have_their_own_kernels_and_the_same_rules() -> None:
     ):
         assert reason in GROUPED.supports(GroupedGemmProblem.parse(text), DEFAULT_GPU)
     others = families_of("grouped_gemm")
-    assert "fp16 and bf16 alone" in others["grouped_gemm"].supports(EXPERTS, DEFAULT_GPU)
+    assert "only fp16 and bf16" in others["grouped_gemm"].supports(EXPERTS, DEFAULT_GPU)
     [loop] = others["vendor_grouped_gemm"].space(EXPERTS, DEFAULT_GPU)
     assert loop["kernel"] == "mm"
 

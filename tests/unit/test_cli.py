@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -176,7 +178,8 @@ class TestWrongInput:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            ([], "arguments are required: COMMAND"),
+            ([], "arguments are required: COMMAND (`tuner --help` lists them)"),
+            (["cache"], "arguments are required: ACTION (`tuner cache --help` lists them)"),
             (["tune"], "invalid choice: 'tune' (choose from "),
             (["sweeep"], "; did you mean sweep?"),
             (["cache", "prun"], "; did you mean prune?"),
@@ -212,6 +215,8 @@ class TestWrongInput:
                 "/none.yaml cannot be read: No such file",
             ),
             (["record", "out", *SHAPE, "--gpu", "B200"], "B200"),
+            (["build", "--op", "conv"], "invalid choice: 'conv'"),
+            (["prove", "--op", "conv"], "invalid choice: 'conv'"),
         ],
     )
     def test_one_clear_line(
@@ -273,6 +278,22 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
             cli.main([name, "--help"])
         assert ended.value.code == 0
         assert "usage: tuner" in capsys.readouterr().out
+
+
+def arguments_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Action]]:
+    """Every argument of a parser and of its commands, with the command's name."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from arguments_of(command)
+        else:
+            yield parser.prog, action
+
+
+def test_every_argument_has_a_text() -> None:
+    found = list(arguments_of(cli.parser()))
+    assert len(found) > 200
+    assert [(name, action.dest) for name, action in found if not action.help] == []
 
 
 #: Folders whose README shows commands.

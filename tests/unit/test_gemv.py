@@ -44,7 +44,7 @@ def config(**changes: Any) -> Config:
         ("M=2,N=4096,K=4096,layout_a=col", "K contiguous"),
         ("M=1,N=4096,K=4100", "K=4100 is not a multiple of 8"),
         ("M=1,N=8,K=64,B=65536", "batch 65536 exceeds 65535"),
-        ("M=1,N=64,K=64,dtype=e4m3", "takes no factors: fp16 and bf16 alone, without scales"),
+        ("M=1,N=64,K=64,dtype=e4m3", "takes no factors: only fp16 and bf16, without scales"),
         ("M=1,N=64,K=64,scales=row", "takes no factors"),
         ("M=8,N=4096,K=14336", "8 rows of K=14336 exceed a block's shared memory"),
     ],

@@ -6,6 +6,7 @@ import importlib
 import shlex
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,12 +89,25 @@ class TestLookupOfText:
         ("asked", "message"),
         [
             ("M=64,N=64", "unknown key 'M' for attention"),
-            (1024, r"lookup of a int \(allowed: a problem, .* or text, as 'S=1024,D=64'\)"),
+            (1024, r"1024 is not a problem \(allowed: .* or text, as 'S=1024,D=64'\)"),
         ],
     )
     def test_what_it_wants(self, asked: Any, message: str) -> None:
         with pytest.raises(ConfigError, match=message):
             tuner.lookup(asked)
+        with pytest.raises(ConfigError, match=message):
+            tuner.sweep(asked)
+
+    def test_a_regime_by_its_name(self) -> None:
+        wanted: Any = "stream"
+        with pytest.raises(ConfigError, match=r"tuner\.Regime\('stream', 'warm'\)"):
+            tuner.lookup("S=1024,D=64", regime=wanted)
+
+    def test_a_path_as_text(self, tmp_path: Path) -> None:
+        missing = tmp_path / "none.sqlite"
+        found = tuner.lookup("S=1024,D=64", gpu="H200", path=str(missing))
+        assert found == tuner.lookup("S=1024,D=64", gpu="H200", path=missing)
+        assert not missing.exists()
 
 
 Machine = Callable[..., None]

@@ -18,6 +18,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MAX_SENTENCE_WORDS, MAX_PARAGRAPH_WORDS = 25, 80
+MAX_README_LINES = 150
 #: A sentence opens with a noun phrase or an imperative.
 OPENINGS = ("What", "Who", "Whether", "Of", "Where")
 #: So does the text of an argument, which names the thing.
@@ -141,6 +142,10 @@ def test_pages(page: Path) -> None:
     parts = paragraphs(page.read_text())
     found = [fault for part, lengths in parts for fault in faults(part, lengths)]
     assert found == []
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= MAX_README_LINES
 
 
 def test_arguments_name_the_thing() -> None:

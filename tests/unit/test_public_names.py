@@ -15,6 +15,7 @@ import tuner
 from tuner.base.install import extra_command
 
 NAMES = {
+    "AttentionBackwardProblem",
     "AttentionProblem",
     "BenchmarkError",
     "CompileError",

@@ -47,7 +47,7 @@ def test_factors_of_blocks_may_lie_in_any_way(
     runtime: SimpleNamespace, scale_a: Any, scale_b: Any, strides: Any
 ) -> None:
     a, b = ROWS.to(torch.float8_e4m3fn), WEIGHT.t()
-    call = runtime.products.ScaledCall(a, b, scale_a, scale_b, None, None, torch.bfloat16, False)
+    call = runtime.scaled.ScaledCall(a, b, scale_a, scale_b, None, None, torch.bfloat16, False)
     posed = call.pose()
     assert posed.problem == GemmProblem.parse(f"M={M},N={N},K={K},dtype=e4m3,scales=block")
     assert (posed.strides, posed.shape) == (strides, (M, N))
@@ -55,7 +55,7 @@ def test_factors_of_blocks_may_lie_in_any_way(
 
 def test_other_factors_and_outputs_pose_no_problem(runtime: SimpleNamespace) -> None:
     a, b = ROWS.to(torch.float8_e4m3fn), WEIGHT.t()
-    problem_of = runtime.products.scaled_problem_of
+    problem_of = runtime.scaled.scaled_problem_of
     with pytest.raises(ConfigError, match=r"nor of blocks, \(5, 4\) and \(4, 3\)"):
         problem_of(a, b, factors_of(a), WEIGHT_SCALE, torch.bfloat16, True)
     with pytest.raises(ConfigError, match="scales=block has its own sums"):

@@ -267,6 +267,11 @@ def test_strides_that_no_copy_reads_are_pytorch_s(
         ({"query": torch.zeros(29, 4, 16).half()}, "query is torch.float16, the caches torch.fl"),
         ({"seqused_k": torch.zeros(5)}, r"seqused_k is torch.float32 \(5,\) .allowed: torch.int32"),
         ({"seqused_k": torch.zeros(4).int()}, r"page_table is torch.int32 \(5, 4\)"),
+        (
+            {"seqused_k": torch.tensor(48).int()},
+            r"seqused_k is torch.int32 \(\) .allowed: torch.int32",
+        ),
+        ({"page_table": torch.tensor(0).int()}, r"page_table is torch.int32 \(\)"),
         ({"cu_seqlens_q": torch.zeros(5).int()}, r"cu_seqlens_q is torch.int32 \(5,\)"),
         ({"cu_seqlens_q": None}, "29 queries of 5 sequences without cu_seqlens_q"),
         ({"max_seqlen_k": 65}, r"max_seqlen_k=65 is out of range .allowed: 0 to 64, the 4 pages"),

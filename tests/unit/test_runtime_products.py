@@ -389,7 +389,7 @@ def test_a_peer_that_won_leaves_the_call_to_the_next(on_cpu: SimpleNamespace, ke
 def test_interleaved_weights_lie_as_the_problem_says(runtime: SimpleNamespace) -> None:
     problem = SwigluProblem(8, 96, 32)
     gate, up = torch.randn(96, 32).half(), torch.randn(96, 32).half()
-    weights = runtime.products.interleave(gate, up)
+    weights = runtime.gated.interleave(gate, up)
     operand = problem.operands[1]
     assert weights.is_contiguous() and weights.shape == (192, 32)
     seen = weights.as_strided(operand.shape, operand.strides)
@@ -397,7 +397,7 @@ def test_interleaved_weights_lie_as_the_problem_says(runtime: SimpleNamespace) -
     assert torch.equal(seen[1].reshape(96, 32), up)
     for wrong in (gate[:40], gate[:, :16], gate[None]):
         with pytest.raises(ConfigError, match="cannot be interleaved"):
-            runtime.products.interleave(wrong, up)
+            runtime.gated.interleave(wrong, up)
 
 
 def test_swiglu_is_the_two_projections_and_asks_for_one_problem(
@@ -406,15 +406,15 @@ def test_swiglu_is_the_two_projections_and_asks_for_one_problem(
     asked: list[Problem] = []
     monkeypatch.setattr(on_cpu.table, "lookup", lambda problem, **_: asked.append(problem))
     gate, up = torch.randn(64, 32).half(), torch.randn(64, 32).half()
-    weights = on_cpu.products.interleave(gate, up)
+    weights = on_cpu.gated.interleave(gate, up)
     linear = torch.nn.functional.linear
     for a in (A, A.view(2, 4, 32)):
         wanted = torch.nn.functional.silu(linear(a, gate)) * linear(a, up)
-        got = on_cpu.products.swiglu(a, weights)
+        got = on_cpu.gated.swiglu(a, weights)
         assert got.shape == wanted.shape and torch.equal(got, wanted)
     assert asked == [SwigluProblem(8, 64, 32)] * 2
     a = A.clone().requires_grad_()
-    on_cpu.products.swiglu(a, weights).sum().backward()
+    on_cpu.gated.swiglu(a, weights).sum().backward()
     assert a.grad is not None and a.grad.any()
 
 
@@ -431,7 +431,13 @@ def test_swiglu_is_the_two_projections_and_asks_for_one_problem(
 )
 def test_what_poses_no_swiglu(runtime: SimpleNamespace, a: Any, weights: Any, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        runtime.products.swiglu_problem_of(a, weights)
+        runtime.gated.swiglu_problem_of(a, weights)
+
+
+@pytest.mark.parametrize("rows", [63, 40])
+def test_weights_that_are_not_pairs_are_named(runtime: SimpleNamespace, rows: int) -> None:
+    with pytest.raises(ConfigError, match=rf"\({rows}, 32\) \(allowed: \(2 N, K\)"):
+        runtime.gated.swiglu(A, torch.zeros(rows, 32).half())
 
 
 def test_a_tuned_swiglu_is_run_with_both_tensors(
@@ -451,5 +457,5 @@ def test_a_tuned_swiglu_is_run_with_both_tensors(
 
     monkeypatch.setattr(on_cpu.table.table, "find_out", plan)
     weights = torch.randn(128, 32).half()
-    assert not on_cpu.products.swiglu(A, weights).any()
+    assert not on_cpu.gated.swiglu(A, weights).any()
     assert [t is wanted for t, wanted in zip(seen[0], (A, weights), strict=True)] == [True, True]

@@ -35,7 +35,7 @@ ROWS, COLUMNS = torch.rand(8, 1) + 0.5, torch.rand(1, 16) + 0.5
 def test_a_scaled_problem_is_read_off_its_factors(
     runtime: SimpleNamespace, factors: Any, options: Any, wanted: str
 ) -> None:
-    problem = runtime.products.scaled_problem_of(E4M3_A, E4M3_B, *factors, *options)
+    problem = runtime.scaled.scaled_problem_of(E4M3_A, E4M3_B, *factors, *options)
     assert problem == GemmProblem.parse(f"M=8,N=16,K=32,dtype=e4m3,{wanted}")
 
 
@@ -60,17 +60,17 @@ def test_what_poses_no_scaled_problem(
     runtime: SimpleNamespace, a: Any, b: Any, factors: Any, out_dtype: Any, reason: str
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
-        runtime.products.scaled_problem_of(a, b, *factors, out_dtype, True)
+        runtime.scaled.scaled_problem_of(a, b, *factors, out_dtype, True)
 
 
 def test_an_output_s_factor_goes_with_e4m3_alone(runtime: SimpleNamespace) -> None:
-    problem_of = runtime.products.scaled_problem_of
+    problem_of = runtime.scaled.scaled_problem_of
     for wrong, reason in ((ROWS, "one element"), (ONE.double(), "not fp32")):
         with pytest.raises(ConfigError, match=reason):
             problem_of(E4M3_A, E4M3_B, ONE, ONE, None, True, wrong)
     with pytest.raises(ConfigError, match="bfloat16 is not tuned"):
         problem_of(E4M3_A, E4M3_B, ONE, ONE, torch.bfloat16, True, ONE)
-    call = runtime.products.ScaledCall
+    call = runtime.scaled.ScaledCall
     given = (E4M3_A, E4M3_B, ONE, ONE, None)
     assert call(*given, ONE, torch.bfloat16, True).refusal() is not None
     assert call(*given, None, torch.float8_e4m3fn, True).refusal() is not None
@@ -94,7 +94,7 @@ def test_pytorch_s_answer_has_the_output_s_factor(
     monkeypatch.setattr(torch, "_scaled_mm", product)
     monkeypatch.setattr(on_cpu.table, "lookup", lambda problem, **_: None)
     for scale in (torch.tensor(3.0), torch.tensor([300.0])):
-        out = on_cpu.products.scaled_mm(E4M3_A, E4M3_B, *factors, scale_result=scale)
+        out = on_cpu.scaled.scaled_mm(E4M3_A, E4M3_B, *factors, scale_result=scale)
         exact = factors[0] * (E4M3_A.float() @ E4M3_B.float()) * factors[1] * scale
         wanted = exact.clamp(-448, 448)
         assert out.dtype == torch.float8_e4m3fn
@@ -110,7 +110,7 @@ def test_no_output_s_factor_is_left_to_pytorch(
     """PyTorch leaves it out or divides by it, as the device and the version are."""
     scale = torch.tensor(3.0)
     given = {"bias": bias, "scale_result": scale, "out_dtype": out_dtype}
-    out = on_cpu.products.scaled_mm(E4M3_A, E4M3_B, *factors, **given)
+    out = on_cpu.scaled.scaled_mm(E4M3_A, E4M3_B, *factors, **given)
     sums = factors[0] * (E4M3_A.float() @ E4M3_B.float()) * factors[1]
     wanted = (sums + (0 if bias is None else bias.float())) * scale
     assert out.dtype == (out_dtype or torch.float8_e4m3fn)
@@ -125,7 +125,7 @@ def test_a_wide_output_has_no_factor_of_its_own(
 ) -> None:
     given: list[Any] = []
     monkeypatch.setattr(torch, "_scaled_mm", lambda *args: given.append(args) or E4M3_A)
-    call = on_cpu.products.ScaledCall
+    call = on_cpu.scaled.ScaledCall
     call(E4M3_A, E4M3_B, ONE, ONE, None, ONE, torch.bfloat16, True).by_pytorch()
     assert given == [(E4M3_A, E4M3_B, ONE, ONE, None, None, torch.bfloat16, True)]
 
@@ -136,7 +136,7 @@ def test_what_no_kernel_serves_is_pytorch_s_scaled_product(
 ) -> None:
     asked: list[Problem] = []
     monkeypatch.setattr(on_cpu.table, "lookup", lambda problem, **_: asked.append(problem))
-    scaled_mm = on_cpu.products.scaled_mm
+    scaled_mm = on_cpu.scaled.scaled_mm
     out = scaled_mm(E4M3_A, E4M3_B, *factors, out_dtype=torch.bfloat16)
     wanted = factors[0] * (E4M3_A.float() @ E4M3_B.float()) * factors[1]
     assert out.dtype == torch.bfloat16
@@ -170,8 +170,8 @@ def test_a_tuned_scaled_product_is_run_with_its_factors(
     monkeypatch.setattr(on_cpu.table.table, "find_out", plan)
     given = (E4M3_A, E4M3_B, ROWS, COLUMNS)
     options = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
-    assert not on_cpu.products.scaled_mm(*given, **options).any()
+    assert not on_cpu.scaled.scaled_mm(*given, **options).any()
     assert all(t is wanted for t, wanted in zip(seen[0], given, strict=True))
     misaligned = torch.rand(9, 1)[1:]
-    assert on_cpu.products.scaled_mm(E4M3_A, E4M3_B, misaligned, COLUMNS, **options).any()
+    assert on_cpu.scaled.scaled_mm(E4M3_A, E4M3_B, misaligned, COLUMNS, **options).any()
     assert len(seen) == 1, "PyTorch answers where a factor is not aligned"

@@ -81,12 +81,14 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2 and the message, without the usage. For a wrong choice the message
-        suggests the nearest allowed one.
+        suggests the nearest allowed one, for a missing command where they are listed.
         """
         if given := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
             allowed = [word.strip(" '") for word in given[2].split(",")]
             for nearest in difflib.get_close_matches(given[1], allowed, 1):
                 message += f"; did you mean {nearest}?"
+        if re.search(r"arguments are required: (COMMAND|ACTION)$", message):
+            message += f" (`{self.prog} --help` lists them)"
         self.exit(WRONG_INPUT, f"{self.prog}: {message}\n")
 
 

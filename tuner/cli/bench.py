@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tuner.cli.arguments import add_store
 from tuner.errors import ConfigError
 from tuner.measurement import BEHIND, LAUNCHES, launch_named
 from tuner.problem import PROBLEMS
@@ -33,6 +34,27 @@ def register(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "bench", help="time own kernels beside the vendors' and peers'", description=DESCRIPTION
     )
+    _subject(parser)
+    _contenders(parser)
+    _timing(parser)
+    parser.add_argument(
+        "--list-problems",
+        action="store_true",
+        help="only print the problems, as YAML for `tuner sweep --problems`",
+    )
+    parser.add_argument(
+        "--compile-only",
+        action="store_true",
+        help="compile what is missing, without a GPU for an H200's, and time nothing",
+    )
+    _output(parser)
+    parser.add_argument("--device", type=int, default=0, help="CUDA device (default 0)")
+    parser.add_argument("--jobs", type=int, metavar="N", help="nvcc processes (default: the cores)")
+    add_store(parser)
+    parser.set_defaults(run=run)
+
+
+def _subject(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("op", choices=sorted(PROBLEMS), help="operation")
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
@@ -53,12 +75,27 @@ def register(subparsers: Any) -> None:
         metavar="KEY=VALUE,...",
         help="a problem, as S=1024,D=64; may be repeated",
     )
+
+
+def _contenders(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--against",
         metavar="NAME,...",
         help="peers, as cudnn,flash2,flash3,flash4,efficient,naive,triton or cublas,addmm,inductor "
         "(default: all but naive, triton and inductor; in a suite its own)",
     )
+    parser.add_argument(
+        "--own", type=int, default=3, metavar="N", help="own kernels a decision (default 3)"
+    )
+    parser.add_argument(
+        "--untuned",
+        action=argparse.BooleanOptionalAction,
+        help="also time the default, the kernel that the cost model picks: what one has without "
+        "tuning (of --shape it takes part unless told not to)",
+    )
+
+
+def _timing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--l2",
         choices=("warm", "cold", BOTH),
@@ -85,30 +122,6 @@ def register(subparsers: Any) -> None:
         help="at the end, how long the fastest kernels of a stream run by the profiler",
     )
     parser.add_argument("--rounds", type=int, metavar="N", help="interleaved rounds at least")
-    parser.add_argument(
-        "--own", type=int, default=3, metavar="N", help="own kernels a decision (default 3)"
-    )
-    parser.add_argument(
-        "--untuned",
-        action=argparse.BooleanOptionalAction,
-        help="also time the default, the kernel that the cost model picks: what one has without "
-        "tuning (of --shape it takes part unless told not to)",
-    )
-    parser.add_argument(
-        "--list-problems",
-        action="store_true",
-        help="only print the problems, as YAML for `tuner sweep --problems`",
-    )
-    parser.add_argument(
-        "--compile-only",
-        action="store_true",
-        help="compile what is missing, without a GPU for an H200's, and time nothing",
-    )
-    _output(parser)
-    parser.add_argument("--device", type=int, default=0, help="CUDA device (default 0)")
-    parser.add_argument("--jobs", type=int, metavar="N", help="nvcc processes (default: the cores)")
-    parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
-    parser.set_defaults(run=run)
 
 
 def _output(parser: argparse.ArgumentParser) -> None:

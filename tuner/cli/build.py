@@ -12,7 +12,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tuner.cli.arguments import add_store
 from tuner.errors import ConfigError, NoValidConfigError, TunerError
+from tuner.problem import PROBLEMS
 
 if TYPE_CHECKING:
     from tuner.compile.artifacts import Artifact, ArtifactCache
@@ -60,7 +62,11 @@ def register(subparsers: Any) -> None:
             "the portfolio's choice. Nothing is timed. A second build on a machine waits."
         ),
     )
-    parser.add_argument("--op", help="only this operation; of --shape, default attention")
+    parser.add_argument(
+        "--op",
+        choices=sorted(PROBLEMS),
+        help="only this operation; of --shape, default attention",
+    )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--shape", metavar="KEY=VALUE,...", help="only this problem")
     what.add_argument(
@@ -87,7 +93,7 @@ def register(subparsers: Any) -> None:
         "bytes; kernels of other libraries are compiled again",
     )
     parser.add_argument("--jobs", type=int, metavar="N", help="nvcc processes (default: the cores)")
-    parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
+    add_store(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.set_defaults(run=run)
 
@@ -236,7 +242,6 @@ def _entries(store: Store, args: argparse.Namespace) -> Iterable[Entry]:
     decision, the portfolio's choice.
     """
     from tuner.measurement import Provenance
-    from tuner.problem import PROBLEMS
     from tuner.selection.reader import find_gpu, lookup, shipped
     from tuner.selection.shipped import in_use
     from tuner.store.entry import Entry, sort_key
@@ -244,8 +249,6 @@ def _entries(store: Store, args: argparse.Namespace) -> Iterable[Entry]:
 
     if args.jobs is not None and args.jobs < 1:
         raise ConfigError(f"--jobs {args.jobs} is out of range (allowed: 1 and more)")
-    if args.op is not None and args.op not in PROBLEMS:
-        raise ConfigError(f"--op {args.op} is not known (allowed: {', '.join(PROBLEMS)})")
     problem = PROBLEMS[args.op or DEFAULT_OP].parse(args.shape) if args.shape else None
     stored = store.entries()
     gpu = find_gpu(args.gpu, [e.gpu for e in stored]) if args.gpu else None

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tuner.cli.arguments import add_store
 from tuner.errors import ConfigError, NoValidConfigError
 from tuner.problem import PROBLEMS
 
@@ -36,7 +37,9 @@ def register(subparsers: Any) -> None:
         "       both: [--store URL] [--json]",
         description=DESCRIPTION,
     )
-    parser.add_argument("words", nargs="+", metavar="OUT.tar | install FILE")
+    parser.add_argument(
+        "words", nargs="+", metavar="OUT.tar | install FILE", help="file to write, or to install"
+    )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--shape", metavar="KEY=VALUE,...", help="pack the entries of this problem")
     which.add_argument("--all", action="store_true", help="pack every entry whose kernels are here")
@@ -47,7 +50,7 @@ def register(subparsers: Any) -> None:
     )
     parser.add_argument("--gpu", metavar="NAME", help="pack only this GPU's entries, as in H200")
     parser.add_argument("--sha256", metavar="HEX", help="install only a file of this hash")
-    parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
+    add_store(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.set_defaults(run=run)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tuner import settings
 from tuner.base import output, resources
-from tuner.cli.timing import add_launch, regimes_of
+from tuner.cli.arguments import add_inputs, add_launch, add_op, add_store, regimes_of
 from tuner.config import Config
 from tuner.errors import ConfigError, NoValidConfigError, StoreError
 from tuner.hardware import DEFAULT_GPU, Gpu
@@ -65,7 +65,7 @@ def register(subparsers: Any) -> None:
     parser = _add(
         subparsers, "import", import_file, "add the entries of an exported file to the store"
     )
-    parser.add_argument("file", type=Path)
+    parser.add_argument("file", type=Path, help="file of `tuner export`")
     parser = _add(
         subparsers, "pin", pin, "serve one measured config in place of the decided winner"
     )
@@ -91,31 +91,33 @@ def _add(
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(name, help=about, description=about)
     parser.set_defaults(run=run)
-    parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
+    add_store(parser)
     if has_json:
         parser.add_argument("--json", action="store_true", help="JSON on standard output")
     return parser
 
 
 def _shape(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--op", choices=sorted(PROBLEMS), default="attention")
+    add_op(parser)
     parser.add_argument("--shape", required=True, metavar="KEY=VALUE,...", help="as S=1024,D=64")
     _place(parser)
 
 
 def _filters(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--op", choices=sorted(PROBLEMS))
+    parser.add_argument("--op", choices=sorted(PROBLEMS), help="only entries of this operation")
     parser.add_argument(
         "--shape", metavar="KEY=VALUE,...", help="a shape of --op (default: of attention)"
     )
     _place(parser)
-    parser.add_argument("--provenance", choices=[str(p) for p in Provenance])
+    parser.add_argument(
+        "--provenance", choices=[str(p) for p in Provenance], help="only entries with such times"
+    )
 
 
 def _place(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", metavar="NAME", help="as H200; default: this machine's")
     add_launch(parser)
-    parser.add_argument("--l2", choices=("warm", "cold"), help="state of the inputs")
+    add_inputs(parser)
 
 
 def _other_gpu(parser: argparse.ArgumentParser) -> None:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tuner.cli.arguments import add_store
 from tuner.selection.domains import DOMAINS
 
 DESCRIPTION = """Makes a portfolio: few kernels for each domain, with a time model for each, which
@@ -21,9 +22,11 @@ def register(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "fit", help="make a portfolio for untuned shapes", description=DESCRIPTION
     )
-    parser.add_argument("--op", choices=sorted(DOMAINS), default="attention")
+    parser.add_argument(
+        "--op", choices=sorted(DOMAINS), default="attention", help="operation (default attention)"
+    )
     parser.add_argument("--gpu", metavar="NAME", help="as H200 (default)")
-    parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
+    add_store(parser)
     parser.add_argument(
         "--only",
         metavar="TEXT,...",

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tuner.cli.arguments import add_op, add_store
 from tuner.cli.sweep import add_budget, add_regime, options_of, problems_of
 from tuner.errors import ConfigError
-from tuner.problem import PROBLEMS
 from tuner.selection.describe import counted, microseconds, table
 from tuner.store import open_store
 from tuner.store.jobs import result_text
@@ -51,7 +51,7 @@ def _add(
     commands: Any, name: str, run: Callable[[argparse.Namespace], int], about: str
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=about, description=about)
-    parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
+    add_store(parser)
     parser.add_argument("--json", action="store_true", help="JSON on standard output")
     parser.set_defaults(run=run)
     return parser
@@ -64,7 +64,7 @@ def _register_submit(commands: Any) -> None:
         "problems", type=Path, nargs="?", metavar="FILE", help="YAML or JSON list of shapes"
     )
     what.add_argument("--shape", metavar="KEY=VALUE,...", help="one shape, as S=1024,D=64")
-    parser.add_argument("--op", choices=sorted(PROBLEMS), default="attention")
+    add_op(parser)
     parser.add_argument(
         "--priority", type=int, default=0, metavar="N", help="higher ones are taken first"
     )

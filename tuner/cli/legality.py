@@ -116,8 +116,8 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--rejected", type=int, default=40, help="rejected configs to sample (default 40)"
     )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draw (default 0)")
+    parser.add_argument("--device", type=int, default=0, help="CUDA device (default 0)")
     parser.add_argument("--jobs", type=int, default=None, help="parallel compiles")
     parser.add_argument("--output", type=Path, help="write every sample's outcome as JSON")
     parser.set_defaults(run=run)

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner.cli.timing import add_launch, usual_inputs
+from tuner.cli.arguments import add_inputs, add_launch, add_op, add_store, usual_inputs
 from tuner.problem import PROBLEMS, Problem
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def register(subparsers: Any) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--shape", metavar="KEY=VALUES,...", help="as S=128:131072,D=64,causal=0,1")
     what.add_argument("--problems", type=Path, metavar="FILE", help="YAML or JSON list of shapes")
-    parser.add_argument("--op", choices=sorted(PROBLEMS), default="attention")
+    add_op(parser)
     parser.add_argument(
         "--within", type=float, default=3.0, metavar="PERCENT", help="loss allowed (default 3)"
     )
@@ -41,8 +41,8 @@ def register(subparsers: Any) -> None:
     )
     parser.add_argument("--gpu", metavar="NAME", help="as H200 (default)")
     add_launch(parser)
-    parser.add_argument("--l2", choices=("warm", "cold"), help="state of the inputs")
-    parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
+    add_inputs(parser)
+    add_store(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.set_defaults(run=run)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner.cli.timing import add_launch, usual_inputs
+from tuner.cli.arguments import add_inputs, add_launch, add_op, add_store, usual_inputs
 from tuner.problem import PROBLEMS
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def register(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "profile", help="count a kernel's work with Nsight Compute", description=DESCRIPTION
     )
-    parser.add_argument("--op", choices=sorted(PROBLEMS), default="attention")
+    add_op(parser)
     parser.add_argument("--shape", required=True, metavar="KEY=VALUE,...", help="as S=1024,D=64")
     parser.add_argument(
         "--kernel",
@@ -39,8 +39,8 @@ def register(subparsers: Any) -> None:
         "beginning of a digest",
     )
     add_launch(parser, "whose decision to read")
-    parser.add_argument("--l2", choices=("warm", "cold"), help="cold flushes the caches before")
-    parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
+    add_inputs(parser, "cold flushes the caches before")
+    add_store(parser)
     parser.add_argument("--ncu", type=Path, metavar="PATH", help="Nsight Compute's command")
     parser.add_argument(
         "--timeout",

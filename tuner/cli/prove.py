@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tuner.cli.aot import PROGRESS_S, say
 from tuner.errors import BenchmarkError, ConfigError
+from tuner.problem import PROBLEMS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +34,7 @@ def register(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "prove", help="check the portfolio's kernels over all shapes", description=DESCRIPTION
     )
-    parser.add_argument("--op", help="only this operation's portfolio")
+    parser.add_argument("--op", choices=sorted(PROBLEMS), help="only this operation's portfolio")
     parser.add_argument("--device", type=int, default=0, help="CUDA device (default 0)")
     parser.add_argument(
         "--problems",

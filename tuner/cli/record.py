@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner.cli.timing import add_launch, usual_inputs
-from tuner.problem import PROBLEMS
+from tuner.cli.arguments import add_inputs, add_launch, add_op, add_store, usual_inputs
 
 if TYPE_CHECKING:
     from tuner.runners.recording import Recording
@@ -29,7 +28,7 @@ def register(subparsers: Any) -> None:
         metavar="OUT",
         help="output file, or a folder for a file named by the shape",
     )
-    parser.add_argument("--op", choices=sorted(PROBLEMS), default="attention")
+    add_op(parser)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--shape", metavar="KEY=VALUE,...", help="as S=1024,D=64")
     what.add_argument(
@@ -37,8 +36,8 @@ def register(subparsers: Any) -> None:
     )
     parser.add_argument("--gpu", metavar="NAME", help="as H200 (default)")
     add_launch(parser)
-    parser.add_argument("--l2", choices=("warm", "cold"), help="state of the inputs")
-    parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
+    add_inputs(parser)
+    add_store(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.set_defaults(run=run)
 

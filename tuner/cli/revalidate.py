@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner.cli.timing import add_launch
+from tuner.cli.arguments import add_inputs, add_launch, add_store
 from tuner.errors import BenchmarkError, ConfigError, NoValidConfigError, StoreError, TunerError
 from tuner.problem import PROBLEMS, Problem
 from tuner.selection.describe import against_fastest, microseconds, short_name
@@ -58,9 +58,7 @@ def register(subparsers: Any) -> None:
         help="only this operation; of --shape, default attention",
     )
     add_launch(parser, "decide under this regime, whatever the entry's own is")
-    parser.add_argument(
-        "--l2", choices=("warm", "cold"), help="only entries with the inputs in this state"
-    )
+    add_inputs(parser, "only entries with the inputs in this state")
     parser.add_argument(
         "--more",
         type=int,
@@ -82,7 +80,7 @@ def register(subparsers: Any) -> None:
     )
     parser.add_argument("--device", type=int, default=0, help="CUDA device (default 0)")
     parser.add_argument("--jobs", type=int, metavar="N", help="nvcc processes at a time")
-    parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
+    add_store(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.set_defaults(run=revalidate)
 

@@ -10,6 +10,7 @@ from typing import Any
 from tuner import settings
 from tuner.base.install import extra_command
 from tuner.base.processes import EndingSignals, exit_code
+from tuner.cli.arguments import add_store
 from tuner.errors import ConfigError
 
 DESCRIPTION = """Serves the store over HTTP: configurations, a snapshot for `tuner sync`, jobs and
@@ -26,7 +27,7 @@ def register(subparsers: Any) -> None:
     )
     parser.add_argument("--host", default="127.0.0.1", help="address (default 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8265, help="default 8265; 0 takes a free one")
-    parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
+    add_store(parser)
     parser.set_defaults(run=run)
 
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner.cli.timing import add_launch, usual_inputs
+from tuner.cli.arguments import add_inputs, add_launch, add_op, add_store, usual_inputs
 from tuner.problem import PROBLEMS
 
 if TYPE_CHECKING:
@@ -20,11 +20,11 @@ def add_subject(parser: argparse.ArgumentParser) -> Any:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--shape", metavar="KEY=VALUE,...", help="as S=1024,D=64")
     what.add_argument("--recording", type=Path, metavar="FILE", help="a recorded sweep")
-    parser.add_argument("--op", choices=sorted(PROBLEMS), default="attention")
+    add_op(parser)
     parser.add_argument("--gpu", metavar="NAME", help="as H200; default: this machine's, or H200")
     add_launch(parser)
-    parser.add_argument("--l2", choices=("warm", "cold"), help="state of the inputs")
-    parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
+    add_inputs(parser)
+    add_store(parser)
     return what
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner.cli.aot import compile_aot, say
-from tuner.cli.timing import add_launch
-from tuner.problem import PROBLEMS
+from tuner.cli.arguments import add_inputs, add_launch, add_op
 
 if TYPE_CHECKING:
     from tuner.families.base import KernelSpec
@@ -48,7 +47,7 @@ def register(subparsers: Any) -> None:
         metavar="TEXT,...",
         help="with --portfolio: only domains whose name holds each of these, as in D=128,one query",
     )
-    parser.add_argument("--op", choices=sorted(PROBLEMS), default="attention")
+    add_op(parser)
     parser.add_argument(
         "--kernels", type=int, default=120, help="kernels of each problem (default 120)"
     )
@@ -76,7 +75,7 @@ def register(subparsers: Any) -> None:
         help="end after this time; finished measurements are kept",
     )
     add_launch(parser)
-    parser.add_argument("--l2", choices=("warm", "cold"), help="state of the inputs")
+    add_inputs(parser)
     parser.add_argument("--device", default="0", metavar="N,...", help="CUDA devices of one kind")
     parser.add_argument("--jobs", type=int, metavar="N", help="nvcc processes at a time")
     parser.set_defaults(run=run)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from tuner import settings
 from tuner.cli.aot import sweep_aot
+from tuner.cli.arguments import add_inputs, add_launch, add_op, add_store
 from tuner.cli.artifacts import parse_size
-from tuner.cli.timing import add_launch
 from tuner.errors import ConfigError
 from tuner.problem import PROBLEMS
 
@@ -47,7 +47,7 @@ def register(subparsers: Any) -> None:
         metavar="FILE",
         help="YAML or JSON list of shapes; skips what is tuned for this environment",
     )
-    parser.add_argument("--op", choices=sorted(PROBLEMS), default="attention")
+    add_op(parser)
     add_budget(parser)
     add_regime(parser)
     add_machine(parser, "all")
@@ -61,7 +61,7 @@ def register(subparsers: Any) -> None:
     ahead.add_argument(
         "--list", action="store_true", help="list the kernels that --compile would compile"
     )
-    parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
+    add_store(parser)
     add_studies(parser)
     parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
     parser.set_defaults(run=run)
@@ -110,10 +110,8 @@ def add_regime(parser: argparse.ArgumentParser) -> None:
         "stream: behind an ordinary kernel, as in a model (default); chained: behind copies of "
         "itself; eager: without a CUDA graph",
     )
-    parser.add_argument(
-        "--l2",
-        choices=("warm", "cold"),
-        help="state of the inputs (default: cold for gemm, swiglu and grouped_gemm, else warm)",
+    add_inputs(
+        parser, "state of the inputs (default: cold for gemm, swiglu and grouped_gemm, else warm)"
     )
     parser.add_argument(
         "--max-workspace", metavar="SIZE", help="memory beside the operands, as in 512MB"

@@ -9,6 +9,7 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from tuner.cli.arguments import add_store
 from tuner.cli.entries import unservable
 from tuner.errors import ConfigError, StoreError
 from tuner.store import open_store
@@ -35,7 +36,7 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--every", type=float, metavar="SECONDS", help="repeat with this pause; default: once"
     )
-    parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
+    add_store(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object for each pull")
     parser.set_defaults(run=run)
 

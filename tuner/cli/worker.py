@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from tuner import settings
+from tuner.cli.arguments import add_store
 from tuner.cli.sweep import add_machine, add_studies, machine_of
 
 DESCRIPTION = """Takes problems from the jobs of the store, highest priority first, and tunes them
@@ -24,7 +25,7 @@ def register(subparsers: Any) -> None:
         "--drain", action="store_true", help="end when no problem is queued or running"
     )
     add_machine(parser, "0")
-    parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
+    add_store(parser)
     add_studies(parser)
     parser.set_defaults(run=run)
 

@@ -179,6 +179,14 @@ class ArtifactCache:
     ) -> Artifact:
         """Add a built library. It is hard-linked if the file system allows, else copied.
 
+        Args:
+            key: artifact's key, a hash.
+            library: file of the shared library.
+            resources: registers, spills and shared memory by ptxas; None: not known.
+            compile_cpu_s: CPU-seconds that its compile took.
+            source: rendered text.
+            facts: further facts of the compile, as ptxas's advice; JSON.
+
         Raises:
             ConfigError: when the key is not one.
             StoreError: when the cache folder cannot be written or the disk is full.

@@ -23,7 +23,6 @@ from collections.abc import Hashable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from tuner.base import resources
@@ -141,12 +140,7 @@ class Compiler:
     def __enter__(self) -> Compiler:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(cancel=kind is not None)
 
     def key(self, spec: KernelSpec) -> str:

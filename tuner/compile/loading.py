@@ -52,7 +52,14 @@ class LoadedKernel:
         workspace: int,
         stream: int,
     ) -> None:
-        """Enqueue the kernel on a CUstream handle, with device addresses and its other arguments.
+        """Enqueue the kernel.
+
+        Args:
+            tensors: device addresses; 0 for a tensor that the kernel skips.
+            integers: sizes, strides and flags, in the order of `KernelSpec.arguments`.
+            scalars: factors, in that order.
+            workspace: device address of `workspace_bytes` bytes.
+            stream: CUstream handle.
 
         Raises:
             BenchmarkError: when CUDA or CUTLASS refuses; `status` says which kind.

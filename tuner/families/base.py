@@ -135,6 +135,13 @@ class Launch:
     ) -> Self:
         """A launch with its arguments given by name.
 
+        Args:
+            kernel: key of `Family.kernels`.
+            arguments: the family's declaration of names and order.
+            tensors: operand, or part of the scratch, of each tensor.
+            integers: sizes, strides (elements) and flags.
+            scalars: factors, as ``alpha``.
+
         Raises:
             ValueError: when `arguments` declares other names.
         """
@@ -306,7 +313,7 @@ class Family(ABC):
         if self.takes_extras or not isinstance(problem, AttentionProblem):
             return ""
         if problem.dtype == E4M3:
-            return f"{self.name} takes no descale factors: fp16 and bf16 alone, not {E4M3}"
+            return f"{self.name} takes no descale factors: only fp16 and bf16, not {E4M3}"
         return f"{self.name} has no {problem.extras}" if problem.extras else ""
 
     def lacks(self) -> str:
@@ -490,6 +497,12 @@ class Family(ABC):
 
         The default ranks `space` by `predict_us` and takes different compiled kernels before a
         second candidate of the same one.
+
+        Args:
+            problem: problem to tune.
+            gpu: GPU that the candidates are timed on.
+            space: the family's `space` for both.
+            count: most candidates.
         """
         ranked = sorted(space, key=lambda config: self.predict_us(problem, config, gpu))
         first: dict[str, Config] = {}
@@ -504,7 +517,13 @@ class Family(ABC):
     ) -> Config:
         """A random config near the space, legal or not, for `tuner legality`.
 
-        One of `members`, the problem's space, with one to three parameters sampled anew (`tried`).
+        It is one of `members` with one to three parameters sampled anew (`tried`).
+
+        Args:
+            problem: problem that the config is for.
+            gpu: GPU that compiles and runs it.
+            members: the problem's space, not empty.
+            rng: source of the draw.
         """
         member = rng.choice(members)
         params = dict(member.params)

@@ -107,7 +107,7 @@ class Gemv(StridedProduct):
         if reason or not isinstance(problem, GemmProblem):
             return reason
         if problem.dtype == E4M3 or problem.scales:
-            return f"{self.name} takes no factors: fp16 and bf16 alone, without scales"
+            return f"{self.name} takes no factors: only fp16 and bf16, without scales"
         if problem.m > MAX_ROWS:
             return f"{self.name} serves M up to {MAX_ROWS}, not {problem.m}"
         if problem.layout_a != "row" or problem.layout_b != "col":

@@ -71,7 +71,7 @@ class GroupedGemm(Family):
     def supports(self, problem: Problem, gpu: Gpu) -> str:
         reason = super().supports(problem, gpu)
         if not reason and _grouped(problem).dtype == E4M3:
-            return f"{self.name} takes no factors: fp16 and bf16 alone, not {E4M3}"
+            return f"{self.name} takes no factors: only fp16 and bf16, not {E4M3}"
         return reason
 
     def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:

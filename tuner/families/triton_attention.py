@@ -26,7 +26,7 @@ from tuner.hardware import (
     capability_numbers,
     smem_per_block_bytes,
 )
-from tuner.problem import DTYPE_BYTES, MAX_EXTENT, AttentionProblem, Problem
+from tuner.problem import DTYPE_BYTES, MAX_EXTENT, AttentionProblem, Problem, as_attention
 
 KERNEL = "attention"
 MATRICES = ("query", "key", "value", "out")
@@ -105,7 +105,7 @@ class TritonAttention(Family):
         return f"Triton {oldest} or newer is not installed: {extra_command(EXTRA)}"
 
     def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        problem = _attention(problem)
+        problem = as_attention(problem)
         if found := _packing(problem, config) or _extents(problem, config):
             return found
         needed, most = (
@@ -149,7 +149,7 @@ class TritonAttention(Family):
             yield Config(self.name, params)
 
     def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
-        attention = _attention(problem)
+        attention = as_attention(problem)
         variables = {
             "packed_heads": 1,
             **config.params,
@@ -160,7 +160,7 @@ class TritonAttention(Family):
         return {KERNEL: KernelSpec("triton_attention.py.j2", variables, WORDS, ARGUMENTS)}
 
     def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
-        attention = _attention(problem)
+        attention = as_attention(problem)
         extents = extents_of(attention)
         integers = {
             "programs": programs(attention, config),
@@ -172,7 +172,7 @@ class TritonAttention(Family):
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         """Waves of equal programs, or the bytes; product, softmax and waits of each step."""
-        attention, c = _attention(problem), self.constants
+        attention, c = as_attention(problem), self.constants
         block_m, block_n = config["block_m"], config["block_n"]
         columns, resident = padded(attention.head_dim), blocks_per_sm(attention, config, gpu)
 
@@ -290,9 +290,3 @@ def _extents(problem: AttentionProblem, config: Config) -> list[str]:
     if max(o.strides[2] for o in problem.matrices) * 256 > MAX_EXTENT:
         found.append("rows are more than 2^23 elements apart")
     return found
-
-
-def _attention(problem: Problem) -> AttentionProblem:
-    if not isinstance(problem, AttentionProblem):
-        raise TypeError(f"expected an attention problem, got {problem.op}")
-    return problem

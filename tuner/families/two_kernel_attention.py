@@ -37,7 +37,7 @@ from tuner.hardware import (
     TENSOR_FLOPS_PER_CLOCK_SM,
     Gpu,
 )
-from tuner.problem import DTYPE_BYTES, E4M3, MAX_EXTENT, AttentionProblem, Problem
+from tuner.problem import DTYPE_BYTES, E4M3, MAX_EXTENT, AttentionProblem, Problem, as_attention
 
 STAGES = ("scores", "output")
 """Kernels in order of launch; also the prefix of their parameters' names."""
@@ -134,7 +134,7 @@ class TwoKernelAttention(Family):
         if reason or not isinstance(problem, AttentionProblem):
             return reason
         if problem.dtype == E4M3:
-            return f"{self.name} takes no descale factors: fp16 and bf16 alone, not {E4M3}"
+            return f"{self.name} takes no descale factors: only fp16 and bf16, not {E4M3}"
         lacking = (
             ("sliding window", problem.is_windowed),
             ("variable lengths", problem.is_varlen),
@@ -146,7 +146,7 @@ class TwoKernelAttention(Family):
         return f"{self.name} has no {missing}" if missing else ""
 
     def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        problem, found = _attention(problem), []
+        problem, found = as_attention(problem), []
         for stage in STAGES:
             found += [f"{stage}: {reason}" for reason in _stage(problem, config, stage)]
         return found + _chunking(problem, config)
@@ -201,11 +201,11 @@ class TwoKernelAttention(Family):
         return max(fitting, default=2)
 
     def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
-        attention = _attention(problem)
+        attention = as_attention(problem)
         return {stage: _spec(attention, config, stage) for stage in STAGES}
 
     def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
-        attention = _attention(problem)
+        attention = as_attention(problem)
         return [
             launch
             for chunk in _chunks(attention, config)
@@ -214,10 +214,10 @@ class TwoKernelAttention(Family):
 
     def scratch_bytes(self, problem: Problem, config: Config) -> int:
         """The probabilities of one launch's rows and the statistics of their tiles."""
-        return sum(_scratch_parts(_attention(problem), config))
+        return sum(_scratch_parts(as_attention(problem), config))
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
-        attention, constants = _attention(problem), self.constants
+        attention, constants = as_attention(problem), self.constants
         clock = gpu.clock_max_mhz * constants["clock"]
         chunks = -(-attention.batch * attention.heads_q // config["heads_per_launch"])
         chunks *= ceil(attention.seqlen_q / config["rows_per_launch"])
@@ -231,12 +231,6 @@ class TwoKernelAttention(Family):
         fixed_us = constants["fixed_us"] * (constants["pdl"] if config["pdl"] else 1.0)
         fixed_us += 0.0 if config["pdl"] else GRAPH_LAUNCH_US
         return float(len(STAGES) * chunks * fixed_us + max(clocks / clock, memory_us))
-
-
-def _attention(problem: Problem) -> AttentionProblem:
-    if not isinstance(problem, AttentionProblem):
-        raise TypeError(f"expected an attention problem, got {problem.op}")
-    return problem
 
 
 def columns(problem: AttentionProblem, stage: str) -> int:

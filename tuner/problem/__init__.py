@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from tuner.errors import ConfigError
-from tuner.problem.attention import AttentionProblem
+from tuner.problem.attention import AttentionProblem, as_attention
 from tuner.problem.attention_backward import AttentionBackwardProblem
 from tuner.problem.attention_masks import LAYOUTS, Axes, Layout
 from tuner.problem.base import (
@@ -68,6 +68,8 @@ __all__ = [
     "Scales",
     "SoftmaxProblem",
     "SwigluProblem",
+    "as_attention",
+    "as_problem",
     "listing",
     "problem_from_json",
     "rows_of",
@@ -85,6 +87,20 @@ PROBLEMS: dict[str, type[Problem]] = {
         SoftmaxProblem,
     )
 }
+
+
+def as_problem(given: Problem | str) -> Problem:
+    """A problem from itself, or from the text of an attention shape, as ``S=1024,D=64``.
+
+    Raises:
+        ConfigError: on a text that is not such a shape, or an object of another type.
+    """
+    if isinstance(given, str):
+        return AttentionProblem.parse(given)
+    if not isinstance(given, Problem):
+        allowed = "a problem, as tuner.GemmProblem(64, 4096, 4096), or text, as 'S=1024,D=64'"
+        raise ConfigError(f"{given!r:.60} is not a problem (allowed: {allowed})")
+    return given
 
 
 def problem_from_json(data: Mapping[str, Any]) -> Problem:

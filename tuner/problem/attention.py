@@ -25,6 +25,7 @@ from tuner.problem.base import (
     DType,
     Meaning,
     Operand,
+    Problem,
     check_choice,
     check_extent,
 )
@@ -33,19 +34,6 @@ from tuner.problem.base import (
 MAX_HEAD_DIM = 256
 MAX_LISTED_HEADS = 1024
 """Maximum heads whose divisors a message lists; finding those of 2^31 - 1 takes minutes."""
-#: Fields of `AttentionProblem` that its JSON omits if they have these values.
-_OFF: Mapping[str, Any] = {
-    "window_left": -1,
-    "window_right": -1,
-    "softcap": 0.0,
-    "is_varlen": False,
-    "bias": "",
-    "mask": "",
-    "is_alibi": False,
-    "page_size": 0,
-    "has_sinks": False,
-    "block_mask": "",
-}
 
 
 @dataclass(frozen=True)
@@ -172,6 +160,18 @@ class AttentionProblem(MaskedAttention):
         "layout": Meaning(f"order of the dimensions in memory: {', '.join(LAYOUTS)}"),
     }
     required: ClassVar[tuple[str, ...]] = ("S", "D")
+    omitted: ClassVar[Mapping[str, Any]] = {
+        "window_left": -1,
+        "window_right": -1,
+        "softcap": 0.0,
+        "is_varlen": False,
+        "bias": "",
+        "mask": "",
+        "is_alibi": False,
+        "page_size": 0,
+        "has_sinks": False,
+        "block_mask": "",
+    }
 
     def __post_init__(self) -> None:
         if self.heads_kv == 0:
@@ -319,11 +319,6 @@ class AttentionProblem(MaskedAttention):
             replace(self, batch=1, seqlen_q=queries, seqlen_kv=keys, is_varlen=False)
             for queries, keys in zip(self.lengths_q, self.lengths_kv, strict=True)
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """As in the base class. Features that are off are absent: window, soft cap, ..."""
-        absent = {name for name, off in _OFF.items() if getattr(self, name) == off}
-        return {name: value for name, value in super().to_json().items() if name not in absent}
 
     @classmethod
     def from_keys(cls, values: Mapping[str, Any]) -> Self:
@@ -505,3 +500,14 @@ def _exact(value: float) -> str:
     """Shortest text that parses to this number."""
     short = f"{value:g}"
     return short if float(short) == value else repr(value)
+
+
+def as_attention(problem: Problem) -> AttentionProblem:
+    """The same problem, which must be attention.
+
+    Raises:
+        TypeError: when it is of another operation.
+    """
+    if not isinstance(problem, AttentionProblem):
+        raise TypeError(f"expected an attention problem, got {problem.op}")
+    return problem

@@ -17,8 +17,6 @@ _SHARED = (
     *("B", "H", "HKV", "S", "SQ", "SKV", "D"),
     *("causal", "window", "left", "right", "softcap", "varlen", "dtype", "layout"),
 )
-#: Fields that the JSON omits if they have these values.
-_OFF: Mapping[str, Any] = {"softcap": 0.0, "is_varlen": False}
 
 STARTS = ("cu_seqlens_q", "cu_seqlens_kv")
 """Operands that hold where packed sequences start."""
@@ -50,6 +48,7 @@ class AttentionBackwardProblem(Problem):
         "deterministic": Meaning("1: the same bits in every run"),
     }
     required: ClassVar[tuple[str, ...]] = AttentionProblem.required
+    omitted: ClassVar[Mapping[str, Any]] = {"softcap": 0.0, "is_varlen": False}
 
     seqlen_q: int
     seqlen_kv: int
@@ -100,11 +99,6 @@ class AttentionBackwardProblem(Problem):
 
     def label(self) -> str:
         return self.forward.label() + (",deterministic=1" if self.is_deterministic else "")
-
-    def to_json(self) -> dict[str, Any]:
-        """As in the base class. Soft cap and variable lengths that are off are absent."""
-        absent = {name for name, off in _OFF.items() if getattr(self, name) == off}
-        return {name: value for name, value in super().to_json().items() if name not in absent}
 
     @property
     def is_windowed(self) -> bool:

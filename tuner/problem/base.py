@@ -95,6 +95,9 @@ class Problem(ABC):
     keys: ClassVar[Mapping[str, str]]
     meanings: ClassVar[Mapping[str, Meaning]]
     required: ClassVar[tuple[str, ...]]
+    omitted: ClassVar[Mapping[str, Any]] = {}
+    """Fields that the JSON leaves out where they have these values: they came later, and problems
+    without them keep their keys."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -169,8 +172,12 @@ class Problem(ABC):
         return key if absent else ""
 
     def to_json(self) -> dict[str, Any]:
-        """A flat dict with `op` and every field; `problem_from_json` reads it back."""
-        return {"op": self.op, **asdict(self)}
+        """A flat dict with `op` and every field, but for those that are `omitted`;
+        `problem_from_json` reads it back.
+        """
+        values = {"op": self.op, **asdict(self)}
+        absent = {name for name, value in self.omitted.items() if values[name] == value}
+        return {name: value for name, value in values.items() if name not in absent}
 
     @cached_property
     def key(self) -> str:

@@ -38,8 +38,6 @@ SCALE_BLOCK = 128
 """Elements of K, and columns of B, that a factor of ``block`` is for."""
 SCALE_ROWS = 4
 """Factors of A's rows lie in multiples of as many: 16 bytes, as DeepGEMM's TMA reads them."""
-#: Fields that the JSON leaves out where they have these values.
-_OFF: Mapping[str, Any] = {"epilogue": "", "scales": "", "fast_accum": True}
 
 
 def block_scales(m: int, n: int, k: int) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -107,6 +105,7 @@ class GemmProblem(Problem):
         "fast_accum": Meaning("0: e4m3 sums are taken over to fp32 on the way"),
     }
     required: ClassVar[tuple[str, ...]] = ("M", "N", "K")
+    omitted: ClassVar[Mapping[str, Any]] = {"epilogue": "", "scales": "", "fast_accum": True}
 
     m: int
     n: int
@@ -168,13 +167,6 @@ class GemmProblem(Problem):
         """Activation of the sum, or the empty text."""
         text = self.epilogue.removeprefix("bias").removeprefix("_")
         return next((known for known in ACTIVATIONS if known == text), "")
-
-    def to_json(self) -> dict[str, Any]:
-        """As every problem's, but for fields that came later and say nothing: plain ones keep the
-        keys that they had before there were any.
-        """
-        values = super().to_json()
-        return {k: v for k, v in values.items() if k not in _OFF or v != _OFF[k]}
 
     def label(self) -> str:
         text = f"M={self.m},N={self.n},K={self.k}" + ("" if self.batch == 1 else f",B={self.batch}")

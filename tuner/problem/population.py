@@ -263,7 +263,7 @@ def _drawn(chance: Chance, models: Sequence[PublicModel]) -> ModelCall | None:
         layer -= stack.layers
         if layer < 0:
             break
-    phase = _phase(chance, model, stack)
+    phase = _phase(chance, stack)
     if chance.below(2, "operation") and stack.attention == "plain":
         call = _attention(chance, model, stack, ranks, dtype, phase)
     else:
@@ -324,7 +324,7 @@ class _Phase:
     keys: int
 
 
-def _phase(chance: Chance, model: PublicModel, stack: Stack) -> _Phase:
+def _phase(chance: Chance, stack: Stack) -> _Phase:
     if stack.is_generating and chance.below(2, "decoding"):
         queries = (
             1 if chance.below(4, "one query") else 2 + chance.below(MAX_QUERIES - 1, "queries")

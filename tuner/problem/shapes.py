@@ -210,7 +210,8 @@ def numbers(name: str, text: str) -> list[int]:
             low, high = 0, 0
         if not 1 <= low <= high:
             raise ConfigError(
-                f"{name}={text} is not a list of sizes (allowed: as 1,8,32 or 128:4096)"
+                f"{name}={text} is not a list of sizes (allowed: as 1,8,32, or 128:4096, which "
+                "doubles)"
             )
         while low <= high:
             found.append(low)

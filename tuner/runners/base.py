@@ -103,8 +103,16 @@ class Runner(Protocol):
         rounds: int,
         timeout_s: float | None = None,
     ) -> list[Measurement]:
-        """Time finalists interleaved in one run, on one GPU: one measurement each, `is_final`;
-        none after `cancel`, or where that takes longer than `timeout_s`.
+        """Time finalists interleaved in one run, on one GPU: one measurement each, `is_final`.
+
+        Args:
+            problem: problem of the finalists.
+            finalists: configs that passed the quick gate.
+            rounds: interleaved rounds at least.
+            timeout_s: longest time, seconds; None: no limit.
+
+        Returns:
+            A measurement of each; none after `cancel`, or where it took longer than `timeout_s`.
         """
         ...
 

@@ -45,7 +45,8 @@ def choose(devices: tuple[int, ...] | None, note: Callable[[str], None]) -> tupl
         note("no GPU found: nothing is measured here")
         return ()
     if missing:
-        raise ConfigError(f"device={missing[0]} is not a CUDA device of this machine")
+        here = f"0 to {device.count() - 1}" if device.count() else "none is here"
+        raise ConfigError(f"device={missing[0]} is not a CUDA device of this machine ({here})")
     first = gpus[named[0]]
     if not first.is_served:
         note(

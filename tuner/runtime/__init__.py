@@ -28,17 +28,19 @@ if TYPE_CHECKING:
     from tuner.runtime.append import paged_append
     from tuner.runtime.block_mask import prepare_block_mask
     from tuner.runtime.experts import moe
+    from tuner.runtime.gated import interleave, swiglu
     from tuner.runtime.grouped import grouped_mm
     from tuner.runtime.layers import linear_problems, restore_linear_, tune_linear_
     from tuner.runtime.paged import paged_attention
-    from tuner.runtime.products import interleave, linear, matmul, scaled_mm, swiglu
+    from tuner.runtime.products import linear, matmul
+    from tuner.runtime.scaled import scaled_mm
     from tuner.runtime.sparse import sparse_attention
     from tuner.runtime.varlen import attention_varlen
 
 _MODULES = {
     "attention_varlen": "varlen",
     "grouped_mm": "grouped",
-    "interleave": "products",
+    "interleave": "gated",
     "linear": "products",
     "linear_problems": "layers",
     "matmul": "products",
@@ -48,9 +50,9 @@ _MODULES = {
     "prepare_block_mask": "block_mask",
     "quantise": "activations",
     "restore_linear_": "layers",
-    "scaled_mm": "products",
+    "scaled_mm": "scaled",
     "sparse_attention": "sparse",
-    "swiglu": "products",
+    "swiglu": "gated",
     "tune_linear_": "layers",
 }
 

@@ -13,7 +13,7 @@ from tuner.compile.loading import LoadedKernel
 from tuner.compile.single import PAGED_APPEND
 from tuner.errors import ConfigError
 from tuner.runtime import devices, guards
-from tuner.runtime.paged import checked, checked_scales
+from tuner.runtime.paged_arguments import checked, checked_scales
 from tuner.runtime.sourced import SourcedKernel
 
 VECTOR = 8

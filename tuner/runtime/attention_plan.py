@@ -19,7 +19,7 @@ from tuner.runtime.lengths import over
 from tuner.runtime.plan import Plan, Posed
 from tuner.runtime.refusal import Kind, Refusal
 from tuner.runtime.serving import Call, find
-from tuner.runtime.table import Told, table
+from tuner.runtime.table import DispatchedCall, table
 
 TOO_FEW_TILES = Refusal(Kind.BOTTOM_RIGHT, "too few queries for kernels that do not split the keys")
 
@@ -51,7 +51,7 @@ class AttentionCall(_Attention, Call):
         return self[:3] if mask is None else (*self[:3], mask)
 
     @property
-    def told(self) -> Told | None:
+    def dispatched(self) -> DispatchedCall | None:
         return ("attention", self[:8]) if self.extras == NONE else None
 
     def refusal(self) -> Refusal | None:
@@ -158,7 +158,17 @@ def find_plan(
     enable_gqa: bool = True,
     extras: Extras = NONE,
 ) -> Plan | Refusal:
-    """Plan for attention of such tensors without a mask, or the reason why there is none."""
+    """Plan for attention of such tensors without a mask, or the reason why there is none.
+
+    Args:
+        query: (B, H, SQ, D).
+        key: (B, HKV, SKV, D).
+        value: as `key`.
+        is_causal: query i sees keys 0..i.
+        scale: factor of the scores; 1/sqrt(D) when None.
+        enable_gqa: let HKV be a divisor of H.
+        extras: window and soft cap.
+    """
     return find(AttentionCall(query, key, value, None, 0.0, is_causal, scale, enable_gqa, extras))
 
 
@@ -177,8 +187,18 @@ def pose(
 
     The problem has the nearest of the layouts, so the choice of a kernel does not depend on
     strides. The output has the strides of ``torch.empty_like(query)``, as PyTorch's kernels write
-    it. Keys and values that are expanded over all heads count as one head. A `mask` is as
-    `as_operand` makes it.
+    it. Keys and values that are expanded over all heads count as one head.
+
+    Args:
+        query: (B, H, SQ, D).
+        key: (B, HKV, SKV, D).
+        value: as `key`.
+        is_causal: query i sees keys 0..i.
+        scale: factor of the scores.
+        enable_gqa: let HKV be a divisor of H.
+        extras: window and soft cap.
+        dtypes: types that kernels take, and their names in a problem.
+        mask: operand as `as_operand` makes it; None: no mask.
 
     Raises:
         ConfigError: on types, sizes or strides that no tuned kernel supports.

@@ -75,6 +75,13 @@ def gains_by_cudnn(
 ) -> bool:
     """True when PyTorch would choose FlashAttention-2's kernels for such tensors, cuDNN's may run,
     and the work is large enough for the difference to count.
+
+    Args:
+        query: (B, H, SQ, D).
+        key: (B, HKV, SKV, D).
+        value: as `key`.
+        is_causal: query i sees keys 0..i.
+        scale: factor of the scores; 1/sqrt(D) when None.
     """
     if not (has_much_work(query, key, is_causal) and query.is_cuda):
         return False
@@ -89,7 +96,18 @@ def forward_with_lse(
     is_causal: bool,
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """PyTorch's attention with its log-sum-exp, (B, H, SQ) in at least single precision."""
+    """PyTorch's attention with its log-sum-exp.
+
+    Args:
+        query: (B, H, SQ, D).
+        key: (B, HKV, SKV, D).
+        value: as `key`.
+        is_causal: query i sees keys 0..i.
+        scale: factor of the scores; 1/sqrt(D) when None.
+
+    Returns:
+        The output (B, H, SQ, D), and the log-sum-exp (B, H, SQ) in at least single precision.
+    """
     backend = _backend(query, key, value, is_causal, scale)
     if backend == _FLASH:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
@@ -116,7 +134,18 @@ def backward(
     is_causal: bool,
     scale: float | None,
 ) -> Three:
-    """Gradients of query, key and value; `lse` is (B, H, SQ)."""
+    """Gradients of query, key and value by the kernels that PyTorch would choose, or cuDNN's.
+
+    Args:
+        grad_out: (B, H, SQ, D), gradient of the output.
+        query: (B, H, SQ, D).
+        key: (B, HKV, SKV, D).
+        value: as `key`.
+        out: (B, H, SQ, D), attention's output.
+        lse: its log-sum-exp, (B, H, SQ).
+        is_causal: mask of the attention.
+        scale: factor of the scores.
+    """
     backend = _backend(query, key, value, is_causal, scale)
     lengths = query.shape[2], key.shape[2]
     if backend == _FLASH:
@@ -145,10 +174,19 @@ def second_backward(
     is_causal: bool,
     scale: float | None,
 ) -> tuple[torch.Tensor, ...]:
-    """Second derivatives: gradients of the `inputs` (the output's gradient, query, key and value)
-    from the gradients of the results of `backward`.
+    """Second derivatives: gradients of the `inputs` from those of the results of `backward`.
 
     No fused kernel computes them: attention is recomputed by PyTorch's plain operations.
+
+    Args:
+        grads: gradients of `backward`'s three results, each of its result's shape.
+        inputs: the output's gradient (B, H, SQ, D), query (B, H, SQ, D), and key and value (B, HKV,
+            SKV, D).
+        is_causal: query i sees keys 0..i.
+        scale: factor of the scores; 1/sqrt(D) when None.
+
+    Returns:
+        Gradients of the four `inputs`, each of its input's shape.
     """
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         grad_out, query, key, value = (t.detach().requires_grad_() for t in inputs)

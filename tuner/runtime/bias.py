@@ -17,8 +17,12 @@ def as_operand(
 ) -> torch.Tensor | Refusal:
     """The mask as a view (B, H, SQ, SKV), or the reason why no tuned kernel takes it.
 
-    Elements are booleans, or numbers of the query's type that are added to the scores. Each
-    dimension is of full size or 1.
+    Args:
+        mask: (SQ, SKV) with heads and batch before them; each dimension is of full size or 1. The
+            elements are booleans, or numbers of the query's type that are added to the scores.
+        query: (B, H, SQ, D).
+        key: (B, HKV, SKV, D).
+        is_causal: True where a causal mask is wanted beside it, which no kernel has.
     """
     if is_causal:  # PyTorch's documentation forbids both
         return Refusal(Kind.MASK, "beside is_causal")

@@ -65,9 +65,23 @@ def compose(
     enable_gqa: bool,
     extras: Extras,
 ) -> torch.Tensor:
-    """softmax(cap(scale * Q K^T) + mask) V; arguments as of `tuner.attention`.
+    """softmax(cap(scale * Q K^T) + mask) V by PyTorch's operations, differentiable.
 
     Queries without a visible key have zeros for their output.
+
+    Args:
+        query: (B, H, SQ, D), any floating type.
+        key: (B, HKV, SKV, D).
+        value: as `key`.
+        attn_mask: booleans or terms of the scores, broadcast to (B, H, SQ, SKV); None: no mask.
+        dropout_p: share of the weights that is dropped.
+        is_causal: query i sees keys 0..i.
+        scale: factor of the scores; 1/sqrt(D) when None.
+        enable_gqa: let HKV be a divisor of H.
+        extras: window and soft cap.
+
+    Returns:
+        (B, H, SQ, D), of the query's type.
     """
     length, keys = query.shape[-2], key.shape[-2]
     seen = length if extras.left < 0 else min(length, keys + extras.left)
@@ -158,7 +172,15 @@ def scores_of(
     scale: float | None,
     extras: Extras = NONE,
 ) -> Iterator[Scores]:
-    """A block of query rows at a time; `key` may have fewer heads than `query`."""
+    """A block of query rows at a time, so that few of all scores are held at once.
+
+    Args:
+        query: (B, H, SQ, D).
+        key: (B, HKV, SKV, D), HKV a divisor of H.
+        is_causal: query i sees keys 0..i.
+        scale: factor of the scores; 1/sqrt(D) when None.
+        extras: window and soft cap.
+    """
     batch, heads, length, head_dim = query.shape
     wide = torch.promote_types(query.dtype, torch.float32)
     key_t = key.to(wide).repeat_interleave(heads // max(1, key.shape[1]), 1).mT
@@ -185,8 +207,19 @@ def compose_with_lse(
     scale: float | None,
     extras: Extras,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `compose`, without a mask operand, with the log-sum-exp: (B, H, SQ) in at least single
-    precision, -inf for a query without a visible key.
+    """As `compose`, without a mask operand and dropout, with the log-sum-exp.
+
+    Args:
+        query: (B, H, SQ, D).
+        key: (B, HKV, SKV, D).
+        value: as `key`.
+        is_causal: query i sees keys 0..i.
+        scale: factor of the scores; 1/sqrt(D) when None.
+        extras: window and soft cap.
+
+    Returns:
+        The output (B, H, SQ, D), and the log-sum-exp (B, H, SQ) in at least single precision, -inf
+        for a query without a visible key.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
     value = value.to(wide).repeat_interleave(query.shape[1] // max(1, key.shape[1]), 1)
@@ -208,7 +241,19 @@ def differentiate(
     scale: float | None,
     extras: Extras = NONE,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, key and value; `lse` is (B, H, SQ)."""
+    """Gradients of query, key and value by PyTorch's operations.
+
+    Args:
+        grad_out: (B, H, SQ, D), gradient of the output.
+        query: (B, H, SQ, D).
+        key: (B, HKV, SKV, D).
+        value: as `key`.
+        out: (B, H, SQ, D), attention's output.
+        lse: its log-sum-exp, (B, H, SQ).
+        is_causal: mask of the attention.
+        scale: factor of the scores.
+        extras: window and soft cap.
+    """
     wide = torch.promote_types(query.dtype, torch.float32)
     batch, heads, _, head_dim = query.shape
     factor = 1 / math.sqrt(head_dim or 1) if scale is None else scale

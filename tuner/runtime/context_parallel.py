@@ -298,7 +298,15 @@ def partial(
     is_causal: bool,
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over some of the keys, (B, H, L, D), and its log-sum-exp, (B, H, L)."""
+    """Attention over some of the keys, (B, H, L, D), and its log-sum-exp, (B, H, L).
+
+    Args:
+        query: (B, H, L, D).
+        key: (B, HKV, LKV, D), some of the keys.
+        value: as `key`.
+        is_causal: mask between these queries and keys.
+        scale: factor of the scores; 1/sqrt(D) when None.
+    """
     out, lse = torch.ops.tuner.attention_with_lse(query, key, value, is_causal, scale)
     return out, lse
 

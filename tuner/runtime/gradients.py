@@ -88,6 +88,13 @@ def is_differentiable(
 
     It is a measured kernel that can run here, or one by the rule or cuDNN's where the work is
     large. The forward pass then keeps its log-sum-exp.
+
+    Args:
+        query: (B, H, SQ, D).
+        key: (B, HKV, SKV, D).
+        value: as `key`.
+        is_causal: query i sees keys 0..i.
+        scale: factor of the scores; 1/sqrt(D) when None.
     """
     if query.dtype not in guards.DTYPES or query.dim() != 4:
         return False

@@ -177,6 +177,12 @@ def problem_of(
 ) -> GroupedGemmProblem:
     """The problem that a call is looked up by, its rows rounded up to a power of two.
 
+    Args:
+        a: (M, K), rows of all groups.
+        b: (G, N, K).
+        sizes: way in which rows are shared out when it is measured.
+        dtypes: types that kernels take, and their names in a problem.
+
     Raises:
         ConfigError: when no tuned kernel supports such types or sizes.
     """
@@ -206,7 +212,16 @@ def _sized(plan: KernelPlan, rows: int) -> KernelPlan:
 
 
 def by_pytorch(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """PyTorch's grouped kernel if it takes the tensors, else one product for each group."""
+    """PyTorch's grouped kernel if it takes the tensors, else one product for each group.
+
+    Args:
+        a: (M, K), rows of all groups.
+        b: (G, N, K).
+        offsets: int32 (G + 1,), the rows at which groups start, from 0.
+
+    Raises:
+        ConfigError: when the offsets decrease, or leave the rows; the grouped kernel does not look.
+    """
     n, k = b.shape[1:]
     is_whole = a.is_contiguous() and b.is_contiguous() and n % _STEP == k % _STEP == 0
     if (

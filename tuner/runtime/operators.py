@@ -54,6 +54,16 @@ def operate(
     None means that no tuned kernel takes such tensors, or no fused kernel computes the wanted
     gradient. Only facts that hold for all calls of a graph are checked; each call chooses its
     kernel.
+
+    Args:
+        query: (B, H, SQ, D).
+        key: (B, HKV, SKV, D).
+        value: as `key`.
+        attn_mask: mask, as of `tuner.attention`; None: no mask.
+        dropout_p: dropout, which no operator has.
+        is_causal: query i sees keys 0..i.
+        scale: factor of the scores; 1/sqrt(D) when None.
+        enable_gqa: let HKV be a divisor of H.
     """
     if dropout_p or not is_operable(query, key, value, enable_gqa):
         return None

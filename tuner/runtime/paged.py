@@ -17,10 +17,10 @@ from tuner.families.fused_attention import paged
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionProblem
 from tuner.problem.attention import rounded
-from tuner.problem.attention_masks import PAGE_MULTIPLE
 from tuner.runtime import guards, quantised
 from tuner.runtime.attention_plan import scale_of, without_lse
 from tuner.runtime.composed import Extras
+from tuner.runtime.paged_arguments import checked, checked_scales
 from tuner.runtime.paged_composed import Paged, composed, output_type
 from tuner.runtime.plan import KernelPlan, Plan, Posed
 from tuner.runtime.refusal import Kind, Refusal
@@ -122,7 +122,7 @@ class PagedCall(Paged, Call):
         sizes = self.batch, self.longest_q, self.longest_kv
         strides = tuple(tensor.stride() for tensor in tensors)
         schedule = self.schedule(plan.config) if plan.by_portfolio else ()
-        found = _sized(plan, self.extras, sizes, shapes, strides, self.scale, schedule)
+        found = _sized(plan, sizes, shapes, strides, self.scale, schedule)
         return Refusal(Kind.TENSORS, found) if isinstance(found, str) else found
 
     def schedule(self, config: Config) -> tuple[tuple[str, Value], ...]:
@@ -284,9 +284,25 @@ def paged_call(
     with_lse: bool = False,
     out: torch.Tensor | None = None,
 ) -> PagedCall:
-    """The call object of checked arguments, as of `paged_attention`.
+    """The call object of checked arguments.
 
     A single query sees all earlier keys, so its call has no causal mask: fewer kernels to prove.
+
+    Args:
+        query: (total_q, H, D).
+        key: (pages, page size, HKV, D).
+        value: as `key`.
+        page_table: int32 (B, columns).
+        seqused_k: int32 (B,), keys of each sequence.
+        starts_q: int32 (B + 1,); None: equally many queries for each sequence.
+        sinks: (H,), in at least single precision; None: no sinks.
+        queries: longest queries of a sequence.
+        keys: longest keys of a sequence.
+        is_causal: bottom-right mask.
+        extras: window and soft cap.
+        scale: factor of the scores.
+        with_lse: also compute the log-sum-exp.
+        out: (total_q, H, D) to write to; None: a new tensor.
     """
     if is_causal or queries == 1:
         extras = extras._replace(right=-1)
@@ -305,113 +321,13 @@ def prepare(call: PagedCall) -> KernelPlan | Refusal:
     return plan if isinstance(plan, Refusal) else call.sized(plan)
 
 
-def checked_scales(
-    query: torch.Tensor, key: torch.Tensor, scales: tuple[torch.Tensor | None, ...]
-) -> tuple[torch.Tensor, ...]:
-    """The factors of e4m3 tensors, one a head, or none for other types.
-
-    Raises:
-        ConfigError: on a factor that is missing, does not fit, or has nothing to scale.
-    """
-    if query.dtype not in quantised.DTYPES:
-        if any(factor is not None for factor in scales):
-            raise ConfigError(f"factors are for float8_e4m3fn, query is {query.dtype}")
-        return ()
-    found = []
-    heads = query.shape[1], key.shape[2], key.shape[2]
-    for name, factor, count in zip("qkv", scales, heads, strict=True):
-        if factor is None:
-            raise ConfigError(f"{name}_scale is missing (allowed: fp32 ({count},) or one element)")
-        if factor.dtype != torch.float32 or (factor.numel() != 1 and factor.shape != (count,)):
-            raise ConfigError(
-                f"{name}_scale is {factor.dtype} {tuple(factor.shape)} "
-                f"(allowed: torch.float32 ({count},) or one element)"
-            )
-        found.append(factor.reshape(-1).expand(count).contiguous())
-    return tuple(found)
-
-
 def _wide(sinks: torch.Tensor | None) -> torch.Tensor | None:
     return None if sinks is None else sinks.to(torch.promote_types(sinks.dtype, torch.float32))
-
-
-def checked(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    page_table: torch.Tensor,
-    seqused_k: torch.Tensor,
-    starts_q: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    longest_q: int | None,
-    longest_kv: int | None,
-    out: torch.Tensor | None = None,
-) -> tuple[int, int]:
-    """Check the arguments of a call; returns the longest lengths of queries and keys.
-
-    Raises:
-        ConfigError: names the given and the allowed values.
-    """
-    shapes = f"query {tuple(query.shape)}, caches {tuple(key.shape)} and {tuple(value.shape)}"
-    if query.dim() != 3 or key.dim() != 4 or key.shape != value.shape:
-        raise ConfigError(
-            f"{shapes} (allowed: (total_q, H, D) and twice (pages, page size, HKV, D))"
-        )
-    _, size, heads_kv, width = key.shape
-    if query.shape[2] != width or query.shape[1] % max(1, heads_kv):
-        raise ConfigError(f"{shapes} (allowed: one D, and HKV a divisor of H)")
-    if not query.dtype == key.dtype == value.dtype:
-        raise ConfigError(f"query is {query.dtype}, the caches {key.dtype} and {value.dtype}")
-    if not size or size % PAGE_MULTIPLE:
-        raise ConfigError(f"pages have {size} slots (allowed: multiples of {PAGE_MULTIPLE})")
-    batch = seqused_k.numel()
-    for name, tensor, shape in (
-        ("seqused_k", seqused_k, (batch,)),
-        ("page_table", page_table, (batch, page_table.shape[-1])),
-        *(() if starts_q is None else (("cu_seqlens_q", starts_q, (batch + 1,)),)),
-    ):
-        is_row = tensor.shape[-1] < 2 or tensor.stride(-1) == 1
-        if tensor.dtype != torch.int32 or tensor.shape != shape or not is_row:
-            raise ConfigError(
-                f"{name} is {tensor.dtype} {tuple(tensor.shape)} "
-                f"(allowed: torch.int32 {shape}, contiguous rows)"
-            )
-    if sinks is not None and sinks.shape != query.shape[1:2]:
-        raise ConfigError(f"sinks are {tuple(sinks.shape)} (allowed: ({query.shape[1]},))")
-    if out is not None:
-        dtype = output_type(query)
-        is_like = (out.shape, out.dtype, out.device) == (query.shape, dtype, query.device)
-        if not is_like or not out.is_contiguous():
-            raise ConfigError(
-                f"out is {out.dtype} {tuple(out.shape)} on {out.device}, strides {out.stride()} "
-                f"(allowed: as query, {dtype} {tuple(query.shape)}, contiguous)"
-            )
-    room = page_table.shape[1] * size
-    keys = room if longest_kv is None else int(longest_kv)
-    if not 0 <= keys <= room:
-        raise ConfigError(
-            f"max_seqlen_k={keys} is out of range (allowed: 0 to {room}, the "
-            f"{page_table.shape[1]} pages of {size} in a row of page_table)"
-        )
-    total = query.shape[0]
-    if starts_q is not None:
-        queries = total if longest_q is None else int(longest_q)
-    elif total % max(1, batch) or (longest_q is not None and longest_q * batch != total):
-        raise ConfigError(
-            f"{total} queries of {batch} sequences without cu_seqlens_q (allowed: the same number "
-            "each)"
-        )
-    else:
-        queries = total // max(1, batch)
-    if queries < 0:
-        raise ConfigError(f"max_seqlen_q={queries} is out of range (allowed: 0 or more)")
-    return queries, keys
 
 
 @lru_cache(1024)
 def _sized(
     plan: KernelPlan,
-    extras: Extras,
     sizes: tuple[int, int, int],
     shapes: tuple[torch.Size, torch.Size],
     strides: tuple[tuple[int, ...], ...],

@@ -17,7 +17,7 @@ from tuner.errors import ConfigError
 from tuner.runtime import counters, dispatch, guards
 from tuner.runtime.plan import Plan, Posed
 from tuner.runtime.refusal import Kind, Refusal
-from tuner.runtime.table import Told, table
+from tuner.runtime.table import DispatchedCall, table
 
 
 class PlannedCall(ABC):
@@ -33,7 +33,7 @@ class PlannedCall(ABC):
         """Input tensors of a kernel, in the order of the problem's operands."""
 
     @property
-    def told(self) -> Told | None:
+    def dispatched(self) -> DispatchedCall | None:
         """The call in the C++ dispatcher's form; None: the dispatcher has no such operation."""
         return None
 
@@ -113,10 +113,10 @@ def answer(call: Call) -> torch.Tensor | None:
     out = plan if isinstance(plan, Refusal) else call.run(plan)
     if not isinstance(out, Refusal):
         return out
-    if (told := call.told) is None:
+    if (dispatched := call.dispatched) is None:
         counters.count_fallback(out.reason)
     else:
-        dispatch.refuse(*told, out, generation)
+        dispatch.refuse(*dispatched, out, generation)
     return None
 
 
@@ -135,7 +135,7 @@ def find(call: PlannedCall) -> Plan | Refusal:
     plan = table.get(kind)
     if plan is None:
         device = inputs[0].get_device()
-        plan = table.find_out(kind, call.told, call.pose, device, call.pose_over)
+        plan = table.find_out(kind, call.dispatched, call.pose, device, call.pose_over)
     if isinstance(plan, Plan) and guards.is_misaligned(inputs[: call.aligned]):
         return Refusal(Kind.MISALIGNED)
     return plan

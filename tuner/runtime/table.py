@@ -55,7 +55,7 @@ GROWS_BY = 64
 _MAX_KNOWN = 4096
 
 _Out = TypeVar("_Out")
-Told = tuple[str, tuple[Any, ...]]
+DispatchedCall = tuple[str, tuple[Any, ...]]
 """Operation and arguments of a call in the C++ dispatcher's form (`dispatch.put`)."""
 _OFF = Refusal(Kind.OFF, "TUNER_DISABLE is set")
 
@@ -142,7 +142,7 @@ class PlanTable:
     def find_out(
         self,
         kind: Hashable,
-        told: Told | None,
+        dispatched: DispatchedCall | None,
         pose: Callable[[], Posed],
         device: int,
         pose_over: Callable[[int], Posed] | None = None,
@@ -151,7 +151,8 @@ class PlanTable:
 
         Args:
             kind: as in `get`.
-            told: the call in the form of `dispatch.put`; None: the C++ dispatcher keeps no plan.
+            dispatched: the call in the form of `dispatch.put`; None: the C++ dispatcher keeps no
+                plan.
             pose: gives the problem; raises ConfigError if no tuned kernel could serve it.
             device: index of the tensors' device.
             pose_over: gives the problem with a cache of that many keys; None: no growing cache.
@@ -172,10 +173,12 @@ class PlanTable:
                 self._clear()
             self._known[kind] = found
             # With NVTX ranges calls go through Python: the dispatcher opens none.
-            if told is not None and not ranges.ON:
+            if dispatched is not None and not ranges.ON:
                 dispatch.prepare(then=self.renew)
                 if isinstance(found.plan, KernelPlan):
-                    dispatch.put(*told, found.plan, self._lengths(found.plan, pose_over, device))
+                    dispatch.put(
+                        *dispatched, found.plan, self._lengths(found.plan, pose_over, device)
+                    )
             return found.plan
         finally:
             self._lock.release()

@@ -144,7 +144,10 @@ class StudyStorage:
         try:
             return _open_database(url, self.name) if "://" in url else _open_journal(Path(url))
         except FAULTS as exc:
-            raise StoreError(f"Optuna storage {self.name} cannot be opened: {_first(exc)}") from exc
+            raise StoreError(
+                f"Optuna storage {self.name} cannot be opened: {_first(exc)} (allowed: "
+                "sqlite:///FILE, postgresql+psycopg://..., or a journal file)"
+            ) from exc
 
     def copy(self, trials: GroupStudy, subject: StudySubject) -> None:
         """Add the finished trials that the storage does not have yet.

@@ -25,7 +25,7 @@ from tuner import settings
 from tuner.errors import ConfigError
 from tuner.hardware import DEFAULT_GPU, Gpu, gpu_by_name
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Regimes, Status, listed
-from tuner.problem import AttentionProblem, Problem
+from tuner.problem import AttentionProblem, Problem, as_problem
 from tuner.selection.result import LookupResult, choose, differences, noted
 from tuner.selection.shipped import (
     SHIPPED,
@@ -112,7 +112,7 @@ def lookup(
     *,
     gpu: Gpu | str | None = None,
     regime: Regimes | None = None,
-    path: Path | None = None,
+    path: Path | str | None = None,
     allow_other_gpu: bool = False,
     environment: Environment | None = None,
     among: Sequence[Entry] | None = None,
@@ -153,16 +153,16 @@ def lookup(
 
     Raises:
         StoreError: when the file exists and cannot be read.
-        ConfigError: on an unknown name of a GPU, or a `problem` of another type.
+        ConfigError: on an unknown name of a GPU, or a `problem` or `regime` of another type.
     """
-    if isinstance(problem, str):
-        problem = AttentionProblem.parse(problem)
-    elif not isinstance(problem, Problem):
-        allowed = "a problem, as tuner.GemmProblem(64, 4096, 4096), or text, as 'S=1024,D=64'"
-        raise ConfigError(f"lookup of a {type(problem).__name__} (allowed: {allowed})")
+    problem = as_problem(problem)
+    regimes = listed(regime or Regime.choices(problem.op))
+    if not all(isinstance(one, Regime) for one in regimes):
+        allowed = "tuner.Regime('stream', 'warm'), or several"
+        raise ConfigError(f"regime={regime!r} is not a regime (allowed: {allowed})")
+    path = None if path is None else Path(path)
     if isinstance(gpu, str):
         gpu = find_gpu(gpu, gpus(path) if among is None else [entry.gpu for entry in among])
-    regimes = listed(regime or Regime.choices(problem.op))
     asked = gpu or DEFAULT_GPU
     if among is None:
         path = path or store_file()

@@ -221,23 +221,40 @@ def _add_configs(app: FastAPI, served: ServedDecisions, metrics: Metrics) -> Non
         return Json(table.snapshot, headers=headers)
 
 
-def _add_jobs(app: FastAPI, store: Store) -> None:
-    def find(id: str) -> JobRecord:
-        job = store.jobs.find(id)
-        if job is None:
-            raise HTTPException(404, f"there is no job {id}")
-        return job
+def _find_job(store: Store, id: str) -> JobRecord:
+    """A job by its id; the response 404 without one."""
+    job = store.jobs.find(id)
+    if job is None:
+        raise HTTPException(404, f"there is no job {id}")
+    return job
 
-    jobs_an_hour, problems_an_hour = RateLimit(MAX_JOBS, 3600), RateLimit(MAX_PROBLEMS, 3600)
 
-    def check_rate(problems: int) -> None:
+class _JobRates:
+    """Jobs and problems that may be submitted in an hour."""
+
+    def __init__(self) -> None:
+        self._jobs = RateLimit(MAX_JOBS, 3600)
+        self._problems = RateLimit(MAX_PROBLEMS, 3600)
+
+    def check(self, problems: int) -> None:
+        """Count a job of so many problems; the response 429 when it is one too many."""
         for limit, what, count in (
-            (jobs_an_hour, "jobs", 1),
-            (problems_an_hour, "problems", problems),
+            (self._jobs, "jobs", 1),
+            (self._problems, "problems", problems),
         ):
             if wait_s := limit.take(count=count):
                 detail = f"too many {what} (allowed: {limit.most} an hour)"
                 raise HTTPException(429, detail, {"retry-after": str(math.ceil(wait_s))})
+
+
+def _add_jobs(app: FastAPI, store: Store) -> None:
+    _add_changes_of_jobs(app, store)
+    _add_views_of_jobs(app, store)
+    _add_events_of_jobs(app, store)
+
+
+def _add_changes_of_jobs(app: FastAPI, store: Store) -> None:
+    rates = _JobRates()
 
     @app.post(
         "/v1/jobs", status_code=201, summary="Submit a job", response_model=answers.JobSummary
@@ -251,12 +268,24 @@ def _add_jobs(app: FastAPI, store: Store) -> None:
             except ConfigError as exc:
                 raise ConfigError(f"problems.{number}: {exc}") from exc
         options.check(problems)
-        check_rate(len(problems))
+        rates.check(len(problems))
         id = store.jobs.submit(
             problems, options.to_json(), priority=request.priority, attempts=request.attempts
         )
-        return Json(find(id).to_json(), status_code=201, headers={"location": f"/v1/jobs/{id}"})
+        job = _find_job(store, id)
+        return Json(job.to_json(), status_code=201, headers={"location": f"/v1/jobs/{id}"})
 
+    @app.post(
+        "/v1/jobs/{id}/cancel",
+        summary="End a job; what was measured is kept",
+        response_model=answers.Cancelled,
+    )
+    def cancel(id: JobId) -> Json:
+        _find_job(store, id)
+        return Json({"cancelled": store.jobs.cancel(id)})
+
+
+def _add_views_of_jobs(app: FastAPI, store: Store) -> None:
     @app.get(
         "/v1/jobs",
         summary="All jobs, newest first",
@@ -282,21 +311,14 @@ def _add_jobs(app: FastAPI, store: Store) -> None:
         trials: Annotated[int, Query(ge=0, le=1000, description="how many, at most")] = 100,
         after: Annotated[int, Query(ge=0, lt=1 << 31, description="trials after this id")] = 0,
     ) -> Json:
-        job = find(id)
+        job = _find_job(store, id)
         problems = [task.to_json() for task in store.jobs.tasks(id)]
         measured = store.jobs.trials(id, after=after, limit=trials) if trials else []
         rows = [trial_json(number, m) for number, m in measured]
         return Json({**job.to_json(), "problems": problems, "trials": rows})
 
-    @app.post(
-        "/v1/jobs/{id}/cancel",
-        summary="End a job; what was measured is kept",
-        response_model=answers.Cancelled,
-    )
-    def cancel(id: JobId) -> Json:
-        find(id)
-        return Json({"cancelled": store.jobs.cancel(id)})
 
+def _add_events_of_jobs(app: FastAPI, store: Store) -> None:
     streams = asyncio.Semaphore(MAX_STREAMS)
 
     @app.get(
@@ -308,7 +330,7 @@ def _add_jobs(app: FastAPI, store: Store) -> None:
     async def events(
         id: JobId, last_event_id: Annotated[int, Header(ge=0, lt=1 << 31)] = 0
     ) -> Response:
-        await run_in_threadpool(find, id)
+        await run_in_threadpool(_find_job, store, id)
         if streams.locked():
             raise HTTPException(503, f"{MAX_STREAMS} streams are open already")
         return StreamingResponse(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any, Self
 
 from tuner.config import Config
@@ -148,7 +147,15 @@ class Store(ABC):
         regime: Regime | None = None,
         provenance: Provenance | None = None,
     ) -> list[Entry]:
-        """All decisions that match, of every provenance, in a fixed order."""
+        """All decisions that match, in a fixed order.
+
+        Args:
+            op: only this operation; None: all of them.
+            problem: only this problem; None: all of them.
+            gpu: only this GPU, by its identity; None: all of them.
+            regime: only this regime; None: all of them.
+            provenance: only such times; None: measured, replayed and predicted ones.
+        """
 
     @abstractmethod
     def environments(self) -> list[EnvironmentRecord]:
@@ -170,11 +177,25 @@ class Store(ABC):
     def find_sweep(
         self, problem: Problem, gpu: Gpu, regime: Regime, environment: str, settings: str
     ) -> SweepRecord | None:
-        """Newest sweep of a problem in an environment with equal settings."""
+        """Newest sweep of a problem in an environment with equal settings; None if there is none.
+
+        Args:
+            problem: problem of the sweep.
+            gpu: GPU of the sweep.
+            regime: regime of its times.
+            environment: digest of the environment.
+            settings: text of the options that a resumed sweep must share.
+        """
 
     @abstractmethod
     def pin(self, problem: Problem, gpu: Gpu, regime: Regime, config: Config) -> Entry:
         """Serve `config` until `unpin`, whatever later sweeps decide. Returns the entry.
+
+        Args:
+            problem: problem of the decision.
+            gpu: GPU of the decision.
+            regime: regime of the decision.
+            config: config with a passing measurement of the three.
 
         Raises:
             ConfigError: when the config has no passing measurement in this store.
@@ -289,10 +310,5 @@ class Store(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

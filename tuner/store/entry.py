@@ -118,7 +118,15 @@ class Entry:
         sweep: str = "",
         decided_at: str = "",
     ) -> Entry:
-        """Derive the entry from its ranking, best first and not empty."""
+        """Derive the entry from its ranking.
+
+        Args:
+            ranking: measurements of a final pass, best first, not empty.
+            pin: measurement to serve in place of the first; None: not pinned.
+            origin: as the field.
+            sweep: id of the sweep that decided.
+            decided_at: time of the decision, UTC, ISO 8601.
+        """
         winner = pin or ranking[0]
         own = [m for m in ranking if not is_vendor(m.config)]
         vendors: dict[str, Measurement] = {}

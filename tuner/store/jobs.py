@@ -229,6 +229,12 @@ class Jobs(ABC):
     ) -> str:
         """Add a job and return its id. Equal problems are one task.
 
+        Args:
+            problems: problems to tune, at least one.
+            options: JSON of the sweeps' options.
+            priority: jobs of higher priority are taken first.
+            attempts: times that a problem is begun before it has failed.
+
         Raises:
             ConfigError: when there is no problem, or a number is out of range.
         """

@@ -21,7 +21,7 @@ from tuner.errors import BenchmarkError, StoreBusyError, StoreError
 from tuner.families import families_of
 from tuner.families.base import Family
 from tuner.measurement import Measurement, Provenance, Regime, Status
-from tuner.problem import Problem
+from tuner.problem import Problem, as_problem
 from tuner.runners.base import Runner
 from tuner.runners.choose import Machine, Runners
 from tuner.search import ranking
@@ -480,7 +480,7 @@ class Sweep:
 
 
 def sweep(
-    problem: Problem,
+    problem: Problem | str,
     *,
     regime: Regime | None = None,
     options: SweepOptions | None = None,
@@ -492,7 +492,7 @@ def sweep(
     """Tune one problem, as ``tuner sweep`` does: on the GPU, else replayed, else predicted.
 
     Args:
-        problem: problem to tune.
+        problem: problem to tune, or the text of an attention shape, as ``S=1024,D=64``.
         regime: regime of the times; default: the operation's, which the runtime serves.
         options: budgets and families.
         machine: devices and compile jobs.
@@ -502,12 +502,14 @@ def sweep(
         note: callback for messages to the user.
 
     Raises:
+        ConfigError: when `problem` is not a problem, or an option is out of range.
         NoValidConfigError: when no candidate passed.
         CompileError: when there is a GPU but no compiler.
         StoreError: when the store cannot be opened or written.
     """
     from tuner.search.storage import open_storage
 
+    problem = as_problem(problem)
     chosen = regime or Regime.default(problem.op)
     settings = options or SweepOptions()
     place = replace(machine or Machine(), max_workspace=settings.max_workspace)

@@ -33,11 +33,10 @@ from tuner.families.cutlass_fmha.shape import (
     SCHEDULES,
     TMA,
     FmhaShape,
-    attention,
     fields,
 )
 from tuner.hardware import HOPPER, SMEM_PER_BLOCK_BYTES, Gpu
-from tuner.problem import DTYPE_BYTES, MAX_EXTENT, AttentionProblem, Problem
+from tuner.problem import DTYPE_BYTES, MAX_EXTENT, AttentionProblem, Problem, as_attention
 
 KERNEL = "attention"
 MATRICES = ("query", "key", "value", "out")
@@ -110,7 +109,7 @@ class CutlassFmha(Family):
         return ""
 
     def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        problem = attention(problem)
+        problem = as_attention(problem)
         if found := _presence_violations(problem, config):
             return found
         shape = FmhaShape.of(problem, config)
@@ -158,7 +157,7 @@ class CutlassFmha(Family):
         return not self.violations(problem, config, gpu) and not _is_poor(problem, config)
 
     def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
-        problem = attention(problem)
+        problem = as_attention(problem)
         shape = FmhaShape.of(problem, config)
         is_pingpong = shape.schedule == PINGPONG
         variables: dict[str, Value] = {
@@ -184,7 +183,7 @@ class CutlassFmha(Family):
         return {KERNEL: KernelSpec(f"cutlass_fmha{extended}.cu.j2", variables, WORDS, ARGUMENTS)}
 
     def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
-        problem = attention(problem)
+        problem = as_attention(problem)
         operands = problem.operands
         calls = 1 if _nests(problem) else problem.batch
         integers = {
@@ -206,7 +205,7 @@ class CutlassFmha(Family):
         ]
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
-        problem = attention(problem)
+        problem = as_attention(problem)
         calls = 1 if _nests(problem) else problem.batch
         return cutlass_fmha_cost.predict_us(
             problem, FmhaShape.of(problem, config), gpu, self.constants, calls
@@ -220,7 +219,7 @@ class CutlassFmha(Family):
         expected = fields(
             drawn.get("kernel_schedule"),
             drawn.get("tile_scheduler", INDIVIDUAL),
-            attention(problem),
+            as_attention(problem),
         )
         params = {n: v for n, v in drawn.params.items() if n in expected}
         for name in sorted(expected - set(params)):

@@ -13,7 +13,7 @@ from tuner.hardware import (
     SMEM_RESERVED_PER_BLOCK_BYTES,
     WARP_GROUP,
 )
-from tuner.problem import AttentionProblem, Problem
+from tuner.problem import AttentionProblem
 
 TMA = "KernelTma"
 COOPERATIVE = "KernelTmaWarpSpecializedCooperative"
@@ -38,17 +38,6 @@ ALIGNMENT = 512
 EPILOGUE_TILE_BYTES = 64 * 32 * 2
 WIDTH = 2
 """Bytes of an element: fp16 and bf16."""
-
-
-def attention(problem: Problem) -> AttentionProblem:
-    """`problem`, which must be attention.
-
-    Raises:
-        TypeError: when it is another operation.
-    """
-    if not isinstance(problem, AttentionProblem):
-        raise TypeError(f"expected an attention problem, got {problem.op}")
-    return problem
 
 
 def fields(schedule: Any, scheduler: Any, problem: AttentionProblem) -> set[str]:

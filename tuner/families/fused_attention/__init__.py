@@ -38,7 +38,7 @@ from tuner.families.fused_attention.packing import MAX_PACKED, may_pad, tile_m
 from tuner.families.fused_attention.registers import instance, narrowed, registers, spills
 from tuner.families.tape import called, smaller
 from tuner.hardware import HOPPER, Gpu
-from tuner.problem import E4M3, AttentionProblem, Problem
+from tuner.problem import E4M3, AttentionProblem, Problem, as_attention
 from tuner.problem.attention_masks import PAGE_MULTIPLE
 
 KERNEL = "attention"
@@ -110,14 +110,14 @@ class FusedAttention(Family):
         return f"{self.name} has no ALiBi"
 
     def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        return legality.conflicts(_attention(problem), config)
+        return legality.conflicts(as_attention(problem), config)
 
     def accepts(self, problem: Problem, config: Config, gpu: Gpu) -> bool:
         """As `Family.accepts`, without spills: a config that was chosen at one mask and D may spill
         at another.
         """
         is_legal = super().accepts(problem, config, gpu)
-        return is_legal and not spills(_attention(problem), config)
+        return is_legal and not spills(as_attention(problem), config)
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
         if not isinstance(problem, AttentionProblem):
@@ -134,7 +134,7 @@ class FusedAttention(Family):
         A mask operand leaves registers for narrower tiles. Nothing is carried to heads whose
         queries fill no tile.
         """
-        attention = _attention(problem)
+        attention = as_attention(problem)
         if attention.mask_operand:
             config = narrowed(attention, config)
         group = attention.heads_q // attention.heads_kv
@@ -181,7 +181,7 @@ class FusedAttention(Family):
         return Config(self.name, params)
 
     def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
-        attention = _attention(problem)
+        attention = as_attention(problem)
         producer, consumer = registers(attention, config)
         paged: dict[str, Value] = {}
         if attention.is_paged:
@@ -216,12 +216,12 @@ class FusedAttention(Family):
         }
 
     def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
-        return self._launches(_attention(problem), config, scale, {})
+        return self._launches(as_attention(problem), config, scale, {})
 
     def strided_launches(
         self, problem: Problem, config: Config, scale: float, strides: Strides
     ) -> list[Launch] | str:
-        attention = _attention(problem)
+        attention = as_attention(problem)
         for matrix in attention.matrices:
             if reason := tma_conflict(matrix, strides.get(matrix.name, matrix.strides)):
                 return reason
@@ -266,7 +266,7 @@ class FusedAttention(Family):
         return [Launch.named(KERNEL, arguments_of(attention), tensors, integers, scalars)]
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
-        attention = _attention(problem).evened
+        attention = as_attention(problem).evened
         head_tile = instance(attention.head_dim)
         return cost.predict_us(attention, config, head_tile, gpu, self.constants)
 
@@ -325,13 +325,13 @@ class FusedAttention(Family):
 
     def called(self, problem: Problem, config: Config, splits: int) -> Config:
         """An absent `packed_heads` is 1 for the kernel."""
-        attention, params = _attention(problem), {**config.params, "splits": splits}
+        attention, params = as_attention(problem), {**config.params, "splits": splits}
         if attention.heads_q > attention.heads_kv:
             params.setdefault("packed_heads", 1)
         return Config(self.name, params)
 
     def legality_facts(self, problem: Problem) -> Hashable:
-        attention = _attention(problem)
+        attention = as_attention(problem)
         facts = attention.dtype, attention.heads_q // attention.heads_kv
         if attention.block_mask:
             return (*facts, "h" in attention.block_mask)
@@ -349,9 +349,3 @@ def _mask_variables(problem: AttentionProblem) -> Mapping[str, Value]:
     """Compiled-in part of a mask operand: its presence and kind."""
     kind = "additive" if problem.bias else "bool"
     return {"mask_operand": kind} if problem.mask_operand else {}
-
-
-def _attention(problem: Problem) -> AttentionProblem:
-    if not isinstance(problem, AttentionProblem):
-        raise TypeError(f"expected an attention problem, got {problem.op}")
-    return problem

@@ -30,29 +30,14 @@ def candidates(name: str, problem: AttentionProblem, gpu: Gpu) -> Iterator[Confi
     """
     choices = packings(problem)
     rows = problem.seqlen_q * max(packed for packed, _ in choices)
-    head_dim = instance(problem.head_dim)
-    shares_sm = head_dim <= 128  # two blocks of the smallest tiles fit
-    is_e4m3 = problem.dtype == E4M3
-    tiles_n: tuple[int, ...] = (64, 80, 96, 128, 160) if head_dim == 128 else (64, 80, 96, 128)
-    if is_e4m3:
-        tiles_n = (64, 96, 128, 160, 192, 224)
-    if problem.block_mask:
-        tiles_n = (64, 128)
-    levers = product(SHAPES, tiles_n, (1, 2), choices, (False, True))
-    for (groups, sharing, blocks), tile_n, buffers, (packed, pads), in_registers in levers:
+    levers = product(SHAPES, _key_tiles(problem), (1, 2), choices, (False, True))
+    for shape, tile_n, buffers, (packed, pads), in_registers in levers:
+        groups, sharing, blocks = shape
         tile_m = 64 * groups // sharing
         tiles = -(-problem.seqlen_q * packed // tile_m) * packs(problem, packed, pads)
-        is_crowded = tiles > gpu.sm_count
-        if rows <= tile_m - 64 or (
-            groups == 1
-            and shares_sm
-            and is_crowded != (blocks > 1)
-            and (is_crowded or not problem.is_paged)
-        ):
+        if not _suits(problem, gpu, shape, rows, tiles):
             continue
-        if sharing > 1 and (tiles > gpu.sm_count or in_registers or buffers > 1):
-            continue
-        if sharing > 1 and problem.is_paged:
+        if sharing > 1 and (in_registers or buffers > 1):
             continue
         ordered = (False, True) if sharing == 1 else (False,)
         for depth, ping_pong, early, (splits, combine), pdl, staged in product(
@@ -67,6 +52,15 @@ def candidates(name: str, problem: AttentionProblem, gpu: Gpu) -> Iterator[Confi
                 continue
             if problem.is_paged and blocks > 1 and tiles * splits <= gpu.sm_count:
                 continue
+            optional: dict[str, Value | None] = {
+                "key_groups": sharing if sharing > 1 else None,
+                "stages_output": staged or None,
+                "combine": combine,
+                "ping_pong": ping_pong,
+                "early_exp": early,
+                "packed_heads": packed if problem.heads_q > problem.heads_kv else None,
+                "pads_heads": pads or None,
+            }
             params: dict[str, Value] = {
                 "warp_groups": groups,
                 "tile_n": tile_n,
@@ -77,25 +71,45 @@ def candidates(name: str, problem: AttentionProblem, gpu: Gpu) -> Iterator[Confi
                 "blocks_per_sm": blocks,
                 "splits": splits,
                 "pdl": pdl,
+                **{name: value for name, value in optional.items() if value is not None},
             }
-            if sharing > 1:
-                params["key_groups"] = sharing
-            if staged:
-                params["stages_output"] = True
-            if combine is not None:
-                params["combine"] = combine
-            if ping_pong is not None:
-                params["ping_pong"] = ping_pong
-            if early is not None:
-                params["early_exp"] = early
-            if problem.heads_q > problem.heads_kv:
-                params["packed_heads"] = packed
-            if pads:
-                params["pads_heads"] = True
             yield Config(name, params)
             # Groups that take no turns get out of step by it: 10 % slower at D = 128.
             if ping_pong and (kind := _skipped(problem, params)):
                 yield Config(name, {**params, "skips_masked": kind})
+
+
+def _key_tiles(problem: AttentionProblem) -> tuple[int, ...]:
+    """Numbers of keys of a step that are worth trying."""
+    if problem.block_mask:
+        return (64, 128)
+    if problem.dtype == E4M3:
+        return (64, 96, 128, 160, 192, 224)
+    return (64, 80, 96, 128, 160) if instance(problem.head_dim) == 128 else (64, 80, 96, 128)
+
+
+def _suits(
+    problem: AttentionProblem, gpu: Gpu, shape: tuple[int, int, int], rows: int, tiles: int
+) -> bool:
+    """True for a shape of `SHAPES` that may win.
+
+    Args:
+        problem: problem of the candidates.
+        gpu: GPU that runs them.
+        shape: warp groups, key groups, blocks an SM.
+        rows: most rows of queries of a head.
+        tiles: tiles of all heads.
+    """
+    groups, sharing, blocks = shape
+    is_crowded = tiles > gpu.sm_count
+    if rows <= 64 * groups // sharing - 64:
+        return False
+    if sharing > 1:
+        return not (is_crowded or problem.is_paged)
+    shares_sm = instance(problem.head_dim) <= 128  # two blocks of the smallest tiles fit
+    if groups > 1 or not shares_sm or is_crowded == (blocks > 1):
+        return True
+    return problem.is_paged and not is_crowded
 
 
 def _early(problem: AttentionProblem, groups: int) -> tuple[int, ...]:

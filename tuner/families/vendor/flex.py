@@ -43,7 +43,7 @@ class VendorFlex(Vendor):
         is_square = problem.seqlen_q == problem.seqlen_kv
         if problem.block_mask or problem.softcap or (problem.is_windowed and not is_square):
             return ""
-        return f"{kernel} is for block masks, soft caps, and windows with SQ != SKV"
+        return "FlexAttention is for block masks, soft caps, and windows with SQ != SKV"
 
     def connect(
         self, problem: AttentionProblem, kernel: str, scale: float

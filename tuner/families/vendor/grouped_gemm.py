@@ -25,7 +25,7 @@ class VendorGroupedGemm(Vendor):
     def refusal(self, problem: Problem, kernel: str) -> str:
         if isinstance(problem, GroupedGemmProblem) and kernel == "grouped_mm":
             # Of other types it is a loop that reads the offsets back to the host.
-            return "" if problem.dtype == "bfloat16" else "grouped_mm is a kernel for bf16 alone"
+            return "" if problem.dtype == "bfloat16" else "grouped_mm is a kernel for bf16 only"
         return ""
 
     def connect(

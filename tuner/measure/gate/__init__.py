@@ -253,7 +253,14 @@ class Gate:
     def compare(
         self, output: int, reference: int, operand: Operand, limits: Limits
     ) -> OutputComparison:
-        """Compare an output with an fp32 reference of the same memory order."""
+        """Compare an output with an fp32 reference of the same memory order.
+
+        Args:
+            output: device address of the output.
+            reference: device address of the reference.
+            operand: shape, strides and type of the output.
+            limits: limits of each element.
+        """
         found = self._kernels.compare(output, reference, operand, limits)
         if not limits.whole or not found.is_sound:
             return found

@@ -18,7 +18,8 @@ from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.runtime import counters, guards
 from tuner.runtime.composed import Extras
-from tuner.runtime.paged import PagedCall, checked, paged_call, prepare
+from tuner.runtime.paged import PagedCall, paged_call, prepare
+from tuner.runtime.paged_arguments import checked
 from tuner.runtime.paged_composed import output_type
 from tuner.runtime.plan import KernelPlan
 from tuner.runtime.refusal import Kind, Refusal

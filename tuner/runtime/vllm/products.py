@@ -22,8 +22,9 @@ from tuner.errors import ConfigError
 from tuner.problem import SCALE_BLOCK
 from tuner.runtime import counters, quantiser, serving
 from tuner.runtime.experts import Layer, answer
-from tuner.runtime.products import ScaledCall, linear
+from tuner.runtime.products import linear
 from tuner.runtime.refusal import Kind, Refusal
+from tuner.runtime.scaled import ScaledCall
 
 _BLOCK = [SCALE_BLOCK, SCALE_BLOCK]
 _PLAIN_BACKEND = "TRITON"

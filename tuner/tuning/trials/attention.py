@@ -49,6 +49,13 @@ _LONG = 16384 + 1
 class SequenceDraw(Draw):
     """Lengths of sequences and batches."""
 
+    _usual: AttentionProblem | AttentionBackwardProblem
+
+    def _holds(self, head_dim: int) -> bool:
+        """True if the kernel is compiled for this head dimension too."""
+        problem = replace(self._usual, head_dim=head_dim)
+        return self._family.kernels(problem, self._target.config) == self._target.kernels
+
     def _value(self, name: str) -> Any:
         """Draw one of an axis's planted values half of the time, and any size the other half."""
         if name in ("seqlen_q", "seqlen_kv") and self._rng.random() < 0.5:
@@ -67,6 +74,8 @@ class SequenceDraw(Draw):
 
 class AttentionDraw(SequenceDraw):
     """Attention: every mask, layout, page size and schedule."""
+
+    _usual: AttentionProblem
 
     def __init__(self, target: Target, gpu: Gpu, rng: random.Random) -> None:
         super().__init__(target, gpu, rng)
@@ -147,10 +156,6 @@ class AttentionDraw(SequenceDraw):
         wanted = {(name, value) for name, value in planted.items() if name != "schedule"}
         return problem if wanted <= drawn else None
 
-    def _holds(self, head_dim: int) -> bool:
-        problem = replace(self._usual, head_dim=head_dim)
-        return self._family.kernels(problem, self._target.config) == self._target.kernels
-
     def _pages_of(self, size: int) -> bool:
         """True if the kernel's copies divide pages of this size."""
         problem, kernels = replace(self._usual, page_size=size), self._target.kernels
@@ -208,6 +213,8 @@ class AttentionDraw(SequenceDraw):
 class BackwardDraw(SequenceDraw):
     """Gradients of attention."""
 
+    _usual: AttentionBackwardProblem
+
     def __init__(self, target: Target, gpu: Gpu, rng: random.Random) -> None:
         super().__init__(target, gpu, rng)
         self._usual = cast(AttentionBackwardProblem, target.problem)
@@ -234,10 +241,6 @@ class BackwardDraw(SequenceDraw):
             self.axes = {**self.axes, "seqlen_q": lengths, "window": windows}
         if self._usual.softcap:
             self.axes = {**self.axes, "softcap": _SOFTCAPS}
-
-    def _holds(self, head_dim: int) -> bool:
-        problem = replace(self._usual, head_dim=head_dim)
-        return self._family.kernels(problem, self._target.config) == self._target.kernels
 
     def _trial(self, values: Mapping[str, Any], planted: Mapping[str, Any]) -> Trial | None:
         rng, (heads_q, heads_kv) = self._rng, values["heads"]

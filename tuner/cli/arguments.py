@@ -1,0 +1,45 @@
+"""Arguments that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+
+from tuner.measurement import LAUNCHES, Regime, launch_named
+from tuner.problem import PROBLEMS
+
+
+def add_op(
+    parser: argparse.ArgumentParser, about: str = "operation of the shape (default attention)"
+) -> None:
+    """Add ``--op``, attention without it.
+
+    Args:
+        parser: parser of the command.
+        about: text of the help.
+    """
+    parser.add_argument("--op", choices=sorted(PROBLEMS), default="attention", help=about)
+
+
+def add_launch(parser: argparse.ArgumentParser, about: str = "how it is launched") -> None:
+    """Add ``--regime``: behind an ordinary kernel, behind copies of itself, or eagerly."""
+    parser.add_argument("--regime", type=launch_named, choices=LAUNCHES, help=about)
+
+
+def add_inputs(parser: argparse.ArgumentParser, about: str = "state of the inputs") -> None:
+    """Add ``--l2``: the inputs are warm or cold in the L2 cache."""
+    parser.add_argument("--l2", choices=("warm", "cold"), help=about)
+
+
+def add_store(parser: argparse.ArgumentParser) -> None:
+    """Add ``--store``; without it the command takes `settings.store_url`."""
+    parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
+
+
+def regimes_of(args: argparse.Namespace, op: str) -> tuple[Regime, ...]:
+    """Regimes that match ``--regime`` and ``--l2``, the preferred one first."""
+    return Regime.choices(op, args.regime, args.l2)
+
+
+def usual_inputs(args: argparse.Namespace, op: str) -> tuple[Regime, ...]:
+    """`regimes_of` with the operation's usual inputs, unless ``--l2`` names a state."""
+    return Regime.choices(op, args.regime, args.l2 or Regime.default(op).l2)
