@@ -26,6 +26,7 @@ from benchmarks.population import listing, measure_on_gpu, measured, surrounding
 from benchmarks.population_report import report
 from tuner.base.output import check_place
 from tuner.base.processes import python_command
+from tuner.cli import Parser
 from tuner.errors import ConfigError
 from tuner.hardware import Gpu
 from tuner.problem.population import ModelCall, draw, subset
@@ -71,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="scripts/bench own_calls",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
