@@ -81,7 +81,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpu", default="H200", help="GPU whose selections are asked")
     parser.add_argument("--list", action="store_true", help="print the calls; no GPU")
     parser.add_argument("--json", type=Path, metavar="OUT", help="JSON lines, gone on with")
-    parser.add_argument("--time-limit", type=float, default=math.inf, metavar="SECONDS")
+    parser.add_argument(
+        "--time-limit", type=float, default=math.inf, metavar="SECONDS", help="end after so long"
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser
 
