@@ -35,6 +35,7 @@ NAMES = (
     "models",
     "moe",
     "narrow",
+    "own_calls",
     "paged",
     "peers",
     "population",

@@ -121,7 +121,7 @@ def _timed(row: Mapping[str, Any], portfolio: Portfolio) -> Timed | None:
     own, libraries, depth = 0.0, 0.0, problem.k**0.25
     if selection.domain in portfolio.domains and selection.times.models.made_on is None:
         added = LIBRARIES.get(portfolio.gpu.name, {})
-        own = OWN.get(portfolio.gpu.name, {}).get("launch", 0.0)
+        own = OWN.get(portfolio.gpu.name, {}).get("few", 0.0)
         libraries = added.get("launch", 0.0) + depth * added.get("depth", 0.0)
     us = row["us"]
     expected = own_us - own, us["tuner"], selection.vendor_us - libraries, us["pytorch"]

@@ -7,6 +7,9 @@ sweep``, with an empty cache: it compiles, and its seconds count from its start.
 Then all own winners are timed in one interleaved final pass, beside the best recorded kernels
 (``--beside``). That pass shows the distance of the worst from the best. With ``--seconds`` no sweep
 begins that is expected to end later, and the pass follows.
+
+``--json FILE`` is written after each sweep. Another run goes on with it: known seeds are not swept
+again, and all winners share the pass. A seed whose sweep failed is tried again by the next run.
 """
 
 from __future__ import annotations
@@ -18,11 +21,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks import file_head, json_file
 from benchmarks.gpu import no_gpu
 from tuner import settings
 from tuner.base.output import check_place
@@ -30,7 +34,7 @@ from tuner.base.processes import python_command, python_environment
 from tuner.bench.results import write_json
 from tuner.cli import Parser
 from tuner.config import Config
-from tuner.errors import BenchmarkError
+from tuner.errors import BenchmarkError, ConfigError
 from tuner.families import families
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Regime
@@ -44,6 +48,7 @@ from tuner.store import open_store
 from tuner.tuning.job import Job, JobOptions
 from tuner.tuning.sweep import SweepOptions
 
+FORMAT = "cutlass-tuner repeats 1"
 TIMES = 10
 ROUNDS = 40
 """Rounds of the pass that compares the winners."""
@@ -244,11 +249,42 @@ def _row(one: Swept) -> dict[str, Any]:
     """A sweep's part of the file."""
     return {
         "winner": one.winner.digest,
+        "config": one.winner.to_json(),
         "own_us": one.own_us,
         "kernels": one.kernels,
         "elapsed_s": round(one.elapsed_s, 1),
         **one.facts,
     }
+
+
+def kept(path: Path | None, head: Mapping[str, Any]) -> list[Swept]:
+    """Sweeps of a file, in its order; none without a file.
+
+    Args:
+        path: the file.
+        head: problem, way and machine of the sweeps to come.
+
+    Raises:
+        ConfigError: when it cannot be read, or holds other sweeps.
+    """
+    if path is None or not path.exists():
+        return []
+    found = json_file.read(path)
+    try:
+        is_same, rows = file_head.is_same(found.get("head"), head), found["sweeps"]
+        sweeps = [_of(dict(row)) for row in rows]
+    except (TypeError, KeyError, AttributeError) as exc:
+        raise ConfigError(f"{path} has no sweeps to go on with: {exc!r}") from exc
+    if not is_same:
+        raise ConfigError(f"{path} is of other sweeps (wanted: {dict(head)})")
+    return sweeps
+
+
+def _of(row: dict[str, Any]) -> Swept:
+    config = Config.from_json(row.pop("config"))
+    for name in ("winner", "over_best"):  # of the config, and of a pass
+        row.pop(name, None)
+    return Swept(config, row.pop("own_us"), row.pop("kernels"), row.pop("elapsed_s"), row)
 
 
 def text(found: dict[str, Any]) -> str:
@@ -277,9 +313,12 @@ def _began(sweep: Mapping[str, Any]) -> str:
 def main(argv: Sequence[str]) -> int:
     """Sweep, compare.
 
+    Returns:
+        1 where a sweep failed, else 0.
+
     Raises:
-        ConfigError: when the shape or the device is wrong.
-        BenchmarkError: when there is no GPU, or a sweep fails.
+        ConfigError: when the shape, the device or the file is wrong.
+        BenchmarkError: when there is no GPU, no sweep has a winner, or a winner fails in the pass.
     """
     parser = Parser(prog="scripts/bench repeats", description=__doc__)
     parser.add_argument("--shape", required=True, help="as S=1024,D=64")
@@ -323,31 +362,66 @@ def main(argv: Sequence[str]) -> int:
     given = [f"--family={name}" for name in args.family] + [f"--device={args.device}"]
     given += [f"--trials={args.trials}"] if args.trials else []
     given += [f"--jobs={args.jobs}"] if args.jobs else []
+    way = "empty cache" if args.empty_cache else "compiled" if args.compiled_only else "kept cache"
     with Runners(Machine(parse_devices(args.device), args.jobs), _note) as runners:
         if runners.gpu is None:
             raise no_gpu()
-        sweeps: list[Swept] = []
-        started = time.monotonic()
-        for seed in range(args.first_seed, args.first_seed + args.times):
-            if args.seconds and sweeps:
-                each = (time.monotonic() - started) / len(sweeps)
-                if (len(sweeps) + 1) * each > args.seconds:
-                    break
+        asked = {"problem": problem.to_json(), "way": way, "arguments": given}
+        head = {"format": FORMAT, **asked, **file_head.complete({"gpu": runners.gpu.name})}
+
+        def one(seed: int) -> Swept:
             if args.empty_cache:
-                sweeps.append(swept_anew(problem, seed, given))
-            else:
-                one = replace(options, sweep=replace(sweep, seed=seed))
-                sweeps.append(swept(problem, runners, one))
-            _note(f"seed {seed}: {sweeps[-1].winner.digest[:6]}, {sweeps[-1].elapsed_s:.1f} s")
-            if args.json is not None:  # a pass that is cut off loses no sweep
-                write_json(args.json, {"sweeps": [_row(one) for one in sweeps]})
+                return swept_anew(problem, seed, given)
+            sweep_options = replace(sweep, seed=seed)
+            found = swept(problem, runners, replace(options, sweep=sweep_options))
+            return replace(found, facts={"seed": seed, **found.facts})
+
+        seeds = range(args.first_seed, args.first_seed + args.times)
+        sweeps, failed = _all(one, seeds, args.json, head, args.seconds)
+        if not sweeps:
+            raise BenchmarkError("no sweep has a winner")
         runner = runners.of(problem, options.regime(problem))
         beside = recorded(problem, runner.gpu, args.beside)
-        found = compared(problem, runner, sweeps, beside)
+        found = {"head": head, **compared(problem, runner, sweeps, beside)}
     print(text(found))
     if args.json is not None:
         write_json(args.json, found)
-    return 0
+    return int(failed)
+
+
+def _all(
+    one: Callable[[int], Swept],
+    seeds: Sequence[int],
+    path: Path | None,
+    head: Mapping[str, Any],
+    seconds: float | None,
+) -> tuple[list[Swept], bool]:
+    """Sweeps of a file and of the seeds that it lacks, written one by one, and True if one failed.
+
+    Args:
+        one: sweep with a seed.
+        seeds: seeds of the run.
+        path: file of the sweeps, if any.
+        head: its head.
+        seconds: time for the sweeps; none begins that is expected to end later.
+    """
+    sweeps, failed, ended = kept(path, head), False, 0
+    known = {sweep.facts.get("seed") for sweep in sweeps}
+    started = time.monotonic()
+    for seed in (seed for seed in seeds if seed not in known):
+        if seconds and ended and (ended + 1) * (time.monotonic() - started) > seconds * ended:
+            break
+        ended += 1
+        try:
+            sweeps.append(one(seed))
+        except BenchmarkError as exc:
+            _note(f"seed {seed}: {exc}")
+            failed = True
+            continue
+        _note(f"seed {seed}: {sweeps[-1].winner.digest[:6]}, {sweeps[-1].elapsed_s:.1f} s")
+        if path is not None:  # a pass that is cut off loses no sweep
+            write_json(path, {"head": head, "sweeps": [_row(sweep) for sweep in sweeps]})
+    return sweeps, failed
 
 
 def _note(message: str) -> None:

@@ -17,6 +17,7 @@
 #include <ATen/Context.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/alias.h>
+#include <ATen/ops/scaled_dot_product_attention.h>
 #include <ATen/ops/scaled_dot_product_attention_native.h>
 
 #include "launch.h"
@@ -132,6 +133,18 @@ inline bool may_be_fused(Arguments const& given) {
   return is_flash && context.userEnabledFlashSDP();
 }
 
+// True for a mask of booleans that is expanded over the keys: a query sees all keys or none.
+// Transformers builds one while it traces an encoder. PyTorch's fused kernels refuse its strides, and
+// the composite that is left takes several times as long.
+inline bool hides_whole_rows(Arguments const& given) {
+  at::Tensor const* const mask = given.given();
+  if (!mask || given.is_causal || mask->is_nested() || mask->dim() < 2 ||
+      mask->scalar_type() != at::kBool)
+    return false;
+  auto const keys = mask->sym_size(-1).maybe_as_int();
+  return mask->sym_stride(-1).maybe_as_int() == 0 && !(keys && *keys < 2);
+}
+
 // aten::scaled_dot_product_attention. Calls that autograd records go on to a backend's operator.
 inline at::Tensor attend(at::Tensor const& query, at::Tensor const& key, at::Tensor const& value,
                          Optional const& mask, double dropout_p, bool is_causal,
@@ -141,6 +154,11 @@ inline at::Tensor attend(at::Tensor const& query, at::Tensor const& key, at::Ten
                                                     scale, enable_gqa);
   };
   Arguments const given{query, key, value, mask, dropout_p, is_causal, scale, enable_gqa};
+  if (!is_native && hides_whole_rows(given)) {
+    at::Tensor const out = at::scaled_dot_product_attention(query, key, value, {}, dropout_p, false,
+                                                            scale, enable_gqa);
+    return out.masked_fill(mask->narrow(-1, 0, 1).logical_not(), 0);
+  }
   Call call;
   if (is_native || !given.read(kAttention, call, false) || call.wants_gradient() ||
       call.may_have_tangent() || !may_be_fused(given))

@@ -26,6 +26,8 @@ class FakeDevice:
         self.free_at, self.live, self.filled = 1 << 20, set[int](), list[tuple[int, int]]()
         self.written: dict[int, bytes] = {}
         self.patterns: dict[int, int] = {}
+        self.joined = 0
+        """Streams of the latest `fork` whose work the device's stream waits for."""
 
     def allocate(self, size: int) -> int:
         pointer, self.free_at = self.free_at, self.free_at + size + 4096
@@ -52,12 +54,19 @@ class FakeDevice:
     def wait(self) -> None:
         pass
 
+    def fork(self, count: int) -> list[int]:
+        return list(range(count))
+
+    def join(self, count: int) -> None:
+        self.joined = count
+
 
 class FakeKernel:
     def __init__(self) -> None:
         self.calls: list[tuple[int, int, int, int]] = []
         self.given: list[tuple[list[int], list[int]]] = []
         self.scalars: list[tuple[float, ...]] = []
+        self.streams: list[int] = []
 
     def launch(
         self, tensors: Any, integers: Any, scalars: Any, workspace: int, stream: int
@@ -66,6 +75,7 @@ class FakeKernel:
         self.calls.append((integers[0], len(tensors), len(integers), len(scalars)))
         self.given.append((list(tensors), list(integers)))
         self.scalars.append(tuple(scalars))
+        self.streams.append(stream)
 
 
 def opened(problem: Problem) -> tuple[Gate, FakeDevice, FakeKernel]:

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from benchmarks import repeats
+from tuner.bench.results import write_json
 from tuner.config import Config
-from tuner.errors import BenchmarkError
+from tuner.errors import BenchmarkError, ConfigError
 from tuner.families import families
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure import device
@@ -159,6 +160,44 @@ def test_a_sweep_without_an_own_winner_ends_it(
     runners: Any = None
     with pytest.raises(BenchmarkError, match=reason):
         repeats.swept(PROBLEM, runners, JobOptions())
+
+
+def test_a_run_goes_on_with_its_file_and_a_failure_costs_one_sweep(tmp_path: Path) -> None:
+    path, asked = tmp_path / "repeats.json", []
+
+    def one(seed: int) -> repeats.Swept:
+        asked.append(seed)
+        if seed == 1:
+            raise BenchmarkError("no candidate passed")
+        return swept(OWN[seed % 2], 5.0, seed=seed, first_answer_s=20.0)
+
+    head = {"format": repeats.FORMAT, "way": "empty cache"}
+    found, failed = repeats._all(one, [0, 1, 2], path, head, None)
+    assert asked == [0, 1, 2] and failed and [sweep.facts["seed"] for sweep in found] == [0, 2]
+    again, failed = repeats._all(one, [0, 2, 3], path, head, None)
+    assert asked == [0, 1, 2, 3] and not failed
+    assert again == [*found, swept(OWN[1], 5.0, seed=3, first_answer_s=20.0)]
+    runner: Any = Retiming({OWN[0]: 5.0, OWN[1]: 5.1})
+    write_json(path, {"head": head, **repeats.compared(PROBLEM, runner, again)})
+    assert repeats.kept(path, head) == again, "also after its pass"
+    with pytest.raises(ConfigError, match="of other sweeps"):
+        repeats.kept(path, head | {"way": "compiled"})
+    path.write_text("[]")
+    with pytest.raises(ConfigError, match="no sweeps to go on with"):
+        repeats.kept(path, head)
+
+
+def test_no_sweep_begins_that_would_end_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(repeats, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def one(seed: int) -> repeats.Swept:
+        now[0] += 50.0
+        return swept(OWN[0], 5.0, seed=seed)
+
+    for seconds, count in ((149.0, 2), (150.0, 3), (1.0, 1)):
+        now[0] = 0.0
+        assert len(repeats._all(one, range(6), None, {}, seconds)[0]) == count
 
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,8 @@ from tuner.tuning.budget import Budget
 
 def test_a_final_pass_of_quick_calls_is_mostly_checks() -> None:
     assert Budget(None, 0.0).final_s([12.0] * 4, 20) == pytest.approx(2 + 4 * (0.3 + 20 * 0.004))
+    known = Budget(None, 0.0, pass_s=20.0)  # nearly all of it for references
+    assert known.final_s([12.0] * 4, 20) == pytest.approx(20 + 2 + 4 * (0.3 + 20 * 0.004))
 
 
 def test_a_final_pass_of_long_calls_is_no_longer_than_its_limit() -> None:

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from gate_fakes import FakeDevice, FakeKernel
 
+from tuner.errors import BenchmarkError
 from tuner.measure.gate import Gate
 from tuner.measure.gate import chunks as module
 from tuner.measure.gate.chunks import CHUNKS, LONG_REFERENCE_S, ROWS, chunks_of, is_sampled
 from tuner.measure.gate.commands import COMMANDS, Command
 from tuner.measure.gate.kernels import DTYPES, attention_integers
-from tuner.measure.gate.reference import reference_seconds
+from tuner.measure.gate.reference import LANES, reference_seconds
 from tuner.measure.tolerance import OutputComparison
 from tuner.measurement import Status
 from tuner.problem import AttentionProblem, GemmProblem, Operand
@@ -143,6 +144,13 @@ class TestGate:
             assert len(integers) == 25 and len(tensors) == 12
             assert tensors[0] == made.pointers["query"] + 2 * shifts["query"]
             assert tensors[3] == made.reference("random") + 4 * shifts[out]
+        device: Any = made._device
+        streams = [s for s, (_, n) in zip(kernel.streams, kernel.given, strict=True) if n[0] == 4]
+        assert len(set(streams)) == min(len(drawn), LANES) > 1 and device.joined == LANES
+        places = {
+            (s, t[4]) for s, (t, n) in zip(kernel.streams, kernel.given, strict=True) if n[0] == 4
+        }
+        assert len({at for _, at in places}) == len(places), "streams share no statistics"
         compared: list[tuple[int, int, int]] = []
 
         def compare(written: int, reference: int, operand: Operand, _: Any) -> OutputComparison:
@@ -170,6 +178,55 @@ class TestGate:
         made.load("random")
         [integers] = [n for _, n in kernel.given if n[0] == Command.ATTENTION]
         assert list(integers[2:8]) == [*attention_integers(ATTENTION, 4).values()][:6]
+
+    def test_a_sampled_pass_keeps_the_whole_references_and_another_seed_does_not(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made, kernel = self.opened(monkeypatch)
+
+        def computed(seed: int, *, is_sampled: bool) -> int:
+            kernel.given.clear()
+            made.open(ATTENTION, seed, is_sampled=is_sampled)
+            made.load("random")
+            return sum(n[0] == Command.ATTENTION for _, n in kernel.given)
+
+        assert computed(3, is_sampled=False) == 1
+        whole = made.reference("random")
+        assert computed(8, is_sampled=True) > 1, "the samples of another seed"
+        assert made.reference("random") != whole
+        assert computed(3, is_sampled=False) == 0
+        assert made.reference("random") == whole
+        assert computed(8, is_sampled=True) == 0
+        assert computed(9, is_sampled=False) == 1
+        masked = AttentionProblem.parse("S=256,D=64,bias=h")
+        made.open(masked, 1)
+        made.open(masked, 1, is_sampled=True)
+        assert len(made._known) == 1, "it is never sampled, so nothing is kept twice"
+
+    def test_memory_that_is_short_keeps_one_pass_s_references(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made, _ = self.opened(monkeypatch)
+        device: Any = made._device
+        allocate, refused = device.allocate, []
+
+        def full(size: int) -> int:
+            if True in made._known and False in made._known:
+                refused.append(size)
+                raise BenchmarkError("no memory", status=Status.OUT_OF_MEMORY)
+            return int(allocate(size))
+
+        monkeypatch.setattr(device, "allocate", full)
+        made.open(ATTENTION, 3)
+        made.load("random")
+        assert refused and list(made._known) == [False]
+
+        def none(size: int) -> int:
+            raise BenchmarkError("no memory", status=Status.OUT_OF_MEMORY)
+
+        monkeypatch.setattr(device, "allocate", none)
+        with pytest.raises(BenchmarkError, match="no memory"):
+            made.load("dominant")
 
 
 @pytest.mark.parametrize(

@@ -2,33 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import pytest
 
 from tuner.families import families
 from tuner.hardware import GPUS
 from tuner.problem import GemmProblem
-from tuner.search.corrections import LIBRARIES, OWN, Rates, corrected
-from tuner.selection.domains import AttentionDomain, ProductDomain
+from tuner.search.corrections import (
+    LIBRARIES,
+    ONE_QUERY,
+    ONE_QUERY_OF_PYTORCH,
+    OWN,
+    corrected,
+    margins,
+)
+from tuner.selection.domains import AnyDomain, AttentionDomain, ProductDomain
+from tuner.selection.domains.products import Rows
 from tuner.selection.portfolio import serving, shipped
 
-FEW = ProductDomain("few", "bias")
 H200 = GPUS["H200"]
 
 
-@pytest.mark.parametrize(("family", "added"), [("gemv", OWN), ("vendor_blas", LIBRARIES)])
-def test_products_of_few_rows_are_corrected_on_the_measured_gpu(
-    family: str, added: Mapping[str, Rates]
-) -> None:
-    one, before = families()[family], {"launch": 1.0, "output": 2.0}
-    after = corrected(before, FEW, one, H200)
-    assert before == {"launch": 1.0, "output": 2.0}
-    gained = {term: us - before.get(term, 0.0) for term, us in after.items()}
-    assert {term: us for term, us in gained.items() if us} == pytest.approx(added[H200.name])
-    assert corrected(before, FEW, one, GPUS["H100"]) == before
-    assert corrected(before, ProductDomain("narrow", "bias"), one, H200) == before
-    assert corrected(before, AttentionDomain(64, "full", "one"), one, H200) == before
+RATES = {"launch": 1.0, "output": 2.0}
+ONE = AttentionDomain(64, "full", "one")
+
+
+def gained(domain: AnyDomain, family: str, gpu: str = "H200") -> dict[str, float]:
+    """What corrections add to `RATES`."""
+    after = corrected(RATES, domain, families()[family], GPUS[gpu])
+    found = {term: us - RATES.get(term, 0.0) for term, us in after.items()}
+    return {term: us for term, us in found.items() if us}
+
+
+@pytest.mark.parametrize("rows", ["few", "narrow", "tall"])
+def test_launches_of_own_small_products_are_longer_on_the_measured_gpu(rows: Rows) -> None:
+    domain = ProductDomain(rows, "bias")
+    assert gained(domain, "gemm") == pytest.approx({"launch": OWN[H200.name][rows]})
+    assert not gained(domain, "gemm", "H100")
+    assert gained(domain, "vendor_blas") == (
+        pytest.approx(LIBRARIES[H200.name]) if rows == "few" else {}
+    )
+
+
+def test_attention_of_one_query_takes_longer_on_the_measured_gpu() -> None:
+    factor = ONE_QUERY[H200.name]
+    assert gained(ONE, "fused_attention") == pytest.approx(
+        {term: us * (factor - 1) for term, us in RATES.items()}
+    )
+    pytorchs = ONE_QUERY_OF_PYTORCH[H200.name][64]
+    assert gained(ONE, "vendor_sdpa") == pytest.approx({"launch": pytorchs})
+    assert not gained(ONE._replace(head_dim=128), "vendor_sdpa")
+    assert not gained(ONE, "fused_attention", "H100")
+
+
+@pytest.mark.parametrize(
+    "domain",
+    [
+        ProductDomain("wide", "bias"),
+        ProductDomain("wide", gradient="input"),
+        AttentionDomain(64, "full", "few"),
+        AttentionDomain(64, "causal", "prompt"),
+    ],
+)
+def test_other_domains_are_left_as_fitted(domain: AnyDomain) -> None:
+    family = "gemm" if isinstance(domain, ProductDomain) else "fused_attention"
+    assert not gained(domain, family)
+
+
+def test_what_ships_is_corrected() -> None:
+    """Margins of models' calls, and the rates of one query as the fit that was corrected."""
+    for one in shipped():
+        for domain, models in one.domains.items():
+            wanted = margins(domain, one.gpu)
+            assert wanted is None or (models.margin,) == wanted
 
 
 @pytest.mark.parametrize(
@@ -37,11 +82,16 @@ def test_products_of_few_rows_are_corrected_on_the_measured_gpu(
         ("M=4,N=320,K=320,dtype=fp16", False),
         ("M=1,N=2304,K=768,dtype=bf16,epilogue=bias", False),
         ("M=1,N=512,K=2880,dtype=bf16,epilogue=bias", True),
-        ("M=1,N=3072,K=1024,dtype=bf16", True),
+        ("M=1,N=3072,K=1024,dtype=bf16", False),
+        ("M=1,N=1024,K=4096,dtype=bf16", True),
         ("M=1,N=6144,K=4096,dtype=bf16", True),
+        ("M=4,N=50256,K=1600,dtype=bf16", False),
+        ("M=4,N=50257,K=1600,dtype=bf16", True),
     ],
 )
-def test_a_library_multiplies_small_products_with_short_sums(shape: str, is_own: bool) -> None:
+def test_a_library_multiplies_small_products_with_short_sums_and_even_columns(
+    shape: str, is_own: bool
+) -> None:
     (products,) = [one for one in serving(shipped(), H200) if one.op == "gemm"]
     found = products.select(GemmProblem.parse(shape))
     assert found is not None

@@ -207,7 +207,7 @@ class TestTimeLimit:
 
 
 class TestFinalists:
-    """Kernels that are as fast as the best within their noise take part where time allows."""
+    """Kernels that are nearly as fast as the best take part where time allows."""
 
     def own_finals(self, store: Store, clock: Clock, **options: object) -> int:
         def alike(m: Measurement) -> Measurement:
@@ -217,8 +217,8 @@ class TestFinalists:
         outcome = swept(runner, store, **options).run()  # type: ignore[arg-type]
         return sum(m.config.family == "toy" for m in outcome.ranking)
 
-    def test_as_many_again(self, store: Store, clock: Clock) -> None:
-        assert self.own_finals(store, clock) == 2 * EFFORTS["quick"].finalists
+    def test_of_short_calls_many(self, store: Store, clock: Clock) -> None:
+        assert self.own_finals(store, clock) > 2 * EFFORTS["quick"].finalists
 
     def test_the_usual_ones_where_these_do_not_fit(
         self, store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
@@ -280,10 +280,13 @@ class TestFirstAnswer:
         (when, first), (later, second), *_ = decided
         assert first == ["vendor_toy"] and second == ["toy", "vendor_toy"]
         assert when < 10 < 25 < later
-        assert (outcome.first_answer_s, outcome.first_own_s) == (when, later)
+        assert outcome.first_own_s == later
+        assert outcome.first_answer_s is not None and outcome.first_answer_s <= when, "it is shown"
         found = outcome.to_json()
         assert found["first_answer_s"] < found["first_own_s"]
-        assert sum("30 us by " in text and "verified after" in text for text in notes.texts) == 1
+        shown, provisional = (text for text in notes.texts if "30 us by " in text)
+        assert "verified after" in shown and shown.endswith("not a decision yet")
+        assert provisional.endswith("provisional")
 
     @pytest.mark.parametrize("regime", [REGIME, REGIME.chained], ids=str)
     def test_a_vendor_s_kernel_does_not_replace_what_ships(
@@ -313,8 +316,10 @@ class TestFirstAnswer:
         assert families and all("toy" in names for names in families)
         assert timed and all("toy" in names for names in timed), "no pass is timed for nothing"
         assert outcome.first_own_s is not None and outcome.first_own_s > 25
-        assert outcome.first_answer_s == outcome.first_own_s, "of a decision that was made"
-        assert not any("30 us by" in text and "provisional" in text for text in notes.texts)
+        assert outcome.first_answer_s is not None and outcome.first_answer_s < 10, "it is shown"
+        (shown,) = (text for text in notes.texts if "30 us by" in text)
+        assert "verified after" in shown and "provisional" not in shown
+        assert "toy stays the decision until it is timed" in shown
         assert begun[0] == [[BEST]], "what ships is compiled before the others are chosen"
 
     def test_a_vendor_s_decision_does_not_hide_an_own_one_behind_copies(

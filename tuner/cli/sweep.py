@@ -76,7 +76,7 @@ def add_budget(parser: argparse.ArgumentParser) -> None:
         "--effort",
         choices=("quick", "full"),
         default="quick",
-        help="quick: under 5 minutes on 16 cores (default); full: 200 kernels a family",
+        help="quick: about a minute on 16 cores (default); full: 200 kernels a family",
     )
     parser.add_argument(
         "--trials", type=int, metavar="N", help="sets of compiled kernels, those known included"

@@ -20,6 +20,10 @@ The kernel serves plain tensors that want neither a gradient nor a tangent, wher
 a fused backend (`sdpa_kernel`). Everything else goes to PyTorch's function: fake tensors,
 subclasses, nested tensors, functorch's transforms and modes.
 
+A mask of booleans that is expanded over the keys hides whole queries. Transformers builds one
+where it traces an encoder. PyTorch's fused kernels refuse its strides. Such a call is computed
+without the mask, and hidden queries become zero, as by PyTorch's composite.
+
 A call that wants a gradient passes through PyTorch's function to a backend's operator. Autograd
 records it there with PyTorch's formula, and the overriding kernel returns output and log-sum-exp.
 The switch may be on in one pass and off in the other: each backward kernel takes output and

@@ -1,12 +1,14 @@
 """Corrections of fitted rates to the calls of models.
 
 The kernel in front of a fit's calls takes a few microseconds, and hides the early start of an own
-kernel. In front of a model's small product stands a short kernel. There an own product takes longer
-than its rates say. A library's product takes less than fitted where its sums are short, and more
-where they are long. Few of a fit's products are small.
+kernel. In front of a model's small call stands a short kernel. There an own product of up to 256
+rows or 128 columns takes longer than its rates say, and so does own attention of one query.
 
-``scripts/bench corrections`` fits them to the layers of models that make selections, and judges
-them at models left out.
+A library's product of few rows takes less than fitted where its sums are short, and more where they
+are long. Few of a fit's products are small.
+
+``scripts/bench corrections`` fits them to calls of models that make selections, and judges them at
+models left out.
 """
 
 from __future__ import annotations
@@ -15,14 +17,35 @@ from collections.abc import Mapping
 
 from tuner.families.base import Family
 from tuner.hardware import Gpu
-from tuner.selection.domains import AnyDomain, ProductDomain
+from tuner.selection.domains import AnyDomain, AttentionDomain, ProductDomain
 
 Rates = Mapping[str, float]
 
-OWN: Mapping[str, Rates] = {"NVIDIA H200": {"launch": 0.739}}
-"""Microseconds that are added to rates of own products of few rows, by GPU."""
+OWN: Mapping[str, Mapping[str, float]] = {
+    "NVIDIA H200": {"few": 0.739, "narrow": 0.733, "tall": 0.733}
+}
+"""Microseconds that are added to launches of own products, by GPU and rows."""
 LIBRARIES: Mapping[str, Rates] = {"NVIDIA H200": {"launch": -2.746, "depth": 0.4705}}
-"""The same of the libraries' products. They hold for sums of 320 to 8192 elements."""
+"""Microseconds that are added to rates of the libraries' products of few rows. They hold for sums
+of 320 to 8192 elements."""
+ONE_QUERY: Mapping[str, float] = {"NVIDIA H200": 1.11}
+"""Factor of own rates of attention of one query, by GPU."""
+ONE_QUERY_OF_PYTORCH: Mapping[str, Mapping[int, float]] = {"NVIDIA H200": {64: -0.56}}
+"""Microseconds that are added to launches of PyTorch's attention of one query, by GPU and head
+dimension."""
+MARGINS: Mapping[str, Mapping[AnyDomain, float]] = {
+    "NVIDIA H200": {
+        ProductDomain("few"): 0.5,
+        ProductDomain("few", "bias"): 0.5,
+        ProductDomain("narrow"): 0.0,
+        ProductDomain("narrow", "bias"): 0.0,
+        ProductDomain("wide"): 0.25,
+        ProductDomain("wide", "bias"): 0.25,
+        AttentionDomain(96, "full", "one"): 1.0,
+        AttentionDomain(128, "full", "one"): 0.5,
+    }
+}
+"""Margins (`DomainModels.margin`) that models' calls need with these corrections, by GPU."""
 
 
 def corrected(rates: Rates, domain: AnyDomain, family: Family, gpu: Gpu) -> dict[str, float]:
@@ -34,9 +57,27 @@ def corrected(rates: Rates, domain: AnyDomain, family: Family, gpu: Gpu) -> dict
         family: its family.
         gpu: GPU of the measurements.
     """
-    found = dict(rates)
-    if isinstance(domain, ProductDomain) and domain.rows == "few":
-        added = (LIBRARIES if family.is_vendor else OWN).get(gpu.name, {})
-        for term, us in added.items():
-            found[term] = found.get(term, 0.0) + us
+    is_one_query = isinstance(domain, AttentionDomain) and domain.phase == "one"
+    factor = ONE_QUERY.get(gpu.name, 1.0) if is_one_query and not family.is_vendor else 1.0
+    found = {term: us * factor for term, us in rates.items()}
+    for term, us in _added(domain, family, gpu.name).items():
+        found[term] = found.get(term, 0.0) + us
     return found
+
+
+def _added(domain: AnyDomain, family: Family, gpu: str) -> Rates:
+    if isinstance(domain, AttentionDomain):
+        us = ONE_QUERY_OF_PYTORCH.get(gpu, {}).get(domain.head_dim)
+        return {"launch": us} if us and domain.phase == "one" and family.is_vendor else {}
+    if not isinstance(domain, ProductDomain) or domain.gradient:
+        return {}
+    if family.is_vendor:
+        return LIBRARIES.get(gpu, {}) if domain.rows == "few" else {}
+    us = OWN.get(gpu, {}).get(domain.rows)
+    return {} if us is None else {"launch": us}
+
+
+def margins(domain: AnyDomain, gpu: Gpu) -> tuple[float, ...] | None:
+    """The margin of a domain at the calls of models; None where it is left to the fit."""
+    margin = MARGINS.get(gpu.name, {}).get(domain)
+    return None if margin is None else (margin,)

@@ -16,7 +16,7 @@ from tuner.families.work import floor_us, sizes_of
 from tuner.hardware import Gpu
 from tuner.measurement import Regime
 from tuner.problem import Problem
-from tuner.search.corrections import corrected
+from tuner.search.corrections import corrected, margins
 from tuner.search.rates import Fits
 from tuner.search.timed import KernelTimes, Point
 from tuner.selection.candidates import Candidate, Regret
@@ -138,8 +138,9 @@ class Judge:
     def margin(
         self, own: Sequence[KernelTimes], vendors: Sequence[KernelTimes]
     ) -> tuple[float, Regret]:
-        """The margin with the least cost of choices, and its regret."""
-        tried = [(self._regret(own, vendors, margin), margin) for margin in MARGINS]
+        """The margin with the least cost of choices, or that of models' calls; and its regret."""
+        allowed = margins(self._domain, self._gpu) or MARGINS
+        tried = [(self._regret(own, vendors, margin), margin) for margin in allowed]
         (_, regret), margin = min(tried, key=lambda one: one[0][0])
         return margin, regret
 

@@ -99,6 +99,10 @@ def make(
             domain = domain_of(point.problem)
             if domain is not None:
                 by_domain[domain][regime].append(point)
+    for domain, regimes in tuple(by_domain.items()):
+        for twin in domain.twins:
+            if twin not in by_domain:
+                by_domain[twin] |= {regime: [] for regime in regimes}
     made: dict[AnyDomain, DomainModels] = {}
     for domain, regimes in sorted(by_domain.items()):
         if not _is_named(domain, only):
@@ -211,7 +215,8 @@ def _models(
         return None
     count = domain.max_kernels if most is None else min(most, domain.max_kernels)
     chosen = judge.cover(known, count)
-    vendors = [k for k in kernels if k.config.get("kernel") in domain.vendors]
+    rivals = frozenset() if domain.is_composed else domain.vendors
+    vendors = [k for k in kernels if k.config.get("kernel") in rivals]
     margin, regret = judge.margin(chosen, vendors)
     candidates = [judge.candidate(kernel) for kernel in (*chosen, *vendors)]
     return DomainModels(domain, regime, candidates, margin, regret)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 from tuner.config import Config
-from tuner.measurement import Measurement, deviation, is_tie
+from tuner.measurement import Measurement, is_tie
 from tuner.store.entry import is_vendor, vendor_name
 
 MAX_FAMILY_FACTOR = 1.3
@@ -18,9 +17,12 @@ MAX_LISTED = 3
 """Most plans or algorithms of one library in the final pass: its fastest."""
 
 
-NEAR, NEAR_DEVIATIONS = 0.02, 3.0
-"""Largest difference of a quick time near the best: as a share of it, and in standard deviations.
-Quick times choose among many kernels, so the least of them are also the luckiest."""
+NEAR = 0.03
+"""Largest relative difference of a quick time near the best. Each request allocates its operands
+anew, and a product's time changes by 1.6 % with that (`scripts/bench cost`), far more than within a
+request. Quick times choose among many kernels, so the least of them are also the luckiest."""
+MAX_NEAR, NEAR_US = 24, 2400.0
+"""Most further finalists near the best, and microseconds of their calls together."""
 
 
 def finalists(
@@ -35,7 +37,8 @@ def finalists(
         measurements: measurements of the quick pass, of any status.
         count: number of own candidates; other families near the best are added.
         kernel: gives the identity of a config's compiled kernels.
-        near: most further own kernels, a config each, whose quick times are near the best.
+        near: number of further own kernels with quick times near the best, a config each; of short
+            calls more, as many as take `NEAR_US` together.
     """
     passed = sorted((m for m in measurements if m.ok), key=by_latency)
     own = [m for m in passed if not is_vendor(m.config)]
@@ -48,7 +51,9 @@ def finalists(
     chosen = list(kernels.values())[: min(count, MIN_OWN)]
     chosen += [m for m in own if m not in chosen][: count - len(chosen)]
     chosen += [m for m in families.values() if m not in chosen]
-    chosen += [m for m in kernels.values() if m not in chosen and _is_near(own[0], m)][:near]
+    if own:
+        close = [m for m in kernels.values() if _us(m) <= (1 + NEAR) * _us(own[0])]
+        chosen += [m for m in close if m not in chosen][: _most_near(own[0], near)]
     named = Counter[str]()
     for m in passed:
         if is_vendor(m.config) and named[name := vendor_name(m.config)] < MAX_LISTED:
@@ -57,9 +62,8 @@ def finalists(
     return chosen
 
 
-def _is_near(best: Measurement, other: Measurement) -> bool:
-    spread = math.hypot(deviation(best), deviation(other))
-    return _us(other) <= (1 + min(NEAR, NEAR_DEVIATIONS * spread)) * _us(best)
+def _most_near(best: Measurement, near: int) -> int:
+    return max(near, min(MAX_NEAR, int(NEAR_US / _us(best)))) if near else 0
 
 
 def rank(measured: Sequence[Measurement]) -> list[Measurement]:

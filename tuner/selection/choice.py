@@ -156,6 +156,7 @@ def choose(problem: Problem, models: DomainModels, gpu: Gpu) -> Selection | None
     estimates, vendors_us, is_near = times.estimates(problem)
     facts = times.legality(problem)
     vendor_us, vendor, name = _vendors_best(times, problem, vendors_us, facts)
+    vendor_us *= models.domain.pytorchs_factor(problem)
     is_trusted = is_near or vendor is None or models.domain.reaches_far
     bound_us = vendor_us if is_trusted else 0.0
     # The first is legal most often, so the others are sorted only on demand.

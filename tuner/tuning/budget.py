@@ -76,7 +76,7 @@ class Budget:
         each = [max(MIN_BURST_S, 2e-6 * us) for us in times_us]
         round_s = ROUND_CALLS * sum(each)
         longest = max(1e-6 * PASS_LIMIT_US, MIN_ROUNDS * round_s)
-        checks_s = len(each) * max(CHECK_S, self.pass_s / 2)
+        checks_s = self.pass_s + len(each) * CHECK_S  # a pass computes its references once
         return OPENING_S + checks_s + min(rounds * round_s, longest)
 
     def search_deadline(self, times_us: Iterable[float], rounds: int) -> float | None:

@@ -61,7 +61,8 @@ class FinalPass:
     """Ranking by quick times, of a sweep that ends with neither a final pass nor a decision. It is
     not stored."""
     first_s: float | None = None
-    """Seconds from the start of the sweep to its first provisional decision."""
+    """Seconds from the start of the sweep to the first checked time that it showed, an own kernel's
+    or a vendor's."""
     first_own_s: float | None = None
     """Seconds to the first one that timed an own kernel."""
     _provided_us: float | None = None
@@ -158,9 +159,9 @@ class FinalPass:
     def provide(self) -> None:
         """Make a provisional decision between the best own candidate and the fastest vendor kernel.
 
-        Does nothing if there is a final decision, or a provisional one that is nearly as good. Nor
-        does it if only a vendor's kernel was timed and an own one is decided, under this regime or
-        the chained one.
+        Does nothing if there is a final decision, or a provisional one that is nearly as good. If
+        only a vendor's kernel was timed and an own one is decided, under this regime or the chained
+        one, that decision stands. The vendor's quick time is shown, and not stored as a decision.
         """
         problem = self.competition.problem
         passed = sorted(
@@ -183,22 +184,43 @@ class FinalPass:
         flagged = [m.but(flags=(*m.flags, PROVISIONAL)) for m in ranking.rank(found)]
         self.provided = flagged
         self.decide(flagged)
-        spent_s, best = self.budget.spent_s, flagged[0]
-        self.first_s = spent_s if self.first_s is None else self.first_s
+        spent_s = self._tell(flagged[0], PROVISIONAL)
         if own is not None and self.first_own_s is None:
             self.first_own_s = spent_s
+
+    def show_first(self) -> None:
+        """Show the first checked time of a vendor's kernel, while no own one is compiled. It is not
+        a decision yet: others may follow, or an earlier decision stands.
+        """
+        runner, problem = self.competition.runner, self.competition.problem
+        if self.first_s is not None or runner.provenance is not Provenance.MEASURED:
+            return
+        passed = [m for m in self.competition.seen(problem) if m.ok and self.competition.fits(m)]
+        if not passed or self._is_decided:
+            return
+        standing = self.standing()
+        state = "not a decision yet"
+        if standing is not None:
+            state = f"{standing.family} stays the decision until it is timed"
+        self._tell(min(passed, key=ranking.by_latency), state)
+
+    def _tell(self, best: Measurement, state: str) -> float:
+        """Show a checked time, and return the seconds from the start of the sweep to it."""
+        spent_s = self.budget.spent_s
+        self.first_s = spent_s if self.first_s is None else self.first_s
         name = vendor_name(best.config) if is_vendor(best.config) else best.config.family
         self.note(
-            f"{problem.label()}: {best.latency_us or 0.0:.4g} us by {name} verified after "
-            f"{spent_s:.1f} s, provisional"
+            f"{best.problem.label()}: {best.latency_us or 0.0:.4g} us by {name} verified after "
+            f"{spent_s:.1f} s, {state}"
         )
+        return spent_s
 
     def _is_wanted(self, own: Measurement | None, vendor: Measurement | None) -> bool:
         """True if these candidates are worth a provisional decision."""
         if self.competition.runner.provenance is not Provenance.MEASURED or self._is_decided:
             return False
         if own is None or own.latency_us is None:
-            return self.first_s is None and self.standing() is None
+            return not self.provided and self.standing() is None
         if self._provided_us is None:
             return True
         if vendor is not None and vendor.config not in {m.config for m in self.provided}:

@@ -52,7 +52,8 @@ class Outcome:
     expected_loss: float | None = None
     """Expected relative gain of the sets without a result, by the surrogate; None if unknown."""
     first_answer_s: float | None = None
-    """Seconds from the start to the first provisional decision; None without one."""
+    """Seconds from the start to the first checked time that was shown, an own kernel's or a
+    vendor's; None without one."""
     first_own_s: float | None = None
     """Seconds from the start to the first provisional decision that timed an own kernel."""
     seconds: Mapping[str, float] = field(default_factory=dict)

@@ -374,7 +374,10 @@ class Sweep:
         building = self.runner.building
         is_idle = building > 0 and building >= self._state.in_flight
         is_first = self._finals.first_own_s is None
-        if not is_vendor(first.config) and (is_idle or (is_first and self._is_hasty)):
+        if is_vendor(first.config):
+            if self._is_hasty:
+                self._finals.show_first()
+        elif is_idle or (is_first and self._is_hasty):
             self._finals.provide()
         return True
 

@@ -16,11 +16,13 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from tuner.compile.loading import LoadedKernel
 from tuner.errors import BenchmarkError
 from tuner.families.base import KernelSpec, Strides
 from tuner.measure.device import Device, Pool
+from tuner.measure.gate import chunks as sampling
 from tuner.measure.gate.commands import COMMANDS, Command
 from tuner.measure.gate.filling import fill
 from tuner.measure.gate.inputs import DOMINANCE, LARGE, query_deviation
@@ -45,6 +47,16 @@ REFERENCE = KernelSpec(
 """Spec of the kernels that compute references. They are compiled like a candidate's."""
 
 
+@dataclass(frozen=True)
+class _Known:
+    """References of one seed of the inputs."""
+
+    seed: int
+    references: References
+    sums: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Checksums of the inputs by kind and operand."""
+
+
 class Gate:
     """Checks candidates on one device.
 
@@ -59,11 +71,9 @@ class Gate:
     def __init__(self, device: Device, kernel: LoadedKernel) -> None:
         self._device, self._kernels = device, Kernels(device, kernel)
         self._buffers: Buffers | None = None
-        self._references: References | None = None
-        self._seed: int | None = None
+        self._known: dict[bool, _Known] = {}
+        """References by whether they are sampled."""
         self._is_sampled = False
-        self._sums: dict[str, dict[str, int]] = {}
-        """Checksums of the inputs by kind and operand."""
         self._kind = ""
 
     @property
@@ -84,7 +94,8 @@ class Gate:
         *,
         is_sampled: bool = False,
     ) -> None:
-        """Allocate a problem's buffers and forget the references of another problem or seed.
+        """Allocate a problem's buffers and forget the references of another problem or seed. A
+        sampled pass does not forget the whole references, which take seconds to compute again.
 
         Args:
             problem: problem to check.
@@ -96,24 +107,26 @@ class Gate:
         if buffers is None or (buffers.problem, buffers.strides) != (problem, strides):
             self.close()
             self._buffers = buffers = Buffers(self._device, problem, strides)
-        if self._references is None or (seed, is_sampled) != (self._seed, self._is_sampled):
-            self._forget()
-            self._references = References(self._kernels, buffers, seed if is_sampled else None)
-        self._seed, self._is_sampled = seed, is_sampled
+        self._is_sampled = is_sampled = is_sampled and sampling.is_sampled(problem)
+        known = self._known.get(is_sampled)
+        if known is None or known.seed != seed:
+            self._forget(is_sampled)
+            references = References(self._kernels, buffers, seed if is_sampled else None)
+            self._known[is_sampled] = _Known(seed, references)
+        self._kind = ""
 
     def close(self) -> None:
         """Free all memory that depends on the problem."""
-        self._forget()
+        self._forget(*self._known)
         if self._buffers is not None:
             self._buffers.close()
         self._buffers = None
-
-    def _forget(self) -> None:
-        if self._references is not None:
-            self._references.close()
-        self._references = None
-        self._sums.clear()
         self._kind = ""
+
+    def _forget(self, *kept: bool) -> None:
+        for is_sampled in kept:
+            if known := self._known.pop(is_sampled, None):
+                known.references.close()
 
     def allocate(self, pool: Pool, name: str, size: int) -> Guarded:
         """Allocate a buffer between guard bands from `pool`: 256-byte aligned, an even number of
@@ -128,17 +141,29 @@ class Gate:
             kind: one of `inputs.KINDS`.
             with_lse: True if `examine_lse` will be called, for attention.
         """
-        buffers, references, seed = self._opened()
+        buffers, known = self._opened()
+        references, seed = known.references, known.seed
         fill(self._kernels, buffers, kind, seed)
         if isinstance(buffers.problem, AttentionBackwardProblem):
             references.keep_attention(buffers.problem, kind)
-        if references.load(kind, with_lse):
-            self._sums[kind] = {operand.name: self._checksum(operand) for operand in buffers.inputs}
+        if self._compute(references, kind, with_lse):
+            known.sums[kind] = {operand.name: self._checksum(operand) for operand in buffers.inputs}
         self._kind = kind
+
+    def _compute(self, references: References, kind: str, with_lse: bool) -> bool:
+        """`References.load`, without the other pass's references where memory is short."""
+        try:
+            return references.load(kind, with_lse)
+        except BenchmarkError as exc:
+            other = not self._is_sampled
+            if exc.status is not Status.OUT_OF_MEMORY or other not in self._known:
+                raise
+            self._forget(other)
+            return references.load(kind, with_lse)
 
     def arm(self, extra: Sequence[Guarded] = ()) -> None:
         """Fill the outputs, the candidate's own buffers and every guard band with poison."""
-        buffers, _, _ = self._opened()
+        buffers, _ = self._opened()
         operands, problem = buffers.operands, buffers.problem
         outputs = [(operands[x.name], poison_of(x.dtype)) for x in problem.outputs]
         for buffer, poison in (*outputs, *((one, POISON) for one in extra)):
@@ -156,8 +181,8 @@ class Gate:
             GateError: when the reference is still not finite.
         """
         self._device.wait()
-        buffers, references, _ = self._opened()
-        problem, sums = buffers.problem, self._sums[self._kind]
+        buffers, known = self._opened()
+        problem, references, sums = buffers.problem, known.references, known.sums[self._kind]
         wanted = references.outputs(self._kind)
         strayed = {
             buffer.name: self._kernels.strayed(buffer)
@@ -186,7 +211,8 @@ class Gate:
         """Parts to compare: name in a verdict, extent, and addresses of the output and its
         reference.
         """
-        buffers, references, _ = self._opened()
+        buffers, known = self._opened()
+        references = known.references
         problem = buffers.problem
         for output in problem.outputs:
             written, reference = buffers.operands[output.name].pointer, wanted[output.name]
@@ -210,7 +236,8 @@ class Gate:
         Raises:
             BenchmarkError: when `load` was called without `with_lse`.
         """
-        buffers, references, _ = self._opened()
+        buffers, known = self._opened()
+        references = known.references
         problem, kept = buffers.problem, references.statistics(self._kind)
         if not isinstance(problem, AttentionProblem) or kept is None:
             raise BenchmarkError("the numerics gate has no log-sum-exp to compare with")
@@ -253,13 +280,15 @@ class Gate:
             kind: kind of the inputs.
             output: name of the output operand; empty: the last one.
         """
-        buffers, references, _ = self._opened()
+        buffers, known = self._opened()
+        references = known.references
         return references.outputs(kind)[output or buffers.problem.output.name]
 
-    def _opened(self) -> tuple[Buffers, References, int]:
-        if self._buffers is None or self._references is None or self._seed is None:
+    def _opened(self) -> tuple[Buffers, _Known]:
+        known = self._known.get(self._is_sampled)
+        if self._buffers is None or known is None:
             raise BenchmarkError("the numerics gate has no problem open")
-        return self._buffers, self._references, self._seed
+        return self._buffers, known
 
     def _checksum(self, operand: Operand) -> int:
         return self._kernels.checksum(self.pointers[operand.name], operand.bytes)

@@ -74,8 +74,9 @@ class Kernels:
         integers: Mapping[str, int],
         scalars: Mapping[str, float] | None = None,
         more: Sequence[int] = (),
+        stream: int | None = None,
     ) -> None:
-        """Launch a command's kernel on the device's stream.
+        """Launch a command's kernel.
 
         Args:
             command: command to run.
@@ -83,10 +84,10 @@ class Kernels:
             integers: integers by name, without the command.
             scalars: scalars by name.
             more: further integers, which follow.
+            stream: stream to launch on; default: the device's.
         """
-        self._kernel.launch(
-            *_ordered(command, tensors, integers, scalars, more), 0, self.device.stream
-        )
+        on = self.device.stream if stream is None else stream
+        self._kernel.launch(*_ordered(command, tensors, integers, scalars, more), 0, on)
 
     def poison(self, buffer: Guarded) -> None:
         """Poison both guard bands of a buffer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Mapping, Sequence
 
@@ -30,6 +31,9 @@ from tuner.problem import (
     SwigluProblem,
 )
 
+LANES = 32
+"""Streams of sampled chunks. The driver runs 8 of them side by side, unless
+``CUDA_DEVICE_MAX_CONNECTIONS`` says more."""
 _PLAIN_TENSORS = dict.fromkeys(("bias", "residual", "scale_a", "scale_b"), 0)
 """Tensors that a product of two matrices alone does not have: null."""
 
@@ -190,10 +194,15 @@ class References:
     def _compute_chunks(
         self, problem: AttentionProblem, chunks: Sequence[RowChunk], scale: float, reference: int
     ) -> None:
-        at, width = self._buffers.sources, DTYPE_BYTES[problem.dtype]
-        with Pool(self._kernels.device) as pool:
-            statistics = pool.allocate(16 * max(one.rows * one.heads for one in chunks))
-            for one in chunks:
+        """Compute the chunks side by side: the kernel has two blocks for each, and its time grows
+        with the keys.
+        """
+        at, width, device = self._buffers.sources, DTYPE_BYTES[problem.dtype], self._kernels.device
+        with Pool(device) as pool:
+            rows = max(one.rows * one.heads for one in chunks)
+            kept = [pool.allocate(16 * rows) for _ in range(LANES)]
+            lanes = list(zip(device.fork(LANES), kept, strict=True))
+            for one, (stream, statistics) in zip(chunks, itertools.cycle(lanes), strict=False):
                 shifts = one.shifts(problem)
                 self._kernels.run(
                     Command.ATTENTION,
@@ -204,8 +213,10 @@ class References:
                     },
                     {"dtype": DTYPES[problem.dtype], **one.integers(problem)},
                     {"scale": scale, "softcap": problem.softcap},
+                    stream=stream,
                 )
-            self._kernels.device.wait()
+            device.join(LANES)
+            device.wait()
 
     def _run_attention(
         self,

@@ -170,7 +170,7 @@ class AttentionDomain(_Attention, Domain):
     @property
     def varied(self) -> Iterator[Self]:
         """Decoding with D = 256 has no window: a cache keeps what it lets through."""
-        if self.head_dim == _RARE:  # `others` has them
+        if self.head_dim == _RARE or self.mask == "windowed":  # `others` or the causal one has them
             return
         windowed = self._replace(mask="windowed")
         if self.mask == "causal" or (self.phase != "prompt" and self.head_dim <= 128):

@@ -80,6 +80,13 @@ class Domain(ABC):
         """Domains in which kernels take the same time at the same sizes, this one first."""
         yield self
 
+    @property
+    def twins(self) -> Iterator[Self]:
+        """Domains of `alike` that a fit makes of this one's measurements if they have none. Else
+        another GPU's times would be rescaled.
+        """
+        yield from ()
+
     def moved(self, problem: Any) -> Any:
         """A problem of one of the `alike` domains, as it is in this one."""
         return problem
@@ -126,6 +133,10 @@ class Domain(ABC):
     @abstractmethod
     def vendors(self) -> frozenset[str]:
         """Names, in the vendor family, of PyTorch's own kernels for such calls."""
+
+    def pytorchs_factor(self, problem: Any) -> float:
+        """PyTorch's time for a problem, over that of its time model."""
+        return 1.0
 
     @property
     def has_rival_kin(self) -> bool:

@@ -58,6 +58,10 @@ LAYOUTS: Mapping[Gradient, tuple[Major, Major]] = {
 }
 """Storage orders of A and B."""
 _GRADIENTS = {layouts: gradient for gradient, layouts in LAYOUTS.items()}
+ODD_ROW, ODD_ROWS = 1.3, 2.5
+"""Time of cuBLAS at an odd number of columns, over that of its time model: at one row, and at 2 to
+`MAX_FEW`. Rows of D are not aligned there. Measured with N of 49155 and 50257, 1.33 and 2.78
+(``cache/recordings``)."""
 _known: dict[tuple[Rows, str, Gradient], Any] = {}
 """Domains made so far, by their fields."""
 
@@ -139,6 +143,14 @@ class ProductDomain(_Product, Domain):
             if is_like and epilogue != self.epilogue:
                 yield self._replace(epilogue=epilogue)
 
+    @property
+    def twins(self) -> Iterator[Self]:
+        """Activated products of up to `MAX_NARROW` rows: they are bound by this GPU's memory, and
+        the same kernels serve all activations.
+        """
+        if self.rows in ("few", "narrow") and _is_activated(self.epilogue):
+            yield from (one for one in self.alike if one != self)
+
     def moved(self, problem: Any) -> Any:
         return replace(problem, epilogue=self.epilogue)
 
@@ -166,6 +178,11 @@ class ProductDomain(_Product, Domain):
     def vendors(self) -> frozenset[str]:
         """Kernels of `torch.nn.functional.linear`, whose call also adds the bias."""
         return frozenset(("addmm",) if self.epilogue.startswith("bias") else ("cublas",))
+
+    def pytorchs_factor(self, problem: Any) -> float:
+        if problem.n % 2 and self.rows == "few":
+            return ODD_ROW if problem.m == 1 else ODD_ROWS
+        return 1.0
 
     def problems(self, dtype: DType) -> tuple[GemmProblem, ...]:
         n = MAX_TALL_COLUMNS if self.rows == "tall" else 4096
