@@ -26,6 +26,7 @@ from benchmarks.population import listing, measure_on_gpu, measured, surrounding
 from benchmarks.population_report import report
 from tuner.base.output import check_place
 from tuner.base.processes import python_command
+from tuner.cli import Parser
 from tuner.errors import ConfigError
 from tuner.hardware import Gpu
 from tuner.problem.population import ModelCall, draw, subset
@@ -71,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="scripts/bench own_calls",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -80,7 +81,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpu", default="H200", help="GPU whose selections are asked")
     parser.add_argument("--list", action="store_true", help="print the calls; no GPU")
     parser.add_argument("--json", type=Path, metavar="OUT", help="JSON lines, gone on with")
-    parser.add_argument("--time-limit", type=float, default=math.inf, metavar="SECONDS")
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        default=math.inf,
+        metavar="SECONDS",
+        help="begin no call after this",
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser
 
