@@ -219,7 +219,8 @@ def _list(
         tell(f"{sample_text(sample)}; {len(own.keys() - kernels)} kernels not drawn before")
         kernels |= own
     tell(
-        f"{counted(len(samples), 'problem')} on {gpu.name}, seed {how.seed}: {len(kernels)} distinct kernels, "
+        f"{counted(len(samples), 'problem')} on {gpu.name}, seed {how.seed}: "
+        f"{len(kernels)} distinct kernels, "
         f"{sum(sample.candidates for sample in samples)} candidates"
     )
     return list(kernels)
