@@ -82,7 +82,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--list", action="store_true", help="print the calls; no GPU")
     parser.add_argument("--json", type=Path, metavar="OUT", help="JSON lines, gone on with")
     parser.add_argument(
-        "--time-limit", type=float, default=math.inf, metavar="SECONDS", help="end after so long"
+        "--time-limit",
+        type=float,
+        default=math.inf,
+        metavar="SECONDS",
+        help="begin no call after this",
     )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser

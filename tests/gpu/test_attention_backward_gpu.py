@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from backward_configs import BASE
+from backward_configs import BASE, LEVERS
 
 from tuner.compile.compiler import Compiler
-from tuner.config import Config, Value
+from tuner.config import Config
 from tuner.families import family
 from tuner.families.base import KernelSpec
 from tuner.families.fused_attention_backward import instance
@@ -50,30 +50,6 @@ MARGIN = 1.2
 """Largest error over FlashAttention-2's, and over that of rounding alone."""
 SMALL = {"float16": 5e-5, "bfloat16": 4e-4}
 """Added to the other's error: of few elements it varies."""
-
-#: Every lever, once at least; each drawn problem takes the next that is legal for it.
-LEVERS: tuple[dict[str, Value], ...] = (
-    {},
-    {"dq": "ordered"},
-    {"dq": "direct", "section_heads": 1},
-    {"tile_m": 128, "early_exp": 50},
-    {"stages": 3, "ds_stages": 1, "dq": "direct", "pdl": False},
-    {"ds_stages": 1, "early_exp": 100, "dq": "ordered", "section_heads": 2},
-    {"swap_dq": True, "tile_m": 64},
-    {"swap_dq": True, "tile_m": 96},
-    {"warp_groups": 1},
-    {"tile_m": 128, "dq": "ordered", "ds_stages": 1},
-    {"ds_stages": 1},
-    {"dq": "direct", "transpose_ds": True},
-    {"ds_stages": 1, "dq": "ordered", "stages": 1},
-    {"rotate": True, "dq": "ordered"},
-    {"late_dq": True, "transpose_ds": True, "rotate": True},
-    {"late_dq": True, "early_exp": 50, "tile_m": 128},
-    {"v_registers": 50, "transpose_ds": True},
-    {"v_registers": 100, "tile_m": 128},
-    {"persistent": True},
-    {"persistent": True, "dq": "ordered", "section_heads": 2},
-)
 
 
 def draw(rng: random.Random) -> AttentionBackwardProblem:

@@ -48,6 +48,11 @@ CASES: dict[str, tuple[str, Problem, dict[str, int]]] = {
     ),
     "swiglu": ("gemm_swiglu", SwigluProblem(256, 512, 128), {"m": 256, "n": 1024, "ldd": 512}),
     "gemv": ("gemv", GemmProblem(3, 512, 128), {"m": 3, "n": 512, "k": 128, "ldd": 512}),
+    "clusters": (
+        "cluster_gemm",
+        GemmProblem(3, 512, 128),
+        {"m": 3, "n": 512, "k": 128, "lda": 128},
+    ),
     "grouped": ("grouped_gemm", GroupedGemmProblem(8, 64, 256, 128), {"groups": 8, "n": 256}),
     "blocks": ("block_scaled_gemm", BLOCKS, {"scale_a_block": 64, "groups": 1, "ldd": 256}),
     "blocks of groups": (
@@ -133,6 +138,13 @@ def test_the_text_names_what_the_launch_passes(case: str) -> None:
         assert len(tensors) == len(call.tensors) and len(scalars) == len(call.scalars)
         found = dict(zip(integers, call.integers, strict=True))
         assert found | wanted == found
+
+
+def test_every_template_has_a_case() -> None:
+    """Triton's arguments are compared below; three kernels of attention are other families'."""
+    own = {name for name, member in families().items() if not member.is_vendor}
+    asked = {name for name, *_ in CASES.values()}
+    assert own - asked == {"three_kernel_attention", "triton_attention"}
 
 
 def test_a_shifted_declaration_is_seen() -> None:

@@ -414,5 +414,5 @@ class TestRecord:
 
         url = f"sqlite:///{tmp_path}/m.sqlite"
         open_store(url).close()
-        assert cli.main(["record", str(tmp_path), *SHAPE, "--store", url]) == 2
+        assert cli.main(["record", str(tmp_path), *SHAPE, "--store", url]) == 1
         assert "nothing was measured for M=256,N=512" in capsys.readouterr().err

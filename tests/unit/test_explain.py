@@ -12,11 +12,18 @@ from shipped_recordings import FILES, read_once
 from tuner import cli
 from tuner.cli.explain import explanation_text
 from tuner.config import Config
-from tuner.families import family
+from tuner.families import families, families_of, family
 from tuner.families.gemm import Gemm
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Clocks, Environment, Measurement, Regime, Resources, Status
-from tuner.problem import AttentionProblem, GemmProblem, Problem, SoftmaxProblem
+from tuner.problem import (
+    AttentionProblem,
+    GemmProblem,
+    GroupedGemmProblem,
+    Problem,
+    SoftmaxProblem,
+    SwigluProblem,
+)
 from tuner.report import work
 from tuner.report.explain import COMPUTED, MEASURED, Explanation, explain
 from tuner.report.subject import ReportSubject
@@ -228,6 +235,15 @@ class TestWork:
         assert alone.l2_bytes == reads + GEMM.output.bytes
         assert pair.l2_bytes == 2 * (128 + 128) * 4096 * 512 + GEMM.output.bytes
 
+    def test_clusters_divide_the_sum(self) -> None:
+        params = {"swap_ab": True, "tile_m": 128, "tile_n": 16, "stages": 8, "split_k": 4}
+        config = Config("cluster_gemm", {**params, "blocks_per_sm": 1})
+        found = self.one(GemmProblem(16, 4096, 4096), config)
+        assert (found.tiles, found.slots, found.threads) == (32 * 4, 132, 384)
+        assert found.tensor_flops == 2 * 16 * 4096 * 4096
+        # The weights once, all rows of A for each of 32 tiles, the output once.
+        assert found.l2_bytes == 2 * (4096 * 4096 + 32 * 16 * 4096 + 16 * 4096)
+
     def test_few_rows(self) -> None:
         config = family("gemv").space(GemmProblem(4, 4096, 4096), DEFAULT_GPU)[0]
         params = {**config.params, "warps": 8, "k_warps": 8, "row_tiles": 2, "persistent": False}
@@ -277,24 +293,29 @@ class TestWork:
         assert found_chunks
 
     def test_every_member_of_every_space_is_known(self) -> None:
-        """Each own family's configs have their work, so that none is left out unsaid."""
+        """Each own family's configs have their work, but for gradients of attention and kernels
+        that are made of other families' (three kernels of attention).
+        """
         problems: list[Problem] = [
             AttentionProblem.parse("S=1024,D=64,causal=1"),
             GEMM,
             GemmProblem(4, 4096, 4096),
+            GemmProblem.parse("M=64,N=4096,K=4096,dtype=e4m3,scales=block"),
+            SwigluProblem(256, 512, 256),
+            GroupedGemmProblem.parse("G=4,M=256,N=512,K=512,dtype=bf16"),
+            GroupedGemmProblem.parse("G=4,M=256,N=512,K=512,dtype=e4m3"),
             SoftmaxProblem(256, 512),
         ]
+        known = set()
         for problem in problems:
-            for name in (
-                "fused_attention",
-                "cutlass_fmha",
-                "two_kernel_attention",
-                "gemm",
-                "gemv",
-                "softmax",
-            ):
-                space = family(name).space(problem, DEFAULT_GPU)[::40]
-                assert all(works(problem, config, DEFAULT_GPU) for config in space)
+            for name, member in families_of(problem.op).items():
+                if member.is_vendor or member.stages(problem):
+                    continue
+                space = member.space(problem, DEFAULT_GPU)[::40]
+                assert all(works(problem, config, DEFAULT_GPU) for config in space), name
+                known |= {name} if space else set()
+        own = {name for name, member in families().items() if not member.is_vendor}
+        assert own - known == {"fused_attention_backward", "three_kernel_attention"}
 
     def test_floors_lie_below_what_was_measured(self) -> None:
         measured = [m for path in FILES for m in read_once(path).measurements]

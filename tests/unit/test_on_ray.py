@@ -24,7 +24,8 @@ from tuner.families import families_of
 from tuner.families.base import Family
 from tuner.measurement import Measurement, Provenance, Status
 from tuner.runners.choose import ClusterPlace, Machine
-from tuner.runners.on_ray import Cluster, ClusterRunners, Parcels
+from tuner.runners.on_ray import Cluster, ClusterRunners
+from tuner.runners.ray_workers import Parcels
 from tuner.runners.replay import ReplayRunner
 from tuner.store import Store, open_store
 from tuner.tuning.controller import Controller

@@ -19,9 +19,10 @@ from tuner.measure.request import CandidateOutcome
 from tuner.measure.worker_client import Ask, WorkerClient
 from tuner.measurement import Regime, Status
 from tuner.problem import GemmProblem
-from tuner.runners.on_ray import ClusterPool, Parcels, RemoteWorker
+from tuner.runners.on_ray import ClusterPool
 from tuner.runners.pool import WorkerPool
 from tuner.runners.ray_nodes import Reply
+from tuner.runners.ray_workers import Parcels, RemoteWorker
 
 PATIENCE_S = 30.0
 """Longer than anything here takes; only a failure waits for it."""

@@ -14,7 +14,7 @@ import pytest
 from shipped_recordings import FILES, read_once
 
 from tuner.config import Config
-from tuner.errors import ConfigError, StoreError
+from tuner.errors import ConfigError, NoValidConfigError, StoreError
 from tuner.families.softmax import Softmax
 from tuner.hardware import DEFAULT_GPU, GPUS, Gpu
 from tuner.measurement import (
@@ -259,6 +259,6 @@ class TestFromStore:
     def test_nothing_measured(self, tmp_path: Path) -> None:
         with (
             open_store(f"sqlite:///{tmp_path}/s.sqlite") as store,
-            pytest.raises(ConfigError, match="nothing was measured for M=64,N=64"),
+            pytest.raises(NoValidConfigError, match="nothing was measured for M=64,N=64"),
         ):
             recording.from_store(store, self.problem, DEFAULT_GPU, REGIME)

@@ -51,6 +51,18 @@ def test_without_factors_nothing_changes(runtime: SimpleNamespace) -> None:
     assert torch.equal(runtime.attention.attention(*tensors), SDPA(*tensors))
 
 
+def test_an_error_without_factors_says_what_is_wanted(runtime: SimpleNamespace) -> None:
+    tensors, _ = quantised()
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as raised:
+            runtime.attention.attention(*tensors)
+        assert any("descale_q" in note for note in raised.value.__notes__)
+    plain = torch.randn(2, 4, 8, 16)
+    with pytest.raises(RuntimeError) as raised:
+        runtime.attention.attention(plain, plain[..., :8], plain)
+    assert not hasattr(raised.value, "__notes__")
+
+
 def test_a_kernel_is_given_tensors_and_factors(
     on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ from sanitizer import command, targets, tools, watched
 from sanitizer.targets import Target
 
 from tuner.errors import ConfigError
-from tuner.families import family
+from tuner.families import families, family
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import (
     E4M3,
@@ -70,6 +70,13 @@ def test_every_kernel_is_legal_on_tiny_problems(name: str, fused: list[Target]) 
             assert member.violations(problem, config, DEFAULT_GPU) == [], target.label()
             assert problem.flops < targets.MAX_FLOPS
             assert sum(operand.bytes for operand in problem.operands) < 1 << 26
+
+
+def test_every_own_template_is_watched() -> None:
+    """But for CUTLASS's and Triton's attention, and a family that is made of others' kernels."""
+    own = {name for name, member in families().items() if not member.is_vendor}
+    others = {"cutlass_fmha", "three_kernel_attention", "triton_attention"}
+    assert own - {*targets.FAMILIES} == others
 
 
 @pytest.mark.parametrize("name", targets.FAMILIES)

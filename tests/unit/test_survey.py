@@ -303,9 +303,18 @@ def test_a_survey_is_listed_for_a_gpu_that_is_not_here(
 ) -> None:
     shape = ["--op", "gemm", "--shape", "M=512,N=512,K=512", "--kernels", "2", "--gpu", "H100"]
     assert main(["survey", "nowhere", *shape, "--list"]) == cli.DONE
-    assert "1 problems on NVIDIA H100 80GB HBM3" in capsys.readouterr().out
+    assert "1 problem on NVIDIA H100 80GB HBM3" in capsys.readouterr().out
     assert main(["survey", "nowhere", *shape]) == cli.WRONG_INPUT
     assert "--gpu is for --list and --compile" in capsys.readouterr().err
+
+
+def test_an_operation_has_its_problems_of_the_shipped_list(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["survey", "nowhere", "--op", "softmax", "--list"]) == cli.DONE
+    assert "1 problem on NVIDIA H200" in capsys.readouterr().out
+    assert main(["survey", "nowhere", "--op", "swiglu", "--list"]) == cli.WRONG_INPUT
+    assert "no problem of swiglu (it has gemm, softmax, attention)" in capsys.readouterr().err
 
 
 def test_listed_problems_have_the_kernels_that_serve_them(

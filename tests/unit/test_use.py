@@ -123,6 +123,7 @@ def test_every_parameter_of_every_own_family_is_explained() -> None:
         every |= {*member.domains}
         own |= set() if member.is_vendor else {*member.domains}
     assert own <= {*MEANINGS} <= every
+    assert [*MEANINGS] == sorted(MEANINGS)
     assert meanings(["tile_n", "later", "pdl", "pdl"]) == [
         ("pdl", MEANINGS["pdl"]),
         ("tile_n", MEANINGS["tile_n"]),

@@ -267,7 +267,7 @@ def _entries(store: Store, args: argparse.Namespace) -> Iterable[Entry]:
     if problem is not None and not chosen:
         answer = lookup(problem, gpu=gpu, among=())
         if answer is not None:
-            print(f"nothing is measured there: {answer.notes[0]}", file=sys.stderr)
+            print(f"no measured decision of {problem.label()}: {answer.notes[0]}", file=sys.stderr)
             chosen = [Entry.of(answer.candidates)]
     return chosen
 

@@ -46,11 +46,12 @@ def run(args: argparse.Namespace) -> int:
     """Write the recordings. Returns 1 if one of several problems has no measurements.
 
     Raises:
-        ConfigError: when the problem of `--shape` has no measurements.
+        NoValidConfigError: when the problem of `--shape` has no measurements.
+        ConfigError: when the place of the files is wrong.
         StoreError: when a file cannot be written.
     """
     from tuner.cli.sweep import problems_of
-    from tuner.errors import ConfigError
+    from tuner.errors import ConfigError, NoValidConfigError
     from tuner.hardware import DEFAULT_GPU
     from tuner.runners import recording
     from tuner.selection.reader import find_gpu
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
             regimes = usual_inputs(args, problem.op)
             try:
                 found = recording.from_store(store, problem, gpu, regimes)
-            except ConfigError as exc:
+            except NoValidConfigError as exc:
                 if args.shape:
                     raise
                 missing.append(str(exc))

@@ -47,7 +47,11 @@ def register(subparsers: Any) -> None:
         metavar="TEXT,...",
         help="with --portfolio: only domains whose name holds each of these, as in D=128,one query",
     )
-    add_op(parser)
+    add_op(
+        parser,
+        "operation of the shape or of the portfolio (default attention); with neither "
+        "and another one: only its problems of the shipped list",
+    )
     parser.add_argument(
         "--kernels", type=int, default=120, help="kernels of each problem (default 120)"
     )
@@ -181,11 +185,20 @@ def _samples(args: argparse.Namespace, gpu: Gpu, how: SurveySize) -> list[Sample
 
 def _problems(args: argparse.Namespace) -> list[Problem]:
     from tuner.base import resources
-    from tuner.tuning.job import parse_problem, read_problems
+    from tuner.errors import ConfigError
+    from tuner.tuning.job import DEFAULT_OP, parse_problem, read_problems
 
     if args.shape is not None:
         return [parse_problem(args.shape, args.op)]
-    return read_problems(args.problems or resources.cache() / "survey.yaml", args.op)
+    if args.problems is not None:
+        return read_problems(args.problems, args.op)
+    shipped = read_problems(resources.cache() / "survey.yaml")
+    if args.op == DEFAULT_OP:
+        return shipped
+    if not (found := [problem for problem in shipped if problem.op == args.op]):
+        named = ", ".join(dict.fromkeys(problem.op for problem in shipped))
+        raise ConfigError(f"the shipped list has no problem of {args.op} (it has {named})")
+    return found
 
 
 def _list(
@@ -193,6 +206,7 @@ def _list(
 ) -> list[KernelSpec]:
     """Print the sample of each problem and the total number of kernels. Returns the kernels."""
     from tuner.families import families
+    from tuner.selection.describe import counted
 
     known = families()
     kernels: dict[KernelSpec, None] = {}
@@ -205,7 +219,8 @@ def _list(
         tell(f"{sample_text(sample)}; {len(own.keys() - kernels)} kernels not drawn before")
         kernels |= own
     tell(
-        f"{len(samples)} problems on {gpu.name}, seed {how.seed}: {len(kernels)} distinct kernels, "
+        f"{counted(len(samples), 'problem')} on {gpu.name}, seed {how.seed}: "
+        f"{len(kernels)} distinct kernels, "
         f"{sum(sample.candidates for sample in samples)} candidates"
     )
     return list(kernels)

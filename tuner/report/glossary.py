@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 MEANINGS: Mapping[str, str] = {
+    "ahead": "The next block's products begin before this block's are added.",
     "block_m": "Rows of Q a block computes (Triton's BLOCK_M).",
     "block_n": "Rows of K and V of a step (Triton's BLOCK_N).",
     "blocks_per_sm": "Thread blocks that fit a multiprocessor at once.",
     "box_rows": "Rows of a page of a paged cache that one copy brings.",
-    "copy_warps": "Warps that issue the copies of a tile of a paged cache.",
-    "whole_rows": "A copy brings all columns of its rows of a page, not 64 of them.",
     "cluster_m": "Blocks of a thread block cluster along M; they share loads by multicast.",
     "cluster_n": "Blocks of a thread block cluster along N; they share loads by multicast.",
     "combine": "Place where splits are combined: a cluster's shared memory, or a second kernel.",
+    "copy_warps": "Warps that issue the copies of a tile of a paged cache.",
     "decomposition_mode": "Split-K (equal parts of K) or stream-K (parts as the chip fills).",
     "dq": "How the query's gradient is added: in bulk by TMA, in a fixed order, or directly.",
     "ds_stages": "Buffers of the scores' gradient between two products of the backward pass.",
@@ -52,12 +52,12 @@ MEANINGS: Mapping[str, str] = {
     "row_tiles": "Groups of 8 weight rows that a warp owns.",
     "rows_per_block": "Rows that a block computes.",
     "rows_per_launch": "Rows of queries that one launch computes of each head.",
-    "section_heads": "Heads whose blocks of keys run one after the other, for the L2's sake.",
     "score_buffers": "2: Q K^T runs two steps ahead of the product with V.",
     "scores_blocks_per_sm": "Blocks of the first kernel that fit a multiprocessor at once.",
     "scores_buffers": "2: the first kernel's next product runs under this one's exponentials.",
     "scores_groups": "Consumer warp groups of the first kernel, 64 rows each.",
     "scores_stages": "Pipeline depth of the first kernel.",
+    "section_heads": "Heads whose blocks of keys run one after the other, for the L2's sake.",
     "skips_masked": "Masked blocks of keys that a warp group leaves out: whole ones, or halves.",
     "split_k": "Blocks of a cluster that divide K between them.",
     "splits": "Parts into which the keys (attention) or K (products) are split over blocks.",
@@ -76,12 +76,12 @@ MEANINGS: Mapping[str, str] = {
     "tma_factors": "TMA copies the factors of A's rows; no warp of their own loads them.",
     "transpose_ds": "Keys lie side by side in the buffer of the scores' gradient, not queries.",
     "uniform_branch": "Producer and consumers part by a shuffled number, for ptxas's sake.",
-    "ahead": "The next block's products begin before this block's are added.",
     "unroll": "Blocks of K in a row whose loads are looked at beside the additions.",
-    "vector_width": "Elements of one load.",
     "v_registers": "Percent of V's columns kept in registers as an operand of the backward pass.",
+    "vector_width": "Elements of one load.",
     "warp_groups": "Groups of four warps that multiply, 64 rows each.",
     "warps": "Warps of a block that multiply.",
+    "whole_rows": "A copy brings all columns of its rows of a page, not 64 of them.",
 }
 """By the parameter's name."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from tuner import settings
 from tuner.bench.results import Results
 from tuner.config import Config
-from tuner.errors import ConfigError, NoValidConfigError
+from tuner.errors import NoValidConfigError
 from tuner.hardware import Gpu
 from tuner.measure import profile
 from tuner.measure.profile import Profile
@@ -215,8 +215,8 @@ def _shipped(
 def _in_store(store: Store, problem: Problem, gpu: Gpu, regime: Regime) -> Recording | None:
     try:
         return recording.from_store(store, problem, gpu, regime)
-    except ConfigError:
-        return None  # nothing was measured
+    except NoValidConfigError:
+        return None
 
 
 def _measured(found: Sequence[Entry]) -> tuple[Entry, ...]:

@@ -13,6 +13,7 @@ from math import ceil
 from tuner.config import Config
 from tuner.families import (
     block_scaled_gemm,
+    cluster_gemm,
     family,
     gemv,
     grouped_gemm,
@@ -147,6 +148,8 @@ def _works(problem: Problem, config: Config, gpu: Gpu) -> tuple[Work, ...]:
             return (_gemm(problem, config, gpu),)
         case GemmProblem(), "block_scaled_gemm":
             return (_block_scaled_gemm(problem, config, gpu),)
+        case GemmProblem(), "cluster_gemm":
+            return (_cluster_gemm(problem, config, gpu),)
         case GemmProblem(), "gemv":
             return (_gemv(problem, config, gpu),)
         case SwigluProblem(), "gemm_swiglu":
@@ -386,6 +389,29 @@ def _block_scaled_gemm(problem: GemmProblem, config: Config, gpu: Gpu) -> Work:
         wgmma=steps * _wgmmas(tile_m, tile_n, SCALE_BLOCK) // problem.tensor_rate,
         exponentials=0.0,
         l2_bytes=SCALE_BLOCK * loaded * steps
+        + sum(operand.bytes for operand in problem.operands[2:]),
+    )
+
+
+def _cluster_gemm(problem: GemmProblem, config: Config, gpu: Gpu) -> Work:
+    tile_m, tile_n, splits = config["tile_m"], config["tile_n"], config["split_k"]
+    along = cluster_gemm.tiles(problem, config)
+    tiles, depth, resident = along[0] * along[1], cluster_gemm.BLOCK_K, config["blocks_per_sm"]
+    steps = tiles * ceil(problem.k / depth)
+    return Work(
+        kernel="cluster_gemm",
+        launches=1,
+        tiles=tiles * splits,
+        slots=gpu.sm_count // splits * splits * resident,
+        is_even=True,
+        threads=WARP_GROUP * (2 if tile_m <= WGMMA_M else 3),
+        smem_bytes=cluster_gemm.smem_bytes(config),
+        blocks_per_sm=resident,
+        tensor_flops=2.0 * tile_m * tile_n * depth * steps,
+        wgmma=steps * _wgmmas(tile_m, tile_n, depth),
+        exponentials=0.0,
+        # The blocks of a cluster add their sums through shared memory.
+        l2_bytes=DTYPE_BYTES[problem.dtype] * depth * (tile_m + tile_n) * steps
         + sum(operand.bytes for operand in problem.operands[2:]),
     )
 

@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
@@ -22,34 +22,27 @@ from typing import Any, Self
 
 import tuner
 from tuner.base.install import extra_command
-from tuner.compile.artifacts import Artifact, ArtifactCache
+from tuner.compile.artifacts import ArtifactCache
 from tuner.compile.compiler import Compiler
 from tuner.compile.render import render
 from tuner.compile.toolchain import Toolchain
 from tuner.compile.units import Unit
-from tuner.config import Config
-from tuner.errors import BenchmarkError, ConfigError, WorkerLostError
+from tuner.errors import BenchmarkError, ConfigError
 from tuner.families.base import KernelSpec
 from tuner.hardware import OLDEST_CAPABILITY, Gpu
-from tuner.measure.request import CandidateOutcome
-from tuner.measure.worker_client import Ask
-from tuner.problem import Problem
 from tuner.runners.choose import ClusterPlace, Machine, Runners
 from tuner.runners.pool import WorkerPool
-from tuner.runners.ray_nodes import Built, Card, Gauge, Parcel, arrived, artifacts_of, build, keep
+from tuner.runners.ray_nodes import Built, Card, Gauge, Parcel, arrived, build, keep
+from tuner.runners.ray_workers import ATTEMPTS, Parcels, RemoteWorker, reason_of
 
 Note = Callable[[str], None]
 
-ATTEMPTS = 3
-"""At a task, or at bringing a library to an actor."""
 CONNECT_TIMEOUT_S = 10.0
 START_TIMEOUT_S = 180.0
 """For the first actors: a process, torch from a shared file system, a CUDA context."""
 REPLACE_TIMEOUT_S = 600.0
 """Without any GPU of a kind; then what waits for one fails."""
 POLL_S = 1.0
-MAX_PARCELS = 4096
-"""Kept in the object store; an older one is put there again when it is asked for."""
 
 
 class Cluster:
@@ -151,7 +144,7 @@ class Cluster:
                         raise CancelledError
                 built, parcel = self._ray.get([answer, reference])
             except self._ray.exceptions.RayError as exc:
-                reason = _reason(exc)
+                reason = reason_of(exc)
                 continue
             hashes = {found.sha256 for found in built if isinstance(found, Built)}
             wrong = [text for sha256 in hashes if (text := arrived(sha256, parcel))]
@@ -328,7 +321,7 @@ class ClusterCompiler(Compiler):
 
 
 class ClusterPool(WorkerPool):
-    """Deals requests to actors. One that was lost is replaced before it gets the next request."""
+    """Hands requests to actors. One that was lost is replaced before it gets the next request."""
 
     def __init__(self, workers: Sequence[RemoteWorker]) -> None:
         super().__init__(workers)
@@ -356,163 +349,6 @@ class ClusterPool(WorkerPool):
             if request.losses or request.future.set_running_or_notify_cancel():
                 self._drop(request.future, BenchmarkError(text))
         self._waiting = []
-
-
-class RemoteWorker:
-    """Counterpart of `WorkerClient` for an actor: one thread asks it,
-    `interrupt` may come from another, and holds until `renew`.
-
-    Args:
-        ray: the module, connected.
-        spawn: creates an actor; Ray places it as soon as it can.
-        parcels: the libraries that requests need.
-    """
-
-    def __init__(self, ray: Any, spawn: Callable[[], Any], parcels: Parcels) -> None:
-        self._ray, self._spawn, self._parcels = ray, spawn, parcels
-        self._actor: Any = None
-        self._coming: Any = None
-        self._lock = threading.Lock()
-        self._is_interrupted = False
-        self.card: Card | None = None
-        """Facts of the first actor; its replacements must have equal ones."""
-        self.reason = ""
-        """Why there is no actor."""
-
-    @property
-    def known(self) -> Card:
-        """The card, once there was an actor.
-
-        Raises:
-            BenchmarkError: before.
-        """
-        if self.card is None:
-            raise BenchmarkError(f"no actor has started: {self.reason}")
-        return self.card
-
-    def begin(self, timeout_s: float) -> bool:
-        """True when there is an actor; creates one, and waits this long for it."""
-        if self._actor is not None and self._coming is None:
-            return True
-        if self._actor is None:
-            with self._lock:
-                self._actor = self._spawn()
-            self._coming = self._actor.card.remote()
-        if not self._ray.wait([self._coming], timeout=timeout_s)[0]:
-            return False
-        try:
-            card: Card = self._ray.get(self._coming)
-        except self._ray.exceptions.RayError as exc:
-            self._lose(_reason(exc))
-            return False
-        difference = card.differs(self.card) if self.card is not None else ""
-        if difference:
-            self._lose(f"the actor that came in its place has {difference}")
-            return False
-        self.card, self._coming, self.reason = self.card or card, None, ""
-        return True
-
-    def facts(self) -> dict[str, str]:
-        return {}  # the card has them all
-
-    def listing(self, problem: Problem, family: str, max_workspace: int | None) -> list[Config]:
-        """As `WorkerClient.listing`, there; none where the actor went away, which the next request
-        sees.
-        """
-        if self._actor is None:
-            return []
-        try:
-            reply = self._actor.listing.remote(problem, family, max_workspace)
-            return list(self._ray.get(reply))
-        except self._ray.exceptions.RayError:
-            return []
-
-    def measure(self, ask: Ask) -> list[CandidateOutcome]:
-        """As `WorkerClient.measure`, there.
-
-        Raises:
-            WorkerLostError: when the actor or its node went away.
-            BenchmarkError: when a library does not arrive.
-            concurrent.futures.CancelledError: after `interrupt`.
-        """
-        refused: Mapping[str, str] = {}
-        for _ in range(ATTEMPTS):
-            actor = self._actor
-            if self._is_interrupted:
-                raise CancelledError
-            if actor is None:
-                raise WorkerLostError(self.reason or "the actor is gone")
-            wanted = {a.sha256: self._parcels.of(a) for a in artifacts_of(ask).values()}
-            try:
-                reply = self._ray.get(actor.measure.remote(ask, wanted))
-            except self._ray.exceptions.RayError as exc:
-                self._lose(_reason(exc))
-                if self._is_interrupted:
-                    raise CancelledError from exc
-                raise WorkerLostError(f"{self.known.node}: {self.reason}") from exc
-            if reply.is_spent:
-                self._lose("a CUDA error or a hang cost it its process")
-            if not reply.refused:
-                return list(reply.outcomes)
-            refused = reply.refused
-            for sha256 in refused:
-                self._parcels.drop(sha256)
-        sha256, reason = next(iter(refused.items()))
-        raise BenchmarkError(
-            f"library {sha256[:16]} did not arrive at {self.known.node} in {ATTEMPTS} attempts: "
-            f"{reason}"
-        )
-
-    def renew(self) -> None:
-        self._is_interrupted = False
-
-    def interrupt(self) -> None:
-        """Kill the actor, which ends its worker process too; the next request is another's."""
-        self._is_interrupted = True
-        self._lose("it was interrupted")
-
-    def close(self) -> None:
-        self._lose("it was closed")
-
-    def _lose(self, reason: str) -> None:
-        with self._lock:
-            if self._actor is not None:
-                self._ray.kill(self._actor)
-            self._actor = self._coming = None
-            self.reason = reason
-
-
-class Parcels:
-    """References in Ray's object store of each library, by its hash: put there once. Safe between
-    threads.
-    """
-
-    def __init__(self, ray: Any) -> None:
-        self._ray = ray
-        self._references: OrderedDict[str, Any] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def hold(self, sha256: str, reference: Any) -> None:
-        """A parcel that a task left behind."""
-        with self._lock:
-            self._references[sha256] = reference
-            while len(self._references) > MAX_PARCELS:
-                self._references.popitem(last=False)
-
-    def of(self, artifact: Artifact) -> Any:
-        """The parcel that holds a library; made of this machine's file where there is none."""
-        with self._lock:
-            if artifact.sha256 in self._references:
-                self._references.move_to_end(artifact.sha256)
-                return self._references[artifact.sha256]
-        reference = self._ray.put({artifact.sha256: artifact.library.read_bytes()})
-        self.hold(artifact.sha256, reference)
-        return reference
-
-    def drop(self, sha256: str) -> None:
-        """Forget one that was lost or damaged."""
-        with self._lock:
-            self._references.pop(sha256, None)
 
 
 def _connect(address: str | None) -> Any:
@@ -567,10 +403,3 @@ def _described(nodes: Sequence[Mapping[str, Any]]) -> str:
         )
         found[", ".join(itertools.chain(amounts, labels))] += 1
     return "; ".join(f"{n} node{'s' * (n > 1)} with {text}" for text, n in found.items())
-
-
-def _reason(exc: Exception) -> str:
-    """The first line of what went wrong, of the remote cause where there is one."""
-    cause = getattr(exc, "cause", None) or exc
-    text = next(iter(str(cause).splitlines()), "")
-    return text or type(cause).__name__

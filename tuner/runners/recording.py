@@ -17,7 +17,7 @@ from typing import Any
 
 from tuner.base import document, output, resources
 from tuner.config import Config
-from tuner.errors import ConfigError
+from tuner.errors import ConfigError, NoValidConfigError
 from tuner.families import families, families_of
 from tuner.hardware import Gpu
 from tuner.measurement import (
@@ -153,7 +153,7 @@ def from_store(store: Store, problem: Problem, gpu: Gpu, regimes: Regimes) -> Re
     and the final pass of the decision.
 
     Raises:
-        ConfigError: when nothing was measured.
+        NoValidConfigError: when nothing was measured.
     """
     wanted = listed(regimes)
     for regime in wanted:
@@ -166,7 +166,10 @@ def from_store(store: Store, problem: Problem, gpu: Gpu, regimes: Regimes) -> Re
             )
             finals = entries[0].ranking if entries else ()
             return _from_store(store, problem, (finals or measured)[-1], finals)
-    raise ConfigError(f"nothing was measured for {problem.label()} on {gpu.name}, {wanted[0]}")
+    raise NoValidConfigError(
+        f"nothing was measured for {problem.label()} on {gpu.name}, {wanted[0]}: `tuner sweep` "
+        "measures it"
+    )
 
 
 def _from_store(

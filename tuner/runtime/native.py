@@ -21,6 +21,13 @@ thread = _Thread()
 in a vendor's kernel that a plan calls."""
 
 
+QUANTISED_NOTE = (
+    "tuner.attention takes float8_e4m3fn tensors with their factors: descale_q, descale_k and "
+    "descale_v"
+)
+"""Note on PyTorch's error, which has no attention of such tensors."""
+
+
 def exchange_here(is_native: bool) -> bool:
     """Set the thread's flag; returns the former value."""
     before = thread.is_native
@@ -52,11 +59,20 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """`scaled_dot_product_attention`, not overridden."""
+    """`scaled_dot_product_attention`, not overridden. An error on e4m3 tensors says in a note what
+    takes them.
+    """
     arguments = query, key, value, attn_mask, dropout_p, is_causal
-    if torch.compiler.is_compiling() or not is_watched:
+    if torch.compiler.is_compiling():
         return scaled_dot_product_attention(*arguments, scale=scale, enable_gqa=enable_gqa)
-    out: torch.Tensor = call(
-        scaled_dot_product_attention, *arguments, scale=scale, enable_gqa=enable_gqa
-    )
+    try:
+        if not is_watched:
+            return scaled_dot_product_attention(*arguments, scale=scale, enable_gqa=enable_gqa)
+        out: torch.Tensor = call(
+            scaled_dot_product_attention, *arguments, scale=scale, enable_gqa=enable_gqa
+        )
+    except RuntimeError as exc:
+        if query.dtype == torch.float8_e4m3fn:
+            exc.add_note(QUANTISED_NOTE)
+        raise
     return out

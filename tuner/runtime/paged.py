@@ -70,7 +70,8 @@ class PagedCall(Paged, Call):
             return refusal
         if not all([t.numel() for t in (query, key, value, self.page_table)]):
             return Refusal(Kind.EMPTY)
-        if len({t.device for t in self.inputs}) > 1:
+        given = *self[:7], *self.descales
+        if len({tensor.device for tensor in given if tensor is not None}) > 1:
             return Refusal(Kind.MIXED)
         return None
 

@@ -65,17 +65,14 @@ def checked(
     Raises:
         ConfigError: names the given and the allowed values.
     """
-    size, batch = _checked_caches(query, key, value), seqused_k.numel()
+    size, batch, table = _checked_caches(query, key, value), seqused_k.numel(), page_table.shape
     for name, tensor, shape in (
         ("seqused_k", seqused_k, (batch,)),
-        ("page_table", page_table, (batch, *page_table.shape[-1:])),
+        ("page_table", page_table, (batch, *table[-1:])),
         *(() if starts_q is None else (("cu_seqlens_q", starts_q, (batch + 1,)),)),
     ):
-        if (
-            tensor.dtype != torch.int32
-            or tensor.shape != shape
-            or not (tensor.shape[-1] < 2 or tensor.stride(-1) == 1)
-        ):
+        is_row = shape[-1] < 2 or (tensor.dim() > 0 and tensor.stride(-1) == 1)
+        if tensor.dtype != torch.int32 or tensor.shape != shape or not is_row:
             raise ConfigError(
                 f"{name} is {tensor.dtype} {tuple(tensor.shape)} "
                 f"(allowed: torch.int32 {shape}, contiguous rows)"
@@ -84,7 +81,7 @@ def checked(
         raise ConfigError(f"sinks are {tuple(sinks.shape)} (allowed: ({query.shape[1]},))")
     if out is not None:
         _check_output(query, out)
-    columns = page_table.shape[1]
+    columns = table[1]
     room = columns * size
     keys = room if longest_kv is None else int(longest_kv)
     if not 0 <= keys <= room:
@@ -98,19 +95,24 @@ def checked(
 
 def _checked_caches(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
     """Slots of a page of caches that fit the queries."""
-    shapes = f"query {tuple(query.shape)}, caches {tuple(key.shape)} and {tuple(value.shape)}"
     if query.dim() != 3 or key.dim() != 4 or key.shape != value.shape:
-        raise ConfigError(
-            f"{shapes} (allowed: (total_q, H, D) and twice (pages, page size, HKV, D))"
-        )
+        raise _unlike(query, key, value, "(total_q, H, D) and twice (pages, page size, HKV, D)")
     _, size, heads_kv, width = key.shape
-    if query.shape[2] != width or query.shape[1] % max(1, heads_kv):
-        raise ConfigError(f"{shapes} (allowed: one D, and HKV a divisor of H)")
+    _, heads, width_q = query.shape
+    if width_q != width or heads % max(1, heads_kv):
+        raise _unlike(query, key, value, "one D, and HKV a divisor of H")
     if not query.dtype == key.dtype == value.dtype:
         raise ConfigError(f"query is {query.dtype}, the caches {key.dtype} and {value.dtype}")
     if not size or size % PAGE_MULTIPLE:
         raise ConfigError(f"pages have {size} slots (allowed: multiples of {PAGE_MULTIPLE})")
     return int(size)
+
+
+def _unlike(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: str
+) -> ConfigError:
+    shapes = f"query {tuple(query.shape)}, caches {tuple(key.shape)} and {tuple(value.shape)}"
+    return ConfigError(f"{shapes} (allowed: {allowed})")
 
 
 def _check_output(query: torch.Tensor, out: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ from tuner.problem import Problem
 from tuner.problem.base import doublings
 from tuner.selection.choice import Selection
 from tuner.selection.reader import Entry, LookupResult
+from tuner.selection.result import SELECTED
 from tuner.store.entry import is_vendor, ratios_json, vendor_name
 
 WIDTH = 100
@@ -190,11 +191,15 @@ def answer_text(answer: LookupResult, asked: Problem, source: str) -> str:
     rows = [("answer", [answer.kind])]
     rows += _winner_rows(answer, width)
     decided = f", {entry.decided_at}" if entry.decided_at else ""
+    # Rows of their own have the origin and a selection's expected times.
+    shown = {entry.origin}
+    if answer.selected is not None:
+        shown.add(f"{SELECTED}: {answer.selected.source}")
     rows += [
         ("provenance", [where_from(entry) + decided]),
         ("environment", wrapped(facts_text(entry.winner.environment), width)),
         ("from", [entry.origin if entry.origin == "shipped" else source]),
-        *(("note", wrapped(note, width)) for note in answer.notes if note != entry.origin),
+        *(("note", wrapped(note, width)) for note in answer.notes if note not in shown),
     ]
     lines = [
         f"{name if number == 0 else '':<{_LABEL}}{line}"

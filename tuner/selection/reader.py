@@ -26,7 +26,7 @@ from tuner.errors import ConfigError
 from tuner.hardware import DEFAULT_GPU, Gpu, gpu_by_name
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Regimes, Status, listed
 from tuner.problem import AttentionProblem, Problem, as_problem
-from tuner.selection.result import LookupResult, choose, differences, noted
+from tuner.selection.result import SELECTED, LookupResult, choose, differences, noted
 from tuner.selection.shipped import (
     SHIPPED,
     shipped,
@@ -356,7 +356,7 @@ def _selected(
         selection = one.select(problem)
         if selection is None or selection.regime not in regimes:
             continue
-        notes = [f"selected from a portfolio: {selection.source}", *selection.doubts, SHIPPED]
+        notes = [f"{SELECTED}: {selection.source}", *selection.doubts, SHIPPED]
         if one.gpu.identity != gpu.identity:
             notes.insert(1, f"made on {one.gpu.name}, not on {gpu.name}: another GPU was allowed")
         chosen = Measurement(

@@ -14,6 +14,9 @@ from tuner.store.entry import PROVENANCES, Entry
 if TYPE_CHECKING:
     from tuner.selection.choice import Selection
 
+SELECTED = "selected from a portfolio"
+"""First words of the note on a portfolio's selection; its expected times follow."""
+
 
 @dataclass(frozen=True)
 class LookupResult:

@@ -12,6 +12,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+import backward_configs
+import block_scaled_cases
+import cluster_gemm_cases
 import gemm_cases
 import gemm_swiglu_cases
 import gemv_cases
@@ -26,7 +29,10 @@ from tuner.families import family
 from tuner.families.base import KernelSpec
 from tuner.hardware import Gpu
 from tuner.problem import (
+    E4M3,
+    AttentionBackwardProblem,
     AttentionProblem,
+    GemmProblem,
     GroupedGemmProblem,
     Problem,
     SoftmaxProblem,
@@ -52,6 +58,26 @@ TILE_ROWS = 7
 SHORT_K, SHORT_K_E4M3 = 72, 80
 #: Groups, M, N, K and sizes: a tile or more of every other group for each multiprocessor.
 MANY_GROUPS = (70, 2100, 1032, SHORT_K, "sparse")
+#: The same of e4m3.
+MANY_GROUPS_E4M3 = (70, 2100, 1032, SHORT_K_E4M3, "sparse")
+#: Gradients of queries and keys that end in the middle of tiles: grouped heads, more keys than
+#: queries, a window; the last ones have more tiles than multiprocessors. A kernel takes the first
+#: kind that is legal for it.
+BACKWARD: tuple[tuple[str, ...], ...] = (
+    (
+        "H=4,HKV=2,SQ=200,SKV=330,D=64,causal=1,dtype=bf16",
+        "B=5,H=30,HKV=15,S=70,D=56,causal=1,dtype=bf16,layout=bshd",
+    ),
+    (
+        "H=4,HKV=2,SQ=200,SKV=330,D=128,dtype=fp16",
+        "B=5,H=30,HKV=15,S=70,D=120,dtype=fp16,layout=bshd",
+    ),
+    (
+        "H=2,S=200,D=256,causal=1,dtype=bf16",
+        "B=5,H=30,S=70,D=248,causal=1,dtype=bf16,layout=bshd",
+    ),
+    ("H=2,S=330,D=64,causal=1,window=100,dtype=bf16",),
+)
 #: Queries and keys in two kernels go no further.
 LONGEST = 300
 #: A problem, and threads a row, vector width, rows a block and passes. Between them every value of
@@ -134,6 +160,54 @@ def grouped_gemm(gpu: Gpu) -> Iterator[Target]:
         yield tiny(chosen, name, (GroupedGemmProblem(*size, dtype=dtype) for size in sizes))
 
 
+def cluster_gemm(gpu: Gpu) -> Iterator[Target]:
+    for name, (chosen, *kind) in cluster_gemm_cases.COMPILED.items():
+        sizes = cluster_gemm_cases.SIZES
+        yield tiny(chosen, name, (cluster_gemm_cases.problem(size, *kind) for size in sizes))
+
+
+def block_scaled_gemm(gpu: Gpu) -> Iterator[Target]:
+    """A kernel that divides K has no problem with more tiles: it has a cluster for each."""
+    kinds = (("block", block_scaled_cases.CASES), ("row", block_scaled_cases.PROMOTED))
+    for scales, cases in kinds:
+        for name, chosen in cases.items():
+            sizes = block_scaled_cases.SIZES
+            if chosen["split_k"] == 1:
+                sizes = (*sizes, (*wave(gpu, chosen), SHORT_K_E4M3))
+            problems = (
+                GemmProblem(
+                    *size,
+                    dtype=E4M3,
+                    dtype_d="bfloat16",
+                    scales=scales,
+                    fast_accum=scales == "block",
+                )
+                for size in sizes
+            )
+            yield tiny(chosen, f"{scales}, {name}", problems)
+
+
+def block_scaled_grouped_gemm(gpu: Gpu) -> Iterator[Target]:
+    for name in block_scaled_cases.GROUPED:
+        chosen = block_scaled_cases.grouped(block_scaled_cases.CASES[name])
+        sizes = (*((*size, "zipf") for size in block_scaled_cases.GROUPED_SIZES), MANY_GROUPS_E4M3)
+        problems = (GroupedGemmProblem(*size, dtype=E4M3) for size in sizes)
+        yield tiny(chosen, name, problems)
+
+
+def fused_attention_backward(gpu: Gpu) -> Iterator[Target]:
+    member = family("fused_attention_backward")
+    for number, lever in enumerate(backward_configs.LEVERS):
+        chosen = Config(member.name, {**backward_configs.BASE, **lever})
+        turn = number % len(BACKWARD)
+        for texts in (*BACKWARD[turn:], *BACKWARD[:turn]):
+            problems = [AttentionBackwardProblem.parse(text) for text in texts]
+            if not any(member.violations(problem, chosen, gpu) for problem in problems):
+                words = " ".join(f"{name}={value}" for name, value in lever.items())
+                yield tiny(chosen, f"{texts[0]} {words}".strip(), problems)
+                break
+
+
 def softmax(gpu: Gpu) -> Iterator[Target]:
     names = ("threads_per_row", "vector_width", "rows_per_block", "passes")
     for text, values in SOFTMAX.items():
@@ -210,6 +284,10 @@ def fused_launches(gpu: Gpu, kernel: plan.Kernel) -> tuple[Pair, ...]:
 
 DEFAULT = "fused_attention"
 OTHERS: Mapping[str, Callable[[Gpu], Iterator[Target]]] = {
+    "block_scaled_gemm": block_scaled_gemm,
+    "block_scaled_grouped_gemm": block_scaled_grouped_gemm,
+    "cluster_gemm": cluster_gemm,
+    "fused_attention_backward": fused_attention_backward,
     "gemm": gemm,
     "gemm_swiglu": gemm_swiglu,
     "gemv": gemv,
@@ -221,7 +299,13 @@ OTHERS: Mapping[str, Callable[[Gpu], Iterator[Target]]] = {
 FAMILIES = (DEFAULT, *OTHERS)
 #: What a control halves, where that is not the output. memcheck does not see stores by TMA (the
 #: tensor map bounds them): these kernels' outputs leave so, and such an input is read plainly.
-READ_PLAINLY = {"gemm": "bias", "grouped_gemm": "offsets"}
+READ_PLAINLY = {
+    "block_scaled_gemm": "scale_b",
+    "block_scaled_grouped_gemm": "offsets",
+    "fused_attention_backward": "out",
+    "gemm": "bias",
+    "grouped_gemm": "offsets",
+}
 
 
 def halved_of(target: Target) -> str:
