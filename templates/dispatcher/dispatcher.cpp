@@ -112,6 +112,13 @@ bool read(Operation operation, Call& call, PyObject* const* arguments) {
   return read_attention(operation, call, arguments);
 }
 
+// True for weights whose rows are a vocabulary of a size that is not a multiple of 8: Python
+// multiplies them in two parts (tuner/runtime/products.py).
+bool is_unaligned(at::Tensor const& weight) {
+  constexpr int64_t kAligned = 8, kLong = 16384;
+  return weight.dim() == 2 && weight.size(0) >= kLong && weight.size(0) % kAligned != 0;
+}
+
 // PyTorch's answer to a call that was read; undefined where Python is to ask for it: it raises as
 // PyTorch does, and sees modes of __torch_function__.
 at::Tensor pytorchs(Operation operation, Call const& call, PyObject* const* arguments) {
@@ -123,7 +130,7 @@ at::Tensor pytorchs(Operation operation, Call const& call, PyObject* const* argu
   for (int i = 0; i < call.count; ++i) tensors[i] = *call.tensors[i];
   auto const optional = [&](int i) { return i < call.count ? Optional(tensors[i]) : Optional(); };
   if (operation == kLinear) {
-    if (arguments[3] != Py_None) return {};  // an activation
+    if (arguments[3] != Py_None || is_unaligned(tensors[1])) return {};  // None: no activation
     Optional const bias = optional(2);
     return without_gil([&] { return at::linear(tensors[0], tensors[1], bias); });
   }
