@@ -6,11 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from runtime_server import Server, built_dispatcher, dispatched_server
 
 import tuner
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+built, server = built_dispatcher, dispatched_server
 COLUMNS, DEPTH = 16387, 16
 
 
@@ -61,3 +63,22 @@ def test_other_products_stay_whole(parts: list[int], monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("TUNER_DISABLE", "1")
     tuner.linear(rows, weight)
     assert parts == [*(case[1].shape[0] for case in cases), COLUMNS, COLUMNS]
+
+
+def test_a_refused_vocabulary_of_an_odd_size_is_multiplied_in_two_parts(server: Server) -> None:
+    """Python does, in every call: the dispatcher would multiply it whole."""
+    linear = server.runtime.products.linear
+    rows, weight = torch.randn(4, 32).half(), torch.randn(16387, 32).half()
+    wanted, found = rows.float() @ weight.float().t(), list[Any]()
+    plain = torch.cat
+
+    def cat(parts: Any, dim: int) -> Any:
+        found.append([part.shape[-1] for part in parts])
+        return plain(parts, dim)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "cat", cat)
+        for _ in range(3):
+            out = linear(rows, weight)
+    assert found == [[16384, 3]] * 3
+    torch.testing.assert_close(out.float(), wanted, rtol=1e-2, atol=1e-2)

@@ -588,22 +588,3 @@ def test_what_cannot_be_built_leaves_python_s_path(
     on_cpu.dispatch._prepare(then=lambda: pytest.fail("nothing was loaded"))
     assert "calls go through Python" in caplog.text and "no-such-compiler" in caplog.text
     assert on_cpu.dispatch.attention(*inputs(), None, 0.0, False, None, False) is None
-
-
-def test_a_refused_vocabulary_of_an_odd_size_is_multiplied_in_two_parts(server: Server) -> None:
-    """Python does, in every call: the dispatcher would multiply it whole."""
-    linear = server.runtime.products.linear
-    rows, weight = torch.randn(4, 32).half(), torch.randn(16387, 32).half()
-    wanted, found = rows.float() @ weight.float().t(), list[Any]()
-    plain = torch.cat
-
-    def cat(parts: Any, dim: int) -> Any:
-        found.append([part.shape[-1] for part in parts])
-        return plain(parts, dim)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "cat", cat)
-        for _ in range(3):
-            out = linear(rows, weight)
-    assert found == [[16384, 3]] * 3
-    torch.testing.assert_close(out.float(), wanted, rtol=1e-2, atol=1e-2)
