@@ -14,7 +14,9 @@ again, and all winners share the pass. A seed whose sweep failed is tried again 
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import resource
 import shutil
 import subprocess
@@ -130,7 +132,7 @@ def swept_anew(
             raise BenchmarkError(f"{problem.label()}: {last}")
         units = _units([p for p in artifacts.glob("*/") if p.name not in before], began)
         if not keeps_kernels:
-            shutil.copytree(artifacts, kept, dirs_exist_ok=True)
+            keep(artifacts, kept)
     facts = {
         "seed": seed,
         "first_answer_s": next((round(at, 1) for at, line in said if FIRST in line), None),
@@ -147,6 +149,32 @@ def swept_anew(
     }
     config = Config.from_json(own["config"])
     return Swept(config, own["latency_us"], found["kernels"], found["elapsed_s"], facts)
+
+
+def keep(artifacts: Path, kept: Path) -> None:
+    """Copy the kernels of a cache that another one lacks, by whole folders.
+
+    An existing folder stays as it is: its library may be loaded, and kernels of one translation
+    unit share a file by hard links. So do copies.
+    """
+    copied: dict[int, str] = {}
+
+    def copy(source: str, target: str) -> None:
+        first = copied.setdefault(Path(source).stat().st_ino, target)
+        if first == target:
+            shutil.copy2(source, target)
+        else:
+            os.link(first, target)
+
+    with tempfile.TemporaryDirectory(prefix=".taken", dir=kept) as aside:
+        for meta in sorted(artifacts.glob("*/meta.json")):
+            name = meta.parent.name
+            if name.startswith(".") or (kept / name).exists():
+                continue
+            shutil.copytree(meta.parent, Path(aside) / name, copy_function=copy)
+        for made in sorted(Path(aside).iterdir()):
+            with contextlib.suppress(OSError):  # another process was first
+                made.rename(kept / made.name)
 
 
 def _finals_us(ranking: Sequence[Mapping[str, Any]]) -> dict[str, float]:

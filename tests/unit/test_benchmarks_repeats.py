@@ -137,13 +137,39 @@ def test_a_sweep_with_an_empty_cache_is_a_process_of_its_own(
     assert found.facts["seconds"] == {"search": 40.0}
     assert found.facts["finals_us"] == {f"fused_attention {OWN[0].digest[:6]}": 11.4}
     assert (tmp_path / "artifacts" / "0123" / "meta.json").is_file()
+    loaded = tmp_path / "artifacts" / "0123" / "kernel.cu"
+    loaded.write_text("loaded")
     anew = repeats.swept_anew(PROBLEM, 4, ["--device=0"])
+    assert loaded.read_text() == "loaded", "a kernel that is kept stays as it is"
+    assert [path.name for path in (tmp_path / "artifacts").iterdir()] == ["0123"]
     assert anew.facts["compiled"] == 1 and anew.facts["said"][-1].endswith("known:")
     kept = repeats.swept_anew(PROBLEM, 5, [], keeps_kernels=True)
     assert kept.facts["compiled"] == 1 and kept.facts["said"][-1].endswith("known: 0123")
     assert (tmp_path / "artifacts" / "4567" / "meta.json").is_file()
     with pytest.raises(BenchmarkError, match="no candidate passed"):
         repeats.swept_anew(PROBLEM, 9, [])
+
+
+def test_kept_kernels_stay_as_they_are_and_units_share_a_file(tmp_path: Path) -> None:
+    made, kept = tmp_path / "made", tmp_path / "kept"
+    for name in ("known", "one", "two", "half", ".locks"):
+        (made / name).mkdir(parents=True)
+        (made / name / "kernel.so").write_text("new")
+        if name != "half":
+            (made / name / "meta.json").write_text("{}")
+    (made / "two" / "kernel.so").unlink()
+    (made / "two" / "kernel.so").hardlink_to(made / "one" / "kernel.so")
+    (kept / "known").mkdir(parents=True)
+    (kept / "known" / "kernel.so").write_text("loaded")
+    (tmp_path / "other").hardlink_to(kept / "known" / "kernel.so")
+    repeats.keep(made, kept)
+    assert sorted(path.name for path in kept.iterdir()) == ["known", "one", "two"]
+    assert (
+        (kept / "known" / "kernel.so").read_text() == "loaded" == (tmp_path / "other").read_text()
+    )
+    one, two = (kept / name / "kernel.so" for name in ("one", "two"))
+    assert one.read_text() == "new" and one.samefile(two)
+    assert not one.samefile(made / "one" / "kernel.so")
 
 
 @pytest.mark.parametrize(
