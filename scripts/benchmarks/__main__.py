@@ -35,6 +35,7 @@ NAMES = (
     "models",
     "moe",
     "narrow",
+    "odd_columns",
     "own_calls",
     "paged",
     "peers",

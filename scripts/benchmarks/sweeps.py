@@ -22,7 +22,9 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,7 @@ VARIANTS = 4
 """Run-time variants of a compiled kernel that are timed, those of the shortest estimates."""
 
 Row = Mapping[str, Any]
+Opened = Callable[[], AbstractContextManager[Runner]]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -87,6 +90,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default 0")
     parser.add_argument("--device", default="0", metavar="N", help="CUDA device (default 0)")
     parser.add_argument("--jobs", type=int, default=None, help="nvcc processes at a time")
+    parser.add_argument(
+        "--passes", type=int, default=1, help="passes beside, each anew (default 1)"
+    )
     parser.add_argument("--json", type=Path, metavar="OUT", help="JSON lines, gone on with")
     parser.add_argument("--report", type=Path, metavar="FILE", help="print such a file's table")
     parser.add_argument(
@@ -104,31 +110,39 @@ def _rows(args: argparse.Namespace) -> list[Row]:
     began = time.monotonic()
     problems = read_problems(args.problems)
     given = [f"--device={args.device}", *([f"--jobs={args.jobs}"] if args.jobs else [])]
-    with Runners(Machine(parse_devices(args.device), args.jobs, replay=False), _note) as runners:
-        if runners.gpu is None:
-            raise no_gpu("--report")
-        heading = {"format": FORMAT, "seed": args.seed, "jobs": args.jobs}
-        known = _kept(args.json, heading | file_head.complete({"gpu": runners.gpu.name}))
-        for problem in problems:
-            name = f"{problem.op} {problem.label()}"
-            row = known.get(name)
-            if row is None:
-                if time.monotonic() - began > args.time_limit:
-                    break
-                row = {"problem": name, **swept(problem, args.seed, given)}
-                known[name] = _written(args.json, row)
-                _note(f"{name}: {row.get('elapsed_s')} s, first {row.get('first_answer_s')} s")
-            if args.beside and "error" not in row and "beside" not in row:
-                if time.monotonic() - began > args.time_limit:
-                    break
-                runner = runners.of(problem, JobOptions().regime(problem))
-                try:
-                    found = beside(problem, Config.from_json(row["winner"]), runner)
-                except BenchmarkError as exc:  # the next run tries again
-                    _note(f"{name}: {exc}")
-                    continue
-                known[name] = _written(args.json, {**row, "beside": found})
-                _note(f"{name}: {found['excess']:.1%} over {found['kernels']} kernels")
+    machine = Machine(parse_devices(args.device), args.jobs, replay=False)
+    with Runners(machine, _note) as runners:  # closed: its worker would wait beside the sweeps
+        gpu = runners.gpu
+    if gpu is None:
+        raise no_gpu("--report")
+    heading = {"format": FORMAT, "seed": args.seed, "jobs": args.jobs}
+    known = _kept(args.json, heading | file_head.complete({"gpu": gpu.name}))
+
+    @contextmanager
+    def opened(problem: Problem) -> Iterator[Runner]:
+        with Runners(machine, _note) as runners:
+            yield runners.of(problem, JobOptions().regime(problem))
+
+    for problem in problems:
+        name = f"{problem.op} {problem.label()}"
+        row = known.get(name)
+        if row is None:
+            if time.monotonic() - began > args.time_limit:
+                break
+            row = {"problem": name, **swept(problem, args.seed, given)}
+            known[name] = _written(args.json, row)
+            _note(f"{name}: {row.get('elapsed_s')} s, first {row.get('first_answer_s')} s")
+        if args.beside and "error" not in row and "beside" not in row:
+            if time.monotonic() - began > args.time_limit:
+                break
+            winner = Config.from_json(row["winner"])
+            try:
+                found = beside(problem, winner, partial(opened, problem), args.passes)
+            except BenchmarkError as exc:  # the next run tries again
+                _note(f"{name}: {exc}")
+                continue
+            known[name] = _written(args.json, {**row, "beside": found})
+            _note(f"{name}: {found['excess']:.1%} over {found['kernels']} kernels")
     return list(known.values())
 
 
@@ -149,18 +163,29 @@ def swept(problem: Problem, seed: int, arguments: Sequence[str]) -> dict[str, An
     }
 
 
-def beside(problem: Problem, winner: Config, runner: Runner) -> dict[str, Any]:
+def beside(problem: Problem, winner: Config, opened: Opened, passes: int = 1) -> dict[str, Any]:
     """Times of a sweep's winner and of the fastest built kernels, microseconds.
+
+    Args:
+        problem: problem of the sweep.
+        winner: its best own kernel.
+        opened: context of a runner with a worker process of its own.
+        passes: passes over the fastest, each by a new process.
 
     Raises:
         BenchmarkError: when the winner has no time.
     """
-    groups = built(problem, runner)
-    candidates = dict.fromkeys([winner, *(one for group in groups for one in group)])
-    fit = quick_pass.passed(problem, candidates, runner)
-    finalists = dict.fromkeys([winner, *(m.config for m in fit[:FINALISTS])])
-    finals = runner.retime(problem, list(finalists), ROUNDS)
-    us = {m.config: m.latency_us for m in finals if m.ok and m.latency_us}
+    times: dict[Config, list[float]] = {}
+    with opened() as runner:
+        groups = built(problem, runner)
+        candidates = dict.fromkeys([winner, *(one for group in groups for one in group)])
+        fit = quick_pass.passed(problem, candidates, runner)
+        finalists = list(dict.fromkeys([winner, *(m.config for m in fit[:FINALISTS])]))
+        _time(problem, finalists, runner, times)
+    for _ in range(passes - 1):
+        with opened() as runner:
+            _time(problem, finalists, runner, times)
+    us = {c: statistics.median(found) for c, found in times.items() if len(found) == passes}
     if winner not in us:
         raise BenchmarkError(f"{problem.label()}: the winner {winner.digest[:6]} has no time")
     best = min(us, key=us.__getitem__)
@@ -171,8 +196,17 @@ def beside(problem: Problem, winner: Config, runner: Runner) -> dict[str, Any]:
         "winner_us": us[winner],
         "best": best.to_json(),
         "us": {f"{one.family} {one.digest[:6]}": time_us for one, time_us in us.items()},
+        "passes_us": {f"{one.family} {one.digest[:6]}": times[one] for one in us},
         "excess": round(us[winner] / us[best] - 1, 4),
     }
+
+
+def _time(
+    problem: Problem, configs: Sequence[Config], runner: Runner, times: dict[Config, list[float]]
+) -> None:
+    for m in runner.retime(problem, configs, ROUNDS):
+        if m.ok and m.latency_us:
+            times.setdefault(m.config, []).append(m.latency_us)
 
 
 def built(problem: Problem, runner: Runner) -> list[list[Config]]:

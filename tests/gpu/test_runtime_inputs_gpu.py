@@ -462,3 +462,18 @@ def test_refused_calls_do_not_come_to_python(monkeypatch: pytest.MonkeyPatch) ->
     fallbacks = counters.stats().fallbacks
     assert sum(fallbacks.values()) == 60
     assert set(fallbacks) <= {Kind.UNSERVED, Kind.MISS, Kind.PORTFOLIO}
+
+
+@pytest.mark.parametrize("columns", [50257, 51866])
+@pytest.mark.parametrize("rows", [(7,), (2, 33)])
+@torch.no_grad()
+def test_a_vocabulary_whose_size_is_not_a_multiple_of_8(
+    rows: tuple[int, ...], columns: int
+) -> None:
+    input = torch.randn(*rows, 256, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(columns, 256, device="cuda", dtype=torch.bfloat16)
+    out, wanted = tuner.linear(input, weight), input.double() @ weight.double().t()
+    assert out.is_contiguous() and out.shape == (*rows, columns)
+    assert float((out.double() - wanted).norm() / wanted.norm()) < 4e-3
+    out, wanted = (one[..., columns // 8 * 8 :].double() for one in (out, wanted))
+    assert float((out - wanted).norm() / wanted.norm()) < 4e-3

@@ -457,6 +457,29 @@ def test_a_served_call_passes_no_python(mode: Any, monkeypatch: pytest.MonkeyPat
             assert stats().hits == asked + 5
 
 
+@torch.no_grad()
+def test_a_mask_that_an_encoder_builds_while_it_is_traced_is_served() -> None:
+    """As Transformers builds it: `query >= 0`, expanded over the keys. PyTorch's fused kernels
+    refuse its strides.
+    """
+    part("dispatch").prepare(then=part("table").table.renew).join(300)
+
+    def encode(query: Any, key: Any, value: Any) -> Any:
+        length = query.shape[2]
+        rows = torch.arange(length, device=query.device)[:, None] >= 0
+        return SDPA(query, key, value, rows.expand(query.shape[0], 1, length, length))
+
+    tensors = inputs(BERT)
+    compiled = torch.compile(encode, fullgraph=True)
+    with tuner.enabled():
+        compiled(*tensors)
+        asked = stats().hits
+        for _ in range(3):
+            out = compiled(*tensors)
+    check(BERT, out, tensors)
+    assert stats().hits == asked + 3
+
+
 def test_captured_behind_pytorch_s_attention() -> None:
     tensors, graph = inputs(FULL), torch.cuda.CUDAGraph()
     with torch.no_grad(), tuner.enabled():

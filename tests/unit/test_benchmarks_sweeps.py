@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,7 +81,7 @@ def test_built_kernels_are_grouped_and_their_variants_bounded() -> None:
 def test_a_winner_is_judged_by_the_fastest_built_kernel() -> None:
     runner: Any = Timed()
     winner = slow_winner(runner)
-    found = sweeps.beside(PROBLEM, winner, runner)
+    found = sweeps.beside(PROBLEM, winner, lambda: nullcontext(runner))
     fastest = min(map(runner.us, runner.retimed))
     assert winner in runner.retimed and len(runner.retimed) == sweeps.FINALISTS + 1
     assert fastest == min(runner.us(one) for request in runner.requests for one in request)
@@ -88,7 +89,26 @@ def test_a_winner_is_judged_by_the_fastest_built_kernel() -> None:
     assert max(map(len, runner.requests)) <= sweeps.quick_pass.REQUEST
     runner = Timed(failed=winner)
     with pytest.raises(BenchmarkError, match="has no time"):
-        sweeps.beside(PROBLEM, winner, runner)
+        sweeps.beside(PROBLEM, winner, lambda: nullcontext(runner))
+
+
+def test_further_passes_are_by_new_processes_and_medians_count() -> None:
+    first: Any = Timed()
+    winner = slow_winner(first)
+    opened: list[Any] = []
+
+    class Other(Timed):
+        def us(self, config: Config) -> float:
+            return 1.0 if config == winner else 2.0
+
+    def anew() -> Any:
+        opened.append(first if not opened else Other())
+        return nullcontext(opened[-1])
+
+    found = sweeps.beside(PROBLEM, winner, anew, passes=3)
+    assert len(opened) == 3 and [bool(one.requests) for one in opened] == [True, False, False]
+    assert found["winner_us"] == 1.0 and found["excess"] == 0.0
+    assert all(len(times) == 3 for times in found["passes_us"].values())
 
 
 @pytest.fixture

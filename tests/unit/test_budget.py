@@ -6,6 +6,7 @@ import pytest
 
 from tuner.measure.stopwatch import PASS_LIMIT_US
 from tuner.tuning.budget import Budget
+from tuner.tuning.finals import brief_rounds
 
 
 def test_a_final_pass_of_quick_calls_is_mostly_checks() -> None:
@@ -26,3 +27,9 @@ def test_a_search_ends_early_enough_for_the_final_pass() -> None:
     assert budget.search_deadline([12.0], 20) == pytest.approx(160 - budget.final_s([12.0], 20))
     assert budget.search_deadline([100_000.0] * 12, 20) == 130, "half of the limit is the search's"
     assert Budget(None, 0.0).search_deadline([12.0], 20) is None
+
+
+def test_a_brief_pass_of_long_calls_has_few_rounds() -> None:
+    assert brief_rounds([12.0, 15.0]) == brief_rounds([500.0]) == brief_rounds([]) == 20
+    assert brief_rounds([8000.0]) == 7
+    assert brief_rounds([8000.0, 9000.0]) == brief_rounds([1e6]) == 3

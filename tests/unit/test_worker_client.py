@@ -87,6 +87,9 @@ for line in os.fdopen(requests):
         if act == "gate":
             say(event="failed", status="launch_error", log="bad reference")
             break
+        if act == "queues":
+            result(index, log=os.environ["CUDA_DEVICE_MAX_CONNECTIONS"])
+            continue
         if act == "full":
             say(event="failed", status="out_of_memory", log="no memory for operands")
             break
@@ -139,6 +142,14 @@ def test_outcomes_come_in_order_from_one_process(client: WorkerClient) -> None:
     (third,) = client.measure(ask("ok"))
     assert [first.latency_us, second.latency_us] == [1.0, 2.0]
     assert first.log == second.log == third.log == str(client.pid)
+
+
+def test_streams_have_queues_of_their_own(
+    client: WorkerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    (found,) = client.measure(ask("queues"))
+    assert found.log == "32"
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,9 @@ from tuner.problem import Problem
 #: Longest silence of a worker beyond the time that it announced for a phase.
 TIMEOUT_S = 20.0
 #: Time-out of the start-up: imports and the CUDA context, on a machine that is busy compiling.
+QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+"""Hardware queues of a worker's streams: the gate computes sampled chunks side by side, and some
+machines set 1."""
 START_TIMEOUT_S = 120.0
 #: Time within which a killed process with a hung kernel leaves the GPU.
 KILL_TIMEOUT_S = 60.0
@@ -338,7 +341,7 @@ class _Process:
                 stderr=subprocess.STDOUT,
                 pass_fds=(requests, answers),
                 start_new_session=True,
-                env=python_environment(),
+                env={**python_environment(), **QUEUES},
             )
         except OSError as exc:
             self._close_pipes()

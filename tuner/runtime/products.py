@@ -8,13 +8,14 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
+from tuner import settings
 from tuner.errors import ConfigError
 from tuner.problem import (
     ACTIVATIONS,
     GemmProblem,
     Major,
 )
-from tuner.runtime import block_scaled, counters, dispatch, guards, serving
+from tuner.runtime import block_scaled, counters, devices, dispatch, guards, serving
 from tuner.runtime.linear_gradients import LinearFunction, Products
 from tuner.runtime.plan import Plan, Posed
 from tuner.runtime.refusal import Kind, Refusal
@@ -30,6 +31,9 @@ _PYTORCHS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
 }
 """PyTorch's activations by name."""
+ALIGNED_COLUMNS, LONG_COLUMNS, MIN_ROWS_IN_PARTS = 8, 16384, 4
+"""Columns that rows of an output are aligned by; and the fewest columns and rows of a product in
+parts (`_in_parts`)."""
 MIN_FLOPS_WITH_GRADIENTS = 4e10
 """Floating-point operations of a product from which a portfolio's kernels serve `linear` where a
 gradient is wanted: it takes about 60 us. With gradients a call passes Python, which costs the host
@@ -50,7 +54,8 @@ def linear(
     Untuned shapes use the kernel that is expected to be fastest (`tuner.selection.portfolio`). Each
     combination of bias and activation is a problem of its own (`GemmProblem.epilogue`), fused into
     one kernel. PyTorch's `linear` and activation answer all other calls: other types, problems for
-    which cuBLAS is faster. Each such call is counted by its reason (`tuner.stats`).
+    which cuBLAS is faster. Each such call is counted by its reason (`tuner.stats`). A vocabulary
+    whose size is not a multiple of 8 is multiplied in two parts, without a bias and gradients.
 
     With gradients, the output and the gradients of input and weight are three products
     (`tuner.runtime.linear_gradients`). Each is served by itself, and an activation is PyTorch's.
@@ -90,7 +95,36 @@ def linear(
             product = _with_gradients(call) if wants_gradient else serving.answer(call)
         if product is not None and product is not dispatch.REFUSED:
             return product
+        if _gains_by_parts(input, weight) and bias is None and activation is None:
+            return _in_parts(input, weight)
     return _linear(input, weight, bias, activation)
+
+
+def _gains_by_parts(input: torch.Tensor, weight: torch.Tensor) -> bool:
+    """True for a vocabulary whose size is not a multiple of 8, as GPT-2's and Whisper's.
+
+    Rows of the output are not aligned there. cuBLAS takes 2.0 to 5.3 times as long as in two parts
+    at odd sizes and 4 to 4096 rows, 1.2 to 1.9 times at other sizes
+    (``scripts/benchmarks/evidence/odd-columns-h200.json``).
+    """
+    columns = weight.shape[0]
+    return (
+        columns % ALIGNED_COLUMNS != 0
+        and columns >= LONG_COLUMNS
+        and weight.dim() == 2
+        and input.numel() >= MIN_ROWS_IN_PARTS * weight.shape[1]
+        and weight.dtype in guards.DTYPES
+        and weight.device.type == devices.TYPE
+        and not guards.wants_gradient(input, weight)
+        and not settings.disabled()
+    )
+
+
+def _in_parts(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """PyTorch's `linear` over the aligned columns and over the last few, side by side."""
+    aligned = weight.shape[0] // ALIGNED_COLUMNS * ALIGNED_COLUMNS
+    parts = (functional.linear(input, part) for part in (weight[:aligned], weight[aligned:]))
+    return torch.cat(tuple(parts), -1)
 
 
 def _with_gradients(call: ProductCall) -> torch.Tensor | None:

@@ -23,6 +23,11 @@ MIN_SEARCH = 0.5
 """Minimum share of the limit for the search."""
 
 
+def round_seconds(times_us: Iterable[float]) -> float:
+    """Seconds that a round of a final pass takes, by the microseconds of its calls."""
+    return ROUND_CALLS * sum(max(MIN_BURST_S, 2e-6 * us) for us in times_us)
+
+
 @dataclass
 class Budget:
     """Clock and time limit of a sweep.
@@ -73,8 +78,8 @@ class Budget:
             times_us: microseconds of the finalists' calls.
             rounds: rounds of the pass.
         """
-        each = [max(MIN_BURST_S, 2e-6 * us) for us in times_us]
-        round_s = ROUND_CALLS * sum(each)
+        each = list(times_us)
+        round_s = round_seconds(each)
         longest = max(1e-6 * PASS_LIMIT_US, MIN_ROUNDS * round_s)
         checks_s = self.pass_s + len(each) * CHECK_S  # a pass computes its references once
         return OPENING_S + checks_s + min(rounds * round_s, longest)

@@ -14,7 +14,7 @@ from tuner.search import ranking
 from tuner.selection.shipped import shipped_index
 from tuner.store import Store
 from tuner.store.entry import Entry, is_vendor, vendor_name
-from tuner.tuning.budget import Budget
+from tuner.tuning.budget import Budget, round_seconds
 from tuner.tuning.competition import Competition
 from tuner.tuning.outcome import summary
 from tuner.tuning.progress import Interruption
@@ -22,6 +22,10 @@ from tuner.tuning.progress import Interruption
 BRIEF_FINALISTS = 2
 """Own finalists of a brief pass."""
 MIN_ROUNDS = 20
+"""Rounds of a brief pass and of a provisional decision; of long calls as many as `BRIEF_S` has."""
+BRIEF_ROUNDS, BRIEF_S = 3, 0.5
+"""Fewest rounds of such a pass, and the seconds of rounds from which on there are fewer than
+`MIN_ROUNDS`."""
 PROVISIONAL = "provisional"
 """Flag of measurements of a provisional decision, which its sweep may replace."""
 PROVISIONAL_GAIN = 0.05
@@ -116,7 +120,8 @@ class FinalPass:
             chosen = self._fitting(count, most_near)
             if left_s is None or left_s >= self.budget.final_s(_times(chosen), rounds):
                 return chosen, rounds
-        return self._fitting(BRIEF_FINALISTS, 0), MIN_ROUNDS
+        chosen = self._fitting(BRIEF_FINALISTS, 0)
+        return chosen, brief_rounds(_times(chosen))
 
     def _fitting(self, count: int, near: int) -> list[Measurement]:
         """Finalists whose workspace is small enough."""
@@ -177,7 +182,8 @@ class FinalPass:
         began = self.budget.now()
         configs = [m.config for m in timed]
         with self.budget.part("provisional decisions"):
-            found = [m for m in self._retime(configs, MIN_ROUNDS) if m.ok and m.is_final]
+            finals = self._retime(configs, brief_rounds(_times(timed)))
+            found = [m for m in finals if m.ok and m.is_final]
         self.budget.pass_s = self.budget.now() - began
         if not any(m.config == configs[0] for m in found):
             return
@@ -299,6 +305,12 @@ class FinalPass:
         with self.interruption.waiting():
             finals = runner.retime(problem, configs, rounds, left_s)
         return [self.sign(m) for m in finals]
+
+
+def brief_rounds(times_us: Sequence[float]) -> int:
+    """Rounds of a brief pass over calls of these microseconds."""
+    fitting = int(BRIEF_S / round_seconds(times_us)) if times_us else MIN_ROUNDS
+    return max(BRIEF_ROUNDS, min(MIN_ROUNDS, fitting))
 
 
 def _times(measurements: Sequence[Measurement]) -> list[float]:

@@ -32,8 +32,7 @@ from tuner.problem import (
 )
 
 LANES = 32
-"""Streams of sampled chunks. The driver runs 8 of them side by side, unless
-``CUDA_DEVICE_MAX_CONNECTIONS`` says more."""
+"""Streams of sampled chunks. A worker has as many hardware queues (`worker_client.QUEUES`)."""
 _PLAIN_TENSORS = dict.fromkeys(("bias", "residual", "scale_a", "scale_b"), 0)
 """Tensors that a product of two matrices alone does not have: null."""
 
