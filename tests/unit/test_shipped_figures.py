@@ -401,6 +401,22 @@ def test_the_sanitizer_saw_no_fault_of_paged_kernels() -> None:
     assert counts == {"memcheck": 17, "racecheck": 17, "synccheck": 17}
 
 
+def test_the_page_counts_what_the_sanitizer_said_of_gradients() -> None:
+    with gzip.open(EVIDENCE / "sanitize-gradients-h200.json.gz", "rt") as text:
+        found = json.load(text)
+    counts = Counter(
+        (run["tool"], run["kernel"].startswith("cluster_gemm"), run["status"])
+        for run in found
+        if run["status"] != "seen"
+    )
+    tools = ("memcheck", "racecheck", "synccheck")
+    assert [counts[tool, True, "clean"] for tool in tools] == [6, 6, 6]
+    assert [counts[tool, False, "clean"] for tool in tools] == [18, 3, 17]
+    assert counts["racecheck", False, "errors"] == 12 and sum(counts.values()) == 68
+    races = [run for run in found if run["tool"] == "racecheck" and "backward" in run["kernel"]]
+    assert all(("tile_m=128" in run["kernel"]) == (run["status"] == "clean") for run in races)
+
+
 def engine_runs() -> dict[tuple[str, int, str], dict[str, Any]]:
     with gzip.open(EVIDENCE / "engines-h200.json.gz", "rt") as text:
         rows = json.load(text)["runs"]
