@@ -274,7 +274,9 @@ def test_a_tool_that_hangs_or_dies_costs_one_run(tmp_path: Path) -> None:
     program.write_text(STUB)
     program.chmod(0o755)
     runs = command.runs_of(targets.targets(["gemv"], DEFAULT_GPU)[:1], tools.TOOLS)
-    seen = tools.Sanitizer(str(program), {}, timeout_s=2.0, budget_s=60.0).run(runs, 2)
+    come: list[tools.Seen] = []
+    seen = tools.Sanitizer(str(program), {}, timeout_s=2.0, budget_s=60.0).run(runs, 2, come.append)
+    assert sorted(map(str, come)) == sorted(map(str, seen))
     assert [s.status for s in seen] == ["seen", "clean", "timeout", "failed"]
     assert "racecheck: 1 timeout" in tools.table(seen)
     seen = tools.Sanitizer(str(program), {}, timeout_s=60.0, budget_s=1.0).run(runs[2:3] * 3, 1)

@@ -232,7 +232,6 @@ def _attention(
     threads: int,
     smem: int,
     blocks_per_sm: int,
-    on_sfu: float = 1.0,
     packed: int = 1,
     pads: bool = False,
     splits: int = 1,
@@ -249,7 +248,6 @@ def _attention(
         threads: threads of a block.
         smem: shared memory of a block, bytes.
         blocks_per_sm: resident blocks of a multiprocessor.
-        on_sfu: share of the exponentials on the special-function units.
         packed: query heads of one key head that share the rows of a tile.
         pads: each key head has such a tile, however many query heads it has.
         splits: blocks that share the keys of a tile; their parts are combined in fp32.
@@ -282,14 +280,14 @@ def _attention(
         * (_wgmmas(tile_m, tile_n, columns) + _wgmmas(tile_m, columns, tile_n))
         // problem.tensor_rate,
         # A soft cap takes an exponential and a reciprocal more.
-        exponentials=(on_sfu + (2 if problem.softcap else 0)) * tile_m * tile_n * steps,
+        exponentials=(3.0 if problem.softcap else 1.0) * tile_m * tile_n * steps,
         # Q in and the output out once a tile, a tile of K and one of V a step.
         l2_bytes=width * (2 * rows + 2.0 * tile_n * steps) + parts,
     )
 
 
 def _fused_attention(problem: AttentionProblem, config: Config, gpu: Gpu) -> Work:
-    groups, poly = config["warp_groups"], config.get("poly_every", 0)
+    groups = config["warp_groups"]
     return _attention(
         problem,
         gpu,
@@ -299,7 +297,6 @@ def _fused_attention(problem: AttentionProblem, config: Config, gpu: Gpu) -> Wor
         threads=WARP_GROUP * (groups + 1),
         smem=legality.smem_bytes(problem, config),
         blocks_per_sm=config.get("blocks_per_sm", 1),
-        on_sfu=1 - 1 / poly if poly else 1.0,
         packed=config.get("packed_heads", 1),
         pads=config.get("pads_heads", False),
         splits=config.get("splits", 1),

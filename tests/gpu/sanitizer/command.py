@@ -23,7 +23,7 @@ from tuner.hardware import DEFAULT_GPU
 from tuner.measure.device import detect
 
 from .targets import DEFAULT, FAMILIES, Target, fused_proof, halved_of, targets
-from .tools import TOOLS, Run, Sanitizer, find_sanitizer, table
+from .tools import TOOLS, Run, Sanitizer, Seen, find_sanitizer, table
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -80,6 +80,11 @@ def without(target: Target, failed: Mapping[KernelSpec, str]) -> Target:
     return replace(target, launches=tuple(launches))
 
 
+def write(path: Path | None, seen: Sequence[Seen]) -> None:
+    if path is not None:
+        path.write_text(json.dumps([asdict(one) for one in seen], indent=1) + "\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     families = names("--family", options.family, FAMILIES)
@@ -100,9 +105,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1 if failed else 0
     left = [target for target in (without(t, failed) for t in found) if target.launches]
     sanitizer = Sanitizer(find_sanitizer(), built, options.timeout_s, options.budget_s)
-    seen = sanitizer.run(runs_of(left, tools), options.jobs)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(s) for s in seen], indent=1) + "\n")
+    come: list[Seen] = []
+
+    def noted(one: Seen) -> None:
+        """A run that is cut off keeps what it saw."""
+        come.append(one)
+        write(options.json, come)
+
+    seen = sanitizer.run(runs_of(left, tools), options.jobs, noted)
+    write(options.json, seen)
     print(table(seen))
     for reason in failed.values():
         print(f"does not compile: {reason}")

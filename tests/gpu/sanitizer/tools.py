@@ -10,7 +10,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,11 +101,22 @@ class Sanitizer:
         self._timer = threading.Timer(budget_s, self._pool.kill)
         self._timer.daemon = True
 
-    def run(self, runs: Sequence[Run], jobs: int) -> list[Seen]:
+    def run(
+        self, runs: Sequence[Run], jobs: int, noted: Callable[[Seen], None] = lambda seen: None
+    ) -> list[Seen]:
+        """What each run saw, in their order; `noted` gets each as it comes, one at a time."""
+        lock = threading.Lock()
+
+        def one(run: Run) -> Seen:
+            seen = self._one(run)
+            with lock:
+                noted(seen)
+            return seen
+
         self._timer.start()
         try:
             with ThreadPoolExecutor(jobs) as threads:
-                return list(threads.map(self._one, runs))
+                return list(threads.map(one, runs))
         finally:
             self._timer.cancel()
             self._pool.kill()
