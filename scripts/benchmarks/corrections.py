@@ -179,7 +179,7 @@ def _timed(
     us, domain = row["us"], selection.domain
     if "tuner" not in us or not selection.estimates or not selection.vendor:
         return None
-    if domain.pytorchs_factor(problem) != 1:  # its time is no sum of rates
+    if domain.pytorchs_factor(problem) != 1:  # its time is above the sum of its rates
         return None
     cautious, expected, place, splits = min(selection.estimates)
     own = selection.times.models.candidates[place]

@@ -12,15 +12,11 @@ from __future__ import annotations
 import argparse
 import hashlib
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.child import answer_indices
-from benchmarks.population import listing, measure_on_gpu, measured, read, surroundings
+from benchmarks.population import listed_or_measured, read
 from benchmarks.population_report import report
-from tuner.base.output import check_place
-from tuner.base.processes import python_command
 from tuner.cli import Parser
 from tuner.problem import GemmProblem, Problem, SwigluProblem
 from tuner.problem.population import (
@@ -31,7 +27,6 @@ from tuner.problem.population import (
     linears,
     subset,
 )
-from tuner.selection.reader import find_gpu
 
 MODELS = (
     *("bert-base", "bloom-7b1", "gemma-2-9b", "gpt2", "llama-2-13b", "llama-2-7b", "mpt-7b"),
@@ -50,19 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(report(list(read(args.report).values())))
         return 0
     calls = layers(args.models.split(","), args.rows, args.max_mb * 1e6)[: args.count]
-    if args.worker:
-        return answer_indices(lambda index: measure_on_gpu(calls[index]))
-    if args.list:
-        print(listing(calls, find_gpu(args.gpu)), end="")
-        return 0
-    if args.json:
-        check_place(args.json)
-    heading = {"format": "cutlass-tuner layers 1", "models": args.models, **surroundings()}
-    command = _command(argv)
-    rows = measured(calls, heading, args.json, command, LIMIT_S, args.time_limit)
-    print(f"{len(rows)} of {len(calls)} calls")
-    print(report(rows))
-    return int(any(row["wrong"] or "tuner" not in row["us"] for row in rows))
+    return listed_or_measured("layers", calls, {"models": args.models}, args, argv, LIMIT_S)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -100,11 +83,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
-
-
-def _command(argv: Sequence[str] | None) -> list[str]:
-    given = list(sys.argv[2:] if argv is None else argv)
-    return python_command("-m", "benchmarks", "layers", *given, "--worker")
 
 
 def layers(

@@ -20,12 +20,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.child import answer_indices
 from benchmarks.layers import layers
-from benchmarks.population import listing, measure_on_gpu, measured, surroundings
-from benchmarks.population_report import report
-from tuner.base.output import check_place
-from tuner.base.processes import python_command
+from benchmarks.population import listed_or_measured
 from tuner.cli import Parser
 from tuner.errors import ConfigError
 from tuner.hardware import Gpu
@@ -55,20 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """List or measure; 1 when an output was wrong or a call has no time."""
     args = _parser().parse_args(argv)
     calls = by_turns(args.op, own(args.op, find_gpu(args.gpu)))
-    if args.worker:
-        return answer_indices(lambda index: measure_on_gpu(calls[index]))
-    if args.list:
-        print(listing(calls, find_gpu(args.gpu)), end="")
-        return 0
-    if args.json:
-        check_place(args.json)
-    heading = {"format": "cutlass-tuner own calls 1", "op": args.op, **surroundings()}
-    given = list(sys.argv[2:] if argv is None else argv)
-    command = python_command("-m", "benchmarks", "own_calls", *given, "--worker")
-    rows = measured(calls, heading, args.json, command, LIMIT_S, args.time_limit)
-    print(f"{len(rows)} of {len(calls)} calls")
-    print(report(rows))
-    return int(any(row["wrong"] or "tuner" not in row["us"] for row in rows))
+    return listed_or_measured("own_calls", calls, {"op": args.op}, args, argv, LIMIT_S)
 
 
 def _parser() -> argparse.ArgumentParser:

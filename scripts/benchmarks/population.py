@@ -73,7 +73,47 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_place(args.json)
     heading = {"format": FORMAT, "seed": seed, "models": args.models, **surroundings()}
     heading |= {"op": args.op} if args.op else {}
-    rows = measured(calls, heading, args.json, _command(argv), args.limit)
+    command = _command("population", argv)
+    rows = measured(calls, heading, args.json, command, args.limit)
+    return _reported(rows)
+
+
+def listed_or_measured(
+    name: str,
+    calls: Sequence[ModelCall],
+    about: Mapping[str, Any],
+    args: argparse.Namespace,
+    argv: Sequence[str] | None,
+    limit_s: float,
+) -> int:
+    """List or measure the calls of another bench; 1 when an output was wrong or a call has no time.
+
+    Args:
+        name: the bench.
+        calls: calls in the order in which they are measured.
+        about: its part of the file's heading.
+        args: its `worker`, `list`, `gpu`, `json` and `time_limit`.
+        argv: its arguments; None: those of the command line.
+        limit_s: seconds for each call.
+
+    Raises:
+        BenchmarkError: when there is no GPU to measure on.
+        ConfigError: on an unknown name of a GPU.
+    """
+    if args.worker:
+        return answer_indices(lambda index: measure_on_gpu(calls[index]))
+    if args.list:
+        print(listing(calls, find_gpu(args.gpu)), end="")
+        return 0
+    if args.json:
+        check_place(args.json)
+    heading = {"format": f"cutlass-tuner {name.replace('_', ' ')} 1", **about, **surroundings()}
+    rows = measured(calls, heading, args.json, _command(name, argv), limit_s, args.time_limit)
+    print(f"{len(rows)} of {len(calls)} calls")
+    return _reported(rows)
+
+
+def _reported(rows: Sequence[dict[str, Any]]) -> int:
     print(report(rows))
     return int(any(row["wrong"] or "tuner" not in row["us"] for row in rows))
 
@@ -104,9 +144,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _command(argv: Sequence[str] | None) -> list[str]:
+def _command(name: str, argv: Sequence[str] | None) -> list[str]:
     given = list(sys.argv[2:] if argv is None else argv)
-    return python_command("-m", "benchmarks", "population", *given, "--worker")
+    return python_command("-m", "benchmarks", name, *given, "--worker")
 
 
 def commit() -> str:

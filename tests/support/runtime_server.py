@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+import tuner
 from tuner.compile import dispatcher
 from tuner.compile.artifacts import ArtifactCache
 from tuner.compile.toolchain import find_host_compiler
@@ -159,6 +160,38 @@ def dispatched_server(
     monkeypatch.setattr(on_cpu.plan, "ArtifactCache", lambda: built.cache)
     monkeypatch.setattr(on_cpu.table.table, "get", made.get)
     yield made
+
+
+@pytest.fixture
+def enabled_server(server: Server) -> Iterator[None]:
+    """`tuner.enable`, over a store that decides `PROBLEM`."""
+    server.decide(PROBLEM)
+    tuner.enable()
+    yield
+    tuner.disable()
+
+
+@pytest.fixture
+def known_tensors(server: Server) -> list[Any]:
+    """Tensors whose plan the dispatcher knows."""
+    import torch
+
+    tensors = inputs()
+    for _ in range(2):
+        _, by_python, launched = server.went(
+            lambda: torch.nn.functional.scaled_dot_product_attention(*tensors)
+        )
+    assert launched and not by_python
+    return tensors
+
+
+def pytorchs(call: Callable[[], Any]) -> Any:
+    """The result of a call without `tuner.enable`."""
+    tuner.disable()
+    try:
+        return call()
+    finally:
+        tuner.enable()
 
 
 def measured(problem: Problem, latency_us: float = 10.0) -> Measurement:

@@ -27,7 +27,7 @@ ONE = AttentionDomain(64, "full", "one")
 
 
 def gained(domain: AnyDomain, family: str, gpu: str = "H200") -> dict[str, float]:
-    """What corrections add to `RATES`."""
+    """Microseconds that corrections add to `RATES`, by term."""
     after = corrected(RATES, domain, families()[family], GPUS[gpu])
     found = {term: us - RATES.get(term, 0.0) for term, us in after.items()}
     return {term: us for term, us in found.items() if us}

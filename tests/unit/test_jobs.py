@@ -462,7 +462,7 @@ class TestCommand:
         self.submitted(capsys, "--shape", "S=1024,D=64")
         for command in ("show", "cancel", "retry", "logs"):
             assert main(["jobs", command, "zz"]) == 2
-            assert "there is no job zz" in capsys.readouterr().err
+            assert "job zz is unknown" in capsys.readouterr().err
 
     def test_a_list_of_jobs(self, capsys: pytest.CaptureFixture[str]) -> None:
         id = self.submitted(capsys, "--shape", "S=1024,D=64", "--priority", "2")

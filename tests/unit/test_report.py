@@ -526,7 +526,7 @@ class TestCommand:
         assert "nothing was measured on NVIDIA H200 for 1 of the 2 problems" in said.err
         assert cli.main([*wanted, "--job", empty]) == 1
         assert cli.main([*wanted, "--job", "nope"]) == 2
-        assert "there is no job nope" in capsys.readouterr().err
+        assert "job nope is unknown" in capsys.readouterr().err
         assert cli.main([*wanted, "--job", job, "-o", str(file)]) == 2
         assert "a job's pages go into a folder" in capsys.readouterr().err
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,11 +18,13 @@ from runtime_server import (
     built_dispatcher,
     by_kernel,
     dispatched_server,
+    enabled_server,
     inputs,
+    known_tensors,
+    pytorchs,
 )
 from sdpa_backends import CUDNN, EFFICIENT, FLASH, sdpa_backends
 
-import tuner
 from tuner.problem import AttentionProblem
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -30,37 +32,12 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.nn.attention.bias import causal_lower_right  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("backends", "enabled")
+
 built, server, backends = built_dispatcher, dispatched_server, sdpa_backends
+enabled, known = enabled_server, known_tensors
 SDPA = torch.nn.functional.scaled_dot_product_attention
 MATH = SDPBackend.MATH
-
-
-@pytest.fixture(autouse=True)
-def enabled(server: Server, backends: list[str]) -> Iterator[None]:
-    """The switch, on over a store that decides `PROBLEM`."""
-    server.decide(PROBLEM)
-    tuner.enable()
-    yield
-    tuner.disable()
-
-
-@pytest.fixture
-def known(server: Server) -> list[Any]:
-    """Tensors whose plan the dispatcher knows."""
-    tensors = inputs()
-    for _ in range(2):
-        _, by_python, launched = server.went(lambda: SDPA(*tensors))
-    assert launched and not by_python
-    return tensors
-
-
-def pytorchs(call: Callable[[], Any]) -> Any:
-    """What a call gives without the switch."""
-    tuner.disable()
-    try:
-        return call()
-    finally:
-        tuner.enable()
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])

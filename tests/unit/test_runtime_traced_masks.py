@@ -5,53 +5,27 @@ The dispatcher over CPU tensors. Transformers builds such a mask while it traces
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from runtime_server import (
-    PROBLEM,
     Server,
     built_dispatcher,
     by_kernel,
     dispatched_server,
+    enabled_server,
     inputs,
+    known_tensors,
+    pytorchs,
 )
-
-import tuner
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+pytestmark = pytest.mark.usefixtures("enabled")
+
 built, server = built_dispatcher, dispatched_server
+enabled, known = enabled_server, known_tensors
 SDPA = torch.nn.functional.scaled_dot_product_attention
-
-
-@pytest.fixture(autouse=True)
-def enabled(server: Server) -> Iterator[None]:
-    """The switch, on over a store that decides `PROBLEM`."""
-    server.decide(PROBLEM)
-    tuner.enable()
-    yield
-    tuner.disable()
-
-
-@pytest.fixture
-def known(server: Server) -> list[Any]:
-    """Tensors whose plan the dispatcher knows."""
-    tensors = inputs()
-    for _ in range(2):
-        _, by_python, launched = server.went(lambda: SDPA(*tensors))
-    assert launched and not by_python
-    return tensors
-
-
-def pytorchs(call: Callable[[], Any]) -> Any:
-    """The result of a call without the switch."""
-    tuner.disable()
-    try:
-        return call()
-    finally:
-        tuner.enable()
 
 
 def test_a_mask_expanded_over_the_keys_hides_whole_queries(server: Server) -> None:

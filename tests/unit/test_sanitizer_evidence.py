@@ -1,4 +1,4 @@
-"""What compute-sanitizer saw on a GPU, as the page of results counts it."""
+"""Counts of compute-sanitizer's findings on a GPU, on the page of results and in the evidence."""
 
 from __future__ import annotations
 

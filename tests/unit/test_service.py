@@ -227,7 +227,7 @@ class TestJobs:
     @pytest.mark.parametrize("path", ["", "/events", "/cancel"])
     def test_unknown_jobs(self, client: TestClient, path: str) -> None:
         ask = client.post if path == "/cancel" else client.get
-        assert error(ask(f"/v1/jobs/{'0' * 12}{path}"), 404) == "there is no job 000000000000"
+        assert error(ask(f"/v1/jobs/{'0' * 12}{path}"), 404) == "job 000000000000 is unknown"
         assert error(ask(f"/v1/jobs/x;y{path}"), 422).startswith("path.id")
 
     def test_events_tell_all_until_the_end(self, client: TestClient, store: Store) -> None:

@@ -97,7 +97,7 @@ class TestFrame:
         assert "softcap=1e+06" in show(client, render.trials_url(problem)).said
 
     def test_errors_are_pages(self, client: TestClient) -> None:
-        assert "there is no job 000000000000" in show(client, f"/jobs/{'0' * 12}", 404).said
+        assert "job 000000000000 is unknown" in show(client, f"/jobs/{'0' * 12}", 404).said
         assert "D=7 has no tuned kernel" in show(client, "/trials", 422, shape="S=64,D=7").said
         assert "query.config" in show(client, "/kernel", 422, shape=SHAPE, config="../etc").said
         missing = {"shape": SHAPE, "config": "0" * 16}

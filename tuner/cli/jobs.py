@@ -202,5 +202,5 @@ def _print_events(events: Sequence[Event], *, as_json: bool) -> None:
 def _find(store: Store, id: str) -> JobRecord:
     job = store.jobs.find(id)
     if job is None:
-        raise ConfigError(f"there is no job {id} (`tuner jobs list` names them)")
+        raise ConfigError(f"job {id} is unknown (`tuner jobs list` names them)")
     return job

@@ -118,7 +118,7 @@ def _job(args: argparse.Namespace) -> int:
     with open_store(args.store, create=False) as store:
         job = store.jobs.find(args.job)
         if job is None:
-            raise ConfigError(f"there is no job {args.job} (`tuner jobs list` names them)")
+            raise ConfigError(f"job {args.job} is unknown (`tuner jobs list` names them)")
         problems = [task.problem for task in store.jobs.tasks(job.id)]
     gpu = find_gpu(args.gpu) if args.gpu else detect() or DEFAULT_GPU
     options, written, missing = JobOptions.from_json(job.options), [], []

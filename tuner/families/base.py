@@ -21,13 +21,8 @@ from tuner.config import Config, Value
 from tuner.errors import TunerError
 from tuner.families.arguments import Arguments
 from tuner.families.work import sizes_of
-from tuner.hardware import (
-    MAX_TMA_STRIDE_BYTES,
-    OLDEST_CAPABILITY,
-    TMA_ALIGNMENT_BYTES,
-    Gpu,
-)
-from tuner.problem import DTYPE_BYTES, E4M3, AttentionProblem, Operand, Problem
+from tuner.hardware import OLDEST_CAPABILITY, Gpu
+from tuner.problem import E4M3, AttentionProblem, Problem
 
 SCRATCH = "scratch"
 """Name of the family's own temporary buffer among the tensors of a `Launch`."""
@@ -535,34 +530,6 @@ class Family(ABC):
         """Digest of all compiled kernels of a config; equal for configs that share them."""
         params = {k: v for k, v in config.params.items() if k not in self.runtime_parameters}
         return Config(self.name, params, config.stages).digest
-
-
-def tma_conflict(operand: Operand, strides: Sequence[int], contiguous: int = -1) -> str:
-    """Reason why TMA cannot read a tensor with such strides; empty when it can.
-
-    A stride of 0 is refused: `cuTensorMapEncodeTiled` documents strides that are at least as long
-    as the extent below them.
-
-    Args:
-        operand: shape and type of the tensor.
-        strides: elements, one for each dimension.
-        contiguous: dimension along which the elements follow one another.
-    """
-    width, inner = DTYPE_BYTES[operand.dtype], contiguous % len(strides)
-    for axis, (size, stride) in enumerate(zip(operand.shape, strides, strict=True)):
-        said = f"{operand.name}'s stride of {stride} elements in dimension {axis}"
-        if size == 1:
-            continue
-        if axis == inner:
-            if stride != 1:
-                return f"{said} is not 1"
-        elif stride == 0:
-            return f"{said}: TMA takes no expanded tensor"
-        elif stride * width % TMA_ALIGNMENT_BYTES:
-            return f"{said} is not a multiple of {TMA_ALIGNMENT_BYTES} bytes"
-        elif stride * width >= MAX_TMA_STRIDE_BYTES:
-            return f"{said} is 2^40 bytes or more"
-    return ""
 
 
 def shown(value: object) -> str:

@@ -22,8 +22,8 @@ from tuner.families.base import (
     Launch,
     Ref,
     Strides,
-    tma_conflict,
 )
+from tuner.families.tma import tma_conflict
 from tuner.hardware import (
     DEFAULT_GPU,
     GRAPH_LAUNCH_US,

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from tuner.config import Config
 from tuner.errors import ConfigError
-from tuner.families.base import Family, Launch, Strides, tma_conflict
+from tuner.families.base import Family, Launch, Strides
+from tuner.families.tma import tma_conflict
 from tuner.hardware import Gpu
 from tuner.problem import GemmProblem, Problem
 

@@ -41,7 +41,7 @@ class RemoteWorker:
         self.card: Card | None = None
         """Facts of the first actor; its replacements must have equal ones."""
         self.reason = ""
-        """Why there is no actor."""
+        """Reason for a missing actor."""
 
     @property
     def known(self) -> Card:

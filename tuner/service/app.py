@@ -225,7 +225,7 @@ def _find_job(store: Store, id: str) -> JobRecord:
     """A job by its id; the response 404 without one."""
     job = store.jobs.find(id)
     if job is None:
-        raise HTTPException(404, f"there is no job {id}")
+        raise HTTPException(404, f"job {id} is unknown")
     return job
 
 

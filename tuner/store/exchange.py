@@ -284,7 +284,7 @@ def _whole(row: Any, tables: Mapping[str, Sequence[Any]]) -> Any:
         number = row.get(name)
         if isinstance(number, int) and not isinstance(number, bool):
             if not 0 <= number < len(table):
-                raise ConfigError(f"{name}: there is no number {number}")
+                raise ConfigError(f"{name}: number {number} is missing")
             found[name] = table[number]
     return found
 

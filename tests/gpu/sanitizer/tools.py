@@ -104,7 +104,7 @@ class Sanitizer:
     def run(
         self, runs: Sequence[Run], jobs: int, noted: Callable[[Seen], None] = lambda seen: None
     ) -> list[Seen]:
-        """What each run saw, in their order; `noted` gets each as it comes, one at a time."""
+        """Findings of each run, in order; `noted` is called with each as it ends."""
         lock = threading.Lock()
 
         def one(run: Run) -> Seen:

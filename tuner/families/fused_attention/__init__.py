@@ -18,7 +18,6 @@ from tuner.families.base import (
     Launch,
     Ref,
     Strides,
-    tma_conflict,
 )
 from tuner.families.fused_attention import cost, grid, legality
 from tuner.families.fused_attention.arguments import (
@@ -37,6 +36,7 @@ from tuner.families.fused_attention.legality import (
 from tuner.families.fused_attention.packing import MAX_PACKED, may_pad, tile_m
 from tuner.families.fused_attention.registers import instance, narrowed, registers, spills
 from tuner.families.tape import called, smaller
+from tuner.families.tma import tma_conflict
 from tuner.hardware import HOPPER, Gpu
 from tuner.problem import E4M3, AttentionProblem, Problem, as_attention
 from tuner.problem.attention_masks import PAGE_MULTIPLE

@@ -202,7 +202,7 @@ def _add_jobs(app: FastAPI, store: Store, *, needs_token: bool) -> None:
     ) -> Response:
         found = store.jobs.find(id)
         if found is None:
-            raise HTTPException(404, f"there is no job {id}")
+            raise HTTPException(404, f"job {id} is unknown")
         tasks = store.jobs.tasks(id, state=state)
         if state is None:
             # What happens now, and what needs eyes, before what waits or is over.
