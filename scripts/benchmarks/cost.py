@@ -20,6 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import add_recordings
 from tuner.base import resources
 from tuner.base.install import extra_command
 from tuner.base.output import check_place
@@ -376,13 +377,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Fits the cost models to the recordings; each problem is judged by the fit "
         "that left it out.",
     )
-    parser.add_argument(
-        "--recordings",
-        type=Path,
-        default=recording.folder(),
-        metavar="DIR",
-        help="folder of the recordings (default: the shipped ones)",
-    )
+    add_recordings(parser)
     parser.add_argument(
         "--family", action="append", metavar="NAME", help="only this family; may be repeated"
     )

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from benchmarks import cost
+from benchmarks.arguments import add_recordings
 from tuner.base.output import check_place
 from tuner.base.processes import exit_code
 from tuner.bench.results import write_json
@@ -410,13 +411,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Replays the recorded sweeps through the search and says how far from the "
         "recorded best each sampler is after how many compiled groups.",
     )
-    parser.add_argument(
-        "--recordings",
-        type=Path,
-        default=recording.folder(),
-        metavar="DIR",
-        help="folder of the recordings (default: the shipped ones)",
-    )
+    add_recordings(parser)
     parser.add_argument("--samplers", metavar="NAME,...", help="default: all that are installed")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="seeds of each sampler")
     parser.add_argument(

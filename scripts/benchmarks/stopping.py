@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import cost, search
+from benchmarks.arguments import add_recordings
 from benchmarks.search import Case
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
@@ -310,13 +311,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Simulates sweeps of recorded problems on so many cores, and says when each "
         "ends and what it loses, for prices of a second of waiting.",
     )
-    parser.add_argument(
-        "--recordings",
-        type=Path,
-        default=recording.folder(),
-        metavar="DIR",
-        help="folder of the recordings (default: the shipped ones)",
-    )
+    add_recordings(parser)
     parser.add_argument(
         "--least-groups",
         type=int,
