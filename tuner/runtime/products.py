@@ -103,8 +103,8 @@ def linear(
 def _gains_by_parts(input: torch.Tensor, weight: torch.Tensor) -> bool:
     """True for a vocabulary whose size is not a multiple of 8, as GPT-2's and Whisper's.
 
-    Rows of the output are not aligned there. cuBLAS takes 2.1 to 5.4 times as long as in two parts
-    at odd sizes and 4 to 4096 rows, 1.1 to 1.9 times at 51866
+    Rows of the output are not aligned there. cuBLAS takes 2.0 to 5.4 times as long as in two parts
+    at odd sizes and 4 to 4096 rows, 1.2 to 1.9 times at 51866
     (``scripts/benchmarks/evidence/odd-columns-h200.json``).
     """
     columns = weight.shape[0]
