@@ -45,6 +45,29 @@ def test_the_last_columns_are_multiplied_by_themselves(
     assert tuner.stats(reset=True).fallbacks == {"no measured winner": 1}
 
 
+@pytest.mark.parametrize("activation", [None, "relu"])
+def test_each_part_has_its_bias(parts: list[int], activation: str | None) -> None:
+    rows, weight = made()
+    bias = torch.randn(COLUMNS, dtype=torch.bfloat16)
+    out = tuner.linear(rows, weight, bias, activation=activation)
+    assert parts == [16384, 3]
+    wanted = rows @ weight.t() + bias
+    wanted = wanted.relu() if activation else wanted
+    torch.testing.assert_close(out, wanted, rtol=2e-2, atol=5e-2)
+
+
+def test_without_memory_for_both_it_stays_whole(
+    parts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(torch, "cat", full)
+    rows, weight = made()
+    torch.testing.assert_close(tuner.linear(rows, weight), rows @ weight.t())
+    assert parts == [16384, 3, COLUMNS]
+
+
 def test_other_products_stay_whole(parts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     rows, weight = made()
     cases = [
@@ -52,15 +75,14 @@ def test_other_products_stay_whole(parts: list[int], monkeypatch: pytest.MonkeyP
         (*made(columns=16392),),
         (*made(columns=8195),),
         (*made(dtype=torch.float32),),
-        (rows, weight, torch.zeros(COLUMNS, dtype=torch.bfloat16)),
         (rows.clone().requires_grad_(), weight),
+        (rows, weight, torch.zeros(COLUMNS, dtype=torch.bfloat16, requires_grad=True)),
     ]
     for case in cases:
         tuner.linear(*case)
-    tuner.linear(rows, weight, activation="relu")
     monkeypatch.setenv("TUNER_DISABLE", "1")
     tuner.linear(rows, weight)
-    assert parts == [*(case[1].shape[0] for case in cases), COLUMNS, COLUMNS]
+    assert parts == [*(case[1].shape[0] for case in cases), COLUMNS]
 
 
 def test_a_refused_vocabulary_of_an_odd_size_is_multiplied_in_two_parts(server: Server) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -55,7 +56,7 @@ def linear(
     combination of bias and activation is a problem of its own (`GemmProblem.epilogue`), fused into
     one kernel. PyTorch's `linear` and activation answer all other calls: other types, problems for
     which cuBLAS is faster. Each such call is counted by its reason (`tuner.stats`). A vocabulary
-    whose size is not a multiple of 8 is multiplied in two parts, without a bias and gradients.
+    whose size is not a multiple of 8 is multiplied in two parts, without gradients.
 
     With gradients, the output and the gradients of input and weight are three products
     (`tuner.runtime.linear_gradients`). Each is served by itself, and an activation is PyTorch's.
@@ -95,12 +96,14 @@ def linear(
             product = _with_gradients(call) if wants_gradient else serving.answer(call)
         if product is not None and product is not dispatch.REFUSED:
             return product
-        if _gains_by_parts(input, weight) and bias is None and activation is None:
-            return _in_parts(input, weight)
+        if _gains_by_parts(input, weight, bias):
+            # The parts need the output's memory twice.
+            with suppress(torch.OutOfMemoryError):
+                return _PYTORCHS[activation](_in_parts(input, weight, bias))
     return _linear(input, weight, bias, activation)
 
 
-def _gains_by_parts(input: torch.Tensor, weight: torch.Tensor) -> bool:
+def _gains_by_parts(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """True for a vocabulary whose size is not a multiple of 8, as GPT-2's and Whisper's.
 
     Rows of the output are not aligned there. cuBLAS takes 2.0 to 5.4 times as long as in two parts
@@ -115,15 +118,18 @@ def _gains_by_parts(input: torch.Tensor, weight: torch.Tensor) -> bool:
         and input.numel() >= MIN_ROWS_IN_PARTS * weight.shape[1]
         and weight.dtype in guards.DTYPES
         and weight.device.type == devices.TYPE
-        and not guards.wants_gradient(input, weight)
+        and not guards.wants_gradient(input, weight, *(() if bias is None else (bias,)))
         and not settings.disabled()
     )
 
 
-def _in_parts(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _in_parts(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """PyTorch's `linear` over the aligned columns and over the last few, side by side."""
-    aligned = weight.shape[0] // ALIGNED_COLUMNS * ALIGNED_COLUMNS
-    parts = (functional.linear(input, part) for part in (weight[:aligned], weight[aligned:]))
+    at = weight.shape[0] // ALIGNED_COLUMNS * ALIGNED_COLUMNS
+    parts = (
+        functional.linear(input, weight[columns], None if bias is None else bias[columns])
+        for columns in (slice(at), slice(at, None))
+    )
     return torch.cat(tuple(parts), -1)
 
 

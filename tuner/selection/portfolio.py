@@ -122,7 +122,7 @@ class Portfolio:
         joined = dict(self.domains)
         for domain, mine in self.domains.items():
             if mine.regime.l2 != "cold":
-                raise ConfigError(f"{domain.label()} cannot be joined (allowed: domains of cold inputs)")
+                raise ConfigError(f"{domain.label()} cannot be joined (allowed: cold inputs)")
             if (theirs := serving.domains.get(domain)) is None:
                 continue
             joining = [one for one in mine.candidates if _joins(one.config)]
