@@ -56,6 +56,41 @@ def test_each_part_has_its_bias(parts: list[int], activation: str | None) -> Non
     torch.testing.assert_close(out, wanted, rtol=2e-2, atol=5e-2)
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_large_ones_have_gradients_of_aligned_rows(
+    parts: list[int], monkeypatch: pytest.MonkeyPatch, has_bias: bool
+) -> None:
+    from tuner.runtime import products
+
+    monkeypatch.setattr(products, "MIN_FLOPS_WITH_GRADIENTS", 0)
+    plain, strides = products.matmul, list[tuple[int, ...]]()
+
+    def matmul(input: Any, other: Any) -> Any:
+        strides.append(input.stride())
+        return plain(input, other)
+
+    monkeypatch.setattr(products, "matmul", matmul)
+    rows, weight, bias, grad = (
+        *made(),
+        *(torch.randn(*n).bfloat16() for n in ((COLUMNS,), (4, COLUMNS))),
+    )
+    given = [rows, weight, *([bias] if has_bias else [])]
+    found = [one.clone().requires_grad_() for one in given]
+    wanted = [one.clone().requires_grad_() for one in given]
+    tuner.linear(*found).backward(grad)
+    assert parts == [16384, 3]
+    assert strides == [(16392, 1), (1, 16392)]
+    torch.nn.functional.linear(*wanted).backward(grad)
+    for one, other in zip(found, wanted, strict=True):
+        assert (one.grad - other.grad).norm() < 1e-2 * other.grad.norm()
+
+
+def test_small_ones_with_gradients_stay_whole(parts: list[int]) -> None:
+    rows, weight = made()
+    tuner.linear(rows.requires_grad_(), weight)
+    assert parts == [COLUMNS]
+
+
 def test_without_memory_for_both_it_stays_whole(
     parts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,7 +56,7 @@ def linear(
     combination of bias and activation is a problem of its own (`GemmProblem.epilogue`), fused into
     one kernel. PyTorch's `linear` and activation answer all other calls: other types, problems for
     which cuBLAS is faster. Each such call is counted by its reason (`tuner.stats`). A vocabulary
-    whose size is not a multiple of 8 is multiplied in two parts, without gradients.
+    whose size is not a multiple of 8 is multiplied in two parts; with gradients, if it is large.
 
     With gradients, the output and the gradients of input and weight are three products
     (`tuner.runtime.linear_gradients`). Each is served by itself, and an activation is PyTorch's.
@@ -103,6 +103,18 @@ def linear(
     return _linear(input, weight, bias, activation)
 
 
+def _is_long_unaligned(weight: torch.Tensor) -> bool:
+    """True for the (N, K) weights of a vocabulary whose size is not a multiple of 8."""
+    columns = weight.shape[0]
+    return (
+        columns % ALIGNED_COLUMNS != 0
+        and columns >= LONG_COLUMNS
+        and weight.dim() == 2
+        and weight.dtype in guards.DTYPES
+        and not settings.disabled()
+    )
+
+
 def _gains_by_parts(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """True for a vocabulary whose size is not a multiple of 8, as GPT-2's and Whisper's.
 
@@ -110,16 +122,11 @@ def _gains_by_parts(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
     at odd sizes and 4 to 4096 rows, 1.2 to 1.9 times at 51866
     (``scripts/benchmarks/evidence/odd-columns-h200.json``).
     """
-    columns = weight.shape[0]
     return (
-        columns % ALIGNED_COLUMNS != 0
-        and columns >= LONG_COLUMNS
-        and weight.dim() == 2
+        _is_long_unaligned(weight)
         and input.numel() >= MIN_ROWS_IN_PARTS * weight.shape[1]
-        and weight.dtype in guards.DTYPES
         and weight.device.type == devices.TYPE
         and not guards.wants_gradient(input, weight, *(() if bias is None else (bias,)))
-        and not settings.disabled()
     )
 
 
@@ -152,7 +159,7 @@ def _refusal_with_gradients(call: ProductCall) -> Refusal | None:
     found = serving.find(call)
     # Each of the three products has the same number of operations.
     has_much_work = 2 * call.a.numel() * call.b.shape[0] >= MIN_FLOPS_WITH_GRADIENTS
-    if _is_worth_it(found, has_much_work):
+    if _is_worth_it(found, has_much_work) or (has_much_work and _is_long_unaligned(call.b)):
         return None
     for gradient in call.gradients():
         kind, device = (call.a.device, gradient.kind()), call.a.get_device()
