@@ -8,8 +8,8 @@ For an input X (M, K), a weight W (N, K) and the output's gradient G (M, N):
 | gradient of the input | G W | M, K, N | row, row |
 | gradient of the weight | G^T X | N, K, M | col, row |
 
-PyTorch sums the bias's gradient. Where N is not a multiple of 8, G is copied into rows that are
-aligned: cuBLAS takes several times as long for unaligned ones.
+PyTorch sums the bias's gradient. Rows of G are not aligned if N is not a multiple of 8. They are
+then copied into aligned ones: cuBLAS takes several times as long without.
 """
 
 from __future__ import annotations
