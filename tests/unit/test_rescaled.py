@@ -282,6 +282,18 @@ class TestSelection:
         assert after.expected_us == pytest.approx(before.expected_us, rel=0.02)
         assert after.vendor_us == pytest.approx(before.vendor_us, rel=0.02)
 
+    def test_kernels_that_divide_k_join_those_that_serve(self) -> None:
+        few, narrow = ProductDomain("few"), ProductDomain("narrow")
+        serving = next(one for one in shipped() if one.op == "gemm" and one.gpu == H200)
+        dividing = serving.domains[narrow].candidates[0]
+        assert dividing.config.family == "cluster_gemm"
+        known = [one for one in serving.domains[few].candidates if one.config != dividing.config]
+        models = replace(serving.domains[few], candidates=known)
+        now = Portfolio("gemm", H200, {few: models})
+        mine = replace(models, candidates=[known[-1], dividing], margin=3.0)
+        joined = Portfolio("gemm", H200, {few: mine}).joining(now).domains[few]
+        assert joined.candidates == [dividing, *known] and joined.margin == models.margin
+
     def test_prompts_cannot_be_joined(self) -> None:
         warm = known(150.0, 200.0, 0.0, "warm")
         with pytest.raises(ConfigError, match="cannot be joined"):
