@@ -5,8 +5,8 @@ bf16, each behind an element-wise kernel that writes the rows. The weights are l
 ``parts`` is PyTorch's product of the aligned columns, that of the last few, and both side by side.
 Outputs are compared with fp32 products of the same elements.
 
-``--heads`` takes the heads of masked language models, which have a bias. ``--gradients`` times the
-output and all gradients of a training step together.
+``--heads`` takes the heads of masked language models, with their bias or without. Three of their
+sizes are even. ``--gradients`` times the output and all gradients of a training step together.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--heads", action="store_true", help="heads of masked language models")
+    parser.add_argument(
+        "--heads", choices=("bias", "plain"), help="heads of masked language models in their place"
+    )
     parser.add_argument("--gradients", action="store_true", help="with all gradients")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write every figure there")
     parser.add_argument(
@@ -78,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if m * n > MAX_OUTPUTS:
                 continue
             of = with_gradients if args.gradients else measured
-            rows.append({"model": model, **of(m, n, k, args.heads)})
+            rows.append({"model": model, **of(m, n, k, args.heads == "bias")})
             if args.json:
                 write_json(args.json, file_head.complete({"rows": rows}))
     print(report(rows))

@@ -33,7 +33,7 @@ def test_the_mean_is_geometric_and_a_wrong_output_has_no_ratio() -> None:
     assert odd_columns.is_right(row(1.0)) and not odd_columns.is_right(row(1.0, error=0.1))
 
 
-@pytest.mark.parametrize("flag", ["--heads", "--gradients"])
+@pytest.mark.parametrize("flag", ["--heads=bias", "--gradients"])
 def test_it_needs_a_gpu(flag: str) -> None:
     with pytest.raises(BenchmarkError, match=r"no GPU found|cannot be imported"):
         odd_columns.main([flag])

@@ -103,6 +103,20 @@ def test_without_memory_for_both_it_stays_whole(
     assert parts == [16384, 3, COLUMNS]
 
 
+def test_even_ones_are_multiplied_in_parts_if_they_are_large(
+    parts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tuner.runtime import products
+
+    tuner.linear(*made(511, 16386))
+    assert parts == [16386]
+    tuner.linear(*made(512, 16386))
+    assert parts[1:] == [16384, 2]
+    monkeypatch.setattr(products, "MIN_EVEN_WEIGHTS", 16386 * DEPTH)
+    tuner.linear(*made(4, 16386))
+    assert parts[3:] == [16384, 2]
+
+
 def test_other_products_stay_whole(parts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     rows, weight = made()
     cases = [

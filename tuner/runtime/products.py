@@ -35,6 +35,9 @@ _PYTORCHS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
 ALIGNED_COLUMNS, LONG_COLUMNS, MIN_ROWS_IN_PARTS = 8, 16384, 4
 """Columns that rows of an output are aligned by; and the fewest columns and rows of a product in
 parts (`_in_parts`)."""
+MIN_EVEN_ROWS, MIN_EVEN_WEIGHTS = 512, 1 << 25
+"""Fewest rows or elements of the weights of such a product with an even number of columns: in parts
+one of 30522 columns and 64 rows took 1.3 times as long."""
 MIN_FLOPS_WITH_GRADIENTS = 4e10
 """Floating-point operations of a product from which a portfolio's kernels serve `linear` where a
 gradient is wanted: it takes about 60 us. With gradients a call passes Python, which costs the host
@@ -119,12 +122,17 @@ def _gains_by_parts(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
     """True for a vocabulary whose size is not a multiple of 8, as GPT-2's and Whisper's.
 
     Rows of the output are not aligned there. cuBLAS takes 2.0 to 5.4 times as long as in two parts
-    at odd sizes and 4 to 4096 rows, 1.2 to 1.9 times at 51866
-    (``scripts/benchmarks/evidence/odd-columns-h200.json``).
+    at odd sizes and 4 to 4096 rows, 1.1 to 1.9 times at even ones, of which small products are left
+    (``scripts/benchmarks/evidence``, ``odd-columns-*-h200.json``).
     """
     return (
         _is_long_unaligned(weight)
         and input.numel() >= MIN_ROWS_IN_PARTS * weight.shape[1]
+        and (
+            weight.shape[0] % 2 == 1
+            or input.numel() >= MIN_EVEN_ROWS * weight.shape[1]
+            or weight.numel() >= MIN_EVEN_WEIGHTS
+        )
         and weight.device.type == devices.TYPE
         and not guards.wants_gradient(input, weight, *(() if bias is None else (bias,)))
     )
