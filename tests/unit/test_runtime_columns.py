@@ -63,10 +63,11 @@ def test_large_ones_have_gradients_of_aligned_rows(
     from tuner.runtime import products
 
     monkeypatch.setattr(products, "MIN_FLOPS_WITH_GRADIENTS", 0)
-    plain, strides = products.matmul, list[tuple[int, ...]]()
+    plain, strides, widths = products.matmul, list[tuple[int, ...]](), list[int]()
 
     def matmul(input: Any, other: Any) -> Any:
         strides.append(input.stride())
+        widths.append(input.shape[-1])
         return plain(input, other)
 
     monkeypatch.setattr(products, "matmul", matmul)
@@ -79,7 +80,7 @@ def test_large_ones_have_gradients_of_aligned_rows(
     wanted = [one.clone().requires_grad_() for one in given]
     tuner.linear(*found).backward(grad)
     assert parts == [16384, 3]
-    assert strides == [(16392, 1), (1, 16392)]
+    assert strides == [(16392, 1), (1, 16392)] and widths == [16384, 4]
     torch.nn.functional.linear(*wanted).backward(grad)
     for one, other in zip(found, wanted, strict=True):
         assert (one.grad - other.grad).norm() < 1e-2 * other.grad.norm()
@@ -108,9 +109,9 @@ def test_even_ones_are_multiplied_in_parts_if_they_are_large(
 ) -> None:
     from tuner.runtime import products
 
-    tuner.linear(*made(511, 16386))
+    tuner.linear(*made(255, 16386))
     assert parts == [16386]
-    tuner.linear(*made(512, 16386))
+    tuner.linear(*made(256, 16386))
     assert parts[1:] == [16384, 2]
     monkeypatch.setattr(products, "MIN_EVEN_WEIGHTS", 16386 * DEPTH)
     tuner.linear(*made(4, 16386))

@@ -35,9 +35,9 @@ _PYTORCHS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
 ALIGNED_COLUMNS, LONG_COLUMNS, MIN_ROWS_IN_PARTS = 8, 16384, 4
 """Columns that rows of an output are aligned by; and the fewest columns and rows of a product in
 parts (`_in_parts`)."""
-MIN_EVEN_ROWS, MIN_EVEN_WEIGHTS = 512, 1 << 25
-"""Fewest rows or elements of the weights of such a product with an even number of columns: in parts
-one of 30522 columns and 64 rows took 1.3 times as long."""
+MIN_EVEN_ROWS, MIN_EVEN_WEIGHTS = 256, 1 << 25
+"""Fewest rows, or elements of the weights, of such a product with an even number of columns. One of
+30522 columns and 64 rows took 1.3 times as long in parts."""
 MIN_FLOPS_WITH_GRADIENTS = 4e10
 """Floating-point operations of a product from which a portfolio's kernels serve `linear` where a
 gradient is wanted: it takes about 60 us. With gradients a call passes Python, which costs the host

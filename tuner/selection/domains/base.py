@@ -71,6 +71,11 @@ class Domain(ABC):
         """Measured domains whose kernels do nearly the same work, nearest first."""
 
     @property
+    def is_fitted(self) -> bool:
+        """True if rates are fitted to the domain's own measurements; else they are its kin's."""
+        return True
+
+    @property
     def of_times(self) -> Iterator[Self]:
         """Domains in which a kernel's times follow the same rates."""
         yield from ()
