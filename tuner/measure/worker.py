@@ -337,7 +337,6 @@ class Worker:
         gate = self._opened()
         self._phase(prepared.index, "check after timing")
         gate.arm(prepared.own)
-        prepared.burst.move(0)  # to the operands that the gate examines
         prepared.burst.enqueue()
         verdict = gate.examine(prepared.own)
         if verdict.status is Status.OK:
