@@ -64,9 +64,6 @@ class FakeDevice:
     def free(self, pointer: int) -> None:
         pass
 
-    def copy(self, target: int, source: int, size: int) -> None:
-        pass
-
     def free_bytes(self) -> int:
         return 1 << 30
 
@@ -160,7 +157,7 @@ class FakeStopwatch:
         self.device = device
         device.open.append(self)
 
-    def prepare(self, entrant: Entrant, elsewhere: Any = ()) -> FakeBurst:
+    def prepare(self, entrant: Entrant) -> FakeBurst:
         if getattr(entrant.subject, "act", "") == "not captured":
             raise BenchmarkError("CUDA error 900")
         return FakeBurst(entrant)
