@@ -32,7 +32,7 @@ from benchmarks import file_head, json_file
 from benchmarks.gpu import no_gpu
 from tuner import settings
 from tuner.base.output import check_place
-from tuner.base.processes import python_command, python_environment
+from tuner.base.processes import python_command, python_environment, running
 from tuner.bench.results import write_json
 from tuner.cli import Parser
 from tuner.config import Config
@@ -118,7 +118,7 @@ def swept_anew(
         began, started, cpu_s = time.time(), time.monotonic(), _cpu_s()
         with (
             output.open("wb") as file,
-            subprocess.Popen(
+            running(
                 command, stdout=file, stderr=subprocess.PIPE, text=True, env=environment
             ) as process,
         ):
