@@ -44,7 +44,7 @@ from tuner.families.vendor.sdpa import DESCALES
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import E4M3, AttentionProblem
 from tuner.selection.domains import AttentionDomain
-from tuner.selection.kin import named_kernels
+from tuner.selection.transfer import named_kernels
 
 FAMILY = own_kernels.FAMILY
 PEER = "flash3_serving"

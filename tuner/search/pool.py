@@ -238,12 +238,12 @@ def _taken(
         by_heads = list(found)[: round(wanted * (1 - BY_SIZE))]
         found = dict.fromkeys([*by_heads, *_by_size(by_heads, own)][:wanted])
     widths = sorted({problem.head_dim for problem in own} | {domain.head_dim})
-    kin = [domain._replace(head_dim=width) for width in INSTANCES if width != domain.head_dim]
-    others = [problem for one in kin for problem in called.get(one, ())]
+    related = [domain._replace(head_dim=width) for width in INSTANCES if width != domain.head_dim]
+    others = [problem for one in related for problem in called.get(one, ())]
     if domain.has_softcap:  # few models have one
         others += [
             replace(problem, softcap=SOFTCAP)
-            for one in (domain, *kin)
+            for one in (domain, *related)
             for problem in called.get(one._replace(has_softcap=False), ())
             if problem.heads_kv < problem.heads_q <= CAPPED * problem.heads_kv
         ]
@@ -501,7 +501,7 @@ def _near(domain: AnyDomain) -> Iterator[AnyDomain]:
     smaller and larger head dimensions; of a product with an epilogue the plain one.
     """
     if isinstance(domain, ProductDomain):
-        yield from domain.kin
+        yield from domain.donors
     if not isinstance(domain, AttentionDomain):
         return
     other: dict[Phase, Phase] = {"one": "few", "few": "one"}

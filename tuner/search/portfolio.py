@@ -112,7 +112,7 @@ def make(
         )
         for regime in by_use:
             found = pooled(domain, regime, by_domain)
-            others = [p for kin in domain.of_times for p in by_domain.get(kin, {}).get(regime, ())]
+            others = [p for one in domain.of_times for p in by_domain.get(one, {}).get(regime, ())]
             without = domain.without_activation
             plain = [] if without is None else pooled(without, regime, by_domain)
             models = _models(domain, regime, found, others, plain, gpu, kernels)

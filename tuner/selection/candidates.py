@@ -158,7 +158,7 @@ class DomainModels:
     """Lead over the vendor's expected time that an own kernel needs to be chosen, as a multiple of
     its `Candidate.p90_error`."""
     regret: Regret
-    kin: AnyDomain | None = None
+    donor: AnyDomain | None = None
     """Domain that the rates were measured in, if not in this one."""
     made_on: Gpu | None = None
     """GPU of the measurements, if the rates are rescaled; None: this one."""

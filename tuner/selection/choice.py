@@ -99,8 +99,8 @@ class Selection(NamedTuple):
     @property
     def doubts(self) -> tuple[str, ...]:
         """Reasons why the expected times may be wrong, for people."""
-        kin = self.times.models.kin
-        found = [] if kin is None else [f"the rates are those of {kin.label()}"]
+        donor = self.times.models.donor
+        found = [] if donor is None else [f"the rates are those of {donor.label()}"]
         if (made_on := self.times.models.made_on) is not None:
             found.insert(0, f"made on {made_on.name}, rescaled to {self.times.gpu.name}")
         if isinstance(self.domain, AttentionDomain) and self.domain.is_sparse:

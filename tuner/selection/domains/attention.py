@@ -114,7 +114,7 @@ class AttentionDomain(_Attention, Domain):
         return sizes._replace(is_masked=self.mask != "full")
 
     @property
-    def kin(self) -> Iterator[Self]:
+    def donors(self) -> Iterator[Self]:
         """Related domains whose kernels may serve this one.
 
         Block-sparse masks use the domain of a mask that hides nothing. Paged caches use dense
@@ -234,7 +234,7 @@ class AttentionDomain(_Attention, Domain):
         return self.mask == "windowed" or self.has_softcap or self.is_varlen
 
     @property
-    def kin_kernels(self) -> int | None:
+    def donor_kernels(self) -> int | None:
         """Gemma 2's short prompts have a second kernel, of smaller tiles. So have causal prompts of
         D = 136 to 192.
         """
@@ -244,7 +244,7 @@ class AttentionDomain(_Attention, Domain):
         return None if self.operand and not self.is_composed else 1
 
     @property
-    def splits_kin(self) -> bool:
+    def donors_split(self) -> bool:
         is_capped = self.has_softcap and self.phase != "prompt" and self.head_dim in CAPPED
         is_rare = self.head_dim == _RARE and self.phase != "prompt" and self._is_plain
         return is_capped or self._shares_kernels or is_rare
@@ -254,7 +254,7 @@ class AttentionDomain(_Attention, Domain):
         return 8
 
     @property
-    def has_rival_kin(self) -> bool:
+    def has_donor_vendors(self) -> bool:
         """So cuDNN's kernels take additive masks, and plain calls of every D."""
         is_rival = self.operand == "additive" or (self.head_dim == _RARE and not self.operand)
         return is_rival and not self.is_composed

@@ -67,8 +67,10 @@ class Domain(ABC):
 
     @property
     @abstractmethod
-    def kin(self) -> Iterator[Self]:
-        """Measured domains whose kernels do nearly the same work, nearest first."""
+    def donors(self) -> Iterator[Self]:
+        """Domains whose kernels do nearly the same work, nearest first. The kernels and time models
+        of the first measured one serve this domain while it was not measured itself.
+        """
 
     @property
     def of_times(self) -> Iterator[Self]:
@@ -101,24 +103,24 @@ class Domain(ABC):
     @property
     @abstractmethod
     def varied(self) -> Iterator[Self]:
-        """Served domains that have this one among their `kin`."""
+        """Served domains that have this one among their `donors`."""
 
     @classmethod
     def others(cls) -> Iterator[Self]:
-        """Domains served by measured kin that are not among any domain's `varied`."""
+        """Domains served by measured donors that are not among any domain's `varied`."""
         yield from ()
 
     @property
     @abstractmethod
-    def kin_kernels(self) -> int | None:
-        """Most kernels that an unmeasured domain takes from its kin.
+    def donor_kernels(self) -> int | None:
+        """Most kernels that an unmeasured domain takes from its donor.
 
         None: the best for each number of packed heads (1 included), with and without splits.
         """
 
     @property
-    def splits_kin(self) -> bool:
-        """True if a kernel that an unmeasured domain takes from its kin also splits the keys."""
+    def donors_split(self) -> bool:
+        """True if a kernel that an unmeasured domain takes from its donor also splits the keys."""
         return False
 
     @property
@@ -139,8 +141,8 @@ class Domain(ABC):
         return 1.0
 
     @property
-    def has_rival_kin(self) -> bool:
-        """PyTorch serves such calls by the kernels of its kin, whose time models hold there too."""
+    def has_donor_vendors(self) -> bool:
+        """PyTorch serves such calls by the donor's kernels, whose time models hold there too."""
         return True
 
     @property

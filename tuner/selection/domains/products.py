@@ -129,7 +129,7 @@ class ProductDomain(_Product, Domain):
         return problem.n, problem.k
 
     @property
-    def kin(self) -> Iterator[Self]:
+    def donors(self) -> Iterator[Self]:
         """The product without the epilogue, which PyTorch fuses or computes by further kernels."""
         if self.epilogue:
             yield self._replace(epilogue="")
@@ -164,7 +164,7 @@ class ProductDomain(_Product, Domain):
             yield self._replace(epilogue="bias")
 
     @property
-    def kin_kernels(self) -> int:
+    def donor_kernels(self) -> int:
         """Two with a bias. PyTorch's time with an activation is not that of the plain product."""
         return 2 if self.epilogue == "bias" else 0
 
@@ -235,7 +235,7 @@ class GatedDomain(_Gated, Domain):
         return ProductDomain(self.rows).fall
 
     @property
-    def kin(self) -> Iterator[Self]:
+    def donors(self) -> Iterator[Self]:
         """No related domains: either all were measured, or none."""
         yield from ()
 
@@ -244,7 +244,7 @@ class GatedDomain(_Gated, Domain):
         yield from ()
 
     @property
-    def kin_kernels(self) -> int:
+    def donor_kernels(self) -> int:
         return 0
 
     @property
