@@ -561,6 +561,6 @@ class TestBlockMasks:
                 kind = target.problem.head_dim, target.problem.softcap > 0
                 counts[kind] = counts.get(kind, 0) + 1
                 assert "block mask" in target.label()
-                assert domain_of(target.problem) in AttentionDomain.others()
+                assert domain_of(target.problem) in AttentionDomain.other_recipients()
         plain = {(head_dim, False): 2 for head_dim in (64, 96, 128, 256)}
         assert counts == {**plain, (64, True): 2, (128, True): 2, (256, True): 2}

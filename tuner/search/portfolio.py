@@ -100,9 +100,9 @@ def make(
             if domain is not None:
                 by_domain[domain][regime].append(point)
     for domain, regimes in tuple(by_domain.items()):
-        for twin in domain.twins:
-            if twin not in by_domain:
-                by_domain[twin] |= {regime: [] for regime in regimes}
+        for one in domain.filled:
+            if one not in by_domain:
+                by_domain[one] |= {regime: [] for regime in regimes}
     made: dict[AnyDomain, DomainModels] = {}
     for domain, regimes in sorted(by_domain.items()):
         if not _is_named(domain, only):

@@ -55,9 +55,9 @@ class Spread(NamedTuple):
                          for axis in axes))  # fmt: skip
 
     def trusted(self, domain: AnyDomain) -> tuple[tuple[float, float], ...]:
-        """The bounds at which a time model is trusted (`Domain.fall`, `Domain.reach`)."""
-        found = zip(self.bounds, domain.fall, domain.reach, strict=True)
-        return tuple((low / fall, high * reach) for (low, high), fall, reach in found)
+        """The bounds within which a time model is trusted (`Domain.trusted_above`)."""
+        found = zip(self.bounds, domain.trusted_below, domain.trusted_above, strict=True)
+        return tuple((low / below, high * above) for (low, high), below, above in found)
 
     def holds(self, sizes: tuple[int, ...], domain: AnyDomain) -> bool:
         """True if every size is within the trusted bounds."""

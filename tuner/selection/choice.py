@@ -157,7 +157,7 @@ def choose(problem: Problem, models: DomainModels, gpu: Gpu) -> Selection | None
     facts = times.legality(problem)
     vendor_us, vendor, name = _vendors_best(times, problem, vendors_us, facts)
     vendor_us *= models.domain.pytorchs_factor(problem)
-    is_trusted = is_near or vendor is None or models.domain.reaches_far
+    is_trusted = is_near or vendor is None or models.domain.extrapolates
     bound_us = vendor_us if is_trusted else 0.0
     # The first is legal most often, so the others are sorted only on demand.
     chosen_us, chosen = vendor_us, vendor

@@ -181,10 +181,10 @@ class Portfolio:
         """The measured domains and those that they are donors of, in a fixed order."""
         for domain, models in sorted(self.domains.items()):
             yield domain, models
-            for one in domain.varied:
+            for one in domain.recipients:
                 if one not in self.domains and (found := self.models_of(one)) is not None:
                     yield one, found
-        for one in DOMAINS[self.op].others():
+        for one in DOMAINS[self.op].other_recipients():
             if one not in self.domains and (found := self.models_of(one)) is not None:
                 yield one, found
 

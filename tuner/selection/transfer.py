@@ -71,7 +71,7 @@ class Transfer:
 
         Each schedule has the rates of the most similar dense kernel. None for other domains.
         """
-        if domain not in tuple(domain.others()):
+        if domain not in tuple(domain.other_recipients()):
             return None
         found: list[Candidate] = []
         source: DomainModels | None = None

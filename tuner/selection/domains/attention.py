@@ -66,7 +66,7 @@ class AttentionDomain(_Attention, Domain):
     __slots__ = ()
     op = AttentionProblem.op
     axes = ("rows", "keys")
-    reaches_far = True
+    extrapolates = True
 
     @classmethod
     def holding(cls, problem: Any) -> Self | None:
@@ -168,7 +168,7 @@ class AttentionDomain(_Attention, Domain):
             yield self._replace(phase=other[self.phase])
 
     @property
-    def varied(self) -> Iterator[Self]:
+    def recipients(self) -> Iterator[Self]:
         """Decoding with D = 256 has no window: a cache keeps what it lets through."""
         if self.head_dim == _RARE or self.mask == "windowed":  # `others` or the causal one has them
             return
@@ -181,7 +181,7 @@ class AttentionDomain(_Attention, Domain):
             yield self._replace(is_varlen=True)
 
     @classmethod
-    def others(cls) -> Iterator[Self]:
+    def other_recipients(cls) -> Iterator[Self]:
         """Domains of paged caches, of mask operands and of block-sparse masks.
 
         Paged caches: plain ones of every instance, of e4m3 for D = 64 and 128, windows where

@@ -21,7 +21,7 @@ class Domain(ABC):
     op: ClassVar[str]
     axes: ClassVar[tuple[str, ...]]
     """Names of `sizes`."""
-    reaches_far: ClassVar[bool]
+    extrapolates: ClassVar[bool]
     """True if own kernels are also chosen far from measured sizes. PyTorch's attention is slower
     nearly everywhere, its products seldom."""
 
@@ -40,12 +40,12 @@ class Domain(ABC):
         """
 
     @property
-    def reach(self) -> tuple[float, ...]:
+    def trusted_above(self) -> tuple[float, ...]:
         """Factors above the largest measured sizes up to which time models are trusted, by axis."""
         return (MAX_SIZE_FACTOR,) * len(self.axes)
 
     @property
-    def fall(self) -> tuple[float, ...]:
+    def trusted_below(self) -> tuple[float, ...]:
         """Factors below the smallest measured sizes down to which they are trusted, by axis."""
         return (MAX_SIZE_FACTOR,) * len(self.axes)
 
@@ -83,7 +83,7 @@ class Domain(ABC):
         yield self
 
     @property
-    def twins(self) -> Iterator[Self]:
+    def filled(self) -> Iterator[Self]:
         """Domains of `alike` that a fit makes of this one's measurements if they have none. Else
         another GPU's times would be rescaled.
         """
@@ -102,12 +102,12 @@ class Domain(ABC):
 
     @property
     @abstractmethod
-    def varied(self) -> Iterator[Self]:
+    def recipients(self) -> Iterator[Self]:
         """Served domains that have this one among their `donors`."""
 
     @classmethod
-    def others(cls) -> Iterator[Self]:
-        """Domains served by measured donors that are not among any domain's `varied`."""
+    def other_recipients(cls) -> Iterator[Self]:
+        """Domains served by measured donors that are not among any domain's `recipients`."""
         yield from ()
 
     @property

@@ -80,7 +80,7 @@ class ProductDomain(_Product, Domain):
     __slots__ = ()
     op = GemmProblem.op
     axes = ("m", "n", "k", "work")
-    reaches_far = False
+    extrapolates = False
 
     @classmethod
     def holding(cls, problem: Any) -> Self | None:
@@ -108,7 +108,7 @@ class ProductDomain(_Product, Domain):
         return sizes.m, sizes.n, sizes.k, sizes.m * sizes.n * sizes.k
 
     @property
-    def reach(self) -> tuple[float, ...]:
+    def trusted_above(self) -> tuple[float, ...]:
         """At up to 16 rows, no more rows than measured: each block keeps all rows of A, and the
         time grows faster than the bytes.
         """
@@ -116,7 +116,7 @@ class ProductDomain(_Product, Domain):
         return (rows, *(MAX_SIZE_FACTOR,) * (len(self.axes) - 1))
 
     @property
-    def fall(self) -> tuple[float, ...]:
+    def trusted_below(self) -> tuple[float, ...]:
         """No smaller products than measured: seven of them, by a kernel that was timed at larger
         ones, had 0.725 to 0.890 of cuBLAS's speed
         (``scripts/benchmarks/evidence/population-h100.jsonl.gz``).
@@ -144,7 +144,7 @@ class ProductDomain(_Product, Domain):
                 yield self._replace(epilogue=epilogue)
 
     @property
-    def twins(self) -> Iterator[Self]:
+    def filled(self) -> Iterator[Self]:
         """Activated products of up to `MAX_NARROW` rows: they are bound by this GPU's memory, and
         the same kernels serve all activations.
         """
@@ -159,7 +159,7 @@ class ProductDomain(_Product, Domain):
         return self._replace(epilogue="") if _is_activated(self.epilogue) else None
 
     @property
-    def varied(self) -> Iterator[Self]:
+    def recipients(self) -> Iterator[Self]:
         if not (self.epilogue or self.gradient):
             yield self._replace(epilogue="bias")
 
@@ -207,7 +207,7 @@ class GatedDomain(_Gated, Domain):
     __slots__ = ()
     op = SwigluProblem.op
     axes = ProductDomain.axes
-    reaches_far = False
+    extrapolates = False
     group = staticmethod(ProductDomain.group)
 
     @classmethod
@@ -222,17 +222,17 @@ class GatedDomain(_Gated, Domain):
         return sizes.m, sizes.n // 2, sizes.k, sizes.m * (sizes.n // 2) * sizes.k
 
     @property
-    def reach(self) -> tuple[float, ...]:
-        """As `ProductDomain.reach`. Wide ones with each side near are near: tensor cores bind, and
-        PyTorch's composition writes and reads both projections at any size.
+    def trusted_above(self) -> tuple[float, ...]:
+        """As `ProductDomain.trusted_above`. Wide ones with each side near are near: tensor cores
+        bind, and PyTorch's composition writes and reads both projections at any size.
         """
-        *sides, work = ProductDomain(self.rows).reach
+        *sides, work = ProductDomain(self.rows).trusted_above
         return (*sides, math.inf if self.rows == "wide" else work)
 
     @property
-    def fall(self) -> tuple[float, ...]:
-        """As `ProductDomain.fall`."""
-        return ProductDomain(self.rows).fall
+    def trusted_below(self) -> tuple[float, ...]:
+        """As `ProductDomain.trusted_below`."""
+        return ProductDomain(self.rows).trusted_below
 
     @property
     def donors(self) -> Iterator[Self]:
@@ -240,7 +240,7 @@ class GatedDomain(_Gated, Domain):
         yield from ()
 
     @property
-    def varied(self) -> Iterator[Self]:
+    def recipients(self) -> Iterator[Self]:
         yield from ()
 
     @property
