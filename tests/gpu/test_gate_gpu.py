@@ -16,7 +16,7 @@ from tuner.measure.device import (
     detect,
     read_clocks,
 )
-from tuner.measure.gate import REFERENCE, Gate
+from tuner.measure.gate import REFERENCE, Gate, inputs
 from tuner.measure.gate.inputs import KINDS, scale_of
 from tuner.measure.stopwatch import Stopwatch
 from tuner.measure.subjects import Bound, Subject
@@ -175,8 +175,8 @@ def test_the_reference_is_numpy_s(device: Device, gate: Gate, problem: Problem) 
     output = problem.output
     for kind in KINDS[problem.op]:
         gate.load(kind)
-        inputs = [read(device, gate.pointers[o.name], o) for o in problem.operands[:-1]]
-        wanted = expected(problem, inputs, scale_of(problem, kind))
+        given = [read(device, gate.pointers[o.name], o) for o in problem.operands[:-1]]
+        wanted = expected(problem, given, scale_of(problem, kind))
         got = read(device, gate.reference(kind), output, "float32")
         error = np.linalg.norm(got - wanted) / np.linalg.norm(wanted)
         assert error < 1e-5, kind
@@ -222,6 +222,23 @@ def test_inputs_are_normal_fresh_and_repeatable(device: Device, gate: Gate) -> N
     assert abs((first**4).mean() - 3) < 0.1  # normal, not uniform
     assert abs((first * second).mean()) < 0.01
     assert (draw(1) == first).all()
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_one_of_a_few_consecutive_rows_has_huge_scores(
+    device: Device, gate: Gate, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    """The others are zero, and which one it is differs."""
+    problem = AttentionProblem.parse(f"B=2,H=3,SQ=210,SKV=64,D=64,layout={layout}")
+    monkeypatch.setattr(inputs, "HUGE_PRODUCTS", problem.flops // 4 // 7)
+    assert inputs.huge_every(problem) == 7
+    gate.open(problem, 5)
+    gate.load("huge_scores")
+    query = read(device, gate.pointers["query"], problem.operands[0])
+    size = np.abs(query.reshape(-1, 7, 64))  # B, H and 30 times 7 queries
+    assert ((size > 0).all(-1).sum(-1) == 1).all()
+    assert ((size > 0).any(-1).sum(-1) == 1).all()
+    assert len(np.unique(size[..., 0].argmax(-1))) == 7
 
 
 class Copy(Subject):

@@ -128,6 +128,16 @@ def test_huge_scores_are_as_large_as_the_type_allows(
     assert 2.0 ** (exponents[-1] + key) * factor >= score
 
 
+def test_few_rows_of_long_attention_have_huge_scores() -> None:
+    """Kernels compute such rows once more, at a thousandth of their usual speed."""
+    short = AttentionProblem.parse("H=16,S=1024,D=64")
+    long = AttentionProblem.parse("H=40,HKV=8,S=16384,D=128,dtype=bf16")
+    assert inputs.huge_every(short) == inputs.huge_every(BACKWARD) == 1
+    every = inputs.huge_every(long)
+    assert 2 <= every <= 128, "at least one row of a kernel's tile"
+    assert long.flops / 4 / every <= inputs.HUGE_PRODUCTS
+
+
 def test_nothing_is_added_to_huge_scores() -> None:
     """In fp32 it would be lost beside them, in the reference it would not."""
     problem = AttentionProblem.parse("H=2,S=64,D=64,bias=h,alibi=1")

@@ -5,6 +5,7 @@ answer before anything is waited for. Every second is the test's own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ from toys import BEST, GEMM, REGIME, Clock, Toy, catalogue, latency, ok, recordi
 from tuner.config import Config
 from tuner.errors import NoValidConfigError
 from tuner.hardware import DEFAULT_GPU
-from tuner.measurement import Measurement, Regime
+from tuner.measurement import Measurement, Provenance, Regime
 from tuner.problem import Problem
 from tuner.search import history
 from tuner.search.storage import open_storage
@@ -124,6 +125,49 @@ class TestStragglers:
         assert {t.state for t in left} == {TrialState.FAIL}
         assert {t.params["m"] for t in left} == {256}
         assert {t.user_attrs["provenance"] for t in trials} == {"measured"}
+
+
+class TestCompiledKernels:
+    """They cost no compile, so that all compete that may win, whatever the budget."""
+
+    @pytest.fixture(autouse=True)
+    def small_budget(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        quick = replace(EFFORTS["quick"], trials={"gemm": 4}, min_gain=0.05)
+        monkeypatch.setitem(EFFORTS, "quick", quick)
+
+    def test_they_are_timed_beside_the_budget(self, store: Store, clock: Clock) -> None:
+        runner = TimedRunner(recording(), clock, lambda config: 20.0, compiled=[BEST, GOOD])
+        made = swept(runner, store, trials=None)
+        outcome = made.run()
+        (member,) = (m for m in made.competition.members.values() if m.family.name == "toy")
+        beside = [member.groups[key][0].params for key in member.extra]
+        assert (128, 256, 32) in [(p["m"], p["n"], p["k"]) for p in beside]
+        assert member.started <= 4
+        assert outcome.ranking[0].latency_us == pytest.approx(10.0)
+        assert clock.now < 60, "they do not wait for a compile"
+
+    def test_trials_of_the_user_are_a_limit_of_both(self, store: Store, clock: Clock) -> None:
+        runner = TimedRunner(recording(), clock, lambda config: 20.0, compiled=[BEST, GOOD])
+        made = swept(runner, store, trials=2)
+        made.run()
+        (member,) = (m for m in made.competition.members.values() if m.family.name == "toy")
+        assert (member.extra, member.finished) == ({}, 2)
+
+    def test_an_interrupted_sweep_goes_on_with_its_whole_budget(
+        self, store: Store, clock: Clock
+    ) -> None:
+        runner = TimedRunner(recording(), clock, lambda config: 20.0, compiled=[BEST, GOOD])
+        first = swept(runner, store, trials=None)
+        store.begin_sweep(first._record)
+        kernels = {tuple(config[name] for name in "mnk") for config in (BEST, GOOD)}
+        known = [
+            m.but(sweep=first.id, provenance=Provenance.MEASURED)
+            for m in recording().measurements
+            if m.config.family == "toy" and tuple(m.config[name] for name in "mnk") in kernels
+        ]
+        store.add(known)
+        search = swept(runner, store, trials=None).competition.plain_search()
+        assert (search.told, search.total - search.spent) == (2, 4)
 
 
 class TestTimeLimit:

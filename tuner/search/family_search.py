@@ -68,6 +68,8 @@ class FamilySearch:
         self.best_us = math.inf
         self.seen: dict[str, Measurement] = {}
         """Measurements by their config's digest."""
+        self.extra: dict[str, int] = {}
+        """Compiled groups begun beside the budget, and the numbers of their trials."""
         self.model: ModelSampler | None = None
         self._raced = raced
         self._survivors: list[str] = []
@@ -142,11 +144,22 @@ class FamilySearch:
     def leads(self) -> bool:
         """True while one of its first `LEADING` groups has no result."""
         running = self.trials.groups.running
-        return any(running[key].number < LEADING for key in self.pending)
+        numbers = [running[key].number for key in self.pending if key not in self.extra]
+        return any(n - sum(e < n for e in self.extra.values()) < LEADING for n in numbers)
 
     @property
     def started(self) -> int:
-        return self.finished + len(self.trials.groups.running)
+        """Number of groups that were started within the budget."""
+        return self.finished + len(self.trials.groups.running) - len(self.extra)
+
+    @property
+    def uncompiled(self) -> int:
+        """Number of groups with a result for which nothing was compiled."""
+        found = 0
+        for key in self.trials.groups.values:
+            seen = [self.seen[c.digest] for c in self.groups[key] if c.digest in self.seen]
+            found += not any(m.compile_cpu_s for m in seen)
+        return found
 
     @property
     def underway(self) -> list[str]:
@@ -167,6 +180,14 @@ class FamilySearch:
     def take(self, key: str | None = None) -> list[Config]:
         """Start an open group, by default the sampler's next; returns its configs to measure."""
         return self.missing(self.trials.start(key))
+
+    def take_extra(self, key: str) -> list[Config]:
+        """Start an open group beside the budget, since its kernels are compiled; returns its
+        configs to measure.
+        """
+        group = self.take(key)
+        self.extra[key] = self.trials.groups.running[key].number
+        return group
 
     def take_survivor(self) -> list[Config] | None:
         """Remaining configs of a compiled group whose first variants were near the best."""

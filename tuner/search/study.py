@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -128,6 +128,9 @@ Place = tuple[str, str]
 SAMPLERS = ("model", "tpe", "gp", "cmaes", "cost", "random")
 NEEDED = {"gp": ("torch", "scipy"), "cmaes": ("cmaes",)}
 """Packages that Optuna's samplers need."""
+COMPILED_GAIN, COMPILED_AT_ONCE = 0.0002, 2
+"""Share of the time that a group of compiled kernels must be expected to save, and most of them in
+flight. To check and time one takes a fifth of a second, at the price of a second of `quick`."""
 MAX_JUDGED = 64
 """Most groups whose joint gain is sampled."""
 PROMISE_EXPONENT = 4
@@ -224,6 +227,16 @@ class Search:
         return sum(len(member.pending) for member in self.members)
 
     @property
+    def pending_extra(self) -> int:
+        """Number of pending groups that were begun beside the budget."""
+        return sum(key in member.extra for member in self.members for key in member.pending)
+
+    @property
+    def done(self) -> int:
+        """Number of groups within the budget that have a result."""
+        return self.spent - self.pending + self.pending_extra
+
+    @property
     def goal(self) -> int:
         """Largest number of trials of the search."""
         return min(self.total, sum(len(member.groups) for member in self.members))
@@ -252,6 +265,32 @@ class Search:
             return self._ask_in_turn()
         chosen = self._offered({})
         return None if chosen is None else chosen[0].take()
+
+    def ask_compiled(self, compiled: Collection[Place]) -> list[Config] | None:
+        """Configs of the compiled group with the largest expected gain, beside the budget: it costs
+        no compile, and the GPU waits for compilers.
+
+        None if enough of them are in flight, without a time, or where no gain is worth it.
+
+        Args:
+            compiled: groups whose kernels are compiled.
+        """
+        if not self.is_modelled or math.isinf(self.best_us):
+            return None
+        if self.pending_extra >= COMPILED_AT_ONCE:
+            return None
+        offers: list[tuple[float, FamilySearch, str]] = []
+        for member in self.members:
+            keys = [key for key in member.open if (member.family.name, key) in compiled]
+            if keys and member.surrogate is not None:
+                gains = member.surrogate.gains(keys, math.log(self.best_us), member.underway)
+                best = max(keys, key=gains.__getitem__)
+                if gains[best] >= COMPILED_GAIN:
+                    offers.append((gains[best], member, best))
+        if not offers:
+            return None
+        _, chosen, key = max(offers, key=lambda offer: offer[0])
+        return chosen.take_extra(key)
 
     def take(self, config: Config) -> list[Config]:
         """Start the group of a config out of order; returns its configs to measure."""

@@ -15,7 +15,14 @@ from tuner.runners.base import Runner
 from tuner.search import ranking
 from tuner.search.expectation import expected
 from tuner.search.family_search import FamilySearch
-from tuner.search.study import DEFAULT_TRIALS, Search, effort, min_estimate_us, sampler_name
+from tuner.search.study import (
+    DEFAULT_TRIALS,
+    Place,
+    Search,
+    effort,
+    min_estimate_us,
+    sampler_name,
+)
 from tuner.selection.portfolio import promising
 from tuner.store import Store
 from tuner.tuning.options import Catalogue, SweepOptions, check_families
@@ -150,10 +157,16 @@ class Competition:
         return self._start(self.problem, members, sum(len(m.groups) for m in members))
 
     def main_search(self, families: Sequence[Family]) -> Search:
+        """Search of the own families. Its budget is for compiles: groups whose kernels were there
+        before do not count, unless the user limits the trials.
+        """
         members = self._competing(self.problem, families)
         each = self.effort.trials.get(self.problem.op, DEFAULT_TRIALS)
         total = self.options.trials or each * len(members)
-        return self._start(self.problem, members, total, self.effort.min_gain)
+        search = self._start(self.problem, members, total, self.effort.min_gain)
+        if self.options.trials is None and self.runner.provenance is Provenance.MEASURED:
+            search.total += sum(member.uncompiled for member in members)
+        return search
 
     def stage_search(self, sub: Problem, families: Sequence[Family] | None = None) -> Search:
         if families is None:
@@ -295,6 +308,23 @@ class Competition:
             if key in member.open and self.runner.compiled(self.problem, family, [config]):
                 found.setdefault(key, config)
         return list(found.values())
+
+    def compiled(self) -> set[Place]:
+        """Groups of the started searches whose kernels are compiled. None where only such groups
+        compete, or where the user limits the trials.
+        """
+        options, runner = self.options, self.runner
+        is_measured = runner.provenance is Provenance.MEASURED
+        if not is_measured or options.compiled_only or options.trials is not None:
+            return set()
+        found: set[Place] = set()
+        for (problem, _), member in self.members.items():
+            family = member.family
+            if problem == self.problem.key and not family.is_vendor:
+                firsts = [group[0] for group in member.groups.values()]
+                built = runner.compiled(self.problem, family, firsts)
+                found |= {(family.name, family.compile_digest(config)) for config in built}
+        return found
 
     def kernel(self, config: Config) -> str:
         return self.members[self.problem.key, config.family].family.compile_digest(config)

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -26,7 +26,7 @@ from tuner.runners.base import Runner
 from tuner.runners.choose import Machine, Runners
 from tuner.search import ranking
 from tuner.search.stopping import CompileTimes
-from tuner.search.study import Search
+from tuner.search.study import Place, Search
 from tuner.store import Store, SweepRecord, open_store
 from tuner.store.entry import is_vendor, vendor_name
 from tuner.tuning.budget import Budget
@@ -179,6 +179,7 @@ class Sweep:
         competition = self.competition
         if self.options.compiled_only:
             competition.check_compiled()
+        compiled = competition.compiled()
         self._answer_first()
         if not self._is_late():  # a library's list alone takes seconds
             self._drive("baselines", self.problem, competition.vendor_search())
@@ -187,7 +188,8 @@ class Sweep:
         resolved = [self._resolve(family, self.problem) for family in competition.own]
         families = [family for family in resolved if family is not None]
         search = competition.main_search(families)
-        self._drive("search", self.problem, search, first=self._standing_group(search))
+        first = self._standing_group(search)
+        self._drive("search", self.problem, search, first, compiled=compiled)
         self._expected_loss = search.expected_loss()
         self.runner.abandon(self.problem)
         if on_drained is not None and not self._interruption.requested:
@@ -239,8 +241,9 @@ class Sweep:
         phase: str,
         problem: Problem,
         search: Search,
-        *,
         first: Sequence[list[Config]] = (),
+        *,
+        compiled: Collection[Place] = (),
         is_whole: bool = False,
         share: float = 1.0,
     ) -> None:
@@ -252,6 +255,7 @@ class Sweep:
             problem: problem of the search.
             search: search that proposes candidates.
             first: groups that were already taken from it.
+            compiled: groups whose kernels are compiled, which are timed beside the budget.
             is_whole: True to evaluate only `first`.
             share: share of the time limit that may be used up at its end.
         """
@@ -265,14 +269,16 @@ class Sweep:
         burst, is_told = [group for group in first if group], not is_whole
         with self._budget.part(phase):
             while True:
-                while is_told and search.pending < limit and not self._is_late(share):
-                    group = search.ask()
+                while is_told and not self._is_late(share):
+                    is_full = search.pending - search.pending_extra >= limit
+                    group = None if is_full else search.ask()
+                    group = search.ask_compiled(compiled) if group is None else group
                     if group is None:
                         break
                     burst.append(group)
                 self._submit(problem, burst)
                 burst = []
-                state.done = search.spent - search.pending
+                state.done = search.done
                 self._show()
                 if not search.pending:
                     return

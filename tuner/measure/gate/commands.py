@@ -99,7 +99,7 @@ COMMANDS: Mapping[Command, Arguments] = {
     Command.GATE_PAIRS: _plain(("both", "out"), ("rows", "n", "pair", "group", "lane", "chunk")),
     Command.PLANT_HUGE_ATTENTION: _typed(
         ("query", "key"),
-        (*EXTENTS, *stride_names("query", "key"), "seed"),
+        (*EXTENTS, *stride_names("query", "key"), "seed", "every"),
         ("least_exponent", "count"),
     ),
     Command.PLANT_HUGE_SOFTMAX: _plain(

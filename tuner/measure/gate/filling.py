@@ -21,6 +21,7 @@ from tuner.measure.gate.inputs import (
     SOFTMAX_SCALE,
     STARTS,
     border_columns,
+    huge_every,
     moments,
     parts_of,
     prominence,
@@ -209,8 +210,10 @@ def _plant_factors(kernels: Kernels, buffers: Buffers, problem: GemmProblem, see
 def _plant_huge(
     kernels: Kernels, buffers: Buffers, problem: Problem, kind: str, row_seed: int
 ) -> None:
-    """Plant scores that are all equal except one, as large as the type allows."""
-    at = buffers.sources
+    """Plant scores that are all equal except one, as large as the type allows, in one query of
+    `huge_every`.
+    """
+    at, every = buffers.sources, huge_every(problem)
     if isinstance(problem, AttentionBackwardProblem):
         problem = problem.forward
     if not isinstance(problem, AttentionProblem):
@@ -229,6 +232,10 @@ def _plant_huge(
         kernels.run(
             Command.PLANT_HUGE_ATTENTION,
             {name: at[name] + shift[name] for name in ("query", "key")},
-            {"dtype": DTYPES[one.dtype], **attention_integers(one, 2), "seed": row_seed},
+            {
+                "dtype": DTYPES[one.dtype],
+                **attention_integers(one, 2),
+                **{"seed": row_seed, "every": every},
+            },
             {"least_exponent": exponents.start, "count": len(exponents)},
         )

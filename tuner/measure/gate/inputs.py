@@ -43,6 +43,9 @@ HUGE_EXPONENTS: Mapping[str, tuple[range, int]] = {
 HUGE_DESCALE = 2.0**20
 #: The same for a softmax on its own, whose scores are fp32.
 HUGE_SOFTMAX = range(14, 41)
+#: Products of the rows with huge scores. Kernels compute such rows once more in plain arithmetic:
+#: 1.6e11 products a second on an H200, a thousandth of their usual speed.
+HUGE_PRODUCTS = 2**34
 #: `large_scores`: standard deviation of the scaled scores, which is 1 for random inputs.
 LARGE = 30.0
 #: `dominant`: a query is this many times its key, so that with D = 64 its score stands 32 above
@@ -158,6 +161,17 @@ def _huge_moments(problem: Problem) -> tuple[dict[str, float], dict[str, float]]
         {**means, "key": 2.0**exponent},
         {**deviations, "key": 0.0, "bias": 0.0, "slopes": 0.0},
     )
+
+
+def huge_every(problem: Problem) -> int:
+    """Consecutive queries of which one has huge scores under `huge_scores`: 1 if all have them.
+
+    More for long attention, so that such rows have `HUGE_PRODUCTS` together. Gradients and a
+    softmax do not compute them once more.
+    """
+    if not isinstance(problem, AttentionProblem):
+        return 1
+    return max(1, math.ceil(problem.flops / 4 / HUGE_PRODUCTS))
 
 
 def _e4m3_moments(has_mean: bool, large: float) -> tuple[dict[str, float], dict[str, float]]:
