@@ -326,7 +326,7 @@ def test_a_variant_changes_the_kernels_and_leaves_the_project(name: str) -> None
     own = resources.templates()
     (target,) = command.chosen(
         targets.targets(["fused_attention_backward"], DEFAULT_GPU),
-        "window=100,dtype=bf16 ds_stages=1",
+        ["window=100,dtype=bf16 ds_stages=1"],
         name,
     )
     assert target.label().endswith(f"({name})")
@@ -342,6 +342,19 @@ def test_a_variant_changes_the_kernels_and_leaves_the_project(name: str) -> None
     assert (changed == every_lane) == (name == "every-lane")
 
 
+def test_every_lane_of_fused_attention_arrives_too(fused: list[Target]) -> None:
+    specs = [spec for target in fused for spec in target.specs()]
+    assert any(spec.variables["persistent"] for spec in specs)
+    for spec in specs:
+        plain = render(spec, "k")
+        with variants.rendered_as("every-lane"):
+            changed = render(spec, "k")
+        assert "if (tid % 32 == 0) Empty::arrive(empty)" in plain
+        assert "if (tid % 32 == 0) Empty::arrive(empty)" not in changed
+        assert "q_empty, 4 * kGroups" in plain and "q_empty, 128 * kGroups" in changed
+        assert "% 32 == 0) Empty::arrive(&s.tile_empty" not in changed
+
+
 def test_a_change_without_its_text_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.cu.j2").write_text("text")
     variants.change(tmp_path, [variants.Change(("a.cu.j2",), "t(e)xt", r"\g<1>")])
@@ -352,7 +365,7 @@ def test_a_change_without_its_text_is_an_error(tmp_path: Path) -> None:
 
 def test_only_kernels_that_are_asked_for_are_watched() -> None:
     listed = targets.targets(["gemv"], DEFAULT_GPU)
-    assert command.chosen(listed, "", "") == listed
-    assert command.chosen(listed, listed[0].label(), "") == listed[:1]
+    assert command.chosen(listed, [], "") == listed
+    assert command.chosen(listed, ["gemv", listed[0].name], "") == listed[:1]
     with pytest.raises(ConfigError, match="no such kernel"):
-        command.chosen(listed, "no such kernel", "")
+        command.chosen(listed, ["gemv", "no such kernel"], "")

@@ -34,14 +34,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--family", default=DEFAULT, help=f"of {', '.join(FAMILIES)} (%(default)s)")
     parser.add_argument(
-        "--only", default="", help="of these the kernels whose printed line has this text"
+        "--only",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="of these the kernels whose printed line has this text; may be repeated",
     )
     parser.add_argument(
         "--variant",
         default="",
         choices=sorted(VARIANTS),
         metavar="NAME",
-        help=f"change fused_attention_backward's text: {', '.join(sorted(VARIANTS))} "
+        help=f"change the kernels' text: {', '.join(sorted(VARIANTS))} "
         "(tests/gpu/sanitizer/variants.py)",
     )
     parser.add_argument("--list", action="store_true", help="print the kernels and end")
@@ -77,15 +81,15 @@ def names(option: str, text: str, allowed: Sequence[str]) -> list[str]:
     return found
 
 
-def chosen(found: Sequence[Target], only: str, variant: str) -> list[Target]:
-    """Targets whose printed line has the text `only`, named after their variant.
+def chosen(found: Sequence[Target], only: Sequence[str], variant: str) -> list[Target]:
+    """Targets whose printed line has all the texts `only`, named after their variant.
 
     Raises:
         ConfigError: when there is none.
     """
-    wanted = [target for target in found if only in target.label()]
+    wanted = [target for target in found if all(text in target.label() for text in only)]
     if not wanted:
-        raise ConfigError(f"--only {only!r}: no kernel's line has it (--list prints them)")
+        raise ConfigError(f"--only {' '.join(only)}: no kernel's line has it (--list prints them)")
     suffix = f" ({variant})" if variant else ""
     return [replace(target, name=target.name + suffix) for target in wanted]
 
