@@ -64,6 +64,9 @@ class FakeDevice:
     def free(self, pointer: int) -> None:
         pass
 
+    def copy(self, target: int, source: int, size: int) -> None:
+        pass
+
     def free_bytes(self) -> int:
         return 1 << 30
 
@@ -140,11 +143,14 @@ class FakeSubject:
 class FakeBurst:
     def __init__(self, entrant: Entrant) -> None:
         self.subject: Any = entrant.subject
-
+        self.place: int | None = None
         self.subject.device.open.append(self)
 
+    def move(self, place: int) -> None:
+        self.place = place
+
     def enqueue(self) -> None:
-        pass
+        assert self.place == 0, "the gate examines its own buffers"
 
     def close(self) -> None:
         self.subject.device.close(self)
@@ -157,7 +163,7 @@ class FakeStopwatch:
         self.device = device
         device.open.append(self)
 
-    def prepare(self, entrant: Entrant) -> FakeBurst:
+    def prepare(self, entrant: Entrant, elsewhere: Any = ()) -> FakeBurst:
         if getattr(entrant.subject, "act", "") == "not captured":
             raise BenchmarkError("CUDA error 900")
         return FakeBurst(entrant)

@@ -44,7 +44,7 @@ from tuner.families import families, families_in
 from tuner.families.base import LSE, SCRATCH, Family
 from tuner.hardware import Gpu
 from tuner.measure import device as device_module
-from tuner.measure.bursts import Burst, Sets, count_sets, entrant
+from tuner.measure.bursts import Burst, Sets, count_places, count_sets, entrant
 from tuner.measure.device import Device, Pool
 from tuner.measure.gate import Gate
 from tuner.measure.gate.chunks import LONG_REFERENCE_S
@@ -285,12 +285,15 @@ class Worker:
     def _burst(
         self, job: WorkerRequest, rotation: _Rotation, stopwatch: Stopwatch, prepared: _Prepared
     ) -> Burst:
-        """Burst of a candidate, ready to be timed."""
+        """Burst of a candidate, ready to be timed; in a final pass with operands at the places of
+        `count_places`.
+        """
         vendor = isinstance(prepared.subject, VendorSubject)
         self._phase(prepared.index, "timing", VENDOR_ALLOWANCE_S if vendor else 0.0)
         scale = scale_of(job.problem)
-        entered = entrant(prepared.subject, rotation.sets(), prepared.buffers, scale)
-        return stopwatch.prepare(entered)
+        sets = [rotation.sets(), *(rotation.elsewhere() if job.mode == "final" else ())]
+        here, *elsewhere = (entrant(prepared.subject, one, prepared.buffers, scale) for one in sets)
+        return stopwatch.prepare(here, elsewhere)
 
     def _opened(self) -> Gate:
         if self._gate is None:
@@ -334,6 +337,7 @@ class Worker:
         gate = self._opened()
         self._phase(prepared.index, "check after timing")
         gate.arm(prepared.own)
+        prepared.burst.move(0)  # to the operands that the gate examines
         prepared.burst.enqueue()
         verdict = gate.examine(prepared.own)
         if verdict.status is Status.OK:
@@ -432,23 +436,37 @@ class _Rotation:
 
     def __init__(self, worker: Worker, job: WorkerRequest, gate: Gate) -> None:
         self._worker, self._job, self._gate = worker, job, gate
-        self._sets: Sets | None = None
+        self._places: list[Sets] = []
 
     def sets(self) -> Sets:
-        if self._sets is None:
+        """Sets of which the first is the gate's own."""
+        if not self._places:
             device, problem = self._worker._device, self._job.problem
             count = count_sets(problem, self._worker._gpu, self._job.regime, device.free_bytes())
-            self._gate.load("random")
-            behind = partial(predecessor, self._job.regime, device, self._gate, problem)
-            self._sets = Sets(device, problem, self._gate.pointers, count, behind)
-        return self._sets
+            self._place(count)
+        return self._places[0]
+
+    def elsewhere(self) -> Sequence[Sets]:
+        """Copies at other places, for a final pass."""
+        self.sets()
+        while len(self._places) < count_places(self._job.problem, self._job.regime):
+            self._place(1)
+        return self._places[1:]
+
+    def _place(self, count: int) -> None:
+        device, problem = self._worker._device, self._job.problem
+        self._gate.load("random")
+        behind = partial(predecessor, self._job.regime, device, self._gate, problem)
+        self._places.append(
+            Sets(device, problem, self._gate.pointers, count, behind, len(self._places))
+        )
 
     def __enter__(self) -> _Rotation:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._sets is not None:
-            self._sets.close()
+        for one in self._places:
+            one.close()
 
 
 def _name(candidate: RequestedCandidate) -> str:
