@@ -127,7 +127,8 @@ def _secure_streams() -> None:
 
 def parser() -> Parser:
     """Parser of all commands."""
-    variables = "\n".join(f"  {name:<19} {text}" for name, text in VARIABLES.items())
+    width = max(map(len, VARIABLES))
+    variables = "\n".join(f"  {name:<{width}} {text}" for name, text in VARIABLES.items())
     about = "Finds, keeps and serves the fastest CUTLASS kernel of a problem on Hopper."
     root = Parser(
         prog="tuner",
