@@ -6,8 +6,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from tuner.base.processes import RaisesInterrupted, exit_code
-from tuner.errors import ConfigError, TunerError
+from tuner.base.processes import RaisesInterrupted
+from tuner.cli import ended
 
 NAMES = (
     "append",
@@ -65,15 +65,8 @@ def main(argv: Sequence[str]) -> int:
         usage = f"scripts/bench NAME [options]; NAME is one of: {' '.join(NAMES)}"
         print(f"there is no benchmark '{name}': {usage}", file=sys.stderr)
         return 2
-    try:
-        with RaisesInterrupted():
-            return int(importlib.import_module(f"benchmarks.{name}").main(rest))
-    except TunerError as exc:
-        print(f"{name}: {exc}", file=sys.stderr)
-        return 2 if isinstance(exc, ConfigError) else 1
-    except KeyboardInterrupt as exc:
-        print(f"{name}: interrupted", file=sys.stderr)
-        return exit_code(exc)
+    with RaisesInterrupted():
+        return ended(lambda: int(importlib.import_module(f"benchmarks.{name}").main(rest)), name)
 
 
 if __name__ == "__main__":

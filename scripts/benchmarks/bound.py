@@ -90,7 +90,7 @@ def of_domain(domain: AnyDomain, found: Ratios) -> Sequence[float]:
     Calls that PyTorch composes of operations, as under windows, take it several times as long:
     their ratio counts as infinite.
     """
-    for one in (domain, *domain.alike, *(domain.kin if domain.has_rival_kin else ())):
+    for one in (domain, *domain.alike, *(domain.donors if domain.has_donor_vendors else ())):
         if len(known := found.get(one, ())) >= MIN_PROBLEMS:
             return known
     return (math.inf,) if domain.is_composed else ()

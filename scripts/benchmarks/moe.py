@@ -347,6 +347,35 @@ def main(argv: Sequence[str]) -> int:
         BenchmarkError: when there is no GPU or no PyTorch.
         ConfigError: when an option is wrong.
     """
+    args = _parser().parse_args(argv)
+    check_place(args.json)
+    rows = _chosen("rows", args.rows, [str(1 << power) for power in range(17)])
+    routes = _chosen("routes", args.routes, ROUTES)
+    dtypes = _chosen("dtypes", args.dtypes, tuple(DTYPES))
+    layers = [*LAYERS, *(f"{layer}:{dtype}" for layer in LAYERS for dtype in DTYPES)]
+    chosen: list[tuple[Key, list[Case]]] = []
+    for layer in _chosen("layers", args.layers, layers):
+        name, _, only = layer.partition(":")
+        numbers = [int(count) for count in rows]
+        chosen += cases([name], numbers, routes, [only] if only else dtypes)
+    if args.child:
+        return answer_indices(_layer(chosen[0][1], args).answer)
+    document: dict[str, Any] = {"environment": environment(), "cases": [], "products": []}
+    options = ["--routes", args.routes]
+    options += ["--products"] * args.products + ["--unproven"] * args.unproven
+    for case, answer in measured(chosen, options, args.compile_limit, args.turn):
+        if "lost" in answer:
+            print(f"{case.label()}: {answer['lost']}", file=sys.stderr, flush=True)
+            continue
+        document["cases"].append(answer["case"])
+        document["products"] += answer["products"]
+        if args.json:
+            write_json(args.json, document)
+    print(report(document))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="scripts/bench moe", description=__doc__)
     parser.add_argument(
         "--layers", default=",".join(LAYERS), metavar="NAME,...", help="NAME:TYPE has one type only"
@@ -383,29 +412,4 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
-    args = parser.parse_args(argv)
-    check_place(args.json)
-    rows = _chosen("rows", args.rows, [str(1 << power) for power in range(17)])
-    routes = _chosen("routes", args.routes, ROUTES)
-    dtypes = _chosen("dtypes", args.dtypes, tuple(DTYPES))
-    layers = [*LAYERS, *(f"{layer}:{dtype}" for layer in LAYERS for dtype in DTYPES)]
-    chosen: list[tuple[Key, list[Case]]] = []
-    for layer in _chosen("layers", args.layers, layers):
-        name, _, only = layer.partition(":")
-        numbers = [int(count) for count in rows]
-        chosen += cases([name], numbers, routes, [only] if only else dtypes)
-    if args.child:
-        return answer_indices(_layer(chosen[0][1], args).answer)
-    document: dict[str, Any] = {"environment": environment(), "cases": [], "products": []}
-    options = ["--routes", args.routes]
-    options += ["--products"] * args.products + ["--unproven"] * args.unproven
-    for case, answer in measured(chosen, options, args.compile_limit, args.turn):
-        if "lost" in answer:
-            print(f"{case.label()}: {answer['lost']}", file=sys.stderr, flush=True)
-            continue
-        document["cases"].append(answer["case"])
-        document["products"] += answer["products"]
-        if args.json:
-            write_json(args.json, document)
-    print(report(document))
-    return 0
+    return parser

@@ -44,7 +44,7 @@ from tuner.families.vendor.sdpa import DESCALES
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import E4M3, AttentionProblem
 from tuner.selection.domains import AttentionDomain
-from tuner.selection.kin import named_kernels
+from tuner.selection.transfer import named_kernels
 
 FAMILY = own_kernels.FAMILY
 PEER = "flash3_serving"
@@ -459,28 +459,7 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: when a group is not known.
         BenchmarkError: when torch sees no GPU.
     """
-    parser = Parser(
-        prog="scripts/bench paged",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--group",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="only this group of cases; may be repeated",
-    )
-    parser.add_argument("--compile", action="store_true", help="compile kernels, time nothing")
-    parser.add_argument("--selected", action="store_true", help="leave out the other schedules")
-    parser.add_argument(
-        "--us", type=float, default=FINAL_US, help="microseconds of a contender's replays"
-    )
-    parser.add_argument(
-        "--quick-us", type=float, default=QUICK_US, help="the same, of a schedule in the first pass"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
-    args = parser.parse_args(argv)
+    args = _parser().parse_args(argv)
     check_place(args.json)
     known = groups()
     if unknown := set(args.group) - set(known):
@@ -512,3 +491,28 @@ def main(argv: Sequence[str]) -> int:
             write_json(args.json, {"environment": environment, "cases": every})
     print("\n".join(table(every)))
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="scripts/bench paged",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--group",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="only this group of cases; may be repeated",
+    )
+    parser.add_argument("--compile", action="store_true", help="compile kernels, time nothing")
+    parser.add_argument("--selected", action="store_true", help="leave out the other schedules")
+    parser.add_argument(
+        "--us", type=float, default=FINAL_US, help="microseconds of a contender's replays"
+    )
+    parser.add_argument(
+        "--quick-us", type=float, default=QUICK_US, help="the same, of a schedule in the first pass"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
+    return parser

@@ -40,7 +40,7 @@ from tuner.problem.population import draw, subset
 from tuner.runners.base import Runner
 from tuner.runners.choose import Machine, Runners
 from tuner.runners.gpus import parse_devices
-from tuner.search import pool
+from tuner.search import pool, sampled_problems
 from tuner.selection.choice import Selection
 from tuner.selection.describe import table
 from tuner.selection.domains import DOMAINS
@@ -185,7 +185,7 @@ def _swept(args: argparse.Namespace, seed: str) -> list[Row]:
             if name not in known:
                 if time.monotonic() - started > args.time_limit:
                     break
-                runner = runners.of(problem, pool.regime(problem))
+                runner = runners.of(problem, sampled_problems.regime(problem))
                 known[name] = {"problem": name, **_measured(problem, selection, runner)}
                 if args.json:
                     with args.json.open("a") as file:

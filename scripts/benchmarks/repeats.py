@@ -14,6 +14,7 @@ again, and all winners share the pass. A seed whose sweep failed is tried again 
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -32,7 +33,7 @@ from benchmarks import file_head, json_file
 from benchmarks.gpu import no_gpu
 from tuner import settings
 from tuner.base.output import check_place
-from tuner.base.processes import python_command, python_environment
+from tuner.base.processes import python_command, python_environment, running
 from tuner.bench.results import write_json
 from tuner.cli import Parser
 from tuner.config import Config
@@ -118,7 +119,7 @@ def swept_anew(
         began, started, cpu_s = time.time(), time.monotonic(), _cpu_s()
         with (
             output.open("wb") as file,
-            subprocess.Popen(
+            running(
                 command, stdout=file, stderr=subprocess.PIPE, text=True, env=environment
             ) as process,
         ):
@@ -348,40 +349,10 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: when the shape, the device or the file is wrong.
         BenchmarkError: when there is no GPU, no sweep has a winner, or a winner fails in the pass.
     """
-    parser = Parser(prog="scripts/bench repeats", description=__doc__)
-    parser.add_argument("--shape", required=True, help="as S=1024,D=64")
-    parser.add_argument(
-        "--op",
-        default="attention",
-        choices=sorted(PROBLEMS),
-        help="operation of the shape (default attention)",
-    )
-    parser.add_argument("--times", type=int, default=TIMES, help=f"sweeps (default {TIMES})")
-    parser.add_argument("--trials", type=int, default=None, help="groups a sweep, at most")
-    parser.add_argument(
-        "--family",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="only this own family; may be repeated",
-    )
-    ways = parser.add_mutually_exclusive_group()
-    ways.add_argument("--compiled-only", action="store_true", help="compile nothing")
-    ways.add_argument(
-        "--empty-cache", action="store_true", help="a process and an empty cache for each sweep"
-    )
-    parser.add_argument("--first-seed", type=int, default=0, metavar="N", help="default 0")
-    parser.add_argument("--seconds", type=float, metavar="S", help="for all sweeps; default: any")
-    parser.add_argument(
-        "--beside", type=int, default=0, metavar="N", help="recorded kernels timed beside"
-    )
-    parser.add_argument("--device", default="0", metavar="N", help="CUDA device (default 0)")
-    parser.add_argument("--jobs", type=int, default=None, help="nvcc processes at a time")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
-    args = parser.parse_args(argv)
+    args = _parser().parse_args(argv)
     check_place(args.json)
     if args.times < 1:
-        parser.error(f"--times {args.times} is below 1")
+        raise ConfigError(f"--times {args.times} is out of range (allowed: 1 or more)")
     problem = PROBLEMS[args.op].parse(args.shape)
     sweep = SweepOptions(
         families=tuple(args.family), trials=args.trials, compiled_only=args.compiled_only
@@ -415,6 +386,40 @@ def main(argv: Sequence[str]) -> int:
     if args.json is not None:
         write_json(args.json, found)
     return int(failed)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="scripts/bench repeats", description=__doc__)
+    parser.add_argument("--shape", required=True, help="as S=1024,D=64")
+    parser.add_argument(
+        "--op",
+        default="attention",
+        choices=sorted(PROBLEMS),
+        help="operation of the shape (default attention)",
+    )
+    parser.add_argument("--times", type=int, default=TIMES, help=f"sweeps (default {TIMES})")
+    parser.add_argument("--trials", type=int, default=None, help="groups a sweep, at most")
+    parser.add_argument(
+        "--family",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="only this own family; may be repeated",
+    )
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--compiled-only", action="store_true", help="compile nothing")
+    ways.add_argument(
+        "--empty-cache", action="store_true", help="a process and an empty cache for each sweep"
+    )
+    parser.add_argument("--first-seed", type=int, default=0, metavar="N", help="default 0")
+    parser.add_argument("--seconds", type=float, metavar="S", help="for all sweeps; default: any")
+    parser.add_argument(
+        "--beside", type=int, default=0, metavar="N", help="recorded kernels timed beside"
+    )
+    parser.add_argument("--device", default="0", metavar="N", help="CUDA device (default 0)")
+    parser.add_argument("--jobs", type=int, default=None, help="nvcc processes at a time")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
+    return parser
 
 
 def _all(

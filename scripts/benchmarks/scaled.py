@@ -402,6 +402,33 @@ def main(argv: Sequence[str]) -> int:
         BenchmarkError: when there is no GPU or no PyTorch.
         ConfigError: when an option is wrong.
     """
+    args = _parser().parse_args(argv)
+    check_place(args.json)
+    try:
+        rows = [int(m) for m in args.rows.split(",")]
+        layers = [(int(n), int(k)) for n, k in (one.split("x") for one in args.layers.split(","))]
+    except ValueError as exc:
+        raise ConfigError(f"--layers or --rows: {exc} (allowed: as 7168x2048 and 64,128)") from exc
+    if args.child:
+        return answer_indices(_layer(layers[0], rows, args).answer)
+    document: dict[str, Any] = {"environment": environment(), "products": []}
+    if args.once:
+        for sizes in layers:
+            layer = _layer(sizes, rows, args)
+            for line in (line for m in rows for line in layer.once(m)):
+                print(line, flush=True)
+        return 0
+    options = ["--kernels"] * args.kernels + ["--unproven"] * args.unproven
+    options += ["--space"] * args.space
+    for row in measured(layers, rows, options, args.compile_limit, args.turn):
+        document["products"].append(row)
+        if args.json:
+            write_json(args.json, document)
+    print(report(document))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="scripts/bench scaled", description=__doc__)
     known = ",".join(f"{n}x{k}" for n, k in BLOCK_SCALED)
     parser.add_argument("--layers", default=known, metavar="NxK,...", help=f"default: {known}")
@@ -431,27 +458,4 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
-    args = parser.parse_args(argv)
-    check_place(args.json)
-    try:
-        rows = [int(m) for m in args.rows.split(",")]
-        layers = [(int(n), int(k)) for n, k in (one.split("x") for one in args.layers.split(","))]
-    except ValueError as exc:
-        raise ConfigError(f"--layers or --rows: {exc} (allowed: as 7168x2048 and 64,128)") from exc
-    if args.child:
-        return answer_indices(_layer(layers[0], rows, args).answer)
-    document: dict[str, Any] = {"environment": environment(), "products": []}
-    if args.once:
-        for sizes in layers:
-            layer = _layer(sizes, rows, args)
-            for line in (line for m in rows for line in layer.once(m)):
-                print(line, flush=True)
-        return 0
-    options = ["--kernels"] * args.kernels + ["--unproven"] * args.unproven
-    options += ["--space"] * args.space
-    for row in measured(layers, rows, options, args.compile_limit, args.turn):
-        document["products"].append(row)
-        if args.json:
-            write_json(args.json, document)
-    print(report(document))
-    return 0
+    return parser

@@ -394,6 +394,39 @@ def main(argv: Sequence[str]) -> int:
         BenchmarkError: when there is no GPU, or tests cannot be run.
         ConfigError: when the options are wrong.
     """
+    args = _parser().parse_args(argv)
+    samples = (args.sample, args.pytorch_sample)
+    if args.test_limit <= 0:
+        raise ConfigError("--test-limit must be above 0 seconds")
+    if args.processes < 1 or not all(0 < sample <= 1 for sample in samples):
+        raise ConfigError("--processes must be 1 or more, samples above 0 and at most 1")
+    check_place(args.json)
+    from benchmarks import forced
+
+    if args.compile_only:
+        print(f"{forced.made(needs_gpu=False).compile_usual()} kernels compiled")
+        return 0
+    suites = suites_of(args)
+    limit_s = float("inf") if args.time_limit is None else args.time_limit
+    deadline = time.monotonic() + limit_s
+    if not args.built_only:
+        forced.made().compile_usual()
+    options: dict[str, Any] = {"built_only": args.built_only, "test_limit_s": args.test_limit}
+    document = run_suites(suites, runner := Runner(args.work, args.processes, deadline, **options))
+    if args.json:
+        write_json(args.json, document)
+    for name, found in document["suites"].items():
+        print(text_of(name, found))
+    for name, why in runner.broken.items():
+        print(f"{name}: {why}")
+    is_clean = not runner.broken and all(
+        found["tests"] and not found["new_failures"] and not found["not_run"]
+        for found in document["suites"].values()
+    )
+    return 0 if is_clean else 1
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="scripts/bench suites", description=__doc__)
     parser.add_argument("--pytorch", type=Path, metavar="PATH", help="checkout of torch's version")
     parser.add_argument("--flash-attention", type=Path, metavar="PATH", help="checkout")
@@ -427,33 +460,4 @@ def main(argv: Sequence[str]) -> int:
         help="compile nothing: PyTorch answers where a forced kernel is not built",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it here")
-    args = parser.parse_args(argv)
-    samples = (args.sample, args.pytorch_sample)
-    if args.test_limit <= 0:
-        raise ConfigError("--test-limit must be above 0 seconds")
-    if args.processes < 1 or not all(0 < sample <= 1 for sample in samples):
-        raise ConfigError("--processes must be 1 or more, samples above 0 and at most 1")
-    check_place(args.json)
-    from benchmarks import forced
-
-    if args.compile_only:
-        print(f"{forced.made(needs_gpu=False).compile_usual()} kernels compiled")
-        return 0
-    suites = suites_of(args)
-    limit_s = float("inf") if args.time_limit is None else args.time_limit
-    deadline = time.monotonic() + limit_s
-    if not args.built_only:
-        forced.made().compile_usual()
-    options: dict[str, Any] = {"built_only": args.built_only, "test_limit_s": args.test_limit}
-    document = run_suites(suites, runner := Runner(args.work, args.processes, deadline, **options))
-    if args.json:
-        write_json(args.json, document)
-    for name, found in document["suites"].items():
-        print(text_of(name, found))
-    for name, why in runner.broken.items():
-        print(f"{name}: {why}")
-    is_clean = not runner.broken and all(
-        found["tests"] and not found["new_failures"] and not found["not_run"]
-        for found in document["suites"].values()
-    )
-    return 0 if is_clean else 1
+    return parser

@@ -65,7 +65,7 @@ def test_domains_with_too_few_problems_take_those_of_like_ones() -> None:
 def test_calls_that_pytorch_has_an_operator_for_are_no_win_unmeasured(
     domain: AttentionDomain,
 ) -> None:
-    assert not domain.has_rival_kin and bound.of_domain(domain, {}) == ()
+    assert not domain.has_donor_vendors and bound.of_domain(domain, {}) == ()
     assert "not measured: 3 of 3 calls" in bound.report({domain: 3}, {}, 3)
 
 

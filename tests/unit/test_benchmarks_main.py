@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from benchmarks.__main__ import NAMES, main
+from tuner.base.processes import python_command, python_environment
 
 TOP = Path(__file__).resolve().parents[2]
 
@@ -65,3 +67,25 @@ def test_the_script_names_them_too() -> None:
     assert said.stderr.split()[-len(NAMES) :] == list(NAMES)
     asked = [TOP / "scripts" / "bench", "--help"]
     assert subprocess.run(asked, capture_output=True, text=True, check=True).stdout == said.stderr
+
+
+@pytest.mark.parametrize("arguments", [["sweeps", "--help"], ["sweeps", "--report", "FILE"]])
+def test_a_reader_that_has_gone_is_no_error(tmp_path: Path, arguments: list[str]) -> None:
+    """As in ``scripts/bench sweeps --report FILE | head -0``."""
+    file = tmp_path / "sweeps.jsonl"
+    file.write_text('{"format": "cutlass-tuner sweeps 1"}\n')
+    given = [str(file) if word == "FILE" else word for word in arguments]
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        ended = subprocess.run(
+            python_command("-m", "benchmarks", *given),
+            env={**python_environment(), "PYTHONUNBUFFERED": ""},
+            stdout=write,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    finally:
+        os.close(write)
+    assert (ended.returncode, ended.stderr) == (1, "")

@@ -20,7 +20,7 @@ from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.errors import CompileError
 from tuner.families.base import KernelSpec
 from tuner.measure.gate import REFERENCE
-from tuner.selection import backward, block_scaled, grouped, kin, portfolio
+from tuner.selection import backward, block_scaled, grouped, portfolio, transfer
 from tuner.selection.domains import AttentionDomain, domain_of
 from tuner.selection.kernels import Kernel, KernelList, Proof, path_of, targets
 from tuner.selection.portfolio import shipped
@@ -79,11 +79,11 @@ class Compiler:
 
 @pytest.fixture(autouse=True)
 def one_domain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A portfolio of one domain with one candidate, and none of its kin: two kernels."""
+    """A portfolio of one domain with one candidate, and none transferred: two kernels."""
     whole = next(one for one in shipped() if one.op == "attention")
     one = replace(whole, domains={FULL: whole.domains[FULL]})
     monkeypatch.setattr(portfolio, "shipped", lambda: (one,))
-    monkeypatch.setattr(kin.Kin, "models_of", lambda self, domain: None)
+    monkeypatch.setattr(transfer.Transfer, "models_of", lambda self, domain: None)
     monkeypatch.setattr(compiler, "Compiler", Compiler)
     monkeypatch.setattr(toolchain, "find_toolchain", lambda: TOOLS)
     monkeypatch.setattr(command, "_beside", lambda library, artifacts: "there already")

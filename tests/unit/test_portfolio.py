@@ -256,8 +256,8 @@ class TestKin:
         domain = AttentionDomain(256, mask, "one", has_softcap=True)
         assert domain._replace(mask="full", has_softcap=False) not in known.domains
         models = known.models_of(domain)
-        assert models is not None and models.kin is not None
-        assert (models.kin.head_dim, models.kin.phase) == (256, "prompt")
+        assert models is not None and models.donor is not None
+        assert (models.donor.head_dim, models.donor.phase) == (256, "prompt")
         assert not models.vendors, "PyTorch has no operator for it"
         assert known.models_of(AttentionDomain(256, "full", "one")) is None
 
@@ -265,8 +265,8 @@ class TestKin:
         """A config of the plain domain may spill under a window."""
         known = made(9.0, 5.0, 0.0)
         assert known.select(attention("S=1999,D=64")) is not None
-        kin = known.models_of(AttentionDomain(64, "full", "prompt", has_softcap=True))
-        assert kin is not None and not kin._times
+        found = known.models_of(AttentionDomain(64, "full", "prompt", has_softcap=True))
+        assert found is not None and not found._times
         assert known.domains[AttentionDomain(64, "full", "prompt")]._times
         assert replace(known, domains={})._found == {}
 
@@ -288,7 +288,7 @@ class TestKin:
                 assert domain_of(problem) is not None
                 assert domain_of(problem)._replace(phase=domain.phase) == domain  # type: ignore[union-attr]
 
-    def test_packed_heads_and_splits_are_each_lent(self) -> None:
+    def test_packed_heads_and_splits_are_each_transferred(self) -> None:
         made = [
             candidate(config, FUSED.work_terms, launch=9.0)
             for config in (
@@ -300,10 +300,11 @@ class TestKin:
         domain = AttentionDomain(64, "full", "one")
         models = DomainModels(domain, WARM, made, 0.5, REGRET)
         known = Portfolio("attention", DEFAULT_GPU, {domain: models})
-        kin = known.models_of(domain._replace(operand="bool"))
-        assert kin is not None and kin.margin == 0
+        found = known.models_of(domain._replace(operand="bool"))
+        assert found is not None and found.margin == 0
         kinds = [
-            (c.config.get("packed_heads", 1), "combine" in c.config.params) for c in kin.candidates
+            (c.config.get("packed_heads", 1), "combine" in c.config.params)
+            for c in found.candidates
         ]
         assert kinds == [(4, False), (4, True), (1, False), (1, True)]
         capped = known.models_of(domain._replace(has_softcap=True))
@@ -389,7 +390,7 @@ class TestKin:
             kernels = []
             for domain in domains:
                 models = known.models_of(domain._replace(**changes))
-                assert models is not None and models.kin == AttentionDomain(256, "full", "few")
+                assert models is not None and models.donor == AttentionDomain(256, "full", "few")
                 params = [one.config.params for one in models.candidates]
                 kernels.append(
                     [(p.get("packed_heads", 1), p["tile_n"], p.get("combine", "")) for p in params]
@@ -614,6 +615,6 @@ class TestBlockMasks:
                 kind = target.problem.head_dim, target.problem.softcap > 0
                 counts[kind] = counts.get(kind, 0) + 1
                 assert "block mask" in target.label()
-                assert domain_of(target.problem) in AttentionDomain.others()
+                assert domain_of(target.problem) in AttentionDomain.other_recipients()
         plain = {(head_dim, False): 2 for head_dim in (64, 96, 128, 256)}
         assert counts == {**plain, (64, True): 2, (128, True): 2, (256, True): 2}

@@ -15,7 +15,7 @@ from tuner.families import families
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionProblem, Problem
 from tuner.problem.population import draw, subset
-from tuner.search import pool, timed
+from tuner.search import pool, sampled_problems, timed
 from tuner.selection.domains import (
     EPILOGUES,
     AnyDomain,
@@ -30,30 +30,32 @@ from tuner.selection.portfolio import shipped
 from tuner.tuning.survey import pooled
 
 SHIPPED = {one.op: one for one in shipped() if one.gpu.name == "NVIDIA H200"}
-FOUND = pool.problems("attention")
-PRODUCTS = {**pool.problems("gemm"), **pool.problems("swiglu")}
+FOUND = sampled_problems.problems("attention")
+PRODUCTS = {**sampled_problems.problems("gemm"), **sampled_problems.problems("swiglu")}
 FEW = AttentionDomain(128, "full", "few")
 
 
 @pytest.mark.parametrize("domain", FOUND, ids=lambda domain: domain.label())
 def test_a_domain_s_problems_are_its_own(domain: AttentionDomain) -> None:
     found = FOUND[domain]
-    wanted = pool.PROBLEMS[domain.head_dim] * (pool.DECODED if domain.phase == "one" else 1)
+    wanted = sampled_problems.PROBLEMS[domain.head_dim] * (
+        sampled_problems.DECODED if domain.phase == "one" else 1
+    )
     assert len(set(found)) == len(found) >= wanted
     if not domain.has_softcap:
         alone = sum(p.heads_q == p.heads_kv for p in found)
-        assert alone >= round(wanted * pool.UNGROUPED)
-        assert len(found) == wanted or alone == round(wanted * pool.UNGROUPED)
+        assert alone >= round(wanted * sampled_problems.UNGROUPED)
+        assert len(found) == wanted or alone == round(wanted * sampled_problems.UNGROUPED)
     for problem in found:
         assert domain_of(problem) == domain
-        assert problem.flops <= pool.MAX_FLOPS and problem.dtype == "bfloat16"
+        assert problem.flops <= sampled_problems.MAX_FLOPS and problem.dtype == "bfloat16"
     assert len({(p.heads_q, p.heads_kv, p.head_dim) for p in found}) >= 3
 
 
 def test_every_mask_and_phase_of_every_head_dimension_is_timed() -> None:
     plain = [d for d in FOUND if not d.has_softcap]
     kinds = {(d.mask, d.phase) for d in plain}
-    assert kinds == set(pool.KINDS) and len(plain) == len(kinds) * 5
+    assert kinds == set(sampled_problems.KINDS) and len(plain) == len(kinds) * 5
 
 
 def test_decoding_with_a_soft_cap_is_timed_at_models_heads() -> None:
@@ -61,8 +63,8 @@ def test_decoding_with_a_soft_cap_is_timed_at_models_heads() -> None:
     capped = {d: found for d, found in FOUND.items() if d.has_softcap}
     assert {(d.head_dim, d.phase) for d in capped} == set(product((128, 256), ("one", "few")))
     for problem in chain.from_iterable(capped.values()):
-        assert problem.softcap == pool.SOFTCAP
-        assert 1 < problem.heads_q // problem.heads_kv <= pool.CAPPED
+        assert problem.softcap == sampled_problems.SOFTCAP
+        assert 1 < problem.heads_q // problem.heads_kv <= sampled_problems.CAPPED
     assert (8, 4) in {(p.heads_q, p.heads_kv) for p in chain.from_iterable(capped.values())}
 
 
@@ -79,25 +81,27 @@ def test_groups_that_are_no_power_of_two_are_packed(phase: Phase, with_portfolio
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_problems_of_one_query_are_of_many_sizes_and_ratios(head_dim: int) -> None:
-    wanted = pool.PROBLEMS[head_dim] * pool.DECODED  # without the further ones
+    wanted = (
+        sampled_problems.PROBLEMS[head_dim] * sampled_problems.DECODED
+    )  # without the further ones
     found = FOUND[AttentionDomain(head_dim, "full", "one")][:wanted]
-    by_size = found[round(len(found) * (1 - pool.BY_SIZE)) :]
+    by_size = found[round(len(found) * (1 - sampled_problems.BY_SIZE)) :]
     kinds = {(p.bytes.bit_length() // 2, p.heads_q // p.heads_kv) for p in by_size}
-    assert len(by_size) == len(kinds) == round(len(found) * pool.BY_SIZE)
-    assert 1 << 28 < max(p.bytes for p in by_size) <= pool.MAX_DECODED_BYTES
+    assert len(by_size) == len(kinds) == round(len(found) * sampled_problems.BY_SIZE)
+    assert 1 << 28 < max(p.bytes for p in by_size) <= sampled_problems.MAX_DECODED_BYTES
 
 
 @pytest.mark.parametrize("domain", FOUND, ids=lambda domain: domain.label())
 def test_no_model_has_more_than_its_share(domain: AttentionDomain) -> None:
     heads = [(p.heads_q, p.heads_kv) for p in FOUND[domain]]
-    assert len(set(heads)) >= pool.MIN_MODELS
+    assert len(set(heads)) >= sampled_problems.MIN_MODELS
 
 
 def test_no_held_out_model_s_heads_take_part() -> None:
     """But where a model that takes part has the same: a hash of heads and width decides."""
     making = {
         (call.problem.heads_q, call.problem.heads_kv)
-        for call in draw(pool.SEED, pool.CALLS, subset("making"))
+        for call in draw(sampled_problems.SEED, sampled_problems.CALLS, subset("making"))
         if isinstance(call.problem, AttentionProblem)
     }
     assert {(p.heads_q, p.heads_kv) for found in FOUND.values() for p in found} <= making
@@ -147,13 +151,13 @@ def test_a_domain_has_so_many_kernels() -> None:
 
 
 def test_a_cache_is_cold_and_a_prompt_warm() -> None:
-    regimes = {d.phase: {str(pool.regime(p)) for p in FOUND[d]} for d in FOUND}
+    regimes = {d.phase: {str(sampled_problems.regime(p)) for p in FOUND[d]} for d in FOUND}
     assert regimes["prompt"] == {"stream-warm"} and regimes["one"] == {"stream-cold"}
 
 
 def test_a_survey_takes_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "PROBLEMS", dict.fromkeys(pool.PROBLEMS, 2))
-    few = pool.problems("attention")
+    monkeypatch.setattr(sampled_problems, "PROBLEMS", dict.fromkeys(sampled_problems.PROBLEMS, 2))
+    few = sampled_problems.problems("attention")
     assert few.keys() == FOUND.keys()
     samples = pooled("attention", DEFAULT_GPU, SHIPPED["attention"])
     turns = zip_longest(*few.values())
@@ -166,10 +170,12 @@ def test_a_survey_takes_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("domain", PRODUCTS, ids=lambda domain: domain.label())
 def test_a_domain_s_products_are_of_many_layers(domain: ProductDomain | GatedDomain) -> None:
     found = PRODUCTS[domain]
-    assert 8 <= len(found) == len(set(found)) <= max(pool.PRODUCTS.values())
+    assert 8 <= len(found) == len(set(found)) <= max(sampled_problems.PRODUCTS.values())
     for problem in found:
-        assert domain_of(problem) == domain and str(pool.regime(problem)) == "stream-cold"
-        assert problem.flops <= pool.MAX_PRODUCT_FLOPS and problem.dtype == "bfloat16"
+        assert (
+            domain_of(problem) == domain and str(sampled_problems.regime(problem)) == "stream-cold"
+        )
+        assert problem.flops <= sampled_problems.MAX_PRODUCT_FLOPS and problem.dtype == "bfloat16"
     assert len({(p.n, p.k) for p in found}) >= 4
 
 
@@ -178,11 +184,11 @@ def test_the_first_products_cover_the_sizes(rows: Rows) -> None:
     """A kernel timed at the first quarter is trusted at all calls: within twice a size."""
     called = [
         ProductDomain.sizes(call.problem)
-        for call in draw(pool.SEED, pool.CALLS, subset("making"))
+        for call in draw(sampled_problems.SEED, sampled_problems.CALLS, subset("making"))
         if domain_of(call.problem) == ProductDomain(rows)
-        and call.problem.flops <= pool.MAX_PRODUCT_FLOPS
+        and call.problem.flops <= sampled_problems.MAX_PRODUCT_FLOPS
     ]
-    count = pool.PRODUCTS[rows] // 4
+    count = sampled_problems.PRODUCTS[rows] // 4
     first = [ProductDomain.sizes(p) for p in PRODUCTS[ProductDomain(rows)][:count]]
     for every, some in zip(zip(*called, strict=True), zip(*first, strict=True), strict=True):
         octaves, reached = (math.log2(max(sizes) / min(sizes)) for sizes in (every, some))
@@ -205,7 +211,7 @@ def test_a_layer_s_gradients_are_products_of_its_sizes() -> None:
     """A training pass multiplies the same tokens and widths as the forward pass."""
     layers = {
         call.problem.to_json()[size]
-        for call in draw(pool.SEED, pool.CALLS, subset("making"))
+        for call in draw(sampled_problems.SEED, sampled_problems.CALLS, subset("making"))
         if call.problem.op == "gemm"
         for size in ("m", "n", "k")
     }
@@ -213,13 +219,13 @@ def test_a_layer_s_gradients_are_products_of_its_sizes() -> None:
         for problem in PRODUCTS[ProductDomain("wide", gradient=name)]:
             assert {problem.m, problem.n, problem.k} <= layers
             tokens = problem.m if name == "input" else problem.k
-            assert tokens >= pool.MIN_TRAINING_ROWS
+            assert tokens >= sampled_problems.MIN_TRAINING_ROWS
 
 
 def test_every_domain_of_products_is_timed() -> None:
     timed = {domain.epilogue for domain in PRODUCTS if isinstance(domain, ProductDomain)}
     alike = {one.epilogue for name in timed for one in ProductDomain("wide", name).alike}
-    assert timed == set(pool.TIMED_EPILOGUES) and alike == set(EPILOGUES)
+    assert timed == set(sampled_problems.TIMED_EPILOGUES) and alike == set(EPILOGUES)
     assert ProductDomain("tall") in PRODUCTS and ProductDomain("tall", "gelu") not in PRODUCTS
     assert {d.rows for d in PRODUCTS if isinstance(d, GatedDomain)} == {"few", "narrow", "wide"}
 

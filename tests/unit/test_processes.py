@@ -408,3 +408,51 @@ def test_every_exit_code_comes_back(tmp_path: Path, code: int) -> None:
 def test_a_command_that_a_signal_ended_says_which(tmp_path: Path) -> None:
     done = ProcessPool(60).run(python("import os", "os.kill(os.getpid(), 9)"), tmp_path)
     assert done.returncode == -9
+
+
+#: Runs a bench's sweep whose command starts another and waits for it.
+SWEEPING = """
+import sys
+from pathlib import Path
+from benchmarks import repeats
+from tuner.base.processes import RaisesInterrupted
+from tuner.problem import AttentionProblem
+child = f"echo $$ >child && mv child {sys.argv[1]}/pid && exec sleep 600"
+repeats.python_command = lambda *_: ["sh", "-c", f"sh -c '{child}'; true"]
+with RaisesInterrupted():
+    repeats.swept_anew(AttentionProblem.parse("S=512,D=64"), 0, [])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_what_a_sweep_started_ends_with_the_bench(tmp_path: Path, number: int) -> None:
+    environment = {**python_environment(), "TUNER_CACHE_DIR": str(tmp_path / "cache")}
+    bench = subprocess.Popen(
+        python_command("-c", SWEEPING, str(tmp_path)),
+        cwd=tmp_path,
+        env=environment,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 60
+    try:
+        while not (tmp_path / "pid").exists():
+            assert bench.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        child = int((tmp_path / "pid").read_text())
+        assert not gone(child)
+        bench.send_signal(number)
+        assert bench.wait(deadline - time.monotonic()) != 0
+        while not gone(child):
+            assert time.monotonic() < deadline, "it outlived the bench"
+            time.sleep(0.01)
+    finally:
+        if bench.poll() is None:
+            bench.kill()
+            bench.wait()
+
+
+def test_a_command_that_is_run_says_how_it_ended() -> None:
+    with processes.running(["sh", "-c", "echo said; exit 3"], stdout=subprocess.PIPE) as process:
+        assert process.stdout.read() == b"said\n"
+    assert process.returncode == 3

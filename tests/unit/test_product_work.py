@@ -221,10 +221,10 @@ def test_a_domain_s_problems_are_its_own(domain: ProductDomain | GatedDomain) ->
     assert all(domain_of(problem) == domain for problem in domain.problems("bfloat16"))
 
 
-def test_a_plain_product_is_kin_of_one_with_a_bias() -> None:
+def test_a_plain_product_is_the_donor_of_one_with_a_bias() -> None:
     for rows in ("few", "narrow", "wide"):
-        assert [d.epilogue for d in ProductDomain(rows).varied] == ["bias"]
-    assert not list(ProductDomain("wide", gradient="input").varied)
-    for domain in ProductDomain("few").varied:
-        assert list(domain.kin) == [ProductDomain("few")]
+        assert [d.epilogue for d in ProductDomain(rows).recipients] == ["bias"]
+    assert not list(ProductDomain("wide", gradient="input").recipients)
+    for domain in ProductDomain("few").recipients:
+        assert list(domain.donors) == [ProductDomain("few")]
         assert domain.vendors == {"addmm"}

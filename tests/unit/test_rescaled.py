@@ -204,12 +204,12 @@ class TestServing:
         assert found[H200].domains[domains[1]] == theirs.domains[domains[1]]
         capped = [domain._replace(has_softcap=True) for domain in domains]
         for domain in capped:
-            kin = [one.models_of(domain) for one in found.values()]
-            assert len({one.candidates[0].config for one in kin if one is not None}) == 1
-            assert None not in kin
+            each = [one.models_of(domain) for one in found.values()]
+            assert len({one.candidates[0].config for one in each if one is not None}) == 1
+            assert None not in each
         assert serving([theirs, here], H200) == serving([here, theirs], H200)
 
-    def test_kin_of_a_measured_domain_has_the_times_measured_here(self) -> None:
+    def test_what_a_donor_gives_has_the_times_measured_here(self) -> None:
         theirs = known(9.0, 10.0, 0.25)
         (models,) = theirs.domains.values()
         slow = [replace(one, rates={"launch": 90.0}) for one in models.candidates]
@@ -313,10 +313,10 @@ class TestSelection:
         found = known(own_us, 200.0, 2.0).rescaled(H100).select(DECODING)
         assert found is not None and (found.config.family == "fused_attention") is is_own
 
-    def test_a_domain_of_the_kin_is_rescaled_too(self) -> None:
+    def test_transferred_candidates_are_rescaled_too(self) -> None:
         packed = attention("B=4,S=1024,D=64,varlen=1,layout=bshd")
         found = made(9.0, 10.0, 0.0).rescaled(H100).select(packed)
-        assert found is not None and found.times.models.kin is not None
+        assert found is not None and found.times.models.donor is not None
         assert found.doubts[0] == f"made on NVIDIA H200, rescaled to {H100.name}"
 
     def test_rounds_are_those_of_the_multiprocessors_that_are_there(self) -> None:

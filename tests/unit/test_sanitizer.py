@@ -17,9 +17,11 @@ from pathlib import Path
 
 import pytest
 from fused_attention_proof import cases, plan
-from sanitizer import command, targets, tools, watched
+from sanitizer import command, targets, tools, variants, watched
 from sanitizer.targets import Target
 
+from tuner.base import resources
+from tuner.compile.render import render
 from tuner.errors import ConfigError
 from tuner.families import families, family
 from tuner.hardware import DEFAULT_GPU
@@ -314,3 +316,56 @@ def test_what_is_unknown_is_refused() -> None:
         ConfigError, match=r"^--family conv is unknown \(allowed: fused_attention, "
     ):
         command.main(["--family", "gemm,conv"])
+
+
+# --- kernels with a change of their text ---
+
+
+@pytest.mark.parametrize("name", variants.VARIANTS)
+def test_a_variant_changes_the_kernels_and_leaves_the_project(name: str) -> None:
+    own = resources.templates()
+    (target,) = command.chosen(
+        targets.targets(["fused_attention_backward"], DEFAULT_GPU),
+        ["window=100,dtype=bf16 ds_stages=1"],
+        name,
+    )
+    assert target.label().endswith(f"({name})")
+    (spec,) = target.specs()
+    plain = render(spec, "k")
+    with variants.rendered_as(name):
+        changed = render(spec, "k")
+    assert resources.templates() == own and render(spec, "k") == plain
+    assert "if (lane == 0) Empty::arrive" in plain and "if (lane == 0)" not in changed
+    assert "q_empty[i], 4 * kGroups" in plain and "q_empty[i], 128 * kGroups" in changed
+    with variants.rendered_as("every-lane"):
+        every_lane = render(spec, "k")
+    assert (changed == every_lane) == (name == "every-lane")
+
+
+def test_every_lane_of_fused_attention_arrives_too(fused: list[Target]) -> None:
+    specs = [spec for target in fused for spec in target.specs()]
+    assert any(spec.variables["persistent"] for spec in specs)
+    for spec in specs:
+        plain = render(spec, "k")
+        with variants.rendered_as("every-lane"):
+            changed = render(spec, "k")
+        assert "if (tid % 32 == 0) Empty::arrive(empty)" in plain
+        assert "if (tid % 32 == 0) Empty::arrive(empty)" not in changed
+        assert "q_empty, 4 * kGroups" in plain and "q_empty, 128 * kGroups" in changed
+        assert "% 32 == 0) Empty::arrive(&s.tile_empty" not in changed
+
+
+def test_a_change_without_its_text_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.cu.j2").write_text("text")
+    variants.change(tmp_path, [variants.Change(("a.cu.j2",), "t(e)xt", r"\g<1>")])
+    assert (tmp_path / "a.cu.j2").read_text() == "e"
+    with pytest.raises(ConfigError, match=r"a\.cu\.j2 has no text"):
+        variants.change(tmp_path, [variants.Change(("a.cu.j2",), "text", "")])
+
+
+def test_only_kernels_that_are_asked_for_are_watched() -> None:
+    listed = targets.targets(["gemv"], DEFAULT_GPU)
+    assert command.chosen(listed, [], "") == listed
+    assert command.chosen(listed, ["gemv", listed[0].name], "") == listed[:1]
+    with pytest.raises(ConfigError, match="no such kernel"):
+        command.chosen(listed, ["gemv", "no such kernel"], "")

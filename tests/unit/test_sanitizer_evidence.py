@@ -19,7 +19,7 @@ def test_the_sanitizer_saw_no_fault_of_paged_kernels() -> None:
     assert counts == {"memcheck": 17, "racecheck": 17, "synccheck": 17}
 
 
-def test_the_page_counts_what_the_sanitizer_said_of_gradients() -> None:
+def test_the_sanitizer_counts_gradients_and_small_products() -> None:
     with gzip.open(EVIDENCE / "sanitize-gradients-h200.json.gz", "rt") as text:
         found = json.load(text)
     counts = Counter(
@@ -31,5 +31,24 @@ def test_the_page_counts_what_the_sanitizer_said_of_gradients() -> None:
     assert [counts[tool, True, "clean"] for tool in tools] == [6, 6, 6]
     assert [counts[tool, False, "clean"] for tool in tools] == [18, 3, 17]
     assert counts["racecheck", False, "errors"] == 12 and sum(counts.values()) == 68
-    races = [run for run in found if run["tool"] == "racecheck" and "backward" in run["kernel"]]
-    assert all(("tile_m=128" in run["kernel"]) == (run["status"] == "clean") for run in races)
+
+
+def test_what_racecheck_says_of_gradients_ends_with_every_lane_arriving() -> None:
+    with gzip.open(EVIDENCE / "racecheck-gradients-h200.json.gz", "rt") as text:
+        runs = json.load(text)["runs"]
+    kernels = {variant: Counter(run["status"] for run in found) for variant, found in runs.items()}
+    assert kernels == {
+        "plain": {"errors": 16, "clean": 4},
+        "every-lane": {"clean": 20},
+        "late-read": {"errors": 2},
+        "early-ds": {"clean": 1},
+        "early-sums": {"clean": 2},
+    }
+    plain = [run["kernel"] for run in runs["plain"]]
+    changed = [run["kernel"].removesuffix(" (every-lane)") for run in runs["every-lane"]]
+    assert sorted(plain) == sorted(changed)
+    statistics = {f"read {load} and write UBLKCP.S.G" for load in ("LDS", "LDS.64")}
+    for run in runs["plain"]:
+        assert ("tile_m=128" in run["kernel"]) == (run["status"] == "clean")
+        passed = {"read LDS.128 and write STS.128"} if "D=256" in run["kernel"] else set()
+        assert set(run["hazards"]) <= statistics | passed

@@ -127,7 +127,7 @@ def check(portfolio: Portfolio, problem: Problem) -> bool:
     if found is None:
         assert not own and not vendor, problem.label()
         return False
-    is_trusted = is_near or not vendor or models.domain.reaches_far
+    is_trusted = is_near or not vendor or models.domain.extrapolates
     bound = vendor_us if is_trusted else 0.0
     wanted = [(us, config) for cautious, us, config in own if cautious <= bound]
     alike = pytest.approx(1.0, rel=1e-9)

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -207,6 +207,57 @@ def _is_installed() -> bool:
     return _PACKAGES in {Path(folder).resolve() for folder in folders}
 
 
+def _grouped(command: Sequence[str], **options: Any) -> tuple[subprocess.Popen[Any], int]:
+    """A command in a process group of its own, and this process's end of the pipe that keeps it
+    alive: the group is killed when that end is closed, in whatever way.
+
+    Raises:
+        OSError: when it cannot be started.
+    """
+    theirs, ours = os.pipe()
+    try:
+        process = subprocess.Popen(
+            ["/bin/sh", "-c", _ENDS_WITH_ITS_STARTER, "tuner", *command],
+            stdin=theirs,
+            start_new_session=True,
+            **options,
+        )
+    except OSError:
+        os.close(ours)
+        raise
+    finally:
+        os.close(theirs)
+    return process, ours
+
+
+@contextlib.contextmanager
+def running(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
+    """Command that ends with this process, however that ends, with everything that it started.
+
+    The context waits for the command. An exception in the context kills it at once.
+
+    Args:
+        command: program and arguments.
+        options: arguments of `subprocess.Popen`, other than `stdin` and `start_new_session`.
+
+    Raises:
+        OSError: when the shell that starts it cannot be started.
+    """
+    process, ours = _grouped(command, **options)
+    try:
+        with process:
+            try:
+                yield process
+                if process.returncode is None:
+                    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+            finally:
+                if process.returncode is None:  # not reaped: the number is still its group's
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.killpg(process.pid, signal.SIGKILL)
+    finally:
+        os.close(ours)
+
+
 @dataclass(frozen=True)
 class Finished:
     """How a process ended."""
@@ -297,22 +348,16 @@ class ProcessPool:
             reason = errno.EACCES if Path(command[0]).exists() else errno.ENOENT
             raise CompileError(f"{command[0]} cannot be started: {os.strerror(reason)}")
         with self._lock:
-            theirs, ours = os.pipe()
             try:
-                process = subprocess.Popen(
-                    ["/bin/sh", "-c", _ENDS_WITH_ITS_STARTER, "tuner", *command],
-                    stdin=theirs,
+                process, ours = _grouped(
+                    command,
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     cwd=folder,
                     env={**python_environment(), "TMPDIR": str(folder)},
-                    start_new_session=True,
                 )
             except OSError as exc:
-                os.close(ours)
                 raise CompileError(f"{command[0]} cannot be started: {exc.strerror}") from exc
-            finally:
-                os.close(theirs)
             process.returncode = 0  # reaped by wait4 in `run`, not by Popen
             self._groups[process.pid], self._folders[process.pid] = ours, folder
             killed = self._killed or folder in self._killed_folders

@@ -12,7 +12,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, TextIO, cast
 
 import tuner
@@ -127,7 +127,8 @@ def _secure_streams() -> None:
 
 def parser() -> Parser:
     """Parser of all commands."""
-    variables = "\n".join(f"  {name:<19} {text}" for name, text in VARIABLES.items())
+    width = max(map(len, VARIABLES))
+    variables = "\n".join(f"  {name:<{width}} {text}" for name, text in VARIABLES.items())
     about = "Finds, keeps and serves the fastest CUTLASS kernel of a problem on Hopper."
     root = Parser(
         prog="tuner",
@@ -164,26 +165,44 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     if argv is None:  # arguments of the process
         _secure_streams()
-    if sys.stdout is None:  # closed: a database would get its descriptor and be printed into
-        return _fail("standard output is closed: leave it open, or send it to a file", FAILED)
-    try:
+
+    def run() -> int:
         args = parser().parse_args(argv)
         with _printing():
-            code = int(args.run(args))
+            return int(args.run(args))
+
+    return ended(run, "tuner")
+
+
+def ended(run: Callable[[], int], name: str) -> int:
+    """Exit code of a command. Its errors and signals are one line on standard error; a reader of
+    standard output that has gone is none.
+
+    Args:
+        run: runs the command and returns its exit code.
+        name: name that begins the line.
+    """
+    if sys.stdout is None:  # closed: a database would get its descriptor and be printed into
+        return _fail(name, "standard output is closed: leave it open, or send it to a file", FAILED)
+    try:
+        try:
+            code = run()
+        except SystemExit:  # the parser printed help
             sys.stdout.flush()
+            raise
+        sys.stdout.flush()
         return code
     except ConfigError as exc:
-        return _fail(str(exc), WRONG_INPUT)
+        return _fail(name, str(exc), WRONG_INPUT)
     except TunerError as exc:
-        return _fail(str(exc), FAILED)
+        return _fail(name, str(exc), FAILED)
     except KeyboardInterrupt as exc:
-        return _fail("interrupted", exit_code(exc))
-    except BrokenPipeError:
-        # The reader of standard output is gone: further output goes to the null device.
+        return _fail(name, "interrupted", exit_code(exc))
+    except BrokenPipeError:  # further output goes to the null device
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except OSError as exc:
-        return _fail(str(exc), FAILED)
+        return _fail(name, str(exc), FAILED)
 
 
 @contextlib.contextmanager
@@ -197,7 +216,7 @@ def _printing() -> Iterator[None]:
         yield
 
 
-def _fail(message: str, code: int) -> int:
+def _fail(name: str, message: str, code: int) -> int:
     with _printing():
-        print(f"tuner: {message}", file=sys.stderr)
+        print(f"{name}: {message}", file=sys.stderr)
     return code

@@ -7,7 +7,7 @@ import contextlib
 import json
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -109,9 +109,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from tuner.compile.artifacts import ArtifactCache
     from tuner.compile.compiler import Compiler
-    from tuner.compile.single import BLOCK_QUANTISER, EXPERT_ROWS, PAGED_APPEND
     from tuner.compile.toolchain import find_toolchain
-    from tuner.problem import GroupedGemmProblem
     from tuner.selection.describe import counted
     from tuner.store import open_store
 
@@ -148,14 +146,7 @@ def run(args: argparse.Namespace) -> int:
                 _finish(target, store)
                 if not args.json:
                     print(f"{target.label}: {_said(target)}")
-            print(f"the runtime's dispatcher: {_dispatcher(artifacts)}", file=sys.stderr)
-            if any(t.measurement.problem.op == GroupedGemmProblem.op for t in targets):
-                print(f"{_ROWS}: {_beside(EXPERT_ROWS, artifacts)}", file=sys.stderr)
-            if any(getattr(t.measurement.problem, "scales", "") == "block" for t in targets):
-                said = _beside(BLOCK_QUANTISER, artifacts)
-                print(f"{_QUANTISER}: {said}", file=sys.stderr)
-            if any(getattr(t.measurement.problem, "is_paged", False) for t in targets):
-                print(f"{_APPEND}: {_beside(PAGED_APPEND, artifacts)}", file=sys.stderr)
+            _build_sources(targets, artifacts)
     failed = [target for target in targets if target.reason]
     if args.json:
         rows = [
@@ -164,6 +155,23 @@ def run(args: argparse.Namespace) -> int:
         ]
         print(json.dumps({"built": len(targets) - len(failed), "failed": rows}))
     return 1 if failed else 0
+
+
+def _build_sources(targets: Sequence[BuildTarget], artifacts: ArtifactCache) -> None:
+    """Build the runtime's dispatcher, and the kernels without a template that the problems of
+    `targets` need. Standard error says how each ended.
+    """
+    from tuner.compile.single import BLOCK_QUANTISER, EXPERT_ROWS, PAGED_APPEND
+    from tuner.problem import GroupedGemmProblem
+
+    problems = [target.measurement.problem for target in targets]
+    print(f"the runtime's dispatcher: {_dispatcher(artifacts)}", file=sys.stderr)
+    if any(problem.op == GroupedGemmProblem.op for problem in problems):
+        print(f"{_ROWS}: {_beside(EXPERT_ROWS, artifacts)}", file=sys.stderr)
+    if any(getattr(problem, "scales", "") == "block" for problem in problems):
+        print(f"{_QUANTISER}: {_beside(BLOCK_QUANTISER, artifacts)}", file=sys.stderr)
+    if any(getattr(problem, "is_paged", False) for problem in problems):
+        print(f"{_APPEND}: {_beside(PAGED_APPEND, artifacts)}", file=sys.stderr)
 
 
 def _portfolio(args: argparse.Namespace) -> int:

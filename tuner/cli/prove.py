@@ -105,12 +105,7 @@ def run(args: argparse.Namespace) -> int:
     from tuner.tuning.progress import Interruption
     from tuner.tuning.proof import Prover
 
-    if args.problems < 1:
-        raise ConfigError(f"--problems {args.problems} is out of range (allowed: 1 or more)")
-    if not 1 <= args.processes <= MAX_PROCESSES:
-        raise ConfigError(
-            f"--processes {args.processes} is out of range (allowed: 1 to {MAX_PROCESSES})"
-        )
+    _check(args)
     if args.carry:
         return _carry()
     if args.export:
@@ -123,11 +118,7 @@ def run(args: argparse.Namespace) -> int:
     gpu = gpu or DEFAULT_GPU
     plans = _plans(args, gpu)
     for todo in plans:
-        say(
-            f"{todo.path}: {len(todo.waiting)} kernels to prove, {todo.proven} proven"
-            + (f" ({todo.carried} by carried proofs), " if todo.carried else ", ")
-            + f"{len(todo.failed)} failed before, {todo.missing} not built"
-        )
+        say(_counts(todo))
     faults = [fault for todo in plans for fault in todo.failed]
     left = 0
     if args.dry_run:
@@ -161,6 +152,29 @@ def run(args: argparse.Namespace) -> int:
     if interruption.number is not None:
         return exit_code(interruption.number)
     return FAILED if faults or left else DONE
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Check the arguments' ranges.
+
+    Raises:
+        ConfigError: when one is out of range.
+    """
+    if args.problems < 1:
+        raise ConfigError(f"--problems {args.problems} is out of range (allowed: 1 or more)")
+    if not 1 <= args.processes <= MAX_PROCESSES:
+        raise ConfigError(
+            f"--processes {args.processes} is out of range (allowed: 1 to {MAX_PROCESSES})"
+        )
+
+
+def _counts(todo: ProofPlan) -> str:
+    """How many kernels of a list are to prove, and the state of the others."""
+    carried = f" ({todo.carried} by carried proofs)" if todo.carried else ""
+    return (
+        f"{todo.path}: {len(todo.waiting)} kernels to prove, {todo.proven} proven{carried}, "
+        f"{len(todo.failed)} failed before, {todo.missing} not built"
+    )
 
 
 def _prove(prover: Prover, plans: Sequence[ProofPlan], faults: list[str]) -> int:

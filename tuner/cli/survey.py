@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     from tuner.hardware import DEFAULT_GPU, gpu_by_name
     from tuner.runners.choose import Machine, Runners
     from tuner.runners.gpus import parse_devices
-    from tuner.search.pool import regime
+    from tuner.search.sampled_problems import regime
     from tuner.tuning.job import JobOptions
     from tuner.tuning.progress import Interruption
     from tuner.tuning.survey import (

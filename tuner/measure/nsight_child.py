@@ -18,7 +18,7 @@ from tuner.compile.loading import load
 from tuner.config import Config
 from tuner.families import family
 from tuner.families.base import SCRATCH
-from tuner.measure import device as device_room
+from tuner.measure import device as device_module
 from tuner.measure.device import Device, Pool
 from tuner.measure.gate import Gate
 from tuner.measure.gate.inputs import scale_of
@@ -81,10 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for _ in range(CALLS_BEFORE):
             call()
         device.synchronize()
-        device_room.call("cuProfilerStart")
+        device_module.call("cuProfilerStart")
         call()
         device.synchronize()
-        device_room.call("cuProfilerStop")
+        device_module.call("cuProfilerStop")
     return 0
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tuner.errors import BenchmarkError
-from tuner.measure import device as device_room
+from tuner.measure import device as device_module
 from tuner.measure.bursts import Burst, Entrant, Replay, count_calls, median_of, times_of
 from tuner.measure.device import Device
 from tuner.measure.round_order import RoundOrder
@@ -132,7 +132,7 @@ class Stopwatch:
         steps = burst.steps(QUICK_REPLAYS, self._chance)
         events = self._take(len(steps) + 1)
         self._series(burst, steps, events)
-        clocks = device_room.read_clocks(self._device.index)
+        clocks = device_module.read_clocks(self._device.index)
         return Timing.of(times_of(steps, self._spans(events), burst.n)), clocks
 
     def final(
@@ -201,7 +201,7 @@ class Stopwatch:
                 order = [index for index in order if index not in round_order.others]
             times, clocks = self._round(bursts, order, round_order, progress, careful)
             taken.spent_us += self._lasted_us()
-            if device_room.SLOWDOWNS.intersection(clocks.throttle):
+            if device_module.SLOWDOWNS.intersection(clocks.throttle):
                 if spare > 0:
                     spare -= 1
                     continue
@@ -238,7 +238,7 @@ class Stopwatch:
                 self._device.wait()
         self._device.record(self._events[1])
         # Clocks are read while the GPU works: an idle one reports idle clocks.
-        clocks = device_room.read_clocks(self._device.index)
+        clocks = device_module.read_clocks(self._device.index)
         self._device.wait()
         times = {
             index: median_of(steps[index], self._spans(events[index]), bursts[index].n)

@@ -43,7 +43,7 @@ from tuner.errors import BenchmarkError, GateError, TunerError
 from tuner.families import families, families_in
 from tuner.families.base import LSE, SCRATCH, Family
 from tuner.hardware import Gpu
-from tuner.measure import device as device_room
+from tuner.measure import device as device_module
 from tuner.measure.bursts import Burst, Sets, count_sets, entrant
 from tuner.measure.device import Device, Pool
 from tuner.measure.gate import Gate
@@ -507,7 +507,7 @@ def _serve(options: argparse.Namespace) -> int:
             data = data[os.write(options.answers, data) :]
 
     try:
-        gpu = device_room.detect(options.device)
+        gpu = device_module.detect(options.device)
         if gpu is None:
             raise BenchmarkError(f"CUDA device {options.device} was not found")
         members = dict(families())

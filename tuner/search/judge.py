@@ -128,10 +128,10 @@ class Judge:
             reached, loss = times, least
         unpacked = [kernel for kernel in own if not PACKING & kernel.config.params.keys()]
         found = [own[at] for at in chosen]
-        if self._domain.reaches_far and unpacked and not set(unpacked) & set(found):
+        if self._domain.extrapolates and unpacked and not set(unpacked) & set(found):
             found += self.cover(unpacked, min(most, UNPACKED_KERNELS))
         splitting = [kernel for kernel in unpacked if "combine" in kernel.config.params]
-        if self._domain.reaches_far and splitting and not set(splitting) & set(found):
+        if self._domain.extrapolates and splitting and not set(splitting) & set(found):
             found += [one for one in self.cover(splitting, 1) if one not in found]
         return found
 
@@ -237,7 +237,7 @@ class Judge:
         """PyTorch's measured times at `_problems`; infinite where it has none, and where own
         kernels are chosen even far from measured sizes.
         """
-        if self._domain.reaches_far:
+        if self._domain.extrapolates:
             return [math.inf] * len(self._problems(own))
         vendors = self._domain.vendors
         return [

@@ -100,9 +100,9 @@ def make(
             if domain is not None and domain.is_fitted:
                 by_domain[domain][regime].append(point)
     for domain, regimes in tuple(by_domain.items()):
-        for twin in domain.twins:
-            if twin not in by_domain:
-                by_domain[twin] |= {regime: [] for regime in regimes}
+        for one in domain.filled:
+            if one not in by_domain:
+                by_domain[one] |= {regime: [] for regime in regimes}
     made: dict[AnyDomain, DomainModels] = {}
     for domain, regimes in sorted(by_domain.items()):
         if not _is_named(domain, only):
@@ -112,7 +112,7 @@ def make(
         )
         for regime in by_use:
             found = pooled(domain, regime, by_domain)
-            others = [p for kin in domain.of_times for p in by_domain.get(kin, {}).get(regime, ())]
+            others = [p for one in domain.of_times for p in by_domain.get(one, {}).get(regime, ())]
             without = domain.without_activation
             plain = [] if without is None else pooled(without, regime, by_domain)
             models = _models(domain, regime, found, others, plain, gpu, kernels)

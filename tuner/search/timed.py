@@ -39,7 +39,7 @@ class Point:
 
 @dataclass(frozen=True, eq=False)
 class KernelTimes:
-    """Measurements of one kernel in one domain, and those that it takes from its kin."""
+    """Measurements of one kernel in one domain, and in those of the same rates (`of_times`)."""
 
     domain: AnyDomain
     config: Config

@@ -55,9 +55,9 @@ class Spread(NamedTuple):
                          for axis in axes))  # fmt: skip
 
     def trusted(self, domain: AnyDomain) -> tuple[tuple[float, float], ...]:
-        """The bounds at which a time model is trusted (`Domain.fall`, `Domain.reach`)."""
-        found = zip(self.bounds, domain.fall, domain.reach, strict=True)
-        return tuple((low / fall, high * reach) for (low, high), fall, reach in found)
+        """The bounds within which a time model is trusted (`Domain.trusted_above`)."""
+        found = zip(self.bounds, domain.trusted_below, domain.trusted_above, strict=True)
+        return tuple((low / below, high * above) for (low, high), below, above in found)
 
     def holds(self, sizes: tuple[int, ...], domain: AnyDomain) -> bool:
         """True if every size is within the trusted bounds."""
@@ -158,7 +158,7 @@ class DomainModels:
     """Lead over the vendor's expected time that an own kernel needs to be chosen, as a multiple of
     its `Candidate.p90_error`."""
     regret: Regret
-    kin: AnyDomain | None = None
+    donor: AnyDomain | None = None
     """Domain that the rates were measured in, if not in this one."""
     made_on: Gpu | None = None
     """GPU of the measurements, if the rates are rescaled; None: this one."""
@@ -291,62 +291,22 @@ class DomainTimes:
         """
         tape, uses = Tape(), Counter[str]()
         sizes = self._sizes_on(tape)
-        here, margin = self._expected_here(sizes)
-        is_cold = self.models.regime.l2 == "cold"
-        least_us = floor_us(sizes, self.models.made_on or self.gpu, is_cold)
-        bounded = partial(larger, least_us) if least_us is not None else _same
-        rows = []
-        # What only some problems need is computed where its condition holds.
-        blocks: dict[str, _Block] = {}
-        for place, one in self._own.items():
-            family, config, doubt = one.family, one.config, 1 + self.models.margin * one.p90_error
-            assert family is not None
-            tiling, is_scheduled = family.tiling(config), family.is_scheduled(config)
-            condition = family.condition(config) if is_scheduled else ""
-            block = blocks.get(condition)
-            if block is None:
-                inner = Tape(tape) if condition else tape
-                block = blocks[condition] = _Block(
-                    inner, self._sizes_on(inner) if condition else sizes
-                )
-            loop, splits = Tape(block.tape), 1 if tiling is None else tiling.splits
-            counts: Any = (1,)
-            if is_scheduled:
-                counts = family.traced_splits(config, block.sizes, self.gpu)
-                if counts is None:
-                    tape.names[f"splits_{place}"] = family.splitter(config, self.gpu)
-                    counts = f"splits_{place}(problem)"
-                splits = loop.argument("count") if counts != (1,) else 1
-            if is_scheduled and family.is_split(config):
-                tiling = tiling._replace(splits=splits)
-            us = bounded(one.us(block.sizes, tiling, self.gpu))
-            row = f"({here(us * doubt) * margin}, {here(us)}, {place}, {splits})"
-            uses.update(names_in(row))
-            if counts != (1,):
-                uses.update(names_in(str(counts)))
-                block.loops.append((counts, loop, row))
-            elif condition:
-                block.rows.append(row)
-            else:
-                rows.append(row)
+        expected = self._expected_here(sizes)
+        blocks = self._own_blocks(tape, sizes, expected, uses)
+        rows = blocks[""].rows
+        blocks[""].rows = []  # they begin the list of estimates
         written = {condition: block.written(uses) for condition, block in blocks.items()}
-        loops = written.pop("", [])
-        for condition, block in blocks.items():
-            if condition:
-                lines = [*(f" {line}" for line in block.tape.lines(uses)), *written[condition]]
-                loops += [f" if {condition}:", *(f" {line}" for line in lines)]
-        trusted = [one.spread.trusted(self.models.domain) for one in self._own.values()]
-        axes = self.models.domain.axes_of(sizes)
-        tightest = [_overlap(axis) for axis in zip(*trusted, strict=True)]
-        loosest = [_union(axis) for axis in zip(*trusted, strict=True)]
-        every = [_within(bounds, axes, loosest) or "True" for bounds in trusted]
-        shared = _within(tightest, axes) if trusted else "False"
-        any_near = _within(loosest, axes) if trusted else "False"
-        near = ", ".join(f"{place}: {text}" for place, text in zip(self._own, every, strict=True))
+        loops = written.pop("")
+        for condition, lines in written.items():
+            inner = [*(f" {line}" for line in blocks[condition].tape.lines(uses)), *lines]
+            loops += [f" if {condition}:", *(f" {line}" for line in inner)]
+        nearness = self._nearness(sizes)
         vendors = [
-            str(here(bounded(one.us(sizes, self._tiling(one), self.gpu)))) for one in self.vendors
+            str(expected.here(expected.bounded(one.us(sizes, self._tiling(one), self.gpu))))
+            for one in self.vendors
         ]
-        uses.update(names_in(" ".join((shared, any_near, near, *vendors))))
+        uses.update(names_in(" ".join((*nearness, *vendors))))
+        shared, any_near, near = nearness
         lines = [
             "def times(sizes, problem):",
             f" {', '.join(self._kind._fields)} = sizes",
@@ -364,29 +324,99 @@ class DomainTimes:
         ]
         return compiled("times", lines, tape.names)
 
+    def _own_blocks(
+        self, tape: Tape, sizes: Any, expected: _Expected, uses: Counter[str]
+    ) -> dict[str, _Block]:
+        """Own candidates, traced, by the condition under which they are estimated. What only some
+        problems need is computed where its condition holds; none is the empty text.
+
+        Args:
+            tape: tape of all problems.
+            sizes: sizes on it.
+            expected: expected times from traced ones.
+            uses: names that the estimates need are added.
+        """
+        blocks = {"": _Block(tape, sizes)}
+        for place, one in self._own.items():
+            family, config = one.family, one.config
+            assert family is not None
+            tiling, is_scheduled = family.tiling(config), family.is_scheduled(config)
+            condition = family.condition(config) if is_scheduled else ""
+            if condition not in blocks:
+                inner = Tape(tape)
+                blocks[condition] = _Block(inner, self._sizes_on(inner))
+            block = blocks[condition]
+            loop, splits = Tape(block.tape), 1 if tiling is None else tiling.splits
+            counts: Any = (1,)
+            if is_scheduled:
+                counts = family.traced_splits(config, block.sizes, self.gpu)
+                if counts is None:
+                    tape.names[f"splits_{place}"] = family.splitter(config, self.gpu)
+                    counts = f"splits_{place}(problem)"
+                splits = loop.argument("count") if counts != (1,) else 1
+            if is_scheduled and family.is_split(config):
+                tiling = tiling._replace(splits=splits)
+            us = expected.bounded(one.us(block.sizes, tiling, self.gpu))
+            doubt = 1 + self.models.margin * one.p90_error
+            least = expected.here(us * doubt) * expected.margin
+            row = f"({least}, {expected.here(us)}, {place}, {splits})"
+            uses.update(names_in(row))
+            if counts == (1,):
+                block.rows.append(row)
+            else:
+                uses.update(names_in(str(counts)))
+                block.loops.append((counts, loop, row))
+        return blocks
+
+    def _nearness(self, sizes: Any) -> tuple[str, str, str]:
+        """Source texts: whether all own candidates were measured near the sizes, whether any was,
+        and the items of a dictionary that says so of each by its index.
+        """
+        trusted = [one.spread.trusted(self.models.domain) for one in self._own.values()]
+        if not trusted:
+            return "False", "False", ""
+        axes = self.models.domain.axes_of(sizes)
+        tightest = [_overlap(axis) for axis in zip(*trusted, strict=True)]
+        loosest = [_union(axis) for axis in zip(*trusted, strict=True)]
+        every = [_within(bounds, axes, loosest) or "True" for bounds in trusted]
+        near = ", ".join(f"{place}: {text}" for place, text in zip(self._own, every, strict=True))
+        return _within(tightest, axes), _within(loosest, axes), near
+
     def _sizes_on(self, tape: Tape) -> Any:
         """Sizes to trace on a tape."""
         sizes = self._kind(*map(tape.argument, self._kind._fields))
         return self.models.domain.with_known(sizes)
 
-    def _expected_here(self, sizes: Any) -> tuple[Callable[[Any], Any], float]:
-        """A function from microseconds by the rates to expected ones, and the factor by which an
-        own kernel must be faster. They differ where the rates are another GPU's: all kernels move
-        the same bytes, so all of them take so much longer.
+    def _expected_here(self, sizes: Any) -> _Expected:
+        """Expected times from those by the rates.
 
-        Rates of memory are not rescaled in its place: a fit takes time in which a kernel waits for
-        memory for time of its steps where both grow together, of one kernel more than of another.
+        Where the rates are another GPU's, all kernels move the same bytes, so all of them take so
+        much longer. Rates of memory are not rescaled in its place: a fit takes time in which a
+        kernel waits for memory for time of its steps where both grow together, of one kernel more
+        than of another.
         """
-        made_on = self.models.made_on
+        made_on, l2 = self.models.made_on, self.models.regime.l2
+        least_us = floor_us(sizes, made_on or self.gpu, l2 == "cold")
+        bounded = partial(larger, least_us) if least_us is not None else _same
         if made_on is None:
-            return lambda us: us, 1.0
-        is_warm = self.models.regime.l2 == "warm"
-        gap_us = memory_gap_us(sizes, made_on, self.gpu, is_warm)
-        return lambda us: us + gap_us, 1 + RESCALED_MARGIN
+            return _Expected(bounded, _same, 1.0)
+        gap_us = memory_gap_us(sizes, made_on, self.gpu, l2 == "warm")
+        return _Expected(bounded, lambda us: us + gap_us, 1 + RESCALED_MARGIN)
 
     @staticmethod
     def _tiling(one: Candidate) -> Any:
         return None if one.family is None else one.family.tiling(one.config)
+
+
+class _Expected(NamedTuple):
+    """Expected times on a GPU, from times by rates; all may be traced."""
+
+    bounded: Callable[[Any], Any]
+    """Not less than the least time of the sizes."""
+    here: Callable[[Any], Any]
+    """On the GPU, if the rates are another's."""
+    margin: float
+    """Factor by which an own kernel must be faster."""
 
 
 @dataclass

@@ -99,8 +99,8 @@ class Selection(NamedTuple):
     @property
     def doubts(self) -> tuple[str, ...]:
         """Reasons why the expected times may be wrong, for people."""
-        kin = self.times.models.kin
-        found = [] if kin is None else [f"the rates are those of {kin.label()}"]
+        donor = self.times.models.donor
+        found = [] if donor is None else [f"the rates are those of {donor.label()}"]
         if (made_on := self.times.models.made_on) is not None:
             found.insert(0, f"made on {made_on.name}, rescaled to {self.times.gpu.name}")
         if isinstance(self.domain, AttentionDomain) and self.domain.is_sparse:
@@ -157,7 +157,7 @@ def choose(problem: Problem, models: DomainModels, gpu: Gpu) -> Selection | None
     facts = times.legality(problem)
     vendor_us, vendor, name = _vendors_best(times, problem, vendors_us, facts)
     vendor_us *= models.domain.pytorchs_factor(problem)
-    is_trusted = is_near or vendor is None or models.domain.reaches_far
+    is_trusted = is_near or vendor is None or models.domain.extrapolates
     bound_us = vendor_us if is_trusted else 0.0
     # The first is legal most often, so the others are sorted only on demand.
     chosen_us, chosen = vendor_us, vendor

@@ -104,7 +104,7 @@ class Target:
 def targets(portfolio: Portfolio) -> list[Target]:
     """The kernels of all own candidates, once each, for both types, measured domains first."""
     found: dict[tuple[str, ...], Target] = {}
-    for domain, models in sorted(portfolio.served(), key=lambda one: one[1].kin is not None):
+    for domain, models in sorted(portfolio.served(), key=lambda one: one[1].donor is not None):
         for candidate in models.candidates:
             if candidate.family is None or candidate.is_vendor:
                 continue

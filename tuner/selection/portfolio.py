@@ -31,8 +31,8 @@ from tuner.problem import Problem
 from tuner.selection.candidates import DomainModels
 from tuner.selection.choice import Selection, choose
 from tuner.selection.domains import DOMAINS, AnyDomain, GatedDomain, ProductDomain, domain_of
-from tuner.selection.kin import Kin
 from tuner.selection.portfolio_json import FORMAT, VERSION, models_from, models_json, text
+from tuner.selection.transfer import Transfer
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Portfolio:
 
     @property
     def _breadth(self) -> tuple[int, str]:
-        """Order of the portfolios whose kernels others share: by the domains that are kin."""
+        """Order of the portfolios whose kernels others share: by the domains that can be donors."""
         plain = sum(not getattr(domain, "has_softcap", False) for domain in self.domains)
         return plain, self.gpu.identity
 
@@ -158,34 +158,36 @@ class Portfolio:
         return Portfolio(self.op, self.gpu, {**self.domains, **newer.domains}, origin)
 
     @property
-    def _kin(self) -> Kin:
-        return Kin(self.gpu, self.domains)
+    def _transfer(self) -> Transfer:
+        return Transfer(self.gpu, self.domains)
 
     def models_of(self, domain: AnyDomain | None) -> DomainModels | None:
         """The candidates of a domain. An unmeasured one, with a window or a bias for instance, gets
-        the best candidates of its kin (`Domain.kin`).
+        the best candidates of its nearest measured donor (`Domain.donors`).
         """
         if domain is None:
             return None
         try:
             return self._found[domain]
         except KeyError:
-            kin_of = self._kin.models_of if self.fallback is None else self.fallback.models_of
+            models_of = (
+                self._transfer.models_of if self.fallback is None else self.fallback.models_of
+            )
             found = self.domains.get(domain)
-            if found is None and (theirs := kin_of(domain)) is not None:
-                found = self._kin.timed_here(theirs)
+            if found is None and (theirs := models_of(domain)) is not None:
+                found = self._transfer.timed_here(theirs)
             return self._found.setdefault(domain, found)
 
     def served(self) -> Iterator[tuple[AnyDomain, DomainModels]]:
-        """The measured domains and the domains of their kin, in a fixed order."""
+        """The measured domains and those that they are donors of, in a fixed order."""
         for domain, models in sorted(self.domains.items()):
             yield domain, models
-            for one in domain.varied:
-                if one not in self.domains and (kin := self.models_of(one)) is not None:
-                    yield one, kin
-        for one in DOMAINS[self.op].others():
-            if one not in self.domains and (kin := self.models_of(one)) is not None:
-                yield one, kin
+            for one in domain.recipients:
+                if one not in self.domains and (found := self.models_of(one)) is not None:
+                    yield one, found
+        for one in DOMAINS[self.op].other_recipients():
+            if one not in self.domains and (found := self.models_of(one)) is not None:
+                yield one, found
 
     def select(self, problem: Problem) -> Selection | None:
         """The kernel with the least expected time, the vendor's unless an own one wins clearly.
@@ -194,7 +196,7 @@ class Portfolio:
             problem: problem of this operation.
 
         Returns:
-            The selection. None if neither the problem's domain nor its kin was measured, or no
+            The selection. None if neither the problem's domain nor a donor was measured, or no
             candidate takes the problem.
         """
         models = self.models_of(domain_of(problem))

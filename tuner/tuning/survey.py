@@ -4,9 +4,9 @@ A sweep measures promising candidates, so its recording is biased towards the mo
 A survey draws kernels at random, by a hash of the seed and of the compiled source. The same command
 draws the same kernels, and problems that share kernels draw the same ones.
 
-`pooled` instead takes the kernels that a portfolio may be made of (`tuner.search.pool`). Each
-problem has one recording, written after every request. Its measurements from this environment are
-not repeated.
+`pooled` instead takes the kernels that a portfolio may be made of (`tuner.search.pool`), at
+problems that `tuner.search.sampled_problems` draws from models. Each problem has one recording,
+written after every request. Its measurements from this environment are not repeated.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tuner.problem import Problem
 from tuner.runners import recording
 from tuner.runners.base import Runner
 from tuner.runners.recording import Recording
-from tuner.search import pool
+from tuner.search import pool, sampled_problems
 from tuner.selection.portfolio import Portfolio
 from tuner.tuning.options import Catalogue, check_families
 from tuner.tuning.progress import Interruption
@@ -145,7 +145,7 @@ def pooled(
         only: texts that a domain's name must all contain.
     """
     by_domain: list[list[Sample]] = []
-    for domain, problems in pool.problems(op).items():
+    for domain, problems in sampled_problems.problems(op).items():
         if not all(text in domain.label() for text in only):
             continue
         by_domain.append([])

@@ -4,6 +4,7 @@
 
     targets.py  which kernels of each family, and on which tiny problems
     watched.py  the process that launches them and is watched
+    variants.py kernels with a change of their text, for racecheck
     tools.py    runs the tools over it, several at a time, and reads what they say
     command.py  arguments, compiling, the table
 

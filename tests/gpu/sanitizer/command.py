@@ -24,6 +24,7 @@ from tuner.measure.device import detect
 
 from .targets import DEFAULT, FAMILIES, Target, fused_proof, halved_of, targets
 from .tools import TOOLS, Run, Sanitizer, Seen, find_sanitizer, table
+from .variants import VARIANTS, rendered_as
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -32,6 +33,21 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description="compute-sanitizer over the kernels that the GPU tests prove",
     )
     parser.add_argument("--family", default=DEFAULT, help=f"of {', '.join(FAMILIES)} (%(default)s)")
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="of these the kernels whose printed line has this text; may be repeated",
+    )
+    parser.add_argument(
+        "--variant",
+        default="",
+        choices=sorted(VARIANTS),
+        metavar="NAME",
+        help=f"change the kernels' text: {', '.join(sorted(VARIANTS))} "
+        "(tests/gpu/sanitizer/variants.py)",
+    )
     parser.add_argument("--list", action="store_true", help="print the kernels and end")
     parser.add_argument(
         "--compile-only",
@@ -40,6 +56,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "tests/gpu/test_fused_attention_gpu.py does, and end; no GPU",
     )
     parser.add_argument("--tools", default=",".join(TOOLS), help="default: %(default)s")
+    parser.add_argument("--print-limit", type=int, default=20, help="reports kept (%(default)s)")
+    parser.add_argument(
+        "--tool-options", default="", help="further options of compute-sanitizer, with spaces"
+    )
     parser.add_argument("--configs", type=Path, help="JSON file of further fused configs")
     parser.add_argument("--jobs", type=int, default=8, help="processes at a time (%(default)s)")
     parser.add_argument("--timeout-s", type=float, default=120.0, help="of one (%(default)s)")
@@ -59,6 +79,19 @@ def names(option: str, text: str, allowed: Sequence[str]) -> list[str]:
         if name not in allowed:
             raise ConfigError(f"{option} {name} is unknown (allowed: {', '.join(allowed)})")
     return found
+
+
+def chosen(found: Sequence[Target], only: Sequence[str], variant: str) -> list[Target]:
+    """Targets whose printed line has all the texts `only`, named after their variant.
+
+    Raises:
+        ConfigError: when there is none.
+    """
+    wanted = [target for target in found if all(text in target.label() for text in only)]
+    if not wanted:
+        raise ConfigError(f"--only {' '.join(only)}: no kernel's line has it (--list prints them)")
+    suffix = f" ({variant})" if variant else ""
+    return [replace(target, name=target.name + suffix) for target in wanted]
 
 
 def runs_of(found: Sequence[Target], tools: Sequence[str]) -> list[Run]:
@@ -90,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     families = names("--family", options.family, FAMILIES)
     tools = names("--tools", options.tools, TOOLS)
     gpu = detect() or DEFAULT_GPU
-    found = targets(families, gpu, options.configs)
+    found = chosen(targets(families, gpu, options.configs), options.only, options.variant)
     if options.list:
         for target in found:
             print(target.label())
@@ -98,13 +131,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = dict.fromkeys(spec for target in found for spec in target.specs())
     if options.compile_only and DEFAULT in families:
         wanted |= dict.fromkeys(fused_proof(gpu, options.configs))
-    with Compiler(find_toolchain(), ArtifactCache()) as compiler:
+    compiler = Compiler(find_toolchain(), ArtifactCache())
+    with rendered_as(options.variant), compiler:
         built, failed = build(compiler, list(wanted))
     if options.compile_only:
         print(f"{len(built)} kernels compiled, {len(failed)} do not compile")
         return 1 if failed else 0
     left = [target for target in (without(t, failed) for t in found) if target.launches]
-    sanitizer = Sanitizer(find_sanitizer(), built, options.timeout_s, options.budget_s)
+    further = (f"--print-limit={options.print_limit}", *options.tool_options.split())
+    sanitizer = Sanitizer(find_sanitizer(), built, options.timeout_s, options.budget_s, further)
     come: list[Seen] = []
 
     def noted(one: Seen) -> None:

@@ -94,7 +94,9 @@ class Sanitizer:
         built: Mapping[KernelSpec, Artifact],
         timeout_s: float,
         budget_s: float,
+        further: Sequence[str] = (),
     ) -> None:
+        self._further = further  # options of the tool
         self._program, self._libraries = program, libraries(built)
         self._pool = ProcessPool(timeout_s)
         self._end = time.monotonic() + budget_s
@@ -134,7 +136,7 @@ class Sanitizer:
             ],
         }
         command = [self._program, f"--tool={run.tool}", "--launch-timeout=60"]
-        command += ["--show-backtrace=no", "--print-limit=20"]
+        command += ["--show-backtrace=no", *self._further]
         if run.tool == "memcheck":  # what a call returns, its caller checks
             command += [f"--padding={PADDING}", "--report-api-errors=no"]
         command += python_command("-m", "sanitizer.watched")

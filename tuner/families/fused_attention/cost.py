@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 from math import ceil
+from typing import NamedTuple
 
 from tuner.config import Config
 from tuner.hardware import EXP_PER_CLOCK_SM, TENSOR_FLOPS_PER_CLOCK_SM, WARP_GROUP, Gpu
@@ -83,6 +84,21 @@ TRANSPOSE_US = 1.5
 SHARPNESS = 4
 
 
+class _Rounds(NamedTuple):
+    """Blocks of the busiest multiprocessor, which run in batches of `resident` ones."""
+
+    blocks: float
+    """Blocks a multiprocessor."""
+    resident: int
+    batches: int
+    step: float
+    """Clocks of a step of all resident blocks."""
+    whole: float
+    """Clocks of all batches but the last; 0 where tiles have unlike lengths."""
+    last: float
+    """Clocks of the last batch, or of all where tiles have unlike lengths."""
+
+
 def predict_us(
     problem: AttentionProblem,
     config: Config,
@@ -100,19 +116,46 @@ def predict_us(
         gpu: GPU that it runs on.
         constants: constants of the model, as `CONSTANTS`.
     """
+    rounds = _rounds(problem, config, head_tile, gpu, constants)
+    clock_mhz = gpu.clock_max_mhz * (1 if problem.is_decoding else SUSTAINED_CLOCK)
+    busy_us = _busy_us(problem, rounds, gpu, clock_mhz, constants)
+    own = constants["persistent_clocks" if config["persistent"] else "later_clocks"]
+    outside = constants["fill_steps"] * rounds.step + constants["block_clocks"]
+    outside += (rounds.batches - 1) * own
+    if config.get("stages_output"):
+        outside -= rounds.batches * constants["staged_clocks"]
+    sharing = config.get("key_groups", 1)
+    if sharing > 1:
+        outside += constants["merge_clocks"] * (sharing - 1)
+    fixed_us = constants["fixed_us"] * (constants["pdl"] if config["pdl"] else 1)
+    if config["splits"] > 1:
+        fixed_us += _combine_us(problem, config, constants)
+    if problem.dtype == E4M3:  # V is read and written once more
+        fixed_us += TRANSPOSE_US
+        fixed_us += gpu.floor_us(0, 2 * problem.matrices[2].bytes) / constants["memory_efficiency"]
+    return float(fixed_us + busy_us + outside / clock_mhz)
+
+
+def _rounds(
+    problem: AttentionProblem,
+    config: Config,
+    head_tile: int,
+    gpu: Gpu,
+    constants: Mapping[str, float],
+) -> _Rounds:
+    """Blocks of the busiest multiprocessor, and the clocks of their steps."""
     sharing, packed = config.get("key_groups", 1), config.get("packed_heads", 1)
     tile_m = 64 * config["warp_groups"] // sharing
-    splits, resident = config["splits"], config["blocks_per_sm"]
+    splits, sm_count = config["splits"], gpu.sm_count
     tiles = ceil(problem.seqlen_q * packed / tile_m)
-    sm_count = gpu.sm_count
     if splits > 1 and config["combine"] == "cluster":
         known = (most // splits * splits for size, most in CLUSTERED_BLOCKS if splits <= size)
         sm_count = min(sm_count, next(known, LARGE_CLUSTERS * splits))
     packs = problem.heads_kv if config.get("pads_heads") else problem.heads_q // packed
     blocks = tiles * packs * problem.batch * splits / sm_count
-    rounds = ceil(blocks)
-    resident = min(resident, rounds)
-    batches = ceil(rounds / resident)
+    count = ceil(blocks)
+    resident = min(config["blocks_per_sm"], count)
+    batches = ceil(count / resident)
     longest, mean = _visits(problem, tile_m // packed, tiles, config["tile_n"], splits)
     longest, mean = ceil(longest / sharing), mean / sharing
     if "skips_masked" in config.params:
@@ -122,35 +165,34 @@ def predict_us(
     step = _step_clocks(problem, config, head_tile, resident, constants)
     if problem.is_causal or problem.block_mask:  # tiles of unlike lengths
         average = mean * blocks / resident
-        whole, clocks = 0.0, max(longest, average + constants["imbalance"] * longest) * step
-    else:
-        left = rounds - (batches - 1) * resident
-        last = _step_clocks(problem, config, head_tile, left, constants)
-        whole, clocks = (batches - 1) * mean * step, mean * last
-    clock_mhz = gpu.clock_max_mhz * (1 if problem.is_decoding else SUSTAINED_CLOCK)
+        clocks = max(longest, average + constants["imbalance"] * longest) * step
+        return _Rounds(blocks, resident, batches, step, 0.0, clocks)
+    left = count - (batches - 1) * resident
+    last = _step_clocks(problem, config, head_tile, left, constants)
+    return _Rounds(blocks, resident, batches, step, (batches - 1) * mean * step, mean * last)
+
+
+def _busy_us(
+    problem: AttentionProblem,
+    rounds: _Rounds,
+    gpu: Gpu,
+    clock_mhz: float,
+    constants: Mapping[str, float],
+) -> float:
+    """Time of the steps, at least that of the bytes through memory."""
+    whole, clocks = rounds.whole, rounds.last
     memory_us = gpu.floor_us(0, _bytes(problem))
     if problem.is_decoding:  # nothing is in the L2
         memory_us = _bytes(problem) / gpu.memory_gbs / 1e3
     memory_us /= constants["memory_efficiency"]
     # Blocks of the last round have all of the memory's bandwidth, but not enough loads to fill it.
-    share = (batches - 1) * resident / blocks if problem.is_decoding and whole else 0.0
+    share = 0.0
+    if problem.is_decoding and whole:
+        share = (rounds.batches - 1) * rounds.resident / rounds.blocks
     if share == 0:
         whole, clocks = 0.0, whole + clocks
     busy_us = max(share * memory_us, whole / clock_mhz)
-    busy_us += max((1 - share) * memory_us, clocks / clock_mhz)
-    own = constants["persistent_clocks" if config["persistent"] else "later_clocks"]
-    outside = constants["fill_steps"] * step + constants["block_clocks"] + (batches - 1) * own
-    if config.get("stages_output"):
-        outside -= batches * constants["staged_clocks"]
-    if sharing > 1:
-        outside += constants["merge_clocks"] * (sharing - 1)
-    fixed_us = constants["fixed_us"] * (constants["pdl"] if config["pdl"] else 1)
-    if splits > 1:
-        fixed_us += _combine_us(problem, config, constants)
-    if problem.dtype == E4M3:  # V is read and written once more
-        fixed_us += TRANSPOSE_US
-        fixed_us += gpu.floor_us(0, 2 * problem.matrices[2].bytes) / constants["memory_efficiency"]
-    return float(fixed_us + busy_us + outside / clock_mhz)
+    return busy_us + max((1 - share) * memory_us, clocks / clock_mhz)
 
 
 def _combine_us(problem: AttentionProblem, config: Config, constants: Mapping[str, float]) -> float:

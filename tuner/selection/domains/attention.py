@@ -66,7 +66,7 @@ class AttentionDomain(_Attention, Domain):
     __slots__ = ()
     op = AttentionProblem.op
     axes = ("rows", "keys")
-    reaches_far = True
+    extrapolates = True
 
     @classmethod
     def holding(cls, problem: Any) -> Self | None:
@@ -114,7 +114,7 @@ class AttentionDomain(_Attention, Domain):
         return sizes._replace(is_masked=self.mask != "full")
 
     @property
-    def kin(self) -> Iterator[Self]:
+    def donors(self) -> Iterator[Self]:
         """Related domains whose kernels may serve this one.
 
         Block-sparse masks use the domain of a mask that hides nothing. Paged caches use dense
@@ -181,7 +181,7 @@ class AttentionDomain(_Attention, Domain):
             yield self._replace(phase=other[self.phase])
 
     @property
-    def varied(self) -> Iterator[Self]:
+    def recipients(self) -> Iterator[Self]:
         """Decoding with D = 256 has no window: a cache keeps what it lets through."""
         if self.head_dim == _RARE or self.mask == "windowed":  # `others` or the causal one has them
             return
@@ -194,7 +194,7 @@ class AttentionDomain(_Attention, Domain):
             yield self._replace(is_varlen=True)
 
     @classmethod
-    def others(cls) -> Iterator[Self]:
+    def other_recipients(cls) -> Iterator[Self]:
         """Domains of paged caches, of mask operands and of block-sparse masks.
 
         Paged caches: plain ones of every instance, of e4m3 for D = 64 and 128, windows where
@@ -247,7 +247,7 @@ class AttentionDomain(_Attention, Domain):
         return self.mask == "windowed" or self.has_softcap or self.is_varlen
 
     @property
-    def kin_kernels(self) -> int | None:
+    def donor_kernels(self) -> int | None:
         """Gemma 2's short prompts have a second kernel, of smaller tiles. So have causal prompts of
         D = 136 to 192.
         """
@@ -257,7 +257,7 @@ class AttentionDomain(_Attention, Domain):
         return None if self.operand and not self.is_composed else 1
 
     @property
-    def splits_kin(self) -> bool:
+    def donors_split(self) -> bool:
         is_capped = self.has_softcap and self.phase != "prompt" and self.head_dim in CAPPED
         is_rare = self.head_dim == _RARE and self.phase != "prompt" and self._is_plain
         return is_capped or self._shares_kernels or is_rare
@@ -267,7 +267,7 @@ class AttentionDomain(_Attention, Domain):
         return 8
 
     @property
-    def has_rival_kin(self) -> bool:
+    def has_donor_vendors(self) -> bool:
         """So cuDNN's kernels take additive masks, and plain calls of every D."""
         is_rival = self.operand == "additive" or (self.head_dim == _RARE and not self.operand)
         return is_rival and not self.is_composed

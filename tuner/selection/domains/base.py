@@ -21,7 +21,7 @@ class Domain(ABC):
     op: ClassVar[str]
     axes: ClassVar[tuple[str, ...]]
     """Names of `sizes`."""
-    reaches_far: ClassVar[bool]
+    extrapolates: ClassVar[bool]
     """True if own kernels are also chosen far from measured sizes. PyTorch's attention is slower
     nearly everywhere, its products seldom."""
 
@@ -40,12 +40,12 @@ class Domain(ABC):
         """
 
     @property
-    def reach(self) -> tuple[float, ...]:
+    def trusted_above(self) -> tuple[float, ...]:
         """Factors above the largest measured sizes up to which time models are trusted, by axis."""
         return (MAX_SIZE_FACTOR,) * len(self.axes)
 
     @property
-    def fall(self) -> tuple[float, ...]:
+    def trusted_below(self) -> tuple[float, ...]:
         """Factors below the smallest measured sizes down to which they are trusted, by axis."""
         return (MAX_SIZE_FACTOR,) * len(self.axes)
 
@@ -67,8 +67,10 @@ class Domain(ABC):
 
     @property
     @abstractmethod
-    def kin(self) -> Iterator[Self]:
-        """Measured domains whose kernels do nearly the same work, nearest first."""
+    def donors(self) -> Iterator[Self]:
+        """Domains whose kernels do nearly the same work, nearest first. The kernels and time models
+        of the first measured one serve this domain while it was not measured itself.
+        """
 
     @property
     def is_fitted(self) -> bool:
@@ -86,7 +88,7 @@ class Domain(ABC):
         yield self
 
     @property
-    def twins(self) -> Iterator[Self]:
+    def filled(self) -> Iterator[Self]:
         """Domains of `alike` that a fit makes of this one's measurements if they have none. Else
         another GPU's times would be rescaled.
         """
@@ -105,25 +107,25 @@ class Domain(ABC):
 
     @property
     @abstractmethod
-    def varied(self) -> Iterator[Self]:
-        """Served domains that have this one among their `kin`."""
+    def recipients(self) -> Iterator[Self]:
+        """Served domains that have this one among their `donors`."""
 
     @classmethod
-    def others(cls) -> Iterator[Self]:
-        """Domains served by measured kin that are not among any domain's `varied`."""
+    def other_recipients(cls) -> Iterator[Self]:
+        """Domains served by measured donors that are not among any domain's `recipients`."""
         yield from ()
 
     @property
     @abstractmethod
-    def kin_kernels(self) -> int | None:
-        """Most kernels that an unmeasured domain takes from its kin.
+    def donor_kernels(self) -> int | None:
+        """Most kernels that an unmeasured domain takes from its donor.
 
         None: the best for each number of packed heads (1 included), with and without splits.
         """
 
     @property
-    def splits_kin(self) -> bool:
-        """True if a kernel that an unmeasured domain takes from its kin also splits the keys."""
+    def donors_split(self) -> bool:
+        """True if a kernel that an unmeasured domain takes from its donor also splits the keys."""
         return False
 
     @property
@@ -144,8 +146,8 @@ class Domain(ABC):
         return 1.0
 
     @property
-    def has_rival_kin(self) -> bool:
-        """PyTorch serves such calls by the kernels of its kin, whose time models hold there too."""
+    def has_donor_vendors(self) -> bool:
+        """PyTorch serves such calls by the donor's kernels, whose time models hold there too."""
         return True
 
     @property

@@ -85,7 +85,7 @@ class ProductDomain(_Product, Domain):
     __slots__ = ()
     op = GemmProblem.op
     axes = ("m", "n", "k", "work")
-    reaches_far = False
+    extrapolates = False
 
     @classmethod
     def holding(cls, problem: Any) -> Self | None:
@@ -113,7 +113,7 @@ class ProductDomain(_Product, Domain):
         return sizes.m, sizes.n, sizes.k, sizes.m * sizes.n * sizes.k
 
     @property
-    def reach(self) -> tuple[float, ...]:
+    def trusted_above(self) -> tuple[float, ...]:
         """At up to 16 rows, no more rows than measured: each block keeps all rows of A, and the
         time grows faster than the bytes.
         """
@@ -121,7 +121,7 @@ class ProductDomain(_Product, Domain):
         return (rows, *(MAX_SIZE_FACTOR,) * (len(self.axes) - 1))
 
     @property
-    def fall(self) -> tuple[float, ...]:
+    def trusted_below(self) -> tuple[float, ...]:
         """No smaller products than measured: seven of them, by a kernel that was timed at larger
         ones, had 0.725 to 0.890 of cuBLAS's speed
         (``scripts/benchmarks/evidence/population-h100.jsonl.gz``).
@@ -134,7 +134,7 @@ class ProductDomain(_Product, Domain):
         return problem.n, problem.k
 
     @property
-    def kin(self) -> Iterator[Self]:
+    def donors(self) -> Iterator[Self]:
         """The product without the epilogue, which PyTorch fuses or computes by further kernels."""
         if self.epilogue:
             yield self._replace(epilogue="")
@@ -149,7 +149,7 @@ class ProductDomain(_Product, Domain):
                 yield self._replace(epilogue=epilogue)
 
     @property
-    def twins(self) -> Iterator[Self]:
+    def filled(self) -> Iterator[Self]:
         """Activated products: the same kernels serve all activations.
 
         Times rescaled from another GPU chose kernels of many rows that took 11 % longer than the
@@ -166,12 +166,12 @@ class ProductDomain(_Product, Domain):
         return self._replace(epilogue="") if _is_activated(self.epilogue) else None
 
     @property
-    def varied(self) -> Iterator[Self]:
+    def recipients(self) -> Iterator[Self]:
         if not (self.epilogue or self.gradient):
             yield self._replace(epilogue="bias")
 
     @property
-    def kin_kernels(self) -> int:
+    def donor_kernels(self) -> int:
         """Two with a bias. PyTorch's time with an activation is not that of the plain product."""
         return 2 if self.epilogue == "bias" else 0
 
@@ -218,7 +218,7 @@ class GatedDomain(_Gated, Domain):
     __slots__ = ()
     op = SwigluProblem.op
     axes = ProductDomain.axes
-    reaches_far = False
+    extrapolates = False
     group = staticmethod(ProductDomain.group)
 
     @classmethod
@@ -233,29 +233,29 @@ class GatedDomain(_Gated, Domain):
         return sizes.m, sizes.n // 2, sizes.k, sizes.m * (sizes.n // 2) * sizes.k
 
     @property
-    def reach(self) -> tuple[float, ...]:
-        """As `ProductDomain.reach`. Wide ones with each side near are near: tensor cores bind, and
-        PyTorch's composition writes and reads both projections at any size.
+    def trusted_above(self) -> tuple[float, ...]:
+        """As `ProductDomain.trusted_above`. Wide ones with each side near are near: tensor cores
+        bind, and PyTorch's composition writes and reads both projections at any size.
         """
-        *sides, work = ProductDomain(self.rows).reach
+        *sides, work = ProductDomain(self.rows).trusted_above
         return (*sides, math.inf if self.rows == "wide" else work)
 
     @property
-    def fall(self) -> tuple[float, ...]:
-        """As `ProductDomain.fall`."""
-        return ProductDomain(self.rows).fall
+    def trusted_below(self) -> tuple[float, ...]:
+        """As `ProductDomain.trusted_below`."""
+        return ProductDomain(self.rows).trusted_below
 
     @property
-    def kin(self) -> Iterator[Self]:
+    def donors(self) -> Iterator[Self]:
         """No related domains: either all were measured, or none."""
         yield from ()
 
     @property
-    def varied(self) -> Iterator[Self]:
+    def recipients(self) -> Iterator[Self]:
         yield from ()
 
     @property
-    def kin_kernels(self) -> int:
+    def donor_kernels(self) -> int:
         return 0
 
     @property

@@ -1,7 +1,7 @@
-"""Kernels of domains that were not measured, with the time models of related domains (kin).
+"""Kernels of domains that were not measured, with the time models of related domains (donors).
 
-`Kin` is made for a GPU and its measured domains. Candidates of the nearest measured kin
-(`Domain.kin`) are carried over: as they are called in the new domain, where that is legal.
+`Transfer` is made for a GPU and its measured domains. Candidates of the nearest measured donor
+(`Domain.donors`) are carried over: as they are called in the new domain, where that is legal.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _like(kernel: Config, combine: str | None, candidates: Iterable[Candidate]) 
 
 
 @dataclass(frozen=True)
-class Kin:
+class Transfer:
     """Candidates of unmeasured domains."""
 
     gpu: Gpu
@@ -79,15 +79,15 @@ class Kin:
 
         Each schedule has the rates of the most similar dense kernel. None for other domains.
         """
-        if domain not in tuple(domain.others()):
+        if domain not in tuple(domain.other_recipients()):
             return None
         found: list[Candidate] = []
-        donor: DomainModels | None = None
+        source: DomainModels | None = None
         for kernel in named_kernels(domain):
             is_short = kernel["warp_groups"] == 1  # kernels with more warp groups are for prompts
             like = domain if is_short else domain._replace(phase="prompt")
             for combine in (None, "cluster", "kernel") if is_short else (None,):
-                for other in like.kin:
+                for other in like.donors:
                     models = self.measured.get(other)
                     one = None if models is None else _like(kernel, combine, models.candidates)
                     if one is not None:
@@ -97,19 +97,21 @@ class Kin:
                         if is_short and domain.is_paged and domain.phase == "prompt":
                             rates = {w: us * paged.SHORT_AT_PROMPTS for w, us in rates.items()}
                         found.append(replace(one, config=config, rates=rates))
-                        donor = donor or models
+                        source = source or models
                         break
-        if donor is None:
+        if source is None:
             return None
         # All schedules of a kernel compete, whatever sizes their rates were measured at.
         spread = Spread.over(one.spread for one in found)
         transferred = [replace(one, spread=spread) for one in found]
-        return replace(donor, domain=domain, candidates=transferred, margin=0.0, kin=donor.domain)
+        return replace(
+            source, domain=domain, candidates=transferred, margin=0.0, donor=source.domain
+        )
 
     def models_of(self, domain: AnyDomain) -> DomainModels | None:
         if isinstance(domain, AttentionDomain) and domain.has_named_kernels:
             return self._named_of(domain)
-        for other in domain.kin:
+        for other in domain.donors:
             models = self.measured.get(other)
             if models is None:
                 continue
@@ -117,11 +119,11 @@ class Kin:
             if isinstance(domain, AttentionDomain) and domain.operand == "bool":
                 transferred = list(self._masked(domain, other, transferred))
             candidates, margin = transferred, 0.0
-            if domain.has_rival_kin:
+            if domain.has_donor_vendors:
                 candidates, margin = [*transferred, *models.vendors], models.margin
             if candidates:
                 return replace(
-                    models, domain=domain, candidates=candidates, margin=margin, kin=other
+                    models, domain=domain, candidates=candidates, margin=margin, donor=other
                 )
         return None
 
@@ -138,9 +140,9 @@ class Kin:
             yield replace(one, rates={**one.rates, **MASK_US}) if domain.phase != "prompt" else one
 
     def timed_here(self, theirs: DomainModels) -> DomainModels:
-        """Candidates of a domain of kin with the rates of this GPU where it measured the kin."""
-        domain, kin = theirs.domain, theirs.kin
-        here = None if kin is None else self.measured.get(kin)
+        """Transferred candidates with the rates of this GPU where it measured the donor."""
+        domain, donor = theirs.domain, theirs.donor
+        here = None if donor is None else self.measured.get(donor)
         if here is None or here.made_on is not None or theirs.made_on is None:
             return theirs
         if isinstance(domain, AttentionDomain) and domain.has_named_kernels:
@@ -153,18 +155,18 @@ class Kin:
             return theirs
         candidates = [*timed.values(), *(here.vendors if theirs.vendors else ())]
         margin = here.margin if theirs.vendors else theirs.margin
-        return replace(here, domain=domain, candidates=candidates, margin=margin, kin=kin)
+        return replace(here, domain=domain, candidates=candidates, margin=margin, donor=donor)
 
     def _transferred(self, domain: AnyDomain, models: DomainModels) -> Iterator[Candidate]:
-        """Own candidates as they are called in a domain of the kin, best first."""
+        """Own candidates of a donor as they are called in `domain`, best first."""
         own = [one for one in models.candidates if not one.is_vendor]
         own.sort(key=lambda one: "packed_heads" in one.config.params)
-        if domain.splits_kin:
+        if domain.donors_split:
             yield from self._divided(domain, own)
             return
-        if domain.kin_kernels is not None:
+        if domain.donor_kernels is not None:
             every = (self._carried(domain, one, (1,)) for one in own)
-            yield from islice((one for one in every if one is not None), domain.kin_kernels)
+            yield from islice((one for one in every if one is not None), domain.donor_kernels)
             return
         kinds = set[Hashable]()
         for one in (*own, *map(_unpacked, own)):
@@ -198,17 +200,17 @@ class Kin:
             yield carried
             several = (self._carried(domain, one) for one in splits)
             yield from (one for one in several if one is not None)
-            if domain.kin_kernels is not None:
+            if domain.donor_kernels is not None:
                 return
 
     def _carried(
         self, domain: AnyDomain, one: Candidate, splits: Sequence[int] | None = None
     ) -> Candidate | None:
-        """A candidate as it is called in a domain of its kin.
+        """A candidate of a donor as it is called in another domain.
 
         Args:
-            domain: domain of the kin.
-            one: candidate of a measured domain.
+            domain: domain without measurements.
+            one: candidate of its donor.
             splits: numbers of splits to try; None: those of its family.
 
         Returns:
