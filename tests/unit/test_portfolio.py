@@ -35,9 +35,9 @@ from tuner.selection import portfolio
 from tuner.selection.candidates import DomainModels
 from tuner.selection.domains import AttentionDomain, Mask, Phase, domain_of
 from tuner.selection.kernels import targets
-from tuner.selection.kin import MASK_US
 from tuner.selection.portfolio import Portfolio
 from tuner.selection.reader import lookup
+from tuner.selection.transfer import MASK_US
 
 known = known_fixture
 ships = ships_fixture

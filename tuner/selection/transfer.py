@@ -128,11 +128,11 @@ class Transfer:
         return None
 
     def _masked(
-        self, domain: AttentionDomain, kin: AnyDomain, found: Sequence[Candidate]
+        self, domain: AttentionDomain, donor: AnyDomain, found: Sequence[Candidate]
     ) -> Iterator[Candidate]:
         """Candidates with the time of a mask of booleans, and those of the other phase."""
         known = {one.config: one for one in found}
-        for other in kin.of_times if domain.shares_phases else ():
+        for other in donor.of_times if domain.shares_phases else ():
             if (models := self.measured.get(other)) is not None:
                 for one in self._transferred(domain, models):
                     known.setdefault(one.config, one)

@@ -162,7 +162,7 @@ class AttentionDomain(_Attention, Domain):
 
     @property
     def is_fitted(self) -> bool:
-        """Not under a mask operand: its kin's kernels have few measurements of each there."""
+        """Not under a mask operand: its donors' kernels have few measurements of each there."""
         return not self.operand
 
     @property

@@ -74,7 +74,7 @@ class Domain(ABC):
 
     @property
     def is_fitted(self) -> bool:
-        """True if rates are fitted to the domain's own measurements; else they are its kin's."""
+        """True if rates are fitted to the domain's own measurements; else they are its donors'."""
         return True
 
     @property
