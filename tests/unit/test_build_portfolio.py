@@ -196,6 +196,18 @@ def test_another_template_s_kernels_lose_theirs(monkeypatch: pytest.MonkeyPatch)
     assert all(one.proof is None for one in written().kernels.values())
 
 
+@pytest.mark.parametrize("part", [["--only", "bfloat16"], ["--op", "attention"]])
+def test_a_part_keeps_the_others_under_another_template(
+    monkeypatch: pytest.MonkeyPatch, part: list[str]
+) -> None:
+    main(["build", "--portfolio"])
+    prove()
+    monkeypatch.setattr(resources, "templates_digest", lambda: "another")
+    assert main(["build", "--portfolio", *part]) == 0
+    assert len(written().kernels) == 3
+    assert all(one.proof == PROOF for one in written().kernels.values())
+
+
 def test_a_kernel_that_does_not_compile_is_not_listed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -77,17 +77,8 @@ def build(
     """
     from tuner.compile.compiler import Compiler
     from tuner.compile.toolchain import find_toolchain
-    from tuner.hardware import HOPPER
-    from tuner.selection.kernels import targets
-    from tuner.selection.rules import OPERATIONS, WITHOUT_PORTFOLIO, rules
 
-    by_capability: dict[str, list[Target]] = {}
-    for one in [] if op in WITHOUT_PORTFOLIO else chosen(op, gpu):
-        if one.made_on is not None:
-            say(f"{one.op}: the portfolio of {one.made_on.name}, rescaled to {one.gpu.name}")
-        by_capability.setdefault(one.gpu.compute_capability, []).extend(targets(one))
-    for rule in rules(OPERATIONS if op is None else {op}):
-        by_capability.setdefault(HOPPER, []).extend(rule.targets())
+    by_capability = _targets(op, gpu)
     for capability, every in by_capability.items():
         by_capability[capability] = [t for t in every if all(text in t.label() for text in only)]
     if not any(by_capability.values()):
@@ -102,10 +93,25 @@ def build(
     return max(codes)
 
 
+def _targets(op: str | None, gpu: str | None) -> dict[str, list[Target]]:
+    """Kernels of portfolios and rules by compute capability; arguments as of `build`."""
+    from tuner.hardware import HOPPER
+    from tuner.selection.kernels import targets
+    from tuner.selection.rules import OPERATIONS, WITHOUT_PORTFOLIO, rules
+
+    found: dict[str, list[Target]] = {}
+    for one in [] if op in WITHOUT_PORTFOLIO else chosen(op, gpu):
+        if one.made_on is not None:
+            say(f"{one.op}: the portfolio of {one.made_on.name}, rescaled to {one.gpu.name}")
+        found.setdefault(one.gpu.compute_capability, []).extend(targets(one))
+    for rule in rules(OPERATIONS if op is None else {op}):
+        found.setdefault(HOPPER, []).extend(rule.targets())
+    return found
+
+
 def _build(wanted: Sequence[Target], compiler: Compiler, dry_run: bool, reproducible: bool) -> int:
     from tuner.compile.compiler import UNIT
     from tuner.compile.units import fixed_units
-    from tuner.measure.gate import REFERENCE
     from tuner.selection.kernels import PROVE, Kernel, KernelList, path_of, update
 
     specs = list(dict.fromkeys(spec for one in wanted for spec in one.kernels.values()))
@@ -131,7 +137,7 @@ def _build(wanted: Sequence[Target], compiler: Compiler, dry_run: bool, reproduc
     if dry_run:
         return DONE
     path = path_of(compiler.toolchain.nvcc_version, compiler.capability)
-    update(path, (), _start(path, compiler, [REFERENCE, *specs]))
+    update(path, (), _start(path, compiler))
     started = time.monotonic()
 
     def enter(spec: KernelSpec, artifact: Artifact) -> None:
@@ -155,11 +161,12 @@ def _is_whole(unit: Sequence[KernelSpec], there: Mapping[KernelSpec, Artifact]) 
     )
 
 
-def _start(path: Path, compiler: Compiler, specs: Sequence[KernelSpec]) -> KernelList:
+def _start(path: Path, compiler: Compiler) -> KernelList:
     """Kernel list to start from: the one on disk. If it was made from other templates, only kernels
-    that are unchanged.
+    that are unchanged, also those that this command does not build.
     """
     from tuner.base import resources
+    from tuner.measure.gate import REFERENCE
     from tuner.selection.kernels import KernelList
 
     tools = compiler.toolchain
@@ -176,6 +183,8 @@ def _start(path: Path, compiler: Compiler, specs: Sequence[KernelSpec]) -> Kerne
         return start
     if replace(known, kernels={}) == start:
         return known
-    keys = {spec.key: compiler.key(spec) for spec in specs}
+    every = _targets(None, None).get(compiler.capability, ())
+    specs = dict.fromkeys(spec for one in every for spec in one.kernels.values())
+    keys = {spec.key: compiler.key(spec) for spec in (REFERENCE, *specs)}
     alike = (one for one in known.kernels.values() if keys.get(one.spec) == one.artifact)
     return start.with_kernels(alike)
