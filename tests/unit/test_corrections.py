@@ -8,6 +8,7 @@ from tuner.families import families
 from tuner.hardware import GPUS
 from tuner.problem import GemmProblem
 from tuner.search.corrections import (
+    ACTIVATED,
     LIBRARIES,
     ONE_QUERY,
     ONE_QUERY_OF_PYTORCH,
@@ -41,6 +42,14 @@ def test_launches_of_own_small_products_are_longer_on_the_measured_gpu(rows: Row
     assert gained(domain, "vendor_blas") == (
         pytest.approx(LIBRARIES[H200.name]) if rows == "few" else {}
     )
+
+
+@pytest.mark.parametrize("epilogue", ["bias_gelu", "gelu_tanh"])
+def test_so_are_those_of_activated_products_of_many_rows(epilogue: str) -> None:
+    domain = ProductDomain("wide", epilogue)
+    assert gained(domain, "gemm") == pytest.approx({"launch": OWN[H200.name][ACTIVATED]})
+    assert not gained(domain, "vendor_blas") and margins(domain, H200) == (0.0,)
+    assert not gained(domain, "gemm", "H100") and margins(domain, GPUS["H100"]) is None
 
 
 def test_attention_of_one_query_takes_longer_on_the_measured_gpu() -> None:

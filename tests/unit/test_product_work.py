@@ -52,6 +52,13 @@ def amounts(text: str, tiling: ProductTiling) -> dict[str, float]:
 
 
 class TestWork:
+    def test_the_output_weighs_more_behind_a_short_main_loop(self) -> None:
+        deep, shallow = (
+            amounts(f"M=2048,N=4096,K={k}", ProductTiling(128, 128)) for k in (4096, 512)
+        )
+        assert shallow["output"] == deep["output"]
+        assert shallow["shallow_output"] == 8 * deep["shallow_output"] == 2 * shallow["output"]
+
     def test_tiles_come_in_waves(self) -> None:
         """16 by 32 tiles of 128 by 128 on 132 multiprocessors; 4096 of K are 64 steps."""
         found = amounts("M=2048,N=4096,K=4096", ProductTiling(128, 128))

@@ -101,6 +101,7 @@ TERMS = (
     "output",
     "partials",
     "splits",
+    "shallow_output",
 )
 """Names of what `work` counts:
 
@@ -108,7 +109,8 @@ TERMS = (
 - K steps and tiles of the mean multiprocessor; its K steps of tiles that lie outside of D;
 - megabytes through memory; microseconds of memory or of the busiest multiprocessor, the longer;
 - megabytes that waves read beyond the first time; megabytes of the output;
-- megabytes of partial sums, and splits to combine.
+- megabytes of partial sums, and splits to combine;
+- megabytes of the output over K in thousands: ends of tiles that a short main loop does not hide.
 """
 
 
@@ -163,6 +165,7 @@ def work(sizes: ProductSizes, tiling: ProductTiling, gpu: Gpu) -> tuple[float, .
         output,
         4e-6 * splits * m * n if is_split else 0.0,
         splits if is_split else 0.0,
+        output * 1024.0 / k,
     )
 
 

@@ -19,7 +19,7 @@ PRIOR_WEIGHTS = {"attention": 0.3, "gemm": 3.0, "swiglu": 3.0}
 """Weight, in measurements, of the domain's common rates in the fit of one kernel, by operation. A
 product's kernel has few measurements far from its best sizes. There rates of its own miss by far
 (3 in place of 0.3: half the root mean square error at models left out, an equal median)."""
-ADDED_TERMS = frozenset({"launch", "waves", "rounds", "tiles", "output"})
+ADDED_TERMS = frozenset({"launch", "waves", "rounds", "tiles", "output", "shallow_output"})
 """Work that an activation may add to: a launch of its own, ends of tiles, bytes of the output."""
 
 
