@@ -64,8 +64,8 @@ ODD_ROW, ODD_ROWS = 1.3, 2.5
 (``cache/recordings``)."""
 LONG_COLUMNS, EVEN_ROW, EVEN_ROWS = 16384, 1.25, 1.5
 """Fewest columns of a vocabulary; and the same times at an even number of them that is not a
-multiple of 8. Measured with N of 30522 to 128100: 1.26 to 1.31, and 1.34 to 1.94
-(``scripts/benchmarks/evidence/odd-columns-heads-h200.json``).
+multiple of 8. Measured with N of 30522 to 250002: 1.23 to 1.30, and 1.33 to 1.68
+(``scripts/benchmarks/evidence/odd-columns-plain-h200.json``).
 """
 _known: dict[tuple[Rows, str, Gradient], Any] = {}
 """Domains made so far, by their fields."""
@@ -152,8 +152,8 @@ class ProductDomain(_Product, Domain):
     def filled(self) -> Iterator[Self]:
         """Activated products: the same kernels serve all activations.
 
-        Times rescaled from another GPU chose kernels of many rows that took 11 % longer than the
-        best (55 layers, H200, 27 November 2026).
+        Times rescaled from another GPU chose kernels of many rows that took 10 % longer than the
+        best (68 layers, H200, 27 November 2026).
         """
         if _is_activated(self.epilogue):
             yield from (one for one in self.alike if one != self)
