@@ -15,6 +15,7 @@ NAMES = (
     "batching",
     "block",
     "bound",
+    "choices",
     "compile_ways",
     "context_parallel",
     "corrections",

@@ -28,15 +28,16 @@ from tuner.cli import main
 from tuner.config import Config
 from tuner.families.attention_work import AttentionTiling
 from tuner.hardware import DEFAULT_GPU, Gpu
-from tuner.measurement import Provenance
+from tuner.measurement import Provenance, Regime
 from tuner.problem import AttentionProblem
 from tuner.search import timed
 from tuner.selection import portfolio
 from tuner.selection.candidates import DomainModels
-from tuner.selection.domains import AttentionDomain, Mask, domain_of
+from tuner.selection.domains import AttentionDomain, Mask, Phase, domain_of
 from tuner.selection.kernels import targets
 from tuner.selection.portfolio import Portfolio
 from tuner.selection.reader import lookup
+from tuner.selection.transfer import MASK_US
 
 known = known_fixture
 ships = ships_fixture
@@ -108,6 +109,18 @@ class TestScheduled:
         assert bool(FUSED.splits(problem, config, DEFAULT_GPU)) == counts
         found = FUSED.carried(replace(problem, seqlen_q=64), config)
         assert ("pads_heads" in found.params) == counts
+
+    @pytest.mark.parametrize(
+        ("heads", "blocks", "most"), [(7, 1, 16), (8, 1, 8), (14, 2, 16), (16, 2, 8), (4, 2, 16)]
+    )
+    def test_large_clusters_fit_the_chip_at_once(self, heads: int, blocks: int, most: int) -> None:
+        """At most seven of more than eight blocks, for each block of a multiprocessor."""
+        config = timed.kernel_of(maker()(1, 64, splits=2, combine="cluster"))
+        config = Config(config.family, {**config.params, "blocks_per_sm": blocks})
+        problem = attention(f"H={heads},SQ=1,SKV=65536,D=128")
+        assert max(FUSED.splits(problem, config, DEFAULT_GPU)) == most
+        other = Config(config.family, {**config.params, "combine": "kernel"})
+        assert max(FUSED.splits(problem, other, DEFAULT_GPU)) > 8
 
     def test_a_kernel_whose_packed_heads_do_not_divide_the_group_is_left_out(self) -> None:
         packed = maker()(1, 64, packed_heads=4)
@@ -235,7 +248,11 @@ class TestKin:
 
     @pytest.mark.parametrize("mask", ["full", "windowed"])
     def test_a_soft_cap_takes_a_kernel_of_another_phase(self, mask: Mask) -> None:
-        known = next(one for one in portfolio.shipped() if one.op == "attention")
+        ships = next(one for one in portfolio.shipped() if one.op == "attention")
+        measured = {
+            domain: ships.domains[domain] for domain in ships.domains if not domain.has_softcap
+        }
+        known = replace(ships, domains=measured)
         domain = AttentionDomain(256, mask, "one", has_softcap=True)
         assert domain._replace(mask="full", has_softcap=False) not in known.domains
         models = known.models_of(domain)
@@ -315,6 +332,43 @@ class TestKin:
                 one.config["tile_n"] for one in targets(known) if domain_of(one.problem) == domain
             }
             assert kernels == {64}, "one kernel with all of its ways"
+
+    @pytest.mark.parametrize("phase", ["few", "one"])
+    def test_kernels_of_both_phases_serve_under_a_mask_of_booleans(self, phase: Phase) -> None:
+        """With the time of the mask in each key step; rows of 16 bytes are read at once."""
+        domains = {}
+        for at, width in (("few", 64), ("one", 96)):
+            own = candidate(timed.kernel_of(maker()(1, width)), FUSED.work_terms, launch=9.0)
+            domain = AttentionDomain(128, "full", at)  # type: ignore[arg-type]
+            domains[domain] = DomainModels(domain, Regime("stream", "cold"), [own], 0.5, REGRET)
+        known = Portfolio("attention", DEFAULT_GPU, domains)
+        masked = known.models_of(AttentionDomain(128, "full", phase, operand="bool"))
+        assert masked is not None
+        assert {one.config["tile_n"] for one in masked.candidates} == {64, 96}
+        added = known.models_of(AttentionDomain(128, "full", phase, operand="additive"))
+        assert added is not None and len(added.candidates) == 1
+        queries = 1 if phase == "one" else 4
+        times = {}
+        for keys in (6400, 6401):
+            found = known.select(attention(f"SQ={queries},SKV={keys},D=128,mask=1"))
+            assert found is not None and found.config["tile_n"] == 96
+            times[keys] = found.expected_us
+        steps = 67  # of 96 keys
+        assert times[6400] == pytest.approx(9 + steps * MASK_US["aligned_mask_steps"])
+        assert times[6401] == pytest.approx(9 + steps * MASK_US["mask_steps"])
+
+    def test_soft_capped_decoding_packs_heads_at_d_256(self) -> None:
+        ships = next(one for one in portfolio.shipped() if one.op == "attention")
+        for text, packed in (
+            ("B=48,H=8,HKV=4,SQ=1,SKV=448", True),
+            ("B=24,H=16,HKV=4,SQ=9,SKV=1280", True),
+            ("B=2,H=24,HKV=8,SQ=1,SKV=5440", True),
+            ("B=48,H=8,SQ=1,SKV=448", False),
+            ("B=48,H=8,SQ=4,SKV=448", False),
+        ):
+            found = ships.select(attention(f"{text},D=256,softcap=50"))
+            assert found is not None and found.config.family == "fused_attention"
+            assert (found.config.get("packed_heads", 1) > 1) is packed, text
 
     def test_both_phases_of_decoding_under_a_mask_share_kernels_at_d_256(self) -> None:
         ways = {"few": (1, 8), "one": (1, 2)}

@@ -115,11 +115,11 @@ class TestServing:
             assert {domains[domain].made_on for domain in more} <= {H100}
 
     def test_a_gpu_that_measured_every_domain_has_its_own_portfolio(self) -> None:
-        for gpu, op in ((H100, "swiglu"), (H200, "swiglu")):
+        for gpu, op in ((H100, "swiglu"), (H200, "swiglu"), (H200, "gemm")):
             (own,) = (one for one in shipped() if (one.gpu, one.op) == (gpu, op))
             assert own in serving(shipped(), gpu) and own.made_on is None
 
-    @pytest.mark.parametrize(("gpu", "op"), [(H100, "attention"), (H200, "gemm")])
+    @pytest.mark.parametrize(("gpu", "op"), [(H100, "attention"), (H100, "gemm")])
     def test_domains_that_were_not_measured_are_another_one_s(self, gpu: Gpu, op: str) -> None:
         (own,) = (one for one in shipped() if (one.gpu, one.op) == (gpu, op))
         (theirs,) = (one for one in shipped() if one.gpu != gpu and one.op == op)
@@ -281,6 +281,18 @@ class TestSelection:
         assert after.config == before.config
         assert after.expected_us == pytest.approx(before.expected_us, rel=0.02)
         assert after.vendor_us == pytest.approx(before.vendor_us, rel=0.02)
+
+    def test_kernels_that_divide_k_join_those_that_serve(self) -> None:
+        few, narrow = ProductDomain("few"), ProductDomain("narrow")
+        serving = next(one for one in shipped() if one.op == "gemm" and one.gpu == H200)
+        dividing = serving.domains[narrow].candidates[0]
+        assert dividing.config.family == "cluster_gemm"
+        known = [one for one in serving.domains[few].candidates if one.config != dividing.config]
+        models = replace(serving.domains[few], candidates=known)
+        now = Portfolio("gemm", H200, {few: models})
+        mine = replace(models, candidates=[known[-1], dividing], margin=3.0)
+        joined = Portfolio("gemm", H200, {few: mine}).joining(now).domains[few]
+        assert joined.candidates == [dividing, *known] and joined.margin == models.margin
 
     def test_prompts_cannot_be_joined(self) -> None:
         warm = known(150.0, 200.0, 0.0, "warm")

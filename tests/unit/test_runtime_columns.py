@@ -45,6 +45,79 @@ def test_the_last_columns_are_multiplied_by_themselves(
     assert tuner.stats(reset=True).fallbacks == {"no measured winner": 1}
 
 
+@pytest.mark.parametrize("activation", [None, "relu"])
+def test_each_part_has_its_bias(parts: list[int], activation: str | None) -> None:
+    rows, weight = made()
+    bias = torch.randn(COLUMNS, dtype=torch.bfloat16)
+    out = tuner.linear(rows, weight, bias, activation=activation)
+    assert parts == [16384, 3]
+    wanted = rows @ weight.t() + bias
+    wanted = wanted.relu() if activation else wanted
+    torch.testing.assert_close(out, wanted, rtol=2e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_large_ones_have_gradients_of_aligned_rows(
+    parts: list[int], monkeypatch: pytest.MonkeyPatch, has_bias: bool
+) -> None:
+    from tuner.runtime import products
+
+    monkeypatch.setattr(products, "MIN_FLOPS_WITH_GRADIENTS", 0)
+    plain, strides, widths = products.matmul, list[tuple[int, ...]](), list[int]()
+
+    def matmul(input: Any, other: Any) -> Any:
+        strides.append(input.stride())
+        widths.append(input.shape[-1])
+        return plain(input, other)
+
+    monkeypatch.setattr(products, "matmul", matmul)
+    rows, weight, bias, grad = (
+        *made(),
+        *(torch.randn(*n).bfloat16() for n in ((COLUMNS,), (4, COLUMNS))),
+    )
+    given = [rows, weight, *([bias] if has_bias else [])]
+    found = [one.clone().requires_grad_() for one in given]
+    wanted = [one.clone().requires_grad_() for one in given]
+    tuner.linear(*found).backward(grad)
+    assert parts == [16384, 3]
+    assert strides == [(16392, 1), (1, 16392)] and widths == [16384, 4]
+    torch.nn.functional.linear(*wanted).backward(grad)
+    for one, other in zip(found, wanted, strict=True):
+        assert (one.grad - other.grad).norm() < 1e-2 * other.grad.norm()
+
+
+def test_small_ones_with_gradients_stay_whole(parts: list[int]) -> None:
+    rows, weight = made()
+    tuner.linear(rows.requires_grad_(), weight)
+    assert parts == [COLUMNS]
+
+
+def test_without_memory_for_both_it_stays_whole(
+    parts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(torch, "cat", full)
+    rows, weight = made()
+    torch.testing.assert_close(tuner.linear(rows, weight), rows @ weight.t())
+    assert parts == [16384, 3, COLUMNS]
+
+
+def test_even_ones_are_multiplied_in_parts_if_they_are_large(
+    parts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tuner.runtime import products
+
+    tuner.linear(*made(255, 16386))
+    assert parts == [16386]
+    tuner.linear(*made(256, 16386))
+    assert parts[1:] == [16384, 2]
+    monkeypatch.setattr(products, "MIN_EVEN_WEIGHTS", 16386 * DEPTH)
+    tuner.linear(*made(4, 16386))
+    assert parts[3:] == [16384, 2]
+
+
 def test_other_products_stay_whole(parts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     rows, weight = made()
     cases = [
@@ -52,15 +125,14 @@ def test_other_products_stay_whole(parts: list[int], monkeypatch: pytest.MonkeyP
         (*made(columns=16392),),
         (*made(columns=8195),),
         (*made(dtype=torch.float32),),
-        (rows, weight, torch.zeros(COLUMNS, dtype=torch.bfloat16)),
         (rows.clone().requires_grad_(), weight),
+        (rows, weight, torch.zeros(COLUMNS, dtype=torch.bfloat16, requires_grad=True)),
     ]
     for case in cases:
         tuner.linear(*case)
-    tuner.linear(rows, weight, activation="relu")
     monkeypatch.setenv("TUNER_DISABLE", "1")
     tuner.linear(rows, weight)
-    assert parts == [*(case[1].shape[0] for case in cases), COLUMNS, COLUMNS]
+    assert parts == [*(case[1].shape[0] for case in cases), COLUMNS]
 
 
 def test_a_refused_vocabulary_of_an_odd_size_is_multiplied_in_two_parts(server: Server) -> None:

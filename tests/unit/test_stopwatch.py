@@ -36,10 +36,6 @@ class FakeBurst:
     def __init__(self, clock: FakeDevice, name: str, cost: Callable[[], float], n: int = 4) -> None:
         self.clock, self.name, self.cost, self.n = clock, name, cost, n
         self.order: list[str] = []
-        self.places, self.at = 1, 0
-
-    def move(self, place: int) -> None:
-        self.at = place
 
     def enqueue(self) -> None:
         self.order.append(self.name)
@@ -115,22 +111,6 @@ def interleave(
     stopwatch = Stopwatch(clock, WARM)  # type: ignore[arg-type]
     timings, seen = stopwatch.final(bursts, rounds, told.append, careful=careful)
     return timings, seen, order, told
-
-
-def test_rounds_take_the_places_of_operands_in_turn(clocks: list[Clocks]) -> None:
-    """Which of two kernels is faster may depend on a place: the mean over the places decides. Their
-    difference is not noise.
-    """
-    clock = FakeDevice()
-    bursts: list[Any] = [FakeBurst(clock, "a", lambda: 0.0), FakeBurst(clock, "b", lambda: 5.0)]
-    first, second = bursts
-    first.places = second.places = 4
-    first.cost = lambda: (4.8, 5.4, 5.4, 5.4)[first.at]
-    timings, _ = Stopwatch(clock, WARM).final(  # type: ignore[arg-type]
-        bursts, 20, lambda index: None, careful=False
-    )
-    assert [t.median_us for t in timings] == pytest.approx([5.25, 5.0])
-    assert {t.rounds for t in timings} == {20} and {t.flags for t in timings} == {()}
 
 
 def test_finalists_take_turns(clocks: list[Clocks]) -> None:

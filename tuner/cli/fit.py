@@ -53,8 +53,8 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--join",
         action="store_true",
-        help="take only kernels that pad heads, beside those that serve the domains of decoding "
-        "now, whatever GPU they were measured on",
+        help="take only kernels that pad heads or divide K in a cluster. They join those that "
+        "serve the domains of cold inputs now, whatever GPU these were measured on",
     )
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="file to write the portfolio to"

@@ -34,6 +34,8 @@ TERMS = (
     "partials",
     "splits",
     "critical_steps",
+    "aligned_mask_steps",
+    "mask_steps",
 )
 """Names of what `work` counts:
 
@@ -44,8 +46,13 @@ TERMS = (
   those of partial outputs;
 - splits to combine;
 - under a mask, key steps of the mean multiprocessor, or of the longest block beside its neighbours
-  where these are more.
+  where these are more;
+- key steps of all rounds, as one term if the rows of a mask operand are aligned, else as another.
 """
+MASK_TERMS = frozenset({"aligned_mask_steps", "mask_steps"})
+"""Terms that cost time under a mask operand only. Fits leave them out."""
+ALIGNED_KEYS = 16
+"""Keys that rows of a mask of booleans are aligned by, for loads of 16 bytes."""
 
 
 class AttentionTiling(NamedTuple):
@@ -137,11 +144,12 @@ def work(sizes: AttentionSizes, tiling: AttentionTiling, gpu: Gpu) -> tuple[floa
     rounds = -(-blocks // (sm_count * resident))
     share = blocks / sm_count
     at_once = LATENCY_SHARE * resident * 2 * keys * sm_count / MEGABYTE
-    memory = moved / MEGABYTE
+    memory, round_steps = moved / MEGABYTE, rounds * mean
+    aligned = seqlen_kv // ALIGNED_KEYS * ALIGNED_KEYS
     return (
         1.0,
         rounds,
-        rounds * mean,
+        round_steps,
         -(-blocks // sm_count) * mean,
         share * mean,
         longest,
@@ -151,6 +159,8 @@ def work(sizes: AttentionSizes, tiling: AttentionTiling, gpu: Gpu) -> tuple[floa
         splits * outputs * (4 / MEGABYTE) if is_split else 0.0,
         splits if is_split else 0.0,
         larger(share * mean, longest * resident) if is_masked else 0.0,
+        where(seqlen_kv, aligned, 0.0, round_steps),
+        where(seqlen_kv, aligned, round_steps, 0.0),
     )
 
 

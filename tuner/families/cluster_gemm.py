@@ -51,6 +51,8 @@ MAX_SUMS = 192
 MIN_STAGES, MAX_STAGES = 2, 24
 BARRIER_BYTES = 16
 """Bytes of a stage's two barriers."""
+SPLITS = 1, 2, 4, 8
+MAX_SPLITS = max(SPLITS)
 RASTER_ORDERS = {"AlongM": 1, "AlongN": 2}
 
 #: Bandwidth over the data sheet's, bytes of the L2 that a multiprocessor gets a clock, clock under
@@ -79,7 +81,7 @@ class ClusterGemm(StridedProduct):
         "tile_m": (64, 128, 256),
         "tile_n": (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256),
         "stages": range(MIN_STAGES, MAX_STAGES + 1),
-        "split_k": (1, 2, 4, 8),
+        "split_k": SPLITS,
         "blocks_per_sm": (1, 2),
         "raster_order": tuple(RASTER_ORDERS),
         "max_swizzle_size": (1, 2, 4, 8, 16),
@@ -182,8 +184,8 @@ class ClusterGemm(StridedProduct):
 
     def legality_facts(self, problem: Problem) -> Hashable:
         one = as_gemm(problem, ClusterGemm.name)
-        facts = legality_facts(problem, one.m, one.n, one.k, one.dtype)
-        return facts, min(ceil(one.k / BLOCK_K), max(self.domains["split_k"])), one.m <= MAX_ROWS
+        facts, steps = legality_facts(problem, one.m, one.n, one.k, one.dtype), -(-one.k // BLOCK_K)
+        return facts, steps if steps < MAX_SPLITS else MAX_SPLITS, one.m <= MAX_ROWS
 
 
 def arguments_of(problem: GemmProblem) -> Arguments:

@@ -27,11 +27,6 @@ MAX_SETS = 1024
 #: Rotated buffers are this many times as large as the L2, so that a call finds none of its data
 #: there.
 COLD_L2S = 3
-#: Places of the operands that the rounds of a final pass take in turn, for problems of at most so
-#: many bytes. The addresses of operands change a call of 4 us by up to 8 %, and kernels unequally.
-PLACES, PLACED_BYTES = 4, 16 << 20
-#: Largest distance of operands that are moved to another place.
-MAX_SHIFT = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -52,27 +47,6 @@ class Replay(NamedTuple):
     enqueue: Callable[[], None]
 
 
-class _Place:
-    """Calls of a burst over the operands of one entrant, captured unless they are eager."""
-
-    def __init__(self, entrant: Entrant, n: int, launch: str) -> None:
-        self.graphs: list[CapturedGraph] = []
-        self.replays: list[Callable[[], None]] = []
-        turns = [entrant.calls[i % len(entrant.calls)] for i in range(n)]
-        # Graphs read the copies of the inputs that a vendor's calls hold. Without the calls PyTorch
-        # would return that memory to the device at the next capture.
-        self.calls: list[Call] = turns
-        if launch == "eager":
-            return
-        lead = [entrant.before[i % len(entrant.before)] for i in range(n)] if entrant.before else []
-        pairs = itertools.chain(*zip(lead, turns, strict=True)) if lead else turns
-        for calls in (list(pairs), lead):
-            if calls:
-                graph = entrant.subject.capture(calls)
-                self.graphs.append(graph)
-                self.replays.append(graph.replay)
-
-
 class Burst:
     """n calls of one subject, enqueued together: as one graph replay, or one by one in eager mode.
 
@@ -80,61 +54,52 @@ class Burst:
     the difference of the two replays, divided by n.
     """
 
-    def __init__(
-        self, entrant: Entrant, n: int, launch: str, elsewhere: Sequence[Entrant] = ()
-    ) -> None:
-        """Capture the calls.
-
-        Args:
-            entrant: subject to time.
-            n: number of calls.
-            launch: see `Regime`.
-            elsewhere: the subject with operands at other places, to which it can `move`.
-        """
+    def __init__(self, entrant: Entrant, n: int, launch: str) -> None:
+        """Args: entrant: subject to time; n: number of calls; launch: see `Regime`."""
         self.n = n
-        self._places = [_Place(one, n, launch) for one in (entrant, *elsewhere)]
-        self._number = 0
-
-    @property
-    def _at(self) -> _Place:
-        return self._places[self._number]
-
-    @property
-    def places(self) -> int:
-        """Number of places of its operands."""
-        return len(self._places)
-
-    def move(self, place: int) -> None:
-        """Go on with the operands at a place, counted beyond the last from the first again."""
-        self._number = place % len(self._places)
+        self._graphs: list[CapturedGraph] = []
+        self._replays: list[Callable[[], None]] = []
+        turns = [entrant.calls[i % len(entrant.calls)] for i in range(n)]
+        # Graphs read the copies of the inputs that a vendor's calls hold. Without the calls PyTorch
+        # would return that memory to the device at the next capture.
+        self._calls: list[Call] = turns
+        if launch == "eager":
+            return
+        lead = [entrant.before[i % len(entrant.before)] for i in range(n)] if entrant.before else []
+        pairs = itertools.chain(*zip(lead, turns, strict=True)) if lead else turns
+        for calls in (list(pairs), lead):
+            if calls:
+                graph = entrant.subject.capture(calls)
+                self._graphs.append(graph)
+                self._replays.append(graph.replay)
 
     def enqueue(self) -> None:
         """Enqueue the calls, each behind its predecessor."""
-        if self._at.replays:
-            self._at.replays[0]()
+        if self._replays:
+            self._replays[0]()
             return
-        for call in self._at.calls:
+        for call in self._calls:
             call()
 
     def enqueue_alone(self) -> None:
         """Enqueue only the predecessors, if there are any."""
-        for replay in self._at.replays[1:]:
+        for replay in self._replays[1:]:
             replay()
 
     def steps(self, samples: int, chance: random.Random) -> list[Replay]:
         """Steps to enqueue between events for `samples` times. If predecessors are subtracted, they
         are pairs in shuffled order.
         """
-        if len(self._at.replays) < 2:
+        if len(self._replays) < 2:
             return [Replay(1, self.enqueue)] * samples
         pair = [Replay(1, self.enqueue), Replay(-1, self.enqueue_alone)]
         return [step for _ in range(samples) for step in chance.sample(pair, 2)]
 
     def close(self) -> None:
-        for graph in (graph for place in self._places for graph in place.graphs):
+        for graph in self._graphs:
             if isinstance(graph, CapturedGraph):
                 graph.close()
-        self._places = []
+        self._graphs, self._replays, self._calls = [], [], []
 
 
 def times_of(steps: Sequence[Replay], spans: Sequence[float], n: int) -> list[float]:
@@ -167,13 +132,6 @@ def count_sets(problem: Problem, gpu: Gpu, regime: Regime, free_bytes: int) -> i
     return max(1, min(wanted, MAX_SETS, 1 + free_bytes // 2 // problem.bytes))
 
 
-def count_places(problem: Problem, regime: Regime) -> int:
-    """Number of places of the operands in a final pass: `PLACES` for small problems whose calls do
-    not rotate over sets.
-    """
-    return PLACES if regime.l2 == "warm" and problem.bytes <= PLACED_BYTES else 1
-
-
 def count_calls(estimate_us: float, sets: int) -> int:
     """Number of calls in a burst: as many as take `BURST_US`, at least 2, with every set equally
     often.
@@ -192,7 +150,6 @@ class Sets:
         count: number of sets.
         behind: function that makes the calls' predecessor, from a pool that lives as long as the
             sets.
-        place: number of a place: from 1 on the first set is a copy at other addresses.
     """
 
     def __init__(
@@ -202,19 +159,13 @@ class Sets:
         first: Mapping[str, int],
         count: int,
         behind: Callable[[Pool], Predecessor | None] = lambda pool: None,
-        place: int = 0,
     ) -> None:
-        """Copy the inputs of `first` into the other sets."""
+        """Copy the inputs of `first` into `count - 1` further sets."""
         self._pool = Pool(device)
-        self.buffers: list[dict[str, int]] = [] if place else [dict(first)]
-        chance = random.Random(place)
+        self.buffers: list[dict[str, int]] = [dict(first)]
         try:
-            while len(self.buffers) < count:
-                new = {}
-                for operand in problem.operands:
-                    if place:
-                        self._pool.allocate(chance.randrange(256, MAX_SHIFT, 256))
-                    new[operand.name] = self._pool.allocate(operand.bytes)
+            for _ in range(count - 1):
+                new = {o.name: self._pool.allocate(o.bytes) for o in problem.operands}
                 for operand in problem.inputs:
                     device.copy(new[operand.name], first[operand.name], operand.bytes)
                 self.buffers.append(new)

@@ -56,21 +56,9 @@ class Timing:
     flags: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, samples: Sequence[float], places: Sequence[int] = ()) -> Timing:
-        """Median and standard deviation of one place; of several places their mean, and the root
-        mean square.
-
-        Args:
-            samples: time of each round, microseconds.
-            places: place of the operands in each round; default: one place.
-        """
-        by_place: dict[int, list[float]] = {}
-        for place, us in zip(places or [0] * len(samples), samples, strict=True):
-            by_place.setdefault(place, []).append(us)
-        spreads = [statistics.variance(us) for us in by_place.values() if len(us) > 1]
-        medians = [statistics.median(us) for us in by_place.values()]
-        spread = math.sqrt(statistics.fmean(spreads)) if spreads else 0.0
-        return cls(statistics.fmean(medians), spread, len(samples))
+    def of(cls, samples: Sequence[float]) -> Timing:
+        spread = statistics.stdev(samples) if len(samples) > 1 else 0.0
+        return cls(statistics.median(samples), spread, len(samples))
 
     @property
     def is_noisy(self) -> bool:
@@ -83,8 +71,6 @@ class _Rounds:
 
     samples: list[list[float]]
     """Microseconds a call of each subject, by round."""
-    places: list[list[int]]
-    """Places of each subject's operands, by round."""
     clocks: list[Clocks] = field(default_factory=list)
     spent_us: float = 0.0
     is_throttled: bool = False
@@ -95,7 +81,7 @@ class _Rounds:
 
     @property
     def timings(self) -> list[Timing]:
-        return [Timing.of(*both) for both in zip(self.samples, self.places, strict=True)]
+        return [Timing.of(series) for series in self.samples]
 
     def is_over(self, rounds: int) -> bool:
         """True if no further round is needed.
@@ -120,20 +106,15 @@ class Stopwatch:
         self._events: list[Any] = []
         self._chance = random.Random(0)
 
-    def prepare(self, entrant: Entrant, elsewhere: Sequence[Entrant] = ()) -> Burst:
-        """Estimate a call's time, capture a burst of fitting length, and warm it up.
-
-        Args:
-            entrant: subject to time.
-            elsewhere: the subject with operands at other places.
-        """
+    def prepare(self, entrant: Entrant) -> Burst:
+        """Estimate a call's time, capture a burst of fitting length, and warm it up."""
         _all(entrant.before[:1])  # it may also choose algorithms
         three = [entrant.calls[0]] * 3
         estimate = self._time(lambda: _all(three)) / 3
         if estimate < SLOW_US:  # the first calls may have loaded modules or chosen algorithms
             estimate = self._time(lambda: _all(three)) / 3
         n = count_calls(estimate, len(entrant.calls))
-        burst = Burst(entrant, n, self._regime.launch, elsewhere)
+        burst = Burst(entrant, n, self._regime.launch)
         try:
             spent, count = 0.0, 0
             while spent < WARM_UP_US and count < MAX_WARM_UPS:
@@ -211,16 +192,13 @@ class Stopwatch:
         progress: Callable[[int], None],
         careful: bool,
     ) -> _Rounds:
-        taken = _Rounds([[] for _ in bursts], [[] for _ in bursts])
-        spare, places = rounds, max(burst.places for burst in bursts)
+        taken = _Rounds([[] for _ in bursts])
+        spare = rounds
         while not taken.is_over(rounds):
             progress(-1)
             order = next(round_order.orders)
             if taken.is_long and len(taken.clocks) >= MIN_ROUNDS:
                 order = [index for index in order if index not in round_order.others]
-            place = len(taken.clocks) % places
-            for burst in bursts:
-                burst.move(place)
             times, clocks = self._round(bursts, order, round_order, progress, careful)
             taken.spent_us += self._lasted_us()
             if device_module.SLOWDOWNS.intersection(clocks.throttle):
@@ -231,7 +209,6 @@ class Stopwatch:
             taken.clocks.append(clocks)
             for index, time in times.items():
                 taken.samples[index].append(time)
-                taken.places[index].append(place)
         return taken
 
     def _round(

@@ -44,7 +44,7 @@ from tuner.families import families, families_in
 from tuner.families.base import LSE, SCRATCH, Family
 from tuner.hardware import Gpu
 from tuner.measure import device as device_module
-from tuner.measure.bursts import Burst, Sets, count_places, count_sets, entrant
+from tuner.measure.bursts import Burst, Sets, count_sets, entrant
 from tuner.measure.device import Device, Pool
 from tuner.measure.gate import Gate
 from tuner.measure.gate.chunks import LONG_REFERENCE_S
@@ -285,15 +285,12 @@ class Worker:
     def _burst(
         self, job: WorkerRequest, rotation: _Rotation, stopwatch: Stopwatch, prepared: _Prepared
     ) -> Burst:
-        """Burst of a candidate, ready to be timed; in a final pass with operands at the places of
-        `count_places`.
-        """
+        """Burst of a candidate, ready to be timed."""
         vendor = isinstance(prepared.subject, VendorSubject)
         self._phase(prepared.index, "timing", VENDOR_ALLOWANCE_S if vendor else 0.0)
         scale = scale_of(job.problem)
-        sets = [rotation.sets(), *(rotation.elsewhere() if job.mode == "final" else ())]
-        here, *elsewhere = (entrant(prepared.subject, one, prepared.buffers, scale) for one in sets)
-        return stopwatch.prepare(here, elsewhere)
+        entered = entrant(prepared.subject, rotation.sets(), prepared.buffers, scale)
+        return stopwatch.prepare(entered)
 
     def _opened(self) -> Gate:
         if self._gate is None:
@@ -337,7 +334,6 @@ class Worker:
         gate = self._opened()
         self._phase(prepared.index, "check after timing")
         gate.arm(prepared.own)
-        prepared.burst.move(0)  # to the operands that the gate examines
         prepared.burst.enqueue()
         verdict = gate.examine(prepared.own)
         if verdict.status is Status.OK:
@@ -436,37 +432,23 @@ class _Rotation:
 
     def __init__(self, worker: Worker, job: WorkerRequest, gate: Gate) -> None:
         self._worker, self._job, self._gate = worker, job, gate
-        self._places: list[Sets] = []
+        self._sets: Sets | None = None
 
     def sets(self) -> Sets:
-        """Sets of which the first is the gate's own."""
-        if not self._places:
+        if self._sets is None:
             device, problem = self._worker._device, self._job.problem
             count = count_sets(problem, self._worker._gpu, self._job.regime, device.free_bytes())
-            self._place(count)
-        return self._places[0]
-
-    def elsewhere(self) -> Sequence[Sets]:
-        """Copies at other places, for a final pass."""
-        self.sets()
-        while len(self._places) < count_places(self._job.problem, self._job.regime):
-            self._place(1)
-        return self._places[1:]
-
-    def _place(self, count: int) -> None:
-        device, problem = self._worker._device, self._job.problem
-        self._gate.load("random")
-        behind = partial(predecessor, self._job.regime, device, self._gate, problem)
-        self._places.append(
-            Sets(device, problem, self._gate.pointers, count, behind, len(self._places))
-        )
+            self._gate.load("random")
+            behind = partial(predecessor, self._job.regime, device, self._gate, problem)
+            self._sets = Sets(device, problem, self._gate.pointers, count, behind)
+        return self._sets
 
     def __enter__(self) -> _Rotation:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for one in self._places:
-            one.close()
+        if self._sets is not None:
+            self._sets.close()
 
 
 def _name(candidate: RequestedCandidate) -> str:

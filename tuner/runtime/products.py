@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -34,6 +35,9 @@ _PYTORCHS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
 ALIGNED_COLUMNS, LONG_COLUMNS, MIN_ROWS_IN_PARTS = 8, 16384, 4
 """Columns that rows of an output are aligned by; and the fewest columns and rows of a product in
 parts (`_in_parts`)."""
+MIN_EVEN_ROWS, MIN_EVEN_WEIGHTS = 256, 1 << 25
+"""Fewest rows, or elements of the weights, of such a product with an even number of columns. One of
+30522 columns and 64 rows took 1.3 times as long in parts."""
 MIN_FLOPS_WITH_GRADIENTS = 4e10
 """Floating-point operations of a product from which a portfolio's kernels serve `linear` where a
 gradient is wanted: it takes about 60 us. With gradients a call passes Python, which costs the host
@@ -55,7 +59,7 @@ def linear(
     combination of bias and activation is a problem of its own (`GemmProblem.epilogue`), fused into
     one kernel. PyTorch's `linear` and activation answer all other calls: other types, problems for
     which cuBLAS is faster. Each such call is counted by its reason (`tuner.stats`). A vocabulary
-    whose size is not a multiple of 8 is multiplied in two parts, without a bias and gradients.
+    whose size is not a multiple of 8 is multiplied in two parts; with gradients, if it is large.
 
     With gradients, the output and the gradients of input and weight are three products
     (`tuner.runtime.linear_gradients`). Each is served by itself, and an activation is PyTorch's.
@@ -95,35 +99,52 @@ def linear(
             product = _with_gradients(call) if wants_gradient else serving.answer(call)
         if product is not None and product is not dispatch.REFUSED:
             return product
-        if _gains_by_parts(input, weight) and bias is None and activation is None:
-            return _in_parts(input, weight)
+        if _gains_by_parts(input, weight, bias):
+            # The parts need the output's memory twice.
+            with suppress(torch.OutOfMemoryError):
+                return _PYTORCHS[activation](_in_parts(input, weight, bias))
     return _linear(input, weight, bias, activation)
 
 
-def _gains_by_parts(input: torch.Tensor, weight: torch.Tensor) -> bool:
-    """True for a vocabulary whose size is not a multiple of 8, as GPT-2's and Whisper's.
-
-    Rows of the output are not aligned there. cuBLAS takes 2.1 to 5.4 times as long as in two parts
-    at odd sizes and 4 to 4096 rows, 1.1 to 1.9 times at 51866
-    (``scripts/benchmarks/evidence/odd-columns-h200.json``).
-    """
+def _is_long_unaligned(weight: torch.Tensor) -> bool:
+    """True for the (N, K) weights of a vocabulary whose size is not a multiple of 8."""
     columns = weight.shape[0]
     return (
         columns % ALIGNED_COLUMNS != 0
         and columns >= LONG_COLUMNS
         and weight.dim() == 2
-        and input.numel() >= MIN_ROWS_IN_PARTS * weight.shape[1]
         and weight.dtype in guards.DTYPES
-        and weight.device.type == devices.TYPE
-        and not guards.wants_gradient(input, weight)
         and not settings.disabled()
     )
 
 
-def _in_parts(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _gains_by_parts(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """True for a vocabulary whose size is not a multiple of 8, as GPT-2's and Whisper's.
+
+    Rows of the output are not aligned there. cuBLAS takes 2.0 to 5.4 times as long as in two parts
+    at odd sizes and 4 to 4096 rows, 1.1 to 1.9 times at even ones, of which small products are left
+    (``scripts/benchmarks/evidence``, ``odd-columns-*-h200.json``).
+    """
+    return (
+        _is_long_unaligned(weight)
+        and input.numel() >= MIN_ROWS_IN_PARTS * weight.shape[1]
+        and (
+            weight.shape[0] % 2 == 1
+            or input.numel() >= MIN_EVEN_ROWS * weight.shape[1]
+            or weight.numel() >= MIN_EVEN_WEIGHTS
+        )
+        and weight.device.type == devices.TYPE
+        and not guards.wants_gradient(input, weight, *(() if bias is None else (bias,)))
+    )
+
+
+def _in_parts(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """PyTorch's `linear` over the aligned columns and over the last few, side by side."""
-    aligned = weight.shape[0] // ALIGNED_COLUMNS * ALIGNED_COLUMNS
-    parts = (functional.linear(input, part) for part in (weight[:aligned], weight[aligned:]))
+    at = weight.shape[0] // ALIGNED_COLUMNS * ALIGNED_COLUMNS
+    parts = (
+        functional.linear(input, weight[columns], None if bias is None else bias[columns])
+        for columns in (slice(at), slice(at, None))
+    )
     return torch.cat(tuple(parts), -1)
 
 
@@ -146,7 +167,7 @@ def _refusal_with_gradients(call: ProductCall) -> Refusal | None:
     found = serving.find(call)
     # Each of the three products has the same number of operations.
     has_much_work = 2 * call.a.numel() * call.b.shape[0] >= MIN_FLOPS_WITH_GRADIENTS
-    if _is_worth_it(found, has_much_work):
+    if _is_worth_it(found, has_much_work) or (has_much_work and _is_long_unaligned(call.b)):
         return None
     for gradient in call.gradients():
         kind, device = (call.a.device, gradient.kind()), call.a.get_device()

@@ -97,7 +97,7 @@ def make(
     for regime, rows in measured.items():
         for point in points(rows, gpu):
             domain = domain_of(point.problem)
-            if domain is not None:
+            if domain is not None and domain.is_fitted:
                 by_domain[domain][regime].append(point)
     for domain, regimes in tuple(by_domain.items()):
         for one in domain.filled:

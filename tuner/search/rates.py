@@ -10,6 +10,7 @@ from tuner.base.install import extra_command
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import families
+from tuner.families.attention_work import MASK_TERMS
 from tuner.hardware import Gpu
 from tuner.search.timed import KernelTimes, Point, is_vendor
 from tuner.selection.domains import AnyDomain
@@ -100,6 +101,7 @@ def fitted(points: Sequence[Point], gpu: Gpu, prior: Sequence[float] | None = No
 
     family = families()[points[0].config.family]
     amounts = np.array([family.work(p.problem, p.config, gpu) for p in points])
+    amounts *= [term not in MASK_TERMS for term in family.work_terms]
     relative = amounts / np.array([[p.us] for p in points])
     wanted = np.ones(len(points))
     if prior is not None:

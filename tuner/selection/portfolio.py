@@ -113,21 +113,22 @@ class Portfolio:
             return self._rescaled.setdefault(key, made)
 
     def joining(self, serving: Portfolio) -> Portfolio:
-        """The kernels that pad heads, beside those that serve the domains now.
+        """The kernels that pad heads or divide K in a cluster, beside those that serve the domains
+        now.
 
         Raises:
-            ConfigError: when a domain is not one of decoding from a cold cache.
+            ConfigError: when the inputs of a domain are warm.
         """
         joined = dict(self.domains)
         for domain, mine in self.domains.items():
             if mine.regime.l2 != "cold":
-                raise ConfigError(f"{domain.label()} cannot be joined (allowed: decoding, cold)")
+                raise ConfigError(f"{domain.label()} cannot be joined (allowed: cold inputs)")
             if (theirs := serving.domains.get(domain)) is None:
                 continue
-            padding = [one for one in mine.candidates if "pads_heads" in one.config.params]
+            joining = [one for one in mine.candidates if _joins(one.config)]
             rest = theirs.settled(self.gpu).candidates
-            known = {one.config for one in padding}
-            candidates = [*padding, *(one for one in rest if one.config not in known)]
+            known = {one.config for one in joining}
+            candidates = [*joining, *(one for one in rest if one.config not in known)]
             joined[domain] = replace(mine, candidates=candidates, margin=theirs.margin)
         return replace(self, domains=joined)
 
@@ -276,6 +277,11 @@ class Portfolio:
             return cls.from_json(document.parse(path.read_text()))
         except (OSError, ValueError, ConfigError) as exc:
             raise ConfigError(f"portfolio {path}: {exc}") from exc
+
+
+def _joins(config: Config) -> bool:
+    """True for kernels that `Portfolio.joining` takes."""
+    return "pads_heads" in config.params or config.family == "cluster_gemm"
 
 
 def _folder() -> Path:

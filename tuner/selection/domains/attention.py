@@ -161,6 +161,19 @@ class AttentionDomain(_Attention, Domain):
         return (self.head_dim == 256 and (is_capped or is_masked)) or (is_capped and is_masked)
 
     @property
+    def is_fitted(self) -> bool:
+        """Not under a mask operand: its donors' kernels have few measurements of each there."""
+        return not self.operand
+
+    @property
+    def shares_phases(self) -> bool:
+        """True if kernels of both phases of decoding serve it: under a mask of booleans, at head
+        dimensions where both were measured.
+        """
+        is_decoding = self.phase != "prompt" and self.operand == "bool"
+        return is_decoding and self.head_dim <= 128 and not self.is_composed
+
+    @property
     def of_times(self) -> Iterator[Self]:
         """Both phases of decoding."""
         other: dict[Phase, Phase] = {"one": "few", "few": "one"}

@@ -73,6 +73,11 @@ class Domain(ABC):
         """
 
     @property
+    def is_fitted(self) -> bool:
+        """True if rates are fitted to the domain's own measurements; else they are its donors'."""
+        return True
+
+    @property
     def of_times(self) -> Iterator[Self]:
         """Domains in which a kernel's times follow the same rates."""
         yield from ()

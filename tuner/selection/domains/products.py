@@ -62,6 +62,11 @@ ODD_ROW, ODD_ROWS = 1.3, 2.5
 """Time of cuBLAS at an odd number of columns, over that of its time model: at one row, and at 2 to
 `MAX_FEW`. Rows of D are not aligned there. Measured with N of 49155 and 50257, 1.33 and 2.78
 (``cache/recordings``)."""
+LONG_COLUMNS, EVEN_ROW, EVEN_ROWS = 16384, 1.25, 1.5
+"""Fewest columns of a vocabulary; and the same times at an even number of them that is not a
+multiple of 8. Measured with N of 30522 to 128100: 1.26 to 1.31, and 1.34 to 1.94
+(``scripts/benchmarks/evidence/odd-columns-heads-h200.json``).
+"""
 _known: dict[tuple[Rows, str, Gradient], Any] = {}
 """Domains made so far, by their fields."""
 
@@ -145,10 +150,12 @@ class ProductDomain(_Product, Domain):
 
     @property
     def filled(self) -> Iterator[Self]:
-        """Activated products of up to `MAX_NARROW` rows: they are bound by this GPU's memory, and
-        the same kernels serve all activations.
+        """Activated products: the same kernels serve all activations.
+
+        Times rescaled from another GPU chose kernels of many rows that took 11 % longer than the
+        best (55 layers, H200, 27 November 2026).
         """
-        if self.rows in ("few", "narrow") and _is_activated(self.epilogue):
+        if _is_activated(self.epilogue):
             yield from (one for one in self.alike if one != self)
 
     def moved(self, problem: Any) -> Any:
@@ -180,9 +187,13 @@ class ProductDomain(_Product, Domain):
         return frozenset(("addmm",) if self.epilogue.startswith("bias") else ("cublas",))
 
     def pytorchs_factor(self, problem: Any) -> float:
-        if problem.n % 2 and self.rows == "few":
+        if problem.n % 8 == 0 or self.rows != "few":
+            return 1.0
+        if problem.n % 2:
             return ODD_ROW if problem.m == 1 else ODD_ROWS
-        return 1.0
+        if problem.n < LONG_COLUMNS:
+            return 1.0
+        return EVEN_ROW if problem.m == 1 else EVEN_ROWS
 
     def problems(self, dtype: DType) -> tuple[GemmProblem, ...]:
         n = MAX_TALL_COLUMNS if self.rows == "tall" else 4096
