@@ -39,7 +39,7 @@ from benchmarks.suites_plugin import (
 )
 from tuner.base.install import install_command
 from tuner.base.output import check_place
-from tuner.base.processes import Group, python_command
+from tuner.base.processes import ProcessGroup, python_command
 from tuner.bench.results import write_json
 from tuner.cli import Parser
 from tuner.errors import BenchmarkError, ConfigError
@@ -104,7 +104,7 @@ class Process:
 
     suite: Suite
     share: Share
-    group: Group
+    group: ProcessGroup
     known: int
     """Tests of its record when it began."""
     size: int = 0
@@ -246,7 +246,7 @@ class Runner:
         known = len(read(Path(share.record)))
         append(Path(share.record), {START: known})
         with Path(share.record).with_suffix(".log").open("ab") as log:
-            group = Group(
+            group = ProcessGroup(
                 command,
                 cwd=suite.path.parent,
                 env={**environment, **share.environment()},

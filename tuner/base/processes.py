@@ -207,7 +207,7 @@ def _is_installed() -> bool:
     return _PACKAGES in {Path(folder).resolve() for folder in folders}
 
 
-class Group:
+class ProcessGroup:
     """Command in a process group of its own, which ends with this process, however that ends.
 
     Args:
@@ -255,12 +255,12 @@ def running(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen
 
     Args:
         command: program and arguments.
-        options: as of `Group`.
+        options: as of `ProcessGroup`.
 
     Raises:
-        OSError: as `Group`.
+        OSError: as `ProcessGroup`.
     """
-    group = Group(command, **options)
+    group = ProcessGroup(command, **options)
     try:
         yield group.process
         # Wait without reaping: until then the group's id cannot come to mean another.
@@ -295,7 +295,7 @@ class ProcessPool:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._groups: dict[int, Group] = {}
+        self._groups: dict[int, ProcessGroup] = {}
         """Process groups by their leader."""
         self._folders: dict[int, Path] = {}
         """Working folder of each group."""
@@ -363,7 +363,7 @@ class ProcessPool:
             raise CompileError(f"{command[0]} cannot be started: {os.strerror(reason)}")
         with self._lock:
             try:
-                group = Group(
+                group = ProcessGroup(
                     command,
                     stdout=output,
                     stderr=subprocess.STDOUT,
