@@ -12,11 +12,9 @@ The same command goes on where it was stopped, in the folder of ``--work``.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import os
 import re
-import signal
 import subprocess
 import time
 from collections import Counter
@@ -41,7 +39,7 @@ from benchmarks.suites_plugin import (
 )
 from tuner.base.install import install_command
 from tuner.base.output import check_place
-from tuner.base.processes import python_command
+from tuner.base.processes import ProcessGroup, python_command
 from tuner.bench.results import write_json
 from tuner.cli import Parser
 from tuner.errors import BenchmarkError, ConfigError
@@ -106,7 +104,7 @@ class Process:
 
     suite: Suite
     share: Share
-    popen: subprocess.Popen[bytes]
+    group: ProcessGroup
     known: int
     """Tests of its record when it began."""
     size: int = 0
@@ -210,7 +208,7 @@ class Runner:
                 time.sleep(POLL_S)
         finally:
             for process in running:
-                _end(process.popen)
+                process.group.end()
         found = [[_read_all(own) for own in of_modes] for of_modes in shares]
         for suite, tests in zip(suites, found, strict=True):
             if not any(tests) and time.monotonic() < self._deadline:
@@ -248,27 +246,26 @@ class Runner:
         known = len(read(Path(share.record)))
         append(Path(share.record), {START: known})
         with Path(share.record).with_suffix(".log").open("ab") as log:
-            popen = subprocess.Popen(
+            group = ProcessGroup(
                 command,
                 cwd=suite.path.parent,
                 env={**environment, **share.environment()},
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
             )
-        return Process(suite, share, popen, known)
+        return Process(suite, share, group, known)
 
     def _next(self, process: Process) -> Iterator[Process]:
         """The process while it runs; the one that goes on after it; nothing after the last."""
         if time.monotonic() >= self._deadline:
-            _end(process.popen)
+            process.group.end()
             return
-        code = process.popen.poll()
+        code = process.group.process.poll()
         is_stuck = code is None and process.is_stuck(self._test_limit_s)
         if code is None and not is_stuck:
             yield process
             return
-        _end(process.popen)
+        process.group.end()
         record, row = process.record, last(process.record)
         if END in row and not is_stuck:
             return
@@ -285,13 +282,6 @@ class Runner:
 def _read_all(shares: Iterable[Share]) -> Tests:
     """The tests of all records."""
     return {name: row for share in shares for name, row in read(Path(share.record)).items()}
-
-
-def _end(popen: subprocess.Popen[bytes]) -> None:
-    """End a process and its children."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(popen.pid, signal.SIGKILL)
-    popen.wait()
 
 
 def compared(

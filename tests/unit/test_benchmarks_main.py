@@ -8,9 +8,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from living import benchmarks_environment
 
 from benchmarks.__main__ import NAMES, main
-from tuner.base.processes import python_command, python_environment
+from tuner.base.processes import python_command
 
 TOP = Path(__file__).resolve().parents[2]
 
@@ -80,7 +81,7 @@ def test_a_reader_that_has_gone_is_no_error(tmp_path: Path, arguments: list[str]
     try:
         ended = subprocess.run(
             python_command("-m", "benchmarks", *given),
-            env={**python_environment(), "PYTHONUNBUFFERED": ""},
+            env={**benchmarks_environment(), "PYTHONUNBUFFERED": ""},
             stdout=write,
             stderr=subprocess.PIPE,
             text=True,

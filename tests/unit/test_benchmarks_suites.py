@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import signal
+import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,11 +14,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from living import benchmarks_environment, is_alive, pid_in, until_dead
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from benchmarks import flash_attention_adapter, forced, suites  # noqa: E402
 from benchmarks.suites_plugin import ALONE, BEGIN, END, FORCED, Share, append, last, read  # noqa: E402
+from tuner.base.processes import python_command  # noqa: E402
 from tuner.errors import BenchmarkError, ConfigError  # noqa: E402
 from tuner.families import family  # noqa: E402
 from tuner.hardware import DEFAULT_GPU  # noqa: E402
@@ -178,6 +181,37 @@ def test_what_ends_its_process_or_does_not_end_has_failed(
         "test_passes_as_well": ("passed", ""),
     }
     assert planted.path.with_name("runs").read_text() == "xx"
+
+
+#: A bench of a planted suite whose test notes its process and does not end.
+KILLED = """
+import sys, time
+from pathlib import Path
+from benchmarks import suites
+folder = Path(sys.argv[1])
+suite = suites.Suite("planted", folder / "checkout", "test/test_planted.py", "")
+suites.Runner(folder / "work", 1, time.monotonic() + 300, test_limit_s=200).run(suite, ["alone"])
+"""
+NOTES = """
+import os, pathlib, time
+def test_hangs():
+    note = pathlib.Path(__file__).with_name("note")
+    note.write_text(str(os.getpid()))
+    note.rename(note.with_name("pid"))
+    time.sleep(1000)
+"""
+
+
+def test_tests_end_with_a_bench_that_is_killed(planted: suites.Suite, tmp_path: Path) -> None:
+    planted.path.write_text(NOTES)
+    command = python_command("-c", KILLED, str(tmp_path))
+    with subprocess.Popen(command, env=benchmarks_environment()) as bench:
+        try:
+            child = pid_in(planted.path.with_name("pid"))
+            assert is_alive(child)
+        finally:
+            bench.kill()
+    until_dead(child)
 
 
 def test_what_ran_out_of_memory_is_run_again(planted: suites.Suite, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from fake_nvcc import Fake, faked, spec
+from living import is_alive, until_dead
 
 from tuner.base import scratch
 from tuner.compile import compiler
@@ -67,29 +68,12 @@ def wait_for_a_run(fake: Fake, count: int = 1) -> None:
     pytest.fail("nvcc was not started")
 
 
-def alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
-
-
-def until_dead(process: int) -> None:
-    """SIGKILL is sent; a busy machine takes its time to deliver it."""
-    for _ in range(1000):
-        if not alive(process):
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"process {process} lives")
-
-
 def test_cancelling_kills_nvcc_and_its_children_and_leaves_nothing(fake: Fake) -> None:
     made = fake.compiler(jobs=1)
     (_, running), (_, waiting) = made.submit([spec("CHILD SLEEP600"), spec(1, "b.cu.j2")])
     wait_for_a_run(fake)
     child = int(Path(f"{fake.log}.child").read_text())
-    assert alive(child)
+    assert is_alive(child)
     made.close(cancel=True)
     for future in (running, waiting):
         with pytest.raises(CancelledError):

@@ -8,12 +8,12 @@ import subprocess
 import sys
 import sysconfig
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
 import pytest
+from living import benchmarks_environment, is_alive, pid_in, until_dead
 
 import tuner
 from tuner.base import install, processes
@@ -358,13 +358,6 @@ def test_a_program_that_is_missing_is_named(tmp_path: Path) -> None:
         ProcessPool(60).run(["/no/nvcc"], tmp_path)
 
 
-def gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
-
-
 #: Runs a command that starts another and ends before it, as nvcc's shells do.
 STARTER = """
 import sys
@@ -381,17 +374,11 @@ def test_what_a_compiler_started_ends_with_whoever_started_the_compiler(tmp_path
     starter = subprocess.Popen(
         python_command("-c", STARTER, str(tmp_path)), env=python_environment()
     )
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "pid").exists():
-        assert starter.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
-    child = int((tmp_path / "pid").read_text())
-    assert not gone(child)
+    child = pid_in(tmp_path / "pid")
+    assert is_alive(child)
     starter.kill()
     starter.wait()
-    while not gone(child):
-        assert time.monotonic() < deadline, "it outlived the process that is gone"
-        time.sleep(0.01)
+    until_dead(child)
 
 
 def test_a_signal_to_all_processes_of_a_service_is_no_fault_of_the_compiler(tmp_path: Path) -> None:
@@ -426,7 +413,7 @@ with RaisesInterrupted():
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_what_a_sweep_started_ends_with_the_bench(tmp_path: Path, number: int) -> None:
-    environment = {**python_environment(), "TUNER_CACHE_DIR": str(tmp_path / "cache")}
+    environment = {**benchmarks_environment(), "TUNER_CACHE_DIR": str(tmp_path / "cache")}
     bench = subprocess.Popen(
         python_command("-c", SWEEPING, str(tmp_path)),
         cwd=tmp_path,
@@ -434,18 +421,12 @@ def test_what_a_sweep_started_ends_with_the_bench(tmp_path: Path, number: int) -
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    deadline = time.monotonic() + 60
     try:
-        while not (tmp_path / "pid").exists():
-            assert bench.poll() is None and time.monotonic() < deadline
-            time.sleep(0.01)
-        child = int((tmp_path / "pid").read_text())
-        assert not gone(child)
+        child = pid_in(tmp_path / "pid")
+        assert is_alive(child)
         bench.send_signal(number)
-        assert bench.wait(deadline - time.monotonic()) != 0
-        while not gone(child):
-            assert time.monotonic() < deadline, "it outlived the bench"
-            time.sleep(0.01)
+        assert bench.wait(60) != 0
+        until_dead(child)
     finally:
         if bench.poll() is None:
             bench.kill()

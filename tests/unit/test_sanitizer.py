@@ -27,6 +27,7 @@ from tuner.families import families, family
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import (
     E4M3,
+    SCALE_BLOCK,
     AttentionProblem,
     GemmProblem,
     GroupedGemmProblem,
@@ -353,6 +354,21 @@ def test_every_lane_of_fused_attention_arrives_too(fused: list[Target]) -> None:
         assert "if (tid % 32 == 0) Empty::arrive(empty)" not in changed
         assert "q_empty, 4 * kGroups" in plain and "q_empty, 128 * kGroups" in changed
         assert "% 32 == 0) Empty::arrive(&s.tile_empty" not in changed
+
+
+@pytest.mark.parametrize("name", ["block_scaled_gemm", "block_scaled_grouped_gemm"])
+def test_stages_of_block_scaled_products_are_used_twice(name: str) -> None:
+    for target in targets.targets([name], DEFAULT_GPU):
+        config = target.launches[0][1]
+        blocks = max(problem.k for problem, _ in target.launches) // SCALE_BLOCK
+        assert blocks // config.get("split_k", 1) >= config["stages"], target.label()
+        (spec,) = target.specs()
+        plain = render(spec, "k")
+        with variants.rendered_as("every-lane"):
+            changed = render(spec, "k")
+        assert "if (lane == 0) arrive(empty);" in plain
+        assert "if (lane == 0) arrive(empty);" not in changed
+        assert "kGroups * kWarpGroup * kMulticast" in changed
 
 
 def test_a_change_without_its_text_is_an_error(tmp_path: Path) -> None:

@@ -52,3 +52,14 @@ def test_what_racecheck_says_of_gradients_ends_with_every_lane_arriving() -> Non
         assert ("tile_m=128" in run["kernel"]) == (run["status"] == "clean")
         passed = {"read LDS.128 and write STS.128"} if "D=256" in run["kernel"] else set()
         assert set(run["hazards"]) <= statistics | passed
+
+
+def test_what_racecheck_says_of_fused_attention_ends_with_every_lane_arriving() -> None:
+    with gzip.open(EVIDENCE / "racecheck-fused-h200.json.gz", "rt") as text:
+        runs = json.load(text)["runs"]
+    kernels = {variant: Counter(run["status"] for run in found) for variant, found in runs.items()}
+    assert kernels == {"plain": {"errors": 19}, "every-lane": {"clean": 16}}
+    plain = {run["kernel"] for run in runs["plain"]}
+    assert {run["kernel"].removesuffix(" (every-lane)") for run in runs["every-lane"]} <= plain
+    pairs = {pair for run in runs["plain"] for pair in run["hazards"]}
+    assert pairs == {"read LDS and write STS.64", "read LDS.64 and write STS.64"}

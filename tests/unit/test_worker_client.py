@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import worker_fakes
+from living import until_dead
 from worker_fakes import (
     KERNEL,
     PROBLEM,
@@ -123,20 +124,6 @@ def ask(*acts: str, mode: str = "quick") -> Ask:
     return Ask(PROBLEM, Regime(), mode, 1, KERNEL, candidates)
 
 
-def gone(pid: int) -> bool:
-    """Dead, be it still a zombie that nobody has reaped."""
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        if state == "Z":
-            return True
-        time.sleep(0.02)
-    return False
-
-
 def test_outcomes_come_in_order_from_one_process(client: WorkerClient) -> None:
     first, second = client.measure(ask("ok", "ok"))
     (third,) = client.measure(ask("ok"))
@@ -168,7 +155,7 @@ def test_what_kills_a_worker_costs_its_neighbours_nothing(
     assert [o.status for o in outcomes] == [Status.OK, status, Status.OK]
     assert words in outcomes[1].log
     assert outcomes[0].log != outcomes[2].log, "the same process went on"
-    assert gone(int(outcomes[0].log))
+    until_dead(int(outcomes[0].log))
 
 
 def test_several_faults_in_one_group(client: WorkerClient) -> None:
@@ -196,7 +183,7 @@ def test_a_timeout_kills_the_whole_group(
 ) -> None:
     monkeypatch.setenv("CHILD_FILE", str(tmp_path / "child"))
     assert client.measure(ask("hang with a child"))[0].status is Status.TIMEOUT
-    assert gone(int((tmp_path / "child").read_text()))
+    until_dead(int((tmp_path / "child").read_text()))
 
 
 def test_nobody_s_fault_is_tried_again_with_care(client: WorkerClient) -> None:
@@ -254,7 +241,8 @@ def test_close_kills(client: WorkerClient) -> None:
     assert pid is not None
     client.close()
     client.close()
-    assert gone(pid) and client.pid is None
+    until_dead(pid)
+    assert client.pid is None
 
 
 class TestInterrupt:
@@ -361,7 +349,7 @@ def test_a_worker_ends_with_its_driver_even_while_busy(tmp_path: Path) -> None:
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     process.stdout.close()
-    assert gone(pid)
+    until_dead(pid)
 
 
 def test_an_outcome_survives_the_pipe() -> None:

@@ -207,27 +207,44 @@ def _is_installed() -> bool:
     return _PACKAGES in {Path(folder).resolve() for folder in folders}
 
 
-def _grouped(command: Sequence[str], **options: Any) -> tuple[subprocess.Popen[Any], int]:
-    """A command in a process group of its own, and this process's end of the pipe that keeps it
-    alive: the group is killed when that end is closed, in whatever way.
+class ProcessGroup:
+    """Command in a process group of its own, which ends with this process, however that ends.
+
+    Args:
+        command: program and arguments.
+        options: arguments of `subprocess.Popen`, other than `stdin` and `start_new_session`.
 
     Raises:
-        OSError: when it cannot be started.
+        OSError: when the shell that starts it cannot be started.
     """
-    theirs, ours = os.pipe()
-    try:
-        process = subprocess.Popen(
-            ["/bin/sh", "-c", _ENDS_WITH_ITS_STARTER, "tuner", *command],
-            stdin=theirs,
-            start_new_session=True,
-            **options,
-        )
-    except OSError:
-        os.close(ours)
-        raise
-    finally:
-        os.close(theirs)
-    return process, ours
+
+    def __init__(self, command: Sequence[str], **options: Any) -> None:
+        theirs, self._ours = os.pipe()
+        try:
+            self.process: subprocess.Popen[Any] = subprocess.Popen(
+                ["/bin/sh", "-c", _ENDS_WITH_ITS_STARTER, "tuner", *command],
+                stdin=theirs,
+                start_new_session=True,
+                **options,
+            )
+        except OSError:
+            self.release()
+            raise
+        finally:
+            os.close(theirs)
+
+    def release(self) -> None:
+        """Close the pipe that keeps the group alive: what is left of it is killed."""
+        if self._ours >= 0:
+            os.close(self._ours)
+            self._ours = -1
+
+    def end(self) -> None:
+        """Kill what is left of the group, and wait for the command; once or more often."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.release()
 
 
 @contextlib.contextmanager
@@ -238,24 +255,21 @@ def running(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen
 
     Args:
         command: program and arguments.
-        options: arguments of `subprocess.Popen`, other than `stdin` and `start_new_session`.
+        options: as of `ProcessGroup`.
 
     Raises:
-        OSError: when the shell that starts it cannot be started.
+        OSError: as `ProcessGroup`.
     """
-    process, ours = _grouped(command, **options)
+    group = ProcessGroup(command, **options)
     try:
-        with process:
-            try:
-                yield process
-                if process.returncode is None:
-                    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-            finally:
-                if process.returncode is None:  # not reaped: the number is still its group's
-                    with contextlib.suppress(ProcessLookupError, PermissionError):
-                        os.killpg(process.pid, signal.SIGKILL)
+        yield group.process
+        # Wait without reaping: until then the group's id cannot come to mean another.
+        if group.process.returncode is None:
+            os.waitid(os.P_PID, group.process.pid, os.WEXITED | os.WNOWAIT)
     finally:
-        os.close(ours)
+        group.end()
+        with group.process:  # closes its pipes
+            pass
 
 
 @dataclass(frozen=True)
@@ -281,8 +295,8 @@ class ProcessPool:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._groups: dict[int, int] = {}
-        """Process groups by their leader, each with its end of the pipe that keeps it alive."""
+        self._groups: dict[int, ProcessGroup] = {}
+        """Process groups by their leader."""
         self._folders: dict[int, Path] = {}
         """Working folder of each group."""
         self._killed = False
@@ -317,7 +331,7 @@ class ProcessPool:
             timer.cancel()
             self._kill_group(pid)  # nothing that it started outlives it
             with self._lock:
-                os.close(self._groups.pop(pid))
+                self._groups.pop(pid).release()
                 del self._folders[pid]
                 _, status, usage = os.wait4(pid, 0)
         return Finished(
@@ -349,7 +363,7 @@ class ProcessPool:
             raise CompileError(f"{command[0]} cannot be started: {os.strerror(reason)}")
         with self._lock:
             try:
-                process, ours = _grouped(
+                group = ProcessGroup(
                     command,
                     stdout=output,
                     stderr=subprocess.STDOUT,
@@ -358,8 +372,9 @@ class ProcessPool:
                 )
             except OSError as exc:
                 raise CompileError(f"{command[0]} cannot be started: {exc.strerror}") from exc
+            process = group.process
             process.returncode = 0  # reaped by wait4 in `run`, not by Popen
-            self._groups[process.pid], self._folders[process.pid] = ours, folder
+            self._groups[process.pid], self._folders[process.pid] = group, folder
             killed = self._killed or folder in self._killed_folders
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PGRP, process.pid, nice)

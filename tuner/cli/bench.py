@@ -91,7 +91,7 @@ def _contenders(parser: argparse.ArgumentParser) -> None:
         "--untuned",
         action=argparse.BooleanOptionalAction,
         help="also time the default, the kernel that the cost model picks: what one has without "
-        "tuning (of --shape it takes part unless told not to)",
+        "tuning (on with --shape)",
     )
 
 

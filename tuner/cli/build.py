@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tuner.store import Entry, Store
 
 
-_TOLD_AFTER_S = 1.0
+_NOTICE_AFTER_S = 1.0
 _QUANTISER, _ROWS = "the quantiser of activations", "the kernel of experts' rows"
 _APPEND = "the kernel that appends to paged caches"
 
@@ -209,17 +209,17 @@ def _portfolio(args: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _alone(artifacts: ArtifactCache) -> Iterator[None]:
     """Hold the machine's lock for builds. Says so if another process holds it."""
-    told = threading.Timer(
-        _TOLD_AFTER_S, print, ["waiting for another build of this machine"], {"file": sys.stderr}
+    notice = threading.Timer(
+        _NOTICE_AFTER_S, print, ["waiting for another build of this machine"], {"file": sys.stderr}
     )
-    told.daemon = True
-    told.start()
+    notice.daemon = True
+    notice.start()
     try:
         with artifacts.lock("build"):
-            told.cancel()
+            notice.cancel()
             yield
     finally:
-        told.cancel()
+        notice.cancel()
 
 
 def _dispatcher(artifacts: ArtifactCache) -> str:

@@ -134,8 +134,8 @@ def show(args: argparse.Namespace) -> int:
     for task in tasks:
         counts = (f"{task.attempt}/{job.attempts}", str(task.trials))
         label = (task.problem.op, task.problem.label())
-        told = _progress_text(task) if task.result is None else result_text(task.result)
-        rows.append((*label, task.state, *counts, told))
+        shown = _progress_text(task) if task.result is None else result_text(task.result)
+        rows.append((*label, task.state, *counts, shown))
     print(table(rows, right=frozenset({3, 4})))
     for task in tasks:
         if task.reason:

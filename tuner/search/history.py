@@ -40,8 +40,8 @@ def history(
     for one in Regime.preferred(regime):
         known = {problem, *(m.problem for m in found)}
         # The search gets this environment's measurements in this regime, but no chained ones.
-        told = environment if one == regime else str
-        found += _stored(problem, gpu, one, store, known - {problem}, told)
+        digest_of = environment if one == regime else str
+        found += _stored(problem, gpu, one, store, known - {problem}, digest_of)
         known |= {m.problem for m in found}
         for part in _shipped(gpu, one):
             if part.problem.op == problem.op and part.problem not in known:

@@ -352,15 +352,15 @@ async def _stream(
         state = {**(job.to_json() if job else {}), "running": [t.to_json() for t in running]}
         return state, store.jobs.events(id, after=after)
 
-    told: dict[str, Any] = {}
+    sent: dict[str, Any] = {}
     quiet_s = 0.0
     async with streams:
         while True:
             state, events = await run_in_threadpool(look, last)
             lines = [_event("log", e.to_json(), e.id) for e in events]
             last = events[-1].id if events else last
-            if state != told:
-                told = state
+            if state != sent:
+                sent = state
                 lines.append(_event("state", state))
             quiet_s = 0.0 if lines else quiet_s + EVENT_POLL_S
             if quiet_s >= KEEP_ALIVE_S:

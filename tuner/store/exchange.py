@@ -266,8 +266,8 @@ def read(
     if faults:
         count = len({fault.partition(":")[0] for fault in faults})
         rows = "row does" if count == 1 else "rows do"
-        told = [f"nothing was imported, {count} {rows} not fit:", *map(printable, faults)]
-        raise ConfigError("\n  ".join(told))
+        lines = [f"nothing was imported, {count} {rows} not fit:", *map(printable, faults)]
+        raise ConfigError("\n  ".join(lines))
     return [m for m in measured if m is not None], decisions
 
 

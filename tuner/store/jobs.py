@@ -98,7 +98,7 @@ _SHOWN: Mapping[str, tuple[type, ...]] = {
 }
 
 
-def check_told(progress: Mapping[str, Any], result: Any) -> None:
+def check_shown(progress: Mapping[str, Any], result: Any) -> None:
     """Check that a stored progress and result can be shown.
 
     Raises:

@@ -365,8 +365,8 @@ class SqlStore(Store):
         by_id: dict[int, exchange.Decision] = {}
         with decoding(self.where):
             for place in places:
-                told = as_text(place["sweep"]), as_text(place["decided_at"])
-                decision = by_id.setdefault(place["id"], exchange.Decision([], None, *told))
+                origin = as_text(place["sweep"]), as_text(place["decided_at"])
+                decision = by_id.setdefault(place["id"], exchange.Decision([], None, *origin))
                 if place["position"] == PINNED:
                     decision.pinned = place["measurement_id"]
                 else:

@@ -33,7 +33,7 @@ from tuner.store.jobs import (
     Jobs,
     Lease,
     Task,
-    check_told,
+    check_shown,
 )
 from tuner.store.statements import now
 
@@ -215,7 +215,7 @@ class SqlJobs(Jobs):
             for row in rows:
                 progress = as_object(row["progress"])
                 result = progress.pop(_RESULT, None)
-                check_told(progress, result)
+                check_shown(progress, result)
                 facts = {name: row[name] for name in names}
                 problem = problem_from_row(row["key"])
                 found.append(Task(problem=problem, progress=progress, result=result, **facts))
@@ -318,13 +318,13 @@ class SqlJobs(Jobs):
             )
 
     def extend(self, lease: Lease, progress: Mapping[str, Any], lease_s: float = LEASE_S) -> bool:
-        told = {**_named(lease), "told": canonical(dict(progress))}
+        values = {**_named(lease), "told": canonical(dict(progress))}
         with self._transaction(write=True) as connection:
             if connection.dialect.name == "postgresql":
-                changed = connection.execute(_EXTEND_THERE, {**told, "lease_s": lease_s})
+                changed = connection.execute(_EXTEND_THERE, {**values, "lease_s": lease_s})
             else:
                 until = self._clock(connection) + lease_s
-                changed = connection.execute(_EXTEND, {**told, "until": until})
+                changed = connection.execute(_EXTEND, {**values, "until": until})
             return changed.rowcount > 0
 
     def is_held(self, lease: Lease) -> bool:

@@ -238,11 +238,11 @@ def _references(
     asked = {"problem": problem.key, "gpu": facts, "environment": digest}
     ids: Sequence[int] = connection.execute(_REFERENCES, asked).one()
     if None in ids:
-        told = canonical(dict(environment.facts))
+        facts = canonical(dict(environment.facts))
         ids = (
             problem_id(connection, problem),
             gpu_id(connection, gpu),
-            ensure(connection, _E, {"digest": digest}, {"facts": told})[0],
+            ensure(connection, _E, {"digest": digest}, {"facts": facts})[0],
         )
     return dict(zip(("problem_id", "gpu_id", "environment_id"), ids, strict=True))
 

@@ -157,15 +157,16 @@ class Competition:
         return self._start(self.problem, members, sum(len(m.groups) for m in members))
 
     def main_search(self, families: Sequence[Family]) -> Search:
-        """Search of the own families. Its budget is for compiles: groups whose kernels were there
-        before do not count, unless the user limits the trials.
+        """Search of the own families. Its budget is for compiles: beyond the first answer's, groups
+        whose kernels were there before do not count, unless the user limits the trials.
         """
         members = self._competing(self.problem, families)
         each = self.effort.trials.get(self.problem.op, DEFAULT_TRIALS)
         total = self.options.trials or each * len(members)
         search = self._start(self.problem, members, total, self.effort.min_gain)
         if self.options.trials is None and self.runner.provenance is Provenance.MEASURED:
-            search.total += sum(member.uncompiled for member in members)
+            known = sum(member.uncompiled for member in members)
+            search.total += max(0, known - PORTFOLIO_FIRST)
         return search
 
     def stage_search(self, sub: Problem, families: Sequence[Family] | None = None) -> Search:

@@ -60,6 +60,9 @@ SHORT_K, SHORT_K_E4M3 = 72, 80
 MANY_GROUPS = (70, 2100, 1032, SHORT_K, "sparse")
 #: The same of e4m3.
 MANY_GROUPS_E4M3 = (70, 2100, 1032, SHORT_K_E4M3, "sparse")
+#: A block-scaled product, and one over groups, with more blocks of K than stages, also where eight
+#: blocks share K, so that each stage is used twice: M, N, K; groups, rows of all, N, K, sizes.
+LONG_K, LONG_K_GROUPS = (130, 136, 8208), (4, 300, 136, 8208, "zipf")
 #: Gradients of queries and keys that end in the middle of tiles: grouped heads, more keys than
 #: queries, a window; the last ones have more tiles than multiprocessors. A kernel takes the first
 #: kind that is legal for it.
@@ -171,7 +174,7 @@ def block_scaled_gemm(gpu: Gpu) -> Iterator[Target]:
     kinds = (("block", block_scaled_cases.CASES), ("row", block_scaled_cases.PROMOTED))
     for scales, cases in kinds:
         for name, chosen in cases.items():
-            sizes = block_scaled_cases.SIZES
+            sizes = (*block_scaled_cases.SIZES, LONG_K)
             if chosen["split_k"] == 1:
                 sizes = (*sizes, (*wave(gpu, chosen), SHORT_K_E4M3))
             problems = (
@@ -190,7 +193,8 @@ def block_scaled_gemm(gpu: Gpu) -> Iterator[Target]:
 def block_scaled_grouped_gemm(gpu: Gpu) -> Iterator[Target]:
     for name in block_scaled_cases.GROUPED:
         chosen = block_scaled_cases.grouped(block_scaled_cases.CASES[name])
-        sizes = (*((*size, "zipf") for size in block_scaled_cases.GROUPED_SIZES), MANY_GROUPS_E4M3)
+        zipf = ((*size, "zipf") for size in block_scaled_cases.GROUPED_SIZES)
+        sizes = (*zipf, LONG_K_GROUPS, MANY_GROUPS_E4M3)
         problems = (GroupedGemmProblem(*size, dtype=E4M3) for size in sizes)
         yield tiny(chosen, name, problems)
 

@@ -2,9 +2,9 @@
 
 racecheck follows each thread's own arrival at a barrier. It does not follow the order that
 `__syncwarp` gives a warp before one of its lanes arrives for all. In `every-lane` each lane arrives
-itself: what racecheck still reports there is a race. That is for fused attention and its gradients.
-The others are `every-lane` with a race on purpose, in the gradients: a clean report means that
-racecheck does not see accesses of that kind.
+itself: what racecheck still reports there is a race. That is for fused attention, its gradients and
+block-scaled products. The others are `every-lane` with a race on purpose, in the gradients: a clean
+report means that racecheck does not see accesses of that kind.
 """
 
 from __future__ import annotations
@@ -50,6 +50,24 @@ _EVERY_LANE = (
         ("fused_attention/scheduler.cu.j2",),
         r"__syncwarp\(\);\n        compiler_fence\(\);\n        if \(threadIdx\.x % 32 == 0\) ",
         "compiler_fence();\n        ",
+    ),
+    Change(
+        ("block_scaled_gemm.cu.j2",),
+        r"  __syncwarp\(\);\n  const uint32_t lane = threadIdx\.x % kWarp;\n"
+        r"  if constexpr \(kMulticast > 1\) \{\n    if \(lane < kMulticast\) [^\n]*\n"
+        r"  \} else \{\n    if \(lane == 0\) arrive\(empty\);\n",
+        "  const uint32_t own = block_rank();\n"
+        "  if constexpr (kMulticast > 1) {\n"
+        "    for (uint32_t block = 0; block < kMulticast; ++block) {\n"
+        "      if (block == own) arrive(empty);\n"
+        "      else arrive_in_block(in_block(empty, block));\n"
+        "    }\n"
+        "  } else {\n    arrive(empty);\n",
+    ),
+    Change(
+        ("block_scaled_gemm.cu.j2",),
+        r"kEmptyArrivals = kGroups \* \(kWarpGroup / kWarp\) \* kMulticast",
+        "kEmptyArrivals = kGroups * kWarpGroup * kMulticast",
     ),
     Change(
         ("fused_attention.cu.j2", "fused_attention_backward.cu.j2"),

@@ -48,7 +48,7 @@ class KernelPage:
 
     @property
     def best(self) -> Measurement:
-        """The one that its time is told from."""
+        """Measurement whose time stands for the kernel."""
         return next((m for m in self.measurements if m.ok), self.measurements[0])
 
 

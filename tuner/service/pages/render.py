@@ -78,7 +78,7 @@ def page(
 
 
 def wants_page(request: Request) -> bool:
-    """True when an error is told as a page."""
+    """True when an error is shown as a page."""
     return is_for_people(request.url.path, request.headers.get("accept", "").encode("latin-1"))
 
 

@@ -1,4 +1,4 @@
-"""The addresses of the pages. They only read; errors are told as pages too."""
+"""The addresses of the pages. They only read; errors are pages also."""
 
 from __future__ import annotations
 
