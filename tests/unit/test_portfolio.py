@@ -374,8 +374,9 @@ class TestKin:
     def test_a_mask_beside_the_soft_cap_leaves_its_kernels_at_d_256(self, phase: Phase) -> None:
         """With the rates of the whole kernel where it was measured."""
         ships = next(one for one in portfolio.shipped() if one.op == "attention")
-        capped = AttentionDomain(256, "full", phase, has_softcap=True)
-        masked, plain = ships.models_of(capped._replace(operand="bool")), ships.domains[capped]
+        capped = AttentionDomain(256, "full", "few", has_softcap=True)
+        masked = ships.models_of(capped._replace(operand="bool", phase=phase))
+        plain = ships.domains[capped]
         assert masked is not None and masked.donor == capped and masked.made_on is None
         packed = {one.config.get("packed_heads", 1) for one in masked.candidates}
         assert packed == {1, 2, 4}

@@ -132,7 +132,7 @@ class AttentionDomain(_Attention, Domain):
                 yield type(self)(width, mask, self.phase)
             return
         if self._is_capped_and_masked:
-            yield self._replace(operand="")
+            yield self._replace(operand="", phase="few")
         masks: tuple[Mask, ...] = ("causal", "full") if self.mask == "windowed" else (self.mask,)
         is_slow_elsewhere = self.operand or self.has_softcap or self.mask == "windowed"
         phases = (self.phase, *(_OTHER_PHASES[self.phase] if is_slow_elsewhere else ()))
@@ -261,7 +261,9 @@ class AttentionDomain(_Attention, Domain):
 
     @property
     def _is_capped_and_masked(self) -> bool:
-        """Decoding at D = 256 with a soft cap and a mask of booleans has the kernels of the cap."""
+        """Decoding at D = 256 with a soft cap and a mask of booleans has the kernels of the cap, in
+        both phases those of several queries.
+        """
         is_decoding = self.phase != "prompt" and self.mask == "full" and self.head_dim == 256
         return is_decoding and self.has_softcap and self.operand == "bool"
 
