@@ -63,3 +63,22 @@ def test_what_racecheck_says_of_fused_attention_ends_with_every_lane_arriving() 
     assert {run["kernel"].removesuffix(" (every-lane)") for run in runs["every-lane"]} <= plain
     pairs = {pair for run in runs["plain"] for pair in run["hazards"]}
     assert pairs == {"read LDS and write STS.64", "read LDS.64 and write STS.64"}
+
+
+def test_the_sanitizer_counts_block_scaled_products() -> None:
+    with gzip.open(EVIDENCE / "sanitize-block-scaled-h200.json.gz", "rt") as text:
+        runs = json.load(text)["runs"]
+    counts = Counter((run["tool"], "grouped" in run["kernel"], run["status"]) for run in runs)
+    assert counts == {
+        ("memcheck", True, "seen"): 1,
+        ("memcheck", True, "clean"): 9,
+        ("racecheck", True, "clean"): 8,
+        ("racecheck", True, "errors"): 1,
+        ("synccheck", True, "clean"): 9,
+        ("memcheck", False, "seen"): 1,
+        ("memcheck", False, "clean"): 4,
+        ("racecheck", False, "errors"): 1,
+        ("synccheck", False, "clean"): 4,
+    }
+    loads = {"read LDS and write LDGSTS.E", "read LDS.128 and write LDGSTS.E"}
+    assert {pair for run in runs for pair in run.get("hazards", ())} == loads
