@@ -249,11 +249,13 @@ class TestKin:
     @pytest.mark.parametrize("mask", ["full", "windowed"])
     def test_a_soft_cap_takes_a_kernel_of_another_phase(self, mask: Mask) -> None:
         ships = next(one for one in portfolio.shipped() if one.op == "attention")
-        measured = {
-            domain: ships.domains[domain] for domain in ships.domains if not domain.has_softcap
-        }
-        known = replace(ships, domains=measured)
         domain = AttentionDomain(256, mask, "one", has_softcap=True)
+        others = {
+            one: models
+            for one, models in ships.domains.items()
+            if not one.has_softcap and (one.head_dim, one.phase) != (256, "one")
+        }
+        known = replace(ships, domains=others)
         assert domain._replace(mask="full", has_softcap=False) not in known.domains
         models = known.models_of(domain)
         assert models is not None and models.donor is not None
@@ -369,6 +371,25 @@ class TestKin:
             found = ships.select(attention(f"{text},D=256,softcap=50"))
             assert found is not None and found.config.family == "fused_attention"
             assert (found.config.get("packed_heads", 1) > 1) is packed, text
+
+    @pytest.mark.parametrize("phase", ["few", "one"])
+    def test_a_mask_beside_the_soft_cap_leaves_its_kernels_at_d_256(self, phase: Phase) -> None:
+        """With the rates of the whole kernel where it was measured."""
+        ships = next(one for one in portfolio.shipped() if one.op == "attention")
+        capped = AttentionDomain(256, "full", "few", has_softcap=True)
+        masked = ships.models_of(capped._replace(operand="bool", phase=phase))
+        plain = ships.domains[capped]
+        assert masked is not None and masked.donor == capped and masked.made_on is None
+        packed = {one.config.get("packed_heads", 1) for one in masked.candidates}
+        assert packed == {1, 2, 4}
+        times = {one.config: one.rates for one in plain.candidates}
+        for one in masked.candidates:
+            if one.config in times:
+                assert one.rates == {**times[one.config], **MASK_US}
+        queries = 1 if phase == "one" else 6
+        text = f"B=121,H=8,HKV=4,SQ={queries},SKV=128,D=256,softcap=50,mask=1"
+        found = ships.select(attention(text))
+        assert found is not None and found.config["packed_heads"] == 4
 
     def test_both_phases_of_decoding_under_a_mask_share_kernels_at_d_256(self) -> None:
         ways = {"few": (1, 8), "one": (1, 2)}

@@ -190,8 +190,10 @@ class Transfer:
         taken = set[Any]()
         for ways in by_use:
             packed = ways[0].config.get("packed_heads", 1)
-            params = {name: v for name, v in ways[0].config.params.items() if name != "combine"}
-            whole = replace(ways[0], config=Config(ways[0].config.family, params))
+            # By the rates of the whole kernel where it was measured.
+            one = min(ways, key=lambda way: "combine" in way.config.params)
+            params = {name: v for name, v in one.config.params.items() if name != "combine"}
+            whole = replace(one, config=Config(one.config.family, params))
             carried = self._carried(domain, whole, (1,))
             splits = [one for one in ways if "combine" in one.config.params]
             if carried is None or packed in taken or (taken and not splits):

@@ -131,6 +131,8 @@ class AttentionDomain(_Attention, Domain):
             for width in sorted(INSTANCES, key=lambda width: (abs(width - self.head_dim), width)):
                 yield type(self)(width, mask, self.phase)
             return
+        if self._is_capped_and_masked:
+            yield self._replace(operand="", phase="few")
         masks: tuple[Mask, ...] = ("causal", "full") if self.mask == "windowed" else (self.mask,)
         is_slow_elsewhere = self.operand or self.has_softcap or self.mask == "windowed"
         phases = (self.phase, *(_OTHER_PHASES[self.phase] if is_slow_elsewhere else ()))
@@ -254,7 +256,16 @@ class AttentionDomain(_Attention, Domain):
         causal = type(self)(_RARE, "causal", "prompt")
         if self in (causal, type(self)(256, "causal", "prompt", has_softcap=True)):
             return 2
-        return None if self.operand and not self.is_composed else 1
+        is_plain = self.operand and not self.is_composed
+        return None if is_plain or self._is_capped_and_masked else 1
+
+    @property
+    def _is_capped_and_masked(self) -> bool:
+        """Decoding at D = 256 with a soft cap and a mask of booleans has the kernels of the cap, in
+        both phases those of several queries.
+        """
+        is_decoding = self.phase != "prompt" and self.mask == "full" and self.head_dim == 256
+        return is_decoding and self.has_softcap and self.operand == "bool"
 
     @property
     def donors_split(self) -> bool:
