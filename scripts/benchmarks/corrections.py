@@ -162,15 +162,19 @@ def calls(rows: Iterable[Mapping[str, Any]], gpu: Gpu) -> dict[str, list[Timed]]
 
 
 def _group_of(domain: AnyDomain, portfolio: Portfolio) -> str:
-    """A group's name; empty for domains without corrections, and those timed on another GPU."""
+    """A group's name; empty for domains without corrections, and those timed on another GPU.
+
+    The factor of one query is that of D up to 128.
+    """
     models = portfolio.domains.get(domain)
     if models is None or models.made_on is not None:
         return ""
     if isinstance(domain, ProductDomain):
         is_plain = not domain.gradient and domain.without_activation is None
         return ("narrow" if domain.rows == "tall" else domain.rows) if is_plain else ""
-    is_one = isinstance(domain, AttentionDomain) and domain.phase == "one"
-    return "one query" if is_one else ""
+    if not isinstance(domain, AttentionDomain) or domain.head_dim > 128:
+        return ""
+    return "one query" if domain.phase == "one" else ""
 
 
 def _timed(
