@@ -13,9 +13,7 @@ from portfolio_cases import (
     WARM,
     attention,
     candidate,
-    known_fixture,
     made,
-    ships_fixture,
 )
 
 from tuner.hardware import DEFAULT_GPU
@@ -27,9 +25,6 @@ from tuner.selection.domains import AttentionDomain, Mask, Phase, domain_of
 from tuner.selection.kernels import targets
 from tuner.selection.portfolio import Portfolio
 from tuner.selection.transfer import MASK_US
-
-known = known_fixture
-ships = ships_fixture
 
 
 class TestDonors:
