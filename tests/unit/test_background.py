@@ -156,7 +156,7 @@ def test_a_machine_runs_one_build_at_a_time(
         return "waiting for another build" in "".join(said)
 
     with build._alone(cache):
-        monkeypatch.setattr(build, "_TOLD_AFTER_S", 0.05)
+        monkeypatch.setattr(build, "_NOTICE_AFTER_S", 0.05)
         thread = threading.Thread(target=second)
         thread.start()
         wait_for(is_told)
