@@ -21,10 +21,10 @@ __all__ = [
 ]  # fmt: skip
 
 #: Bytes that one multiprocessor takes from the L2 a clock [Jia et al., "Dissecting the NVIDIA Volta
-#: GPU Architecture via Microbenchmarking", L2 to L1; taken for Hopper]. What the L2 itself reads,
-#: 5120 a clock of the whole A100 [its whitepaper], is no bound: one read answers neighbours that
-#: ask for the same line, and recorded products took up to 11.2 TB/s. At the highest clock: the L2
-#: has its own, which does not fall with the multiprocessors' under a power limit.
+#: GPU Architecture via Microbenchmarking", L2 to L1; taken for Hopper]. The L2 of an A100 reads
+#: 5120 bytes a clock [its whitepaper]. That does not bound products: one read answers all
+#: neighbours that ask for the same line, and recorded products took up to 11.2 TB/s. The highest
+#: clock counts: the L2's own does not fall with the multiprocessors' under a power limit.
 L2_BYTES_PER_CLOCK_SM = 64
 TENSOR, EXPONENTIAL, L2, MEMORY, LAUNCH = (
     "tensor cores",
