@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tuner.runners import recording
+from tuner.runners import recording_archive
 
 
 def add_recordings(parser: argparse.ArgumentParser) -> None:
@@ -13,7 +13,7 @@ def add_recordings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--recordings",
         type=Path,
-        default=recording.folder(),
+        default=recording_archive.folder(),
         metavar="DIR",
         help="folder of the recordings (default: the shipped ones)",
     )

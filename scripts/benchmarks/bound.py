@@ -17,7 +17,7 @@ from tuner.errors import ConfigError
 from tuner.hardware import Gpu
 from tuner.measurement import Regime
 from tuner.problem.population import ModelCall, draw, subset
-from tuner.runners import recording
+from tuner.runners import recording_archive
 from tuner.runners.recording import Recording
 from tuner.selection.describe import table
 from tuner.selection.domains import AnyDomain, domain_of
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _recorded(gpu: Gpu, l2: str) -> Iterator[Recording]:
-    return recording.taken(gpu, Regime("stream", l2))
+    return recording_archive.taken(gpu, Regime("stream", l2))
 
 
 def ratios(recordings: Iterable[Recording]) -> dict[AnyDomain, list[float]]:

@@ -18,7 +18,7 @@ from tuner.errors import BenchmarkError
 from tuner.families import families
 from tuner.measurement import Regime
 from tuner.problem import Problem
-from tuner.runners import recording
+from tuner.runners import recording_archive
 from tuner.runners.recording import Recording
 from tuner.search.timed import kernel_of
 from tuner.selection.describe import table
@@ -54,7 +54,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--worst", type=int, default=5, help="choices to name (default 5)")
     args = parser.parse_args(argv)
     gpu = find_gpu(args.gpu)
-    known = [one for l2 in ("warm", "cold") for one in recording.taken(gpu, Regime("stream", l2))]
+    known = [
+        one for l2 in ("warm", "cold") for one in recording_archive.taken(gpu, Regime("stream", l2))
+    ]
     found = list(choices(known, serving(shipped(), gpu), args.only.split(","), args.since))
     print(report(found, args.worst))
     return 0

@@ -31,7 +31,7 @@ from tuner.families import families, families_of
 from tuner.families.base import Family
 from tuner.measurement import Measurement, Regime
 from tuner.problem import AttentionProblem, Problem
-from tuner.runners import recording
+from tuner.runners import recording, recording_archive
 from tuner.runners.recording import Recording
 from tuner.search.family_search import FamilySearch
 from tuner.selection.describe import table
@@ -66,10 +66,10 @@ def read(folder: Path) -> list[Recording]:
     Raises:
         ConfigError: when there is none, or one is damaged.
     """
-    paths = sorted(folder.glob(f"*{recording.SUFFIX}"))
-    if not paths:
-        raise ConfigError(f"{folder} holds no recording (*{recording.SUFFIX})")
-    return [recording.read(path) for path in paths]
+    sources = recording_archive.sources(folder)
+    if not sources:
+        raise ConfigError(f"{folder} holds no recording (*{recording.SUFFIX}, or an archive)")
+    return [recording.read(source) for source in sources]
 
 
 def parts(recordings: Sequence[Recording]) -> list[Recording]:

@@ -37,7 +37,7 @@ from tuner.families.base import group_by_kernels
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Measurement, Regime
 from tuner.problem import AttentionProblem, Problem
-from tuner.runners import recording
+from tuner.runners import recording_archive
 from tuner.runners.recording import Recording
 from tuner.runners.replay import ReplayRunner
 from tuner.search.family_search import FamilySearch
@@ -312,7 +312,7 @@ def recorded_sweep() -> Recording:
     Raises:
         ConfigError: when the recording is not there.
     """
-    found = recording.find(RECORDED, DEFAULT_GPU, Regime.choices(RECORDED.op))
+    found = recording_archive.find(RECORDED, DEFAULT_GPU, Regime.choices(RECORDED.op))
     if found is None:
         raise ConfigError(f"there is no recording of {RECORDED.label()}")
     kept = [m for m in found.measurements if m.config.family in (*FAMILIES, "vendor_sdpa")]

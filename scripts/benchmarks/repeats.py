@@ -42,7 +42,7 @@ from tuner.families import families
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Regime
 from tuner.problem import PROBLEMS, Problem
-from tuner.runners import recording
+from tuner.runners import recording_archive
 from tuner.runners.base import Runner
 from tuner.runners.choose import Machine, Runners
 from tuner.runners.gpus import parse_devices
@@ -218,7 +218,9 @@ def _units(built: Sequence[Path], began: float) -> dict[str, Any]:
 
 def recorded(problem: Problem, gpu: Gpu, count: int) -> list[Config]:
     """The fastest kernels of the problem's widest recording, each by its fastest variant."""
-    found = recording.find(problem, DEFAULT_GPU, Regime.preferred(Regime.default(problem.op)))
+    found = recording_archive.find(
+        problem, DEFAULT_GPU, Regime.preferred(Regime.default(problem.op))
+    )
     known, best = families(), dict[str, Config]()
     for m in sorted(found.measurements if found else (), key=by_latency):
         family = known.get(m.config.family)

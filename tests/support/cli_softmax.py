@@ -10,7 +10,7 @@ from tuner.families.softmax import Softmax
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Environment, Measurement, Regime, Status
 from tuner.problem import SoftmaxProblem
-from tuner.runners import recording
+from tuner.runners import recording, recording_archive
 from tuner.runners.recording import Recording
 
 PROBLEM = SoftmaxProblem(256, 512)
@@ -51,7 +51,7 @@ def recordings_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in place of the shipped recordings, with one of `PROBLEM`."""
     folder = tmp_path / "recordings"
     recording.write(folder / "one.json.gz", recorded())
-    monkeypatch.setattr(recording, "folder", lambda: folder)
+    monkeypatch.setattr(recording_archive, "folder", lambda: folder)
     monkeypatch.setenv("TUNER_SAMPLER", "tpe")  # a tenth of the time of gp
     return folder
 
@@ -61,9 +61,9 @@ import sys
 from pathlib import Path
 from tuner import cli
 from tuner.measure import device
-from tuner.runners import recording
+from tuner.runners import recording, recording_archive
 recordings = Path(sys.argv.pop(1))
 device.detect = lambda index=0: None
-recording.folder = lambda: recordings
+recording_archive.folder = lambda: recordings
 sys.exit(cli.main())
 """

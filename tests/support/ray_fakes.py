@@ -19,7 +19,7 @@ from tuner.measure.request import CandidateOutcome
 from tuner.measure.worker_client import Ask
 from tuner.measurement import Measurement, Regime
 from tuner.problem import AttentionProblem
-from tuner.runners import recording
+from tuner.runners import recording, recording_archive
 from tuner.runners.ray_nodes import Built, Card, Gauge, Reply
 
 PROBLEM = AttentionProblem.parse("S=512,D=64")
@@ -30,7 +30,7 @@ SLOWER = 1.5
 
 
 def recorded() -> recording.Recording:
-    found = recording.find(PROBLEM, H200, REGIME)
+    found = recording_archive.find(PROBLEM, H200, REGIME)
     assert found is not None
     return found
 

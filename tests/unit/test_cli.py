@@ -388,6 +388,11 @@ class TestRecord:
         assert recording.read(Path(facts["path"])) == recorded()
         assert cli.main(arguments) == 0
         assert f"{facts['kernels']} kernels" in capsys.readouterr().out
+        assert cli.main(["record", str(folder), "--pack"]) == 0
+        (archive,) = folder.iterdir()
+        assert capsys.readouterr().out == f"{archive}: 1 recordings\n"
+        assert cli.main(["record", str(archive), "--pack"]) == 2
+        assert "is not a folder" in capsys.readouterr().err
 
     def test_a_list_is_a_file_each(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -59,10 +59,10 @@ import contextlib, sys
 from pathlib import Path
 from tuner import cli
 from tuner.measure import device
-from tuner.runners import recording
+from tuner.runners import recording_archive
 from tuner.runners.replay import ReplayRunner
 device.detect = lambda index=0: None
-recording.folder = lambda: Path(sys.argv[1])
+recording_archive.folder = lambda: Path(sys.argv[1])
 collect, collected = ReplayRunner.collect, []
 def pause(self, timeout_s=None):
     collected.append(collect(self, timeout_s))

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shipped_recordings import FILES
 
-from tuner.base import document, resources
+from tuner.base import document
 from tuner.bench.results import Results
 from tuner.cli import main
 from tuner.config import Config
@@ -170,7 +171,7 @@ def _spell_the_processors(data: Any) -> None:
 def test_a_damaged_recording(
     spoil: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = min((resources.cache() / "recordings").glob("*" + recording.SUFFIX))
+    whole = FILES[0]
     data = json.loads(gzip.decompress(whole.read_bytes()))
     spoil(data)
     file = tmp_path / ("a" + recording.SUFFIX)

@@ -12,7 +12,7 @@ from tuner.families import family
 from tuner.hardware import DEFAULT_GPU, GPUS
 from tuner.measurement import Environment, Measurement, Regime, Status
 from tuner.problem import GemmProblem, Problem
-from tuner.runners import recording
+from tuner.runners import recording, recording_archive
 from tuner.runners.recording import Recording
 from tuner.search import history
 from tuner.store import Store, open_store
@@ -40,7 +40,7 @@ def tuned(store: Store, problem: Problem, environment: Environment = HERE) -> No
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     folder = tmp_path / "recordings"
     folder.mkdir()
-    monkeypatch.setattr(recording, "folder", lambda: folder)
+    monkeypatch.setattr(recording_archive, "folder", lambda: folder)
     history._shipped.cache_clear()
     with open_store(f"sqlite:///{tmp_path}/s.sqlite") as opened:
         yield opened
@@ -50,7 +50,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
 def ship(problem: Problem, *configs: Config) -> None:
     quick = tuple(measured(problem, config) for config in configs)
     whole = Recording(problem, DEFAULT_GPU, REGIME, HERE, (*quick, quick[0].but(is_final=True)))
-    recording.write(recording.folder() / f"{problem.label()}{recording.SUFFIX}", whole)
+    recording.write(recording_archive.folder() / f"{problem.label()}{recording.SUFFIX}", whole)
 
 
 def told(store: Store) -> list[Measurement]:
@@ -134,7 +134,7 @@ def test_a_search_in_a_stream_is_told_what_was_chained(store: Store) -> None:
 
 def test_recordings_of_a_problem_count_together(store: Store) -> None:
     ship(FAR, CONFIGS[0])
-    (first,) = recording.folder().iterdir()
+    (first,) = recording_archive.folder().iterdir()
     first.rename(first.with_name(f"other{recording.SUFFIX}"))
     ship(FAR, CONFIGS[1])
     found = history.measured("gemm", DEFAULT_GPU, REGIME, store)

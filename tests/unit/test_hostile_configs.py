@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from mutants import CODE, MARK, Raw, as_config, is_declared, mutants, words_of
+from shipped_recordings import FILES, read_once
 
 from tuner.base import resources
 from tuner.cli import main
@@ -24,7 +25,6 @@ from tuner.families.base import INCOMPATIBLE_CONFIG_ERRORS, Family
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Measurement, Regime, Status
 from tuner.problem import PROBLEMS, Problem
-from tuner.runners import recording
 from tuner.selection.shipped import shipped_index
 from tuner.service.bodies import JobRequest
 from tuner.store import open_store
@@ -204,8 +204,8 @@ def test_the_schema_names_the_families_words() -> None:
 def test_what_ships_is_made_of_declared_values() -> None:
     """Every config under cache/tuned and cache/recordings, those of stages too."""
     seen: dict[Config, str] = {}
-    for path in sorted((resources.cache() / "recordings").glob("*.json.gz")):
-        for part in recording.read(path).walk():
+    for path in FILES:
+        for part in read_once(path).walk():
             seen |= dict.fromkeys((m.config for m in part.measurements), path.name)
     for same in shipped_index().values():
         for one in same:
@@ -238,8 +238,8 @@ def test_what_ships_is_legal_where_it_was_measured() -> None:
                 if m.ok:
                     reasons = family(m.config.family).violations(m.problem, m.config, m.gpu)
                     assert not reasons, (m.problem.label(), m.config.to_json(), reasons)
-    for path in sorted((resources.cache() / "recordings").glob("*.json.gz")):
-        for part in recording.read(path).walk():
+    for path in FILES:
+        for part in read_once(path).walk():
             for m in part.measurements:
                 reasons = family(m.config.family).violations(part.problem, m.config, m.gpu)
                 assert not reasons, (path.name, m.config.to_json(), reasons)

@@ -27,7 +27,7 @@ from tuner.measurement import (
     Status,
 )
 from tuner.problem import AttentionProblem, GemmProblem, SoftmaxProblem
-from tuner.runners import recording
+from tuner.runners import recording, recording_archive
 from tuner.runners.choose import Machine, Runners
 from tuner.runners.recording import Recording
 from tuner.store import open_store
@@ -105,11 +105,76 @@ def test_types_of_parameters_survive(tmp_path: Path) -> None:
 
 def test_find_goes_by_content(tmp_path: Path) -> None:
     recording.write(tmp_path / "whatever.json.gz", WHOLE)
-    assert recording.find(PROBLEM, DEFAULT_GPU, REGIME, [tmp_path]) == WHOLE
-    assert recording.find(STAGE, DEFAULT_GPU, REGIME, [tmp_path]) is None
-    assert recording.find(PROBLEM, GPUS["H100-PCIe"], REGIME, [tmp_path]) is None
-    assert recording.find(PROBLEM, DEFAULT_GPU, Regime("stream", "cold"), [tmp_path]) is None
-    assert recording.find(PROBLEM, DEFAULT_GPU, REGIME, [tmp_path / "none"]) is None
+    find, elsewhere = recording_archive.find, [tmp_path]
+    assert find(PROBLEM, DEFAULT_GPU, REGIME, elsewhere) == WHOLE
+    assert find(STAGE, DEFAULT_GPU, REGIME, elsewhere) is None
+    assert find(PROBLEM, GPUS["H100-PCIe"], REGIME, elsewhere) is None
+    assert find(PROBLEM, DEFAULT_GPU, Regime("stream", "cold"), elsewhere) is None
+    assert find(PROBLEM, DEFAULT_GPU, REGIME, [tmp_path / "none"]) is None
+
+
+class TestArchive:
+    """An archive answers as the single files that were packed into it."""
+
+    NAME = recording_archive.file_name(PROBLEM, DEFAULT_GPU, REGIME)
+
+    def test_packed_recordings_are_read_and_found(self, tmp_path: Path) -> None:
+        recording.write(tmp_path / self.NAME, WHOLE)
+        content = (tmp_path / self.NAME).read_bytes()
+        archive = tmp_path / "attention.zip"
+        assert recording_archive.pack(tmp_path) == {archive: 1}
+        assert [path.name for path in tmp_path.iterdir()] == ["attention.zip"]
+        (source,) = recording_archive.sources(tmp_path)
+        assert (source.name, source.read_bytes()) == (self.NAME, content)
+        assert recording_archive.named(tmp_path, self.NAME) is not None
+        assert recording_archive.named(tmp_path, f"other{recording.SUFFIX}") is None
+        assert recording_archive.find(PROBLEM, DEFAULT_GPU, REGIME, [tmp_path]) == WHOLE
+        assert recording_archive.find(PROBLEM, GPUS["H100-PCIe"], REGIME, [tmp_path]) is None
+
+    def test_a_new_file_replaces_its_member(self, tmp_path: Path) -> None:
+        recording.write(tmp_path / self.NAME, WHOLE)
+        recording_archive.pack(tmp_path)
+        shorter = replace(WHOLE, measurements=WHOLE.measurements[:2], stages=())
+        recording.write(tmp_path / self.NAME, shorter)
+        assert recording_archive.find(PROBLEM, DEFAULT_GPU, REGIME, [tmp_path]) == shorter
+        assert recording_archive.pack(tmp_path) == {tmp_path / "attention.zip": 1}
+        assert recording_archive.find(PROBLEM, DEFAULT_GPU, REGIME, [tmp_path]) == shorter
+
+    def test_a_later_recording_of_the_same_is_kept_beside_it(self, tmp_path: Path) -> None:
+        later = self.NAME.replace(recording.SUFFIX, f"_2{recording.SUFFIX}")
+        for name in (self.NAME, later):
+            recording.write(tmp_path / name, WHOLE)
+        assert recording_archive.pack(tmp_path) == {tmp_path / "attention.zip": 2}
+        assert {one.name for one in recording_archive.sources(tmp_path)} == {self.NAME, later}
+
+    def test_equal_recordings_make_equal_archives(self, tmp_path: Path) -> None:
+        contents = []
+        for place in (tmp_path / "one", tmp_path / "other"):
+            recording.write(place / self.NAME, WHOLE)
+            recording_archive.pack(place)
+            contents.append((place / "attention.zip").read_bytes())
+        assert contents[0] == contents[1]
+
+    def test_a_file_of_another_name_is_refused_and_kept(self, tmp_path: Path) -> None:
+        recording.write(tmp_path / "whatever.json.gz", WHOLE)
+        with pytest.raises(ConfigError, match=f"is not named {self.NAME}"):
+            recording_archive.pack(tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == ["whatever.json.gz"]
+
+    def test_damage_is_one_clear_error(self, tmp_path: Path) -> None:
+        (tmp_path / "attention.zip").write_bytes(b"PK not a zip")
+        with pytest.raises(ConfigError, match=r"recordings .*attention\.zip cannot be read"):
+            recording_archive.find(PROBLEM, DEFAULT_GPU, REGIME, [tmp_path])
+
+    def test_a_damaged_member_is_one_clear_error(self, tmp_path: Path) -> None:
+        recording.write(tmp_path / self.NAME, WHOLE)
+        recording_archive.pack(tmp_path)
+        archive = tmp_path / "attention.zip"
+        content = bytearray(archive.read_bytes())
+        content[len(content) // 2] ^= 0xFF
+        archive.write_bytes(content)
+        with pytest.raises(ConfigError, match=r"attention\.zip.* cannot be read: Bad CRC-32"):
+            recording_archive.find(PROBLEM, DEFAULT_GPU, REGIME, [tmp_path])
 
 
 def test_of_several_regimes_the_first_that_was_recorded_is_found(tmp_path: Path) -> None:
@@ -121,11 +186,11 @@ def test_of_several_regimes_the_first_that_was_recorded_is_found(tmp_path: Path)
     )
     recording.write(tmp_path / "a.json.gz", chained)
     either = Regime.preferred(REGIME)
-    found = recording.find(PROBLEM, DEFAULT_GPU, either, [tmp_path])
+    found = recording_archive.find(PROBLEM, DEFAULT_GPU, either, [tmp_path])
     assert found is not None and str(found.regime) == "chained-warm"
-    assert recording.find(PROBLEM, DEFAULT_GPU, REGIME, [tmp_path]) is None
+    assert recording_archive.find(PROBLEM, DEFAULT_GPU, REGIME, [tmp_path]) is None
     recording.write(tmp_path / "b.json.gz", WHOLE)
-    assert recording.find(PROBLEM, DEFAULT_GPU, either, [tmp_path]) == WHOLE
+    assert recording_archive.find(PROBLEM, DEFAULT_GPU, either, [tmp_path]) == WHOLE
 
 
 def test_a_replay_is_of_the_recorded_regime() -> None:
@@ -137,11 +202,12 @@ def test_a_replay_is_of_the_recorded_regime() -> None:
 
 
 def test_shipped_recordings_are_whole_and_named_alike() -> None:
+    names = {path.name for path in FILES}
     for path in FILES:
         found = read_once(path)
         name = re.sub(r"_\d+(?=\.json)", "", path.name)  # a later recording of the same
-        assert name == recording.file_name(found.problem, found.gpu, found.regime)
-        assert (path.parent / name).exists(), path.name
+        assert name == recording_archive.file_name(found.problem, found.gpu, found.regime)
+        assert name in names, path.name
         is_survey = found.regime.launch == "stream"
         assert any(m.ok and m.is_final is not is_survey for m in found.measurements), path.name
         # Surveys time PyTorch alone at some products, and at what a time limit cuts off.
@@ -153,7 +219,9 @@ def test_shipped_recordings_are_whole_and_named_alike() -> None:
 
 
 def test_file_name_holds_no_odd_characters() -> None:
-    name = recording.file_name(PROBLEM, Gpu("NVIDIA H100 80GB HBM3", "9.0", 132, 1, 1.0, 1), REGIME)
+    name = recording_archive.file_name(
+        PROBLEM, Gpu("NVIDIA H100 80GB HBM3", "9.0", 132, 1, 1.0, 1), REGIME
+    )
     assert name == "attention-B1_H16_S512_D64_dtypefp16-H100_80GB_HBM3-stream-warm.json.gz"
 
 
@@ -210,7 +278,7 @@ def test_cut_short(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is damaged"):
         recording.read(path)
     with pytest.raises(ConfigError, match="is damaged"):
-        recording.find(PROBLEM, DEFAULT_GPU, REGIME, [tmp_path])
+        recording_archive.find(PROBLEM, DEFAULT_GPU, REGIME, [tmp_path])
 
 
 def test_missing_and_unwritable(tmp_path: Path) -> None:

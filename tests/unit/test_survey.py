@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shipped_recordings import FILES
 
 from tuner import cli
 from tuner.base import resources
@@ -26,7 +27,7 @@ from tuner.hardware import DEFAULT_GPU, GPUS
 from tuner.measure.gate import REFERENCE
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
 from tuner.problem import Problem
-from tuner.runners import recording
+from tuner.runners import recording, recording_archive
 from tuner.runners.choose import Runners
 from tuner.runners.replay import ReplayRunner
 from tuner.search.timed import kernel_of
@@ -199,7 +200,9 @@ def test_a_survey_measures_each_draw_once_and_writes_recordings(tmp_path: Path) 
     assert [p.is_complete for p in found] == [True, True] and len(steps) == len(runner.submitted)
     for sample, progress in zip(samples, found, strict=True):
         whole = recording.read(progress.path)
-        assert progress.path.name == recording.file_name(sample.problem, DEFAULT_GPU, whole.regime)
+        assert progress.path.name == recording_archive.file_name(
+            sample.problem, DEFAULT_GPU, whole.regime
+        )
         assert whole.environment == runner.environment and whole.kernels() == 10
         assert {m.config for m in whole.measurements} == {c for g in sample.groups for c in g}
 
@@ -240,7 +243,7 @@ def test_more_variants_extend_a_recording(tmp_path: Path) -> None:
 
 
 def test_what_a_recording_holds_besides_is_kept(tmp_path: Path) -> None:
-    path = next(p for p in recording.folder().glob("attention-B1_H16_S1024_D64_dtypefp16-*"))
+    path = next(f for f in FILES if f.name.startswith("attention-B1_H16_S1024_D64_dtypefp16-"))
     old = recording.read(path)
     (tmp_path / path.name).write_bytes(path.read_bytes())
     runner = FakeRunner()

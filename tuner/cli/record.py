@@ -32,6 +32,11 @@ def register(subparsers: Any) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--shape", metavar="KEY=VALUE,...", help="as S=1024,D=64")
     what.add_argument(
+        "--pack",
+        action="store_true",
+        help="move the single recordings of the folder OUT into its archives, one an operation",
+    )
+    what.add_argument(
         "--problems", type=Path, metavar="FILE", help="YAML or JSON list, a file each in OUT"
     )
     parser.add_argument("--gpu", metavar="NAME", help="as H200 (default)")
@@ -53,12 +58,14 @@ def run(args: argparse.Namespace) -> int:
     from tuner.cli.sweep import problems_of
     from tuner.errors import ConfigError, NoValidConfigError
     from tuner.hardware import DEFAULT_GPU
-    from tuner.runners import recording
+    from tuner.runners import recording, recording_archive
     from tuner.selection.reader import find_gpu
     from tuner.store import open_store
 
-    problems = problems_of(args)
     out: Path = args.out
+    if args.pack:
+        return _pack(out, args.json)
+    problems = problems_of(args)
     if args.problems is not None and not out.is_dir():
         raise ConfigError(f"{out} is not a folder (allowed: one, for the files of --problems)")
     rows: list[dict[str, Any]] = []
@@ -74,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
                     raise
                 missing.append(str(exc))
                 continue
-            name = recording.file_name(problem, gpu, found.regime)
+            name = recording_archive.file_name(problem, gpu, found.regime)
             path = out / name if out.is_dir() else out
             rows.append(_facts(path, recording.write(path, found), found))
     if args.json:
@@ -88,6 +95,29 @@ def run(args: argparse.Namespace) -> int:
     for reason in missing:
         print(f"tuner: {reason}", file=sys.stderr)
     return 1 if missing else 0
+
+
+def _pack(place: Path, as_json: bool) -> int:
+    """Pack a folder's recordings, and say which archives were written.
+
+    Raises:
+        ConfigError: when OUT is not a folder, or a recording is damaged or has another name.
+        StoreError: when an archive cannot be written.
+    """
+    from tuner.errors import ConfigError
+    from tuner.runners import recording_archive
+
+    if not place.is_dir():
+        raise ConfigError(f"{place} is not a folder (allowed: a folder of recordings)")
+    counts = recording_archive.pack(place)
+    if as_json:
+        print(json.dumps([{"path": str(path), "recordings": n} for path, n in counts.items()]))
+        return 0
+    for path, count in counts.items():
+        print(f"{path}: {count} recordings")
+    if not counts:
+        print(f"{place} holds no single recordings")
+    return 0
 
 
 def _facts(path: Path, size: int, found: Recording) -> dict[str, Any]:

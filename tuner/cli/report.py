@@ -106,7 +106,8 @@ def _job(args: argparse.Namespace) -> int:
     from tuner.measurement import Regime
     from tuner.report.analysis import verdict
     from tuner.report.subject import from_known
-    from tuner.runners.recording import SUFFIX, file_name
+    from tuner.runners.recording import SUFFIX
+    from tuner.runners.recording_archive import file_name
     from tuner.selection.describe import first_few
     from tuner.selection.reader import find_gpu
     from tuner.store import open_store

@@ -18,7 +18,7 @@ from typing import Any
 from tuner.errors import ConfigError
 from tuner.measurement import Measurement, Provenance, deviation, is_tie, speedup_text
 from tuner.report.analysis import latency
-from tuner.runners import recording
+from tuner.runners import recording, recording_archive
 from tuner.search.ranking import rank
 from tuner.selection.describe import short_name
 from tuner.selection.reader import Entry, shipped
@@ -188,7 +188,7 @@ def load_entries(text: str) -> list[Entry]:
             f"a folder of recordings, '{SHIPPED}')"
         )
     elif path.is_dir():
-        found = [_recorded(file) for file in sorted(path.glob(f"*{recording.SUFFIX}"))]
+        found = [_recorded(source) for source in recording_archive.sources(path)]
     elif path.name.endswith(recording.SUFFIX):
         found = [_recorded(path)]
     elif path.suffix == ".json":
@@ -212,7 +212,7 @@ def _stored(url: str) -> list[Entry]:
     return [entry for entry in stored_entries(file) if entry.origin != SHIPPED]
 
 
-def _recorded(path: Path) -> Entry:
+def _recorded(path: recording.Source) -> Entry:
     found = recording.read(path)
     finals = rank([m for m in found.measurements if m.is_final])
     if not finals:

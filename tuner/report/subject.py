@@ -16,7 +16,7 @@ from tuner.measure import profile
 from tuner.measure.profile import Profile
 from tuner.measurement import Clocks, Environment, Measurement, Provenance, Regime, Regimes, listed
 from tuner.problem import Problem
-from tuner.runners import recording
+from tuner.runners import recording, recording_archive
 from tuner.runners.recording import Recording
 from tuner.search.ranking import rank
 from tuner.selection.describe import first_few, nearest_labels
@@ -196,8 +196,8 @@ def _shipped(
     also: tuple[Results, ...],
 ) -> ReportSubject:
     """Shipped recording, else a shipped decision."""
-    if (recorded := recording.find(problem, gpu, regimes)) is not None:
-        name = recording.file_name(problem, gpu, recorded.regime)
+    if (recorded := recording_archive.find(problem, gpu, regimes)) is not None:
+        name = recording_archive.file_name(problem, gpu, recorded.regime)
         return ReportSubject(recorded, f"shipped recording {name}", known, also)
     for regime, entry in itertools.product(listed(regimes), known):
         if (entry.problem, entry.gpu.identity, entry.regime) == (problem, gpu.identity, regime):

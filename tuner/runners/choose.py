@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Regime
 from tuner.problem import Problem
-from tuner.runners import recording
+from tuner.runners import recording_archive
 from tuner.runners.base import Runner
 from tuner.runners.predict import PredictRunner
 from tuner.runners.replay import ReplayRunner
@@ -167,7 +167,7 @@ class Runners:
 
     def _create_other(self, problem: Problem, regime: Regime) -> Runner:
         label = f"{problem.label()} on {DEFAULT_GPU.name}"
-        found = recording.find(problem, DEFAULT_GPU, Regime.preferred(regime))
+        found = recording_archive.find(problem, DEFAULT_GPU, Regime.preferred(regime))
         if found is not None:
             self._note(f"replaying the recorded sweep of {label}, {found.regime}")
             return ReplayRunner(found)

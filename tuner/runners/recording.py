@@ -1,21 +1,22 @@
-"""Recorded sweeps: real measurements in one compact file a problem, read where no GPU is.
+"""Recorded sweeps: real measurements of one problem, read where no GPU is.
 
 The format is described in ``cache/README.md``. Reading checks everything it uses, so that a
-damaged or foreign file is one clear error and never a wrong answer.
+damaged or foreign file is one clear error and never a wrong answer. `recording_archive` finds
+recordings in folders and archives.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-import re
+import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tuner.base import document, output, resources
+from tuner.base import document, output
 from tuner.config import Config
 from tuner.errors import ConfigError, NoValidConfigError
 from tuner.families import families, families_of
@@ -30,7 +31,6 @@ from tuner.measurement import (
     Resources,
     Status,
     listed,
-    regime_keys,
 )
 from tuner.problem import Problem, problem_from_json
 from tuner.store import Store
@@ -38,6 +38,8 @@ from tuner.store import Store
 FORMAT = "cutlass-tuner recording"
 VERSION = 1
 SUFFIX = ".json.gz"
+Source = Path | zipfile.Path
+"""A recording's file, or a member of an archive."""
 LOG_CHARACTERS = 400
 """Length of a failure's log. Its end is kept, which has the compiler's or CUDA's reason."""
 ROW = (
@@ -89,61 +91,6 @@ class Recording:
             for spec in known[m.config.family].kernels(part.problem, m.config).values()
         }
         return len(found)
-
-
-def file_name(problem: Problem, gpu: Gpu, regime: Regime) -> str:
-    """File name under ``cache/recordings/``, for people: `find` reads the contents instead."""
-    label = re.sub(r"[^A-Za-z0-9]+", "_", problem.label().replace("=", ""))
-    chip = gpu.name.removeprefix("NVIDIA ").replace(" ", "_")
-    return f"{problem.op}-{label}-{chip}-{regime.key}{SUFFIX}"
-
-
-def folder() -> Path:
-    """Folder of the shipped recordings."""
-    return resources.cache() / "recordings"
-
-
-def find(
-    problem: Problem, gpu: Gpu, regimes: Regimes, where: Sequence[Path] | None = None
-) -> Recording | None:
-    """The recording of a problem in the first regime that has one; None when there is none.
-
-    Args:
-        problem: recorded problem.
-        gpu: GPU model of the recording.
-        regimes: accepted regimes, the preferred one first.
-        where: folders to look in; the shipped recordings by default.
-
-    Raises:
-        ConfigError: when a file of the operation is damaged.
-    """
-    keys, asked, found = regime_keys(regimes), problem.to_json(), dict[str, Recording]()
-    for path in sorted(p for place in where or [folder()] for p in place.glob(f"*{SUFFIX}")):
-        header = _read_json(path)
-        if header.get("problem") != asked or header.get("regime") not in keys:
-            continue
-        recording = _decode(path, header)
-        if recording.gpu.identity == gpu.identity:
-            found.setdefault(recording.regime.key, recording)
-            if recording.regime.key == keys[0]:
-                break
-    return next((found[key] for key in keys if key in found), None)
-
-
-def taken(gpu: Gpu, regime: Regime) -> Iterator[Recording]:
-    """Every shipped recording on a GPU model in a regime. The measurements of others, which take
-    the most time, are not read.
-
-    Raises:
-        ConfigError: when a file is damaged.
-    """
-    keys = regime_keys([regime])
-    for path in sorted(folder().glob(f"*{SUFFIX}")):
-        data = _read_json(path)
-        if data.get("regime") in keys:
-            found = _decode(path, {**data, "configs": [], "rows": [], "stages": []})
-            if found.gpu.identity == gpu.identity:
-                yield _decode(path, data)
 
 
 def from_store(store: Store, problem: Problem, gpu: Gpu, regimes: Regimes) -> Recording:
@@ -200,13 +147,13 @@ def _from_store(
     )
 
 
-def read(path: Path) -> Recording:
+def read(path: Source) -> Recording:
     """Read and check a recording.
 
     Raises:
         ConfigError: when it cannot be read, is not a recording, or a field is wrong.
     """
-    return _decode(path, _read_json(path))
+    return decode(path, read_document(path))
 
 
 def write(path: Path, recording: Recording) -> int:
@@ -220,11 +167,17 @@ def write(path: Path, recording: Recording) -> int:
     return output.write(path, packed, make_folder=True)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_document(path: Source) -> dict[str, Any]:
+    """The JSON document of a recording; only its format and version are checked.
+
+    Raises:
+        ConfigError: when it cannot be read, or is not a recording.
+    """
     try:
         content = path.read_bytes()
-    except OSError as exc:
-        raise ConfigError(f"recording {path} cannot be read: {exc.strerror}") from exc
+    except (OSError, zipfile.BadZipFile) as exc:
+        reason = getattr(exc, "strerror", None) or exc
+        raise ConfigError(f"recording {path} cannot be read: {reason}") from exc
     try:
         data = document.parse(gzip.decompress(content))
     except (gzip.BadGzipFile, EOFError, zlib.error, ValueError) as exc:
@@ -238,7 +191,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def _decode(path: Path, data: Mapping[str, Any]) -> Recording:
+def decode(path: Source, data: Mapping[str, Any]) -> Recording:
+    """The recording that a document holds.
+
+    Raises:
+        ConfigError: when a field is wrong.
+    """
     try:
         gpu = Gpu(**document.checked(Gpu, data["gpu"]))
         environment = Environment(dict(data["environment"]))

@@ -11,7 +11,7 @@ from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Provenance, Regime
 from tuner.problem import Problem
 from tuner.problem.base import doublings
-from tuner.runners import recording
+from tuner.runners import recording_archive
 from tuner.runners.recording import Recording
 from tuner.store import Store
 
@@ -129,4 +129,4 @@ def _is_own(m: Measurement) -> bool:
 
 @cache
 def _shipped(gpu: Gpu, regime: Regime) -> tuple[Recording, ...]:
-    return tuple(part for one in recording.taken(gpu, regime) for part in one.walk())
+    return tuple(part for one in recording_archive.taken(gpu, regime) for part in one.walk())

@@ -28,7 +28,7 @@ from tuner.families.base import Family, group_by_kernels, without_fallbacks
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Provenance, Regime
 from tuner.problem import Problem
-from tuner.runners import recording
+from tuner.runners import recording, recording_archive
 from tuner.runners.base import Runner
 from tuner.runners.recording import Recording
 from tuner.search import pool, sampled_problems
@@ -288,10 +288,10 @@ class Survey:
         """Measurements of the problem in its recording in the folder."""
         problem, regime = sample.problem, self._regime_of(sample.problem)
         runner = self._runner(problem)
-        path = self._folder / recording.file_name(problem, runner.gpu, regime)
+        path = self._folder / recording_archive.file_name(problem, runner.gpu, regime)
         whole = Recording(problem, runner.gpu, regime, runner.environment, ())
-        if path.exists():
-            whole = recording.read(path)
+        if (source := recording_archive.named(self._folder, path.name)) is not None:
+            whole = recording.read(source)
             if whole.environment.digest != runner.environment.digest:
                 raise ConfigError(f"{path} was measured in another environment: use another folder")
         self._wholes[problem] = whole

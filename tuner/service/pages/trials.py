@@ -17,7 +17,7 @@ from tuner.problem import Problem
 from tuner.report import charts
 from tuner.report.analysis import latency
 from tuner.report.course import SearchStep, steps_of
-from tuner.runners import recording
+from tuner.runners import recording, recording_archive
 from tuner.search.ranking import rank
 from tuner.selection.describe import kernel_name
 from tuner.selection.reader import Entry, shipped
@@ -207,5 +207,5 @@ def _in_time(recorded: recording.Recording) -> list[Measurement]:
 @cache
 def _recordings() -> list[recording.Recording]:
     """All that ship: a few hundred kilobytes, which do not change while the program runs."""
-    files = sorted(recording.folder().glob(f"*{recording.SUFFIX}"))
-    return [recording.read(file) for file in files]
+    folder = recording_archive.folder()
+    return [recording.read(source) for source in recording_archive.sources(folder)]

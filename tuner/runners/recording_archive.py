@@ -1,0 +1,173 @@
+"""Recordings of a folder: single files, and archives of one operation each.
+
+Recordings that ship lie in ``cache/recordings/OP.zip``. A member has the name and the bytes that a
+single file would have, so a folder of single files is read alike. A file replaces a member of its
+name until `pack` moves it into the archive.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import zipfile
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from tuner.base import output, resources
+from tuner.errors import ConfigError
+from tuner.hardware import Gpu
+from tuner.measurement import Regime, Regimes, listed, regime_keys
+from tuner.problem import Problem
+from tuner.runners.recording import SUFFIX, Recording, Source, decode, read, read_document
+
+ARCHIVE_SUFFIX = ".zip"
+_EPOCH = (1980, 1, 1, 0, 0, 0)
+"""Date of every member: equal recordings make equal archives."""
+
+
+def file_name(problem: Problem, gpu: Gpu, regime: Regime) -> str:
+    """Name of a recording. Members of archives are found by it, single files by their contents."""
+    label = re.sub(r"[^A-Za-z0-9]+", "_", problem.label().replace("=", ""))
+    return f"{problem.op}-{label}{_ending(gpu, regime)}{SUFFIX}"
+
+
+def folder() -> Path:
+    """Folder of the shipped recordings."""
+    return resources.cache() / "recordings"
+
+
+def sources(place: Path, op: str = "*") -> list[Source]:
+    """The recordings of a folder, by name.
+
+    Args:
+        place: folder of single recordings and archives; it may be missing.
+        op: operation whose archive is opened; all by default. Single files are listed always.
+
+    Raises:
+        ConfigError: when an archive is damaged.
+    """
+    by_name: dict[str, Source] = {}
+    for path in sorted(place.glob(f"{op}{ARCHIVE_SUFFIX}")):
+        archive = _opened(path, path.stat().st_mtime_ns)
+        by_name |= {name: zipfile.Path(archive, name) for name in archive.namelist()}
+    by_name |= {path.name: path for path in place.glob(f"*{SUFFIX}")}
+    return [by_name[name] for name in sorted(by_name)]
+
+
+def named(place: Path, name: str) -> Source | None:
+    """The recording of a folder that has a name (`file_name`), or None.
+
+    Raises:
+        ConfigError: when an archive is damaged.
+    """
+    if (single := place / name).exists():
+        return single
+    op = name.partition("-")[0]
+    return next((source for source in sources(place, op) if source.name == name), None)
+
+
+def find(
+    problem: Problem, gpu: Gpu, regimes: Regimes, where: Sequence[Path] | None = None
+) -> Recording | None:
+    """The recording of a problem in the first regime that has one; None when there is none.
+
+    Args:
+        problem: recorded problem.
+        gpu: GPU model of the recording.
+        regimes: accepted regimes, the preferred one first.
+        where: folders to look in; the shipped recordings by default.
+
+    Raises:
+        ConfigError: when a file of the operation is damaged.
+    """
+    keys, document = regime_keys(regimes), problem.to_json()
+    names = {_unnumbered(file_name(problem, gpu, regime)) for regime in listed(regimes)}
+    by_regime: dict[str, Recording] = {}
+    for source in (one for place in where or [folder()] for one in sources(place, problem.op)):
+        if isinstance(source, zipfile.Path) and _unnumbered(source.name) not in names:
+            continue
+        header = read_document(source)
+        if header.get("problem") != document or header.get("regime") not in keys:
+            continue
+        recording = decode(source, header)
+        if recording.gpu.identity == gpu.identity:
+            by_regime.setdefault(recording.regime.key, recording)
+            if recording.regime.key == keys[0]:
+                break
+    return next((by_regime[key] for key in keys if key in by_regime), None)
+
+
+def taken(gpu: Gpu, regime: Regime) -> Iterator[Recording]:
+    """Every shipped recording on a GPU model in a regime.
+
+    Raises:
+        ConfigError: when a file is damaged.
+    """
+    ending = _ending(gpu, regime)
+    for source in sources(folder()):
+        if isinstance(source, zipfile.Path) and not _unnumbered(source.name).endswith(ending):
+            continue
+        recording = read(source)
+        if (recording.regime, recording.gpu.identity) == (regime, gpu.identity):
+            yield recording
+
+
+def pack(place: Path) -> dict[Path, int]:
+    """Move the single recordings of a folder into its archives.
+
+    Returns:
+        By archive that was written, how many recordings it holds now.
+
+    Raises:
+        ConfigError: when a recording is damaged, or does not have the name that `find` expects.
+        StoreError: when an archive cannot be written.
+    """
+    singles = sorted(place.glob(f"*{SUFFIX}"))
+    for path in singles:
+        recording = read(path)
+        expected = file_name(recording.problem, recording.gpu, recording.regime)
+        if _unnumbered(path.name) != _unnumbered(expected):
+            raise ConfigError(f"recording {path} is not named {expected}: rename it first")
+    counts: dict[Path, int] = {}
+    for op in sorted({path.name.partition("-")[0] for path in singles}):
+        members = [one for one in sources(place, op) if one.name.startswith(f"{op}-")]
+        counts[_write_archive(place / f"{op}{ARCHIVE_SUFFIX}", members)] = len(members)
+    for path in singles:
+        path.unlink()
+    return counts
+
+
+def _write_archive(path: Path, members: Sequence[Source]) -> Path:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
+        for member in members:
+            archive.writestr(zipfile.ZipInfo(member.name, _EPOCH), member.read_bytes())
+    output.write(path, buffer.getvalue())
+    return path
+
+
+def _unnumbered(name: str) -> str:
+    """A recording's name without suffix, and without the number of a later recording of the same:
+    ``a_2.json.gz`` is ``a``.
+    """
+    return re.sub(r"_\d+$", "", name.removesuffix(SUFFIX))
+
+
+def _ending(gpu: Gpu, regime: Regime) -> str:
+    """End of a recording's name: its GPU model and regime."""
+    return f"-{gpu.name.removeprefix('NVIDIA ').replace(' ', '_')}-{regime.key}"
+
+
+@lru_cache(maxsize=16)
+def _opened(path: Path, mtime_ns: int) -> zipfile.ZipFile:
+    """An archive, whose index is read once.
+
+    Args:
+        path: file of the archive.
+        mtime_ns: its time of change, so that a changed archive is read anew.
+    """
+    try:
+        return zipfile.ZipFile(path)
+    except (OSError, zipfile.BadZipFile) as exc:
+        raise ConfigError(f"recordings {path} cannot be read: {exc}") from exc
