@@ -24,8 +24,15 @@ from tuner.runtime import autograd, native  # noqa: E402
 built, backends = built_dispatcher, sdpa_backends
 
 
-def tensors(dtype: Any = torch.float16, requires_grad: bool = False) -> list[Any]:
-    return [torch.randn(2, 4, 6, 8).to(dtype).requires_grad_(requires_grad) for _ in range(3)]
+#: Tokens at which cuDNN's gradients are finite, and at which they may be NaN.
+SAFE, UNSAFE = 70, 6
+
+
+def tensors(
+    dtype: Any = torch.float16, requires_grad: bool = False, length: int = UNSAFE
+) -> list[Any]:
+    made = [torch.randn(2, 4, length, 8).to(dtype) for _ in range(3)]
+    return [tensor.requires_grad_(requires_grad) for tensor in made]
 
 
 def close(out: Any, wanted: Any) -> bool:
@@ -144,8 +151,8 @@ def test_masks_and_dropout_are_the_backend_s(tuned: SimpleNamespace, backends: l
 def test_gradients_are_the_backend_s_from_what_the_kernel_wrote(
     tuned: SimpleNamespace, backends: list[str], backend: Any, name: str
 ) -> None:
-    inputs = tensors(requires_grad=True)
-    grad = torch.randn(2, 4, 6, 8).half()
+    inputs = tensors(requires_grad=True, length=SAFE)
+    grad = torch.randn_like(inputs[0])
     wanted = torch.autograd.grad(backend(*inputs, is_causal=True), inputs, grad)
     del backends[:]
     with tuner.enabled():
@@ -171,8 +178,8 @@ def test_large_gradients_are_what_was_measured_for_them(
         monkeypatch.setattr(autograd, limit, 1e15)
     monkeypatch.setattr(autograd, limits[name], 0.0 if is_large else 1e15)
     tuned.differentiates = True
-    inputs = tensors(requires_grad=True)
-    grad = torch.randn(2, 4, 6, 8).half()
+    inputs = tensors(requires_grad=True, length=SAFE)
+    grad = torch.randn_like(inputs[0])
     out = backend(*inputs, is_causal=True)
     wanted = torch.autograd.grad(out, inputs, grad, retain_graph=True)
     del backends[:]
@@ -192,12 +199,29 @@ def test_gradients_of_cudnn_s_masks_and_dropout_are_its_own(
 ) -> None:
     monkeypatch.setattr(autograd, "CUDNN_REPLACED_FLOPS", 0.0)
     tuned.differentiates = True
-    inputs, bias = tensors(requires_grad=True), torch.zeros(6, 6).half()
+    inputs, bias = tensors(requires_grad=True, length=SAFE), torch.zeros(SAFE, SAFE).half()
     with tuner.enabled():
         for options in ((bias, True), (None, True, 0.5)):
             out = getattr(torch.ops.aten, CUDNN)(*inputs, *options)[0]
             torch.autograd.grad(out.sum(), inputs)
     assert backends == [CUDNN, CUDNN + "_backward"] * 2 and tuned.problems == []
+
+
+@pytest.mark.parametrize("differentiates", [True, False])
+def test_cudnn_s_gradients_are_another_kernel_s_where_they_may_be_nan(
+    tuned: SimpleNamespace, backends: list[str], differentiates: bool
+) -> None:
+    """Of any size, by a measured kernel or by PyTorch's others."""
+    tuned.differentiates = differentiates
+    inputs = tensors(requires_grad=True)
+    grad = torch.randn_like(inputs[0])
+    out = cudnn(*inputs, is_causal=True)
+    wanted = torch.autograd.grad(out, inputs, grad, retain_graph=True)
+    del backends[:]
+    with tuner.enabled():
+        found = torch.autograd.grad(out, inputs, grad)
+    assert backends == [] and len(tuned.problems) == differentiates
+    assert all(close(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 def test_gradients_of_a_mask_that_flash_aligns_otherwise_are_its_own(

@@ -5,10 +5,11 @@ kernel. FlashAttention-2 takes the log-sum-exp as fp32 (B, H, SQ), cuDNN as fp32
 with the natural logarithm. The kernels read a random state for dropout only, which no tuned kernel
 supports.
 
-PyTorch's choice of a kernel holds, with one exception. cuDNN's replaces FlashAttention-2's where it
-takes the tensors and the work is not tiny. It was faster at each of 14 shapes of 0.5 GFLOP and
-more, 1.09 to 1.92 times (bf16, behind an ordinary kernel, one H100, torch 2.11, cuDNN 9.19). At
-(1,16,128,32), 0.08 GFLOP, it took 12.8 us and FlashAttention-2's 10.3.
+PyTorch's choice of a kernel holds, with two exceptions. FlashAttention-2's replaces cuDNN's at
+lengths where cuDNN's gradients may be NaN (`may_be_nan`). At others cuDNN's replaces
+FlashAttention-2's where it takes the tensors and the work is not tiny. It was faster at each of 14
+shapes of 0.5 GFLOP and more, 1.09 to 1.92 times (bf16, behind an ordinary kernel, one H100, torch
+2.11, cuDNN 9.19). At (1,16,128,32), 0.08 GFLOP, it took 12.8 us and FlashAttention-2's 10.3.
 Without a fused kernel the scores are recomputed, a block of rows at a time.
 """
 
@@ -20,6 +21,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from tuner.families.vendor.sdpa_backward import may_be_nan
 from tuner.runtime import native
 from tuner.runtime.composed import differentiate, scores_of
 
@@ -205,14 +207,16 @@ def _backend(
     is_causal: bool,
     scale: float | None,
 ) -> int:
-    """The `SDPBackend` that PyTorch would choose, or cuDNN's in place of flash's where there is
-    work for it; ERROR, which is none, off the GPU, of empty tensors, and of flash where its
-    operators would align a causal mask otherwise.
+    """The `SDPBackend` that PyTorch would choose, but for the exceptions above; ERROR, which is
+    none, off the GPU, of empty tensors, and of flash where its operators would align a causal mask
+    otherwise.
     """
     none = int(SDPBackend.ERROR.value)
     if not query.is_cuda or not (query.numel() and key.numel()):
         return none
     chosen = _choice(query, key, value, is_causal, scale)
+    if chosen == _CUDNN and may_be_nan(query.shape[2], key.shape[2]):
+        chosen = _FLASH
     is_large = _flops(query, key, is_causal) >= MIN_CUDNN_FLOPS
     if chosen == _FLASH and is_large and _takes_cudnn(query, key, value, is_causal):
         return _CUDNN
@@ -246,9 +250,12 @@ def _choice(
 def _takes_cudnn(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool
 ) -> bool:
-    """True when cuDNN's kernels may run: they are switched on, they take such tensors, and the
-    program does not ask for deterministic algorithms, which they do not promise.
+    """True when cuDNN's kernels may run: they are switched on, they take such tensors, their
+    gradients are finite, and the program does not ask for deterministic algorithms, which they do
+    not promise.
     """
+    if may_be_nan(query.shape[2], key.shape[2]):
+        return False
     backends = torch.backends.cuda
     if torch.are_deterministic_algorithms_enabled() or not backends.cudnn_sdp_enabled():
         return False

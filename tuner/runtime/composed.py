@@ -1,6 +1,6 @@
 """Attention with a sliding window or a soft cap, composed of PyTorch's operations.
 
-It answers calls that no tuned kernel serves: `scaled_dot_product_attention` has neither option.
+It answers calls that no tuned kernel serves: PyTorch's attention has neither option.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, Self
 
 import torch
-from torch.nn.functional import dropout, scaled_dot_product_attention
+from torch.nn.functional import dropout
 
 from tuner.errors import ConfigError
+from tuner.runtime import native
 from tuner.runtime.bias import with_elements
 
 #: Bytes of scores held at once under a soft cap, when no gradient keeps all of them.
@@ -97,9 +98,7 @@ def compose(
     if extras.softcap:
         out = _capped(rows, key, value, mask, dropout_p, scale, enable_gqa, extras.softcap)
     else:
-        out = scaled_dot_product_attention(
-            rows, key, value, mask, dropout_p, scale=scale, enable_gqa=enable_gqa
-        )
+        out = native.attend(rows, key, value, mask, dropout_p, scale=scale, enable_gqa=enable_gqa)
     if seen == length:
         return out
     return torch.cat([out, out.new_zeros(*out.shape[:-2], length - seen, out.shape[-1])], dim=-2)

@@ -34,6 +34,8 @@ operators. The other calls go on to the kernel that the backend has at that time
 
 The backward operators are overridden from Python, for gradients of much work. `gradients` computes
 them where that is expected to be faster. In FlashAttention-2's place cuDNN's kernel also does.
+At lengths where cuDNN's gradients may be NaN another kernel computes them at any size, masked ones
+too. Gradients through dropout stay cuDNN's, whose random numbers no other kernel draws.
 
 The dispatcher's table answers hits and refusals without Python and without the GIL. Python answers,
 under the GIL, unknown kinds of calls, and looks at the store twice a second. A refused call passes
@@ -60,7 +62,8 @@ import torch
 from torch.library import Library
 
 from tuner.errors import TunerError
-from tuner.runtime import autograd, devices, dispatch, guards, native
+from tuner.families.vendor.sdpa_backward import may_be_nan
+from tuner.runtime import autograd, devices, dispatch, finite_gradients, guards, native
 from tuner.runtime.attention_plan import TOO_FEW_TILES, AttentionCall, find_plan
 from tuner.runtime.bias import as_operand, fills_the_gpu
 from tuner.runtime.composed import Extras
@@ -238,16 +241,22 @@ def _before_cudnn_backward(operator: Any) -> Callable[..., Outputs]:
         scale: float | None = None,
     ) -> Outputs:
         tensors = grad_out, query, key, value, out
-        is_plain = not dropout_p and attn_bias is None and cum_seq_q is None
+        is_replaced = not dropout_p and cum_seq_q is None
         masks = philox_seed, philox_offset, attn_bias, cum_seq_q, cum_seq_k
         rest = logsumexp, *masks, max_q, max_k, dropout_p, is_causal
 
         def faster() -> Outputs | None:
             lse = logsumexp.squeeze(-1)
-            return _faster_gradients(*tensors, lse, is_causal, scale, is_cudnn=True)
+            if attn_bias is None:
+                return _faster_gradients(*tensors, lse, is_causal, scale, is_cudnn=True)
+            if not may_be_nan(query.shape[2], key.shape[2]):
+                return None
+            masked = grad_out, query, key, value, attn_bias, out, lse, is_causal, scale
+            grads = finite_gradients.masked_backward(*masked)
+            return _laid_out((query, key, value), grads)
 
         return _differentiated(
-            faster if is_plain else None,
+            faster if is_replaced else None,
             lambda: operator.redispatch(keys & _BELOW, *tensors, *rest, scale=scale),
         )
 
@@ -282,6 +291,8 @@ def _faster_gradients(
 ) -> Outputs | None:
     """Gradients by another kernel than the operator's; None where that is to compute them.
 
+    cuDNN's computes none that may be NaN.
+
     Args:
         grad_out: (B, H, SQ, D), gradient of the output.
         query: (B, H, SQ, D).
@@ -293,16 +304,22 @@ def _faster_gradients(
         scale: factor of the scores.
         is_cudnn: True for cuDNN's operator, False for FlashAttention-2's.
     """
-    if not autograd.has_much_work(query, key, is_causal, is_cudnn):
+    is_unsafe = is_cudnn and may_be_nan(query.shape[2], key.shape[2])
+    if not (is_unsafe or autograd.has_much_work(query, key, is_causal, is_cudnn)):
         return None
     arguments = grad_out, query, key, value, out, lse, is_causal, scale
     grads = gradients(*arguments)
     if grads is None and not is_cudnn:
         if autograd.gains_by_cudnn(query, key, value, is_causal, scale):
             grads = autograd.backward(*arguments)
-    if grads is None:
-        return None
-    pairs = zip((query, key, value), grads, strict=True)
+    if grads is None and is_unsafe:
+        grads = autograd.backward(*arguments)
+    return None if grads is None else _laid_out((query, key, value), grads)
+
+
+def _laid_out(tensors: Outputs, grads: Outputs) -> Outputs:
+    """Gradients as the tensors lie."""
+    pairs = zip(tensors, grads, strict=True)
     return tuple(guards.laid_out_as(tensor, grad) for tensor, grad in pairs)
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from tuner.runtime import finite_gradients
+
 
 class _Thread(threading.local):
     is_native = False
@@ -59,10 +61,15 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """`scaled_dot_product_attention`, not overridden. An error on e4m3 tensors says in a note what
-    takes them.
+    """`scaled_dot_product_attention`, not overridden, and not by cuDNN where its gradients may be
+    NaN. An error on e4m3 tensors says in a note what takes them.
     """
     arguments = query, key, value, attn_mask, dropout_p, is_causal
+    if finite_gradients.is_needed(*arguments, scale, enable_gqa):
+        if torch.compiler.is_compiling():
+            return finite_gradients.attend(*arguments, scale)
+        recorded: torch.Tensor = call(finite_gradients.attend, *arguments, scale)
+        return recorded
     if torch.compiler.is_compiling():
         return scaled_dot_product_attention(*arguments, scale=scale, enable_gqa=enable_gqa)
     try:

@@ -48,7 +48,7 @@ except ImportError as exc:
         f"`{extra_command('transformers')}`"
     ) from exc
 
-from tuner.runtime import devices, dispatch, guards, native, serving
+from tuner.runtime import devices, dispatch, finite_gradients, guards, native, serving
 from tuner.runtime.attention import attention
 from tuner.runtime.attention_plan import AttentionCall
 from tuner.runtime.bias import as_operand
@@ -159,6 +159,9 @@ def attention_forward(
     else:
         options = attention_mask, dropout, causal, scaling, True
         out = attention(query, key, value, *options, softcap=softcap)
+    plain = query, key, value, attention_mask, dropout, causal, scaling, True
+    if out is None and finite_gradients.is_needed(*plain):
+        out = native.attend(*plain)
     if out is None:
         return _sdpa(*arguments, causal)
     return out.transpose(1, 2).contiguous(), None

@@ -24,9 +24,26 @@ RATES: dict[str, tuple[float, float, float, float, float]] = {
     "flash3": (9.0, 504, 420, 559, 466),
     "flash4": (9.0, 504, 420, 559, 466),
 }
+#: Rows that a block of cuDNN's backward kernels steps over, and rows by which it hides what lies
+#: behind the last one.
+_CUDNN_STEP, _CUDNN_HIDDEN = 128, 64
 Differentiate = Callable[..., tuple[Any, Any, Any]]
 """call(query, key, value, out, logsumexp, grad_out) -> gradients of query, key and value. Packed
 sequences have two further arguments, their starts of queries and keys."""
+
+
+def may_be_nan(seqlen_q: int, seqlen_kv: int) -> bool:
+    """True for lengths at which cuDNN's gradients may be NaN: they end in the first half of a step.
+
+    The other half of such a step is padding. Padded keys are then read as zeros and not hidden.
+    Their probability exp(0 - log-sum-exp) is infinite in rows whose log-sum-exp is below -88.7,
+    the logarithm of the largest fp32 number. Infinity times zero is NaN in the gradient of those
+    queries.
+
+    Padded queries do the same to the gradients of keys and values, seen with one query. Versions
+    9.19 to 9.30 were seen to, on Hopper, with a mask and without, at each head dimension tried.
+    """
+    return any(0 < n % _CUDNN_STEP <= _CUDNN_HIDDEN for n in (seqlen_q, seqlen_kv))
 
 
 class SdpaBackward(Vendor):
@@ -62,6 +79,11 @@ class SdpaBackward(Vendor):
             return f"{kernel} has no variable lengths"
         if kernel == "cudnn" and problem.is_deterministic:
             return "cudnn is not deterministic"
+        if kernel == "cudnn" and may_be_nan(problem.seqlen_q, problem.seqlen_kv):
+            return (
+                f"cudnn's gradients may be NaN where SQ or SKV is 1 to {_CUDNN_HIDDEN} above a "
+                f"multiple of {_CUDNN_STEP}"
+            )
         if kernel == "flash3" and problem.is_deterministic and problem.head_dim > 192:
             return "flash3 is not deterministic with head dimensions above 192"
         is_masked = problem.is_causal or problem.is_windowed
@@ -88,7 +110,10 @@ class SdpaBackward(Vendor):
     def legality_facts(self, problem: Problem) -> Hashable:
         if not isinstance(problem, AttentionBackwardProblem):
             return problem
-        return problem.seqlen_q == problem.seqlen_kv, problem.is_causal, problem.is_deterministic
+        return (
+            *(problem.seqlen_q == problem.seqlen_kv, problem.is_causal, problem.is_deterministic),
+            may_be_nan(problem.seqlen_q, problem.seqlen_kv),
+        )
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         """A fixed part plus the work at the rate of a large problem."""
