@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 
-from tuner.measure.gate.inputs import moments, prominence, query_deviation, scale_of
+from tuner.measure.gate.inputs import (
+    key_offset,
+    moments,
+    prominence,
+    query_deviation,
+    scale_of,
+)
 from tuner.measure.tolerance import LIMITS, OutputComparison, judge, limits_of
 from tuner.measurement import Status
 from tuner.problem import AttentionBackwardProblem
@@ -33,9 +39,10 @@ FAULTS = ("no delta", "one key left out", "no scale", "a tile of queries left ou
 def drawn(problem: AttentionBackwardProblem, kind: str) -> list[Any]:
     """Query, key, value and the output's gradient, as the gate draws and plants them."""
     torch.manual_seed(3)
-    mean = moments(problem, kind)[0].get("key", 0.0)
+    means, deviations = moments(problem, kind)
     found = [
-        torch.randn(operand.shape) + (mean if operand.name == "key" else 0.0)
+        torch.randn(operand.shape) * deviations.get(operand.name, 1.0)
+        + means.get(operand.name, 0.0)
         for operand in problem.inputs
         if operand.name in ("query", "key", "value", "grad_out")
     ]
@@ -96,7 +103,8 @@ def verdict(problem: AttentionBackwardProblem, kind: str, fault: str = "") -> li
     for name, made, exact in zip(OUTPUTS, *gradients(problem, kind, fault), strict=True):
         (operand,) = (one for one in problem.outputs if one.name == name)
         rms = float(exact.square().mean().sqrt())
-        limits = limits_of(problem, name, query_deviation(problem, kind)).resolved(rms)
+        deviation, offset = query_deviation(problem, kind), key_offset(problem, kind)
+        limits = limits_of(problem, name, deviation, offset).resolved(rms)
         off = (made.to(WIDE) - exact).abs()
         each = exact.square().mean(-1, keepdim=True).sqrt() * limits.row
         beyond = off > limits.absolute + limits.relative * exact.abs() + each
@@ -110,7 +118,7 @@ def verdict(problem: AttentionBackwardProblem, kind: str, fault: str = "") -> li
     return found
 
 
-@pytest.mark.parametrize("kind", ["planted", "random"])
+@pytest.mark.parametrize("kind", ["planted", "low_scores", "random"])
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("label", EDGES)
 def test_rounded_probabilities_and_derivatives_pass(label: str, dtype: str, kind: str) -> None:
@@ -155,3 +163,49 @@ def test_a_zero_gradient_has_an_absolute_limit() -> None:
     usual = AttentionBackwardProblem.parse("S=4096,D=128,dtype=bf16")
     part = LIMITS["bfloat16"].frobenius / math.sqrt(4096)
     assert all(limits_of(usual, name).floor < 0.01 * part for name in OUTPUTS)
+
+
+@pytest.mark.parametrize("label", [*EDGES, "H=1,S=4096,D=64", "H=2,S=257,D=256,causal=1"])
+def test_every_row_of_low_scores_has_a_log_sum_exp_far_below_that_of_fp32_s_largest(
+    label: str,
+) -> None:
+    """And its probabilities are not those of one key."""
+    problem = AttentionBackwardProblem.parse(f"{label},dtype=bf16")
+    query, key = (tensor.to(WIDE) for tensor in drawn(problem, "low_scores")[:2])
+    key = key.repeat_interleave(problem.heads_q // problem.heads_kv, 1)
+    scores = query @ key.mT * scale_of(problem, "low_scores")
+    lse = scores.logsumexp(-1)
+    assert -400 < float(lse.min()) and float(lse.max()) < -100
+    assert float(torch.exp(-lse.float()).min()) == math.inf
+    assert problem.seqlen_kv < 9 or 0.5 < float(scores.std(-1).mean()) < 4
+
+
+def test_a_padded_key_that_is_not_hidden_fails_on_low_scores() -> None:
+    """Its score of zero has an infinite probability, and its key of zeros makes NaN of that: what
+    cuDNN's kernels do. With other inputs it changes nothing.
+    """
+    problem = AttentionBackwardProblem.parse("H=2,HKV=1,SQ=130,SKV=190,D=128,dtype=bf16")
+    for kind, is_finite in (("random", True), ("planted", True), ("low_scores", False)):
+        query, key, *_ = (tensor.float() for tensor in drawn(problem, kind))
+        lse = (query @ key.mT * scale_of(problem, kind)).logsumexp(-1)
+        assert bool((torch.exp(0 - lse) * 0.0).isfinite().all()) is is_finite
+
+
+def test_low_scores_stay_within_a_soft_cap() -> None:
+    """Where the cap bounds them, they have no derivative to compare."""
+    for softcap in (5.0, 50.0):
+        problem = AttentionBackwardProblem.parse(f"S=64,D=64,softcap={softcap:g}")
+        means, _ = moments(problem, "low_scores")
+        score = means["query"] * means["key"] * 64 * scale_of(problem, "low_scores")
+        assert score == pytest.approx(-softcap / 2)
+
+
+def test_limits_of_queries_grow_with_the_keys_mean() -> None:
+    """By cancellation: the limits of the other gradients stay."""
+    problem = AttentionBackwardProblem.parse("S=257,D=64,dtype=bf16")
+    offset = key_offset(problem, "low_scores")
+    assert 9 < offset < 10 and key_offset(problem, "planted") == key_offset(problem, "random") == 1
+    for name in OUTPUTS:
+        plain, grown = limits_of(problem, name), limits_of(problem, name, 1.0, offset)
+        assert grown == (plain.times(offset) if name == "grad_query" else plain)
+    assert grown.frobenius == plain.frobenius and plain.times(2.0).row == 2 * plain.row

@@ -55,6 +55,11 @@ class Limits:
         """
         return self.absolute + self.relative * abs(reference) + self.row * row_rms
 
+    def times(self, factor: float) -> Limits:
+        """Limits of an error that is larger by a factor than that of rounding the output."""
+        grown = {name: factor * value for name, value in vars(self).items() if name != "relative"}
+        return replace(self, **grown)
+
     def resolved(self, rms: float) -> Limits:
         """Limits for a reference of this root mean square, with the whole's part in `absolute`."""
         return replace(self, absolute=self.absolute + self.whole * rms, whole=0.0)
@@ -116,11 +121,17 @@ LIMITS = {
 }
 
 
-def limits_of(problem: Problem, output: str = "", deviation: float = 1.0) -> Limits:
+def limits_of(
+    problem: Problem, output: str = "", deviation: float = 1.0, offset: float = 1.0
+) -> Limits:
     """Limits of the error of an output of `problem`, by default its only one.
 
     The gradient of keys is linear in the queries, so its absolute limit grows with their
     `deviation`. Planted queries of few columns have a large one.
+
+    The derivatives of a row add up to zero, so the mean of the keys has no part in the gradient of
+    its query. It has one in the error: the sum of the derivatives' roundings times that mean. The
+    limits of that gradient grow with `offset`, the keys' root mean square over their deviation.
 
     e4m3 GEMMs have the limits of 16-bit ones, plus the accumulators' truncation over the products
     that stay in them. Outputs of e4m3 have its rounding in place of 16 bits', and the truncation
@@ -144,6 +155,8 @@ def limits_of(problem: Problem, output: str = "", deviation: float = 1.0) -> Lim
     if isinstance(problem, AttentionBackwardProblem):
         part, floor = GRADIENT_PART[problem.dtype], _gradient_floor(problem, output)
         limits = replace(LIMITS[problem.dtype], row=part, whole=part, floor=floor)
+        if output == "grad_query":
+            return limits.times(offset)
         factor = deviation if output == "grad_key" else 1.0
         return replace(limits, absolute=factor * limits.absolute, floor=factor * limits.floor)
     usual = LIMITS[problem.output.dtype]

@@ -25,7 +25,7 @@ from tuner.measure.device import Device, Pool
 from tuner.measure.gate import chunks as sampling
 from tuner.measure.gate.commands import COMMANDS, Command
 from tuner.measure.gate.filling import fill
-from tuner.measure.gate.inputs import DOMINANCE, LARGE, query_deviation
+from tuner.measure.gate.inputs import DOMINANCE, LARGE, key_offset, query_deviation
 from tuner.measure.gate.kernels import POISON, Buffers, Guarded, Kernels, guarded, poison_of
 from tuner.measure.gate.reference import References
 from tuner.measure.log_sum_exp import judge_lse, lost_of, lse_of, tops_of
@@ -193,9 +193,9 @@ class Gate:
             for operand in buffers.inputs
             if self._checksum(operand) != sums[operand.name]
         ]
-        worst = 0.0
+        worst, drawn = 0.0, (problem, self._kind)
         for name, output, written, reference in self._compared(wanted):
-            limits = limits_of(problem, output.name, query_deviation(problem, self._kind))
+            limits = limits_of(problem, output.name, query_deviation(*drawn), key_offset(*drawn))
             comparison = self.compare(written, reference, output, limits)
             if not comparison.is_sound and not changed:
                 references.compute(self._kind)

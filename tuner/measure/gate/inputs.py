@@ -26,7 +26,7 @@ from tuner.problem import (
 #: Kinds of inputs. `random` comes last, because its inputs stay in the buffers for the timing.
 KINDS: dict[str, tuple[str, ...]] = {
     "attention": ("dominant", "large_scores", "huge_scores", "random"),
-    "attention_backward": ("planted", "huge_scores", "random"),
+    "attention_backward": ("planted", "huge_scores", "low_scores", "random"),
     "gemm": ("planted", "random"),
     "swiglu": ("planted", "random"),
     "grouped_gemm": ("planted", "random"),
@@ -53,6 +53,12 @@ LARGE = 30.0
 DOMINANCE = 4.0
 #: Mean of the keys under `dominant`, which makes all scores of a negative query negative.
 KEY_MEAN = 0.5
+#: `low_scores`, of gradients: mean of the scaled scores. The log-sum-exp of every row is then far
+#: below -88.7, where the exponential of its opposite is no fp32 number: a padded key that is read as
+#: zeros, and not hidden, has an infinite probability.
+LOW = -150.0
+#: Mean and deviation of the queries under it. Scores of a row deviate by about the mean.
+LOW_QUERY, LOW_QUERY_DEVIATION = 2.0, 0.25
 #: Mean of ALiBi's slopes, a quarter of it their deviation: near keys outweigh far ones. Under
 #: `dominant` the farthest key loses no more than `DOMINANCE`, so that what is planted shows.
 SLOPE = 2.0**-4
@@ -124,7 +130,7 @@ def moments(problem: Problem, kind: str) -> tuple[dict[str, float], dict[str, fl
         means = {"slopes": slope, "key": KEY_MEAN if kind == "dominant" else 0.0}
         return means, {"query": large, "bias": large, "slopes": slope / 4}
     if isinstance(problem, AttentionBackwardProblem):
-        return {"key": KEY_MEAN if kind == "planted" else 0.0}, {}
+        return _gradient_moments(problem, kind)
     if isinstance(problem, SwigluProblem):
         return {}, {"weights": 1 / math.sqrt(problem.k)}
     if isinstance(problem, GemmProblem | GroupedGemmProblem):
@@ -138,6 +144,17 @@ def moments(problem: Problem, kind: str) -> tuple[dict[str, float], dict[str, fl
         factors["scale_d"] = E4M3_OUTPUT
         return _scaled(factors, dict.fromkeys("ab", E4M3_DEVIATION))
     return {}, {"scores": large / SOFTMAX_SCALE}
+
+
+def _gradient_moments(
+    problem: AttentionBackwardProblem, kind: str
+) -> tuple[dict[str, float], dict[str, float]]:
+    if kind != "low_scores":
+        return {"key": KEY_MEAN if kind == "planted" else 0.0}, {}
+    # A cap bounds scores from below, and where it does they have no derivative.
+    low = max(LOW, -problem.softcap / 2) if problem.softcap else LOW
+    means = {"query": LOW_QUERY, "key": low / (LOW_QUERY * math.sqrt(problem.head_dim))}
+    return means, {"query": LOW_QUERY_DEVIATION}
 
 
 def _huge_moments(problem: Problem) -> tuple[dict[str, float], dict[str, float]]:
@@ -233,9 +250,19 @@ def query_deviation(problem: Problem, kind: str) -> float:
     """Root mean square of the elements of queries of gradients, 1 or more: planted ones are
     multiples of keys.
     """
-    if kind != "planted" or not isinstance(problem, AttentionBackwardProblem):
+    if not isinstance(problem, AttentionBackwardProblem):
         return 1.0
-    return max(1.0, prominence(problem) * math.hypot(1.0, KEY_MEAN))
+    if kind == "low_scores":
+        return math.hypot(LOW_QUERY, LOW_QUERY_DEVIATION)
+    return max(1.0, prominence(problem) * math.hypot(1.0, KEY_MEAN)) if kind == "planted" else 1.0
+
+
+def key_offset(problem: Problem, kind: str) -> float:
+    """Root mean square of the elements of keys of gradients over their deviation."""
+    if kind != "low_scores" or not isinstance(problem, AttentionBackwardProblem):
+        return 1.0
+    means, _ = _gradient_moments(problem, kind)
+    return math.hypot(1.0, means["key"])
 
 
 def parts_of(
