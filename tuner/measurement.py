@@ -248,9 +248,11 @@ class Measurement:
     """True for the interleaved pass beside the baselines; only final ones are served. Times of
     the two passes do not compare (`speedup`)."""
     flags: tuple[str, ...] = ()
-    """Doubts that survived re-timing: ``noisy`` (deviation >= 2 %), ``throttled``."""
+    """Doubts that survived re-timing: ``noisy`` (deviation >= 2 %), ``throttled``. Also the loss of
+    e4m3 sums under fast accumulation, ``positive_sums_off_9.6e-02``: the relative error on
+    all-positive operands, which no limit judges."""
     error: float | None = None
-    """Relative Frobenius error against the reference, worst over the gate's inputs."""
+    """Relative Frobenius error against the reference, worst over the inputs that limits judge."""
     workspace_bytes: int = 0
     artifacts: Mapping[str, str] = field(default_factory=dict)
     """Kernel name within the family -> artifact key. Empty for vendor kernels."""

@@ -25,6 +25,7 @@ from tuner.measure.gate.kernels import E4M3_POISON, POISON, Guarded
 from tuner.measure.log_sum_exp import judge_lse, lost_of, lse_of, tops_of
 from tuner.measure.tolerance import (
     GRADIENT_PART,
+    Limits,
     OutputComparison,
     floor_work,
     judge,
@@ -147,12 +148,14 @@ def test_nothing_is_added_to_huge_scores() -> None:
 
 
 def test_own_kernels_are_checked_on_every_kind_and_vendors_on_usual_ones() -> None:
-    for problem in (ATTENTION, BACKWARD, GEMM):
+    e4m3 = GemmProblem.parse("M=16,N=16,K=32,dtype=e4m3")
+    for problem in (ATTENTION, BACKWARD, e4m3):
         assert kinds_of(problem) == KINDS[problem.op]
     for problem in (ATTENTION, BACKWARD):
         spared = set(KINDS[problem.op]) - set(kinds_of(problem, is_vendor=True))
         assert spared == {"huge_scores"}
-    assert kinds_of(GEMM, is_vendor=True) == KINDS["gemm"]
+    assert kinds_of(e4m3, is_vendor=True) == KINDS["gemm"]
+    assert kinds_of(GEMM) == ("planted", "random"), "signs matter to sums of e4m3 alone"
 
 
 def test_a_kernel_that_ignores_its_scale_is_seen() -> None:
@@ -516,3 +519,33 @@ class TestLogSumExp:
         gate, *_ = self.loaded(False)
         with pytest.raises(BenchmarkError, match="no log-sum-exp to compare with"):
             gate.examine_lse(Guarded("lse", 64, 4 * self.ROWS))
+
+
+@pytest.mark.parametrize(
+    ("label", "is_judged"),
+    [
+        ("scales=row,fast_accum=0", True),
+        ("scales=row", False),
+        ("scales=tensor", False),
+        ("scales=block", True),
+    ],
+)
+def test_all_positive_inputs_judge_sums_that_are_to_be_exact(label: str, is_judged: bool) -> None:
+    """The others' loss is in the verdict's error, and no limit judges it."""
+    problem = GemmProblem.parse(f"M=16,N=128,K=128,dtype=e4m3,{label}")
+    made, _, _ = opened(problem)
+    limits: list[Limits] = []
+
+    def compared(*arguments: Any) -> OutputComparison:
+        limits.append(arguments[3])
+        return OutputComparison(16 * 128, error_squares=0.25, reference_squares=1.0)
+
+    made._kernels.compare = compared  # type: ignore[method-assign]
+    for kind in kinds_of(problem):
+        made.load(kind)
+        made.arm()
+        verdict = made.examine()
+        is_lifted = kind == "positive" and not is_judged
+        assert verdict.status is (Status.OK if is_lifted else Status.WRONG_RESULT)
+        assert verdict.error == pytest.approx(0.5)
+        assert (limits[-1].absolute == math.inf) is is_lifted

@@ -483,9 +483,12 @@ def test_factors_follow_the_matrices(dtype: str, scales: str, sizes: tuple[int, 
 def test_e4m3_has_factors_by_itself_and_a_key_for_each_accumulation() -> None:
     problem = GemmProblem.parse("M=1,N=2,K=3,dtype=e4m3")
     assert (problem.scales, problem.dtype_d, problem.fast_accum) == ("tensor", "bfloat16", True)
-    assert problem.label() == "M=1,N=2,K=3,dtype=e4m3,scales=tensor"
     summed = replace(problem, fast_accum=False)
-    assert summed.label() == f"{problem.label()},fast_accum=0"
+    for one, number in ((problem, 1), (summed, 0)):
+        assert one.label() == f"M=1,N=2,K=3,dtype=e4m3,scales=tensor,fast_accum={number}"
+        assert GemmProblem.parse(one.label()) == one
+    assert "fast_accum" not in replace(problem, scales="block").label()
+    assert "fast_accum" not in problem.to_json(), "documents without it keep their meaning"
     assert summed.key != problem.key
     half = GemmProblem.parse("M=1,N=2,K=3")
     assert (problem.flops, problem.tensor_rate) == (half.flops, 2 * half.tensor_rate)

@@ -524,6 +524,19 @@ class TestCommand:
         assert "3 of 3 kernels proven" in text
         assert all(is_proven for is_proven, _ in verdicts(built))
 
+    def test_one_family(
+        self, built: Path, worker: Worker, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["prove", "--problems", "8", "--family", "fused_attention"]) == 0
+        assert verdicts(built) == [(True, "")] * 3
+        asked = len(worker.asks)
+        assert main(["prove", "--again", "--family", "fused_attention_backward"]) == 0
+        assert "0 kernels to prove" in capsys.readouterr().err and len(worker.asks) == asked
+        assert main(["prove", "--family", "other"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("tuner: --family other has no kernels (allowed: ")
+        assert "fused_attention" in line
+
     def test_a_fault_is_said_now_and_the_next_time(
         self, built: Path, worker: Worker, capsys: pytest.CaptureFixture[str]
     ) -> None:

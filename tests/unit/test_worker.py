@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from worker_fakes import (
     Toy,
 )
 
+from tuner.base import resources
 from tuner.config import Config
 from tuner.errors import BenchmarkError
 from tuner.hardware import DEFAULT_GPU
@@ -25,7 +28,7 @@ from tuner.measure.tolerance import Verdict
 from tuner.measure.worker import Worker
 from tuner.measure.worker_client import Ask
 from tuner.measurement import Regime, Status
-from tuner.problem import AttentionProblem, GemmProblem, Problem
+from tuner.problem import E4M3, AttentionProblem, GemmProblem, Problem
 
 
 class Vendor(Toy):
@@ -127,6 +130,23 @@ def test_a_probe_of_the_log_sum_exp_checks_it_too(
     assert outcome.status is (Status.WRONG_RESULT if is_wrong else Status.OK)
     assert outcome.latency_us is None and outcome.error == (None if is_wrong else 1e-4)
     assert ("log-sum-exp" in outcome.log) == is_wrong
+
+
+@pytest.mark.parametrize("mode", ["quick", "final", "probe"])
+@pytest.mark.parametrize("fast_accum", [True, False])
+def test_the_loss_of_all_positive_sums_is_a_flag_where_no_limit_judges_it(
+    events: list[dict[str, Any]], mode: str, fast_accum: bool
+) -> None:
+    """As documents and the store take flags; elsewhere it is a part of the error."""
+    FakeGate.verdicts = [Verdict(Status.OK, error) for error in (1e-4, 0.096, 2e-4)]
+    problem = GemmProblem(512, 512, 512, dtype=E4M3, fast_accum=fast_accum)
+    answer(events, "ok", mode=mode, problem=problem)
+    (outcome,) = results(events)
+    assert outcome.status is Status.OK
+    assert outcome.flags == (("positive_sums_off_9.6e-02",) if fast_accum else ())
+    assert outcome.error == (2e-4 if fast_accum else 0.096)
+    schema = json.loads((resources.cache() / "schema" / "entries.schema.json").read_text())
+    assert all(re.match(schema["$defs"]["name"]["pattern"], flag) for flag in outcome.flags)
 
 
 def test_a_failed_check_ends_a_candidate(events: list[dict[str, Any]]) -> None:

@@ -35,6 +35,7 @@ def register(subparsers: Any) -> None:
         "prove", help="check the portfolio's kernels over all shapes", description=DESCRIPTION
     )
     parser.add_argument("--op", choices=sorted(PROBLEMS), help="only this operation's portfolio")
+    parser.add_argument("--family", metavar="NAME", help="only this family's kernels")
     parser.add_argument("--device", type=int, default=0, help="CUDA device (default 0)")
     parser.add_argument(
         "--problems",
@@ -273,7 +274,11 @@ def _current() -> list[Path]:
 
 
 def _plans(args: argparse.Namespace, gpu: Gpu) -> list[ProofPlan]:
-    """Kernels without a proof, for each list of the GPU's compute capability."""
+    """Kernels without a proof, for each list of the GPU's compute capability.
+
+    Raises:
+        ConfigError: when no kernel is built, or none is of the family that is named.
+    """
     from tuner.base import resources
     from tuner.hardware import HOPPER
     from tuner.selection.kernels import BUILD, KernelList, targets, users
@@ -290,6 +295,13 @@ def _plans(args: argparse.Namespace, gpu: Gpu) -> list[ProofPlan]:
     if gpu.compute_capability == HOPPER:
         for rule in rules(OPERATIONS if args.op is None else {args.op}):
             known_targets += rule.targets()
+    if args.family is not None:
+        named = sorted({target.config.family for target in known_targets})
+        if args.family not in named:
+            raise ConfigError(
+                f"--family {args.family} has no kernels (allowed: {', '.join(named)})"
+            )
+        known_targets = [t for t in known_targets if t.config.family == args.family]
     wanted = {
         tuple(sorted(spec.key for spec in target.kernels.values())): target
         for target in known_targets

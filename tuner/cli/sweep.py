@@ -28,6 +28,11 @@ vendors' kernels, verifies it, and stores the decision. Candidates that the stor
 environment are not measured again, so a killed sweep goes on where it stopped. Without a GPU it
 replays the recorded sweep of the problem, or ranks candidates by predicted time. Either is stored
 and shown as such, and nothing is compiled without --compile."""
+EXACT_SUMS = (
+    "tuner: {count} of {of} problems get fast_accum=0, exact sums of e4m3, as PyTorch's default; "
+    "fast_accum=1 tunes sums that lose up to a quarter of long ones of one sign"
+)
+"""Remark on problems that leave `fast_accum` out."""
 
 
 def register(subparsers: Any) -> None:
@@ -310,16 +315,22 @@ def _labels(option: str, texts: list[str]) -> dict[str, str]:
 
 
 def problems_of(args: argparse.Namespace) -> list[Problem]:
-    """Problems named by the options.
+    """Problems named by the options. Says where e4m3 products get exact sums.
 
     Raises:
         ConfigError: names every wrong problem.
     """
     from tuner.tuning.job import parse_problem, read_problems
 
-    if args.problems is not None:
-        return read_problems(args.problems, args.op)
-    return [parse_problem(args.shape, args.op)]
+    def named(to_sweep: bool) -> list[Problem]:
+        if args.problems is not None:
+            return read_problems(args.problems, args.op, to_sweep=to_sweep)
+        return [parse_problem(args.shape, args.op, to_sweep=to_sweep)]
+
+    problems = named(to_sweep=True)
+    if changed := sum(a != b for a, b in zip(problems, named(to_sweep=False), strict=True)):
+        print(EXACT_SUMS.format(count=changed, of=len(problems)), file=sys.stderr)
+    return problems
 
 
 def options_of(args: argparse.Namespace) -> JobOptions:

@@ -65,6 +65,11 @@ class Limits:
         return replace(self, absolute=self.absolute + self.whole * rms, whole=0.0)
 
     @property
+    def lifted(self) -> Limits:
+        """No limits, for an error that is only reported."""
+        return replace(self, frobenius=math.inf, absolute=math.inf)
+
+    @property
     def text(self) -> str:
         """Formula of `allowed`, as text."""
         row = f" + {self.row:.3g} x row's RMS" if self.row else ""

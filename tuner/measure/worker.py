@@ -48,7 +48,7 @@ from tuner.measure.bursts import Burst, Sets, count_sets, entrant
 from tuner.measure.device import Device, Pool
 from tuner.measure.gate import Gate
 from tuner.measure.gate.chunks import LONG_REFERENCE_S
-from tuner.measure.gate.inputs import kinds_of, scale_of
+from tuner.measure.gate.inputs import is_reported, kinds_of, scale_of
 from tuner.measure.gate.kernels import Guarded
 from tuner.measure.gate.reference import reference_seconds
 from tuner.measure.kernel_times import again_text, alone_us, described, device_us
@@ -67,6 +67,9 @@ VENDOR_ALLOWANCE_S = 120.0
 #: Extra time over a launch for a round of many finalists, some of them slow.
 _ROUND_ALLOWANCE_S = 10.0
 
+POSITIVE_LOSS = "positive_sums_off_{:.1e}"
+"""Flag of e4m3 products whose sums stay in the accumulators: their relative error on all-positive
+operands."""
 LSE_PROBE = "probe_lse"
 PROBES = ("probe", LSE_PROBE)
 """Modes that check without timing."""
@@ -82,6 +85,8 @@ class _Prepared:
     subject: Subject
     own: Sequence[Guarded]
     verdict: Verdict = field(default_factory=lambda: Verdict(Status.OK))
+    doubts: tuple[str, ...] = ()
+    """Errors that no limit judges, as flags of the measurement."""
     burst: Burst | None = None
     control: Burst | None = None
 
@@ -109,7 +114,7 @@ class _Prepared:
             latency_us=timing.median_us if timing and timed else None,
             std_us=timing.std_us if timing and timed else None,
             rounds=timing.rounds if timing and timed else 0,
-            flags=timing.flags if timing and timed else (),
+            flags=(*(timing.flags if timing and timed else ()), *self.doubts),
             error=verdict.error,
             workspace_bytes=self.workspace_bytes,
             log=verdict.log,
@@ -320,7 +325,10 @@ class Worker:
             if verdict.status is not Status.OK:
                 prepared.verdict = verdict
                 return
-            worst = max(worst, error or 0.0)
+            if is_reported(job.problem, kind):
+                prepared.doubts = (POSITIVE_LOSS.format(error or 0.0),)
+            else:
+                worst = max(worst, error or 0.0)
         prepared.verdict = Verdict(Status.OK, worst)
 
     def _recheck(self, job: WorkerRequest, prepared: _Prepared, timing: Timing) -> Verdict:

@@ -10,6 +10,7 @@ lengths where cuDNN's gradients may be NaN (`may_be_nan`). At others cuDNN's rep
 FlashAttention-2's where it takes the tensors and the work is not tiny. It was faster at each of 14
 shapes of 0.5 GFLOP and more, 1.09 to 1.92 times (bf16, behind an ordinary kernel, one H100, torch
 2.11, cuDNN 9.19). At (1,16,128,32), 0.08 GFLOP, it took 12.8 us and FlashAttention-2's 10.3.
+
 Without a fused kernel the scores are recomputed, a block of rows at a time.
 """
 

@@ -46,7 +46,8 @@ def scaled_mm(
             kernels. (On CUDA, PyTorch 2.11's own leaves it out.) Magnitudes above 448 become 448.
             Without one such outputs are not tuned.
         out_dtype: bf16, fp16 or e4m3; None is e4m3. That has no block-wise factors.
-        use_fast_accum: sums may stay in the tensor cores' accumulators.
+        use_fast_accum: sums may stay in the tensor cores' accumulators. Long sums of one sign then
+            lose a tenth and more, by every kernel.
 
     Returns:
         (M, N), of `out_dtype`.

@@ -264,7 +264,7 @@ def _add_changes_of_jobs(app: FastAPI, store: Store) -> None:
         problems = []
         for number, entry in enumerate(request.problems):
             try:
-                problems.append(parse_problem(entry, request.op))
+                problems.append(parse_problem(entry, request.op, to_sweep=True))
             except ConfigError as exc:
                 raise ConfigError(f"problems.{number}: {exc}") from exc
         options.check(problems)

@@ -25,7 +25,13 @@ from tuner.measure.device import Device, Pool
 from tuner.measure.gate import chunks as sampling
 from tuner.measure.gate.commands import COMMANDS, Command
 from tuner.measure.gate.filling import fill
-from tuner.measure.gate.inputs import DOMINANCE, LARGE, key_offset, query_deviation
+from tuner.measure.gate.inputs import (
+    DOMINANCE,
+    LARGE,
+    is_reported,
+    key_offset,
+    query_deviation,
+)
 from tuner.measure.gate.kernels import POISON, Buffers, Guarded, Kernels, guarded, poison_of
 from tuner.measure.gate.reference import References
 from tuner.measure.log_sum_exp import judge_lse, lost_of, lse_of, tops_of
@@ -172,7 +178,7 @@ class Gate:
             self._kernels.poison(buffer)
 
     def examine(self, extra: Sequence[Guarded] = ()) -> Verdict:
-        """Wait for the candidate and judge its output.
+        """Wait for the candidate and judge its output; an error that `is_reported` has no limit.
 
         A reference that is not finite is computed again: the candidate may have overwritten it.
 
@@ -196,6 +202,7 @@ class Gate:
         worst, drawn = 0.0, (problem, self._kind)
         for name, output, written, reference in self._compared(wanted):
             limits = limits_of(problem, output.name, query_deviation(*drawn), key_offset(*drawn))
+            limits = limits.lifted if is_reported(*drawn) else limits
             comparison = self.compare(written, reference, output, limits)
             if not comparison.is_sound and not changed:
                 references.compute(self._kind)

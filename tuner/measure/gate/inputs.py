@@ -27,9 +27,9 @@ from tuner.problem import (
 KINDS: dict[str, tuple[str, ...]] = {
     "attention": ("dominant", "large_scores", "huge_scores", "random"),
     "attention_backward": ("planted", "huge_scores", "low_scores", "random"),
-    "gemm": ("planted", "random"),
+    "gemm": ("planted", "positive", "random"),
     "swiglu": ("planted", "random"),
-    "grouped_gemm": ("planted", "random"),
+    "grouped_gemm": ("planted", "positive", "random"),
     "softmax": ("dominant", "large_scores", "huge_scores", "random"),
 }
 #: `huge_scores`: exponents of the elements of queries, and of those of keys. Scores are D times
@@ -54,8 +54,8 @@ DOMINANCE = 4.0
 #: Mean of the keys under `dominant`, which makes all scores of a negative query negative.
 KEY_MEAN = 0.5
 #: `low_scores`, of gradients: mean of the scaled scores. The log-sum-exp of every row is then far
-#: below -88.7, where the exponential of its opposite is no fp32 number: a padded key that is read as
-#: zeros, and not hidden, has an infinite probability.
+#: below -88.7, the logarithm of the largest fp32 number. A padded key that is read as zeros, and
+#: not hidden, has an infinite probability there.
 LOW = -150.0
 #: Mean and deviation of the queries under it. Scores of a row deviate by about the mean.
 LOW_QUERY, LOW_QUERY_DEVIATION = 2.0, 0.25
@@ -68,6 +68,10 @@ COLUMN_FACTOR = 16.0
 E4M3_COLUMN_FACTOR = 4.0
 #: Multiplier of block factors that must differ from their neighbours'.
 SMALL_FACTOR = 1 / 16
+#: `positive`, of e4m3 products: mean of all elements over their deviation. Normal numbers of the
+#: gate stay within 5.8 deviations, so none is below zero. Sums then grow with every product, and an
+#: accumulator cuts off ever more of each.
+POSITIVE_MEAN = 6.0
 #: Standard deviation of a softmax's own scores: 8, as of raw scores with D = 64.
 SOFTMAX_SCALE = 0.125
 #: `dominant` uses a scale other than the default, to detect a kernel that ignores its scale.
@@ -85,12 +89,29 @@ STARTS = ("cu_seqlens_q", "cu_seqlens_kv", "offsets")
 
 
 def kinds_of(problem: Problem, *, is_vendor: bool = False) -> tuple[str, ...]:
-    """Kinds of inputs that a candidate for `problem` must pass.
+    """Kinds of inputs that a candidate for `problem` must pass, but for what `is_reported`.
 
     Vendors' kernels skip `huge_scores`: if one overflows there, PyTorch's own result does too.
+    Operands of 16 bits have fp32 sums, which do not depend on signs.
     """
-    kinds = KINDS[problem.op]
-    return tuple(kind for kind in kinds if not (is_vendor and kind == "huge_scores"))
+    skipped = {"huge_scores"} if is_vendor else set()
+    is_product = isinstance(problem, GemmProblem | GroupedGemmProblem)
+    if not (is_product and problem.dtype == E4M3):
+        skipped.add("positive")
+    return tuple(kind for kind in KINDS[problem.op] if kind not in skipped)
+
+
+def is_reported(problem: Problem, kind: str) -> bool:
+    """True where the error of a kind of inputs is reported, and no limit judges it: all-positive
+    operands whose sums stay in the tensor cores' accumulators, as the problem asks. Every kernel
+    loses a part of them, the vendors' too.
+    """
+    return (
+        kind == "positive"
+        and isinstance(problem, GemmProblem)
+        and problem.fast_accum
+        and problem.scales != "block"
+    )
 
 
 def scale_of(problem: Problem, kind: str = "random") -> float:
@@ -142,7 +163,11 @@ def moments(problem: Problem, kind: str) -> tuple[dict[str, float], dict[str, fl
             return _scaled({"scale_a": 1.0, "scale_b": 1.0}, deviations)
         factors = {"scale_a": 1 / E4M3_DEVIATION, "scale_b": deviations["b"] / E4M3_DEVIATION}
         factors["scale_d"] = E4M3_OUTPUT
-        return _scaled(factors, dict.fromkeys("ab", E4M3_DEVIATION))
+        if kind != "positive":
+            return _scaled(factors, dict.fromkeys("ab", E4M3_DEVIATION))
+        factors["scale_b"] /= math.sqrt(problem.k)  # outputs of mean 1
+        means, scaled = _scaled(factors, dict.fromkeys("ab", E4M3_DEVIATION / POSITIVE_MEAN))
+        return {**means, **dict.fromkeys("ab", E4M3_DEVIATION)}, scaled
     return {}, {"scores": large / SOFTMAX_SCALE}
 
 
