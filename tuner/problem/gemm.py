@@ -103,9 +103,7 @@ class GemmProblem(Problem):
         "layout_b": Meaning("storage order of B: row or col (weights of nn.Linear)"),
         "epilogue": Meaning("bias, residual, bias_residual, or [bias_]" + "/".join(ACTIVATIONS)),
         "scales": Meaning(f"fp32 factors of A and B: one for each {' or '.join(SCALES)}"),
-        "fast_accum": Meaning(
-            "0: e4m3 sums are taken over to fp32 on the way (a sweep's, where it is left out)"
-        ),
+        "fast_accum": Meaning("0: e4m3 sums are taken over to fp32; a sweep's default"),
     }
     required: ClassVar[tuple[str, ...]] = ("M", "N", "K")
     omitted: ClassVar[Mapping[str, Any]] = {"epilogue": "", "scales": "", "fast_accum": True}

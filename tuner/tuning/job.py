@@ -351,8 +351,8 @@ def parse_problem(entry: Any, op: str = DEFAULT_OP, *, to_sweep: bool = False) -
     Args:
         entry: the string or the object.
         op: operation of an entry without one.
-        to_sweep: True for an entry to tune. e4m3 products that do not name `fast_accum` then have
-            exact sums, as in PyTorch: fast accumulation loses a tenth of a long sum of one sign.
+        to_sweep: True for an entry to tune. e4m3 products without `fast_accum` then have exact
+            sums, as in PyTorch. Fast accumulation loses a tenth of a long sum of one sign.
 
     Raises:
         ConfigError: when it is neither, or the problem is not valid.

@@ -102,9 +102,10 @@ def kinds_of(problem: Problem, *, is_vendor: bool = False) -> tuple[str, ...]:
 
 
 def is_reported(problem: Problem, kind: str) -> bool:
-    """True where the error of a kind of inputs is reported, and no limit judges it: all-positive
-    operands whose sums stay in the tensor cores' accumulators, as the problem asks. Every kernel
-    loses a part of them, the vendors' too.
+    """True where the error of a kind of inputs is reported, and no limit judges it.
+
+    It is that of all-positive operands whose sums stay in the tensor cores' accumulators, as the
+    problem asks. Every kernel loses a part of them, the vendors' too.
     """
     return (
         kind == "positive"
