@@ -136,3 +136,73 @@ def test_torch_s_own_passes_the_gate(
         verdict = gate.examine()
         assert verdict.status is Status.OK, verdict.log
     subject.close()
+
+
+#: K at which one H200 was 9.6 % low under fast accumulation, of operands behind ReLU.
+LONG = (256, 256, 16384)
+
+
+def positive_error(
+    device: Device, gate: Gate, subject: CompiledSubject | VendorSubject, problem: GemmProblem
+) -> float:
+    """Relative error on all-positive operands, after the gate's verdict."""
+    gate.open(problem, 5)
+    with Pool(device) as pool:
+        own = gate.allocate(pool, WORKSPACE, subject.workspace_bytes)
+        gate.load("positive")
+        gate.arm([own])
+        subject.bind({**gate.pointers, WORKSPACE: own.pointer}, 1.0, deliver=True)()
+        verdict = gate.examine([own])
+    assert verdict.status is Status.OK and verdict.error is not None, verdict.log
+    print(f"{problem.label()}: {verdict.error:.2e}")
+    return verdict.error
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if CASES[case][0].get("dtype") == E4M3])
+def test_own_sums_of_all_positive_operands(
+    device: Device, gate: Gate, compiler: Compiler, case: str
+) -> None:
+    """Exact ones pass their limit; the loss of fast ones is measured, and passes."""
+    problem, chosen = problem_of(case, LONG), CASES[case][1]
+    loaded = {"gemm": compiled(compiler, case)}
+    subject = CompiledSubject(device, GEMM, problem, chosen, loaded, 1.0)
+    error = positive_error(device, gate, subject, problem)
+    if problem.dtype_d != E4M3:  # whose rounding is 2.7 %
+        assert (error > 0.02) is problem.fast_accum
+
+
+@pytest.mark.parametrize("fast_accum", [True, False])
+@pytest.mark.parametrize("scales", ["tensor", "row"])
+def test_torch_s_sums_of_all_positive_operands(
+    device: Device, gate: Gate, scales: str, fast_accum: bool
+) -> None:
+    m, n, k = LONG
+    options = {"dtype": E4M3, "scales": scales, "fast_accum": fast_accum}
+    problem = GemmProblem(m, n, k, **options)  # type: ignore[arg-type]
+    vendor = family("vendor_blas")
+    subject = VendorSubject(device, vendor, problem, Config(vendor.name, {"kernel": "scaled_mm"}))
+    error = positive_error(device, gate, subject, problem)
+    assert (error > 0.02) is fast_accum
+    subject.close()
+
+
+def test_exact_sums_of_a_call_without_the_option(missing_gpu: str) -> None:
+    """`tuner.scaled_mm` of elements behind ReLU, as PyTorch's by default."""
+    if missing_gpu:
+        pytest.skip(missing_gpu)
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    import tuner
+
+    m, n, k = LONG
+    torch.manual_seed(0)
+    a, b = (
+        (16 * torch.randn(rows, k, device="cuda")).relu().to(torch.float8_e4m3fn) for rows in (m, n)
+    )
+    rows, columns = torch.full((m, 1), 1 / 16), torch.full((1, n), 1 / (16 * k))
+    given = a, b.t(), rows.cuda(), columns.cuda()
+    wanted = given[2].double() * (a.double() @ b.double().t()) * given[3].double()
+    for fast, low in ((False, 0.0), (True, 0.02)):
+        out = tuner.scaled_mm(*given, out_dtype=torch.bfloat16, use_fast_accum=fast)
+        error = float((out.double() - wanted).norm() / wanted.norm())
+        print(f"fast accumulation {fast}: {error:.2e}")
+        assert low <= error < (0.5 if fast else 8e-3)

@@ -206,6 +206,23 @@ def test_what_pytorch_would_give_to_cudnn_goes_to_another_kernel(
     torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.parametrize(("length", "kernel"), [(6, EFFICIENT), (70, "")])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_traced_graphs_have_another_kernel_too(
+    monkeypatch: pytest.MonkeyPatch, kernels: list[str], length: int, kernel: str, dynamic: bool
+) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr(finite_gradients, "_is_on_gpu", lambda _: True)
+    inputs = tensors(2, 4, length, 8, dtype=torch.bfloat16)
+    mask = torch.rand(length, length) < 2  # all
+    compiled = torch.compile(native.attend, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    options = {"scale": 0.3, "enable_gqa": True}
+    found = compiled(*inputs, mask, **options)
+    assert kernels == [kernel] * bool(kernel)
+    wanted = SDPA(*inputs, mask, **options)
+    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
+
+
 def test_a_window_composed_of_operations_too(
     monkeypatch: pytest.MonkeyPatch, kernels: list[str]
 ) -> None:

@@ -50,7 +50,7 @@ def is_needed(
     tensors = query, key, value
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
         return False
-    if query.dtype not in _HALF or not query.is_cuda or query.is_nested:
+    if query.dtype not in _HALF or not _is_on_gpu(query) or query.is_nested:
         return False
     if any(t.dim() != 4 for t in tensors):
         return False
@@ -66,6 +66,10 @@ def is_needed(
         *(query, key, value, attn_mask, dropout_p, is_causal), scale=scale, enable_gqa=enable_gqa
     )
     return int(choice) == _CUDNN
+
+
+def _is_on_gpu(tensor: torch.Tensor) -> bool:
+    return bool(tensor.is_cuda)
 
 
 def attend(
