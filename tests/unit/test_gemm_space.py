@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import itertools
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -253,6 +256,106 @@ def test_the_heuristics_name_large_tiles_for_a_square() -> None:
     assert {(c["tile_m"], c["tile_n"]) for c in seeds} >= {(128, 256), (256, 128)}
     other = GPUS["H200"].__class__("A100", "8.0", 108, 1410, 1555.0, 40 << 20)
     assert gemm_cost.heuristic_seeds(SQUARE, other, space, 4, GEMM.constants) == []
+
+
+class Heuristics:
+    """nvMatmulHeuristics with a list of its own: (tile, cluster, seconds) of each answer."""
+
+    def __init__(self, *answers: tuple[tuple[int, int, int], tuple[int, int], float]) -> None:
+        self.answers, self.precisions = answers, list[str]()
+        self.NvMatmulHeuristicsMatmulLayout = defaultdict(str)
+
+    def makeNvMatmulHeuristicsProblem(self, *_: Any) -> None:
+        return None
+
+    def getEx(
+        self, query: Any, count: int, backend: Any, *, precision: str
+    ) -> list[dict[str, Any]]:
+        self.precisions.append(precision)
+        names = "cta_tile_m", "cta_tile_n", "cta_tile_k", "cluster_m", "cluster_n"
+        return [
+            {
+                "runtime": seconds,
+                "kernel": SimpleNamespace(**dict(zip(names, [*t, *c], strict=True))),
+            }
+            for t, c, seconds in self.answers
+        ]
+
+
+def test_the_heuristics_answers_count_once_and_by_their_estimate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Lists of 0.1.0.27 are not ranked, and name a tile and cluster up to four times. Estimates
+    within 1 % of the least are alike.
+    """
+    answers = [
+        ((128, 64, 64), (1, 1), 9e-6),
+        *[((128, 128, 64), (2, 1), 5e-6)] * 40,
+        ((128, 256, 64), (2, 1), 3e-6),
+        ((256, 256, 64), (1, 1), 2.98e-6),  # which no config has
+        ((128, 256, 64), (1, 2), 4e-6),
+        ((64, 256, 64), (2, 1), 2.99e-6),
+    ]
+    library = Heuristics(*answers)
+    monkeypatch.setattr(gemm_cost, "_interface", lambda _: (library, library, None))
+    space = GEMM.space(SQUARE, DEFAULT_GPU)
+    seeds = gemm_cost.heuristic_seeds(SQUARE, DEFAULT_GPU, space, 4, GEMM.constants)
+    found = [((c["tile_m"], c["tile_n"]), (c["cluster_m"], c["cluster_n"])) for c in seeds]
+    assert found == [
+        ((128, 256), (2, 1)),
+        ((64, 256), (2, 1)),
+        ((128, 256), (1, 2)),
+        ((128, 128), (2, 1)),
+    ]
+    assert gemm_cost.heuristic_seeds(SQUARE, DEFAULT_GPU, space, 2, GEMM.constants) == seeds[:2]
+    assert gemm_cost.heuristic_seeds(SQUARE, DEFAULT_GPU, space, 0, GEMM.constants) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "precision"),
+    [
+        ("dtype=fp16", "HSH"),
+        ("dtype=bf16,dtype_d=fp32", "TSS"),
+        ("dtype=e4m3", "QQTST"),
+        ("dtype=e4m3,dtype_d=fp16,scales=row,fast_accum=0", "QQHSH"),
+        ("dtype=e4m3,dtype_d=e4m3", "QQQSQ"),
+    ],
+)
+def test_the_heuristics_are_asked_in_the_product_s_types(
+    monkeypatch: pytest.MonkeyPatch, options: str, precision: str
+) -> None:
+    problem = GemmProblem.parse(f"M=4096,N=4096,K=4096,{options}")
+    space = GEMM.space(problem, DEFAULT_GPU)
+    library = Heuristics()
+    with monkeypatch.context() as patch:
+        patch.setattr(gemm_cost, "_interface", lambda _: (library, library, None))
+        gemm_cost.heuristic_seeds(problem, DEFAULT_GPU, space, 4, GEMM.constants)
+    assert set(library.precisions) == {precision}
+    pytest.importorskip("nvMatmulHeuristics", reason="nvidia-matmul-heuristics is not installed")
+    seeds = gemm_cost.heuristic_seeds(problem, DEFAULT_GPU, space, 4, GEMM.constants)
+    assert seeds and set(seeds) <= set(space)
+
+
+def test_the_library_s_lists_are_sorted_by_its_estimate() -> None:
+    pytest.importorskip("nvMatmulHeuristics", reason="nvidia-matmul-heuristics is not installed")
+    problem = GemmProblem(512, 14336, 4096)
+    interface = gemm_cost._interface(gemm_cost._GPU_NAMES[DEFAULT_GPU.name])
+    assert interface is not None
+    library, handle, backend = interface
+    layout = library.NvMatmulHeuristicsMatmulLayout["TN_ROW_MAJOR"]
+    query = handle.makeNvMatmulHeuristicsProblem(problem.m, problem.n, problem.k, layout, 1)
+    seconds: dict[Any, float] = {}
+    for answer in handle.getEx(query, 128, backend, precision="HSH"):
+        kernel = answer["kernel"]
+        tile = False, kernel.cta_tile_m, kernel.cta_tile_n, kernel.cta_tile_k
+        name = tile, (kernel.cluster_m, kernel.cluster_n)
+        seconds[name] = min(answer["runtime"], seconds.get(name, 1.0))
+    order = gemm_cost._suggestions(problem, DEFAULT_GPU, {False})
+    assert set(order) == set(seconds) and len(order) > 16
+    ranked = [seconds[name] for name in order]
+    assert all(b > a / gemm_cost.ALIKE for a, b in itertools.pairwise(ranked))
+    listed = list(seconds.values())
+    assert any(b < a / gemm_cost.ALIKE for a, b in itertools.pairwise(listed)), "as they come"
 
 
 def test_products_with_a_short_side_may_be_programmatic_dependents() -> None:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import atexit
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from itertools import zip_longest
-from math import ceil
+from math import ceil, inf, log
 from typing import Any
 
 from tuner.config import Config
@@ -35,7 +34,7 @@ from tuner.hardware import (
     WGMMA_K_BYTES,
     Gpu,
 )
-from tuner.problem import DTYPE_BYTES, GemmProblem
+from tuner.problem import DTYPE_BYTES, E4M3, GemmProblem
 
 #: Shared memory that one multiprocessor reads a clock [CUDA C++ Programming Guide 13.0].
 SMEM_BYTES_PER_CLOCK = 128
@@ -84,6 +83,12 @@ PDL_SHARE = 0.5
 #: Exponent of the power mean that stands for the maximum of partly overlapping times.
 SHARPNESS = 6
 
+#: Answers that nvidia-matmul-heuristics 0.1 is asked for: it has 37 at most.
+MAX_SUGGESTIONS = 128
+#: Ratio of its estimates below which they are alike.
+ALIKE = 1.01
+Suggestion = tuple[tuple[bool, int, int, int], tuple[int, int]]
+"""Orientation and tile, and a cluster."""
 _GPU_NAMES = {
     "NVIDIA H200": "H200_SXM",
     "NVIDIA H100 80GB HBM3": "H100_SXM",
@@ -287,53 +292,65 @@ def heuristic_seeds(
     count: int,
     constants: Mapping[str, float],
 ) -> list[Config]:
-    """Members of `space` that nvidia-matmul-heuristics suggests, best first.
+    """Members of `space` that nvidia-matmul-heuristics suggests, best first by its own estimate.
 
     It names a tile and a cluster, seldom a schedule: the cheapest matching member by `predict_us`
-    stands for it. If the cluster is not in the space, only the tile decides.
-    Empty where the package is missing or does not know the GPU.
+    stands for it, with the stages that fit. If the cluster is not in the space, only the tile
+    decides. Empty where the package is missing or does not know the GPU.
     """
     by_tile: dict[tuple[object, ...], list[Config]] = {}
     for config in space:
         tile = (config["swap_ab"], config["tile_m"], config["tile_n"], config["tile_k"])
         by_tile.setdefault(tile, []).append(config)
     seeds: dict[Config, None] = {}
-    for swap_ab, kernel in _suggestions(
-        problem, gpu, {bool(tile[0]) for tile in by_tile}, 4 * count
-    ):
-        tile = (swap_ab, kernel.cta_tile_m, kernel.cta_tile_n, kernel.cta_tile_k)
+    for tile, cluster in _suggestions(problem, gpu, {bool(tile[0]) for tile in by_tile}):
+        if len(seeds) >= count:
+            break
         members = by_tile.get(tile, [])
-        cluster = (kernel.cluster_m, kernel.cluster_n)
         exact = [c for c in members if (c["cluster_m"], c["cluster_n"]) == cluster]
         if members:
             best = min(exact or members, key=lambda c: predict_us(problem, c, gpu, constants))
             seeds.setdefault(best)
-    return list(seeds)[:count]
+    return list(seeds)
 
 
-def _suggestions(
-    problem: GemmProblem, gpu: Gpu, swaps: set[bool], count: int
-) -> Iterator[tuple[bool, Any]]:
-    """(swapped, kernel) in the library's order, alternating between orientations in the space."""
+def _suggestions(problem: GemmProblem, gpu: Gpu, swaps: set[bool]) -> list[Suggestion]:
+    """The library's tiles and clusters by its estimate, each once, over the orientations.
+
+    Its lists are not in that order. Kernels that differ in a warp's tile or the order of tiles, or
+    in stages that may not fit here, count once. Estimates that are alike keep the lists' order: of
+    products that the power bounds, tiles of unlike size have almost one.
+    """
     interface = _interface(_GPU_NAMES.get(gpu.name, ""))
-    if interface is None or count < 1:
-        return
+    if interface is None:
+        return []
     library, handle, backend = interface
-    letter = {"float16": "H", "bfloat16": "T", "float32": "S"}
-    if problem.dtype not in letter:
-        return
-    precision = letter[problem.dtype] + "S" + letter[problem.dtype_d]
-    answers: list[list[tuple[bool, Any]]] = []
+    letters = {"float16": "H", "bfloat16": "T", "float32": "S", E4M3: "Q"}
+    result = letters[problem.dtype_d]
+    precision = f"{letters[problem.dtype]}S{result}"
+    if problem.dtype == E4M3:  # A, B, C, sums and D
+        precision = f"QQ{result}S{result}"
+    seconds: dict[Suggestion, float] = {}
+    places: dict[Suggestion, int] = {}
     for swap_ab in sorted(swaps):
         shape = oriented(problem, swap_ab)
         # The library names layouts as BLAS does: T is a row-major input.
         inputs = "".join("T" if x == "row" else "N" for x in (shape.layout_a, shape.layout_b))
         layout = library.NvMatmulHeuristicsMatmulLayout[f"{inputs}_{shape.layout_d.upper()}_MAJOR"]
         query = handle.makeNvMatmulHeuristicsProblem(shape.m, shape.n, shape.k, layout, shape.batch)
-        found = handle.getEx(query, count, backend, precision=precision)
-        answers.append([(swap_ab, answer["kernel"]) for answer in found])
-    for ranked in zip_longest(*answers):
-        yield from (suggestion for suggestion in ranked if suggestion is not None)
+        answers = handle.getEx(query, MAX_SUGGESTIONS, backend, precision=precision)
+        for place, answer in enumerate(answers):
+            kernel = answer["kernel"]
+            tile = swap_ab, kernel.cta_tile_m, kernel.cta_tile_n, kernel.cta_tile_k
+            suggestion = tile, (kernel.cluster_m, kernel.cluster_n)
+            seconds[suggestion] = min(answer["runtime"], seconds.get(suggestion, inf))
+            places.setdefault(suggestion, place)
+    least = min(seconds.values(), default=0.0)
+
+    def rank(suggestion: Suggestion) -> tuple[int, int]:
+        return int(log(seconds[suggestion] / least, ALIKE)), places[suggestion]
+
+    return sorted(seconds, key=rank)
 
 
 @lru_cache(maxsize=4)
