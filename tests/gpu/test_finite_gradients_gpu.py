@@ -116,7 +116,8 @@ def check(case: Drawn, grads: Any) -> None:
 
 
 def by_attention(case: Drawn, tensors: Any) -> Any:
-    return tuner.attention(*tensors, case.mask, 0.0, case.is_causal, enable_gqa=True)
+    query, key, value = tensors
+    return tuner.attention(query, key, value, case.mask, 0.0, case.is_causal, enable_gqa=True)
 
 
 def by_sdpa(case: Drawn, tensors: Any) -> Any:

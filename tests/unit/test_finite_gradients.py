@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tuner.config import Config
 from tuner.families import family
 from tuner.families.vendor.sdpa_backward import may_be_nan
 from tuner.hardware import GPUS
@@ -50,7 +51,7 @@ def test_no_list_of_candidates_has_cudnn_s_there(head_dim: int) -> None:
         assert ("cudnn" in kernels) is is_offered
     # A stored decision is refused before it runs.
     problem = AttentionBackwardProblem.parse("S=704,D=64")
-    reason = vendor.vendor_call(problem, vendor.preferred(problem, "cudnn"), 1.0)
+    reason = vendor.vendor_call(problem, Config(vendor.name, {"kernel": "cudnn"}), 1.0)
     assert isinstance(reason, str) and "may be NaN" in reason
 
 
@@ -197,7 +198,7 @@ def test_what_pytorch_would_give_to_cudnn_goes_to_another_kernel(
     torch.manual_seed(0)
     query, key, value = tensors(2, 4, 6, 8, keys=keys)
     mask = masks(6, keys)[name] if name else None
-    grouped = {"is_causal": is_causal, "scale": 0.3, "enable_gqa": True}
+    grouped: dict[str, Any] = {"is_causal": is_causal, "scale": 0.3, "enable_gqa": True}
     wanted = SDPA(query, key, value, mask, **grouped)
     assert kernels == []
     monkeypatch.setattr(finite_gradients, "is_needed", lambda *_: True)

@@ -540,7 +540,7 @@ def test_all_positive_inputs_judge_sums_that_are_to_be_exact(label: str, is_judg
         limits.append(arguments[3])
         return OutputComparison(16 * 128, error_squares=0.25, reference_squares=1.0)
 
-    made._kernels.compare = compared  # type: ignore[method-assign]
+    made._kernels.compare = compared  # type: ignore[assignment,method-assign]
     for kind in kinds_of(problem):
         made.load(kind)
         made.arm()

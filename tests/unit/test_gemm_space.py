@@ -263,7 +263,7 @@ class Heuristics:
 
     def __init__(self, *answers: tuple[tuple[int, int, int], tuple[int, int], float]) -> None:
         self.answers, self.precisions = answers, list[str]()
-        self.NvMatmulHeuristicsMatmulLayout = defaultdict(str)
+        self.NvMatmulHeuristicsMatmulLayout = defaultdict[str, str](str)
 
     def makeNvMatmulHeuristicsProblem(self, *_: Any) -> None:
         return None

@@ -95,8 +95,7 @@ def kinds_of(problem: Problem, *, is_vendor: bool = False) -> tuple[str, ...]:
     Operands of 16 bits have fp32 sums, which do not depend on signs.
     """
     skipped = {"huge_scores"} if is_vendor else set()
-    is_product = isinstance(problem, GemmProblem | GroupedGemmProblem)
-    if not (is_product and problem.dtype == E4M3):
+    if not (isinstance(problem, GemmProblem | GroupedGemmProblem) and problem.dtype == E4M3):
         skipped.add("positive")
     return tuple(kind for kind in KINDS[problem.op] if kind not in skipped)
 
