@@ -21,6 +21,7 @@ from tuner.config import Config
 from tuner.errors import ConfigError, NoValidConfigError, StoreError
 from tuner.families import families_of
 from tuner.hardware import GPUS
+from tuner.measure.worker import POSITIVE_LOSS
 from tuner.measurement import (
     Clocks,
     Environment,
@@ -116,6 +117,18 @@ class TestLookup:
         ):
             assert part in out, part
         assert "note" not in out
+
+    def test_says_what_fast_accumulation_loses(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """As the worker flags it; also from an exported document."""
+        problem = GemmProblem.parse("M=64,N=64,K=16384,dtype=e4m3,scales=row,fast_accum=1")
+        loss = POSITIVE_LOSS.format(0.0963)
+        given = {"problem": problem, "regime": COLD, "flags": (loss,)}
+        with open_store() as store:
+            store.decide(problem, H200, COLD, [measured(**given)], "sweep1")
+            document = store.export()
+        shape = "--op", "gemm", "--shape", problem.label(), "--gpu", "H200"
+        assert "TFLOP/s, positive_sums_off_9.6e-02" in printed(capsys, "lookup", *shape)
+        assert loss in json.dumps(document)
 
     def test_where_an_entry_came_from_is_no_note_of_its_own(
         self, capsys: pytest.CaptureFixture[str]
