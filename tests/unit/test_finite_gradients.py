@@ -234,6 +234,20 @@ def test_a_window_composed_of_operations_too(
     assert kernels == [EFFICIENT]
 
 
+def test_a_layer_of_transformers_too(monkeypatch: pytest.MonkeyPatch, kernels: list[str]) -> None:
+    """Which otherwise takes Transformers' own function where no tuned kernel answers."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    attend = importlib.import_module("tuner.runtime.transformers").attention_forward
+    query, key, value = tensors(2, 4, 6, 8)
+    mask = masks(6, 6)["terms"]
+    wanted = SDPA(query, key, value, mask, scale=0.3, enable_gqa=True)
+    monkeypatch.setattr(finite_gradients, "is_needed", lambda *_: True)
+    layer = SimpleNamespace(is_causal=True)
+    found, _ = attend(layer, query, key, value, mask, dropout=0.0, scaling=0.3)
+    assert kernels == [EFFICIENT]
+    torch.testing.assert_close(found.transpose(1, 2), wanted)
+
+
 def fake(length: int, head_dim: int = 64, **changed: Any) -> Any:
     facts = {
         **{"shape": (2, 4, length, head_dim), "is_cuda": True, "is_nested": False},

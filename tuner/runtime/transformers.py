@@ -159,9 +159,11 @@ def attention_forward(
     else:
         options = attention_mask, dropout, causal, scaling, True
         out = attention(query, key, value, *options, softcap=softcap)
-    plain = query, key, value, attention_mask, dropout, causal, scaling, True
-    if out is None and finite_gradients.is_needed(*plain):
-        out = native.attend(*plain)
+    if out is None:
+        cast = guards.autocast(devices.TYPE, query, key, value)
+        options = attention_mask, dropout, causal, scaling, True
+        if finite_gradients.is_needed(*cast, *options):
+            out = native.attend(*cast, *options)
     if out is None:
         return _sdpa(*arguments, causal)
     return out.transpose(1, 2).contiguous(), None
