@@ -60,7 +60,7 @@ def is_needed(
         return False  # a `CausalBias`, which chooses for itself
     if torch.compiler.is_compiling():
         head_dim = query.shape[3]
-        is_fused = head_dim % 8 == 0 and head_dim <= _MAX_HEAD_DIM
+        is_fused = head_dim % 8 == 0 and head_dim <= _MAX_HEAD_DIM and _allows_cudnn()
         return is_fused and all(t.stride(3) == 1 for t in tensors)
     choice = torch._fused_sdp_choice(
         *(query, key, value, attn_mask, dropout_p, is_causal), scale=scale, enable_gqa=enable_gqa
@@ -70,6 +70,15 @@ def is_needed(
 
 def _is_on_gpu(tensor: torch.Tensor) -> bool:
     return bool(tensor.is_cuda)
+
+
+def _allows_cudnn() -> bool:
+    """True when the program lets PyTorch choose cuDNN's kernels; read once, when it is traced."""
+    return bool(torch.backends.cuda.cudnn_sdp_enabled())
+
+
+# As `torch.compiler.assume_constant_result`, which imports all of dynamo.
+_allows_cudnn._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def attend(
