@@ -160,10 +160,10 @@ def attention_forward(
         options = attention_mask, dropout, causal, scaling, True
         out = attention(query, key, value, *options, softcap=softcap)
     if out is None:
-        cast = guards.autocast(devices.TYPE, query, key, value)
         options = attention_mask, dropout, causal, scaling, True
-        if finite_gradients.is_needed(*cast, *options):
-            out = native.attend(*cast, *options)
+        plain: tuple[Any, ...] = *guards.autocast(devices.TYPE, query, key, value), *options
+        if finite_gradients.is_needed(*plain):
+            out = native.attend(*plain)
     if out is None:
         return _sdpa(*arguments, causal)
     return out.transpose(1, 2).contiguous(), None
