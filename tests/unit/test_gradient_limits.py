@@ -10,6 +10,7 @@ import pytest
 
 from tuner.measure.gate.inputs import (
     key_offset,
+    kinds_of,
     moments,
     prominence,
     query_deviation,
@@ -189,6 +190,7 @@ def test_a_padded_key_that_is_not_hidden_fails_on_low_scores() -> None:
         query, key, *_ = (tensor.float() for tensor in drawn(problem, kind))
         lse = (query @ key.mT * scale_of(problem, kind)).logsumexp(-1)
         assert bool((torch.exp(0 - lse) * 0.0).isfinite().all()) is is_finite
+        assert all(kind in kinds_of(problem, is_vendor=vendor) for vendor in (False, True))
 
 
 def test_low_scores_stay_within_a_soft_cap() -> None:
