@@ -81,7 +81,7 @@ def configs(case: Case) -> Iterator[Config]:
 def schedules(case: Case, config: Config) -> Iterator[Config]:
     """A kernel's config with each number of splits worth trying."""
     problem = case.problem
-    rows = 64 * int(config["warp_groups"]) // int(config["packed_heads"])
+    rows = 64 * int(config["warp_groups"]) // int(config.get("packed_heads", 1))
     blocks = sum(-(-queries // rows) for queries in case.queries) * case.heads_kv
     room = MAX_ROUNDS * DEFAULT_GPU.sm_count * int(config["blocks_per_sm"])
     for splits in SPLITS:
@@ -99,7 +99,8 @@ def schedules(case: Case, config: Config) -> Iterator[Config]:
 def short(config: Config) -> str:
     """A config for a table."""
     names = ("warp_groups", "tile_n", "kv_stages", "packed_heads", "box_rows", "splits")
-    text = "/".join(str(config[name]) for name in names)
+    text = "/".join(str(config.get(name, 1)) for name in names)
+    text += " padded" if config.get("pads_heads") else ""
     text += " whole" if config.get("whole_rows") else ""
     text += " regs" if config["q_in_registers"] else ""
     text += " persistent" if config["persistent"] else ""

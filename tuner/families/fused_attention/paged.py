@@ -27,6 +27,8 @@ _KEYS, _ASSUMED_KEYS = 256, 2048
 SHORT_AT_PROMPTS = 1.72
 #: Rows of a page that a copy brings: 16 are in every page.
 _ANY_PAGE, _WIDE = 16, 64
+#: Query heads to a KV head that kernels of padded heads take at most.
+_PADDED = (8, 16)
 #: Head dimensions whose chunks have a kernel of wide copies: narrow ones bind it.
 _WIDE_CHUNKS = (64,)
 #: Head dimensions whose copies bring whole rows: chunks take 20 % less, decoding 1 to 3 %
@@ -48,8 +50,8 @@ def kernels(
     Args:
         head_dim: the instance.
         phase: phase of the longest sequence: a chunk of a prompt, few queries, or one.
-        is_plain: True without windows, soft caps and sinks; with them one kernel serves all numbers
-            of heads.
+        is_plain: True without windows, soft caps and sinks; with windows a kernel of padded heads
+            decodes, and one of single heads serves every call.
         has_sinks: sinks, as in GPT-OSS, whose KV heads have eight query heads each.
         is_e4m3: elements of e4m3, of a plain cache.
         is_windowed: a sliding window.
@@ -59,8 +61,9 @@ def kernels(
         made = _chunk if is_windowed else _tall  # no window was timed with three groups
         chunk = () if phase == "one" else (made(head_dim, 8),)
         return _short(head_dim, 8, _ANY_PAGE), *chunk, any_heads
+    padded = () if is_e4m3 else tuple(_padded(head_dim, heads) for heads in _PADDED)
     if not is_plain:
-        return (any_heads,)
+        return (any_heads,) if phase == "prompt" else (*padded[:1], any_heads)
     four: tuple[Config, ...] = (_short(head_dim, 4, _ANY_PAGE),)
     chunks: tuple[Config, ...] = _chunk(head_dim, 4), _chunk(head_dim, 1)
     if head_dim in _WHOLE and not is_e4m3:  # those behind serve a D that an instance fills up
@@ -68,10 +71,11 @@ def kernels(
         chunks = *(_whole(one, copy_warps=3, tile_n=160) for one in chunks), *chunks
     if phase == "one":
         wide = () if is_e4m3 else (_short(head_dim, 4, _WIDE),)
-        return *wide, *four, _short(head_dim, 8, _ANY_PAGE), any_heads
+        grouped = padded or (_short(head_dim, 8, _ANY_PAGE),)
+        return *wide, *four, *grouped, any_heads
     if head_dim in _WIDE_CHUNKS and not is_e4m3:
         chunks = _chunk(head_dim, 4, _WIDE), *chunks
-    return *four, *chunks
+    return *four, *(() if phase == "prompt" else padded), *chunks
 
 
 def _short(head_dim: int, packed: int, box_rows: int) -> Config:
@@ -90,6 +94,14 @@ def _short(head_dim: int, packed: int, box_rows: int) -> Config:
         "box_rows": box_rows,
     }
     return _packed(params, packed)
+
+
+def _padded(head_dim: int, heads: int) -> Config:
+    """As `_short`, for KV heads of any number of query heads up to `heads`: each key is read once,
+    and rows of heads that a KV head lacks are computed in vain.
+    """
+    one = _short(head_dim, heads, _ANY_PAGE)
+    return Config(_NAME, {**one.params, "pads_heads": True})
 
 
 def _chunk(head_dim: int, packed: int, box_rows: int = _ANY_PAGE) -> Config:
