@@ -54,7 +54,8 @@ class Case:
     def has_dense(self) -> bool:
         """`tuner.attention` computes the same over a dense cache."""
         is_plain = self.window < 0 and not self.has_sinks and self.dtype != E4M3
-        return is_plain and self.is_even and self.queries[0] == 1
+        is_whole = self.keys[0] % self.page_size == 0
+        return is_plain and self.is_even and is_whole and self.queries[0] == 1
 
     @property
     def bytes(self) -> int:

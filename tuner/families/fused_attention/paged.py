@@ -6,22 +6,11 @@ paged`). Boxes of 16 rows serve pages of every size.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from typing import Literal
 
 from tuner.config import Config, Value
 
 _NAME = "fused_attention"
-#: Most splits that a cluster combines faster than a kernel does, of equal lengths and of unlike
-#: ones (`evidence/paged-h100.json.gz`).
-_MAX_CLUSTER, _MAX_UNLIKE_CLUSTER = 8, 4
-#: Longest over mean length from which on lengths count as unlike; and where the mean is not known.
-_UNLIKE, _ASSUMED = 1.5, 2.0
-#: Blocks for each place of the chip, which even out unlike lengths, and the splits that do so.
-_BLOCKS, _EVEN_SPLITS = 2.5, (1, 2, 4, 8, 12)
-#: Keys of a part of the longest sequence at least, where the mean is known and where it is not.
-_KEYS, _ASSUMED_KEYS = 256, 2048
 #: Time of a prompt by a kernel of one group over that of the dense kernel whose rates it has:
 #: mean of six, 1.5 to 2.2 (`evidence/paged-h100.json.gz`).
 SHORT_AT_PROMPTS = 1.72
@@ -75,7 +64,9 @@ def kernels(
         return *wide, *four, *grouped, any_heads
     if head_dim in _WIDE_CHUNKS and not is_e4m3:
         chunks = _chunk(head_dim, 4, _WIDE), *chunks
-    return *four, *(() if phase == "prompt" else padded), *chunks
+    if phase == "few":
+        return *four, *padded, *chunks, any_heads
+    return *four, *chunks
 
 
 def _short(head_dim: int, packed: int, box_rows: int) -> Config:
@@ -139,34 +130,3 @@ def _tall(head_dim: int, packed: int) -> Config:
 
 def _packed(params: dict[str, Value], heads: int) -> Config:
     return Config(_NAME, {**params, "packed_heads": heads} if heads > 1 else params)
-
-
-def schedule(
-    config: Config, tiles: int, places: int, longest: int, mean: float | None
-) -> Mapping[str, Value]:
-    """How a selected kernel shares the keys of sequences: `splits`, and `combine` of several.
-
-    A selection counts all sequences as long as the longest, whose block may outlast the others.
-    With one block a tile, 16 sequences of 100 to 10,000 keys took twice as long as with twelve.
-    Splits cost 1 to 5 % if lengths turn out to be equal.
-
-    Args:
-        config: the kernel, with the splits that were selected.
-        tiles: tiles of all sequences' queries.
-        places: blocks that the chip holds at once.
-        longest: keys of the longest sequence, or more.
-        mean: mean keys of a sequence; None: not known.
-    """
-    splits, combine = int(config["splits"]), config.get("combine")
-    if config["persistent"]:
-        return {"splits": 1}
-    ratio = _ASSUMED if mean is None else longest / max(1.0, mean)
-    if ratio >= _UNLIKE:
-        most = longest // (_ASSUMED_KEYS if mean is None else _KEYS)
-        wanted = max(1.0, min(_BLOCKS * ratio * places / tiles, most))
-        even = min(_EVEN_SPLITS, key=lambda count: abs(math.log2(count / wanted)))
-        if even > splits:
-            splits, combine = even, "cluster" if even <= _MAX_UNLIKE_CLUSTER else "kernel"
-    if combine == "cluster" and splits > _MAX_CLUSTER:
-        combine = "kernel"
-    return {"splits": splits, "combine": combine} if combine and splits > 1 else {"splits": 1}
