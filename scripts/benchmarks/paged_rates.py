@@ -22,9 +22,10 @@ from tuner.errors import ConfigError
 from tuner.families.fused_attention.paged_schedule import (
     CLUSTER_SPLITS,
     KERNEL_SPLITS,
+    TIE,
     Combine,
     Decoding,
-    Rates,
+    ScheduleRates,
     expected_us,
 )
 from tuner.families.fused_attention.registers import instance
@@ -32,12 +33,14 @@ from tuner.hardware import DEFAULT_GPU
 
 #: Schedules slower than this over the fastest of their case are left out.
 _MAX_RATIO = 2.5
-_START = Rates(3.0, 0.8, 1.0, 4e6, 2.0, 0.25, 1.0, 0.5, 0.8)
+#: Groups of cases that count: plain decoding in bf16.
+_GROUPS = ("decode", "few", "unlike", "narrow", "ratios")
+_START = ScheduleRates(3.0, 0.8, 1.0, 4e6, 2.0, 0.25, 1.0, 0.5, 0.8)
 _NAME = re.compile(r"1/(\d+)/\d+/(\d+)/\d+/(\d+)(.*)")
 """A kernel of one group, as `paged.short` names it."""
 
 
-class Timed(NamedTuple):
+class TimedSchedule(NamedTuple):
     """A schedule of a case, and its time."""
 
     case: str
@@ -46,12 +49,12 @@ class Timed(NamedTuple):
     combine: Combine
     us: float
 
-    def expected(self, rates: Rates) -> float:
+    def expected(self, rates: ScheduleRates) -> float:
         """Expected time, microseconds."""
         return expected_us(self.batch, self.splits, self.combine, rates)
 
 
-def schedule_of(case: Case, name: str, us: float) -> Timed | None:
+def schedule_of(case: Case, name: str, us: float) -> TimedSchedule | None:
     """A timed schedule; None for kernels and schedules that the runtime does not choose from."""
     parts = _NAME.fullmatch(name)
     if parts is None:
@@ -74,10 +77,10 @@ def schedule_of(case: Case, name: str, us: float) -> Timed | None:
         round(statistics.mean(case.keys)),
         len(case.keys) * case.token_bytes,
     )
-    return Timed(case.label(), batch, splits, combine, us)
+    return TimedSchedule(case.label(), batch, splits, combine, us)
 
 
-def timed(documents: Iterable[Mapping[str, Any]]) -> list[Timed]:
+def timed(documents: Iterable[Mapping[str, Any]]) -> list[TimedSchedule]:
     """The schedules of several results.
 
     Raises:
@@ -87,8 +90,8 @@ def timed(documents: Iterable[Mapping[str, Any]]) -> list[Timed]:
     rows = (
         schedule_of(by_label[row["case"]], name, us)
         for document in documents
-        for row in document["cases"]
-        if row["case"] in by_label
+        for row in document.get("runs", [document])[-1]["cases"]
+        if row["group"] in _GROUPS and row["case"] in by_label
         for name, us in row["schedules"].items()
     )
     every = [row for row in rows if row is not None]
@@ -98,14 +101,14 @@ def timed(documents: Iterable[Mapping[str, Any]]) -> list[Timed]:
     return every
 
 
-def _fastest(rows: Iterable[Timed]) -> dict[str, float]:
+def _fastest(rows: Iterable[TimedSchedule]) -> dict[str, float]:
     fastest: dict[str, float] = {}
     for row in rows:
         fastest[row.case] = min(row.us, fastest.get(row.case, math.inf))
     return fastest
 
 
-def fitted(rows: Sequence[Timed]) -> Rates:
+def fitted(rows: Sequence[TimedSchedule]) -> ScheduleRates:
     """Constants of one instance, by least squares of weighted relative errors."""
     from scipy.optimize import least_squares
 
@@ -113,33 +116,37 @@ def fitted(rows: Sequence[Timed]) -> Rates:
     near = [row for row in rows if row.us < _MAX_RATIO * fastest[row.case]]
 
     def errors(logarithms: Sequence[float]) -> list[float]:
-        rates = Rates(*map(math.exp, logarithms))
+        rates = ScheduleRates(*map(math.exp, logarithms))
         weights = (fastest[row.case] / row.us for row in near)
         return [w * math.log(row.expected(rates) / row.us)
                 for w, row in zip(weights, near, strict=True)]  # fmt: skip
 
     start = [math.log(value) for value in _START]
     solution = least_squares(errors, start, loss="soft_l1", f_scale=0.1)
-    rates = Rates(*(float(f"{math.exp(value):.3g}") for value in solution.x))
+    rates = ScheduleRates(*(float(f"{math.exp(value):.3g}") for value in solution.x))
     is_shared = any(row.batch.blocks_per_sm > 1 for row in near)
     return rates if is_shared else rates._replace(shared_tile_us=rates.tile_us)
 
 
-def regrets(rows: Sequence[Timed], rates: Mapping[int, Rates]) -> list[float]:
+def regrets(rows: Sequence[TimedSchedule], rates: Mapping[int, ScheduleRates]) -> list[float]:
     """By case: time of the schedule that the rates choose over the fastest."""
-    by_case: dict[str, list[Timed]] = {}
+    by_case: dict[str, list[TimedSchedule]] = {}
     for row in rows:
         by_case.setdefault(row.case, []).append(row)
-    return [
-        min(same, key=lambda row: row.expected(rates[row.batch.instance])).us
-        / min(row.us for row in same)
-        for same in by_case.values()
-    ]
+    return [_chosen(same, rates).us / min(row.us for row in same) for same in by_case.values()]
 
 
 def _read(path: Path) -> Any:
     with (gzip.open if path.suffix == ".gz" else open)(path, "rt") as file:
         return json.load(file)
+
+
+def _chosen(same: Sequence[TimedSchedule], rates: Mapping[int, ScheduleRates]) -> TimedSchedule:
+    """The schedule of a case that is chosen as `paged_schedule.best` does."""
+    times = [row.expected(rates[row.batch.instance]) for row in same]
+    bound_us = (1 + TIE) * min(times)
+    near = [number for number, us in enumerate(times) if us <= bound_us]
+    return same[min(near, key=lambda number: (same[number].splits, times[number]))]
 
 
 def report(paths: Sequence[Path]) -> int:
@@ -154,7 +161,7 @@ def report(paths: Sequence[Path]) -> int:
         raise ConfigError(f"the results cannot be read: {exc!r}") from exc
     order = {case: number for number, case in enumerate(dict.fromkeys(row.case for row in rows))}
     instances = sorted({row.batch.instance for row in rows})
-    rates: dict[int, Rates] = {}
+    rates: dict[int, ScheduleRates] = {}
     halves: list[float] = []
     for width in instances:
         mine = [row for row in rows if row.batch.instance == width]

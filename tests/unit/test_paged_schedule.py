@@ -13,7 +13,8 @@ from tuner.errors import ConfigError
 from tuner.families.fused_attention import paged_schedule
 from tuner.families.fused_attention.paged_schedule import Decoding, best, coarse, expected_us
 
-EVIDENCE = Path(paged_rates.__file__).parent / "evidence" / "paged-ratios-h200.json.gz"
+FOLDER = Path(paged_rates.__file__).parent / "evidence"
+EVIDENCE = FOLDER / "paged-ratios-h200.json.gz", FOLDER / "paged-schedules-h200.json.gz"
 
 
 def decoding(tiles: int, longest: int, mean: int) -> Decoding:
@@ -56,12 +57,12 @@ def test_times_grow_with_the_keys(tiles: int) -> None:
 class TestFit:
     """Constants that ship, against the schedules that they were fitted to."""
 
-    ROWS = paged_rates.timed([json.loads(gzip.decompress(EVIDENCE.read_bytes()))])
+    ROWS = paged_rates.timed(json.loads(gzip.decompress(path.read_bytes())) for path in EVIDENCE)
 
     def test_the_chosen_schedules_are_near_the_fastest(self) -> None:
-        """1.024 in the mean; the fastest schedules of other batches would take 1.2."""
+        """1.025 in the mean; the fastest schedules of other batches would take 1.2."""
         ratios = paged_rates.regrets(self.ROWS, paged_schedule.RATES)
-        assert len(ratios) == 186
+        assert len(ratios) == 215
         assert sum(ratios) / len(ratios) < 1.04
         assert max(ratios) < 1.5
 

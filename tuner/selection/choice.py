@@ -141,9 +141,7 @@ def _legal(
             yield us, config
 
 
-def _by_readings(
-    times: DomainTimes, problem: Any, estimates: Iterable[Estimate]
-) -> list[Estimate]:
+def _by_readings(times: DomainTimes, problem: Any, estimates: Iterable[Estimate]) -> list[Estimate]:
     """Estimates of decoding over pages, longer by how often a kernel reads each key: its tile may
     hold a part of a KV head's query heads only.
 

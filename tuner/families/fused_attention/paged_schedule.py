@@ -1,17 +1,18 @@
 """Splits of the keys for decoding over a paged cache, by the expected time of every schedule.
 
-A selected kernel of one group of warps may share each sequence's keys among several blocks, whose
-partial results a cluster or a second kernel combines. The best number depends on how unlike the
-sequences are, which a selection of the kernel does not know. The time model here counts
+A selected kernel of one group of warps may share each sequence's keys among several blocks. A
+cluster or a second kernel combines their partial results. The best number depends on how unlike
+the lengths are, which a selection of the kernel does not know. The time model here counts
 
 - blocks that run one after the other on the places of the chip,
 - the block of the longest sequence, which may outlast the others,
 - bytes of keys and values,
 - the combination of partial results.
 
-Constants are ``scripts/bench paged --fit``'s, of 6,496 schedules of 186 drawn batches on an NVIDIA
-H200 (`scripts/benchmarks/evidence/paged-ratios-h200.json.gz`). At batches left out of a fit the
-chosen schedule takes 2.3 % longer than the best in the mean. Needs the standard library only.
+Constants are ``scripts/bench paged --fit``'s, of 7,866 schedules of 215 batches on an NVIDIA H200
+(`paged-ratios-h200.json.gz` and `paged-schedules-h200.json.gz` of ``scripts/benchmarks/evidence``).
+At batches left out of a fit the chosen schedule takes 2.9 % longer than the best in the mean. Needs
+the standard library only.
 """
 
 from __future__ import annotations
@@ -30,15 +31,18 @@ KERNEL_SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 _CLUSTER_PLACES: Mapping[int, float] = {2: 1.0, 3: 0.97, 4: 0.94, 6: 0.91, 8: 0.91}
 #: Longest over mean length that is assumed where the mean is not known.
 _ASSUMED_RATIO = 2
-#: Order of the norm that joins the time of blocks and the time of memory: 1 would be their sum,
-#: infinity their maximum. Of 3, 4, 6 and 8 this one chose best at batches left out.
-_OVERLAP = 4
+#: Order of the norm that joins the time of blocks and the time of memory, over 1 less the mean
+#: length's part of the longest: the slower of both where lengths are alike, more where the last
+#: blocks leave the memory idle. 4, 6 and 10 chose equally well.
+_OVERLAP, _MAX_ORDER = 6.0, 60.0
+#: Expected times within this part of the least are equal; then the fewest splits are chosen.
+TIE = 0.03
 #: Keys of a split at least, where the mean length is not known: a captured graph also serves
 #: lengths far below the longest.
 _ASSUMED_KEYS = 2048
 
 
-class Rates(NamedTuple):
+class ScheduleRates(NamedTuple):
     """Constants of the time model for the kernels of one instance of the head dimension."""
 
     start_us: float
@@ -63,12 +67,12 @@ class Rates(NamedTuple):
 
 #: By the instance (`registers.INSTANCES`). D = 192 was not measured and has the rates of 256, whose
 #: kernels have its tiles and stages.
-RATES: Mapping[int, Rates] = {
-    64: Rates(2.71, 0.996, 1.48, 3.02e6, 4.08, 0.126, 4.35, 0.250, 0.922),
-    96: Rates(2.27, 1.24, 1.48, 6.04e6, 4.76, 0.0817, 5.31, 0.434, 0.956),
-    128: Rates(2.38, 0.949, 1.19, 3.67e6, 4.51, 0.132, 4.78, 0.429, 0.929),
-    192: Rates(2.20, 1.62, 1.62, 3.80e6, 5.13, 0.0784, 7.59, 0.418, 0.905),
-    256: Rates(2.20, 1.62, 1.62, 3.80e6, 5.13, 0.0784, 7.59, 0.418, 0.905),
+RATES: Mapping[int, ScheduleRates] = {
+    64: ScheduleRates(2.70, 1.00, 1.55, 2.71e6, 4.06, 0.133, 4.34, 0.254, 0.889),
+    96: ScheduleRates(2.27, 1.24, 1.49, 4.17e6, 4.76, 0.0809, 5.31, 0.432, 0.950),
+    128: ScheduleRates(2.38, 0.816, 1.47, 4.22e6, 4.86, 0.115, 4.85, 0.305, 0.694),
+    192: ScheduleRates(2.21, 1.66, 1.66, 3.39e6, 5.00, 0.0830, 7.47, 0.434, 0.897),
+    256: ScheduleRates(2.21, 1.66, 1.66, 3.39e6, 5.00, 0.0830, 7.47, 0.434, 0.897),
 }
 
 
@@ -95,14 +99,14 @@ class Decoding(NamedTuple):
 
 
 def expected_us(
-    batch: Decoding, splits: int, combine: Combine, rates: Rates | None = None
+    batch: Decoding, splits: int, combine: Combine, rates: ScheduleRates | None = None
 ) -> float:
     """Expected time of a schedule, microseconds.
 
     Args:
         batch: the batch, with its mean length known.
         splits: blocks that share a tile's keys.
-        combine: how their results are combined; empty with one split.
+        combine: the way in which their results are combined; empty with one split.
         rates: constants; None: those of the instance.
     """
     rates = rates or RATES[batch.instance]
@@ -119,7 +123,9 @@ def expected_us(
         tail = rates.cluster_tail if is_cluster else rates.tail
         us = max(longest_us, rounds * mean_us + tail * longest_us)
     memory_us = batch.mean * batch.bytes_per_key / rates.bytes_per_us
-    us = math.pow(us**_OVERLAP + memory_us**_OVERLAP, 1 / _OVERLAP)
+    order = min(_MAX_ORDER, _OVERLAP / max(1e-3, 1 - batch.mean / batch.longest))
+    longer = max(us, memory_us)
+    us = longer * math.pow((us / longer) ** order + (memory_us / longer) ** order, 1 / order)
     if combine == "kernel":  # fp32 rows and their statistics, written and read
         us += rates.kernel_us + rates.partial_us * batch.rows * splits * (batch.instance + 1) * 8e-6
     return us + rates.cluster_us if is_cluster else us
@@ -127,12 +133,15 @@ def expected_us(
 
 @lru_cache(maxsize=4096)
 def best(batch: Decoding) -> tuple[int, Combine]:
-    """Number of splits with the least expected time, and how they are combined."""
+    """Number of splits of the least expected time, and the way in which they are combined."""
     most = batch.longest // batch.tile_n
     if not batch.mean:
         batch = batch._replace(mean=-(-batch.longest // _ASSUMED_RATIO))
         most = batch.longest // _ASSUMED_KEYS
-    return min(_schedules(most), key=lambda schedule: expected_us(batch, *schedule))
+    times = {schedule: expected_us(batch, *schedule) for schedule in _schedules(most)}
+    bound_us = (1 + TIE) * min(times.values())
+    near = (schedule for schedule, us in times.items() if us <= bound_us)
+    return min(near, key=lambda schedule: (schedule[0], times[schedule]))
 
 
 def coarse(size: int) -> int:
