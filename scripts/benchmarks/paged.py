@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import own_kernels
+from benchmarks import own_kernels, paged_rates
 from benchmarks.call_times import FAILURES, Contender, first_line, time_calls
 from benchmarks.gpu import need_gpu
 from benchmarks.paged_batches import Case, cases, groups
@@ -81,7 +81,7 @@ def configs(case: Case) -> Iterator[Config]:
 def schedules(case: Case, config: Config) -> Iterator[Config]:
     """A kernel's config with each number of splits worth trying."""
     problem = case.problem
-    rows = 64 * int(config["warp_groups"]) // int(config["packed_heads"])
+    rows = 64 * int(config["warp_groups"]) // int(config.get("packed_heads", 1))
     blocks = sum(-(-queries // rows) for queries in case.queries) * case.heads_kv
     room = MAX_ROUNDS * DEFAULT_GPU.sm_count * int(config["blocks_per_sm"])
     for splits in SPLITS:
@@ -99,7 +99,8 @@ def schedules(case: Case, config: Config) -> Iterator[Config]:
 def short(config: Config) -> str:
     """A config for a table."""
     names = ("warp_groups", "tile_n", "kv_stages", "packed_heads", "box_rows", "splits")
-    text = "/".join(str(config[name]) for name in names)
+    text = "/".join(str(config.get(name, 1)) for name in names)
+    text += " padded" if config.get("pads_heads") else ""
     text += " whole" if config.get("whole_rows") else ""
     text += " regs" if config["q_in_registers"] else ""
     text += " persistent" if config["persistent"] else ""
@@ -460,6 +461,8 @@ def main(argv: Sequence[str]) -> int:
         BenchmarkError: when torch sees no GPU.
     """
     args = _parser().parse_args(argv)
+    if args.fit:
+        return paged_rates.report(args.fit)
     check_place(args.json)
     known = groups()
     if unknown := set(args.group) - set(known):
@@ -515,4 +518,11 @@ def _parser() -> argparse.ArgumentParser:
         "--quick-us", type=float, default=QUICK_US, help="the same, of a schedule in the first pass"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
+    parser.add_argument(
+        "--fit",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="time nothing: constants of the schedules' time model from earlier results",
+    )
     return parser

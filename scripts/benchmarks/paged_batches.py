@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 
 from tuner.problem import DTYPE_BYTES, E4M3, AttentionProblem, DType
 
+#: Cases of the group ``ratios``, and bytes of one copy of a case's keys and values at most.
+RATIO_CASES, MAX_RATIO_BYTES = 200, 4 << 30
+
 
 @dataclass(frozen=True)
 class Case:
@@ -51,7 +54,8 @@ class Case:
     def has_dense(self) -> bool:
         """`tuner.attention` computes the same over a dense cache."""
         is_plain = self.window < 0 and not self.has_sinks and self.dtype != E4M3
-        return is_plain and self.is_even and self.queries[0] == 1
+        is_whole = self.keys[0] % self.page_size == 0
+        return is_plain and self.is_even and is_whole and self.queries[0] == 1
 
     @property
     def bytes(self) -> int:
@@ -134,3 +138,26 @@ def _every() -> Iterator[Case]:
             yield Case("e4m3", (1,) * batch, (keys,) * batch, 16, dtype=E4M3)
     yield Case("e4m3", (4,) * 16, (4096,) * 16, 16, dtype=E4M3)
     yield Case("e4m3", (2048,), (8192,), 16, dtype=E4M3)
+    yield from _ratios()
+
+
+def _ratios() -> Iterator[Case]:
+    """Draws of every number of query heads to a KV head, of unlike lengths, and 1 to 8 queries."""
+    draw, count = random.Random("ratios of heads"), 0
+    while count < RATIO_CASES:
+        ratio, heads_kv = draw.randint(1, 16), draw.choice((1, 2, 4, 8))
+        batch, longest = round(2 ** draw.uniform(0, 7)), round(2 ** draw.uniform(7, 14))
+        queries = draw.choice((1, draw.randint(2, 8)))
+        lengths = [max(queries, round(longest * 2 ** -draw.uniform(0, 4))) for _ in range(batch)]
+        case = Case(
+            "ratios",
+            (queries,) * batch,
+            (longest, *lengths[1:]),
+            16,
+            ratio * heads_kv,
+            heads_kv,
+            draw.choice((64, 80, 128, 256)),
+        )
+        if case.cached_bytes <= MAX_RATIO_BYTES:
+            count += 1
+            yield case

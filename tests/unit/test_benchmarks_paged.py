@@ -15,8 +15,8 @@ CASES = list(paged_batches.cases([]))
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.label())
 def test_each_case_has_the_kernels_that_serve_it(case: paged_batches.Case) -> None:
     configs = list(paged.configs(case))
-    packed = {config["packed_heads"] for config in configs}
-    assert case.heads_q // case.heads_kv in packed
+    packed = {config.get("packed_heads", 1) for config in configs}
+    assert max(packed) >= case.heads_q // case.heads_kv, "each key is read once"
     for config in configs:
         made = list(paged.schedules(case, config))
         assert made, paged.short(config)

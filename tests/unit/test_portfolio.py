@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -306,11 +308,28 @@ class TestPaged:
                 counts = plain if is_plain else others
                 counts[problem.head_dim] = counts.get(problem.head_dim, 0) + 1
         assert plain == {
-            **dict.fromkeys((64, 96, 128, 192, 256), 14),
-            64: 22,
-            128: 28,
+            **dict.fromkeys((64, 96, 128, 192, 256), 22),
+            64: 31,
+            128: 37,
         }  # e4m3, wide copies, whole rows
-        assert others == {64: 20, 128: 4, 256: 4}
+        assert others == {64: 20, 128: 8, 256: 8}
+
+    @pytest.mark.parametrize(
+        ("sizes", "head_dims", "groups"),
+        [
+            ("SQ=1", (64, 80, 128, 192, 256), range(1, 17)),
+            ("SQ=5,causal=1", (64, 80, 128, 192, 256), (1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 13)),
+            ("SQ=1,left=127", (128, 256), range(1, 9)),
+        ],
+    )
+    def test_decoding_reads_each_key_once(
+        self, sizes: str, head_dims: Sequence[int], groups: Sequence[int]
+    ) -> None:
+        """Each number of query heads to a KV head has a kernel that holds them in one tile."""
+        for head_dim, group in itertools.product(head_dims, groups):
+            heads = f"H={2 * group},HKV=2"
+            config = self.config(f"B=64,{sizes},SKV=4000,{heads},D={head_dim},page_size=16")
+            assert config.get("packed_heads", 1) >= group, (head_dim, group, config)
 
     def test_lengths_that_differ_have_the_kernels_of_those_that_are_alike(self) -> None:
         text = "B=4,SQ=1,SKV=512,H=8,D=64,page_size=16"

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 from paged_kernels import paged_kernels
 
-from tuner.config import Config
 from tuner.errors import ConfigError
-from tuner.families.fused_attention.paged import schedule
 from tuner.problem import E4M3, AttentionProblem
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -394,37 +392,6 @@ def test_factors_that_do_not_fit_are_refused(
 def test_factors_are_of_e4m3_only(paged: Any) -> None:
     with pytest.raises(ConfigError, match="factors are for float8_e4m3fn, query is"):
         paged(**batch(), q_scale=torch.ones(1))
-
-
-SHORT = {"warp_groups": 1, "packed_heads": 4, "blocks_per_sm": 2, "persistent": False}
-
-
-@pytest.mark.parametrize(
-    ("selected", "tiles", "longest", "mean", "wanted"),
-    [
-        ((1, None), 128, 4096, 4096.0, (1, None)),  # all alike: as selected
-        ((1, None), 128, 10036, 2699.0, (12, "kernel")),
-        ((1, None), 512, 14661, 3886.0, (4, "cluster")),
-        ((1, None), 1024, 15698, 3019.5, (4, "cluster")),
-        ((1, None), 128, 10036, None, (4, "cluster")),  # unknown: a few
-        ((1, None), 128, 4095, None, (1, None)),
-        ((1, None), 1024, 16384, None, (1, None)),
-        ((4, "cluster"), 64, 4096, 4096.0, (4, "cluster")),
-        ((16, "cluster"), 8, 4096, 4096.0, (16, "kernel")),  # large clusters
-        ((8, "cluster"), 8, 1024, 1024.0, (8, "cluster")),
-    ],
-)
-def test_splits_follow_how_unlike_the_lengths_are(
-    selected: tuple[int, str | None], tiles: int, longest: int, mean: float | None,
-    wanted: tuple[int, str | None],
-) -> None:  # fmt: skip
-    splits, combine = selected
-    more = {} if combine is None else {"combine": combine}
-    config = Config("fused_attention", {**SHORT, "splits": splits, **more})
-    found = schedule(config, tiles, 264, longest, mean)
-    assert (found["splits"], found.get("combine")) == wanted
-    persistent = Config("fused_attention", {**config.params, "persistent": True})
-    assert schedule(persistent, tiles, 264, longest, mean) == {"splits": 1}
 
 
 def test_a_selected_kernel_is_launched_with_the_splits_of_the_call(

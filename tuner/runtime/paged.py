@@ -13,7 +13,9 @@ from torch.library import Library, register_fake
 from tuner.config import Config, Value
 from tuner.errors import ConfigError
 from tuner.families.base import Strides
-from tuner.families.fused_attention import paged
+from tuner.families.fused_attention import paged_schedule
+from tuner.families.fused_attention.packing import tile_m
+from tuner.families.fused_attention.registers import instance
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionProblem
 from tuner.problem.attention import rounded
@@ -127,17 +129,35 @@ class PagedCall(Paged, Call):
         return Refusal(Kind.TENSORS, found) if isinstance(found, str) else found
 
     def schedule(self, config: Config) -> tuple[tuple[str, Value], ...]:
-        """Splits of a selected kernel for this call's lengths (`paged.schedule`)."""
-        rows, packed = 64 * int(config["warp_groups"]), int(config.get("packed_heads", 1))
-        if self.longest_q * packed > rows:
-            return ()  # chunks: each has tiles enough
-        tiles = self.batch * self.query.shape[1] // packed
-        places = DEFAULT_GPU.sm_count * int(config["blocks_per_sm"])
-        mean: float | None = self.longest_kv
+        """Splits of a selected kernel for this call's lengths (`paged_schedule`)."""
+        if config["persistent"]:
+            return (("splits", 1),)
+        splits, combine = paged_schedule.best(self.decoding(config))
+        return (("splits", splits), *((("combine", combine),) if combine else ()))
+
+    def decoding(self, config: Config) -> paged_schedule.Decoding:
+        """The batch as a kernel sees it. Lengths are rounded, so that few kinds of calls occur."""
+        rows, heads_q, head_dim = self.query.shape
+        heads_kv, packed = self.key.shape[2], int(config.get("packed_heads", 1))
+        heads = heads_kv if config.get("pads_heads") else heads_q // packed
+        queries = tile_m(config.params) // packed  # of a tile
+        seen = self.longest_kv
+        if self.extras.left >= 0:
+            seen = min(seen, self.extras.left + self.longest_q)
+        mean = seen
         if self.batch > 1:
-            mean = None if self.total_kv is None else self.total_kv / self.batch
-        found = paged.schedule(config, tiles, places, self.longest_kv, mean)
-        return tuple(found.items())
+            mean = 0 if self.total_kv is None else min(seen, -(-self.total_kv // self.batch))
+        return paged_schedule.Decoding(
+            instance=instance(head_dim),
+            tile_n=int(config["tile_n"]),
+            blocks_per_sm=int(config["blocks_per_sm"]),
+            places=DEFAULT_GPU.sm_count * int(config["blocks_per_sm"]),
+            tiles=heads * max(self.batch, -(-rows // queries)),
+            rows=rows * heads_q,
+            longest=paged_schedule.coarse(seen),
+            mean=paged_schedule.coarse(mean),
+            bytes_per_key=2 * self.batch * heads_kv * head_dim * self.key.element_size(),
+        )
 
     def run(self, plan: Plan) -> Any:
         sized = self.sized(plan)

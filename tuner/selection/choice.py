@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tuner.config import Config
 from tuner.hardware import Gpu
@@ -141,6 +141,25 @@ def _legal(
             yield us, config
 
 
+def _by_readings(times: DomainTimes, problem: Any, estimates: Iterable[Estimate]) -> list[Estimate]:
+    """Estimates of decoding over pages, longer by how often a kernel reads each key: its tile may
+    hold a part of a KV head's query heads only.
+
+    At 100 drawn batches kernels that read once took 0.55 of the others' time in the geometric mean,
+    and at most 1.07 (`scripts/benchmarks/evidence/paged-ratios-h200.json.gz`).
+    """
+    group = problem.heads_q // problem.heads_kv
+    readings = [
+        1 if "pads_heads" in one.config.params
+        else group // math.gcd(int(one.config.get("packed_heads", 1)), group)
+        for one in times.models.candidates
+    ]  # fmt: skip
+    return [
+        (cautious_us * readings[place], us * readings[place], place, splits)
+        for cautious_us, us, place, splits in estimates
+    ]
+
+
 def choose(problem: Problem, models: DomainModels, gpu: Gpu) -> Selection | None:
     """The kernel with the least expected time, the vendor's unless an own one wins clearly.
 
@@ -154,6 +173,8 @@ def choose(problem: Problem, models: DomainModels, gpu: Gpu) -> Selection | None
     """
     times = models.times(gpu)
     estimates, vendors_us, is_near = times.estimates(problem)
+    if isinstance(models.domain, AttentionDomain) and models.domain.decodes_pages:
+        estimates = _by_readings(times, problem, estimates)
     facts = times.legality(problem)
     vendor_us, vendor, name = _vendors_best(times, problem, vendors_us, facts)
     vendor_us *= models.domain.pytorchs_factor(problem)

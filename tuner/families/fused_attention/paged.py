@@ -6,27 +6,18 @@ paged`). Boxes of 16 rows serve pages of every size.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from typing import Literal
 
 from tuner.config import Config, Value
 
 _NAME = "fused_attention"
-#: Most splits that a cluster combines faster than a kernel does, of equal lengths and of unlike
-#: ones (`evidence/paged-h100.json.gz`).
-_MAX_CLUSTER, _MAX_UNLIKE_CLUSTER = 8, 4
-#: Longest over mean length from which on lengths count as unlike; and where the mean is not known.
-_UNLIKE, _ASSUMED = 1.5, 2.0
-#: Blocks for each place of the chip, which even out unlike lengths, and the splits that do so.
-_BLOCKS, _EVEN_SPLITS = 2.5, (1, 2, 4, 8, 12)
-#: Keys of a part of the longest sequence at least, where the mean is known and where it is not.
-_KEYS, _ASSUMED_KEYS = 256, 2048
 #: Time of a prompt by a kernel of one group over that of the dense kernel whose rates it has:
 #: mean of six, 1.5 to 2.2 (`evidence/paged-h100.json.gz`).
 SHORT_AT_PROMPTS = 1.72
 #: Rows of a page that a copy brings: 16 are in every page.
 _ANY_PAGE, _WIDE = 16, 64
+#: Query heads to a KV head that kernels of padded heads take at most.
+_PADDED = (8, 16)
 #: Head dimensions whose chunks have a kernel of wide copies: narrow ones bind it.
 _WIDE_CHUNKS = (64,)
 #: Head dimensions whose copies bring whole rows: chunks take 20 % less, decoding 1 to 3 %
@@ -48,8 +39,8 @@ def kernels(
     Args:
         head_dim: the instance.
         phase: phase of the longest sequence: a chunk of a prompt, few queries, or one.
-        is_plain: True without windows, soft caps and sinks; with them one kernel serves all numbers
-            of heads.
+        is_plain: True without windows, soft caps and sinks; with windows a kernel of padded heads
+            decodes, and one of single heads serves every call.
         has_sinks: sinks, as in GPT-OSS, whose KV heads have eight query heads each.
         is_e4m3: elements of e4m3, of a plain cache.
         is_windowed: a sliding window.
@@ -59,8 +50,9 @@ def kernels(
         made = _chunk if is_windowed else _tall  # no window was timed with three groups
         chunk = () if phase == "one" else (made(head_dim, 8),)
         return _short(head_dim, 8, _ANY_PAGE), *chunk, any_heads
+    padded = () if is_e4m3 else tuple(_padded(head_dim, heads) for heads in _PADDED)
     if not is_plain:
-        return (any_heads,)
+        return (any_heads,) if phase == "prompt" else (*padded[:1], any_heads)
     four: tuple[Config, ...] = (_short(head_dim, 4, _ANY_PAGE),)
     chunks: tuple[Config, ...] = _chunk(head_dim, 4), _chunk(head_dim, 1)
     if head_dim in _WHOLE and not is_e4m3:  # those behind serve a D that an instance fills up
@@ -68,9 +60,12 @@ def kernels(
         chunks = *(_whole(one, copy_warps=3, tile_n=160) for one in chunks), *chunks
     if phase == "one":
         wide = () if is_e4m3 else (_short(head_dim, 4, _WIDE),)
-        return *wide, *four, _short(head_dim, 8, _ANY_PAGE), any_heads
+        grouped = padded or (_short(head_dim, 8, _ANY_PAGE),)
+        return *wide, *four, *grouped, any_heads
     if head_dim in _WIDE_CHUNKS and not is_e4m3:
         chunks = _chunk(head_dim, 4, _WIDE), *chunks
+    if phase == "few":
+        return *four, *padded, *chunks, any_heads
     return *four, *chunks
 
 
@@ -90,6 +85,14 @@ def _short(head_dim: int, packed: int, box_rows: int) -> Config:
         "box_rows": box_rows,
     }
     return _packed(params, packed)
+
+
+def _padded(head_dim: int, heads: int) -> Config:
+    """As `_short`, for KV heads of any number of query heads up to `heads`: each key is read once,
+    and rows of heads that a KV head lacks are computed in vain.
+    """
+    one = _short(head_dim, heads, _ANY_PAGE)
+    return Config(_NAME, {**one.params, "pads_heads": True})
 
 
 def _chunk(head_dim: int, packed: int, box_rows: int = _ANY_PAGE) -> Config:
@@ -127,34 +130,3 @@ def _tall(head_dim: int, packed: int) -> Config:
 
 def _packed(params: dict[str, Value], heads: int) -> Config:
     return Config(_NAME, {**params, "packed_heads": heads} if heads > 1 else params)
-
-
-def schedule(
-    config: Config, tiles: int, places: int, longest: int, mean: float | None
-) -> Mapping[str, Value]:
-    """How a selected kernel shares the keys of sequences: `splits`, and `combine` of several.
-
-    A selection counts all sequences as long as the longest, whose block may outlast the others.
-    With one block a tile, 16 sequences of 100 to 10,000 keys took twice as long as with twelve.
-    Splits cost 1 to 5 % if lengths turn out to be equal.
-
-    Args:
-        config: the kernel, with the splits that were selected.
-        tiles: tiles of all sequences' queries.
-        places: blocks that the chip holds at once.
-        longest: keys of the longest sequence, or more.
-        mean: mean keys of a sequence; None: not known.
-    """
-    splits, combine = int(config["splits"]), config.get("combine")
-    if config["persistent"]:
-        return {"splits": 1}
-    ratio = _ASSUMED if mean is None else longest / max(1.0, mean)
-    if ratio >= _UNLIKE:
-        most = longest // (_ASSUMED_KEYS if mean is None else _KEYS)
-        wanted = max(1.0, min(_BLOCKS * ratio * places / tiles, most))
-        even = min(_EVEN_SPLITS, key=lambda count: abs(math.log2(count / wanted)))
-        if even > splits:
-            splits, combine = even, "cluster" if even <= _MAX_UNLIKE_CLUSTER else "kernel"
-    if combine == "cluster" and splits > _MAX_CLUSTER:
-        combine = "kernel"
-    return {"splits": splits, "combine": combine} if combine and splits > 1 else {"splits": 1}

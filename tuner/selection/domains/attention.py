@@ -150,6 +150,11 @@ class AttentionDomain(_Attention, Domain):
             yield type(self)(_RARE, "full", "prompt")
 
     @property
+    def decodes_pages(self) -> bool:
+        """Decoding over a paged cache, of one query or few."""
+        return self.is_paged and self.phase != "prompt"
+
+    @property
     def _is_plain(self) -> bool:
         return not (self.operand or self.is_composed)
 

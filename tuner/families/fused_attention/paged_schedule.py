@@ -1,0 +1,157 @@
+"""Splits of the keys for decoding over a paged cache, by the expected time of every schedule.
+
+A selected kernel of one group of warps may share each sequence's keys among several blocks. A
+cluster or a second kernel combines their partial results. The best number depends on how unlike
+the lengths are, which a selection of the kernel does not know. The time model here counts
+
+- blocks that run one after the other on the places of the chip,
+- the block of the longest sequence, which may outlast the others,
+- bytes of keys and values,
+- the combination of partial results.
+
+Constants are ``scripts/bench paged --fit``'s, of 7,866 schedules of 215 batches on an NVIDIA H200
+(`paged-ratios-h200.json.gz` and `paged-schedules-h200.json.gz` of ``scripts/benchmarks/evidence``).
+At batches left out of a fit the chosen schedule takes 2.9 % longer than the best in the mean. Needs
+the standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+Combine = Literal["", "cluster", "kernel"]
+
+CLUSTER_SPLITS = (2, 3, 4, 6, 8)
+KERNEL_SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
+#: Part of the chip's places that clusters of a size can fill: clusters do not span GPCs, which
+#: have 16 or 18 multiprocessors (measured with empty kernels on an H200).
+_CLUSTER_PLACES: Mapping[int, float] = {2: 1.0, 3: 0.97, 4: 0.94, 6: 0.91, 8: 0.91}
+#: Longest over mean length that is assumed where the mean is not known.
+_ASSUMED_RATIO = 2
+#: Order of the norm that joins the time of blocks and the time of memory, over 1 less the mean
+#: length's part of the longest: the slower of both where lengths are alike, more where the last
+#: blocks leave the memory idle. 4, 6 and 10 chose equally well.
+_OVERLAP, _MAX_ORDER = 6.0, 60.0
+#: Expected times within this part of the least are equal; then the fewest splits are chosen.
+TIE = 0.03
+#: Keys of a split at least, where the mean length is not known: a captured graph also serves
+#: lengths far below the longest.
+_ASSUMED_KEYS = 2048
+
+
+class ScheduleRates(NamedTuple):
+    """Constants of the time model for the kernels of one instance of the head dimension."""
+
+    start_us: float
+    """A block's time beside its tiles of keys."""
+    tile_us: float
+    """A tile of keys, where a block has a multiprocessor to itself."""
+    shared_tile_us: float
+    """The same where two blocks share one."""
+    bytes_per_us: float
+    """Keys and values read from memory."""
+    kernel_us: float
+    """The kernel that combines partial results."""
+    partial_us: float
+    """A million bytes of partial results, written and read."""
+    cluster_us: float
+    """Combination inside a cluster."""
+    tail: float
+    """Part of the longest block that runs after the places have emptied."""
+    cluster_tail: float
+    """The same of clusters."""
+
+
+#: By the instance (`registers.INSTANCES`). D = 192 was not measured and has the rates of 256, whose
+#: kernels have its tiles and stages.
+RATES: Mapping[int, ScheduleRates] = {
+    64: ScheduleRates(2.70, 1.00, 1.55, 2.71e6, 4.06, 0.133, 4.34, 0.254, 0.889),
+    96: ScheduleRates(2.27, 1.24, 1.49, 4.17e6, 4.76, 0.0809, 5.31, 0.432, 0.950),
+    128: ScheduleRates(2.38, 0.816, 1.47, 4.22e6, 4.86, 0.115, 4.85, 0.305, 0.694),
+    192: ScheduleRates(2.21, 1.66, 1.66, 3.39e6, 5.00, 0.0830, 7.47, 0.434, 0.897),
+    256: ScheduleRates(2.21, 1.66, 1.66, 3.39e6, 5.00, 0.0830, 7.47, 0.434, 0.897),
+}
+
+
+class Decoding(NamedTuple):
+    """A batch as a kernel sees it."""
+
+    instance: int
+    """Head dimension that the kernel is compiled for."""
+    tile_n: int
+    """Keys of a tile."""
+    blocks_per_sm: int
+    places: int
+    """Blocks that the chip holds at once."""
+    tiles: int
+    """Tiles of queries of all sequences: blocks without splits."""
+    rows: int
+    """Rows of the output: queries times query heads, of all sequences."""
+    longest: int
+    """Keys of the longest sequence, or more."""
+    mean: int
+    """Mean keys of a sequence; 0: not known."""
+    bytes_per_key: int
+    """Bytes of a position's keys and values over all sequences."""
+
+
+def expected_us(
+    batch: Decoding, splits: int, combine: Combine, rates: ScheduleRates | None = None
+) -> float:
+    """Expected time of a schedule, microseconds.
+
+    Args:
+        batch: the batch, with its mean length known.
+        splits: blocks that share a tile's keys.
+        combine: the way in which their results are combined; empty with one split.
+        rates: constants; None: those of the instance.
+    """
+    rates = rates or RATES[batch.instance]
+    is_cluster = combine == "cluster"
+    places = batch.places * (_CLUSTER_PLACES[splits] if is_cluster else 1.0)
+    rounds = batch.tiles * splits / places
+    tile_us = rates.tile_us
+    if batch.blocks_per_sm > 1:
+        tile_us += (rates.shared_tile_us - tile_us) * min(1.0, max(0.0, 2 * rounds - 1))
+    longest_us = rates.start_us + tile_us * math.ceil(batch.longest / (batch.tile_n * splits))
+    us = longest_us
+    if rounds > 1:
+        mean_us = rates.start_us + tile_us * batch.mean / (batch.tile_n * splits)
+        tail = rates.cluster_tail if is_cluster else rates.tail
+        us = max(longest_us, rounds * mean_us + tail * longest_us)
+    memory_us = batch.mean * batch.bytes_per_key / rates.bytes_per_us
+    order = min(_MAX_ORDER, _OVERLAP / max(1e-3, 1 - batch.mean / batch.longest))
+    longer = max(us, memory_us)
+    us = longer * math.pow((us / longer) ** order + (memory_us / longer) ** order, 1 / order)
+    if combine == "kernel":  # fp32 rows and their statistics, written and read
+        us += rates.kernel_us + rates.partial_us * batch.rows * splits * (batch.instance + 1) * 8e-6
+    return us + rates.cluster_us if is_cluster else us
+
+
+@lru_cache(maxsize=4096)
+def best(batch: Decoding) -> tuple[int, Combine]:
+    """Number of splits of the least expected time, and the way in which they are combined."""
+    most = batch.longest // batch.tile_n
+    if not batch.mean:
+        batch = batch._replace(mean=-(-batch.longest // _ASSUMED_RATIO))
+        most = batch.longest // _ASSUMED_KEYS
+    times = {schedule: expected_us(batch, *schedule) for schedule in _schedules(most)}
+    bound_us = (1 + TIE) * min(times.values())
+    near = (schedule for schedule, us in times.items() if us <= bound_us)
+    return min(near, key=lambda schedule: (schedule[0], times[schedule]))
+
+
+def coarse(size: int) -> int:
+    """A size rounded up to four significant bits: nearly equal lengths share a schedule."""
+    shift = max(0, size.bit_length() - 4)
+    return -(-size >> shift) << shift
+
+
+def _schedules(most: int) -> Iterator[tuple[int, Combine]]:
+    """All schedules of at most so many splits, fewest first."""
+    yield 1, ""
+    yield from ((splits, "cluster") for splits in CLUSTER_SPLITS if splits <= most)
+    yield from ((splits, "kernel") for splits in KERNEL_SPLITS if splits <= most)
