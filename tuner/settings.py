@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from tuner.errors import ConfigError
 
 VARIABLES: dict[str, str] = {
     "TUNER_CACHE_DIR": "folder of the store and the artifacts (default: the user cache folder)",
+    "TUNER_TRUST_CACHE": "a group, by name or number, whose members may write the artifacts",
     "TUNER_STORE": "SQLAlchemy URL of the store for tuning (default: SQLite in TUNER_CACHE_DIR)",
     "TUNER_NVCC": "path of nvcc, before CUDA_HOME, PATH and the PyPI packages",
     "TUNER_CUTLASS_DIR": "a CUTLASS checkout to use instead of the nvidia-cutlass wheel",
@@ -26,19 +28,91 @@ VARIABLES: dict[str, str] = {
     "TUNER_BUILD_ON_MISS": "1 lets the runtime have missing kernels compiled, in the background",
 }
 
+_NAME = "cutlass-tuner"
+NOWHERE = Path("/nonexistent") / _NAME
+"""Cache folder of a user who can have none: readers find nothing, and writers say so."""
+
 
 def _text(name: str) -> str | None:
     return os.environ.get(name) or None
 
 
+def expanded(path: str, name: str) -> Path:
+    """A path with the home folder in place of a leading ``~``.
+
+    Args:
+        path: path as the user wrote it.
+        name: variable or option that it comes from, for the message.
+
+    Raises:
+        ConfigError: when this user has no home folder.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as exc:
+        raise ConfigError(f"{name}={path}: there is no home folder (write the whole path)") from exc
+
+
+def _path(name: str) -> Path | None:
+    return expanded(text, name) if (text := _text(name)) else None
+
+
 def cache_dir() -> Path:
-    """Folder of the live store and the artifacts; not created here."""
-    if given := _text("TUNER_CACHE_DIR"):
-        return Path(given).expanduser()
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "cutlass-tuner"
+    """Folder of the live store and the artifacts; not created here.
+
+    A user without a home folder, as in a container without HOME, has a private folder among the
+    temporary files. Where none can be made it is `NOWHERE`.
+
+    Raises:
+        ConfigError: when ``TUNER_CACHE_DIR`` needs a home folder, and there is none.
+    """
+    if (folder := _path("TUNER_CACHE_DIR")) is not None:
+        return folder
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "cutlass-tuner"
+    if base and sys.platform != "darwin":
+        return Path(base) / _NAME
+    try:
+        home = Path.home()
+    except RuntimeError:
+        return _private_folder()
+    return home / ("Library/Caches" if sys.platform == "darwin" else ".cache") / _NAME
+
+
+def _private_folder() -> Path:
+    """This user's folder among the temporary files, made here; `NOWHERE` where another user has
+    taken its name.
+    """
+    import tempfile
+
+    try:
+        folder = Path(tempfile.gettempdir()) / f"{_NAME}-{os.geteuid()}"
+        folder.mkdir(0o700, exist_ok=True)
+        facts = folder.lstat()
+    except OSError:
+        return NOWHERE
+    is_private = stat.S_ISDIR(facts.st_mode) and not stat.S_IMODE(facts.st_mode) & 0o077
+    return folder if is_private and facts.st_uid == os.geteuid() else NOWHERE
+
+
+def trusted_group() -> int | None:
+    """Number of the group whose members may write the artifacts; None: only this user may.
+
+    Raises:
+        ConfigError: when this machine has no such group.
+    """
+    name = _text("TUNER_TRUST_CACHE")
+    if name is None:
+        return None
+    if name.isdecimal():
+        return int(name)
+    import grp
+
+    try:
+        return grp.getgrnam(name).gr_gid
+    except KeyError as exc:
+        raise ConfigError(
+            f"TUNER_TRUST_CACHE={name} is not a group here (allowed: a group's name or number)"
+        ) from exc
 
 
 def artifacts_dir() -> Path:
@@ -63,17 +137,17 @@ def store_url() -> str:
 
 def nvcc() -> Path | None:
     """The compiler the user named."""
-    return Path(p).expanduser() if (p := _text("TUNER_NVCC")) else None
+    return _path("TUNER_NVCC")
 
 
 def cutlass_dir() -> Path | None:
     """The CUTLASS checkout the user named."""
-    return Path(p).expanduser() if (p := _text("TUNER_CUTLASS_DIR")) else None
+    return _path("TUNER_CUTLASS_DIR")
 
 
 def peers_path() -> Path | None:
     """Folder of modules to measure against."""
-    return Path(p).expanduser() if (p := _text("TUNER_PEERS_PATH")) else None
+    return _path("TUNER_PEERS_PATH")
 
 
 def sampler() -> str | None:

@@ -220,6 +220,34 @@ class TestOthers:
             os.umask(before)
         assert [mode & 0o022 for mode in modes] == [0] * 6
 
+    @pytest.mark.parametrize("mode", [0o775, 0o2770])
+    def test_a_trusted_group_shares_the_cache(
+        self, cache: ArtifactCache, mode: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A volume that a group owns, whose users have other numbers with each start."""
+        put(cache, "k1")
+        group = cache.root.stat().st_gid
+        cache.root.chmod(mode)
+        with pytest.raises(StoreError, match=f"or set TUNER_TRUST_CACHE={group} to trust"):
+            cache.check()
+        monkeypatch.setenv("TUNER_TRUST_CACHE", str(group))
+        assert cache.find("k1") is not None
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+        assert cache.find("k1") is not None, "another member's"
+        monkeypatch.setenv("TUNER_TRUST_CACHE", str(group + 1))
+        assert cache.find("k1") is None
+
+    def test_no_group_is_trusted_with_what_all_can_write(
+        self, cache: ArtifactCache, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        put(cache, "k1")
+        monkeypatch.setenv("TUNER_TRUST_CACHE", str(cache.root.stat().st_gid))
+        cache.root.chmod(0o777)
+        assert cache.find("k1") is None
+        with pytest.raises(StoreError, match=r"mode 0777\)") as raised:
+            cache.check()
+        assert "TUNER_TRUST_CACHE" not in str(raised.value)
+
     def test_the_command_says_so_in_one_line(
         self,
         tmp_path: Path,

@@ -13,7 +13,8 @@ A lookup that finds nothing returns None. A damaged folder counts as a miss. Onl
 cannot be written is an error.
 
 The libraries are loaded into this process. So the root and each library must belong to this user or
-to root, and must not be writable by anyone else. A library is hashed through one descriptor, and
+to root, and must not be writable by anyone else. ``TUNER_TRUST_CACHE`` lets a group share them. A
+library is hashed through one descriptor, and
 again when its inode, size or time of change differs.
 """
 
@@ -37,7 +38,7 @@ from typing import Any
 
 from tuner import settings
 from tuner.base import scratch
-from tuner.base.ownership import close_to_others, open_to_others, trusted_sha256
+from tuner.base.ownership import close_to_others, open_to_others, remedy, trusted_sha256
 from tuner.compile import prebuilt
 from tuner.compile.device_code import device_code
 from tuner.errors import ConfigError, StoreError
@@ -55,8 +56,6 @@ them."""
 _TOUCH_EVERY_S = 10.0
 _LOCK_POLL_S = 0.05
 
-_FOLDER_MODE = 0o755
-"""Mode of new folders, before the umask."""
 
 _File = tuple[int, int]
 """Device and inode."""
@@ -114,10 +113,8 @@ class ArtifactCache:
         reason = open_to_others(facts)
         if not reason:
             return ""
-        remedy = "set TUNER_CACHE_DIR to a folder of your own"
-        if facts.st_uid == os.geteuid():
-            remedy = f"`chmod -R go-w {self.root}`, or {remedy}"
-        return f"the artifact cache {self.root} {reason}, and its libraries are run: {remedy}"
+        ways = remedy(self.root, facts)
+        return f"the artifact cache {self.root} {reason}, and its libraries are run: {ways}"
 
     def _folder(self, key: str) -> Path:
         """Folder of an artifact.
@@ -195,7 +192,7 @@ class ArtifactCache:
         try:
             with self.workspace() as aside:
                 made = aside / key
-                made.mkdir(_FOLDER_MODE)
+                made.mkdir(_folder_mode())
                 target = made / "kernel.so"
                 try:
                     os.link(library, target)
@@ -258,10 +255,10 @@ class ArtifactCache:
             OSError: when it cannot be created.
             StoreError: when other users can write the root.
         """
-        self.root.mkdir(_FOLDER_MODE, parents=True, exist_ok=True)
+        self.root.mkdir(_folder_mode(), parents=True, exist_ok=True)
         self.check()
         folder = self.root / name
-        folder.mkdir(_FOLDER_MODE, exist_ok=True)
+        folder.mkdir(_folder_mode(), exist_ok=True)
         return folder
 
     @contextlib.contextmanager
@@ -387,7 +384,7 @@ class ArtifactCache:
     def _quarantine(self, folder: Path) -> None:
         target = self.root / ".quarantine" / f"{folder.name}-{time.time_ns()}"
         with contextlib.suppress(OSError):  # the cache is read-only, or another process was faster
-            target.parent.mkdir(_FOLDER_MODE, exist_ok=True)
+            target.parent.mkdir(_folder_mode(), exist_ok=True)
             folder.rename(target)
 
     def write_error(self, exc: OSError) -> StoreError:
@@ -439,6 +436,11 @@ def _read_meta(key: str, folder: Path, text: str) -> Artifact:
         compile_cpu_s=float(meta["compile_cpu_s"]),
         facts=meta["facts"],
     )
+
+
+def _folder_mode() -> int:
+    """Mode of new folders, before the umask."""
+    return 0o755 if settings.trusted_group() is None else 0o775
 
 
 def _touch(path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import quote
 
+from tuner import settings
 from tuner.errors import StoreError
 from tuner.store.entry import as_text
 from tuner.store.faults import FAULTS, decoding, newer_schema, store_error
@@ -26,7 +27,7 @@ def sqlite_file(url: str) -> Path | None:
     """File of an SQLite URL or of a plain path; None for other databases and for memory."""
     scheme, separator, rest = url.partition("://")
     if not separator:
-        return Path(url).expanduser()
+        return settings.expanded(url, "store")
     if scheme.partition("+")[0] != "sqlite":
         return None
     name = rest.removeprefix("/").partition("?")[0]
