@@ -139,6 +139,7 @@ def test_of_many_wrong_problems_some_are_named(
         (Clocks, {"power_w": None}, "power_w=None is not a number"),
         (Measurement, {"latency_us": "fast"}, "latency_us='fast' is not a number or null"),
         (Measurement, {"latency_us": float("inf")}, "latency_us=inf is not finite"),
+        (Measurement, {"latency_us": 10**400}, "latency_us is too large for a floating"),
         (Measurement, {"is_final": 1}, "is_final=1 is not true or false"),
     ],
 )

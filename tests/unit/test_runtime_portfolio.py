@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
 import importlib
 import json
+import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fused_configs import maker
 from gemm_configs import tile
-from runtime_machine import (
-    PATTERN,
-    SDPA,
-    WRITTEN,
-    Machine,
-    answer,
-    fake_machine,
-    inputs,
-    measured,
-    same,
+from portfolio_machine import (
+    CUDNN,
+    FIRST,
+    FLASH,
+    PROBLEM,
+    SECOND,
+    FusedKernel,
+    Serving,
+    Stopwatch,
+    candidate,
+    portfolio_of,
+    portfolio_serving,
+    portfolio_stopwatch,
 )
+from runtime_machine import PATTERN, WRITTEN, answer, fake_machine, inputs, measured, same
 
 from tuner import settings
-from tuner.compile.artifacts import Artifact
+from tuner.compile import artifacts
+from tuner.compile.artifacts import ArtifactCache
 from tuner.config import Config
 from tuner.errors import BenchmarkError
 from tuner.families import families
@@ -34,115 +42,14 @@ from tuner.hardware import DEFAULT_GPU, GPUS, Gpu
 from tuner.measurement import Environment, Regime
 from tuner.problem import AttentionProblem
 from tuner.selection.candidates import Candidate, DomainModels, Regret, Spread
-from tuner.selection.domains import AttentionDomain, ProductDomain
+from tuner.selection.domains import ProductDomain
 from tuner.selection.kernels import BUILD, PROVE
 from tuner.selection.portfolio import Portfolio, shipped
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 benchmark = importlib.import_module("tuner.runtime.benchmark")
 
-machine = fake_machine
-
-SHAPE = (1, 2, 16, 64)
-PROBLEM = AttentionProblem.parse("S=16,D=64,H=2")
-FIRST, SECOND = maker()(2, 128), maker()(1, 64)
-CUDNN, FLASH = (Config("vendor_sdpa", {"kernel": name}) for name in ("cudnn", "flash2"))
-FUSED = families()["fused_attention"]
-
-
-def candidate(config: Config, us: float) -> Candidate:
-    """One whose time is always the same."""
-    compiled = {k: v for k, v in config.params.items() if k != "splits"}
-    spread = Spread(((1, 1 << 20), (1, 1 << 20)))
-    return Candidate(Config(config.family, compiled), {"launch": us}, 20, 0.01, 0.02, spread)
-
-
-def made(*candidates: Candidate, margin: float = 2.0) -> Portfolio:
-    domain, regret = AttentionDomain(64, "full", "prompt"), Regret(10, 0.01, 0.05, 1.1, 0.99, 0.9)
-    models = DomainModels(domain, Regime(), candidates, margin, regret)
-    return Portfolio("attention", DEFAULT_GPU, {domain: models})
-
-
-class FusedKernel:
-    """Writes a pattern to the output."""
-
-    def __init__(self, key: str, launched: list[str]) -> None:
-        self.key, self.launched = key, launched
-
-    def workspace_bytes(self, integers: Sequence[int]) -> int:
-        return 0
-
-    def bind(self, integers: Sequence[int], scalars: Sequence[float]) -> Callable[..., None]:
-        size = 2 * int(torch.tensor(integers[:2]).prod()) * integers[3] * integers[5]
-
-        def launch(tensors: Sequence[int], workspace: int, stream: int) -> None:
-            self.launched.append(self.key)
-            ctypes.memset(tensors[3], PATTERN, size)
-
-        return launch
-
-
-class Serving:
-    """A machine with a portfolio, and what is said of each of its kernels."""
-
-    def __init__(self, machine: Machine, runtime: SimpleNamespace) -> None:
-        self.machine, self.runtime = machine, runtime
-        self.portfolio = made(
-            candidate(FIRST, 10.0), candidate(SECOND, 11.0), candidate(FLASH, 20.0)
-        )
-        self.proven: dict[str, str] = {}
-        """By the tile of the kernel: its artifact, or why there is none."""
-        self.launched: list[str] = []
-        self.vendors: list[str] = []
-
-    def says(self, specs: Any, capability: str) -> dict[str, str] | str:
-        tile = str(specs["attention"].variables["tile_n"])
-        found = self.proven.get(tile, f"a kernel is not proven ({PROVE})")
-        return {"attention": found} if found.startswith("key") else found
-
-    def family(self, name: str) -> Any:
-        if name == "fused_attention":
-            return FUSED
-        if name == "vendor_sdpa":
-            facts = {"name": name, "is_vendor": True, "is_listed": False}
-            return SimpleNamespace(**facts, vendor_call=self.vendor_call)
-        return self.machine.toy
-
-    def load(self, artifact: Artifact) -> Any:
-        is_toys = artifact.key in ("key-first", "key-second")
-        return self.machine.load(artifact) if is_toys else FusedKernel(artifact.key, self.launched)
-
-    def vendor_call(self, problem: Any, config: Config, scale: float) -> Any:
-        def call(*tensors: Any) -> Any:
-            self.vendors.append(config["kernel"])
-            return SDPA(*tensors)
-
-        return call
-
-    def call(self, shape: tuple[int, ...] = SHAPE) -> bool:
-        """Whether an own kernel answered."""
-        tensors = inputs(shape)
-        out = self.runtime.attention.attention(*tensors)
-        own = bool((out == WRITTEN).all())
-        assert own or same(out, SDPA(*tensors))
-        return own
-
-    @property
-    def fallbacks(self) -> list[str]:
-        return list(self.machine.stats().fallbacks)
-
-
-@pytest.fixture
-def serving(machine: Machine, on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Serving:
-    made = Serving(machine, on_cpu)
-    monkeypatch.setattr(on_cpu.portfolio, "portfolios", lambda: (made.portfolio,))
-    monkeypatch.setattr(on_cpu.portfolio.lists, "proven", made.says)
-    monkeypatch.setattr(on_cpu.portfolio, "pytorchs", lambda problem, device: "flash2")
-    monkeypatch.setattr(on_cpu.plan, "family", made.family)
-    monkeypatch.setattr(on_cpu.plan, "load", made.load)
-    machine.present |= {"key-wide", "key-narrow"}
-    made.proven = {"128": "key-wide", "64": "key-narrow"}
-    return made
+machine, serving, stopwatch = fake_machine, portfolio_serving, portfolio_stopwatch
 
 
 def test_a_proven_kernel_serves_a_shape_that_nobody_tuned(serving: Serving) -> None:
@@ -156,7 +63,7 @@ def test_an_h200_s_portfolio_serves_on_an_h100(serving: Serving) -> None:
     """By the same kernels and their proofs, where they are faster by more."""
     serving.machine.gpu = GPUS["H100"]
     assert serving.call() and serving.launched == ["key-wide"]
-    serving.portfolio = made(candidate(FIRST, 9.95), candidate(FLASH, 10.0), margin=0.0)
+    serving.portfolio = portfolio_of(candidate(FIRST, 9.95), candidate(FLASH, 10.0), margin=0.0)
     serving.runtime.table.table.forget()
     assert not serving.call()
     serving.machine.gpu = DEFAULT_GPU
@@ -167,6 +74,18 @@ def test_an_h200_s_portfolio_serves_on_an_h100(serving: Serving) -> None:
 def test_on_a_gpu_without_a_description_pytorch_answers(serving: Serving) -> None:
     serving.machine.gpu = Gpu("NVIDIA GH200 480GB", "9.0", 132, 0, 0.0, 0)
     assert not serving.call() and serving.launched == []
+
+
+def test_a_candidate_without_a_tile_is_a_counted_error(serving: Serving) -> None:
+    """As of a portfolio's row that was cut by hand."""
+    params = {name: value for name, value in FIRST.params.items() if name != "tile_n"}
+    broken = Candidate(Config(FIRST.family, params), {"launch": 5.0, "steps": 1.0}, 20, 0.01, 0.02,
+                       candidate(FIRST, 1.0).spread)  # fmt: skip
+    serving.portfolio = portfolio_of(broken, candidate(SECOND, 11.0), candidate(FLASH, 20.0))
+    assert not serving.call() and not serving.call()
+    stats = serving.machine.stats()
+    assert stats.errors == {"a file of the tuner cannot be used": 1}
+    assert stats.fallbacks == {"a file of the tuner cannot be used": 2}
 
 
 def test_what_is_not_proven_is_passed_over_for_the_next_that_wins(serving: Serving) -> None:
@@ -207,7 +126,7 @@ def test_a_kernel_that_is_proven_later_is_taken_up(
 def test_a_kernel_that_does_not_beat_the_vendor_by_the_margin_is_not_launched(
     serving: Serving, caplog: pytest.LogCaptureFixture
 ) -> None:
-    serving.portfolio = made(candidate(FIRST, 19.5), candidate(FLASH, 20.0))
+    serving.portfolio = portfolio_of(candidate(FIRST, 19.5), candidate(FLASH, 20.0))
     with caplog.at_level("INFO", "tuner"):
         assert not serving.call() and not serving.call()
     assert serving.fallbacks == ["the portfolio chose PyTorch's"]
@@ -216,7 +135,9 @@ def test_a_kernel_that_does_not_beat_the_vendor_by_the_margin_is_not_launched(
 
 
 def test_a_vendor_s_kernel_that_pytorch_would_not_take_is_called(serving: Serving) -> None:
-    serving.portfolio = made(candidate(FIRST, 19.5), candidate(FLASH, 25.0), candidate(CUDNN, 15.0))
+    serving.portfolio = portfolio_of(
+        candidate(FIRST, 19.5), candidate(FLASH, 25.0), candidate(CUDNN, 15.0)
+    )
     assert not serving.call() and serving.vendors == ["cudnn"]
     stats = serving.machine.stats()
     assert (stats.hits, stats.portfolio_hits, stats.fallbacks) == (1, 1, {})
@@ -322,33 +243,12 @@ def test_pytorch_is_asked_about_small_tensors(on_cpu: SimpleNamespace) -> None:
 class TestBenchmark:
     """``TUNER_BENCHMARK=1``: the first call of a shape is timed."""
 
-    @pytest.fixture
-    def timed(
-        self, serving: Serving, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> dict[str, float]:
-        """Microseconds of a call by what it launches; PyTorch's under "sdpa"."""
-        times = {"key-wide": 9.0, "key-narrow": 5.0, "sdpa": 20.0}
-
-        def call_us(function: Callable[[], object], count: int, *, is_cold: bool) -> float:
-            before = len(serving.launched)
-            function()
-            launched = serving.launched[before:]
-            self.bursts += 1
-            self.states.add(is_cold)
-            return times[launched[0] if launched else "sdpa"]
-
-        self.bursts, self.states = 0, set[bool]()
-        monkeypatch.setattr(serving.runtime.devices, "call_us", call_us)
-        monkeypatch.setenv("TUNER_BENCHMARK", "1")
-        monkeypatch.setenv("TUNER_CACHE_DIR", str(tmp_path / "cache"))
-        return times
-
     def journal(self) -> list[dict[str, Any]]:
         path = settings.cache_dir() / "benchmarked.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()]
 
     def test_the_kernel_that_is_fastest_here_serves(
-        self, serving: Serving, timed: dict[str, float]
+        self, serving: Serving, stopwatch: Stopwatch
     ) -> None:
         """The portfolio expects the wide one to be faster."""
         assert serving.call()
@@ -357,37 +257,37 @@ class TestBenchmark:
         assert (row["us"], row["pytorch_us"]) == (5.0, 20.0)
         stats = serving.machine.stats()
         assert (stats.hits, stats.portfolio_hits) == (1, 1), "what is timed is no hit"
-        assert self.states == {False}, "a prompt's inputs were just written"
+        assert stopwatch.states == {False}, "a prompt's inputs were just written"
 
     def test_weights_are_timed_cold(
-        self, serving: Serving, timed: dict[str, float], monkeypatch: pytest.MonkeyPatch
+        self, serving: Serving, stopwatch: Stopwatch, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         cold = property(lambda _: Regime("stream", "cold"))
         monkeypatch.setattr(serving.runtime.portfolio.Selection, "regime", cold)
-        assert serving.call() and self.states == {True}
+        assert serving.call() and stopwatch.states == {True}
 
     def test_pytorch_s_serves_where_no_kernel_gains_enough(
-        self, serving: Serving, timed: dict[str, float]
+        self, serving: Serving, stopwatch: Stopwatch
     ) -> None:
-        timed["sdpa"] = 5.05
+        stopwatch.us["sdpa"] = 5.05
         assert not serving.call()
         assert serving.fallbacks == ["timed here, PyTorch's own attention was the fastest"]
         (row,) = self.journal()
         assert row["config"] is None
 
     def test_a_shape_is_timed_once(
-        self, serving: Serving, timed: dict[str, float], on_cpu: SimpleNamespace
+        self, serving: Serving, stopwatch: Stopwatch, on_cpu: SimpleNamespace
     ) -> None:
         assert serving.call()
-        bursts = self.bursts
-        assert serving.call() and self.bursts == bursts > 0
+        bursts = stopwatch.bursts
+        assert serving.call() and stopwatch.bursts == bursts > 0
         on_cpu.table.table.forget()
         benchmark.journal = benchmark.Journal()  # as another process has it
-        assert serving.call() and self.bursts == bursts
+        assert serving.call() and stopwatch.bursts == bursts
         assert serving.launched[-1] == "key-narrow"
 
     def test_damaged_lines_are_passed_over(
-        self, serving: Serving, timed: dict[str, float], on_cpu: SimpleNamespace
+        self, serving: Serving, stopwatch: Stopwatch, on_cpu: SimpleNamespace
     ) -> None:
         path = settings.cache_dir() / "benchmarked.jsonl"
         path.parent.mkdir(parents=True)
@@ -396,19 +296,92 @@ class TestBenchmark:
         kept = benchmark.Journal().find(PROBLEM, DEFAULT_GPU)
         assert kept is not None and kept.us == 5.0
 
-    def test_another_environment_is_timed_anew(
-        self, serving: Serving, timed: dict[str, float], monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("us", [f"1{'0' * 400}", f"1{'0' * 5000}", "NaN", "[]", '"9"', "1e999"])
+    def test_a_number_that_none_is_counts_as_an_error(
+        self, serving: Serving, stopwatch: Stopwatch, us: str
     ) -> None:
         assert serving.call()
-        bursts = self.bursts
+        (row,) = self.journal()
+        path = settings.cache_dir() / "benchmarked.jsonl"
+        path.write_text(json.dumps({**row, "us": "US"}).replace('"US"', us) + "\n")
+        benchmark.journal = benchmark.Journal()
+        serving.runtime.table.table.forget()
+        assert serving.call() and serving.launched[-1] == "key-narrow"
+        assert serving.machine.stats().errors == {"a line of benchmarked.jsonl is damaged": 1}
+
+    def test_without_locks_a_process_times_for_itself(
+        self, serving: Serving, stopwatch: Stopwatch, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def flock(descriptor: int, operation: int) -> None:
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+        monkeypatch.setattr(fcntl, "flock", flock)
+        opened = set(Path("/proc/self/fd").iterdir())
+        assert serving.call() and serving.launched[-1] == "key-narrow"
+        assert serving.machine.stats().errors == {"each process times kernels for itself": 1}
+        assert set(Path("/proc/self/fd").iterdir()) <= opened
+
+    def test_pytorch_answers_while_another_process_times(
+        self, serving: Serving, stopwatch: Stopwatch, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """For a fifth of a second at most, and without a wait once one was in vain."""
+        waits: list[float] = []
+        now = [100.0]
+
+        def sleep(seconds: float) -> None:
+            waits.append(seconds)
+            now[0] += seconds
+
+        clock = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep, time=time.time)
+        monkeypatch.setattr(artifacts, "time", clock)
+        with ArtifactCache().lock("benchmarked"):
+            assert not serving.call() and stopwatch.bursts == 0
+            assert 0 < sum(waits) < 0.26
+            waits.clear()
+            serving.runtime.table.table.forget()
+            assert not serving.call() and waits == []
+        assert serving.fallbacks == ["a file of the tuner cannot be used"]
+        assert serving.machine.stats().errors == {"a file of the tuner cannot be used": 2}
+        serving.runtime.table.table.forget()
+        assert serving.call() and stopwatch.bursts > 0
+
+    def test_a_choice_ends_when_a_kernel_that_it_did_not_time_is_proven(
+        self, serving: Serving, stopwatch: Stopwatch, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """In this process and in the next."""
+        lists = serving.runtime.portfolio.lists
+        known = [()]
+        monkeypatch.setattr(lists, "known", lambda: known[0])
+        del serving.proven["64"]
+        assert serving.call() and serving.launched[-1] == "key-wide"
+        bursts = stopwatch.bursts
+        serving.proven["64"], known[0] = "key-narrow", (object(),)
+        serving.machine.time_passes()
+        assert serving.call() and serving.launched[-1] == "key-narrow" and stopwatch.bursts > bursts
+        assert len(self.journal()) == 2
+        bursts = stopwatch.bursts
+        benchmark.journal = benchmark.Journal()
+        serving.runtime.table.table.forget()
+        assert serving.call() and stopwatch.bursts == bursts, "the new choice holds"
+        path = settings.cache_dir() / "benchmarked.jsonl"
+        path.write_text(path.read_text().splitlines(keepends=True)[0])
+        benchmark.journal = benchmark.Journal()
+        serving.runtime.table.table.forget()
+        assert serving.call() and stopwatch.bursts > bursts and serving.launched[-1] == "key-narrow"
+
+    def test_another_environment_is_timed_anew(
+        self, serving: Serving, stopwatch: Stopwatch, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert serving.call()
+        bursts = stopwatch.bursts
         environment = Environment({"driver": "another"})
         monkeypatch.setattr(serving.runtime.devices, "environment", lambda: environment)
         serving.runtime.table.table.forget()
-        assert serving.call() and self.bursts > bursts
+        assert serving.call() and stopwatch.bursts > bursts
         assert len(self.journal()) == 2
 
     def test_a_launch_that_is_refused_loses(
-        self, serving: Serving, timed: dict[str, float], monkeypatch: pytest.MonkeyPatch
+        self, serving: Serving, stopwatch: Stopwatch, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def refused(plan: Any, *inputs: Any) -> Any:
             if plan.config["tile_n"] == 64:
@@ -419,16 +392,16 @@ class TestBenchmark:
         assert serving.call() and serving.launched[-1] == "key-wide"
 
     def test_without_the_setting_nothing_is_timed(
-        self, serving: Serving, timed: dict[str, float], monkeypatch: pytest.MonkeyPatch
+        self, serving: Serving, stopwatch: Stopwatch, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.delenv("TUNER_BENCHMARK")
-        assert serving.call() and serving.launched == ["key-wide"] and self.bursts == 0
+        assert serving.call() and serving.launched == ["key-wide"] and stopwatch.bursts == 0
 
     def test_nothing_is_timed_where_nothing_is_proven(
-        self, serving: Serving, timed: dict[str, float]
+        self, serving: Serving, stopwatch: Stopwatch
     ) -> None:
         serving.proven = {}
-        assert not serving.call() and self.bursts == 0
+        assert not serving.call() and stopwatch.bursts == 0
 
 
 class ProductKernel(FusedKernel):

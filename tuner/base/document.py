@@ -22,6 +22,17 @@ _TYPES: Mapping[str, tuple[str, tuple[type, ...]]] = {
 }
 """Annotations of fields that `checked` knows, in words and as types."""
 
+FAULTS = (
+    OSError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""Exceptions of reading a file that is damaged or of another version, and of making objects of it.
+"""
 
 MAX_YAML_DEPTH = 8
 MAX_YAML_CHARACTERS = 256
@@ -142,9 +153,18 @@ def checked(cls: type, data: Any) -> dict[str, Any]:
             value = data[name]
             if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
                 raise ConfigError(f"{name}={value!r} is not {words}")
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ConfigError(f"{name}={value!r} is not finite")
+            if float in types and value is not None:
+                _check_finite(name, value)
     return dict(data)
+
+
+def _check_finite(name: str, value: float) -> None:
+    try:
+        is_finite = math.isfinite(value)
+    except OverflowError as exc:  # a whole number of more than 308 digits
+        raise ConfigError(f"{name} is too large for a floating-point number") from exc
+    if not is_finite:
+        raise ConfigError(f"{name}={value!r} is not finite")
 
 
 @cache

@@ -25,6 +25,7 @@ import errno
 import fcntl
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -37,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner import settings
-from tuner.base import scratch
+from tuner.base import document, scratch
 from tuner.base.ownership import close_to_others, open_to_others, remedy, trusted_sha256
 from tuner.compile import prebuilt
 from tuner.compile.device_code import device_code
@@ -262,21 +263,30 @@ class ArtifactCache:
         return folder
 
     @contextlib.contextmanager
-    def lock(self, key: str, stop: threading.Event | None = None) -> Iterator[bool]:
+    def lock(
+        self, key: str, stop: threading.Event | None = None, wait_s: float = math.inf
+    ) -> Iterator[bool]:
         """Wait for and hold the lock of `key`, between processes and threads.
 
+        Args:
+            key: artifact's key, or another name of letters, digits and underscores.
+            stop: event that ends the waiting.
+            wait_s: longest wait; 0: try once.
+
         Yields:
-            True while the lock is held; False only if `stop` was set while waiting.
+            True while the lock is held; False if `stop` was set, or the time was over.
 
         Raises:
             ConfigError: when the key is not one.
-            StoreError: when the cache folder cannot be written.
+            StoreError: when the cache folder cannot be written, or its file system has no locks.
         """
         self._folder(key)
-        descriptor = None
+        descriptor, end = None, time.monotonic() + wait_s
         while descriptor is None and not (stop and stop.is_set()):
             descriptor = self._try_lock(key)
             if descriptor is None:
+                if time.monotonic() >= end:
+                    break
                 time.sleep(_LOCK_POLL_S)
         try:
             yield descriptor is not None
@@ -298,6 +308,9 @@ class ArtifactCache:
                 return descriptor
         except (BlockingIOError, FileNotFoundError):
             pass
+        except OSError as exc:
+            os.close(descriptor)
+            raise self.write_error(exc) from exc
         os.close(descriptor)
         return None
 
@@ -313,8 +326,9 @@ class ArtifactCache:
     def facts(self, key: str) -> Mapping[str, Any]:
         """Facts of an artifact's build, not verified; empty where there are none."""
         try:
-            return dict(json.loads((self._folder(key) / "meta.json").read_text())["facts"])
-        except (OSError, ValueError, TypeError, KeyError):
+            text = (self._folder(key) / "meta.json").read_text(encoding="utf-8")
+            return dict(document.parse(text)["facts"])
+        except document.FAULTS:
             return {}
 
     def keys(self) -> list[str]:
@@ -395,6 +409,8 @@ class ArtifactCache:
                 "'tuner cache prune --max-size 2GB', or set TUNER_CACHE_DIR"
             )
         reason = exc.strerror or str(exc)
+        if exc.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+            reason = f"its file system has no locks: {reason}"
         return StoreError(
             f"the artifact cache {self.root} cannot be written ({reason}): "
             "set TUNER_CACHE_DIR to a folder that can"
@@ -419,22 +435,24 @@ def _intact(key: str, folder: Path, libraries: Path | None = None) -> Artifact |
         if libraries is not None:
             artifact = replace(artifact, library=libraries / f"{artifact.sha256}.so")
         return artifact if trusted_sha256(artifact.library) == artifact.sha256 else None
-    except (OSError, ValueError, TypeError, KeyError):
+    except document.FAULTS:
         return None
 
 
 def _read_meta(key: str, folder: Path, text: str) -> Artifact:
-    meta = json.loads(text)
+    meta = document.checked(Artifact, document.parse(text))
     if meta["format"] != FORMAT:
         raise ValueError(f"format {meta['format']}")
     resources = meta["resources"]
+    if resources is not None:
+        resources = Resources(**document.checked(Resources, resources))
     return Artifact(
         key=key,
         library=folder / "kernel.so",
         sha256=meta["sha256"],
-        resources=None if resources is None else Resources(**resources),
+        resources=resources,
         compile_cpu_s=float(meta["compile_cpu_s"]),
-        facts=meta["facts"],
+        facts=dict(meta["facts"]),
     )
 
 

@@ -2,36 +2,36 @@
 
 The first call of an untuned shape, outside of graph captures, times the portfolio's most promising
 proven kernels and PyTorch's kernel on the call's tensors. The fastest is kept. A choice is a line
-of ``benchmarked.jsonl`` under ``TUNER_CACHE_DIR``, for one problem, GPU and environment. Timing
-holds a lock, so that all processes of a machine keep one choice. Needs no compiler and no
-SQLAlchemy.
+of ``benchmarked.jsonl`` under ``TUNER_CACHE_DIR``, for one problem, GPU and environment. It ends
+when a promising kernel that it did not time is proven. Timing holds a lock, so that all processes
+of a machine keep one choice. PyTorch answers while another process holds it. Needs no compiler and
+no SQLAlchemy.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import math
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from tuner import settings
 from tuner.base import document
+from tuner.compile.artifacts import ArtifactCache
 from tuner.config import Config
-from tuner.errors import BenchmarkError, ConfigError
+from tuner.errors import BenchmarkError, StoreBusyError, StoreError
 from tuner.hardware import Gpu
 from tuner.problem import Problem
-from tuner.runtime import devices
+from tuner.runtime import counters, devices
 from tuner.runtime.plan import Plan
 
 _log = logging.getLogger("tuner.runtime")
@@ -45,6 +45,9 @@ ROUNDS = range(3, 11)
 CALLS = 4
 BUDGET_US = 200_000.0
 """GPU time, in microseconds, that the rounds of a shape may take beyond the fewest."""
+WAIT_S = 0.2
+"""Longest wait of a call for another process that times its kernels."""
+_LOCK = "benchmarked"
 
 Run = Callable[[Plan | None], object]
 """Function that enqueues the call by a plan, or by PyTorch for None."""
@@ -59,6 +62,21 @@ class TimedChoice:
     us: float
     """Median time of the chosen kernel, microseconds."""
     pytorch_us: float
+    timed: frozenset[str] = frozenset()
+    """Digests of the configs that were timed; of an older version's choices the chosen one's."""
+
+    def untimed(self, ranked: Sequence[Config]) -> Iterator[Config]:
+        """Configs that would have been timed, had their kernels been proven.
+
+        Args:
+            ranked: candidates, the most promising first.
+        """
+        timed = 0
+        for config in ranked:
+            if config.digest in self.timed:
+                timed += 1
+            elif timed < KERNELS:
+                yield config
 
 
 class Journal:
@@ -69,6 +87,8 @@ class Journal:
         self._path: Path | None = None
         self._read = 0
         self._known: dict[tuple[str, str, str], TimedChoice] = {}
+        self._wait_s = WAIT_S
+        """Wait for the lock; none after one in vain, until it was had again."""
 
     def find(self, problem: Problem, gpu: Gpu) -> TimedChoice | None:
         """The choice for a problem on a GPU, made in this environment."""
@@ -84,6 +104,7 @@ class Journal:
         run: Run,
         *,
         is_cold: bool,
+        ended: TimedChoice | None = None,
     ) -> TimedChoice | None:
         """Time the contenders and PyTorch's kernel, and keep the fastest. A choice that another
         process made meanwhile is taken over.
@@ -94,13 +115,17 @@ class Journal:
             contenders: plans of own kernels.
             run: enqueues the call by a plan.
             is_cold: True if a model's call finds weights or caches outside of L2.
+            ended: earlier choice that does not hold any more.
 
         Returns:
             None when memory ran out.
+
+        Raises:
+            StoreBusyError: when another process holds the lock for longer than `WAIT_S`.
         """
         with self._lock, self._alone():
             found = self.find(problem, gpu)
-            if found is not None:
+            if found is not None and found != ended:
                 return found
             times = _time(contenders, run, is_cold=is_cold)
             if times is None:
@@ -116,7 +141,7 @@ class Journal:
         return chosen
 
     def _refresh(self) -> None:
-        """Read the lines added since the last look; skip damaged ones."""
+        """Read the lines added since the last look; count damaged ones and skip them."""
         path = _path()
         if path != self._path:
             self._path, self._read, self._known = path, 0, {}
@@ -129,31 +154,38 @@ class Journal:
             with path.open("rb") as file:
                 file.seek(self._read)
                 text = file.read()
-        except OSError:
+        except FileNotFoundError:
+            return
+        except OSError as exc:
+            counters.count_error(f"the timed choices cannot be read: {exc}")
             return
         whole = text.rfind(b"\n") + 1  # a line that is being written is read later
         self._read += whole
         for line in text[:whole].splitlines():
-            with contextlib.suppress(ConfigError, ValueError, LookupError, TypeError):
+            try:
                 key, timed = _from_line(line)
+            except document.FAULTS as exc:
+                counters.count_error(f"a line of {path.name} is damaged: {exc!r:.200}")
+            else:
                 self._known[key] = timed
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Hold the journal's lock file; without one where the folder cannot be written."""
-        path = _path().with_suffix(".lock")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as exc:
-            _log.info("choices are not kept: %s", exc)
+        """Hold the journal's lock; go on without one where the cache has no locks.
+
+        Raises:
+            StoreBusyError: when another process holds it for longer than `WAIT_S`.
+        """
+        with contextlib.ExitStack() as stack:
+            try:
+                held = stack.enter_context(ArtifactCache().lock(_LOCK, wait_s=self._wait_s))
+            except StoreError as exc:
+                counters.count_error(f"each process times kernels for itself: {exc}")
+            else:
+                self._wait_s = WAIT_S if held else 0.0
+                if not held:
+                    raise StoreBusyError("another process is timing kernels (it holds the lock)")
             yield
-            return
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(descriptor)
 
     def _write(self, problem: Problem, gpu: Gpu, timed: TimedChoice) -> None:
         key, identity, environment = _key(problem, gpu)
@@ -164,15 +196,20 @@ class Journal:
             "config": None if timed.config is None else timed.config.to_json(),
             "us": round(timed.us, 3),
             "pytorch_us": round(timed.pytorch_us, 3),
+            "timed": sorted(timed.timed),
             "at": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         line = json.dumps(row, sort_keys=True).encode() + b"\n"
-        with contextlib.suppress(OSError), _path().open("ab+", buffering=0) as file:
-            # Start a new line if the last one was cut short.
-            if size := file.seek(0, os.SEEK_END):
-                file.seek(size - 1)
-                line = line if file.read(1) == b"\n" else b"\n" + line
-            file.write(line)
+        try:
+            _path().parent.mkdir(parents=True, exist_ok=True)
+            with _path().open("ab+", buffering=0) as file:
+                # Start a new line if the last one was cut short.
+                if size := file.seek(0, os.SEEK_END):
+                    file.seek(size - 1)
+                    line = line if file.read(1) == b"\n" else b"\n" + line
+                file.write(line)
+        except OSError as exc:
+            counters.count_error(f"the timed choices cannot be written: {exc}")
 
 
 def _path() -> Path:
@@ -184,10 +221,11 @@ def _key(problem: Problem, gpu: Gpu) -> tuple[str, str, str]:
 
 
 def _from_line(line: bytes) -> tuple[tuple[str, str, str], TimedChoice]:
-    row: dict[str, Any] = document.parse(line)
+    row = document.checked(TimedChoice, document.parse(line))
     problem = json.dumps(row["problem"], sort_keys=True, separators=(",", ":"))
     config = None if row["config"] is None else Config.from_json(row["config"])
-    timed = TimedChoice(config, float(row["us"]), float(row["pytorch_us"]))
+    digests = frozenset(map(str, row.get("timed", () if config is None else (config.digest,))))
+    timed = TimedChoice(config, float(row["us"]), float(row["pytorch_us"]), digests)
     return (problem, str(row["gpu"]), str(row["environment"])), timed
 
 
@@ -230,10 +268,11 @@ def _sample(plan: Plan | None, run: Run, is_cold: bool) -> float:
 def _fastest(times: Mapping[Config | None, float]) -> TimedChoice:
     pytorch_us = times[None]
     own = {config: us for config, us in times.items() if config is not None}
+    timed = frozenset(config.digest for config in own)
     best = min(own, key=lambda config: own[config])
     if own[best] * (1 + MIN_GAIN) <= pytorch_us:
-        return TimedChoice(best, own[best], pytorch_us)
-    return TimedChoice(None, pytorch_us, pytorch_us)
+        return TimedChoice(best, own[best], pytorch_us, timed)
+    return TimedChoice(None, pytorch_us, pytorch_us, timed)
 
 
 journal = Journal()

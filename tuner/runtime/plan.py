@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tuner.base import document
 from tuner.compile import background
 from tuner.compile.artifacts import ArtifactCache
 from tuner.compile.loading import LoadedKernel, load, loaded
@@ -24,8 +25,6 @@ from tuner.runtime import counters, devices, native
 from tuner.runtime.refusal import Kind, Refusal
 from tuner.selection.reader import LookupResult
 
-#: What a family raises on a config of another version of itself.
-_INCOMPATIBLE_CONFIG_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 #: Workspaces start at multiples of this many bytes, as separate allocations would.
 _ALIGNMENT = 256
 
@@ -366,7 +365,7 @@ def plan_of(posed: Posed, measurement: Measurement, device: int) -> Plan | Refus
         call = native.call(member.vendor_call, problem, config, posed.scale)
     except (BenchmarkError, ConfigError) as exc:
         return str(exc)
-    except _INCOMPATIBLE_CONFIG_ERRORS as exc:
+    except document.FAULTS as exc:
         return f"{config.family} here is another version than the entry's ({exc!r})"
     if isinstance(call, str):
         return call

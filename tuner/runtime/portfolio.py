@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.attention import SDPBackend
 
+from tuner.base import document
 from tuner.config import Config
 from tuner.errors import TunerError
 from tuner.families import family
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Provenance, Status
 from tuner.problem import AttentionBackwardProblem, AttentionProblem, Problem
-from tuner.runtime import devices, native
+from tuner.runtime import counters, devices, native
 from tuner.runtime.plan import Plan, Posed, plan_of
 from tuner.runtime.refusal import Kind, Refusal
 from tuner.selection import backward
@@ -38,6 +39,7 @@ from tuner.selection.portfolio import Portfolio, serving, shipped
 from tuner.selection.rules import rule_of
 
 if TYPE_CHECKING:
+    from tuner.runtime.benchmark import TimedChoice
     from tuner.selection.by_rule import RuleSelection
 
 _BACKENDS = {
@@ -45,6 +47,9 @@ _BACKENDS = {
     SDPBackend.EFFICIENT_ATTENTION.value: "efficient",
     SDPBackend.CUDNN_ATTENTION.value: "cudnn",
 }
+FAULTS = (TunerError, *document.FAULTS)
+"""Errors of files that a call is looked up in; no call suffers from them."""
+_MAX_TEXT = 300
 #: Lengths of the small tensors for which PyTorch's choice is read.
 _ASKED_LENGTHS = (128, 256)
 
@@ -83,20 +88,27 @@ def has_proven(problem: Problem, gpu: Gpu) -> bool:
     Args:
         problem: a small problem of a portfolio's domain, or of a kind of gradient.
         gpu: GPU that it runs on.
-
-    Raises:
-        StoreError: when a shipped portfolio is damaged.
     """
-    if isinstance(problem, AttentionBackwardProblem):
-        kind = backward.kind_of(problem)
-        config = None if kind is None else backward.KERNELS.get(kind)
-        configs = [] if config is None else [config]
-    else:
-        mine = _portfolio_of(problem, gpu)
-        models = None if mine is None else mine.models_of(domain_of(problem))
-        known = () if models is None else models.candidates
-        configs = [one.config for one in known if one.family is not None and not one.is_vendor]
-    return any(not isinstance(_own(problem, gpu, one, (), ()), str) for one in configs)
+    try:
+        if isinstance(problem, AttentionBackwardProblem):
+            kind = backward.kind_of(problem)
+            config = None if kind is None else backward.KERNELS.get(kind)
+            configs = [] if config is None else [config]
+        else:
+            mine = _portfolio_of(problem, gpu)
+            models = None if mine is None else mine.models_of(domain_of(problem))
+            known = () if models is None else models.candidates
+            configs = [one.config for one in known if one.family is not None and not one.is_vendor]
+        return any(not isinstance(_own(problem, gpu, one, (), ()), str) for one in configs)
+    except FAULTS as exc:
+        counters.count_error(damaged(problem, exc).reason)
+        return False
+
+
+def damaged(problem: Problem, exc: Exception) -> Refusal:
+    """Refusal of a call for which a file of the tuner cannot be used."""
+    text = " ".join(f"{type(exc).__name__}: {exc}".split())
+    return Refusal(Kind.FILE, f"{problem.label()}: {text[:_MAX_TEXT]}")
 
 
 def _portfolio_of(problem: Problem, gpu: Gpu) -> Portfolio | None:
@@ -185,33 +197,46 @@ def _timed(
     withdrawn: Collection[Config],
     absent: Collection[str],
 ) -> Choice | None:
-    """The fastest candidate by measurement on this machine, timed now unless a choice is known;
-    None when nothing can be timed.
+    """The fastest candidate by measurement on this machine, timed now unless a choice holds; None
+    when nothing can be timed.
+
+    Raises:
+        StoreBusyError: when another process is timing.
     """
     from tuner.runtime import benchmark  # only programs that time their calls need it
 
     problem, run = posed.problem, posed.run
     assert run is not None
-    plans: dict[Config, Plan] = {}
-    known = benchmark.journal.find(problem, gpu)
-    for _, config in selection.ranked():
-        if known is not None and config != known.config:
-            continue
+    ranked = [config for _, config in selection.ranked()]
+
+    def planned(config: Config) -> Plan | None:
+        """The plan of a proven candidate; None where it has none."""
         found = _own(problem, gpu, config, withdrawn, absent)
         plan = found if isinstance(found, str) else made(config, found)
-        if isinstance(plan, Plan):
-            plans[config] = plan
-        if len(plans) == benchmark.KERNELS:
-            break
-    if known is None and plans:
+        return plan if isinstance(plan, Plan) else None
+
+    ended: TimedChoice | None = None
+    timed = benchmark.journal.find(problem, gpu)
+    if timed is not None and any(map(planned, timed.untimed(ranked))):
+        timed, ended = None, timed
+    if timed is None:
+        plans: dict[Config, Plan] = {}
+        for config in ranked:
+            if (plan := planned(config)) is not None:
+                plans[config] = plan
+            if len(plans) == benchmark.KERNELS:
+                break
+        if not plans:
+            return None
         is_cold = selection.regime.l2 == "cold"
-        known = benchmark.journal.decide(problem, gpu, plans, run, is_cold=is_cold)
-    if known is None:
+        decide = benchmark.journal.decide
+        timed = decide(problem, gpu, plans, run, is_cold=is_cold, ended=ended)
+    if timed is None:
         return None
-    if known.config is None:
-        text = f"{problem.label()}: {known.pytorch_us:.1f} us"
+    if timed.config is None:
+        text = f"{problem.label()}: {timed.pytorch_us:.1f} us"
         return Choice(selection, Refusal(Kind.TIMED, text))
-    chosen = plans.get(known.config)
+    chosen = planned(timed.config)
     return None if chosen is None else Choice(selection, chosen)
 
 

@@ -15,6 +15,7 @@ class Kind(StrEnum):
     OFF = "switched off"
     RANKS = "the ranks did not agree"
     STORE = "the store cannot be read"
+    FILE = "a file of the tuner cannot be used"
     CAPTURING = "a kernel cannot be loaded inside a graph capture"
     MISS = "no measured winner"
     VENDOR = "PyTorch's own kernel was the fastest"

@@ -11,12 +11,13 @@ from collections.abc import Callable
 
 import torch
 
+from tuner.base import document
 from tuner.compile.artifacts import ArtifactCache
 from tuner.compile.loading import LoadedKernel, load
 from tuner.compile.single import Source
 from tuner.errors import TunerError
 from tuner.hardware import HOPPER
-from tuner.runtime import devices
+from tuner.runtime import counters, devices
 
 _log = logging.getLogger("tuner.runtime")
 
@@ -49,8 +50,8 @@ class SourcedKernel:
             return self._known[device]
         try:
             artifact = self.source.find(ArtifactCache())
-        except (TunerError, OSError) as exc:
-            _log.info("%s: %s", self._otherwise, exc)
+        except (TunerError, *document.FAULTS) as exc:
+            counters.count_error(f"{self._otherwise}: {exc}")
             artifact = None
         if artifact is not None and devices.is_capturing():
             return None

@@ -80,6 +80,11 @@ class _Known:
         )
 
     @property
+    def is_damaged(self) -> bool:
+        """True where a file that the call is looked up in cannot be used."""
+        return isinstance(self.plan, Refusal) and self.plan.kind is Kind.FILE
+
+    @property
     def stale(self) -> _Known:
         """A copy that must be looked up again."""
         return replace(self, until=0.0, is_stale=True)
@@ -104,6 +109,8 @@ class PlanTable:
         """Stamp of the store's decisions at the last check."""
         self._decided: Mapping[str, Hashable] | None = None
         """The decisions themselves, read from the first change on."""
+        self._proven: Any = None
+        """Kernel lists at the last check, where calls are timed."""
         self._off: Refusal | None = None
         """Reason why nothing is served; None otherwise."""
         self._path: Path | None = None
@@ -169,6 +176,8 @@ class PlanTable:
             found = self._find(pose, device, self._known.get(kind))
             if isinstance(found, Refusal):
                 return old.plan if old and isinstance(old.plan, Plan) else found
+            if found.is_damaged and old and isinstance(old.plan, Plan):
+                found = replace(old, until=found.until)  # a plan outlives the file it came from
             if len(self._known) >= _MAX_KNOWN:
                 self._clear()
             self._known[kind] = found
@@ -288,9 +297,10 @@ class PlanTable:
                 if stamp != self._stamp:
                     self._drop()
                     self._stamp = stamp
-            except StoreError as exc:
+            except portfolio.FAULTS as exc:
                 self._blame(exc)
                 wait = RETRY_EVERY_S
+            self._end_choices()
             off = _OFF if settings.disabled() else self._refusal
             if off != self._off:
                 self._off = off
@@ -299,6 +309,20 @@ class PlanTable:
             self._look_at = time.monotonic() + wait
             self._serve()
             self._lock.release()
+
+    def _end_choices(self) -> None:
+        """Look up again, where calls are timed, when other kernels are proven than before."""
+        if not settings.benchmark():
+            return
+        try:
+            proven = portfolio.lists.known()
+        except portfolio.FAULTS as exc:
+            counters.count_error(f"{Kind.FILE}: {exc}")
+            return
+        if self._proven is not None and proven is not self._proven:
+            self._known = {kind: known.stale for kind, known in self._known.items()}
+            self.renew()
+        self._proven = proven
 
     def _drop(self) -> None:
         """Drop plans of changed decisions, and mark refusals of the same cache at other lengths as
@@ -348,6 +372,8 @@ class PlanTable:
             found, is_exact = self._serving(posed, device)
         except StoreError as exc:
             return self._blame(exc)
+        except portfolio.FAULTS as exc:
+            return self._damaged(problem, exc)
         if near is not None and isinstance(found.plan, Refusal) and not is_exact:
             self._near[near] = found
         return found
@@ -373,10 +399,8 @@ class PlanTable:
             is_final = isinstance(own.plan, Plan) or (is_measured and own.until == math.inf)
             if is_final and not stands_in:
                 return self._bounded(own, is_strided), True
-        chosen: _Known | None = None
         # Ranks that agreed on decisions may have different kernel lists.
-        if self._path is None and portfolio.knows(problem, gpu):
-            chosen = self._choose(posed, device)
+        chosen = self._choose(posed, device) if self._path is None else None
         wanted = KernelPlan if stands_in else Plan
         if chosen is not None and isinstance(chosen.plan, wanted):
             return chosen, False
@@ -392,9 +416,14 @@ class PlanTable:
         """The portfolio's result; None when it has no candidates for such problems."""
         problem = posed.problem
         withdrawn = self._withdrawn.get(problem.key, ())
-        with devices.use(device):
-            gpu = devices.gpu_of(device)
-            choice = portfolio.choose(posed, gpu, device, withdrawn, self._absent)
+        try:
+            with devices.use(device):
+                gpu = devices.gpu_of(device)
+                if not portfolio.knows(problem, gpu):
+                    return None
+                choice = portfolio.choose(posed, gpu, device, withdrawn, self._absent)
+        except portfolio.FAULTS as exc:
+            return self._damaged(problem, exc)
         if choice is None:
             return None
         selection, plan = choice.selection, choice.plan
@@ -429,7 +458,7 @@ class PlanTable:
                 ends = lengths.between(problem.seqlen_kv, decided_here, width)
                 if found := lengths.served(plan, problem.seqlen_kv, ends, resolved):
                     return found
-        except (StoreError, ConfigError, BenchmarkError):  # then it serves its own length
+        except portfolio.FAULTS:  # then it serves its own length
             pass
         return None
 
@@ -483,7 +512,13 @@ class PlanTable:
                 found,
             )
 
-    def _blame(self, exc: StoreError) -> Refusal:
+    def _damaged(self, problem: Problem, exc: Exception) -> _Known:
+        """Refuse a kind of call for a while: a file that it is looked up in cannot be used."""
+        refusal = portfolio.damaged(problem, exc)
+        counters.count_error(refusal.reason)
+        return _refused(problem, refusal, RETRY_EVERY_S)
+
+    def _blame(self, exc: Exception) -> Refusal:
         """Refuse unknown calls until the next check: the store cannot be read."""
         self._fault = once(Kind.STORE, str(exc))
         counters.count_error(self._fault.reason)
