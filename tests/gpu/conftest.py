@@ -4,6 +4,7 @@ the gate on the GPU.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import shutil
 from collections.abc import Iterator
@@ -13,10 +14,12 @@ from typing import Any
 import pytest
 
 from tuner.base import resources
+from tuner.compile import dispatcher
 from tuner.compile.artifacts import ArtifactCache
 from tuner.compile.compiler import Compiler
 from tuner.compile.loading import load
 from tuner.compile.toolchain import find_toolchain
+from tuner.errors import CompileError
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure.device import Device, detect
 from tuner.measure.gate import REFERENCE, Gate
@@ -56,6 +59,14 @@ def compiler(
             yield made
         finally:
             made.close(cancel=True)  # nobody waits for what no test asked for
+
+
+@pytest.fixture(scope="session", autouse=True)
+def built_dispatcher(shared_cache: Path, missing_gpu: str) -> None:
+    """`tuner.enable` overrides nothing before it is built."""
+    if not missing_gpu:
+        with contextlib.suppress(CompileError):
+            dispatcher.build(ArtifactCache(shared_cache / "artifacts"))
 
 
 def modules(session: pytest.Session) -> list[Any]:

@@ -50,7 +50,7 @@ def _change(document: Any, draw: random.Random) -> None:
         case 4:
             node[key] = [node[key]]
         case _:
-            node[key] = draw.choice(HOSTILE)
+            node[key] = copy.deepcopy(draw.choice(HOSTILE))
 
 
 def mutated(document: Any, draw: random.Random) -> bytes:

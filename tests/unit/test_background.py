@@ -138,6 +138,49 @@ def test_a_forked_child_builds_for_itself() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_processes_that_miss_the_same_kernel_share_one_build(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As forked servers do, each with a builder of its own: a file's lock holds between them."""
+    library, (key,) = tmp_path / "kernel.so", MISSING.artifacts.values()
+    library.write_bytes(b"library")
+    started, release, builds = threading.Event(), threading.Event(), list[str]()
+
+    def build(problem: object, gpu: str) -> str:
+        builds.append(gpu)
+        started.set()
+        assert release.wait(20)
+        facts = {"resources": None, "compile_cpu_s": 0.0, "source": "", "facts": {}}
+        ArtifactCache().put(key, library, **facts)
+        return ""
+
+    def miss() -> None:
+        assert background._build_once(MISSING.problem, "H200", [key]) == ""
+
+    monkeypatch.setattr(background, "build", build)
+    servers = [threading.Thread(target=miss) for _ in range(3)]
+    for server in servers:
+        server.start()
+    assert started.wait(20)
+    release.set()
+    for server in servers:
+        server.join(20)
+    assert builds == ["H200"]
+
+
+def test_a_cache_that_cannot_be_written_ends_no_builder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TUNER_BUILD_ON_MISS", "1")
+    blocked = tmp_path / "file"
+    blocked.touch()
+    monkeypatch.setenv("TUNER_CACHE_DIR", str(blocked))
+    builder = Builder()
+    assert builder.request(MISSING)
+    wait_for(lambda: "cannot be written" in caplog.text)
+    assert builder._thread is not None and builder._thread.is_alive()
+
+
 def test_a_machine_runs_one_build_at_a_time(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

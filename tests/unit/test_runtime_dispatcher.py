@@ -585,6 +585,7 @@ def test_what_cannot_be_built_leaves_python_s_path(
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     caplog.set_level("INFO", "tuner.runtime")
-    on_cpu.dispatch._prepare(then=lambda: pytest.fail("nothing was loaded"))
+    monkeypatch.setattr(on_cpu.dispatch, "_waiting", [lambda: pytest.fail("nothing was loaded")])
+    on_cpu.dispatch._prepare()
     assert "calls go through Python" in caplog.text and "no-such-compiler" in caplog.text
     assert on_cpu.dispatch.attention(*inputs(), None, 0.0, False, None, False) is None

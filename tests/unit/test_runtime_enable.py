@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 import threading
@@ -62,18 +63,14 @@ def state() -> tuple[Any, ...]:
     )
 
 
-@pytest.fixture(autouse=True, params=["python", "dispatcher"])
-def path(request: pytest.FixtureRequest) -> str:
-    """The operators are overridden from Python, or by the dispatcher."""
-    if request.param == "dispatcher":
-        modules = request.getfixturevalue("on_cpu")
-        built = request.getfixturevalue("built")
-        modules.dispatch.use(modules.dispatch.load(built.dispatcher))
-    return str(request.param)
+@pytest.fixture(autouse=True)
+def loaded(on_cpu: SimpleNamespace, built: SimpleNamespace) -> None:
+    """The dispatcher, which overrides the operators."""
+    on_cpu.dispatch.use(on_cpu.dispatch.load(built.dispatcher))
 
 
 @pytest.fixture(autouse=True)
-def restored(request: pytest.FixtureRequest, path: str) -> Iterator[None]:
+def restored(request: pytest.FixtureRequest, loaded: None) -> Iterator[None]:
     if "backends" in request.fixturenames:
         request.getfixturevalue("backends")
     before = state()
@@ -82,7 +79,6 @@ def restored(request: pytest.FixtureRequest, path: str) -> Iterator[None]:
     assert state() == before
 
 
-@pytest.mark.parametrize("path", ["python"], indirect=True)  # another process, whatever it is here
 def test_importing_enables_nothing_and_loads_no_dynamo() -> None:
     code = (
         "import sys, torch, tuner; tuner.attention, tuner.enable\n"
@@ -409,6 +405,98 @@ def test_a_provider_removed_meanwhile_is_not_called(
         flash(*tensors())
         assert len(tuned.problems) == 1
     assert backends == [FLASH]
+
+
+class TestBeforeItIsLoaded:
+    """`enable` without a dispatcher: the first minute of a machine, or no C++ compiler."""
+
+    @pytest.fixture
+    def waiting(self, on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+        """Functions that are to be called once it is loaded."""
+        on_cpu.dispatch.use(None)
+        called: list[Any] = []
+        monkeypatch.setattr(on_cpu.dispatch, "prepare", lambda then: called.append(then))
+        monkeypatch.setattr(on_cpu.devices, "is_present", lambda: True)
+        return called
+
+    def test_nothing_is_overridden(self, waiting: list[Any]) -> None:
+        before = state()
+        with tuner.enabled():
+            assert state() == before and len(waiting) == 1
+        tuner.enable()
+        assert state() == before
+
+    def test_without_a_gpu_none_is_built(
+        self, on_cpu: SimpleNamespace, waiting: list[Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(on_cpu.devices, "is_present", lambda: False)
+        tuner.enable()
+        assert waiting == [] and not is_on()
+
+    def test_the_main_thread_takes_it_up_between_two_instructions(
+        self,
+        tuned: SimpleNamespace,
+        built: SimpleNamespace,
+        backends: list[str],
+        waiting: list[Any],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        override, threads = tuned.dispatch.override, list[Any]()
+
+        def watched(ask: Any) -> Any:
+            threads.append(threading.current_thread())
+            return override(ask)
+
+        monkeypatch.setattr(tuned.dispatch, "override", watched)
+        tuner.enable()
+        flash(*tensors())
+        assert backends == [FLASH] and tuned.problems == []
+        tuned.dispatch.use(tuned.dispatch.load(built.dispatcher))
+        loader = threading.Thread(target=waiting[0])
+        loader.start()
+        loader.join()
+        assert is_on() and threads == [threading.main_thread()]
+        flash(*tensors())
+        assert backends == [FLASH] and len(tuned.problems) == 1
+
+    def test_a_main_thread_that_waits_is_not_waited_for(
+        self, on_cpu: SimpleNamespace, built: SimpleNamespace, waiting: list[Any],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:  # fmt: skip
+        enable = importlib.import_module("tuner.runtime.enable")
+        monkeypatch.setattr(enable, "TAKE_UP_S", 0.0)
+        monkeypatch.setattr(enable, "_add_pending_call", lambda *_: 0)
+        tuner.enable()
+        on_cpu.dispatch.use(on_cpu.dispatch.load(built.dispatcher))
+        waiting[0]()
+        assert is_on()
+
+    def test_it_is_taken_up_by_whoever_holds_the_switch(
+        self, on_cpu: SimpleNamespace, built: SimpleNamespace, waiting: list[Any]
+    ) -> None:
+        """Loaded while `enable` is between its look and its end."""
+        switch = importlib.import_module("tuner.runtime.enable")._switch
+        apply = switch._apply
+
+        def late() -> None:
+            del switch._apply
+            apply()
+            on_cpu.dispatch.use(on_cpu.dispatch.load(built.dispatcher))
+            switch.take_up()
+            assert not is_on()
+
+        switch._apply = late
+        tuner.enable()
+        assert is_on()
+
+    def test_switched_off_meanwhile_nothing_is_overridden(
+        self, on_cpu: SimpleNamespace, built: SimpleNamespace, waiting: list[Any]
+    ) -> None:
+        with tuner.enabled():
+            pass
+        on_cpu.dispatch.use(on_cpu.dispatch.load(built.dispatcher))
+        waiting[0]()
+        assert not is_on()
 
 
 def test_an_older_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
+from tuner.base import forks
 from tuner.errors import CompileError
 
 _NICE = 10
@@ -208,7 +209,8 @@ def _is_installed() -> bool:
 
 
 class ProcessGroup:
-    """Command in a process group of its own, which ends with this process, however that ends.
+    """Command in a process group of its own, which ends with this process, however that ends. A
+    forked child of this process neither keeps it alive nor ends it.
 
     Args:
         command: program and arguments.
@@ -219,7 +221,8 @@ class ProcessGroup:
     """
 
     def __init__(self, command: Sequence[str], **options: Any) -> None:
-        theirs, self._ours = os.pipe()
+        theirs, ours = os.pipe()
+        self._ours, self._owner = forks.Descriptor(ours), os.getpid()
         try:
             self.process: subprocess.Popen[Any] = subprocess.Popen(
                 ["/bin/sh", "-c", _ENDS_WITH_ITS_STARTER, "tuner", *command],
@@ -235,12 +238,12 @@ class ProcessGroup:
 
     def release(self) -> None:
         """Close the pipe that keeps the group alive: what is left of it is killed."""
-        if self._ours >= 0:
-            os.close(self._ours)
-            self._ours = -1
+        self._ours.close()
 
     def end(self) -> None:
         """Kill what is left of the group, and wait for the command; once or more often."""
+        if os.getpid() != self._owner:
+            return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -289,12 +292,15 @@ class Finished:
 class ProcessPool:
     """The compiler processes of one owner; `run` and `kill` from any thread.
 
-    They also end with this process, however it ends.
+    They also end with this process, however it ends. In a forked child of it the pool is empty.
     """
+
+    _lock: threading.Lock
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._lock = threading.Lock()
+        forks.add_lock(self)
+        forks.in_child(self, ProcessPool._forget)
         self._groups: dict[int, ProcessGroup] = {}
         """Process groups by their leader."""
         self._folders: dict[int, Path] = {}
@@ -341,6 +347,10 @@ class ProcessPool:
             timed_out=expired.is_set(),
             log=log.read_text(encoding="utf-8", errors="replace"),
         )
+
+    def _forget(self) -> None:
+        self._groups.clear()
+        self._folders.clear()
 
     def kill(self, folder: Path | None = None) -> None:
         """Kill every process group now and any that would still be started.

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner import settings
-from tuner.base import document, scratch
+from tuner.base import document, forks, scratch
 from tuner.base.ownership import close_to_others, open_to_others, remedy, trusted_sha256
 from tuner.compile import prebuilt
 from tuner.compile.device_code import device_code
@@ -291,27 +291,27 @@ class ArtifactCache:
         try:
             yield descriptor is not None
         finally:
-            if descriptor is not None:
+            if descriptor is not None and descriptor.is_open:
                 # Unlinked while held; a waiter on the old file notices (`_try_lock`).
                 (self.root / ".locks" / key).unlink(missing_ok=True)
-                os.close(descriptor)
+                descriptor.close()
 
-    def _try_lock(self, name: str) -> int | None:
+    def _try_lock(self, name: str) -> forks.Descriptor | None:
         try:
             path = self._made(".locks") / name
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            descriptor = forks.Descriptor(os.open(path, os.O_RDWR | os.O_CREAT, 0o666))
         except OSError as exc:
             raise self.write_error(exc) from exc
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(descriptor).st_ino == path.stat().st_ino:
+            fcntl.flock(descriptor.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(descriptor.number).st_ino == path.stat().st_ino:
                 return descriptor
         except (BlockingIOError, FileNotFoundError):
             pass
         except OSError as exc:
-            os.close(descriptor)
+            descriptor.close()
             raise self.write_error(exc) from exc
-        os.close(descriptor)
+        descriptor.close()
         return None
 
     def sweep(self) -> None:
@@ -392,7 +392,7 @@ class ArtifactCache:
             raise self.write_error(exc) from exc
         finally:
             (self.root / ".locks" / folder.name).unlink(missing_ok=True)
-            os.close(descriptor)
+            descriptor.close()
         return True
 
     def _quarantine(self, folder: Path) -> None:

@@ -2,20 +2,26 @@
 
 Off by default: serving compiles nothing. Switched on, ``tuner build`` compiles the missing kernel
 of a measured entry (imported, shipped or pruned). It is a process of its own that outlives this
-one; a machine runs one at a time. The calling thread never waits, and
-nothing is tuned.
+one; a machine runs one at a time. Servers that miss the same kernel, as forked ones do, share one
+build: the others wait for it in the background. The calling thread never waits, and nothing is
+tuned.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import queue
 import subprocess
 import tempfile
 import threading
+from collections.abc import Collection
 
 from tuner import settings
+from tuner.base import document
+from tuner.compile.artifacts import ArtifactCache
+from tuner.errors import TunerError
 from tuner.measurement import Measurement, Provenance
 from tuner.problem import Problem
 
@@ -25,6 +31,8 @@ _LOG_CHARACTERS = 500
 
 _Wanted = tuple[Problem, str]
 """Problem and GPU name, the arguments of ``tuner build``."""
+_Queue = queue.SimpleQueue[tuple[_Wanted, tuple[str, ...]]]
+"""Problems to build, and the keys of their missing artifacts."""
 
 
 class Builder:
@@ -35,7 +43,7 @@ class Builder:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._asked: set[_Wanted] = set()
-        self._queue: queue.SimpleQueue[_Wanted] = queue.SimpleQueue()
+        self._queue: _Queue = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def request(self, missing: Measurement) -> bool:
@@ -56,7 +64,7 @@ class Builder:
             if wanted in self._asked:
                 return False
             self._asked.add(wanted)
-            self._queue.put(wanted)
+            self._queue.put((wanted, tuple(missing.artifacts.values())))
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._work, daemon=True, name="tuner-build-on-miss"
@@ -66,11 +74,29 @@ class Builder:
 
     def _work(self) -> None:
         while True:
-            problem, gpu = self._queue.get()
+            (problem, gpu), keys = self._queue.get()
             label = f"{problem.op} {problem.label()}"
             _log.info("building the kernels of %s in the background", label)
-            if fault := build(problem, gpu):
+            try:
+                fault = _build_once(problem, gpu, keys)
+            except (TunerError, *document.FAULTS) as exc:
+                fault = str(exc)
+            if fault:
                 _log.warning("the kernels of %s were not built: %s", label, fault)
+
+
+def _build_once(problem: Problem, gpu: str, keys: Collection[str]) -> str:
+    """As `build`, unless another process has built the artifacts; waits for one that is at it.
+
+    Raises:
+        StoreError: when the cache cannot be written.
+    """
+    cache = ArtifactCache()
+    name = hashlib.sha256(f"{problem.key} {gpu}".encode()).hexdigest()[:32]
+    with cache.lock(f"build_{name}"):
+        if keys and all(cache.find(key) for key in keys):
+            return ""
+        return build(problem, gpu)
 
 
 def build(problem: Problem, gpu: str) -> str:

@@ -11,6 +11,7 @@ the rest. Needs the standard library only.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -148,7 +149,7 @@ def compiled(name: str, lines: Iterable[str], names: Mapping[str, Any]) -> Any:
         lines: its text, made from a tape's assignments.
         names: values that the lines refer to, by name.
     """
-    space = dict(names)
+    space = {"inf": math.inf, "nan": math.nan, **names}
     exec("\n".join(lines), space)
     return space[name]
 

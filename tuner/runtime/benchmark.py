@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from tuner import settings
-from tuner.base import document
+from tuner.base import document, forks
 from tuner.compile.artifacts import ArtifactCache
 from tuner.config import Config
 from tuner.errors import BenchmarkError, StoreBusyError, StoreError
@@ -82,8 +82,10 @@ class TimedChoice:
 class Journal:
     """File of choices; safe between threads and processes."""
 
+    _lock: threading.RLock
+
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        forks.add_lock(self, threading.RLock)
         self._path: Path | None = None
         self._read = 0
         self._known: dict[tuple[str, str, str], TimedChoice] = {}
@@ -276,11 +278,3 @@ def _fastest(times: Mapping[Config | None, float]) -> TimedChoice:
 
 
 journal = Journal()
-
-
-def _after_fork() -> None:
-    journal._lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

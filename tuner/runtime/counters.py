@@ -8,11 +8,12 @@ the others as information.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+
+from tuner.base import forks
 
 _log = logging.getLogger("tuner.runtime")
 
@@ -44,8 +45,10 @@ class Stats:
 class _Counts:
     """The counters and their lock."""
 
+    lock: threading.Lock
+
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        forks.add_lock(self, name="lock")
         self.hits = 0
         self.portfolio_hits = 0
         self.fallbacks: Counter[str] = Counter()
@@ -126,11 +129,3 @@ def _say(what: str, reason: str) -> None:
         is_first = kind_of(reason) not in _counts.said
         _counts.said |= {reason, kind_of(reason)}
     _log.log(logging.WARNING if is_first else logging.INFO, "%s%s", what, reason)
-
-
-def _after_fork() -> None:
-    _counts.lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

@@ -36,6 +36,11 @@ def gpu_of(index: int) -> Gpu:
     return _gpus[index]
 
 
+def is_present() -> bool:
+    """True when there is a device; creates no context, so that the process may fork afterwards."""
+    return torch.cuda.device_count() > 0
+
+
 def stream_of(index: int) -> int:
     """The CUstream handle of the current stream of a device."""
     return int(torch._C._cuda_getCurrentRawStream(index))

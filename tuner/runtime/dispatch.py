@@ -59,6 +59,8 @@ _module: Any = None
 _kinds: list[str] = []
 """Kinds of refusals, in the order in which the dispatcher counts them."""
 _thread: threading.Thread | None = None
+_waiting: list[Callable[[], None]] = []
+"""Functions to call once it is loaded."""
 _lock = threading.Lock()
 
 
@@ -69,20 +71,20 @@ _UNLOADABLE = (TunerError, ImportError, OSError, AttributeError)
 
 
 def prepare(then: Callable[[], None]) -> threading.Thread:
-    """Load the dispatcher in the background, building it if needed; later calls do nothing.
+    """Load the dispatcher in the background, building it if needed; done once.
 
     Args:
-        then: called once it is loaded.
+        then: called once it is loaded; equal functions count once.
 
     Returns:
         The thread; join it to wait.
     """
     global _thread
     with _lock:
+        if then not in _waiting:
+            _waiting.append(then)
         if _thread is None:
-            _thread = threading.Thread(
-                target=_prepare, args=(then,), name="tuner-dispatcher", daemon=True
-            )
+            _thread = threading.Thread(target=_prepare, name="tuner-dispatcher", daemon=True)
             _thread.start()
         return _thread
 
@@ -109,7 +111,7 @@ def load_built(then: Callable[[], None]) -> bool:
     return True
 
 
-def _prepare(then: Callable[[], None]) -> None:
+def _prepare() -> None:
     time.sleep(START_AFTER_S)
     if _module is not None:
         return
@@ -124,11 +126,14 @@ def _prepare(then: Callable[[], None]) -> None:
         found = dispatcher.find(cache) or dispatcher.build(cache, processes)
         use(load(found))
     except _UNLOADABLE as exc:
-        _log.info("no dispatcher, calls go through Python: %s", exc)
+        _log.warning(
+            "no dispatcher, calls go through Python, and tuner.enable overrides nothing: %s", exc
+        )
         return
     finally:
         atexit.unregister(processes.kill)
-    then()
+    for then in list(_waiting):
+        then()
 
 
 def load(artifact: Artifact) -> ModuleType:
@@ -223,7 +228,7 @@ def refuse(operation: str, arguments: tuple[Any, ...], refusal: Refusal, generat
     _module.refuse(*which, *lengths, generation)
 
 
-def override(ask: Callable[..., Any]) -> Callable[[bool], bool] | None:
+def override(ask: Callable[..., Any]) -> Callable[[bool], bool]:
     """Override PyTorch's attention by the dispatcher (`tuner.runtime.enable`).
 
     Args:
@@ -233,10 +238,13 @@ def override(ask: Callable[..., Any]) -> Callable[[bool], bool] | None:
 
     Returns:
         A function that switches this thread's attention to PyTorch's or back, and returns the
-        former state. None when no dispatcher is loaded, or this PyTorch has no such overrides.
+        former state.
+
+    Raises:
+        TunerError: when no dispatcher is loaded, or this PyTorch has no such overrides.
     """
     if _module is None or not _module.install_overrides(ask):
-        return None
+        raise TunerError("the dispatcher cannot override PyTorch's attention here")
     exchange: Callable[[bool], bool] = _module.exchange_native
     return exchange
 

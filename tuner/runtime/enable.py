@@ -42,8 +42,9 @@ under the GIL, unknown kinds of calls, and looks at the store twice a second. A 
 the other three operators uncounted. `disable` removes the registrations, and PyTorch's kernels are
 active again.
 
-Without a built dispatcher, Python overrides the flash and cuDNN operators at the same key. A
-dispatcher built in the meantime takes over at the next `enable`.
+Nothing is overridden before the dispatcher is loaded: through Python a call would take longer than
+PyTorch's. `enable` loads one that is built, or has it built in the background. The operators are
+overridden once it is there, in the main thread. Without a C++ compiler they never are.
 
 Under ``is_causal`` with unequal SQ and SKV the operators align the mask differently.
 FlashAttention aligns it bottom-right (`torch.nn.attention.bias.causal_lower_right`): tuned kernels
@@ -53,7 +54,9 @@ and passes no such call to FlashAttention.
 
 from __future__ import annotations
 
+import ctypes
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -61,6 +64,7 @@ from typing import Any
 import torch
 from torch.library import Library
 
+from tuner.base import forks
 from tuner.errors import TunerError
 from tuner.families.vendor.sdpa_backward import may_be_nan
 from tuner.runtime import autograd, devices, dispatch, finite_gradients, guards, native
@@ -78,31 +82,29 @@ Outputs = tuple[Any, ...]
 tensors (empty), longest query and key, dropout's random state (two tensors), and a debug mask."""
 Found = tuple[torch.Tensor, torch.Tensor | None]
 """Output and log-sum-exp."""
+TAKE_UP_S = 10.0
+"""Time in which the main thread is expected to reach its next instruction."""
 
 #: Keys that a call goes on to from the overriding kernel.
 _BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
 
 class _Overrides:
-    """Registrations with torch's dispatcher, for the lifetime of this object."""
+    """Registrations with torch's dispatcher, for the lifetime of this object. The C++ dispatcher
+    must be loaded.
+    """
 
     def __init__(self) -> None:
-        self._library: Library | None = None
         self._of_gradients: Library | None = _override_gradients()
-        dispatch.load_built(then=table.renew)
-        exchange = dispatch.override(_ask)
-        if exchange is None:
-            self._library = _override_from_python()
-        native.exchange = exchange or native.exchange_here
+        native.exchange = dispatch.override(_ask)
         native.is_watched = True
 
     def remove(self) -> None:
         """Restore PyTorch's dispatcher."""
         native.is_watched = False
         native.exchange = native.exchange_here
-        if self._library is None:
-            dispatch.remove_overrides()
-        self._library = self._of_gradients = None
+        dispatch.remove_overrides()
+        self._of_gradients = None
 
 
 def _ask(operation: int, *arguments: Any) -> Found | None:
@@ -323,126 +325,92 @@ def _laid_out(tensors: Outputs, grads: Outputs) -> Outputs:
     return tuple(guards.laid_out_as(tensor, grad) for tensor, grad in pairs)
 
 
-def _override_from_python() -> Library:
-    """Override the backends that this PyTorch has kernels for."""
-    library, key = Library("aten", "IMPL"), devices.TYPE.upper()
-    for name, before in (
-        ("_scaled_dot_product_flash_attention", _before_flash),
-        ("_scaled_dot_product_cudnn_attention", _before_cudnn),
-    ):
-        if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key):
-            operator = getattr(torch.ops.aten, name).default
-            library.impl(name, before(operator), "BackendSelect", with_keyset=True)
-    return library
-
-
-def _before_flash(operator: Any) -> Callable[..., Outputs]:
-    def attend(
-        keys: torch._C.DispatchKeySet,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        return_debug_mask: bool = False,
-        *,
-        scale: float | None = None,
-    ) -> Outputs:
-        found = None
-        if not return_debug_mask:
-            found = _tuned("flash", query, key, value, None, dropout_p, is_causal, scale)
-        if found is None:
-            arguments = query, key, value, dropout_p, is_causal, return_debug_mask
-            outputs: Outputs = operator.redispatch(keys & _BELOW, *arguments, scale=scale)
-            return outputs
-        random_state = query.new_empty(2, dtype=torch.uint64)
-        offset = query.new_empty((), dtype=torch.uint64)
-        lengths = query.shape[2], key.shape[2]
-        return *found, None, None, *lengths, random_state, offset, query.new_empty(0)
-
-    return attend
-
-
-def _before_cudnn(operator: Any) -> Callable[..., Outputs]:
-    def attend(
-        keys: torch._C.DispatchKeySet,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_bias: torch.Tensor | None,
-        compute_log_sumexp: bool,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        return_debug_mask: bool = False,
-        *,
-        scale: float | None = None,
-    ) -> Outputs:
-        found = None
-        if not return_debug_mask:
-            name = "cudnn_with_lse" if compute_log_sumexp else "attention"
-            found = _tuned(name, query, key, value, attn_bias, dropout_p, is_causal, scale)
-        if found is None:
-            options = attn_bias, compute_log_sumexp, dropout_p, is_causal, return_debug_mask
-            arguments = query, key, value, *options
-            outputs: Outputs = operator.redispatch(keys & _BELOW, *arguments, scale=scale)
-            return outputs
-        out, lse = found
-        lse = None if lse is None else lse.unsqueeze(-1)
-        lengths = query.shape[2], key.shape[2]
-        seed, offset = (query.new_empty((), dtype=torch.int64) for _ in range(2))
-        return out, lse, None, None, *lengths, seed, offset, None
-
-    return attend
-
-
-def _tuned(name: str, *arguments: Any) -> Found | None:
-    """As `_ask`, for the operators that Python overrides, which take grouped heads."""
-    if native.thread.is_native:  # the caller has counted the call
-        return None
-    with torch.no_grad():  # autograd records the operator
-        found = _answer(name, *arguments, True)
-    return found and (guards.laid_out_as(arguments[0], found[0]), found[1])
-
-
 class _Switch:
     """On while `enable` is in force or a `with enabled()` is open, in any thread."""
 
+    _lock: threading.Lock
+
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        forks.add_lock(self)
+        forks.in_child(self, _Switch._forget_threads)
         self._is_enabled = False
-        self._open = 0
+        self._open: Counter[int] = Counter()
+        """Open blocks by thread."""
         self._overrides: _Overrides | None = None
 
     @property
-    def is_on(self) -> bool:
-        return self._overrides is not None
+    def _is_wanted(self) -> bool:
+        return self._is_enabled or self._open.total() > 0
 
     def set(self, is_enabled: bool | None = None, opened: int = 0) -> None:
         with self._lock:
-            before = self._is_enabled, self._open
+            before = self._is_enabled, self._open.copy()
             if is_enabled is not None:
                 self._is_enabled = is_enabled
-            self._open += opened
+            self._open[threading.get_ident()] += opened
             try:
+                self._prepare()
                 self._apply()
             except BaseException:
                 self._is_enabled, self._open = before
                 raise
+        self.take_up()
+
+    def _prepare(self) -> None:
+        """Load the dispatcher, or have it built in the background."""
+        if not self._is_wanted or self._overrides is not None:
+            return
+        if not hasattr(torch.library, "get_kernel"):
+            raise TunerError(
+                f"tuner.enable needs PyTorch 2.11 or newer; this is {torch.__version__} "
+                "(tuner.attention works here)"
+            )
+        if not dispatch.load_built(then=table.renew) and devices.is_present():
+            dispatch.prepare(then=_take_up)
+
+    def take_up(self) -> None:
+        """Override the operators if the dispatcher was loaded meanwhile."""
+        while self._is_wanted and self._overrides is None and dispatch.is_loaded():
+            if not self._lock.acquire(blocking=False):
+                return  # its holder comes here when it is done
+            try:
+                self._apply()
+            finally:
+                self._lock.release()
 
     def _apply(self) -> None:
-        is_wanted = self._is_enabled or self._open > 0
-        if is_wanted and self._overrides is None:
-            if not hasattr(torch.library, "get_kernel"):
-                raise TunerError(
-                    f"tuner.enable needs PyTorch 2.11 or newer; this is {torch.__version__} "
-                    "(tuner.attention works here)"
-                )
-            self._overrides = _Overrides()
-        elif not is_wanted and self._overrides is not None:
+        if not self._is_wanted and self._overrides is not None:
             self._overrides.remove()
             self._overrides = None
+        elif self._is_wanted and self._overrides is None and dispatch.is_loaded():
+            self._overrides = _Overrides()
+
+    def _forget_threads(self) -> None:
+        """Close the blocks of threads that a forked child does not have."""
+        here = threading.get_ident()
+        self._open = Counter({here: self._open[here]})
 
 
+def _take_up() -> None:
+    """Override the operators in the main thread, between two instructions of Python: so it is not
+    inside attention. If it waits for something else, they are overridden here.
+    """
+    table.renew()
+    _is_taken_up.clear()
+    _add_pending_call(_take_up_here, None)
+    if not _is_taken_up.wait(TAKE_UP_S):
+        _switch.take_up()
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+def _take_up_here(_: object) -> int:
+    _switch.take_up()
+    _is_taken_up.set()
+    return 0
+
+
+_is_taken_up = threading.Event()
+_add_pending_call = ctypes.pythonapi.Py_AddPendingCall
 _switch = _Switch()
 
 
@@ -453,6 +421,9 @@ def enable() -> None:
     and the program allows a fused backend. PyTorch answers all other calls as before, and
     `tuner.stats` counts them. Switch only while no other thread is inside attention. A second call
     changes nothing. A process started with ``spawn`` begins without tuned kernels.
+
+    The C++ dispatcher answers the calls. The first `enable` of a machine has it built in the
+    background, for about a minute; until then, and where no C++ compiler is, PyTorch answers all.
 
     Raises:
         TunerError: when this PyTorch is older than 2.11.

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from tuner.base import document
+from tuner.base import document, forks
 from tuner.compile.artifacts import ArtifactCache
 from tuner.compile.loading import LoadedKernel, load
 from tuner.compile.single import Source
@@ -30,9 +30,11 @@ class SourcedKernel:
         otherwise: name of the fallback, for log messages.
     """
 
+    _lock: threading.Lock
+
     def __init__(self, source: Source, otherwise: str) -> None:
         self.source, self._otherwise = source, otherwise
-        self._lock = threading.Lock()
+        forks.add_lock(self)
         self._known: dict[torch.device, LoadedKernel | None] = {}
 
     def of(

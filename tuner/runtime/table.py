@@ -9,10 +9,8 @@ without a look-up.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
@@ -23,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from tuner import settings
-from tuner.base import ranges
+from tuner.base import document, forks, ranges
 from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError, StoreError
 from tuner.hardware import Gpu
@@ -98,12 +96,14 @@ class _Known:
 class PlanTable:
     """Plans by kind of call; safe between threads and after a fork."""
 
+    _lock: threading.RLock
+
     def __init__(self) -> None:
         self._known: dict[Hashable, _Known] = {}
         self._near: dict[Hashable, _Known] = {}
         """Refused calls of a growing cache, by `_neighbourhood`."""
         self._withdrawn: dict[str, set[Config]] = {}
-        self._lock = threading.RLock()
+        forks.add_lock(self, threading.RLock)
         self._look_at = 0.0
         self._stamp: Hashable = None
         """Stamp of the store's decisions at the last check."""
@@ -546,16 +546,8 @@ def _of_any_length(keys: Iterable[str]) -> Iterator[str]:
     skipped.
     """
     for key in keys:
-        with contextlib.suppress(TypeError, ValueError):
-            yield of_any_length(problem_from_json(json.loads(key)))
+        with contextlib.suppress(*document.FAULTS):
+            yield of_any_length(problem_from_json(document.parse(key)))
 
 
 table = PlanTable()
-
-
-def _after_fork() -> None:
-    table._lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
