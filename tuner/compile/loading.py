@@ -75,9 +75,12 @@ class LoadedKernel:
             (ctypes.c_double * len(scalars))(*scalars),
         )
 
+        enqueue, (sizes, factors) = self._launch, arguments
+
         def launch(tensors: Sequence[int], workspace: int, stream: int) -> None:
             pointers = (ctypes.c_void_p * len(tensors))(*tensors)
-            self._check("launch", self._launch(pointers, *arguments, workspace, stream))
+            if code := enqueue(pointers, sizes, factors, workspace, stream):
+                self._check("launch", code)
 
         return launch
 

@@ -47,8 +47,8 @@ class AttentionCall(_Attention, Call):
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
-        mask = self._mask
-        return self[:3] if mask is None else (*self[:3], mask)
+        mask = self.operand
+        return (*self[:3], mask) if isinstance(mask, torch.Tensor) else self[:3]
 
     @property
     def dispatched(self) -> DispatchedCall | None:
@@ -67,7 +67,7 @@ class AttentionCall(_Attention, Call):
         return None if self.scale is None else guards.unscaled(self.scale)
 
     def kind(self) -> Hashable:
-        query, key, value = self[:3]
+        query, key, value, _, _, is_causal, scale, enable_gqa, extras, mask = self
         return (
             query.shape,
             key.shape,
@@ -81,11 +81,11 @@ class AttentionCall(_Attention, Call):
             query.device,
             key.device,
             value.device,
-            self.is_causal,
-            self.scale,
-            self.enable_gqa,
-            self.extras,
-            None if (mask := self._mask) is None else (mask.dtype, steps_of(mask)),
+            is_causal,
+            scale,
+            enable_gqa,
+            extras,
+            (mask.dtype, steps_of(mask)) if isinstance(mask, torch.Tensor) else None,
         )
 
     @property

@@ -95,7 +95,8 @@ def count_fallback(reason: str, by: str = "PyTorch") -> None:
     """Count a call that PyTorch, or `by` in its place, answers for this reason."""
     with _counts.lock:
         _counts.fallbacks[kind_of(reason)] += 1
-    _say(f"answered by {by}: ", reason)
+    if reason not in _counts.said:
+        _say(f"answered by {by}: ", reason)
 
 
 def count_error(reason: str) -> None:

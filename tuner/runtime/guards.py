@@ -28,6 +28,11 @@ def _type_of(device: torch.device) -> str:
     return str(device.type)
 
 
+@cache
+def _has_autocast(device: str) -> bool:
+    return torch.amp.is_autocast_available(device)
+
+
 def unplain(tensors: Iterable[torch.Tensor]) -> Refusal | None:
     """Reason why these are not plain strided tensors; else None."""
     for tensor in tensors:
@@ -40,8 +45,11 @@ def unplain(tensors: Iterable[torch.Tensor]) -> Refusal | None:
 
 def unserved(tensors: Sequence[torch.Tensor]) -> Refusal | None:
     """Reason why no kernel can take these tensors; else None. Sizes are not checked here."""
-    if refusal := unplain(tensors):
-        return refusal
+    return unplain(tensors) or unready(tensors)
+
+
+def unready(tensors: Sequence[torch.Tensor]) -> Refusal | None:
+    """As `unserved`, for tensors that are plain."""
     if _type_of(tensors[0].device) != devices.TYPE:
         return once(Kind.DEVICE)
     if _transforms() or _modes():
@@ -88,9 +96,9 @@ def deferred(*tensors: torch.Tensor) -> Refusal | None:
 
 def recast(tensor: torch.Tensor) -> Refusal | None:
     """Reason why the state of autocast leaves a call with this tensor to PyTorch; else None."""
-    device = tensor.device.type
+    device = _type_of(tensor.device)
     if (
-        torch.amp.is_autocast_available(device)
+        _has_autocast(device)
         and torch.is_autocast_enabled(device)
         and torch.get_autocast_dtype(device) != tensor.dtype
     ):

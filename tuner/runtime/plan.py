@@ -285,11 +285,9 @@ class KernelPlan(Plan):
             device = inputs[0].device
             workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=device)
             base = workspace.data_ptr()
-        addresses = [
-            *(tensor.data_ptr() for tensor in (*inputs, *outs)),
-            base,
-            0 if lse is None else lse.data_ptr(),
-        ]
+        addresses = [tensor.data_ptr() for tensor in inputs]
+        addresses += [tensor.data_ptr() for tensor in outs]
+        addresses += base, 0 if lse is None else lse.data_ptr()
         stream = devices.stream_of(self.device)
         for step in self.steps:
             # A null address stays null: the kernel skips that tensor.

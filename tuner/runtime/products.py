@@ -258,7 +258,15 @@ class ProductCall(_Product, Call):
         return self.name, self[1:] if self.name == "linear" else self[1:3]
 
     def kind(self) -> Hashable:
-        return self.key(self.name, self.activation)
+        # As `key`, in half the time.
+        name, a, b, bias, activation = self
+        of_a, of_b = (
+            (a.shape, a.stride(), a.dtype, a.device),
+            (b.shape, b.stride(), b.dtype, b.device),
+        )
+        if bias is None:
+            return name, activation, of_a, of_b
+        return name, activation, of_a, of_b, bias.shape, bias.stride(), bias.dtype, bias.device
 
     def pose(self) -> Posed:
         b = self.b.t() if self.name == "linear" and self.b.dim() == 2 else self.b

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from tuner.hardware import TMA_ALIGNMENT_BYTES
@@ -79,11 +79,12 @@ class Refusal:
     lengths: tuple[int, int] | None = None
     """First and last length of a growing cache that the reason holds for; None: it does not depend
     on the length."""
+    reason: str = field(init=False, compare=False, repr=False)
+    """One line: the kind, then a colon and the details."""
 
-    @property
-    def reason(self) -> str:
-        """One line: the kind, then a colon and the details."""
-        return f"{self.kind}: {self.detail}" if self.detail else str(self.kind)
+    def __post_init__(self) -> None:
+        reason = f"{self.kind}: {self.detail}" if self.detail else str(self.kind)
+        object.__setattr__(self, "reason", reason)  # read by each call that it refuses
 
 
 def once(kind: Kind, detail: str = "") -> Refusal:

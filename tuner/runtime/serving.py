@@ -48,7 +48,7 @@ class PlannedCall(ABC):
     def key(self, *options: Hashable) -> Hashable:
         """A `kind` made of the inputs' sizes, strides, types and devices, and of `options`."""
         tensors = [(t.shape, t.stride(), t.dtype, t.device) for t in self.inputs]
-        return type(self), *options, *tensors
+        return type(self), options, *tensors
 
     @abstractmethod
     def pose(self) -> Posed:
@@ -108,12 +108,13 @@ def serve(call: Call) -> torch.Tensor:
 
 def answer(call: Call) -> torch.Tensor | None:
     """A tuned kernel's output, or None and a counted reason when PyTorch must answer."""
-    generation = table.refresh(call.inputs[0])
-    plan = find(call)
+    inputs = call.inputs
+    generation = table.refresh(inputs[0])
+    plan = _find(call, inputs)
     out = plan if isinstance(plan, Refusal) else call.run(plan)
     if not isinstance(out, Refusal):
         return out
-    if (dispatched := call.dispatched) is None:
+    if not dispatch.is_loaded() or (dispatched := call.dispatched) is None:
         counters.count_fallback(out.reason)
     else:
         dispatch.refuse(*dispatched, out, generation)
@@ -127,15 +128,25 @@ def find(call: PlannedCall) -> Plan | Refusal:
     but in `Call.run`.
     """
     inputs = call.inputs
-    refusal = guards.unserved(inputs) or call.refusal()
+    table.refresh(inputs[0])
+    return _find(call, inputs)
+
+
+def _find(call: PlannedCall, inputs: tuple[torch.Tensor, ...]) -> Plan | Refusal:
+    """As `find`, after a look at the store. A kind that is refused needs no further check."""
+    refusal = guards.unplain(inputs)
     if refusal is not None:
         return refusal
-    table.refresh(inputs[0])
     kind = call.kind()
     plan = table.get(kind)
+    if isinstance(plan, Refusal):
+        return plan
+    refusal = guards.unready(inputs) or call.refusal()
+    if refusal is not None:
+        return refusal
     if plan is None:
         device = inputs[0].get_device()
         plan = table.find_out(kind, call.dispatched, call.pose, device, call.pose_over)
-    if isinstance(plan, Plan) and guards.is_misaligned(inputs[: call.aligned]):
+    if not isinstance(plan, Refusal) and guards.is_misaligned(inputs[: call.aligned]):
         return Refusal(Kind.MISALIGNED)
     return plan
