@@ -206,6 +206,7 @@ def install(families: Sequence[str] = FAMILIES, *, built_only: bool = False) -> 
         TunerError: when there is no GPU, no compiler, or no registry of attention providers.
     """
     import tuner
+    from tuner.runtime import dispatch
 
     # The package gives the module's name to the table itself.
     table = importlib.import_module("tuner.runtime.table")
@@ -218,4 +219,5 @@ def install(families: Sequence[str] = FAMILIES, *, built_only: bool = False) -> 
             raise RuntimeError(f"{problem.label()}: {exc}") from exc
 
     table.lookup = lookup  # type: ignore[attr-defined]
+    dispatch.prepare(then=table.table.renew).join()  # until it is there, PyTorch answers
     tuner.enable()

@@ -274,8 +274,14 @@ def _module(built: Any, way: str) -> Any:
 
 def _around(way: str) -> Callable[[], AbstractContextManager[Any]]:
     import tuner
+    from tuner.runtime import devices, dispatch
 
-    return tuner.enabled if way in (ENABLED, LAYERS) else contextlib.nullcontext
+    if way not in (ENABLED, LAYERS):
+        return contextlib.nullcontext
+    if devices.is_present():  # until it is there, PyTorch answers
+        table = importlib.import_module("tuner.runtime.table").table
+        dispatch.prepare(then=table.renew).join()
+    return tuner.enabled
 
 
 def _pass(built: Any, way: str, mode: str) -> Pass:

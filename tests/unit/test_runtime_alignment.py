@@ -138,7 +138,7 @@ def test_flash_is_bottom_right(
     monkeypatch.setattr("tuner.runtime.bias.MIN_LOWER_RIGHT_TILES", 8)
     enable = importlib.import_module("tuner.runtime.enable")
     q, k, v = tensors(*lengths)
-    found = enable._tuned("flash", q, k, v, None, 0.0, True, None)
+    found = enable._answer("flash", q, k, v, None, 0.0, True, None, True)
     offset = lengths[1] - lengths[0]
     if offset >= 0:
         assert close(found[0], exact(q, k, v, offset))
@@ -147,7 +147,7 @@ def test_flash_is_bottom_right(
     else:
         assert found is None and tuned.problems == []
         assert tuned.counters.stats().fallbacks == {"the causal mask is bottom-right": 1}
-    full, _ = enable._tuned("flash", q, k, v, None, 0.0, False, None)
+    full, _ = enable._answer("flash", q, k, v, None, 0.0, False, None, True)
     assert close(full, exact(q, k, v, lengths[1]))
 
 
@@ -156,7 +156,7 @@ def test_flash_is_bottom_right(
 def test_cudnn_is_top_left(tuned: SimpleNamespace, lengths: tuple[int, int], name: str) -> None:
     enable = importlib.import_module("tuner.runtime.enable")
     q, k, v = tensors(*lengths)
-    out, lse = enable._tuned(name, q, k, v, None, 0.0, True, None)
+    out, lse = enable._answer(name, q, k, v, None, 0.0, True, None, True)
     assert close(out, exact(q, k, v)) and (lse is None) == (name == "attention")
 
 

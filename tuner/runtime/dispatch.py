@@ -162,6 +162,11 @@ def is_loaded() -> bool:
     return _module is not None
 
 
+def is_preparing() -> bool:
+    """True once `prepare` was called in this process."""
+    return _thread is not None
+
+
 def use(module: Any) -> None:
     """Answer calls by this extension module from now on; None: through Python."""
     global _module, attention, linear, matmul

@@ -348,6 +348,7 @@ class _Switch:
             if is_enabled is not None:
                 self._is_enabled = is_enabled
             self._open[threading.get_ident()] += opened
+            self._open = Counter({thread: count for thread, count in self._open.items() if count})
             try:
                 self._prepare()
                 self._apply()
@@ -365,8 +366,12 @@ class _Switch:
                 f"tuner.enable needs PyTorch 2.11 or newer; this is {torch.__version__} "
                 "(tuner.attention works here)"
             )
-        if not dispatch.load_built(then=table.renew) and devices.is_present():
-            dispatch.prepare(then=_take_up)
+        if dispatch.is_loaded():
+            return
+        if not dispatch.is_preparing():
+            if not devices.is_present() or dispatch.load_built(then=table.renew):
+                return
+        dispatch.prepare(then=_take_up)
 
     def take_up(self) -> None:
         """Override the operators if the dispatcher was loaded meanwhile."""
