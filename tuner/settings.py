@@ -61,7 +61,7 @@ def cache_dir() -> Path:
     """Folder of the live store and the artifacts; not created here.
 
     A user without a home folder, as in a container without HOME, has a private folder among the
-    temporary files. Where none can be made it is `NOWHERE`.
+    temporary files. If none can be made it is `NOWHERE`.
 
     Raises:
         ConfigError: when ``TUNER_CACHE_DIR`` needs a home folder, and there is none.

@@ -101,7 +101,7 @@ class Serving:
         return call
 
     def call(self, shape: tuple[int, ...] = SHAPE) -> bool:
-        """Whether an own kernel answered."""
+        """True when an own kernel answered."""
         tensors = inputs(shape)
         out = self.runtime.attention.attention(*tensors)
         own = bool((out == WRITTEN).all())

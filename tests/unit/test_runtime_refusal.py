@@ -271,16 +271,16 @@ def test_what_was_found_before_the_tables_were_cleared_is_not_kept(
 ) -> None:
     """A decision comes between the look-up that missed it and the refusal."""
     module = importlib.import_module("tuner.runtime.serving")
-    find, (q, k, v) = module.find, inputs()
+    find, (q, k, v) = module._find, inputs()
 
-    def late(call: Any) -> Any:
-        found = find(call)
-        monkeypatch.setattr(module, "find", find)
+    def late(*arguments: Any) -> Any:
+        found = find(*arguments)
+        monkeypatch.setattr(module, "_find", find)
         server.decide(PROBLEM)
         server.runtime.table.table._look()
         return found
 
-    monkeypatch.setattr(module, "find", late)
+    monkeypatch.setattr(module, "_find", late)
     server.attention(q, k, v)
     assert by_kernel(server.attention(q, k, v), q, 16) and len(slow) == 1
 

@@ -3,7 +3,9 @@
 The first call of an untuned shape, outside of graph captures, times the portfolio's most promising
 proven kernels and PyTorch's kernel on the call's tensors. The fastest is kept. A choice is a line
 of ``benchmarked.jsonl`` under ``TUNER_CACHE_DIR``, for one problem, GPU and environment. It ends
-when a promising kernel that it did not time is proven. Timing holds a lock, so that all processes
+when a promising kernel that it did not time is proven.
+
+Timing holds a lock, so that all processes
 of a machine keep one choice. PyTorch answers while another process holds it. Needs no compiler and
 no SQLAlchemy.
 """

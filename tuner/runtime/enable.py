@@ -428,7 +428,7 @@ def enable() -> None:
     changes nothing. A process started with ``spawn`` begins without tuned kernels.
 
     The C++ dispatcher answers the calls. The first `enable` of a machine has it built in the
-    background, for about a minute; until then, and where no C++ compiler is, PyTorch answers all.
+    background, which takes about a minute. Until then, and without a C++ compiler, PyTorch answers.
 
     Raises:
         TunerError: when this PyTorch is older than 2.11.

@@ -133,15 +133,15 @@ def find(call: PlannedCall) -> Plan | Refusal:
 
 
 def _find(call: PlannedCall, inputs: tuple[torch.Tensor, ...]) -> Plan | Refusal:
-    """As `find`, after a look at the store. A kind that is refused needs no further check."""
-    refusal = guards.unplain(inputs)
+    """As `find`, after a look at the store. A refused kind needs no look at torch's state."""
+    refusal = guards.unplain(inputs) or call.refusal()
     if refusal is not None:
         return refusal
     kind = call.kind()
     plan = table.get(kind)
     if isinstance(plan, Refusal):
         return plan
-    refusal = guards.unready(inputs) or call.refusal()
+    refusal = guards.unready(inputs)
     if refusal is not None:
         return refusal
     if plan is None:
