@@ -158,7 +158,7 @@ def checked(cls: type, data: Any) -> dict[str, Any]:
     return dict(data)
 
 
-def _check_finite(name: str, value: float) -> None:
+def _check_finite(name: str, value: Any) -> None:
     try:
         is_finite = math.isfinite(value)
     except OverflowError as exc:  # a whole number of more than 308 digits

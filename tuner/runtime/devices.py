@@ -38,7 +38,7 @@ def gpu_of(index: int) -> Gpu:
 
 def is_present() -> bool:
     """True when there is a device; creates no context, so that the process may fork afterwards."""
-    return torch.cuda.device_count() > 0
+    return bool(torch.cuda.device_count() > 0)
 
 
 def stream_of(index: int) -> int:

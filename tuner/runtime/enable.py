@@ -402,12 +402,11 @@ def _take_up() -> None:
     """
     table.renew()
     _is_taken_up.clear()
-    _add_pending_call(_take_up_here, None)
+    _add_pending_call(_IN_THE_MAIN_THREAD, None)
     if not _is_taken_up.wait(TAKE_UP_S):
         _switch.take_up()
 
 
-@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 def _take_up_here(_: object) -> int:
     _switch.take_up()
     _is_taken_up.set()
@@ -415,6 +414,7 @@ def _take_up_here(_: object) -> int:
 
 
 _is_taken_up = threading.Event()
+_IN_THE_MAIN_THREAD = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(_take_up_here)
 _add_pending_call = ctypes.pythonapi.Py_AddPendingCall
 _switch = _Switch()
 

@@ -30,7 +30,7 @@ def _type_of(device: torch.device) -> str:
 
 @cache
 def _has_autocast(device: str) -> bool:
-    return torch.amp.is_autocast_available(device)
+    return bool(torch.amp.is_autocast_available(device))
 
 
 def unplain(tensors: Iterable[torch.Tensor]) -> Refusal | None:

@@ -30,6 +30,7 @@ from tuner.problem import AttentionProblem, Problem, problem_from_json
 from tuner.runtime import counters, devices, dispatch, lengths, portfolio
 from tuner.runtime.plan import KernelPlan, Plan, Posed, VendorPlan, resolve
 from tuner.runtime.refusal import Kind, Refusal, once
+from tuner.selection.kernels import lists
 from tuner.selection.reader import (
     LookupResult,
     decided,
@@ -315,7 +316,7 @@ class PlanTable:
         if not settings.benchmark():
             return
         try:
-            proven = portfolio.lists.known()
+            proven = lists.known()
         except portfolio.FAULTS as exc:
             counters.count_error(f"{Kind.FILE}: {exc}")
             return
