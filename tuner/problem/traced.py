@@ -155,14 +155,16 @@ class _Notes(TorchFunctionMode):  # type: ignore[misc]  # torch is skipped
                 self._look_at_gate(children)
 
     def _look_at_gate(self, children: Mapping[str, torch.nn.Module]) -> None:
-        gate, up, both = (children.get(f"{name}_proj") for name in ("gate", "up", "gate_up"))
-        layers = [one for one in (gate, up, both) if isinstance(one, torch.nn.Linear)]
-        if not layers or any(layer.bias is not None for layer in layers):
-            return
-        if len(layers) == 2 and gate.weight.shape == up.weight.shape:
-            self._gates[Linear("gate_proj", *gate.weight.shape)] = None
-        elif layers == [both]:
-            self._gates[Linear("gate_up_proj", len(both.weight) // 2, both.in_features)] = None
+        layers = {
+            name: child
+            for name, child in children.items()
+            if isinstance(child, torch.nn.Linear) and child.bias is None
+        }
+        gate, up, both = (layers.get(f"{name}_proj") for name in ("gate", "up", "gate_up"))
+        if gate is not None and up is not None and gate.weight.shape == up.weight.shape:
+            self._gates[Linear("gate_proj", gate.out_features, gate.in_features)] = None
+        elif both is not None:
+            self._gates[Linear("gate_up_proj", both.out_features // 2, both.in_features)] = None
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
