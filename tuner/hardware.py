@@ -5,8 +5,7 @@ Sources:
 - [CPG] CUDA C++ Programming Guide 13.0, "Compute Capabilities"
 - [H100] NVIDIA H100 Tensor Core GPU Architecture whitepaper
 - [DS] NVIDIA H200 and H100 SXM datasheets
-- [PB] NVIDIA product briefs and datasheets of the other parts, by the rate of their memory; clocks
-  and L2 as their chip (GH100) has them in that board
+- [PB] NVIDIA product briefs and datasheets of the other parts
 - [M] measured on one H200 (driver 580.159, CUDA 13.0, October 2026)
 """
 

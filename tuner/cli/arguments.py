@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from tuner import settings
+from tuner.errors import ConfigError
 from tuner.measurement import LAUNCHES, Regime, launch_named
 from tuner.problem import PROBLEMS
 
@@ -32,7 +34,17 @@ def add_inputs(parser: argparse.ArgumentParser, about: str = "state of the input
 
 def add_store(parser: argparse.ArgumentParser) -> None:
     """Add ``--store``; without it the command takes `settings.store_url`."""
-    parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
+    parser.add_argument(
+        "--store", type=store_named, metavar="URL", help="SQLAlchemy URL or SQLite file"
+    )
+
+
+def store_named(text: str) -> str:
+    """A store's URL or path from the command line; one that outlives the command."""
+    try:
+        return settings.durable(text)
+    except ConfigError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from exc
 
 
 def regimes_of(args: argparse.Namespace, op: str) -> tuple[Regime, ...]:

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner import settings
-from tuner.base import scratch
+from tuner.base import filesystem, scratch
 from tuner.base.ownership import close_to_others, open_to_others, trusted_sha256
 from tuner.compile import prebuilt
 from tuner.compile.device_code import device_code
@@ -301,6 +301,9 @@ class ArtifactCache:
                 return descriptor
         except (BlockingIOError, FileNotFoundError):
             pass
+        except OSError as exc:  # the file system has no locks
+            os.close(descriptor)
+            raise self.write_error(exc) from exc
         os.close(descriptor)
         return None
 
@@ -392,7 +395,12 @@ class ArtifactCache:
 
     def write_error(self, exc: OSError) -> StoreError:
         """Error for a cache that cannot be written, in one line."""
-        if exc.errno in (errno.ENOSPC, errno.EDQUOT):
+        if exc.errno in filesystem.LOCKLESS:
+            return StoreError(
+                f"the artifact cache {self.root} {filesystem.NO_LOCKS} ({exc.strerror}): "
+                "set TUNER_CACHE_DIR to a folder on another"
+            )
+        if exc.errno in filesystem.FULL:
             return StoreError(
                 f"the disk of the artifact cache {self.root} is full: free some space, "
                 "'tuner cache prune --max-size 2GB', or set TUNER_CACHE_DIR"
