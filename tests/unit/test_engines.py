@@ -124,6 +124,17 @@ def test_products_of_a_step_as_engines_compute_them() -> None:
     assert sizes["transformers"][:2] == [(2048, 4096), (512, 4096)]
 
 
+def test_weights_and_logits_of_an_engine() -> None:
+    """vLLM turns GPT-2's weights and pads the vocabulary to multiples of 64."""
+    config = {"model_type": "gpt2", "n_embd": 768, "n_head": 12, "vocab_size": 50257}
+    model = written.architecture(config)
+    found = problems(model, ENGINES["vllm"], [1], [1024], ops=("gemm",)).problems
+    assert {one.layout_b for one in found if isinstance(one, GemmProblem)} == {"col"}
+    assert GemmProblem(1, 50304, 768, dtype="bfloat16") in found
+    found = problems(model, ENGINES["transformers"], [1], [1024], ops=("gemm",)).problems
+    assert GemmProblem(1, 50257, 768, dtype="bfloat16") in found
+
+
 def test_experts_of_a_step() -> None:
     found = problems(GPT_OSS, ENGINES["vllm"], [16], [16384], ops=("grouped_gemm",), ranks=4)
     assert found.problems == [

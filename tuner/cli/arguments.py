@@ -39,10 +39,19 @@ def add_store(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def store_named(text: str) -> str:
-    """A store's URL or path from the command line; one that outlives the command."""
+def utf8_text(word: str) -> str:
+    """A word of the command line that is not the name of a file."""
     try:
-        return settings.durable(text)
+        word.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(f"{word!a} is not UTF-8 text") from None
+    return word
+
+
+def store_named(word: str) -> str:
+    """A store's URL or path of the command line; one that outlives the command."""
+    try:
+        return settings.durable(utf8_text(word))
     except ConfigError as exc:
         raise argparse.ArgumentTypeError(str(exc)) from exc
 

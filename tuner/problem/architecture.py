@@ -54,12 +54,18 @@ class Linear:
             raise ConfigError(
                 f"ranks={ranks}: how ranks share the layer {self.name} is not known (allowed: 1)"
             )
-        n = self.n
-        if self.name in KEYS and n < ranks * head_dim:
+        if self.name in KEYS and self.n < ranks * head_dim:
             return replace(self, n=head_dim)
-        if self.name == HEAD:
-            n = -(-n // VOCAB_STEP) * VOCAB_STEP
-        return replace(self, n=_share(self.name, "outputs", n, ranks))
+        return replace(self, n=_share(self.name, "outputs", self._padded, ranks))
+
+    @property
+    def in_engine(self) -> Linear:
+        """The layer as vLLM has it: logits are padded, and every weight is (N, K)."""
+        return replace(self, n=self._padded, layout_b="col")
+
+    @property
+    def _padded(self) -> int:
+        return -(-self.n // VOCAB_STEP) * VOCAB_STEP if self.name == HEAD else self.n
 
 
 @dataclass(frozen=True)
@@ -151,14 +157,15 @@ class Model:
 
         Args:
             ranks: tensor-parallel ranks.
-            fused: True for one layer in place of each group.
+            fused: True for one layer in place of each group, as vLLM has it.
 
         Raises:
             ConfigError: when a layer cannot be shared.
         """
         head_dim = max((attention.head_dim for attention in self.attentions), default=0)
         for group in self.groups:
-            parts = [layer.on_rank(ranks, head_dim) for layer in group]
+            layers = [layer.in_engine for layer in group] if fused else group
+            parts = [layer.on_rank(ranks, head_dim) for layer in layers]
             if fused and parts[1:]:
                 yield replace(parts[0], n=sum(part.n for part in parts))
             else:

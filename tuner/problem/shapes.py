@@ -8,6 +8,7 @@ head by head. Weights of `nn.Linear` are (N, K), those of GPT-2's `Conv1D` (K, N
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -87,12 +88,13 @@ def architecture(data: Mapping[str, Any]) -> Model:
     Raises:
         ConfigError: as `read`.
     """
-    if all(importlib.util.find_spec(name) for name in ("torch", "transformers")):
-        from tuner.problem import traced
-
-        return traced.architecture(data)
     from tuner.problem import written
 
+    if all(importlib.util.find_spec(name) for name in ("torch", "transformers")):
+        with contextlib.suppress(ImportError):  # a Transformers before 5
+            from tuner.problem import traced
+
+            return traced.architecture(data)
     return written.architecture(data)
 
 
