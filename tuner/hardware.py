@@ -5,6 +5,7 @@ Sources:
 - [CPG] CUDA C++ Programming Guide 13.0, "Compute Capabilities"
 - [H100] NVIDIA H100 Tensor Core GPU Architecture whitepaper
 - [DS] NVIDIA H200 and H100 SXM datasheets
+- [PB] NVIDIA product briefs and datasheets of the other parts
 - [M] measured on one H200 (driver 580.159, CUDA 13.0, October 2026)
 """
 
@@ -52,6 +53,9 @@ TENSOR_FLOPS_BY_CAPABILITY: Mapping[str, int] = {
     "10.0": 8192,
     "12.0": 1024,
 }
+#: The same of parts whose tensor cores are slower than their capability's (H20: 148 TFLOP/s, 78
+#: multiprocessors, 1.98 GHz; as a power of two).
+TENSOR_FLOPS_BY_NAME: Mapping[str, int] = {"NVIDIA H20": 1024}
 #: Rate of 8-bit operands over that of 16-bit ones: 1979 dense TFLOP/s against 989 [H100, table 2].
 E4M3_RATE = 2
 #: KiB of shared memory one block may use [CPG]; the least of them for parts that are not listed.
@@ -103,7 +107,8 @@ class Gpu:
         ceiling, is made of it.
         """
         known = TENSOR_FLOPS_BY_CAPABILITY
-        return known.get(self.compute_capability, max(known.values()))
+        of_capability = known.get(self.compute_capability, max(known.values()))
+        return TENSOR_FLOPS_BY_NAME.get(self.name, of_capability)
 
     @property
     def peak_tflops(self) -> float:
@@ -111,11 +116,12 @@ class Gpu:
         return self.tensor_flops_per_clock_sm * self.sm_count * self.clock_max_mhz / 1e6
 
     @property
-    def is_described(self) -> bool:
-        """True for the parts in `GPUS`, whose datasheets' rates are known wherever they are asked
-        for; a slice of a GPU (MIG) has another name.
+    def has_rates(self) -> bool:
+        """True if clock and memory bandwidth are those of the whole part, by its description or by
+        its driver. A slice of a GPU (MIG) shares the memory, so its bandwidth is not known.
         """
-        return any(gpu.identity == self.identity for gpu in GPUS.values())
+        is_known = self.clock_max_mhz > 0 and 0 < self.memory_gbs < MAX_MEMORY_GBS
+        return is_known and self.l2_bytes > 0 and " MIG " not in f" {self.name} "
 
     def shares_kernels(self, other: Gpu) -> bool:
         """True if one GPU's kernels are the other's: the machine code, the shared memory and the
@@ -158,11 +164,19 @@ class Gpu:
 
 
 #: Shipped descriptions, used where no GPU is present. Clocks: nvidia-smi -q "Max Clocks" [M] for
-#: H200; memory bandwidth [DS]; L2 as cudaDeviceProp reports it [M], [H100].
+#: H200; memory bandwidth [DS], [PB]; L2 as cudaDeviceProp reports it [M], [H100]. Only the first
+#: two were measured.
 GPUS: dict[str, Gpu] = {
     "H200": Gpu("NVIDIA H200", "9.0", 132, 1980, 4800.0, 62914560),
     "H100": Gpu("NVIDIA H100 80GB HBM3", "9.0", 132, 1980, 3350.0, 52428800),
     "H100-PCIe": Gpu("NVIDIA H100 PCIe", "9.0", 114, 1755, 2000.0, 52428800),
+    "H100-NVL": Gpu("NVIDIA H100 NVL", "9.0", 132, 1785, 3938.0, 52428800),
+    "H200-NVL": Gpu("NVIDIA H200 NVL", "9.0", 132, 1785, 4800.0, 62914560),
+    "GH200": Gpu("NVIDIA GH200 480GB", "9.0", 132, 1980, 4000.0, 62914560),
+    "GH200-144GB": Gpu("NVIDIA GH200 144G HBM3e", "9.0", 132, 1980, 4900.0, 62914560),
+    "H800": Gpu("NVIDIA H800", "9.0", 132, 1980, 3350.0, 52428800),
+    "H800-PCIe": Gpu("NVIDIA H800 PCIe", "9.0", 114, 1755, 2000.0, 52428800),
+    "H20": Gpu("NVIDIA H20", "9.0", 78, 1980, 4000.0, 62914560),
 }
 #: What commands assume on a machine without a GPU.
 DEFAULT_GPU = GPUS["H200"]
@@ -180,13 +194,25 @@ def smem_per_block_bytes(capability: str) -> int:
     return known.get(capability, min(known.values())) << 10
 
 
+def bandwidth_gbs(clock_khz: int, bus_bits: int) -> float:
+    """GB/s of a memory at double data rate, as its driver reports clock and width; 0: it does not.
+
+    The datasheet's figure is up to 4 % less (H200: 4917 reported, 4800 stated).
+    """
+    return round(clock_khz * 2 * bus_bits / 8 / 1e6, 1)
+
+
 def gpu_by_name(text: str) -> Gpu:
-    """Find a shipped description by short or full name.
+    """Find a shipped description by short or full name, in any case, with ``NVIDIA`` or without.
 
     Raises:
         ConfigError: when the name is not known; says which are.
     """
+
+    def plain(name: str) -> str:
+        return "-".join(name.casefold().removeprefix("nvidia ").split())
+
     for short, gpu in GPUS.items():
-        if text.casefold() in (short.casefold(), gpu.name.casefold()):
+        if plain(text) in (plain(short), plain(gpu.name)):
             return gpu
     raise ConfigError(f"GPU '{text}' is not known (allowed: {', '.join(GPUS)})")

@@ -33,6 +33,10 @@ NOWHERE = Path("/nonexistent") / _NAME
 """Cache folder of a user who can have none: readers find nothing, and writers say so."""
 
 
+_IN_MEMORY = ("", "/", "/:memory:", "//:memory:", ":memory:")
+"""Rest of an SQLite URL without a file."""
+
+
 def _text(name: str) -> str | None:
     return os.environ.get(name) or None
 
@@ -131,8 +135,29 @@ def store_path() -> Path:
 
 
 def store_url() -> str:
-    """SQLAlchemy URL of the store for tuning."""
-    return _text("TUNER_STORE") or f"sqlite:///{store_path()}"
+    """SQLAlchemy URL of the store for tuning.
+
+    Raises:
+        ConfigError: when TUNER_STORE names a database in memory.
+    """
+    url = _text("TUNER_STORE")
+    return durable(url) if url else f"sqlite:///{store_path()}"
+
+
+def durable(url: str) -> str:
+    """The URL of a store that outlives its command.
+
+    Raises:
+        ConfigError: when it names a database in memory.
+    """
+    scheme, separator, rest = url.partition("://")
+    place = rest.partition("?")[0]
+    if separator and scheme.partition("+")[0] == "sqlite" and place in _IN_MEMORY:
+        raise ConfigError(
+            f"store '{url}' is a database in memory, which ends with the command "
+            "(allowed: a path, sqlite:///PATH)"
+        )
+    return url
 
 
 def nvcc() -> Path | None:

@@ -352,6 +352,14 @@ def test_memory_limits_the_units_at_a_time(
     assert fake.compiler(jobs=jobs).jobs == expected
 
 
+def test_cpus_of_the_control_group_are_the_default(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "available_bytes", lambda: 1 << 40)
+    monkeypatch.setattr(compiler, "cpu_count", lambda: 3)
+    assert fake.compiler().jobs == 3
+
+
 @pytest.mark.parametrize(
     ("limit", "current", "expected"),
     [("max", 900, 1000), (None, 900, 1000), (1500, 900, 700), (5000, 900, 1000), (500, 900, 0)],

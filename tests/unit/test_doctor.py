@@ -1,14 +1,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import json
+import os
 import re
+import sqlite3
+import tempfile
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
+from tuner.base import filesystem
 from tuner.base.install import extra_command, install_command
-from tuner.cli import artifacts, doctor
+from tuner.cli import artifacts, doctor, main
 from tuner.compile import dispatcher, prebuilt, toolchain
 from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.compile.toolchain import Toolchain
@@ -16,6 +23,8 @@ from tuner.errors import BenchmarkError, CompileError, ConfigError
 from tuner.hardware import GPUS, Gpu
 from tuner.measure import device
 from tuner.measurement import Environment
+
+PROBE = toolchain.probe
 
 
 @pytest.fixture(autouse=True)
@@ -332,3 +341,98 @@ def test_sizes_are_read(text: str, size: int) -> None:
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"is not a size \(allowed: .* as in 2GB\)"):
         artifacts.parse_size(text)
+
+
+def failing(number: int) -> Any:
+    def fail(*_: object, **__: object) -> NoReturn:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def test_folders_without_locks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(filesystem.fcntl, "flock", failing(errno.ENOLCK))
+    said = lines(capsys, 1)
+    for name in ("store", "artifact cache"):
+        assert "is on a file system without locks (No locks available)" in said[name]
+        assert said[name].startswith("missing: ")
+
+
+def test_a_cache_on_a_mount_without_execution(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(filesystem.mmap, "mmap", failing(errno.EPERM))
+    said = lines(capsys, 1)
+    assert "is mounted noexec: libraries there cannot be loaded" in said["artifact cache"]
+
+
+def test_a_full_folder_of_temporary_files(
+    capsys: pytest.CaptureFixture[str], machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(machine))
+    assert lines(capsys, 0)["TMPDIR"] == f"ok: {machine}"
+    monkeypatch.setattr(filesystem.os, "posix_fallocate", failing(errno.ENOSPC))
+    said = lines(capsys, 1)
+    assert said["TMPDIR"].startswith(f"missing: {machine} is full: it has no room for 67 MB")
+    monkeypatch.setenv("TMPDIR", str(machine / "none"))
+    assert "none is not a folder - set TMPDIR to one" in lines(capsys, 1)["TMPDIR"]
+
+
+def test_a_compiler_s_probe_without_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", failing(errno.ENOSPC))
+    tools = toolchain.find_toolchain()
+    assert PROBE(tools) == "no temporary files can be written (No space left on device)"
+
+
+def test_a_store_that_can_only_be_read(
+    capsys: pytest.CaptureFixture[str], machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, connect = machine / "cache" / "store.sqlite", sqlite3.connect
+    path.parent.mkdir()
+    with contextlib.closing(connect(path)) as connection:
+        connection.execute("CREATE TABLE a (b)")
+    assert lines(capsys, 0)["store"].endswith("(1 tables, views and indices)")
+
+    def read_only(url: str, **options: Any) -> sqlite3.Connection:
+        return connect(url.replace("mode=rw", "mode=ro"), **options)
+
+    monkeypatch.setattr(sqlite3, "connect", read_only)
+    assert "cannot be written: give the file and its folder write perm" in lines(capsys, 1)["store"]
+
+
+def test_a_store_that_another_holds_is_noted(
+    capsys: pytest.CaptureFixture[str], machine: Path
+) -> None:
+    path = machine / "cache" / "store.sqlite"
+    path.parent.mkdir()
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("CREATE TABLE a (b)")
+        connection.execute("BEGIN IMMEDIATE")
+        assert "is locked by another program" in lines(capsys, 0)["store"]
+
+
+def test_a_store_whose_driver_is_not_installed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TUNER_STORE", "postgresql+pg8000://me:secret@host/db")
+    said = lines(capsys, 1)["store"]
+    assert said.startswith("missing: store URL 'postgresql+pg8000://me:***@host/db' needs a driver")
+    assert extra_command("postgres") in said and "secret" not in said
+
+
+@pytest.mark.parametrize(
+    "url", ["sqlite://", "sqlite:///", "sqlite:///:memory:", "sqlite+x://?a=b"]
+)
+def test_a_store_in_memory_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    """It would end with the command, and what was asked for with it."""
+    with pytest.raises(SystemExit, match="2"):
+        main(["list", "--store", url])
+    wanted = f"argument --store: store '{url}' is a database in memory, which ends with the command"
+    assert wanted in capsys.readouterr().err
+    monkeypatch.setenv("TUNER_STORE", url)
+    assert "is a database in memory" in lines(capsys, 1)["store"]
+    assert main(["list"]) == 2

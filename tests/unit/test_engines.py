@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 
 from tuner.cli import main
 from tuner.errors import ConfigError
-from tuner.problem.engines import ENGINES, WINDOW_PAGE, Decoder, Engine, problems
+from tuner.problem import GemmProblem, GroupedGemmProblem, shapes, written
+from tuner.problem.architecture import Attention, Experts, Linear, Model
+from tuner.problem.engines import ENGINES, WINDOW_PAGE, Engine, problems
 from tuner.tuning.job import read_problems
 
 LLAMA = {
@@ -18,21 +21,25 @@ LLAMA = {
     "hidden_size": 4096,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
     "max_position_embeddings": 8192,
     "dtype": "bfloat16",
 }
-GPT_OSS = {
-    "model_type": "gpt_oss",
-    "hidden_size": 2880,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "sliding_window": 128,
-    "layer_types": ["sliding_attention", "full_attention"] * 12,
-    "dtype": "bfloat16",
-}
-GEMMA2 = {**LLAMA, "model_type": "gemma2", "head_dim": 256, "sliding_window": 4096}
-GEMMA2["attn_logit_softcapping"] = 50.0
+GPT_OSS = Model(
+    "gpt_oss",
+    (Attention(64, 8, 64, has_sinks=True), Attention(64, 8, 64, left=127, has_sinks=True)),
+    ((Linear("o_proj", 2880, 4096, True),),),
+    experts=(Experts(32, 4, 2880, 5760, 2880),),
+    dtype="bfloat16",
+)
+GEMMA2 = Model("gemma2", (Attention(8, 4, 256, softcap=50.0),), (), dtype="bfloat16")
+
+
+@pytest.fixture(autouse=True)
+def without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without Transformers; `test_architecture` has the models as it computes them."""
+    monkeypatch.setattr(shapes.importlib.util, "find_spec", lambda name: None)
 
 
 @pytest.fixture
@@ -42,18 +49,13 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def decoder(tmp_path: Path, data: dict[str, Any]) -> Decoder:
-    path = tmp_path / "model.json"
-    path.write_text(json.dumps(data))
-    return Decoder.read(path)
+def listed(model: Model, engine: Engine, *sizes: Any, **options: Any) -> list[str]:
+    return [problem.label() for problem in problems(model, engine, *sizes, **options).problems]
 
 
-def listed(tmp_path: Path, data: dict[str, Any], engine: Engine, *sizes: Any) -> list[str]:
-    return [problem.label() for problem in problems(decoder(tmp_path, data), engine, *sizes)]
-
-
-def test_decoding_and_prompts_of_a_llama(tmp_path: Path) -> None:
-    found = listed(tmp_path, LLAMA, ENGINES["vllm"], [1, 48], [1000, 16384])
+def test_decoding_and_prompts_of_a_llama() -> None:
+    model = written.architecture(LLAMA)
+    found = listed(model, ENGINES["vllm"], [1, 48], [1000, 16384])
     one, tail = "B=1,H=32,HKV=8", "dtype=bf16,page_size=16,layout=bshd"
     assert found == [
         f"{one},SQ=1,SKV=1024,D=128,{tail}",
@@ -65,9 +67,9 @@ def test_decoding_and_prompts_of_a_llama(tmp_path: Path) -> None:
     ]
 
 
-def test_windows_and_sinks_by_layer(tmp_path: Path) -> None:
+def test_windows_and_sinks_by_layer() -> None:
     """vLLM keeps a window's layers in its pages; of Transformers' ring the runtime copies them."""
-    both = {name: listed(tmp_path, GPT_OSS, ENGINES[name], [4], [1024]) for name in ENGINES}
+    both = {name: listed(GPT_OSS, ENGINES[name], [4], [1024]) for name in ENGINES}
     tail = "dtype=bf16,page_size={},sinks=1,layout=bshd"
     head, small = "B=4,H=64,HKV=8", "B=8,H=64,HKV=8"
     full = [f"{head},SQ=1,SKV=1024,D=64,{tail}", f"{small},S=1024,D=64,causal=1,{tail}"]
@@ -83,14 +85,14 @@ def test_windows_and_sinks_by_layer(tmp_path: Path) -> None:
     ]
 
 
-def test_what_the_runtime_poses(tmp_path: Path) -> None:
+def test_what_the_runtime_poses() -> None:
     """A call of an engine's layer asks for a problem of the list."""
     torch = pytest.importorskip("torch", reason="torch is not installed")
     from tuner.runtime.composed import Extras
     from tuner.runtime.paged import paged_call
 
-    model, engine = decoder(tmp_path, GPT_OSS), ENGINES["vllm"]
-    found = problems(model, engine, [30], [3000])
+    engine = ENGINES["vllm"]
+    found = problems(GPT_OSS, engine, [30], [3000]).problems
     cache = torch.empty(16, engine.page_size, 8, 64, dtype=torch.bfloat16)
     table, lengths = torch.zeros(30, 200, dtype=torch.int32), torch.ones(30, dtype=torch.int32)
     posed = []
@@ -104,43 +106,56 @@ def test_what_the_runtime_poses(tmp_path: Path) -> None:
     assert found == posed
 
 
+def test_a_soft_cap() -> None:
+    found = problems(GEMMA2, ENGINES["vllm"], [1], [1024]).problems
+    assert {getattr(problem, "softcap", None) for problem in found} == {50.0}
+
+
+def test_products_of_a_step_as_engines_compute_them() -> None:
+    """vLLM computes one product of queries, keys and values, and one of the gate and the rest."""
+    model = written.architecture(LLAMA)
+    sizes = {}
+    for name, engine in ENGINES.items():
+        found = problems(model, engine, [16], [16384], ops=("gemm",), ranks=2).problems
+        products = [one for one in found if isinstance(one, GemmProblem)]
+        sizes[name] = [(one.n, one.k) for one in products if one.m == 8192]
+        assert {one.m for one in products if one.n == 128256 // 2} == {1, 16}
+    assert sizes["vllm"] == [(3072, 4096), (4096, 2048), (14336, 4096), (4096, 7168)]
+    assert sizes["transformers"][:2] == [(2048, 4096), (512, 4096)]
+
+
+def test_weights_and_logits_of_an_engine() -> None:
+    """vLLM turns GPT-2's weights and pads the vocabulary to multiples of 64."""
+    config = {"model_type": "gpt2", "n_embd": 768, "n_head": 12, "vocab_size": 50257}
+    model = written.architecture(config)
+    found = problems(model, ENGINES["vllm"], [1], [1024], ops=("gemm",)).problems
+    assert {one.layout_b for one in found if isinstance(one, GemmProblem)} == {"col"}
+    assert GemmProblem(1, 50304, 768, dtype="bfloat16") in found
+    found = problems(model, ENGINES["transformers"], [1], [1024], ops=("gemm",)).problems
+    assert GemmProblem(1, 50257, 768, dtype="bfloat16") in found
+
+
+def test_experts_of_a_step() -> None:
+    found = problems(GPT_OSS, ENGINES["vllm"], [16], [16384], ops=("grouped_gemm",), ranks=4)
+    assert found.problems == [
+        GroupedGemmProblem(32, rows, *size, sizes="zipf", dtype="bfloat16")
+        for rows in (64, 32768)
+        for size in ((1440, 2880), (2880, 720))
+    ]
+
+
 @pytest.mark.parametrize(
-    ("change", "windows"),
+    ("model", "message"),
     [
-        ({}, (0,)),
-        ({"sliding_window": 64}, (64,)),
-        ({"sliding_window": 64, "use_sliding_window": False}, (0,)),
-        ({"model_type": "qwen3", "sliding_window": 64}, (0,)),
-        ({"model_type": "qwen3", "sliding_window": 64, "use_sliding_window": True}, (64,)),
-        ({"model_type": "gemma2", "sliding_window": 64}, (0, 64)),
-        ({"sliding_window": 64, "layer_types": ["full_attention"]}, (0,)),
+        (replace(GEMMA2, attentions=(Attention(8, 4, 64, right=-1),)), "gemma2 does not decode"),
+        (replace(GEMMA2, is_latent=True), "attention of latent keys, over which engines have"),
+        (replace(GEMMA2, attentions=(), left_out=("attention with indices",)), "with indices"),
+        (replace(GEMMA2, attentions=(Attention(8, 4, 512),)), "D=512 has no tuned kernel"),
     ],
 )
-def test_windows(tmp_path: Path, change: dict[str, Any], windows: tuple[int, ...]) -> None:
-    assert decoder(tmp_path, LLAMA | change).windows == windows
-
-
-def test_a_soft_cap(tmp_path: Path) -> None:
-    found = problems(decoder(tmp_path, GEMMA2), ENGINES["vllm"], [1], [1024])
-    assert {problem.softcap for problem in found} == {50.0}
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"model_type": "bert"}, "model_type=bert is not known"),
-        ({"num_attention_heads": None}, "lacks num_attention_heads"),
-        ({"num_attention_heads": 0}, "num_attention_heads=0"),
-        ({"sliding_window": "wide"}, "sliding_window='wide'"),
-        ({"layer_types": ["chunked_attention"]}, "layer_types of the model has chunked_attention"),
-        ({"layer_types": 3}, "layer_types=3"),
-        ({"layer_types": ["sliding_attention"]}, "no sliding_window"),
-        ({"attn_logit_softcapping": "high"}, "attn_logit_softcapping='high'"),
-    ],
-)
-def test_a_wrong_configuration(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_attention_that_engines_do_not_compute_so(model: Model, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        decoder(tmp_path, LLAMA | change)
+        problems(model, ENGINES["vllm"], [1], [1024])
 
 
 def test_the_command_writes_a_list_for_a_sweep(config: Path, tmp_path: Path, capsys: Any) -> None:
@@ -149,7 +164,8 @@ def test_the_command_writes_a_list_for_a_sweep(config: Path, tmp_path: Path, cap
     options += ["--concurrency", "2", "--seqlen", "1024", "--output", str(out)]
     assert main(["shapes", "--model", str(config), *options]) == 0
     written = read_problems(out)
-    wanted = problems(Decoder.read(config), Engine(32, 512, True), [2], [1024])
+    model = shapes.read(config)
+    wanted = problems(model, Engine(32, 512, True), [2], [1024]).problems
     assert written == wanted and len(written) == 2
 
 
@@ -162,7 +178,6 @@ def test_the_command_writes_a_list_for_a_sweep(config: Path, tmp_path: Path, cap
         (["--engine", "vllm", "--chunk", "0"], "chunk=0"),
         (["--engine", "vllm", "--decode"], "--decode is not for --engine"),
         (["--engine", "vllm", "--batch", "2"], "--batch is not for --engine"),
-        (["--engine", "vllm", "--op", "gemm"], "--op gemm"),
         (["--engine", "vllm", "--concurrency", "many"], "concurrency=many"),
         (["--engine", "vllm", "--dtype", "fp8"], "dtype=fp8"),
     ],

@@ -26,7 +26,7 @@ from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import families
 from tuner.families.work import memory_gap_us, sizes_of, time_ratio
-from tuner.hardware import GPUS, Gpu
+from tuner.hardware import GPUS, MAX_MEMORY_GBS, Gpu, gpu_by_name
 from tuner.measurement import Regime
 from tuner.problem import GemmProblem
 from tuner.search import timed
@@ -41,7 +41,8 @@ from tuner.store.entry import Entry
 ships = ships_fixture
 
 H200, H100, PCIE = (GPUS[name] for name in ("H200", "H100", "H100-PCIe"))
-GH200 = Gpu("NVIDIA GH200 480GB", "9.0", 132, 1980, 4000.0, 62914560)
+GH200, H20, NVL = (GPUS[name] for name in ("GH200", "H20", "H100-NVL"))
+RENAMED = replace(H200, name="NVIDIA Hopper 141GB", memory_gbs=4917.0)
 B200 = Gpu("NVIDIA B200", "10.0", 132, 1965, 8000.0, 132644864)
 DECODING = attention("B=16,SQ=1,SKV=8192,D=128,H=32,HKV=8")
 PYTORCHS = ("cudnn", "flash2", "efficient")
@@ -51,6 +52,19 @@ def test_kernels_are_shared_by_compute_capability_and_decisions_by_waves_too() -
     assert H100.shares_kernels(PCIE) and not H100.shares_kernels(B200)
     assert H100.shares_decisions(H200) and H200.shares_decisions(H100)
     assert not H100.shares_decisions(PCIE) and not H100.shares_decisions(B200)
+
+
+@pytest.mark.parametrize("text", ["H20", "nvidia h20", "h100 nvl", "NVIDIA GH200 480GB", "H800"])
+def test_other_hopper_parts_have_names(text: str) -> None:
+    assert gpu_by_name(text).compute_capability == "9.0"
+
+
+@pytest.mark.parametrize("gpu", [GH200, H20, RENAMED], ids=lambda gpu: gpu.name)
+def test_what_serves_on_a_part_that_nobody_measured_is_a_prediction(gpu: Gpu) -> None:
+    (portfolio,) = (one for one in serving(shipped(), gpu) if one.op == "gemm")
+    selection = portfolio.select(GemmProblem(300, 4096, 4096, dtype="bfloat16"))
+    assert selection is not None and portfolio.gpu == gpu
+    assert any(f"rescaled to {gpu.name}" in doubt for doubt in selection.doubts)
 
 
 class TestRates:
@@ -86,6 +100,11 @@ class TestRates:
         gap = memory_gap_us(sizes_of(DECODING), H200, H100, is_warm=False)
         assert gap == pytest.approx(megabytes / 3.35 / 0.896 - megabytes / 4.8 / 0.896, rel=1e-3)
         assert memory_gap_us(sizes_of(DECODING), H100, H200, is_warm=False) == -gap
+
+    def test_slow_tensor_cores_take_longer_steps(self) -> None:
+        assert H20.peak_tflops == pytest.approx(148, rel=0.1)
+        assert time_ratio("step", H200, H20) == 4
+        assert time_ratio("step", H200, NVL) == pytest.approx(1980 / 1785)
 
     def test_warm_bytes_that_l2_holds_take_no_longer(self) -> None:
         small, large = attention("S=1024,D=64"), attention("B=16,S=2048,D=64")
@@ -163,7 +182,9 @@ class TestServing:
         chained = [key for key, one in found.domains.items() if one.regime.launch != "stream"]
         assert chained == [ProductDomain("few")]
 
-    @pytest.mark.parametrize("gpu", [H100, PCIE], ids=lambda gpu: gpu.name)
+    @pytest.mark.parametrize(
+        "gpu", [H100, PCIE, NVL, GH200, H20, RENAMED], ids=lambda gpu: gpu.name
+    )
     def test_another_one_s_is_rescaled_once(self, gpu: Gpu) -> None:
         known = [one for one in shipped() if one.gpu == H200]
         found = serving(known, gpu)
@@ -172,8 +193,18 @@ class TestServing:
         ]
         assert all(one is again for one, again in zip(found, serving(known, gpu), strict=True))
 
-    @pytest.mark.parametrize("gpu", [GH200, B200, replace(H100, name=f"{H100.name} MIG 3g.40gb")])
-    def test_a_gpu_without_a_description_or_of_other_kernels_has_none(self, gpu: Gpu) -> None:
+    @pytest.mark.parametrize(
+        "gpu",
+        [
+            B200,
+            replace(H100, name=f"{H100.name} MIG 3g.40gb"),
+            replace(RENAMED, clock_max_mhz=0),
+            replace(RENAMED, memory_gbs=0.0),
+            replace(RENAMED, memory_gbs=MAX_MEMORY_GBS),
+            replace(RENAMED, l2_bytes=0),
+        ],
+    )
+    def test_a_gpu_whose_rates_are_not_known_or_of_other_kernels_has_none(self, gpu: Gpu) -> None:
         assert serving(shipped(), gpu) == []
 
     def test_an_own_one_comes_first(self) -> None:

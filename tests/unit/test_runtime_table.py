@@ -24,7 +24,7 @@ from runtime_machine import (
 
 from tuner.config import Config
 from tuner.errors import BenchmarkError, StoreError
-from tuner.hardware import DEFAULT_GPU
+from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Provenance, Status
 from tuner.problem import AttentionProblem
 from tuner.selection.reader import Entry, LookupResult
@@ -326,3 +326,27 @@ def test_the_gpu_s_identity_is_the_store_s(
     assert runtime.devices.gpu_of(0) == DEFAULT_GPU
     seen.name = "NVIDIA H20"
     assert runtime.devices.gpu_of(1).identity == "NVIDIA H20|9.0|132"
+
+
+def test_a_part_without_a_description_has_the_rates_that_its_driver_reports(
+    runtime: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = SimpleNamespace(name="NVIDIA Hopper", major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: seen)
+    values = {13: 1980000, 36: 3201000, 37: 6144, 38: 62914560}
+    asked = lambda index, numbers: [values[number] for number in numbers]  # noqa: E731
+    monkeypatch.setattr(runtime.devices, "_attributes", asked)
+    gpu = runtime.devices.gpu_of(0)
+    assert gpu == Gpu("NVIDIA Hopper", "9.0", 132, 1980, 4916.7, 62914560) and gpu.has_rates
+
+
+def test_without_a_driver_a_part_without_a_description_has_no_rates(
+    runtime: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(index: int, numbers: tuple[int, ...]) -> list[int]:
+        raise OSError("libcuda.so.1: cannot open shared object file")
+
+    seen = SimpleNamespace(name="NVIDIA Hopper", major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: seen)
+    monkeypatch.setattr(runtime.devices, "_attributes", fail)
+    assert not runtime.devices.gpu_of(0).has_rates

@@ -40,6 +40,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2ForCausalLM": ("Qwen2Config", {**SMALL, "num_key_value_heads": 2}),
     "Qwen3ForCausalLM": ("Qwen3Config", {**SMALL, "num_key_value_heads": 1, "head_dim": 16}),
     "GPT2LMHeadModel": ("GPT2Config", {**GPT2, "bos_token_id": 1, "eos_token_id": None}),
+    "MistralForCausalLM": (
+        "MistralConfig",
+        {**SMALL, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 6},
+    ),
     "BertForMaskedLM": ("BertConfig", SMALL),
 }
 CAUSAL = [name for name in ARCHITECTURES if name != "BertForMaskedLM"]
@@ -128,15 +132,26 @@ def test_generation_through_tuned_kernels(tuned: SimpleNamespace) -> None:
     assert lengths == [(LENGTH, LENGTH, True), *((1, LENGTH + n, False) for n in (1, 2, 3))]
 
 
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen3ForCausalLM", "BertForMaskedLM"])
+@pytest.mark.parametrize(
+    "name",
+    ["LlamaForCausalLM", "Qwen3ForCausalLM", "BertForMaskedLM", "MistralForCausalLM"],
+)
 @torch.no_grad()
 def test_what_a_layer_poses_is_what_shapes_lists(tuned: SimpleNamespace, name: str) -> None:
+    """A window's layers pose its mask; the window itself is `tuner.attention`'s."""
     model, _ = pair(name, torch.float16)
-    listed = shapes.Model.of(model.config.to_dict())
+    listed = shapes.architecture(model.config.to_dict())
     ids, _ = tokens()
-    model(ids)
-    wanted = shapes.problems(listed, [2], [LENGTH], dtype="fp16", ops=("attention",))
-    assert set(tuned.problems) == set(wanted)
+    out = model(ids)
+    for decode in (False, True):
+        wanted = shapes.problems(
+            listed, [2], [LENGTH + decode], decode=decode, dtype="fp16", ops=("attention",)
+        ).problems
+        assert set(tuned.problems) == {p for p in wanted if listed.window == 0 or p.mask}
+        if "BertFor" in name:
+            break
+        tuned.problems.clear()
+        model(ids[:, :1], past_key_values=out.past_key_values)
 
 
 def attend(**changes: Any) -> Any:

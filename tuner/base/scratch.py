@@ -28,7 +28,12 @@ def _make(parent: Path, prefix: str) -> tuple[Path, int]:
     """
     folder = Path(tempfile.mkdtemp(dir=parent, prefix=prefix))
     lock = os.open(folder, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError:
+        os.close(lock)
+        folder.rmdir()
+        raise
     return folder, lock
 
 

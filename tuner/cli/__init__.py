@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TextIO, cast
 import tuner
 from tuner.base.printable import PrintableStream
 from tuner.base.processes import RaisesInterrupted, exit_code
+from tuner.cli.arguments import utf8_text
 from tuner.cli.help import groups_text
 from tuner.errors import ConfigError, TunerError
 from tuner.settings import VARIABLES
@@ -71,7 +72,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **options})
-        self.register("type", None, _text)
+        self.register("type", None, utf8_text)
 
     def add_subparsers(self, **options: Any) -> Any:
         """Add commands, whose parsers check their own arguments."""
@@ -90,14 +91,6 @@ class Parser(argparse.ArgumentParser):
         if re.search(r"arguments are required: (COMMAND|ACTION)$", message):
             message += f" (`{self.prog} --help` lists them)"
         self.exit(WRONG_INPUT, f"{self.prog}: {message}\n")
-
-
-def _text(word: str) -> str:
-    try:
-        word.encode()
-    except UnicodeEncodeError:
-        raise argparse.ArgumentTypeError(f"{word!a} is not UTF-8 text") from None
-    return word
 
 
 class _Notes(io.FileIO):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from tuner import settings
+from tuner.errors import ConfigError
 from tuner.measurement import LAUNCHES, Regime, launch_named
 from tuner.problem import PROBLEMS
 
@@ -32,7 +34,26 @@ def add_inputs(parser: argparse.ArgumentParser, about: str = "state of the input
 
 def add_store(parser: argparse.ArgumentParser) -> None:
     """Add ``--store``; without it the command takes `settings.store_url`."""
-    parser.add_argument("--store", metavar="URL", help="SQLAlchemy URL or SQLite file")
+    parser.add_argument(
+        "--store", type=store_named, metavar="URL", help="SQLAlchemy URL or SQLite file"
+    )
+
+
+def utf8_text(word: str) -> str:
+    """A word of the command line that is not the name of a file."""
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(f"{word!a} is not UTF-8 text") from None
+    return word
+
+
+def store_named(word: str) -> str:
+    """A store's URL or path of the command line; one that outlives the command."""
+    try:
+        return settings.durable(utf8_text(word))
+    except ConfigError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from exc
 
 
 def regimes_of(args: argparse.Namespace, op: str) -> tuple[Regime, ...]:

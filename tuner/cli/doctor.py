@@ -6,12 +6,13 @@ import argparse
 import ctypes
 import importlib.util
 import json
-import tempfile
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tuner.base import filesystem
 from tuner.base.install import extra_command, install_command
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from tuner.problem import Problem
 
 OK, MISSING, NOTE = "ok", "missing", "note"
+ROOM_BYTES = 64 << 20
+"""Free space that a folder must have: for some kernels, or one compiler's temporary files."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,9 @@ def examine(device: int = 0) -> list[Finding]:
         *_gpu(device),
         *_compiling(),
         *_torch_and_peers(),
-        _store(),
+        *_store(),
         _cache(),
+        _temporary(),
         *_prebuilt(),
         *_dispatcher(),
     ]
@@ -87,7 +91,7 @@ def conclude(missing: set[str]) -> str:
         return "A sweep can measure here."
     gpu = missing & {"GPU", "driver", "cuda-python"}
     compiling = missing & {"nvcc", "host compiler", "CUTLASS", "compiling"}
-    stored = missing & {"store", "artifact cache"}
+    stored = missing & {"store", "artifact cache", "TMPDIR"}
     if stored:
         still = "nothing can be stored"
     elif gpu and compiling:
@@ -291,31 +295,57 @@ def _torch_and_peers() -> Iterator[Finding]:
             yield Finding(family.name.removeprefix("vendor_"), NOTE, found, how)
 
 
-def _store() -> Finding:
+def _store() -> Iterator[Finding]:
+    from tuner import settings
+    from tuner.errors import ConfigError
+    from tuner.store.reading import sqlite_file
+
+    try:
+        url = settings.store_url()
+        path = sqlite_file(url)
+        if path is None:
+            from tuner.store.engine import check_url
+
+            check_url(url)
+    except ConfigError as exc:
+        yield Finding("store", MISSING, str(exc))
+        return
+    if path is None:
+        scheme = url.partition("://")[0]
+        yield Finding("store", OK, f"{scheme} (not opened: the URL may hold a password)")
+        return
+    folder = path.parent
+    if reason := filesystem.write_fault(folder, ROOM_BYTES) or filesystem.lock_fault(folder):
+        yield Finding("store", MISSING, f"{path}: {reason}", "set TUNER_STORE")
+    elif not path.exists():
+        yield Finding("store", OK, f"{path} (made when first needed)")
+    else:
+        yield _store_file(path)
+
+
+def _store_file(path: Path) -> Finding:
+    """Finding about an SQLite file that exists: it is read, and a write is begun."""
     import sqlite3
 
-    from tuner import settings
+    from tuner.store.faults import is_busy, store_error
 
-    url = settings.store_url()
-    if not url.startswith("sqlite:///"):
-        scheme = url.partition("://")[0]
-        return Finding("store", OK, f"{scheme} (not opened: the URL may hold a password)")
-    path = Path(url.removeprefix("sqlite:///")).expanduser()
-    if not path.exists():
-        problem = _unwritable(path.parent)
-        if problem:
-            return Finding("store", MISSING, f"{path}: {problem}", "set TUNER_STORE")
-        return Finding("store", OK, f"{path} (made when first needed)")
     try:
-        connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+        connection = sqlite3.connect(
+            f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=0, isolation_level=None
+        )
         try:
             tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+            version = connection.execute("PRAGMA user_version").fetchone()[0]
+            connection.execute("BEGIN IMMEDIATE")
+            connection.execute(f"PRAGMA user_version={version}")  # BEGIN passes on a read-only file
+            connection.execute("ROLLBACK")
         finally:
             connection.close()
     except sqlite3.Error as exc:
-        return Finding(
-            "store", MISSING, f"{path}: {exc}", "move the file away, or set TUNER_STORE to another"
-        )
+        found = str(store_error(str(path), exc))
+        if is_busy(exc):
+            return Finding("store", NOTE, found)
+        return Finding("store", MISSING, found, "or set TUNER_STORE to another")
     return Finding("store", OK, f"{path} ({tables} tables, views and indices)")
 
 
@@ -328,10 +358,24 @@ def _cache() -> Finding:
         cache.check()
     except StoreError as exc:
         return Finding("artifact cache", MISSING, str(exc))
-    if problem := _unwritable(cache.root):
-        return Finding("artifact cache", MISSING, f"{cache.root}: {problem}", "set TUNER_CACHE_DIR")
+    if reason := (
+        filesystem.write_fault(cache.root, ROOM_BYTES)
+        or filesystem.lock_fault(cache.root)
+        or filesystem.load_fault(cache.root)
+    ):
+        return Finding("artifact cache", MISSING, f"{cache.root}: {reason}", "set TUNER_CACHE_DIR")
     kernels, size = len(cache.keys()), cache.total_bytes() / 1e6
     return Finding("artifact cache", OK, f"{cache.root} ({kernels} kernels, {size:.1f} MB)")
+
+
+def _temporary() -> Finding:
+    """Finding about the folder of temporary files, which compilers fill."""
+    folder = Path(os.environ.get("TMPDIR") or "/tmp")
+    if not folder.is_dir():
+        return Finding("TMPDIR", MISSING, f"{folder} is not a folder", "set TMPDIR to one")
+    if reason := filesystem.write_fault(folder, ROOM_BYTES):
+        return Finding("TMPDIR", MISSING, reason, "free some space, or set TMPDIR to another")
+    return Finding("TMPDIR", OK, str(folder))
 
 
 def _prebuilt() -> Iterator[Finding]:
@@ -379,17 +423,6 @@ def _dispatcher() -> Iterator[Finding]:
     is_prebuilt = libraries is not None and found.library.is_relative_to(libraries)
     where = "of the prebuilt kernels" if is_prebuilt else "built here"
     yield Finding("dispatcher", OK, f"C++, {where}, {said}")
-
-
-def _unwritable(folder: Path) -> str:
-    """Reason why `folder`, or its nearest existing parent, cannot be written; empty if it can."""
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            return ""
-    except OSError as exc:
-        return f"{folder} cannot be written ({exc.strerror})"
 
 
 def _version(distribution: str) -> str | None:

@@ -10,19 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from tuner.errors import ConfigError
-from tuner.problem import Problem
+from tuner.problem.architecture import Model
 from tuner.problem.engines import ENGINES
-from tuner.problem.shapes import OPS
+from tuner.problem.shapes import OPS, Listed
 
 #: Options that apply only to the dense forward pass, and only to a paged cache.
 DENSE, PAGED = ("batch", "decode"), ("concurrency", "page_size", "chunk")
 
-DESCRIPTION = """Lists the attention, GEMM and SwiGLU problems in the forward pass of a dense
-Transformers model, over ranges of batch sizes and sequence lengths. The output is JSON that `tuner
-sweep --problems` reads. SwiGLU is both up projections of a gated layer as one kernel
-(`tuner.swiglu`). With --engine it lists the engine's calls of `tuner.paged_attention`: decoding at
-each concurrency and length, and steps of prompts. Windows, sinks and soft cap are those of the
-model's layers."""
+DESCRIPTION = """Lists the problems in the forward pass of a Transformers model: attention, linear
+layers, SwiGLU and experts, over ranges of batch sizes and sequence lengths. The output is JSON that
+`tuner sweep --problems` reads. Layers are those of Transformers' own class, run without weights.
+Without Transformers a few kinds of models are served. With --engine it lists the engine's calls of
+`tuner.paged_attention`, or with --op the products of its steps."""
 
 
 def _of(name: str) -> str:
@@ -51,7 +50,12 @@ def register(subparsers: Any) -> None:
     )
     parser.add_argument("--dtype", metavar="TYPE", help="fp16 or bf16 (default: the model's)")
     parser.add_argument(
-        "--op", choices=OPS, help="only this operation (default: all that the model has)"
+        "--op",
+        choices=OPS,
+        help="only this operation (default: all that the model has; with --engine attention)",
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=1, metavar="N", help="tensor-parallel ranks (default 1)"
     )
     engine = parser.add_argument_group("paged caches")
     engine.add_argument(
@@ -77,65 +81,60 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: when the model or a range is wrong.
     """
     from tuner.base import output
-    from tuner.problem import listing
+    from tuner.problem import listing, shapes
 
     output.check_place(args.output)
     for name in DENSE if args.engine else PAGED:
         if getattr(args, name) is not (False if name == "decode" else None):
             option = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{option} is {'not for' if args.engine else 'for'} --engine")
-    found = _paged(args) if args.engine else _dense(args)
-    text = listing(found)
+    if args.ranks < 1:
+        raise ConfigError(f"ranks={args.ranks} is out of range (allowed: 1 or more)")
+    model = shapes.read(args.model)
+    seqlens = shapes.numbers("seqlen", args.seqlen or ("1024:16384" if args.engine else "512:4096"))
+    listed = (_paged if args.engine else _dense)(args, model, seqlens)
+    if not (args.dtype or model.dtype):
+        _note(f"the model does not say its dtype: {shapes.DEFAULT_DTYPE} is taken (--dtype)")
+    if 0 < model.positions < max(seqlens):
+        _note(f"seqlen={max(seqlens)} is longer than the model's {model.positions} positions")
+    for reason in listed.left_out:
+        _note(f"left out: {reason}")
+    text = listing(listed.problems)
     if args.output is None:
         print(text, end="")
     else:
         output.write(args.output, text)
-        _note(f"{args.output}: {len(found)} problems")
+        _note(f"{args.output}: {len(listed.problems)} problems")
     return 0
 
 
-def _paged(args: argparse.Namespace) -> Sequence[Problem]:
+def _paged(args: argparse.Namespace, model: Model, seqlens: Sequence[int]) -> Listed:
     from tuner.problem import engines, shapes
 
-    if args.op not in (None, "attention"):
-        raise ConfigError(f"--op {args.op} is not for --engine (allowed: attention)")
     changes = {name: getattr(args, name) for name in ("page_size", "chunk")}
     for name, value in changes.items():
         if value is not None and value < 1:
             raise ConfigError(f"{name}={value} is out of range (allowed: 1 or more)")
     given = {name: value for name, value in changes.items() if value is not None}
     engine = replace(engines.ENGINES[args.engine], **given)
-    model = engines.Decoder.read(args.model)
-    seqlens = shapes.numbers("seqlen", args.seqlen or "1024:16384")
     concurrencies = shapes.numbers("concurrency", args.concurrency or "1,16,64,128")
-    found = engines.problems(model, engine, concurrencies, seqlens, args.dtype)
-    _note_positions(model.positions, max(seqlens))
-    return found
+    ops = (args.op or "attention",)
+    sizes = concurrencies, seqlens, args.dtype
+    return engines.problems(model, engine, *sizes, ops=ops, ranks=args.ranks)
 
 
-def _dense(args: argparse.Namespace) -> Sequence[Problem]:
+def _dense(args: argparse.Namespace, model: Model, seqlens: Sequence[int]) -> Listed:
     from tuner.problem import shapes
 
-    model = shapes.Model.read(args.model)
-    seqlens = shapes.numbers("seqlen", args.seqlen or "512:4096")
-    found = shapes.problems(
+    return shapes.problems(
         model,
         shapes.numbers("batch", args.batch or "1"),
         seqlens,
         decode=args.decode,
         dtype=args.dtype,
         ops=(args.op,) if args.op else OPS,
+        ranks=args.ranks,
     )
-    longest = max(seqlens)
-    _note_positions(model.positions, longest)
-    if 0 < model.window < longest:
-        _note(f"attention over more than its window of {model.window} keys is left out")
-    return found
-
-
-def _note_positions(positions: int, longest: int) -> None:
-    if 0 < positions < longest:
-        _note(f"seqlen={longest} is longer than the model's {positions} positions")
 
 
 def _note(text: str) -> None:

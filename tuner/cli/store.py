@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner import settings
+from tuner.cli.arguments import store_named
 from tuner.errors import ConfigError
 from tuner.store.reading import sqlite_file
 
@@ -42,7 +43,9 @@ def register(subparsers: Any) -> None:
     about = "copy a whole store into another database"
     one = commands.add_parser("copy", help=about, description=COPY)
     one.add_argument("source", metavar="FROM", help="SQLAlchemy URL or SQLite file")
-    one.add_argument("target", metavar="TO", help="SQLAlchemy URL or SQLite file; empty")
+    one.add_argument(
+        "target", type=store_named, metavar="TO", help="SQLAlchemy URL or SQLite file; empty"
+    )
     one.add_argument("--json", action="store_true", help="the rows of each table as JSON")
     one.set_defaults(run=run_copy)
     for name, about, text, run in (
@@ -51,7 +54,7 @@ def register(subparsers: Any) -> None:
     ):
         one = commands.add_parser(name, help=about, description=text)
         one.add_argument("file", metavar="FILE", type=Path, help="the backup")
-        one.add_argument("--store", metavar="URL", help="SQLite file or its URL")
+        one.add_argument("--store", type=store_named, metavar="URL", help="SQLite file or its URL")
         one.add_argument("--json", action="store_true", help="print the result as JSON")
         one.set_defaults(run=run)
 

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner import settings
-from tuner.base import document, forks, scratch
+from tuner.base import document, filesystem, forks, scratch
 from tuner.base.ownership import close_to_others, open_to_others, remedy, trusted_sha256
 from tuner.compile import prebuilt
 from tuner.compile.device_code import device_code
@@ -308,7 +308,7 @@ class ArtifactCache:
                 return descriptor
         except (BlockingIOError, FileNotFoundError):
             pass
-        except OSError as exc:
+        except OSError as exc:  # the file system has no locks
             descriptor.close()
             raise self.write_error(exc) from exc
         descriptor.close()
@@ -403,7 +403,12 @@ class ArtifactCache:
 
     def write_error(self, exc: OSError) -> StoreError:
         """Error for a cache that cannot be written, in one line."""
-        if exc.errno in (errno.ENOSPC, errno.EDQUOT):
+        if exc.errno in filesystem.LOCKLESS:
+            return StoreError(
+                f"the artifact cache {self.root} {filesystem.NO_LOCKS} ({exc.strerror}): "
+                "set TUNER_CACHE_DIR to a folder on another"
+            )
+        if exc.errno in filesystem.FULL:
             return StoreError(
                 f"the disk of the artifact cache {self.root} is full: free some space, "
                 "'tuner cache prune --max-size 2GB', or set TUNER_CACHE_DIR"

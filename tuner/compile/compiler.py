@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner.base import resources
+from tuner.base.limits import available_bytes, cpu_count
 from tuner.base.processes import Finished, ProcessPool
 from tuner.compile import side_by_side, triton_compiler
 from tuner.compile.artifacts import Artifact, ArtifactCache
@@ -37,7 +38,6 @@ from tuner.compile.units import (
     KernelJob,
     Underway,
     Unit,
-    available_bytes,
     shared,
 )
 from tuner.config import Config
@@ -134,7 +134,7 @@ class Compiler:
 
     def _most_units(self, jobs: int | None) -> int:
         """Number of units that may be built in parallel."""
-        wanted = jobs or len(os.sched_getaffinity(0))
+        wanted = jobs or cpu_count()
         return max(1, min(wanted, available_bytes() // UNIT_BYTES))
 
     def __enter__(self) -> Compiler:

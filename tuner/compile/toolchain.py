@@ -222,6 +222,13 @@ def probe(toolchain: Toolchain) -> str:
     This finds faults that versions do not show: a missing PyPI package beside nvcc, or a host
     compiler that this nvcc rejects.
     """
+    try:
+        return _probe(toolchain)
+    except OSError as exc:
+        return f"no temporary files can be written ({exc.strerror or exc})"
+
+
+def _probe(toolchain: Toolchain) -> str:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "probe.cu"
         source.write_text(

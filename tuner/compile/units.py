@@ -1,10 +1,10 @@
-"""Kernels queued for the compiler, the units they are built in, and the memory available."""
+"""Kernels queued for the compiler, and the units they are built in."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,29 +69,6 @@ class Underway:
     """Seconds since its unit started."""
     kernels: int
     """Number of kernels in its unit."""
-
-
-def available_bytes(proc: Path = Path("/proc"), group: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes of free memory: the machine's or the control group's, whichever is less."""
-    machine = _table(proc / "meminfo").get("MemAvailable:", 64 << 20) * 1024
-    limit, used = (next(_lines(group / f"memory.{n}"), "") for n in ("max", "current"))
-    if not (limit.isdigit() and used.isdigit()):
-        return machine
-    held = _table(group / "memory.stat")  # the page cache counts as used but can be dropped
-    cached = held.get("inactive_file", 0) + held.get("active_file", 0)
-    return max(0, min(machine, int(limit) - int(used) + cached))
-
-
-def _table(path: Path) -> dict[str, int]:
-    rows = (line.split() for line in _lines(path))
-    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
-
-
-def _lines(path: Path) -> Iterator[str]:
-    try:
-        yield from path.read_text().splitlines()
-    except OSError:
-        return
 
 
 def shared(spec: KernelSpec, other: KernelSpec) -> int:

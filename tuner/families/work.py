@@ -43,7 +43,7 @@ _CONSTANT_TERMS = attention_work.CONSTANT_TERMS | product_work.CONSTANT_TERMS
 
 def time_ratio(term: str, old: Gpu, new: Gpu) -> float:
     """Microseconds of one unit of a work term on a GPU over those on another one of the same
-    compute capability, without `memory_gap_us`. By the clocks of their datasheets; amounts count
+    compute capability, without `memory_gap_us`. By the rates of their tensor cores; amounts count
     the multiprocessors.
 
     Args:
@@ -56,7 +56,8 @@ def time_ratio(term: str, old: Gpu, new: Gpu) -> float:
         return 1.0
     if name in product_work.CHIP_TERMS:
         return old.peak_tflops / new.peak_tflops
-    return old.clock_max_mhz / new.clock_max_mhz
+    tensor_rates = old.tensor_flops_per_clock_sm / new.tensor_flops_per_clock_sm
+    return tensor_rates * old.clock_max_mhz / new.clock_max_mhz
 
 
 FASTEST_SHARE = 0.93

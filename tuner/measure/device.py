@@ -16,7 +16,7 @@ from typing import Any
 
 from tuner.base.install import install_command
 from tuner.errors import BenchmarkError
-from tuner.hardware import GPUS, MAX_MEMORY_GBS, Gpu
+from tuner.hardware import GPUS, MAX_MEMORY_GBS, Gpu, bandwidth_gbs
 from tuner.measurement import Clocks, Environment, Status, status_of
 
 #: NVML clock event reasons (nvml.h, nvmlClocksEventReason*). Idle does not affect a timing.
@@ -143,8 +143,8 @@ def detect(index: int = 0) -> Gpu | None:
 
     name = _text(call("cuDeviceGetName", 128, device))
     shipped = next((gpu for gpu in GPUS.values() if gpu.name == name), None)
-    # Kilohertz and bits at double data rate. Used only for a GPU that is not in `hardware.GPUS`.
-    bandwidth = attribute("MEMORY_CLOCK_RATE") * 2 * attribute("GLOBAL_MEMORY_BUS_WIDTH") / 8 / 1e6
+    # Used only for a GPU that is not in `hardware.GPUS`.
+    bandwidth = bandwidth_gbs(attribute("MEMORY_CLOCK_RATE"), attribute("GLOBAL_MEMORY_BUS_WIDTH"))
     handle = _handle(index)
     clock = _ask("device_get_max_clock_info", handle, _clock("CLOCK_SM")) if handle else None
     return Gpu(
@@ -154,7 +154,7 @@ def detect(index: int = 0) -> Gpu | None:
         ),
         sm_count=attribute("MULTIPROCESSOR_COUNT"),
         clock_max_mhz=int(clock or attribute("CLOCK_RATE") // 1000),
-        memory_gbs=shipped.memory_gbs if shipped else round(bandwidth, 1) or MAX_MEMORY_GBS,
+        memory_gbs=shipped.memory_gbs if shipped else bandwidth or MAX_MEMORY_GBS,
         l2_bytes=attribute("L2_CACHE_SIZE"),
     )
 

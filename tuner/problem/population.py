@@ -34,6 +34,7 @@ from typing import TypeVar
 
 from tuner.errors import ConfigError
 from tuner.problem import LAYOUTS, AttentionProblem, GemmProblem, Operand, Problem, SwigluProblem
+from tuner.problem.architecture import VOCAB_STEP
 from tuner.problem.base import DTYPE_BYTES, DType
 from tuner.problem.models import (
     BHSD,
@@ -67,8 +68,6 @@ both sides. It was chosen before anything was measured.
 """
 HALF_TYPES: tuple[DType, ...] = ("float16", "bfloat16")
 """Types in which a float32 checkpoint is run."""
-VOCAB_STEP = 64
-"""Ranks that share the logits' columns pad them to a multiple of this before."""
 TRIES = 20
 """Draws for each requested call before a small population counts as exhausted."""
 

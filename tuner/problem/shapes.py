@@ -1,15 +1,17 @@
-"""Lists of problems: those of a dense Transformers model, from its ``config.json``, and those of a
-range of shapes.
+"""Lists of problems: those of a Transformers model, from its ``config.json``, and those of a range
+of shapes.
 
-A layer is one attention and the GEMMs around it, as Transformers computes them. A decoder fills a
-cache, whose keys lie head by head. Each projection is a product of its own. Weights of `nn.Linear`
-are (N, K), those of GPT-2's `Conv1D` (K, N).
+The layers are those of Transformers' own class, where it is installed (`traced`). Without it a few
+kinds are known by their configuration alone (`written`). A decoder fills a cache, whose keys lie
+head by head. Weights of `nn.Linear` are (N, K), those of GPT-2's `Conv1D` (K, N).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import contextlib
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,93 +22,93 @@ from tuner.problem import (
     DTYPE_ALIASES,
     AttentionProblem,
     GemmProblem,
+    GroupedGemmProblem,
     Problem,
     SwigluProblem,
 )
+from tuner.problem.architecture import Attention, Model
+from tuner.problem.base import DType
 from tuner.problem.swiglu import STEP as SWIGLU_STEP
 
-#: Encoders, in which every token sees every other.
-ENCODERS = ("bert", "roberta", "xlm-roberta")
-#: Causal decoders of one layout: separate projections, grouped keys, a gate of the shape of the
-#: projection that it gates.
-GATED = ("gemma", "llama", "mistral", "qwen2", "qwen3")
-#: Decoders of these whose gate is SiLU if the configuration does not name an activation.
-SILU = ("llama", "mistral", "qwen2", "qwen3")
 #: Operations that are listed, in the order of a layer.
-OPS = ("attention", "gemm", "swiglu")
-#: A causal decoder with one projection for queries, keys and values.
-GPT2 = "gpt2"
-KINDS = (*ENCODERS, GPT2, *GATED)
-#: Names of one quantity in different models, the common one first.
-NAMES: Mapping[str, tuple[str, ...]] = {
-    "hidden_size": ("hidden_size", "n_embd"),
-    "heads": ("num_attention_heads", "n_head"),
-    "intermediate_size": ("intermediate_size", "n_inner"),
-    "positions": ("max_position_embeddings", "n_positions"),
-}
+OPS = ("attention", "gemm", "swiglu", "grouped_gemm")
+DEFAULT_DTYPE = "bfloat16"
+"""Type of a model whose configuration does not say one, as serving engines take it."""
 
 
 @dataclass(frozen=True)
-class Model:
-    """Sizes of a dense Transformer."""
+class Listed:
+    """Problems of a model, each once, and what has none."""
 
-    kind: str
-    hidden_size: int
-    heads_q: int
-    heads_kv: int
-    head_dim: int
-    intermediate_size: int
-    vocabulary: int
-    positions: int
-    """Maximum sequence length of the model; 0 if its configuration does not say."""
-    window: int
-    """Maximum keys that a query sees; 0 for all."""
-    dtype: str
-    has_swiglu: bool = False
-    """True if the feed-forward layer is gated with SiLU."""
+    problems: list[Problem] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
 
-    @classmethod
-    def read(cls, path: Path) -> Model:
-        """Read a ``config.json``. For a model of several parts, read its text part.
+    def add(self, kind: type[Problem], *sizes: int, **fields: Any) -> None:
+        """Add a problem of a kind; one that cannot be is left out, with its reason."""
+        try:
+            problem = kind(*sizes, **fields)
+        except ConfigError as exc:
+            if str(exc) not in self.left_out:
+                self.left_out.append(str(exc))
+            return
+        if problem not in self.problems:
+            self.problems.append(problem)
+
+    def checked(self) -> Listed:
+        """The list, if it has a problem.
 
         Raises:
-            ConfigError: when it cannot be read, lacks a size, or is of a kind whose layers are not
-                known here.
+            ConfigError: when it is empty; says why.
         """
-        return cls.of(configuration(path))
+        if not self.problems:
+            reasons = "; ".join(self.left_out) or "the model has none of these operations"
+            raise ConfigError(f"there is no problem to list: {reasons}")
+        return self
 
-    @classmethod
-    def of(cls, data: Mapping[str, Any]) -> Model:
-        """Make a model from the fields of a configuration.
 
-        Raises:
-            ConfigError: as in `read`.
-        """
-        kind = data.get("model_type")
-        if kind not in KINDS:
-            raise ConfigError(f"model_type={kind} is not known (allowed: {', '.join(KINDS)})")
-        hidden, heads = size(data, "hidden_size"), size(data, "heads")
-        head_dim = data.get("head_dim") or hidden // heads
-        windowed = data.get("use_sliding_window", True) and kind not in ENCODERS
-        window = data.get("sliding_window") if windowed else None
-        activation = data.get("hidden_act", "silu" if kind in SILU else "")
-        return cls(
-            kind=kind,
-            hidden_size=hidden,
-            heads_q=heads,
-            heads_kv=whole("num_key_value_heads", data.get("num_key_value_heads") or heads),
-            head_dim=whole("head_dim", head_dim),
-            intermediate_size=size(data, "intermediate_size", 4 * hidden),
-            vocabulary=whole("vocab_size", data.get("vocab_size", 0), least=0),
-            positions=size(data, "positions", 0),
-            window=whole("sliding_window", window or 0, least=0),
-            dtype=str(data.get("dtype") or data.get("torch_dtype") or "float16"),
-            has_swiglu=kind in GATED and activation == "silu",
-        )
+def read(path: Path) -> Model:
+    """Read a ``config.json``; a model of several parts is its text part.
 
-    @property
-    def is_causal(self) -> bool:
-        return self.kind not in ENCODERS
+    Raises:
+        ConfigError: when it cannot be read, lacks a size, or its layers are not known.
+    """
+    try:
+        data = document.parse(path.read_text())
+    except (OSError, ValueError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) else exc
+        raise ConfigError(f"model {path} cannot be read: {reason}") from exc
+    if not isinstance(data, dict):
+        raise ConfigError(f"model {path} is not a configuration of Transformers (an object)")
+    return architecture(data)
+
+
+def architecture(data: Mapping[str, Any]) -> Model:
+    """The layers of the model that the fields of a configuration describe.
+
+    Raises:
+        ConfigError: as `read`.
+    """
+    from tuner.problem import written
+
+    if all(importlib.util.find_spec(name) for name in ("torch", "transformers")):
+        with contextlib.suppress(ImportError):  # a Transformers before 5
+            from tuner.problem import traced
+
+            return traced.architecture(data)
+    return written.architecture(data)
+
+
+def dtype_of(model: Model, dtype: str | None) -> DType:
+    """Type of a model's tensors, or `dtype` in its place.
+
+    Raises:
+        ConfigError: when no kernel has it.
+    """
+    text = dtype or model.dtype or DEFAULT_DTYPE
+    name = DTYPE_ALIASES.get(text, "")
+    if name not in ("float16", "bfloat16"):
+        raise ConfigError(f"dtype={text} has no kernels (allowed: float16, bfloat16; name one)")
+    return name  # type: ignore[return-value]
 
 
 def problems(
@@ -117,7 +119,8 @@ def problems(
     decode: bool = False,
     dtype: str | None = None,
     ops: Sequence[str] = OPS,
-) -> list[Problem]:
+    ranks: int = 1,
+) -> Listed:
     """Every distinct problem of a forward pass.
 
     Args:
@@ -127,72 +130,102 @@ def problems(
         decode: True for one new token a sequence instead of all tokens.
         dtype: data type, instead of the model's own.
         ops: operations to list.
+        ranks: tensor-parallel ranks; the problems are those of one of them.
 
     Raises:
-        ConfigError: when a shape is not supported.
+        ConfigError: when nothing can be listed, or the ranks do not divide the model.
     """
-    name = DTYPE_ALIASES.get(dtype or model.dtype, "")
-    if name not in ("float16", "bfloat16"):
-        raise ConfigError(
-            f"dtype={dtype or model.dtype} has no kernels (allowed: float16, bfloat16; name one)"
-        )
-    found: dict[Problem, None] = {}
+    name = dtype_of(model, dtype)
+    if decode and not model.is_causal:
+        raise ConfigError(f"model_type={model.kind} does not decode (allowed: causal models)")
+    listed = Listed(left_out=list(model.left_out))
     for batch in batches:
         for seqlen in seqlens:
             rows = batch if decode else batch * seqlen
-            if "attention" in ops and not 0 < model.window < seqlen:
-                found[_attention(model, batch, seqlen, decode, name)] = None
-            if "gemm" in ops:
-                found |= dict.fromkeys(_gemms(model, batch, rows, name))
-            if "swiglu" in ops and model.has_swiglu:
-                found |= dict.fromkeys(_swiglus(model, rows, name))
-    return list(found)
+            if "attention" in ops:
+                for attention in model.attentions:
+                    add_attention(listed, attention.on_rank(ranks), batch, seqlen, decode, name)
+            add_products(listed, model, (batch, rows), name, ops, ranks=ranks)
+    return listed.checked()
 
 
-def _attention(model: Model, batch: int, seqlen: int, decode: bool, dtype: str) -> Problem:
-    return AttentionProblem.from_keys(
-        {
-            "B": batch,
-            "H": model.heads_q,
-            "HKV": model.heads_kv,
-            "SQ": 1 if decode else seqlen,
-            "SKV": seqlen,
-            "D": model.head_dim,
-            # A single new query sees every key: the mask counts from the top.
-            "causal": model.is_causal and not decode,
-            "dtype": dtype,
-            "layout": "bhsd" if decode else _layout(model),
-        }
-    )
+def add_attention(
+    listed: Listed, attention: Attention, batch: int, seqlen: int, decode: bool, dtype: DType
+) -> None:
+    """Add the problems of an attention. A window has two: `tuner.attention` takes it as it is, and
+    Transformers makes a mask of it once it may hide a key.
+    """
+    window = attention.left + 1
+    sizes = (1, min(seqlen, window or seqlen)) if decode else (seqlen, seqlen)
+    common: dict[str, Any] = {
+        "head_dim": attention.head_dim,
+        "batch": batch,
+        "heads_q": attention.heads_q,
+        "heads_kv": attention.heads_kv,
+        "dtype": dtype,
+        "layout": "bhsd" if decode else _layout(attention),
+        "softcap": attention.softcap,
+        "has_sinks": attention.has_sinks,
+    }
+    if decode:  # a single new query sees every key: the mask counts from the top
+        listed.add(AttentionProblem, *sizes, **common)
+    else:
+        right = -1 if attention.is_causal else attention.right
+        sides = {"window_left": attention.left, "window_right": right}
+        listed.add(AttentionProblem, *sizes, **common, **sides, is_causal=attention.is_causal)
+    if 0 < window <= seqlen:
+        listed.add(AttentionProblem, *sizes, **common, mask="1")
 
 
-def _layout(model: Model) -> str:
-    """A single head lies either way: then the runtime reads off the first that fits."""
-    return "bshd_bhsd" if model.is_causal and model.heads_kv > 1 else "bshd"
+def _layout(attention: Attention) -> Any:
+    """As the runtime reads it off: a single head lies either way."""
+    queries = "bhsd" if attention.is_query_heads_first else "bshd"
+    if attention.is_causal and attention.heads_kv > 1 and queries == "bshd":
+        return "bshd_bhsd"
+    return queries
 
 
-def _gemms(model: Model, batch: int, rows: int, dtype: str) -> Iterator[Problem]:
-    heads, keys = model.heads_q * model.head_dim, model.heads_kv * model.head_dim
-    hidden, inner = model.hidden_size, model.intermediate_size
-    is_conv1d = model.kind == GPT2
-    layers = [(heads, hidden), (keys, hidden)]
-    if is_conv1d:  # one projection for queries, keys and values
-        layers = [(heads + 2 * keys, hidden)]
-    layers += [(hidden, heads), (inner, hidden), (hidden, inner)]
-    layout = "row" if is_conv1d else "col"
-    for n, k in layers:
-        yield GemmProblem.from_keys({"M": rows, "N": n, "K": k, "dtype": dtype, "layout_b": layout})
-    if model.vocabulary and model.is_causal:  # the logits of each sequence's last token
-        yield GemmProblem.from_keys(
-            {"M": batch, "N": model.vocabulary, "K": hidden, "dtype": dtype}
-        )
+def add_products(
+    listed: Listed,
+    model: Model,
+    rows: tuple[int, int],
+    dtype: DType,
+    ops: Sequence[str],
+    *,
+    ranks: int = 1,
+    fused: bool = False,
+) -> None:
+    """Add a pass's products.
 
+    Args:
+        listed: list to add to.
+        model: model whose layers are computed.
+        rows: sequences, and tokens of all of them.
+        dtype: type of tokens and weights.
+        ops: operations to list.
+        ranks: tensor-parallel ranks.
+        fused: True for one product in place of several with one input, as engines compute them.
 
-def _swiglus(model: Model, rows: int, dtype: str) -> Iterator[Problem]:
-    """Both up projections of a gated layer as one product; none where no kernel has the size."""
-    if model.intermediate_size % SWIGLU_STEP == 0:
-        sizes = {"M": rows, "N": model.intermediate_size, "K": model.hidden_size}
-        yield SwigluProblem.from_keys({**sizes, "dtype": dtype})
+    Raises:
+        ConfigError: when the ranks cannot share a layer.
+    """
+    sequences, tokens = rows
+    if "gemm" in ops:
+        for layer in model.linears(ranks=ranks, fused=fused):
+            m = tokens if layer.is_per_token else sequences
+            epilogue = "bias" if layer.has_bias else ""
+            ways = {"layout_b": layer.layout_b, "epilogue": epilogue}
+            listed.add(GemmProblem, m, layer.n, layer.k, dtype=dtype, **ways)
+    if "swiglu" in ops:
+        for gate in (gate.on_rank(ranks) for gate in model.gates):
+            if gate.n % SWIGLU_STEP == 0:
+                listed.add(SwigluProblem, tokens, gate.n, gate.k, dtype=dtype)
+    if "grouped_gemm" in ops:
+        for experts in (experts.on_rank(ranks) for experts in model.experts):
+            copies = 1 << (tokens * experts.top_k - 1).bit_length()  # as the runtime rounds rows
+            for n, k in ((experts.up, experts.hidden), (experts.hidden, experts.inner)):
+                groups = experts.groups
+                listed.add(GroupedGemmProblem, groups, copies, n, k, sizes="zipf", dtype=dtype)
 
 
 def numbers(name: str, text: str) -> list[int]:
@@ -238,45 +271,3 @@ def expand(kind: type[Problem], text: str) -> list[Problem]:
         values.setdefault(name, []).extend(several)
     rows = (dict(zip(values, row, strict=True)) for row in product(*values.values()))
     return list(dict.fromkeys(kind.from_keys(row) for row in rows))
-
-
-def configuration(path: Path) -> Mapping[str, Any]:
-    """The fields of a ``config.json``; of a model of several parts, with its text part's.
-
-    Raises:
-        ConfigError: when it cannot be read.
-    """
-    try:
-        data = document.parse(path.read_text())
-    except (OSError, ValueError) as exc:
-        reason = exc.strerror if isinstance(exc, OSError) else exc
-        raise ConfigError(f"model {path} cannot be read: {reason}") from exc
-    if not isinstance(data, dict):
-        raise ConfigError(f"model {path} is not a configuration of Transformers (an object)")
-    text = data.get("text_config")
-    return {**data, **text} if isinstance(text, dict) else data
-
-
-def size(data: Mapping[str, Any], quantity: str, default: int | None = None) -> int:
-    """Value of a quantity under any of its names in the configuration.
-
-    Raises:
-        ConfigError: when it has none of the names and there is no default, or it is not a number.
-    """
-    for name in NAMES[quantity]:
-        if data.get(name) is not None:
-            return whole(name, data[name])
-    if default is None:
-        raise ConfigError(f"the model's configuration lacks {' or '.join(NAMES[quantity])}")
-    return default
-
-
-def whole(name: str, value: Any, least: int = 1) -> int:
-    """Integer value of a field.
-
-    Raises:
-        ConfigError: when it is not an integer, or less than `least`.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name}={value!r} of the model is not a whole number from {least} up")
-    return value

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from tuner.families.vendor import installed_versions
-from tuner.hardware import GPUS, Gpu
+from tuner.hardware import GPUS, Gpu, bandwidth_gbs
 from tuner.measurement import Environment
 
 TYPE = "cuda"
@@ -24,21 +25,48 @@ _SPIN_CLOCKS, _SPACING_CLOCKS = 400_000, 80_000
 _gpus: dict[int, Gpu] = {}
 
 
+_RATES = (13, 36, 37, 38)
+"""CUdevice_attribute of clock and memory's clock (kHz), width of its bus (bits) and L2 (bytes)."""
+
+
 def gpu_of(index: int) -> Gpu:
-    """The store's identity of a CUDA device; fields that lookup does not need are 0."""
+    """The store's identity of a CUDA device, with its description's rates. A part without a
+    description has those that its driver reports.
+    """
     if index not in _gpus:
         found = torch.cuda.get_device_properties(index)
-        gpu = Gpu(
-            found.name, f"{found.major}.{found.minor}", found.multi_processor_count, 0, 0.0, 0
-        )
+        name, capability = found.name, f"{found.major}.{found.minor}"
+        gpu = Gpu(name, capability, found.multi_processor_count, 0, 0.0, 0)
         shipped = (known for known in GPUS.values() if known.identity == gpu.identity)
-        _gpus[index] = next(shipped, gpu)
+        _gpus[index] = next(shipped, None) or _reported(gpu, index)
     return _gpus[index]
 
 
 def is_present() -> bool:
     """True when there is a device; creates no context, so that the process may fork afterwards."""
     return bool(torch.cuda.device_count() > 0)
+
+
+def _reported(gpu: Gpu, index: int) -> Gpu:
+    """A GPU with the rates that the driver reports; torch built for CUDA 13 does not."""
+    try:
+        clock_khz, memory_khz, bus_bits, l2_bytes = _attributes(index, _RATES)
+    except (AttributeError, OSError):
+        return gpu
+    memory_gbs = bandwidth_gbs(memory_khz, bus_bits)
+    return replace(gpu, clock_max_mhz=clock_khz // 1000, memory_gbs=memory_gbs, l2_bytes=l2_bytes)
+
+
+def _attributes(index: int, numbers: tuple[int, ...]) -> list[int]:
+    """Values of CUdevice_attribute; 0 where the driver does not say one."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    device, values = ctypes.c_int(), []
+    driver.cuDeviceGet(ctypes.byref(device), index)
+    for number in numbers:
+        value = ctypes.c_int()
+        is_said = driver.cuDeviceGetAttribute(ctypes.byref(value), number, device) == 0
+        values.append(value.value if is_said else 0)
+    return values
 
 
 def stream_of(index: int) -> int:

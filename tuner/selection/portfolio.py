@@ -9,7 +9,7 @@ microseconds for each amount of work that `Family.work` counts, fitted to measur
 expected to be faster than the vendor's by the domain's margin times the model's error.
 
 Shipped portfolios lie under ``cache/portfolio/``. A GPU without one uses that of a GPU that shares
-its kernels, rescaled by the datasheets' ratios (`serving`). Needs the standard library only.
+its kernels, rescaled by the ratios of their rates (`serving`). Needs the standard library only.
 """
 
 from __future__ import annotations
@@ -338,8 +338,7 @@ def serving(known: Iterable[Portfolio], gpu: Gpu) -> list[Portfolio]:
 
     Args:
         known: portfolios to choose from.
-        gpu: GPU to serve. One that is not in `hardware.GPUS` has no rescaled portfolios: its
-            bandwidth is not known everywhere.
+        gpu: GPU to serve. One whose clock or bandwidth is not known has no rescaled portfolios.
     """
     alike: dict[str, list[Portfolio]] = {}
     for one in known:
@@ -349,7 +348,7 @@ def serving(known: Iterable[Portfolio], gpu: Gpu) -> list[Portfolio]:
     for portfolios in alike.values():
         portfolios.sort(key=lambda one: (-len(one.domains), _distance(one.gpu, gpu)))
         own = [one for one in portfolios if one.gpu.identity == gpu.identity]
-        others = [one for one in portfolios if one not in own and gpu.is_described]
+        others = [one for one in portfolios if one not in own and gpu.has_rates]
         if own or others:
             first = own[0] if own else others.pop(0).rescaled(gpu)
             found.append(reduce(Portfolio.beside, others, first))

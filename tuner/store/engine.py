@@ -13,6 +13,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
 
 from tuner import settings
+from tuner.base.install import extra_command
 from tuner.errors import ConfigError, StoreError, TunerError
 from tuner.store import migrate
 from tuner.store.faults import FAULTS, is_busy, store_error, store_lost
@@ -91,6 +92,15 @@ def connect(url: str, *, create: bool) -> tuple[sa.Engine, str, OpenFile | None]
     return engine, where, file
 
 
+def check_url(url: str) -> None:
+    """Check that a URL can be parsed and that its driver is installed, without a connection.
+
+    Raises:
+        ConfigError: when it is not so.
+    """
+    _engine(url)[0].dispose()
+
+
 def _watch(engine: sa.Engine, file: OpenFile) -> None:
     """Make connections of an engine fail if they would open another file than the first one."""
 
@@ -135,6 +145,11 @@ def _engine(url: str) -> tuple[sa.Engine, str]:
         engine = sa.create_engine(parsed, poolclass=sa.QueuePool, connect_args=arguments, **pool)
     except (ArgumentError, NoSuchModuleError, ImportError, ValueError) as exc:
         shown = re.sub(r"(://[^:/@]*:)[^@]*@", r"\1***@", url)  # no password in a log
+        if isinstance(exc, ImportError):
+            raise ConfigError(
+                f"store URL '{shown}' needs a driver that is not installed ({exc}): for PostgreSQL "
+                f"`{extra_command('postgres')}`, and a URL with postgresql+psycopg://"
+            ) from exc
         raise ConfigError(
             f"store URL '{shown}' cannot be used: {exc} "
             "(allowed: a path, sqlite:///PATH, postgresql+psycopg://USER@HOST/NAME or another "

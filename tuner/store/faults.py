@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 from collections.abc import Iterator
+from pathlib import Path
 
+from tuner.base import filesystem
 from tuner.base.printable import printable
 from tuner.errors import StoreBusyError, StoreError, StoreLostError
 
@@ -54,6 +56,11 @@ def store_error(where: str, error: BaseException) -> StoreError:
     code = _code(error)
     if isinstance(error, UnicodeDecodeError):
         code = sqlite3.SQLITE_CORRUPT
+    if code in _BUSY and (reason := filesystem.lock_fault(Path(where).parent)):
+        # SQLite takes a lock that cannot be for one that another holds.
+        return StoreError(
+            f"store {where}: {reason}; put it on another, with TUNER_STORE or --store"
+        )
     if code in _SQLITE:
         kind = StoreBusyError if code in _BUSY else StoreError
         return kind(f"store {where} {_SQLITE[code]} ({_first_line(error)})")
