@@ -4,6 +4,7 @@
 
     TunerError
     ├── ConfigError (ValueError)   a problem, configuration or option that is not allowed
+    │   └── NewerRowError          a stored row that a newer program wrote
     ├── RenderError                a template that could not be rendered
     ├── CompileError               nvcc missing or refusing; carries ``command`` and ``log``
     ├── BenchmarkError             a kernel that could not be run or timed; carries ``status``
@@ -30,6 +31,10 @@ class ConfigError(TunerError, ValueError):
     """A problem, configuration, setting or option that is not allowed. The message names the
     allowed ones.
     """
+
+
+class NewerRowError(ConfigError):
+    """A stored row that is whole, and says what this program does not know."""
 
 
 class RenderError(TunerError):

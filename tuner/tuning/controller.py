@@ -140,7 +140,7 @@ class Controller:
                 if turn is not None:
                     pause_s = POLL_S
                     self._work(turn)
-                elif drain and not self._is_work_left():
+                elif drain and not self._store.jobs.is_work_left():
                     break
                 else:
                     time.sleep(pause_s)
@@ -155,10 +155,6 @@ class Controller:
         if self._ahead is not None:
             self._give_back(self._ahead)
         return self._finished
-
-    def _is_work_left(self) -> bool:
-        counts = self._store.jobs.counts()
-        return bool(counts.get("queued") or counts.get("running"))
 
     # One problem
 
