@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tuner import __version__
+from tuner.base import resources
 from tuner.base.install import extra_command, install_command
 from tuner.cli import artifacts, doctor
 from tuner.compile import dispatcher, prebuilt, toolchain
@@ -16,6 +18,7 @@ from tuner.errors import BenchmarkError, CompileError, ConfigError
 from tuner.hardware import GPUS, Gpu
 from tuner.measure import device
 from tuner.measurement import Environment
+from tuner.selection.kernels import KernelList
 
 
 @pytest.fixture(autouse=True)
@@ -332,3 +335,22 @@ def test_sizes_are_read(text: str, size: int) -> None:
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"is not a size \(allowed: .* as in 2GB\)"):
         artifacts.parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("templates", "state", "said"),
+    [
+        (None, "ok", "they serve where the artifact cache has none"),
+        ("0" * 64, "note", "of other templates: they do not serve"),
+    ],
+)
+def test_prebuilt_kernels_of_other_templates_do_not_serve(
+    templates: str | None, state: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = KernelList("13.0.88", "4.2.0", "9.0", templates or resources.templates_digest())
+    path = tmp_path / "kernels.json"
+    made.write(path)
+    monkeypatch.setattr(prebuilt, "kernel_list", lambda: path)
+    monkeypatch.setattr(doctor, "_version", lambda name: __version__)
+    [finding] = doctor._prebuilt()
+    assert (finding.state, finding.found.endswith(said)) == (state, True)
