@@ -12,7 +12,7 @@
     │   └── WorkerLostError        what measured went away before it answered
     ├── StoreError                 a database that cannot be opened, read or written
     │   ├── StoreBusyError         another program has the database locked
-    │   ├── StoreLostError         an SQLite file that was removed or replaced while it was open
+    │   ├── StoreLostError         an SQLite file that was removed, replaced or truncated
     │   └── LeaseLostError         a job's problem that another controller works on by now
     ├── RankLostError              a rank of a process group that does not answer any more
     └── NoValidConfigError         no candidate passed
@@ -75,7 +75,9 @@ class StoreBusyError(StoreError):
 
 
 class StoreLostError(StoreError):
-    """The SQLite file of an open store was removed or replaced, so further writes would be lost."""
+    """The SQLite file of an open store was removed, replaced or truncated: further writes would be
+    lost.
+    """
 
 
 class LeaseLostError(StoreError):

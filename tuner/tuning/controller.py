@@ -128,7 +128,7 @@ class Controller:
 
         Raises:
             BenchmarkError: when there is no GPU and replays were not requested.
-            StoreLostError: when the store's file was removed or replaced.
+            StoreLostError: when the store's file was removed, replaced or truncated.
         """
         if not self._machine.replay and self._runners_for(None).gpu is None:
             raise BenchmarkError(
