@@ -14,7 +14,7 @@ _Row, _Made = TypeVar("_Row"), TypeVar("_Made")
 
 
 def readable(where: str, rows: Iterable[_Row], make: Callable[[_Row], _Made]) -> list[_Made]:
-    """What is made of rows, without those of a newer program.
+    """Objects made of rows, without rows of a newer program.
 
     Args:
         where: the store's path, or its URL without the password.
