@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 from tuner.errors import ConfigError
 
@@ -123,7 +123,6 @@ def _yaml_loader(pairs: Callable[[list[tuple[str, Any]]], Any]) -> Any:
         """YAML's safe loader with limits and the values of YAML 1.2 (`_YAML_VALUES`)."""
 
         level = 0
-        yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {}
 
         def compose_node(self, parent: Any, index: Any) -> Any:
             event: Any = self.peek_event()  # type: ignore[no-untyped-call]
@@ -154,6 +153,7 @@ def _yaml_loader(pairs: Callable[[list[tuple[str, Any]]], Any]) -> Any:
     def number(loader: Any, node: Any) -> int:
         return int(node.value, 0 if node.value[1:2] in ("o", "x") else 10)
 
+    Loader.yaml_implicit_resolvers = {}
     for kind, (pattern, first) in _YAML_VALUES.items():
         Loader.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", pattern, first)
     Loader.add_constructor("tag:yaml.org,2002:int", number)

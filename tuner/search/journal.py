@@ -44,7 +44,7 @@ def open_journal(path: Path) -> JournalStorage:
     return JournalStorage(JournalFileBackend(str(path), _Lock(path)))
 
 
-class _Lock(JournalFileSymlinkLock):
+class _Lock(JournalFileSymlinkLock):  # type: ignore[misc]
     """Optuna's lock of a journal. What it is taken for finds no torn line.
 
     Args:

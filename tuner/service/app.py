@@ -377,10 +377,8 @@ async def _stream(store: Store, id: str, last: int) -> AsyncIterator[bytes]:
         looking = asyncio.ensure_future(run_in_threadpool(look, last))
         while not (await asyncio.wait({looking}, timeout=KEEP_ALIVE_S))[0]:
             yield _ALIVE
-        if isinstance(looking.exception(), StoreError):
-            state, events = sent, []
-        else:
-            state, events = looking.result()
+        is_away = isinstance(looking.exception(), StoreError)
+        state, events = (sent, list[Any]()) if is_away else looking.result()
         lines = [_event("log", e.to_json(), e.id) for e in events]
         last = events[-1].id if events else last
         if state != sent:

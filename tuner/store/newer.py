@@ -10,7 +10,8 @@ from typing import TypeVar
 from tuner.errors import NewerRowError
 
 _LOG = logging.getLogger("tuner.store")
-_Row, _Made = TypeVar("_Row"), TypeVar("_Made")
+_Row = TypeVar("_Row")
+_Made = TypeVar("_Made")
 
 
 def readable(where: str, rows: Iterable[_Row], make: Callable[[_Row], _Made]) -> list[_Made]:
