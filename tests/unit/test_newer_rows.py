@@ -14,6 +14,7 @@ import sqlalchemy as sa
 from serving import H200, WARM, decide, measured
 
 from tuner.cli import main
+from tuner.config import Config
 from tuner.problem import GemmProblem, Problem
 from tuner.problem.base import Meaning, Operand
 from tuner.selection.reader import close, lookup
@@ -141,6 +142,37 @@ def test_commands_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert answer is not None
     assert answer.entry.winner.latency_us == 9.0
     close()
+
+
+def test_a_newer_service_s_other_decisions_are_taken_over(tmp_path: Path) -> None:
+    rows = [measured(9.0, problem) for problem in (*NEWER, KNOWN)]
+    slower = measured(10.0, KNOWN, config=Config("vendor_sdpa", {"kernel": "cudnn"}))
+    with open_store(str(tmp_path / "served.sqlite")) as served:
+        decide(served, rows[2], slower)
+        served.pin(KNOWN, H200, WARM, slower.config)
+        document = served.export()
+    # As a newer program would have written it: its rows before the known ones.
+    newer = [{**document["measurements"][0], "problem": m.problem.to_json()} for m in rows[:2]]
+    shifted = [
+        {**entry, "ranking": [n + 2 for n in entry["ranking"]], "pinned": entry["pinned"] + 2}
+        for entry in document["entries"]
+    ]
+    decided = [{**document["entries"][0], "ranking": [n], "pinned": None} for n in range(2)]
+    decided.append({**shifted[0], "pinned": 0})  # pinned to a newer one
+    snapshot = {
+        **document,
+        "measurements": [*newer, *document["measurements"]],
+        "entries": [*decided, *shifted],
+    }
+    with open_store(str(tmp_path / "own.sqlite")) as own:
+        report = own.mirror(snapshot, url="http://a:1", etag="", check=lambda m: [])
+        assert report.entries_added == 1
+        first, second, third = report.entries_refused
+        assert third == first
+        assert first.startswith("convolution: op='convolution' is not known")
+        assert second.startswith("gemm: unknown field 'sparsity'")
+        [entry] = own.entries()
+        assert (entry.problem, entry.pinned, entry.winner.config) == (KNOWN, True, slower.config)
 
 
 def test_tasks_are_left_to_a_newer_worker(store: Store, caplog: pytest.LogCaptureFixture) -> None:

@@ -43,7 +43,7 @@ from tuner.store.entry import (
 )
 from tuner.store.faults import FAULTS, decoding, store_error, store_lost
 from tuner.store.jobs import Jobs, Lease
-from tuner.store.newer import readable
+from tuner.store.newer import readable, without_unknown
 from tuner.store.rescue import Rescue
 from tuner.store.sql_jobs import SqlJobs, check
 from tuner.store.statements import now
@@ -396,6 +396,7 @@ class SqlStore(Store):
     def mirror(
         self, document: Mapping[str, Any], *, url: str, etag: str, check: Check
     ) -> ImportReport:
+        document, newer = without_unknown(document)
         measured, decisions = exchange.read(document)
         allowed, refused = exchange.servable(measured, decisions, check)
         origin = mirror_origin(url)
@@ -404,7 +405,7 @@ class SqlStore(Store):
             dropped = run.drop_others(connection, origin, winners)
             connection.execute(_MIRRORS.delete().where(_MIRRORS.c.url == url))
             connection.execute(_MIRRORS.insert().values(url=url, etag=etag, synced_at=now()))
-        return replace(report, entries_dropped=dropped, entries_refused=tuple(refused))
+        return replace(report, entries_dropped=dropped, entries_refused=(*newer, *refused))
 
     def mirrored(self, url: str) -> str | None:
         with self.transaction(write=False) as connection:
