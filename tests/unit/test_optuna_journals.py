@@ -39,7 +39,9 @@ def kernels(path: Path) -> list[str]:
     """Kernels of the study's copied trials, as Optuna reads them."""
     opened = JournalStorage(JournalFileBackend(str(path)))
     study = optuna.load_study(study_name=SUBJECT.name(finished()), storage=opened)
-    return sorted(t.user_attrs[KERNEL] for t in study.trials if "variants" in t.user_attrs)
+    return sorted(
+        str(trial.user_attrs[KERNEL]) for trial in study.trials if KERNEL in trial.user_attrs
+    )
 
 
 @pytest.fixture
@@ -175,7 +177,7 @@ def _with_field(content: bytes, line: int, field: int, value: Any) -> bytes:
         record = json.loads(lines[number])
         names = sorted(record)
         record[names[field % len(names)]] = value
-    except (ValueError, LookupError, TypeError, ZeroDivisionError):
+    except (ValueError, LookupError, TypeError, ZeroDivisionError, RecursionError):
         return content
     lines[number] = json.dumps(record).encode() + b"\n"
     return b"".join(lines)
