@@ -4,6 +4,7 @@
 
     TunerError
     ├── ConfigError (ValueError)   a problem, configuration or option that is not allowed
+    │   └── NewerRowError          a stored row that a newer program wrote
     ├── RenderError                a template that could not be rendered
     ├── CompileError               nvcc missing or refusing; carries ``command`` and ``log``
     ├── BenchmarkError             a kernel that could not be run or timed; carries ``status``
@@ -11,7 +12,7 @@
     │   └── WorkerLostError        what measured went away before it answered
     ├── StoreError                 a database that cannot be opened, read or written
     │   ├── StoreBusyError         another program has the database locked
-    │   ├── StoreLostError         an SQLite file that was removed or replaced while it was open
+    │   ├── StoreLostError         an SQLite file that was removed, replaced or truncated
     │   └── LeaseLostError         a job's problem that another controller works on by now
     ├── RankLostError              a rank of a process group that does not answer any more
     └── NoValidConfigError         no candidate passed
@@ -30,6 +31,10 @@ class ConfigError(TunerError, ValueError):
     """A problem, configuration, setting or option that is not allowed. The message names the
     allowed ones.
     """
+
+
+class NewerRowError(ConfigError):
+    """A stored row that is whole, and says what this program does not know."""
 
 
 class RenderError(TunerError):
@@ -70,7 +75,9 @@ class StoreBusyError(StoreError):
 
 
 class StoreLostError(StoreError):
-    """The SQLite file of an open store was removed or replaced, so further writes would be lost."""
+    """The SQLite file of an open store was removed, replaced or truncated: further writes would be
+    lost.
+    """
 
 
 class LeaseLostError(StoreError):

@@ -186,13 +186,32 @@ def optuna_storage() -> str | None:
 
 
 def read_token() -> str:
-    """The bearer token for looking; empty where none is set."""
-    return os.environ.get("TUNER_READ_TOKEN", "")
+    """The bearer token for looking; empty where none is set.
+
+    Raises:
+        ConfigError: when a header cannot carry it.
+    """
+    return _token("TUNER_READ_TOKEN")
 
 
 def write_token() -> str:
-    """The bearer token for submitting and cancelling; empty where none is set."""
-    return os.environ.get("TUNER_WRITE_TOKEN", "")
+    """The bearer token for submitting and cancelling; empty where none is set.
+
+    Raises:
+        ConfigError: when a header cannot carry it.
+    """
+    return _token("TUNER_WRITE_TOKEN")
+
+
+def _token(name: str) -> str:
+    """A token without the white space around it, as the line end of the file that it came from."""
+    token = os.environ.get(name, "").strip()
+    if not all("!" <= character <= "~" for character in token):
+        raise ConfigError(
+            f"{name} holds a character that no HTTP header carries "
+            "(allowed: letters, digits and signs of ASCII, without spaces and control characters)"
+        )
+    return token
 
 
 def disabled() -> bool:

@@ -13,11 +13,12 @@ import pytest
 from tuner.config import Config
 from tuner.families.base import Domain, Family
 from tuner.hardware import DEFAULT_GPU, Gpu
-from tuner.measurement import Environment, Measurement, Regime, Status
+from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
 from tuner.problem import AttentionProblem, GemmProblem, Problem
 from tuner.runners.recording import Recording
 from tuner.runners.replay import ReplayRunner
-from tuner.search.storage import StudyStorage
+from tuner.search.samplers import Groups, GroupStudy, OrderSampler
+from tuner.search.storage import StudyStorage, StudySubject
 from tuner.store import Store
 from tuner.tuning.progress import Interruption
 from tuner.tuning.sweep import Sweep, SweepOptions
@@ -226,3 +227,18 @@ def sweep(
         catalogue=catalogue,
         studies=studies,
     )
+
+
+SUBJECT = StudySubject(
+    GEMM, DEFAULT_GPU, REGIME, Environment({}), Provenance.REPLAYED, "toy", "cost", 0
+)
+
+
+def finished(*keys: str) -> GroupStudy:
+    """A search's study whose groups of these keys have a time."""
+    groups = Groups({key: {"m": 64 << i} for i, key in enumerate("abc")}, dict.fromkeys("abc"))
+    trials = GroupStudy(groups, OrderSampler(groups))
+    for key in keys:
+        trials.start(key)
+        trials.finish(key, 1.0, {"latency_us": 2.5, "variants": 1})
+    return trials

@@ -235,6 +235,15 @@ class TestCommand:
         assert err.count("is not in the cache") == 3
         assert err.endswith(" and 17 more\n")
 
+    def test_only_entries_in_use_are_packed_whose_kernels_build_makes(
+        self, maker: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        chained = measured(SPACE[0], 3.0, "9" * 32, regime=WARM.chained)
+        maker.store.decide(PROBLEM, H200, WARM.chained, [chained], "sweep")
+        shape = ("--op", PROBLEM.op, "--shape", PROBLEM.label())
+        assert command(maker, str(tmp_path / "b.tar"), *shape) == 0
+        assert "1 entry with 2 kernels" in capsys.readouterr().out
+
     def test_only_the_operation_that_is_named_is_packed(
         self, maker: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import signal
@@ -52,6 +53,63 @@ def test_exit_codes(
     err = capsys.readouterr().err
     assert err.startswith("tuner: ")
     assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["sweep", *SHAPE, "--trials", "0"], 2, "trials=0 is out of range"),
+        (["sweep", *SHAPE, "--effort", "huge"], 2, "invalid choice: 'huge'"),
+        (["sweep", *SHAPE, "--absent"], 2, "unrecognized arguments: --absent"),
+        (["list", "--store", "/none/s.sqlite"], 1, "store /none/s.sqlite does not exist"),
+        (["jobs", "show", "abc", "--store", "/none/s.sqlite"], 1, "does not exist"),
+        (["bundle", "b.tar"], 2, "nothing is chosen to pack"),
+        (["sync", "http://127.0.0.1:9"], 1, "http://127.0.0.1:9/v1/snapshot does not answer"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_a_failure_is_json_where_json_was_asked_for(
+    words: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for wants_json in (True, False):
+        try:
+            ended = cli.main([*words, "--json"] if wants_json else words)
+        except SystemExit as exc:
+            ended = int(exc.code or 0)
+        out, err = capsys.readouterr()
+        assert ended == code
+        assert said in err
+        if wants_json:
+            assert list(json.loads(out)) == ["error"]
+            assert said in json.loads(out)["error"]
+        else:
+            assert out == ""
+
+
+@pytest.mark.parametrize("printed", ["", "[1]"])
+def test_a_command_that_prints_nothing_says_under_json_that_it_failed(
+    printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(args: object) -> int:
+        print(printed, end="") if printed else None
+        return 1
+
+    monkeypatch.setattr("tuner.cli.sweep.run", fail)
+    assert cli.main(["sweep", *SHAPE, "--json"]) == 1
+    out = capsys.readouterr().out
+    assert json.loads(out) == ([1] if printed else {"error": "standard error says why"})
+
+
+def test_a_repeated_pull_prints_its_failures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def end(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tuner.cli.sync._pause", end)
+    assert cli.main(["sync", "http://127.0.0.1:9", "--every", "9", "--json"]) == 130
+    [line] = capsys.readouterr().out.splitlines()
+    assert "does not answer" in json.loads(line)["error"]
 
 
 PAUSED = """

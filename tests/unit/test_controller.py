@@ -18,13 +18,14 @@ from queue_toys import OPTIONS, REGIME, Replays, catalogue, repeated, states
 
 from tuner.base.processes import ENDING_SIGNALS
 from tuner.cli import main
-from tuner.errors import BenchmarkError, NoValidConfigError, StoreError
+from tuner.errors import BenchmarkError, NoValidConfigError, StoreBusyError, StoreError
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import GemmProblem, Problem
 from tuner.runners.choose import Machine
 from tuner.settings import store_path
 from tuner.store import Store, open_store
 from tuner.store.jobs import Lease, result_of
+from tuner.store.sql_jobs import SqlJobs
 from tuner.tuning.controller import Controller, Pulse
 
 ONE, TWO = (GemmProblem(size, size, size) for size in (128, 256))
@@ -134,6 +135,29 @@ class TestController:
             (event.text.split()[0].rstrip(":"), event.problem) for event in store.jobs.events(job)
         ]
         assert texts.index(("attempt", TWO)) < texts.index(("done", ONE))
+
+    @pytest.mark.parametrize("fault", ["cancelled", "busy"])
+    def test_a_problem_claimed_ahead_ends_no_other_s_final_pass(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch, fault: str
+    ) -> None:
+        first, second = (store.jobs.submit([problem], OPTIONS) for problem in (ONE, TWO))
+        begin = SqlJobs.begin
+        begun: list[Lease] = []
+
+        def begin_late(jobs: SqlJobs, lease: Lease, sweep: str) -> None:
+            begun.append(lease)
+            if len(begun) == 2:
+                if fault == "busy":
+                    raise StoreBusyError("the store is locked")
+                store.jobs.cancel(second)
+            begin(jobs, lease, sweep)
+
+        monkeypatch.setattr(SqlJobs, "begin", begin_late)
+        drained(store)
+        ended = "cancelled" if fault == "cancelled" else "done"
+        assert (states(store, first), states(store, second)) == (["done"], [ended])
+        attempts = [store.jobs.tasks(job)[0].attempt for job in (first, second)]
+        assert attempts == [1, 1]
 
     def test_one_that_fails_is_retried_and_does_not_end_the_others(
         self, store: Store, monkeypatch: pytest.MonkeyPatch
@@ -321,6 +345,16 @@ class TestController:
         said = f"store {path} does not exist" if is_named else "0 problems decided"
         assert said in capsys.readouterr().err
         assert path.exists() is not is_named
+
+    def test_its_exit_code_says_that_problems_failed(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        url = str(tmp_path / "s.sqlite")
+        with open_store(url) as store:
+            store.jobs.submit([ONE], {**OPTIONS, "families": ["absent"]})
+            store.jobs.submit([TWO], {**OPTIONS, "lasers": 3})
+        assert main(["worker", "--drain", "--replay", "--store", url]) == 1
+        assert "0 problems decided, 2 failed" in capsys.readouterr().err
 
     def test_without_a_gpu_nothing_is_taken_unless_replays_were_asked_for(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

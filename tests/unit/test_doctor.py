@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 
 import pytest
 
-from tuner.base import filesystem
+from tuner import __version__
+from tuner.base import filesystem, resources
 from tuner.base.install import extra_command, install_command
 from tuner.cli import artifacts, doctor, main
 from tuner.compile import dispatcher, prebuilt, toolchain
@@ -23,6 +24,7 @@ from tuner.errors import BenchmarkError, CompileError, ConfigError
 from tuner.hardware import GPUS, Gpu
 from tuner.measure import device
 from tuner.measurement import Environment
+from tuner.selection.kernels import KernelList
 
 PROBE = toolchain.probe
 
@@ -436,3 +438,22 @@ def test_a_store_in_memory_is_refused(
     monkeypatch.setenv("TUNER_STORE", url)
     assert "is a database in memory" in lines(capsys, 1)["store"]
     assert main(["list"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("templates", "state", "said"),
+    [
+        (None, "ok", "they serve where the artifact cache has none"),
+        ("0" * 64, "note", "of other templates: they do not serve"),
+    ],
+)
+def test_prebuilt_kernels_of_other_templates_do_not_serve(
+    templates: str | None, state: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = KernelList("13.0.88", "4.2.0", "9.0", templates or resources.templates_digest())
+    path = tmp_path / "kernels.json"
+    made.write(path)
+    monkeypatch.setattr(prebuilt, "kernel_list", lambda: path)
+    monkeypatch.setattr(doctor, "_version", lambda name: __version__)
+    [finding] = doctor._prebuilt()
+    assert (finding.state, finding.found.endswith(said)) == (state, True)

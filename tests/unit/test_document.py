@@ -20,6 +20,7 @@ from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Clocks, Environment, Measurement
 from tuner.problem import SoftmaxProblem
 from tuner.runners import recording
+from tuner.tuning.job import read_problems
 
 DEEP = 200_000
 LISTS = "[" * DEEP + "]" * DEEP
@@ -55,11 +56,52 @@ def test_every_reader_names_the_file(
     assert str(file) in line and "nested too deeply" in line
 
 
-def test_yaml_that_holds_no_such_date(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [
+        ("0100", 100),
+        ("-012", -12),
+        ("0o17", 15),
+        ("0x40", 64),
+        ("1:30", "1:30"),
+        ("1:30.5", "1:30.5"),
+        ("1_000", "1_000"),
+        ("0b11", "0b11"),
+        ("1e3", 1000.0),
+        ("012.5", 12.5),
+        ("1__0.5", "1__0.5"),
+        ("yes", "yes"),
+        ("off", "off"),
+        ("TRUE", True),
+        ("~", None),
+        ("", None),
+        ("2026-13-45", "2026-13-45"),
+        ("2026-11-28", "2026-11-28"),
+        ("<<", "<<"),
+        ("=", "="),
+    ],
+)
+def test_yaml_has_the_values_of_its_version_1_2(value: str, wanted: object) -> None:
+    [read] = document.parse_yaml(f"- {value}\n", dict)
+    assert (type(read), read) == (type(wanted), wanted)
+
+
+def test_numbers_of_yaml_1_1_tune_nothing_else(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
-    file.write_text("- 2026-13-45\n")
-    assert main(["sweep", "--problems", str(file)]) == 2
-    assert f"problems file {file} is not YAML: month must be" in capsys.readouterr().err
+    file.write_text("- {op: gemm, M: 0100, N: 64, K: 64}\n")
+    assert [problem.label() for problem in read_problems(file)] == ["M=100,N=64,K=64,dtype=fp16"]
+    file.write_text("- {S: 1:30, D: 64}\n")
+    with pytest.raises(ConfigError, match="S=1:30 is not a whole number"):
+        read_problems(file)
+
+
+def test_yaml_is_read_in_one_place() -> None:
+    """PyYAML's own loaders have the values of YAML 1.1, and no limits."""
+    importing = re.compile(r"^\s*(import yaml|from yaml)", re.MULTILINE)
+    root = Path(__file__).parents[2]
+    files = [*(root / "tuner").rglob("*.py"), *(root / "scripts").rglob("*.py")]
+    readers = {file.name for file in files if importing.search(file.read_text())}
+    assert readers == {"document.py"}
 
 
 BOMB = "- &a [x, x, x, x, x, x, x, x, x]\n" + "".join(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import signal
 import sqlite3
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import optuna
@@ -13,7 +15,7 @@ import pytest
 from optuna.storages import JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
-from toys import REGIME, CountingRunner, failed, recording, sweep
+from toys import REGIME, SUBJECT, CountingRunner, failed, finished, recording, sweep
 
 from tuner.errors import ConfigError, StoreError
 from tuner.measurement import Measurement, Status
@@ -151,6 +153,53 @@ def test_interrupted_trials_fail_and_are_done_again(url: str, store: Store) -> N
     run(url, store, trials=27, sampler="cost")
     complete = [t for t in only_study(url).trials if t.state is TrialState.COMPLETE]
     assert len({t.user_attrs[KERNEL] for t in complete}) == len(complete) == 27
+
+
+def test_many_start_together_on_a_new_storage(url: str) -> None:
+    ready = threading.Barrier(8)
+    faults: list[str] = []
+
+    def start() -> None:
+        ready.wait()
+        with open_storage(url, faults.append) as studies:
+            assert studies is not None
+            studies.copy(finished("a"), SUBJECT)
+
+    with ThreadPoolExecutor(8) as pool:
+        for future in [pool.submit(start) for _ in range(8)]:
+            future.result()
+    assert faults == []
+    assert [t.user_attrs[KERNEL] for t in only_study(url).trials] == ["a"]
+
+
+def test_two_sweeps_that_share_a_study_copy_a_kernel_once(url: str) -> None:
+    """Also where both began before either had copied it."""
+    written = threading.Event()
+    with open_storage(url, pytest.fail) as slow:
+        assert slow is not None
+        trials = finished("a")
+        slow.copy(trials, SUBJECT)
+        slow._writer.put(written.set)
+        assert written.wait(60)
+        with open_storage(url, pytest.fail) as quick:
+            assert quick is not None
+            quick.copy(finished("b"), SUBJECT)
+        trials.start("b")
+        trials.finish("b", 1.0, {"latency_us": 2.5, "variants": 1})
+        slow.copy(trials, SUBJECT)
+    assert [t.user_attrs[KERNEL] for t in only_study(url).trials] == ["a", "b"]
+
+
+def test_a_database_that_never_answers_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tuner.search.storage.WAIT_S", 0.0)
+    url = f"sqlite:///{tmp_path / 'optuna'}"
+    with sqlite3.connect(tmp_path / "optuna") as database:
+        database.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(StoreError, match="did not answer within 0 s"):
+            StudyStorage(url, print)
+    database.close()
 
 
 def test_a_storage_that_is_lost_is_noted_once_and_the_sweep_goes_on(

@@ -1,4 +1,6 @@
-"""A store's file that is removed or replaced while it is open: said, and nothing is lost."""
+"""A store's file that is removed, replaced or truncated while it is open: said, and nothing is
+lost.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +39,11 @@ def replace(path: Path) -> None:
     other.replace(path)
 
 
+def truncate(path: Path) -> None:
+    """In place, as ``: > FILE`` does."""
+    path.write_bytes(b"")
+
+
 def move_folder(path: Path) -> None:
     path.parent.rename(path.parent.with_name("elsewhere"))
 
@@ -60,7 +67,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "stores" / "s.sqlite"
 
 
-@pytest.mark.parametrize("lose", [remove, remove_all, replace])
+@pytest.mark.parametrize("lose", [remove, remove_all, replace, truncate])
 def test_what_a_lost_file_held_is_kept_with_what_was_just_written(
     lose: Callable[[Path], None], path: Path, tmp_path: Path
 ) -> None:
@@ -68,10 +75,10 @@ def test_what_a_lost_file_held_is_kept_with_what_was_just_written(
     with open_store(str(path)) as store:
         store.add([kept])
         lose(path)
-        with pytest.raises(StoreLostError, match="was removed or replaced while it was open") as e:
+        with pytest.raises(StoreLostError, match="removed, replaced or truncated while") as e:
             store.decide(PROBLEM, H200, WARM, [late], "sweep1")
         assert file_of(e.value).parent == path.parent
-        with pytest.raises(StoreLostError, match="removed or replaced"):
+        with pytest.raises(StoreLostError, match="removed, replaced or truncated"):
             store.measurements()
         with rescued(file_of(e.value), tmp_path / "new.sqlite") as new:
             assert new.measurements() == [late, kept]
@@ -147,21 +154,24 @@ def test_an_empty_store_leaves_no_file(path: Path) -> None:
 class Losing(ReplayRunner):
     """Loses the store's file while the third request is measured."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, lose: Callable[[Path], None]) -> None:
         super().__init__(recording())
-        self._path, self._requests = path, 0
+        self._path, self._lose, self._requests = path, lose, 0
 
     def collect(self, timeout_s: float | None = None) -> list[Measurement]:
         self._requests += 1
         if self._requests == 3:
-            self._path.unlink()
+            self._lose(self._path)
         return super().collect(timeout_s)
 
 
-def test_a_sweep_ends_with_the_fault_and_all_that_it_measured(path: Path) -> None:
+@pytest.mark.parametrize("lose", [remove, truncate])
+def test_a_sweep_ends_with_the_fault_and_all_that_it_measured(
+    path: Path, lose: Callable[[Path], None]
+) -> None:
     with open_store(str(path)) as store:
         with pytest.raises(StoreLostError) as error:
-            sweep(Losing(path), store, trials=27).run()
+            sweep(Losing(path, lose), store, trials=27).run()
         assert len(load(file_of(error.value))["measurements"]) >= 3
 
 

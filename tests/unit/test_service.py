@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import re
 import threading
@@ -16,6 +18,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the extra [service] is not installed")
 
+from fastapi import FastAPI, HTTPException
 from serving import LOCAL, PROBLEM, SHAPE, decide, error, eventually, measured, served_store
 from starlette.testclient import TestClient
 
@@ -28,6 +31,7 @@ from tuner.service.app import create_app
 from tuner.service.tokens import Tokens
 from tuner.store import Entry, Store, open_store
 from tuner.store.jobs import result_of
+from tuner.store.sql_jobs import SqlJobs
 
 store = served_store
 
@@ -263,6 +267,62 @@ class TestJobs:
         last = [number for kind, number, _ in events if kind == "log"][1]
         rest = client.get(f"/v1/jobs/{id}/events", headers={"last-event-id": str(last)}).text
         assert rest.count("event: log") == 2
+
+    def test_no_stream_beyond_the_places_is_begun_in_silence(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Also where many are asked for before the first one sends anything."""
+        monkeypatch.setattr(app, "MAX_STREAMS", 2)
+        routes = FastAPI()
+        app._add_events_of_jobs(routes, store)
+        [events] = [r.endpoint for r in routes.routes if getattr(r, "path", "")[-7:] == "/events"]
+        id = store.jobs.submit([PROBLEM], {})
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+            raise OSError("the client has gone")
+
+        async def ask() -> None:
+            responses = [await events(id, 0) for _ in range(2)]
+            with pytest.raises(HTTPException, match="503: 2 streams are open already"):
+                await events(id, 0)
+            with contextlib.suppress(Exception):
+                await responses[0]({"type": "http"}, receive, send)
+            await events(id, 0)
+
+        asyncio.run(ask())
+        assert [message["status"] for message in sent] == [200]
+
+    def test_a_stream_outlives_a_store_that_does_not_answer(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(app, "KEEP_ALIVE_S", 0.01)
+        monkeypatch.setattr(app, "EVENT_POLL_S", 0.01)
+        answers = threading.Event()
+        id = store.jobs.submit([PROBLEM], {})
+        find, faults = SqlJobs.find, iter([StoreError("the store is locked")])
+
+        def find_late(jobs: SqlJobs, id: str) -> Any:
+            answers.wait(60)
+            if (fault := next(faults, None)) is not None:
+                raise fault
+            return find(jobs, id)
+
+        monkeypatch.setattr(SqlJobs, "find", find_late)
+
+        async def listen() -> list[bytes]:
+            stream = app._stream(store, id, 0)
+            first = [await anext(stream)]  # nothing answers yet
+            answers.set()
+            return first + [await anext(stream) for _ in range(2)]
+
+        first, *later = asyncio.run(listen())
+        assert first == b": still here\n\n"
+        assert b"event: log" in b"".join(later)
 
     def parsed(self, block: str) -> tuple[str, int, Any]:
         fields = dict(line.split(": ", 1) for line in block.splitlines())

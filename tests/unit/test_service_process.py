@@ -21,8 +21,10 @@ pytest.importorskip("fastapi", reason="the extra [service] is not installed")
 
 from serving import READ, SHAPE, WRITE, request, service
 
+from tuner.base.processes import python_command, python_environment
 from tuner.errors import ConfigError
 from tuner.service.protocol import MAX_HEAD_BYTES
+from tuner.store import open_store
 
 
 class TestProcess:
@@ -37,6 +39,49 @@ class TestProcess:
                 assert connection.getresponse().readline().startswith(b"id: ")
                 process.send_signal(signal.SIGINT)
                 assert process.wait(60) == 130
+
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+    def test_it_ends_while_the_database_does_not_answer(
+        self, tmp_path: Path, number: signal.Signals
+    ) -> None:
+        """Neither the thread that looks for decisions nor a request ever comes back."""
+        path = str(tmp_path / "s.sqlite")
+        script = (
+            "import sys, threading\n"
+            "from tuner.cli import main, serve\n"
+            "from tuner.store.sql import SqlStore\n"
+            "from tuner.store.sql_jobs import SqlJobs\n"
+            "serve.END_WAIT_S = 0.5\n"
+            "read, looked = SqlStore.decisions_version, []\n"
+            "def hang(*arguments, **options):\n"
+            "    print('hangs', file=sys.stderr, flush=True)\n"
+            "    threading.Event().wait()\n"
+            "def version(store):\n"
+            "    looked.append(store)\n"
+            "    return read(store) if len(looked) == 1 else hang()\n"
+            "SqlStore.decisions_version, SqlJobs.all = version, hang\n"
+            "sys.argv = ['tuner', 'serve', '--port', '0', '--store', sys.argv[1]]\n"
+            "sys.exit(main())\n"
+        )
+        open_store(path).close()
+        process = subprocess.Popen(
+            python_command("-c", script, path),
+            stderr=subprocess.PIPE,
+            text=True,
+            env=python_environment(),
+        )
+        try:
+            assert process.stderr is not None
+            address = process.stderr.readline().split()[-1].removeprefix("http://")
+            connection = http.client.HTTPConnection(address, timeout=60)
+            with contextlib.closing(connection):
+                connection.request("GET", "/v1/jobs")
+                assert [process.stderr.readline() for _ in range(2)] == ["hangs\n"] * 2
+                process.send_signal(number)
+                assert process.wait(60) == 128 + number
+        finally:
+            process.kill()
+            process.communicate()
 
     def test_a_client_that_says_nothing_holds_up_nobody(self, tmp_path: Path) -> None:
         with service(str(tmp_path / "s.sqlite")) as (address, _):

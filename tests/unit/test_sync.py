@@ -17,8 +17,20 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the extra [service] is not installed")
 
-from serving import H200, PROBLEM, READ, WARM, decide, eventually, measured, served_store, service
+from serving import (
+    H200,
+    PROBLEM,
+    READ,
+    WARM,
+    WRITE,
+    decide,
+    eventually,
+    measured,
+    served_store,
+    service,
+)
 
+from tuner import settings
 from tuner.base.processes import python_command, python_environment
 from tuner.cli import main
 from tuner.config import Config
@@ -310,6 +322,64 @@ def test_an_etag_that_is_none_is_not_kept(capsys: pytest.CaptureFixture[str]) ->
         with open_store() as store:
             kept.append(store.mirrored(server.address))
     assert kept == ["", "", "", '"good"', 'W/"good"']
+
+
+ECHOES: dict[str, bytes] = {
+    "refusal": response(b'{"error": "not Bearer %b"}' % READ.encode(), "401 no"),
+    "long refusal": response(b'{"error": "%b"}' % (b"x" * 150 + READ.encode() * 9), "401 no"),
+    "status": b"HTTP/1.1 401 no %b\r\n\r\n" % READ.encode(),
+    "no HTTP": b"%b\r\n\r\n" % READ.encode(),
+    "header": b"HTTP/1.1 200 OK\r\ncontent-length: %b\r\n\r\n" % READ.encode(),
+    "snapshot": response(b'{"format": "%b"}' % READ.encode()),
+    "row": entries(json.dumps({READ: 1})),
+    "repeated key": response(b'{"%b": 1, "%b": 2}' % (READ.encode(), READ.encode())),
+}
+"""Answers of a service that repeats the token."""
+
+
+@pytest.mark.parametrize("name", ECHOES)
+def test_no_message_holds_the_token(
+    name: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TUNER_READ_TOKEN", READ)
+    with contextlib.closing(Hostile((ECHOES[name], END))) as server:
+        assert main(["sync", server.address]) in (1, 2)
+    out, err = capfd.readouterr()
+    assert err.startswith(f"tuner: {server.address}")
+    assert READ[:12] not in out + err
+
+
+@pytest.mark.parametrize("around", ["{}\n", "{}\r\n", " {}\t", "\n{}"])
+def test_white_space_around_a_token_is_not_a_part_of_it(
+    around: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TUNER_READ_TOKEN", around.format(READ))
+    monkeypatch.setenv("TUNER_WRITE_TOKEN", around.format(WRITE))
+    assert (settings.read_token(), settings.write_token()) == (READ, WRITE)
+    with contextlib.closing(Hostile((entries(""), END))) as server:
+        assert main(["sync", server.address]) == 0
+    assert f"Bearer {READ}\r\n".encode() in server.requests[0]
+    assert READ not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("inner", ["\n", "\r\nx: y", " ", "\x7f", "\x1b[2J", "é", "\udcff"])
+@pytest.mark.parametrize("name", ["TUNER_READ_TOKEN", "TUNER_WRITE_TOKEN"])
+def test_a_token_that_no_header_carries_is_refused_at_the_start(
+    name: str, inner: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = f"{READ}{inner}{WRITE}"
+    monkeypatch.setenv("TUNER_READ_TOKEN", READ)
+    monkeypatch.setenv("TUNER_WRITE_TOKEN", WRITE)
+    monkeypatch.setenv(name, token)
+    commands = [["serve", "--port", "0"]]
+    if name == "TUNER_READ_TOKEN":
+        commands.append(["sync", "http://127.0.0.1:9"])
+    for command in commands:
+        assert main(command) == 2
+        out, err = capfd.readouterr()
+        assert err.startswith(f"tuner: {name} holds a character that no HTTP header carries")
+        assert READ not in out + err
+        assert WRITE not in out + err
 
 
 @pytest.mark.parametrize("pause", ["inf", "nan", "0", "-1", "1e300", "604801"])

@@ -38,6 +38,21 @@ MAX_YAML_DEPTH = 8
 MAX_YAML_CHARACTERS = 256
 """Longest value; the text of a problem is shorter."""
 
+_YAML_VALUES: Mapping[str, tuple[re.Pattern[str], list[str]]] = {
+    "null": (re.compile(r"(~|null|Null|NULL|)\Z"), ["~", "n", "N", ""]),
+    "bool": (re.compile(r"(true|True|TRUE|false|False|FALSE)\Z"), list("tTfF")),
+    "int": (re.compile(r"([-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)\Z"), list("-+0123456789")),
+    "float": (
+        re.compile(
+            r"([-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
+            r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))\Z"
+        ),
+        list("-+.0123456789"),
+    ),
+}
+"""Plain values of YAML 1.2's core schema (yaml.org/spec/1.2.2, 10.3.2), and their first characters.
+Everything else is text."""
+
 _TOKENS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[\]{},]', re.DOTALL)
 """Strings, brackets and commas. No place is tried twice: the time is linear in the text."""
 
@@ -83,7 +98,7 @@ def parse(text: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | Non
 
 
 def parse_yaml(text: str, pairs: Callable[[list[tuple[str, Any]]], Any]) -> Any:
-    """Read YAML of lists, objects and short values.
+    """Read YAML 1.2 of lists, objects and short values: ``0100`` is 100, and ``1:30`` is text.
 
     Args:
         text: YAML.
@@ -105,7 +120,7 @@ def _yaml_loader(pairs: Callable[[list[tuple[str, Any]]], Any]) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """YAML's safe loader with limits, which refuses an object with two equal keys."""
+        """YAML's safe loader with limits and the values of YAML 1.2 (`_YAML_VALUES`)."""
 
         level = 0
 
@@ -135,6 +150,13 @@ def _yaml_loader(pairs: Callable[[list[tuple[str, Any]]], Any]) -> Any:
         made = loader.construct_object
         return pairs([(str(made(key)), made(value)) for key, value in node.value])
 
+    def number(loader: Any, node: Any) -> int:
+        return int(node.value, 0 if node.value[1:2] in ("o", "x") else 10)
+
+    Loader.yaml_implicit_resolvers = {}
+    for kind, (pattern, first) in _YAML_VALUES.items():
+        Loader.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", pattern, first)
+    Loader.add_constructor("tag:yaml.org,2002:int", number)
     Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
     return Loader
 

@@ -49,8 +49,11 @@ class PrintableStream:
 
     def __init__(self, raw: IO[str]) -> None:
         self.raw = raw
+        self.is_used = False
+        """True once something was written."""
 
     def write(self, text: str) -> int:
+        self.is_used = True
         self.raw.write(printable(text, keep="\n\t"))
         return len(text)
 

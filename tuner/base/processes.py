@@ -49,6 +49,8 @@ _PACKAGES = Path(__file__).resolve().parents[2]
 
 
 _AGAIN_S = 0.05
+_THREADS_S = 0.5
+"""Seconds in which a thread ends that waits for nothing."""
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Requests to end, with one answer: Ctrl-C, service managers, a terminal that is closed."""
 
@@ -70,6 +72,40 @@ def exit_code(ended_by: int | KeyboardInterrupt) -> int:
     if isinstance(ended_by, KeyboardInterrupt):
         ended_by = ended_by.number if isinstance(ended_by, Interrupted) else signal.SIGINT
     return 128 + ended_by
+
+
+class ForcedEnd:
+    """End of this process some time after a signal, whatever its threads wait for.
+
+    Args:
+        seconds: seconds that it has to end by itself.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._timer: threading.Timer | None = None
+
+    def begin(self, number: int) -> None:
+        """Begin the wait, at the first signal of several."""
+        if self._timer is None:
+            self._timer = threading.Timer(self._seconds, self._end, [number])
+            self._timer.daemon = True
+            self._timer.start()
+
+    def cancel(self) -> None:
+        """End the wait, unless the interpreter would wait for a thread that does not end."""
+        if self._timer is None:
+            return
+        for thread in threading.enumerate():
+            if thread is not threading.main_thread() and not thread.daemon:
+                thread.join(_THREADS_S)
+                if thread.is_alive():
+                    return
+        self._timer.cancel()
+
+    def _end(self, number: int) -> None:
+        os.write(2, f"tuner: what it waits for did not end in {self._seconds:g} s\n".encode())
+        os._exit(exit_code(number))
 
 
 class EndingSignals:

@@ -9,6 +9,7 @@ import contextlib
 import difflib
 import importlib
 import io
+import json
 import os
 import re
 import sys
@@ -64,6 +65,14 @@ EXIT_CODES = """exit codes:
        ended by SIGHUP, SIGINT (Ctrl-C) or SIGTERM; what was found so far is stored"""
 
 
+class WrongUsage(SystemExit):
+    """End of a command whose arguments cannot be parsed, after its message."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(WRONG_INPUT)
+        self.message = message
+
+
 class Parser(argparse.ArgumentParser):
     """Argument parser whose errors are one line.
 
@@ -90,7 +99,8 @@ class Parser(argparse.ArgumentParser):
                 message += f"; did you mean {nearest}?"
         if re.search(r"arguments are required: (COMMAND|ACTION)$", message):
             message += f" (`{self.prog} --help` lists them)"
-        self.exit(WRONG_INPUT, f"{self.prog}: {message}\n")
+        self._print_message(f"{self.prog}: {message}\n", sys.stderr)
+        raise WrongUsage(message)
 
 
 class _Notes(io.FileIO):
@@ -159,22 +169,49 @@ def _run(argv: Sequence[str] | None) -> int:
     if argv is None:  # arguments of the process
         _secure_streams()
 
+    words = sys.argv[1:] if argv is None else list(argv)
+    wants_json = "--json" in words and words[0] != "bench"  # whose --json names a file
+    outputs: list[PrintableStream] = []
+
     def run() -> int:
         args = parser().parse_args(argv)
-        with _printing():
+        with _printing() as output:
+            outputs.append(output)
             return int(args.run(args))
 
-    return ended(run, "tuner")
+    def report(message: str) -> None:
+        if wants_json and not any(output.is_used for output in outputs):
+            print(json.dumps({"error": message}), flush=True)
+
+    return ended(run, "tuner", report)
 
 
-def ended(run: Callable[[], int], name: str) -> int:
+def ended(
+    run: Callable[[], int], name: str, report: Callable[[str], None] = lambda message: None
+) -> int:
     """Exit code of a command. Its errors and signals are one line on standard error; a reader of
     standard output that has gone is none.
 
     Args:
         run: runs the command and returns its exit code.
         name: name that begins the line.
+        report: called with the message of a failure.
     """
+    usage: WrongUsage | None = None
+    try:
+        code, message = _end_of(run, name)
+    except WrongUsage as exc:
+        usage, code, message = exc, WRONG_INPUT, exc.message
+    if message:
+        with contextlib.suppress(OSError):
+            report(message)
+    if usage is not None:
+        raise usage
+    return code
+
+
+def _end_of(run: Callable[[], int], name: str) -> tuple[int, str]:
+    """Exit code of a command, and the message of its failure."""
     if sys.stdout is None:  # closed: a database would get its descriptor and be printed into
         return _fail(name, "standard output is closed: leave it open, or send it to a file", FAILED)
     try:
@@ -184,7 +221,7 @@ def ended(run: Callable[[], int], name: str) -> int:
             sys.stdout.flush()
             raise
         sys.stdout.flush()
-        return code
+        return code, "" if code == DONE else "standard error says why"
     except ConfigError as exc:
         return _fail(name, str(exc), WRONG_INPUT)
     except TunerError as exc:
@@ -193,23 +230,24 @@ def ended(run: Callable[[], int], name: str) -> int:
         return _fail(name, "interrupted", exit_code(exc))
     except BrokenPipeError:  # further output goes to the null device
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
+        return FAILED, ""
     except OSError as exc:
         return _fail(name, str(exc), FAILED)
 
 
 @contextlib.contextmanager
-def _printing() -> Iterator[None]:
-    """Strip terminal control sequences from all output: stored names may come from anywhere."""
-    out, err = (
-        None if stream is None else cast("TextIO", PrintableStream(stream))
-        for stream in (sys.stdout, sys.stderr)
-    )
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        yield
+def _printing() -> Iterator[PrintableStream]:
+    """Strip terminal control sequences from all output: stored names may come from anywhere.
+
+    Gives standard output.
+    """
+    out = PrintableStream(sys.stdout)
+    err = None if sys.stderr is None else cast("TextIO", PrintableStream(sys.stderr))
+    with contextlib.redirect_stdout(cast("TextIO", out)), contextlib.redirect_stderr(err):
+        yield out
 
 
-def _fail(name: str, message: str, code: int) -> int:
+def _fail(name: str, message: str, code: int) -> tuple[int, str]:
     with _printing():
         print(f"{name}: {message}", file=sys.stderr)
-    return code
+    return code, message

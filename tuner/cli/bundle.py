@@ -99,6 +99,7 @@ def _chosen(args: argparse.Namespace) -> list[Entry]:
     from tuner.cli.entries import known_entries
     from tuner.measurement import Provenance
     from tuner.selection.reader import find_gpu
+    from tuner.selection.shipped import in_use
     from tuner.tuning.job import DEFAULT_OP
 
     problem = PROBLEMS[args.op or DEFAULT_OP].parse(args.shape) if args.shape else None
@@ -106,7 +107,7 @@ def _chosen(args: argparse.Namespace) -> list[Entry]:
     gpu = find_gpu(args.gpu, [e.gpu for e in known]) if args.gpu else None
     found = [
         entry
-        for entry in known
+        for entry in in_use(known)  # `tuner build` makes their kernels
         if entry.provenance is Provenance.MEASURED
         and args.op in (None, entry.problem.op)
         and problem in (None, entry.problem)

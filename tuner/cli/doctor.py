@@ -381,6 +381,7 @@ def _temporary() -> Finding:
 def _prebuilt() -> Iterator[Finding]:
     """Finding about the wheel of prebuilt kernels, if it is installed."""
     import tuner
+    from tuner.base import resources
     from tuner.compile import prebuilt
     from tuner.errors import ConfigError
     from tuner.selection.kernels import KernelList
@@ -401,6 +402,9 @@ def _prebuilt() -> Iterator[Finding]:
     if version != tuner.__version__:
         found += f"; this is cutlass-tuner {tuner.__version__}, whose kernels may be others"
         yield Finding(name, NOTE, found, advice)
+        return
+    if known.templates != resources.templates_digest():
+        yield Finding(name, NOTE, f"{found}, of other templates: they do not serve", advice)
         return
     yield Finding(name, OK, f"{found}; they serve where the artifact cache has none")
 

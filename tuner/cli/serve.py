@@ -9,7 +9,7 @@ from typing import Any
 
 from tuner import settings
 from tuner.base.install import extra_command
-from tuner.base.processes import EndingSignals, exit_code
+from tuner.base.processes import EndingSignals, ForcedEnd, exit_code
 from tuner.cli.arguments import add_store
 from tuner.errors import ConfigError
 
@@ -18,6 +18,10 @@ their progress, and pages for a browser. GET /openapi.json describes the interfa
 this machine only, unless --host says otherwise. Other addresses need bearer tokens:
 TUNER_READ_TOKEN to look, TUNER_WRITE_TOKEN to submit and cancel jobs. It speaks plain HTTP: put a
 proxy with TLS before it on networks that you do not trust."""
+
+END_WAIT_S = 8.0
+"""Seconds after a signal in which the service ends by itself. A request that waits for a database
+cannot be interrupted."""
 
 
 def register(subparsers: Any) -> None:
@@ -61,10 +65,12 @@ def run(args: argparse.Namespace) -> int:
     # A named store must exist, since a typing error would serve an empty one. The default store is
     # created.
     with open_store(args.store, create=not args.store) as store:
-        server = Server(create_app(store, tokens), limits)
+        forced = ForcedEnd(END_WAIT_S)
+        server = Server(create_app(store, tokens), limits, on_signal=forced.begin)
         received: list[int] = []
 
         def stop(number: int) -> None:
+            forced.begin(number)
             received.append(number)
             server.should_exit = True
 
@@ -75,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
         with EndingSignals(stop):
             print(f"serving on http://{shown}:{port}", file=sys.stderr, flush=True)
             server.run_on(listening)
+    forced.cancel()
     return exit_code(received[0]) if received else 0
 
 

@@ -184,9 +184,9 @@ def run(args: argparse.Namespace) -> int:
         return sweep_aot(args, problems, options, url)
     with (
         open_store(url) as store,
-        Interruption() as interruption,
         create_display(url, show_results=not args.json) as display,
         open_storage(args.optuna_storage, display.note) as studies,
+        Interruption() as interruption,
         open_runners(machine, display.note) as kinds,
     ):
         job = Job(

@@ -62,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
                 if args.every is None:
                     raise
                 print(f"tuner: {exc}", file=sys.stderr, flush=True)
+                if args.json:
+                    print(json.dumps({"error": str(exc)}), flush=True)
             if args.every is None:
                 return 0
             _pause(args.every)

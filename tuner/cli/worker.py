@@ -31,15 +31,15 @@ def register(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run jobs. Returns 0 when the queue is empty, or the `exit_code` of the signal that stopped
-    it.
+    """Run jobs. Returns the `exit_code` of the signal that stopped it; else 1 when a problem was
+    given up, and 0 when none was.
 
     Raises:
         ConfigError: when an argument is wrong.
         StoreError: when the store that was named does not exist, or none can be opened.
     """
     from tuner.base.processes import exit_code
-    from tuner.cli import DONE
+    from tuner.cli import DONE, FAILED
     from tuner.cli.display import create_display
     from tuner.runners.opening import open_creator
     from tuner.search.storage import open_storage
@@ -61,5 +61,8 @@ def run(args: argparse.Namespace) -> int:
         ) as controller,
     ):
         decided = controller.run(drain=args.drain)
-    print(f"tuner: {counted(decided, 'problem')} decided", file=sys.stderr)
-    return DONE if controller.stopped_by is None else exit_code(controller.stopped_by)
+    failed = f", {controller.failed} failed" if controller.failed else ""
+    print(f"tuner: {counted(decided, 'problem')} decided{failed}", file=sys.stderr)
+    if controller.stopped_by is not None:
+        return exit_code(controller.stopped_by)
+    return FAILED if controller.failed else DONE

@@ -46,6 +46,7 @@ from tuner.store.entry import (
     problem_from_row,
 )
 from tuner.store.faults import decoding
+from tuner.store.newer import readable
 from tuner.store.reading import StoreFile, sqlite_file
 
 __all__ = [
@@ -423,7 +424,8 @@ class _Reader:
             self._file.refresh()
             rows = self._file.select(_ALIKE, (alike,)) if self._file.has_tables else []
             with self._decoding():
-                found = [problem_from_row(text) for (text,) in rows]
+                keys = [key for (key,) in rows]
+                found = readable(str(self._path), keys, problem_from_row)
         lengths = {p.seqlen_kv for p in found if isinstance(p, AttentionProblem)}
         return lengths | _shipped_lengths().get(alike, set())
 
@@ -481,7 +483,8 @@ class _Reader:
             return []
         rows = self._file.select(_SELECT + where + _ORDER, values)
         with self._decoding():
-            return entries_from_rows(dict(zip(_ENTRY_COLUMNS, row, strict=True)) for row in rows)
+            named = [dict(zip(_ENTRY_COLUMNS, row, strict=True)) for row in rows]
+            return entries_from_rows(str(self._path), named)
 
     def _decoding(self) -> AbstractContextManager[None]:
         return decoding(str(self._path))

@@ -31,7 +31,7 @@ from tuner.service.bodies import (
     Shape,
 )
 from tuner.service.decisions import Question, ServedDecisions, entries_json
-from tuner.service.guard import HEALTH_PATH, OPEN_PATHS, Guard
+from tuner.service.guard import HEALTH_PATH, OPEN_PATHS, Guard, Receive, Scope, Send
 from tuner.service.metrics import CONTENT_TYPE, Metrics
 from tuner.service.pages.render import error_page, wants_page
 from tuner.service.pages.routes import add_pages
@@ -48,6 +48,7 @@ EVENT_POLL_S = 0.5
 KEEP_ALIVE_S = 15.0
 """Seconds after which an idle stream sends a keep-alive."""
 MAX_STREAMS = 64
+_ALIVE = b": still here\n\n"
 MAX_JOBS, MAX_PROBLEMS = 600, 100_000
 """Maximum an hour with the write token; without tokens, maximum in all."""
 
@@ -333,17 +334,35 @@ def _add_events_of_jobs(app: FastAPI, store: Store) -> None:
         await run_in_threadpool(_find_job, store, id)
         if streams.locked():
             raise HTTPException(503, f"{MAX_STREAMS} streams are open already")
-        return StreamingResponse(
-            _stream(store, id, last_event_id, streams),
-            media_type="text/event-stream",
-            headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
-        )
+        await streams.acquire()  # at once: nothing else ran since it was looked at
+        return _Stream(_stream(store, id, last_event_id), streams)
 
 
-async def _stream(
-    store: Store, id: str, last: int, streams: asyncio.Semaphore
-) -> AsyncIterator[bytes]:
-    """Stream of log lines with ids to resume after, changes of the state, and the end."""
+class _Stream(StreamingResponse):
+    """Server-sent events. Its place among the streams is free again at its end.
+
+    Args:
+        events: the events.
+        streams: the places, of which one is taken.
+    """
+
+    def __init__(self, events: AsyncIterator[bytes], streams: asyncio.Semaphore) -> None:
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._streams = streams
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._streams.release()
+
+
+async def _stream(store: Store, id: str, last: int) -> AsyncIterator[bytes]:
+    """Stream of log lines with ids to resume after, changes of the state, and the end.
+
+    A store that does not answer ends no stream, which is kept alive meanwhile.
+    """
 
     def look(after: int) -> tuple[dict[str, Any], list[Any]]:
         # The state first: what happened before the job ended is then among the events.
@@ -354,23 +373,26 @@ async def _stream(
 
     sent: dict[str, Any] = {}
     quiet_s = 0.0
-    async with streams:
-        while True:
-            state, events = await run_in_threadpool(look, last)
-            lines = [_event("log", e.to_json(), e.id) for e in events]
-            last = events[-1].id if events else last
-            if state != sent:
-                sent = state
-                lines.append(_event("state", state))
-            quiet_s = 0.0 if lines else quiet_s + EVENT_POLL_S
-            if quiet_s >= KEEP_ALIVE_S:
-                lines, quiet_s = [b": still here\n\n"], 0.0
-            if lines:
-                yield b"".join(lines)
-            if state.get("state") not in ("queued", "running") and not events:
-                yield _event("end", {"state": state.get("state")})
-                return
-            await asyncio.sleep(EVENT_POLL_S)
+    while True:
+        looking = asyncio.ensure_future(run_in_threadpool(look, last))
+        while not (await asyncio.wait({looking}, timeout=KEEP_ALIVE_S))[0]:
+            yield _ALIVE
+        is_away = isinstance(looking.exception(), StoreError)
+        state, events = (sent, list[Any]()) if is_away else looking.result()
+        lines = [_event("log", e.to_json(), e.id) for e in events]
+        last = events[-1].id if events else last
+        if state != sent:
+            sent = state
+            lines.append(_event("state", state))
+        quiet_s = 0.0 if lines else quiet_s + EVENT_POLL_S
+        if quiet_s >= KEEP_ALIVE_S:
+            lines, quiet_s = [_ALIVE], 0.0
+        if lines:
+            yield b"".join(lines)
+        if state and state.get("state") not in ("queued", "running") and not events:
+            yield _event("end", {"state": state.get("state")})
+            return
+        await asyncio.sleep(EVENT_POLL_S)
 
 
 def _event(kind: str, data: Any, id: int | None = None) -> bytes:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from functools import partial
+from types import FrameType
 from typing import Any, cast
 
 import uvicorn
@@ -24,9 +26,16 @@ class Server(uvicorn.Server):
     Args:
         app: application that answers.
         limits: most connections.
+        on_signal: called with the number of each signal to end, when it comes.
     """
 
-    def __init__(self, app: App, limits: ConnectionLimits) -> None:
+    def __init__(
+        self,
+        app: App,
+        limits: ConnectionLimits,
+        on_signal: Callable[[int], None] = lambda number: None,
+    ) -> None:
+        self._on_signal = on_signal
         protocol = partial(Protocol, admission=Admission(limits))
         super().__init__(
             uvicorn.Config(
@@ -41,6 +50,11 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
             )
         )
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """End; uvicorn raises the signal again afterwards."""
+        self._on_signal(sig)
+        super().handle_exit(sig, frame)
 
     def run_on(self, listening: socket.socket) -> None:
         """Serve until a signal comes or `should_exit` is set.

@@ -28,8 +28,8 @@ many may wait for long."""
 
 
 class OpenFile:
-    """SQLite file by name and inode. SQLite keeps writing to an open file that was removed or
-    replaced, and such writes are lost.
+    """SQLite file by name, inode and size. SQLite keeps writing to an open file that was removed,
+    replaced or truncated, and such writes are lost. Nothing in the tuner makes a store shorter.
 
     Args:
         path: path of the file, which the first connection may create.
@@ -38,26 +38,33 @@ class OpenFile:
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
         self._inode: tuple[int, int] | None = None
+        self._bytes = 0
+        """Largest size so far."""
 
     def note_inode(self) -> None:
         """Store the inode of the first connection's file."""
         if self._inode is None:
             with contextlib.suppress(OSError):
-                self._inode = self._find_inode()
+                self._inode, self._bytes = self._find()
 
     @property
     def is_lost(self) -> bool:
-        """True if the name now refers to another file or to none."""
+        """True if the name now refers to another file, to a shorter one, or to none."""
+        if self._inode is None:
+            return False
         try:
-            return self._inode is not None and self._find_inode() != self._inode
+            inode, size = self._find()
         except (FileNotFoundError, NotADirectoryError):
             return True
         except OSError:  # the folder or medium is temporarily not readable
             return False
+        is_shorter = size < self._bytes
+        self._bytes = max(self._bytes, size)
+        return inode != self._inode or is_shorter
 
-    def _find_inode(self) -> tuple[int, int]:
+    def _find(self) -> tuple[tuple[int, int], int]:
         status = self.path.stat()
-        return status.st_dev, status.st_ino
+        return (status.st_dev, status.st_ino), status.st_size
 
 
 def connect(url: str, *, create: bool) -> tuple[sa.Engine, str, OpenFile | None]:

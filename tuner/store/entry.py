@@ -15,7 +15,9 @@ from itertools import groupby
 from typing import Any
 
 from tuner.base import document
+from tuner.base.printable import one_line
 from tuner.config import Config
+from tuner.errors import ConfigError, NewerRowError
 from tuner.hardware import Gpu
 from tuner.measurement import (
     Clocks,
@@ -28,6 +30,7 @@ from tuner.measurement import (
     is_tie,
 )
 from tuner.problem import Problem, problem_from_json
+from tuner.store.newer import readable
 
 PINNED = -1
 """Position of a pinned measurement in a ranking; the decided ones count from 0."""
@@ -358,17 +361,33 @@ def checked_measurement(row: Mapping[str, Any]) -> Measurement:
     """The measurement of a stored row with its ``digest``.
 
     Raises:
-        ConfigError, ValueError, TypeError, LookupError, AttributeError: when it was damaged.
+        NewerRowError: when it is whole, and cannot be read.
+        ValueError, TypeError, LookupError: when it was damaged.
     """
     check_digest(row)
-    return from_row(row)
+    artifacts_from_row(row["artifacts"])  # the view's may be of `builds`, which no digest covers
+    try:
+        return from_row(row)
+    except NewerRowError:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError) as exc:  # ConfigError among them
+        raise NewerRowError(f"{type(exc).__name__}: {one_line(str(exc))}") from exc
 
 
 # Many rows share these, so each distinct text is parsed once.
 @lru_cache(16384)
 def problem_from_row(text: str) -> Problem:
-    """Problem of a row's key."""
-    return problem_from_json(json.loads(text))
+    """Problem of a row's key.
+
+    Raises:
+        NewerRowError: when this program does not know such a problem.
+        ValueError, TypeError: when it was damaged.
+    """
+    facts = as_object(text)
+    try:
+        return problem_from_json(facts)
+    except ConfigError as exc:
+        raise NewerRowError(one_line(str(exc))) from exc
 
 
 @lru_cache(64)
@@ -423,35 +442,35 @@ def from_row(row: Mapping[str, Any]) -> Measurement:
     )
 
 
-def entries_from_rows(rows: Iterable[Mapping[str, Any]]) -> list[Entry]:
+def entries_from_rows(where: str, rows: Iterable[Mapping[str, Any]]) -> list[Entry]:
     """Entries of rows of the `best` view with `CHECKED_COLUMNS`, sorted by winner and position.
 
-    Decisions that ranked times of two passes together are skipped.
+    Decisions that ranked times of two passes together are skipped, and those of newer programs.
+
+    Args:
+        where: the store's path, or its URL without the password.
+        rows: rows of the view.
 
     Raises:
-        ConfigError, ValueError, TypeError, LookupError: when a row was damaged.
+        ValueError, TypeError, LookupError: when a row was damaged.
     """
-    entries = []
-    for _, group in groupby(rows, key=lambda row: row["winner_id"]):
-        ranked = list(group)
-        for row in ranked:
-            check_digest(row)
-        pin = from_row(ranked.pop(0)) if ranked[0]["position"] == PINNED else None
-        ranking = [from_row(row) for row in ranked]
-        check_ranking(ranking)
-        if len({is_of_quick_pass(m) for m in ranking}) > 1:
-            continue
-        first = ranked[0]
-        entries.append(
-            Entry.of(
-                ranking,
-                pin=pin,
-                origin=as_text(first["origin"]),
-                sweep=as_text(first["decided_by"]),
-                decided_at=as_text(first["decided_at"]),
-            )
-        )
-    return entries
+    groups = (list(group) for _, group in groupby(rows, key=lambda row: row["winner_id"]))
+    entries = readable(where, groups, _entry_from_rows)
+    return [e for e in entries if len({is_of_quick_pass(m) for m in e.ranking}) == 1]
+
+
+def _entry_from_rows(rows: Sequence[Mapping[str, Any]]) -> Entry:
+    measured = [checked_measurement(row) for row in rows]
+    pin = measured.pop(0) if rows[0]["position"] == PINNED else None
+    check_ranking(measured)
+    first = rows[0 if pin is None else 1]
+    return Entry.of(
+        measured,
+        pin=pin,
+        origin=as_text(first["origin"]),
+        sweep=as_text(first["decided_by"]),
+        decided_at=as_text(first["decided_at"]),
+    )
 
 
 def sort_key(entry: Entry) -> tuple[str, str, str, str, int]:

@@ -98,14 +98,14 @@ def decoding(where: str) -> Iterator[None]:
 
 
 def store_lost(where: str, kept: str = "") -> StoreLostError:
-    """Error for an open store whose file was removed or replaced.
+    """Error for an open store whose file was removed, replaced or truncated.
 
     Args:
         where: the file's path.
         kept: sentence that says where its content was saved.
     """
     return StoreLostError(
-        f"store {where} was removed or replaced while it was open{kept and f'; {kept}'}"
+        f"store {where} was removed, replaced or truncated while it was open{kept and f'; {kept}'}"
     )
 
 

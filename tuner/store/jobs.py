@@ -195,7 +195,7 @@ class Event:
     """UTC, ISO 8601."""
     text: str
     problem: Problem | None
-    """Problem of the event; None if it concerns the whole job."""
+    """Problem of the event; None if it concerns the whole job, or a newer program's problem."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -279,11 +279,16 @@ class Jobs(ABC):
     def counts(self) -> dict[str, int]:
         """Tasks of all jobs by state."""
 
+    @abstractmethod
+    def is_work_left(self) -> bool:
+        """True if a problem that this program knows is queued or running."""
+
     # Working
 
     @abstractmethod
     def claim(self, holder: str, lease_s: float = LEASE_S) -> Claim | None:
-        """Claim the first task that is due, by priority, then in order of submission.
+        """Claim the first task that is due, by priority, then in order of submission. Problems that
+        this program does not know are left to newer workers.
 
         Args:
             holder: claiming process, as ``host:pid``.

@@ -43,6 +43,7 @@ from tuner.store.entry import (
 )
 from tuner.store.faults import FAULTS, decoding, store_error, store_lost
 from tuner.store.jobs import Jobs, Lease
+from tuner.store.newer import readable, without_unknown
 from tuner.store.rescue import Rescue
 from tuner.store.sql_jobs import SqlJobs, check
 from tuner.store.statements import now
@@ -138,7 +139,8 @@ class SqlStore(Store):
         if final is not None:
             query = query.where(_M.c.is_final == final)
         with self.transaction(write=False) as connection:
-            return [m for _, m in self._read(connection.execute(query.order_by(_M.c.id)))]
+            rows = connection.execute(query.order_by(_M.c.id)).mappings().all()
+        return [m for _, m in self._read(rows)]
 
     def environments(self) -> list[EnvironmentRecord]:
         newest = sa.func.max(_M.c.created_at)
@@ -154,10 +156,14 @@ class SqlStore(Store):
         with decoding(self.where):
             return [EnvironmentRecord(environment_from_row(text), as_text(at)) for text, at in rows]
 
-    def _read(self, rows: sa.CursorResult[Any]) -> list[tuple[int, Measurement]]:
-        found = [dict(row) for row in rows.mappings()]
+    def _read(self, rows: Sequence[sa.RowMapping]) -> list[tuple[int, Measurement]]:
+        """Measurements with their ids, without those of newer programs."""
+
+        def read(row: sa.RowMapping) -> tuple[int, Measurement]:
+            return row["id"], checked_measurement(dict(row))
+
         with decoding(self.where):
-            return [(row["id"], checked_measurement(row)) for row in found]
+            return readable(self.where, rows, read)
 
     def decide(
         self,
@@ -214,7 +220,7 @@ class SqlStore(Store):
         with self.transaction(write=False) as connection:
             rows = [dict(row) for row in connection.execute(query).mappings()]
         with decoding(self.where):
-            return sorted(entries_from_rows(rows), key=sort_key)
+            return sorted(entries_from_rows(self.where, rows), key=sort_key)
 
     def begin_sweep(self, sweep: SweepRecord) -> SweepRecord:
         with self.transaction(write=True) as connection:
@@ -360,7 +366,9 @@ class SqlStore(Store):
         self, connection: sa.Connection, rows: sa.Select[Any], chosen: sa.Select[Any]
     ) -> dict[str, Any]:
         """The document of some measurements, and of those decisions that are chosen."""
-        measured = dict(self._read(connection.execute(rows)))
+        stored = connection.execute(rows).mappings().all()
+        measured = dict(self._read(stored))
+        left_out = {row["id"] for row in stored} - measured.keys()
         places = connection.execute(chosen.order_by(_W.c.id, _R.c.position)).mappings().all()
         by_id: dict[int, exchange.Decision] = {}
         with decoding(self.where):
@@ -371,7 +379,7 @@ class SqlStore(Store):
                     decision.pinned = place["measurement_id"]
                 else:
                     decision.ranking.append(place["measurement_id"])
-            decisions = list(by_id.values())
+            decisions = [d for d in by_id.values() if left_out.isdisjoint(d.numbers)]
             for decision in decisions:
                 check_ranking([measured[id] for id in decision.ranking])
                 if decision.pinned is not None and decision.pinned not in measured:
@@ -388,6 +396,7 @@ class SqlStore(Store):
     def mirror(
         self, document: Mapping[str, Any], *, url: str, etag: str, check: Check
     ) -> ImportReport:
+        document, newer = without_unknown(document)
         measured, decisions = exchange.read(document)
         allowed, refused = exchange.servable(measured, decisions, check)
         origin = mirror_origin(url)
@@ -396,7 +405,7 @@ class SqlStore(Store):
             dropped = run.drop_others(connection, origin, winners)
             connection.execute(_MIRRORS.delete().where(_MIRRORS.c.url == url))
             connection.execute(_MIRRORS.insert().values(url=url, etag=etag, synced_at=now()))
-        return replace(report, entries_dropped=dropped, entries_refused=tuple(refused))
+        return replace(report, entries_dropped=dropped, entries_refused=(*newer, *refused))
 
     def mirrored(self, url: str) -> str | None:
         with self.transaction(write=False) as connection:

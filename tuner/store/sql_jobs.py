@@ -17,7 +17,7 @@ from sqlalchemy.exc import IntegrityError
 
 from tuner.errors import ConfigError, LeaseLostError
 from tuner.measurement import Measurement
-from tuner.problem import Problem
+from tuner.problem import PROBLEMS, Problem
 from tuner.store import models
 from tuner.store import statements as run
 from tuner.store.entry import as_object, canonical, checked_measurement, problem_from_row
@@ -35,6 +35,7 @@ from tuner.store.jobs import (
     Task,
     check_shown,
 )
+from tuner.store.newer import readable
 from tuner.store.statements import now
 
 _P, _M, _J, _T, _E = (
@@ -78,10 +79,12 @@ _DUE = (
     ),
     ~sa.exists().where(_OTHERS.c.problem_id == _T.c.problem_id, _OTHERS.c.state == "running"),
 )
+_KNOWN = _P.c.op.in_(PROBLEMS)
+"""Operations of this program: a newer one may have submitted others."""
 _NEXT = (
     sa.select(_T, _J.c.options, _P.c.key)
     .select_from(_T.join(_J).join(_P))
-    .where(*_DUE)
+    .where(*_DUE, _KNOWN, _T.c.id.not_in(sa.bindparam("newer", expanding=True)))
     .order_by(_J.c.priority.desc(), _T.c.id)
     .limit(1)
     .with_for_update(of=_T, skip_locked=True)
@@ -95,7 +98,9 @@ _LOST = sa.select(_T).where(
     ),
 )
 #: Whether a claim would change anything.
-_IS_DUE = sa.select(sa.or_(sa.exists().where(*_DUE), _LOST.exists()))
+_IS_DUE = sa.select(
+    sa.or_(sa.exists().where(*_DUE, _T.c.problem_id == _P.c.id, _KNOWN), _LOST.exists())
+)
 
 
 class SqlJobs(Jobs):
@@ -210,30 +215,35 @@ class SqlJobs(Jobs):
         names = ("id", "state", "attempt", "reason", "holder", "sweep", "trials")
         with self._transaction(write=False) as connection:
             rows = self._typed(connection, query, _T)
-        found = []
+
+        def read(row: sa.RowMapping) -> Task:
+            progress = as_object(row["progress"])
+            result = progress.pop(_RESULT, None)
+            check_shown(progress, result)
+            facts = {name: row[name] for name in names}
+            problem = problem_from_row(row["key"])
+            return Task(problem=problem, progress=progress, result=result, **facts)
+
         with decoding(self._where):
-            for row in rows:
-                progress = as_object(row["progress"])
-                result = progress.pop(_RESULT, None)
-                check_shown(progress, result)
-                facts = {name: row[name] for name in names}
-                problem = problem_from_row(row["key"])
-                found.append(Task(problem=problem, progress=progress, result=result, **facts))
-        return found
+            return readable(self._where, rows, read)
 
     def trials(
         self, job: str, *, after: int = 0, limit: int = 1000
     ) -> list[tuple[int, Measurement]]:
         sweeps = sa.select(_T.c.sweep).where(_T.c.job_id == job, _T.c.sweep != "")
         query = (
-            run.MEASUREMENTS.where(_M.c.sweep.in_(sweeps), _M.c.id > after)
+            run.MEASUREMENTS.where(_M.c.sweep.in_(sweeps), _M.c.id > after, _KNOWN)
             .order_by(_M.c.id)
             .limit(limit)
         )
         with self._transaction(write=False) as connection:
             rows = connection.execute(query).mappings().all()
+
+        def read(row: sa.RowMapping) -> tuple[int, Measurement]:
+            return row["id"], checked_measurement(dict(row))
+
         with decoding(self._where):
-            return [(row["id"], checked_measurement(dict(row))) for row in rows]
+            return readable(self._where, rows, read)
 
     def events(self, job: str, *, after: int = 0, limit: int = 1000) -> list[Event]:
         query = (
@@ -245,16 +255,14 @@ class SqlJobs(Jobs):
         )
         with self._transaction(write=False) as connection:
             rows = self._typed(connection, query, _E)
+
+        events = []
         with decoding(self._where):
-            return [
-                Event(
-                    row["id"],
-                    row["at"],
-                    row["text"],
-                    problem_from_row(row["key"]) if row["key"] else None,
-                )
-                for row in rows
-            ]
+            for row in rows:
+                keys = [row["key"]] if row["key"] else []
+                problem = next(iter(readable(self._where, keys, problem_from_row)), None)
+                events.append(Event(row["id"], row["at"], row["text"], problem))
+        return events
 
     def cancel(self, job: str) -> int:
         with self._transaction(write=True) as connection:
@@ -288,10 +296,9 @@ class SqlJobs(Jobs):
         with self._transaction(write=True) as connection:
             clock = self._clock(connection)
             self._requeue_lost(connection, clock)
-            found = self._typed(connection, _NEXT, _T, _times(clock))
-            if not found:
+            row = self._next(connection, clock)
+            if row is None:
                 return None
-            row = found[0]
             lease = Lease(row["id"], row["token"] + 1)
             change = _T.update().where(_T.c.id == lease.task).values(
                 state="running",
@@ -316,6 +323,24 @@ class SqlJobs(Jobs):
                 options=as_object(row["options"]),
                 attempt=attempt,
             )
+
+    def _next(self, connection: sa.Connection, clock: float) -> sa.RowMapping | None:
+        """The first task that is due; problems of newer programs are left to their workers."""
+        newer: list[int] = []
+        while rows := self._typed(connection, _NEXT, _T, {**_times(clock), "newer": newer}):
+            with decoding(self._where):
+                if readable(self._where, [rows[0]["key"]], problem_from_row):
+                    return rows[0]
+            newer.append(rows[0]["id"])
+        return None
+
+    def is_work_left(self) -> bool:
+        query = sa.select(_P.c.key).distinct().select_from(_T.join(_P))
+        query = query.where(_T.c.state.in_(OPEN_STATES), _KNOWN)
+        with self._transaction(write=False) as connection:
+            keys = connection.scalars(query).all()
+        with decoding(self._where):
+            return bool(readable(self._where, keys, problem_from_row))
 
     def extend(self, lease: Lease, progress: Mapping[str, Any], lease_s: float = LEASE_S) -> bool:
         values = {**_named(lease), "told": canonical(dict(progress))}

@@ -79,19 +79,27 @@ def pull(store: Store, url: str, check: Check) -> ImportReport | None:
         ConfigError: when the snapshot does not fit, in one line.
         StoreError: when the service does not answer, refuses, or sends what cannot be read.
     """
+    token = settings.read_token()
     etag = store.mirrored(url)
     try:
-        found = _fetch(f"{url}/v1/snapshot", etag)
-        if found is None:
+        answer = _fetch(f"{url}/v1/snapshot", etag, token)
+        if answer is None:
             return None
-        body, etag = found
+        body, etag = answer
         return store.mirror(_document(body), url=url, etag=etag, check=check)
     except UnicodeDecodeError as exc:
         raise ConfigError(f"{url}: the snapshot is not UTF-8 text") from exc
     except ConfigError as exc:
-        raise ConfigError(f"{url}: {one_line(str(exc))}") from exc
+        raise ConfigError(f"{url}: {one_line(_without(token, exc))}") from None
+    except StoreError as exc:
+        raise type(exc)(_without(token, exc)) from None
     except MemoryError as exc:
         raise StoreError(f"{url}: the snapshot does not fit into the memory") from exc
+
+
+def _without(token: str, said: object) -> str:
+    """A text or an error's text without the token, which a service may repeat."""
+    return str(said).replace(token, "***") if token else str(said)
 
 
 def _document(body: bytes) -> Any:
@@ -236,12 +244,12 @@ class _AsItIs(urllib.request.HTTPErrorProcessor):
     https_response = http_response
 
 
-def _fetch(url: str, etag: str | None) -> tuple[bytes, str] | None:
+def _fetch(url: str, etag: str | None, token: str) -> tuple[bytes, str] | None:
     """The snapshot and its ETag; None when it is the one that is known."""
     request = urllib.request.Request(url, headers={"accept-encoding": "gzip"})
     if etag:
         request.add_header("if-none-match", etag)
-    if token := settings.read_token():
+    if token:
         request.add_header("authorization", f"Bearer {token}")
     budget = _Budget(DEADLINE_S, MAX_HEAD_BYTES)
     opener = urllib.request.build_opener(_Http(budget), _Https(budget), _AsItIs)
@@ -251,7 +259,7 @@ def _fetch(url: str, etag: str | None) -> tuple[bytes, str] | None:
             if answer.status == http.HTTPStatus.NOT_MODIFIED:
                 return None
             if answer.status != http.HTTPStatus.OK:
-                raise StoreError(f"it answered {answer.status}: {_reason(answer)}")
+                raise StoreError(f"it answered {answer.status}: {_reason(answer, token)}")
             is_packed = answer.headers.get("content-encoding") == "gzip"
             body = _unpacked(answer) if is_packed else _whole(answer)
             etag = answer.headers.get("etag", "")
@@ -286,11 +294,12 @@ def _unpacked(answer: http.client.HTTPResponse) -> bytes:
     return bytes(body)
 
 
-def _reason(answer: http.client.HTTPResponse) -> str:
-    """Reason that an answer gives for a refusal, or the name of its status."""
+def _reason(answer: http.client.HTTPResponse, token: str) -> str:
+    """Reason that an answer gives for a refusal, or the name of its status, without the token."""
     text = answer.read(_MAX_FAULT_BYTES)
     try:
         document.check_extent(text, tokens=_MAX_FAULT_BYTES, depth=MAX_DEPTH)
-        return one_line(str(document.parse(text)["error"]))
+        reason = document.parse(text)["error"]
     except (ValueError, KeyError, TypeError):  # ConfigError is a ValueError
-        return one_line(answer.reason)
+        reason = answer.reason
+    return one_line(_without(token, reason))

@@ -38,7 +38,7 @@ from tuner.runners.choose import Machine, Runners
 from tuner.store import Store
 from tuner.store.jobs import LEASE_S, Claim, Jobs, Lease, result_of, result_text
 from tuner.tuning.job import JobOptions
-from tuner.tuning.progress import SweepState, Watcher
+from tuner.tuning.progress import SweepState, Watcher, progress_of
 from tuner.tuning.sweep import Catalogue, Sweep
 
 if TYPE_CHECKING:
@@ -104,6 +104,8 @@ class Controller:
         self._runners: Runners | None = None
         self._ahead: Turn | None = None
         self._finished = 0
+        self.failed = 0
+        """Number of problems that it gave up."""
 
     def __enter__(self) -> Self:
         self._leases.start()
@@ -126,7 +128,7 @@ class Controller:
 
         Raises:
             BenchmarkError: when there is no GPU and replays were not requested.
-            StoreLostError: when the store's file was removed or replaced.
+            StoreLostError: when the store's file was removed, replaced or truncated.
         """
         if not self._machine.replay and self._runners_for(None).gpu is None:
             raise BenchmarkError(
@@ -140,7 +142,7 @@ class Controller:
                 if turn is not None:
                     pause_s = POLL_S
                     self._work(turn)
-                elif drain and not self._is_work_left():
+                elif drain and not self._store.jobs.is_work_left():
                     break
                 else:
                     time.sleep(pause_s)
@@ -155,10 +157,6 @@ class Controller:
         if self._ahead is not None:
             self._give_back(self._ahead)
         return self._finished
-
-    def _is_work_left(self) -> bool:
-        counts = self._store.jobs.counts()
-        return bool(counts.get("queued") or counts.get("running"))
 
     # One problem
 
@@ -178,6 +176,7 @@ class Controller:
         except ConfigError as exc:
             self._leases.remove(claim.lease)
             jobs.fail(claim.lease, str(exc), is_final=True)
+            self.failed += 1
             return None
 
     def _work(self, turn: Turn) -> None:
@@ -265,7 +264,21 @@ class Controller:
         return result_of(found[0]) if found else None
 
     def _claim_ahead(self) -> None:
-        """Claim the next problem and compile its kernels while this one's finalists are timed."""
+        """Claim the next problem and compile its kernels while this one's finalists are timed.
+
+        No fault of the next one, as that its job was cancelled, ends this one's final pass.
+        """
+        try:
+            self._prepare_ahead()
+        except StoreLostError:
+            raise
+        except StoreError as exc:
+            self._watcher.note(str(exc))
+            if self._ahead is not None:
+                self._give_back(self._ahead, str(exc))
+            self._ahead = None
+
+    def _prepare_ahead(self) -> None:
         turn = self._ahead = self._claim()
         if turn is None or turn.options.sweep.max_workspace != self._machine.max_workspace:
             return  # If it needs other runners, its kernels are not compiled in advance.
@@ -292,13 +305,14 @@ class Controller:
             reason = f"defect: {type(exc).__name__}: {exc}"
             _LOG.error("%s", turn.claim.problem.label(), exc_info=exc)
         is_retried = self._store.jobs.fail(turn.claim.lease, reason, is_final=is_final)
+        self.failed += not is_retried
         label = f"{turn.claim.problem.op} {turn.claim.problem.label()}"
         self._watcher.note(f"{label}: {reason}{'; it will be tried again' if is_retried else ''}")
 
-    def _give_back(self, turn: Turn) -> None:
+    def _give_back(self, turn: Turn, reason: str = "") -> None:
         self._leases.remove(turn.claim.lease)
         try:
-            self._store.jobs.release(turn.claim.lease, f"{self._holder} was stopped")
+            self._store.jobs.release(turn.claim.lease, reason or f"{self._holder} was stopped")
         except LeaseLostError:
             pass  # It ended at the same moment, or was cancelled.
         except StoreError as exc:
@@ -478,18 +492,3 @@ class _Reporter(Watcher):
     def note(self, text: str) -> None:
         self._store.jobs.log(self._claim.job, text, self._claim.lease.task)
         self._watcher.note(text)
-
-
-def progress_of(state: SweepState) -> dict[str, Any]:
-    """Progress of a running sweep for the job's row."""
-    own, vendor = state.best_own, state.best_vendor
-    return {
-        "phase": state.phase,
-        "done": state.done,
-        "goal": state.goal,
-        "candidates": state.candidates,
-        "known_before": state.resumed,
-        "failures": dict(state.failures),
-        "best_own_us": own.latency_us if own else None,
-        "best_vendor_us": vendor.latency_us if vendor else None,
-    }

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from tuner.base.processes import EndingSignals, Interrupted
 from tuner.hardware import Gpu
@@ -96,6 +96,21 @@ class SweepState:
     failures: Counter[str] = field(default_factory=Counter)
     best_own: Measurement | None = None
     best_vendor: Measurement | None = None
+
+
+def progress_of(state: SweepState) -> dict[str, Any]:
+    """Progress of a running sweep for the job's row."""
+    own, vendor = state.best_own, state.best_vendor
+    return {
+        "phase": state.phase,
+        "done": state.done,
+        "goal": state.goal,
+        "candidates": state.candidates,
+        "known_before": state.resumed,
+        "failures": dict(state.failures),
+        "best_own_us": own.latency_us if own else None,
+        "best_vendor_us": vendor.latency_us if vendor else None,
+    }
 
 
 class Watcher:
