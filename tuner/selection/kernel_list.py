@@ -24,6 +24,7 @@ from typing import Any
 
 from tuner.base import document, output, resources
 from tuner.base.deferred import Deferred
+from tuner.base.printable import one_line
 from tuner.compile.artifacts import KEY, Artifact
 from tuner.errors import ConfigError
 from tuner.families.base import INCOMPATIBLE_CONFIG_ERRORS, KernelSpec
@@ -96,8 +97,9 @@ class Kernel:
         return (self.artifact, self.code) if self.code else (self.artifact,)
 
     def to_json(self) -> dict[str, Any]:
-        """A row of the document: values that differ from the defaults."""
-        return {name: value for name, value in asdict(self).items() if value}
+        """A row of the document, without empty verdicts and digests."""
+        needed = ("spec", "artifact", "sha256")
+        return {name: value for name, value in asdict(self).items() if value or name in needed}
 
 
 @dataclass(frozen=True)
@@ -186,7 +188,8 @@ class KernelList:
             raise ConfigError(f"it is not a kernel list (allowed: format '{FORMAT}')")
         if data.get("version") not in (1, VERSION):
             version = data.get("version")
-            raise ConfigError(f"version {version!r} is not known (allowed: 1 and {VERSION})")
+            text = one_line(f"version {version!r}", 40)
+            raise ConfigError(f"{text} is not known (allowed: 1 and {VERSION})")
         try:
             if data["version"] == 1:
                 data = _second_version(data)
@@ -199,7 +202,7 @@ class KernelList:
                 faults=_faults_of(data),
             )
         except INCOMPATIBLE_CONFIG_ERRORS as exc:
-            raise ConfigError(f"it cannot be read: {exc!r}") from exc
+            raise _unreadable(exc) from exc
 
     def text(self) -> str:
         """The document as JSON, a line for each kernel."""
@@ -225,7 +228,7 @@ class KernelList:
         try:
             return cls.from_json(document.parse(path.read_text()))
         except (OSError, ValueError, ConfigError) as exc:
-            raise ConfigError(f"kernel list {path}: {exc}") from exc
+            raise ConfigError(f"kernel list {path}: {one_line(str(exc))}") from exc
 
 
 def _spread(
@@ -233,15 +236,16 @@ def _spread(
 ) -> tuple[dict[str, Kernel], dict[str, str]]:
     """Kernels by spec with the failures of their artifacts and machine code, and all failures."""
     rows, spread = dict(kernels), dict(faults)
-    waiting = bool(spread)
-    while waiting:
-        waiting = False
+    is_spreading = True
+    while is_spreading:
+        is_spreading = False
         for spec, kernel in rows.items():
             fault = next((spread[name] for name in kernel.identities if name in spread), "")
-            if fault and not kernel.fault:
-                rows[spec] = replace(kernel, proof=None, fault=fault)
-                spread = {**dict.fromkeys(kernel.identities, fault), **spread}
-                waiting = True
+            if bool(fault) != bool(kernel.fault):
+                proof = None if fault else kernel.proof
+                rows[spec] = replace(kernel, proof=proof, fault=fault)
+                spread = {**dict.fromkeys(kernel.identities if fault else (), fault), **spread}
+                is_spreading = True
     return rows, spread
 
 
@@ -261,7 +265,14 @@ def _kernel_from(row: Mapping[str, Any]) -> Kernel:
             checked = None
         return Kernel(**{**facts, "proof": checked})
     except INCOMPATIBLE_CONFIG_ERRORS as exc:
-        raise ConfigError(f"it cannot be read: {exc!r}") from exc
+        raise _unreadable(exc) from exc
+
+
+def _unreadable(exc: Exception) -> ConfigError:
+    """Error of a wrong value, in one line."""
+    return ConfigError(
+        one_line(str(exc) if isinstance(exc, ConfigError) else f"it cannot be read: {exc!r}")
+    )
 
 
 def _faults_of(data: Mapping[str, Any]) -> dict[str, str]:

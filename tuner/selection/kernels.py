@@ -28,6 +28,7 @@ from typing import Any
 from tuner import settings
 from tuner.base import document, resources
 from tuner.base.ownership import distrust, trusted_text
+from tuner.base.printable import one_line
 from tuner.compile import prebuilt
 from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.config import Config
@@ -169,7 +170,7 @@ def read(path: Path, *, deferred: bool = False) -> KernelList:
     try:
         return KernelList.from_json(document.parse(trusted_text(path)), deferred=deferred)
     except (OSError, ValueError, ConfigError) as exc:
-        raise ConfigError(f"kernel list {path}: {exc}") from exc
+        raise ConfigError(f"kernel list {path}: {one_line(str(exc))}") from exc
 
 
 def current(note: Callable[[str], None]) -> dict[Path, KernelList]:
@@ -297,7 +298,7 @@ class Lists:
     def _fault(self, *identities: str) -> str:
         """Reason not to serve a kernel that failed; empty when it did not."""
         texts = (self._faults[name] for name in identities if name in self._faults)
-        return next((f"a kernel failed its proof: {text}" for text in texts), "")
+        return next((f"a kernel failed its proof: {one_line(text, 400)}" for text in texts), "")
 
 
 def artifact_of(one: KernelList, kernel: Kernel) -> Artifact | None:
