@@ -69,7 +69,7 @@ AREAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("kernel_list", "hostile_kernel_lists", "artifacts", "proof", "build_portfolio"),
     ),
 }
-"""Files of each area, with the functions of some, and the unit tests that are run for its faults."""
+"""Files of each area, with the functions of some, and the unit tests that its faults run with."""
 LIMIT_S = 600.0
 CAUGHT, SURVIVED, LATE, GONE = "caught", "survived", "out of time", "gone"
 

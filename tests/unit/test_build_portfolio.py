@@ -188,7 +188,7 @@ def test_a_second_build_keeps_the_proofs() -> None:
 
 
 def test_a_failed_kernel_stays_failed_where_its_proof_ships(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its artifact was removed, and the next build puts it into another library."""
     main(["build", "--portfolio"])
@@ -202,6 +202,7 @@ def test_a_failed_kernel_stays_failed_where_its_proof_ships(
     for company, options in ((8, []), (1, ["--reproducible"])):
         monkeypatch.setattr(Compiler, "company", company)
         assert main(["build", "--portfolio", *options]) == 0
+        assert "1 of 2 kernels are proven and served, 1 failed before" in capsys.readouterr().err
         again = written().kernels[failed.spec]
         assert (again.proof, again.fault) == (None, "wrong at S=1")
         assert again.sha256 == ("sha of all" if company == 8 else f"sha of {failed.artifact}")
@@ -260,7 +261,7 @@ def test_another_template_s_kernels_lose_theirs(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(resources, "template_digest", lambda template: "a third")
     monkeypatch.setattr(Compiler, "version", "2")
     assert main(["build", "--portfolio"]) == 0
-    assert {one.source for one in written().kernels.values()} == {"a third"}
+    assert all(one.source.startswith("a third") for one in written().kernels.values())
     assert all(one.proof is None for one in written().kernels.values())
 
 

@@ -11,8 +11,12 @@ from typing import Any
 import pytest
 
 from tuner.base import resources
+from tuner.compile.artifacts import Artifact
+from tuner.compile.triton_compiler import LIBRARY
 from tuner.errors import ConfigError
+from tuner.families.arguments import Arguments
 from tuner.families.base import KernelSpec
+from tuner.measurement import Resources
 from tuner.selection.kernel_list import Kernel, KernelList, Proof
 from tuner.selection.kernels import Lists, shipped_kernels
 
@@ -271,6 +275,19 @@ class TestTemplates:
         (folder / edited).write_text("edited")
         resources.template_digest.cache_clear()
         assert "".join(name for name, spec in specs.items() if known.find(spec)) == stays
+
+    def test_other_arguments_of_the_launch_make_another_kernel(self) -> None:
+        artifact = Artifact(
+            "toy_1", Path("none"), "ab" * 32, Resources(1, 0, 0, 0, code="1" * 32), 1
+        )
+        known = EMPTY.with_kernels([Kernel.of(SPEC, artifact)])
+        assert known.find(SPEC) is not None
+        turned = replace(SPEC, arguments=Arguments(integers=("columns", "rows")))
+        assert turned == SPEC and known.find(turned) is None
+
+    def test_a_kernel_in_triton_has_the_interface_of_its_library(self) -> None:
+        names = {path.name for path in resources.sources("triton_attention.py.j2")}
+        assert names == {"triton_attention.py.j2", LIBRARY}
 
     @pytest.mark.parametrize(
         "template", ["", "gone.cu.j2", "../a.cu.j2", "a\0.cu.j2", "b", "a" * 999]

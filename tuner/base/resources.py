@@ -8,6 +8,8 @@ from functools import cache as once
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parents[1]
+TRITON_LIBRARY = "triton_library.cpp.j2"
+"""Template of the C interface of every kernel in Triton."""
 _NAME = re.compile(r"[A-Za-z0-9_/]{1,100}(\.[a-z0-9]{1,8}){1,3}", re.ASCII)
 _JINJA = re.compile(r"""\{%[-+]?\s*(?:include|import|from|extends)\s*["']([^"']*)["']""")
 _HEADER = re.compile(r'^\s*#\s*include\s*[<"]([^>"\n]+)[>"]', re.MULTILINE)
@@ -43,7 +45,9 @@ def sources(template: str) -> list[Path]:
     template engine. Empty when the template does not exist.
     """
     folder = templates().resolve()
-    waiting, files = [folder / template] if _NAME.fullmatch(template) else [], set[Path]()
+    names = [template] if _NAME.fullmatch(template) else []
+    names += [TRITON_LIBRARY] if template.endswith(".py.j2") else []
+    waiting, files = [folder / name for name in names], set[Path]()
     while waiting:
         path = waiting.pop().resolve()
         if path.is_dir():
@@ -59,14 +63,14 @@ def sources(template: str) -> list[Path]:
 
 @once
 def template_digest(template: str) -> str:
-    """Digest of a template's `sources`, names and bytes, 32 hexadecimal digits. Kernels of equal
-    spec and digest are launched with equal arguments. Empty when the template does not exist.
+    """Digest of a template's `sources`, names and bytes, 16 hexadecimal digits. Empty when the
+    template does not exist.
 
     Raises:
         OSError: when a file cannot be read.
     """
     files = sources(template)
-    return _digest(files)[:32] if files else ""
+    return _digest(files)[:16] if files else ""
 
 
 @once

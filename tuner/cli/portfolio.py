@@ -151,7 +151,9 @@ def _build(wanted: Sequence[Target], compiler: Compiler, dry_run: bool, reproduc
     built = [kernel for spec in specs if (kernel := known.find(spec)) is not None]
     proven = sum(kernel.proof is not None for kernel in built)
     text = f"{path}: {proven} of {len(built)} kernels are proven and served"
-    left = any(kernel.proof is None and not kernel.fault for kernel in built)
+    failed = sum(bool(kernel.fault) for kernel in built)
+    text += f", {failed} failed before" if failed else ""
+    left = any(not kernel.is_judged for kernel in built)
     say(f"{text}; {PROVE} checks the others on the GPU" if left else text)
     return code
 
@@ -172,9 +174,8 @@ def _start(path: Path, compiler: Compiler) -> KernelList:
     Raises:
         StoreError: when other users can write the list.
     """
-    from tuner.base import resources
     from tuner.measure.gate import REFERENCE
-    from tuner.selection.kernel_list import KernelList
+    from tuner.selection.kernel_list import KernelList, source_of
     from tuner.selection.kernels import read
 
     tools = compiler.toolchain
@@ -194,6 +195,5 @@ def _start(path: Path, compiler: Compiler) -> KernelList:
         if name not in stale:
             rows[name] = kernel
         elif name in specs and compiler.key(specs[name]) == kernel.artifact:
-            source = resources.template_digest(specs[name].template)
-            rows[name] = replace(kernel, source=source)
+            rows[name] = replace(kernel, source=source_of(specs[name]))
     return replace(start, kernels=rows, faults=known.faults)

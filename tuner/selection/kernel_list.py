@@ -1,20 +1,23 @@
 """Document of built kernels, with the proofs and failures of those that were checked.
 
 For each `KernelSpec` the list has the artifact built from it and its `Proof`, if it has one. A
-template knows the arguments of a launch, so each row holds the digest of its template and headers
-(`resources.template_digest`). A row counts while that digest is today's. Failures are kept beside
-the rows, by artifact and by machine code. They outlive the artifacts.
+template and its declared arguments decide how a kernel is launched, so each row holds a digest of
+them (`source_of`). A row counts while that digest is today's. Failures are kept beside the rows, by
+artifact and by machine code. They outlive the artifacts.
 
 | version | differences |
 |---|---|
 | 2 | each row has `source` and `code`; `faults` |
-| 1 | one digest over all templates; rows count while it is today's, else without a source |
+| 1 | one digest over all templates; while it is today's, all rows count, else none |
+
+A build takes a row of other templates over where its artifact's key is still today's.
 
 Needs the standard library only.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -70,15 +73,15 @@ class Kernel:
     code: str = ""
     """`Artifact.code`; empty where it is not known."""
     source: str = ""
-    """`resources.template_digest` of its template when it was built. Empty where the artifact's key
-    alone identifies it, as in the proofs that ship.
+    """`source_of` its spec when it was built; in lists of version 1 the template's digest only.
+    Empty where the artifact's key alone identifies the kernel, as in the proofs that ship.
     """
 
     @classmethod
     def of(cls, spec: KernelSpec, artifact: Artifact) -> Kernel:
         """A kernel that was built from a spec with today's template, without a verdict."""
-        source = resources.template_digest(spec.template)
-        return cls(spec.key, artifact.key, artifact.sha256, code=artifact.code, source=source)
+        code, source = artifact.code, source_of(spec)
+        return cls(spec.key, artifact.key, artifact.sha256, code=code, source=source)
 
     @property
     def is_judged(self) -> bool:
@@ -88,8 +91,8 @@ class Kernel:
     @property
     def is_current(self) -> bool:
         """True when today's template is the one that it was built from."""
-        template = self.spec.partition("{")[0]
-        return bool(self.source) and self.source == resources.template_digest(template)
+        digest = resources.template_digest(self.spec.partition("{")[0])
+        return bool(digest) and self.source[: len(digest)] == digest
 
     @property
     def identities(self) -> tuple[str, ...]:
@@ -100,6 +103,12 @@ class Kernel:
         """A row of the document, without empty verdicts and digests."""
         needed = ("spec", "artifact", "sha256")
         return {name: value for name, value in asdict(self).items() if value or name in needed}
+
+
+def source_of(spec: KernelSpec) -> str:
+    """Digest of a spec's template, its headers, and the declared arguments of its launch."""
+    arguments = hashlib.sha256(repr(spec.arguments).encode()).hexdigest()
+    return resources.template_digest(spec.template) + arguments[:16]
 
 
 @dataclass(frozen=True)
@@ -116,9 +125,12 @@ class KernelList:
     """
 
     def find(self, spec: KernelSpec) -> Kernel | None:
-        """The kernel that was built from a spec with today's template."""
+        """The kernel that was built from a spec with today's template and arguments."""
         kernel = self.kernels.get(spec.key)
-        return kernel if kernel is not None and kernel.is_current else None
+        if kernel is None or not kernel.is_current:
+            return None
+        sources = (source_of(spec), resources.template_digest(spec.template))
+        return kernel if kernel.source in sources else None
 
     def with_verdicts(
         self, judged: Iterable[Kernel], faults: Mapping[str, str] | None = None
