@@ -163,7 +163,6 @@ def candidates(area: str, file: str, text: str) -> Iterator[Fault]:
 
 def draw(seed: int, count: int) -> list[Fault]:
     """Faults by a seed, as many in each area; of a line there is one at most."""
-    generator = random.Random(seed)
     drawn: list[Fault] = []
     for number, (area, (patterns, _)) in enumerate(AREAS.items()):
         every: list[Fault] = []
@@ -172,7 +171,7 @@ def draw(seed: int, count: int) -> list[Fault]:
             for path in sorted(TOP.glob(pattern)):
                 faults = candidates(area, path.relative_to(TOP).as_posix(), path.read_text())
                 every += [f for f in faults if not wanted or f.function.split(".")[-1] in wanted]
-        generator.shuffle(every)
+        random.Random(f"{seed} {area}").shuffle(every)
         by_line = {(fault.file, fault.function, fault.before): fault for fault in every}
         size = count // len(AREAS) + (number < count % len(AREAS))
         drawn += list(by_line.values())[:size]
