@@ -311,6 +311,16 @@ class TestCarry:
         assert self.kernel(built, 1).proof == replace(self.OLD, carried="old2")
         assert self.kernel(built, 1).code == "b" * 32
 
+    @pytest.mark.usefixtures("codes")
+    def test_machine_code_that_failed_takes_no_proof(self, built: Path) -> None:
+        """Of a row that did not name its code, as of version 1."""
+        known = KernelList.read(built)
+        rows = {spec: replace(one, code="") for spec, one in known.kernels.items()}
+        replace(known, kernels=rows, faults={"a" * 32: "wrong at S=1"}).write(built)
+        assert carry(built, [self.earlier(0, self.OLD)]).carried == 0
+        assert self.kernel(built, 0).fault == "wrong at S=1"
+        assert KernelList.read(built).faults["a" * 32] == "wrong at S=1"
+
     def test_what_holds_no_code_takes_no_proof(self, built: Path, codes: dict[str, str]) -> None:
         codes.clear()
         assert carry(built, [self.earlier(0, self.OLD)]).carried == 0
@@ -385,6 +395,16 @@ class TestExport:
         (found,) = export(tmp_path, failed, {one.spec, two.spec})
         assert (found.kernels, found.removed) == (1, 2)
         assert set(KernelList.read(found.path).kernels) == {two.spec}
+
+    def test_proofs_of_other_templates_are_left_out(self, built: Path, tmp_path: Path) -> None:
+        known = self.proven(built)
+        export(tmp_path, known, self.SPECS)
+        stale = {
+            spec: replace(one, artifact="older", source="ef" * 16)
+            for spec, one in known.kernels.items()
+        }
+        (again,) = export(tmp_path, replace(known, kernels=stale), self.SPECS)
+        assert (again.kernels, again.added, again.removed) == (3, 0, 0)
 
     def test_a_shipped_file_is_reproduced(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -157,7 +157,7 @@ def carry(path: Path, earlier: Iterable[Kernel]) -> CarriedProofs:
         ConfigError: when the list cannot be read.
         StoreError: when it cannot be written.
     """
-    found, carried = CarriedProofs(), list[Kernel]()
+    found, carried = CarriedProofs(), dict[str, Kernel]()
     proven: dict[tuple[str, str], Proof] = {}
     checked: set[str] = set()
     for kernel in earlier:
@@ -171,13 +171,19 @@ def carry(path: Path, earlier: Iterable[Kernel]) -> CarriedProofs:
             continue
         code = _code_of(kernel.artifact) if kernel.spec in checked else ""
         if same := proven.get((kernel.spec, code)):
-            carried.append(replace(kernel, proof=same, code=code))
+            carried[kernel.spec] = replace(kernel, proof=same, code=code)
         elif code:
             found.other_code += 1
         else:
             found.unknown += 1
-    update(path, lambda known: known.with_kernels(carried))
-    found.carried = len(carried)
+
+    def change(known: KernelList) -> KernelList:
+        named = known.with_kernels(replace(one, proof=None) for one in carried.values())
+        is_free = {spec: not named.kernels[spec].is_judged for spec in carried}
+        found.carried = sum(is_free.values())
+        return named.with_kernels(one for spec, one in carried.items() if is_free[spec])
+
+    update(path, change)
     return found
 
 
@@ -253,10 +259,11 @@ def export(folder: Path, known: KernelList, specs: Collection[str]) -> list[Expo
         for path in sorted(folder.glob(f"*-nvcc-{known.nvcc}.json"))
     }
     kept = [one for kernels in before.values() for one in kernels.values()]
+    built = [one for one in known.kernels.values() if one.is_current]
     after: dict[Path, dict[str, Kernel]] = {path: {} for path in before}
     proven = {
         one.spec: (replace(one, source=""), one.proof.gpu)
-        for one in [*kept, *known.kernels.values()]
+        for one in [*kept, *built]
         if one.proof is not None
         and one.spec in specs
         and known.faults.keys().isdisjoint(one.identities)
