@@ -622,6 +622,15 @@ class TestOthers:
             os.chown(proven, 0, -1)
             assert Lists().proven(TARGETS[0].kernels, "9.0") == {"attention": "key1"}
 
+    def test_a_trusted_group_may_write_it(
+        self, proven: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As for libraries."""
+        proven.chmod(0o664)
+        assert isinstance(Lists().proven(TARGETS[0].kernels, "9.0"), str)
+        monkeypatch.setenv("TUNER_TRUST_CACHE", str(proven.stat().st_gid))
+        assert Lists().proven(TARGETS[0].kernels, "9.0") == {"attention": "key1"}
+
     def test_no_umask_lets_them_write(self, built: Path) -> None:
         known = KernelList.read(built)
         shutil.rmtree(settings.cache_dir())
