@@ -56,7 +56,8 @@ from tuner.measure import device
 from tuner.measurement import Provenance
 from tuner.problem import Problem, problem_from_json
 from tuner.selection.describe import table
-from tuner.selection.kernels import KernelList, users
+from tuner.selection.kernel_list import KernelList
+from tuner.selection.kernels import users
 from tuner.selection.reader import lookup, store_file
 from tuner.store import exchange, open_store
 from tuner.store.entry import digest_of, is_vendor

@@ -28,6 +28,24 @@ extern "C" int tuner_KEY_launch(float* x, int n) {
 """
 
 
+VARIABLES = """
+namespace k_KEY {
+__constant__ float table[2] = {1.0f, FIXED};
+__device__ float start[2] = {3.0f, FIRST};
+static __device__ float scratch[SIZE];
+__global__ void scale(float* x, int n) {
+  x[n] *= table[n & 1] + start[n & 1];
+  scratch[n & 1] = x[n];
+}
+}  // namespace k_KEY
+extern "C" int tuner_KEY_launch(float* x, int n) {
+  k_KEY::scale<<<1, 1>>>(x, n);
+  return 0;
+}
+"""
+VALUES = {"FIXED": "2.0f", "FIRST": "4.0f", "SIZE": "2"}
+
+
 def built(compiler: Compiler, folder: Path, key: str, source: str) -> str:
     (folder / "kernel.cu").write_text(source.replace("KEY", key))
     command = [compiler.toolchain.nvcc, "-gencode", "arch=compute_90a,code=sm_90a", "-shared"]
@@ -49,3 +67,21 @@ def test_a_name_or_a_comment_changes_no_code_and_a_factor_does(
     assert built(compiler, tmp_path, KEY, SOURCE.replace("FACTOR", "3.0f")) not in ("", first)
     larger = SOURCE.replace("FACTOR", "2.0f").replace("part[256]", "part[512]")
     assert built(compiler, tmp_path, KEY, larger) not in ("", first)
+
+
+@pytest.mark.usefixtures("shared_cache")
+def test_values_of_device_and_constant_variables_are_part_of_the_code(
+    compiler: Compiler, tmp_path: Path
+) -> None:
+    def code(key: str, **changes: str) -> str:
+        text = VARIABLES
+        for name, value in {**VALUES, **changes}.items():
+            text = text.replace(name, value)
+        folder = tmp_path / "-".join((key, *changes))
+        folder.mkdir()
+        return built(compiler, folder, key, text)
+
+    first = code(KEY)
+    assert first and code(OTHER) == first
+    for name, value in {"FIXED": "2.5f", "FIRST": "4.5f", "SIZE": "3"}.items():
+        assert code(KEY, **{name: value}) not in ("", first), name

@@ -14,7 +14,6 @@ import pytest
 from fused_configs import maker
 from runtime_gpu import call_path, forget, fresh_store, store, this_gpu
 
-from tuner.base import resources
 from tuner.compile.compiler import Compiler
 from tuner.compile.loading import LoadedKernel, load
 from tuner.config import Config
@@ -25,7 +24,8 @@ from tuner.measure.device import detect
 from tuner.measure.gate import REFERENCE
 from tuner.measure.worker_client import WorkerClient
 from tuner.problem import AttentionProblem
-from tuner.selection.kernels import Kernel, KernelList, Target
+from tuner.selection.kernel_list import Kernel, KernelList
+from tuner.selection.kernels import Target
 from tuner.tuning.proof import Prover, plan
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -117,10 +117,8 @@ def test_a_kernel_is_proven(
     target = Target(Config(config.family, params), AttentionProblem.parse(f"S=512,{text}"))
     wanted = [REFERENCE, target.kernels["attention"]]
     built = [(one, future.result()) for one, future in compiler.submit(wanted)]
-    facts = compiler.toolchain.nvcc_version, "", compiler.capability, resources.templates_digest()
-    known = KernelList(*facts).with_kernels(
-        Kernel(one.key, artifact.key, artifact.sha256) for one, artifact in built
-    )
+    facts = compiler.toolchain.nvcc_version, "", compiler.capability
+    known = KernelList(*facts).with_kernels(Kernel.of(spec, artifact) for spec, artifact in built)
     file = tmp_path / "kernels.json"
     known.write(file)
     todo = plan(file, [target])

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tuner.base import resources
 from tuner.compile.compiler import Compiler
 from tuner.families.base import KernelSpec
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure.device import detect
 from tuner.measure.gate import REFERENCE
 from tuner.measure.worker_client import WorkerClient
-from tuner.selection.kernels import Kernel, KernelList, Target, targets
+from tuner.selection.kernel_list import Kernel, KernelList
+from tuner.selection.kernels import Target, targets
 from tuner.selection.portfolio import shipped
 from tuner.tuning.proof import ProofProgress, Prover, plan
 
@@ -71,9 +71,9 @@ def proven(
         for _, future in compiler.submit([REFERENCE, artifact_of.kernels["attention"]])
     )
     version = compiler.toolchain.nvcc_version
-    known = KernelList(version, "", compiler.capability, resources.templates_digest())
+    known = KernelList(version, "", compiler.capability)
     listed = ((REFERENCE, reference), (target.kernels["attention"], built))
-    known.with_kernels(Kernel(spec.key, one.key, one.sha256) for spec, one in listed).write(path)
+    known.with_kernels(Kernel.of(spec, artifact) for spec, artifact in listed).write(path)
     todo = plan(path, [target])
     assert len(todo.waiting) == 1
     return Prover(detect() or DEFAULT_GPU, "", [worker]).run(todo)

@@ -25,7 +25,7 @@ from tuner.errors import BenchmarkError, CompileError, ConfigError
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Measurement, Regime, Status
 from tuner.problem import GemmProblem
-from tuner.selection.kernels import Kernel, KernelList, Proof
+from tuner.selection.kernel_list import Kernel, KernelList, Proof
 from tuner.selection.reader import decided, lookup
 from tuner.store import open_store
 from tuner.tuning.job import read_problems
@@ -287,7 +287,7 @@ def test_prebuilt_kernels_serve_without_cache_and_compiler(
     library = tmp_path / "newer.so"
     library.write_bytes(NEWER)
     ArtifactCache().put("k2", library, resources=None, compile_cpu_s=1.0, source="", facts={})
-    known = KernelList("13.0.88", "4.2.0", "9.0", "ef" * 32, {"newer": newer})
+    known = KernelList("13.0.88", "4.2.0", "9.0", {"newer": newer})
     known.write(tmp_path / "kernels" / "13.0.88-9.0.json")
     with pytest.raises(BenchmarkError, match="all 1 kernels need a newer glibc"):
         dispatch.wheel(1)
@@ -311,7 +311,7 @@ def test_an_unpacked_wheel_is_measured_as_it_is(
     monkeypatch.setattr(dispatch, "_FIRST_CALL", FIRST_CALL)
     with pytest.raises(BenchmarkError, match="has no prebuilt kernels"):
         dispatch.wheel(1, tmp_path)
-    known = KernelList("13.0.88", "4.2.0", "9.0", "ef" * 32).with_kernels([Kernel("a", "k1", "ab")])
+    known = KernelList("13.0.88", "4.2.0", "9.0").with_kernels([Kernel("a", "k1", "ab")])
     package = tmp_path / "cutlass_tuner_kernels"
     package.mkdir()
     known.write(package / "kernels.json")

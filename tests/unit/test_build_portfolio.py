@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -20,9 +21,11 @@ from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.errors import CompileError
 from tuner.families.base import KernelSpec
 from tuner.measure.gate import REFERENCE
-from tuner.selection import backward, block_scaled, grouped, portfolio, transfer
+from tuner.measurement import Resources
+from tuner.selection import backward, block_scaled, grouped, kernels, portfolio, transfer
 from tuner.selection.domains import AttentionDomain, domain_of
-from tuner.selection.kernels import Kernel, KernelList, Proof, path_of, targets
+from tuner.selection.kernel_list import Kernel, KernelList, Proof
+from tuner.selection.kernels import path_of, targets
 from tuner.selection.portfolio import shipped
 
 TOOLS = SimpleNamespace(nvcc_version="13.0.88", cutlass_version="4.2.0")
@@ -59,7 +62,8 @@ class Compiler:
         key = self.key(spec)
         facts = {"kernels_in_unit": self.company}
         sha256 = f"sha of {key}" if self.company == 1 else "sha of all"
-        return Artifact(key, Path("kernel.so"), sha256, None, 30.0, facts)
+        used = Resources(168, 0, 0, 0, code=f"code of {spec.key}")
+        return Artifact(key, Path("kernel.so"), sha256, used, 30.0, facts)
 
     def fix_units(self, units: list[list[KernelSpec]]) -> None:
         self.units.extend(units)
@@ -124,7 +128,7 @@ def test_what_is_built_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["build", "--portfolio", "--gpu", "H200"]) == 0
     known = written()
     assert (known.nvcc, known.capability) == ("13.0.88", "9.0")
-    assert known.templates == resources.templates_digest()
+    assert all(one.is_current for one in known.kernels.values())
     assert len(known.kernels) == 3 and known.find(REFERENCE) is not None
     said = capsys.readouterr().err
     assert "3 of 3 kernels" in said
@@ -183,16 +187,81 @@ def test_a_second_build_keeps_the_proofs() -> None:
     assert all(one.proof == PROOF for one in written().kernels.values())
 
 
+def test_a_failed_kernel_stays_failed_where_its_proof_ships(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its artifact was removed, and the next build puts it into another library."""
+    main(["build", "--portfolio"])
+    failed, *others = (one for one in written().kernels.values() if one.spec != REFERENCE.key)
+    shipped_too = [replace(one, proof=PROOF) for one in written().kernels.values()]
+    monkeypatch.setattr(kernels, "shipped_kernels", lambda: shipped_too)
+    fault = replace(failed, fault="wrong at S=1")
+    written().with_kernels([fault]).write(path_of("13.0.88", "9.0"))
+    monkeypatch.setattr(Compiler, "built", [])
+    monkeypatch.setattr(ArtifactCache, "remove", lambda self, key: True)
+    for company, options in ((8, []), (1, ["--reproducible"])):
+        monkeypatch.setattr(Compiler, "company", company)
+        assert main(["build", "--portfolio", *options]) == 0
+        assert "1 of 2 kernels are proven and served, 1 failed before" in capsys.readouterr().err
+        again = written().kernels[failed.spec]
+        assert (again.proof, again.fault) == (None, "wrong at S=1")
+        assert again.sha256 == ("sha of all" if company == 8 else f"sha of {failed.artifact}")
+        assert all(written().kernels[one.spec].proof for one in others)
+
+
+def test_a_list_that_others_can_write_is_neither_read_nor_replaced(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    main(["build", "--portfolio"])
+    path = path_of("13.0.88", "9.0")
+    before = path.read_text()
+    path.chmod(0o666)
+    assert main(["build", "--portfolio"]) == 1
+    assert f"`chmod -R go-w {path}`" in capsys.readouterr().err and path.read_text() == before
+
+
+def test_an_edit_of_one_template_keeps_the_others_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    main(["build", "--portfolio"])
+    digest = resources.template_digest
+
+    def edited(template: str) -> str:
+        return "another" if template == REFERENCE.template else digest(template)
+
+    monkeypatch.setattr(resources, "template_digest", edited)
+    current = {one.spec for one in written().kernels.values() if one.is_current}
+    assert len(current) == 2 and REFERENCE.key not in current
+
+
+def test_a_list_of_the_first_version_is_taken_over() -> None:
+    """Of other templates too: where the artifact's key is today's, the kernel is."""
+    main(["build", "--portfolio"])
+    rows: list[dict[str, Any]] = [
+        {"spec": one.spec, "artifact": one.artifact, "sha256": one.sha256, "fault": ""}
+        | {"proof": {**asdict(PROOF), "code": one.code}}
+        for one in written().kernels.values()
+    ]
+    rows.append({**rows[0], "spec": "gone", "artifact": "gone"})
+    rows[1]["artifact"] = "0" * 32
+    facts = {"nvcc": "13.0.88", "cutlass": "4.2.0", "capability": "9.0", "templates": "ef" * 32}
+    old = {"format": "cutlass-tuner kernels", "version": 1, **facts, "kernels": rows}
+    path_of("13.0.88", "9.0").write_text(json.dumps(old))
+    assert not any(one.is_current for one in written().kernels.values())
+    assert main(["build", "--portfolio"]) == 0
+    assert all(one.is_current for one in written().kernels.values())
+    proven = {one.spec for one in written().kernels.values() if one.proof == PROOF}
+    assert proven == {rows[0]["spec"], rows[2]["spec"]} and len(written().kernels) == 3
+
+
 def test_another_template_s_kernels_lose_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     main(["build", "--portfolio"])
     prove()
-    monkeypatch.setattr(resources, "templates_digest", lambda: "another")
+    monkeypatch.setattr(resources, "template_digest", lambda template: "another")
     assert main(["build", "--portfolio"]) == 0
     assert all(one.proof == PROOF for one in written().kernels.values())  # the same libraries
-    monkeypatch.setattr(resources, "templates_digest", lambda: "a third")
+    monkeypatch.setattr(resources, "template_digest", lambda template: "a third")
     monkeypatch.setattr(Compiler, "version", "2")
     assert main(["build", "--portfolio"]) == 0
-    assert written().templates == "a third"
+    assert all(one.source.startswith("a third") for one in written().kernels.values())
     assert all(one.proof is None for one in written().kernels.values())
 
 
@@ -202,7 +271,7 @@ def test_a_part_keeps_the_others_under_another_template(
 ) -> None:
     main(["build", "--portfolio"])
     prove()
-    monkeypatch.setattr(resources, "templates_digest", lambda: "another")
+    monkeypatch.setattr(resources, "template_digest", lambda template: "another")
     assert main(["build", "--portfolio", *part]) == 0
     assert len(written().kernels) == 3
     assert all(one.proof == PROOF for one in written().kernels.values())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +16,7 @@ from tuner.base import resources
 from tuner.cli import main
 from tuner.compile import prebuilt
 from tuner.compile.artifacts import Artifact, ArtifactCache
-from tuner.errors import BenchmarkError, ConfigError
+from tuner.errors import BenchmarkError, ConfigError, StoreError
 from tuner.hardware import DEFAULT_GPU, GPUS
 from tuner.measure import device, worker_client
 from tuner.measure.gate import REFERENCE
@@ -23,17 +25,8 @@ from tuner.measure.worker_client import Ask
 from tuner.measurement import Environment, Resources, Status
 from tuner.problem import AttentionProblem
 from tuner.selection import kernels
-from tuner.selection.kernels import (
-    Kernel,
-    KernelList,
-    Lists,
-    Proof,
-    Target,
-    path_of,
-    targets,
-    update,
-    users,
-)
+from tuner.selection.kernel_list import Kernel, KernelList, Proof
+from tuner.selection.kernels import Lists, Target, path_of, targets, update, users
 from tuner.selection.portfolio import shipped
 from tuner.tuning.proof import MAX_STACK_BYTES, Prover, adopt, carry, export, plan
 
@@ -77,12 +70,16 @@ def built() -> Path:
     specs = [REFERENCE, *(spec for target in TARGETS for spec in target.kernels.values())]
     for number, spec in enumerate(specs):
         artifact = put(f"key{number}", f"library {number}")
-        found.append(Kernel(spec.key, artifact.key, artifact.sha256))
-    known = KernelList(NVCC, "4.2.0", "9.0", resources.templates_digest())
+        found.append(Kernel.of(spec, artifact))
+    known = KernelList(NVCC, "4.2.0", "9.0")
     path = path_of(NVCC, "9.0")
     path.parent.mkdir(parents=True, exist_ok=True)
     known.with_kernels(found).write(path)
     return path
+
+
+def enter(path: Path, *kernels: Kernel) -> None:
+    update(path, lambda known: known.with_kernels(kernels))
 
 
 def prover(*workers: Worker, **more: object) -> Prover:
@@ -145,7 +142,7 @@ def test_a_kernel_that_hangs_or_strays_has_a_fault(built: Path, status: Status) 
 def test_accumulators_in_local_memory_are_a_fault(built: Path, stack: int, is_proven: bool) -> None:
     spec = TARGETS[0].kernels["attention"]
     artifact = put("deep", "a deep stack", Resources(168, 0, 0, stack))
-    update(built, [Kernel(spec.key, artifact.key, artifact.sha256)])
+    enter(built, Kernel.of(spec, artifact))
     worker = Worker()
     progress = prover(worker).run(plan(built, TARGETS[:1]))
     kernel = KernelList.read(built).find(spec)
@@ -256,7 +253,7 @@ class TestSideBySide:
 class TestCarry:
     """Proofs of other texts with equal machine code."""
 
-    OLD = Proof(64, 0, "NVIDIA H200", "570.1", "2026-11-20", code="a" * 32)
+    OLD = Proof(64, 0, "NVIDIA H200", "570.1", "2026-11-20")
 
     @pytest.fixture
     def codes(self, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
@@ -265,9 +262,9 @@ class TestCarry:
         monkeypatch.setattr(Artifact, "code", property(lambda own: known.get(own.key, "")))
         return known
 
-    def earlier(self, number: int, proof: Proof, key: str = "") -> Kernel:
+    def earlier(self, number: int, proof: Proof, code: str = "a" * 32) -> Kernel:
         [spec] = TARGETS[number].kernels.values()
-        return Kernel(spec.key, key or f"old{number + 1}", "ab" * 32, proof)
+        return Kernel(spec.key, f"old{number + 1}", "ab" * 32, proof, code=code)
 
     def kernel(self, path: Path, number: int) -> Kernel:
         [spec] = TARGETS[number].kernels.values()
@@ -289,8 +286,8 @@ class TestCarry:
     @pytest.mark.usefixtures("codes")
     def test_a_new_proof_names_the_machine_code(self, built: Path) -> None:
         prover(Worker()).run(plan(built, TARGETS))
-        proofs = [self.kernel(built, number).proof for number in range(3)]
-        assert [one and (one.code, one.carried) for one in proofs] == [
+        proven = [self.kernel(built, number) for number in range(3)]
+        assert [(one.code, one.proof and one.proof.carried) for one in proven] == [
             (letter * 32, "") for letter in "abc"
         ]
 
@@ -307,11 +304,22 @@ class TestCarry:
 
     @pytest.mark.usefixtures("codes")
     def test_code_that_no_proof_names_is_read_from_the_checked_library(self, built: Path) -> None:
-        unnamed = replace(self.OLD, code="")
-        assert carry(built, [self.earlier(1, unnamed)]).unknown == 3  # the library is not there
+        unnamed = self.earlier(1, self.OLD, code="")
+        assert carry(built, [unnamed]).unknown == 3  # the library is not there
         put("old2", "the library that was checked")
-        assert carry(built, [self.earlier(1, unnamed)]).carried == 1
-        assert self.kernel(built, 1).proof == replace(self.OLD, code="b" * 32, carried="old2")
+        assert carry(built, [unnamed]).carried == 1
+        assert self.kernel(built, 1).proof == replace(self.OLD, carried="old2")
+        assert self.kernel(built, 1).code == "b" * 32
+
+    @pytest.mark.usefixtures("codes")
+    def test_machine_code_that_failed_takes_no_proof(self, built: Path) -> None:
+        """Of a row that did not name its code, as of version 1."""
+        known = KernelList.read(built)
+        rows = {spec: replace(one, code="") for spec, one in known.kernels.items()}
+        replace(known, kernels=rows, faults={"a" * 32: "wrong at S=1"}).write(built)
+        assert carry(built, [self.earlier(0, self.OLD)]).carried == 0
+        assert self.kernel(built, 0).fault == "wrong at S=1"
+        assert KernelList.read(built).faults["a" * 32] == "wrong at S=1"
 
     def test_what_holds_no_code_takes_no_proof(self, built: Path, codes: dict[str, str]) -> None:
         codes.clear()
@@ -327,7 +335,7 @@ class TestCarry:
 
     @pytest.mark.usefixtures("codes")
     def test_a_verdict_is_kept(self, built: Path) -> None:
-        update(built, [replace(self.kernel(built, 0), fault="wrong at S=1")])
+        enter(built, replace(self.kernel(built, 0), fault="wrong at S=1"))
         assert carry(built, [self.earlier(0, self.OLD)]).carried == 0
         assert self.kernel(built, 0).fault == "wrong at S=1"
 
@@ -357,7 +365,7 @@ class TestExport:
         """The list with proofs from the `first` kernel on."""
         proof = Proof(64, 0, gpu, "580.1", "2026-11-25")
         kernels = [KernelList.read(path).find(next(iter(t.kernels.values()))) for t in TARGETS]
-        update(path, [replace(one, proof=proof) for one in kernels[first:] if one])
+        enter(path, *(replace(one, proof=proof) for one in kernels[first:] if one))
         return KernelList.read(path)
 
     def test_a_file_for_each_gpu_is_merged_with_what_is_there(
@@ -382,27 +390,42 @@ class TestExport:
         known = self.proven(built)
         export(tmp_path, known, self.SPECS)
         one, two, _ = (known.kernels[key] for key in sorted(self.SPECS))
-        failed = replace(known, kernels={one.spec: replace(one, proof=None, fault="wrong")})
+        nothing = replace(known, kernels={})
+        failed = nothing.with_kernels([replace(one, proof=None, fault="wrong")])
         (found,) = export(tmp_path, failed, {one.spec, two.spec})
         assert (found.kernels, found.removed) == (1, 2)
         assert set(KernelList.read(found.path).kernels) == {two.spec}
+
+    def test_proofs_of_other_templates_are_left_out(self, built: Path, tmp_path: Path) -> None:
+        known = self.proven(built)
+        export(tmp_path, known, self.SPECS)
+        stale = {
+            spec: replace(one, artifact="older", source="ef" * 16)
+            for spec, one in known.kernels.items()
+        }
+        (again,) = export(tmp_path, replace(known, kernels=stale), self.SPECS)
+        assert (again.kernels, again.added, again.removed) == (3, 0, 0)
 
     def test_a_shipped_file_is_reproduced(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """From a machine that has all of it, from one that has nothing, and onto itself."""
-        current = resources.templates_digest()
-        lists = [replace(KernelList.read(path), templates=current) for path in SHIPPED]
-        every = lists[0].with_kernels(kernel for one in lists for kernel in one.kernels.values())
+        lists = [KernelList.read(path) for path in SHIPPED]
+        every = lists[0].with_kernels(
+            replace(kernel, source=resources.template_digest(kernel.spec.partition("{")[0]))
+            for one in lists
+            for kernel in one.kernels.values()
+        )
         users_list, folder = path_of(every.nvcc, every.capability), tmp_path / "proofs"
         users_list.parent.mkdir(parents=True)
         folder.mkdir()
-        for known in (every, every, replace(every, kernels={})):
+        source = resources.template_digest(REFERENCE.template)
+        gate = {REFERENCE.key: Kernel(REFERENCE.key, "key0", "ab" * 32, source=source)}
+        for known in (every, every, replace(every, kernels=gate)):
             known.write(users_list)
             assert main(["prove", "--export", str(folder)]) == 0
             written = {path.name: path.read_text() for path in folder.iterdir()}
-            wanted = zip(SHIPPED, lists, strict=True)
-            assert written == {path.name: one.text() for path, one in wanted}
+            assert written == {path.name: path.read_text() for path in SHIPPED}
         assert f"{len(lists[0].kernels)} proofs, 0 new, 0 removed" in capsys.readouterr().err
 
     def test_another_machine_takes_it_over(
@@ -425,7 +448,7 @@ class TestExport:
         [
             (["--export", "nowhere"], "--export nowhere is not a folder"),
             (["--import", "nowhere"], "kernel list nowhere: "),
-            (["--export", "."], "no kernel is built for templates"),
+            (["--export", "."], "no kernel is built for these templates"),
         ],
     )
     def test_a_mistake_is_one_line(
@@ -459,8 +482,8 @@ class TestLists:
         self, built: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         prover(Worker()).run(plan(built, TARGETS))
-        monkeypatch.setattr(resources, "templates_digest", lambda: "another")
-        assert "no kernel is built" in str(self.served(built))
+        monkeypatch.setattr(resources, "template_digest", lambda template: "another")
+        assert "a kernel is not built" in str(self.served(built))
 
     def test_a_new_verdict_is_seen(self, built: Path) -> None:
         lists = Lists()
@@ -506,6 +529,127 @@ class TestWheel:
         prover(Worker(wrong_at_one_query)).run(plan(built, TARGETS, again=True))
         assert "failed its proof" in str(Lists().proven(TARGETS[0].kernels, "9.0"))
 
+    def test_what_failed_here_is_not_served_from_another_library_of_the_wheel(
+        self, built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        prover(Worker(wrong_at_one_query)).run(plan(built, TARGETS[:1]))
+        ArtifactCache().remove("key1")
+        artifact = put("key1", "the library of the wheel")
+        proven = Kernel.of(TARGETS[0].kernels["attention"], artifact)
+        proven = replace(proven, proof=Proof(64, 0, "NVIDIA H200", "580.1", "2026-11-25"))
+        path = tmp_path / "kernels.json"
+        KernelList(NVCC, "4.2.0", "9.0").with_kernels([proven]).write(path)
+        monkeypatch.setattr(prebuilt, "kernel_list", lambda: path)
+        assert "failed its proof" in str(Lists().proven(TARGETS[0].kernels, "9.0"))
+        built.unlink()
+        assert Lists().proven(TARGETS[0].kernels, "9.0") == {"attention": "key1"}
+
+
+class TestOneLibrary:
+    """Kernels that were compiled together, in one library."""
+
+    @pytest.fixture
+    def together(self, built: Path) -> Path:
+        artifacts = [put(f"unit{number}", "one library") for number in range(3)]
+        specs = [spec for target in TARGETS for spec in target.kernels.values()]
+        enter(built, *(Kernel.of(*pair) for pair in zip(specs, artifacts, strict=True)))
+        return built
+
+    def test_one_that_fails_does_not_stop_the_others(self, together: Path) -> None:
+        judged = prover(Worker(wrong_at_one_query)).run(plan(together, TARGETS[:1]))
+        assert len(judged.faults) == 1
+        prover(Worker()).run(plan(together, TARGETS))
+        assert "failed its proof" in str(Lists().proven(TARGETS[0].kernels, "9.0"))
+        for number in (1, 2):
+            served = Lists().proven(TARGETS[number].kernels, "9.0")
+            assert served == {"attention": f"unit{number}"}
+
+    def test_equal_machine_code_is_not_served(
+        self, together: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of a row that does not name it, as of version 1."""
+        prover(Worker()).run(plan(together, TARGETS))
+        enter(together, Kernel("elsewhere", "other", "", fault="wrong at S=1", code="a" * 32))
+        monkeypatch.setattr(Artifact, "code", property(lambda own: "a" * 32))
+        assert "failed its proof" in str(Lists().proven(TARGETS[0].kernels, "9.0"))
+
+
+class TestOthers:
+    """A list decides which libraries are run: no other user can have written one that is read."""
+
+    @pytest.fixture
+    def proven(self, built: Path) -> Path:
+        prover(Worker()).run(plan(built, TARGETS))
+        return built
+
+    @pytest.mark.parametrize("mode", [0o777, 0o775, 0o757])
+    @pytest.mark.parametrize("place", ["file", "folder"])
+    def test_what_they_can_write_is_not_read(
+        self, proven: Path, place: str, mode: int, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        opened = proven if place == "file" else proven.parent
+        before, lists = opened.stat().st_mode, Lists()
+        opened.chmod(mode)
+        for _ in range(2):
+            assert "no kernel is built" in str(lists.proven(TARGETS[0].kernels, "9.0"))
+        assert caplog.text.count(f"`chmod -R go-w {opened}`") == 1
+        text = proven.read_text()
+        for attempt in (
+            lambda: plan(proven, TARGETS),
+            lambda: adopt(proven, []),
+            lambda: carry(proven, []),
+            lambda: enter(proven),
+        ):
+            with pytest.raises(StoreError, match="can be written by others"):
+                attempt()
+        assert proven.read_text() == text
+        opened.chmod(before)
+        assert lists.proven(TARGETS[0].kernels, "9.0") == {"attention": "key1"}
+
+    def test_another_user_s_list_is_not_read(
+        self, proven: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        owner = 54321
+        is_root = os.geteuid() == 0
+        if is_root:
+            os.chown(proven, owner, -1)
+        else:
+            owner = os.geteuid()
+            monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+        assert isinstance(Lists().proven(TARGETS[0].kernels, "9.0"), str)
+        assert f"belongs to another user ({owner})" in caplog.text
+        if is_root:
+            os.chown(proven, 0, -1)
+            assert Lists().proven(TARGETS[0].kernels, "9.0") == {"attention": "key1"}
+
+    def test_a_trusted_group_may_write_it(
+        self, proven: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As for libraries."""
+        proven.chmod(0o664)
+        assert isinstance(Lists().proven(TARGETS[0].kernels, "9.0"), str)
+        monkeypatch.setenv("TUNER_TRUST_CACHE", str(proven.stat().st_gid))
+        assert Lists().proven(TARGETS[0].kernels, "9.0") == {"attention": "key1"}
+
+    def test_no_umask_lets_them_write(self, built: Path) -> None:
+        known = KernelList.read(built)
+        shutil.rmtree(settings.cache_dir())
+        before = os.umask(0)
+        try:
+            update(built, lambda same: same, start=lambda: known)
+        finally:
+            os.umask(before)
+        places = [built, built.parent, settings.cache_dir(), settings.artifacts_dir()]
+        assert [place.stat().st_mode & 0o022 for place in places] == [0] * 4
+
+    def test_the_command_leaves_it_out_and_says_so(
+        self, proven: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        proven.chmod(0o666)
+        assert main(["prove", "--carry"]) == 2
+        said = capsys.readouterr().err
+        assert f"`chmod -R go-w {proven}`" in said and "no kernel is built" in said
+
 
 class TestCommand:
     @pytest.fixture
@@ -548,6 +692,23 @@ class TestCommand:
         assert "3 failed before" in capsys.readouterr().err
         assert main(["prove", "--again"]) == 0
         assert verdicts(built) == [(True, "")] * 3
+
+    @pytest.mark.parametrize("text", ["{", '{"format": "cutlass-tuner kernels", "version": 9}'])
+    def test_a_torn_list_of_another_compiler_is_left_out(
+        self, built: Path, worker: Worker, capsys: pytest.CaptureFixture[str], text: str
+    ) -> None:
+        torn = path_of("12.8.93", "9.0")
+        torn.write_text(text)
+        assert main(["prove", "--carry"]) == 0
+        assert f"tuner: left out: kernel list {torn}" in capsys.readouterr().err
+        assert main(["prove", "--problems", "8"]) == 0
+        said = capsys.readouterr().err
+        assert "3 of 3 kernels proven" in said and str(torn) in said
+
+    def test_no_proof_has_no_problems(self, built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("tuner.tuning.proof.trials", lambda *about: [])
+        Prover(DEFAULT_GPU, "580.1", [Worker()], problems=0).run(plan(built, TARGETS))
+        assert not any(is_proven for is_proven, _ in verdicts(built))
 
     def test_processes(
         self, built: Path, worker: Worker, capsys: pytest.CaptureFixture[str]

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import tuner
+from tuner.base import resources
 from tuner.bundle.wheel import PACKAGE, main, newest_glibc, write_package, write_wheel
 from tuner.cli.doctor import _prebuilt
 from tuner.compile import dispatcher, prebuilt
@@ -22,7 +23,7 @@ from tuner.compile.artifacts import ArtifactCache
 from tuner.compile.loading import load
 from tuner.errors import ConfigError
 from tuner.families.base import KernelSpec
-from tuner.selection.kernels import Kernel, KernelList, Proof
+from tuner.selection.kernel_list import Kernel, KernelList, Proof
 
 PROOF = Proof(64, 0, "NVIDIA H200", "580.159.04", "2026-11-23")
 LIBRARY = """
@@ -34,7 +35,7 @@ int tuner_prebuilt1_launch(void* const* t, long const* n, double const* s, void*
 
 
 def spec(tile: int) -> KernelSpec:
-    return KernelSpec("toy.cu.j2", {"tile": tile})
+    return KernelSpec("softmax.cu.j2", {"tile": tile})
 
 
 def put(cache: ArtifactCache, library: Path, key: str, compile_cpu_s: float = 1.0) -> str:
@@ -65,9 +66,11 @@ def cache(tmp_path: Path) -> ArtifactCache:
 @pytest.fixture
 def known(cache: ArtifactCache, library: Path) -> KernelList:
     """A proven kernel and one without a proof."""
-    proven = Kernel(spec(64).key, "prebuilt1", put(cache, library, "prebuilt1"), PROOF)
+    source = resources.template_digest("softmax.cu.j2")
+    digest = put(cache, library, "prebuilt1")
+    proven = Kernel(spec(64).key, "prebuilt1", digest, PROOF, source=source)
     other = Kernel(spec(128).key, "k2", put(cache, library, "k2"))
-    return KernelList("13.0.88", "4.2.0", "9.0", "ef" * 32).with_kernels([proven, other])
+    return KernelList("13.0.88", "4.2.0", "9.0").with_kernels([proven, other])
 
 
 def members(wheel: Path) -> dict[str, bytes]:
@@ -143,9 +146,7 @@ class TestWriting:
         assert write_wheel(known, cache, tmp_path, with_unproven=True).kernels == 2
 
     def test_nothing_proven_is_an_error(self, cache: ArtifactCache, tmp_path: Path) -> None:
-        known = KernelList("13.0.88", "4.2.0", "9.0", "ef" * 32).with_kernels(
-            [Kernel("a", "prebuilt1", "ab")]
-        )
+        known = KernelList("13.0.88", "4.2.0", "9.0").with_kernels([Kernel("a", "prebuilt1", "ab")])
         with pytest.raises(ConfigError, match="none of 1 kernels is proven: tuner prove"):
             write_wheel(known, cache, tmp_path)
 
@@ -274,6 +275,19 @@ class TestDoctor:
         monkeypatch.setattr(tuner, "__version__", "9.9")
         (found,) = _prebuilt()
         assert found.state == "note" and "this is cutlass-tuner 9.9" in found.found
+
+    def test_kernels_of_other_templates_are_a_note(
+        self, installed: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(resources, "template_digest", lambda template: "another")
+        (found,) = _prebuilt()
+        assert found.state == "note"
+        assert "1 proven" in found.found and "1 are of other templates" in found.found
+
+    def test_a_list_that_others_can_write_is_a_note(self, installed: Path) -> None:
+        (installed / prebuilt.KERNELS).chmod(0o666)
+        (found,) = _prebuilt()
+        assert found.state == "note" and "can be written by others" in found.found
 
     def test_a_damaged_list_is_a_note(self, installed: Path) -> None:
         (installed / prebuilt.KERNELS).write_text("{")

@@ -1,8 +1,8 @@
 """Files that only this user and root can have written, and their hashes.
 
-For what is loaded into a process. The rule is PostgreSQL's for its data folder. A cache on a shared
-volume is trusted by ``TUNER_TRUST_CACHE``: members of that group count as this user for what the
-group owns.
+For what is loaded into a process, and for lists that say what may be loaded. The rule is
+PostgreSQL's for its data folder. A cache on a shared volume is trusted by ``TUNER_TRUST_CACHE``:
+members of that group count as this user for what the group owns.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def open_to_others(facts: os.stat_result) -> str:
     return ""
 
 
-def remedy(path: Path, facts: os.stat_result) -> str:
+def _remedy(path: Path, facts: os.stat_result) -> str:
     """Ways to mend what `open_to_others` refuses.
 
     Args:
@@ -50,6 +50,50 @@ def remedy(path: Path, facts: os.stat_result) -> str:
     if not facts.st_mode & stat.S_IWOTH and facts.st_gid in (os.getegid(), *os.getgroups()):
         ways.append(f"set TUNER_TRUST_CACHE={facts.st_gid} to trust the members of its group")
     return ", or ".join(ways)
+
+
+def distrust(path: Path, name: str) -> str:
+    """Reason not to trust a file or folder of the tuner's cache, with the remedy; empty when it can
+    be trusted or does not exist.
+
+    Args:
+        path: the file or folder.
+        name: its name in the message, as ``artifact cache``.
+    """
+    try:
+        facts = path.stat()
+    except OSError:
+        return ""
+    reason = open_to_others(facts)
+    if not reason:
+        return ""
+    return f"the {name} {path} {reason}, and its libraries are run: {_remedy(path, facts)}"
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder and its missing parents, none of which others can write, whatever the umask.
+
+    Raises:
+        ConfigError: when ``TUNER_TRUST_CACHE`` is not a group.
+        OSError: when it cannot be created.
+    """
+    mode = 0o755 if settings.trusted_group() is None else 0o775
+    for folder in reversed(path.parents):
+        if not folder.exists():
+            folder.mkdir(mode, exist_ok=True)
+    path.mkdir(mode, exist_ok=True)
+
+
+def trusted_text(path: Path) -> str:
+    """Text of a file that only this user and root can have written, read through one descriptor.
+
+    Raises:
+        OSError: when it cannot be read, or others can write it.
+    """
+    with path.open("rb") as file:
+        if reason := open_to_others(os.fstat(file.fileno())):
+            raise PermissionError(errno.EPERM, f"{path} {reason}")
+        return file.read().decode()
 
 
 def close_to_others(path: Path) -> None:

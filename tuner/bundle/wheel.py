@@ -39,7 +39,8 @@ from tuner.compile.artifacts import FORMAT, Artifact, ArtifactCache
 from tuner.compile.prebuilt import ARTIFACTS, DISTRIBUTION, KERNELS, LIBRARIES, PACKAGE
 from tuner.compile.single import BLOCK_QUANTISER, EXPERT_ROWS
 from tuner.errors import ConfigError, TunerError
-from tuner.selection.kernels import KernelList, users
+from tuner.selection.kernel_list import KernelList
+from tuner.selection.kernels import read, users
 
 MAX_BYTES = 60_000_000
 """Maximum size of a wheel, the default limit of package indexes."""
@@ -268,7 +269,7 @@ def main(arguments: list[str] | None = None) -> int:
         lists = [args.kernels] if args.kernels else users()[-1:]
         if not lists:
             raise ConfigError("there is no kernel list: tuner build --portfolio")
-        known = KernelList.read(lists[0])
+        known = KernelList.read(args.kernels) if args.kernels else read(lists[0])
         made = write_wheel(known, ArtifactCache(), args.out, with_unproven=args.unproven)
     except TunerError as exc:
         print(f"build-kernels: {exc}", file=sys.stderr)

@@ -152,12 +152,7 @@ def serving_finding(gpu: Gpu) -> Finding:
     from tuner.selection.shipped import shipped_index
 
     portfolios = serving(shipped(), gpu)
-    kernels = [
-        kernel
-        for one in lists.known()
-        if one.capability == gpu.compute_capability
-        for kernel in one.kernels.values()
-    ]
+    kernels = list(lists.kernels(gpu.compute_capability))
     proven = sum(kernel.proof is not None and not kernel.fault for kernel in kernels)
     decided: dict[str, set[Problem]] = {}
     for same in shipped_index().values():
@@ -383,8 +378,8 @@ def _prebuilt() -> Iterator[Finding]:
     import tuner
     from tuner.base import resources
     from tuner.compile import prebuilt
-    from tuner.errors import ConfigError
-    from tuner.selection.kernels import KernelList
+    from tuner.errors import ConfigError, StoreError
+    from tuner.selection.kernels import read
 
     path = prebuilt.kernel_list()
     if path is None:
@@ -392,15 +387,20 @@ def _prebuilt() -> Iterator[Finding]:
     name, advice = "prebuilt kernels", install_command(prebuilt.DISTRIBUTION)
     version = _version(prebuilt.DISTRIBUTION)
     try:
-        known = KernelList.read(path)
-    except ConfigError as exc:
+        known = read(path)
+    except (ConfigError, StoreError) as exc:
         yield Finding(name, NOTE, str(exc), advice)
         return
-    proven = sum(kernel.proof is not None for kernel in known.kernels.values())
-    found = f"{prebuilt.DISTRIBUTION} {version}: {len(known.kernels)} kernels, {proven} proven"
+    every = known.kernels.values()
+    proven = sum(kernel.proof is not None for kernel in every)
+    served = sum(kernel.proof is not None and kernel.is_current for kernel in every)
+    found = f"{prebuilt.DISTRIBUTION} {version}: {len(every)} kernels, {proven} proven"
     found += f", of nvcc {known.nvcc}, for compute capability {known.capability}"
+    if served < proven:
+        found += f"; {proven - served} are of other templates than this version's, not served"
     if version != tuner.__version__:
-        found += f"; this is cutlass-tuner {tuner.__version__}, whose kernels may be others"
+        found += f"; this is cutlass-tuner {tuner.__version__}"
+    if served < proven or version != tuner.__version__:
         yield Finding(name, NOTE, found, advice)
         return
     if known.templates != resources.templates_digest():

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from tuner.compile.artifacts import Artifact, ArtifactCache
     from tuner.compile.compiler import Compiler
     from tuner.families.base import KernelSpec
-    from tuner.selection.kernels import KernelList, Target
+    from tuner.selection.kernel_list import KernelList
+    from tuner.selection.kernels import Target
     from tuner.selection.portfolio import Portfolio
 
 
@@ -112,7 +113,8 @@ def _targets(op: str | None, gpu: str | None) -> dict[str, list[Target]]:
 def _build(wanted: Sequence[Target], compiler: Compiler, dry_run: bool, reproducible: bool) -> int:
     from tuner.compile.compiler import UNIT
     from tuner.compile.units import fixed_units
-    from tuner.selection.kernels import PROVE, Kernel, KernelList, path_of, update
+    from tuner.selection.kernel_list import Kernel
+    from tuner.selection.kernels import PROVE, path_of, read, shipped_kernels, update
 
     specs = list(dict.fromkeys(spec for one in wanted for spec in one.kernels.values()))
     there = {spec: found for spec in specs if (found := compiler.cached(spec)) is not None}
@@ -137,17 +139,21 @@ def _build(wanted: Sequence[Target], compiler: Compiler, dry_run: bool, reproduc
     if dry_run:
         return DONE
     path = path_of(compiler.toolchain.nvcc_version, compiler.capability)
-    update(path, (), _start(path, compiler))
+    update(path, lambda known: known, start=lambda: _start(path, compiler))
     started = time.monotonic()
 
     def enter(spec: KernelSpec, artifact: Artifact) -> None:
-        update(path, [Kernel(spec.key, artifact.key, artifact.sha256)], are_built=True)
+        added = [Kernel.of(spec, artifact)]
+        update(path, lambda known: known.with_kernels(added).with_verdicts(shipped_kernels()))
 
     code = compile_aot(specs, compiler, None, started, enter)
-    built = [kernel for spec in specs if (kernel := KernelList.read(path).find(spec)) is not None]
+    known = read(path)
+    built = [kernel for spec in specs if (kernel := known.find(spec)) is not None]
     proven = sum(kernel.proof is not None for kernel in built)
     text = f"{path}: {proven} of {len(built)} kernels are proven and served"
-    left = any(kernel.proof is None and not kernel.fault for kernel in built)
+    failed = sum(bool(kernel.fault) for kernel in built)
+    text += f", {failed} failed before" if failed else ""
+    left = any(not kernel.is_judged for kernel in built)
     say(f"{text}; {PROVE} checks the others on the GPU" if left else text)
     return code
 
@@ -162,29 +168,32 @@ def _is_whole(unit: Sequence[KernelSpec], there: Mapping[KernelSpec, Artifact]) 
 
 
 def _start(path: Path, compiler: Compiler) -> KernelList:
-    """Kernel list to start from: the one on disk. If it was made from other templates, only kernels
-    that are unchanged, also those that this command does not build.
+    """Kernel list to start from: the one on disk. Kernels of other templates or another CUTLASS
+    stay where today's text gives the same artifact, also those that this command does not build.
+
+    Raises:
+        StoreError: when other users can write the list.
     """
-    from tuner.base import resources
     from tuner.measure.gate import REFERENCE
-    from tuner.selection.kernels import KernelList
+    from tuner.selection.kernel_list import KernelList, source_of
+    from tuner.selection.kernels import read
 
     tools = compiler.toolchain
-    start = KernelList(
-        tools.nvcc_version,
-        tools.cutlass_version,
-        compiler.capability,
-        resources.templates_digest(),
-    )
+    start = KernelList(tools.nvcc_version, tools.cutlass_version, compiler.capability)
     try:
-        known = KernelList.read(path) if path.is_file() else start
+        known = read(path) if path.is_file() else start
     except ConfigError as exc:
         say(f"made anew: {exc}")
         return start
-    if replace(known, kernels={}) == start:
-        return known
-    every = _targets(None, None).get(compiler.capability, ())
-    specs = dict.fromkeys(spec for one in every for spec in one.kernels.values())
-    keys = {spec.key: compiler.key(spec) for spec in (REFERENCE, *specs)}
-    alike = (one for one in known.kernels.values() if keys.get(one.spec) == one.artifact)
-    return start.with_kernels(alike)
+    is_same = replace(known, kernels={}, faults={}) == start
+    stale = {one.spec for one in known.kernels.values() if not (is_same and one.is_current)}
+    every = _targets(None, None).get(compiler.capability, ()) if stale else ()
+    specs = {spec.key: spec for one in every for spec in one.kernels.values()}
+    specs[REFERENCE.key] = REFERENCE
+    rows = {}
+    for name, kernel in known.kernels.items():
+        if name not in stale:
+            rows[name] = kernel
+        elif name in specs and compiler.key(specs[name]) == kernel.artifact:
+            rows[name] = replace(kernel, source=source_of(specs[name]))
+    return replace(start, kernels=rows, faults=known.faults)

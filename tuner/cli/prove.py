@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tuner.hardware import Gpu
+    from tuner.selection.kernel_list import KernelList
     from tuner.tuning.proof import ProofPlan, ProofProgress, Prover
 
 MAX_PROCESSES = 64
@@ -203,7 +204,7 @@ def _carry() -> int:
     from tuner.selection.kernels import PROVE, shipped_kernels
     from tuner.tuning.proof import carry
 
-    for path in _current():
+    for path in _current(None):
         found = carry(path, shipped_kernels())
         say(
             f"{path}: {found.carried} proofs carried over; left for {PROVE}: {found.other_code} "
@@ -220,7 +221,7 @@ def _export(folder: Path) -> int:
         StoreError: when a file cannot be written.
     """
     from tuner.cli import DONE
-    from tuner.selection.kernels import KernelList, targets
+    from tuner.selection.kernels import targets
     from tuner.selection.portfolio import everywhere
     from tuner.selection.rules import rules
     from tuner.tuning.proof import export
@@ -230,8 +231,8 @@ def _export(folder: Path) -> int:
     wanted = [target for one in everywhere() for target in targets(one)]
     wanted += [target for rule in rules() for target in rule.targets()]
     specs = {spec.key for target in wanted for spec in target.kernels.values()}
-    for path in _current():
-        for file in export(folder, KernelList.read(path), specs):
+    for known in _current(None).values():
+        for file in export(folder, known, specs):
             say(f"{file.path}: {file.kernels} proofs, {file.added} new, {file.removed} removed")
     return DONE
 
@@ -244,12 +245,15 @@ def _import(files: Sequence[Path]) -> int:
         StoreError: when a list cannot be written.
     """
     from tuner.cli import DONE
-    from tuner.selection.kernels import BUILD, KernelList
+    from tuner.selection.kernel_list import KernelList
+    from tuner.selection.kernels import BUILD
     from tuner.tuning.proof import adopt
 
-    judged = [kernel for file in files for kernel in KernelList.read(file).kernels.values()]
-    for path in _current():
-        found = adopt(path, judged)
+    lists = [KernelList.read(file) for file in files]
+    judged = [kernel for one in lists for kernel in one.kernels.values()]
+    faults = {name: text for one in lists for name, text in one.faults.items()}
+    for path in _current(None):
+        found = adopt(path, judged, faults)
         say(
             f"{path}: {found.proofs} proofs and {found.faults} failures taken over; "
             f"{found.unknown} kernels with a verdict are not built here ({BUILD})"
@@ -257,20 +261,23 @@ def _import(files: Sequence[Path]) -> int:
     return DONE
 
 
-def _current() -> list[Path]:
-    """The user's lists of these templates.
+def _current(capability: str | None) -> dict[Path, KernelList]:
+    """The user's lists that have kernels of today's templates. Others' faults are said.
+
+    Args:
+        capability: compute capability of the lists; None: any.
 
     Raises:
         ConfigError: when there is none.
     """
-    from tuner.base import resources
-    from tuner.selection.kernels import BUILD, KernelList, users
+    from tuner.selection.kernels import BUILD, current
 
-    current = resources.templates_digest()
-    paths = [path for path in users() if KernelList.read(path).templates == current]
-    if not paths:
-        raise ConfigError(f"no kernel is built for templates {current[:8]} ({BUILD})")
-    return paths
+    lists = current(lambda text: say(f"tuner: {text}"))
+    fitting = {path: one for path, one in lists.items() if capability in (None, one.capability)}
+    if not fitting:
+        where = f"compute capability {capability}, " if capability else ""
+        raise ConfigError(f"no kernel is built for {where}these templates ({BUILD})")
+    return fitting
 
 
 def _plans(args: argparse.Namespace, gpu: Gpu) -> list[ProofPlan]:
@@ -279,9 +286,8 @@ def _plans(args: argparse.Namespace, gpu: Gpu) -> list[ProofPlan]:
     Raises:
         ConfigError: when no kernel is built, or none is of the family that is named.
     """
-    from tuner.base import resources
     from tuner.hardware import HOPPER
-    from tuner.selection.kernels import BUILD, KernelList, targets, users
+    from tuner.selection.kernels import BUILD, targets
     from tuner.selection.portfolio import everywhere
     from tuner.selection.rules import OPERATIONS, rules
     from tuner.tuning.proof import plan
@@ -306,15 +312,11 @@ def _plans(args: argparse.Namespace, gpu: Gpu) -> list[ProofPlan]:
         tuple(sorted(spec.key for spec in target.kernels.values())): target
         for target in known_targets
     }
-    known = {path: KernelList.read(path) for path in users()}
-    current = gpu.compute_capability, resources.templates_digest()
-    paths = [path for path, one in known.items() if (one.capability, one.templates) == current]
-    if not wanted or not paths:
-        what = "kernel is built" if wanted else "portfolio ships"
-        raise ConfigError(
-            f"no {what} for compute capability {current[0]}, templates {current[1][:8]} ({BUILD})"
-        )
-    return [plan(path, list(wanted.values()), again=args.again) for path in paths]
+    if not wanted:
+        capability = gpu.compute_capability
+        raise ConfigError(f"no portfolio ships for compute capability {capability} ({BUILD})")
+    lists = _current(gpu.compute_capability)
+    return [plan(path, list(wanted.values()), again=args.again) for path in lists]
 
 
 def _name(faults: Sequence[str]) -> None:

@@ -39,7 +39,7 @@ from typing import Any
 
 from tuner import settings
 from tuner.base import document, filesystem, forks, scratch
-from tuner.base.ownership import close_to_others, open_to_others, remedy, trusted_sha256
+from tuner.base.ownership import close_to_others, distrust, make_folder, trusted_sha256
 from tuner.compile import prebuilt
 from tuner.compile.device_code import device_code
 from tuner.errors import ConfigError, StoreError
@@ -57,6 +57,7 @@ them."""
 _TOUCH_EVERY_S = 10.0
 _LOCK_POLL_S = 0.05
 
+_NAME = "artifact cache"
 
 _File = tuple[int, int]
 """Device and inode."""
@@ -102,20 +103,8 @@ class ArtifactCache:
         Raises:
             StoreError: when they can; the message says how to mend it.
         """
-        if reason := self._unsafe():
+        if reason := distrust(self.root, _NAME):
             raise StoreError(reason)
-
-    def _unsafe(self) -> str:
-        """Reason not to trust the root; empty if it can be trusted or does not exist."""
-        try:
-            facts = self.root.stat()
-        except OSError:
-            return ""
-        reason = open_to_others(facts)
-        if not reason:
-            return ""
-        ways = remedy(self.root, facts)
-        return f"the artifact cache {self.root} {reason}, and its libraries are run: {ways}"
 
     def _folder(self, key: str) -> Path:
         """Folder of an artifact.
@@ -138,7 +127,7 @@ class ArtifactCache:
         """
         if not KEY.fullmatch(key):
             return None
-        if reason := self._unsafe():
+        if reason := distrust(self.root, _NAME):
             if reason not in _said:
                 _said.add(reason)
                 _log.warning("%s", reason)
@@ -193,7 +182,7 @@ class ArtifactCache:
         try:
             with self.workspace() as aside:
                 made = aside / key
-                made.mkdir(_folder_mode())
+                make_folder(made)
                 target = made / "kernel.so"
                 try:
                     os.link(library, target)
@@ -256,10 +245,10 @@ class ArtifactCache:
             OSError: when it cannot be created.
             StoreError: when other users can write the root.
         """
-        self.root.mkdir(_folder_mode(), parents=True, exist_ok=True)
+        make_folder(self.root)
         self.check()
         folder = self.root / name
-        folder.mkdir(_folder_mode(), exist_ok=True)
+        make_folder(folder)
         return folder
 
     @contextlib.contextmanager
@@ -398,7 +387,7 @@ class ArtifactCache:
     def _quarantine(self, folder: Path) -> None:
         target = self.root / ".quarantine" / f"{folder.name}-{time.time_ns()}"
         with contextlib.suppress(OSError):  # the cache is read-only, or another process was faster
-            target.parent.mkdir(_folder_mode(), exist_ok=True)
+            make_folder(target.parent)
             folder.rename(target)
 
     def write_error(self, exc: OSError) -> StoreError:
@@ -459,11 +448,6 @@ def _read_meta(key: str, folder: Path, text: str) -> Artifact:
         compile_cpu_s=float(meta["compile_cpu_s"]),
         facts=dict(meta["facts"]),
     )
-
-
-def _folder_mode() -> int:
-    """Mode of new folders, before the umask."""
-    return 0o755 if settings.trusted_group() is None else 0o775
 
 
 def _touch(path: Path) -> None:

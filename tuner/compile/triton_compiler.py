@@ -22,6 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tuner.base import resources
 from tuner.base.install import extra_command
 from tuner.base.processes import python_command
 from tuner.compile.render import fill, template_digest
@@ -32,7 +33,7 @@ from tuner.hardware import smem_per_block_bytes
 
 SUFFIX = ".py.j2"
 """Suffix of the templates that this module compiles."""
-LIBRARY = "triton_library.cpp.j2"
+LIBRARY = resources.TRITON_LIBRARY
 UNIT, SOURCE = "unit.py", "library.cpp"
 FLAGS = ("-std=c++17", "-O2", "-DNDEBUG", "-shared", "-fPIC", "-fvisibility=hidden")
 LIBRARIES = ("-ldl",)

@@ -1,14 +1,14 @@
-"""Lists of built kernels, with proofs of those that were checked over their whole domain.
+"""Built kernels of portfolios and rules, and the kernel lists of this machine.
 
 A portfolio names configs. The runtime launches artifacts, whose keys hold the compiler's versions
-and the rendered text. A *kernel list* connects both: for each `KernelSpec` the artifact built from
-it, and its `Proof`. ``tuner build --portfolio`` writes the user's list, and ``tuner prove`` adds
-the proofs. A wheel of prebuilt kernels has a list of its own.
+and the rendered text. A *kernel list* connects both (`tuner.selection.kernel_list`). ``tuner build
+--portfolio`` writes the user's list, and ``tuner prove`` adds the proofs. A wheel of prebuilt
+kernels has a list of its own. A list decides which libraries are run. So it is read only when no
+other user can have written it, as libraries are.
 
-Templates know the arguments of a launch, so a list made with other templates is ignored. Proofs
-of one compiler's artifacts ship (`shipped_kernels`); equal builds need no new proof. A proof names
-the machine code that was checked. An artifact of another text whose machine code is equal can take
-the proof over (``tuner prove --carry``), which then says so.
+Proofs of one compiler's artifacts ship (`shipped_kernels`); equal builds need no new proof. A row
+names the machine code that was checked. An artifact of another text whose machine code is equal can
+take the proof over (``tuner prove --carry``), which then says so.
 
 A proof holds on every GPU of the list's compute capability (`Gpu.shares_kernels`). It is about
 machine code, whose instructions, shared memory and registers belong to the capability. The number
@@ -18,33 +18,31 @@ full GPU are among a proof's problems. Needs the standard library only.
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from functools import cache, cached_property, partial
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 from tuner import settings
-from tuner.base import document, output, resources
-from tuner.base.deferred import Deferred
+from tuner.base import document, resources
+from tuner.base.ownership import distrust, trusted_text
+from tuner.base.printable import one_line
 from tuner.compile import prebuilt
-from tuner.compile.artifacts import KEY, Artifact, ArtifactCache
+from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.config import Config
 from tuner.errors import ConfigError, StoreError
 from tuner.families import families
-from tuner.families.base import INCOMPATIBLE_CONFIG_ERRORS, Family, KernelSpec
+from tuner.families.base import Family, KernelSpec
 from tuner.hardware import Gpu
 from tuner.problem import AttentionBackwardProblem, AttentionProblem, DType, Problem
 from tuner.selection.domains import domain_of
+from tuner.selection.kernel_list import Kernel, KernelList
 from tuner.selection.portfolio import Portfolio
 
 _log = logging.getLogger(__name__)
 
-FORMAT = "cutlass-tuner kernels"
-VERSION = 1
-_FACTS = ("nvcc", "cutlass", "capability", "templates")
 DTYPES: tuple[DType, ...] = ("float16", "bfloat16")
 """Types that share a portfolio's domain; each has kernels of its own."""
 BUILD, PROVE = "tuner build --portfolio", "tuner prove"
@@ -117,172 +115,6 @@ def targets(portfolio: Portfolio) -> list[Target]:
     return list(found.values())
 
 
-@dataclass(frozen=True)
-class Proof:
-    """Verdict of the numerics gate on a kernel, over random problems of its whole domain."""
-
-    problems: int
-    """Number of problems, all of which passed."""
-    seed: int
-    """Seed of the random problems."""
-    gpu: str
-    """Name of the GPU it was made on, for people; it holds on others (see above)."""
-    driver: str
-    date: str
-    """Day of the proof, UTC, as ``2026-11-23``."""
-    code: str = ""
-    """`Artifact.code` of what was checked; empty in proofs from before it was recorded."""
-    carried: str = ""
-    """Key of the artifact that was checked, where the proof is carried over from another text with
-    equal machine code; empty: the kernel's own. GPU, driver and day stay those of the check.
-    """
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """A built kernel."""
-
-    spec: str
-    """`KernelSpec.key`."""
-    artifact: str
-    """Key in the artifact cache."""
-    sha256: str
-    """SHA-256 of the library that was checked."""
-    proof: Proof | None = None
-    fault: str = ""
-    """Failure in the gate, in one line; such a kernel is not launched. Empty: none."""
-
-    @property
-    def is_judged(self) -> bool:
-        """True with a proof or a fault."""
-        return self.proof is not None or bool(self.fault)
-
-
-@dataclass(frozen=True)
-class KernelList:
-    """Kernels by spec, of one compiler for one compute capability."""
-
-    nvcc: str
-    cutlass: str
-    capability: str
-    templates: str
-    """`resources.templates_digest` of the templates that they were built from."""
-    kernels: Mapping[str, Kernel] = field(default_factory=dict)
-
-    def find(self, spec: KernelSpec) -> Kernel | None:
-        """The kernel that was built from a spec."""
-        return self.kernels.get(spec.key)
-
-    def with_built(self, kernels: Iterable[Kernel]) -> KernelList:
-        """A list with newly built kernels added. Kernels without a verdict get the shipped proof of
-        their artifact, if there is one.
-        """
-        return self.with_kernels(kernels).with_verdicts(shipped_kernels())
-
-    def with_verdicts(self, judged: Iterable[Kernel]) -> KernelList:
-        """A list whose kernels have the verdicts of equal artifacts, built here or elsewhere.
-
-        A kernel that has a proof keeps it, unless the artifact has a fault elsewhere.
-        """
-        verdicts: dict[str, Kernel] = {}
-        for one in judged:
-            if one.is_judged and (one.artifact not in verdicts or one.fault):
-                verdicts[one.artifact] = one
-        found = dict(self.kernels)
-        for spec, kernel in self.kernels.items():
-            verdict = verdicts.get(kernel.artifact)
-            if verdict is None or kernel.fault:
-                continue
-            if verdict.fault:
-                found[spec] = replace(kernel, proof=None, fault=verdict.fault)
-            elif kernel.proof is None:
-                found[spec] = replace(kernel, proof=verdict.proof)
-        return replace(self, kernels=found)
-
-    def with_kernels(self, kernels: Iterable[Kernel]) -> KernelList:
-        """A list with kernels added. A kernel whose artifact changed loses its proof."""
-        found = dict(self.kernels)
-        for kernel in kernels:
-            old = found.get(kernel.spec)
-            same = old is not None and old.sha256 == kernel.sha256
-            found[kernel.spec] = old if old and same and not kernel.is_judged else kernel
-        return replace(self, kernels=found)
-
-    def to_json(self) -> dict[str, Any]:
-        """The document that `from_json` reads."""
-        rows = [asdict(kernel) for _, kernel in sorted(self.kernels.items())]
-        facts = {name: getattr(self, name) for name in _FACTS}
-        return {"format": FORMAT, "version": VERSION, **facts, "kernels": rows}
-
-    @classmethod
-    def from_json(cls, data: Any, *, deferred: bool = False) -> KernelList:
-        """The inverse of `to_json`.
-
-        Args:
-            data: the document.
-            deferred: check a kernel's row when the kernel is first asked for, which then raises the
-                ConfigError; the default checks all now.
-
-        Raises:
-            ConfigError: on another format or version, or a wrong value.
-        """
-        if not isinstance(data, Mapping) or data.get("format") != FORMAT:
-            raise ConfigError(f"it is not a kernel list (allowed: format '{FORMAT}')")
-        if data.get("version") != VERSION:
-            raise ConfigError(f"version {data.get('version')!r} is not known (allowed: {VERSION})")
-        try:
-            rows = {str(row["spec"]): partial(_kernel_from, row) for row in data["kernels"]}
-            kernels: Mapping[str, Kernel] = Deferred(rows)
-            facts = document.checked(cls, data)
-            named = {name: facts[name] for name in _FACTS}
-            return cls(**named, kernels=kernels if deferred else dict(kernels))
-        except INCOMPATIBLE_CONFIG_ERRORS as exc:
-            raise ConfigError(f"it cannot be read: {exc!r}") from exc
-
-    def text(self) -> str:
-        """The document as JSON, a line for each kernel."""
-        data = self.to_json()
-        lines = ",\n".join(f"  {json.dumps(row)}" for row in data.pop("kernels"))
-        return f'{json.dumps(data)[:-1]}, "kernels": [\n{lines}\n]}}\n'
-
-    def write(self, path: Path) -> None:
-        """Write `text` to a file.
-
-        Raises:
-            StoreError: when it cannot be written.
-        """
-        output.write(path, self.text())
-
-    @classmethod
-    def read(cls, path: Path) -> KernelList:
-        """Read what `write` wrote.
-
-        Raises:
-            ConfigError: when it cannot be read.
-        """
-        try:
-            return cls.from_json(document.parse(path.read_text()))
-        except (OSError, ValueError, ConfigError) as exc:
-            raise ConfigError(f"kernel list {path}: {exc}") from exc
-
-
-def _kernel_from(row: Mapping[str, Any]) -> Kernel:
-    """A kernel of a list.
-
-    Raises:
-        ConfigError: on a wrong value.
-    """
-    try:
-        facts = document.checked(Kernel, row)
-        proof = row.get("proof")
-        if not KEY.fullmatch(facts["artifact"]):
-            raise ConfigError(f"'{facts['artifact'][:80]}' is not the key of an artifact")
-        checked = None if proof is None else Proof(**document.checked(Proof, proof))
-        return Kernel(**{**facts, "proof": checked})
-    except INCOMPATIBLE_CONFIG_ERRORS as exc:
-        raise ConfigError(f"it cannot be read: {exc!r}") from exc
-
-
 def path_of(nvcc: str, capability: str) -> Path:
     """The user's list of one compiler's kernels."""
     return settings.kernels_dir() / f"{nvcc}-{capability}.json"
@@ -320,69 +152,108 @@ def shipped_kernels() -> tuple[Kernel, ...]:
         raise StoreError(f"a shipped file cannot be read: {exc}") from exc
 
 
-def update(
-    path: Path,
-    add: Iterable[Kernel],
-    start: KernelList | None = None,
-    *,
-    are_built: bool = False,
-) -> KernelList:
-    """Add kernels to a list on disk under a lock; returns the written list.
+def read(path: Path, *, deferred: bool = False) -> KernelList:
+    """Read a kernel list of this machine.
 
     Args:
         path: file of the list.
-        add: kernels for `KernelList.with_kernels`.
-        are_built: add them by `KernelList.with_built` instead.
-        start: list to add to; None: the one on disk.
+        deferred: as for `KernelList.from_json`.
+
+    Raises:
+        ConfigError: when it cannot be read.
+        StoreError: when other users can write it; the message says how to mend it.
+    """
+    folder = settings.kernels_dir()
+    for place in (folder, path) if path.parent == folder else (path,):
+        if reason := distrust(place, "kernel list"):
+            raise StoreError(reason)
+    try:
+        return KernelList.from_json(document.parse(trusted_text(path)), deferred=deferred)
+    except (OSError, ValueError, ConfigError) as exc:
+        raise ConfigError(f"kernel list {path}: {one_line(str(exc))}") from exc
+
+
+def current(note: Callable[[str], None]) -> dict[Path, KernelList]:
+    """The user's lists that have kernels of today's templates.
+
+    Args:
+        note: receives a line for each list that cannot be read.
+    """
+    readable = dict[Path, KernelList]()
+    for path in users():
+        try:
+            readable[path] = read(path)
+        except (ConfigError, StoreError) as exc:
+            note(f"left out: {exc}")
+    return {
+        path: one
+        for path, one in readable.items()
+        if any(kernel.is_current for kernel in one.kernels.values())
+    }
+
+
+def update(
+    path: Path,
+    change: Callable[[KernelList], KernelList],
+    start: Callable[[], KernelList] | None = None,
+) -> KernelList:
+    """Change a list on disk under a lock; returns the written list.
+
+    Args:
+        path: file of the list.
+        change: makes the list to write from the present one.
+        start: makes the present list; None: the one on disk.
 
     Raises:
         ConfigError: when the list cannot be read.
-        StoreError: when it cannot be written.
+        StoreError: when it cannot be written, or other users can write it.
     """
     with ArtifactCache().lock("kernels"):
-        known = KernelList.read(path) if start is None else start
-        found = known.with_built(add) if are_built else known.with_kernels(add)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        found.write(path)
-    return found
+        changed = change(read(path) if start is None else start())
+        changed.write(path)
+    return changed
 
 
 class Lists:
-    """Kernel lists of this machine that fit this version; read again when a file changes."""
+    """Kernel lists of this machine; read again when a file changes."""
 
     def __init__(self) -> None:
         self._stamp: Any = None
         self._known: tuple[KernelList, ...] = ()
         self._faults: dict[str, str] = {}
-        """Failures by the library's hash: a kernel that failed in one list is not served from
-        another."""
+        """Failures of all lists: a kernel that failed in one list is not served from another."""
         self._there: set[Kernel] = set()
         """Kernels whose libraries were hashed; loading a library hashes it again."""
 
     def known(self) -> tuple[KernelList, ...]:
-        """All readable lists; an unreadable one is logged once."""
+        """All lists that can be read and trusted; the others are logged once."""
         paths = places()
-        stamp = [(str(path), _stamp_of(path)) for path in paths]
+        stamp = [(str(path), _stamp_of(path)) for path in (settings.kernels_dir(), *paths)]
         if stamp != self._stamp:
-            found = []
+            readable = []
             for path in paths:
                 try:
-                    data = document.parse(path.read_text())
-                    found.append((KernelList.from_json(data, deferred=True), data["kernels"]))
-                except (OSError, ValueError, ConfigError) as exc:
-                    _log.warning("kernel list %s: %s", path, exc)
-            current = resources.templates_digest() if found else ""
-            fitting = [(one, rows) for one, rows in found if one.templates == current]
-            self._known = tuple(one for one, _ in fitting)
-            self._faults = {
-                str(row.get("sha256")): str(row["fault"])
-                for _, rows in fitting
-                for row in rows
-                if row.get("fault")
-            }
+                    readable.append(read(path, deferred=True))
+                except (ConfigError, StoreError) as exc:
+                    _log.warning("%s", exc)
+            self._known = tuple(readable)
+            self._faults = {name: why for one in readable for name, why in one.faults.items()}
             self._there = set()
             self._stamp = stamp
         return self._known
+
+    def kernels(self, capability: str) -> Iterator[Kernel]:
+        """Kernels of today's templates in all lists of a compute capability; damaged rows are left
+        out.
+        """
+        for one in self.known():
+            for spec in one.kernels if one.capability == capability else ():
+                try:
+                    kernel = one.kernels[spec]
+                except ConfigError:
+                    continue
+                if kernel.is_current:
+                    yield kernel
 
     def proven(self, specs: Mapping[str, KernelSpec], capability: str) -> dict[str, str] | str:
         """Artifacts of proven kernels by the keys of `specs`, or why one of them is not served.
@@ -411,14 +282,23 @@ class Lists:
             return "", f"a row of the kernel list is damaged: {exc}"
         if kernel is None:
             return "", f"a kernel is not built ({BUILD})"
-        if fault := self._faults.get(kernel.sha256, ""):
-            return "", f"a kernel failed its proof: {fault}"
+        if fault := self._fault(*kernel.identities):
+            return "", fault
         if kernel.proof is None:
             return "", f"a kernel is not proven ({PROVE})"
-        if kernel not in self._there and artifact_of(one, kernel) is None:
-            return "", f"the artifact of a proven kernel is not in the cache ({BUILD})"
-        self._there.add(kernel)
+        if kernel not in self._there:
+            artifact = artifact_of(one, kernel)
+            if artifact is None:
+                return "", f"the artifact of a proven kernel is not in the cache ({BUILD})"
+            if self._faults and not kernel.code and (fault := self._fault(artifact.code)):
+                return "", fault
+            self._there.add(kernel)
         return kernel.artifact, ""
+
+    def _fault(self, *identities: str) -> str:
+        """Reason not to serve a kernel that failed; empty when it did not."""
+        texts = (self._faults[name] for name in identities if name in self._faults)
+        return next((f"a kernel failed its proof: {one_line(text, 400)}" for text in texts), "")
 
 
 def artifact_of(one: KernelList, kernel: Kernel) -> Artifact | None:
@@ -434,7 +314,7 @@ def _stamp_of(path: Path) -> Any:
         facts = path.stat()
     except OSError:
         return None
-    return facts.st_mtime_ns, facts.st_size, facts.st_ino
+    return facts.st_ctime_ns, facts.st_size, facts.st_ino, facts.st_mode, facts.st_uid
 
 
 lists = Lists()

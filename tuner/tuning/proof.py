@@ -29,15 +29,8 @@ from tuner.measure.gate import REFERENCE
 from tuner.measure.worker import LSE_PROBE
 from tuner.measure.worker_client import AnyWorker, Ask
 from tuner.measurement import Regime, Status
-from tuner.selection.kernels import (
-    BUILD,
-    Kernel,
-    KernelList,
-    Proof,
-    Target,
-    artifact_of,
-    update,
-)
+from tuner.selection.kernel_list import Kernel, KernelList, Proof
+from tuner.selection.kernels import BUILD, Target, artifact_of, read, update
 from tuner.tuning.outcome import first_line
 from tuner.tuning.trials import Trial, trials
 
@@ -116,7 +109,7 @@ def plan(path: Path, targets: Sequence[Target], *, again: bool = False) -> Proof
     Raises:
         ConfigError: when the list cannot be read, or the gate's kernels are not built.
     """
-    known = KernelList.read(path)
+    known = read(path)
     gate = known.find(REFERENCE)
     reference = None if gate is None else artifact_of(known, gate)
     if reference is None:
@@ -164,33 +157,34 @@ def carry(path: Path, earlier: Iterable[Kernel]) -> CarriedProofs:
         ConfigError: when the list cannot be read.
         StoreError: when it cannot be written.
     """
-    found, carried = CarriedProofs(), list[Kernel]()
-    proven: dict[str, list[Kernel]] = {}
+    found, carried = CarriedProofs(), dict[str, Kernel]()
+    proven: dict[tuple[str, str], Proof] = {}
+    checked: set[str] = set()
     for kernel in earlier:
-        proven.setdefault(kernel.spec, []).append(kernel)
-    for kernel in KernelList.read(path).kernels.values():
+        code = kernel.code or _code_of(kernel.artifact)
+        if kernel.proof is not None and code:
+            proof = replace(kernel.proof, carried=kernel.proof.carried or kernel.artifact)
+            proven.setdefault((kernel.spec, code), proof)
+            checked.add(kernel.spec)
+    for kernel in read(path).kernels.values():
         if kernel.is_judged or kernel.spec == REFERENCE.key:
             continue
-        proofs = [_named(one) for one in proven.get(kernel.spec, ())]
-        known = [proof for proof in proofs if proof is not None]
-        code = _code_of(kernel.artifact) if known else ""
-        same = next((proof for proof in known if proof.code == code), None)
-        if same is not None:
-            carried.append(replace(kernel, proof=same))
+        code = _code_of(kernel.artifact) if kernel.spec in checked else ""
+        if same := proven.get((kernel.spec, code)):
+            carried[kernel.spec] = replace(kernel, proof=same, code=code)
         elif code:
             found.other_code += 1
         else:
             found.unknown += 1
-    update(path, carried)
-    found.carried = len(carried)
+
+    def change(known: KernelList) -> KernelList:
+        named = known.with_kernels(replace(one, proof=None) for one in carried.values())
+        is_free = {spec: not named.kernels[spec].is_judged for spec in carried}
+        found.carried = sum(is_free.values())
+        return named.with_kernels(one for spec, one in carried.items() if is_free[spec])
+
+    update(path, change)
     return found
-
-
-def _named(kernel: Kernel) -> Proof | None:
-    """A kernel's proof as another artifact has it; None where its machine code is not known."""
-    if kernel.proof is None or not (code := kernel.proof.code or _code_of(kernel.artifact)):
-        return None
-    return replace(kernel.proof, code=code, carried=kernel.proof.carried or kernel.artifact)
 
 
 def _code_of(key: str) -> str:
@@ -208,18 +202,24 @@ class AdoptedVerdicts:
     """Artifacts with a verdict that are not in the list."""
 
 
-def adopt(path: Path, judged: Sequence[Kernel]) -> AdoptedVerdicts:
-    """Take the verdicts of other machines over to equal artifacts of a list.
+def adopt(
+    path: Path, judged: Sequence[Kernel], faults: Mapping[str, str] | None = None
+) -> AdoptedVerdicts:
+    """Take the verdicts of other machines over to equal kernels of a list.
+
+    Args:
+        path: file of the list.
+        judged: kernels with verdicts.
+        faults: failures as in `KernelList.faults`.
 
     Raises:
         ConfigError: when the list cannot be read.
         StoreError: when it cannot be written.
     """
     verdicts = [one for one in judged if one.is_judged]
-    before = KernelList.read(path)
-    after = before.with_verdicts(verdicts)
-    changed = [one for spec, one in after.kernels.items() if one != before.kernels[spec]]
-    update(path, changed)
+    before = read(path)
+    after = update(path, lambda known: known.with_verdicts(verdicts, faults))
+    changed = [one for spec, one in after.kernels.items() if one != before.kernels.get(spec)]
     here = {one.artifact for one in before.kernels.values()}
     return AdoptedVerdicts(
         proofs=sum(one.proof is not None for one in changed),
@@ -258,13 +258,15 @@ def export(folder: Path, known: KernelList, specs: Collection[str]) -> list[Expo
         path: KernelList.read(path).kernels
         for path in sorted(folder.glob(f"*-nvcc-{known.nvcc}.json"))
     }
-    faults = {one.artifact for one in known.kernels.values() if one.fault}
     kept = [one for kernels in before.values() for one in kernels.values()]
+    built = [one for one in known.kernels.values() if one.is_current]
     after: dict[Path, dict[str, Kernel]] = {path: {} for path in before}
     proven = {
-        one.spec: (one, one.proof.gpu)
-        for one in [*kept, *known.kernels.values()]
-        if one.proof is not None and one.spec in specs and one.artifact not in faults
+        one.spec: (replace(one, source=""), one.proof.gpu)
+        for one in [*kept, *built]
+        if one.proof is not None
+        and one.spec in specs
+        and known.faults.keys().isdisjoint(one.identities)
     }
     for spec, (kernel, gpu) in proven.items():
         model = "-".join(gpu.lower().split()[:2])
@@ -272,7 +274,7 @@ def export(folder: Path, known: KernelList, specs: Collection[str]) -> list[Expo
     written = []
     for path, kernels in after.items():
         old = before.get(path, {})
-        replace(known, kernels=kernels).write(path)
+        replace(known, kernels=kernels, faults={}).write(path)
         added = sum(old.get(spec) != one for spec, one in kernels.items())
         written.append(ExportedProofs(path, len(kernels), added, len(old.keys() - kernels)))
     return written
@@ -393,7 +395,7 @@ class Prover:
         if fault := _stack_fault(artifacts.values()):
             return fault
         drawn = trials(target, self._gpu, self._problems, self._seed)
-        if len(drawn) < self._problems:
+        if len(drawn) < max(1, self._problems):
             return f"only {len(drawn)} problems could be drawn (needed: {self._problems})"
         for passed, trial in enumerate(drawn):
             if self._is_over() or self._is_stopped.is_set():
@@ -443,10 +445,11 @@ class Prover:
         """Write a verdict to the list, for all kernels of the target."""
         judged = []
         for name, spec in target.kernels.items():
-            kernel = todo.kernels.kernels[spec.key]
-            if isinstance(verdict, str):
-                judged.append(replace(kernel, proof=None, fault=verdict))
-            else:
-                proof = replace(verdict, code=artifacts[name].code)
-                judged.append(replace(kernel, proof=proof, fault=""))
-        update(todo.path, judged)
+            kernel = replace(
+                todo.kernels.kernels[spec.key],
+                proof=None if isinstance(verdict, str) else verdict,
+                fault=verdict if isinstance(verdict, str) else "",
+                code=artifacts[name].code,
+            )
+            judged.append(kernel)
+        update(todo.path, lambda known: known.with_kernels(judged))
