@@ -31,7 +31,7 @@ from tuner.compile import side_by_side, triton_compiler
 from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.compile.ptxas import parse_advice, parse_resources
 from tuner.compile.render import included, render, template_digest
-from tuner.compile.toolchain import Toolchain, find_toolchain, include_dirs
+from tuner.compile.toolchain import Toolchain, find_toolchain, include_dirs, path_option
 from tuner.compile.units import (
     CHEAP_TOGETHER,
     KernelJob,
@@ -80,6 +80,10 @@ _HALVES = '#include "host_half.h"'
 _UNFUSED = "// nvcc: -fmad=false\n"
 """Marks sources in which products and sums must not be fused into multiply-adds."""
 _HOST = '#include "unit.cu"\n'
+_EXTERNAL = '#ifdef __CUDACC__\nextern "C" void tuner_unit() {}\n#endif\n'
+"""Function for a device half, which has no other external one: nvcc would put a process number into
+the names of internal symbols. No code is made of it.
+"""
 _URGENT = frozenset({"reference.cu.j2"})
 """Templates that are compiled at the usual priority, before others: no candidate is checked without
 the reference. The first kernel of a submitter is compiled so, too."""
@@ -477,6 +481,7 @@ class Compiler:
             *((f"--split-compile={min(SPLIT, self.jobs)}",) if template in _URGENT else ()),
             f"-ccbin={tools.host_compiler}",
             "-Xlinker=-s",  # symbols hold names of temporary files, which differ by build
+            path_option("unit.cu"),
             SHARED_RUNTIME,
             *(f"-I{path}" for path in includes),
             *(f"-L{path}" for path in tools.library_dirs),
@@ -487,6 +492,7 @@ class Compiler:
 
         if _HALVES not in text:
             return [step("unit.cu", "kernel.so")]
+        (folder / "unit.cu").write_text(text + _EXTERNAL, encoding="utf-8")
         (folder / "host.cpp").write_text(_HOST, encoding="utf-8")
         host = [step("host.cpp", "host.s", *HOST_FLAGS, "-c", "-Xcompiler=-S")]
         device = [

@@ -108,12 +108,12 @@ class Source:
         name = self.key()
 
         def recipe(library: Path) -> tuple[list[str], dict[str, str]]:
-            from tuner.compile.toolchain import find_toolchain  # only a build needs it
+            from tuner.compile.toolchain import find_toolchain, path_option  # only a build needs it
 
             tools, folder = find_toolchain(), resources.templates()
             command = [str(tools.nvcc), *FLAGS, f"-ccbin={tools.host_compiler}", f"-I{folder}"]
             command += [*(f"-L{path}" for path in tools.library_dirs), f"-DTUNER_KERNEL={name}"]
-            command += [str(folder / self.name), "-o", str(library)]
+            command += [path_option(self.name), str(folder / self.name), "-o", str(library)]
             return command, {"nvcc": tools.nvcc_version}
 
         return build(artifacts, name, self.name, recipe)

@@ -204,6 +204,15 @@ def headers_digest(cutlass: Path) -> str:
     return digest.hexdigest()
 
 
+def path_option(source: str) -> str:
+    """Option of nvcc that stands for a source's full path in the names of internal symbols.
+
+    Both front ends hash that path. Without the option a library depends on its folder. Not part of
+    a key: instructions are the same.
+    """
+    return f"-Xcudafe=--orig_src_path_name,{source}"
+
+
 def library_dirs(nvcc: Path) -> tuple[Path, ...]:
     """Folders to add to the linker's search path.
 
