@@ -228,6 +228,10 @@ def _compiling() -> Iterator[Finding]:
         if name == "nvcc" and toolchain.is_old(version):
             advice = "12.8 or newer makes faster kernels"
             yield Finding(name, NOTE, f"{version} ({path})", advice)
+        elif name == "nvcc" and version != toolchain.PROVEN_NVCC:
+            what = f"{version} ({path}), and the shipped proofs are of {toolchain.PROVEN_NVCC}"
+            advice = f"`tuner prove` after a build; or {toolchain.nvcc_help()}"
+            yield Finding(name, NOTE, what, advice)
         else:
             yield Finding(name, OK, f"{version} ({path})")
     yield _triton()

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from tuner import settings
-from tuner.base.install import extra_command, install_command
+from tuner.base.install import install_command
 from tuner.base.processes import ProcessPool
 from tuner.errors import CompileError
 from tuner.families.triton_attention import triton_version
@@ -26,6 +28,12 @@ MIN_NVCC = (12, 3)
 GOOD_NVCC = (12, 8)
 #: The first release whose wheel and examples this project is written against.
 MIN_CUTLASS = (4, 2)
+#: Compiler of the shipped proofs (``cache/proofs``).
+PROVEN_NVCC = "13.0.88"
+#: Its packages, with headers of the same CUDA.
+PROVEN_PACKAGES = "cuda-toolkit[cccl,crt,cudart,nvcc,nvvm]==13.0.2"
+#: From this major version on, CUDA's C++ library refuses an nvcc of another version.
+_CHECKED_MAJOR = 13
 _PROBE_TIMEOUT_S = 120.0
 
 HOST_HELP = "install g++ (Debian, Ubuntu: apt install g++), or set NVCC_CCBIN or CXX"
@@ -33,8 +41,12 @@ CUTLASS_RELEASE = "nvidia-cutlass==4.2.0.0"
 
 
 def nvcc_help() -> str:
-    """Advice on installing nvcc."""
-    command = extra_command("nvcc")
+    """Advice on installing nvcc.
+
+    Its packages go into a folder of their own. In the environment they would meet the CUDA runtime
+    that torch pins, whose headers another nvcc refuses.
+    """
+    command = install_command("--target", str(_own_folder()), PROVEN_PACKAGES)
     return f"install it with {command}, or set TUNER_NVCC to the nvcc of a CUDA toolkit"
 
 
@@ -95,7 +107,8 @@ def find_toolchain() -> Toolchain:
 def find_nvcc() -> tuple[Path, str]:
     """Path and version of the first nvcc that is new enough.
 
-    Order: TUNER_NVCC (an unusable one is an error), CUDA_HOME, CUDA_PATH, PATH, the PyPI packages.
+    Order: TUNER_NVCC (an unusable one is an error), CUDA_HOME, CUDA_PATH, PATH, the PyPI packages,
+    first those in a folder of their own. One beside headers of another CUDA is passed over.
 
     Raises:
         CompileError: when there is none.
@@ -106,9 +119,12 @@ def find_nvcc() -> tuple[Path, str]:
             looked.append(f"{place}: {'none' if path is None else f'{path} does not exist'}")
         else:
             version = nvcc_version(path)
-            if version and _numbers(version) >= MIN_NVCC:
+            headers = _headers_version(path)
+            is_apart = headers and (_CHECKED_MAJOR,) <= _numbers(version) != _numbers(headers)
+            if version and _numbers(version) >= MIN_NVCC and not is_apart:
                 return path, version
-            looked.append(f"{place}: {path} is {version or 'not a working nvcc'}")
+            beside = f", beside headers of CUDA {headers}" if is_apart else ""
+            looked.append(f"{place}: {path} is {version or 'not a working nvcc'}{beside}")
         if place == "TUNER_NVCC":
             break
     raise CompileError(
@@ -120,6 +136,17 @@ def nvcc_version(nvcc: Path) -> str:
     """Version as in ``13.0.88``; empty if `nvcc` does not run or is another program."""
     match = re.search(r"release [\d.]+, V([\d.]+)", _output(nvcc, "--version"))
     return match[1] if match else ""
+
+
+def _headers_version(nvcc: Path) -> str:
+    """CUDA version of the headers beside an nvcc, as ``13.0``; empty where there are none."""
+    root = nvcc.resolve().parent.parent
+    for folder in (root / "include", root / "targets" / "x86_64-linux" / "include"):
+        with contextlib.suppress(OSError):
+            text = (folder / "cuda_runtime_api.h").read_text(encoding="utf-8", errors="replace")
+            if version := re.search(r"#define CUDART_VERSION\s+(\d+)", text):
+                return f"{int(version[1]) // 1000}.{int(version[1]) % 1000 // 10}"
+    return ""
 
 
 def is_old(version: str) -> bool:
@@ -261,14 +288,24 @@ def _nvcc_places() -> Iterator[tuple[str, Path | None]]:
         home = os.environ.get(variable)
         yield variable, Path(home).absolute() / "bin" / "nvcc" if home else None
     yield "PATH", _executable("nvcc")
-    yield "PyPI packages", next(_packaged_nvcc(), None)
+    packaged = [("PyPI packages", path) for path in _packaged_nvcc()]
+    yield from packaged or [("PyPI packages", None)]
+
+
+def _own_folder() -> Path:
+    """Folder of this environment for a compiler beside the packages that Python imports."""
+    return Path(sys.prefix) / "tuner-nvcc"
 
 
 def _packaged_nvcc() -> Iterator[Path]:
-    """Folders of nvidia-cuda-nvcc's nvcc: ``nvidia/cu13/bin``, the newest major version first."""
+    """nvidia-cuda-nvcc's programs: ``nvidia/cu13/bin/nvcc``, the newest major version first.
+
+    Before CUDA 13 its packages have no nvcc.
+    """
     spec = importlib.util.find_spec("nvidia")
-    for location in (spec and spec.submodule_search_locations) or ():
-        yield from sorted(Path(location).glob("cu[0-9]*/bin/nvcc"), reverse=True)
+    locations = (spec and spec.submodule_search_locations) or ()
+    for location in (_own_folder() / "nvidia", *map(Path, locations)):
+        yield from sorted(location.glob("cu[0-9]*/bin/nvcc"), reverse=True)
 
 
 def _executable(name: str) -> Path | None:
