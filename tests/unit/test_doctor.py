@@ -332,3 +332,23 @@ def test_sizes_are_read(text: str, size: int) -> None:
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"is not a size \(allowed: .* as in 2GB\)"):
         artifacts.parse_size(text)
+
+
+def test_flags_that_nvcc_reads_by_itself_are_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NVCC_APPEND_FLAGS", "-G")
+    monkeypatch.setenv("NVCC_PREPEND_FLAGS", "-ccbin=/usr/bin/g++")
+    said = lines(capsys, 0)
+    assert said["NVCC_APPEND_FLAGS"].startswith("note: -G: kernels of other keys")
+    assert "`tuner prove --carry`" in said["NVCC_APPEND_FLAGS"]
+    assert "NVCC_PREPEND_FLAGS" not in said
+
+
+def test_a_compiler_without_shipped_proofs_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: (Path("/cuda/nvcc"), "13.2.86"))
+    said = lines(capsys, 0)["nvcc"]
+    assert said.startswith("note: 13.2.86 (/cuda/nvcc), and the shipped proofs are of 13.0.88")
+    assert "`tuner prove`" in said and toolchain.PROVEN_PACKAGES in said

@@ -209,7 +209,7 @@ def _driver(version: str, cuda: str) -> Finding:
 
 
 def _compiling() -> Iterator[Finding]:
-    from tuner.compile import toolchain
+    from tuner.compile import nvcc_flags, toolchain
     from tuner.errors import CompileError
 
     broken = False
@@ -234,6 +234,9 @@ def _compiling() -> Iterator[Finding]:
             yield Finding(name, NOTE, what, advice)
         else:
             yield Finding(name, OK, f"{version} ({path})")
+    for variable, flags in nvcc_flags.code_flags().items():
+        what = f"{flags}: kernels of other keys, without the shipped proofs; times of their own"
+        yield Finding(variable, NOTE, what, f"unset {variable}; `tuner prove --carry` keeps proofs")
     yield _triton()
     if not broken:
         problem = toolchain.probe(toolchain.find_toolchain())

@@ -27,7 +27,7 @@ from typing import Any
 
 from tuner.base import resources
 from tuner.base.processes import Finished, ProcessPool
-from tuner.compile import side_by_side, triton_compiler
+from tuner.compile import nvcc_flags, side_by_side, triton_compiler
 from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.compile.ptxas import parse_advice, parse_resources
 from tuner.compile.render import included, render, template_digest
@@ -170,11 +170,11 @@ class Compiler:
         tools = self.toolchain
         if triton_compiler.compiles(spec.template):
             return triton_compiler.ingredients(tools, self.capability)
+        changing = nvcc_flags.code_flags()
         return {
             "nvcc": tools.nvcc_version,
             "flags": flags(self.capability),
-            # nvcc reads these by itself
-            "environment": [os.environ.get(f"NVCC_{w}_FLAGS", "") for w in ("PREPEND", "APPEND")],
+            "environment": [changing.get(name, "") for name in nvcc_flags.VARIABLES],
             "cutlass": [tools.cutlass_version, tools.cutlass_digest],
         }
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from tuner.base import resources
 from tuner.base.processes import ProcessPool
 from tuner.compile.artifacts import Artifact, ArtifactCache
+from tuner.compile.nvcc_flags import code_flags
 from tuner.errors import CompileError
 from tuner.families.arguments import Arguments
 
@@ -88,11 +89,12 @@ class Source:
     """Headers there that it includes."""
 
     def key(self) -> str:
-        """The artifact's key: a hash of source, headers and flags."""
+        """The artifact's key: a hash of source, headers and flags, nvcc's own ones included."""
         folder = resources.templates()
         names = (self.name, *self.headers)
         digests = [hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names]
-        return hashlib.sha256(json.dumps([digests, FLAGS]).encode()).hexdigest()[:32]
+        ingredients = [digests, FLAGS, *filter(None, [code_flags()])]
+        return hashlib.sha256(json.dumps(ingredients).encode()).hexdigest()[:32]
 
     def find(self, artifacts: ArtifactCache) -> Artifact | None:
         """The kernel, where it is built already."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from tuner import settings
 from tuner.base.install import install_command
 from tuner.base.processes import ProcessPool
+from tuner.compile.nvcc_flags import code_flags
 from tuner.errors import CompileError
 from tuner.families.triton_attention import triton_version
 
@@ -102,6 +103,13 @@ def find_toolchain() -> Toolchain:
         nvcc, found["nvcc"][1], *found["host"], cutlass, found["cutlass"][1],
         library_dirs(nvcc), headers_digest(cutlass), triton_version(),
     )  # fmt: skip
+
+
+def environment_facts(tools: Toolchain) -> dict[str, str]:
+    """Facts of an `Environment`: versions, and options of nvcc's variables that change code."""
+    flags = " ".join(f"{name}={text}" for name, text in code_flags().items())
+    facts = {"nvcc": tools.nvcc_version, "cutlass": tools.cutlass_version}
+    return {**facts, "nvcc_flags": flags} if flags else facts
 
 
 def find_nvcc() -> tuple[Path, str]:
