@@ -339,10 +339,9 @@ def test_flags_that_nvcc_reads_by_itself_are_said(
 ) -> None:
     monkeypatch.setenv("NVCC_APPEND_FLAGS", "-G")
     monkeypatch.setenv("NVCC_PREPEND_FLAGS", "-ccbin=/usr/bin/g++")
-    said = lines(capsys, 0)
-    assert said["NVCC_APPEND_FLAGS"].startswith("note: -G: kernels of other keys")
-    assert "`tuner prove --carry`" in said["NVCC_APPEND_FLAGS"]
-    assert "NVCC_PREPEND_FLAGS" not in said
+    text = lines(capsys, 0)["flags of nvcc"]
+    assert text.startswith("note: NVCC_APPEND_FLAGS=-G: kernels of other keys")
+    assert "`tuner prove --carry`" in text and "NVCC_PREPEND_FLAGS" not in text
 
 
 def test_a_compiler_without_shipped_proofs_is_said(

@@ -235,8 +235,9 @@ def _compiling() -> Iterator[Finding]:
         else:
             yield Finding(name, OK, f"{version} ({path})")
     for variable, flags in nvcc_flags.code_flags().items():
-        what = f"{flags}: kernels of other keys, without the shipped proofs; times of their own"
-        yield Finding(variable, NOTE, what, f"unset {variable}; `tuner prove --carry` keeps proofs")
+        what = f"{variable}={flags}: kernels of other keys, without the shipped proofs"
+        advice = f"unset {variable}; or `tuner prove --carry`, then `tuner prove`"
+        yield Finding("flags of nvcc", NOTE, what, advice)
     yield _triton()
     if not broken:
         problem = toolchain.probe(toolchain.find_toolchain())

@@ -31,7 +31,7 @@ from tuner.compile import nvcc_flags, side_by_side, triton_compiler
 from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.compile.ptxas import parse_advice, parse_resources
 from tuner.compile.render import included, render, template_digest
-from tuner.compile.toolchain import Toolchain, find_toolchain, include_dirs, path_option
+from tuner.compile.toolchain import Toolchain, find_toolchain, include_dirs, numbers, path_option
 from tuner.compile.units import (
     CHEAP_TOGETHER,
     KernelJob,
@@ -157,13 +157,21 @@ class Compiler:
             RenderError: when the spec does not render.
             CompileError: when it is a Triton kernel and Triton is not installed.
         """
-        text = render(spec, _PLACEHOLDER)
+        text = self.source(spec, _PLACEHOLDER)
         ingredients = {
             **self._ingredients(spec),
             "headers": {name: template_digest(name) for name in included(text)},
             "text": text,
         }
         return hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()[:32]
+
+    def source(self, spec: KernelSpec, kernel_id: str) -> str:
+        """Text of a kernel for this toolchain's CUTLASS.
+
+        Raises:
+            RenderError: when the spec does not render.
+        """
+        return render(spec, kernel_id, numbers(self.toolchain.cutlass_version))
 
     def _ingredients(self, spec: KernelSpec) -> dict[str, Any]:
         """Part of a key that identifies the compiler."""
@@ -389,7 +397,7 @@ class Compiler:
                 unit.folder = folder
             if unit.cancelled.is_set():
                 raise CancelledError
-            sources = {job.key: render(job.spec, job.key) for job in todo}
+            sources = {job.key: self.source(job.spec, job.key) for job in todo}
             commands = self._write(folder, todo[0].spec.template, "\n".join(sources.values()))
             is_urgent = todo[0].spec.template in _URGENT or any(job.is_first for job in todo)
             command, done = self._run(commands, folder, is_urgent)

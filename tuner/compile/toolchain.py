@@ -19,6 +19,7 @@ from tuner import settings
 from tuner.base.install import install_command
 from tuner.base.processes import ProcessPool
 from tuner.compile.nvcc_flags import code_flags
+from tuner.compile.render import MIN_CUTLASS
 from tuner.errors import CompileError
 from tuner.families.triton_attention import triton_version
 
@@ -27,8 +28,6 @@ from tuner.families.triton_attention import triton_version
 MIN_NVCC = (12, 3)
 #: CUTLASS's README: "recommended" for performance.
 GOOD_NVCC = (12, 8)
-#: The first release whose wheel and examples this project is written against.
-MIN_CUTLASS = (4, 2)
 #: Compiler of the shipped proofs (``cache/proofs``).
 PROVEN_NVCC = "13.0.88"
 #: Its packages, with headers of the same CUDA.
@@ -128,8 +127,8 @@ def find_nvcc() -> tuple[Path, str]:
         else:
             version = nvcc_version(path)
             headers = _headers_version(path)
-            is_apart = headers and (_CHECKED_MAJOR,) <= _numbers(version) != _numbers(headers)
-            if version and _numbers(version) >= MIN_NVCC and not is_apart:
+            is_apart = headers and (_CHECKED_MAJOR,) <= numbers(version) != numbers(headers)
+            if version and numbers(version) >= MIN_NVCC and not is_apart:
                 return path, version
             beside = f", beside headers of CUDA {headers}" if is_apart else ""
             looked.append(f"{place}: {path} is {version or 'not a working nvcc'}{beside}")
@@ -159,7 +158,7 @@ def _headers_version(nvcc: Path) -> str:
 
 def is_old(version: str) -> bool:
     """True if this nvcc works, but newer ones make faster kernels."""
-    return _numbers(version) < GOOD_NVCC
+    return numbers(version) < GOOD_NVCC
 
 
 def find_host_compiler() -> tuple[Path, str]:
@@ -211,7 +210,7 @@ def find_cutlass() -> tuple[Path, str]:
         ) from exc
     parts = [re.search(rf"#define CUTLASS_{p}\s+(\d+)", text) for p in ("MAJOR", "MINOR", "PATCH")]
     version = ".".join(m[1] if m else "0" for m in parts)
-    if _numbers(version) < MIN_CUTLASS:
+    if numbers(version) < MIN_CUTLASS:
         raise CompileError(
             f"CUTLASS {version} of {place} ({root}) is too old (allowed: >= "
             f"{_dotted(MIN_CUTLASS)}): {cutlass_help()}"
@@ -332,7 +331,8 @@ def _output(program: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def numbers(version: str) -> tuple[int, ...]:
+    """Major and minor number of a version."""
     return tuple(int(n) for n in re.findall(r"\d+", version)[:2])
 
 

@@ -165,17 +165,12 @@ def carry(path: Path, earlier: Iterable[Kernel]) -> CarriedProofs:
         StoreError: when it cannot be written.
     """
     found, carried = CarriedProofs(), list[Kernel]()
-    proven: dict[str, list[Kernel]] = {}
-    for kernel in earlier:
-        proven.setdefault(kernel.spec, []).append(kernel)
+    proofs = EarlierProofs(earlier)
     for kernel in KernelList.read(path).kernels.values():
         if kernel.is_judged or kernel.spec == REFERENCE.key:
             continue
-        proofs = [_named(one) for one in proven.get(kernel.spec, ())]
-        known = [proof for proof in proofs if proof is not None]
-        code = _code_of(kernel.artifact) if known else ""
-        same = next((proof for proof in known if proof.code == code), None)
-        if same is not None:
+        code = _code_of(kernel.artifact) if proofs.has(kernel.spec) else ""
+        if (same := proofs.find(kernel.spec, kernel.artifact, code)) is not None:
             carried.append(replace(kernel, proof=same))
         elif code:
             found.other_code += 1
@@ -184,6 +179,34 @@ def carry(path: Path, earlier: Iterable[Kernel]) -> CarriedProofs:
     update(path, carried)
     found.carried = len(carried)
     return found
+
+
+class EarlierProofs:
+    """Proofs of earlier kernels, by spec and machine code.
+
+    Args:
+        earlier: kernels, some of them proven or failed.
+    """
+
+    def __init__(self, earlier: Iterable[Kernel]) -> None:
+        self._kernels: dict[str, list[Kernel]] = {}
+        for kernel in earlier:
+            if kernel.is_judged:
+                self._kernels.setdefault(kernel.spec, []).append(kernel)
+
+    def has(self, spec: str) -> bool:
+        """True where an earlier kernel of the spec has a proof of known machine code."""
+        return any(_named(one) is not None for one in self._kernels.get(spec, ()))
+
+    def find(self, spec: str, artifact: str, code: str) -> Proof | None:
+        """Proof for an artifact of this spec and machine code; None if that failed, or is unknown.
+        """
+        earlier = self._kernels.get(spec, ())
+        if not code or any(one.fault and one.artifact == artifact for one in earlier):
+            return None
+        own = [one.proof for one in earlier if one.proof is not None and one.artifact == artifact]
+        equal = (proof for one in earlier if (proof := _named(one)) is not None)
+        return next((proof for proof in (*own, *equal) if proof.code in ("", code)), None)
 
 
 def _named(kernel: Kernel) -> Proof | None:
