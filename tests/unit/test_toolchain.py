@@ -105,6 +105,12 @@ def test_without_nvcc_every_place_is_named(bare: Path, monkeypatch: pytest.Monke
     assert command in toolchain.nvcc_help()
 
 
+def test_the_package_of_cuda_12_has_no_nvcc(bare: Path) -> None:
+    program(bare / "site/nvidia/cuda_nvcc/bin/ptxas", "ptxas")
+    with pytest.raises(CompileError, match=r"PyPI packages \(nvidia-cuda-nvcc-cu12 has no nvcc\)"):
+        toolchain.find_nvcc()
+
+
 def headers(root: Path, version: int) -> None:
     folder = root / "include"
     folder.mkdir(parents=True)

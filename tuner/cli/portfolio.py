@@ -53,6 +53,7 @@ def build(
     only: Sequence[str],
     dry_run: bool,
     reproducible: bool,
+    force: bool,
 ) -> int:
     """Compile the kernels of the shipped portfolios, and add each to the user's kernel list.
 
@@ -66,6 +67,7 @@ def build(
         reproducible: True for libraries that depend on the list of kernels only, so that equal
             builds give equal bytes, as for the wheel of prebuilt kernels. Kernels that are compiled
             in other company are compiled again.
+        force: True to replace proven kernels by builds without a proof.
 
     Returns:
         Exit code: 1 if a kernel failed.
@@ -89,7 +91,7 @@ def build(
     tools, codes = find_toolchain(), []
     for capability, wanted in sorted(by_capability.items()):
         with Compiler(tools, artifacts, jobs=jobs, capability=capability) as compiler:
-            codes.append(_build(wanted, compiler, dry_run, reproducible))
+            codes.append(_build(wanted, compiler, dry_run, reproducible, force))
     return max(codes)
 
 
@@ -109,10 +111,13 @@ def _targets(op: str | None, gpu: str | None) -> dict[str, list[Target]]:
     return found
 
 
-def _build(wanted: Sequence[Target], compiler: Compiler, dry_run: bool, reproducible: bool) -> int:
+def _build(
+    wanted: Sequence[Target], compiler: Compiler, dry_run: bool, reproducible: bool, force: bool
+) -> int:
     from tuner.compile.compiler import UNIT
     from tuner.compile.units import fixed_units
-    from tuner.selection.kernels import PROVE, Kernel, KernelList, path_of, update
+    from tuner.selection.kernels import PROVE, KernelList, path_of, update
+    from tuner.tuning.built import BuiltKernels
 
     specs = list(dict.fromkeys(spec for one in wanted for spec in one.kernels.values()))
     there = {spec: found for spec in specs if (found := compiler.cached(spec)) is not None}
@@ -138,18 +143,31 @@ def _build(wanted: Sequence[Target], compiler: Compiler, dry_run: bool, reproduc
         return DONE
     path = path_of(compiler.toolchain.nvcc_version, compiler.capability)
     update(path, (), _start(path, compiler))
-    started = time.monotonic()
-
-    def enter(spec: KernelSpec, artifact: Artifact) -> None:
-        update(path, [Kernel(spec.key, artifact.key, artifact.sha256)], are_built=True)
-
-    code = compile_aot(specs, compiler, None, started, enter)
+    entries = BuiltKernels(path, force=force)
+    code = compile_aot(specs, compiler, None, time.monotonic(), entries.enter)
     built = [kernel for spec in specs if (kernel := KernelList.read(path).find(spec)) is not None]
     proven = sum(kernel.proof is not None for kernel in built)
     text = f"{path}: {proven} of {len(built)} kernels are proven and served"
     left = any(kernel.proof is None and not kernel.fault for kernel in built)
     say(f"{text}; {PROVE} checks the others on the GPU" if left else text)
+    if entries.carried:
+        say(f"{entries.carried} proofs are of other artifacts with equal machine code")
+    if entries.stayed:
+        say(_staying(entries.stayed))
     return code
+
+
+def _staying(count: int) -> str:
+    """Message about proven kernels that a build did not replace."""
+    from tuner.compile.nvcc_flags import code_flags
+
+    text = (
+        f"{count} proven kernels stay in the list: today's builds have other machine code, so that "
+        "`tuner prove --carry` finds no proof for them"
+    )
+    if variables := " and ".join(code_flags()):
+        return f"{text} (unset {variables}, or --force replaces them)"
+    return f"{text} (--force replaces them)"
 
 
 def _is_whole(unit: Sequence[KernelSpec], there: Mapping[KernelSpec, Artifact]) -> bool:
@@ -181,8 +199,8 @@ def _start(path: Path, compiler: Compiler) -> KernelList:
     except ConfigError as exc:
         say(f"made anew: {exc}")
         return start
-    if replace(known, kernels={}) == start:
-        return known
+    if known.templates == start.templates:  # they are served, whatever the version of CUTLASS
+        return replace(start, kernels=known.kernels)
     every = _targets(None, None).get(compiler.capability, ())
     specs = dict.fromkeys(spec for one in every for spec in one.kernels.values())
     keys = {spec.key: compiler.key(spec) for spec in (REFERENCE, *specs)}

@@ -295,8 +295,11 @@ def _nvcc_places() -> Iterator[tuple[str, Path | None]]:
         home = os.environ.get(variable)
         yield variable, Path(home).absolute() / "bin" / "nvcc" if home else None
     yield "PATH", _executable("nvcc")
-    packaged = [("PyPI packages", path) for path in _packaged_nvcc()]
-    yield from packaged or [("PyPI packages", None)]
+    place = "PyPI packages"
+    packaged = [(place, path) for path in _packaged_nvcc()]
+    if any((folder / "cuda_nvcc" / "bin" / "ptxas").is_file() for folder in _nvidia()):
+        place += " (nvidia-cuda-nvcc-cu12 has no nvcc)"
+    yield from packaged or [(place, None)]
 
 
 def _own_folder() -> Path:
@@ -305,14 +308,16 @@ def _own_folder() -> Path:
 
 
 def _packaged_nvcc() -> Iterator[Path]:
-    """nvidia-cuda-nvcc's programs: ``nvidia/cu13/bin/nvcc``, the newest major version first.
+    """nvidia-cuda-nvcc's programs: ``nvidia/cu13/bin/nvcc``, the newest major version first."""
+    for folder in _nvidia():
+        yield from sorted(folder.glob("cu[0-9]*/bin/nvcc"), reverse=True)
 
-    Before CUDA 13 its packages have no nvcc.
-    """
+
+def _nvidia() -> Iterator[Path]:
+    """Folders of NVIDIA's packages: the compiler's own, and those that Python imports."""
+    yield _own_folder() / "nvidia"
     spec = importlib.util.find_spec("nvidia")
-    locations = (spec and spec.submodule_search_locations) or ()
-    for location in (_own_folder() / "nvidia", *map(Path, locations)):
-        yield from sorted(location.glob("cu[0-9]*/bin/nvcc"), reverse=True)
+    yield from map(Path, (spec and spec.submodule_search_locations) or ())
 
 
 def _executable(name: str) -> Path | None:

@@ -199,14 +199,13 @@ class EarlierProofs:
         return any(_named(one) is not None for one in self._kernels.get(spec, ()))
 
     def find(self, spec: str, artifact: str, code: str) -> Proof | None:
-        """Proof for an artifact of this spec and machine code; None if that failed, or is unknown.
-        """
+        """Proof for an artifact of a spec and machine code; None if it failed or is unknown."""
         earlier = self._kernels.get(spec, ())
         if not code or any(one.fault and one.artifact == artifact for one in earlier):
             return None
-        own = [one.proof for one in earlier if one.proof is not None and one.artifact == artifact]
-        equal = (proof for one in earlier if (proof := _named(one)) is not None)
-        return next((proof for proof in (*own, *equal) if proof.code in ("", code)), None)
+        known = [(one, proof) for one in earlier if (proof := _named(one)) is not None]
+        own = [one.proof for one, _ in known if one.artifact == artifact]
+        return next((p for p in (*own, *(p for _, p in known)) if p and p.code == code), None)
 
 
 def _named(kernel: Kernel) -> Proof | None:
