@@ -296,7 +296,7 @@ def _nvcc_places() -> Iterator[tuple[str, Path | None]]:
         yield variable, Path(home).absolute() / "bin" / "nvcc" if home else None
     yield "PATH", _executable("nvcc")
     place = "PyPI packages"
-    packaged = [(place, path) for path in _packaged_nvcc()]
+    packaged: list[tuple[str, Path | None]] = [(place, path) for path in _packaged_nvcc()]
     if any((folder / "cuda_nvcc" / "bin" / "ptxas").is_file() for folder in _nvidia()):
         place += " (nvidia-cuda-nvcc-cu12 has no nvcc)"
     yield from packaged or [(place, None)]
