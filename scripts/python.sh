@@ -3,6 +3,8 @@
 top=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv="$top/.venv"
 python="$venv/bin/python"
+# The compiler of the shipped proofs and its headers, as in tuner/compile/toolchain.py.
+compiler='cuda-toolkit[cccl,crt,cudart,nvcc,nvvm]==13.0.2'
 
 die() {
   printf '%s\n' "$*" >&2

@@ -102,3 +102,31 @@ def test_one_broken_kernel_does_not_cost_its_neighbour(
         assert good.result().facts["kernels_in_unit"] == 1
     assert str(toolchain.nvcc) in raised.value.command
     assert "this is not C++" in raised.value.log
+
+
+def test_an_ignored_setmaxnreg_is_advice(
+    toolchain: Toolchain, templates: Path, tmp_path: Path
+) -> None:
+    """The tests that find no advice would find this; ptxas names no kernel here."""
+    text = """
+struct kernel_{{ id }} {};
+template <class Tag>
+__global__ void __launch_bounds__({{ bounds }}) split(float* out) {
+  if (threadIdx.x < 128) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    return;
+  }
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+  out[threadIdx.x] *= 2.0f;
+}
+template __global__ void split<kernel_{{ id }}>(float*);
+"""
+    (templates / "split.cu.j2").write_text(text)
+    bounds = ("384", "384, 1")
+    with Compiler(toolchain, ArtifactCache(tmp_path / "cache"), jobs=1, batch=1) as compiler:
+        submitted = compiler.submit(
+            [KernelSpec("split.cu.j2", {"bounds": one}, {"bounds": bounds}) for one in bounds]
+        )
+        advice = [future.result().facts["advice"] for _, future in submitted]
+    assert "'setmaxnreg' ignored" in "".join(advice[0])
+    assert advice[1] == []

@@ -18,7 +18,7 @@ import os, re, subprocess, sys, time
 arguments = sys.argv[1:]
 if "--dryrun" in arguments:
     sys.exit(0)
-source = next(a for a in arguments if a.endswith(".cu"))
+source = next(a for a in arguments if a.endswith(".cu") and not a.startswith("-"))
 output = arguments[arguments.index("-o") + 1]
 text = open(source).read()
 ids = re.findall(r"kernel_(\w+)", text)

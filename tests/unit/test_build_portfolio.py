@@ -22,11 +22,13 @@ from tuner.errors import CompileError
 from tuner.families.base import KernelSpec
 from tuner.measure.gate import REFERENCE
 from tuner.measurement import Resources
-from tuner.selection import backward, block_scaled, grouped, kernels, portfolio, transfer
+from tuner.selection import backward, block_scaled, grouped, portfolio, transfer
 from tuner.selection.domains import AttentionDomain, domain_of
 from tuner.selection.kernel_list import Kernel, KernelList, Proof
 from tuner.selection.kernels import path_of, targets
 from tuner.selection.portfolio import shipped
+from tuner.tuning import built
+from tuner.tuning.proof import EarlierProofs
 
 TOOLS = SimpleNamespace(nvcc_version="13.0.88", cutlass_version="4.2.0")
 PROOF = Proof(64, 0, "NVIDIA H200", "580.1", "2026-11-23")
@@ -194,7 +196,7 @@ def test_a_failed_kernel_stays_failed_where_its_proof_ships(
     main(["build", "--portfolio"])
     failed, *others = (one for one in written().kernels.values() if one.spec != REFERENCE.key)
     shipped_too = [replace(one, proof=PROOF) for one in written().kernels.values()]
-    monkeypatch.setattr(kernels, "shipped_kernels", lambda: shipped_too)
+    monkeypatch.setattr(built, "shipped_kernels", lambda: shipped_too)
     fault = replace(failed, fault="wrong at S=1")
     written().with_kernels([fault]).write(path_of("13.0.88", "9.0"))
     monkeypatch.setattr(Compiler, "built", [])
@@ -315,7 +317,7 @@ def test_what_is_out_of_range_is_named(
     assert code == 2 and message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--dry-run", "--reproducible", "--only=D=256"])
+@pytest.mark.parametrize("option", ["--dry-run", "--reproducible", "--only=D=256", "--force"])
 def test_some_options_are_for_the_portfolio(
     option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -343,3 +345,78 @@ def test_a_kernel_keeps_its_place_in_the_list() -> None:
     main(["build", "--portfolio"])
     kernel = next(iter(written().kernels.values()))
     assert isinstance(kernel, Kernel) and len(kernel.artifact) == 32
+
+
+class TestAnotherBuild:
+    """The same kernels under other keys, as another CUTLASS or other options of nvcc make them."""
+
+    CODE = "c" * 32
+
+    @pytest.fixture(autouse=True)
+    def proven(self, monkeypatch: pytest.MonkeyPatch) -> KernelList:
+        """A list of proven kernels whose artifacts are present; the next build has other keys."""
+        monkeypatch.setattr(Artifact, "code", property(lambda artifact: self.CODE))
+        main(["build", "--portfolio"])
+        kernels = [
+            replace(one, proof=PROOF, code=self.CODE)
+            for spec, one in written().kernels.items()
+            if spec != REFERENCE.key
+        ]
+        written().with_kernels(kernels).write(path_of("13.0.88", "9.0"))
+        monkeypatch.setattr(built, "artifact_of", lambda known, kernel: kernel)
+        monkeypatch.setattr(Compiler, "version", "2")
+        newer = SimpleNamespace(nvcc_version="13.0.88", cutlass_version="4.7.0")
+        monkeypatch.setattr(toolchain, "find_toolchain", lambda: newer)
+        return written()
+
+    def others(self, known: KernelList) -> dict[str, Kernel]:
+        """Rows without the gate's kernel, which needs no proof."""
+        return {spec: one for spec, one in known.kernels.items() if spec != REFERENCE.key}
+
+    def test_proofs_of_equal_machine_code_are_carried_over(
+        self, proven: KernelList, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["build", "--portfolio"]) == 0
+        assert written().cutlass == "4.7.0"
+        for spec, kernel in self.others(written()).items():
+            assert kernel.artifact != proven.kernels[spec].artifact
+            assert kernel.proof is not None
+            assert kernel.proof.carried == proven.kernels[spec].artifact
+        assert "2 proofs are of other artifacts with equal" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("variable", ["NVCC_APPEND_FLAGS", "NVCC_PREPEND_FLAGS", ""])
+    def test_proven_kernels_stay_where_the_new_ones_have_no_proof(
+        self,
+        variable: str,
+        proven: KernelList,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        if variable:
+            monkeypatch.setenv(variable, "-G")
+        monkeypatch.setattr(Artifact, "code", property(lambda artifact: "d" * 32))
+        assert main(["build", "--portfolio"]) == 0
+        assert self.others(written()) == self.others(proven)
+        assert written().kernels[REFERENCE.key] != proven.kernels[REFERENCE.key]
+        said = capsys.readouterr().err
+        assert "2 proven kernels stay in the list" in said and "`tuner prove --carry`" in said
+        assert f"(unset {variable}, or --force" in said if variable else "(--force" in said
+        assert main(["build", "--portfolio", "--force"]) == 0
+        assert all(one.proof is None for one in self.others(written()).values())
+
+    def test_proven_kernels_whose_artifacts_are_gone_are_replaced(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(built, "artifact_of", lambda known, kernel: None)
+        monkeypatch.setattr(Artifact, "code", property(lambda artifact: "d" * 32))
+        assert main(["build", "--portfolio"]) == 0
+        assert all(one.proof is None for one in self.others(written()).values())
+
+    def test_a_failed_artifact_takes_no_proof_over(self, proven: KernelList) -> None:
+        kernel = next(iter(self.others(proven).values()))
+        failed = replace(kernel, artifact="f" * 32, proof=None, fault="it is wrong")
+        proofs = EarlierProofs([kernel, failed])
+        assert proofs.find(kernel.spec, "e" * 32, self.CODE) is not None
+        assert proofs.find(kernel.spec, "f" * 32, self.CODE) is None
+        assert proofs.find(kernel.spec, "e" * 32, "d" * 32) is None
+        assert proofs.find(kernel.spec, "e" * 32, "") is None

@@ -290,6 +290,16 @@ def test_the_key_does_not_change_with_what_rendering_leaves_out(fake: Fake) -> N
     assert fake.compiler().key(spec(1)) == before
 
 
+def test_a_template_may_follow_the_toolchain_s_cutlass(fake: Fake) -> None:
+    text = "struct kernel_{{ id }} { {{- 'newer' if cutlass >= (4, 6) else 'older' -}} };"
+    (fake.templates / "a.cu.j2").write_text(text)
+    for version, expected in (("4.2.0", "older"), ("4.6.2", "newer"), ("4.10.0", "newer")):
+        fake.toolchain = replace(fake.toolchain, cutlass_version=version)
+        with fake.compiler(jobs=1) as made:
+            artifact = made.submit([spec(1)])[0][1].result()
+        assert expected in (artifact.library.parent / "kernel.cu").read_text()
+
+
 def test_the_key_changes_with_the_variables_and_not_with_paths(fake: Fake, tmp_path: Path) -> None:
     made = fake.compiler()
     assert made.key(spec(1)) != made.key(spec(2))

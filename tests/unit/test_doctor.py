@@ -13,8 +13,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from tuner import __version__
-from tuner.base import filesystem, resources
+from tuner.base import filesystem
 from tuner.base.install import extra_command, install_command
 from tuner.cli import artifacts, doctor, main
 from tuner.compile import dispatcher, prebuilt, toolchain
@@ -24,7 +23,6 @@ from tuner.errors import BenchmarkError, CompileError, ConfigError
 from tuner.hardware import GPUS, Gpu
 from tuner.measure import device
 from tuner.measurement import Environment
-from tuner.selection.kernels import KernelList
 
 PROBE = toolchain.probe
 
@@ -440,20 +438,20 @@ def test_a_store_in_memory_is_refused(
     assert main(["list"]) == 2
 
 
-@pytest.mark.parametrize(
-    ("templates", "state", "said"),
-    [
-        (None, "ok", "they serve where the artifact cache has none"),
-        ("0" * 64, "note", "of other templates: they do not serve"),
-    ],
-)
-def test_prebuilt_kernels_of_other_templates_do_not_serve(
-    templates: str | None, state: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_flags_that_nvcc_reads_by_itself_are_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = KernelList("13.0.88", "4.2.0", "9.0", templates or resources.templates_digest())
-    path = tmp_path / "kernels.json"
-    made.write(path)
-    monkeypatch.setattr(prebuilt, "kernel_list", lambda: path)
-    monkeypatch.setattr(doctor, "_version", lambda name: __version__)
-    [finding] = doctor._prebuilt()
-    assert (finding.state, finding.found.endswith(said)) == (state, True)
+    monkeypatch.setenv("NVCC_APPEND_FLAGS", "-G")
+    monkeypatch.setenv("NVCC_PREPEND_FLAGS", "-ccbin=/usr/bin/g++")
+    text = lines(capsys, 0)["flags of nvcc"]
+    assert text.startswith("note: NVCC_APPEND_FLAGS=-G: kernels of other keys")
+    assert "`tuner prove --carry`" in text and "NVCC_PREPEND_FLAGS" not in text
+
+
+def test_a_compiler_without_shipped_proofs_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: (Path("/cuda/nvcc"), "13.2.86"))
+    said = lines(capsys, 0)["nvcc"]
+    assert said.startswith("note: 13.2.86 (/cuda/nvcc), and the shipped proofs are of 13.0.88")
+    assert "`tuner prove`" in said and toolchain.PROVEN_PACKAGES in said

@@ -14,6 +14,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import tuner
 from tuner.base import resources
@@ -150,8 +151,18 @@ def test_versions_of_tools_are_pinned() -> None:
     own = ("setuptools>=", "cutlass-tuner[")
     loose = [tool for tool in tools if "==" not in tool and not tool.startswith(own)]
     assert not loose
-    compiler = PROJECT["project"]["optional-dependencies"]["nvcc"]
-    assert all("==13.0." in package for package in compiler)
+
+
+def test_the_compiler_s_extra_takes_the_cuda_that_torch_pins() -> None:
+    """torch pins one release of cuda-toolkit, 13.0.2 or 13.2.2; another pin would replace its
+    runtime, or torch.
+    """
+    [wanted] = PROJECT["project"]["optional-dependencies"]["nvcc"]
+    requirement = Requirement(wanted)
+    assert requirement.name == "cuda-toolkit"
+    assert requirement.extras == {"cccl", "crt", "cudart", "nvcc", "nvvm"}
+    assert all(version in requirement.specifier for version in ("13.0.2", "13.2.2"))
+    assert "12.9.1" not in requirement.specifier
 
 
 @pytest.mark.parametrize("script", ["setup", "check", "test", "test-gpu", "tuner", "wheelhouse"])
@@ -244,3 +255,37 @@ def test_files_that_are_named_are_run_in_place_of_all(
         assert not {*folders} & {*run(checkout, name, "tests/other").stdout.split()}
     found = run(checkout, name, "-k", "tests").stdout.split()
     assert found[-len(folders) - 2 :] == [*folders, "-k", "tests"]
+
+
+def test_the_command_installs_its_compiler_beside_torch(checkout: Path) -> None:
+    """Either order of torch and compiler in one environment has failed or replaced one of them."""
+    for name in ("tuner", "python.sh"):
+        shutil.copy(ROOT / "scripts" / name, checkout / "scripts" / name)
+    (checkout / "pyproject.toml").write_text("")
+    fakes = {
+        ".venv/bin/python": f"""
+            case "$*" in
+              *find_spec*) exit 1;;  # no torch
+              *pip\\ install*) echo "$*" >> {checkout}/pip;;
+            esac""",
+        ".venv/bin/tuner": "echo tuner",
+        "path/nvidia-smi": "echo GPU 0",
+    }
+    for name, text in fakes.items():
+        file = checkout / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"#!/bin/bash\n{text}\n")
+        file.chmod(0o755)
+    for tool in ("bash", "env", "cat", "cksum", "tr", "rm", "touch", "dirname", "grep"):
+        (checkout / "path" / tool).symlink_to(str(shutil.which(tool)))
+    done = subprocess.run(
+        [checkout / "scripts" / "tuner"],
+        env={"PATH": str(checkout / "path")},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (0, "tuner\n"), done.stderr
+    compiler, core, torch = (checkout / "pip").read_text().splitlines()
+    assert f"--target {checkout}/.venv/tuner-nvcc cuda-toolkit[" in compiler
+    assert core.endswith("--editable .")
+    assert torch.endswith(".[torch]")

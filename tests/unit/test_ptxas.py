@@ -7,6 +7,8 @@ from tuner.measurement import Resources
 
 LOG = (Path(__file__).parents[1] / "assets" / "ptxas_gemm.txt").read_text()
 """What nvcc 13.0.88 printed for a unit of two ping-pong GEMMs, tiles 256x128 and 64x128."""
+IGNORED = (Path(__file__).parents[1] / "assets" / "ptxas_setmaxnreg.txt").read_text()
+"""What nvcc 13.0.88 printed for kernels with `setmaxnreg`: one bound, two bounds, and none."""
 WIDE, NARROW = "503f8f5768849b10c9737f8c320ba0fb", "a7d0ec4bb650cab30c2be0d1dad5d6c3"
 
 
@@ -49,11 +51,14 @@ def test_serialised_wgmma_is_kept_as_advice() -> None:
     assert WIDE not in advice[WIDE][0]
 
 
-def test_advice_without_a_name_belongs_to_the_function_being_compiled() -> None:
-    log = (
-        "ptxas info : Compiling entry function '_Z8kernel_aPf' for 'sm_90a'\n"
-        "ptxas info : (C7508) Potential Performance Loss: 'setmaxnreg' ignored\n" * 2
-    )
-    assert parse_advice(log, ["kernel_a"]) == {
-        "kernel_a": ("ptxas info : (C7508) Potential Performance Loss: 'setmaxnreg' ignored",)
-    }
+def test_advice_without_a_name_belongs_to_every_kernel_of_the_unit() -> None:
+    """ptxas prints an ignored `setmaxnreg` before the name of the first kernel."""
+    ids = ["kernel_one_argument", "kernel_two_arguments", "kernel_unbounded"]
+    line = IGNORED.splitlines()[0]
+    assert "'setmaxnreg' ignored" in line and not any(name in line for name in ids)
+    assert parse_advice(IGNORED, ids) == dict.fromkeys(ids, (line,))
+    assert parse_advice(IGNORED, []) == {}
+
+
+def test_advice_about_another_function_is_left_out() -> None:
+    assert parse_advice(LOG, [NARROW]) == {}

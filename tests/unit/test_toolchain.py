@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tuner.base.install import extra_command
+from tuner.base import resources
+from tuner.base.install import install_command
 from tuner.compile import toolchain
 from tuner.errors import CompileError
 
@@ -29,6 +30,7 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "path").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "path"))
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site")])
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "prefix"))
     for module in ("nvidia", "cutlass_library"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     return tmp_path
@@ -98,7 +100,62 @@ def test_without_nvcc_every_place_is_named(bare: Path, monkeypatch: pytest.Monke
         f"no nvcc >= 12.3 was found (looked in CUDA_HOME: {bare}/gone/bin/nvcc does not exist, "
         f"CUDA_PATH: none, PATH: {old} is 12.2.140, PyPI packages: none): " + toolchain.nvcc_help()
     )
-    assert extra_command("nvcc") in toolchain.nvcc_help()
+    folder = str(bare / "prefix" / "tuner-nvcc")
+    command = install_command("--target", folder, toolchain.PROVEN_PACKAGES)
+    assert command in toolchain.nvcc_help()
+
+
+def test_the_package_of_cuda_12_has_no_nvcc(bare: Path) -> None:
+    program(bare / "site/nvidia/cuda_nvcc/bin/ptxas", "ptxas")
+    with pytest.raises(CompileError, match=r"PyPI packages \(nvidia-cuda-nvcc-cu12 has no nvcc\)"):
+        toolchain.find_nvcc()
+
+
+def headers(root: Path, version: int) -> None:
+    folder = root / "include"
+    folder.mkdir(parents=True)
+    (folder / "cuda_runtime_api.h").write_text(f"#define CUDART_VERSION  {version}\n")
+
+
+def test_a_compiler_in_a_folder_of_its_own_comes_before_torch_s_packages(bare: Path) -> None:
+    """`pip install --target` puts it there: torch's CUDA is not touched, nor meets it."""
+    beside_torch = nvcc(bare / "site/nvidia/cu13/bin/nvcc", "13.2.86")
+    assert toolchain.find_nvcc() == (beside_torch, "13.2.86")
+    own = nvcc(bare / "prefix/tuner-nvcc/nvidia/cu13/bin/nvcc")
+    assert toolchain.find_nvcc() == (own, "13.0.88")
+
+
+def test_an_nvcc_beside_headers_of_another_cuda_is_passed_over(
+    bare: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch 2.15 brings the runtime's headers of CUDA 13.2, in the place of those of 13.0."""
+    mixed = nvcc(bare / "prefix/tuner-nvcc/nvidia/cu13/bin/nvcc")
+    headers(bare / "prefix/tuner-nvcc/nvidia/cu13", 13020)
+    with pytest.raises(CompileError, match=rf"{mixed} is 13\.0\.88, beside headers of CUDA 13\.2"):
+        toolchain.find_nvcc()
+    monkeypatch.setenv("TUNER_NVCC", str(mixed))
+    with pytest.raises(CompileError, match=r"TUNER_NVCC: .* beside headers of CUDA 13\.2"):
+        toolchain.find_nvcc()
+    monkeypatch.delenv("TUNER_NVCC")
+    fitting = nvcc(bare / "site/nvidia/cu13/bin/nvcc", "13.2.86")
+    headers(bare / "site/nvidia/cu13", 13020)
+    assert toolchain.find_nvcc() == (fitting, "13.2.86")
+
+
+def test_headers_of_cuda_12_may_be_of_another_release(bare: Path) -> None:
+    """Its C++ library does not compare them."""
+    older = nvcc(bare / "path/../toolkit/bin/nvcc", "12.6.3")
+    headers(bare / "toolkit/targets/x86_64-linux", 12080)
+    (bare / "path/nvcc").symlink_to(older)
+    assert toolchain.find_nvcc()[1] == "12.6.3"
+
+
+def test_the_compiler_that_hints_install_is_the_one_of_the_shipped_proofs() -> None:
+    names = [path.name for path in (resources.cache() / "proofs").glob("*.json")]
+    assert names
+    assert all(name.endswith(f"-nvcc-{toolchain.PROVEN_NVCC}.json") for name in names)
+    script = (resources.cache().parent / "scripts" / "python.sh").read_text()
+    assert f"\ncompiler='{toolchain.PROVEN_PACKAGES}'\n" in script
 
 
 @pytest.mark.parametrize("what", ["gone", "old", "other"])

@@ -27,10 +27,10 @@ def extra_command(name: str) -> str:
 
 
 def install_command(*requirements: str) -> str:
-    """The command that installs packages of an index into this environment.
+    """The command that installs packages of an index, by default into this environment.
 
     Args:
-        requirements: as pip reads them, as ``nvidia-cutlass==4.2.0.0``.
+        requirements: as pip reads them, as ``nvidia-cutlass==4.2.0.0``, and its options.
     """
     return _command(*requirements)
 

@@ -92,6 +92,11 @@ def register(subparsers: Any) -> None:
         help="with --portfolio: group kernels by their list only, so that equal builds are equal "
         "bytes; kernels of other libraries are compiled again",
     )
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="with --portfolio: replace proven kernels in the list by builds without a proof",
+    )
     parser.add_argument("--jobs", type=int, metavar="N", help="nvcc processes (default: the cores)")
     add_store(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object")
@@ -115,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.portfolio:
         return _portfolio(args)
-    for option in ("dry_run", "reproducible", "only"):
+    for option in ("dry_run", "reproducible", "only", "force"):
         if getattr(args, option):
             name = option.replace("_", "-")
             raise ConfigError(f"--{name} is not for entries (allowed: with --portfolio)")
@@ -195,6 +200,7 @@ def _portfolio(args: argparse.Namespace) -> int:
             only=tuple(args.only.split(",")) if args.only else (),
             dry_run=args.dry_run,
             reproducible=args.reproducible,
+            force=args.force,
         )
         if not args.dry_run:
             print(f"the runtime's dispatcher: {_dispatcher(artifacts)}", file=sys.stderr)

@@ -208,7 +208,7 @@ def _driver(version: str, cuda: str) -> Finding:
 
 
 def _compiling() -> Iterator[Finding]:
-    from tuner.compile import toolchain
+    from tuner.compile import nvcc_flags, toolchain
     from tuner.errors import CompileError
 
     broken = False
@@ -227,8 +227,16 @@ def _compiling() -> Iterator[Finding]:
         if name == "nvcc" and toolchain.is_old(version):
             advice = "12.8 or newer makes faster kernels"
             yield Finding(name, NOTE, f"{version} ({path})", advice)
+        elif name == "nvcc" and version != toolchain.PROVEN_NVCC:
+            what = f"{version} ({path}), and the shipped proofs are of {toolchain.PROVEN_NVCC}"
+            advice = f"`tuner prove` after a build; or {toolchain.nvcc_help()}"
+            yield Finding(name, NOTE, what, advice)
         else:
             yield Finding(name, OK, f"{version} ({path})")
+    for variable, flags in nvcc_flags.code_flags().items():
+        what = f"{variable}={flags}: kernels of other keys, without the shipped proofs"
+        advice = f"unset {variable}; or `tuner prove --carry`, then `tuner prove`"
+        yield Finding("flags of nvcc", NOTE, what, advice)
     yield _triton()
     if not broken:
         problem = toolchain.probe(toolchain.find_toolchain())
@@ -376,7 +384,6 @@ def _temporary() -> Finding:
 def _prebuilt() -> Iterator[Finding]:
     """Finding about the wheel of prebuilt kernels, if it is installed."""
     import tuner
-    from tuner.base import resources
     from tuner.compile import prebuilt
     from tuner.errors import ConfigError, StoreError
     from tuner.selection.kernels import read
@@ -402,9 +409,6 @@ def _prebuilt() -> Iterator[Finding]:
         found += f"; this is cutlass-tuner {tuner.__version__}"
     if served < proven or version != tuner.__version__:
         yield Finding(name, NOTE, found, advice)
-        return
-    if known.templates != resources.templates_digest():
-        yield Finding(name, NOTE, f"{found}, of other templates: they do not serve", advice)
         return
     yield Finding(name, OK, f"{found}; they serve where the artifact cache has none")
 

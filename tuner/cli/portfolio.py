@@ -54,6 +54,7 @@ def build(
     only: Sequence[str],
     dry_run: bool,
     reproducible: bool,
+    force: bool,
 ) -> int:
     """Compile the kernels of the shipped portfolios, and add each to the user's kernel list.
 
@@ -67,6 +68,7 @@ def build(
         reproducible: True for libraries that depend on the list of kernels only, so that equal
             builds give equal bytes, as for the wheel of prebuilt kernels. Kernels that are compiled
             in other company are compiled again.
+        force: True to replace proven kernels by builds without a proof.
 
     Returns:
         Exit code: 1 if a kernel failed.
@@ -90,7 +92,7 @@ def build(
     tools, codes = find_toolchain(), []
     for capability, wanted in sorted(by_capability.items()):
         with Compiler(tools, artifacts, jobs=jobs, capability=capability) as compiler:
-            codes.append(_build(wanted, compiler, dry_run, reproducible))
+            codes.append(_build(wanted, compiler, dry_run, reproducible, force))
     return max(codes)
 
 
@@ -110,11 +112,13 @@ def _targets(op: str | None, gpu: str | None) -> dict[str, list[Target]]:
     return found
 
 
-def _build(wanted: Sequence[Target], compiler: Compiler, dry_run: bool, reproducible: bool) -> int:
+def _build(
+    wanted: Sequence[Target], compiler: Compiler, dry_run: bool, reproducible: bool, force: bool
+) -> int:
     from tuner.compile.compiler import UNIT
     from tuner.compile.units import fixed_units
-    from tuner.selection.kernel_list import Kernel
-    from tuner.selection.kernels import PROVE, path_of, read, shipped_kernels, update
+    from tuner.selection.kernels import PROVE, path_of, read, update
+    from tuner.tuning.built import BuiltKernels
 
     specs = list(dict.fromkeys(spec for one in wanted for spec in one.kernels.values()))
     there = {spec: found for spec in specs if (found := compiler.cached(spec)) is not None}
@@ -140,13 +144,8 @@ def _build(wanted: Sequence[Target], compiler: Compiler, dry_run: bool, reproduc
         return DONE
     path = path_of(compiler.toolchain.nvcc_version, compiler.capability)
     update(path, lambda known: known, start=lambda: _start(path, compiler))
-    started = time.monotonic()
-
-    def enter(spec: KernelSpec, artifact: Artifact) -> None:
-        added = [Kernel.of(spec, artifact)]
-        update(path, lambda known: known.with_kernels(added).with_verdicts(shipped_kernels()))
-
-    code = compile_aot(specs, compiler, None, started, enter)
+    entries = BuiltKernels(path, force=force)
+    code = compile_aot(specs, compiler, None, time.monotonic(), entries.enter)
     known = read(path)
     built = [kernel for spec in specs if (kernel := known.find(spec)) is not None]
     proven = sum(kernel.proof is not None for kernel in built)
@@ -155,7 +154,24 @@ def _build(wanted: Sequence[Target], compiler: Compiler, dry_run: bool, reproduc
     text += f", {failed} failed before" if failed else ""
     left = any(not kernel.is_judged for kernel in built)
     say(f"{text}; {PROVE} checks the others on the GPU" if left else text)
+    if entries.carried:
+        say(f"{entries.carried} proofs are of other artifacts with equal machine code")
+    if entries.stayed:
+        say(_staying(entries.stayed))
     return code
+
+
+def _staying(count: int) -> str:
+    """Message about proven kernels that a build did not replace."""
+    from tuner.compile.nvcc_flags import code_flags
+
+    text = (
+        f"{count} proven kernels stay in the list: today's builds have other machine code, so that "
+        "`tuner prove --carry` finds no proof for them"
+    )
+    if variables := " and ".join(code_flags()):
+        return f"{text} (unset {variables}, or --force replaces them)"
+    return f"{text} (--force replaces them)"
 
 
 def _is_whole(unit: Sequence[KernelSpec], there: Mapping[KernelSpec, Artifact]) -> bool:
@@ -185,8 +201,7 @@ def _start(path: Path, compiler: Compiler) -> KernelList:
     except ConfigError as exc:
         say(f"made anew: {exc}")
         return start
-    is_same = replace(known, kernels={}, faults={}) == start
-    stale = {one.spec for one in known.kernels.values() if not (is_same and one.is_current)}
+    stale = {one.spec for one in known.kernels.values() if not one.is_current}
     every = _targets(None, None).get(compiler.capability, ()) if stale else ()
     specs = {spec.key: spec for one in every for spec in one.kernels.values()}
     specs[REFERENCE.key] = REFERENCE

@@ -141,7 +141,7 @@ def _profile(
 ) -> Profile:
     from tuner.compile.artifacts import ArtifactCache
     from tuner.compile.compiler import Compiler
-    from tuner.compile.toolchain import find_toolchain
+    from tuner.compile.toolchain import environment_facts, find_toolchain
     from tuner.errors import NoValidConfigError
     from tuner.families import family
     from tuner.measure import device, nsight
@@ -159,8 +159,7 @@ def _profile(
         (_, reference), *others = compiler.submit([REFERENCE, *specs.values()])
         made = {name: future.result() for name, (_, future) in zip(specs, others, strict=True)}
         gate = reference.result()
-    facts = {"nvcc": tools.nvcc_version, "cutlass": tools.cutlass_version}
-    environment = Environment({**device.environment().facts, **facts})
+    environment = Environment({**device.environment().facts, **environment_facts(tools)})
     return nsight.profile(
         ncu, problem, config, gpu, regime, gate, made, environment, timeout_s=timeout_s
     )

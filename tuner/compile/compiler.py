@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import re
 import shlex
 import threading
@@ -28,11 +27,11 @@ from typing import Any
 from tuner.base import resources
 from tuner.base.limits import available_bytes, cpu_count
 from tuner.base.processes import Finished, ProcessPool
-from tuner.compile import side_by_side, triton_compiler
+from tuner.compile import nvcc_flags, side_by_side, triton_compiler
 from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.compile.ptxas import parse_advice, parse_resources
 from tuner.compile.render import included, render, template_digest
-from tuner.compile.toolchain import Toolchain, find_toolchain, include_dirs
+from tuner.compile.toolchain import Toolchain, find_toolchain, include_dirs, numbers, path_option
 from tuner.compile.units import (
     CHEAP_TOGETHER,
     KernelJob,
@@ -80,6 +79,10 @@ _HALVES = '#include "host_half.h"'
 _UNFUSED = "// nvcc: -fmad=false\n"
 """Marks sources in which products and sums must not be fused into multiply-adds."""
 _HOST = '#include "unit.cu"\n'
+_EXTERNAL = '#ifdef __CUDACC__\nextern "C" void tuner_unit() {}\n#endif\n'
+"""Function for a device half, which has no other external one: nvcc would put a process number into
+the names of internal symbols. No code is made of it.
+"""
 _URGENT = frozenset({"reference.cu.j2"})
 """Templates that are compiled at the usual priority, before others: no candidate is checked without
 the reference. The first kernel of a submitter is compiled so, too."""
@@ -153,7 +156,7 @@ class Compiler:
             RenderError: when the spec does not render.
             CompileError: when it is a Triton kernel and Triton is not installed.
         """
-        text = render(spec, _PLACEHOLDER)
+        text = self.source(spec, _PLACEHOLDER)
         ingredients = {
             **self._ingredients(spec),
             "headers": {name: template_digest(name) for name in included(text)},
@@ -161,16 +164,24 @@ class Compiler:
         }
         return hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()[:32]
 
+    def source(self, spec: KernelSpec, kernel_id: str) -> str:
+        """Text of a kernel for this toolchain's CUTLASS.
+
+        Raises:
+            RenderError: when the spec does not render.
+        """
+        return render(spec, kernel_id, numbers(self.toolchain.cutlass_version))
+
     def _ingredients(self, spec: KernelSpec) -> dict[str, Any]:
         """Part of a key that identifies the compiler."""
         tools = self.toolchain
         if triton_compiler.compiles(spec.template):
             return triton_compiler.ingredients(tools, self.capability)
+        changing = nvcc_flags.code_flags()
         return {
             "nvcc": tools.nvcc_version,
             "flags": flags(self.capability),
-            # nvcc reads these by itself
-            "environment": [os.environ.get(f"NVCC_{w}_FLAGS", "") for w in ("PREPEND", "APPEND")],
+            "environment": [changing.get(name, "") for name in nvcc_flags.VARIABLES],
             "cutlass": [tools.cutlass_version, tools.cutlass_digest],
         }
 
@@ -385,7 +396,7 @@ class Compiler:
                 unit.folder = folder
             if unit.cancelled.is_set():
                 raise CancelledError
-            sources = {job.key: render(job.spec, job.key) for job in todo}
+            sources = {job.key: self.source(job.spec, job.key) for job in todo}
             commands = self._write(folder, todo[0].spec.template, "\n".join(sources.values()))
             is_urgent = todo[0].spec.template in _URGENT or any(job.is_first for job in todo)
             command, done = self._run(commands, folder, is_urgent)
@@ -477,6 +488,7 @@ class Compiler:
             *((f"--split-compile={min(SPLIT, self.jobs)}",) if template in _URGENT else ()),
             f"-ccbin={tools.host_compiler}",
             "-Xlinker=-s",  # symbols hold names of temporary files, which differ by build
+            path_option("unit.cu"),
             SHARED_RUNTIME,
             *(f"-I{path}" for path in includes),
             *(f"-L{path}" for path in tools.library_dirs),
@@ -487,6 +499,7 @@ class Compiler:
 
         if _HALVES not in text:
             return [step("unit.cu", "kernel.so")]
+        (folder / "unit.cu").write_text(text + _EXTERNAL, encoding="utf-8")
         (folder / "host.cpp").write_text(_HOST, encoding="utf-8")
         host = [step("host.cpp", "host.s", *HOST_FLAGS, "-c", "-Xcompiler=-S")]
         device = [

@@ -14,6 +14,7 @@ _SMEM = re.compile(r"(\d+) bytes smem")
 #: Warnings about lost performance that are easily missed: "Potential Performance Loss", and (C7506)
 #: to (C7519), such as serialised wgmma instructions or an ignored `setmaxnreg`.
 _ADVICE = re.compile(r"\(C75\d\d\)|Potential Performance Loss")
+_NAMED = re.compile(r"in (?:the )?function '")
 
 
 def parse_resources(log: str, ids: Iterable[str]) -> dict[str, Resources]:
@@ -53,20 +54,24 @@ def parse_resources(log: str, ids: Iterable[str]) -> dict[str, Resources]:
 
 
 def parse_advice(log: str, ids: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Performance warnings of ptxas by kernel id, the kernel's name shortened to "the kernel"."""
+    """Performance warnings of ptxas by kernel id, the kernel's name shortened to "the kernel".
+
+    A warning that names no kernel goes to all of them: ptxas prints an ignored `setmaxnreg` before
+    the first function's name. A warning about another function, as a kernel that was not asked
+    for, is left out.
+    """
     found: dict[str, dict[str, None]] = {}
     wanted = tuple(ids)
-    current: str | None = None
     for line in log.splitlines():
-        if name := _FUNCTION.search(line):
-            current = _owner(name[1], wanted)
         if not _ADVICE.search(line):
             continue
-        owner = _owner(line, wanted) or current
-        if owner is not None:
-            text = re.sub(r"'?[\w$]*" + re.escape(owner) + r"[\w$]*'?", "the kernel", line.strip())
-            found.setdefault(owner, {})[text] = None
-    return {owner: tuple(lines) for owner, lines in found.items()}
+        owner = _owner(line, wanted)
+        if owner is None and _NAMED.search(line):
+            continue
+        for name in wanted if owner is None else (owner,):
+            text = re.sub(r"'?[\w$]*" + re.escape(name) + r"[\w$]*'?", "the kernel", line.strip())
+            found.setdefault(name, {})[text] = None
+    return {name: tuple(lines) for name, lines in found.items()}
 
 
 def _owner(text: str, ids: tuple[str, ...]) -> str | None:

@@ -25,6 +25,8 @@ _INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"\n]+)[>"]', re.MULTILINE)
 _WORD = re.compile(r"[A-Za-z0-9_:<>, ]{0,128}")
 """Text allowed as a declared word: names and template arguments, without quotes, operators,
 semicolons, braces or line breaks."""
+MIN_CUTLASS = (4, 2)
+"""First release that the templates are written for."""
 _ID = re.compile(r"[A-Za-z0-9_]{0,64}")
 """Identifier of a kernel, the suffix of its functions' names."""
 _INTEGER_BITS = 63
@@ -34,19 +36,20 @@ _digests: dict[tuple[Path, str], tuple[tuple[tuple[Path, int], ...], str]] = {}
 """(folder, template) -> its files with their mtime_ns, and the digest."""
 
 
-def render(spec: KernelSpec, kernel_id: str) -> str:
+def render(spec: KernelSpec, kernel_id: str, cutlass: tuple[int, ...] = MIN_CUTLASS) -> str:
     """Render one kernel.
 
     Args:
         spec: the template and its variables.
         kernel_id: the suffix of every global name of the kernel; the template sees it as `id`. It
             sees the spec's declaration as `arguments`.
+        cutlass: major and minor version of the headers, for what changed between releases.
 
     Raises:
         RenderError: names the template and the fault: a missing file, a syntax error with its line,
             a missing variable, or a value that is not declared.
     """
-    own = {"id": kernel_id, "arguments": spec.arguments}
+    own = {"id": kernel_id, "arguments": spec.arguments, "cutlass": cutlass}
     if taken := sorted(own.keys() & spec.variables.keys()):
         raise RenderError(f"template {spec.template}: '{taken[0]}' is set by the tuner")
     if not _ID.fullmatch(kernel_id):

@@ -12,6 +12,7 @@ from pathlib import Path
 from tuner.base import resources
 from tuner.base.processes import ProcessPool
 from tuner.compile.artifacts import Artifact, ArtifactCache
+from tuner.compile.nvcc_flags import code_flags
 from tuner.errors import CompileError
 from tuner.families.arguments import Arguments
 
@@ -88,11 +89,12 @@ class Source:
     """Headers there that it includes."""
 
     def key(self) -> str:
-        """The artifact's key: a hash of source, headers and flags."""
+        """The artifact's key: a hash of source, headers and flags, nvcc's own ones included."""
         folder = resources.templates()
         names = (self.name, *self.headers)
         digests = [hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names]
-        return hashlib.sha256(json.dumps([digests, FLAGS]).encode()).hexdigest()[:32]
+        ingredients = [digests, FLAGS, *filter(None, [code_flags()])]
+        return hashlib.sha256(json.dumps(ingredients).encode()).hexdigest()[:32]
 
     def find(self, artifacts: ArtifactCache) -> Artifact | None:
         """The kernel, where it is built already."""
@@ -108,12 +110,12 @@ class Source:
         name = self.key()
 
         def recipe(library: Path) -> tuple[list[str], dict[str, str]]:
-            from tuner.compile.toolchain import find_toolchain  # only a build needs it
+            from tuner.compile.toolchain import find_toolchain, path_option  # only a build needs it
 
             tools, folder = find_toolchain(), resources.templates()
             command = [str(tools.nvcc), *FLAGS, f"-ccbin={tools.host_compiler}", f"-I{folder}"]
             command += [*(f"-L{path}" for path in tools.library_dirs), f"-DTUNER_KERNEL={name}"]
-            command += [str(folder / self.name), "-o", str(library)]
+            command += [path_option(self.name), str(folder / self.name), "-o", str(library)]
             return command, {"nvcc": tools.nvcc_version}
 
         return build(artifacts, name, self.name, recipe)

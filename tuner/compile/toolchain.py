@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from tuner import settings
-from tuner.base.install import extra_command, install_command
+from tuner.base.install import install_command
 from tuner.base.processes import ProcessPool
+from tuner.compile.nvcc_flags import code_flags
+from tuner.compile.render import MIN_CUTLASS
 from tuner.errors import CompileError
 from tuner.families.triton_attention import triton_version
 
@@ -24,8 +28,12 @@ from tuner.families.triton_attention import triton_version
 MIN_NVCC = (12, 3)
 #: CUTLASS's README: "recommended" for performance.
 GOOD_NVCC = (12, 8)
-#: The first release whose wheel and examples this project is written against.
-MIN_CUTLASS = (4, 2)
+#: Compiler of the shipped proofs (``cache/proofs``).
+PROVEN_NVCC = "13.0.88"
+#: Its packages, with headers of the same CUDA.
+PROVEN_PACKAGES = "cuda-toolkit[cccl,crt,cudart,nvcc,nvvm]==13.0.2"
+#: From this major version on, CUDA's C++ library refuses an nvcc of another version.
+_CHECKED_MAJOR = 13
 _PROBE_TIMEOUT_S = 120.0
 
 HOST_HELP = "install g++ (Debian, Ubuntu: apt install g++), or set NVCC_CCBIN or CXX"
@@ -33,8 +41,12 @@ CUTLASS_RELEASE = "nvidia-cutlass==4.2.0.0"
 
 
 def nvcc_help() -> str:
-    """Advice on installing nvcc."""
-    command = extra_command("nvcc")
+    """Advice on installing nvcc.
+
+    Its packages go into a folder of their own. In the environment they would meet the CUDA runtime
+    that torch pins, whose headers another nvcc refuses.
+    """
+    command = install_command("--target", str(_own_folder()), PROVEN_PACKAGES)
     return f"install it with {command}, or set TUNER_NVCC to the nvcc of a CUDA toolkit"
 
 
@@ -92,10 +104,18 @@ def find_toolchain() -> Toolchain:
     )  # fmt: skip
 
 
+def environment_facts(tools: Toolchain) -> dict[str, str]:
+    """Facts of an `Environment`: versions, and options of nvcc's variables that change code."""
+    flags = " ".join(f"{name}={text}" for name, text in code_flags().items())
+    facts = {"nvcc": tools.nvcc_version, "cutlass": tools.cutlass_version}
+    return {**facts, "nvcc_flags": flags} if flags else facts
+
+
 def find_nvcc() -> tuple[Path, str]:
     """Path and version of the first nvcc that is new enough.
 
-    Order: TUNER_NVCC (an unusable one is an error), CUDA_HOME, CUDA_PATH, PATH, the PyPI packages.
+    Order: TUNER_NVCC (an unusable one is an error), CUDA_HOME, CUDA_PATH, PATH, the PyPI packages,
+    first those in a folder of their own. One beside headers of another CUDA is passed over.
 
     Raises:
         CompileError: when there is none.
@@ -106,9 +126,12 @@ def find_nvcc() -> tuple[Path, str]:
             looked.append(f"{place}: {'none' if path is None else f'{path} does not exist'}")
         else:
             version = nvcc_version(path)
-            if version and _numbers(version) >= MIN_NVCC:
+            headers = _headers_version(path)
+            is_apart = headers and (_CHECKED_MAJOR,) <= numbers(version) != numbers(headers)
+            if version and numbers(version) >= MIN_NVCC and not is_apart:
                 return path, version
-            looked.append(f"{place}: {path} is {version or 'not a working nvcc'}")
+            beside = f", beside headers of CUDA {headers}" if is_apart else ""
+            looked.append(f"{place}: {path} is {version or 'not a working nvcc'}{beside}")
         if place == "TUNER_NVCC":
             break
     raise CompileError(
@@ -122,9 +145,20 @@ def nvcc_version(nvcc: Path) -> str:
     return match[1] if match else ""
 
 
+def _headers_version(nvcc: Path) -> str:
+    """CUDA version of the headers beside an nvcc, as ``13.0``; empty where there are none."""
+    root = nvcc.resolve().parent.parent
+    for folder in (root / "include", root / "targets" / "x86_64-linux" / "include"):
+        with contextlib.suppress(OSError):
+            text = (folder / "cuda_runtime_api.h").read_text(encoding="utf-8", errors="replace")
+            if version := re.search(r"#define CUDART_VERSION\s+(\d+)", text):
+                return f"{int(version[1]) // 1000}.{int(version[1]) % 1000 // 10}"
+    return ""
+
+
 def is_old(version: str) -> bool:
     """True if this nvcc works, but newer ones make faster kernels."""
-    return _numbers(version) < GOOD_NVCC
+    return numbers(version) < GOOD_NVCC
 
 
 def find_host_compiler() -> tuple[Path, str]:
@@ -176,7 +210,7 @@ def find_cutlass() -> tuple[Path, str]:
         ) from exc
     parts = [re.search(rf"#define CUTLASS_{p}\s+(\d+)", text) for p in ("MAJOR", "MINOR", "PATCH")]
     version = ".".join(m[1] if m else "0" for m in parts)
-    if _numbers(version) < MIN_CUTLASS:
+    if numbers(version) < MIN_CUTLASS:
         raise CompileError(
             f"CUTLASS {version} of {place} ({root}) is too old (allowed: >= "
             f"{_dotted(MIN_CUTLASS)}): {cutlass_help()}"
@@ -202,6 +236,15 @@ def headers_digest(cutlass: Path) -> str:
             content = file.read_bytes()
             digest.update(f"{file.relative_to(cutlass)}\0{len(content)}\0".encode() + content)
     return digest.hexdigest()
+
+
+def path_option(source: str) -> str:
+    """Option of nvcc that stands for a source's full path in the names of internal symbols.
+
+    Both front ends hash that path. Without the option a library depends on its folder. Not part of
+    a key: instructions are the same.
+    """
+    return f"-Xcudafe=--orig_src_path_name,{source}"
 
 
 def library_dirs(nvcc: Path) -> tuple[Path, ...]:
@@ -259,14 +302,29 @@ def _nvcc_places() -> Iterator[tuple[str, Path | None]]:
         home = os.environ.get(variable)
         yield variable, Path(home).absolute() / "bin" / "nvcc" if home else None
     yield "PATH", _executable("nvcc")
-    yield "PyPI packages", next(_packaged_nvcc(), None)
+    place = "PyPI packages"
+    packaged: list[tuple[str, Path | None]] = [(place, path) for path in _packaged_nvcc()]
+    if any((folder / "cuda_nvcc" / "bin" / "ptxas").is_file() for folder in _nvidia()):
+        place += " (nvidia-cuda-nvcc-cu12 has no nvcc)"
+    yield from packaged or [(place, None)]
+
+
+def _own_folder() -> Path:
+    """Folder of this environment for a compiler beside the packages that Python imports."""
+    return Path(sys.prefix) / "tuner-nvcc"
 
 
 def _packaged_nvcc() -> Iterator[Path]:
-    """Folders of nvidia-cuda-nvcc's nvcc: ``nvidia/cu13/bin``, the newest major version first."""
+    """nvidia-cuda-nvcc's programs: ``nvidia/cu13/bin/nvcc``, the newest major version first."""
+    for folder in _nvidia():
+        yield from sorted(folder.glob("cu[0-9]*/bin/nvcc"), reverse=True)
+
+
+def _nvidia() -> Iterator[Path]:
+    """Folders of NVIDIA's packages: the compiler's own, and those that Python imports."""
+    yield _own_folder() / "nvidia"
     spec = importlib.util.find_spec("nvidia")
-    for location in (spec and spec.submodule_search_locations) or ():
-        yield from sorted(Path(location).glob("cu[0-9]*/bin/nvcc"), reverse=True)
+    yield from map(Path, (spec and spec.submodule_search_locations) or ())
 
 
 def _executable(name: str) -> Path | None:
@@ -285,7 +343,8 @@ def _output(program: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def numbers(version: str) -> tuple[int, ...]:
+    """Major and minor number of a version."""
     return tuple(int(n) for n in re.findall(r"\d+", version)[:2])
 
 

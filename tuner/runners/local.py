@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner.compile.compiler import Compiler
+from tuner.compile.toolchain import environment_facts
 from tuner.config import Config
 from tuner.errors import BenchmarkError
 from tuner.families import families, families_in
@@ -103,7 +104,7 @@ class LocalRunner:
         tools = self._compiler.toolchain
         known = device.environment(self._index).facts if self._facts is None else self._facts
         facts = dict(known)
-        facts |= {"nvcc": tools.nvcc_version, "cutlass": tools.cutlass_version}
+        facts |= environment_facts(tools)
         if self.gpu.compute_capability != HOPPER and tools.triton_version:
             # Where its kernels compete. Hopper's times have nothing of it.
             facts["triton"] = tools.triton_version

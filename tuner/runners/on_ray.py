@@ -24,7 +24,6 @@ import tuner
 from tuner.base.install import extra_command
 from tuner.compile.artifacts import ArtifactCache
 from tuner.compile.compiler import Compiler
-from tuner.compile.render import render
 from tuner.compile.toolchain import Toolchain
 from tuner.compile.units import Unit
 from tuner.errors import BenchmarkError, ConfigError
@@ -314,7 +313,7 @@ class ClusterCompiler(Compiler):
         )
         for job, result in zip(todo, built, strict=True):
             if isinstance(result, Built):
-                source = render(job.spec, job.key)
+                source = self.source(job.spec, job.key)
                 self._settle(job, keep(self.artifacts, job.key, result, parcel, source))
             else:
                 self._fail([job], result)

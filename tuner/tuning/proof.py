@@ -158,19 +158,12 @@ def carry(path: Path, earlier: Iterable[Kernel]) -> CarriedProofs:
         StoreError: when it cannot be written.
     """
     found, carried = CarriedProofs(), dict[str, Kernel]()
-    proven: dict[tuple[str, str], Proof] = {}
-    checked: set[str] = set()
-    for kernel in earlier:
-        code = kernel.code or _code_of(kernel.artifact)
-        if kernel.proof is not None and code:
-            proof = replace(kernel.proof, carried=kernel.proof.carried or kernel.artifact)
-            proven.setdefault((kernel.spec, code), proof)
-            checked.add(kernel.spec)
+    proofs = EarlierProofs(earlier)
     for kernel in read(path).kernels.values():
         if kernel.is_judged or kernel.spec == REFERENCE.key:
             continue
-        code = _code_of(kernel.artifact) if kernel.spec in checked else ""
-        if same := proven.get((kernel.spec, code)):
+        code = _code_of(kernel.artifact) if proofs.has(kernel.spec) else ""
+        if (same := proofs.find(kernel.spec, kernel.artifact, code)) is not None:
             carried[kernel.spec] = replace(kernel, proof=same, code=code)
         elif code:
             found.other_code += 1
@@ -185,6 +178,46 @@ def carry(path: Path, earlier: Iterable[Kernel]) -> CarriedProofs:
 
     update(path, change)
     return found
+
+
+class EarlierProofs:
+    """Proofs of earlier kernels, by spec and machine code.
+
+    Args:
+        earlier: kernels, some of them proven or failed.
+    """
+
+    def __init__(self, earlier: Iterable[Kernel]) -> None:
+        self._kernels: dict[str, list[Kernel]] = {}
+        for kernel in earlier:
+            if kernel.is_judged:
+                self._kernels.setdefault(kernel.spec, []).append(kernel)
+
+    def has(self, spec: str) -> bool:
+        """True where an earlier kernel of the spec has a proof of known machine code."""
+        return any(
+            one.proof is not None and bool(_checked_code(one))
+            for one in self._kernels.get(spec, ())
+        )
+
+    def find(self, spec: str, artifact: str, code: str) -> Proof | None:
+        """Proof for an artifact of a spec and machine code; None if it failed or is unknown."""
+        earlier = self._kernels.get(spec, ())
+        if not code or any(one.fault and one.artifact == artifact for one in earlier):
+            return None
+        alike = [one for one in earlier if one.proof is not None and _checked_code(one) == code]
+        if not alike:
+            return None
+        kernel = next((one for one in alike if one.artifact == artifact), alike[0])
+        assert kernel.proof is not None
+        if kernel.artifact == artifact:
+            return kernel.proof
+        return replace(kernel.proof, carried=kernel.proof.carried or kernel.artifact)
+
+
+def _checked_code(kernel: Kernel) -> str:
+    """Machine code that a kernel's proof is about; empty where it is not known."""
+    return kernel.code or _code_of(kernel.artifact)
 
 
 def _code_of(key: str) -> str:
