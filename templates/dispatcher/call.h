@@ -47,6 +47,27 @@ struct Device {
 
 inline Device device;
 
+inline bool is_off(at::Tensor const& tensor) {
+  return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kAlignment;
+}
+
+// True when every row starts at a multiple of 16 bytes.
+inline bool has_aligned_rows(at::Tensor const& tensor) {
+  auto const sizes = tensor.sizes(), strides = tensor.strides();
+  int64_t bits = 0;
+  for (size_t i = 0; i + 1 < sizes.size(); ++i)
+    if (sizes[i] != 1) bits |= strides[i];
+  uintptr_t const start = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
+  return (start | static_cast<uintptr_t>(bits) * tensor.itemsize()) % kAlignment == 0;
+}
+
+// True as well for an empty tensor, and for one whose rows PyTorch pads or leaves to its `math`.
+inline bool is_aligned(at::Tensor const& tensor) {
+  auto const sizes = tensor.sizes(), strides = tensor.strides();
+  if (sizes.empty() || !tensor.numel() || strides.back() != 1) return true;
+  return sizes.back() * tensor.itemsize() % kAlignment || has_aligned_rows(tensor);
+}
+
 // A kind of call as words: equal kinds have equal words.
 struct Kind {
   uint64_t words[2 + kMaxInputs * (1 + 2 * kMaxDims)];
@@ -98,6 +119,8 @@ struct Call {
     return true;
   }
 
+  bool is_misaligned() const { return kind.words[0] >> 8 & kIsMisaligned; }
+
   bool wants_gradient() const {
     if (!c10::GradMode::is_enabled()) return false;
     for (int i = 0; i < count; ++i)
@@ -121,8 +144,8 @@ struct Call {
     length = is_attention ? growing() : 0;
     for (int i = 0; i < count; ++i) {
       add_layout(*tensors[i], i);
-      if (reinterpret_cast<uintptr_t>(tensors[i]->const_data_ptr()) % kAlignment)
-        flags |= kIsMisaligned;
+      bool const is_matrix = is_attention && i < 3;
+      if (is_matrix ? !is_aligned(*tensors[i]) : is_off(*tensors[i])) flags |= kIsMisaligned;
     }
     if (!is_below_autograd && wants_gradient()) flags |= kWantsGradient;
     kind.words[0] = operation | flags << 8;

@@ -140,9 +140,13 @@ at::Tensor pytorchs(Operation operation, Call const& call, PyObject* const* argu
   bool const is_causal = arguments[5] == Py_True, enable_gqa = arguments[7] == Py_True;
   std::optional<double> scale;
   if (arguments[6] != Py_None) scale = PyFloat_AS_DOUBLE(arguments[6]);
+  Arguments const given{tensors[0], tensors[1], tensors[2], mask,
+                        dropout_p,  is_causal,  scale,      enable_gqa};
   return without_gil([&] {
-    return at::scaled_dot_product_attention(tensors[0], tensors[1], tensors[2], mask, dropout_p,
-                                            is_causal, scale, enable_gqa);
+    return handed_over(given, true, [&](Optional const& safe) {
+      return at::scaled_dot_product_attention(tensors[0], tensors[1], tensors[2], safe, dropout_p,
+                                              is_causal, scale, enable_gqa);
+    });
   });
 }
 
@@ -269,6 +273,8 @@ PyObject* refuse(PyObject*, PyObject* arguments) {
   bool is_known = false;
   if (!read_call(call, operation, inputs, is_known)) return nullptr;
   if (!is_known || reason < 0 || reason >= static_cast<Py_ssize_t>(kMaxReasons)) Py_RETURN_FALSE;
+  bool const is_product = operation == kLinear || operation == kMatmul;
+  if (!is_product && call.is_misaligned()) Py_RETURN_FALSE;  // Python copies the tensors
   auto const [begin, end] = lengths(call, first, last);
   Entry entry{begin, nullptr, static_cast<size_t>(reason), until};
   return PyBool_FromLong(table().put(call.kind, end, std::move(entry), generation));

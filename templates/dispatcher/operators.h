@@ -20,6 +20,7 @@
 #include <ATen/ops/scaled_dot_product_attention.h>
 #include <ATen/ops/scaled_dot_product_attention_native.h>
 
+#include "handed_over.h"
 #include "launch.h"
 
 namespace tuner {
@@ -32,8 +33,6 @@ struct Native {
   ~Native() { is_native = before; }
 };
 
-using Optional = std::optional<at::Tensor>;
-
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 11  // other operators
 
 inline bool install() { return false; }
@@ -45,22 +44,6 @@ inline std::atomic<PyObject*> ask{nullptr};
 // Python's (operation, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
 // None, or the output and the log-sum-exp or None.
 inline std::atomic<PyObject*> ask{nullptr};
-
-struct Arguments {
-  at::Tensor const &query, &key, &value;
-  Optional const& mask;
-  double dropout_p;
-  bool is_causal;
-  std::optional<double> const& scale;
-  bool enable_gqa;
-
-  bool read(Operation operation, Call& call, bool is_below_autograd) const {
-    return read_attention(operation, call, query, key, value, given(), dropout_p, is_causal,
-                          scale ? &*scale : nullptr, enable_gqa, is_below_autograd);
-  }
-
-  at::Tensor const* given() const { return mask && mask->defined() ? &*mask : nullptr; }
-};
 
 // A tensor's object; of a subclass, which torch has dealt with before it came here, a plain alias.
 inline PyObject* wrapped(at::Tensor const& tensor) {
@@ -149,23 +132,28 @@ inline bool hides_whole_rows(Arguments const& given) {
 inline at::Tensor attend(at::Tensor const& query, at::Tensor const& key, at::Tensor const& value,
                          Optional const& mask, double dropout_p, bool is_causal,
                          std::optional<double> scale, bool enable_gqa) {
-  auto const pytorchs = [&] {
-    return at::native::scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal,
+  auto const attend = [&](Optional const& safe) {
+    return at::native::scaled_dot_product_attention(query, key, value, safe, dropout_p, is_causal,
                                                     scale, enable_gqa);
   };
+  if (is_native) return attend(mask);  // handed over by who asks for it
   Arguments const given{query, key, value, mask, dropout_p, is_causal, scale, enable_gqa};
-  if (!is_native && hides_whole_rows(given)) {
+  if (hides_whole_rows(given)) {
     at::Tensor const out = at::scaled_dot_product_attention(query, key, value, {}, dropout_p, false,
                                                             scale, enable_gqa);
     return out.masked_fill(mask->narrow(-1, 0, 1).logical_not(), 0);
   }
   Call call;
-  if (is_native || !given.read(kAttention, call, false) || call.wants_gradient() ||
-      call.may_have_tangent() || !may_be_fused(given))
-    return pytorchs();
+  bool const is_plain = given.read(kAttention, call, false) && !call.may_have_tangent();
+  if (is_plain && call.is_misaligned()) {
+    return at::scaled_dot_product_attention(aligned(query), aligned(key), aligned(value),
+                                            started(mask), dropout_p, is_causal, scale, enable_gqa);
+  }
+  if (!is_plain || call.wants_gradient() || !may_be_fused(given))
+    return handed_over(given, is_plain, attend);
   if (auto made = tuned(kAttention, given, call); made.out.defined()) return std::move(made.out);
   Native native;  // it was counted
-  return pytorchs();
+  return handed_over(given, is_plain, attend);
 }
 
 // An operator of PyTorch's backends. The override stands at BackendSelect, the last key before the
@@ -208,12 +196,39 @@ inline Backend<Nine, Input, Input, Input, Optional const&, bool, double, bool, b
 inline Backend<Four, Input, Input, Input, Optional const&, bool, double, bool, Scale>
     efficient_backend{"aten::_scaled_dot_product_efficient_attention"};
 
-// The outputs of a backend's operator by a tuned kernel, or nothing.
-inline Outputs behind(Operation operation, Arguments const& given) {
-  Call call;
-  if (!given.read(operation, call, true)) return {};
-  return tuned(operation, given, call);
-}
+// A call of a backend's operator, of which copies are made below autograd.
+class Behind {
+ public:
+  Behind(Operation operation, Arguments const& given)
+      : operation_(operation), given_(given), is_plain_(given.read(operation, call_, true)) {}
+
+  bool needs_copies() const { return is_plain_ && call_.is_misaligned(); }
+
+  // The outputs by a tuned kernel; zeros where there are no keys; or nothing.
+  Outputs made(bool may_be_tuned, bool wants_lse) const {
+    if (!is_plain_) return {};
+    if (!fits(given_)) {  // raises what PyTorch does, unless there is nothing to compute
+      double const none = -std::numeric_limits<double>::infinity();
+      auto const options = given_.query.options().dtype(at::kFloat);
+      at::Tensor const out = by_math(given_);
+      if (!wants_lse) return {out, {}};
+      return {out, at::full(given_.query.sizes().slice(0, 3), none, options)};
+    }
+    return !is_native && may_be_tuned ? tuned(operation_, given_, call_) : Outputs{};
+  }
+
+  // The mask as the backend's own kernel reads it.
+  Optional mask() const {
+    at::Tensor const* const mask = given_.given();
+    return is_plain_ && mask && !is_aligned_mask(*mask) ? Optional(copied(*mask)) : given_.mask;
+  }
+
+ private:
+  Operation const operation_;
+  Arguments const& given_;
+  Call call_;
+  bool const is_plain_;
+};
 
 inline at::Tensor unused(at::Tensor const& like, c10::IntArrayRef sizes, c10::ScalarType type) {
   return at::empty(sizes, like.options().dtype(type));
@@ -224,8 +239,11 @@ inline Nine flash(DispatchKeySet keys, at::Tensor const& query, at::Tensor const
                   std::optional<double> scale) {
   Optional const none;
   Arguments const given{query, key, value, none, dropout_p, is_causal, scale, true};
-  Outputs made;
-  if (!is_native && !return_debug_mask) made = behind(kFlash, given);
+  Behind const call(kFlash, given);
+  if (call.needs_copies())
+    return flash(keys, aligned(query), aligned(key), aligned(value), dropout_p, is_causal,
+                 return_debug_mask, scale);
+  Outputs const made = call.made(!return_debug_mask, true);
   if (!made.out.defined())
     return flash_backend.call(keys, query, key, value, dropout_p, is_causal, return_debug_mask,
                               scale);
@@ -239,11 +257,14 @@ inline Nine cudnn(DispatchKeySet keys, at::Tensor const& query, at::Tensor const
                   double dropout_p, bool is_causal, bool return_debug_mask,
                   std::optional<double> scale) {
   Arguments const given{query, key, value, mask, dropout_p, is_causal, scale, true};
-  Outputs made;
-  if (!is_native && !return_debug_mask) made = behind(compute_lse ? kCudnnWithLse : kAttention, given);
+  Behind const call(compute_lse ? kCudnnWithLse : kAttention, given);
+  if (call.needs_copies())
+    return cudnn(keys, aligned(query), aligned(key), aligned(value), started(mask), compute_lse,
+                 dropout_p, is_causal, return_debug_mask, scale);
+  Outputs const made = call.made(!return_debug_mask, compute_lse);
   if (!made.out.defined())
-    return cudnn_backend.call(keys, query, key, value, mask, compute_lse, dropout_p, is_causal,
-                              return_debug_mask, scale);
+    return cudnn_backend.call(keys, query, key, value, call.mask(), compute_lse, dropout_p,
+                              is_causal, return_debug_mask, scale);
   at::Tensor const lse = made.lse.defined() ? made.lse.unsqueeze(-1) : at::Tensor();
   return {made.out, lse, {}, {}, query.size(2), key.size(2), unused(query, {}, at::kLong),
           unused(query, {}, at::kLong), {}};
@@ -253,8 +274,12 @@ inline Four efficient(DispatchKeySet keys, at::Tensor const& query, at::Tensor c
                       at::Tensor const& value, Optional const& mask, bool compute_lse,
                       double dropout_p, bool is_causal, std::optional<double> scale) {
   Arguments const given{query, key, value, mask, dropout_p, is_causal, scale, true};
+  Behind const call(kAttention, given);
+  if (call.needs_copies())
+    return efficient(keys, aligned(query), aligned(key), aligned(value), started(mask), compute_lse,
+                     dropout_p, is_causal, scale);
   Outputs made;
-  if (!is_native && !compute_lse) made = behind(kAttention, given);  // its log-sum-exp has rows of its own
+  if (!compute_lse) made = call.made(true, false);  // its log-sum-exp has rows of its own
   if (!made.out.defined())
     return efficient_backend.call(keys, query, key, value, mask, compute_lse, dropout_p, is_causal,
                                   scale);

@@ -21,7 +21,6 @@ from runtime_machine import (
     fake_machine,
     inputs,
     measured,
-    misaligned,
     same,
     was_tuned,
 )
@@ -374,9 +373,8 @@ def test_nothing_is_loaded_inside_a_capture(
         lambda q, k, v: (q[..., :4], k[..., :4], v),
         lambda q, k, v: (q[:, :, ::2], k[:, :, ::2], v[:, :, ::2]),
         lambda q, k, v: (q, k.transpose(1, 2).contiguous().transpose(1, 2), v),
-        lambda q, k, v: tuple(misaligned(t) for t in (q, k, v)),
     ],
-    ids=["3-D", "float32", "D of 4", "every second row", "mixed layouts", "misaligned"],
+    ids=["3-D", "float32", "D of 4", "every second row", "mixed layouts"],
 )
 def test_other_tensors_go_to_pytorch(machine: Machine, change: Callable[..., Any]) -> None:
     machine.decide(measured())

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from runtime_machine import misaligned
 from runtime_server import (
     PROBLEM,
     Server,
@@ -96,7 +95,6 @@ CHANGES: dict[str, Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]] = {
     "a longer key": lambda q, k, v: ((q, torch.cat([k, k], 2), torch.cat([v, v], 2)), {}),
     "another type": lambda q, k, v: ((q.float(), k.float(), v.float()), {}),
     "rows apart": lambda q, k, v: ((torch.cat([q, q], 3)[..., :8], k, v), {}),
-    "misaligned": lambda q, k, v: ((misaligned(q), k, v), {}),
     "3-D": lambda q, k, v: ((q[0], k[0], v[0]), {}),
 }
 
@@ -443,7 +441,7 @@ def test_a_masked_call_is_answered_without_python(server: Server, kind: str) -> 
 
 
 def test_a_plan_under_a_mask_serves_no_other_kind_of_mask(server: Server) -> None:
-    """Masks of other strides, type, size or alignment, and masks that need a gradient."""
+    """Masks of other strides, type or size, and masks that need a gradient."""
     server.decide(AttentionProblem.parse("S=16,D=8,H=2,bias=1"))
     q, k, v = inputs(PROBLEM)
     usual = torch.randn(16, 16).half()
@@ -455,7 +453,6 @@ def test_a_plan_under_a_mask_serves_no_other_kind_of_mask(server: Server) -> Non
         "of a row": usual[:1],
         "of keys": usual[:, :1],
         "booleans": usual > 0,
-        "shifted": torch.randn(257).half()[1:].view(16, 16),
         "with a gradient": usual.clone().requires_grad_(),
     }.items():
         for _ in range(2):

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from runtime_machine import Machine, answer, fake_machine, misaligned
+from runtime_machine import Machine, answer, fake_machine
 from runtime_machine import measured as tuned_measurement
 from runtime_server import (
     PROBLEM,
@@ -59,10 +59,6 @@ REFUSED: dict[str, Call] = {
     "attn_mask is given": lambda q, k, v: ((q, k, v, torch.ones(16, 16)), {}),
     "dropout_p is not 0": lambda q, k, v: ((q, k, torch.ones_like(v), None, 1e-30), {}),
     "scale is not positive": lambda q, k, v: ((q, k, v), {"scale": -0.5}),
-    "a tensor does not start at a multiple of 16 bytes": lambda q, k, v: (
-        (misaligned(q), k, v),
-        {},
-    ),
     "a gradient is wanted": lambda q, k, v: ((q.clone().requires_grad_(), k, v), {}),
 }
 

@@ -218,10 +218,6 @@ def test_dimensions_of_one_have_strides_that_tma_takes(fused: SimpleNamespace) -
 #: Changes to the keys of a call, and the reason why no kernel takes them.
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "elements apart": (lambda t: torch.cat([t, t], -1)[..., ::2], "in dimension 3 is not 1"),
-    "an odd pitch": (
-        lambda t: torch.cat([t, t], -1)[..., : D + 1].contiguous()[..., :D],
-        "17 elements in dimension 2 is not a multiple of 16 bytes",
-    ),
     "tokens expanded": (
         lambda t: t[:, :, :1].expand(t.shape),
         "in dimension 2: TMA takes no expanded tensor",

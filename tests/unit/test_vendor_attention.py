@@ -18,6 +18,7 @@ from vendor_cases import (
 from tuner.config import Config
 from tuner.families import family
 from tuner.families.vendor import (
+    off_rows,
     peers,
     tried,
 )
@@ -143,6 +144,36 @@ def test_windows_caps_and_biases_go_to_who_has_them(
         assert family(name).space(problem, DEFAULT_GPU) == []
         has_no = "ALiBi" if name == "fused_attention" else problem.extras
         assert family(name).supports(problem, DEFAULT_GPU) == f"{name} has no {has_no}"
+
+
+@pytest.mark.parametrize(
+    ("keys", "rows", "is_taken"), [(8, 5, True), (12, 5, False), (2, 1, False)]
+)
+@pytest.mark.parametrize("name", ["vendor_sdpa", "vendor_cudnn_plans"])
+def test_a_bias_whose_rows_are_not_aligned_is_not_read(
+    name: str, keys: int, rows: int, is_taken: bool
+) -> None:
+    """cuDNN's kernel ends in a misaligned address there, also in the run that tries it."""
+    problem = AttentionProblem.parse(f"H=4,SQ={rows},SKV={keys},D=64,bias=h,dtype=bf16")
+    member = family(name)
+    kernel = "cudnn" if name == "vendor_sdpa" else "cudnn_plans"
+    refusal = member.refusal(problem, kernel)  # type: ignore[attr-defined]
+    assert ("of bias" in refusal) != is_taken
+    call = member.vendor_call(problem, Config(name, {"kernel": kernel}), 0.5)
+    assert isinstance(call, str) and ("of bias" in call) != is_taken
+
+
+def test_rows_of_calls_that_a_vendor_is_given() -> None:
+    problem = AttentionProblem.parse("H=2,S=16,D=64,bias=h")
+    assert off_rows(problem) == off_rows(problem, {"query": (2048, 64, 128, 1)}) == ""
+    for name, strides in {
+        "query": (2080, 1040, 65, 1),
+        "value": (2048, 1024, 1, 16),
+        "bias": (0, 17 * 16, 17, 1),
+    }.items():
+        assert f"of {name} (allowed" in off_rows(problem, {name: strides})
+    alone = AttentionProblem.parse("H=1,S=16,D=64,bias=1")
+    assert off_rows(alone, {"bias": (17, 3, 16, 1)}) == "", "of one element they say nothing"
 
 
 def test_bottom_right_masks_are_kept_out() -> None:

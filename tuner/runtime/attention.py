@@ -38,6 +38,7 @@ from tuner.runtime import (
     devices,
     dispatch,
     guards,
+    handed_over,
     native,
     quantised,
     serving,
@@ -87,14 +88,13 @@ def attention(
 
     Args:
         query: (B, H, SQ, D), fp16 or bf16. TMA needs stride 1 along D, and multiples of 16 bytes
-            along the other dimensions.
+            along the other dimensions and for the start. Other tensors are copied first.
         key: (B, HKV, SKV, D), as `query`. Keys and values expanded over all heads are one head.
         value: (B, HKV, SKV, D), as `key`.
         attn_mask: as in PyTorch. Tuned kernels take booleans, true where a query sees a key, and
             additive masks of the query's type. The mask lies on the query's device and wants no
             gradient. It may have any strides, and broadcast along any axis. Rows without a visible
-            key, or with all keys at -inf, have zeros for their output, as with PyTorch's math and
-            efficient kernels. (cuDNN's kernel ignores a boolean mask in such rows.)
+            key, or with all keys at -inf, have zeros for their output, whoever answers.
         dropout_p: as in PyTorch; tuned kernels support 0 only.
         is_causal: query i sees keys 0..i.
         scale: factor of the scores; 1/sqrt(D) when None.
@@ -150,6 +150,7 @@ def attention(
     query, key, value = guards.autocast(devices.TYPE, query, key, value)
     is_plain = attn_mask is None and not dropout_p
     if is_plain and guards.wants_gradient(query, key, value):
+        query, key, value = handed_over.checked(query, key, value)  # autograd keeps these
         if is_differentiable(query, key, value, is_causal, scale):
             out = operate(query, key, value, None, 0.0, is_causal, scale, enable_gqa)
             if out is not None:
@@ -180,6 +181,8 @@ def _composed(call: AttentionCall) -> torch.Tensor:
         traced = window_operators.operate(call)
         return compose(*call[:9]) if traced is None else traced
     if guards.wants_gradient(query, key, value):
+        query, key, value = handed_over.checked(query, key, value)
+        call = call._replace(query=query, key=key, value=value)
         known = attend_extras(call)
         if known is not None:
             return known

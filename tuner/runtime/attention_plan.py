@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import torch
 
 from tuner.errors import ConfigError
 from tuner.problem import AttentionProblem, DType, Layout
-from tuner.runtime import guards, native
+from tuner.runtime import guards, handed_over, native
 from tuner.runtime.autograd import has_backward
 from tuner.runtime.bias import axes_of, fills_the_gpu, steps_of
 from tuner.runtime.bias import over as mask_over
@@ -44,6 +44,7 @@ class AttentionCall(_Attention, Call):
 
     __slots__ = ()
     aligned = 4
+    copied = "query", "key", "value"
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
@@ -124,6 +125,12 @@ class AttentionCall(_Attention, Call):
             0
         ]
         return out
+
+    def realigned(self) -> Self | None:
+        copy, mask = Call.realigned(self), self._mask
+        if mask is None or not handed_over.is_off(mask):
+            return copy
+        return (copy or self)._replace(operand=handed_over.copied(mask))
 
     @property
     def _is_lower_right(self) -> bool:

@@ -43,11 +43,12 @@ def composed(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     m, k = rows.shape
     blocks = ceil(k / SCALE_BLOCK)
-    padded = functional.pad(rows.float(), (0, blocks * SCALE_BLOCK - k)).view(m, blocks, -1)
+    padded = functional.pad(rows.float(), (0, blocks * SCALE_BLOCK - k))
+    padded = padded.view(m, blocks, SCALE_BLOCK)
     largest = padded.abs().amax(-1).clamp_min(MIN_MAXIMUM)
     scale = quantiser.empty_factors(m, k, rows.device)
     torch.mul(largest, RECIPROCAL, out=scale)
-    elements = (padded / scale.unsqueeze(-1)).view(m, -1)[:, :k]
+    elements = (padded / scale.unsqueeze(-1)).flatten(1)[:, :k]
     return elements.to(torch.float8_e4m3fn).contiguous(), scale
 
 

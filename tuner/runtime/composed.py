@@ -98,7 +98,8 @@ def compose(
     if extras.softcap:
         out = _capped(rows, key, value, mask, dropout_p, scale, enable_gqa, extras.softcap)
     else:
-        out = native.attend(rows, key, value, mask, dropout_p, scale=scale, enable_gqa=enable_gqa)
+        options = mask, dropout_p, False, scale, enable_gqa
+        out = native.attend(rows, key, value, *options)
     if seen == length:
         return out
     return torch.cat([out, out.new_zeros(*out.shape[:-2], length - seen, out.shape[-1])], dim=-2)

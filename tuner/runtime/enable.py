@@ -67,7 +67,15 @@ from torch.library import Library
 from tuner.base import forks
 from tuner.errors import TunerError
 from tuner.families.vendor.sdpa_backward import may_be_nan
-from tuner.runtime import autograd, devices, dispatch, finite_gradients, guards, native
+from tuner.runtime import (
+    autograd,
+    devices,
+    dispatch,
+    finite_gradients,
+    guards,
+    handed_over,
+    native,
+)
 from tuner.runtime.attention_plan import TOO_FEW_TILES, AttentionCall, find_plan
 from tuner.runtime.bias import as_operand, fills_the_gpu
 from tuner.runtime.composed import Extras
@@ -209,11 +217,13 @@ def _before_flash_backward(operator: Any) -> Callable[..., Outputs]:
         *,
         scale: float | None = None,
     ) -> Outputs:
+        grad_out, query, key, value, out = handed_over.checked(grad_out, query, key, value, out)
         tensors = grad_out, query, key, value, out, logsumexp
         is_alike = not is_causal or query.shape[2] == key.shape[2]  # both align the mask alike
         is_plain = not dropout_p and cum_seq_q is None and is_alike
         rest = cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, philox_seed, philox_offset
         return _differentiated(
+            tensors,
             (lambda: _faster_gradients(*tensors, is_causal, scale)) if is_plain else None,
             lambda: operator.redispatch(keys & _BELOW, *tensors, *rest, scale=scale),
         )
@@ -242,7 +252,10 @@ def _before_cudnn_backward(operator: Any) -> Callable[..., Outputs]:
         *,
         scale: float | None = None,
     ) -> Outputs:
+        grad_out, query, key, value, out = handed_over.checked(grad_out, query, key, value, out)
         tensors = grad_out, query, key, value, out
+        if attn_bias is not None and handed_over.is_checked(*tensors):
+            attn_bias = handed_over.aligned_mask(attn_bias)
         is_replaced = not dropout_p and cum_seq_q is None
         masks = philox_seed, philox_offset, attn_bias, cum_seq_q, cum_seq_k
         rest = logsumexp, *masks, max_q, max_k, dropout_p, is_causal
@@ -258,6 +271,7 @@ def _before_cudnn_backward(operator: Any) -> Callable[..., Outputs]:
             return _laid_out((query, key, value), grads)
 
         return _differentiated(
+            tensors,
             faster if is_replaced else None,
             lambda: operator.redispatch(keys & _BELOW, *tensors, *rest, scale=scale),
         )
@@ -266,12 +280,14 @@ def _before_cudnn_backward(operator: Any) -> Callable[..., Outputs]:
 
 
 def _differentiated(
-    faster: Callable[[], Outputs | None] | None, own: Callable[[], Outputs]
+    tensors: Outputs, faster: Callable[[], Outputs | None] | None, own: Callable[[], Outputs]
 ) -> Outputs:
     """Gradients by `faster`, or by the operator's own kernel where that has none or calls itself.
 
-    Operators within either are PyTorch's.
+    Operators within either are PyTorch's. Of empty tensors gradients are zero.
     """
+    if not all(tensor.numel() for tensor in tensors):
+        return tuple(torch.zeros_like(tensor) for tensor in tensors[1:4])
     was_native = native.exchange(True)
     try:
         found = None if was_native or faster is None else faster()

@@ -13,7 +13,7 @@ from tuner.errors import ConfigError
 from tuner.problem import SIZES, DType, GroupedGemmProblem
 from tuner.problem.gemm import block_scales
 from tuner.problem.grouped_gemm import Sizes
-from tuner.runtime import block_scaled, devices, guards
+from tuner.runtime import block_scaled, devices, guards, handed_over
 from tuner.runtime.plan import KernelPlan, Plan, Posed
 from tuner.runtime.quantised import DTYPES as QUANTISED
 from tuner.runtime.refusal import Kind, Refusal
@@ -227,11 +227,13 @@ def by_pytorch(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch
     if (
         is_whole
         and a.numel()
+        and b.numel()
         and a.dtype == b.dtype == torch.bfloat16
         and a.device.type == devices.TYPE == "cuda"
         and hasattr(torch, "_grouped_mm")
         and torch.cuda.get_device_capability(a.device) == (9, 0)
     ):
+        a, b = handed_over.checked(a, b)
         return torch._grouped_mm(a, b.transpose(-2, -1), offs=offsets[1:])
     starts: list[int] = offsets.tolist()
     if starts[0] != 0 or starts != sorted(starts) or starts[-1] > a.shape[0]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from tuner.runtime import finite_gradients
+from tuner.runtime import finite_gradients, guards, handed_over
 
 
 class _Thread(threading.local):
@@ -61,23 +62,53 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """`scaled_dot_product_attention`, not overridden, and not by cuDNN where its gradients may be
-    NaN. An error on e4m3 tensors says in a note what takes them.
+    """`scaled_dot_product_attention`, not overridden, by the rules of `handed_over`, and not by
+    cuDNN where its gradients may be NaN.
+
+    Rows of a boolean mask that see no key are zeros. An error on e4m3 tensors says in a note what
+    takes them.
     """
-    arguments = query, key, value, attn_mask, dropout_p, is_causal
+    options = dropout_p, is_causal, scale, enable_gqa
+    if not handed_over.is_checked(query, key, value):
+        return _pytorchs(query, key, value, attn_mask, *options)
+    if not handed_over.fits(query, key, value, attn_mask):
+        return handed_over.by_math(query, key, value, attn_mask, *options)
+    query, key, value = handed_over.aligned(query, key, value)
+    hidden: torch.Tensor | None = None
+    if attn_mask is not None and type(attn_mask) is torch.Tensor:
+        if handed_over.may_ignore(query, attn_mask):
+            if guards.wants_gradient(query, key, value):
+                hidden = attn_mask.any(-1, keepdim=True).logical_not()
+            else:
+                attn_mask = handed_over.terms_of(attn_mask, query.dtype)
+        attn_mask = handed_over.aligned_mask(attn_mask)
+    out = _pytorchs(query, key, value, attn_mask, *options)
+    return out if hidden is None else out.masked_fill(hidden, 0.0)
+
+
+def _pytorchs(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """PyTorch's attention of tensors that may be handed over."""
+    arguments = query, key, value, mask, dropout_p, is_causal
+    attend: Callable[..., torch.Tensor]
     if finite_gradients.is_needed(*arguments, scale, enable_gqa):
-        if torch.compiler.is_compiling():
-            return finite_gradients.attend(*arguments, scale)
-        recorded: torch.Tensor = call(finite_gradients.attend, *arguments, scale)
-        return recorded
-    if torch.compiler.is_compiling():
-        return scaled_dot_product_attention(*arguments, scale=scale, enable_gqa=enable_gqa)
-    try:
-        if not is_watched:
-            return scaled_dot_product_attention(*arguments, scale=scale, enable_gqa=enable_gqa)
-        out: torch.Tensor = call(
+        attend = partial(finite_gradients.attend, *arguments, scale)
+    else:
+        attend = partial(
             scaled_dot_product_attention, *arguments, scale=scale, enable_gqa=enable_gqa
         )
+    if torch.compiler.is_compiling():
+        return attend()
+    try:
+        out: torch.Tensor = call(attend) if is_watched else attend()
     except RuntimeError as exc:
         if query.dtype == torch.float8_e4m3fn:
             exc.add_note(QUANTISED_NOTE)

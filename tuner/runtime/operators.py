@@ -16,14 +16,14 @@ import torch
 from torch.library import Library, register_autograd
 
 from tuner.errors import ConfigError
-from tuner.runtime import autograd, counters, devices, dispatch, guards, native
+from tuner.runtime import autograd, counters, devices, dispatch, guards, handed_over, native
 from tuner.runtime.attention_plan import AttentionCall, find_plan, without_lse
 from tuner.runtime.bias import as_operand
 from tuner.runtime.composed import NONE
 from tuner.runtime.gradients import gradients
 from tuner.runtime.plan import Plan
 from tuner.runtime.refusal import Refusal
-from tuner.runtime.serving import find
+from tuner.runtime.serving import find, serve
 from tuner.runtime.table import table
 
 _INPUTS = "Tensor query, Tensor key, Tensor value"
@@ -136,6 +136,9 @@ def _tuned(
     out = plan if isinstance(plan, Refusal) else table.run(plan, *call.inputs)
     if not isinstance(out, Refusal):
         return out
+    copy = call.realigned() if handed_over.is_checked(*call.inputs) else None
+    if copy is not None:
+        return serve(copy)
     if is_alike:
         dispatch.refuse("attention", arguments, out, generation)
     else:
@@ -151,6 +154,7 @@ def _attention_with_lse(
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     guards.check_heads(query, key, value)
+    query, key, value = handed_over.checked(query, key, value)
     plan = find_plan(query, key, value, is_causal, scale)
     compose = partial(autograd.forward_with_lse, query, key, value, is_causal, scale)
     return run_with_lse(plan, query, key, value, compose)
@@ -195,7 +199,7 @@ def _attention_backward(
     scale: float | None = None,
 ) -> Tensors:
     guards.check_heads(query, key, value)
-    arguments = grad_out, query, key, value, out, lse, is_causal, scale
+    arguments = *handed_over.checked(grad_out, query, key, value, out), lse, is_causal, scale
     grads = gradients(*arguments) or autograd.backward(*arguments)
     return tuple(guards.laid_out_as(t, g) for t, g in zip((query, key, value), grads, strict=True))
 

@@ -99,7 +99,7 @@ def _checked_caches(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor)
         raise _unlike(query, key, value, "(total_q, H, D) and twice (pages, page size, HKV, D)")
     _, size, heads_kv, width = key.shape
     _, heads, width_q = query.shape
-    if width_q != width or heads % max(1, heads_kv):
+    if width_q != width or (heads % heads_kv if heads_kv else heads):
         raise _unlike(query, key, value, "one D, and HKV a divisor of H")
     if not query.dtype == key.dtype == value.dtype:
         raise ConfigError(f"query is {query.dtype}, the caches {key.dtype} and {value.dtype}")

@@ -102,7 +102,8 @@ def _blocks(
     heads = call.query.shape[1]
     pages = call.page_table[index, : -(-length // size)].long()
     of_query, *of_cache = [
-        factor.to(wide).view(heads_kv, -1, 1, 1) for factor in call.descales
+        factor.to(wide).view(heads_kv, len(factor) // max(1, heads_kv), 1, 1)
+        for factor in call.descales
     ] or (
         1.0,
         1.0,
@@ -116,7 +117,9 @@ def _blocks(
     for first in range(0, queries, step):
         last = min(first + step, queries)
         rows = call.query[start + first : start + last].to(wide)
-        rows = rows.unflatten(1, (heads_kv, heads // heads_kv)).permute(1, 2, 0, 3) * of_query
+        rows = (
+            rows.unflatten(1, (heads_kv, heads // max(1, heads_kv))).permute(1, 2, 0, 3) * of_query
+        )
         scores = (rows * call.scale) @ keys.mT
         if softcap := call.extras.softcap:
             scores = softcap * torch.tanh(scores / softcap)
@@ -128,7 +131,7 @@ def _blocks(
         if call.extras.left >= 0:
             scores = scores.masked_fill(away < -call.extras.left, -math.inf)
         if call.sinks is not None:
-            sinks = call.sinks.to(wide).view(heads_kv, -1, 1, 1).expand(-1, -1, last - first, 1)
+            sinks = call.sinks.to(wide).view(*rows.shape[:2], 1, 1).expand(-1, -1, last - first, 1)
             scores = torch.cat((scores, sinks), -1)
         sums = scores.logsumexp(-1) if scores.shape[-1] else scores.new_full(
             scores.shape[:-1], -math.inf

@@ -18,7 +18,7 @@ from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.families import family
 from tuner.families.base import LSE, SCRATCH, Family, Launch, Strides
-from tuner.families.vendor import FLEX, MEASURED_ONLY
+from tuner.families.vendor import FLEX, MEASURED_ONLY, off_rows
 from tuner.measurement import Measurement, Provenance, Status
 from tuner.problem import GemmProblem, GroupedGemmProblem, Problem
 from tuner.runtime import counters, devices, native
@@ -355,6 +355,8 @@ def plan_of(posed: Posed, measurement: Measurement, device: int) -> Plan | Refus
             return f"{kernel} is measured, and not served"
         if member.is_listed and posed.strides:  # it is called with addresses alone
             return f"{member.name} takes no strides but those of its layouts"
+        if reason := off_rows(problem, posed.strides):
+            return f"{member.name} takes no {reason}"
         if problem.op in (GemmProblem.op, GroupedGemmProblem.op) and not member.is_listed:
             # PyTorch chooses cuBLAS or cuBLASLt for the whole process, not for a call: its own call
             # is the vendor's kernel. A loop over groups cannot be captured as it was timed.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import suppress
 from typing import NamedTuple
@@ -198,7 +199,8 @@ def _linear_of_blocks(
     block_scaled.check(input, weight, scale)
     out: torch.Tensor | None = None
     if not (torch.compiler.is_compiling() or guards.wants_gradient(input, scale)):
-        a, scale_a = block_scaled.quantised(input.reshape(-1, input.shape[-1]))
+        rows = math.prod(input.shape[:-1])
+        a, scale_a = block_scaled.quantised(input.reshape(rows, input.shape[-1]))
         call = ScaledCall(a, weight.t(), scale_a, scale.t(), None, None, torch.bfloat16, True)
         out = serving.answer(call)
     if out is None:

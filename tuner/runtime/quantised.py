@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 
 from tuner.errors import ConfigError
 from tuner.problem import E4M3, DType
-from tuner.runtime import guards, native
+from tuner.runtime import guards, handed_over, native
 from tuner.runtime.attention_plan import pose, scale_of
 from tuner.runtime.plan import Posed
 from tuner.runtime.refusal import Kind, Refusal
@@ -56,6 +57,7 @@ class QuantisedCall(_Quantised, Call):
 
     __slots__ = ()
     aligned = 3
+    copied = ("tensors",)
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
@@ -76,6 +78,11 @@ class QuantisedCall(_Quantised, Call):
             raise ConfigError("tensors and factors differ in device")
         scale = scale_of(self.tensors[0], self.scale)
         return pose(*self.tensors, self.is_causal, scale, self.enable_gqa, dtypes=DTYPES)
+
+    def realigned(self) -> Self | None:
+        copies = query, key, value = handed_over.aligned(*self.tensors)
+        is_any = any(map(operator.is_not, copies, self.tensors))
+        return self._replace(tensors=(query, key, value)) if is_any else None
 
     def by_pytorch(self) -> torch.Tensor:
         query, key, value = (

@@ -11,7 +11,7 @@ import torch
 from tuner.errors import ConfigError
 from tuner.families.base import Strides
 from tuner.problem import E4M3, SCALE_BLOCK, GemmProblem, Scales
-from tuner.runtime import guards, serving
+from tuner.runtime import guards, handed_over, serving
 from tuner.runtime.plan import Posed
 from tuner.runtime.quantised import DTYPES as QUANTISED
 from tuner.runtime.refusal import Kind, Refusal
@@ -100,8 +100,14 @@ class ScaledCall(_Scaled, Call):
         """
         a, b, scale_a, scale_b, bias, factor = self[:6]
         out_dtype = self.out_dtype or a.dtype
+        if a.dim() == b.dim() == 2 and a.shape[1] == b.shape[0]:
+            if not (a.numel() and b.numel()):
+                return self._empty(out_dtype)
+            turned = b.t()
+            a, columns = handed_over.checked(a, turned)
+            b = b if columns is turned else columns.t()
         if factor is None or out_dtype.itemsize > 1:
-            return torch._scaled_mm(*self._replace(scale_result=None))
+            return torch._scaled_mm(a, b, scale_a, scale_b, bias, None, *self[6:])
         if bias is None and scale_a.numel() == scale_b.numel() == 1:
             left = scale_a * factor.view(scale_a.shape)
             return torch._scaled_mm(a, b, left, scale_b, None, None, *self[6:])
@@ -109,8 +115,20 @@ class ScaledCall(_Scaled, Call):
         added = None if bias is None else bias.to(wide_type)
         options = added, None, wide_type, self.fast_accum
         wide = torch._scaled_mm(a, b, scale_a, scale_b, *options)
-        limit = torch.finfo(out_dtype).max
-        return (wide.float() * factor).clamp_(-limit, limit).to(out_dtype)
+        return _rounded(wide.float() * factor, out_dtype)
+
+    def _empty(self, out_dtype: torch.dtype) -> torch.Tensor:
+        """The product of matrices without an element: the bias, if any."""
+        m, n = self.a.shape[0], self.b.shape[1]
+        wide = self.a.new_zeros((m, n), dtype=torch.float32)
+        wide = wide if self.bias is None else wide + self.bias
+        return _rounded(wide if self.scale_result is None else wide * self.scale_result, out_dtype)
+
+
+def _rounded(sums: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Numbers of fewer bits; magnitudes above the largest one become it."""
+    limit = torch.finfo(dtype).max
+    return sums.clamp_(-limit, limit).to(dtype)
 
 
 def scaled_problem_of(

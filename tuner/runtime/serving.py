@@ -8,13 +8,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self, cast
 
 import torch
 
 from tuner import settings
 from tuner.errors import ConfigError
-from tuner.runtime import counters, dispatch, guards
+from tuner.runtime import counters, dispatch, guards, handed_over
 from tuner.runtime.plan import Plan, Posed
 from tuner.runtime.refusal import Kind, Refusal
 from tuner.runtime.table import DispatchedCall, table
@@ -74,6 +74,8 @@ class Call(PlannedCall):
     """A call that PyTorch answers where no plan does."""
 
     __slots__ = ()
+    copied: ClassVar[tuple[str, ...]] = ()
+    """Names of tensors that are copied where they are not aligned."""
 
     def measurable(self, posed: Posed) -> Posed:
         """The problem with a function that times the call, if ``TUNER_BENCHMARK`` is set."""
@@ -91,6 +93,14 @@ class Call(PlannedCall):
         """The plan's output, or the reason why it cannot serve this call."""
         return table.run(plan, *self.inputs)
 
+    def realigned(self) -> Self | None:
+        """The call on aligned copies of `copied`; None where none is needed."""
+        tensors = [getattr(self, name) for name in self.copied]
+        if all(map(handed_over.is_aligned, tensors)):
+            return None
+        copies = dict(zip(self.copied, handed_over.aligned(*tensors), strict=True))
+        return cast(Self, self._replace(**copies))  # type: ignore[attr-defined]
+
     @abstractmethod
     def by_pytorch(self) -> Any:
         """PyTorch's answer to the call."""
@@ -107,13 +117,19 @@ def serve(call: Call) -> torch.Tensor:
 
 
 def answer(call: Call) -> torch.Tensor | None:
-    """A tuned kernel's output, or None and a counted reason when PyTorch must answer."""
+    """A tuned kernel's output, or None and a counted reason when PyTorch must answer.
+
+    Attention of tensors that are not aligned is answered from copies, if need be by PyTorch.
+    """
     inputs = call.inputs
     generation = table.refresh(inputs[0])
     plan = _find(call, inputs)
     out = plan if isinstance(plan, Refusal) else call.run(plan)
     if not isinstance(out, Refusal):
         return out
+    copy = call.realigned() if call.copied and handed_over.is_checked(*inputs) else None
+    if copy is not None:
+        return serve(copy)
     if not dispatch.is_loaded() or (dispatched := call.dispatched) is None:
         counters.count_fallback(out.reason)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import cache, lru_cache
@@ -14,7 +15,7 @@ from tuner.errors import ConfigError
 from tuner.families.vendor.flex import BY_TABLES, mask_by
 from tuner.problem import AttentionProblem
 from tuner.runtime import block_mask as masks
-from tuner.runtime import devices, guards
+from tuner.runtime import devices, guards, native
 from tuner.runtime.attention_plan import pose, scale_of, without_lse
 from tuner.runtime.composed import Extras
 from tuner.runtime.plan import Plan, Posed
@@ -41,6 +42,7 @@ class SparseCall(_Sparse, Call):
 
     __slots__ = ()
     aligned = 3
+    copied = "query", "key", "value"
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
@@ -84,6 +86,8 @@ class SparseCall(_Sparse, Call):
         from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
         query, key, value = self[:3]
+        if not all([t.numel() for t in (query, key, value)]):
+            return self._of_nothing()
         softcap, mask = self.extras.softcap, self.block_mask
         by_tables: dict[str, Any] = {}
         if isinstance(mask, masks.BlockTables):
@@ -102,6 +106,15 @@ class SparseCall(_Sparse, Call):
         is_fused = query.device.type == devices.TYPE and not torch.compiler.is_compiling()
         found = (_compiled() if is_fused else flex_attention)(query, key, value, **options)
         return (found[0], found[1].lse) if self.with_lse else found
+
+    def _of_nothing(self) -> Any:
+        """The answer where there are no queries or no keys, which FlexAttention does not take."""
+        query, key, value = self[:3]
+        options = None, 0.0, False, self.scale, query.shape[1] != key.shape[1]
+        out = native.attend(query, key, value, *options)
+        if not self.with_lse:
+            return out
+        return out, query.new_full(query.shape[:3], -math.inf, dtype=torch.float32)
 
 
 def sparse_attention(

@@ -48,7 +48,15 @@ except ImportError as exc:
         f"`{extra_command('transformers')}`"
     ) from exc
 
-from tuner.runtime import devices, dispatch, finite_gradients, guards, native, serving
+from tuner.runtime import (
+    devices,
+    dispatch,
+    finite_gradients,
+    guards,
+    handed_over,
+    native,
+    serving,
+)
 from tuner.runtime.attention import attention
 from tuner.runtime.attention_plan import AttentionCall
 from tuner.runtime.bias import as_operand
@@ -162,7 +170,7 @@ def attention_forward(
     if out is None:
         options = attention_mask, dropout, causal, scaling, True
         plain: tuple[Any, ...] = *guards.autocast(devices.TYPE, query, key, value), *options
-        if finite_gradients.is_needed(*plain):
+        if finite_gradients.is_needed(*plain) or handed_over.is_changed(*plain[:4]):
             out = native.attend(*plain)
     if out is None:
         return _sdpa(*arguments, causal)

@@ -58,6 +58,7 @@ class VarlenCall(_Packed, Call):
 
     __slots__ = ()
     aligned = 3
+    copied = "query", "key", "value"
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:

@@ -18,7 +18,7 @@ from tuner.errors import ConfigError, TunerError
 from tuner.families.fused_attention_backward import INSTANCES, instance
 from tuner.hardware import HOPPER, Gpu
 from tuner.problem import AttentionBackwardProblem
-from tuner.runtime import counters, devices, guards, portfolio, serving
+from tuner.runtime import counters, devices, guards, handed_over, portfolio, serving
 from tuner.runtime.attention_plan import AttentionCall
 from tuner.runtime.composed import Extras, compose_with_lse, differentiate
 from tuner.runtime.gradients import gradients_of
@@ -147,14 +147,15 @@ def _attention(*arguments: Any) -> torch.Tensor:
 
 
 def _attention_with_lse(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    call = _call(*arguments)
+    call = _call(*handed_over.checked(*arguments[:3]), *arguments[3:])
     plan = serving.find(call)
     compose = partial(compose_with_lse, *call[:3], call.is_causal, call.scale, call.extras)
     return run_with_lse(plan, *call[:3], compose)
 
 
 def _attention_backward(grad_out: torch.Tensor, *arguments: Any) -> Tensors:
-    query, key, value, out, lse, *options = arguments
+    grad_out, query, key, value, out = handed_over.checked(grad_out, *arguments[:4])
+    lse, *options = arguments[4:]
     call = _call(query, key, value, *options)
     inputs = query, key, value
     posed = gradients_of(call, inputs, out, lse, grad_out)

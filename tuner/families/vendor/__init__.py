@@ -15,9 +15,15 @@ from typing import Any, ClassVar
 
 from tuner.base.install import extra_command, version_of
 from tuner.config import Config
-from tuner.families.base import Domain, Family
-from tuner.hardware import Gpu
-from tuner.problem import Operand, Problem
+from tuner.families.base import Domain, Family, Strides
+from tuner.hardware import TMA_ALIGNMENT_BYTES, Gpu
+from tuner.problem import (
+    DTYPE_BYTES,
+    AttentionBackwardProblem,
+    AttentionProblem,
+    Operand,
+    Problem,
+)
 
 FAILURES = (
     RuntimeError,  # torch's own errors, out of memory and a refused backend among them
@@ -63,6 +69,7 @@ BESIDE_PYTORCH: frozenset[str] = MEASURED_ONLY | {
 }
 """Kernels that eager PyTorch never chooses by itself."""
 
+_ATTENTION = AttentionProblem.op, AttentionBackwardProblem.op
 MAX_INTEGER = 2**31 - 1
 """Largest value of a library's own parameter: what the schema of entries takes."""
 
@@ -218,6 +225,29 @@ class PreparedCall(ABC):
 
     def __call__(self, *inputs: Any) -> Any:
         return self.prepared(*inputs)(*inputs)
+
+
+def off_rows(problem: Problem, strides: Strides | None = None) -> str:
+    """Reason why no fused kernel of a vendor reads attention's tensors where they lie; else empty.
+
+    cuDNN's kernel reads a bias in vectors, whatever its strides are. The problem's own are those of
+    the run that tries a kernel.
+
+    Args:
+        problem: problem of attention or of its gradients. All others are read.
+        strides: strides of operands that differ from the problem's.
+    """
+    if problem.op not in _ATTENTION:
+        return ""
+    laid = [(operand, operand.strides) for operand in problem.inputs if operand.name == "bias"]
+    laid += [(o, strides[o.name]) for o in problem.inputs if strides and o.name in strides]
+    for operand, own in laid:
+        size = DTYPE_BYTES[operand.dtype]
+        *rows, columns = [step if n > 1 else 0 for n, step in zip(operand.shape, own, strict=True)]
+        if columns > 1 or any(step * size % TMA_ALIGNMENT_BYTES for step in rows):
+            wanted = f"1 along rows, else multiples of {TMA_ALIGNMENT_BYTES} bytes"
+            return f"strides {own} of {operand.name} (allowed: {wanted})"
+    return ""
 
 
 def tried(

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from tuner.base.install import install_command
 from tuner.config import Config
 from tuner.families.base import Domain
-from tuner.families.vendor import MAX_INTEGER, ListedVendor, cudnn_graph, stream_of
+from tuner.families.vendor import MAX_INTEGER, ListedVendor, cudnn_graph, off_rows, stream_of
 from tuner.families.vendor.cudnn_graph import KNOBS, CudnnGraph
 from tuner.families.vendor.sdpa import VendorSdpa
 from tuner.hardware import Gpu
@@ -56,7 +56,9 @@ class VendorCudnnPlans(ListedVendor):
                 problem.is_windowed and problem.seqlen_q > problem.seqlen_kv,
             ),
         )
-        return next((f"{kernel} has no {what}" for what, is_asked in lacking if is_asked), "")
+        if absent := next((what for what, is_asked in lacking if is_asked), ""):
+            return f"{kernel} has no {absent}"
+        return f"{kernel} takes no {reason}" if (reason := off_rows(problem)) else ""
 
     def lacks(self) -> str:
         if importlib.util.find_spec("cudnn") is None:

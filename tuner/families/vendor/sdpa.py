@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from tuner.config import Config
 from tuner.families import attention_work
 from tuner.families.base import Domain
-from tuner.families.vendor import FAILURES, Vendor, peers
+from tuner.families.vendor import FAILURES, Vendor, off_rows, peers
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.problem import E4M3, AttentionProblem, Layout, Problem
 
@@ -124,6 +124,8 @@ class VendorSdpa(Vendor):
             return f"{kernel} has no soft cap"
         if problem.bias and kernel not in ("cudnn", "efficient", "naive"):
             return f"{kernel} has no additive bias"
+        if kernel in ("cudnn", "efficient") and (reason := off_rows(problem)):
+            return f"{kernel} takes no {reason}"
         if problem.mask:
             return f"{kernel} is not called with boolean masks"
         if problem.block_mask:
