@@ -109,6 +109,7 @@ def kernels() -> Iterator[list[str]]:
         ran.append(EFFICIENT + "_backward")
         check(q, k, bias)
         rows = q.shape[2]
+        assert out.transpose(1, 2).is_contiguous(), "the kernel does not ask for the rows' stride"
         assert lse.is_contiguous() and lse.shape[2] % 32 == 0 and lse.shape[2] - rows < 32
         assert (lse[..., rows:] == math.inf).all()
         _, _, _, (q_too, k_too, v_too, bias_too), *causal = options  # defaults are left out

@@ -145,6 +145,9 @@ def masked_backward(
     # No weight in rows without a key, and in rows behind the last.
     lse = lse.masked_fill(lse == -math.inf, math.inf)
     lse = pad(lse, (0, -lse.shape[-1] % _LSE_ROWS), value=math.inf)
+    # The kernel reads the output's rows as its own forward kernel lays them: all heads of a query
+    # side by side, whatever the strides say.
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)
     state = (torch.empty((), dtype=torch.long, device=query.device) for _ in range(2))
     grad_query, *grads, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
         *(grad_out, query, *repeated, _terms(attn_mask, query, key), out, lse, *state),
