@@ -171,8 +171,8 @@ def engine(
         for name, module in stand_ins(kind).items():
             monkeypatch.setitem(sys.modules, name, module)
     flash_attn = importlib.import_module(FLASH_ATTN)
-    # It looks for sinks on a GPU only.
-    monkeypatch.setattr(flash_attn, "flash_attn_supports_sinks", lambda: True, raising=False)
+    for name in ("flash_attn_supports_sinks", "flash_attn_supports_kv_cache_dtype"):  # on a GPU
+        monkeypatch.setattr(flash_attn, name, lambda *_, **__: True, raising=False)
     calls: list[Any] = []
 
     def forward(self: Any, layer: Any, *args: Any, **options: Any) -> str:

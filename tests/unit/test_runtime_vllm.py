@@ -559,6 +559,7 @@ def test_vllm_s_own_classes_build_metadata_and_accept_the_backend(
         get_num_kv_heads=lambda parallel: HEADS_KV,
         get_head_size=lambda: WIDTH,
         rswa_window=None,
+        is_mm_prefix_lm=False,
     )
     layers: dict[str, Any] = {}
     mode = SimpleNamespace(has_full_cudagraphs=lambda: True)
@@ -571,8 +572,16 @@ def test_vllm_s_own_classes_build_metadata_and_accept_the_backend(
         ),
         attention_config=SimpleNamespace(flash_attn_max_num_splits_for_cuda_graph=32),
         scheduler_config=SimpleNamespace(max_num_seqs=8),
+        kernel_config=SimpleNamespace(enable_jit_warmup=False),
     )
-    spec = SimpleNamespace(dtype=torch.bfloat16, block_size=SIZE, sliding_window=17)
+    spec = SimpleNamespace(
+        dtype=torch.bfloat16,
+        block_size=SIZE,
+        sliding_window=17,
+        num_kv_heads=HEADS_KV,
+        head_size=WIDTH,
+        dcp_sharded=False,
+    )
     builder = backend.TunerMetadataBuilder(spec, ["layer"], config, torch.device("cpu"))
     batch = kinds.CommonAttentionMetadata(
         query_start_loc=torch.tensor([0, 1, 3]).int(),
