@@ -28,6 +28,7 @@ from tuner.runners.on_ray import Cluster, ClusterRunners
 from tuner.runners.ray_workers import Parcels
 from tuner.runners.replay import ReplayRunner
 from tuner.store import Store, open_store
+from tuner.tuning import competition
 from tuner.tuning.controller import Controller
 from tuner.tuning.job import Job, JobOptions
 from tuner.tuning.sweep import Sweep, SweepOptions
@@ -148,6 +149,8 @@ def setting(nodes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
             path.unlink()
     monkeypatch.setenv("TUNER_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(toolchain, "find_toolchain", lambda: TOOLS)
+    # Only what was recorded has a time.
+    monkeypatch.setattr(competition.Competition, "_beyond", lambda *_: ())
     with open_store(f"sqlite:///{tmp_path}/s.sqlite") as store:
         yield Setting(nodes, store)
 

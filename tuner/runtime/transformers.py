@@ -149,8 +149,7 @@ def attention_forward(
     """
     arguments = module, query, key, value, attention_mask, dropout, scaling
     if _OF_STEPS in kwargs:
-        options = position_bias, dropout, scaling, softcap, cache, kwargs
-        return _batched(*arguments[:5], *options)
+        return _batched(*arguments, softcap, position_bias, cache, kwargs)
     for name, given in kwargs.items():
         if given is not None and name not in WITHOUT_EFFECT:
             _check(name, given, attention_mask, key)
@@ -182,10 +181,10 @@ def _batched(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
-    position_bias: torch.Tensor | None,
     dropout: float,
     scaling: float | None,
     softcap: float | None,
+    position_bias: torch.Tensor | None,
     cache: Any,
     given: Mapping[str, Any],
 ) -> tuple[torch.Tensor, None]:
@@ -194,15 +193,15 @@ def _batched(
     Raises:
         ValueError: on a keyword that is not supported.
     """
-    if continuous_batching is None or continuous_batching.UNSERVED or cache is None:
-        arguments = module, query, key, value, mask
-        return _by_transformers(*arguments, dropout, scaling, softcap, cache, given)
-    for name in given:
-        if given[name] is not None and name not in WITHOUT_EFFECT | continuous_batching.KEYWORDS:
-            _check(name, given[name], None, key)
     if position_bias is not None or dropout:
         named = "dropout" if position_bias is None else "position_bias"
         raise ValueError(_refusal(f"{named} in continuous batching"))
+    if continuous_batching is None or continuous_batching.UNSERVED or cache is None:
+        arguments = module, query, key, value, mask
+        return _by_transformers(*arguments, scaling, softcap, cache, given)
+    for name in given:
+        if given[name] is not None and name not in WITHOUT_EFFECT | continuous_batching.KEYWORDS:
+            _check(name, given[name], None, key)
     tensors = query, key, value
     return continuous_batching.forward(module, *tensors, scaling, softcap, cache, given), None
 
@@ -213,7 +212,6 @@ def _by_transformers(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
-    dropout: float,
     scaling: float | None,
     softcap: float | None,
     cache: Any,
@@ -238,9 +236,7 @@ def _by_transformers(
     elif not is_plain:
         own = sys.modules[type(module).__module__].eager_attention_forward
         given = given if softcap is None else {**given, "softcap": softcap}
-    out, *_ = native.call(
-        own, module, query, key, value, mask, dropout=dropout, scaling=scaling, **given
-    )
+    out, *_ = native.call(own, module, query, key, value, mask, scaling=scaling, **given)
     return out, None
 
 

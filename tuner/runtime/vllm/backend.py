@@ -279,7 +279,7 @@ def _masks(kind: type) -> tuple[str, ...]:
 def _step(metadata: Any) -> EngineStep:
     causal = metadata.causal
     refusal: Refusal | None = None
-    masks = [name for name in _masks(type(metadata)) if getattr(metadata, name) is not None]
+    masks = [name for name in _masks(metadata.__class__) if getattr(metadata, name) is not None]
     if getattr(metadata, "use_cascade", False):  # until 0.31
         refusal = Refusal(Kind.CASCADE)
     elif not isinstance(causal, bool):
