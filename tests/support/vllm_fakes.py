@@ -32,7 +32,7 @@ class Backend:
 
 @dataclasses.dataclass
 class Metadata:
-    """Of vLLM 0.32 and later."""
+    """As of vLLM 0.32 and later."""
 
     num_actual_tokens: int
     max_query_len: int
@@ -48,7 +48,7 @@ class Metadata:
 
 @dataclasses.dataclass
 class FirstMetadata(Metadata):
-    """Of vLLM 0.26 and 0.27, but for the ranges' name, which 0.28 changed."""
+    """As of vLLM 0.26 and 0.27."""
 
     use_cascade: bool = False
     common_prefix_len: int = 0

@@ -24,7 +24,7 @@ def register() -> None:
     """Register the quantisation, and `BACKEND` as vLLM's ``CUSTOM`` attention backend, unless
     another package has registered one. Repeated calls are harmless.
 
-    Whatever fails is logged in one line, and vLLM keeps its own kernels: an exception would stop
+    Whatever fails is logged in one line, and vLLM keeps its own kernels. An exception would stop
     each process of vLLM, also those that use nothing of the tuner.
     """
     version = "of an unknown version"
