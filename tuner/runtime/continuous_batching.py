@@ -20,7 +20,6 @@ Models whose layers share keys and values are Transformers' own there.
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -36,7 +35,6 @@ from transformers.generation.continuous_batching import (
     initialization,
     input_outputs,
 )
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tuner.problem.attention_masks import PAGE_MULTIPLE
 from tuner.problem.engines import WINDOW_PAGE
@@ -408,7 +406,7 @@ def _is_ours(config: Any) -> bool:
     return is_named and not UNSERVED and not is_shared
 
 
-_LAYERS_UPDATE = "cache" not in inspect.signature(sdpa_attention_forward).parameters
+_LAYERS_UPDATE = tuple(map(int, __version__.split(".")[:2])) >= (5, 24)
 """True when layers update the cache before they call the attention function."""
 _update = paged_cache.PagedAttentionCache.update
 _makes_masks = input_outputs.attn_mask_is_needed
