@@ -4,6 +4,7 @@ eager, and in a CUDA graph whose lengths grow.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import warnings
 from collections.abc import Iterator
@@ -115,6 +116,8 @@ def step(layer: SimpleNamespace, pages: Any, queries: tuple[int, ...], keys: Any
     import torch
 
     starts = torch.tensor([0, *queries], device="cuda").cumsum(0).int()
+    cascade = ("common_prefix_len", "cu_prefix_query_lens", "prefix_kv_lens", "suffix_kv_lens")
+    fields = {field.name for field in dataclasses.fields(layer.metadata)}
     return layer.metadata(
         num_actual_tokens=sum(queries),
         max_query_len=max(queries),
@@ -123,11 +126,7 @@ def step(layer: SimpleNamespace, pages: Any, queries: tuple[int, ...], keys: Any
         seq_lens=keys,
         block_table=pages,
         slot_mapping=None,
-        use_cascade=False,
-        common_prefix_len=0,
-        cu_prefix_query_lens=None,
-        prefix_kv_lens=None,
-        suffix_kv_lens=None,
+        **({"use_cascade": False, **dict.fromkeys(cascade)} if "use_cascade" in fields else {}),
     )
 
 

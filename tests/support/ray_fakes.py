@@ -22,17 +22,25 @@ from tuner.problem import AttentionProblem
 from tuner.runners import recording, recording_archive
 from tuner.runners.ray_nodes import Built, Card, Gauge, Reply
 
-PROBLEM = AttentionProblem.parse("S=512,D=64")
+PROBLEM = AttentionProblem.parse("S=1024,D=64")
 REGIME = Regime.default("attention")
+FAMILY = "fused_attention"
 H200, H100 = GPUS["H200"], GPUS["H100"]
 SLOWER = 1.5
 """An H100's times over an H200's: the recording knows H200s only."""
 
 
 def recorded() -> recording.Recording:
-    found = recording_archive.find(PROBLEM, H200, REGIME)
-    assert found is not None
-    return found
+    """The shipped recording of the problem: one family's times, as if of `REGIME`. A config without
+    a final time has its quick one, since a sweep of today chooses other finalists.
+    """
+    shipped = recording_archive.find(PROBLEM, H200, Regime.choices(PROBLEM.op))
+    assert shipped is not None
+    own = [replace(m, regime=REGIME) for m in shipped.measurements if m.config.family == FAMILY]
+    quick = [m for m in own if not m.is_final]
+    final = {m.config: replace(m, is_final=True) for m in quick}
+    final |= {m.config: m for m in own if m.is_final}
+    return replace(shipped, regime=REGIME, measurements=(*quick, *final.values()))
 
 
 def folder() -> Path:

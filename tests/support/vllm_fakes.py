@@ -26,16 +26,14 @@ class CGSupport(enum.Enum):
 
 class Backend:
     @staticmethod
-    def get_kv_cache_shape(num_blocks: int, block_size: int, heads: int, width: int) -> Any:
-        return num_blocks, heads, block_size, 2 * width
-
-    @staticmethod
     def get_name() -> str:
         return "FLASH_ATTN"
 
 
 @dataclasses.dataclass
 class Metadata:
+    """As of vLLM 0.32 and later."""
+
     num_actual_tokens: int
     max_query_len: int
     query_start_loc: Any
@@ -43,15 +41,22 @@ class Metadata:
     seq_lens: Any
     block_table: Any
     slot_mapping: Any
-    use_cascade: bool
-    common_prefix_len: int
-    cu_prefix_query_lens: Any
-    prefix_kv_lens: Any
-    suffix_kv_lens: Any
     causal: Any = True
+    mm_prefix_query_range_tensor: Any = None
+    rswa_prefix_lens: Any = None
+
+
+@dataclasses.dataclass
+class FirstMetadata(Metadata):
+    """As of vLLM 0.26 and 0.27."""
+
+    use_cascade: bool = False
+    common_prefix_len: int = 0
+    cu_prefix_query_lens: Any = None
+    prefix_kv_lens: Any = None
+    suffix_kv_lens: Any = None
     sliding_window: Any = None
     mm_prefix_range_tensor: Any = None
-    rswa_prefix_lens: Any = None
 
 
 class Impl(abc.ABC):
@@ -112,11 +117,11 @@ class Registry(enum.Enum):
 overrides: dict[Any, str] = {}
 
 
-def stand_ins() -> dict[str, ModuleType]:
-    """Modules by name."""
+def stand_ins(metadata: type = Metadata) -> dict[str, ModuleType]:
+    """Modules by name, with a class of metadata."""
     overrides.clear()
     names: dict[str, dict[str, Any]] = {
-        "vllm": {},
+        "vllm": {"__version__": "0.33.0"},
         "vllm.v1": {},
         "vllm.v1.attention": {},
         "vllm.v1.attention.backend": {"AttentionCGSupport": CGSupport},
@@ -128,7 +133,7 @@ def stand_ins() -> dict[str, ModuleType]:
         FLASH_ATTN: {
             "FlashAttentionBackend": Backend,
             "FlashAttentionImpl": type("FlashAttentionImpl", (Impl,), {}),
-            "FlashAttentionMetadata": Metadata,
+            "FlashAttentionMetadata": metadata,
             "FlashAttentionMetadataBuilder": type("FlashAttentionBuilder", (Builder,), {}),
         },
     }
@@ -149,23 +154,25 @@ def installed() -> ModuleType:
         pytest.skip(f"vllm is not installed ({exc})")
 
 
-@pytest.fixture(params=["stand-ins", "vllm"])
+@pytest.fixture(params=["first", "last", "vllm"])
 def engine(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[SimpleNamespace]:
-    """`backend`: the plug-in's classes over those of `flash_attn`. `own` has the arguments of each
-    call that vLLM's own attention was left.
+    """`backend`: the plug-in's classes over those of `flash_attn`, stand-ins for the first and the
+    last version that is served, or vLLM's. `own` has the arguments of each call that vLLM's own
+    attention was left; `fields` are those of a step's metadata.
     """
     own = "tuner.runtime.vllm.backend"
     monkeypatch.delitem(sys.modules, own, raising=False)
-    if request.param == "stand-ins":
-        for name, module in stand_ins().items():
-            monkeypatch.setitem(sys.modules, name, module)
-    else:
+    if request.param == "vllm":
         installed()
+    else:
+        kind = FirstMetadata if request.param == "first" else Metadata
+        for name, module in stand_ins(kind).items():
+            monkeypatch.setitem(sys.modules, name, module)
     flash_attn = importlib.import_module(FLASH_ATTN)
-    # It looks for sinks on a GPU only.
-    monkeypatch.setattr(flash_attn, "flash_attn_supports_sinks", lambda: True, raising=False)
+    for name in ("flash_attn_supports_sinks", "flash_attn_supports_kv_cache_dtype"):  # on a GPU
+        monkeypatch.setattr(flash_attn, name, lambda *_, **__: True, raising=False)
     calls: list[Any] = []
 
     def forward(self: Any, layer: Any, *args: Any, **options: Any) -> str:
@@ -188,6 +195,9 @@ def engine(
     monkeypatch.setattr(builder, "build", build)
     backend = importlib.import_module(own)
     backend.max_queries.cache_clear()
-    yield SimpleNamespace(backend=backend, flash_attn=flash_attn, own=calls, built=built)
+    fields = {one.name for one in dataclasses.fields(flash_attn.FlashAttentionMetadata)}
+    yield SimpleNamespace(
+        backend=backend, flash_attn=flash_attn, own=calls, built=built, fields=fields
+    )
     backend.max_queries.cache_clear()
     sys.modules.pop(own)

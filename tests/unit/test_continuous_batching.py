@@ -27,6 +27,7 @@ from transformers.generation.continuous_batching import model_runner  # noqa: E4
 
 from tuner.runtime import continuous_batching, serving  # noqa: E402
 from tuner.runtime import transformers as tuned_attention  # noqa: E402
+from tuner.runtime.versions import TRANSFORMERS  # noqa: E402
 
 VOCABULARY, LAYERS, WINDOW, NEW = 97, 2, 20, 12
 CONFIG = transformers.ContinuousBatchingConfig
@@ -55,6 +56,18 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], str]] = {
     "Gemma2": ({"sliding_window": WINDOW, "attn_logit_softcapping": 2.0}, "eager"),
     "GptOss": ({"sliding_window": WINDOW, **EXPERTS}, "eager"),
 }
+#: Its last layers have the keys and values of others.
+SHARING = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": WINDOW,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 16,
+    "laurel_rank": 8,
+    "altup_num_inputs": 2,
+    "activation_sparsity_pattern": [0.0] * 4,
+}
 #: With block tables where all layers can have them, and without.
 CASES = [*((name, None) for name in ARCHITECTURES), ("Llama", 0)]
 WINDOWED = ("Mistral", "Gemma2", "GptOss")
@@ -62,7 +75,10 @@ WINDOWED = ("Mistral", "Gemma2", "GptOss")
 
 def made(name: str, implementation: str) -> Any:
     values, _ = ARCHITECTURES[name]
-    config = getattr(transformers, f"{name}Config")(**SMALL | values)
+    return drawn(name, getattr(transformers, f"{name}Config")(**SMALL | values), implementation)
+
+
+def drawn(name: str, config: Any, implementation: str) -> Any:
     torch.manual_seed(0)
     with warnings.catch_warnings():  # of the prefix that later versions take away
         warnings.simplefilter("ignore", FutureWarning)
@@ -105,13 +121,16 @@ _wanted: dict[str, list[list[int]]] = {}
 def wanted(name: str) -> list[list[int]]:
     """Tokens of `generate` by Transformers' own attention, one prompt after the other."""
     if name not in _wanted:
-        model = made(name, ARCHITECTURES[name][1])
-        options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
-        _wanted[name] = [
-            model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
-            for prompt in prompts()
-        ]
+        _wanted[name] = one_by_one(made(name, ARCHITECTURES[name][1]))
     return _wanted[name]
+
+
+def one_by_one(model: Any) -> list[list[int]]:
+    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    return [
+        model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+        for prompt in prompts()
+    ]
 
 
 @pytest.fixture
@@ -275,11 +294,40 @@ def test_each_pass_derives_its_tables_anew(calls: list[Any], steps: list[Any]) -
     assert first is second and third is fourth and first is not third
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_other_versions_have_transformers_own(
+    runtime: SimpleNamespace,
+    steps: list[Any],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    if name == "Gemma2" and not continuous_batching._LAYERS_UPDATE:
+        pytest.skip("Transformers' own attention has no soft cap in continuous batching here")
+    monkeypatch.setattr(continuous_batching, "UNSERVED", TRANSFORMERS.refusal("5.25.1"))
+    assert generated(made(name, "tuner")) == wanted(name)
+    kind = runtime.refusal.Kind.BATCHING
+    assert runtime.counters.stats().fallbacks == {kind: LAYERS * len(steps)}
+    [line] = [r.getMessage() for r in caplog.records if r.name == "tuner.runtime"]
+    assert (
+        line == f"answered by Transformers' own attention: {kind}: {TRANSFORMERS.refusal('5.25.1')}"
+    )
+
+
+def test_layers_that_share_keys(runtime: SimpleNamespace, steps: list[Any]) -> None:
+    config = transformers.Gemma3nTextConfig(**SMALL | SHARING)
+    model = functools.partial(drawn, "Gemma3n", config)
+    assert generated(model("tuner")) == one_by_one(model("sdpa"))
+    kinds = runtime.refusal.Kind
+    kind = kinds.BATCHING if continuous_batching._LAYERS_UPDATE else kinds.DEVICE
+    assert runtime.counters.stats().fallbacks == {kind: 4 * len(steps)}
+
+
 def test_a_transformers_that_is_built_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuned_attention, "continuous_batching", None)
     tensors = torch.randn(3, 1, 2, 3, 16).unbind()
-    with pytest.raises(ValueError, match="continuous batching with this Transformers"):
-        tuned_attention.attention_forward(SimpleNamespace(), *tensors, None, cache=object())
+    with pytest.raises(ValueError, match=r"continuous batching of such layers .its internals"):
+        tuned_attention.attention_forward(SimpleNamespace(), *tensors, None, read_index=[])
 
 
 def test_what_continuous_batching_does_not_know() -> None:
@@ -293,7 +341,9 @@ def test_what_continuous_batching_does_not_know() -> None:
         ({"indices": 1}, "sparse attention"),
     ):
         with pytest.raises(ValueError, match=message):
-            tuned_attention.attention_forward(layer, *tensors, None, cache=cache, **options)
+            tuned_attention.attention_forward(
+                layer, *tensors, None, cache=cache, read_index=[], **options
+            )
     with pytest.raises(ValueError, match="generate_batch"):
         tuned_attention.paged_attention_forward(layer, *tensors, None)
 

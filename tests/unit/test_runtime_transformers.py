@@ -17,6 +17,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
+from transformers_names import cached  # noqa: E402
+
 from tuner.problem import shapes  # noqa: E402
 from tuner.runtime import transformers as tuned_attention  # noqa: E402
 
@@ -422,9 +424,9 @@ def test_queries_after_a_filled_cache(tuned: SimpleNamespace, name: str, cache: 
             if cache == "dynamic"
             else transformers.StaticCache(config=one.config, max_cache_len=24)
         )
-        logits = [one(ids[:, :5], past_key_values=kept).logits]
-        logits += [one(ids[:, 5:9], past_key_values=kept).logits]
-        logits += [one(ids[:, 9:10], past_key_values=kept).logits]
+        logits = [one(ids[:, :5], **cached(kept)).logits]
+        logits += [one(ids[:, 5:9], **cached(kept)).logits]
+        logits += [one(ids[:, 9:10], **cached(kept)).logits]
         found.append(torch.cat(logits, 1))
     assert near(*found)
     assert {p.seqlen_q for p in tuned.problems if p.is_causal} <= {5}

@@ -15,6 +15,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
+from transformers_names import cached  # noqa: E402
+
 import tuner.runtime.transformers  # noqa: E402
 
 VOCABULARY, LENGTH = 97, 12
@@ -155,8 +157,8 @@ def test_a_cache_that_grows(tuned: SimpleNamespace) -> None:
     found = []
     for call in (compiled, reference):
         kept = transformers.DynamicCache(config=model.config)
-        logits = [call(ids[:, :8], past_key_values=kept).logits]
-        logits += [call(ids[:, i : i + 1], past_key_values=kept).logits for i in range(8, 11)]
+        logits = [call(ids[:, :8], **cached(kept)).logits]
+        logits += [call(ids[:, i : i + 1], **cached(kept)).logits for i in range(8, 11)]
         found.append(torch.cat(logits, 1))
     assert near(*found, 1e-2)
     sizes = [(p.seqlen_q, p.seqlen_kv, p.is_causal) for p in tuned.problems]

@@ -8,8 +8,9 @@ import logging
 import math
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,7 +69,10 @@ def step(engine: SimpleNamespace, queries: tuple[int, ...], keys: int, **changes
         "suffix_kv_lens": None,
         **changes,
     }
-    return engine.flash_attn.FlashAttentionMetadata(**given)
+    kind = engine.flash_attn.FlashAttentionMetadata
+    known = {field.name for field in dataclasses.fields(kind)}
+    given = {name: value for name, value in given.items() if name in known or name in changes}
+    return kind(**given)
 
 
 def tensors(tokens: int, dtype: Any = torch.bfloat16) -> tuple[Any, Any, Any]:
@@ -187,11 +191,26 @@ def test_a_copy_of_the_metadata_for_another_group_is_another_step(
 def test_a_window_of_the_step_goes_before_that_of_the_layer(
     engine: SimpleNamespace, served: SimpleNamespace
 ) -> None:
+    if "sliding_window" not in engine.fields:
+        pytest.skip("steps of this vLLM have no window")
     impl = layer(engine, sliding_window=8)
     for changes in ({"sliding_window": (15, 0)}, {"sliding_window": (15, 15), "causal": False}):
         call(impl, step(engine, (2, 40), 100, **changes), tensors(42))
     windows = [(p.window_left, p.window_right, p.is_causal) for _, p in served.posed]
     assert windows == [(15, -1, True), (15, 15, False)]
+
+
+def test_a_layer_s_window_is_on_both_sides_of_queries_that_are_not_causal(
+    engine: SimpleNamespace, served: SimpleNamespace
+) -> None:
+    if "sliding_window" in engine.fields:
+        pytest.skip("steps of this vLLM have a window")
+    impl = layer(engine, sliding_window=16)
+    for is_causal in (True, False):
+        call(impl, step(engine, (2, 40), 100, causal=is_causal), tensors(42))
+    call(layer(engine), step(engine, (2, 40), 100, causal=False), tensors(42))
+    windows = [(p.window_left, p.window_right, p.is_causal) for _, p in served.posed]
+    assert windows == [(15, -1, True), (15, 15, False), (-1, -1, False)]
 
 
 def test_memory_is_profiled_by_vllm(engine: SimpleNamespace, served: SimpleNamespace) -> None:
@@ -217,6 +236,11 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ),
     (
         {},
+        {"mm_prefix_query_range_tensor": torch.zeros(2, 2).int()},
+        "the engine asks for a mask that no tuned kernel has",
+    ),
+    (
+        {},
         {"rswa_prefix_lens": torch.zeros(2).int()},
         "the engine asks for a mask that no tuned kernel has",
     ),
@@ -234,6 +258,8 @@ def test_what_no_kernel_takes_is_vllm_s_own_and_said_once(
     of_step: dict[str, Any],
     kind: str,
 ) -> None:
+    if absent := of_step.keys() - engine.fields:
+        pytest.skip(f"steps of this vLLM have no {', '.join(absent)}")
     impl, metadata = layer(engine, **of_layer), step(engine, (1, 1), 100, **of_step)
     with caplog.at_level(logging.INFO, "tuner.runtime"):
         for _ in range(3):
@@ -243,6 +269,32 @@ def test_what_no_kernel_takes_is_vllm_s_own_and_said_once(
     [record] = [r for r in caplog.records if r.name == "tuner.runtime"]
     assert record.levelno == logging.WARNING and "\n" not in record.getMessage()
     assert record.getMessage().startswith(f"answered by vLLM's own FlashAttention: {kind}")
+
+
+def test_a_cache_that_lies_otherwise_is_vllm_s_own(
+    engine: SimpleNamespace, served: SimpleNamespace, on_cpu: SimpleNamespace
+) -> None:
+    query, cache, out = tensors(2)
+    metadata, impl = step(engine, (1, 1), 100), layer(engine)
+    for other in (cache.transpose(1, 2), cache[None], cache[..., :WIDTH]):
+        assert call(impl, metadata, (query, other, out)) == "vLLM's own"
+    assert not served.posed
+    assert on_cpu.counters.stats().fallbacks == {"a cache that lies in an unknown way": 3}
+
+
+def test_a_mask_of_a_later_vllm_is_vllm_s_own(
+    engine: SimpleNamespace, served: SimpleNamespace, on_cpu: SimpleNamespace
+) -> None:
+    """Any field of the metadata that is not known, whatever its name."""
+    metadata = step(engine, (1, 1), 100)
+    kind = dataclasses.make_dataclass("Later", [("novel_mask", Any, None)], bases=(type(metadata),))
+    fields = {field.name: getattr(metadata, field.name) for field in dataclasses.fields(metadata)}
+    given = tensors(2)
+    assert call(layer(engine), kind(**fields), given) is given[2]
+    masked = kind(**fields, novel_mask=torch.zeros(2))
+    assert call(layer(engine), masked, given) == "vLLM's own"
+    [reason] = on_cpu.counters._counts.said - set(on_cpu.counters.stats().fallbacks)
+    assert reason.endswith(": novel_mask")
 
 
 @pytest.mark.parametrize("attribute", ["dcp_world_size", "pcp_world_size"])
@@ -507,6 +559,7 @@ def test_vllm_s_own_classes_build_metadata_and_accept_the_backend(
         get_num_kv_heads=lambda parallel: HEADS_KV,
         get_head_size=lambda: WIDTH,
         rswa_window=None,
+        is_mm_prefix_lm=False,
     )
     layers: dict[str, Any] = {}
     mode = SimpleNamespace(has_full_cudagraphs=lambda: True)
@@ -519,8 +572,16 @@ def test_vllm_s_own_classes_build_metadata_and_accept_the_backend(
         ),
         attention_config=SimpleNamespace(flash_attn_max_num_splits_for_cuda_graph=32),
         scheduler_config=SimpleNamespace(max_num_seqs=8),
+        kernel_config=SimpleNamespace(enable_jit_warmup=False),
     )
-    spec = SimpleNamespace(dtype=torch.bfloat16, block_size=SIZE, sliding_window=17)
+    spec = SimpleNamespace(
+        dtype=torch.bfloat16,
+        block_size=SIZE,
+        sliding_window=17,
+        num_kv_heads=HEADS_KV,
+        head_size=WIDTH,
+        dcp_sharded=False,
+    )
     builder = backend.TunerMetadataBuilder(spec, ["layer"], config, torch.device("cpu"))
     batch = kinds.CommonAttentionMetadata(
         query_start_loc=torch.tensor([0, 1, 3]).int(),
@@ -550,19 +611,27 @@ def test_vllm_s_own_classes_build_metadata_and_accept_the_backend(
     )
 
 
-def test_the_entry_point_registers_the_backend(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def entry_point() -> Callable[[], None]:
+    """The function that vLLM calls in each of its processes."""
     project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
     module, name = project["entry-points"]["vllm.general_plugins"]["tuner"].split(":")
-    register = getattr(importlib.import_module(module), name)
-    modules: dict[str, ModuleType] = stand_ins()
-    for key, value in modules.items():
+    register: Callable[[], None] = getattr(importlib.import_module(module), name)
+    return register
+
+
+@pytest.fixture
+def register(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """The entry point beside stand-ins, whose quantisation `test_runtime_vllm_products` has."""
+    for key, value in stand_ins().items():
         monkeypatch.setitem(sys.modules, key, value)
-    package = importlib.import_module(module)
-    monkeypatch.setattr(
-        package, "_register_quantization", lambda: None
-    )  # test_runtime_vllm_products
+    package = importlib.import_module("tuner.runtime.vllm")
+    monkeypatch.setattr(package, "_register_quantization", lambda: None)
+    return entry_point()
+
+
+def test_the_entry_point_registers_the_backend(
+    register: Callable[[], None], caplog: pytest.LogCaptureFixture
+) -> None:
     custom = sys.modules[REGISTRY].AttentionBackendEnum.CUSTOM
     register(), register()
     assert overrides == {custom: "tuner.runtime.vllm.backend.TunerBackend"} and not caplog.records
@@ -570,3 +639,69 @@ def test_the_entry_point_registers_the_backend(
     register()
     assert overrides[custom] == "another.Backend"
     assert "stays another.Backend" in caplog.text
+
+
+@pytest.mark.parametrize("version", ["0.13.0", "0.25.1", "0.34.0.dev3+g1234", "1.0", "dev"])
+def test_other_versions_keep_their_kernels_and_it_is_said_once_in_one_line(
+    register: Callable[[], None],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    version: str,
+) -> None:
+    monkeypatch.setattr(sys.modules["vllm"], "__version__", version)
+    register()
+    [record] = caplog.records
+    wanted = f"vLLM keeps its own kernels: vLLM {version} (served: 0.26 to 0.33)"
+    assert record.getMessage() == wanted and not overrides
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.27.1+cu130", "0.33.4rc1"])
+def test_versions_that_are_served(
+    register: Callable[[], None], monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    monkeypatch.setattr(sys.modules["vllm"], "__version__", version)
+    register()
+    assert len(overrides) == 1
+
+
+def no_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, REGISTRY, None)  # type: ignore[arg-type]
+
+
+def no_custom(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[REGISTRY], "AttentionBackendEnum", object())
+
+
+def no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(sys.modules["vllm"], "__version__")
+
+
+def odd_quantization(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise ValueError("two\nlines")
+
+    package = importlib.import_module("tuner.runtime.vllm")
+    monkeypatch.setattr(package, "_register_quantization", fail)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "named"),
+    [
+        (no_registry, "ModuleNotFoundError"),
+        (no_custom, "AttributeError"),
+        (no_version, "AttributeError"),
+        (odd_quantization, "ValueError: two lines"),
+    ],
+)
+def test_the_entry_point_stops_no_engine(
+    register: Callable[[], None],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    break_it: Callable[[pytest.MonkeyPatch], None],
+    named: str,
+) -> None:
+    break_it(monkeypatch)
+    register()
+    [record] = caplog.records
+    line = record.getMessage()
+    assert "\n" not in line and named in line and line.endswith("(served: 0.26 to 0.33)")

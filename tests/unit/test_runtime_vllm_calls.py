@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
 
 import pytest
 
@@ -23,28 +22,13 @@ def test_kernels_of_chunks_above_a_width_are_slow(groups: int, width: int, wante
     assert calls.is_slow_kernel(config, width) == wanted
 
 
-def test_caches_of_three_layouts_are_views() -> None:
+def test_a_cache_of_keys_beside_values_is_read_as_views() -> None:
     calls = importlib.import_module("tuner.runtime.vllm.calls")
     numbers = torch.arange(2 * PAGES * SIZE * HEADS_KV * WIDTH).view(PAGES, SIZE, HEADS_KV, -1)
-    wanted = [numbers[..., :WIDTH], numbers[..., WIDTH:]]
-    first = torch.stack(wanted)
-    made: list[tuple[Any, Any]] = [
-        (lambda p, s, h, d: (p, h, s, 2 * d), numbers.transpose(1, 2)),
-        (lambda p, s, h, d: (2, p, s, h, d), first),
-        (lambda p, s, h, d: (p, 2, s, h, d), first.transpose(0, 1)),
-    ]
-    for shape, cache in made:
-        layout = calls.layout_of(shape)
-        assert tuple(cache.shape) == shape(PAGES, SIZE, HEADS_KV, WIDTH)
-        found = layout.split(cache, WIDTH)
-        assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
-        assert [half.untyped_storage().data_ptr() for half in found] == [
-            cache.untyped_storage().data_ptr()
-        ] * 2
-        assert found[0].data_ptr() == cache.data_ptr()
-        assert found[1].data_ptr() == layout.values(cache, WIDTH).data_ptr()
-    for shape in (lambda p, s, h, d: (p, s, d), lambda p, s, h, d: (p, 2 * d, s, h)):
-        assert calls.layout_of(shape) is None
+    halves = calls.halves_of(numbers.transpose(1, 2), WIDTH)
+    assert torch.equal(halves[0], numbers[..., :WIDTH])
+    assert torch.equal(halves[1], numbers[..., WIDTH:])
+    assert halves[0].data_ptr() == numbers.data_ptr()
 
 
 def test_longest_lengths_are_rounded_to_few() -> None:

@@ -12,6 +12,10 @@ the cache's pages; Transformers' own `sdpa` would gather every key and make a de
 Transformers treats such a model like one with FlashAttention, which needs no dense masks. It then
 offers block tables, and captures its steps as CUDA graphs. Calls that no tuned kernel takes go to
 Transformers' own `sdpa`, or with sinks to its `eager`. Their mask is made on the device.
+
+Before Transformers 5.24 the attention function is given the cache and updates it. From 5.24 on each
+layer does (`PagedAttentionCache.update`); `_hand_over` passes the cache to the function instead.
+Models whose layers share keys and values are Transformers' own there.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AttentionInterface
+from transformers import AttentionInterface, __version__
 from transformers.generation.continuous_batching import (
     cache as paged_cache,
 )
@@ -39,7 +43,10 @@ from tuner.runtime.attention_plan import scale_of
 from tuner.runtime.composed import Extras
 from tuner.runtime.paged import PagedCall, paged_call
 from tuner.runtime.refusal import Kind, Refusal
+from tuner.runtime.versions import TRANSFORMERS
 
+UNSERVED = TRANSFORMERS.refusal(__version__)
+"""Reason why no step is served; empty when steps are."""
 NAMES = ("tuner", "paged|tuner")
 """Values of `attn_implementation`. For continuous batching Transformers 5.17 puts `paged|` before
 the name; 5.23 removes it."""
@@ -356,9 +363,11 @@ def _by_transformers(
     options["read_index"] = {layer.group: slots}
     options["write_index"] = {layer.group: group.writes}
     scale = scale_of(tensors[0], scaling)
-    out: torch.Tensor = native.call(
-        own, module, *tensors, group.mask, scaling=scale, cache=cache, **options
-    )[0]
+    query, key, value = tensors
+    if _LAYERS_UPDATE:
+        key, value = _update(cache, key, value, module.layer_idx, options)
+    arguments = module, query, key, value, group.mask
+    out: torch.Tensor = native.call(own, *arguments, scaling=scale, cache=cache, **options)[0]
     return out
 
 
@@ -392,9 +401,15 @@ def _mask(group: _Group, layer: _Layer, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _is_ours(config: Any) -> bool:
-    return getattr(config, "_attn_implementation", None) in NAMES
+    is_shared = _LAYERS_UPDATE and getattr(config, "num_kv_shared_layers", None)
+    is_named = getattr(config, "_attn_implementation", None) in NAMES
+    return is_named and not UNSERVED and not is_shared
 
 
+_LAYERS_UPDATE = tuple(map(int, __version__.split(".")[:2])) >= (5, 24)
+"""True when layers update the cache before they call the attention function."""
+_update = paged_cache.PagedAttentionCache.update
+_makes_masks = input_outputs.attn_mask_is_needed
 _is_flash = initialization.is_flash_attention_requested
 _check_block_tables = initialization.ensure_decode_fast_path_is_available
 _model_kwargs = input_outputs.ContinuousBatchingIOs.get_model_kwargs
@@ -411,6 +426,14 @@ def _needs_no_mask(
     if config is None and requested_attention_implementation in NAMES:
         return True
     return bool(_is_flash(config, requested_attention_implementation, version))
+
+
+def _needs_masks(config: Any) -> bool:
+    """`attn_mask_is_needed` of continuous batching, also where Transformers' `sdpa` answers for
+    `tuner`.
+    """
+    is_named = getattr(config, "_attn_implementation", None) in NAMES
+    return bool(_makes_masks(config)) or (is_named and not _is_ours(config))
 
 
 def _allow_block_tables(config: Any, cb_config: Any, user_requested: bool) -> None:
@@ -435,7 +458,23 @@ def _with_no_mask(self: Any, *arguments: Any, **options: Any) -> Any:
     return made
 
 
+def _hand_over(
+    self: Any, key: torch.Tensor, value: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`PagedAttentionCache.update` as layers call it, whose `kwargs` are those of the attention
+    function. For a model of ours the function is given the cache, and writes it.
+    """
+    if not _is_ours(self.config):
+        updated: tuple[torch.Tensor, torch.Tensor] = _update(self, key, value, layer_idx, kwargs)
+        return updated
+    kwargs["cache"] = self
+    return key, value
+
+
+if _LAYERS_UPDATE:
+    paged_cache.PagedAttentionCache.update = torch.compiler.disable(_hand_over)
 for _module in (paged_cache, continuous_api, initialization):
     _module.is_flash_attention_requested = _needs_no_mask
+input_outputs.attn_mask_is_needed = _needs_masks
 initialization.ensure_decode_fast_path_is_available = _allow_block_tables
 input_outputs.ContinuousBatchingIOs.get_model_kwargs = _with_no_mask

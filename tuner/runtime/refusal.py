@@ -61,6 +61,7 @@ class Kind(StrEnum):
     CASCADE = "cascade attention"
     ENGINE_MASK = "the engine asks for a mask that no tuned kernel has"
     CACHE_LAYOUT = "a cache that lies in an unknown way"
+    BATCHING = "continuous batching that is not served"
     QUERIES = "more queries than the settings allow"
     SLOW_CHUNKS = "chunks are slower by the tuned kernel"
     SLOW_TYPE = "a cache of such elements is slower by the tuned kernel"

@@ -17,7 +17,8 @@ query sees all keys, and query i of several sees keys 0..i. A static cache is lo
 that fills it.
 
 In continuous batching (`generate_batch`) the module `continuous_batching` serves the cache's pages.
-Transformers 5.17 calls this ``paged|tuner``; later versions accept that name also.
+Transformers 5.17 calls this ``paged|tuner``; later versions accept that name also. Other versions
+than `versions.TRANSFORMERS` have Transformers' own attention there, which is counted.
 
 The module `transformers_experts` serves the experts of a mixture by the same name.
 
@@ -29,6 +30,7 @@ known to have no effect (`WITHOUT_EFFECT`), or raises an error with its name. A 
 from __future__ import annotations
 
 import operator
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -49,6 +51,7 @@ except ImportError as exc:
     ) from exc
 
 from tuner.runtime import (
+    counters,
     devices,
     dispatch,
     finite_gradients,
@@ -62,6 +65,7 @@ from tuner.runtime.attention_plan import AttentionCall
 from tuner.runtime.bias import as_operand
 from tuner.runtime.composed import NONE
 from tuner.runtime.operators import operate
+from tuner.runtime.refusal import Kind, Refusal
 
 try:
     from tuner.runtime import continuous_batching
@@ -80,7 +84,8 @@ WITHOUT_EFFECT: set[str] = {
     *("position_ids", "cache_position", "max_length_q", "max_length_k", "max_seqlen", "seq_idx"),
     *("deterministic", "layer_idx", "token_type_ids", "mm_token_type_ids", "query_length"),
     # The cache, which the layer has used already, and options of the model's results.
-    *("use_cache", "past_key_values", "cache_params", "padding_cache", "shared_kv_states"),
+    *("use_cache", "past_key_values", "cache", "cache_params", "padding_cache"),
+    *("shared_kv_states",),
     *("return_dict", "output_hidden_states", "output_router_logits", "logits_to_keep"),
     *("labels", "shift_labels", "num_items_in_batch", "is_first"),
     # Inputs of the model and of its other parts.
@@ -100,7 +105,7 @@ WITHOUT_EFFECT: set[str] = {
     *("query_position_embeddings", "relative_position_embeddings", "reference_points"),
     *("spatial_shapes", "spatial_shapes_list", "level_start_index"),
 }
-"""Keywords without effect that Transformers 5.17 to 5.23 passes on. Code of your own models may add
+"""Keywords without effect that Transformers 5.17 to 5.24 passes on. Code of your own models may add
 to them.
 """
 _REFUSED: Mapping[str, str] = {
@@ -110,6 +115,8 @@ _REFUSED: Mapping[str, str] = {
     "block_indices": "sparse attention",
 }
 _PACKED = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens"})
+_OF_STEPS = "read_index"
+"""Keyword of every layer's call in a step of continuous batching."""
 
 
 def attention_forward(
@@ -138,7 +145,7 @@ def attention_forward(
         scaling: factor of the scores; 1/sqrt(D) when None.
         is_causal: overrides the module's.
         position_bias: (B or 1, H or 1, SQ, SKV), added to the scores; not allowed with a softcap.
-        cache: cache of continuous batching, or None.
+        cache: in a step of continuous batching, the cache that this function updates.
         softcap: as in `tuner.attention`: cap of the scaled scores, before the mask.
         kwargs: other keywords of the model.
 
@@ -150,8 +157,8 @@ def attention_forward(
             the module nor the argument defines `is_causal`.
     """
     arguments = module, query, key, value, attention_mask, dropout, scaling
-    if cache is not None:
-        return _batched(*arguments[:4], position_bias, dropout, scaling, softcap, cache, kwargs)
+    if _OF_STEPS in kwargs:
+        return _batched(*arguments, softcap, position_bias, cache, kwargs)
     for name, given in kwargs.items():
         if given is not None and name not in WITHOUT_EFFECT:
             _check(name, given, attention_mask, key)
@@ -182,28 +189,64 @@ def _batched(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    position_bias: torch.Tensor | None,
+    mask: torch.Tensor | None,
     dropout: float,
     scaling: float | None,
     softcap: float | None,
+    position_bias: torch.Tensor | None,
     cache: Any,
     given: Mapping[str, Any],
 ) -> tuple[torch.Tensor, None]:
     """A layer's attention in a step of continuous batching.
 
     Raises:
-        ValueError: on a keyword or a Transformers version that is not supported.
+        ValueError: on a keyword that is not supported.
     """
-    if continuous_batching is None:
-        raise ValueError(_refusal("continuous batching with this Transformers"))
-    for name in given:
-        if given[name] is not None and name not in WITHOUT_EFFECT | continuous_batching.KEYWORDS:
-            _check(name, given[name], None, key)
     if position_bias is not None or dropout:
         named = "dropout" if position_bias is None else "position_bias"
         raise ValueError(_refusal(f"{named} in continuous batching"))
+    if continuous_batching is None or continuous_batching.UNSERVED or cache is None:
+        arguments = module, query, key, value, mask
+        return _by_transformers(*arguments, scaling, softcap, cache, given)
+    for name in given:
+        if given[name] is not None and name not in WITHOUT_EFFECT | continuous_batching.KEYWORDS:
+            _check(name, given[name], None, key)
     tensors = query, key, value
     return continuous_batching.forward(module, *tensors, scaling, softcap, cache, given), None
+
+
+def _by_transformers(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    cache: Any,
+    given: Mapping[str, Any],
+) -> tuple[torch.Tensor, None]:
+    """Transformers' own attention in a step that is not served, and a counted reason.
+
+    Raises:
+        ValueError: when it would leave out a mask or a soft cap.
+    """
+    reason = "its internals are unknown here" if continuous_batching is None else ""
+    reason = reason or continuous_batching.UNSERVED or "layers that share keys and values"
+    counters.count_fallback(Refusal(Kind.BATCHING, reason).reason, by="Transformers' own attention")
+    if mask is None or (cache is not None and softcap is not None):
+        raise ValueError(_refusal(f"continuous batching of such layers ({reason})"))
+    is_plain = softcap is None and given.get("s_aux") is None
+    own: Callable[..., tuple[torch.Tensor, None]] = sdpa_attention_forward
+    if cache is not None:  # of a version in which the function updates it
+        name = "paged|sdpa" if is_plain else "paged|eager"
+        own = AttentionInterface._global_mapping.get(name) or own
+        given = {**given, "cache": cache}
+    elif not is_plain:
+        own = sys.modules[type(module).__module__].eager_attention_forward
+        given = given if softcap is None else {**given, "softcap": softcap}
+    out, *_ = native.call(own, module, query, key, value, mask, scaling=scaling, **given)
+    return out, None
 
 
 def paged_attention_forward(*arguments: Any, **options: Any) -> tuple[torch.Tensor, None]:
@@ -212,7 +255,7 @@ def paged_attention_forward(*arguments: Any, **options: Any) -> tuple[torch.Tens
     Raises:
         ValueError: outside of continuous batching: models make no masks under this name.
     """
-    if options.get("cache") is None:
+    if _OF_STEPS not in options:
         raise ValueError(
             f"attn_implementation='paged|{NAME}' is for generate_batch: use '{NAME}' elsewhere"
         )

@@ -1,14 +1,16 @@
 """vLLM's plug-in: attention over its paged cache, products and experts by tuned kernels.
 
-The entry point of ``vllm.general_plugins``. vLLM calls `register` in each of its processes.
-``attention_backend="CUSTOM"`` then selects `tuner.runtime.vllm.backend`, and
-``quantization="tuner"`` `tuner.runtime.vllm.quantization`.
+The entry point of ``vllm.general_plugins``. vLLM calls `register` in each of its processes, whether
+or not it uses the tuner. ``attention_backend="CUSTOM"`` then selects
+`tuner.runtime.vllm.backend`, and ``quantization="tuner"`` `tuner.runtime.vllm.quantization`.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
+
+from tuner.runtime.versions import VLLM
 
 BACKEND = "tuner.runtime.vllm.backend.TunerBackend"
 """Import path of the class registered as vLLM's ``CUSTOM`` backend."""
@@ -21,13 +23,28 @@ _log = logging.getLogger("tuner.runtime")
 def register() -> None:
     """Register the quantisation, and `BACKEND` as vLLM's ``CUSTOM`` attention backend, unless
     another package has registered one. Repeated calls are harmless.
-    """
-    _register_quantization()
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    custom = AttentionBackendEnum.CUSTOM
+    Whatever fails is logged in one line, and vLLM keeps its own kernels. An exception would stop
+    each process of vLLM, also those that use nothing of the tuner.
+    """
+    version = "of an unknown version"
+    try:
+        version = str(importlib.import_module("vllm").__version__)
+        reason = VLLM.refusal(version)
+        if not reason:
+            _register_quantization()
+            _register_backend()
+    except Exception as exc:  # another vLLM's modules may raise anything
+        reason = f"vLLM {version} raised {type(exc).__name__}: {exc} (served: {VLLM})"
+    if reason:
+        _log.warning("vLLM keeps its own kernels: %s", " ".join(reason.split()))
+
+
+def _register_backend() -> None:
+    registry = importlib.import_module("vllm.v1.attention.backends.registry")
+    custom = registry.AttentionBackendEnum.CUSTOM
     if not custom.is_overridden():
-        register_backend(custom, BACKEND)
+        registry.register_backend(custom, BACKEND)
     elif custom.get_path() != BACKEND:
         _log.warning(
             "vLLM's CUSTOM attention backend stays %s, registered before "
@@ -37,11 +54,6 @@ def register() -> None:
 
 
 def _register_quantization() -> None:
-    try:
-        from vllm.model_executor.layers.quantization import register_quantization_config
-
-        own = importlib.import_module(QUANTIZATION)
-    except ImportError as exc:
-        _log.warning("this vLLM takes no quantisation from outside: %s", exc)
-        return
-    register_quantization_config(own.NAME)(own.TunerConfig)
+    quantization = importlib.import_module("vllm.model_executor.layers.quantization")
+    own = importlib.import_module(QUANTIZATION)
+    quantization.register_quantization_config(own.NAME)(own.TunerConfig)

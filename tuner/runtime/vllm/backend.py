@@ -6,6 +6,8 @@ classes.
 
 from __future__ import annotations
 
+import dataclasses
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,9 +24,7 @@ from tuner.runtime.refusal import Kind, Refusal
 from tuner.runtime.vllm.calls import (
     EngineStep,
     Form,
-    Layout,
     decide,
-    layout_of,
     max_queries,
     refuse,
     run,
@@ -36,6 +36,19 @@ _PLAIN = ("auto", "float16", "half", "bfloat16")
 _E4M3 = ("fp8", "fp8_e4m3")
 _STEP = "tuner_step"
 """Attribute of a metadata object: its `EngineStep`."""
+_READ = frozenset({
+    *("num_actual_tokens", "max_query_len", "query_start_loc", "max_seq_len", "seq_lens"),
+    *("block_table", "causal", "use_cascade", "sliding_window"),
+    # Where the new keys lie, which vLLM has written, and the schedule of its own kernels.
+    *("slot_mapping", "scheduler_metadata", "prefix_scheduler_metadata", "max_num_splits"),
+    # Parts of cascade attention and of keys over several ranks, which are refused.
+    *("common_prefix_len", "cu_prefix_query_lens", "prefix_kv_lens", "suffix_kv_lens"),
+    *("max_dcp_context_kv_len", "dcp_context_kv_lens", "num_decode_reqs", "num_prefill_reqs"),
+    *("num_decode_tokens", "num_prefill_tokens"),
+})  # fmt: skip
+"""Fields of a step's metadata that are used here or change no result. Any other that is set is a
+mask, or may be one: vLLM answers.
+"""
 
 
 class TunerImpl(FlashAttentionImpl):  # type: ignore[misc]
@@ -44,7 +57,6 @@ class TunerImpl(FlashAttentionImpl):  # type: ignore[misc]
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         max_queries()  # a wrong setting raises here, not in the first call
-        self._layout: Layout | None = layout_of(FlashAttentionBackend.get_kv_cache_shape)
         self._refusal = self._never()
         self._wide_sinks: torch.Tensor | None = None
         self._scales: tuple[torch.Tensor, ...] = ()
@@ -117,21 +129,33 @@ class TunerImpl(FlashAttentionImpl):  # type: ignore[misc]
         return cache.view(torch.float8_e4m3fn) if is_e4m3 else cache
 
     def _form_of(self, layer: torch.nn.Module, metadata: Any) -> Form:
-        window = getattr(metadata, "sliding_window", None) or self.sliding_window
+        window = self._window_of(metadata)
         if self.kv_cache_dtype in _E4M3 and not self._are_scales_known:
             self._read_scales(layer)
         if self._form is not None and window == self._window:
             return self._form
         if self.sinks is not None and self._wide_sinks is None:
             self._wide_sinks = _wide(self.sinks)
-        assert self._layout is not None
         extras = Extras.of(window, self.logits_soft_cap)
         self._kind = self.scale, extras, self.sinks is None
         self._window = window
         self._form = Form(
-            self.scale, extras, self._wide_sinks, self._layout, self.head_size, self._scales
+            self.scale, extras, self._wide_sinks, self.num_kv_heads, self.head_size, self._scales
         )
         return self._form
+
+    def _window_of(self, metadata: Any) -> tuple[int, int] | None:
+        """Keys that a query sees before and after its own, as vLLM has them.
+
+        Before 0.28 the step's window goes before the layer's. From then on the step has none, and
+        the layer's is on both sides of queries that are not causal.
+        """
+        window: tuple[int, int] | None = self.sliding_window
+        if hasattr(metadata, "sliding_window"):
+            return metadata.sliding_window or window
+        if window is not None and window[0] >= 0 == window[1] and metadata.causal is False:
+            return window[0], window[0]
+        return window
 
     def _read_scales(self, layer: torch.nn.Module) -> None:
         """Factors of a layer, one a head, where a captured graph reads them."""
@@ -162,7 +186,7 @@ class TunerImpl(FlashAttentionImpl):  # type: ignore[misc]
                 return Refusal(Kind.CONTEXT_PARALLEL)
         if getattr(self, "batch_invariant_enabled", False):
             return Refusal(Kind.INVARIANT, "VLLM_BATCH_INVARIANT is set")
-        return Refusal(Kind.CACHE_LAYOUT) if self._layout is None else None
+        return None
 
 
 class TunerMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
@@ -181,10 +205,14 @@ class TunerMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
         """Metadata of captures and warm-ups, by numbers of sequences and queries."""
 
     def build(
-        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: Any,
+        fast_build: bool = False,
+        **options: Any,
     ) -> Any:
         is_fast = fast_build or self._is_served(common_attn_metadata)
-        return super().build(common_prefix_len, common_attn_metadata, is_fast)
+        return super().build(common_prefix_len, common_attn_metadata, is_fast, **options)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
         """Metadata for a capture or its warm-up; called before both."""
@@ -242,17 +270,22 @@ def _step_of(metadata: Any) -> EngineStep:
     return step
 
 
+@cache
+def _masks(kind: type) -> tuple[str, ...]:
+    """Fields of a kind of metadata beside `_READ`."""
+    return tuple(one.name for one in dataclasses.fields(kind) if one.name not in _READ)
+
+
 def _step(metadata: Any) -> EngineStep:
     causal = metadata.causal
     refusal: Refusal | None = None
-    if metadata.use_cascade:
+    masks = [name for name in _masks(metadata.__class__) if getattr(metadata, name) is not None]
+    if getattr(metadata, "use_cascade", False):  # until 0.31
         refusal = Refusal(Kind.CASCADE)
     elif not isinstance(causal, bool):
         refusal = Refusal(Kind.ENGINE_MASK, "causal for some sequences")
-    elif getattr(metadata, "mm_prefix_range_tensor", None) is not None:
-        refusal = Refusal(Kind.ENGINE_MASK, "ranges that see each other")
-    elif getattr(metadata, "rswa_prefix_lens", None) is not None:
-        refusal = Refusal(Kind.ENGINE_MASK, "a prompt that no window hides")
+    elif masks:
+        refusal = Refusal(Kind.ENGINE_MASK, ", ".join(masks))
     return EngineStep(
         metadata.block_table,
         metadata.seq_lens,

@@ -6,7 +6,6 @@ share its table, lengths and choices. A *form* is the options of a layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -35,50 +34,10 @@ _ROUNDED = 16
 number of sized plans."""
 
 
-class Layout(NamedTuple):
-    """Dimensions of an engine's cache tensor."""
-
-    order: tuple[int, int, int, int]
-    """Dimensions of pages, slots, heads and elements, in the tensor of the keys."""
-    halves: int
-    """Dimension that separates keys from values; the last one: they share rows."""
-
-    def split(self, cache: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values (pages, page size, HKV, D), views of the cache."""
-        if self.halves == cache.dim() - 1:
-            halves = cache.narrow(-1, 0, width), cache.narrow(-1, width, width)
-        else:
-            halves = cache.select(self.halves, 0), cache.select(self.halves, 1)
-        keys, values = (half.permute(self.order) for half in halves)
-        return keys, values
-
-    def values(self, cache: torch.Tensor, width: int) -> torch.Tensor:
-        """A view that starts at the first value."""
-        if self.halves == cache.dim() - 1:
-            return cache.narrow(-1, width, width)
-        return cache.select(self.halves, 1)
-
-
-def layout_of(shape_of: Callable[[int, int, int, int], tuple[int, ...]]) -> Layout | None:
-    """The layout of an engine's cache; None for a kind of cache that is not known.
-
-    Args:
-        shape_of: the engine's function from number of pages, page size, heads and head dimension to
-            a shape.
-    """
-    sizes = pages, slots, heads, width = 7, 48, 5, 88
-    shape = shape_of(*sizes)
-    is_packed = shape.count(2 * width) == 1 and len(shape) == 4
-    if not is_packed and not (shape.count(2) == 1 and len(shape) == 5):
-        return None
-    halves = shape.index(2 * width if is_packed else 2)
-    if is_packed and halves != 3:
-        return None
-    alone = [width if n == 2 * width else n for n in shape if n != 2]
-    if sorted(alone) != sorted(sizes):
-        return None
-    order = alone.index(pages), alone.index(slots), alone.index(heads), alone.index(width)
-    return Layout(order, halves)
+def halves_of(cache: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values (pages, page size, HKV, D): views of the engine's cache."""
+    keys, values = cache.transpose(1, 2).split(width, dim=-1)
+    return keys, values
 
 
 @dataclass(slots=True)
@@ -111,7 +70,7 @@ class Form(NamedTuple):
     extras: Extras
     sinks: torch.Tensor | None
     """fp32 (H,)."""
-    layout: Layout
+    heads_kv: int
     width: int
     scales: tuple[torch.Tensor, ...] = ()
     """Factors of e4m3 queries, keys and values: fp32 (H,), (HKV,) and (HKV,)."""
@@ -138,12 +97,12 @@ def run(
         form: the layer's options.
         kind: key, equal for layers with equal forms.
         query: (tokens or more, H, D).
-        cache: the engine's cache, with the step's keys and values.
+        cache: (pages, HKV, page size, 2 D), the engine's, with the step's keys and values.
         out: (tokens or more, H, D), contiguous.
     """
     found = decide(step, form, kind, query, cache, out)
     if isinstance(found, KernelPlan):
-        values = form.layout.values(cache, form.width)
+        values = cache.narrow(-1, form.width, form.width)
         if guards.is_misaligned((query, cache, values, out)):
             found = Refusal(Kind.MISALIGNED)
         else:
@@ -194,6 +153,8 @@ def _decided(
 ) -> KernelPlan | Refusal:
     if step.refusal is not None:
         return step.refusal
+    if cache.dim() != 4 or (cache.shape[1], cache.shape[3]) != (form.heads_kv, 2 * form.width):
+        return Refusal(Kind.CACHE_LAYOUT, f"{tuple(cache.shape)}")
     if cache.dtype != query.dtype:
         return Refusal(Kind.CACHE_TYPE, f"{cache.dtype}, {query.dtype}")
     if (limit := max_queries()) is not None and step.queries > limit:
@@ -244,7 +205,7 @@ def _call(step: EngineStep, form: Form, query: torch.Tensor, cache: torch.Tensor
     Raises:
         ConfigError: on tensors that no tuned kernel takes.
     """
-    keys, values = form.layout.split(cache, form.width)
+    keys, values = halves_of(cache, form.width)
     longest = rounded(step.keys, step.table.shape[1] * keys.shape[1])
     of_step = step.table, step.used, step.starts
     checked(query, keys, values, *of_step, form.sinks, step.queries, longest)

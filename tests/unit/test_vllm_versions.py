@@ -1,0 +1,72 @@
+"""The plug-in beside the real classes of several vLLM versions.
+
+``TUNER_TEST_VLLM`` names a folder with a sub-folder for each version, named after it: what
+``unzip vllm-*.whl 'vllm/*.py'`` unpacks. Each version has processes of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tuner.runtime.versions import VLLM
+
+ROOT = Path(__file__).parents[2]
+SUPPORT = ROOT / "tests" / "support"
+FOLDER = os.environ.get("TUNER_TEST_VLLM")
+UNPACKED = sorted(path for path in Path(FOLDER).iterdir() if path.is_dir()) if FOLDER else [None]
+MIN_PASSED = 50
+"""Tests of `test_runtime_vllm.py` that no version skips."""
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not FOLDER, reason="TUNER_TEST_VLLM names no folder of unpacked vLLM"),
+]
+
+
+def printed(folder: Path, *arguments: str) -> str:
+    """What Python prints with this vLLM importable; fails with it on an error."""
+    paths = os.pathsep.join(map(str, (ROOT, SUPPORT)))
+    environment = {**os.environ, "PYTHONPATH": paths, "VLLM_UNPACKED": str(folder)}
+    done = subprocess.run(
+        [sys.executable, "-P", *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-8000:]
+    return done.stdout
+
+
+def named(folder: Path | None) -> str:
+    return folder.name if folder else "none"
+
+
+@pytest.mark.parametrize("folder", UNPACKED, ids=named)
+def test_its_plug_ins_load(folder: Path) -> None:
+    """By vLLM's own loader, which stops each of its processes when one raises."""
+    found = json.loads(printed(folder, str(SUPPORT / "vllm_registered.py")).splitlines()[-1])
+    if reason := VLLM.refusal(folder.name):
+        wanted = {"lines": [f"vLLM keeps its own kernels: {reason}"], "registered": []}
+    else:
+        path = "tuner.runtime.vllm.backend.TunerBackend"
+        wanted = {"lines": [], "registered": [path, "tuner", [128, 128]]}
+    assert found == wanted
+
+
+@pytest.mark.parametrize("folder", UNPACKED, ids=named)
+def test_its_classes_serve_and_refuse_as_the_stand_ins_do(folder: Path) -> None:
+    if reason := VLLM.refusal(folder.name):
+        pytest.skip(reason)
+    others = "not first and not last"
+    options = "-p", "vllm_unpacked", "-q", "-k", others, "-p", "no:cacheprovider"
+    out = printed(folder, "-m", "pytest", *options, "tests/unit/test_runtime_vllm.py")
+    passed = re.search(r"(\d+) passed", out)
+    assert passed and int(passed[1]) >= MIN_PASSED and "is not installed" not in out, out
