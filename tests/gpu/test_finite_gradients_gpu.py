@@ -22,7 +22,7 @@ from tuner.families.base import KernelSpec
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure.device import Device, Pool, detect
 from tuner.measure.gate import REFERENCE, Gate
-from tuner.measure.gate.inputs import KINDS, key_offset, moments, scale_of
+from tuner.measure.gate.inputs import KINDS, Offsets, moments, offsets, scale_of
 from tuner.measure.subjects import WORKSPACE, CompiledSubject, VendorSubject
 from tuner.measurement import Status
 from tuner.problem import AttentionBackwardProblem
@@ -42,7 +42,7 @@ LENGTHS = (64, 192, 320, 448, 704, 1088)
 HEAD_DIMS = (64, 128)
 MASKS = ("none", "causal", "booleans", "terms")
 LIMIT = 8e-3
-"""Relative error of bf16 gradients; of the queries' times the keys' offset (`limits_of`)."""
+"""Relative error of bf16 gradients; those of queries and keys times an offset (`limits_of`)."""
 HEADS, HEADS_KV = 4, 2
 
 
@@ -69,8 +69,8 @@ class Drawn(NamedTuple):
     is_causal: bool
     exact: list[Any]
     """Gradients in float64."""
-    offset: float
-    """Of the keys, by which the limit of the queries' gradient grows."""
+    offsets: Offsets
+    """Growth of the limits of the gradients of keys and queries."""
 
 
 @cache
@@ -103,15 +103,15 @@ def drawn(queries: int, keys: int, head_dim: int, mask: str, batch: int = 1) -> 
     assert float(scores.detach().logsumexp(-1).max()) < -100
     out = scores.softmax(-1) @ wide[2].repeat_interleave(HEADS // HEADS_KV, 1)
     exact = list(torch.autograd.grad(out, wide, grad_out.double()))
-    offset = key_offset(problem, "low_scores")
-    return Drawn((query, key, value), grad_out, given, mask == "causal", exact, offset)
+    is_causal, grown = mask == "causal", offsets(problem, "low_scores")
+    return Drawn((query, key, value), grad_out, given, is_causal, exact, grown)
 
 
 def check(case: Drawn, grads: Any) -> None:
     assert all(bool(grad.isfinite().all()) for grad in grads)
     pairs = zip(grads, case.exact, strict=True)
     errors = [float((a.double() - b).norm() / b.norm()) for a, b in pairs]
-    limits = [LIMIT * case.offset, LIMIT, LIMIT]
+    limits = [LIMIT * case.offsets.key, LIMIT * case.offsets.query, LIMIT]
     assert all(a < b for a, b in zip(errors, limits, strict=True)), (errors, limits)
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tuner.measure.gate.inputs import (
-    key_offset,
     kinds_of,
     moments,
+    offsets,
     prominence,
     query_deviation,
     scale_of,
@@ -104,8 +104,8 @@ def verdict(problem: AttentionBackwardProblem, kind: str, fault: str = "") -> li
     for name, made, exact in zip(OUTPUTS, *gradients(problem, kind, fault), strict=True):
         (operand,) = (one for one in problem.outputs if one.name == name)
         rms = float(exact.square().mean().sqrt())
-        deviation, offset = query_deviation(problem, kind), key_offset(problem, kind)
-        limits = limits_of(problem, name, deviation, offset).resolved(rms)
+        deviation, grown = query_deviation(problem, kind), offsets(problem, kind)
+        limits = limits_of(problem, name, deviation, *grown).resolved(rms)
         off = (made.to(WIDE) - exact).abs()
         each = exact.square().mean(-1, keepdim=True).sqrt() * limits.row
         beyond = off > limits.absolute + limits.relative * exact.abs() + each
@@ -202,12 +202,15 @@ def test_low_scores_stay_within_a_soft_cap() -> None:
         assert score == pytest.approx(-softcap / 2)
 
 
-def test_limits_of_queries_grow_with_the_keys_mean() -> None:
-    """By cancellation: the limits of the other gradients stay."""
+def test_limits_grow_with_the_other_operand_s_mean() -> None:
+    """By cancellation: the limits of the values' gradient stay."""
     problem = AttentionBackwardProblem.parse("S=257,D=64,dtype=bf16")
-    offset = key_offset(problem, "low_scores")
-    assert 18 < offset < 19 and key_offset(problem, "planted") == key_offset(problem, "random") == 1
+    by_queries, by_keys = offsets(problem, "low_scores")
+    assert 21 < by_keys < 23 and 4 < by_queries < 4.2
+    assert offsets(problem, "planted") == offsets(problem, "random") == (1.0, 1.0)
+    factors = {"grad_query": by_keys, "grad_key": by_queries}
     for name in OUTPUTS:
-        plain, grown = limits_of(problem, name), limits_of(problem, name, 1.0, offset)
-        assert grown == (plain.times(offset) if name == "grad_query" else plain)
+        plain = limits_of(problem, name)
+        grown = limits_of(problem, name, 1.0, by_queries, by_keys)
+        assert grown == plain.times(factors.get(name, 1.0))
     assert grown.frobenius == plain.frobenius and plain.times(2.0).row == 2 * plain.row

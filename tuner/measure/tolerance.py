@@ -127,7 +127,11 @@ LIMITS = {
 
 
 def limits_of(
-    problem: Problem, output: str = "", deviation: float = 1.0, offset: float = 1.0
+    problem: Problem,
+    output: str = "",
+    deviation: float = 1.0,
+    query_offset: float = 1.0,
+    key_offset: float = 1.0,
 ) -> Limits:
     """Limits of the error of an output of `problem`, by default its only one.
 
@@ -136,7 +140,11 @@ def limits_of(
 
     The derivatives of a row add up to zero, so the mean of the keys has no part in the gradient of
     its query. It has one in the error: the sum of the derivatives' roundings times that mean. The
-    limits of that gradient grow with `offset`, the keys' root mean square over their deviation.
+    limits of that gradient grow with `key_offset`, the keys' root mean square over their deviation.
+
+    The gradient of a key is the sum of its column's derivatives times the queries' mean, but for
+    what queries differ by. Columns of few keys may nearly add up to zero, and roundings do not. The
+    limits of that gradient grow with `query_offset`.
 
     e4m3 GEMMs have the limits of 16-bit ones, plus the accumulators' truncation over the products
     that stay in them. Outputs of e4m3 have its rounding in place of 16 bits', and the truncation
@@ -161,8 +169,9 @@ def limits_of(
         part, floor = GRADIENT_PART[problem.dtype], _gradient_floor(problem, output)
         limits = replace(LIMITS[problem.dtype], row=part, whole=part, floor=floor)
         if output == "grad_query":
-            return limits.times(offset)
+            return limits.times(key_offset)
         factor = deviation if output == "grad_key" else 1.0
+        limits = limits.times(query_offset) if output == "grad_key" else limits
         return replace(limits, absolute=factor * limits.absolute, floor=factor * limits.floor)
     usual = LIMITS[problem.output.dtype]
     wide = E4M3_OUTPUT if problem.output.dtype == E4M3 else 1.0

@@ -29,7 +29,7 @@ from tuner.measure.gate.inputs import (
     DOMINANCE,
     LARGE,
     is_reported,
-    key_offset,
+    offsets,
     query_deviation,
 )
 from tuner.measure.gate.kernels import POISON, Buffers, Guarded, Kernels, guarded, poison_of
@@ -201,7 +201,7 @@ class Gate:
         ]
         worst, drawn = 0.0, (problem, self._kind)
         for name, output, written, reference in self._compared(wanted):
-            limits = limits_of(problem, output.name, query_deviation(*drawn), key_offset(*drawn))
+            limits = limits_of(problem, output.name, query_deviation(*drawn), *offsets(*drawn))
             limits = limits.lifted if is_reported(*drawn) else limits
             comparison = self.compare(written, reference, output, limits)
             if not comparison.is_sound and not changed:

@@ -7,6 +7,7 @@ import random
 import struct
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
+from typing import NamedTuple
 
 from tuner.errors import BenchmarkError
 from tuner.measure import pages
@@ -56,10 +57,10 @@ KEY_MEAN = 0.5
 #: `low_scores`, of gradients: mean of the scaled scores. The log-sum-exp of every row is then far
 #: below -88.7, the logarithm of the largest fp32 number. A padded key that is read as zeros, and
 #: not hidden, has an infinite probability there.
-LOW = -150.0
+LOW = -175.0
 #: Mean and deviation of the queries under it. Scores of a row deviate by about the mean, as
 #: those of random inputs do: a more peaked row has gradients that rounding outweighs.
-LOW_QUERY, LOW_QUERY_DEVIATION = 1.0, 0.125
+LOW_QUERY, LOW_QUERY_DEVIATION = 1.0, 0.25
 #: Mean of ALiBi's slopes, a quarter of it their deviation: near keys outweigh far ones. Under
 #: `dominant` the farthest key loses no more than `DOMINANCE`, so that what is planted shows.
 SLOPE = 2.0**-4
@@ -283,12 +284,21 @@ def query_deviation(problem: Problem, kind: str) -> float:
     return max(1.0, prominence(problem) * math.hypot(1.0, KEY_MEAN)) if kind == "planted" else 1.0
 
 
-def key_offset(problem: Problem, kind: str) -> float:
-    """Root mean square of the elements of keys of gradients over their deviation."""
+class Offsets(NamedTuple):
+    """Root mean square over deviation of the elements of an operand of gradients."""
+
+    query: float = 1.0
+    key: float = 1.0
+
+
+def offsets(problem: Problem, kind: str) -> Offsets:
+    """Offsets of queries and keys: large where their mean outweighs what they differ by."""
     if kind != "low_scores" or not isinstance(problem, AttentionBackwardProblem):
-        return 1.0
-    means, _ = _gradient_moments(problem, kind)
-    return math.hypot(1.0, means["key"])
+        return Offsets()
+    means, deviations = _gradient_moments(problem, kind)
+    return Offsets(
+        *(math.hypot(1.0, means[name] / deviations.get(name, 1.0)) for name in Offsets._fields)
+    )
 
 
 def parts_of(
