@@ -7,6 +7,7 @@ relative error against float64, or the fault in its place. The way of the calls 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import random
@@ -67,13 +68,17 @@ def once(attend: Callable[..., Any], wanted: Any, *arguments: Any) -> float:
 
 
 def gradients(attend: Callable[..., Any], given: Any, mask: Any, **options: Any) -> float:
-    """The largest error of output and gradients; the output's gradient is unaligned, too."""
+    """The largest error of output and gradients; the output's gradient is unaligned, too.
+
+    Where the operators are overridden, both passes are.
+    """
     leaves: Any = [t.detach().requires_grad_() for t in given]
     wanted = exact(*leaves, mask, **options)
     upstream = WAYS["wider rows"](torch.randn_like(wanted).to(given[0].dtype))
     grads = torch.autograd.grad(wanted, leaves, upstream.double())
-    out = attend(*leaves, mask, enable_gqa=True, **options)
-    found = torch.autograd.grad(out, leaves, upstream)
+    with tuner.enabled() if attend is enabled else contextlib.nullcontext():
+        out = attend(*leaves, mask, enable_gqa=True, **options)
+        found = torch.autograd.grad(out, leaves, upstream)
     pairs = zip((out, *found), (wanted, *grads), strict=True)
     return max(error(one, other.detach()) for one, other in pairs)
 
