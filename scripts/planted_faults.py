@@ -25,6 +25,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tuner.base.processes import python_command
+
 TOP = Path(__file__).resolve().parents[1]
 FAULTS = Path(__file__).with_suffix(".json")
 
@@ -216,7 +218,7 @@ class Copy:
         """Run an area's tests until one fails: result, the failed test, and seconds."""
         named = [f"tests/unit/test_{name}.py" for name in AREAS[area][1]]
         files = [file for file in named if (self.root / file).is_file()]
-        command = [sys.executable, "-P", "-m", "pytest", "-x", "-q", "-pno:cacheprovider", *files]
+        command = python_command("-m", "pytest", "-x", "-q", "-pno:cacheprovider", *files)
         environment = {**os.environ, "PYTHONPATH": str(self.root)}
         started = time.monotonic()
         process = subprocess.Popen(
@@ -289,15 +291,30 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/planted-faults", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     drawing = commands.add_parser("draw", help="draw faults and write them to a file")
-    drawing.add_argument("--seed", type=int, default=44)
-    drawing.add_argument("--count", type=int, default=100)
+    drawing.add_argument("--seed", type=int, default=44, help="seed of the draw")
+    drawing.add_argument("--count", type=int, default=100, help="number of faults")
     running = commands.add_parser("run", help="plant faults and run the tests of their areas")
-    running.add_argument("--out", type=Path, default=Path("planted-results.json"))
-    running.add_argument("--area", choices=sorted(AREAS), action="append")
+    running.add_argument(
+        "--out",
+        type=Path,
+        default=Path("planted-results.json"),
+        help="results; a run goes on from those that are there",
+    )
+    running.add_argument(
+        "--area", choices=sorted(AREAS), action="append", help="only this area; may be repeated"
+    )
     running.add_argument("--each", type=int, metavar="N", help="only the first N of each area")
-    running.add_argument("--limit", type=float, default=LIMIT_S, metavar="SECONDS")
+    running.add_argument(
+        "--limit",
+        type=float,
+        default=LIMIT_S,
+        metavar="SECONDS",
+        help="of a fault's tests",
+    )
     for command in (drawing, running):
-        command.add_argument("--faults", type=Path, default=FAULTS, metavar="FILE")
+        command.add_argument(
+            "--faults", type=Path, default=FAULTS, metavar="FILE", help="the drawn faults"
+        )
     args = parser.parse_args()
     if args.command == "draw":
         rows = [asdict(fault) for fault in draw(args.seed, args.count)]

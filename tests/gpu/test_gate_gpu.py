@@ -17,7 +17,7 @@ from tuner.measure.device import (
     read_clocks,
 )
 from tuner.measure.gate import REFERENCE, Gate, inputs
-from tuner.measure.gate.inputs import KINDS, scale_of
+from tuner.measure.gate.inputs import kinds_of, scale_of
 from tuner.measure.stopwatch import Stopwatch
 from tuner.measure.subjects import Bound, Subject
 from tuner.measurement import Regime, Status
@@ -173,7 +173,7 @@ def expected(problem: Any, inputs: list[Any], scale: float) -> Any:
 def test_the_reference_is_numpy_s(device: Device, gate: Gate, problem: Problem) -> None:
     gate.open(problem, 11)
     output = problem.output
-    for kind in KINDS[problem.op]:
+    for kind in kinds_of(problem):
         gate.load(kind)
         given = [read(device, gate.pointers[o.name], o) for o in problem.operands[:-1]]
         wanted = expected(problem, given, scale_of(problem, kind))

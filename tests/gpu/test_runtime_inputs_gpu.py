@@ -256,8 +256,9 @@ def test_empty_attention(
     q, k, v = made(heads, queries), made(heads_kv, keys), made(heads_kv, keys)
     options = {"is_causal": is_causal, "enable_gqa": heads != heads_kv}
     outs = [tuner.attention(q, k, v, **options) for _ in range(2)]
-    with tuner.enabled():
-        outs += [SDPA(q, k, v, **options) for _ in range(2)]
+    if path == "dispatcher":  # nothing is overridden without it
+        with tuner.enabled():
+            outs += [SDPA(q, k, v, **options) for _ in range(2)]
     for out in outs:  # PyTorch 2.11 by itself makes no tensor of an empty batch
         assert (out.shape, out.dtype, out.device) == (q.shape, q.dtype, q.device)
         assert not out.any() and out.requires_grad == requires_grad

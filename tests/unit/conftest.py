@@ -125,7 +125,8 @@ def on_cpu(runtime: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleN
     monkeypatch.setattr(devices, "current", lambda: -1)
     monkeypatch.setattr(devices, "use", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(devices, "is_capturing", lambda: False)
-    monkeypatch.setattr(runtime.dispatch, "prepare", lambda then: None)
+    ended = SimpleNamespace(join=lambda timeout=None: None)
+    monkeypatch.setattr(runtime.dispatch, "prepare", lambda then: ended)
     monkeypatch.setattr(runtime.portfolio, "portfolios", lambda: ())
     monkeypatch.setattr(runtime.dispatch, "load_built", lambda then: False)
     return runtime

@@ -52,8 +52,9 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         monkeypatch.setenv(name, "")  # is put back
         monkeypatch.delenv(name)
     made = sys.modules["vllm"]
-    made.LLM, made.__version__ = Offline, "0.0"  # type: ignore[attr-defined]
+    made.LLM, made.__version__ = Offline, "0.33.0"  # type: ignore[attr-defined]
     made.SamplingParams = SimpleNamespace  # type: ignore[attr-defined]
+    monkeypatch.setattr("tuner.runtime.vllm._register_quantization", lambda: None)
     Offline.made.clear()
     return made
 

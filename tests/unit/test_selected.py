@@ -42,6 +42,15 @@ def expected_us(
     return max(us, 2 * problem.k * columns / (FASTEST_SHARE * gpu.memory_gbs * 1e3))
 
 
+def readings(problem: Problem, config: Config) -> int:
+    """Times that decoding over pages reads each key: a tile holds so many of a KV head's heads."""
+    if not (isinstance(problem, AttentionProblem) and problem.is_paged and problem.is_decoding):
+        return 1
+    group = problem.heads_q // problem.heads_kv
+    held = int(config.get("packed_heads", 1))
+    return 1 if config.get("pads_heads") else group // math.gcd(held, group)
+
+
 def own_by_hand(
     models: DomainModels, problem: Problem, gpu: Gpu
 ) -> tuple[list[tuple[float, float, Config]], bool]:
@@ -58,7 +67,7 @@ def own_by_hand(
         if one.family is not None and not one.is_vendor
         for sizes in [models.domain.sizes(problem)]
         for config in one.family.scheduled(problem, one.config, gpu)
-        for us in [expected_us(models, problem, one, config, gpu)]
+        for us in [expected_us(models, problem, one, config, gpu) * readings(problem, config)]
         for legal in [one.family.accepts(problem, config, gpu)]
     ]
     near = [one for one in found if one[3]]

@@ -168,7 +168,8 @@ class VendorSdpa(Vendor):
     def legality_facts(self, problem: Problem) -> Hashable:
         if not isinstance(problem, AttentionProblem):
             return problem
-        return problem.dtype, problem.seqlen_q == problem.seqlen_kv, problem.is_causal
+        is_square = problem.seqlen_q == problem.seqlen_kv
+        return problem.dtype, is_square, problem.is_causal, bool(off_rows(problem))
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         """A fixed part plus the work at the rate of a large problem."""
