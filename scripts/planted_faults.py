@@ -309,7 +309,7 @@ def main() -> int:
         type=float,
         default=LIMIT_S,
         metavar="SECONDS",
-        help="of a fault's tests",
+        help="limit of a fault's tests",
     )
     for command in (drawing, running):
         command.add_argument(

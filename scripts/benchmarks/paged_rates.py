@@ -35,7 +35,9 @@ from tuner.hardware import DEFAULT_GPU
 _MAX_RATIO = 2.5
 #: Groups of cases that count: plain decoding in bf16.
 _GROUPS = ("decode", "few", "unlike", "narrow", "ratios")
-_START = ScheduleRates(3.0, 0.8, 1.0, 4e6, 2.0, 0.25, 1.0, 0.5, 0.8)
+#: Weight of a batch of equal lengths: few of them are in the evidence, and many in use.
+_EVEN_WEIGHT = 3.0
+_START = ScheduleRates(3.0, 0.8, 1.0, 4e6, 2.0, 0.25, 1.0, 0.5, 0.5, 0.8)
 _NAME = re.compile(r"1/(\d+)/\d+/(\d+)/\d+/(\d+)(.*)")
 """A kernel of one group, as `paged.short` names it."""
 
@@ -117,7 +119,12 @@ def fitted(rows: Sequence[TimedSchedule]) -> ScheduleRates:
 
     def errors(logarithms: Sequence[float]) -> list[float]:
         rates = ScheduleRates(*map(math.exp, logarithms))
-        weights = (fastest[row.case] / row.us for row in near)
+        weights = (
+            fastest[row.case]
+            / row.us
+            * (_EVEN_WEIGHT if row.batch.mean == row.batch.longest else 1)
+            for row in near
+        )
         return [w * math.log(row.expected(rates) / row.us)
                 for w, row in zip(weights, near, strict=True)]  # fmt: skip
 
@@ -144,7 +151,7 @@ def _read(path: Path) -> Any:
 def _chosen(same: Sequence[TimedSchedule], rates: Mapping[int, ScheduleRates]) -> TimedSchedule:
     """The schedule of a case that is chosen as `paged_schedule.best` does."""
     times = [row.expected(rates[row.batch.instance]) for row in same]
-    bound_us = (1 + TIE) * min(times)
+    bound_us = (1 + TIE * same[0].batch.mean / same[0].batch.longest) * min(times)
     near = [number for number, us in enumerate(times) if us <= bound_us]
     return same[min(near, key=lambda number: (same[number].splits, times[number]))]
 

@@ -11,7 +11,7 @@ the lengths are, which a selection of the kernel does not know. The time model h
 
 Constants are ``scripts/bench paged --fit``'s, of 7,866 schedules of 215 batches on an NVIDIA H200
 (`paged-ratios-h200.json.gz` and `paged-schedules-h200.json.gz` of ``scripts/benchmarks/evidence``).
-At batches left out of a fit the chosen schedule takes 2.9 % longer than the best in the mean. Needs
+At batches left out of a fit the chosen schedule takes 3.2 % longer than the best in the mean. Needs
 the standard library only.
 """
 
@@ -35,8 +35,9 @@ _ASSUMED_RATIO = 2
 #: length's part of the longest: the slower of both where lengths are alike, more where the last
 #: blocks leave the memory idle. 4, 6 and 10 chose equally well.
 _OVERLAP, _MAX_ORDER = 6.0, 60.0
-#: Expected times within this part of the least are equal; then the fewest splits are chosen.
-TIE = 0.03
+#: Expected times within this part of the least are equal where all lengths are, and less where they
+#: are unlike; then the fewest splits are chosen.
+TIE = 0.05
 #: Keys of a split at least, where the mean length is not known: a captured graph also serves
 #: lengths far below the longest.
 _ASSUMED_KEYS = 2048
@@ -58,7 +59,9 @@ class ScheduleRates(NamedTuple):
     partial_us: float
     """A million bytes of partial results, written and read."""
     cluster_us: float
-    """Combination inside a cluster."""
+    """Combination inside a cluster, on an empty chip."""
+    cluster_load_us: float
+    """Further time of that where clusters fill the chip."""
     tail: float
     """Part of the longest block that runs after the places have emptied."""
     cluster_tail: float
@@ -68,11 +71,11 @@ class ScheduleRates(NamedTuple):
 #: By the instance (`registers.INSTANCES`). D = 192 was not measured and has the rates of 256, whose
 #: kernels have its tiles and stages.
 RATES: Mapping[int, ScheduleRates] = {
-    64: ScheduleRates(2.70, 1.00, 1.55, 2.71e6, 4.06, 0.133, 4.34, 0.254, 0.889),
-    96: ScheduleRates(2.27, 1.24, 1.49, 4.17e6, 4.76, 0.0809, 5.31, 0.432, 0.950),
-    128: ScheduleRates(2.38, 0.816, 1.47, 4.22e6, 4.86, 0.115, 4.85, 0.305, 0.694),
-    192: ScheduleRates(2.21, 1.66, 1.66, 3.39e6, 5.00, 0.0830, 7.47, 0.434, 0.897),
-    256: ScheduleRates(2.21, 1.66, 1.66, 3.39e6, 5.00, 0.0830, 7.47, 0.434, 0.897),
+    64: ScheduleRates(2.87, 0.978, 1.56, 2.72e6, 3.90, 0.146, 4.46, 0.0, 0.195, 0.828),
+    96: ScheduleRates(2.22, 1.22, 1.50, 4.54e6, 4.69, 0.0941, 3.78, 3.23, 0.433, 0.807),
+    128: ScheduleRates(2.34, 0.745, 1.78, 4.45e6, 5.13, 0.0812, 3.82, 3.53, 0.199, 0.312),
+    192: ScheduleRates(2.14, 1.65, 1.65, 3.34e6, 5.47, 0.0888, 9.61, 0.0, 0.410, 0.784),
+    256: ScheduleRates(2.14, 1.65, 1.65, 3.34e6, 5.47, 0.0888, 9.61, 0.0, 0.410, 0.784),
 }
 
 
@@ -128,7 +131,9 @@ def expected_us(
     us = longer * math.pow((us / longer) ** order + (memory_us / longer) ** order, 1 / order)
     if combine == "kernel":  # fp32 rows and their statistics, written and read
         us += rates.kernel_us + rates.partial_us * batch.rows * splits * (batch.instance + 1) * 8e-6
-    return us + rates.cluster_us if is_cluster else us
+    if is_cluster:
+        us += rates.cluster_us + rates.cluster_load_us * min(1.0, rounds)
+    return us
 
 
 @lru_cache(maxsize=4096)
@@ -139,7 +144,7 @@ def best(batch: Decoding) -> tuple[int, Combine]:
         batch = batch._replace(mean=-(-batch.longest // _ASSUMED_RATIO))
         most = batch.longest // _ASSUMED_KEYS
     times = {schedule: expected_us(batch, *schedule) for schedule in _schedules(most)}
-    bound_us = (1 + TIE) * min(times.values())
+    bound_us = (1 + TIE * batch.mean / batch.longest) * min(times.values())
     near = (schedule for schedule, us in times.items() if us <= bound_us)
     return min(near, key=lambda schedule: (schedule[0], times[schedule]))
 
