@@ -331,6 +331,13 @@ class TestPaged:
             config = self.config(f"B=64,{sizes},SKV=4000,{heads},D={head_dim},page_size=16")
             assert config.get("packed_heads", 1) >= group, (head_dim, group, config)
 
+    @pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256])
+    def test_decoding_of_several_queries_splits_keys(self, head_dim: int) -> None:
+        """Kernels of chunks do not, and took three times the time."""
+        for queries, heads in itertools.product((2, 5, 8), ("H=2", "H=32,HKV=8", "H=22,HKV=2")):
+            text = f"SQ={queries},causal=1,SKV=3600,{heads},D={head_dim},page_size=16"
+            assert not self.config(text)["persistent"], text
+
     def test_lengths_that_differ_have_the_kernels_of_those_that_are_alike(self) -> None:
         text = "B=4,SQ=1,SKV=512,H=8,D=64,page_size=16"
         alike, unlike = (AttentionProblem.parse(each) for each in (text, f"{text},varlen=1"))

@@ -42,13 +42,14 @@ def expected_us(
     return max(us, 2 * problem.k * columns / (FASTEST_SHARE * gpu.memory_gbs * 1e3))
 
 
-def readings(problem: Problem, config: Config) -> int:
-    """Times that decoding over pages reads each key: a tile holds so many of a KV head's heads."""
+def decoding_factor(problem: Problem, config: Config) -> float:
+    """Factor of times over pages: readings of each key, and persistent kernels' lack of splits."""
     if not (isinstance(problem, AttentionProblem) and problem.is_paged and problem.is_decoding):
-        return 1
+        return 1.0
     group = problem.heads_q // problem.heads_kv
     held = int(config.get("packed_heads", 1))
-    return 1 if config.get("pads_heads") else group // math.gcd(held, group)
+    readings = 1 if config.get("pads_heads") else group // math.gcd(held, group)
+    return readings * (3.2 if config["persistent"] and problem.seqlen_q <= 8 else 1.0)
 
 
 def own_by_hand(
@@ -67,7 +68,9 @@ def own_by_hand(
         if one.family is not None and not one.is_vendor
         for sizes in [models.domain.sizes(problem)]
         for config in one.family.scheduled(problem, one.config, gpu)
-        for us in [expected_us(models, problem, one, config, gpu) * readings(problem, config)]
+        for us in [
+            expected_us(models, problem, one, config, gpu) * decoding_factor(problem, config)
+        ]
         for legal in [one.family.accepts(problem, config, gpu)]
     ]
     near = [one for one in found if one[3]]

@@ -22,6 +22,8 @@ from tuner.selection.domains import MAX_SIZE_FACTOR, AnyDomain, AttentionDomain
 
 _FAR = f"no kernel was measured within {MAX_SIZE_FACTOR} times these sizes"
 _WHOLE = "the time is that of a mask that hides nothing: what a block mask hides is not known"
+#: Time of a persistent kernel over that of others at decoding of up to so many queries over pages.
+PERSISTENT_AT_DECODING, MAX_DECODED = 3.2, 8
 VENDOR_MARGIN = 0.25
 """Share of its time by which another kernel of PyTorch's must beat PyTorch's own choice."""
 
@@ -141,21 +143,31 @@ def _legal(
             yield us, config
 
 
-def _by_readings(times: DomainTimes, problem: Any, estimates: Iterable[Estimate]) -> list[Estimate]:
-    """Estimates of decoding over pages, longer by how often a kernel reads each key: its tile may
-    hold a part of a KV head's query heads only.
+def _decoding_pages(
+    times: DomainTimes, problem: Any, estimates: Iterable[Estimate]
+) -> list[Estimate]:
+    """Estimates of decoding over pages, longer by what the rates of dense kernels leave out.
 
-    At 100 drawn batches kernels that read once took 0.55 of the others' time in the geometric mean,
-    and at most 1.07 (`scripts/benchmarks/evidence/paged-ratios-h200.json.gz`).
+    - A kernel reads each key as often as its tile holds a part of a KV head's query heads. At 100
+      drawn batches kernels that read once took 0.55 of the others' time in the geometric mean, and
+      at most 1.07.
+    - Persistent kernels split no keys. At 109 batches of 2 to 8 queries they took 3.2 times the time
+      of kernels that do in the geometric mean, and at least 1.05 times.
+
+    Source: ``paged-ratios-h200.json.gz`` and ``paged-schedules-h200.json.gz`` of
+    ``scripts/benchmarks/evidence``.
     """
     group = problem.heads_q // problem.heads_kv
-    readings = [
-        1 if "pads_heads" in one.config.params
-        else group // math.gcd(int(one.config.get("packed_heads", 1)), group)
-        for one in times.models.candidates
-    ]  # fmt: skip
+    whole = PERSISTENT_AT_DECODING if problem.seqlen_q <= MAX_DECODED else 1.0
+
+    def factor(config: Config) -> float:
+        packed = int(config.get("packed_heads", 1))
+        readings = 1 if config.get("pads_heads") else group // math.gcd(packed, group)
+        return readings * (whole if config.get("persistent") else 1.0)
+
+    factors = [factor(one.config) for one in times.models.candidates]
     return [
-        (cautious_us * readings[place], us * readings[place], place, splits)
+        (cautious_us * factors[place], us * factors[place], place, splits)
         for cautious_us, us, place, splits in estimates
     ]
 
@@ -174,7 +186,7 @@ def choose(problem: Problem, models: DomainModels, gpu: Gpu) -> Selection | None
     times = models.times(gpu)
     estimates, vendors_us, is_near = times.estimates(problem)
     if isinstance(models.domain, AttentionDomain) and models.domain.decodes_pages:
-        estimates = _by_readings(times, problem, estimates)
+        estimates = _decoding_pages(times, problem, estimates)
     facts = times.legality(problem)
     vendor_us, vendor, name = _vendors_best(times, problem, vendors_us, facts)
     vendor_us *= models.domain.pytorchs_factor(problem)
