@@ -151,8 +151,8 @@ def _decoding_pages(
     - A kernel reads each key as often as its tile holds a part of a KV head's query heads. At 100
       drawn batches kernels that read once took 0.55 of the others' time in the geometric mean, and
       at most 1.07.
-    - Persistent kernels split no keys. At 109 batches of 2 to 8 queries they took 3.2 times the time
-      of kernels that do in the geometric mean, and at least 1.05 times.
+    - Persistent kernels split no keys. At 109 batches of 2 to 8 queries they took 3.2 times the
+      others' time in the geometric mean, and at least 1.05 times.
 
     Source: ``paged-ratios-h200.json.gz`` and ``paged-schedules-h200.json.gz`` of
     ``scripts/benchmarks/evidence``.
