@@ -14,8 +14,7 @@ cannot be written is an error.
 
 The libraries are loaded into this process. So the root and each library must belong to this user or
 to root, and must not be writable by anyone else. ``TUNER_TRUST_CACHE`` lets a group share them. A
-library is hashed through one descriptor, and
-again when its inode, size or time of change differs.
+library is hashed through one descriptor, and again when its inode, size or time of change differs.
 """
 
 from __future__ import annotations
@@ -402,11 +401,8 @@ class ArtifactCache:
                 f"the disk of the artifact cache {self.root} is full: free some space, "
                 "'tuner cache prune --max-size 2GB', or set TUNER_CACHE_DIR"
             )
-        reason = exc.strerror or str(exc)
-        if exc.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
-            reason = f"its file system has no locks: {reason}"
         return StoreError(
-            f"the artifact cache {self.root} cannot be written ({reason}): "
+            f"the artifact cache {self.root} cannot be written ({exc.strerror or exc}): "
             "set TUNER_CACHE_DIR to a folder that can"
         )
 
