@@ -408,3 +408,12 @@ def test_a_selected_kernel_is_launched_with_the_splits_of_the_call(
         paged(**given, total_seqlen_k=sum(KEYS))
     own, spread = (integers for _, integers, _ in served.launched)
     assert own != spread
+
+
+def test_a_selected_kernel_takes_a_batch_without_a_key(served: SimpleNamespace, paged: Any) -> None:
+    """As an engine's warm-up may ask for: 0 is an allowed `max_seqlen_k`."""
+    served.by_portfolio = True
+    given = batch(torch.float16)
+    given["seqused_k"] = torch.zeros_like(given["seqused_k"])
+    paged(**given, max_seqlen_k=0)
+    assert len(served.launched) == 1

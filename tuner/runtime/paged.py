@@ -141,7 +141,7 @@ class PagedCall(Paged, Call):
         heads_kv, packed = self.key.shape[2], int(config.get("packed_heads", 1))
         heads = heads_kv if config.get("pads_heads") else heads_q // packed
         queries = tile_m(config.params) // packed  # of a tile
-        seen = self.longest_kv
+        seen = max(1, self.longest_kv)
         if self.extras.left >= 0:
             seen = min(seen, self.extras.left + self.longest_q)
         mean = seen
