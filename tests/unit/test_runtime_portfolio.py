@@ -340,8 +340,8 @@ class TestBenchmark:
             waits.clear()
             serving.runtime.table.table.forget()
             assert not serving.call() and waits == []
-        assert serving.fallbacks == ["a file of the tuner cannot be used"]
-        assert serving.machine.stats().errors == {"a file of the tuner cannot be used": 2}
+        assert serving.fallbacks == ["another process is timing kernels"]
+        assert not serving.machine.stats().errors, "it is no fault"
         serving.runtime.table.table.forget()
         assert serving.call() and stopwatch.bursts > 0
 

@@ -5,9 +5,8 @@ proven kernels and PyTorch's kernel on the call's tensors. The fastest is kept. 
 of ``benchmarked.jsonl`` under ``TUNER_CACHE_DIR``, for one problem, GPU and environment. It ends
 when a promising kernel that it did not time is proven.
 
-Timing holds a lock, so that all processes
-of a machine keep one choice. PyTorch answers while another process holds it. Needs no compiler and
-no SQLAlchemy.
+Timing holds a lock, so that all processes of a machine keep one choice. PyTorch answers while
+another process holds it. Needs no compiler and no SQLAlchemy.
 """
 
 from __future__ import annotations

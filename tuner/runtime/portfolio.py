@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend
 
 from tuner.base import document
 from tuner.config import Config
-from tuner.errors import TunerError
+from tuner.errors import StoreBusyError, TunerError
 from tuner.families import family
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Provenance, Status
@@ -61,7 +61,7 @@ class Choice:
     selection: Selection | RuleSelection
     plan: Plan | Refusal
     """A refusal is final (`Kind.PORTFOLIO`, `Kind.TIMED`), or says which kernel is missing
-    (`Kind.UNSERVED`)."""
+    (`Kind.UNSERVED`), or that another process is timing (`Kind.BUSY`)."""
 
 
 def portfolios() -> Sequence[Portfolio]:
@@ -199,9 +199,6 @@ def _timed(
 ) -> Choice | None:
     """The fastest candidate by measurement on this machine, timed now unless a choice holds; None
     when nothing can be timed.
-
-    Raises:
-        StoreBusyError: when another process is timing.
     """
     from tuner.runtime import benchmark  # only programs that time their calls need it
 
@@ -230,7 +227,10 @@ def _timed(
             return None
         is_cold = selection.regime.l2 == "cold"
         decide = benchmark.journal.decide
-        timed = decide(problem, gpu, plans, run, is_cold=is_cold, ended=ended)
+        try:
+            timed = decide(problem, gpu, plans, run, is_cold=is_cold, ended=ended)
+        except StoreBusyError:
+            return Choice(selection, Refusal(Kind.BUSY, problem.label()))
     if timed is None:
         return None
     if timed.config is None:

@@ -16,6 +16,7 @@ class Kind(StrEnum):
     RANKS = "the ranks did not agree"
     STORE = "the store cannot be read"
     FILE = "a file of the tuner cannot be used"
+    BUSY = "another process is timing kernels"
     CAPTURING = "a kernel cannot be loaded inside a graph capture"
     MISS = "no measured winner"
     VENDOR = "PyTorch's own kernel was the fastest"

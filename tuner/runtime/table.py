@@ -79,9 +79,9 @@ class _Known:
         )
 
     @property
-    def is_damaged(self) -> bool:
-        """True where a file that the call is looked up in cannot be used."""
-        return isinstance(self.plan, Refusal) and self.plan.kind is Kind.FILE
+    def is_hindered(self) -> bool:
+        """True where a file that the call is looked up in cannot be used, or not now."""
+        return isinstance(self.plan, Refusal) and self.plan.kind in (Kind.FILE, Kind.BUSY)
 
     @property
     def stale(self) -> _Known:
@@ -177,7 +177,7 @@ class PlanTable:
             found = self._find(pose, device, self._known.get(kind))
             if isinstance(found, Refusal):
                 return old.plan if old and isinstance(old.plan, Plan) else found
-            if found.is_damaged and old and isinstance(old.plan, Plan):
+            if found.is_hindered and old and isinstance(old.plan, Plan):
                 found = replace(old, until=found.until)  # a plan outlives the file it came from
             if len(self._known) >= _MAX_KNOWN:
                 self._clear()
