@@ -14,9 +14,9 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import pad
 
 from tuner.families.vendor.sdpa_backward import may_be_nan
+from tuner.runtime import handed_over
 
 _CUDNN = int(SDPBackend.CUDNN_ATTENTION.value)
-_HALF = (torch.float16, torch.bfloat16)
 #: Columns that a masked row of the memory-efficient kernel is padded to, and rows that its
 #: log-sum-exp is padded to.
 _MASK_COLUMNS, _LSE_ROWS = 16, 32
@@ -50,7 +50,7 @@ def is_needed(
     tensors = query, key, value
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
         return False
-    if query.dtype not in _HALF or not _is_on_gpu(query) or query.is_nested:
+    if query.dtype not in handed_over.HALF or not _is_on_gpu(query) or query.is_nested:
         return False
     if any(t.dim() != 4 for t in tensors):
         return False
@@ -60,7 +60,7 @@ def is_needed(
         return False  # a `CausalBias`, which chooses for itself
     if torch.compiler.is_compiling():
         head_dim = query.shape[3]
-        is_fused = head_dim % 8 == 0 and head_dim <= _MAX_HEAD_DIM and _allows_cudnn()
+        is_fused = head_dim % 8 == 0 and head_dim <= _MAX_HEAD_DIM and handed_over.has_cudnn()
         return is_fused and all(t.stride(3) == 1 for t in tensors)
     choice = torch._fused_sdp_choice(
         *(query, key, value, attn_mask, dropout_p, is_causal), scale=scale, enable_gqa=enable_gqa
@@ -70,15 +70,6 @@ def is_needed(
 
 def _is_on_gpu(tensor: torch.Tensor) -> bool:
     return bool(tensor.is_cuda)
-
-
-def _allows_cudnn() -> bool:
-    """True when the program lets PyTorch choose cuDNN's kernels; read once, when it is traced."""
-    return bool(torch.backends.cuda.cudnn_sdp_enabled())
-
-
-# As `torch.compiler.assume_constant_result`, which imports all of dynamo.
-_allows_cudnn._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def attend(

@@ -23,7 +23,8 @@ from torch.nn.functional import pad
 from tuner.hardware import TMA_ALIGNMENT_BYTES
 from tuner.runtime import devices, guards
 
-_HALF = (torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)
+"""Types that PyTorch's fused kernels take."""
 
 
 def is_checked(*tensors: torch.Tensor) -> bool:
@@ -182,10 +183,10 @@ def is_changed(
 
 def may_ignore(query: torch.Tensor, mask: torch.Tensor) -> bool:
     """True for a boolean mask that cuDNN's kernel may ignore in rows that see no key."""
-    return mask.dtype == torch.bool and query.dtype in _HALF and query.dim() == 4 and _has_cudnn()
+    return mask.dtype == torch.bool and query.dtype in HALF and query.dim() == 4 and has_cudnn()
 
 
-def _has_cudnn() -> bool:
+def has_cudnn() -> bool:
     """True while the program lets PyTorch choose cuDNN's kernel. Read once, when a graph is
     traced.
     """
@@ -193,7 +194,7 @@ def _has_cudnn() -> bool:
 
 
 # As `torch.compiler.assume_constant_result`, which imports all of dynamo.
-_has_cudnn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+has_cudnn._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def terms_of(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
