@@ -42,10 +42,12 @@ def test_the_draw_is_of_its_seed_and_of_all_areas() -> None:
         ast.parse(place[1])
 
 
-def test_the_file_has_a_hundred() -> None:
+def test_the_file_has_a_hundred_that_can_be_planted() -> None:
+    """A fault whose line was changed is replaced by one of the new line."""
     faults = [Fault(**row) for row in json.loads(FAULTS.read_text())]
     assert len({fault.id for fault in faults}) == 100
     assert {fault.area for fault in faults} == set(AREAS)
+    assert [fault for fault in faults if planted(fault, planted_faults.TOP) is None] == []
 
 
 def test_a_fault_is_found_where_its_function_moved(tmp_path: Path) -> None:
