@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -312,6 +314,21 @@ def test_other_versions_have_transformers_own(
     assert (
         line == f"answered by Transformers' own attention: {kind}: {TRANSFORMERS.refusal('5.25.1')}"
     )
+
+
+@pytest.mark.parametrize("version", ["5.24.0", "5.25.0"])
+def test_the_update_of_another_version_s_cache_is_left_alone(version: str) -> None:
+    """It may be called otherwise there, also for models that do not use the tuner."""
+    script = (
+        f"import transformers\ntransformers.__version__ = {version!r}\n"
+        "from transformers.generation.continuous_batching.cache import PagedAttentionCache\n"
+        "before = PagedAttentionCache.update\n"
+        "from tuner.runtime import continuous_batching\n"
+        "print(PagedAttentionCache.update is before, bool(continuous_batching.UNSERVED))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    is_other = version == "5.25.0"
+    assert done.stdout.split() == [str(is_other), str(is_other)], done.stderr
 
 
 def test_layers_that_share_keys(runtime: SimpleNamespace, steps: list[Any]) -> None:

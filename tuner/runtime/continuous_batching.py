@@ -471,7 +471,7 @@ def _hand_over(
     return key, value
 
 
-if _LAYERS_UPDATE:
+if _LAYERS_UPDATE and not UNSERVED:  # another version may call it otherwise
     paged_cache.PagedAttentionCache.update = torch.compiler.disable(_hand_over)
 for _module in (paged_cache, continuous_api, initialization):
     _module.is_flash_attention_requested = _needs_no_mask
