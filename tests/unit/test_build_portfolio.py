@@ -297,6 +297,22 @@ def test_a_damaged_list_is_made_anew(capsys: pytest.CaptureFixture[str]) -> None
     assert "made anew" in capsys.readouterr().err and len(written().kernels) == 3
 
 
+def test_failures_outlive_a_damaged_row(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["build", "--portfolio"])
+    failed, other = (one for one in written().kernels.values() if one.spec != REFERENCE.key)
+    shipped_too = [replace(one, proof=PROOF) for one in written().kernels.values()]
+    monkeypatch.setattr(built, "shipped_kernels", lambda: shipped_too)
+    path = path_of("13.0.88", "9.0")
+    known = written().with_kernels([replace(failed, fault="wrong at S=1")])
+    path.write_text(known.text().replace(f'"{other.artifact}"', '"../damaged"'))
+    assert main(["build", "--portfolio"]) == 0
+    assert "made anew" in capsys.readouterr().err
+    again = written().kernels[failed.spec]
+    assert (again.proof, again.fault) == (None, "wrong at S=1")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -200,6 +201,8 @@ def _start(path: Path, compiler: Compiler) -> KernelList:
         known = read(path) if path.is_file() else start
     except ConfigError as exc:
         say(f"made anew: {exc}")
+        with contextlib.suppress(ConfigError):  # failures outlive a damaged row
+            start = replace(start, faults=read(path, deferred=True).faults)
         return start
     stale = {one.spec for one in known.kernels.values() if not one.is_current}
     every = _targets(None, None).get(compiler.capability, ()) if stale else ()
