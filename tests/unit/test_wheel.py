@@ -288,6 +288,8 @@ class TestDoctor:
         (installed / prebuilt.KERNELS).chmod(0o666)
         (found,) = _prebuilt()
         assert found.state == "note" and "can be written by others" in found.found
+        assert f"install {prebuilt.DISTRIBUTION} again as this user or as root" in found.found
+        assert "TUNER_CACHE_DIR" not in found.found, "it does not lie there"
 
     def test_a_damaged_list_is_a_note(self, installed: Path) -> None:
         (installed / prebuilt.KERNELS).write_text("{")

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tuner import settings
 
+OWN_FOLDER = "set TUNER_CACHE_DIR to a folder of your own"
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 _State = tuple[int, int, int, int]
@@ -37,14 +38,15 @@ def open_to_others(facts: os.stat_result) -> str:
     return ""
 
 
-def _remedy(path: Path, facts: os.stat_result) -> str:
+def _remedy(path: Path, facts: os.stat_result, way: str) -> str:
     """Ways to mend what `open_to_others` refuses.
 
     Args:
-        path: file or folder under the cache folder.
+        path: the file or folder.
         facts: its facts.
+        way: the one that holds for any of its kind.
     """
-    ways = ["set TUNER_CACHE_DIR to a folder of your own"]
+    ways = [way]
     if facts.st_uid == os.geteuid():
         ways.insert(0, f"`chmod -R go-w {path}`")
     if not facts.st_mode & stat.S_IWOTH and facts.st_gid in (os.getegid(), *os.getgroups()):
@@ -52,13 +54,14 @@ def _remedy(path: Path, facts: os.stat_result) -> str:
     return ", or ".join(ways)
 
 
-def distrust(path: Path, name: str) -> str:
-    """Reason not to trust a file or folder of the tuner's cache, with the remedy; empty when it can
-    be trusted or does not exist.
+def distrust(path: Path, name: str, way: str = OWN_FOLDER) -> str:
+    """Reason not to trust a file or folder, with the remedy; empty when it can be trusted or does
+    not exist.
 
     Args:
         path: the file or folder.
         name: its name in the message, as ``artifact cache``.
+        way: remedy for all of its kind; the default is for those of the tuner's cache.
     """
     try:
         facts = path.stat()
@@ -67,7 +70,7 @@ def distrust(path: Path, name: str) -> str:
     reason = open_to_others(facts)
     if not reason:
         return ""
-    return f"the {name} {path} {reason}, and its libraries are run: {_remedy(path, facts)}"
+    return f"the {name} {path} {reason}, and its libraries are run: {_remedy(path, facts, way)}"
 
 
 def make_folder(path: Path) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 
 from tuner import settings
 from tuner.base import document, resources
-from tuner.base.ownership import distrust, trusted_text
+from tuner.base.ownership import OWN_FOLDER, distrust, trusted_text
 from tuner.base.printable import one_line
 from tuner.compile import prebuilt
 from tuner.compile.artifacts import Artifact, ArtifactCache
@@ -47,6 +47,7 @@ DTYPES: tuple[DType, ...] = ("float16", "bfloat16")
 """Types that share a portfolio's domain; each has kernels of its own."""
 BUILD, PROVE = "tuner build --portfolio", "tuner prove"
 """Commands that build kernels missing in a list, and prove them."""
+_REINSTALL = f"install {prebuilt.DISTRIBUTION} again as this user or as root"
 
 
 @dataclass(frozen=True)
@@ -164,8 +165,10 @@ def read(path: Path, *, deferred: bool = False) -> KernelList:
         StoreError: when other users can write it; the message says how to mend it.
     """
     folder = settings.kernels_dir()
-    for place in (folder, path) if path.parent == folder else (path,):
-        if reason := distrust(place, "kernel list"):
+    is_users = path.parent == folder
+    way = OWN_FOLDER if is_users else _REINSTALL
+    for place in (folder, path) if is_users else (path,):
+        if reason := distrust(place, "kernel list", way):
             raise StoreError(reason)
     try:
         return KernelList.from_json(document.parse(trusted_text(path)), deferred=deferred)
