@@ -25,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.nn.attention.bias import causal_upper_left  # noqa: E402
 
 from tuner.runtime import autograd, composed, finite_gradients, native  # noqa: E402
+from tuner.runtime.attention_plan import AttentionCall  # noqa: E402
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
 EFFICIENT = "_scaled_dot_product_efficient_attention"
@@ -357,6 +358,21 @@ def test_cudnn_s_operator_is_left_at_such_lengths(
         assert kernels == ([EFFICIENT + "_backward"] if with_mask else [])
         for mine, theirs in zip(found, wanted, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("length", "is_kept"), [(704, False), (640, True)])
+@pytest.mark.parametrize("mask", [None, torch.zeros(1, 1, 1, 1)])
+def test_the_dispatcher_keeps_no_refusal_of_such_gradients(
+    monkeypatch: pytest.MonkeyPatch, length: int, is_kept: bool, mask: Any
+) -> None:
+    """It would hand the next equal call to PyTorch's choice, past `native.attend`."""
+    monkeypatch.setattr(finite_gradients, "_is_on_gpu", lambda _: True)
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: finite_gradients._CUDNN)
+    given = tensors(1, 2, length, 8, dtype=torch.bfloat16)
+    options = mask, 0.0, False, None, False
+    assert (AttentionCall(*given, *options).dispatched is not None) is is_kept
+    with torch.no_grad():
+        assert AttentionCall(*given, *options).dispatched is not None
 
 
 def test_pytorch_s_operators_accept_what_they_are_given() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from tuner.errors import ConfigError
 from tuner.problem import AttentionProblem, DType, Layout
-from tuner.runtime import guards, handed_over, native
+from tuner.runtime import finite_gradients, guards, handed_over, native
 from tuner.runtime.autograd import has_backward
 from tuner.runtime.bias import axes_of, fills_the_gpu, steps_of
 from tuner.runtime.bias import over as mask_over
@@ -53,7 +53,12 @@ class AttentionCall(_Attention, Call):
 
     @property
     def dispatched(self) -> DispatchedCall | None:
-        return ("attention", self[:8]) if self.extras == NONE else None
+        """None also where `native.attend` must see each call: the dispatcher would hand an equal
+        one to PyTorch's choice, whose gradients may be NaN.
+        """
+        if self.extras != NONE or finite_gradients.is_needed(*self[:8]):
+            return None
+        return "attention", self[:8]
 
     def refusal(self) -> Refusal | None:
         if self.dropout_p:
