@@ -90,7 +90,7 @@ def small(name: str) -> dict[str, Any]:
 
 
 class Recorder:
-    """What a small model really calls."""
+    """Calls of a small model, as they happen."""
 
     def __init__(self) -> None:
         self.attentions: set[Any] = set()

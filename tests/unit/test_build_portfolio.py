@@ -235,7 +235,7 @@ def test_an_edit_of_one_template_keeps_the_others_kernels(monkeypatch: pytest.Mo
 
 
 def test_a_list_of_the_first_version_is_taken_over() -> None:
-    """Of other templates too: where the artifact's key is today's, the kernel is."""
+    """A row of other templates stays where its artifact's key is today's."""
     main(["build", "--portfolio"])
     rows: list[dict[str, Any]] = [
         {"spec": one.spec, "artifact": one.artifact, "sha256": one.sha256, "fault": ""}

@@ -211,7 +211,7 @@ def test_only_all_positive_operands_show_sums_that_stay_in_the_accumulators() ->
 
 
 def test_the_loss_of_fast_accumulation_is_not_judged() -> None:
-    """Of no other kind of inputs, and of no other problem."""
+    """Other kinds of inputs and other problems are judged."""
     problem = GemmProblem(8, 8, 16384, dtype=E4M3, scales="row")
     verdict = product_verdict(problem, "positive", problem.k)
     assert verdict.status is Status.OK and (verdict.error or 0) > 0.05

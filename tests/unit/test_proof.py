@@ -313,7 +313,7 @@ class TestCarry:
 
     @pytest.mark.usefixtures("codes")
     def test_machine_code_that_failed_takes_no_proof(self, built: Path) -> None:
-        """Of a row that did not name its code, as of version 1."""
+        """The code of a row of version 1, which did not name it."""
         known = KernelList.read(built)
         rows = {spec: replace(one, code="") for spec, one in known.kernels.items()}
         replace(known, kernels=rows, faults={"a" * 32: "wrong at S=1"}).write(built)
@@ -567,7 +567,7 @@ class TestOneLibrary:
     def test_equal_machine_code_is_not_served(
         self, together: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Of a row that does not name it, as of version 1."""
+        """A row of version 1 does not name its code."""
         prover(Worker()).run(plan(together, TARGETS))
         enter(together, Kernel("elsewhere", "other", "", fault="wrong at S=1", code="a" * 32))
         monkeypatch.setattr(Artifact, "code", property(lambda own: "a" * 32))

@@ -6,9 +6,9 @@ from tuner.compile.ptxas import parse_advice, parse_resources
 from tuner.measurement import Resources
 
 LOG = (Path(__file__).parents[1] / "assets" / "ptxas_gemm.txt").read_text()
-"""What nvcc 13.0.88 printed for a unit of two ping-pong GEMMs, tiles 256x128 and 64x128."""
+"""Output of nvcc 13.0.88 for a unit of two ping-pong GEMMs, tiles 256x128 and 64x128."""
 IGNORED = (Path(__file__).parents[1] / "assets" / "ptxas_setmaxnreg.txt").read_text()
-"""What nvcc 13.0.88 printed for kernels with `setmaxnreg`: one bound, two bounds, and none."""
+"""Output of nvcc 13.0.88 for kernels with `setmaxnreg`: one bound, two bounds, and none."""
 WIDE, NARROW = "503f8f5768849b10c9737f8c320ba0fb", "a7d0ec4bb650cab30c2be0d1dad5d6c3"
 
 

@@ -1,4 +1,4 @@
-"""What the tests of Ray clusters replay, where Ray is not installed."""
+"""The recording that tests of Ray clusters replay, where Ray is not installed."""
 
 from __future__ import annotations
 

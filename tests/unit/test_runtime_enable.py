@@ -207,7 +207,7 @@ def test_gradients_of_cudnn_s_masks_and_dropout_are_its_own(
 def test_cudnn_s_gradients_are_another_kernel_s_where_they_may_be_nan(
     tuned: SimpleNamespace, backends: list[str], differentiates: bool
 ) -> None:
-    """Of any size, by a measured kernel or by PyTorch's others."""
+    """Gradients of any size, by a measured kernel or another one of PyTorch's."""
     tuned.differentiates = differentiates
     inputs = tensors(requires_grad=True)
     grad = torch.randn_like(inputs[0])

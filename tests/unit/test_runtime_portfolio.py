@@ -341,7 +341,7 @@ class TestBenchmark:
             serving.runtime.table.table.forget()
             assert not serving.call() and waits == []
         assert serving.fallbacks == ["another process is timing kernels"]
-        assert not serving.machine.stats().errors, "it is no fault"
+        assert not serving.machine.stats().errors, "waiting is not a fault"
         serving.runtime.table.table.forget()
         assert serving.call() and stopwatch.bursts > 0
 
