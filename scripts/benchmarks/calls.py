@@ -17,7 +17,7 @@ from typing import Any
 
 from tuner.compile.toolchain import find_host_compiler
 from tuner.errors import BenchmarkError
-from tuner.families.vendor.sdpa import peer
+from tuner.families.peers.sdpa import peer
 from tuner.problem import AttentionProblem
 
 PROBLEM = AttentionProblem.parse("S=1024,D=64")

@@ -51,7 +51,7 @@ from tuner.compile import dispatcher
 from tuner.compile.artifacts import ArtifactCache
 from tuner.compile.prebuilt import KERNELS, PACKAGE
 from tuner.errors import BenchmarkError, ConfigError, TunerError
-from tuner.families.vendor import peers
+from tuner.families.peers import installed
 from tuner.measure import device
 from tuner.measurement import Provenance
 from tuner.problem import Problem, problem_from_json
@@ -237,7 +237,7 @@ def environment() -> dict[str, Any]:
         **device.environment().facts,
         "torch": torch.__version__,
         "cudnn": torch.backends.cudnn.version(),
-        "flash4": peers.version("flash4"),
+        "flash4": installed.version("flash4"),
         "python": platform.python_version(),
         "cpu": _cpu(),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

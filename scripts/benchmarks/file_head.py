@@ -6,7 +6,7 @@ import datetime
 from collections.abc import Mapping
 from typing import Any
 
-from tuner.families.vendor import installed_versions
+from tuner.families.peers import installed_versions
 from tuner.measure import device
 
 DATE = "date"

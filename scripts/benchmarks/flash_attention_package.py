@@ -45,9 +45,9 @@ def is_there() -> bool:
 
 @cache
 def _peer() -> Any:
-    from tuner.families.vendor import peers
+    from tuner.families.peers import installed
 
-    module = peers.module_of("flash3_serving")
+    module = installed.module_of("flash3_serving")
     if isinstance(module, str):
         raise BenchmarkError(module)
     return module

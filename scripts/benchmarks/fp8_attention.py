@@ -27,7 +27,7 @@ from tuner.compile.compiler import Compiler
 from tuner.compile.toolchain import find_toolchain
 from tuner.config import Config
 from tuner.families import family
-from tuner.families.vendor import FAILURES, cudnn_graph, cudnn_plans, stream_of
+from tuner.families.peers import FAILURES, cudnn_graph, cudnn_plans, stream_of
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import E4M3, AttentionProblem, Operand
 from tuner.selection.shipped import shipped

@@ -29,7 +29,7 @@ from tuner.compile.loading import LoadedKernel, load
 from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.families import family
-from tuner.families.vendor import stream_of
+from tuner.families.peers import stream_of
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionProblem
 

@@ -33,7 +33,7 @@ from tuner.base.processes import python_command
 from tuner.bench.results import write_json
 from tuner.cli import Parser
 from tuner.errors import ConfigError
-from tuner.families.vendor import peers
+from tuner.families.peers import installed
 from tuner.selection.describe import microseconds, table
 
 OWN = "own"
@@ -320,7 +320,7 @@ def environment() -> dict[str, Any]:
     from tuner.runtime import devices
 
     facts = dict(devices.environment().facts)
-    facts |= {"cuda": torch.version.cuda, "deep_gemm": peers.version("deep_gemm") or "missing"}
+    facts |= {"cuda": torch.version.cuda, "deep_gemm": installed.version("deep_gemm") or "missing"}
     return file_head.complete({"gpu": torch.cuda.get_device_name(), **facts})
 
 

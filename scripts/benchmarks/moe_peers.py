@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tuner.families.vendor import peers
+from tuner.families.peers import installed
 from tuner.problem import SCALE_BLOCK
 
 Peer = Callable[..., Any]
@@ -98,7 +98,7 @@ def _e4m3() -> Peers:
 
 def deep_gemm() -> Any:
     """DeepGEMM's package; None where this machine has none."""
-    found = peers.module_of("deep_gemm")
+    found = installed.module_of("deep_gemm")
     return None if isinstance(found, str) else getattr(found, "module", found)
 
 

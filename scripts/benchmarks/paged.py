@@ -39,8 +39,8 @@ from tuner.compile.toolchain import find_toolchain
 from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.families.base import KernelSpec, Strides
-from tuner.families.vendor import peers, stream_of
-from tuner.families.vendor.sdpa import DESCALES
+from tuner.families.peers import installed, stream_of
+from tuner.families.peers.sdpa import DESCALES
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import E4M3, AttentionProblem
 from tuner.selection.domains import AttentionDomain
@@ -329,7 +329,7 @@ def compared(
     if case.has_dense:
         contenders |= {"dense": batch.dense(), "read": batch.read()}
         contenders["in order"] = batch.tuner(batch.ordered)
-    module = peers.module_of(PEER)
+    module = installed.module_of(PEER)
     if isinstance(module, str):
         failed["flash3"] = module
     else:

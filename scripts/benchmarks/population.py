@@ -35,7 +35,7 @@ from tuner.base.output import check_place
 from tuner.base.processes import python_command
 from tuner.cli import Parser
 from tuner.errors import ConfigError, StoreError
-from tuner.families.vendor import installed_versions, peers
+from tuner.families.peers import installed, installed_versions
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measure import device
 from tuner.problem import listing as problem_listing
@@ -178,7 +178,7 @@ def surroundings() -> dict[str, Any]:
     gpu = device.detect()
     if gpu is None:
         raise no_gpu("--list")
-    builds = peers.versions(peers.PEERS)
+    builds = installed.versions(installed.PEERS)
     facts = {"gpu": gpu.name, **device.environment().facts, **installed_versions(), **builds}
     return file_head.complete(facts)
 

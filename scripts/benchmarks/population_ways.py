@@ -14,7 +14,7 @@ from torch.nn import functional
 import tuner
 from benchmarks.call_times import Contender
 from benchmarks.population_tensors import Inputs
-from tuner.families.vendor.sdpa import peer
+from tuner.families.peers.sdpa import peer
 from tuner.problem import AttentionProblem, GemmProblem, SwigluProblem
 from tuner.problem.population import LOWER_RIGHT, PADDING, POSITIONS, ModelCall
 

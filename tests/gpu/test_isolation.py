@@ -12,7 +12,7 @@ from tuner.compile.compiler import Compiler
 from tuner.config import Config
 from tuner.families import families_in, families_of
 from tuner.families.base import Family, KernelSpec
-from tuner.families.vendor import Vendor
+from tuner.families.peers import Vendor
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure.gate import REFERENCE
 from tuner.measure.worker_client import WorkerClient

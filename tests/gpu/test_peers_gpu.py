@@ -10,7 +10,7 @@ from runtime_gpu import fresh_store, served_gpu
 
 from tuner.config import Config
 from tuner.families import family
-from tuner.families.vendor import ListedVendor, lt, peers
+from tuner.families.peers import ListedVendor, installed, lt
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.problem import E4M3, AttentionProblem, GemmProblem, Problem, SwigluProblem
 
@@ -196,7 +196,7 @@ def test_attention_of_peers(kernel: str, text: str) -> None:
 
 
 def test_products_of_deep_gemm() -> None:
-    if not peers.version("deep_gemm"):
+    if not installed.version("deep_gemm"):
         pytest.skip("DeepGEMM is not installed, nor in TUNER_PEERS_PATH")
     problem = GemmProblem.parse("M=512,N=1024,K=2048,dtype=bf16")
     inputs = inputs_of(problem)

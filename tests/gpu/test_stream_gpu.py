@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tuner.families import families_of
-from tuner.families.vendor import Vendor
+from tuner.families.peers import Vendor
 from tuner.measure.bursts import Burst, Entrant, Sets, entrant
 from tuner.measure.device import Device, Pool
 from tuner.measure.gate import Gate

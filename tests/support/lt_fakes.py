@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tuner.families.vendor.lt import Algorithm
+from tuner.families.peers.lt import Algorithm
 
 VERSION = 130100
 NOT_SUPPORTED = 15

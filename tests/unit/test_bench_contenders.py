@@ -17,7 +17,7 @@ from tuner.cli import main
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import family
-from tuner.families.vendor.cudnn_plans import VendorCudnnPlans
+from tuner.families.peers.cudnn_plans import VendorCudnnPlans
 from tuner.hardware import DEFAULT_GPU, GPUS
 from tuner.measurement import Provenance
 from tuner.problem import E4M3, AttentionProblem, GemmProblem, Problem

@@ -117,7 +117,7 @@ def test_without_a_gpu_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_without_deep_gemm_e4m3_has_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moe_peers.peers, "module_of", lambda name: f"{name} is not here")
+    monkeypatch.setattr(moe_peers.installed, "module_of", lambda name: f"{name} is not here")
     assert moe_peers.peers_of("e4m3") == {}
     assert set(moe_peers.peers_of("bf16")) == {"grouped_mm", "compiled"}
 

@@ -11,7 +11,7 @@ import pytest
 
 from tuner.config import Config
 from tuner.families import family
-from tuner.families.vendor import MAX_INTEGER, cublaslt_search, lt
+from tuner.families.peers import MAX_INTEGER, cublaslt_search, lt
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import E4M3, AttentionProblem, GemmProblem
 

@@ -12,7 +12,7 @@ import pytest
 
 from tuner.config import Config
 from tuner.families import family
-from tuner.families.vendor import cudnn_graph, cudnn_plans
+from tuner.families.peers import cudnn_graph, cudnn_plans
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionProblem
 

@@ -14,7 +14,7 @@ import pytest
 
 from tuner.config import Config
 from tuner.families import family
-from tuner.families.vendor.sdpa_backward import may_be_nan
+from tuner.families.peers.sdpa_backward import may_be_nan
 from tuner.hardware import GPUS
 from tuner.problem import AttentionBackwardProblem
 from tuner.selection import backward

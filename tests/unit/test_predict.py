@@ -10,7 +10,7 @@ import pytest
 from tuner.config import Config
 from tuner.errors import BenchmarkError
 from tuner.families.base import Domain, Family, KernelSpec
-from tuner.families.vendor.blas import VendorBlas
+from tuner.families.peers.blas import VendorBlas
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Provenance, Regime
 from tuner.problem import GemmProblem, Problem

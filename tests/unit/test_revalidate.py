@@ -18,7 +18,7 @@ from tuner.compile.artifacts import Artifact
 from tuner.config import Config
 from tuner.errors import NoValidConfigError
 from tuner.families.base import KernelSpec
-from tuner.families.vendor.cudnn_plans import VendorCudnnPlans
+from tuner.families.peers.cudnn_plans import VendorCudnnPlans
 from tuner.hardware import GPUS
 from tuner.measurement import Environment, Measurement, Provenance, Regime, Resources, Status
 from tuner.problem import AttentionProblem, Problem

@@ -324,7 +324,7 @@ def won(problem: Problem, family: str, kernel: str, us: float, **params: int) ->
 def lt_library(monkeypatch: pytest.MonkeyPatch) -> Any:
     from lt_fakes import FakeLt
 
-    from tuner.families.vendor import lt
+    from tuner.families.peers import lt
 
     fake = FakeLt()
     library = lt.Library(fake)

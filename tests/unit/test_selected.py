@@ -12,7 +12,7 @@ import pytest
 
 from tuner.config import Config
 from tuner.errors import ConfigError
-from tuner.families.vendor.sdpa import BACKENDS
+from tuner.families.peers.sdpa import BACKENDS
 from tuner.families.work import FASTEST_SHARE, sizes_of
 from tuner.hardware import GPUS, Gpu
 from tuner.problem import AttentionProblem, GemmProblem, Problem, SwigluProblem, population

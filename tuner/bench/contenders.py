@@ -10,7 +10,7 @@ from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import families_of, family
 from tuner.families.base import INCOMPATIBLE_CONFIG_ERRORS, Family, without_fallbacks
-from tuner.families.vendor import Vendor
+from tuner.families.peers import Vendor
 from tuner.hardware import Gpu
 from tuner.measurement import Provenance, Regime
 from tuner.problem import Problem

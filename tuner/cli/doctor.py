@@ -268,7 +268,7 @@ def _torch_and_peers() -> Iterator[Finding]:
         )
         return
     from tuner.families import families
-    from tuner.families.vendor.peers import PEERS
+    from tuner.families.peers.installed import PEERS
 
     facts: dict[str, str] = {}
     try:

@@ -446,7 +446,7 @@ def _detected() -> Gpu | None:
 
 def _environment() -> Environment:
     """Environment that a sweep would record here, as far as is known without torch."""
-    from tuner.families.vendor import installed_versions
+    from tuner.families.peers import installed_versions
     from tuner.measure.device import environment
 
     return Environment({**environment().facts, **installed_versions()})

@@ -17,7 +17,7 @@ from tuner.compile.loading import LoadedKernel
 from tuner.config import Config
 from tuner.errors import BenchmarkError
 from tuner.families.base import LSE, Family, Launch, Ref, Strides
-from tuner.families.vendor import PreparedCall
+from tuner.families.peers import PreparedCall
 from tuner.measure.device import CapturedGraph, Device
 from tuner.measurement import Status
 from tuner.problem import Operand, Problem

@@ -22,13 +22,13 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from tuner.families.vendor.sdpa_backward import may_be_nan
+from tuner.families.peers.sdpa_backward import may_be_nan
 from tuner.runtime import native
 from tuner.runtime.composed import differentiate, scores_of
 
 _FLASH, _CUDNN = (int(b.value) for b in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION))
 #: Floating-point operations of a backward pass from which cuDNN's kernel is expected to save 67 us
-#: or more over FlashAttention-2's (`RATES` of `families/vendor/sdpa_backward.py`), and its forward
+#: or more over FlashAttention-2's (`RATES` of `families/peers/sdpa_backward.py`), and its forward
 #: pass some more. The operators' way through Python may cost the host of an eager program that
 #: much.
 CUDNN_FLOPS = 4e10

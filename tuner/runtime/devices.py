@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tuner.families.vendor import installed_versions
+from tuner.families.peers import installed_versions
 from tuner.hardware import GPUS, Gpu, bandwidth_gbs
 from tuner.measurement import Environment
 

@@ -66,7 +66,7 @@ from torch.library import Library
 
 from tuner.base import forks
 from tuner.errors import TunerError
-from tuner.families.vendor.sdpa_backward import may_be_nan
+from tuner.families.peers.sdpa_backward import may_be_nan
 from tuner.runtime import (
     autograd,
     devices,

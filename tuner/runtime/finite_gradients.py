@@ -13,7 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend
 from torch.nn.functional import pad
 
-from tuner.families.vendor.sdpa_backward import may_be_nan
+from tuner.families.peers.sdpa_backward import may_be_nan
 from tuner.runtime import handed_over
 
 _CUDNN = int(SDPBackend.CUDNN_ATTENTION.value)

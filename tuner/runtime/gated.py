@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from tuner.errors import ConfigError
-from tuner.families.vendor.swiglu import of_pairs, pairs
+from tuner.families.peers.swiglu import of_pairs, pairs
 from tuner.problem import SwigluProblem
 from tuner.runtime import guards, serving
 from tuner.runtime.plan import Plan, Posed

@@ -18,7 +18,7 @@ from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.families import family
 from tuner.families.base import LSE, SCRATCH, Family, Launch, Strides
-from tuner.families.vendor import FLEX, MEASURED_ONLY, off_rows
+from tuner.families.peers import FLEX, MEASURED_ONLY, off_rows
 from tuner.measurement import Measurement, Provenance, Status
 from tuner.problem import GemmProblem, GroupedGemmProblem, Problem
 from tuner.runtime import counters, devices, native

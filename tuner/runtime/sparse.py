@@ -12,7 +12,7 @@ import torch
 from torch.library import Library, register_autograd, register_fake
 
 from tuner.errors import ConfigError
-from tuner.families.vendor.flex import BY_TABLES, mask_by
+from tuner.families.peers.flex import BY_TABLES, mask_by
 from tuner.problem import AttentionProblem
 from tuner.runtime import block_mask as masks
 from tuner.runtime import devices, guards, native

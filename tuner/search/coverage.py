@@ -28,7 +28,7 @@ from typing import Any
 from tuner.config import Config
 from tuner.families import families, families_of
 from tuner.families.base import Family, without_fallbacks
-from tuner.families.vendor import BESIDE_PYTORCH
+from tuner.families.peers import BESIDE_PYTORCH
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Provenance
 from tuner.problem import Problem

@@ -26,7 +26,7 @@ from tuner.families.fused_attention_backward import (
     FusedAttentionBackward,
     instance,
 )
-from tuner.families.vendor.sdpa_backward import SdpaBackward
+from tuner.families.peers.sdpa_backward import SdpaBackward
 from tuner.hardware import GPUS, HOPPER, Gpu
 from tuner.measurement import Regime
 from tuner.problem import AttentionBackwardProblem

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, Self, get_args
 from tuner.config import Config
 from tuner.families.fused_attention import sparse
 from tuner.families.fused_attention.registers import INSTANCES, instance
-from tuner.families.vendor.sdpa import BACKENDS
+from tuner.families.peers.sdpa import BACKENDS
 from tuner.problem import E4M3, AttentionProblem, DType
 from tuner.problem.attention_masks import BLOCK_SIZE
 from tuner.selection.domains.base import Domain

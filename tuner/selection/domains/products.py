@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, Self
 
-from tuner.families.vendor.swiglu import INTERLEAVED
+from tuner.families.peers.swiglu import INTERLEAVED
 from tuner.problem import DType, GemmProblem, SwigluProblem
 from tuner.problem.gemm import Major
 from tuner.selection.domains.base import MAX_SIZE_FACTOR, Domain

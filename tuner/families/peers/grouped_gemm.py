@@ -7,8 +7,8 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 from tuner.config import Config
-from tuner.families.vendor import Vendor
-from tuner.families.vendor.blas import PEAK_TFLOPS, START_US, STREAM_GBS, widened
+from tuner.families.peers import Vendor
+from tuner.families.peers.blas import PEAK_TFLOPS, START_US, STREAM_GBS, widened
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.problem import GroupedGemmProblem, Problem
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from tuner.config import Config
 from tuner.families.base import Domain
-from tuner.families.vendor import Vendor, peers
+from tuner.families.peers import Vendor, installed
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.problem import AttentionBackwardProblem, Problem
 
@@ -56,7 +56,7 @@ class SdpaBackward(Vendor):
     options: ClassVar[Mapping[str, Domain]] = {"layout": ("bhsd", "bshd")}
 
     def found(self) -> tuple[str, ...]:
-        return ("flash4",) if peers.is_package("flash4") else ()
+        return ("flash4",) if installed.is_package("flash4") else ()
 
     def preferred(self, problem: Problem, kernel: str) -> Config:
         if not isinstance(problem, AttentionBackwardProblem) or problem.layout == "bshd":
@@ -99,13 +99,13 @@ class SdpaBackward(Vendor):
             return cudnn_call(problem, scale)
         if kernel == "flash2":
             return flash2_call(problem, scale)
-        module = peers.module_of(kernel)
+        module = installed.module_of(kernel)
         if isinstance(module, str):
             return module
         return flash3_call(problem, scale) if kernel == "flash3" else flash4_call(problem, scale)
 
     def environment(self) -> Mapping[str, str]:
-        return {**super().environment(), **peers.versions(PEERS)}
+        return {**super().environment(), **installed.versions(PEERS)}
 
     def legality_facts(self, problem: Problem) -> Hashable:
         if not isinstance(problem, AttentionBackwardProblem):

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from tuner.config import Config
 from tuner.families import attention_work
 from tuner.families.base import Domain
-from tuner.families.vendor import FAILURES, Vendor, off_rows, peers
+from tuner.families.peers import FAILURES, Vendor, installed, off_rows
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.problem import E4M3, AttentionProblem, Layout, Problem
 
@@ -93,8 +93,8 @@ class VendorSdpa(Vendor):
         return reason
 
     def found(self) -> tuple[str, ...]:
-        serving = (SERVING,) if peers.version(SERVING) else ()
-        return (*serving, *(TILES if peers.is_package("flash4") else ()))
+        serving = (SERVING,) if installed.version(SERVING) else ()
+        return (*serving, *(TILES if installed.is_package("flash4") else ()))
 
     def preferred(self, problem: Problem, kernel: str) -> Config:
         layout = LAYOUTS[kernel]
@@ -143,7 +143,7 @@ class VendorSdpa(Vendor):
 
     def connect(self, problem: AttentionProblem, kernel: str, scale: float) -> Attend | str:
         if kernel == SERVING:
-            module = peers.module_of(SERVING)
+            module = installed.module_of(SERVING)
             if isinstance(module, str):
                 return module
             made = paged_call if problem.is_paged else serving_call
@@ -163,7 +163,7 @@ class VendorSdpa(Vendor):
         return attend if isinstance(attend, str) else peer_call(attend, problem, scale, **options)
 
     def environment(self) -> Mapping[str, str]:
-        return {**super().environment(), **peers.versions((*PEERS, SERVING))}
+        return {**super().environment(), **installed.versions((*PEERS, SERVING))}
 
     def legality_facts(self, problem: Problem) -> Hashable:
         if not isinstance(problem, AttentionProblem):
@@ -394,7 +394,7 @@ def paged_call(module: Any, problem: AttentionProblem, scale: float) -> Attend:
 
 def peer(kernel: str) -> Attend | str:
     """Forward pass of FlashAttention-3 or -4, or the reason why it is not available."""
-    module = peers.module_of(kernel)
+    module = installed.module_of(kernel)
     if isinstance(module, str):
         return module
     try:
@@ -407,7 +407,7 @@ def peer(kernel: str) -> Attend | str:
 
 def tiled_peer() -> Attend | str:
     """FlashAttention-4's forward pass that takes a tile: of the package, not of its public API."""
-    if not peers.is_package("flash4"):
+    if not installed.is_package("flash4"):
         return "flash4 has tiles where the package flash-attn-4 is installed"
     try:
         module = importlib.import_module("flash_attn.cute.interface")

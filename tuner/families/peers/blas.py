@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from tuner.config import Config
 from tuner.families import product_work
-from tuner.families.vendor import MAX_AUTOTUNE, Vendor, compiled, peers
+from tuner.families.peers import MAX_AUTOTUNE, Vendor, compiled, installed
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.problem import E4M3, SCALE_BLOCK, GemmProblem, Problem
 
@@ -48,10 +48,10 @@ class VendorBlas(Vendor):
     amounts = staticmethod(product_work.closed_work)
 
     def found(self) -> tuple[str, ...]:
-        return (DEEP_GEMM,) if peers.version(DEEP_GEMM) else ()
+        return (DEEP_GEMM,) if installed.version(DEEP_GEMM) else ()
 
     def environment(self) -> Mapping[str, str]:
-        return {**super().environment(), **peers.versions((DEEP_GEMM,))}
+        return {**super().environment(), **installed.versions((DEEP_GEMM,))}
 
     def supports(self, problem: Problem, gpu: Gpu) -> str:
         reasons = [self.refusal(problem, kernel) for kernel in (*self.offered, *self.found())]
@@ -168,7 +168,7 @@ def deep_gemm(problem: GemmProblem) -> Callable[..., Any] | str:
     """
     import torch
 
-    module = peers.module_of(DEEP_GEMM)
+    module = installed.module_of(DEEP_GEMM)
     if isinstance(module, str):
         return module
     library = getattr(module, "module", module)

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tuner.families.vendor import (
-    peers,
+from tuner.families.peers import (
+    installed,
 )
-from tuner.families.vendor import sdpa as sdpa
+from tuner.families.peers import sdpa as sdpa
 from tuner.problem import (
     Problem,
 )
@@ -31,7 +31,7 @@ def forget_peers_fixture() -> Iterator[None]:
     """No test sees a peer that another one made, nor one that is installed."""
     path = list(sys.path)
     modules = {name: sys.modules.pop(name, None) for name in PEER_MODULES}
-    for cached in (peers._load, peers._version):
+    for cached in (installed._load, installed._version):
         cached.cache_clear()
     yield
     sys.path[:] = path
@@ -39,7 +39,7 @@ def forget_peers_fixture() -> Iterator[None]:
         sys.modules.pop(name, None)
         if module is not None:
             sys.modules[name] = module
-    for cached in (peers._load, peers._version):
+    for cached in (installed._load, installed._version):
         cached.cache_clear()
 
 

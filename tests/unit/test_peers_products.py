@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vendor_cases import (
+from peer_cases import (
     forget_peers_fixture,
     needs_torch,
     tensors,
@@ -17,13 +17,13 @@ from vendor_cases import (
 
 from tuner.config import Config
 from tuner.families import family
-from tuner.families.vendor import (
+from tuner.families.peers import (
     MAX_AUTOTUNE,
     compiled,
     tried,
 )
-from tuner.families.vendor import sdpa as sdpa
-from tuner.families.vendor.blas import (
+from tuner.families.peers import sdpa as sdpa
+from tuner.families.peers.blas import (
     addmm,
     addmm_activation,
     as_in_a_model,
@@ -31,9 +31,9 @@ from tuner.families.vendor.blas import (
     scaled_mm,
     unfused,
 )
-from tuner.families.vendor.grouped_gemm import grouped, in_turn
-from tuner.families.vendor.softmax import softmax
-from tuner.families.vendor.swiglu import INTERLEAVED, interleaved, swiglu
+from tuner.families.peers.grouped_gemm import grouped, in_turn
+from tuner.families.peers.softmax import softmax
+from tuner.families.peers.swiglu import INTERLEAVED, interleaved, swiglu
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import (
     E4M3,

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from tuner.config import Config
 from tuner.families import product_work
-from tuner.families.vendor import MAX_AUTOTUNE, Vendor, compiled
-from tuner.families.vendor.blas import START_US, STREAM_GBS, VendorBlas
+from tuner.families.peers import MAX_AUTOTUNE, Vendor, compiled
+from tuner.families.peers.blas import START_US, STREAM_GBS, VendorBlas
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.problem import GemmProblem, Problem, SwigluProblem
 

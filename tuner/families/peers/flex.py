@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any, ClassVar
 
 from tuner.config import Config
-from tuner.families.vendor import FLEX, PreparedCall, Vendor, compiled
+from tuner.families.peers import FLEX, PreparedCall, Vendor, compiled
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.problem import AttentionProblem, Problem
 from tuner.problem.attention_masks import BLOCK_SIZE

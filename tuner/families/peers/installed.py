@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tuner import settings
-from tuner.families.vendor import FAILURES
+from tuner.families.peers import FAILURES
 
 
 class Peer(NamedTuple):

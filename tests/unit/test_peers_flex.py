@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tuner.families import families, family
-from tuner.families.vendor import FLEX, flex
+from tuner.families.peers import FLEX, flex
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure import block_masks
 from tuner.problem import AttentionProblem

@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 from tuner.base.install import install_command
 from tuner.config import Config
 from tuner.families.base import Domain
-from tuner.families.vendor import MAX_INTEGER, ListedVendor, cudnn_graph, off_rows, stream_of
-from tuner.families.vendor.cudnn_graph import KNOBS, CudnnGraph
-from tuner.families.vendor.sdpa import VendorSdpa
+from tuner.families.peers import MAX_INTEGER, ListedVendor, cudnn_graph, off_rows, stream_of
+from tuner.families.peers.cudnn_graph import KNOBS, CudnnGraph
+from tuner.families.peers.sdpa import VendorSdpa
 from tuner.hardware import Gpu
 from tuner.problem import E4M3, AttentionProblem, Problem
 

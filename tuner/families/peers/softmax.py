@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from tuner.config import Config
-from tuner.families.vendor import Vendor
+from tuner.families.peers import Vendor
 from tuner.hardware import Gpu
 from tuner.problem import Problem, SoftmaxProblem
 

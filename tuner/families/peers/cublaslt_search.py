@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 from tuner.config import Config
 from tuner.families.base import Domain
-from tuner.families.vendor import MAX_INTEGER, ListedVendor, lt, stream_of
-from tuner.families.vendor.blas import VendorBlas
+from tuner.families.peers import MAX_INTEGER, ListedVendor, lt, stream_of
+from tuner.families.peers.blas import VendorBlas
 from tuner.hardware import Gpu
 from tuner.problem import E4M3, GemmProblem, Problem
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vendor_cases import (
+from peer_cases import (
     forget_peers_fixture,
     needs_torch,
     tensors,
@@ -17,12 +17,12 @@ from vendor_cases import (
 
 from tuner.config import Config
 from tuner.families import family
-from tuner.families.vendor import (
+from tuner.families.peers import (
+    installed,
     off_rows,
-    peers,
     tried,
 )
-from tuner.families.vendor import sdpa as sdpa
+from tuner.families.peers import sdpa as sdpa
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import (
     AttentionProblem,
@@ -43,7 +43,7 @@ def test_flash2_alone_is_called_with_variable_lengths() -> None:
 
 def test_flash2_is_given_packed_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
-    from tuner.families.vendor.sdpa import flash2_varlen_call
+    from tuner.families.peers.sdpa import flash2_varlen_call
 
     def attend(query: Any, *arguments: Any, **options: Any) -> Any:
         seen.extend((query, *arguments))
@@ -244,7 +244,7 @@ def close(out: Any, wanted: Any) -> bool:
 def test_peers_agree_with_fp64(
     kind: str, kernel: str, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module, package = peers.PEERS[kernel].module, peers.PEERS[kernel].package
+    module, package = installed.PEERS[kernel].module, installed.PEERS[kernel].package
     if kind == "module":
         (tmp_path / f"{module}.py").write_text(PEER)
     else:
@@ -261,7 +261,7 @@ def test_peers_agree_with_fp64(
     out = call(*inputs)
     assert out.shape == problem.output.shape
     assert close(out, reference(problem, 0.3, inputs))
-    assert peers.version(kernel)
+    assert installed.version(kernel)
 
 
 @needs_torch
@@ -331,7 +331,7 @@ def fwd(q, k, v, causal=True, scale=None, **options):
 def serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     (tmp_path / "fa3_serving.py").write_text(SERVING)
     monkeypatch.setenv("TUNER_PEERS_PATH", str(tmp_path))
-    return peers.module_of("flash3_serving")
+    return installed.module_of("flash3_serving")
 
 
 @needs_torch
@@ -399,7 +399,7 @@ def test_a_tile_is_an_argument_of_the_package(monkeypatch: pytest.MonkeyPatch) -
     problem = AttentionProblem.parse("S=32,D=8,H=2,causal=1")
     call = sdpa.VendorSdpa().connect(problem, "flash4_128x160", 0.3)
     assert call == "flash4 has tiles where the package flash-attn-4 is installed"
-    monkeypatch.setattr(peers, "is_package", lambda name: True)
+    monkeypatch.setattr(installed, "is_package", lambda name: True)
     interface = SimpleNamespace(_flash_attn_fwd=attend)
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "flash_attn.cute", SimpleNamespace())

@@ -9,22 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vendor_cases import (
+from peer_cases import (
     forget_peers_fixture,
     needs_torch,
 )
 
 from tuner.config import Config
 from tuner.families import families, family
-from tuner.families.vendor import (
+from tuner.families.peers import (
     BESIDE_PYTORCH,
     FLEX,
     ListedVendor,
     Vendor,
-    peers,
+    installed,
     tried,
 )
-from tuner.families.vendor import sdpa as sdpa
+from tuner.families.peers import sdpa as sdpa
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import (
     AttentionBackwardProblem,
@@ -95,7 +95,14 @@ def test_predictions_follow_the_measured_order() -> None:
 
 
 def test_what_pytorch_never_calls_is_named() -> None:
-    named = {*sdpa.PEERS, *sdpa.VARIANTS, *sdpa.TILES, *peers.PEERS, "torch_compile", "inductor"}
+    named = {
+        *sdpa.PEERS,
+        *sdpa.VARIANTS,
+        *sdpa.TILES,
+        *installed.PEERS,
+        "torch_compile",
+        "inductor",
+    }
     named.add(FLEX)
     for member in families().values():
         if isinstance(member, ListedVendor):
@@ -116,10 +123,10 @@ def test_what_is_installed_joins_the_space(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("TUNER_PEERS_PATH", str(tmp_path))
     found = space("vendor_sdpa") | space("vendor_blas")
     assert further & found == {"flash3_serving", "deep_gemm"}, "a module has one tile"
-    monkeypatch.setattr(peers, "version", lambda name: f"{name} 1.0")
+    monkeypatch.setattr(installed, "version", lambda name: f"{name} 1.0")
     assert further <= space("vendor_sdpa") | space("vendor_blas")
     facts = {**family("vendor_sdpa").environment(), **family("vendor_blas").environment()}
-    assert facts.items() >= {name: f"{name} 1.0" for name in peers.PEERS}.items()
+    assert facts.items() >= {name: f"{name} 1.0" for name in installed.PEERS}.items()
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
@@ -144,11 +151,11 @@ def test_environment_is_text(name: str) -> None:
 
 @pytest.mark.parametrize("kernel", sdpa.PEERS)
 def test_a_missing_peer_is_a_reason(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, peers.PEERS[kernel].package, None)  # as if not installed
+    monkeypatch.setitem(sys.modules, installed.PEERS[kernel].package, None)  # as if not installed
     monkeypatch.setattr(importlib.metadata, "distributions", lambda **_: [])
     reason = sdpa.peer(kernel)
     assert isinstance(reason, str) and "TUNER_PEERS_PATH" in reason
-    assert peers.version(kernel) == ""
+    assert installed.version(kernel) == ""
     assert kernel not in family("vendor_sdpa").environment()
 
 
@@ -172,14 +179,14 @@ def test_a_module_peer_is_named_by_its_content(
     versions = set()
     for text in ("a = 1", "a = 2"):
         (tmp_path / "fa3.py").write_text(text)
-        peers._version.cache_clear()
-        versions.add(peers.version("flash3"))
+        installed._version.cache_clear()
+        versions.add(installed.version("flash3"))
     (tmp_path / "fa3.so.xz").write_bytes(b"library")
-    peers._version.cache_clear()
-    versions.add(peers.version("flash3"))
+    installed._version.cache_clear()
+    versions.add(installed.version("flash3"))
     (tmp_path / "fa3_serving.py").write_text("another peer's")
-    peers._version.cache_clear()
-    versions.add(peers.version("flash3"))
+    installed._version.cache_clear()
+    versions.add(installed.version("flash3"))
     assert len(versions) == 3 and all(version.startswith("fa3 ") for version in versions)
 
 
