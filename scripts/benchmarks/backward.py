@@ -33,9 +33,9 @@ from tuner.errors import BenchmarkError, ConfigError, TunerError
 from tuner.families import family
 from tuner.families.base import KernelSpec
 from tuner.families.fused_attention_backward import instance
+from tuner.families.fused_attention_backward.rule import COSTS, KERNELS, kind_of, placed, work
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionBackwardProblem, AttentionProblem, problem_from_json
-from tuner.selection.backward import COSTS, KERNELS, kind_of, placed, work
 
 ROUNDS, BURST_US = 20, 2000.0
 VENDORS = ("cudnn", "flash2", "flash3", "flash4")
@@ -311,7 +311,7 @@ def _fit_at(
 
 
 def fitted(problems: Sequence[Mapping[str, Any]]) -> str:
-    """Costs for `tuner.selection.backward.COSTS`: fixed microseconds, GB/s and TFLOP/s.
+    """`COSTS` of the rule of gradients: fixed microseconds, GB/s and TFLOP/s.
 
     Behind each rate stands how far expected times are from measured ones.
     """

@@ -15,8 +15,8 @@ from typing import Any
 
 from tuner.config import Config
 from tuner.families import family
+from tuner.families.fused_attention_backward.rule import KERNELS, BackwardKind, kind_of
 from tuner.problem import AttentionBackwardProblem
-from tuner.selection.backward import KERNELS, BackwardKind, kind_of
 
 MARGIN = 1.2
 """Largest error over FlashAttention-2's that a problem is counted as near."""

@@ -228,8 +228,8 @@ def _timed(
 
 def estimates(problem: GroupedGemmProblem) -> dict[str, float]:
     """The rule's expected times, best first, microseconds."""
+    from tuner.families.grouped_gemm import rule as grouped
     from tuner.runtime import devices
-    from tuner.selection import grouped
 
     selection = grouped.select(problem, devices.gpu_of(0))
     found = selection.own() if selection is not None else ()
@@ -238,8 +238,8 @@ def estimates(problem: GroupedGemmProblem) -> dict[str, float]:
 
 def plans(problem: GroupedGemmProblem, *, unproven: bool) -> Iterator[tuple[str, Any]]:
     """The rule's kernels that are proven here, as plans, in the rule's order."""
+    from tuner.families.grouped_gemm import rule as grouped
     from tuner.runtime import devices
-    from tuner.selection import grouped
 
     for config, plan in plans_of(
         problem, grouped.select(problem, devices.gpu_of(0)), unproven=unproven

@@ -1,8 +1,8 @@
 """Rates of the kernels that rules choose among, fitted to measured times; no GPU.
 
 ``scripts/bench rates FILE...`` reads results of `scaled --kernels` and `moe --products`. The
-kernels are those of `tuner.selection.block_scaled`, and of e4m3 in `tuner.selection.grouped`. For
-each it prints the clocks of a step and of a tile's end that make estimates nearest to times.
+kernels are those of the rules of `block_scaled_gemm`, and of e4m3 in `grouped_gemm`. For each it
+prints the clocks of a step and of a tile's end that make estimates nearest to times.
 
 It also prints how much slower the rule's kernel is than the best one. The rates are the present
 ones, the fitted ones, and those fitted without the product's layer.
@@ -25,10 +25,11 @@ from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import families
 from tuner.families.block_scaled_gemm import Rates, estimate_us, rates_of
+from tuner.families.block_scaled_gemm import rule as block_scaled
 from tuner.families.block_scaled_grouped_gemm import grouped_estimate_us
+from tuner.families.grouped_gemm import rule as grouped
 from tuner.hardware import GPUS, Gpu
 from tuner.problem import E4M3, GemmProblem, GroupedGemmProblem
-from tuner.selection import block_scaled, grouped
 from tuner.selection.describe import table
 
 Estimate = Callable[[Any, Config, Gpu, Rates], float]

@@ -2,8 +2,8 @@
 
 ``scripts/bench scaled`` times two layers of each of six models at 1 to 8192 rows, each call behind
 an ordinary kernel that writes its rows, weights rotated. The own kernel is the one that the rule of
-such products chooses (`tuner.selection.block_scaled`) among those that are proven here. The error
-of each way is the relative one of the first rows and columns, against fp64 with exact factors.
+such products chooses (`families/block_scaled_gemm/rule.py`) among those proven here. The error of
+each way is the relative one of the first rows and columns, against fp64 with exact factors.
 
 ``--once`` calls each way once and times nothing: ``ncu python -m benchmarks scaled --once`` counts.
 It names the ways in the order of their kernels.
@@ -238,8 +238,8 @@ def _of_cublaslt(a: Any, scale_a: Any, weights: Sequence[tuple[Any, Any]], n: in
 
 def estimates(problem: GemmProblem) -> dict[str, float]:
     """The rule's expected times, best first, microseconds."""
+    from tuner.families.block_scaled_gemm import rule as block_scaled
     from tuner.runtime import devices
-    from tuner.selection import block_scaled
 
     selection = block_scaled.select(problem, devices.gpu_of(0))
     found = selection.own() if selection is not None else ()
@@ -255,9 +255,9 @@ def plans(problem: GemmProblem, *, unproven: bool, most: float = inf) -> Iterato
         most: longest expected time, over the shortest.
     """
     from benchmarks.moe_products import plans_of
+    from tuner.families.block_scaled_gemm import rule as block_scaled
+    from tuner.families.rule import RuleSelection
     from tuner.runtime import devices
-    from tuner.selection import block_scaled
-    from tuner.selection.by_rule import RuleSelection
 
     selection = block_scaled.select(problem, devices.gpu_of(0))
     if selection is not None:
@@ -274,9 +274,9 @@ def built(problem: GemmProblem) -> Iterator[tuple[str, Any]]:
     """
     from benchmarks.moe_products import plans_of
     from tuner.families import families
+    from tuner.families.block_scaled_gemm import rule as block_scaled
+    from tuner.families.rule import RuleSelection
     from tuner.runtime import devices
-    from tuner.selection import block_scaled
-    from tuner.selection.by_rule import RuleSelection
 
     gpu = devices.gpu_of(0)
     family = families()[BlockScaledGemm.name]

@@ -22,6 +22,7 @@ from benchmarks import file_head
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
 from tuner.cli import Parser
+from tuner.families.gemm.domains import MAX_TALL_COLUMNS
 from tuner.problem import AttentionProblem, Problem
 from tuner.selection.describe import table
 from tuner.selection.domains import (
@@ -31,7 +32,6 @@ from tuner.selection.domains import (
     ProductDomain,
     domain_of,
 )
-from tuner.selection.domains.products import MAX_TALL_COLUMNS
 from tuner.selection.portfolio import Portfolio, serving, shipped
 from tuner.selection.reader import find_gpu
 

@@ -8,7 +8,7 @@ from tuner.compile.compiler import Compiler
 from tuner.compile.loading import load
 from tuner.config import Config
 from tuner.errors import BenchmarkError
-from tuner.families.gemm.swiglu import GemmSwiglu
+from tuner.families.gemm_swiglu import GemmSwiglu
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import SwigluProblem
 

@@ -19,13 +19,13 @@ from tuner.compile.loading import LoadedKernel, load
 from tuner.config import Config
 from tuner.families import family
 from tuner.families.base import KernelSpec
+from tuner.families.target import Target
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure.device import detect
 from tuner.measure.gate import REFERENCE
 from tuner.measure.worker_client import WorkerClient
 from tuner.problem import AttentionProblem
 from tuner.selection.kernel_list import Kernel, KernelList
-from tuner.selection.kernels import Target
 from tuner.tuning.proof import Prover, plan
 
 torch = pytest.importorskip("torch", reason="torch is not installed")

@@ -19,6 +19,7 @@ from tuner.compile.loading import load
 from tuner.config import Config
 from tuner.families import family
 from tuner.families.base import KernelSpec
+from tuner.families.fused_attention_backward import rule as backward
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure.device import Device, Pool, detect
 from tuner.measure.gate import REFERENCE, Gate
@@ -26,7 +27,6 @@ from tuner.measure.gate.inputs import KINDS, Offsets, moments, offsets, scale_of
 from tuner.measure.subjects import WORKSPACE, CompiledSubject, VendorSubject
 from tuner.measurement import Status
 from tuner.problem import AttentionBackwardProblem
-from tuner.selection import backward
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = [

@@ -9,7 +9,7 @@ from gemm_swiglu_cases import CASES, SIZES
 from tuner.compile.compiler import Compiler
 from tuner.compile.loading import load
 from tuner.families.base import KernelSpec
-from tuner.families.gemm.swiglu import GemmSwiglu
+from tuner.families.gemm_swiglu import GemmSwiglu
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure.device import Device
 from tuner.measure.gate import REFERENCE, Gate

@@ -13,9 +13,9 @@ from tuner.compile.single import BLOCK_QUANTISER, EXPERT_ROWS
 from tuner.config import Config
 from tuner.families import family
 from tuner.families.base import KernelSpec
+from tuner.families.grouped_gemm import rule as grouped
 from tuner.hardware import Gpu
 from tuner.problem import E4M3, DType, GroupedGemmProblem
-from tuner.selection import grouped
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = [

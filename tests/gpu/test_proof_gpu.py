@@ -9,12 +9,13 @@ import pytest
 
 from tuner.compile.compiler import Compiler
 from tuner.families.base import KernelSpec
+from tuner.families.target import Target
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure.device import detect
 from tuner.measure.gate import REFERENCE
 from tuner.measure.worker_client import WorkerClient
 from tuner.selection.kernel_list import Kernel, KernelList
-from tuner.selection.kernels import Target, targets
+from tuner.selection.kernels import targets
 from tuner.selection.portfolio import shipped
 from tuner.tuning.proof import ProofProgress, Prover, plan
 

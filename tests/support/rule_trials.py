@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from tuner.families.target import Target
+from tuner.families.trials import MAX_BYTES, MAX_FLOPS, Trial, trials
 from tuner.hardware import DEFAULT_GPU
-from tuner.selection.kernels import Target
-from tuner.tuning.trials import MAX_BYTES, MAX_FLOPS, Trial, trials
 
 
 def checked_trials(target: Target) -> list[Trial]:

@@ -9,9 +9,9 @@ import pytest
 from rule_trials import checked_trials
 
 from tuner.families import family
+from tuner.families.fused_attention_backward import rule as backward
 from tuner.hardware import DEFAULT_GPU, GPUS, Gpu
 from tuner.problem import LAYOUTS, AttentionBackwardProblem
-from tuner.selection import backward
 
 H100 = GPUS["H100"]
 

@@ -14,9 +14,9 @@ from benchmarks import backward, backward_errors
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import family
+from tuner.families.fused_attention_backward.rule import COSTS, KERNELS, kind_of, work
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionBackwardProblem
-from tuner.selection.backward import COSTS, KERNELS, kind_of, work
 
 PROBLEMS = backward.acceptance()
 

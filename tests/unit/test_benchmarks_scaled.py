@@ -13,9 +13,9 @@ from benchmarks import call_times, child, e4m3, narrow, scaled
 from tuner.bench.suites import BLOCK_SCALED, BLOCK_SCALED_TOKENS
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.families import families
+from tuner.families.block_scaled_gemm import rule as block_scaled
 from tuner.hardware import GPUS
 from tuner.problem import GemmProblem
-from tuner.selection import block_scaled
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 

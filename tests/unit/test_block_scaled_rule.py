@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from rule_trials import check_products, checked_trials
 
+from tuner.families.block_scaled_gemm import rule as block_scaled
 from tuner.hardware import DEFAULT_GPU, GPUS, Gpu
 from tuner.problem import E4M3, GemmProblem
-from tuner.selection import block_scaled
 from tuner.selection.rules import rule_of
 
 

@@ -20,9 +20,12 @@ from tuner.compile import compiler, toolchain
 from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.errors import CompileError
 from tuner.families.base import KernelSpec
+from tuner.families.block_scaled_gemm import rule as block_scaled
+from tuner.families.fused_attention_backward import rule as backward
+from tuner.families.grouped_gemm import rule as grouped
 from tuner.measure.gate import REFERENCE
 from tuner.measurement import Resources
-from tuner.selection import backward, block_scaled, grouped, portfolio, transfer
+from tuner.selection import portfolio, transfer
 from tuner.selection.domains import AttentionDomain, domain_of
 from tuner.selection.kernel_list import Kernel, KernelList, Proof
 from tuner.selection.kernels import path_of, targets

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tuner.families import families
+from tuner.families.gemm.domains import Rows
 from tuner.hardware import GPUS
 from tuner.problem import GemmProblem
 from tuner.search.corrections import (
@@ -17,7 +18,6 @@ from tuner.search.corrections import (
     margins,
 )
 from tuner.selection.domains import AnyDomain, AttentionDomain, ProductDomain
-from tuner.selection.domains.products import Rows
 from tuner.selection.portfolio import serving, shipped
 
 H200 = GPUS["H200"]

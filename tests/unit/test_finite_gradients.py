@@ -14,10 +14,10 @@ import pytest
 
 from tuner.config import Config
 from tuner.families import family
+from tuner.families.fused_attention_backward import rule as backward
 from tuner.families.peers.sdpa_backward import may_be_nan
 from tuner.hardware import GPUS
 from tuner.problem import AttentionBackwardProblem
-from tuner.selection import backward
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 

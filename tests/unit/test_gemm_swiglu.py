@@ -12,7 +12,7 @@ from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import family
 from tuner.families.base import Ref
-from tuner.families.gemm.swiglu import GemmSwiglu, product_of
+from tuner.families.gemm_swiglu import GemmSwiglu, product_of
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import GemmProblem, SwigluProblem
 

@@ -11,9 +11,9 @@ import pytest
 from rule_trials import check_products, checked_trials
 
 from tuner.families import families
+from tuner.families.grouped_gemm import rule as grouped
 from tuner.hardware import DEFAULT_GPU, GPUS, Gpu
 from tuner.problem import E4M3, SIZES, DType, GroupedGemmProblem
-from tuner.selection import grouped
 from tuner.selection.kernels import PROVE
 
 DTYPES: tuple[DType, ...] = ("bfloat16", E4M3)

@@ -17,6 +17,7 @@ from tuner.cli import main
 from tuner.compile import prebuilt
 from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.errors import BenchmarkError, ConfigError, StoreError
+from tuner.families.target import Target
 from tuner.hardware import DEFAULT_GPU, GPUS
 from tuner.measure import device, worker_client
 from tuner.measure.gate import REFERENCE
@@ -26,7 +27,7 @@ from tuner.measurement import Environment, Resources, Status
 from tuner.problem import AttentionProblem
 from tuner.selection import kernels
 from tuner.selection.kernel_list import Kernel, KernelList, Proof
-from tuner.selection.kernels import Lists, Target, path_of, targets, update, users
+from tuner.selection.kernels import Lists, path_of, targets, update, users
 from tuner.selection.portfolio import shipped
 from tuner.tuning.proof import MAX_STACK_BYTES, Prover, adopt, carry, export, plan
 

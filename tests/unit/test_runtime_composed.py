@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from tuner.errors import ConfigError
+from tuner.families.fused_attention_backward.rule import KERNELS
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionBackwardProblem
-from tuner.selection.backward import KERNELS
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 

@@ -9,21 +9,22 @@ from typing import Any
 import pytest
 
 from tuner.config import Config
-from tuner.hardware import DEFAULT_GPU
-from tuner.problem import LAYOUTS, AttentionProblem, GemmProblem
-from tuner.selection.domains import AttentionDomain
-from tuner.selection.kernels import Target, targets
-from tuner.selection.portfolio import shipped
-from tuner.tuning.trials import (
+from tuner.families.gemm.draws import tile_of
+from tuner.families.target import Target
+from tuner.families.trials import (
     MAX_BYTES,
     MAX_FLOPS,
     MAX_MASK_PAIRS,
     Fact,
     Trial,
     draw_of,
-    tile_of,
     trials,
 )
+from tuner.hardware import DEFAULT_GPU
+from tuner.problem import LAYOUTS, AttentionProblem, GemmProblem
+from tuner.selection.domains import AttentionDomain
+from tuner.selection.kernels import targets
+from tuner.selection.portfolio import shipped
 
 PORTFOLIOS = {one.op: one for one in shipped() if one.gpu == DEFAULT_GPU}
 TARGETS = targets(PORTFOLIOS["attention"])

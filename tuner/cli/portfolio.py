@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from tuner.compile.artifacts import Artifact, ArtifactCache
     from tuner.compile.compiler import Compiler
     from tuner.families.base import KernelSpec
+    from tuner.families.target import Target
     from tuner.selection.kernel_list import KernelList
-    from tuner.selection.kernels import Target
     from tuner.selection.portfolio import Portfolio
 
 

@@ -1,13 +1,9 @@
-"""Kernel families. A module here, or in a folder here, that defines a concrete `Family` is
-registered. README.md shows how to add one.
-"""
+"""Kernel families, one in each of `MODULES`. README.md shows how to add one."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import pkgutil
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -15,27 +11,42 @@ from types import ModuleType
 from tuner.errors import ConfigError
 from tuner.families.base import Family
 
+MODULES = (
+    "block_scaled_gemm",
+    "block_scaled_grouped_gemm",
+    "cluster_gemm",
+    "cutlass_fmha",
+    "fused_attention",
+    "fused_attention_backward",
+    "gemm",
+    "gemm_swiglu",
+    "gemv",
+    "grouped_gemm",
+    "softmax",
+    "three_kernel_attention",
+    "triton_attention",
+    "two_kernel_attention",
+    "peers.blas",
+    "peers.cublaslt_search",
+    "peers.cudnn_plans",
+    "peers.flex",
+    "peers.grouped_gemm",
+    "peers.sdpa",
+    "peers.sdpa_backward",
+    "peers.softmax",
+    "peers.swiglu",
+)
+"""Modules that define families. A family's own one has its name; what else lies in its folder is
+imported where it is used."""
+
 
 @cache
 def families() -> dict[str, Family]:
     """All families by name, own ones and vendors', in alphabetical order."""
     found: dict[str, Family] = {}
-    for module in _modules():
+    for module in MODULES:
         found |= _members(module)
     return dict(sorted(found.items()))
-
-
-@cache
-def _modules() -> tuple[str, ...]:
-    """Modules below this package, by dotted name; nothing is imported to find them."""
-    return tuple(_below(Path(__file__).parent))
-
-
-def _below(folder: Path, prefix: str = "") -> Iterator[str]:
-    for module in pkgutil.iter_modules([str(folder)]):
-        yield prefix + module.name
-        if module.ispkg:
-            yield from _below(folder / module.name, f"{prefix}{module.name}.")
 
 
 @cache
@@ -86,12 +97,9 @@ def family(name: str) -> Family:
 
 @cache
 def find(name: str) -> Family | None:
-    """One family by name, or None. When its module has the same name (``gemm.swiglu`` for
-    `gemm_swiglu`), no other module is imported.
-    """
-    for module in _modules():
-        if module.replace(".", "_") == name and (member := _members(module).get(name)):
-            return member
+    """One family by name, or None. When its module has the same name, no other is imported."""
+    if name in MODULES and (member := _members(name).get(name)):
+        return member
     return families().get(name)
 
 

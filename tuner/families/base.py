@@ -1,8 +1,8 @@
 """The contract of a kernel family.
 
-A family is one file here and, unless it is a vendor's, one template. It defines the search space,
-the only legality predicate, the kernels of a config, their launches, and a cost estimate. It is
-pure: no GPU, no compiler, and only the standard library at import.
+A family is one module or folder here and, unless it is a vendor's, one template. It defines the
+search space, the only legality predicate, the kernels of a config, their launches, and a cost
+estimate. It is pure: no GPU, no compiler, and only the standard library at import.
 """
 
 from __future__ import annotations
@@ -186,6 +186,10 @@ class Family(ABC):
     Empty where nothing is fitted."""
     work_terms: ClassVar[tuple[str, ...]] = ()
     """Names of the terms of `work`; empty for a family without time models."""
+    proof_draws: ClassVar[str] = ""
+    """Module below this package, and class there, that draws the trials of a proof, as
+    ``gemm.draws:ProductDraw``; only a proof imports it. Empty for a family without proofs.
+    """
     _refit: Mapping[str, float] | None = None
     _allowed: ClassVar[Mapping[str, tuple[type, frozenset[Value] | range]]] = {}
     """`domains` as `malformed` reads them: the type, and the values."""

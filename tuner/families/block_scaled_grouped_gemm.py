@@ -40,6 +40,7 @@ class BlockScaledGroupedGemm(Family):
 
     name: ClassVar[str] = "block_scaled_grouped_gemm"
     op: ClassVar[str] = GroupedGemmProblem.op
+    proof_draws: ClassVar[str] = "grouped_gemm.draws:GroupedDraw"
     capabilities = (HOPPER,)
     runtime_parameters: ClassVar[frozenset[str]] = BlockScaledGemm.runtime_parameters
     domains: ClassVar[Mapping[str, Domain]] = {

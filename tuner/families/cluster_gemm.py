@@ -70,6 +70,7 @@ class ClusterGemm(StridedProduct):
 
     name: ClassVar[str] = "cluster_gemm"
     op: ClassVar[str] = GemmProblem.op
+    proof_draws: ClassVar[str] = "gemm.draws:ProductDraw"
     capabilities = (HOPPER,)
     work_terms: ClassVar[tuple[str, ...]] = product_work.TERMS
     amounts = staticmethod(product_work.work)

@@ -85,6 +85,7 @@ class Gemv(StridedProduct):
 
     name: ClassVar[str] = "gemv"
     op: ClassVar[str] = GemmProblem.op
+    proof_draws: ClassVar[str] = "gemm.draws:ProductDraw"
     capabilities = (HOPPER,)
     cost_constants = CONSTANTS
     work_terms: ClassVar[tuple[str, ...]] = product_work.ROW_TERMS

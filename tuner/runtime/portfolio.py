@@ -25,13 +25,13 @@ from tuner.base import document
 from tuner.config import Config
 from tuner.errors import StoreBusyError, TunerError
 from tuner.families import family
+from tuner.families.fused_attention_backward import rule as backward
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Provenance, Status
 from tuner.problem import AttentionBackwardProblem, AttentionProblem, Problem
 from tuner.runtime import counters, devices, native
 from tuner.runtime.plan import Plan, Posed, plan_of
 from tuner.runtime.refusal import Kind, Refusal
-from tuner.selection import backward
 from tuner.selection.choice import Selection
 from tuner.selection.domains import domain_of
 from tuner.selection.kernels import lists
@@ -39,8 +39,8 @@ from tuner.selection.portfolio import Portfolio, serving, shipped
 from tuner.selection.rules import rule_of
 
 if TYPE_CHECKING:
+    from tuner.families.rule import RuleSelection
     from tuner.runtime.benchmark import TimedChoice
-    from tuner.selection.by_rule import RuleSelection
 
 _BACKENDS = {
     SDPBackend.FLASH_ATTENTION.value: "flash2",

@@ -16,6 +16,7 @@ from torch.library import Library, register_autograd
 
 from tuner.errors import ConfigError, TunerError
 from tuner.families.fused_attention_backward import INSTANCES, instance
+from tuner.families.fused_attention_backward.rule import KERNELS, BackwardKind, kind_of, targets
 from tuner.hardware import HOPPER, Gpu
 from tuner.problem import AttentionBackwardProblem
 from tuner.runtime import counters, devices, guards, handed_over, portfolio, serving
@@ -26,7 +27,6 @@ from tuner.runtime.operators import Tensors, define, is_operable, run_with_lse
 from tuner.runtime.plan import Plan
 from tuner.runtime.refusal import Refusal
 from tuner.runtime.table import table
-from tuner.selection.backward import KERNELS, BackwardKind, kind_of, targets
 from tuner.selection.domains import AttentionDomain, Mask, Phase
 
 _INPUTS = "Tensor query, Tensor key, Tensor value"

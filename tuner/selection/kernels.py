@@ -20,8 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,73 +30,17 @@ from tuner.base.ownership import OWN_FOLDER, distrust, trusted_text
 from tuner.base.printable import one_line
 from tuner.compile import prebuilt
 from tuner.compile.artifacts import Artifact, ArtifactCache
-from tuner.config import Config
 from tuner.errors import ConfigError, StoreError
-from tuner.families import families
-from tuner.families.base import Family, KernelSpec
-from tuner.hardware import Gpu
-from tuner.problem import AttentionBackwardProblem, AttentionProblem, DType, Problem
-from tuner.selection.domains import domain_of
+from tuner.families.base import KernelSpec
+from tuner.families.target import DTYPES, Target
 from tuner.selection.kernel_list import Kernel, KernelList
 from tuner.selection.portfolio import Portfolio
 
 _log = logging.getLogger(__name__)
 
-DTYPES: tuple[DType, ...] = ("float16", "bfloat16")
-"""Types that share a portfolio's domain; each has kernels of its own."""
 BUILD, PROVE = "tuner build --portfolio", "tuner prove"
 """Commands that build kernels missing in a list, and prove them."""
 _REINSTALL = f"install {prebuilt.DISTRIBUTION} again as this user or as root"
-
-
-@dataclass(frozen=True)
-class Target:
-    """The kernels of one config of a portfolio, built and proven together."""
-
-    config: Config
-    """Config with one choice of its run-time parameters."""
-    problem: Problem
-    """Small problem of the kernels' domain; the config may be illegal for its sizes."""
-
-    @cached_property
-    def family(self) -> Family:
-        return families()[self.config.family]
-
-    @cached_property
-    def kernels(self) -> Mapping[str, KernelSpec]:
-        """Kernel specs by their name within the family."""
-        return self.family.kernels(self.problem, self.config)
-
-    def has_use(self, gpu: Gpu) -> bool:
-        """True when the kernel can serve at least one problem.
-
-        For products with few rows that is the small problem, which needs the least shared memory.
-        Attention's small problem may lack the heads that a config packs, so it is not checked.
-        """
-        if isinstance(self.problem, AttentionProblem):
-            return True
-        config = self.family.called(self.problem, self.config, 1)
-        return self.family.accepts(self.problem, config, gpu)
-
-    def label(self) -> str:
-        """Short text for people."""
-        names = {name: value for name, value in self.config.params.items()
-                 if name not in self.family.runtime_parameters}  # fmt: skip
-        shown = ",".join(
-            f"{name}={value if isinstance(value, str) else int(value)}"
-            for name, value in sorted(names.items())
-        )
-        domain, dtype = domain_of(self.problem), getattr(self.problem, "dtype", "")
-        place = "" if domain is None else f" {domain.label()},"
-        if isinstance(self.problem, AttentionBackwardProblem):
-            one = self.problem
-            named = (
-                *(("causal", one.is_causal), ("windowed", one.is_windowed)),
-                *(("soft cap", one.softcap > 0), ("varlen", one.is_varlen)),
-            )
-            mask = ", ".join(name for name, is_on in named if is_on) or "full"
-            place = f" D={one.head_dim}, {mask},"
-        return f"{self.family.name}{place} {dtype}: {shown}"
 
 
 def targets(portfolio: Portfolio) -> list[Target]:
@@ -109,7 +52,7 @@ def targets(portfolio: Portfolio) -> list[Target]:
                 continue
             for dtype in DTYPES:
                 for problem in domain.problems(dtype):
-                    target = Target(candidate.config, problem)
+                    target = Target(candidate.config, problem, domain.label())
                     if target.has_use(portfolio.gpu):
                         keys = tuple(sorted(spec.key for spec in target.kernels.values()))
                         found.setdefault(keys, target)

@@ -1,30 +1,11 @@
-"""Rules in the place of a portfolio: for an operation a few kernels, and a rule that chooses among
-them by expected time.
-"""
+"""Rules of the families that have one in the place of a portfolio (`tuner.families.rule`)."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import Any, Protocol
 
-from tuner.hardware import Gpu
+from tuner.families.rule import Rule
 from tuner.problem import AttentionBackwardProblem, GemmProblem, GroupedGemmProblem, Problem
-from tuner.selection.by_rule import RuleSelection
-from tuner.selection.kernels import Target
-
-
-class Rule(Protocol):
-    """Interface of the modules."""
-
-    def serves(self, problem: Any, gpu: Gpu) -> bool:
-        """True for problems that have kernels, on a GPU that runs them."""
-
-    def select(self, problem: Any, gpu: Gpu) -> RuleSelection | None:
-        """The rule's kernels for a problem; None when none takes it."""
-
-    def targets(self) -> tuple[Target, ...]:
-        """The kernels, to be built and proven."""
-
 
 WITHOUT_PORTFOLIO = (AttentionBackwardProblem.op, GroupedGemmProblem.op)
 """The operations that have a rule for all problems, and no portfolio."""
@@ -45,14 +26,14 @@ def rules(operations: Collection[str] = OPERATIONS) -> Iterator[Rule]:
     A rule's module is imported when it is needed: other first calls do not load its families.
     """
     if AttentionBackwardProblem.op in operations:
-        from tuner.selection import backward
+        from tuner.families.fused_attention_backward import rule as gradients_rule
 
-        yield backward
+        yield gradients_rule
     if GroupedGemmProblem.op in operations:
-        from tuner.selection import grouped
+        from tuner.families.grouped_gemm import rule as grouped_rule
 
-        yield grouped
+        yield grouped_rule
     if GemmProblem.op in operations:
-        from tuner.selection import block_scaled
+        from tuner.families.block_scaled_gemm import rule as scaled_rule
 
-        yield block_scaled
+        yield scaled_rule

@@ -24,15 +24,16 @@ from pathlib import Path
 
 from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.errors import BenchmarkError, ConfigError
+from tuner.families.target import Target
+from tuner.families.trials import Trial, trials
 from tuner.hardware import Gpu
 from tuner.measure.gate import REFERENCE
 from tuner.measure.worker import LSE_PROBE
 from tuner.measure.worker_client import AnyWorker, Ask
 from tuner.measurement import Regime, Status
 from tuner.selection.kernel_list import Kernel, KernelList, Proof
-from tuner.selection.kernels import BUILD, Target, artifact_of, read, update
+from tuner.selection.kernels import BUILD, artifact_of, read, update
 from tuner.tuning.outcome import first_line
-from tuner.tuning.trials import Trial, trials
 
 PROBLEMS = 64
 """Minimum trials of a kernel."""

@@ -67,6 +67,7 @@ class FusedAttention(Family):
 
     name = "fused_attention"
     op = "attention"
+    proof_draws = "fused_attention.draws:AttentionDraw"
     capabilities = (HOPPER,)
     writes_lse = True
     cost_constants = cost.CONSTANTS

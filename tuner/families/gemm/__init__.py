@@ -95,6 +95,7 @@ class Gemm(StridedProduct):
 
     name = "gemm"
     op = "gemm"
+    proof_draws = "gemm.draws:ProductDraw"
     capabilities = (HOPPER,)
     cost_constants = cost.CONSTANTS
     work_terms = product_work.TERMS

@@ -9,7 +9,7 @@ from math import ceil
 from tuner.config import Config
 from tuner.families import block_scaled_gemm, cluster_gemm, gemv, grouped_gemm
 from tuner.families.gemm.shape import CONSUMERS, PINGPONG, PLAIN, oriented, smem_bytes
-from tuner.families.gemm.swiglu import product_of
+from tuner.families.gemm_swiglu import product_of
 from tuner.hardware import (
     REGISTERS_PER_SM,
     SMEM_PER_SM_BYTES,

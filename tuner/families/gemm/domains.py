@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, Self
 
+from tuner.families.domain import MAX_SIZE_FACTOR, Domain
 from tuner.families.peers.swiglu import INTERLEAVED
 from tuner.problem import DType, GemmProblem, SwigluProblem
 from tuner.problem.gemm import Major
-from tuner.selection.domains.base import MAX_SIZE_FACTOR, Domain
 
 Rows = Literal["few", "narrow", "wide", "tall"]
 """Rows of a product: few enough for one block; up to two tiles (bound by reading the weights); or

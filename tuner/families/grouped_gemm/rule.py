@@ -19,11 +19,11 @@ from tuner.families import families
 from tuner.families.block_scaled_gemm import UNROLL, Rates, deepened
 from tuner.families.block_scaled_grouped_gemm import BlockScaledGroupedGemm, grouped_estimate_us
 from tuner.families.grouped_gemm import GroupedGemm
+from tuner.families.rule import RuleSelection
+from tuner.families.target import Target
 from tuner.hardware import HOPPER, Gpu
 from tuner.measurement import Regime
 from tuner.problem import E4M3, DType, GroupedGemmProblem
-from tuner.selection.by_rule import RuleSelection
-from tuner.selection.kernels import Target
 
 _PINGPONG, _COOPERATIVE = "TmaWarpSpecializedPingpong", "TmaWarpSpecializedCooperative"
 

@@ -27,11 +27,11 @@ from tuner.families.fused_attention_backward import (
     instance,
 )
 from tuner.families.peers.sdpa_backward import SdpaBackward
+from tuner.families.rule import RuleSelection
+from tuner.families.target import DTYPES, Target
 from tuner.hardware import GPUS, HOPPER, Gpu
 from tuner.measurement import Regime
 from tuner.problem import AttentionBackwardProblem
-from tuner.selection.by_rule import RuleSelection
-from tuner.selection.kernels import DTYPES, Target
 
 MARGIN = 0.99
 """Share of the time of PyTorch's kernel that a candidate is expected to stay below."""
@@ -79,6 +79,15 @@ class BackwardKind(NamedTuple):
     def is_plain(self) -> bool:
         """False for gradients that PyTorch has no fused kernel for."""
         return not (self.is_windowed or self.has_softcap or self.is_varlen)
+
+    def label(self) -> str:
+        """Short text for people."""
+        named = (
+            *(("causal", self.is_causal), ("windowed", self.is_windowed)),
+            *(("soft cap", self.has_softcap), ("varlen", self.is_varlen)),
+        )
+        mask = ", ".join(name for name, is_on in named if is_on) or "full"
+        return f"D={self.columns}, {mask}"
 
 
 #: Levers of kernels by columns, and of deterministic ones.
@@ -303,4 +312,4 @@ def _targets() -> Iterator[Target]:
                 softcap=50.0 if kind.has_softcap else 0.0,
                 is_varlen=kind.is_varlen,
             )
-            yield Target(config, small)
+            yield Target(config, small, kind.label())

@@ -8,12 +8,12 @@ from itertools import product
 from typing import Any, Literal, NamedTuple, Self, get_args
 
 from tuner.config import Config
+from tuner.families.domain import Domain
 from tuner.families.fused_attention import sparse
 from tuner.families.fused_attention.registers import INSTANCES, instance
 from tuner.families.peers.sdpa import BACKENDS
 from tuner.problem import E4M3, AttentionProblem, DType
 from tuner.problem.attention_masks import BLOCK_SIZE
-from tuner.selection.domains.base import Domain
 
 Mask = Literal["full", "causal", "windowed"]
 Phase = Literal["prompt", "few", "one"]

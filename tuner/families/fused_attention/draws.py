@@ -1,4 +1,4 @@
-"""Draws of attention and of its gradients: lengths, heads, masks, layouts, pages."""
+"""Draws of attention: lengths, heads, masks, layouts, pages."""
 
 from __future__ import annotations
 
@@ -7,20 +7,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast, get_args
 
-from tuner.families.fused_attention_backward import GROUP_KEYS, sharing_groups
-from tuner.hardware import Gpu
-from tuner.problem import (
-    DTYPE_BYTES,
-    LAYOUTS,
-    AttentionBackwardProblem,
-    AttentionProblem,
+from tuner.families.sequence_draw import (
+    BATCHES,
+    HEADS,
+    KEY_HEADS,
+    RATIOS,
+    SOFTCAPS,
+    SequenceDraw,
 )
-from tuner.problem.attention import MAX_HEAD_DIM
-from tuner.problem.attention_masks import BLOCK_AXES, Axes
-from tuner.selection.kernels import Target
-from tuner.tuning.trials.base import (
+from tuner.families.target import Target
+from tuner.families.trials import (
     MAX_FLOPS,
-    Draw,
     Fact,
     Trial,
     edges,
@@ -28,48 +25,17 @@ from tuner.tuning.trials.base import (
     schedule_of,
     schedules,
 )
+from tuner.hardware import Gpu
+from tuner.problem import DTYPE_BYTES, LAYOUTS, AttentionProblem
+from tuner.problem.attention import MAX_HEAD_DIM
+from tuner.problem.attention_masks import BLOCK_AXES, Axes
 
-MAX_LENGTH = 4096
-"""Maximum length of drawn sequences; planted ones may be longer."""
 MAX_LSE_ROWS = 1 << 15
 """Maximum rows of a log-sum-exp, which is compared on the host."""
-_BATCHES = (1, 2, 3, 5, 8, 17, 32)
-#: Query and KV heads of public models: Falcon's 71 on 1, Qwen2.5's 14 on 2 and 28 on 4, GPT-2 XL's
-#: 25 on 25.
-_HEADS = ((71, 1), (14, 2), (28, 4), (25, 25), (1, 1), (16, 16))
-#: Further ratios: multiples of the heads that share a tile, with each of these KV heads.
-_RATIOS, _KEY_HEADS = (1, 2, 3, 5, 7), (1, 2, 5)
-_SOFTCAPS = (50.0, 5.0)
 #: Page sizes in slots: those of engines, and sizes that powers of two do not divide well.
 _PAGES = (16, 32, 48, 64, 80, 128, 192, 256)
 #: Length of the longest planted sequence of keys.
 _LONG = 16384 + 1
-
-
-class SequenceDraw(Draw):
-    """Lengths of sequences and batches."""
-
-    _usual: AttentionProblem | AttentionBackwardProblem
-
-    def _holds(self, head_dim: int) -> bool:
-        """True if the kernel is compiled for this head dimension too."""
-        problem = replace(self._usual, head_dim=head_dim)
-        return self._family.kernels(problem, self._target.config) == self._target.kernels
-
-    def _value(self, name: str) -> Any:
-        """Draw one of an axis's planted values half of the time, and any size the other half."""
-        if name in ("seqlen_q", "seqlen_kv") and self._rng.random() < 0.5:
-            return round(2 ** self._rng.uniform(0, MAX_LENGTH.bit_length() - 1))
-        if name == "batch" and self._rng.random() < 0.5:
-            return self._rng.randint(1, 4)
-        return self._rng.choice(self.axes[name])
-
-    def _lengths(self, values: Mapping[str, Any], planted: Mapping[str, Any]) -> tuple[int, int]:
-        """Queries and keys; equal ones in a quarter of the draws, and where that is planted."""
-        seqlen_q, seqlen_kv = values["seqlen_q"], values["seqlen_kv"]
-        if planted.get("longer") == 0 or (self._rng.random() < 0.25 and "longer" not in planted):
-            return (seqlen_q, seqlen_q) if "seqlen_q" in planted else (seqlen_kv, seqlen_kv)
-        return seqlen_q, seqlen_kv
 
 
 class AttentionDraw(SequenceDraw):
@@ -92,14 +58,14 @@ class AttentionDraw(SequenceDraw):
         self.axes = {
             "head_dim": [d for d in range(step, MAX_HEAD_DIM + 1, step) if self._holds(d)],
             "heads": heads,
-            "batch": _BATCHES,
+            "batch": BATCHES,
             "seqlen_q": edges(queries),
             "seqlen_kv": [*edges(tiling.keys), _LONG],
             "longer": (-1, 0, 1),
             "fills_chip": (False, True),
             "layout": ("bshd",) if target.problem.is_varlen else LAYOUTS,
             "window": self._windows(),
-            "softcap": _SOFTCAPS if target.problem.softcap else (0.0,),
+            "softcap": SOFTCAPS if target.problem.softcap else (0.0,),
             "operand": get_args(Axes)[1:] if target.problem.mask_operand else ("",),
             "schedule": [one for one in schedules(family) if self._config(usual, one)],
             "with_lse": (False, True),
@@ -163,11 +129,11 @@ class AttentionDraw(SequenceDraw):
         return is_divided and self._family.kernels(problem, self._target.config) == kernels
 
     def _heads(self) -> Iterator[tuple[int, int]]:
-        counts = [n * self._packed for n in _RATIOS]
+        counts = [n * self._packed for n in RATIOS]
         if self._target.config.get("pads_heads"):  # every group that a pack holds
             counts = list(range(2, self._packed + 1))
-        ratios = [(count * heads, heads) for count in counts for heads in _KEY_HEADS]
-        for heads_q, heads_kv in (*_HEADS, *ratios):
+        ratios = [(count * heads, heads) for count in counts for heads in KEY_HEADS]
+        for heads_q, heads_kv in (*HEADS, *ratios):
             problem = replace(self._usual, heads_q=heads_q, heads_kv=heads_kv)
             if self._carried(problem) is not None:
                 yield heads_q, heads_kv
@@ -207,85 +173,4 @@ class AttentionDraw(SequenceDraw):
             ("block_mask", problem.block_mask),
             ("page_size", problem.page_size),
             ("is_varlen", problem.is_varlen),
-        }
-
-
-class BackwardDraw(SequenceDraw):
-    """Gradients of attention."""
-
-    _usual: AttentionBackwardProblem
-
-    def __init__(self, target: Target, gpu: Gpu, rng: random.Random) -> None:
-        super().__init__(target, gpu, rng)
-        self._usual = cast(AttentionBackwardProblem, target.problem)
-        ratios = [(ratio * heads, heads) for ratio in _RATIOS for heads in _KEY_HEADS]
-        sharing = sharing_groups(self._usual.head_dim)
-        keys = GROUP_KEYS * int(target.config["warp_groups"]) // sharing
-        self.axes = {
-            "head_dim": [d for d in range(8, MAX_HEAD_DIM + 1, 8) if self._holds(d)],
-            "heads": list(dict.fromkeys((*_HEADS, *ratios))),
-            "batch": _BATCHES,
-            "seqlen_q": edges(int(target.config["tile_m"])),
-            "seqlen_kv": edges(keys),
-            "longer": (-1, 0, 1),
-            "fills_chip": (False, True),
-            "layout": ("bshd",) if self._usual.is_varlen else LAYOUTS,
-            "schedule": list(schedules(self._family)),
-        }
-        if self._usual.is_windowed:
-            sides = (True, False), (False, True), (True, True)
-            # A causal window hides the first key from the second query, at the earliest.
-            is_causal, least = self._usual.is_causal, 2 if self._usual.is_causal else 1
-            lengths = sorted({max(least, length) for length in self.axes["seqlen_q"]})
-            windows = sides[: 1 if is_causal else 3]
-            self.axes = {**self.axes, "seqlen_q": lengths, "window": windows}
-        if self._usual.softcap:
-            self.axes = {**self.axes, "softcap": _SOFTCAPS}
-
-    def _trial(self, values: Mapping[str, Any], planted: Mapping[str, Any]) -> Trial | None:
-        rng, (heads_q, heads_kv) = self._rng, values["heads"]
-        seqlen_q, seqlen_kv = self._lengths(values, planted)
-        names = "head_dim", "batch", "layout"
-        has_left, has_right = values.get("window", (False, False))
-        span = max(seqlen_q, seqlen_kv)
-        problem = replace(
-            self._usual,
-            seqlen_q=seqlen_q,
-            seqlen_kv=seqlen_kv,
-            heads_q=heads_q,
-            heads_kv=heads_kv,
-            window_left=rng.randrange(span) if has_left else -1,
-            window_right=rng.randrange(span) if has_right else -1,
-            softcap=values.get("softcap", 0.0),
-            **{name: values[name] for name in names},
-        )
-        if not is_small(problem, values["schedule"]):
-            return None
-        config = self._config(problem, values["schedule"])
-        if config is None:
-            return None
-        trial = Trial(problem, config)
-        is_wanted = set(planted.items()) <= self.facts(trial)
-        return trial if is_wanted else None
-
-    def facts(self, trial: Trial) -> set[Fact]:
-        problem, family, gpu = (
-            cast(AttentionBackwardProblem, trial.problem),
-            self._family,
-            self._gpu,
-        )
-        longer = problem.seqlen_q - problem.seqlen_kv
-        tiles = -(-problem.seqlen_kv // GROUP_KEYS) * problem.batch * problem.heads_kv
-        return {
-            ("head_dim", problem.head_dim),
-            ("heads", (problem.heads_q, problem.heads_kv)),
-            ("batch", problem.batch),
-            ("seqlen_q", problem.seqlen_q),
-            ("seqlen_kv", problem.seqlen_kv),
-            ("longer", (longer > 0) - (longer < 0)),
-            ("fills_chip", tiles > 2 * gpu.sm_count),
-            ("layout", problem.layout),
-            ("window", (problem.window_left >= 0, problem.window_right >= 0)),
-            ("softcap", problem.softcap),
-            ("schedule", schedule_of(family, trial.config)),
         }

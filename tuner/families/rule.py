@@ -1,11 +1,15 @@
-"""The result of a rule (`tuner.selection.rules`)."""
+"""Rules in the place of a portfolio: for an operation a few kernels, and a choice among them by
+expected time.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from tuner.config import Config
+from tuner.families.target import Target
+from tuner.hardware import Gpu
 from tuner.measurement import Regime
 
 
@@ -27,3 +31,16 @@ class RuleSelection(NamedTuple):
     def own(self) -> Iterator[tuple[float, Config]]:
         """All kernels, best first."""
         yield from self.expected
+
+
+class Rule(Protocol):
+    """Interface of the families' modules ``rule``."""
+
+    def serves(self, problem: Any, gpu: Gpu) -> bool:
+        """True for problems that have kernels, on a GPU that runs them."""
+
+    def select(self, problem: Any, gpu: Gpu) -> RuleSelection | None:
+        """The rule's kernels for a problem; None when none takes it."""
+
+    def targets(self) -> tuple[Target, ...]:
+        """The kernels, to be built and proven."""

@@ -95,6 +95,7 @@ class FusedAttentionBackward(Family):
 
     name: ClassVar[str] = "fused_attention_backward"
     op: ClassVar[str] = AttentionBackwardProblem.op
+    proof_draws: ClassVar[str] = "fused_attention_backward.draws:BackwardDraw"
     capabilities = (HOPPER,)
     cost_constants = CONSTANTS
     runtime_parameters = frozenset({"section_heads", "pdl"})

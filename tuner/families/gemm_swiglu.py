@@ -44,6 +44,7 @@ class GemmSwiglu(Family):
 
     name = "gemm_swiglu"
     op = SwigluProblem.op
+    proof_draws = "gemm.draws:ProductDraw"
     capabilities = (HOPPER,)
     work_terms = product_work.TERMS
     amounts = staticmethod(product_work.work)

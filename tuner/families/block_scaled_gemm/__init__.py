@@ -88,6 +88,7 @@ class BlockScaledGemm(StridedProduct):
 
     name: ClassVar[str] = "block_scaled_gemm"
     op: ClassVar[str] = GemmProblem.op
+    proof_draws: ClassVar[str] = "block_scaled_gemm.draws:ScaledDraw"
     capabilities = (HOPPER,)
     runtime_parameters: ClassVar[frozenset[str]] = frozenset(
         {"raster_order", "max_swizzle_size", "pdl"}

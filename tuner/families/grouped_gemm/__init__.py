@@ -60,6 +60,7 @@ class GroupedGemm(Family):
 
     name = "grouped_gemm"
     op = GroupedGemmProblem.op
+    proof_draws = "grouped_gemm.draws:GroupedDraw"
     capabilities = (HOPPER,)
     runtime_parameters: ClassVar[frozenset[str]] = frozenset({"raster_order"})
     domains: ClassVar[Mapping[str, Domain]] = {

@@ -20,11 +20,11 @@ from tuner.families.block_scaled_gemm import (
     deepened,
     estimate_us,
 )
+from tuner.families.rule import RuleSelection
+from tuner.families.target import Target
 from tuner.hardware import HOPPER, Gpu
 from tuner.measurement import Regime
 from tuner.problem import E4M3, GemmProblem
-from tuner.selection.by_rule import RuleSelection
-from tuner.selection.kernels import Target
 
 
 def _kernel(

@@ -1,4 +1,4 @@
-"""Draws of products, of products with factors of blocks, and of grouped products."""
+"""Draws of products."""
 
 from __future__ import annotations
 
@@ -9,18 +9,8 @@ from typing import Any, cast
 
 from tuner.families import product_work
 from tuner.families.gemv import MAX_ROWS
-from tuner.hardware import Gpu
-from tuner.problem import (
-    SCALE_BLOCK,
-    SIZES,
-    GemmProblem,
-    GroupedGemmProblem,
-    Problem,
-    SwigluProblem,
-)
-from tuner.problem.swiglu import STEP as SWIGLU_STEP
-from tuner.selection.kernels import Target
-from tuner.tuning.trials.base import (
+from tuner.families.target import Target
+from tuner.families.trials import (
     MAX_BYTES,
     Draw,
     Fact,
@@ -30,17 +20,16 @@ from tuner.tuning.trials.base import (
     schedule_of,
     schedules,
 )
+from tuner.hardware import Gpu
+from tuner.problem import SwigluProblem
+from tuner.problem.swiglu import STEP as SWIGLU_STEP
 
 #: Alignment of a GEMM's rows in 16-bit elements.
-_ALIGNED = 8
+ALIGNED = 8
 MAX_EXTENT = 8192
 """Maximum N and K of drawn GEMMs; planted ones may be larger."""
-#: Groups: one, few, a warp's lanes and one more, public models' experts.
-_GROUPS = (1, 2, 5, 8, 32, 33, 128, 384)
-MAX_GROUPED_EXTENT = 2048
-"""Maximum rows, N and K of drawn grouped products; planted ones may be larger."""
 #: N of a public model's logits, and a K longer than every pipeline.
-_VOCABULARY, _DEEP = 128256, 16384 + 8
+_VOCABULARY, DEEP = 128256, 16384 + 8
 #: Padding elements between the rows of A, and between those of the weights.
 _APART = ((0, 0), (8, 0), (0, 8), (72, 1024))
 
@@ -52,7 +41,7 @@ class ProductDraw(Draw):
         super().__init__(target, gpu, rng)
         family, self._usual = self._family, cast(Any, target.problem)
         is_gated = isinstance(target.problem, SwigluProblem)
-        self._step = SWIGLU_STEP if is_gated else _ALIGNED
+        self._step = SWIGLU_STEP if is_gated else ALIGNED
         tile_m, tile_n, depth = tile_of(family.tiling(target.config))
         columns = tile_n // 2 if is_gated else tile_n
         dense = {"a": self._usual.operands[0].strides}
@@ -60,7 +49,7 @@ class ProductDraw(Draw):
         self.axes = {
             "m": [m for m in edges(tile_m) if self._holds(m)],
             "n": [*self._edges(columns), _VOCABULARY],
-            "k": [*self._edges(depth, _ALIGNED), _DEEP],
+            "k": [*self._edges(depth, ALIGNED), DEEP],
             "fills_chip": (False, True),
             "apart": _APART[:1] if isinstance(launches, str) else _APART,
             "schedule": [one for one in schedules(family) if self._config(self._usual, one)],
@@ -88,7 +77,7 @@ class ProductDraw(Draw):
             return rng.choice(self.axes[name])
         if name == "m":
             return round(2 ** rng.uniform(0, max(self.axes["m"][-1], 1).bit_length() + 1))
-        step = self._step if name == "n" else _ALIGNED
+        step = self._step if name == "n" else ALIGNED
         return step * round(2 ** rng.uniform(0, (MAX_EXTENT // step).bit_length() - 1))
 
     def _trial(self, values: Mapping[str, Any], planted: Mapping[str, Any]) -> Trial | None:
@@ -118,72 +107,6 @@ class ProductDraw(Draw):
             ("apart", trial.apart),
             ("schedule", schedule_of(family, trial.config)),
         }
-
-
-class ScaledDraw(Draw):
-    """Products of e4m3 with factors of blocks."""
-
-    def __init__(self, target: Target, gpu: Gpu, rng: random.Random) -> None:
-        super().__init__(target, gpu, rng)
-        config, self._usual = target.config, cast(Any, target.problem)
-        rows, columns = config["tile_m"], config["tile_n"]
-        if config["swap_ab"]:
-            rows, columns = columns, rows
-        self._steps = {"m": 1, "n": _ALIGNED, "k": 2 * _ALIGNED}
-        self.axes = {
-            # All groups' rows: those of a few whole tiles, and of nearly whole ones.
-            "m": sorted({*edges(rows), 8 * rows + 3, 40 * rows}),
-            "n": [self._whole("n", extent) for extent in (1, *edges(columns)[1:])],
-            "k": [self._whole("k", extent) for extent in (1, *edges(SCALE_BLOCK)[1:], _DEEP)],
-            "schedule": list(schedules(self._family)),
-        }
-
-    def _whole(self, name: str, extent: int) -> int:
-        step = self._steps[name]
-        return -(-extent // step) * step
-
-    def _value(self, name: str) -> Any:
-        """One of an axis's values half of the time; of extents anything the other half."""
-        rng = self._rng
-        if name not in self._steps or rng.random() < 0.5:
-            return rng.choice(self.axes[name])
-        return self._whole(name, round(2 ** rng.uniform(0, MAX_GROUPED_EXTENT.bit_length() - 1)))
-
-    def _trial(self, values: Mapping[str, Any], planted: Mapping[str, Any]) -> Trial | None:
-        sizes = {name: value for name, value in values.items() if name != "schedule"}
-        problem = replace(self._usual, **sizes)
-        if not is_small(problem, values["schedule"]):
-            return None
-        config = self._config(problem, values["schedule"])
-        return None if config is None else Trial(problem, config)
-
-    def facts(self, trial: Trial) -> set[Fact]:
-        problem, family = cast(Any, trial.problem), self._family
-        return {
-            ("m", problem.m),
-            ("n", problem.n),
-            ("k", problem.k),
-            ("schedule", schedule_of(family, trial.config)),
-        }
-
-
-class GroupedDraw(ScaledDraw):
-    """Grouped products: counts of groups, and rows of each."""
-
-    def __init__(self, target: Target, gpu: Gpu, rng: random.Random) -> None:
-        super().__init__(target, gpu, rng)
-        schedules = self.axes.pop("schedule")
-        self.axes = {"groups": _GROUPS, **self.axes, "sizes": SIZES, "schedule": schedules}
-
-    def facts(self, trial: Trial) -> set[Fact]:
-        problem = cast(GroupedGemmProblem, trial.problem)
-        named = {("groups", problem.groups), ("sizes", problem.sizes)}
-        return named | super().facts(trial)
-
-
-def has_block_factors(problem: Problem) -> bool:
-    """True for products of e4m3 with factors of blocks."""
-    return isinstance(problem, GemmProblem) and problem.scales == "block"
 
 
 def tile_of(tiling: Any) -> tuple[int, int, int]:

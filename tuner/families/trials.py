@@ -1,7 +1,24 @@
-"""A trial, and the draw of one kernel's trials: axes, planted values, limits of size."""
+"""Trials for a kernel's proof: problems drawn by a seed from its whole domain, with planted edge
+cases.
+
+Sizes, strides and head counts are launch arguments, so a kernel's domain covers all of them. Each
+*axis* has values at which errors are likely:
+
+- attention: one query, one key, lengths beside a tile's edge
+- heads: dimensions below the compiled one, odd counts, every legal ratio; the most splits
+- gradients of attention: as attention
+- products: one row, extents beside a tile's edge, odd multiples of the alignment, a vocabulary's
+  columns, rows that lie apart
+- grouped products: one group, more than a warp's lanes and than rows, groups of unlike rows, empty
+  ones
+
+Each value is in at least one trial, and the other values are drawn. A trial is bounded in memory
+and time.
+"""
 
 from __future__ import annotations
 
+import importlib
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -10,10 +27,11 @@ from itertools import product
 from typing import Any
 
 from tuner.config import Config, Value
+from tuner.errors import ConfigError
 from tuner.families.base import Family, Strides
+from tuner.families.target import Target
 from tuner.hardware import Gpu
 from tuner.problem import AttentionProblem, Problem
-from tuner.selection.kernels import Target
 
 MAX_FLOPS = 1 << 32
 """Maximum FLOPs of a trial's problem without its mask. The fp64 reference takes four times as
@@ -153,3 +171,42 @@ def schedule_of(family: Family, config: Config) -> tuple[tuple[str, Value], ...]
     """Run-time parameters of a config, by name."""
     names = sorted(family.runtime_parameters & config.params.keys())
     return tuple((name, config[name]) for name in names)
+
+
+def trials(target: Target, gpu: Gpu, count: int, seed: int) -> list[Trial]:
+    """At least `count` trials of a kernel; more if the planted values need them.
+
+    Args:
+        target: kernel to prove.
+        gpu: GPU that it runs on.
+        count: minimum number of trials.
+        seed: random seed; equal seeds draw equal trials.
+    """
+    draw = draw_of(target, gpu, seed)
+    found: dict[Trial, None] = {}
+    seen: set[Fact] = set()
+    for name, values in draw.axes.items():
+        for value in values:
+            if (name, value) not in seen and (trial := draw.one({name: value})) is not None:
+                found[trial] = None
+                seen |= draw.facts(trial)
+    for _ in range(MAX_ATTEMPTS):
+        if len(found) >= count:
+            break
+        if (trial := draw.one({})) is not None:
+            found[trial] = None
+    return list(found)
+
+
+def draw_of(target: Target, gpu: Gpu, seed: int) -> Draw:
+    """Draw of a kernel's trials; arguments as of `trials`.
+
+    Raises:
+        ConfigError: when its family has no draws.
+    """
+    module, _, name = target.family.proof_draws.partition(":")
+    if not name:
+        raise ConfigError(f"{target.family.name} has no trials (wanted: Family.proof_draws)")
+    kind: type[Draw] = getattr(importlib.import_module(f"tuner.families.{module}"), name)
+    # Equal for both types, so that a failure in one can be compared with the other.
+    return kind(target, gpu, random.Random(f"{seed}:{target.config.digest}"))

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tuner.problem import Problem
-from tuner.selection.domains.attention import CAPPED, AttentionDomain, Mask, Phase
-from tuner.selection.domains.base import MAX_SIZE_FACTOR, Domain
-from tuner.selection.domains.products import (
+from tuner.families.domain import MAX_SIZE_FACTOR, Domain
+from tuner.families.fused_attention.domains import CAPPED, AttentionDomain, Mask, Phase
+from tuner.families.gemm.domains import (
     EPILOGUES,
     LAYOUTS,
     MAX_NARROW,
@@ -19,6 +18,7 @@ from tuner.selection.domains.products import (
     ProductDomain,
     Rows,
 )
+from tuner.problem import Problem
 
 __all__ = [
     "CAPPED",
