@@ -13,6 +13,8 @@ FAMILY = family("fused_attention")
 make = maker(early_exp=50, ping_pong=True)
 #: One query of packed heads, two blocks a multiprocessor.
 DECODING = {"packed_heads": 4, "blocks_per_sm": 2, "pdl": True}
+#: Blocks that take equal parts of all keys.
+STREAM_K = {"persistent": True, "stream_k": True, "blocks_per_sm": 2, "pdl": True}
 
 #: What is compiled in, sizes of pages that its copies divide, most queries, and a config.
 KERNELS: dict[str, tuple[str, tuple[int, ...], int, Config]] = {
@@ -67,6 +69,25 @@ KERNELS: dict[str, tuple[str, tuple[int, ...], int, Config]] = {
     ),
     "no mask, e4m3": (
         "H=4,HKV=2,D=96,dtype=e4m3", (16, 48), 300, make(2, 96, packed_heads=2, persistent=True),
+    ),
+    "stream-K": (
+        "H=32,HKV=8,D=128,dtype=bf16", (16, 48), 1, make(1, 64, packed_heads=4, **STREAM_K),
+    ),
+    "stream-K, few, padded": (
+        "H=10,HKV=2,D=128,causal=1", (16, 48), 16,
+        make(1, 64, packed_heads=8, pads_heads=True, **STREAM_K),
+    ),
+    "stream-K, window, sinks": (
+        "H=16,HKV=2,D=64,causal=1,window=40,sinks=1,softcap=20,dtype=bf16", (16, 48), 24,
+        make(1, 64, packed_heads=8, **STREAM_K),
+    ),
+    "stream-K, e4m3": (
+        "H=16,HKV=4,D=64,causal=1,dtype=e4m3", (16, 48), 16,
+        make(1, 128, kv_stages=3, packed_heads=4, **STREAM_K),
+    ),
+    "stream-K, whole rows": (
+        "H=8,HKV=2,D=128,causal=1,dtype=bf16", (16, 48), 5,
+        make(1, 64, packed_heads=4, whole_rows=True, copy_warps=3, **STREAM_K),
     ),
     "wide heads": (
         "H=4,HKV=2,D=256,causal=1,dtype=bf16", (16, 48), 200, make(2, 80, packed_heads=2),

@@ -188,6 +188,19 @@ def test_whole_rows_are_of_heads_that_tma_does_not_fill_up() -> None:
     assert not set(whole) & set(carried)
 
 
+def test_stream_k_is_of_single_persistent_groups_over_pages() -> None:
+    def reasons(text: str, groups: int = 1, **more: Value) -> list[str]:
+        config = make(groups, 64, **{"stream_k": True, "persistent": True, **more})
+        return FAMILY.violations(AttentionProblem.parse(f"SKV=999,{text}"), config, DEFAULT_GPU)
+
+    assert reasons("SQ=1,D=128,page_size=16") == []
+    assert reasons("SQ=8,D=128,causal=1,window=9,page_size=16") == []
+    only = "stream_k is for persistent blocks of one warp group, only"
+    assert reasons("SQ=1,D=128,page_size=16", 2) == [only]
+    assert reasons("SQ=1,D=128,page_size=16", persistent=False) == [only]
+    assert reasons("SQ=1,D=128") == ["stream_k is for paged caches, only"]
+
+
 def test_e4m3_is_launched_with_its_factors_last() -> None:
     """As the template's opening comment lists tensors and integers."""
     problem = AttentionProblem.parse("B=2,H=8,HKV=4,SQ=96,SKV=200,D=64,dtype=e4m3,layout=bshd")

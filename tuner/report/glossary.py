@@ -81,6 +81,7 @@ MEANINGS: Mapping[str, str] = {
     "vector_width": "Elements of one load.",
     "warp_groups": "Groups of four warps that multiply, 64 rows each.",
     "warps": "Warps of a block that multiply.",
+    "stream_k": "Blocks take equal parts of all keys, by the lengths at launch.",
     "whole_rows": "A copy brings all columns of its rows of a page, not 64 of them.",
 }
 """By the parameter's name."""

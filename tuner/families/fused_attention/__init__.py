@@ -95,11 +95,13 @@ class FusedAttention(Family):
         "box_rows": BOXES,
         "whole_rows": (True,),
         "copy_warps": (3,),
+        "stream_k": (True,),
     }
     optional = frozenset(
         {
             *("key_groups", "packed_heads", "ping_pong", "early_exp", "stages_output", "combine"),
             *("pads_heads", "box_rows", "whole_rows", "copy_warps", "skips_masked"),
+            "stream_k",
         }
     )
     draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {

@@ -19,7 +19,7 @@ from tuner.problem.attention_masks import BLOCK_SIZE, PAGE_MULTIPLE
 #: Rows of K and V that a tile under a block-sparse mask may have: its bits lie in one word.
 SPARSE_TILES = (32, 64, 128)
 #: Parameters of paged caches.
-PAGED_ONLY = ("box_rows", "whole_rows", "copy_warps")
+PAGED_ONLY = ("box_rows", "whole_rows", "copy_warps", "stream_k")
 #: Head dimensions of which one copy brings whole rows: TMA would fill up others.
 WHOLE_ROWS = (128, 192, 256)
 #: Elements that strides of pages and heads are multiples of, where copies bring whole rows: a
@@ -144,6 +144,8 @@ def _paging(problem: AttentionProblem, config: Config) -> list[str]:
         found.append("whole_rows and copy_warps are not for e4m3")
     if "key_groups" in config.params:
         found.append("key_groups is not for paged caches")
+    if "stream_k" in config.params and not (config["persistent"] and config["warp_groups"] == 1):
+        found.append("stream_k is for persistent blocks of one warp group, only")
     if problem.page_size % rows or config["tile_n"] % rows:
         found.append(
             f"box_rows={rows} does not divide both page_size={problem.page_size} and "
