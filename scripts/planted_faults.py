@@ -44,7 +44,7 @@ AREAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("runtime", "runtime_refusal", "runtime_alignment", "runtime_tensors", "runtime_serving"),
     ),
     "leases": (
-        ("tuner/store/sql_jobs.py", "tuner/store/jobs.py"),
+        ("tuner/store/sql_jobs.py", "tuner/store/job_statements.py", "tuner/store/jobs.py"),
         ("jobs", "controller"),
     ),
     "keys": (

@@ -44,7 +44,6 @@ from tuner.search.family_search import FamilySearch
 from tuner.search.study import Search
 from tuner.store import Store, open_store
 from tuner.store.jobs import Claim, Lease
-from tuner.store.sql import SqlStore
 from tuner.tuning.competition import Competition
 from tuner.tuning.controller import (
     BEAT_S,
@@ -372,7 +371,7 @@ def counted_apart(clock: Clock) -> Iterator[None]:
         ("search", FamilySearch, "tell"),
         ("search", FamilySearch, "__init__"),
         ("space", Competition, "_space"),
-        ("store", SqlStore, "add"),
+        ("store", Store, "add"),
     )
     patches = [
         mock.patch.object(place, name, clock.counted(on, getattr(place, name)))

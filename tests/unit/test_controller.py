@@ -25,7 +25,7 @@ from tuner.runners.choose import Machine
 from tuner.settings import store_path
 from tuner.store import Store, open_store
 from tuner.store.jobs import Lease, result_of
-from tuner.store.sql_jobs import SqlJobs
+from tuner.store.sql_jobs import Jobs
 from tuner.tuning.controller import Controller, Pulse
 
 ONE, TWO = (GemmProblem(size, size, size) for size in (128, 256))
@@ -141,10 +141,10 @@ class TestController:
         self, store: Store, monkeypatch: pytest.MonkeyPatch, fault: str
     ) -> None:
         first, second = (store.jobs.submit([problem], OPTIONS) for problem in (ONE, TWO))
-        begin = SqlJobs.begin
+        begin = Jobs.begin
         begun: list[Lease] = []
 
-        def begin_late(jobs: SqlJobs, lease: Lease, sweep: str) -> None:
+        def begin_late(jobs: Jobs, lease: Lease, sweep: str) -> None:
             begun.append(lease)
             if len(begun) == 2:
                 if fault == "busy":
@@ -152,7 +152,7 @@ class TestController:
                 store.jobs.cancel(second)
             begin(jobs, lease, sweep)
 
-        monkeypatch.setattr(SqlJobs, "begin", begin_late)
+        monkeypatch.setattr(Jobs, "begin", begin_late)
         drained(store)
         ended = "cancelled" if fault == "cancelled" else "done"
         assert (states(store, first), states(store, second)) == (["done"], [ended])
@@ -275,17 +275,17 @@ class TestController:
     def test_a_lease_outlives_a_store_that_fails_for_a_while(
         self, store: Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from tuner.store.sql_jobs import SqlJobs
+        from tuner.store.sql_jobs import Jobs
 
-        extend, failures = SqlJobs.extend, []
+        extend, failures = Jobs.extend, []
 
-        def flaky(self: SqlJobs, *arguments: Any, **options: Any) -> bool:
+        def flaky(self: Jobs, *arguments: Any, **options: Any) -> bool:
             if len(failures) < 2:
                 failures.append(1)
                 raise StoreError("the server is starting up")
             return extend(self, *arguments, **options)
 
-        monkeypatch.setattr(SqlJobs, "extend", flaky)
+        monkeypatch.setattr(Jobs, "extend", flaky)
         monkeypatch.setattr("tuner.tuning.controller.BEAT_S", 0.01)
         job = store.jobs.submit([ONE], OPTIONS)
         assert drained(store, Replays(lambda _: wait_until(lambda: len(failures) == 2))) == 1

@@ -21,7 +21,7 @@ from tuner.problem import AttentionProblem, GemmProblem
 from tuner.store import Store, SweepRecord, open_store
 from tuner.store.entry import Entry
 from tuner.store.jobs import Claim, result_of, result_text
-from tuner.store.sql_jobs import SqlJobs
+from tuner.store.sql_jobs import Jobs
 
 H200, WARM = GPUS["H200"], Regime("stream", "warm")
 ONE, TWO, THREE = (GemmProblem(size, size, size) for size in (128, 256, 512))
@@ -188,8 +188,8 @@ class TestContract:
     ) -> None:
         job = store.jobs.submit([ONE], {})
         claimed(store)
-        late = SqlJobs._clock
-        monkeypatch.setattr(SqlJobs, "_clock", lambda self, connection: late(self, connection) - 1)
+        late = Jobs._clock
+        monkeypatch.setattr(Jobs, "_clock", lambda self, connection: late(self, connection) - 1)
         assert store.jobs.claim("host:2") is None
         assert state(store, job) == ["running"]
 

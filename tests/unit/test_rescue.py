@@ -191,15 +191,13 @@ def test_a_worker_ends(path: Path) -> None:
 def test_the_command_ends_with_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], path: Path
 ) -> None:
-    from tuner.store.sql import SqlStore
+    decide = Store.decide
 
-    decide = SqlStore.decide
-
-    def lose(self: SqlStore, *arguments: object) -> None:
+    def lose(self: Store, *arguments: object) -> None:
         path.unlink()
         decide(self, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(SqlStore, "decide", lose)
+    monkeypatch.setattr(Store, "decide", lose)
     shape = ["--shape", "S=1024,D=64", "--family", "fused_attention", "--trials", "2"]
     code = main(["sweep", *shape, "--replay", "--store", str(path)])
     last = capsys.readouterr().err.splitlines()[-1]

@@ -31,7 +31,7 @@ from tuner.service.app import create_app
 from tuner.service.tokens import Tokens
 from tuner.store import Entry, Store, open_store
 from tuner.store.jobs import result_of
-from tuner.store.sql_jobs import SqlJobs
+from tuner.store.sql_jobs import Jobs
 
 store = served_store
 
@@ -304,15 +304,15 @@ class TestJobs:
         monkeypatch.setattr(app, "EVENT_POLL_S", 0.01)
         answers = threading.Event()
         id = store.jobs.submit([PROBLEM], {})
-        find, faults = SqlJobs.find, iter([StoreError("the store is locked")])
+        find, faults = Jobs.find, iter([StoreError("the store is locked")])
 
-        def find_late(jobs: SqlJobs, id: str) -> Any:
+        def find_late(jobs: Jobs, id: str) -> Any:
             answers.wait(60)
             if (fault := next(faults, None)) is not None:
                 raise fault
             return find(jobs, id)
 
-        monkeypatch.setattr(SqlJobs, "find", find_late)
+        monkeypatch.setattr(Jobs, "find", find_late)
 
         async def listen() -> list[bytes]:
             stream = app._stream(store, id, 0)
@@ -350,7 +350,7 @@ class TestState:
         def fail(self: object) -> None:
             raise StoreError("store x is locked by another program")
 
-        monkeypatch.setattr("tuner.store.sql_jobs.SqlJobs.all", fail)
+        monkeypatch.setattr("tuner.store.sql_jobs.Jobs.all", fail)
         answer = client.get("/v1/jobs")
         assert error(answer, 503) == "store x is locked by another program"
         assert answer.headers["retry-after"] == "5"

@@ -17,7 +17,6 @@ from tuner.measurement import Environment, Measurement, Regime, Resources, Statu
 from tuner.problem import AttentionProblem, GemmProblem
 from tuner.store import Store, SweepRecord, open_store
 from tuner.store.copy import copy
-from tuner.store.sql import SqlStore
 
 H200, WARM = GPUS["H200"], Regime("stream", "warm")
 PROBLEM = AttentionProblem.parse("S=1024,D=64")
@@ -139,7 +138,7 @@ def test_cut_short_it_goes_on_where_it_stopped(
     source: str, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tuner.store.copy.CHUNK", 10)
-    with SqlStore(source) as first, SqlStore(target) as second:
+    with Store(source) as first, Store(target) as second:
         with pytest.raises(Stopped):
             copy(first, second, stop_after(20))
         assert len(second.measurements()) == 20
@@ -159,7 +158,7 @@ def test_a_store_with_rows_of_its_own_is_left_as_it_is(source: str, target: str)
     with open_store(target) as other:
         other.add([measured(7, latency_us=3.0)])
         kept = other.measurements()
-    with SqlStore(source) as first, SqlStore(target) as second:
+    with Store(source) as first, Store(target) as second:
         with pytest.raises(StoreError, match="holds other rows"):
             copy(first, second, silent)
     with open_store(target) as other:
@@ -180,10 +179,10 @@ def test_a_row_that_differs_in_the_end_is_noticed(
 ) -> None:
     def meddle(table: str, done: int, total: int) -> None:
         if table == "gpus" and done:
-            with SqlStore(target) as other, other.transaction(write=True) as connection:
+            with Store(target) as other, other.transaction(write=True) as connection:
                 connection.execute(sa.text("UPDATE gpus SET identity = 'other'"))
 
-    with SqlStore(source) as first, SqlStore(target) as second:
+    with Store(source) as first, Store(target) as second:
         with pytest.raises(StoreError, match=r"table gpus of .* differs"):
             copy(first, second, meddle)
 

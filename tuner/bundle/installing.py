@@ -32,9 +32,9 @@ from tuner.compile.artifacts import ArtifactCache
 from tuner.errors import ConfigError, StoreError, TunerError
 from tuner.measurement import Measurement, Provenance, Resources
 from tuner.store import Store
-from tuner.store.base import Check, ImportReport
 from tuner.store.entry import digest_of, is_vendor
 from tuner.store.exchange import Decision, parse, read
+from tuner.store.records import Check, ImportReport
 
 _COPY = "bundle.tar"
 """Name of the copy of a bundle, beside the libraries that are taken out of it."""

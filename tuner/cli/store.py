@@ -62,13 +62,13 @@ def register(subparsers: Any) -> None:
 def run_copy(args: argparse.Namespace) -> int:
     """Copy and verify."""
     from tuner.store.copy import copy
-    from tuner.store.sql import SqlStore
+    from tuner.store.sql import Store
 
     if args.source == args.target:
         raise ConfigError(f"{args.source} cannot be copied into itself")
     with (
-        SqlStore(args.source, create=False) as source,
-        SqlStore(args.target) as target,
+        Store(args.source, create=False) as source,
+        Store(args.target) as target,
     ):
         rows = copy(source, target, _Progress())
     if args.json:

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tuner.base import document, output
 from tuner.config import Config
@@ -33,7 +33,9 @@ from tuner.measurement import (
     listed,
 )
 from tuner.problem import Problem, problem_from_json
-from tuner.store import Store
+
+if TYPE_CHECKING:
+    from tuner.store import Store
 
 FORMAT = "cutlass-tuner recording"
 VERSION = 1

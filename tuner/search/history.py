@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import cache
+from typing import TYPE_CHECKING
 
 from tuner.families import families
 from tuner.hardware import Gpu
@@ -13,7 +14,9 @@ from tuner.problem import Problem
 from tuner.problem.base import doublings
 from tuner.runners import recording_archive
 from tuner.runners.recording import Recording
-from tuner.store import Store
+
+if TYPE_CHECKING:
+    from tuner.store import Store
 
 MAX_PROBLEMS = 12
 """Number of the store's nearest problems that are read."""

@@ -13,7 +13,8 @@ from tuner import settings
 from tuner.store.entry import Entry
 
 if TYPE_CHECKING:
-    from tuner.store.base import ImportReport, Store, SweepRecord
+    from tuner.store.records import ImportReport, SweepRecord
+    from tuner.store.sql import Store
 
 __all__ = ["Entry", "ImportReport", "Store", "SweepRecord", "open_store"]
 
@@ -29,12 +30,13 @@ def open_store(url: str | None = None, *, create: bool = True) -> Store:
         ConfigError: when the URL cannot be parsed or its driver is not installed.
         StoreError: when the database cannot be opened or is not a store.
     """
-    from tuner.store.sql import SqlStore
+    from tuner.store.sql import Store
 
-    return SqlStore(url or settings.store_url(), create=create)
+    return Store(url or settings.store_url(), create=create)
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    return getattr(importlib.import_module("tuner.store.base"), name)
+    module = "sql" if name == "Store" else "records"
+    return getattr(importlib.import_module(f"tuner.store.{module}"), name)

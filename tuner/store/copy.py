@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from tuner.errors import StoreError
 from tuner.store import models
-from tuner.store.sql import SqlStore
+from tuner.store.sql import Store
 
 CHUNK = 1000
 """Rows that one transaction writes."""
@@ -32,7 +32,7 @@ Progress = Callable[[str, int, int], None]
 """Callback for a table's name, its rows copied so far, and its rows in all."""
 
 
-def copy(source: SqlStore, target: SqlStore, progress: Progress) -> dict[str, int]:
+def copy(source: Store, target: Store, progress: Progress) -> dict[str, int]:
     """Copy the contents of `source` to `target`. Returns the number of rows by table.
 
     Args:
@@ -65,9 +65,7 @@ def copy(source: SqlStore, target: SqlStore, progress: Progress) -> dict[str, in
         return {table.name: _count(reading, table) for table in (*_GROWING, *_OTHERS)}
 
 
-def _check(
-    reading: sa.Connection, there: sa.Connection, source: SqlStore, target: SqlStore
-) -> bool:
+def _check(reading: sa.Connection, there: sa.Connection, source: Store, target: Store) -> bool:
     """True if the copy is already complete.
 
     Raises:
@@ -88,7 +86,7 @@ def _check(
 
 
 def _copy_growing(
-    reading: sa.Connection, target: SqlStore, table: sa.Table, progress: Progress
+    reading: sa.Connection, target: Store, table: sa.Table, progress: Progress
 ) -> None:
     total = _count(reading, table)
     with target.transaction(write=False) as there:

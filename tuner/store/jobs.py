@@ -1,13 +1,12 @@
-"""Contract of the jobs in a store, and their records. Standard library only."""
+"""Records of the jobs in a store. Standard library only."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tuner.measurement import Measurement, speedup_text
+from tuner.measurement import speedup_text
 from tuner.problem import Problem
 from tuner.store.entry import Entry, is_vendor, vendor_name
 
@@ -205,146 +204,3 @@ class Event:
             "op": self.problem.op if self.problem else None,
             "shape": self.problem.label() if self.problem else None,
         }
-
-
-class Jobs(ABC):
-    """Jobs whose problems controllers take one by one under leases.
-
-    A problem of a job is a task. Two tasks of one problem never run at the same time, even of
-    different jobs. A lease that is not extended in time goes to the next claim, and its former
-    holder cannot write any more (`Store.under`). Every method that writes is one transaction. All
-    methods raise `StoreError` when the database fails.
-    """
-
-    # Submitting and watching
-
-    @abstractmethod
-    def submit(
-        self,
-        problems: Sequence[Problem],
-        options: Mapping[str, Any],
-        *,
-        priority: int = 0,
-        attempts: int = 3,
-    ) -> str:
-        """Add a job and return its id. Equal problems are one task.
-
-        Args:
-            problems: problems to tune, at least one.
-            options: JSON of the sweeps' options.
-            priority: jobs of higher priority are taken first.
-            attempts: times that a problem is begun before it has failed.
-
-        Raises:
-            ConfigError: when there is no problem, or a number is out of range.
-        """
-
-    @abstractmethod
-    def all(self) -> list[JobRecord]:
-        """All jobs, newest first."""
-
-    @abstractmethod
-    def find(self, id: str) -> JobRecord | None:
-        """Job whose id is this or starts with it.
-
-        Raises:
-            ConfigError: when several jobs match, or it is empty.
-        """
-
-    @abstractmethod
-    def tasks(self, job: str, *, state: str | None = None) -> list[Task]:
-        """Tasks of a job, of one state or all, in the order of submission."""
-
-    @abstractmethod
-    def trials(
-        self, job: str, *, after: int = 0, limit: int = 1000
-    ) -> list[tuple[int, Measurement]]:
-        """Measurements of the job's sweeps with ids above `after`, each with its id."""
-
-    @abstractmethod
-    def events(self, job: str, *, after: int = 0, limit: int = 1000) -> list[Event]:
-        """Events of a job with ids above `after`, oldest first."""
-
-    @abstractmethod
-    def cancel(self, job: str) -> int:
-        """Cancel every open task and return their number. Measurements are kept, without a
-        decision.
-        """
-
-    @abstractmethod
-    def retry(self, job: str) -> int:
-        """Queue failed and cancelled tasks again and return their number."""
-
-    @abstractmethod
-    def counts(self) -> dict[str, int]:
-        """Tasks of all jobs by state."""
-
-    @abstractmethod
-    def is_work_left(self) -> bool:
-        """True if a problem that this program knows is queued or running."""
-
-    # Working
-
-    @abstractmethod
-    def claim(self, holder: str, lease_s: float = LEASE_S) -> Claim | None:
-        """Claim the first task that is due, by priority, then in order of submission. Problems that
-        this program does not know are left to newer workers.
-
-        Args:
-            holder: claiming process, as ``host:pid``.
-            lease_s: seconds until the lease expires unless it is extended; at most `LEASE_S`.
-        """
-
-    @abstractmethod
-    def extend(self, lease: Lease, progress: Mapping[str, Any], lease_s: float = LEASE_S) -> bool:
-        """Extend a lease and report progress. Returns False if the lease is lost."""
-
-    @abstractmethod
-    def is_held(self, lease: Lease) -> bool:
-        """True if a lease is still held. Does not write."""
-
-    @abstractmethod
-    def begin(self, lease: Lease, sweep: str) -> None:
-        """Record the sweep that works on a task.
-
-        Raises:
-            LeaseLostError: when the lease is no longer held.
-        """
-
-    @abstractmethod
-    def finish(self, lease: Lease, text: str, result: Mapping[str, Any] | None = None) -> None:
-        """End a task as done.
-
-        Args:
-            lease: lease of the task.
-            text: the decision in words, for the log.
-            result: value for `Task.result`.
-
-        Raises:
-            LeaseLostError: when the lease is no longer held.
-        """
-
-    @abstractmethod
-    def fail(self, lease: Lease, reason: str, *, is_final: bool = False) -> bool:
-        """End an attempt as failed. Returns True if another one follows.
-
-        Args:
-            lease: lease of the attempt.
-            reason: reason that is stored with the task.
-            is_final: True if another attempt would fail in the same way.
-
-        Raises:
-            LeaseLostError: when the lease is no longer held.
-        """
-
-    @abstractmethod
-    def release(self, lease: Lease, reason: str) -> None:
-        """Put a task back into the queue. The attempt does not count.
-
-        Raises:
-            LeaseLostError: when the lease is no longer held.
-        """
-
-    @abstractmethod
-    def log(self, job: str, text: str, task: int | None = None) -> None:
-        """Add an event."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
@@ -20,14 +19,6 @@ from tuner.measurement import Measurement, Provenance, Regime, Regimes, Status, 
 from tuner.problem import Problem
 from tuner.store import exchange, models
 from tuner.store import statements as run
-from tuner.store.base import (
-    SWEEP_STATES,
-    Check,
-    EnvironmentRecord,
-    ImportReport,
-    Store,
-    SweepRecord,
-)
 from tuner.store.engine import connect
 from tuner.store.entry import (
     PINNED,
@@ -35,31 +26,39 @@ from tuner.store.entry import (
     as_text,
     canonical,
     check_ranking,
-    checked_measurement,
     entries_from_rows,
     environment_from_row,
     ranking_fault,
     sort_key,
 )
 from tuner.store.faults import FAULTS, decoding, store_error, store_lost
-from tuner.store.jobs import Jobs, Lease
-from tuner.store.newer import readable, without_unknown
+from tuner.store.job_statements import check
+from tuner.store.jobs import Lease
+from tuner.store.newer import without_unknown
+from tuner.store.records import (
+    SWEEP_STATES,
+    Check,
+    EnvironmentRecord,
+    ImportReport,
+    SweepRecord,
+)
 from tuner.store.rescue import Rescue
-from tuner.store.sql_jobs import SqlJobs, check
+from tuner.store.sql_jobs import Jobs
 from tuner.store.statements import now
 
 _P, _G, _E, _M = models.problems, models.gpus, models.environments, models.measurements
 _S, _W, _R, _B = models.sweeps, models.winners, models.rankings, models.builds
 _MIRRORS = models.mirrors
-#: Decisions and what they rank. Of the tables, not of the view: a document holds what was measured,
-#: not what was built since.
-_CHOSEN: sa.Select[Any] = sa.select(
-    _W.c.id, _W.c.sweep, _W.c.decided_at, _R.c.position, _R.c.measurement_id
-).select_from(_W.join(_R).join(_P))
 
 
-class SqlStore(Store):
-    """A store in a database that SQLAlchemy speaks to."""
+class Store:
+    """Measurements, sweeps and decisions in a database that SQLAlchemy speaks to.
+
+    Measurements are immutable: adding an equal one again returns the id of the first. There is one
+    decision, the newest, for each problem, GPU identity, regime and provenance. So a replayed or
+    predicted one never replaces a measured one. Every method that writes is one transaction. All
+    methods raise `StoreError` when the database fails.
+    """
 
     def __init__(self, url: str, *, create: bool = True) -> None:
         self._engine, self.where, file = connect(url, create=create)
@@ -68,21 +67,33 @@ class SqlStore(Store):
 
     @property
     def jobs(self) -> Jobs:
+        """Jobs of this store."""
         is_server = self._engine.dialect.name != "sqlite"
-        return SqlJobs(self.transaction, self.where, is_server=is_server)
+        return Jobs(self.transaction, self.where, is_server=is_server)
 
     def under(self, lease: Lease) -> Store:
+        """This store for the holder of a lease. Once the lease is lost, each method that writes
+        raises `LeaseLostError` instead.
+        """
         fenced = copy.copy(self)
         fenced._lease = lease
         return fenced
 
     def decisions_version(self) -> int:
+        """Number that rises with every change of decisions, pins and builds."""
         query = sa.select(models.versions.c.number).where(models.versions.c.name == "decisions")
         with self.transaction(write=False) as connection:
             return int(connection.scalar(query) or 0)
 
     def close(self) -> None:
+        """Close the connections."""
         self._engine.dispose()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @contextmanager
     def transaction(self, *, write: bool) -> Iterator[sa.Connection]:
@@ -117,9 +128,10 @@ class SqlStore(Store):
     def _content(self, connection: sa.Connection) -> dict[str, Any]:
         """All measurements and decisions, read outside a transaction."""
         with connection.begin():
-            return self._export(connection, run.MEASUREMENTS, _CHOSEN)
+            return self._export(connection, run.MEASUREMENTS, run.DECISIONS)
 
     def add(self, measurements: Iterable[Measurement]) -> list[int]:
+        """Store measurements. Returns their ids in order."""
         with self.transaction(write=True) as connection:
             return [id for id, _ in run.insert(connection, list(measurements), "")]
 
@@ -133,6 +145,16 @@ class SqlStore(Store):
         provenance: Provenance | None = None,
         final: bool | None = None,
     ) -> list[Measurement]:
+        """Stored measurements that match, oldest first.
+
+        Args:
+            problem: only of this problem.
+            gpu: only of GPUs with this identity.
+            regime: only of this regime or of these.
+            environment: only of the environment with this digest.
+            provenance: only of this provenance.
+            final: only final ones (True) or only the others (False).
+        """
         query = run.matching(run.MEASUREMENTS, _G.c.identity, _M, problem, gpu, regime, provenance)
         if environment is not None:
             query = query.where(_E.c.digest == environment)
@@ -140,9 +162,10 @@ class SqlStore(Store):
             query = query.where(_M.c.is_final == final)
         with self.transaction(write=False) as connection:
             rows = connection.execute(query.order_by(_M.c.id)).mappings().all()
-        return [m for _, m in self._read(rows)]
+        return [m for _, m in run.read(self.where, rows)]
 
     def environments(self) -> list[EnvironmentRecord]:
+        """Environments of measured final passes, newest first."""
         newest = sa.func.max(_M.c.created_at)
         query = (
             sa.select(_E.c.facts, newest)
@@ -156,15 +179,6 @@ class SqlStore(Store):
         with decoding(self.where):
             return [EnvironmentRecord(environment_from_row(text), as_text(at)) for text, at in rows]
 
-    def _read(self, rows: Sequence[sa.RowMapping]) -> list[tuple[int, Measurement]]:
-        """Measurements with their ids, without those of newer programs."""
-
-        def read(row: sa.RowMapping) -> tuple[int, Measurement]:
-            return row["id"], checked_measurement(dict(row))
-
-        with decoding(self.where):
-            return readable(self.where, rows, read)
-
     def decide(
         self,
         problem: Problem,
@@ -173,6 +187,22 @@ class SqlStore(Store):
         ranking: Sequence[Measurement],
         sweep: str,
     ) -> None:
+        """Store final measurements and the decision that ranks them.
+
+        A pin stays, and moves to the pinned config's new measurement if there is one. The pin of a
+        mirrored decision belongs to the service, and is removed with the replaced decision.
+
+        Args:
+            problem: problem that was tuned.
+            gpu: GPU that it was measured on.
+            regime: regime of the times.
+            ranking: final measurements that passed, own and vendors', best first, of one
+                provenance.
+            sweep: id of the deciding sweep.
+
+        Raises:
+            StoreError: when the ranking is empty or contains a measurement of something else.
+        """
         fault = ranking_fault(ranking)
         if not fault and run.identity(ranking[0]) != (problem, gpu.identity, regime):
             fault = "it ranks another problem, GPU or regime"
@@ -182,7 +212,7 @@ class SqlStore(Store):
             ids = [id for id, _ in run.insert(connection, ranking, "")]
             winner, _ = run.ensure_winner(connection, ranking[0])
             mirrors = connection.scalars(sa.select(_MIRRORS.c.url)).all()
-            run.drop_pin_from(connection, winner, [mirror_origin(url) for url in mirrors])
+            run.drop_pin_from(connection, winner, [run.mirror_origin(url) for url in mirrors])
             run.rank(connection, winner, ids, sweep, now())
             # These artifacts ran a moment ago: older builds give way.
             connection.execute(
@@ -194,6 +224,7 @@ class SqlStore(Store):
             run.renew_pin(connection, winner, ids)
 
     def best(self, problem: Problem, gpu: Gpu, regime: Regime) -> Entry | None:
+        """Decision of a problem: the measured entry, else the replayed, else the predicted one."""
         found = self.entries(problem=problem, gpu=gpu, regime=regime)
         return found[0] if found else None
 
@@ -206,6 +237,15 @@ class SqlStore(Store):
         regime: Regime | None = None,
         provenance: Provenance | None = None,
     ) -> list[Entry]:
+        """All decisions that match, in a fixed order.
+
+        Args:
+            op: only this operation; None: all of them.
+            problem: only this problem; None: all of them.
+            gpu: only this GPU, by its identity; None: all of them.
+            regime: only this regime; None: all of them.
+            provenance: only such times; None: measured, replayed and predicted ones.
+        """
         view, query = models.best, models.checked_best
         for column, value in (
             (view.c.op, op),
@@ -223,6 +263,7 @@ class SqlStore(Store):
             return sorted(entries_from_rows(self.where, rows), key=sort_key)
 
     def begin_sweep(self, sweep: SweepRecord) -> SweepRecord:
+        """Record a sweep as running, or resume the one of this id. Returns the stored record."""
         with self.transaction(write=True) as connection:
             stored = connection.scalar(sa.select(_S.c.created_at).where(_S.c.id == sweep.id))
             sweep = sweep.but(
@@ -248,6 +289,11 @@ class SqlStore(Store):
             return sweep
 
     def end_sweep(self, id: str, state: str) -> None:
+        """Record that a sweep ended as ``done`` or ``interrupted``.
+
+        Raises:
+            StoreError: when no sweep has this id.
+        """
         if state not in SWEEP_STATES[1:]:
             raise StoreError(
                 f"sweep state {state} is not known (allowed: {', '.join(SWEEP_STATES[1:])})"
@@ -260,6 +306,15 @@ class SqlStore(Store):
     def find_sweep(
         self, problem: Problem, gpu: Gpu, regime: Regime, environment: str, settings: str
     ) -> SweepRecord | None:
+        """Newest sweep of a problem in an environment with equal settings; None if there is none.
+
+        Args:
+            problem: problem of the sweep.
+            gpu: GPU of the sweep.
+            regime: regime of its times.
+            environment: digest of the environment.
+            settings: text of the options that a resumed sweep must share.
+        """
         query: sa.Select[Any] = sa.select(_S).join(_P).join(_G)
         query = run.matching(query, _G.c.identity, _S, problem, gpu, regime, None)
         query = query.where(_S.c.environment == environment, _S.c.settings == settings)
@@ -277,6 +332,18 @@ class SqlStore(Store):
         return SweepRecord(problem=problem, gpu=gpu, regime=regime, **values)
 
     def pin(self, problem: Problem, gpu: Gpu, regime: Regime, config: Config) -> Entry:
+        """Serve `config` until `unpin`, whatever later sweeps decide. Returns the entry.
+
+        Args:
+            problem: problem of the decision.
+            gpu: GPU of the decision.
+            regime: regime of the decision.
+            config: config with a passing measurement of the three.
+
+        Raises:
+            ConfigError: when the config has no passing measurement in this store.
+            StoreError: when the problem has no measured decision.
+        """
         query = run.matching(
             sa.select(_M.c.id).select_from(_M.join(_P).join(_G)),
             _G.c.identity, _M, problem, gpu, regime, Provenance.MEASURED,
@@ -303,6 +370,7 @@ class SqlStore(Store):
         return entry
 
     def unpin(self, problem: Problem, gpu: Gpu, regime: Regime) -> bool:
+        """Serve the decided winner again. Returns False if no config was pinned."""
         with self.transaction(write=True) as connection:
             winner = run.find_winner(connection, problem, gpu, regime)
             if winner is None:
@@ -311,6 +379,11 @@ class SqlStore(Store):
             return connection.execute(gone).rowcount > 0
 
     def record_build(self, problem: Problem, config: Config, artifacts: Mapping[str, str]) -> None:
+        """Record the artifacts built on this machine for a config that was measured elsewhere or
+        pruned.
+
+        Entries then name these artifacts. An imported measurement does not name any before.
+        """
         with self.transaction(write=True) as connection:
             key = {
                 "problem_id": run.problem_id(connection, problem),
@@ -322,26 +395,27 @@ class SqlStore(Store):
     def forget(
         self, problem: Problem, gpu: Gpu | None = None, regime: Regimes | None = None
     ) -> tuple[int, int]:
+        """Delete a problem's decisions, sweeps and measurements, damaged rows included.
+
+        Returns:
+            Numbers of deleted decisions and measurements.
+        """
         with self.transaction(write=True) as connection:
             found = connection.scalar(sa.select(_P.c.id).where(_P.c.key == problem.key))
             if found is None:
                 return 0, 0
-            winners = _W.delete().where(_W.c.problem_id == found)
-            sweeps = _S.delete().where(_S.c.problem_id == found)
-            measurements = _M.delete().where(_M.c.problem_id == found)
-            if gpu is not None:
-                models_of = sa.select(_G.c.id).where(_G.c.identity == gpu.identity)
-                winners = winners.where(_W.c.gpu == gpu.identity)
-                sweeps = sweeps.where(_S.c.gpu_id.in_(models_of))
-                measurements = measurements.where(_M.c.gpu_id.in_(models_of))
-            if regime is not None:
-                keys = regime_keys(regime)
-                winners = winners.where(_W.c.regime.in_(keys))
-                sweeps = sweeps.where(_S.c.regime.in_(keys))
-                measurements = measurements.where(_M.c.regime.in_(keys))
-            decisions = connection.execute(winners).rowcount
-            connection.execute(sweeps)
-            return decisions, connection.execute(measurements).rowcount
+            counts = []
+            for table in (_W, _S, _M):
+                query = table.delete().where(table.c.problem_id == found)
+                if gpu is not None and table is _W:
+                    query = query.where(_W.c.gpu == gpu.identity)
+                elif gpu is not None:
+                    models_of = sa.select(_G.c.id).where(_G.c.identity == gpu.identity)
+                    query = query.where(table.c.gpu_id.in_(models_of))
+                if regime is not None:
+                    query = query.where(table.c.regime.in_(regime_keys(regime)))
+                counts.append(connection.execute(query).rowcount)
+            return counts[0], counts[2]
 
     def export(
         self,
@@ -353,7 +427,17 @@ class SqlStore(Store):
         provenance: Provenance | None = None,
         trials: bool = False,
     ) -> dict[str, Any]:
-        chosen = run.matching(_CHOSEN, _W.c.gpu, _W, problem, gpu, regime, provenance)
+        """Export decisions and their measurements as a document for `import_`.
+
+        Args:
+            op: only of this operation.
+            problem: only of this problem.
+            gpu: only of GPUs with this identity.
+            regime: only of this regime or of these.
+            provenance: only of this provenance.
+            trials: True for every measurement, not only those that decisions rank.
+        """
+        chosen = run.matching(run.DECISIONS, _W.c.gpu, _W, problem, gpu, regime, provenance)
         rows = run.matching(run.MEASUREMENTS, _G.c.identity, _M, problem, gpu, regime, provenance)
         if op is not None:
             chosen, rows = chosen.where(_P.c.op == op), rows.where(_P.c.op == op)
@@ -367,19 +451,11 @@ class SqlStore(Store):
     ) -> dict[str, Any]:
         """The document of some measurements, and of those decisions that are chosen."""
         stored = connection.execute(rows).mappings().all()
-        measured = dict(self._read(stored))
+        measured = dict(run.read(self.where, stored))
         left_out = {row["id"] for row in stored} - measured.keys()
-        places = connection.execute(chosen.order_by(_W.c.id, _R.c.position)).mappings().all()
-        by_id: dict[int, exchange.Decision] = {}
         with decoding(self.where):
-            for place in places:
-                origin = as_text(place["sweep"]), as_text(place["decided_at"])
-                decision = by_id.setdefault(place["id"], exchange.Decision([], None, *origin))
-                if place["position"] == PINNED:
-                    decision.pinned = place["measurement_id"]
-                else:
-                    decision.ranking.append(place["measurement_id"])
-            decisions = [d for d in by_id.values() if left_out.isdisjoint(d.numbers)]
+            every = run.decisions(connection, chosen)
+            decisions = [d for d in every if left_out.isdisjoint(d.numbers)]
             for decision in decisions:
                 check_ranking([measured[id] for id in decision.ranking])
                 if decision.pinned is not None and decision.pinned not in measured:
@@ -389,6 +465,19 @@ class SqlStore(Store):
     def import_(
         self, document: Mapping[str, Any], *, origin: str = "imported", check: Check | None = None
     ) -> ImportReport:
+        """Import an exported document, as a whole or not at all. It holds only data.
+
+        A decision made by this store is kept over an imported one. The newer of two imported ones
+        is kept.
+
+        Args:
+            document: result of `export`.
+            origin: source of the document, stored with each new measurement.
+            check: further checks of measurements that a decision serves.
+
+        Raises:
+            ConfigError: when a row does not fit; names every such row with its reason.
+        """
         measured, decisions = exchange.read(document, check)
         with self.transaction(write=True) as connection:
             return run.adopt_all(connection, measured, decisions, origin)[0]
@@ -396,10 +485,25 @@ class SqlStore(Store):
     def mirror(
         self, document: Mapping[str, Any], *, url: str, etag: str, check: Check
     ) -> ImportReport:
+        """Replace the decisions mirrored from a service by those of its snapshot, as a whole or not
+        at all.
+
+        Mirrored decisions follow the service, pins included, and those that it no longer has are
+        dropped. A decision of this store, or a newer one from elsewhere, is kept.
+
+        Args:
+            document: the snapshot, as `export` writes it.
+            url: URL of the service.
+            etag: ETag of the snapshot, which `mirrored` returns.
+            check: checks of measurements to be served here.
+
+        Raises:
+            ConfigError: when a row does not fit; names every such row with its reason.
+        """
         document, newer = without_unknown(document)
         measured, decisions = exchange.read(document)
         allowed, refused = exchange.servable(measured, decisions, check)
-        origin = mirror_origin(url)
+        origin = run.mirror_origin(url)
         with self.transaction(write=True) as connection:
             report, winners = run.adopt_all(connection, measured, allowed, origin, follows=True)
             dropped = run.drop_others(connection, origin, winners)
@@ -408,16 +512,9 @@ class SqlStore(Store):
         return replace(report, entries_dropped=dropped, entries_refused=(*newer, *refused))
 
     def mirrored(self, url: str) -> str | None:
+        """ETag of the snapshot that was last mirrored from a service."""
         with self.transaction(write=False) as connection:
             query = sa.select(_MIRRORS.c.etag).where(_MIRRORS.c.url == url)
             etag = connection.scalar(query)
         with decoding(self.where):
             return None if etag is None else as_text(etag)
-
-
-def mirror_origin(url: str) -> str:
-    """The origin of what is mirrored from a service: its URL, as far as the column holds it."""
-    if len(url) <= models.ORIGIN_CHARACTERS:
-        return url
-    digest = hashlib.sha256(url.encode()).hexdigest()[:12]
-    return f"{url[: models.ORIGIN_CHARACTERS - 13]}#{digest}"

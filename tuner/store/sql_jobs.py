@@ -15,13 +15,15 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
-from tuner.errors import ConfigError, LeaseLostError
+from tuner.errors import ConfigError
 from tuner.measurement import Measurement
-from tuner.problem import PROBLEMS, Problem
+from tuner.problem import Problem
+from tuner.store import job_statements as queue
 from tuner.store import models
 from tuner.store import statements as run
-from tuner.store.entry import as_object, canonical, checked_measurement, problem_from_row
+from tuner.store.entry import as_object, canonical, problem_from_row
 from tuner.store.faults import decoding
+from tuner.store.job_statements import LONGEST_BACKOFF_S, check, lost
 from tuner.store.jobs import (
     LEASE_S,
     MAX_ATTEMPTS,
@@ -30,7 +32,6 @@ from tuner.store.jobs import (
     Claim,
     Event,
     JobRecord,
-    Jobs,
     Lease,
     Task,
     check_shown,
@@ -48,10 +49,6 @@ _P, _M, _J, _T, _E = (
 
 BACKOFF_S = 5.0
 """Before the second attempt; doubled for each further one."""
-LONGEST_BACKOFF_S = 300.0
-#: Another transaction may have read the clock, and written a time by it, so much later than this
-#: one, which finds that time: it is no sign of a clock that was set back.
-SKEW_S = LEASE_S
 
 _RESULT = "result"
 """Name of a finished task's result within what its row tells of progress."""
@@ -59,52 +56,13 @@ _RESULT = "result"
 Transaction = Callable[..., AbstractContextManager[sa.Connection]]
 
 
-def _times(clock: float) -> dict[str, float]:
-    """The parameters of the statements below. A time further ahead than any wait, or any lease,
-    means that the clock was set back.
-    """
-    waits, leases = clock + LONGEST_BACKOFF_S + SKEW_S, clock + LEASE_S + SKEW_S
-    return {"clock": clock, "longest_wait": waits, "longest_lease": leases}
+class Jobs:
+    """Jobs whose problems controllers take one by one under leases.
 
-
-_CLOCK = sa.bindparam("clock", type_=sa.Double)
-_OTHERS = _T.alias()
-#: Tasks that may be taken. These statements are built once: building one costs more than running
-#: it.
-_DUE = (
-    _T.c.state == "queued",
-    sa.or_(
-        _T.c.not_before <= _CLOCK,
-        _T.c.not_before > sa.bindparam("longest_wait", type_=sa.Double),
-    ),
-    ~sa.exists().where(_OTHERS.c.problem_id == _T.c.problem_id, _OTHERS.c.state == "running"),
-)
-_KNOWN = _P.c.op.in_(PROBLEMS)
-"""Operations of this program: a newer one may have submitted others."""
-_NEXT = (
-    sa.select(_T, _J.c.options, _P.c.key)
-    .select_from(_T.join(_J).join(_P))
-    .where(*_DUE, _KNOWN, _T.c.id.not_in(sa.bindparam("newer", expanding=True)))
-    .order_by(_J.c.priority.desc(), _T.c.id)
-    .limit(1)
-    .with_for_update(of=_T, skip_locked=True)
-)
-#: Tasks whose holder is silent.
-_LOST = sa.select(_T).where(
-    _T.c.state == "running",
-    sa.or_(
-        _T.c.expires_at < _CLOCK,
-        _T.c.expires_at > sa.bindparam("longest_lease", type_=sa.Double),
-    ),
-)
-#: Whether a claim would change anything.
-_IS_DUE = sa.select(
-    sa.or_(sa.exists().where(*_DUE, _T.c.problem_id == _P.c.id, _KNOWN), _LOST.exists())
-)
-
-
-class SqlJobs(Jobs):
-    """The jobs of an SQL store.
+    A problem of a job is a task. Two tasks of one problem never run at the same time, even of
+    different jobs. A lease that is not extended in time goes to the next claim, and its former
+    holder cannot write any more (`Store.under`). Every method that writes is one transaction. All
+    methods raise `StoreError` when the database fails.
 
     Args:
         transaction: function that opens a transaction of the store, given ``write``.
@@ -127,6 +85,17 @@ class SqlJobs(Jobs):
         priority: int = 0,
         attempts: int = 3,
     ) -> str:
+        """Add a job and return its id. Equal problems are one task.
+
+        Args:
+            problems: problems to tune, at least one.
+            options: JSON of the sweeps' options.
+            priority: jobs of higher priority are taken first.
+            attempts: times that a problem is begun before it has failed.
+
+        Raises:
+            ConfigError: when there is no problem, or a number is out of range.
+        """
         if not problems:
             raise ConfigError("problems=0 is out of range (allowed: 1 or more)")
         for name, value, least, most in (
@@ -165,6 +134,7 @@ class SqlJobs(Jobs):
         return id
 
     def all(self) -> list[JobRecord]:
+        """All jobs, newest first."""
         with self._transaction(write=False) as connection:
             return self._records(connection, sa.true())
 
@@ -190,6 +160,11 @@ class SqlJobs(Jobs):
             ]
 
     def find(self, id: str) -> JobRecord | None:
+        """Job whose id is this or starts with it.
+
+        Raises:
+            ConfigError: when several jobs match, or it is empty.
+        """
         if not id:  # every id begins with nothing
             raise ConfigError("the job's id is empty: give at least its first digit")
         with self._transaction(write=False) as connection:
@@ -199,6 +174,7 @@ class SqlJobs(Jobs):
         return found[0] if found else None
 
     def tasks(self, job: str, *, state: str | None = None) -> list[Task]:
+        """Tasks of a job, of one state or all, in the order of submission."""
         trials = (
             sa.select(sa.func.count())
             .where(_M.c.sweep == _T.c.sweep, _T.c.sweep != "", _M.c.is_final.is_(False))
@@ -230,22 +206,19 @@ class SqlJobs(Jobs):
     def trials(
         self, job: str, *, after: int = 0, limit: int = 1000
     ) -> list[tuple[int, Measurement]]:
+        """Measurements of the job's sweeps with ids above `after`, each with its id."""
         sweeps = sa.select(_T.c.sweep).where(_T.c.job_id == job, _T.c.sweep != "")
         query = (
-            run.MEASUREMENTS.where(_M.c.sweep.in_(sweeps), _M.c.id > after, _KNOWN)
+            run.MEASUREMENTS.where(_M.c.sweep.in_(sweeps), _M.c.id > after, queue.KNOWN)
             .order_by(_M.c.id)
             .limit(limit)
         )
         with self._transaction(write=False) as connection:
             rows = connection.execute(query).mappings().all()
-
-        def read(row: sa.RowMapping) -> tuple[int, Measurement]:
-            return row["id"], checked_measurement(dict(row))
-
-        with decoding(self._where):
-            return readable(self._where, rows, read)
+        return run.read(self._where, rows)
 
     def events(self, job: str, *, after: int = 0, limit: int = 1000) -> list[Event]:
+        """Events of a job with ids above `after`, oldest first."""
         query = (
             sa.select(_E, _P.c.key)
             .select_from(_E.outerjoin(_T, _E.c.task_id == _T.c.id).outerjoin(_P))
@@ -265,6 +238,9 @@ class SqlJobs(Jobs):
         return events
 
     def cancel(self, job: str) -> int:
+        """Cancel every open task and return their number. Measurements are kept, without a
+        decision.
+        """
         with self._transaction(write=True) as connection:
             query = _T.update().where(_T.c.job_id == job, _T.c.state.in_(OPEN_STATES))
             count = connection.execute(query.values(state="cancelled", holder="")).rowcount
@@ -273,6 +249,7 @@ class SqlJobs(Jobs):
             return count
 
     def retry(self, job: str) -> int:
+        """Queue failed and cancelled tasks again and return their number."""
         with self._transaction(write=True) as connection:
             query = _T.update().where(_T.c.job_id == job, _T.c.state.in_(("failed", "cancelled")))
             change = query.values(state="queued", attempt=0, not_before=0.0)
@@ -282,6 +259,7 @@ class SqlJobs(Jobs):
             return count
 
     def counts(self) -> dict[str, int]:
+        """Tasks of all jobs by state."""
         with self._transaction(write=False) as connection:
             query = sa.select(_T.c.state, sa.func.count()).group_by(_T.c.state)
             return {state: count for state, count in connection.execute(query)}
@@ -289,9 +267,16 @@ class SqlJobs(Jobs):
     # Working
 
     def claim(self, holder: str, lease_s: float = LEASE_S) -> Claim | None:
+        """Claim the first task that is due, by priority, then in order of submission. Problems that
+        this program does not know are left to newer workers.
+
+        Args:
+            holder: claiming process, as ``host:pid``.
+            lease_s: seconds until the lease expires unless it is extended; at most `LEASE_S`.
+        """
         with self._transaction(write=False) as connection:
             # Many ask again and again while nothing is due: they take no turn from a writer.
-            if not connection.scalar(_IS_DUE, _times(self._clock(connection))):
+            if not connection.scalar(queue.IS_DUE, queue.times(self._clock(connection))):
                 return None
         with self._transaction(write=True) as connection:
             clock = self._clock(connection)
@@ -327,7 +312,9 @@ class SqlJobs(Jobs):
     def _next(self, connection: sa.Connection, clock: float) -> sa.RowMapping | None:
         """The first task that is due; problems of newer programs are left to their workers."""
         newer: list[int] = []
-        while rows := self._typed(connection, _NEXT, _T, {**_times(clock), "newer": newer}):
+        while rows := self._typed(
+            connection, queue.NEXT, _T, {**queue.times(clock), "newer": newer}
+        ):
             with decoding(self._where):
                 if readable(self._where, [rows[0]["key"]], problem_from_row):
                     return rows[0]
@@ -335,33 +322,51 @@ class SqlJobs(Jobs):
         return None
 
     def is_work_left(self) -> bool:
+        """True if a problem that this program knows is queued or running."""
         query = sa.select(_P.c.key).distinct().select_from(_T.join(_P))
-        query = query.where(_T.c.state.in_(OPEN_STATES), _KNOWN)
+        query = query.where(_T.c.state.in_(OPEN_STATES), queue.KNOWN)
         with self._transaction(write=False) as connection:
             keys = connection.scalars(query).all()
         with decoding(self._where):
             return bool(readable(self._where, keys, problem_from_row))
 
     def extend(self, lease: Lease, progress: Mapping[str, Any], lease_s: float = LEASE_S) -> bool:
-        values = {**_named(lease), "told": canonical(dict(progress))}
+        """Extend a lease and report progress. Returns False if the lease is lost."""
+        values = {**queue.named(lease), "told": canonical(dict(progress))}
         with self._transaction(write=True) as connection:
             if connection.dialect.name == "postgresql":
-                changed = connection.execute(_EXTEND_THERE, {**values, "lease_s": lease_s})
+                changed = connection.execute(queue.EXTEND_THERE, {**values, "lease_s": lease_s})
             else:
                 until = self._clock(connection) + lease_s
-                changed = connection.execute(_EXTEND, {**values, "until": until})
+                changed = connection.execute(queue.EXTEND, {**values, "until": until})
             return changed.rowcount > 0
 
     def is_held(self, lease: Lease) -> bool:
+        """True if a lease is still held. Does not write."""
         with self._transaction(write=False) as connection:
-            return connection.execute(_HELD, _named(lease)).first() is not None
+            return connection.execute(queue.HELD, queue.named(lease)).first() is not None
 
     def begin(self, lease: Lease, sweep: str) -> None:
+        """Record the sweep that works on a task.
+
+        Raises:
+            LeaseLostError: when the lease is no longer held.
+        """
         with self._transaction(write=True) as connection:
             if connection.execute(self._held(lease).values(sweep=sweep)).rowcount == 0:
                 raise lost(lease)
 
     def finish(self, lease: Lease, text: str, result: Mapping[str, Any] | None = None) -> None:
+        """End a task as done.
+
+        Args:
+            lease: lease of the task.
+            text: the decision in words, for the log.
+            result: value for `Task.result`.
+
+        Raises:
+            LeaseLostError: when the lease is no longer held.
+        """
         told = {} if result is None else {_RESULT: dict(result)}
         with self._transaction(write=True) as connection:
             row = check(connection, lease)
@@ -370,11 +375,26 @@ class SqlJobs(Jobs):
             self._log(connection, row.job_id, lease.task, f"done: {text}")
 
     def fail(self, lease: Lease, reason: str, *, is_final: bool = False) -> bool:
+        """End an attempt as failed. Returns True if another one follows.
+
+        Args:
+            lease: lease of the attempt.
+            reason: reason that is stored with the task.
+            is_final: True if another attempt would fail in the same way.
+
+        Raises:
+            LeaseLostError: when the lease is no longer held.
+        """
         with self._transaction(write=True) as connection:
             row = check(connection, lease)
             return self._fail(connection, row, reason, is_final)
 
     def release(self, lease: Lease, reason: str) -> None:
+        """Put a task back into the queue. The attempt does not count.
+
+        Raises:
+            LeaseLostError: when the lease is no longer held.
+        """
         with self._transaction(write=True) as connection:
             row = check(connection, lease)
             back = self._held(lease).values(
@@ -384,6 +404,7 @@ class SqlJobs(Jobs):
             self._log(connection, row.job_id, lease.task, f"back in the queue: {reason}")
 
     def log(self, job: str, text: str, task: int | None = None) -> None:
+        """Add an event."""
         with self._transaction(write=True) as connection:
             self._log(connection, job, task, text)
 
@@ -425,8 +446,8 @@ class SqlJobs(Jobs):
 
     def _requeue_lost(self, connection: sa.Connection, clock: float) -> None:
         """Put tasks with expired leases back into the queue."""
-        query = _LOST.order_by(_T.c.id).with_for_update(skip_locked=True)
-        for row in connection.execute(query, _times(clock)).all():
+        query = queue.LOST.order_by(_T.c.id).with_for_update(skip_locked=True)
+        for row in connection.execute(query, queue.times(clock)).all():
             self._fail(connection, row, f"{row.holder} stopped answering", is_final=False)
 
     def _fail(
@@ -456,44 +477,3 @@ class SqlJobs(Jobs):
         # the last one it saw misses none.
         connection.execute(sa.select(_J.c.id).where(_J.c.id == job).with_for_update())
         connection.execute(_E.insert().values(job_id=job, task_id=task, at=now(), text=text))
-
-
-_IS_HELD = (
-    _T.c.id == sa.bindparam("task"),
-    _T.c.token == sa.bindparam("number"),
-    _T.c.state == "running",
-)
-#: The task of a lease that is held.
-_HELD = sa.select(_T).where(*_IS_HELD)
-_LOCKED = _HELD.with_for_update()
-_EXTENDED = _T.update().where(*_IS_HELD).values(progress=sa.bindparam("told"))
-_EXTEND = _EXTENDED.values(expires_at=sa.bindparam("until", type_=sa.Double))
-#: By the server's clock, without asking for it first.
-_EXTEND_THERE = _EXTENDED.values(
-    expires_at=sa.extract("epoch", sa.func.clock_timestamp())
-    + sa.bindparam("lease_s", type_=sa.Double)
-)
-
-
-def _named(lease: Lease) -> dict[str, int]:
-    return {"task": lease.task, "number": lease.token}
-
-
-def check(connection: sa.Connection, lease: Lease) -> sa.Row[Any]:
-    """The task of a lease, kept from changing until the transaction ends.
-
-    Raises:
-        LeaseLostError: when the lease is no longer held.
-    """
-    row = connection.execute(_LOCKED, _named(lease)).first()
-    if row is None:
-        raise lost(lease)
-    return row
-
-
-def lost(lease: Lease) -> LeaseLostError:
-    """Message to a former holder."""
-    return LeaseLostError(
-        f"lease {lease.token} on task {lease.task} is lost: the job was cancelled, or another "
-        "controller took over; nothing was written"
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,9 +27,19 @@ from tuner.measurement import (
 )
 from tuner.problem import Problem
 from tuner.store import models
-from tuner.store.base import ImportReport
-from tuner.store.entry import MEASUREMENT_COLUMNS, PINNED, canonical, row_digest, to_row
+from tuner.store.entry import (
+    MEASUREMENT_COLUMNS,
+    PINNED,
+    as_text,
+    canonical,
+    checked_measurement,
+    row_digest,
+    to_row,
+)
 from tuner.store.exchange import Decision, is_ahead
+from tuner.store.faults import decoding
+from tuner.store.newer import readable
+from tuner.store.records import ImportReport
 
 _P, _G, _E, _M = models.problems, models.gpus, models.environments, models.measurements
 _S, _W, _R, _B = models.sweeps, models.winners, models.rankings, models.builds
@@ -48,6 +59,11 @@ MEASUREMENTS: sa.Select[Any] = sa.select(
     ),
 ).select_from(_M.join(_P).join(_G).join(_E))
 
+#: Decisions and what they rank. Of the tables, not of the view: a document holds what was measured,
+#: not what was built since.
+DECISIONS: sa.Select[Any] = sa.select(
+    _W.c.id, _W.c.sweep, _W.c.decided_at, _R.c.position, _R.c.measurement_id
+).select_from(_W.join(_R).join(_P))
 
 _PARAMETERS = 500
 """Parameters of one statement; SQLite takes 999 at least."""
@@ -56,6 +72,24 @@ _PARAMETERS = 500
 def now() -> str:
     """The time as the store writes it: UTC, ISO 8601, milliseconds."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def read(where: str, rows: Iterable[sa.RowMapping]) -> list[tuple[int, Measurement]]:
+    """Rows of `MEASUREMENTS` with their ids, without those of newer programs.
+
+    Args:
+        where: the store's name in messages.
+        rows: rows of the query.
+
+    Raises:
+        StoreError: when a row was damaged.
+    """
+
+    def measured(row: sa.RowMapping) -> tuple[int, Measurement]:
+        return row["id"], checked_measurement(dict(row))
+
+    with decoding(where):
+        return readable(where, rows, measured)
 
 
 def identity(measurement: Measurement) -> tuple[Problem, str, Regime]:
@@ -253,6 +287,35 @@ def _check_latency(m: Measurement) -> None:
         raise StoreError(f"status {m.status} does not go with the latency {latency} us")
     if latency is not None and not (math.isfinite(latency) and latency > 0):
         raise StoreError(f"a measurement cannot have the latency {latency} us")
+
+
+def mirror_origin(url: str) -> str:
+    """The origin of what is mirrored from a service: its URL, as far as the column holds it."""
+    if len(url) <= models.ORIGIN_CHARACTERS:
+        return url
+    digest = hashlib.sha256(url.encode()).hexdigest()[:12]
+    return f"{url[: models.ORIGIN_CHARACTERS - 13]}#{digest}"
+
+
+def decisions(connection: sa.Connection, chosen: sa.Select[Any]) -> list[Decision]:
+    """Decisions by ids of measurements.
+
+    Args:
+        connection: an open transaction.
+        chosen: `DECISIONS`, narrowed.
+
+    Raises:
+        TypeError: when a row was damaged.
+    """
+    by_id: dict[int, Decision] = {}
+    for place in connection.execute(chosen.order_by(_W.c.id, _R.c.position)).all():
+        origin = as_text(place.sweep), as_text(place.decided_at)
+        decision = by_id.setdefault(place.id, Decision([], None, *origin))
+        if place.position == PINNED:
+            decision.pinned = place.measurement_id
+        else:
+            decision.ranking.append(place.measurement_id)
+    return list(by_id.values())
 
 
 def find_winner(

@@ -17,15 +17,17 @@ import urllib.request
 import zlib
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tuner import settings
 from tuner.base import document
 from tuner.base.printable import one_line
 from tuner.errors import ConfigError, StoreError
-from tuner.store import ImportReport, Store
-from tuner.store.base import Check
 from tuner.store.exchange import parse
+from tuner.store.records import Check, ImportReport
+
+if TYPE_CHECKING:
+    from tuner.store import Store
 
 DEADLINE_S = 120.0
 """Deadline of a whole answer, from the connection's begin to the last byte."""

@@ -36,7 +36,8 @@ from tuner.families import families_of
 from tuner.runners.base import Runner
 from tuner.runners.choose import Machine, Runners
 from tuner.store import Store
-from tuner.store.jobs import LEASE_S, Claim, Jobs, Lease, result_of, result_text
+from tuner.store.jobs import LEASE_S, Claim, Lease, result_of, result_text
+from tuner.store.sql_jobs import Jobs
 from tuner.tuning.job import JobOptions
 from tuner.tuning.progress import SweepState, Watcher, progress_of
 from tuner.tuning.sweep import Catalogue, Sweep

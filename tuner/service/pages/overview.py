@@ -10,7 +10,8 @@ from tuner.measurement import Provenance, speedup_text
 from tuner.service.decisions import DecisionTable
 from tuner.service.pages.table import standing_of
 from tuner.store.entry import Entry
-from tuner.store.jobs import Jobs, Task
+from tuner.store.jobs import Task
+from tuner.store.sql_jobs import Jobs
 
 MAX_LOSSES = 5
 """Problems that the page names."""
