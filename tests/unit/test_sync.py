@@ -36,7 +36,7 @@ from tuner.cli import main
 from tuner.config import Config
 from tuner.problem import AttentionProblem, GemmProblem, Problem
 from tuner.selection.reader import close, lookup
-from tuner.store import Store, open_store, sync
+from tuner.store import Store, exchange, open_store, sync
 
 store = served_store
 
@@ -259,7 +259,7 @@ FAULTS: dict[str, tuple[bytes, bytes | None, str]] = {
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sync, "DEADLINE_S", 1.0)
     monkeypatch.setattr(sync, "MAX_BYTES", 1 << 24)
-    monkeypatch.setattr(sync, "MAX_TOKENS", 1 << 20)
+    monkeypatch.setattr(exchange, "MAX_TOKENS", 1 << 20)
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -297,7 +297,7 @@ def test_on_an_interval_nothing_that_a_server_does_ends_it(
     # The faults are what matters here, not which limit each meets.
     monkeypatch.setattr(sync, "DEADLINE_S", 0.1)
     monkeypatch.setattr(sync, "MAX_BYTES", 1 << 20)
-    monkeypatch.setattr(sync, "MAX_TOKENS", 1 << 14)
+    monkeypatch.setattr(exchange, "MAX_TOKENS", 1 << 14)
     with contextlib.closing(Hostile(*(fault[:2] for fault in FAULTS.values()))) as server:
         assert main(["sync", server.address, "--every", "60"]) == 130
     *lines, last = capsys.readouterr().err.splitlines()

@@ -27,9 +27,6 @@ MEMBERS = (
     (re.compile(r"libraries/[0-9a-f]{64}\.so"), 1 << 30),
 )
 
-MAX_TOKENS, MAX_DEPTH = 1 << 25, 32
-"""Limits of a member's JSON (`document.check_extent`); 10,000 entries have 2/3 of the tokens."""
-
 
 def this_platform() -> str:
     """Platform of a compiled library, as ``linux-x86_64``."""

@@ -8,19 +8,17 @@ import shutil
 import stat
 import tarfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Self
 
 import tuner
-from tuner.base.document import check_extent
+from tuner.base.document import FAULTS
 from tuner.base.printable import one_line
 from tuner.bundle.format import (
     ENTRIES,
     FORMAT,
     MANIFEST,
-    MAX_DEPTH,
-    MAX_TOKENS,
     MEMBERS,
     ORIGIN,
     VERSION,
@@ -28,12 +26,12 @@ from tuner.bundle.format import (
     sources_of,
     this_platform,
 )
-from tuner.compile.artifacts import ArtifactCache
-from tuner.errors import ConfigError, StoreError, TunerError
-from tuner.measurement import Measurement, Provenance, Resources
+from tuner.compile.artifacts import Artifact, ArtifactCache
+from tuner.errors import ConfigError, StoreError
+from tuner.measurement import Measurement, Provenance
 from tuner.store import Store
 from tuner.store.entry import digest_of, is_vendor
-from tuner.store.exchange import Decision, parse, read
+from tuner.store.exchange import Decision, parse_untrusted, read
 from tuner.store.records import Check, ImportReport
 
 _COPY = "bundle.tar"
@@ -49,18 +47,6 @@ class Installed:
     kernels_added: int
     kernels_known: int
     """Number of kernels that were already in the artifact cache."""
-
-
-@dataclass(frozen=True)
-class _Kernel:
-    """One artifact of a bundle, checked."""
-
-    key: str
-    library: Path
-    resources: Resources | None
-    compile_cpu_s: float
-    facts: Mapping[str, Any]
-    source: str
 
 
 def install(
@@ -89,7 +75,7 @@ def install(
     try:
         with artifacts.workspace() as aside:
             content = _read(path, aside, sha256)
-            document = _parse(content[ENTRIES])
+            document = parse_untrusted(content[ENTRIES])
             measured, decisions = read(document, check)
             served = _served(measured, decisions)
             kernels = _check_kernels(content, aside, served)
@@ -103,8 +89,6 @@ def install(
                 raise
     except ConfigError as exc:
         raise ConfigError(f"{path}: {exc}") from exc
-    except UnicodeDecodeError as exc:
-        raise ConfigError(f"{path}: {ENTRIES} is not UTF-8 text") from exc
     return Installed(report, len(added), len(kernels) - len(added))
 
 
@@ -183,17 +167,6 @@ def _copy(file: IO[bytes], target: Path) -> str:
     return digest.hexdigest()
 
 
-def _parse(text: bytes) -> Any:
-    """Read a member's JSON.
-
-    Raises:
-        ConfigError: when it is not JSON, or holds too much.
-        UnicodeDecodeError: when it is not UTF-8.
-    """
-    check_extent(text, tokens=MAX_TOKENS, depth=MAX_DEPTH)
-    return parse(text.decode())
-
-
 def _check_member(member: tarfile.TarInfo, content: Mapping[str, bytes]) -> int:
     """The member's size.
 
@@ -217,10 +190,7 @@ def _files(text: bytes) -> Mapping[str, Any]:
     Raises:
         ConfigError: when it is from another program, version or platform.
     """
-    try:
-        manifest = _parse(text)
-    except UnicodeDecodeError as exc:
-        raise ConfigError("its manifest is not UTF-8 text") from exc
+    manifest = parse_untrusted(text)
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ConfigError("not a bundle: its manifest is of another program")
     if manifest.get("version") != VERSION:
@@ -270,10 +240,7 @@ def _served(
     """
     found: dict[str, Measurement] = {}
     for decision in decisions:
-        for number in (*decision.ranking, decision.pinned):
-            if number is None:
-                continue
-            m = measured[number]
+        for m in (measured[number] for number in decision.numbers):
             if m.provenance is not Provenance.MEASURED:
                 raise ConfigError(f"the entry of {m.problem.label()} is {m.provenance}")
             if not is_vendor(m.config):
@@ -283,8 +250,8 @@ def _served(
 
 def _check_kernels(
     content: Mapping[str, bytes], aside: Path, served: Mapping[str, Measurement]
-) -> list[_Kernel]:
-    """Check the artifacts, each against the source that this program renders for a served config.
+) -> dict[str, Artifact]:
+    """Artifacts by their source, which has to be the one that is rendered for a served config.
 
     Raises:
         ConfigError: when a kernel lacks a part, does not belong to an entry, or is from other
@@ -294,8 +261,8 @@ def _check_kernels(
     for m in served.values():
         for name, source in sources_of(m).items():
             rendered.setdefault(m.artifacts.get(name, ""), set()).add(source)
-    kernels = []
-    used = set()
+    kernels: dict[str, Artifact] = {}
+    used = {MANIFEST, ENTRIES}
     for name in sorted(content):
         if not name.startswith("artifacts/") or not name.endswith(".json"):
             continue
@@ -309,42 +276,38 @@ def _check_kernels(
                 if known
                 else f"kernel {key} belongs to no entry"
             )
-        kernels.append(_kernel(key, content[name], source, aside))
-        used |= {f"libraries/{kernels[-1].library.name}", f"artifacts/{key}.cu", name}
-    if unused := sorted(set(content) - used - {MANIFEST, ENTRIES}):
+        kernels[source] = kernel = _kernel(key, content[name], aside)
+        used |= {f"libraries/{kernel.library.name}", f"artifacts/{key}.cu", name}
+    if unused := sorted(set(content) - used):
         raise ConfigError(f"member '{unused[0]}' belongs to no kernel")
     return kernels
 
 
-def _kernel(key: str, text: bytes, source: str, aside: Path) -> _Kernel:
+def _kernel(key: str, text: bytes, aside: Path) -> Artifact:
     try:
-        facts = _parse(text)
-        library = aside / f"{facts['sha256']}.so"
-        resources = facts["resources"]
-        kernel = _Kernel(
-            key,
-            library,
-            None if resources is None else Resources(**resources),
-            float(facts["compile_cpu_s"]),
-            dict(facts["facts"]),
-            source,
-        )
-    except (TunerError, UnicodeDecodeError, KeyError, TypeError, ValueError) as exc:
+        found = Artifact.of_meta(key, parse_untrusted(text))
+    except FAULTS as exc:
         reason = one_line(str(exc))
         raise ConfigError(f"the metadata of kernel {key} cannot be read: {reason}") from exc
+    library = aside / found.library
     if library not in aside.iterdir():  # as a path: the name may say `../`
         raise ConfigError(f"the library of kernel {key} is missing")
     with library.open("rb") as file:
         if file.read(4) != b"\x7fELF":
             raise ConfigError(f"the library of kernel {key} is not a shared library")
-    return kernel
+    return replace(found, library=library)
 
 
-def _put(kernels: Sequence[_Kernel], artifacts: ArtifactCache) -> list[str]:
-    """Add the missing kernels. Returns the keys of those added. On an error none is added."""
+def _put(kernels: Mapping[str, Artifact], artifacts: ArtifactCache) -> list[str]:
+    """Add the missing kernels. Returns the keys of those added. On an error none is added.
+
+    Args:
+        kernels: artifacts by source, their libraries in files of any place.
+        artifacts: cache to add to.
+    """
     added: list[str] = []
     try:
-        for kernel in kernels:
+        for source, kernel in kernels.items():
             if artifacts.find(kernel.key) is not None:
                 continue
             artifacts.put(
@@ -352,7 +315,7 @@ def _put(kernels: Sequence[_Kernel], artifacts: ArtifactCache) -> list[str]:
                 kernel.library,
                 resources=kernel.resources,
                 compile_cpu_s=kernel.compile_cpu_s,
-                source=kernel.source,
+                source=source,
                 facts=kernel.facts,
             )
             added.append(kernel.key)

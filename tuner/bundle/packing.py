@@ -6,7 +6,7 @@ import hashlib
 import io
 import tarfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -124,13 +124,7 @@ def _members(entries: Sequence[Entry], kernels: Mapping[str, Artifact]) -> dict[
     document = _document(entries)
     members: dict[str, bytes | Path] = {ENTRIES: canonical(document).encode()}
     for key, artifact in sorted(kernels.items()):
-        facts = {
-            "sha256": artifact.sha256,
-            "resources": None if artifact.resources is None else asdict(artifact.resources),
-            "compile_cpu_s": artifact.compile_cpu_s,
-            "facts": dict(artifact.facts),
-        }
-        members[f"artifacts/{key}.json"] = canonical(facts).encode()
+        members[f"artifacts/{key}.json"] = canonical(artifact.meta()).encode()
         members[f"artifacts/{key}.cu"] = _source(artifact).encode()
         members[f"libraries/{artifact.sha256}.so"] = artifact.library
     return members

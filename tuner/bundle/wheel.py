@@ -29,13 +29,13 @@ import re
 import sys
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import tuner
 from tuner.base import output
 from tuner.compile import dispatcher
-from tuner.compile.artifacts import FORMAT, Artifact, ArtifactCache
+from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.compile.prebuilt import ARTIFACTS, DISTRIBUTION, KERNELS, LIBRARIES, PACKAGE
 from tuner.compile.single import BLOCK_QUANTISER, EXPERT_ROWS
 from tuner.errors import ConfigError, TunerError
@@ -231,15 +231,9 @@ def _info(
 
 def _meta(artifact: Artifact) -> bytes:
     """Facts of the artifact, without those that differ from build to build."""
-    resources = artifact.resources
-    kept = {
-        "format": FORMAT,
-        "sha256": artifact.sha256,
-        "resources": None if resources is None else asdict(resources),
-        "compile_cpu_s": 0.0,
-        "facts": {name: artifact.facts[name] for name in _KEPT if name in artifact.facts},
-    }
-    return (json.dumps(kept, indent=1, sort_keys=True) + "\n").encode()
+    facts = {name: artifact.facts[name] for name in _KEPT if name in artifact.facts}
+    meta = replace(artifact, compile_cpu_s=0.0, facts=facts).meta()
+    return (json.dumps(meta, indent=1, sort_keys=True) + "\n").encode()
 
 
 def _headers(lines: Mapping[str, str]) -> bytes:

@@ -34,7 +34,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tuner import settings
 from tuner.base import document, filesystem, forks, scratch
@@ -81,6 +81,38 @@ class Artifact:
         """`device_code` of the kernel; empty where its library holds no machine code of it."""
         known = "" if self.resources is None else self.resources.code
         return known or device_code(self.library.read_bytes(), self.key)
+
+    def meta(self) -> dict[str, Any]:
+        """Everything but the key and the library, as ``meta.json``, bundles and wheels hold it."""
+        return {
+            "format": FORMAT,
+            "sha256": self.sha256,
+            "resources": None if self.resources is None else asdict(self.resources),
+            "compile_cpu_s": self.compile_cpu_s,
+            "facts": dict(self.facts),
+        }
+
+    @classmethod
+    def of_meta(cls, key: str, data: Any) -> Self:
+        """The inverse of `meta`, from JSON. The library's path is its name among libraries.
+
+        Raises:
+            Exception: one of `document.FAULTS` when it is damaged or of another version.
+        """
+        meta = document.checked(cls, data)
+        if meta.get("format", FORMAT) != FORMAT:  # bundles of earlier versions have none
+            raise ValueError(f"format {meta['format']}")
+        resources = meta["resources"]
+        if resources is not None:
+            resources = Resources(**document.checked(Resources, resources))
+        return cls(
+            key=key,
+            library=Path(f"{meta['sha256']}.so"),
+            sha256=meta["sha256"],
+            resources=resources,
+            compile_cpu_s=float(meta["compile_cpu_s"]),
+            facts=dict(meta["facts"]),
+        )
 
 
 class ArtifactCache:
@@ -190,13 +222,8 @@ class ArtifactCache:
                 close_to_others(target)
                 if resources is not None:
                     resources = replace(resources, code=device_code(target.read_bytes(), key))
-                meta = {
-                    "format": FORMAT,
-                    "sha256": trusted_sha256(target),
-                    "resources": None if resources is None else asdict(resources),
-                    "compile_cpu_s": round(compile_cpu_s, 3),
-                    "facts": dict(facts),
-                }
+                sha256, cpu_s = trusted_sha256(target), round(compile_cpu_s, 3)
+                meta = Artifact(key, target, sha256, resources, cpu_s, facts).meta()
                 (made / "meta.json").write_text(json.dumps(meta, indent=1, sort_keys=True))
                 (made / "kernel.cu").write_text(source)
                 for file in (target, made / "meta.json", made / "kernel.cu", made):
@@ -421,29 +448,12 @@ def _intact(key: str, folder: Path, libraries: Path | None = None) -> Artifact |
     """
     try:
         text = (folder / "meta.json").read_text(encoding="utf-8")
-        artifact = _read_meta(key, folder, text)
-        if libraries is not None:
-            artifact = replace(artifact, library=libraries / f"{artifact.sha256}.so")
+        artifact = Artifact.of_meta(key, document.parse(text))
+        path = folder / "kernel.so" if libraries is None else libraries / artifact.library
+        artifact = replace(artifact, library=path)
         return artifact if trusted_sha256(artifact.library) == artifact.sha256 else None
     except document.FAULTS:
         return None
-
-
-def _read_meta(key: str, folder: Path, text: str) -> Artifact:
-    meta = document.checked(Artifact, document.parse(text))
-    if meta["format"] != FORMAT:
-        raise ValueError(f"format {meta['format']}")
-    resources = meta["resources"]
-    if resources is not None:
-        resources = Resources(**document.checked(Resources, resources))
-    return Artifact(
-        key=key,
-        library=folder / "kernel.so",
-        sha256=meta["sha256"],
-        resources=resources,
-        compile_cpu_s=float(meta["compile_cpu_s"]),
-        facts=dict(meta["facts"]),
-    )
 
 
 def _touch(path: Path) -> None:

@@ -225,15 +225,7 @@ def _exported(path: Path) -> list[Entry]:
         measurements, decisions = read(load(path))
     except ConfigError as exc:
         raise ConfigError(str(exc) if str(path) in str(exc) else f"{path}: {exc}") from exc
-    return [
-        Entry.of(
-            [measurements[n] for n in decision.ranking],
-            pin=None if decision.pinned is None else measurements[decision.pinned],
-            sweep=decision.sweep,
-            decided_at=decision.decided_at,
-        )
-        for decision in decisions
-    ]
+    return [decision.entry(measurements.__getitem__) for decision in decisions]
 
 
 def compare(

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner.base import resources
+from tuner.base.document import check_extent
 from tuner.base.printable import printable
 from tuner.errors import ConfigError, StoreError
 from tuner.hardware import Gpu
@@ -50,6 +51,10 @@ _COMMA = ",\n"
 """Separator in the layout of `to_text`: a line break ends a row, since JSON escapes line breaks in
 texts."""
 
+MAX_TOKENS, MAX_DEPTH = 1 << 25, 32
+"""Limits of an untrusted document (`check_extent`); a table of 10,000 entries of ten measurements
+has two thirds of the tokens."""
+
 #: Maximum faults reported for a row; most others follow from the first ones.
 _FAULTS_PER_ROW = 3
 
@@ -69,6 +74,21 @@ class Decision:
     def numbers(self) -> list[int]:
         """Numbers of its ranked and pinned measurements."""
         return [*self.ranking, *([] if self.pinned is None else [self.pinned])]
+
+    def entry(self, measured: Callable[[int], Measurement], origin: str = "") -> Entry:
+        """The entry that it makes.
+
+        Args:
+            measured: measurement of a number.
+            origin: as `Entry.origin`.
+        """
+        return Entry.of(
+            [measured(number) for number in self.ranking],
+            pin=None if self.pinned is None else measured(self.pinned),
+            origin=origin,
+            sweep=self.sweep,
+            decided_at=self.decided_at,
+        )
 
     def renumbered(self, ids: Sequence[int] | Mapping[int, int]) -> Decision:
         """The same decision with other numbers."""
@@ -164,6 +184,19 @@ def parse(text: str) -> Any:
         raise
     except ValueError as exc:  # an integer of thousands of digits
         raise ConfigError(f"not JSON: {exc}") from exc
+
+
+def parse_untrusted(text: bytes) -> Any:
+    """`parse` of a document of any origin, whose extent is checked first.
+
+    Raises:
+        ConfigError: when it is not UTF-8, not strict JSON, or holds too much.
+    """
+    check_extent(text, tokens=MAX_TOKENS, depth=MAX_DEPTH)
+    try:
+        return parse(text.decode())
+    except UnicodeDecodeError as exc:
+        raise ConfigError("not UTF-8 text") from exc
 
 
 def _refuse_constant(name: str) -> Any:
@@ -487,13 +520,7 @@ class Trusted:
 
     def entry(self, decision: Decision, origin: str) -> Entry:
         """Entry of one of the decisions."""
-        return Entry.of(
-            [self._measurement(number) for number in decision.ranking],
-            pin=None if decision.pinned is None else self._measurement(decision.pinned),
-            origin=origin,
-            sweep=decision.sweep,
-            decided_at=decision.decided_at,
-        )
+        return decision.entry(self._measurement, origin)
 
     def _measurement(self, number: int) -> Measurement:
         row = self.row(number)

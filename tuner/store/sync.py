@@ -23,7 +23,7 @@ from tuner import settings
 from tuner.base import document
 from tuner.base.printable import one_line
 from tuner.errors import ConfigError, StoreError
-from tuner.store.exchange import parse
+from tuner.store.exchange import MAX_DEPTH, parse_untrusted
 from tuner.store.records import Check, ImportReport
 
 if TYPE_CHECKING:
@@ -36,9 +36,6 @@ MAX_HEAD_BYTES = 1 << 18
 MAX_BYTES = 1 << 28
 """Most bytes of a snapshot as it comes, and unpacked; a table of 10,000 entries of ten measurements
 has half of them unpacked."""
-MAX_TOKENS = 1 << 25
-"""Most tokens of a snapshot (`document.check_extent`); the same table has two thirds of them."""
-MAX_DEPTH = 32
 MAX_ROWS = 200_000
 """Most measurements, twice those of that table; each takes milliseconds to check."""
 _MAX_FAULT_BYTES = 1 << 14
@@ -89,8 +86,6 @@ def pull(store: Store, url: str, check: Check) -> ImportReport | None:
             return None
         body, etag = answer
         return store.mirror(_document(body), url=url, etag=etag, check=check)
-    except UnicodeDecodeError as exc:
-        raise ConfigError(f"{url}: the snapshot is not UTF-8 text") from exc
     except ConfigError as exc:
         raise ConfigError(f"{url}: {one_line(_without(token, exc))}") from None
     except StoreError as exc:
@@ -105,8 +100,7 @@ def _without(token: str, said: object) -> str:
 
 
 def _document(body: bytes) -> Any:
-    document.check_extent(body, tokens=MAX_TOKENS, depth=MAX_DEPTH)
-    snapshot = parse(body.decode("utf-8"))
+    snapshot = parse_untrusted(body)
     rows = snapshot.get("measurements") if isinstance(snapshot, dict) else None
     if isinstance(rows, list) and len(rows) > MAX_ROWS:
         raise ConfigError(f"it holds {len(rows)} measurements (allowed: {MAX_ROWS})")
