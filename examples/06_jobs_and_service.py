@@ -1,0 +1,39 @@
+"""A tuning job in a store, a worker that does it, and the service that hands its result out.
+
+Here all three run on one machine, one after the other. In earnest the store is PostgreSQL's, each
+GPU machine runs `tuner worker`, and one runs `tuner serve`.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import urllib.request
+
+SHAPE = "S=1024,D=64"
+
+
+def tuner(*arguments: str, store: str) -> str:
+    """What a command prints on its standard output."""
+    command = [sys.executable, "-m", "tuner", *arguments, "--store", store]
+    return subprocess.run(command, check=True, text=True, capture_output=True).stdout
+
+
+with tempfile.TemporaryDirectory() as folder:
+    store = f"{folder}/store.sqlite"
+    job = tuner("jobs", "submit", "--shape", SHAPE, store=store).strip()
+    print("job", job)
+    # On a GPU machine without `--replay`, which takes recorded times.
+    tuner("worker", "--drain", "--replay", store=store)
+    print(tuner("jobs", "show", job, store=store))
+
+    command = [sys.executable, "-m", "tuner", "serve", "--port", "0", "--store", store]
+    with subprocess.Popen(command, text=True, stderr=subprocess.PIPE) as service:
+        assert service.stderr is not None
+        line = next(line for line in service.stderr if "http://" in line)
+        address = line[line.index("http://") :].split()[0].rstrip("/")
+        with urllib.request.urlopen(
+            f"{address}/v1/configs?shape={SHAPE}&gpu=H200&regime=chained"
+        ) as response:
+            print(json.dumps(json.load(response), indent=1)[:600])
+        service.terminate()
