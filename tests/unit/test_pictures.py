@@ -17,7 +17,7 @@ from tuner.measure import profile
 from tuner.measure.profile import Profile
 from tuner.measurement import Environment, Measurement, Regime, Status
 from tuner.problem import AttentionProblem
-from tuner.report import analysis, counters, curves, lengths, page, pictures, spec
+from tuner.report import analysis, charts, curves, lengths, page, pictures, spec
 from tuner.report.explain import COUNTED, explain
 from tuner.report.lengths import Length
 from tuner.report.palette import DARK, LIGHT, colours
@@ -231,7 +231,7 @@ class TestCounters:
 
     def test_their_pictures_are_drawn(self) -> None:
         (kernel,) = profile.read_csv(ASSET.read_text())
-        shares, stalls = (pictures.svg(f(kernel)) for f in (counters.shares, counters.stalls))
+        shares, stalls = (pictures.svg(f(kernel)) for f in (charts.counted_shares, charts.stalls))
         assert ">37 %</text>" in shares and "special-function units" in shares
         assert ">0.06</text>" in stalls
 

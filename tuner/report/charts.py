@@ -1,17 +1,19 @@
-"""Charts of the ranking, the search, the roofline, memory and scaling (see `spec`)."""
+"""Charts of the ranking, the search, the roofline, memory and counters (see `spec`)."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tuner.measure.profile import SHARES, STALLS, KernelCounters
 from tuner.measurement import Measurement, Status
 from tuner.report.analysis import Importance, Standing, latency
 from tuner.report.course import SearchStep
 from tuner.report.explain import limits
 from tuner.report.spec import (
+    BAR,
     BEST,
     CROSS,
     FAILED,
@@ -21,9 +23,13 @@ from tuner.report.spec import (
     NamedBars,
     Spec,
     channel,
+    label,
     log_scale,
+    nominal,
+    parts,
     picture,
     series_of,
+    short_bars,
     tips,
 )
 from tuner.report.subject import ReportSubject
@@ -51,41 +57,21 @@ def ranking(subject: ReportSubject) -> Spec:
         }
         for m in subject.ranking
     ]
-    rows = NamedBars("kernel", [short_name(m) for m in subject.ranking])
-    y = rows.y
-    who = {
-        "field": "who",
-        "type": "nominal",
-        "scale": {"domain": ["own", "vendor"], "range": [SERIES[0], SERIES[7]]},
-        "legend": {"orient": "top", "title": None},
-    }
+    who = nominal("who", ["own", "vendor"], [SERIES[0], SERIES[7]])
     top = 1.3 * max(latency(m) for m in subject.ranking)
-    x = channel("us", "microseconds a call", scale={"domain": [0, top], "nice": False})
+    title = "microseconds a call"
+    x = channel("us", title, scale={"domain": [0, top], "nice": False})
     tooltip = tips(("kernel", "kernel"), ("text", "time"), ("config", "config"))
-    return picture(
+    high = channel("high", title)
+    return NamedBars("kernel", [short_name(m) for m in subject.ranking]).picture(
         values,
         "Time of every kernel of the final pass, in order of rank.",
-        height=rows.height,
-        layer=[
-            {"mark": rows.bar, "encoding": {"y": y, "x": x, "color": who, "tooltip": tooltip}},
-            {
-                "mark": {"type": "rule", "color": INK, "strokeWidth": 2, **rows.at_bar},
-                "encoding": {
-                    "y": y,
-                    "x": channel("low", "microseconds a call"),
-                    "x2": {"field": "high"},
-                },
-            },
-            {
-                "mark": {"type": "text", "align": "left", "dx": 6, "color": INK, **rows.at_bar},
-                "encoding": {
-                    "y": y,
-                    "x": channel("high", "microseconds a call"),
-                    "text": {"field": "text"},
-                },
-            },
-            rows.layer,
-        ],
+        (BAR, {"x": x, "color": who, "tooltip": tooltip}),
+        (
+            {"type": "rule", "color": INK, "strokeWidth": 2},
+            {"x": channel("low", title), "x2": {"field": "high"}},
+        ),
+        (label(), {"x": high, "text": {"field": "text"}}),
     )
 
 
@@ -149,26 +135,12 @@ def importance(found: Importance) -> Spec:
         {"parameter": name, "share": share, "text": f"{100 * share:.0f} %"}
         for name, share in found.shares.items()
     ]
-    return picture(
+    return short_bars(
         values,
         f"Share of the spread of {found.family}'s times that each parameter explains.",
-        height=24 * len(values),
-        encoding={
-            "y": channel("parameter", "", "nominal", sort=None, axis={"title": None}),
-            "x": channel(
-                "share",
-                "share of the spread",
-                axis={"format": "%", "tickCount": 5},
-                scale={"domain": [0, 1.25], "nice": False},
-            ),
-        },
-        layer=[
-            {"mark": {"type": "bar", "height": 14, "color": SERIES[0]}},
-            {
-                "mark": {"type": "text", "align": "left", "dx": 5, "color": INK},
-                "encoding": {"text": {"field": "text"}},
-            },
-        ],
+        parts("share", "share of the spread", 1.25),
+        "parameter",
+        row=24,
     )
 
 
@@ -255,24 +227,14 @@ def busy(subject: ReportSubject, measurement: Measurement) -> Spec:
         for name, us in limits(subject, measurement).items()
         for share in (us / latency(measurement),)
     ]
-    rows = NamedBars("unit", [str(value["unit"]) for value in values])
-    x = channel(
-        "share",
-        "share of the measured time",
-        axis={"format": "%", "tickCount": 5},
-        scale={"domain": [0, 1.1], "nice": False},
-    )
+    x = parts("share", "share of the measured time", 1.1)
     # A line through all rows would strike the names out.
-    whole = {"type": "tick", "color": BEST, "size": 20, "thickness": 2, **rows.at_bar}
-    return picture(
+    whole = {"type": "tick", "color": BEST, "size": 20, "thickness": 2}
+    return NamedBars("unit", [str(value["unit"]) for value in values]).picture(
         values,
         "Share of the measured time that each unit is busy at the least.",
-        height=rows.height,
-        layer=[
-            {"mark": {**rows.bar, "color": SERIES[0]}, "encoding": {"y": rows.y, "x": x}},
-            {"mark": whole, "encoding": {"y": rows.y, "x": {**x, "field": "all"}}},
-            rows.layer,
-        ],
+        ({**BAR, "color": SERIES[0]}, {"x": x}),
+        (whole, {"x": {**x, "field": "all"}}),
     )
 
 
@@ -301,43 +263,17 @@ def standing(found: Sequence[Standing], subject: ReportSubject) -> Spec:
         # At the top: a reader of a long list sees it first.
         axis={"tickCount": 6, "orient": "top"},
     )
-    rows = NamedBars("problem", [str(value["problem"]) for value in values])
-    y = rows.y
-    who = {
-        "field": "who",
-        "type": "nominal",
-        "scale": {
-            "domain": [FASTER, TIED, SLOWER],
-            "range": [SERIES[0], SERIES[4], SERIES[7]],
-        },
-        "legend": {"orient": "top", "title": None},
-    }
+    who = nominal("who", [FASTER, TIED, SLOWER], [SERIES[0], SERIES[4], SERIES[7]])
     tooltip = tips(("problem", "problem"), ("own", "own"), ("vendor", "fastest vendor"))
     # A line through all rows would strike the names out.
-    even = {"type": "tick", "color": SOFT, "size": 20, "thickness": 1.5, **rows.at_bar}
-    return picture(
+    even = {"type": "tick", "color": SOFT, "size": 20, "thickness": 1.5}
+    return NamedBars("problem", [str(value["problem"]) for value in values]).picture(
         values,
         "Speed of the best own kernel as a multiple of the fastest vendor's, of every tuned "
         "problem.",
-        height=rows.height,
-        layer=[
-            {
-                "mark": rows.bar,
-                "encoding": {
-                    "y": y,
-                    "x": x,
-                    "x2": {"field": "even"},
-                    "color": who,
-                    "tooltip": tooltip,
-                },
-            },
-            {
-                "mark": {"type": "text", "align": "left", "dx": 6, "color": INK, **rows.at_bar},
-                "encoding": {"y": y, "x": {**x, "field": "at"}, "text": {"field": "text"}},
-            },
-            {"mark": even, "encoding": {"y": y, "x": {**x, "field": "even"}}},
-            rows.layer,
-        ],
+        (BAR, {"x": x, "x2": {"field": "even"}, "color": who, "tooltip": tooltip}),
+        (label(), {"x": {**x, "field": "at"}, "text": {"field": "text"}}),
+        (even, {"x": {**x, "field": "even"}}),
     )
 
 
@@ -359,34 +295,59 @@ def _without_common(labels: Sequence[str]) -> tuple[list[str], str]:
 def memory(subject: ReportSubject) -> Spec:
     """Memory of the operands, and further memory of a kernel."""
     values = [
-        {
-            "kernel": short_name(m),
-            "part": part,
-            "MB": count / 1e6,
-            "order": order,
-        }
+        {"kernel": short_name(m), "part": part, "MB": count / 1e6, "order": order}
         for m in subject.ranking
         for order, (part, count) in enumerate(
             (("operands", m.problem.bytes), ("beside them", m.workspace_bytes))
         )
     ]
-    rows = NamedBars("kernel", [short_name(m) for m in subject.ranking])
-    part = {
-        "field": "part",
-        "type": "nominal",
-        "scale": {"domain": ["operands", "beside them"], "range": [SERIES[7], SERIES[1]]},
-        "legend": {"orient": "top", "title": None},
-    }
-    bars = {
-        "y": rows.y,
+    encoding = {
         "x": channel("MB", "MB (10^6 bytes)", stack="zero"),
         "order": {"field": "order"},
-        "color": part,
+        "color": nominal("part", ["operands", "beside them"], [SERIES[7], SERIES[1]]),
         "tooltip": tips(("kernel", "kernel"), ("part", "part"), ("MB", "MB")),
     }
-    return picture(
+    return NamedBars("kernel", [short_name(m) for m in subject.ranking]).picture(
         values,
         "Memory of each kernel of the final pass: the operands, and what it uses beside them.",
-        height=rows.height,
-        layer=[{"mark": rows.bar, "encoding": bars}, rows.layer],
+        (BAR, encoding),
     )
+
+
+def counted_shares(kernel: KernelCounters) -> Spec:
+    """Utilisation of each unit by the profiler, relative to its peak."""
+    values = [
+        {
+            "unit": counter.label,
+            "share": value.value / 100,
+            "text": f"{value.value:.0f} %",
+            "says": counter.says,
+        }
+        for counter, value in kernel.shown(SHARES)
+    ]
+    description = "Share of what each unit can do, counted by the profiler."
+    return _counted(values, description, parts("share", "share of what it can do", 1.2))
+
+
+def stalls(kernel: KernelCounters) -> Spec:
+    """Stall reasons of warps, the most frequent first."""
+    shown = sorted(kernel.shown(STALLS), key=lambda item: -item[1].value)
+    values = [
+        {
+            "unit": counter.label,
+            "warps": value.value,
+            "text": f"{value.value:.2f}",
+            "says": counter.says,
+        }
+        for counter, value in shown
+    ]
+    top = 1.25 * max(value.value for _, value in shown)
+    x = channel("warps", "warps, mean", scale={"domain": [0, top or 1], "nice": False})
+    description = "Warps that wait for each reason when an instruction is issued."
+    return _counted(values, description, x)
+
+
+def _counted(values: Sequence[Mapping[str, Any]], description: str, x: Spec) -> Spec:
+    tooltip = tips(("unit", "unit"), ("text", "value"), ("says", "says"))
+    limit = {"labelLimit": 190}
+    return short_bars(values, description, x, "unit", limit=limit, tooltip=tooltip)

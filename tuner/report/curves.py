@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tuner.report.lengths import Length, crossings
-from tuner.report.spec import INK, Spec, channel, log_scale, picture, series_of, tips
+from tuner.report.spec import INK, Spec, channel, log_scale, nominal, picture, series_of, tips
 from tuner.selection.describe import config_text, microseconds
 
 
@@ -112,12 +112,7 @@ def _over_length(
         ("y", title),
         ("config", "config"),
     )
-    dashes = {
-        "field": "who",
-        "type": "nominal",
-        "scale": {"domain": ["own", "vendor"], "range": [[1, 0], [5, 4]]},
-        "legend": {"orient": "bottom", "title": None},
-    }
+    dashes = nominal("who", ["own", "vendor"], [[1, 0], [5, 4]], "bottom")
     return picture(
         values,
         description,

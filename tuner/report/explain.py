@@ -7,18 +7,12 @@ after `tuner profile`. Computed numbers are a config's demands on the chip; only
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tuner.config import Value
-from tuner.measure.profile import (
-    CYCLES,
-    CYCLES_ACTIVE,
-    SHARES,
-    STALLS,
-    Profile,
-)
+from tuner.measure.profile import CYCLES, CYCLES_ACTIVE, SHARES, STALLS, Profile
 from tuner.measurement import Measurement, deviation, is_tie
 from tuner.report import analysis
 from tuner.report.analysis import latency
@@ -115,9 +109,9 @@ def explain(subject: ReportSubject) -> Explanation | None:
         analysis.verdict(subject),
         own,
         tuple(contrasts),
-        tuple(_single(subject, own)),
-        tuple(_limits(subject, own)),
-        tuple(_counted(subject.profile_of(own.config))),
+        _claims(MEASURED, _single(subject, own)),
+        _claims(COMPUTED, _limits(subject, own)),
+        _claims(COUNTED, _counted(subject.profile_of(own.config))),
     )
 
 
@@ -131,20 +125,19 @@ def _contrast(subject: ReportSubject, name: str, own: Measurement, other: Measur
         )
     else:
         how = f"{abs(100 * (ratio - 1)):.1f} % {'slower' if ratio > 1 else 'faster'}"
-    claims = [
-        Statement(
-            f"{short_name(other)} takes {microseconds(other.latency_us)} us in the {pass_} pass, "
-            f"this one {microseconds(own.latency_us)} us: it is {how}.",
-            MEASURED,
-        )
+    measured = [
+        f"{short_name(other)} takes {microseconds(other.latency_us)} us in the {pass_} pass, "
+        f"this one {microseconds(own.latency_us)} us: it is {how}.",
+        *_compiled(own, other),
     ]
     mine, theirs = (works(m.problem, m.config, subject.gpu) for m in (own, other))
-    claims += _compiled(own, other)
-    if mine and theirs:
-        claims += _computed(mine, theirs)
-    return Contrast(
-        f"Against {name}, {short_name(other)}", tuple(_changes(own, other)), tuple(claims)
-    )
+    computed = _computed(mine, theirs) if mine and theirs else []
+    claims = (*_claims(MEASURED, measured), *_claims(COMPUTED, computed))
+    return Contrast(f"Against {name}, {short_name(other)}", tuple(_changes(own, other)), claims)
+
+
+def _claims(source: str, texts: Iterable[str]) -> tuple[Statement, ...]:
+    return tuple(Statement(text, source) for text in texts)
 
 
 def _changes(own: Measurement, other: Measurement) -> list[str]:
@@ -161,32 +154,24 @@ def _value(value: Value | None) -> str:
     return "not set" if value is None else str(value)
 
 
-def _compiled(own: Measurement, other: Measurement) -> list[Statement]:
+def _compiled(own: Measurement, other: Measurement) -> Iterator[str]:
     """Reports of ptxas and the launch."""
-    claims = []
     for kernel in sorted(set(own.resources) & set(other.resources)):
         mine, theirs = own.resources[kernel], other.resources[kernel]
         spills = [r.spill_store_bytes + r.spill_load_bytes for r in (mine, theirs)]
         if mine.registers != theirs.registers or spills[0] != spills[1]:
-            claims.append(
-                Statement(
-                    f"Registers: {mine.registers} a thread at launch, {spills[0]} bytes spilled, "
-                    f"against {theirs.registers} and {spills[1]} ({kernel}, by ptxas).",
-                    MEASURED,
-                )
+            yield (
+                f"Registers: {mine.registers} a thread at launch, {spills[0]} bytes spilled, "
+                f"against {theirs.registers} and {spills[1]} ({kernel}, by ptxas)."
             )
     if own.workspace_bytes != other.workspace_bytes:
-        claims.append(
-            Statement(
-                f"Memory beside the operands: {size(own.workspace_bytes)} against "
-                f"{size(other.workspace_bytes)}.",
-                MEASURED,
-            )
+        yield (
+            f"Memory beside the operands: {size(own.workspace_bytes)} against "
+            f"{size(other.workspace_bytes)}."
         )
-    return claims
 
 
-def _computed(mine: Sequence[Work], theirs: Sequence[Work]) -> list[Statement]:
+def _computed(mine: Sequence[Work], theirs: Sequence[Work]) -> list[str]:
     """Waves, occupancy, bytes and instructions, where they differ."""
     texts = []
     if [w.kernel for w in mine] == [w.kernel for w in theirs]:
@@ -206,12 +191,10 @@ def _computed(mine: Sequence[Work], theirs: Sequence[Work]) -> list[Statement]:
         if here != there:
             more = f", {100 * (here / there - 1):+.0f} %" if there else ""
             texts.append(f"{title}: {text(here)} against {text(there)}{more}.")
-    if not texts:
-        texts = [
-            "Waves, occupancy, bytes and instructions are the same for both: what differs is the "
-            "order of the work."
-        ]
-    return [Statement(text, COMPUTED) for text in texts]
+    return texts or [
+        "Waves, occupancy, bytes and instructions are the same for both: what differs is the "
+        "order of the work."
+    ]
 
 
 def _placed(one: Work, other: Work, where: str) -> list[str]:
@@ -240,20 +223,15 @@ def _placed(one: Work, other: Work, where: str) -> list[str]:
     return texts
 
 
-def _single(subject: ReportSubject, own: Measurement) -> list[Statement]:
-    claims = []
+def _single(subject: ReportSubject, own: Measurement) -> Iterator[str]:
     for change in analysis.one_change(subject, own)[:MAX_CHANGES]:
         how = "slower" if change.ratio > 1 else "faster"
-        claims.append(
-            Statement(
-                f"{change.name} {_value(change.other)} instead of {_value(change.winner)}: "
-                f"{microseconds(change.measurement.latency_us)} us, "
-                f"{abs(100 * (change.ratio - 1)):.1f} % {how} in the quick pass "
-                f"(deviation {100 * deviation(change.measurement):.1f} %).",
-                MEASURED,
-            )
+        yield (
+            f"{change.name} {_value(change.other)} instead of {_value(change.winner)}: "
+            f"{microseconds(change.measurement.latency_us)} us, "
+            f"{abs(100 * (change.ratio - 1)):.1f} % {how} in the quick pass "
+            f"(deviation {100 * deviation(change.measurement):.1f} %)."
         )
-    return claims
 
 
 def limits(subject: ReportSubject, measurement: Measurement) -> dict[str, float]:
@@ -262,45 +240,38 @@ def limits(subject: ReportSubject, measurement: Measurement) -> dict[str, float]
     return floors(measurement, subject.gpu, found, subject.clock_mhz)
 
 
-def _limits(subject: ReportSubject, own: Measurement) -> list[Statement]:
+def _limits(subject: ReportSubject, own: Measurement) -> Iterator[str]:
     busy = {name: us / latency(own) for name, us in limits(subject, own).items()}
     unit = max(busy, key=busy.__getitem__)
     shares = ", ".join(f"{name} {100 * share:.0f} %" for name, share in busy.items())
-    claims = [
-        Statement(
-            f"Busy at least, of the measured time, at {subject.clock_mhz} MHz: {shares}.",
-            COMPUTED,
-        )
-    ]
+    yield f"Busy at least, of the measured time, at {subject.clock_mhz} MHz: {shares}."
     if busy[unit] >= BUSY:
         left = 100 * (1 - busy[unit])
-        text = f"Limited by: {unit}. With the same work no more than {left:.0f} % could be gained."
+        yield f"Limited by: {unit}. With the same work no more than {left:.0f} % could be gained."
     else:
-        text = (
+        yield (
             f"Limited by no single unit; nearest: {unit}. The rest is waiting: latency, what does "
             "not overlap, and multiprocessors without work."
         )
-    return [*claims, Statement(text, COMPUTED)]
 
 
-def _counted(found: Profile | None) -> list[Statement]:
+def _counted(found: Profile | None) -> Iterator[str]:
     """Utilisation of the units and stall reasons of the warps, in the longest launch."""
     if found is None:
-        return []
+        return
     main = found.main
-    shares = ", ".join(f"{c.label} {v.value:.0f} %" for c, v in main.shown(SHARES))
-    texts = [f"Of what each can do at most, {main.kernel}: {shares}."] if shares else []
+    if shares := ", ".join(f"{c.label} {v.value:.0f} %" for c, v in main.shown(SHARES)):
+        yield f"Of what each can do at most, {main.kernel}: {shares}."
     active, cycles = main.get(CYCLES_ACTIVE), main.get(CYCLES)
     if active and cycles:
-        texts.append(
+        yield (
             f"A multiprocessor is active in {100 * active / cycles:.0f} % of the "
             f"{_count(cycles)} cycles from the kernel's start to its end."
         )
     waits = sorted(main.shown(STALLS), key=lambda item: -item[1].value)[:WAITS]
     if waits:
         named = ", ".join(f"{c.label} {v.value:.2f}" for c, v in waits)
-        texts.append(f"Warps waiting when an instruction is issued, by what for: {named}.")
-    return [Statement(text, COUNTED) for text in texts]
+        yield f"Warps waiting when an instruction is issued, by what for: {named}."
 
 
 def size(count: float) -> str:

@@ -64,6 +64,7 @@ MEANINGS: Mapping[str, str] = {
     "stages": "Pipeline depth: tiles in flight between memory and the tensor cores.",
     "stages_output": "The output goes through shared memory and TMA.",
     "store_buffers": "Boxes of shared memory a warp stores its results through; 0: none.",
+    "stream_k": "Blocks take equal parts of all keys, by the lengths at launch.",
     "streams": "CUDA streams over which the launches are dealt.",
     "swap_ab": "Computes the transposed product, so that M and N change places.",
     "swap_dq": "Computes the query's gradient transposed, so that tile_m is its columns.",
@@ -81,7 +82,6 @@ MEANINGS: Mapping[str, str] = {
     "vector_width": "Elements of one load.",
     "warp_groups": "Groups of four warps that multiply, 64 rows each.",
     "warps": "Warps of a block that multiply.",
-    "stream_k": "Blocks take equal parts of all keys, by the lengths at launch.",
     "whole_rows": "A copy brings all columns of its rows of a page, not 64 of them.",
 }
 """By the parameter's name."""

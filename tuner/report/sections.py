@@ -10,7 +10,7 @@ from tuner.bench.results import half_width_us
 from tuner.measure.profile import COUNTERS, STALLS
 from tuner.measurement import Measurement, speedup_text
 from tuner.problem import AttentionProblem
-from tuner.report import analysis, charts, counters, course, curves
+from tuner.report import analysis, charts, course, curves
 from tuner.report.explain import Explanation, explain, size
 from tuner.report.glossary import meanings
 from tuner.report.heat import heat_panels
@@ -225,9 +225,9 @@ def _counted(subject: ReportSubject, account: Explanation) -> Iterable[Section]:
         for counter, value in kernel.shown(COUNTERS)
     ]
     ncu = found.environment.facts.get("ncu", "of an unknown version")
-    figures = [Figure("counters", "Share of what each can do", counters.shares(found.main))]
+    figures = [Figure("counters", "Share of what each can do", charts.counted_shares(found.main))]
     if found.main.shown(STALLS):
-        figures.append(Figure("stalls", "What warps wait for", counters.stalls(found.main)))
+        figures.append(Figure("stalls", "What warps wait for", charts.stalls(found.main)))
     yield Section(
         "counted",
         "Profiler counters",

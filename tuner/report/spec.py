@@ -82,28 +82,75 @@ def series_of(names: Sequence[str]) -> Spec:
     Raises:
         ValueError: when there are more names than colours.
     """
-    domain = list(names)
-    if len(domain) > len(SERIES):
-        raise ValueError(f"{len(domain)} series (allowed: {len(SERIES)})")
-    key = {"orient": "top", "title": None}
+    if len(names) > len(SERIES):
+        raise ValueError(f"{len(names)} series (allowed: {len(SERIES)})")
     return {
-        "color": {
-            "field": "series",
-            "type": "nominal",
-            "scale": {"domain": domain, "range": list(SERIES[: len(domain)])},
-            "legend": key,
-        },
-        "shape": {
-            "field": "series",
-            "type": "nominal",
-            "scale": {"domain": domain, "range": list(SHAPES[: len(domain)])},
-            "legend": key,
-        },
+        "color": nominal("series", names, SERIES[: len(names)]),
+        "shape": nominal("series", names, SHAPES[: len(names)]),
     }
+
+
+def nominal(field: str, names: Sequence[str], marks: Sequence[Any], orient: str = "top") -> Spec:
+    """A field whose values have a colour, shape or dash each, with a legend."""
+    return {
+        "field": field,
+        "type": "nominal",
+        "scale": {"domain": list(names), "range": list(marks)},
+        "legend": {"orient": orient, "title": None},
+    }
+
+
+def label(dx: int = 6, **rest: Any) -> Spec:
+    """The mark of a text beside a bar's end."""
+    return {"type": "text", "align": "left", "dx": dx, "color": INK, **rest}
+
+
+def parts(field: str, title: str, most: float) -> Spec:
+    """A horizontal channel of parts of a whole."""
+    axis = {"format": "%", "tickCount": 5}
+    return channel(field, title, axis=axis, scale={"domain": [0, most], "nice": False})
+
+
+def short_bars(
+    values: Sequence[Mapping[str, Any]],
+    description: str,
+    x: Spec,
+    field: str,
+    *,
+    row: int = 26,
+    limit: Mapping[str, int] | None = None,
+    **encoding: Any,
+) -> Spec:
+    """Horizontal bars of short names, with the value's ``text`` beside each.
+
+    Args:
+        values: rows, with the field and ``text``.
+        description: as of `picture`.
+        x: horizontal channel.
+        field: field of the names.
+        row: height of a bar's row, pixels.
+        limit: ``labelLimit`` of the names.
+        encoding: further channels.
+    """
+    axis = {"title": None, **(limit or {})}
+    return picture(
+        values,
+        description,
+        height=row * len(values),
+        encoding={"y": channel(field, "", "nominal", sort=None, axis=axis), "x": x, **encoding},
+        layer=[
+            {"mark": {"type": "bar", "height": 14, "color": SERIES[0]}},
+            {"mark": label(5), "encoding": {"text": {"field": "text"}}},
+        ],
+    )
 
 
 LINE, MAX_LINE = 14, 40
 """Name above its bar: pixels a line, and characters that fit a page of 390 pixels."""
+
+
+BAR: Spec = {"type": "bar", "height": 12}
+"""The mark of a bar below its name."""
 
 
 @dataclass(frozen=True)
@@ -118,23 +165,26 @@ class NamedBars:
         """The vertical channel."""
         return channel(self.field, "", "nominal", sort=None, axis=None)
 
-    @property
-    def height(self) -> int:
-        """Height of the picture."""
-        return self._row * len(dict.fromkeys(self.names))
+    def picture(
+        self, values: Sequence[Mapping[str, Any]], description: str, *layers: tuple[Spec, Spec]
+    ) -> Spec:
+        """A picture of marks at the bars' height, and the names.
+
+        Args:
+            values: rows, with the field of the names.
+            description: as of `picture`.
+            layers: mark and encoding of each, without the vertical channel.
+        """
+        at_bar = {"yOffset": self._row // 2 - 10}
+        marks = [
+            {"mark": {**mark, **at_bar}, "encoding": {"y": self.y, **encoding}}
+            for mark, encoding in layers
+        ]
+        height = self._row * len(dict.fromkeys(self.names))
+        return picture(values, description, height=height, layer=[*marks, self._layer])
 
     @property
-    def at_bar(self) -> Spec:
-        """Position of a mark at the bar's height."""
-        return {"yOffset": self._row // 2 - 10}
-
-    @property
-    def bar(self) -> Spec:
-        """The mark of a bar."""
-        return {"type": "bar", "height": 12, **self.at_bar}
-
-    @property
-    def layer(self) -> Spec:
+    def _layer(self) -> Spec:
         """The layer that writes the names."""
         lines = {name: lines_of(name) for name in self.names}
         most = max(map(len, lines.values()), default=1)

@@ -116,14 +116,10 @@ def from_file(path: Path, benches: Sequence[Path] = ()) -> ReportSubject:
     Raises:
         ConfigError: when it, or a bench, cannot be read or is something else.
     """
+    results = tuple(map(Results.read, benches))
     return ReportSubject(
-        recording.read(path), f"recording {path.name}", _measured(shipped()), _benches(benches)
+        recording.read(path), f"recording {path.name}", _measured(shipped()), results
     )
-
-
-def _benches(given: Sequence[Path]) -> tuple[Results, ...]:
-    """Results of `tuner bench`."""
-    return tuple(Results.read(path) for path in given)
 
 
 def from_known(
@@ -133,43 +129,37 @@ def from_known(
     url: str | None = None,
     benches: Sequence[Path] = (),
 ) -> ReportSubject:
-    """The newest sweep of a problem: of the store, else a shipped recording, else what ships.
+    """As `from_store`, of a store that need not exist.
 
     Args:
         problem: problem of the sweep.
         gpu: GPU of the sweep.
         regimes: accepted regimes, the preferred one first.
-        url: the store; default: `settings.store_url`, which need not exist.
+        url: the store; default: `settings.store_url`.
         benches: files of `tuner bench --json`.
-
-    Raises:
-        NoValidConfigError: when nothing was measured; names what was.
-        StoreError: when the store cannot be read.
-        ConfigError: when a bench cannot be read.
     """
     address = url or settings.store_url()
     file = sqlite_file(address)
-    if url or file is None or file.exists():
-        if file is not None and file.exists():
-            entries(file)  # refuses a file of another version, which opening would upgrade
-        with open_store(address, create=False) as store:
-            name = f"store {file or 'database'}"
-            return from_store(store, problem, gpu, regimes, name, benches)
-    return _shipped(problem, gpu, regimes, _measured(shipped()), _benches(benches))
+    if file is not None and file.exists():
+        entries(file)  # refuses a file of another version, which opening would upgrade
+    elif file is not None and not url:
+        return from_store(None, problem, gpu, regimes, "", benches)
+    with open_store(address, create=False) as store:
+        return from_store(store, problem, gpu, regimes, f"store {file or 'database'}", benches)
 
 
 def from_store(
-    store: Store,
+    store: Store | None,
     problem: Problem,
     gpu: Gpu,
     regimes: Regimes,
     name: str,
     benches: Sequence[Path] = (),
 ) -> ReportSubject:
-    """The newest sweep of a problem in an open store, else what ships.
+    """The newest sweep of a problem in an open store, else a shipped recording, else what ships.
 
     Args:
-        store: open store.
+        store: open store; None: only what ships.
         problem: problem of the sweep.
         gpu: GPU of the sweep.
         regimes: accepted regimes, the preferred one first.
@@ -181,29 +171,19 @@ def from_store(
         StoreError: when the store cannot be read.
         ConfigError: when a bench cannot be read.
     """
-    known, also = _measured(with_shipped(store.entries())), _benches(benches)
-    stored = (_in_store(store, problem, gpu, one) for one in listed(regimes))
-    if (found := next(filter(None, stored), None)) is not None:
-        return ReportSubject(found, name, known, also)
-    return _shipped(problem, gpu, regimes, known, also)
-
-
-def _shipped(
-    problem: Problem,
-    gpu: Gpu,
-    regimes: Regimes,
-    known: tuple[Entry, ...],
-    also: tuple[Results, ...],
-) -> ReportSubject:
-    """Shipped recording, else a shipped decision."""
+    known = _measured(with_shipped(store.entries()) if store else shipped())
+    results = tuple(map(Results.read, benches))
+    for regime in listed(regimes):
+        if store and (stored := _in_store(store, problem, gpu, regime)):
+            return ReportSubject(stored, name, known, results)
     if (recorded := recording_archive.find(problem, gpu, regimes)) is not None:
         name = recording_archive.file_name(problem, gpu, recorded.regime)
-        return ReportSubject(recorded, f"shipped recording {name}", known, also)
+        return ReportSubject(recorded, f"shipped recording {name}", known, results)
     for regime, entry in itertools.product(listed(regimes), known):
         if (entry.problem, entry.gpu.identity, entry.regime) == (problem, gpu.identity, regime):
             environment = entry.winner.environment
             decided = Recording(problem, entry.gpu, regime, environment, entry.ranking)
-            return ReportSubject(decided, "shipped decisions", known, also)
+            return ReportSubject(decided, "shipped decisions", known, results)
     raise NoValidConfigError(
         f"nothing was measured for {problem.op} {problem.label()} on {gpu.name} "
         f"({listed(regimes)[0]}): "
