@@ -81,7 +81,6 @@ CASES: dict[str, tuple[str, Problem, dict[str, int]]] = {
         {"grad_value_head": 320 * 64, "grad_out_head": 192 * 64},
     ),
     "two kernels": ("two_kernel_attention", AttentionProblem(192, 320, 64), {"head_count": 16}),
-    "cutlass": ("cutlass_fmha", AttentionProblem(192, 320, 64), {"value_batch": 16 * 320 * 64}),
 }
 
 

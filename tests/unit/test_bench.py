@@ -56,7 +56,7 @@ machines = fake_machines
         (
             DEFAULT_GPU,
             {
-                *("cutlass_fmha", "fused_attention"),
+                "fused_attention",
                 *("two_kernel_attention", "three_kernel_attention"),
             },
         ),

@@ -139,7 +139,7 @@ def test_windows_caps_and_biases_go_to_who_has_them(
     ]
     assert any(reason in found[0] for found in refused)
     assert all(len(found) == 1 for found in refused)
-    lacking = ["cutlass_fmha", "three_kernel_attention", "triton_attention"]
+    lacking = ["three_kernel_attention", "triton_attention"]
     for name in lacking + (["fused_attention"] if problem.is_alibi else []):
         assert family(name).space(problem, DEFAULT_GPU) == []
         has_no = "ALiBi" if name == "fused_attention" else problem.extras

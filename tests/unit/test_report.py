@@ -463,7 +463,7 @@ class TestSources:
 
     def test_what_ships(self, recorded: ReportSubject) -> None:
         assert recorded.source.startswith("shipped recording attention-B1_H16_S1024_D64")
-        assert recorded.has_finals and len(recorded.quick) >= 300
+        assert recorded.has_finals and len(recorded.quick) >= 200
 
     def test_nothing_was_measured(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["report", "--shape", "S=1000,D=72", "--gpu", "H200"]) == 1

@@ -120,7 +120,7 @@ def test_lines_are_the_launches_at_their_lengths(
                 assert tuple(b + s * other for b, s in integers) == wanted.integers
                 assert (scalars, workspace_at) == (wanted.scalars, wanted.workspace_at)
                 assert address == wanted.kernel.address
-    assert {"fused_attention", "cutlass_fmha"} <= over_lines
+    assert {"fused_attention", "triton_attention"} <= over_lines
 
 
 def test_numbers_that_are_no_lines_are_not_taken(on_cpu: SimpleNamespace) -> None:

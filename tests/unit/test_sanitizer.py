@@ -76,9 +76,9 @@ def test_every_kernel_is_legal_on_tiny_problems(name: str, fused: list[Target]) 
 
 
 def test_every_own_template_is_watched() -> None:
-    """But for CUTLASS's and Triton's attention, and a family that is made of others' kernels."""
+    """But for Triton's attention, and a family that is made of others' kernels."""
     own = {name for name, member in families().items() if not member.is_vendor}
-    others = {"cutlass_fmha", "three_kernel_attention", "triton_attention"}
+    others = {"three_kernel_attention", "triton_attention"}
     assert own - {*targets.FAMILIES} == others
 
 

@@ -23,19 +23,17 @@ from tuner.search.family_search import FamilySearch
 from tuner.search.study import Search
 from tuner.store.entry import is_vendor
 
-ATTENTION = "attention-B1_H16_S1024_D64_dtypefp16-H200-graph-warm"
+ATTENTION = "attention-B4_H16_S2048_D128_dtypefp16-H200-graph-warm"
 GEMM = "gemm-M512_N512_K512_B64_dtypefp16-H200-graph-cold"
 PAST = {
-    ATTENTION: "attention-B1_H16_S512_D64_dtypefp16-H200-graph-warm",
+    ATTENTION: "attention-B2_H16_S8192_D128_dtypefp16-H200-graph-warm",
     GEMM: "gemm-M4096_N4096_K4096_dtypefp16-H200-graph-cold",
 }
 #: Positions of the first 24 groups among the recorded ones, in the order of their results, by
 #: recording and groups in flight.
 PROPOSED = {
-    (ATTENTION, 1): "110 0 115 113 111 114 112 120 15 127 117 2 128 119 14 116 121 3 123 1 122 126 "
-    "16 118",
-    (ATTENTION, 4): "110 113 0 1 2 115 111 114 127 117 120 119 128 15 14 121 3 116 123 122 16 112 "
-    "126 118",
+    (ATTENTION, 1): "12 40 71 62 35 34 41 63 39 2 50 42 9 28 22 49 59 53 16 26 60 15 78 21",
+    (ATTENTION, 4): "12 40 71 62 35 34 41 66 39 2 50 21 42 3 60 59 9 28 78 26 49 25 53 45",
     (GEMM, 1): "107 100 113 112 57 12 64 98 35 7 0 33 83 40 108 36 110 70 19 118 73 4 90 80",
     (GEMM, 4): "107 70 64 36 100 113 112 108 98 35 19 33 0 110 7 57 83 80 40 4 12 90 118 73",
 }

@@ -33,6 +33,7 @@ from tuner.store.exchange import parse, to_text
 H200 = GPUS["H200"]
 ROOT = Path(__file__).parents[2]
 ATTENTION = AttentionProblem.parse("S=1024,D=64")
+WIDE = AttentionProblem.parse("B=16,H=16,S=2048,D=64")
 GEMM = GemmProblem.parse("M=4096,N=4096,K=4096")
 
 
@@ -110,9 +111,9 @@ def test_recordings_read_and_hold_their_baselines() -> None:
         assert times == pytest.approx(ranked, rel=1e-3), path.name
 
 
-@pytest.mark.parametrize("problem", [ATTENTION, GEMM], ids=lambda problem: problem.op)
+@pytest.mark.parametrize("problem", [WIDE, GEMM], ids=lambda problem: problem.op)
 def test_the_wide_recordings_are_wide(problem: Problem) -> None:
-    assert recording_of(problem).kernels() >= 120
+    assert recording_of(problem).kernels() >= 100
 
 
 def test_recorded_configs_are_legal_still() -> None:

@@ -259,8 +259,11 @@ def import_file(args: argparse.Namespace) -> int:
 
 def unservable(measurement: Measurement) -> Sequence[str]:
     """Reason why an imported measurement must not be served, by its family's legality predicate."""
-    from tuner.families import family
+    from tuner.families import RETIRED, family, note_retired
 
+    if measurement.config.family in RETIRED:
+        note_retired(measurement.config.family)
+        return []
     try:
         member = family(measurement.config.family)
         if member.op != measurement.problem.op:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -11,11 +13,11 @@ from types import ModuleType
 from tuner.errors import ConfigError
 from tuner.families.base import Family
 
+_LOG = logging.getLogger("tuner.families")
 MODULES = (
     "block_scaled_gemm",
     "block_scaled_grouped_gemm",
     "cluster_gemm",
-    "cutlass_fmha",
     "fused_attention",
     "fused_attention_backward",
     "gemm",
@@ -38,6 +40,11 @@ MODULES = (
 )
 """Modules that define families. A family's own one has its name; what else lies in its folder is
 imported where it is used."""
+RETIRED: Mapping[str, str] = {
+    "cutlass_fmha": "CUTLASS's Hopper FMHA example, slower than fused_attention",
+}
+"""Families of earlier versions. Stores, documents and recordings that name them are read, and no
+kernel of theirs is launched."""
 
 
 @cache
@@ -89,6 +96,10 @@ def family(name: str) -> Family:
     Raises:
         ConfigError: when there is none of that name; says which there are.
     """
+    if name in RETIRED:
+        raise ConfigError(
+            f"family '{name}' was removed ({RETIRED[name]}): no kernels of it can be built"
+        )
     found = find(name)
     if found is None:
         raise ConfigError(f"family '{name}' is not known (allowed: {', '.join(families())})")
@@ -101,6 +112,16 @@ def find(name: str) -> Family | None:
     if name in MODULES and (member := _members(name).get(name)):
         return member
     return families().get(name)
+
+
+@cache
+def note_retired(name: str) -> None:
+    """Log once that a family of `RETIRED` is among what is read."""
+    _LOG.warning(
+        "family '%s' was removed (%s): its measurements are kept, its kernels are not launched",
+        name,
+        RETIRED[name],
+    )
 
 
 def families_of(op: str) -> dict[str, Family]:

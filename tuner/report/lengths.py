@@ -120,7 +120,6 @@ def crossings(lengths: Sequence[Length]) -> list[tuple[float, str, str]]:
 
 KINDS: Mapping[str, str] = {
     "fused_attention": "fused",
-    "cutlass_fmha": "fused",
     "triton_attention": "fused",
     "two_kernel_attention": "two kernels",
     "three_kernel_attention": "three kernels",

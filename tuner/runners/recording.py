@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from tuner.base import document, output
 from tuner.config import Config
 from tuner.errors import ConfigError, NoValidConfigError
-from tuner.families import families, families_of
+from tuner.families import RETIRED, families, families_of, note_retired
 from tuner.hardware import Gpu
 from tuner.measurement import (
     Clocks,
@@ -218,6 +218,8 @@ def _decode_part(
         _decode_row(dict(zip(ROW, row, strict=True)), configs, problem, gpu, environment, regime)
         for row in data["rows"]
     )
+    for name in RETIRED.keys() & {config.family for config in configs}:
+        note_retired(name)
     stages = tuple(_decode_part(part, gpu, environment, regime) for part in data["stages"])
     return Recording(problem, gpu, regime, environment, measurements, stages)
 

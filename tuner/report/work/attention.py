@@ -8,7 +8,6 @@ from math import ceil
 
 from tuner.config import Config
 from tuner.families import family, triton_attention, two_kernel_attention
-from tuner.families.cutlass_fmha.shape import FmhaShape
 from tuner.families.fused_attention import legality
 from tuner.families.fused_attention.registers import instance
 from tuner.hardware import WARP, WARP_GROUP, Gpu
@@ -24,8 +23,6 @@ def works(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Work, ..
             return (_fused_attention(problem, config, gpu),)
         case "triton_attention":
             return (_triton_attention(problem, config, gpu),)
-        case "cutlass_fmha":
-            return (_cutlass_fmha(problem, config, gpu),)
         case "three_kernel_attention":
             return _three_kernels(problem, config, gpu)
         case "two_kernel_attention":
@@ -128,21 +125,6 @@ def _triton_attention(problem: AttentionProblem, config: Config, gpu: Gpu) -> Wo
         packed=config.get("packed_heads", 1),
     )
     return replace(work, wgmma=0)  # which instructions Triton chooses is not known here
-
-
-def _cutlass_fmha(problem: AttentionProblem, config: Config, gpu: Gpu) -> Work:
-    shape = FmhaShape.of(problem, config)
-    return _attention(
-        problem,
-        gpu,
-        tile_m=shape.tile_m,
-        tile_n=shape.tile_n,
-        columns=shape.head_tile,
-        threads=shape.threads,
-        smem=shape.smem_bytes,
-        blocks_per_sm=shape.resident_blocks,
-        launches=len(family(config.family).launches(problem, config, 1.0)),
-    )
 
 
 def _three_kernels(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Work, ...]:
