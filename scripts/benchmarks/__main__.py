@@ -1,4 +1,4 @@
-"""``python -m benchmarks NAME``: one benchmark of this folder, by ``main(argv) -> int``."""
+"""``python -m benchmarks NAME``: one bench of this folder, by its ``BENCH`` or ``main(argv)``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from benchmarks import harness
 from tuner.base.processes import RaisesInterrupted
 from tuner.cli import ended
 
@@ -41,7 +42,7 @@ NAMES = (
     "paged",
     "peers",
     "population",
-    "quantiser",
+    "products",
     "rates",
     "regret",
     "repeats",
@@ -66,7 +67,12 @@ def main(argv: Sequence[str]) -> int:
         print(f"there is no benchmark '{name}': {usage}", file=sys.stderr)
         return 2
     with RaisesInterrupted():
-        return ended(lambda: int(importlib.import_module(f"benchmarks.{name}").main(rest)), name)
+        return ended(lambda: _run(name, rest), name)
+
+
+def _run(name: str, argv: Sequence[str]) -> int:
+    module = importlib.import_module(f"benchmarks.{name}")
+    return harness.main(module.BENCH, argv) if hasattr(module, "BENCH") else int(module.main(argv))
 
 
 if __name__ == "__main__":

@@ -97,7 +97,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     load = Load(args.model, args.requests, args.prompt_tokens, args.new_tokens, args.page_size)
     if args.worker:
         server = Server(args.way, load, args.device)
-        return answer_indices(lambda i: server.start() if i == START else server.run(), args.device)
+        return answer_indices(
+            lambda i: server.start() if i == START else server.run(), args.device == "cuda"
+        )
     _check(args)
     if args.judge:
         return _judge(args)

@@ -1,4 +1,6 @@
-"""Times of calls behind an ordinary kernel, interleaved: one function, `time_calls`.
+"""Times of calls: behind an ordinary kernel (`time_calls`), and on the host (`time_host`).
+
+Both interleave the contenders, and time the first of them once more as the control.
 
 A programmatic dependent of a copy of itself starts before that copy has ended, and looks faster
 than in a model. So each call follows an element-wise kernel here. Its time is the difference of two
@@ -8,11 +10,15 @@ CUDA graphs: one with the calls, one with the element-wise kernels only.
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import statistics
+import time
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 from tuner.errors import TunerError
@@ -24,6 +30,9 @@ BUDGET_US, MIN_ROUNDS, MAX_ROUNDS = 2e6, 7, 20
 EVICTED_BYTES = 160 << 20
 """Bytes that are read before a graph of several copies: three times an H100's L2 cache, where the
 copies of a small call stay together."""
+CONTROL = "control"
+CONFIDENCE = 0.95
+"""Probability that a `Ratio`'s interval holds the true median."""
 #: What a contender's code raises when it does not take such tensors, and a refused launch.
 FAILURES = (
     *(RuntimeError, TypeError, ValueError, AttributeError, AssertionError, ImportError),
@@ -65,6 +74,7 @@ def time_calls(
 ) -> Times:
     """Medians over rounds in which the contenders' graphs are replayed in a shuffled order.
 
+    The first contender runs once more as `CONTROL`: the ratio of both times is the noise.
     Several copies are cold: the L2 cache is filled with other bytes before each replay.
 
     Args:
@@ -77,13 +87,14 @@ def time_calls(
 
     graphs: dict[str, tuple[Any, int]] = {}
     failed: dict[str, str] = {}
-    for one in contenders:
+    for one in _with_control(contenders):
         try:
             count = _calls_of(one, copies)
             graphs[one.name] = _captured(before, one, count, copies), count
         except FAILURES as exc:
             torch.cuda.synchronize()  # raises again where the device is lost
             failed[one.name] = first_line(exc)
+    failed.pop(CONTROL, None)  # the first contender's failure says it
     if not graphs:
         return Times({}, failed)
     alone = {count: _captured(before, None, count, copies) for _, count in graphs.values()}
@@ -106,6 +117,95 @@ def time_calls(
         for name, (_, count) in graphs.items()
     }
     return Times(us, failed)
+
+
+def _with_control(contenders: Sequence[Contender]) -> list[Contender]:
+    return [*contenders, *(replace(first, name=CONTROL) for first in contenders[:1])]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Median of paired ratios, and the 95 % interval that holds the true median.
+
+    Host-bound passes vary by tens of percent from one to the next; two passes of one round, next
+    to each other, much less. The interval is that of order statistics: it assumes nothing about
+    the distribution. With fewer than six rounds it is from the smallest to the largest.
+    """
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, reference: Sequence[float], times: Sequence[float]) -> Ratio:
+        """The reference's times over others of the same rounds."""
+        ratios = sorted(first / other for first, other in zip(reference, times, strict=True))
+        count = len(ratios)
+        tails = list(accumulate(2 * math.comb(count, k) * 0.5**count for k in range(count)))
+        skipped = max(0, bisect_right(tails, 1 - CONFIDENCE) - 1)
+        return cls(statistics.median(ratios), ratios[skipped], ratios[-1 - skipped])
+
+    def verdict(self, control: Ratio) -> str:
+        """``faster`` or ``slower`` than the reference, or ``tie``: an interval that contains 1 or
+        overlaps the control's.
+        """
+        if self.low > max(1.0, control.high):
+            return "faster"
+        return "slower" if self.high < min(1.0, control.low) else "tie"
+
+
+@dataclass(frozen=True)
+class HostTimes:
+    """Microseconds of a call by contender: of every round, the control's among them."""
+
+    rounds: dict[str, list[float]]
+
+    @property
+    def us(self) -> dict[str, float]:
+        """Medians."""
+        return {name: statistics.median(times) for name, times in self.rounds.items()}
+
+    def over(self, reference: str, name: str) -> Ratio:
+        """Paired ratios of a reference's times to another's."""
+        return Ratio.of(self.rounds[reference], self.rounds[name])
+
+
+def time_host(
+    contenders: Sequence[Contender],
+    calls: int = 100,
+    rounds: int = 50,
+    is_waiting: bool = False,
+    wait: Callable[[], Any] | None = None,
+) -> HostTimes:
+    """Wall time of bursts of calls; the order of the contenders turns about with every round.
+
+    Args:
+        contenders: each was called once before.
+        calls: calls of a burst, with copy 0 to `calls` - 1; the launch queue holds 1024.
+        rounds: bursts of each contender.
+        is_waiting: the time includes the wait for the device after each burst.
+        wait: waits for the device; None: torch's.
+    """
+    if wait is None:
+        import torch
+
+        wait = torch.cuda.synchronize
+    order = _with_control(contenders)
+    times: dict[str, list[float]] = {one.name: [] for one in order}
+    for turn in range(rounds):
+        for one in order if turn % 2 else reversed(order):
+            with one.around():
+                one.call(0)  # the processor's caches hold this contender's code, not another's
+                wait()
+                start = time.perf_counter()
+                for i in range(calls):
+                    one.call(i)
+                if is_waiting:
+                    wait()
+                spent = time.perf_counter() - start
+                wait()
+            times[one.name].append(spent * 1e6 / calls)
+    return HostTimes(times)
 
 
 def first_line(exc: BaseException) -> str:

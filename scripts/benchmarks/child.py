@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -41,17 +42,19 @@ class Worker:
     Args:
         command: reads indices, a line each, and answers each with a line of JSON.
         limit_s: seconds until an answer; then the child is killed, with all that it started.
+        gpu: index of the only GPU that it sees; None: it sees this process's.
     """
 
-    def __init__(self, command: Sequence[str], limit_s: float) -> None:
+    def __init__(self, command: Sequence[str], limit_s: float, gpu: str | None = None) -> None:
         self._command, self._limit_s = list(command), limit_s
+        self._variables = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._end()
+        self.end()
 
     def ask(self, index: int, limit_s: float | None = None) -> dict[str, Any]:
         """The child's answer, or ``{"lost": reason}`` when it did not.
@@ -66,11 +69,11 @@ class Worker:
         except TimeoutError:
             return {"lost": f"no answer after {limit_s:g} s"}
         except OSError as exc:
-            self._end()
+            self.end()
             return {"lost": f"the worker ended: {exc}"}
         found: dict[str, Any] = json.loads(line)
         if "lost" in found:  # the device is of no use to this process any more
-            self._end()
+            self.end()
         return found
 
     def _asked(self, index: int, limit_s: float) -> bytes:
@@ -83,7 +86,7 @@ class Worker:
             selector.register(process.stdout, EVENT_READ)
             while not line.endswith(b"\n"):
                 if not selector.select(max(0.0, deadline - time.monotonic())):
-                    self._end()
+                    self.end()
                     raise TimeoutError
                 part = os.read(process.stdout.fileno(), 1 << 16)
                 if not part:
@@ -97,13 +100,14 @@ class Worker:
                 self._command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env=python_environment(),
+                env={**python_environment(), **self._variables},
                 start_new_session=True,
                 bufsize=0,
             )
         return self._process
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Kill the child, with all that it started; the next question starts another."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -115,39 +119,40 @@ class Worker:
                 stream.close()
 
 
-def answer_indices(measure: Callable[[int], dict[str, Any]], device: str = "cuda") -> int:
+def answer_indices(measure: Callable[[int], dict[str, Any]], needs_gpu: bool = True) -> int:
     """Be such a child: measure what the indices on standard input say.
 
     Answers alone go to the standard output that the process was started with; what others print
-    goes to its errors. After an error of the device it says ``lost`` and ends. A crash prints the
-    Python stack.
+    goes to its errors. After an error it says ``lost`` and ends, since the device may be of no use
+    any more. A crash prints the Python stack.
 
     Args:
         measure: makes the answer of an index.
-        device: that the memory of is given back after each.
+        needs_gpu: False of a measurement without one; else its memory is given back after each.
 
     Raises:
-        BenchmarkError: without a GPU where the device is one.
+        BenchmarkError: without a GPU that is needed.
     """
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    import torch
+    from benchmarks.call_times import FAILURES, first_line
 
-    from benchmarks.call_times import first_line
-
-    if device == "cuda":
+    if needs_gpu:
         need_gpu()
     for line in sys.stdin:
         faulthandler.disable()  # a library that was loaded since may have put a handler of its own
         faulthandler.enable(2)
         try:
-            found = measure(int(line))
-            if device == "cuda":
+            answer = measure(int(line))
+            if needs_gpu:
+                import torch
+
                 torch.cuda.synchronize()
                 torch.cuda.empty_cache()
-        except RuntimeError as exc:
-            found = {"lost": first_line(exc)}
-        print(json.dumps(found), file=answers, flush=True)
-        if "lost" in found:
+        except FAILURES as exc:
+            traceback.print_exc()
+            answer = {"lost": first_line(exc)}
+        print(json.dumps(answer), file=answers, flush=True)
+        if "lost" in answer:
             return 1
     return 0

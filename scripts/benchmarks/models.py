@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             options = {"rounds": args.rounds, "time_limit_s": args.time_limit}
             return measure(*todo[index], args.layers, args.device, args.ways, **options)
 
-        return answer_indices(measured, args.device)
+        return answer_indices(measured, args.device == "cuda")
     if args.device == "cuda" and detect() is None:
         raise no_gpu("--device cpu")
     if args.json:

@@ -311,30 +311,6 @@ def child(dies: int = -1, hangs: int = -1, loses: int = -1) -> list[str]:
     return [sys.executable, "-c", ANSWERING.format(dies=dies, hangs=hangs, loses=loses)]
 
 
-CRASHING = """
-import ctypes, signal
-from benchmarks.child import answer_indices
-def measure(index):
-    if index:
-        culprit()
-    signal.signal(signal.SIGSEGV, signal.SIG_DFL)  # as a library does that is loaded by a call
-    return {}
-def culprit():
-    ctypes.string_at(0)
-raise SystemExit(answer_indices(measure, "cpu"))
-"""
-
-
-def test_a_crash_says_where(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(population.__file__).parents[1]))
-    with Worker([sys.executable, "-P", "-c", CRASHING], 60) as worker:
-        assert worker.ask(0) == {}
-        assert worker.ask(1) == {"lost": "the worker ended: code -11"}
-    assert "in culprit" in capfd.readouterr().err
-
-
 def test_a_worker_that_is_lost_costs_its_call() -> None:
     with Worker(child(dies=1, loses=3), 60.0) as worker:
         assert worker.ask(0)["us"] == {"tuner": 2.0, "pytorch": 3.0}
@@ -455,28 +431,6 @@ def test_problems_are_listed_for_a_sweep(capsys: Any, tmp_path: Path) -> None:
     path.write_text(capsys.readouterr().out)
     drawn = draw("0", 20, subset("gpt2,bert-base"))
     assert read_problems(path) == list(dict.fromkeys(call.problem for call in drawn))
-
-
-SERVING = """
-import sys
-from benchmarks.child import answer_indices
-def measure(index):
-    print("noise of a library")
-    if index == 7:
-        raise RuntimeError("the device is lost")
-    return {"index": index}
-sys.exit(answer_indices(measure, "cpu"))
-"""
-
-
-def test_a_child_keeps_its_answers_apart_from_noise(monkeypatch: Any) -> None:
-    pytest.importorskip("torch", reason="torch is not installed")
-    top = Path(population.__file__).parents[2]
-    monkeypatch.setenv("PYTHONPATH", f"{top}:{top / 'scripts'}")
-    with Worker([sys.executable, "-P", "-c", SERVING], 120.0) as worker:
-        assert worker.ask(3) == {"index": 3}
-        assert worker.ask(7) == {"lost": "the device is lost"}
-        assert worker.ask(4) == {"index": 4}
 
 
 def test_shipped_rows_are_read_as_they_are() -> None:

@@ -12,7 +12,14 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from benchmarks import call_times  # noqa: E402
-from benchmarks.call_times import Contender, first_line, time_calls  # noqa: E402
+from benchmarks.call_times import (  # noqa: E402
+    Contender,
+    HostTimes,
+    Ratio,
+    first_line,
+    time_calls,
+    time_host,
+)
 from tuner.errors import BenchmarkError  # noqa: E402
 
 
@@ -97,7 +104,7 @@ def before(device: Device) -> Any:
 def test_a_time_is_the_difference_of_two_graphs(device: Device) -> None:
     both = [contender(device, "a", 100.0), contender(device, "b", 20.0)]
     found = time_calls(both, before(device), 1)
-    assert found.us == pytest.approx({"a": 100.0, "b": 20.0})
+    assert found.us == pytest.approx({"a": 100.0, "b": 20.0, "control": 100.0})
     assert not found.failed
 
 
@@ -112,14 +119,15 @@ def test_rounds_are_shuffled_and_bounded(device: Device) -> None:
     several = [contender(device, name, 50.0) for name in "abcd"]
     time_calls(several, before(device), 1)
     order = [names[1] for names in device.replayed]
-    assert len(order) == (call_times.MAX_ROUNDS + 1) * 5
-    rounds = {tuple(order[i : i + 5]) for i in range(5, len(order), 5)}
-    assert len(rounds) > 10 and all(sorted(r) == sorted(order[:5]) for r in rounds)
+    each = len("abcd") + 2  # the control, and the element-wise kernels alone
+    assert len(order) == (call_times.MAX_ROUNDS + 1) * each
+    rounds = {tuple(order[i : i + each]) for i in range(each, len(order), each)}
+    assert len(rounds) > 10 and all(sorted(r) == sorted(order[:each]) for r in rounds)
 
 
 def test_long_calls_get_few_rounds(device: Device) -> None:
     time_calls([contender(device, "a", 1e6)], before(device), 1)
-    assert len(device.replayed) == (call_times.MIN_ROUNDS + 1) * 2
+    assert len(device.replayed) == (call_times.MIN_ROUNDS + 1) * 3
     assert max(map(len, device.replayed)) == 2 * call_times.MIN_CALLS
 
 
@@ -138,7 +146,7 @@ def test_a_graph_goes_through_all_copies(device: Device) -> None:
 def test_copies_are_evicted_before_each_replay(device: Device, copies: int) -> None:
     """Other reads empty the L2 before each graph, outside the measured time."""
     found = time_calls([contender(device, "a", 100.0)], before(device), copies)
-    assert found.us == pytest.approx({"a": 100.0})
+    assert found.us == pytest.approx({"a": 100.0, "control": 100.0})
     replays = len(device.replayed)
     assert device.launched["evict"] == (0 if copies == 1 else replays)
 
@@ -150,9 +158,10 @@ def test_what_cannot_be_captured_has_a_reason_and_costs_nobody_else(device: Devi
         device.launch("b", 1.0)
 
     found = time_calls([contender(device, "a", 9.0), Contender("b", refuse)], before(device), 1)
-    assert found.us == pytest.approx({"a": 9.0})
+    assert found.us == pytest.approx({"a": 9.0, "control": 9.0})
     assert found.failed == {"b": "operation not permitted when stream is capturing"}
-    assert time_calls([Contender("b", refuse)], before(device), 1).us == {}
+    alone = time_calls([Contender("b", refuse)], before(device), 1)
+    assert alone.us == {} and list(alone.failed) == ["b"]
 
 
 def test_a_refused_launch_costs_nobody_else(device: Device) -> None:
@@ -160,7 +169,7 @@ def test_a_refused_launch_costs_nobody_else(device: Device) -> None:
         raise BenchmarkError("too many resources requested for launch")
 
     found = time_calls([contender(device, "a", 5.0), Contender("b", refused)], before(device), 1)
-    assert list(found.us) == ["a"]
+    assert list(found.us) == ["a", "control"]
     assert found.failed == {"b": "too many resources requested for launch"}
 
 
@@ -186,3 +195,60 @@ def test_an_error_is_told_in_one_line() -> None:
     assert first_line(RuntimeError("one\ntwo")) == "one"
     assert first_line(ValueError()) == "ValueError"
     assert len(first_line(RuntimeError("x" * 999))) == 200
+
+
+def test_host_times_are_bursts_in_turning_order() -> None:
+    asked: list[str] = []
+    ways = [Contender(name, lambda i, name=name: asked.append(name)) for name in "ab"]
+    found = time_host(ways, calls=3, rounds=2, wait=lambda: asked.append("wait"))
+    assert asked.count("wait") == 2 * 2 * 3, "before and after each burst"
+    order = [name for name in asked if name != "wait"][::4]
+    assert order == ["a", "b", "a", "a", "b", "a"], "the control is the first once more"
+    assert list(found.us) == ["a", "b", "control"] and all(us > 0 for us in found.us.values())
+
+
+@pytest.mark.parametrize("is_waiting", [False, True])
+def test_a_wait_is_in_the_time_where_it_is_wanted(
+    is_waiting: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+
+    def spend(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(call_times.time, "perf_counter", lambda: now[0])
+    way = Contender("a", lambda i: spend(1.0))
+    found = time_host([way], 10, 3, is_waiting, lambda: spend(5.0))
+    assert found.us["a"] == pytest.approx(1e6 * (1.5 if is_waiting else 1.0))
+
+
+def test_ratios_are_of_the_same_round() -> None:
+    reference = [float(us) for us in range(1, 12)]
+    found = HostTimes({"a": reference, "b": [us / 1.5 for us in reference]}).over("a", "b")
+    assert (found.median, found.low, found.high) == pytest.approx((1.5, 1.5, 1.5))
+
+
+@pytest.mark.parametrize(("count", "skipped"), [(1, 0), (5, 0), (6, 0), (9, 1), (25, 7), (60, 21)])
+def test_the_interval_is_that_of_a_sign_test(count: int, skipped: int) -> None:
+    """Known ranks of 95 % intervals for medians."""
+    found = Ratio.of([float(us) for us in range(1, count + 1)], [1.0] * count)
+    assert (found.low, found.high) == (1 + skipped, count - skipped)
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict"),
+    [
+        (Ratio(0.95, 0.9, 1.01), "tie"),
+        (Ratio(0.95, 0.93, 0.98), "tie"),
+        (Ratio(0.95, 0.93, 0.96), "slower"),
+        (Ratio(1.06, 1.03, 1.1), "tie"),
+        (Ratio(1.06, 1.05, 1.1), "faster"),
+    ],
+)
+def test_what_the_control_reaches_is_a_tie(found: Ratio, verdict: str) -> None:
+    assert found.verdict(Ratio(1.0, 0.97, 1.04)) == verdict
+
+
+@pytest.mark.parametrize(("low", "verdict"), [(0.999, "tie"), (1.001, "faster")])
+def test_an_interval_around_one_is_a_tie(low: float, verdict: str) -> None:
+    assert Ratio(1.01, low, 1.02).verdict(Ratio(0.98, 0.97, 0.99)) == verdict

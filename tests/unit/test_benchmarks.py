@@ -1,0 +1,110 @@
+"""Every bench: its cases without a GPU, and a case of each preset on a device that is not there."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_device import FOLDER, fake_device, fake_gpu  # noqa: F401
+
+from benchmarks import harness
+from benchmarks.__main__ import NAMES, main
+from benchmarks.harness import Bench
+
+TOP = Path(__file__).resolve().parents[2]
+BENCHES: dict[str, Bench] = {
+    name: module.BENCH
+    for name in NAMES
+    if hasattr(module := importlib.import_module(f"benchmarks.{name}"), "BENCH")
+}
+PRESETS = [(name, preset) for name, bench in BENCHES.items() for preset in bench.presets]
+PREPARED: dict[tuple[str, str], str] = {("products", "quantiser"): "quantiser_kernel"}
+"""Fixtures that smoke runs need beside the device, by bench and preset."""
+
+
+@pytest.fixture
+def quantiser_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tuner.runtime import quantiser
+
+    monkeypatch.setattr(quantiser, "run", lambda rows, composed: composed(rows))
+
+
+@pytest.mark.parametrize(("name", "preset"), PRESETS)
+def test_cases_are_listed_without_a_gpu(name: str, preset: str, capsys: Any) -> None:
+    args = harness._parser(BENCHES[name]).parse_args(["--preset", preset])
+    labels = [case.label for case in BENCHES[name].presets[preset].cases(args)]
+    assert labels and len(labels) == len(set(labels))
+    assert main([name, "--preset", preset, "--list", "--limit", "2"]) == 0
+    said = capsys.readouterr().out
+    assert all(label in said for label in labels[:2])
+
+
+@pytest.mark.usefixtures("fake_device")
+@pytest.mark.parametrize(("name", "preset"), PRESETS)
+def test_a_case_is_measured_on_a_fake_device(
+    name: str, preset: str, tmp_path: Path, capsys: Any, request: pytest.FixtureRequest
+) -> None:
+    if fixture := PREPARED.get((name, preset)):
+        request.getfixturevalue(fixture)
+    path = tmp_path / "rows.jsonl"
+    assert main([name, "--preset", preset, "--smoke", "--json", str(path)]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == "" and captured.out.startswith("1/1 ")
+    table = captured.out.split("1 of 1 cases\n\n")[1]
+    assert main([name, "--table", str(path)]) == 0
+    assert capsys.readouterr().out.endswith(f"\n\n{table}")
+    if not BENCHES[name].presets[preset].needs_gpu:
+        return
+    _, (row,) = harness.read(path)
+    assert row.get("us") or row.get("figures"), "a row has times, or figures of another kind"
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["../products"]])
+def test_another_name_gets_a_line_with_all(argv: list[str], capsys: Any) -> None:
+    assert main(argv) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "there is no benchmark" in line and "products" in line
+
+
+def test_every_bench_has_its_name() -> None:
+    texts = {path.stem: path.read_text() for path in FOLDER.glob("[!_]*.py")}
+    modules = {name for name, text in texts.items() if "\nBENCH" in text or "\ndef main(" in text}
+    assert set(NAMES) == modules - {"harness"}
+    assert all(name == bench.name for name, bench in BENCHES.items())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_wrong_option_is_one_line(name: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--no-such-option"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and line.startswith(f"scripts/bench {name}: ")
+
+
+def test_every_argument_has_a_text() -> None:
+    calls = [
+        (path.name, node)
+        for path in (TOP / "scripts").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("add_argument")
+    ]
+    silent = [
+        (name, ast.unparse(call.args[0]))
+        for name, call in calls
+        if all(keyword.arg != "help" for keyword in call.keywords)
+    ]
+    assert silent == []
+    for name, bench in BENCHES.items():
+        assert all(action.help for action in harness._parser(bench)._actions), name
+
+
+def test_the_script_names_them_too() -> None:
+    said = subprocess.run([TOP / "scripts" / "bench"], capture_output=True, text=True, check=False)
+    assert said.returncode != 0
+    assert said.stderr.split()[-len(NAMES) :] == list(NAMES)
+    asked = [TOP / "scripts" / "bench", "--help"]
+    assert subprocess.run(asked, capture_output=True, text=True, check=True).stdout == said.stderr
