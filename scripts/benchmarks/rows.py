@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.call_times import CONTROL
 from tuner.base import document
 from tuner.errors import ConfigError, StoreError
-from tuner.families.vendor import installed_versions, peers
+from tuner.families.peers import installed, installed_versions
 from tuner.measure import device
 
 Row = dict[str, Any]
@@ -41,7 +41,7 @@ def heading(bench: str, preset: str, options: Mapping[str, Any], command: Sequen
         "gpu": gpu.name if gpu else "",
         **(device.environment().facts if gpu else {}),
         **installed_versions(),
-        **peers.versions(peers.PEERS),
+        **installed.versions(installed.PEERS),
         "date": datetime.date.today().isoformat(),
         "command": " ".join(command),
     }
