@@ -40,6 +40,7 @@ NAMES = (
     "rates",
     "regret",
     "repeats",
+    "results",
     "scaled",
     "search",
     "select",
