@@ -79,7 +79,7 @@ def test_expected_times_grow_with_the_work() -> None:
 
 def test_few_long_blocks_of_grouped_heads_take_their_longest() -> None:
     """Seven heads share keys: on one H200 own kernels took 2.4 times cuDNN's time (27 November
-    2026, ``scripts/benchmarks/evidence/training-h200.json.gz``).
+    2026, drawn training calls).
     """
     grouped, many = (parse(f"B={b},H=28,HKV=4,S=2193,D=128,causal=1,dtype=bf16") for b in (1, 16))
     own, cudnn = (backward.expected_us(name, grouped, H100) for name in ("own", "cudnn"))

@@ -266,13 +266,3 @@ class TestFiles:
         assert "no picture 'nothing' (allowed: ranking," in capsys.readouterr().err
         assert cli.main([*arguments, *only]) == 2
         assert "--only chooses among --pictures DIR" in capsys.readouterr().err
-
-    def test_those_of_the_readme_are_there_and_small(self) -> None:
-        root = Path(__file__).parents[2]
-        readme = (root / "scripts/benchmarks/README.md").read_text()
-        named = set(re.findall(r"\]\(pictures/([a-z]+\.svg)\)", readme))
-        shipped = {path.name: path for path in (root / "scripts/benchmarks/pictures").glob("*")}
-        assert named == set(shipped)
-        for path in shipped.values():
-            assert path.stat().st_size < 100_000
-            ElementTree.fromstring(path.read_text())

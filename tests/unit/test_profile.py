@@ -40,8 +40,7 @@ def counted() -> Profile:
 
 class TestTable:
     def test_the_recorded_one(self) -> None:
-        """The values of scripts/benchmarks/evidence/fused-attention-counters.json, in base
-        units."""
+        """The values of the first counted kernel of fused attention, in base units."""
         (kernel,) = profile.read_csv(ASSET.read_text())
         assert kernel.kernel == "attention_kernel"
         assert kernel.get(TENSOR) == 36.65

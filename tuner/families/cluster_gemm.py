@@ -59,8 +59,8 @@ RASTER_ORDERS = {"AlongM": 1, "AlongN": 2}
 #: such products over the highest (a guess).
 MEMORY_EFFICIENCY, L2_BYTES_PER_CLOCK, CLOCK_SHARE = 0.75, 48.0, 0.85
 #: Clocks of a kernel's start, of a tile's end, of a cluster's two meetings; bytes that its blocks
-#: exchange a clock (a guess). All but the guesses are nearest to 60 times of five products in
-#: scripts/benchmarks/evidence/narrow-h200.json.gz, with a standard deviation of 20 %.
+#: exchange a clock (a guess). All but the guesses are nearest to 60 times of five products on
+#: an H200 (27 November 2026), with a standard deviation of 20 %.
 START_CLOCKS, TILE_CLOCKS = 8500.0, 3600.0
 MEETING_CLOCKS, EXCHANGED_BYTES_PER_CLOCK = 4500.0, 32.0
 

@@ -77,7 +77,7 @@ class ThreeKernelAttention(Family):
     capabilities = (HOPPER,)
     takes_extras = False
     #: Slower than the fused kernel by 3 to 7 at every measured length
-    #: (`scripts/benchmarks/benches/sequence-lengths-H200.json`), and its stages compile longest.
+    #: (an H200, 22 November 2026), and its stages compile longest.
     is_fallback = True
     runtime_parameters: ClassVar[frozenset[str]] = frozenset(
         {"heads_per_launch", "pdl", "in_place", "streams"}

@@ -63,7 +63,7 @@ MAX_BLOCKS = 65535
 MAX_CHUNKS = 256
 MIN_CHUNK_BYTES = 16 << 20
 #: What only measurements say: by hand, after 32 kernels at (1,16,1024,64) on one H200
-#: (`scripts/benchmarks/evidence/unfused-attention.json.gz`). Nothing of other shapes is known.
+#: (22 November 2026). Nothing of other shapes is known.
 CONSTANTS: Mapping[str, float] = {
     # First loads and last stores of a kernel, microseconds; what is left of it with `pdl`.
     "fixed_us": 1.8,

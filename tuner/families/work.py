@@ -62,7 +62,7 @@ def time_ratio(term: str, old: Gpu, new: Gpu) -> float:
 
 FASTEST_SHARE = 0.93
 """Largest share of the datasheet's bandwidth at which a product read its weights: 822 MB in
-264.5 us on an H100 (``scripts/benchmarks/evidence/population-h100-second.jsonl.gz``)."""
+264.5 us on an H100 (25 November 2026)."""
 FASTEST_CACHE_SHARES = {"NVIDIA H100 80GB HBM3": 0.935}
 """The same of decoding that read a cold cache, behind `FIRST_BYTES_US`, by GPU."""
 FASTEST_CACHE_SHARE = 0.98

@@ -124,7 +124,7 @@ def _gains_by_parts(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
 
     Rows of the output are not aligned there. cuBLAS takes 2.0 to 5.4 times as long as in two parts
     at odd sizes and 4 to 4096 rows, 1.1 to 1.9 times at even ones, of which small products are left
-    (``scripts/benchmarks/evidence``, ``odd-columns-*-h200.json``).
+    (measured on an H200, 27 November 2026).
     """
     return (
         _is_long_unaligned(weight)

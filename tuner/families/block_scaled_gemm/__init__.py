@@ -73,8 +73,8 @@ CLOCK_SHARE = 0.72
 TILE_CLOCKS, BOXED_TILE_CLOCKS, COLUMN_CLOCKS = 2800.0, 900.0, 6.0
 SMEM_BYTES_PER_CLOCK = 128
 STEP_CLOCKS = 50.0
-#: Clocks of a step for each row whose factor a warp copies: the fourth run of
-#: block-scaled-products-h100.jsonl.gz, one kernel of 256 rows with such copies and without.
+#: Clocks of a step for each row whose factor a warp copies: an H100, 25
+#: November 2026, one kernel of 256 rows with such copies and without.
 FACTOR_CLOCKS = 0.45
 START_CLOCKS = 3000.0
 #: Groups of multiprocessors (GPCs): the blocks of a cluster lie in one. Hopper has at most eight.

@@ -12,7 +12,7 @@ from tuner.config import Config, Value
 
 _NAME = "fused_attention"
 #: Time of a prompt by a kernel of one group over that of the dense kernel whose rates it has:
-#: mean of six, 1.5 to 2.2 (`evidence/paged-h100.json.gz`).
+#: mean of six, 1.5 to 2.2 (an H100, 25 November 2026).
 SHORT_AT_PROMPTS = 1.72
 #: Rows of a page that a copy brings: 16 are in every page.
 _ANY_PAGE, _WIDE = 16, 64
@@ -21,7 +21,7 @@ _PADDED = (8, 16)
 #: Head dimensions whose chunks have a kernel of wide copies: narrow ones bind it.
 _WIDE_CHUNKS = (64,)
 #: Head dimensions whose copies bring whole rows: chunks take 20 % less, decoding 1 to 3 %
-#: (`evidence/paged-schedules-h200.json.gz`).
+#: (an H200, 27 November 2026).
 _WHOLE = (128,)
 
 
@@ -122,7 +122,7 @@ def _whole(one: Config, **params: Value) -> Config:
 
 def _tall(head_dim: int, packed: int) -> Config:
     """As `_chunk`, of three groups, which read a tile of keys for more queries: at D = 64 they take
-    7 % less (`evidence/paged-chunks-h200.json.gz`).
+    7 % less (an H200, 26 November 2026).
     """
     one = _chunk(head_dim, packed)
     return Config(_NAME, {**one.params, "warp_groups": 3, "early_exp": 0})

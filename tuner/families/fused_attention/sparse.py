@@ -1,7 +1,7 @@
 """Kernels that serve block-sparse masks over any shape: one for each head dimension.
 
 Those of 64 and 128 were the fastest, or within 1 % of it, under each of four masks on an H200
-(``scripts/benchmarks/evidence/block-masks.json``). The others have as many of the same stages and
+(24 November 2026). The others have as many of the same stages and
 keys as the shared memory holds.
 """
 
@@ -17,7 +17,7 @@ HEAD_DIMS = (64, 96, 128, 256)
 MIN_TILES: Mapping[int, int] = {96: 132}
 """Tiles of 128 queries that an instance needs to be served: one for each multiprocessor of an H100
 or H200. At D = 96 the kernel took up to 1.05 of FlexAttention's time with 32, and at most 0.56 with
-1024 (``scripts/benchmarks/evidence/served-block-masks.json``).
+1024 (an H100, 25 November 2026).
 """
 #: Keys of a tile, stages, and an output tile in shared memory, by head dimension.
 _TILES: Mapping[int, tuple[int, int, bool]] = {

@@ -65,7 +65,7 @@ ODD_ROW, ODD_ROWS = 1.3, 2.5
 LONG_COLUMNS, EVEN_ROW, EVEN_ROWS = 16384, 1.25, 1.5
 """Fewest columns of a vocabulary; and the same times at an even number of them that is not a
 multiple of 8. Measured with N of 30522 to 250002: 1.23 to 1.30, and 1.33 to 1.68
-(``scripts/benchmarks/evidence/odd-columns-plain-h200.json``).
+(an H200, 27 November 2026).
 """
 _known: dict[tuple[Rows, str, Gradient], Any] = {}
 """Domains made so far, by their fields."""
@@ -123,8 +123,7 @@ class ProductDomain(_Product, Domain):
     @property
     def trusted_below(self) -> tuple[float, ...]:
         """No smaller products than measured: seven of them, by a kernel that was timed at larger
-        ones, had 0.725 to 0.890 of cuBLAS's speed
-        (``scripts/benchmarks/evidence/population-h100.jsonl.gz``).
+        ones, had 0.725 to 0.890 of cuBLAS's speed (an H100, 25 November 2026).
         """
         return (*(MAX_SIZE_FACTOR,) * (len(self.axes) - 1), 1.0)
 
