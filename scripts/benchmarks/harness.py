@@ -132,7 +132,7 @@ def main(bench: Bench, argv: Sequence[str]) -> int:
         BenchmarkError: without a GPU, where the preset needs one.
         ConfigError: on wrong options or a file of another run.
     """
-    args = _parser(bench).parse_args(argv)
+    args = parser_of(bench).parse_args(argv)
     if args.table:
         print("\n".join(tables(bench, args.table)))
         return 0
@@ -143,7 +143,7 @@ def main(bench: Bench, argv: Sequence[str]) -> int:
         preset.compile(args)
         return 0
     args.seed = commit() if args.seed == "commit" else args.seed
-    cases = _cases(preset, args)
+    cases = cases_of(preset, args)
     if args.worker:
         needs_gpu = preset.needs_gpu
         return answer_indices(lambda index: preset.measure(cases[index], args), needs_gpu)
@@ -163,7 +163,8 @@ def main(bench: Bench, argv: Sequence[str]) -> int:
     return int(any(map(is_wrong, rows)))
 
 
-def _parser(bench: Bench) -> Parser:
+def parser_of(bench: Bench) -> Parser:
+    """Options of the harness and of the bench."""
     width = max(map(len, bench.presets))
     presets = "\n".join(f"  {name:{width}} {one.text}" for name, one in bench.presets.items())
     parser = Parser(
@@ -191,7 +192,8 @@ def _parser(bench: Bench) -> Parser:
     return parser
 
 
-def _cases(preset: Preset, args: Namespace) -> list[Any]:
+def cases_of(preset: Preset, args: Namespace) -> list[Any]:
+    """Cases of a preset that the options name."""
     if args.smoke:
         return [preset.smoke or preset.cases(args)[0]]
     cases = [case for case in preset.cases(args) if (args.only or "") in case.label]

@@ -58,9 +58,9 @@ class InProcess:
         _, name, *argv = command[command.index("benchmarks") - 1 :]
         bench = importlib.import_module(f"benchmarks.{argv[0]}").BENCH
         assert name == "benchmarks" and argv[-1] == "--worker"
-        args = harness._parser(bench).parse_args(argv[1:])
+        args = harness.parser_of(bench).parse_args(argv[1:])
         self._preset = bench.presets[args.preset]
-        self._cases, self._args = harness._cases(self._preset, args), args
+        self._cases, self._args = harness.cases_of(self._preset, args), args
 
     def __enter__(self) -> InProcess:
         return self

@@ -35,7 +35,7 @@ def quantiser_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("name", "preset"), PRESETS)
 def test_cases_are_listed_without_a_gpu(name: str, preset: str, capsys: Any) -> None:
-    args = harness._parser(BENCHES[name]).parse_args(["--preset", preset])
+    args = harness.parser_of(BENCHES[name]).parse_args(["--preset", preset])
     labels = [case.label for case in BENCHES[name].presets[preset].cases(args)]
     assert labels and len(labels) == len(set(labels))
     assert main([name, "--preset", preset, "--list", "--limit", "2"]) == 0
@@ -99,7 +99,7 @@ def test_every_argument_has_a_text() -> None:
     ]
     assert silent == []
     for name, bench in BENCHES.items():
-        assert all(action.help for action in harness._parser(bench)._actions), name
+        assert all(action.help for action in harness.parser_of(bench)._actions), name
 
 
 def test_the_script_names_them_too() -> None:
