@@ -24,7 +24,6 @@ from portfolio_cases import (
 )
 
 from tuner import cli
-from tuner.base import resources
 from tuner.config import Config
 from tuner.errors import ConfigError, StoreError
 from tuner.families import families
@@ -435,15 +434,3 @@ def test_calls_of_any_heads_may_split_the_keys() -> None:
         assert not own or any(not PACKING & params.keys() for params in own), models.domain.label()
         found += bool(own)
     assert found >= 6
-
-
-def test_the_readme_s_table_is_what_ships() -> None:
-    text = (resources.cache() / "README.md").read_text()
-    for models in (models for ships in portfolio.shipped() for models in ships.domains.values()):
-        own, regret = sum(not one.is_vendor for one in models.candidates), models.regret
-        row = (
-            f"| {models.domain.label()} | {models.regime} | {own} | {regret.problems} | "
-            f"{100 * regret.mean:.1f} % | {100 * regret.worst:.1f} % | {regret.over_vendor:.2f} | "
-            f"{regret.least_over_vendor:.2f} |"
-        )
-        assert row in text
