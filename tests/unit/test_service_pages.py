@@ -184,7 +184,7 @@ class TestCache:
 
     @pytest.mark.parametrize("order", ["problem", "us", "-tflops", "-speed", "-decided"])
     def test_orders(self, store: Store, order: Any) -> None:
-        found = table.Searcher().find(DecisionTable.read(store), "", order=order).entries
+        found = table.find_entries(DecisionTable.read(store), "", order=order).entries
         keys = {
             "problem": lambda e: 0,
             "us": lambda e: e.winner.latency_us,

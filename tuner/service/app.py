@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from operator import attrgetter
@@ -15,6 +14,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.types import Receive, Scope, Send
 
 import tuner
 from tuner.errors import ConfigError, StoreError
@@ -31,7 +31,7 @@ from tuner.service.bodies import (
     Shape,
 )
 from tuner.service.decisions import Question, ServedDecisions, entries_json
-from tuner.service.guard import HEALTH_PATH, OPEN_PATHS, Guard, Receive, Scope, Send
+from tuner.service.guard import HEALTH_PATH, OPEN_PATHS, Guard
 from tuner.service.metrics import CONTENT_TYPE, Metrics
 from tuner.service.pages.render import error_page, wants_page
 from tuner.service.pages.routes import add_pages
@@ -208,18 +208,9 @@ def _add_configs(app: FastAPI, served: ServedDecisions, metrics: Metrics) -> Non
         response_model=answers.Snapshot,
         responses={304: {"description": "Not changed since the ETag that was named"}},
     )
-    async def snapshot(
-        if_none_match: Annotated[str | None, Header()] = None,
-        accept_encoding: Annotated[str, Header()] = "",
-    ) -> Response:
-        table = served.table
-        headers = {"etag": table.etag, "vary": "accept-encoding", "cache-control": "no-cache"}
-        wanted = [tag.strip() for tag in (if_none_match or "").split(",")]
-        if table.etag in wanted or "*" in wanted:
-            return Response(status_code=304, headers=headers)
-        if "gzip" in accept_encoding.lower():
-            return Json(table.packed, headers={**headers, "content-encoding": "gzip"})
-        return Json(table.snapshot, headers=headers)
+    async def snapshot(request: Request) -> Response:
+        headers = {"cache-control": "no-cache"}
+        return served.table.snapshot.answer(request, "application/json", headers)
 
 
 def _find_job(store: Store, id: str) -> JobRecord:
@@ -230,24 +221,6 @@ def _find_job(store: Store, id: str) -> JobRecord:
     return job
 
 
-class _JobRates:
-    """Jobs and problems that may be submitted in an hour."""
-
-    def __init__(self) -> None:
-        self._jobs = RateLimit(MAX_JOBS, 3600)
-        self._problems = RateLimit(MAX_PROBLEMS, 3600)
-
-    def check(self, problems: int) -> None:
-        """Count a job of so many problems; the response 429 when it is one too many."""
-        for limit, what, count in (
-            (self._jobs, "jobs", 1),
-            (self._problems, "problems", problems),
-        ):
-            if wait_s := limit.take(count=count):
-                detail = f"too many {what} (allowed: {limit.most} an hour)"
-                raise HTTPException(429, detail, {"retry-after": str(math.ceil(wait_s))})
-
-
 def _add_jobs(app: FastAPI, store: Store) -> None:
     _add_changes_of_jobs(app, store)
     _add_views_of_jobs(app, store)
@@ -255,7 +228,7 @@ def _add_jobs(app: FastAPI, store: Store) -> None:
 
 
 def _add_changes_of_jobs(app: FastAPI, store: Store) -> None:
-    rates = _JobRates()
+    jobs, tasks = RateLimit(MAX_JOBS, 3600), RateLimit(MAX_PROBLEMS, 3600)
 
     @app.post(
         "/v1/jobs", status_code=201, summary="Submit a job", response_model=answers.JobSummary
@@ -269,7 +242,8 @@ def _add_changes_of_jobs(app: FastAPI, store: Store) -> None:
             except ConfigError as exc:
                 raise ConfigError(f"problems.{number}: {exc}") from exc
         options.check(problems)
-        rates.check(len(problems))
+        jobs.check("jobs")
+        tasks.check("problems", count=len(problems))
         id = store.jobs.submit(
             problems, options.to_json(), priority=request.priority, attempts=request.attempts
         )

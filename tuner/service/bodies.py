@@ -1,9 +1,10 @@
-"""Request bodies: names and numbers within bounds, and nothing else."""
+"""Request bodies and queries: names and numbers within bounds, and nothing else."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
+from fastapi import Depends, Query
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -15,6 +16,8 @@ from pydantic import (
     WrapValidator,
 )
 
+from tuner.measurement import Regime
+from tuner.problem import PROBLEMS, Problem
 from tuner.store.jobs import MAX_PRIORITY
 
 MAX_BATCH = 1000
@@ -48,6 +51,28 @@ class Lookup(Body):
     regime: Launch | None = None
     l2: L2 | None = None
     allow_other_gpu: bool = False
+
+
+class Place(NamedTuple):
+    """A problem, and the GPU and the regimes that a query leaves; None: any."""
+
+    problem: Problem
+    gpu: str | None
+    regimes: tuple[Regime, ...] | None
+
+
+def _place(
+    shape: Annotated[Shape, Query()],
+    op: Annotated[Op, Query()] = "attention",
+    gpu: Annotated[GpuName | None, Query()] = None,
+    regime: Annotated[Launch | None, Query()] = None,
+    l2: Annotated[L2 | None, Query()] = None,
+) -> Place:
+    regimes = Regime.choices(op, regime, l2) if regime or l2 else None
+    return Place(PROBLEMS[op].parse(shape), gpu, regimes)
+
+
+PlaceOf = Annotated[Place, Depends(_place)]
 
 
 class LookupBatch(Body):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import hashlib
 import json
 import logging
 import threading
@@ -23,6 +21,7 @@ from tuner.selection.reader import (
     lookup,
     with_shipped,
 )
+from tuner.service.packed import PackedText
 from tuner.store import Store
 
 _LOG = logging.getLogger(__name__)
@@ -48,9 +47,9 @@ class Question(NamedTuple):
     allow_other_gpu: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DecisionTable:
-    """Snapshot of the decisions."""
+    """Snapshot of the decisions; another one at each change of them."""
 
     version: int
     entries: Sequence[Entry]
@@ -58,11 +57,8 @@ class DecisionTable:
     index: dict[tuple[Problem, Regime], list[Entry]]
     gpus: Sequence[Gpu]
     """One entry of each GPU."""
-    snapshot: bytes
+    snapshot: PackedText
     """The store's own decisions as `Store.export` writes them, as JSON."""
-    packed: bytes
-    """The snapshot under gzip."""
-    etag: str
     answers: dict[Question, bytes] = field(default_factory=dict)
     """JSON answers of questions asked so far."""
 
@@ -76,11 +72,8 @@ class DecisionTable:
         for entry in entries:
             index.setdefault((entry.problem, entry.regime), []).append(entry)
         snapshot = json.dumps(store.export(), separators=(",", ":"), allow_nan=False).encode()
-        digest = hashlib.sha256(snapshot).hexdigest()[:32]
-        packed = gzip.compress(snapshot, _COMPRESSION, mtime=0)
-        # Weak, for the bytes differ by their encoding.
         gpus = list(dict.fromkeys(entry.gpu for entry in entries))
-        return cls(version, entries, index, gpus, snapshot, packed, f'W/"{digest}"')
+        return cls(version, entries, index, gpus, PackedText.of(snapshot, _COMPRESSION))
 
     def answer(self, question: Question) -> bytes:
         """Answer of a question as JSON; ``null`` if there is none.

@@ -7,20 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import time
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from typing import Any
+from collections.abc import Mapping
 from urllib.parse import quote, urlencode
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tuner.service.metrics import Metrics
 from tuner.service.tokens import Sessions, Tokens
-
-Message = MutableMapping[str, Any]
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MAX_HEADER_BYTES = 1 << 16
 """Limit for all names and values together."""
@@ -61,7 +56,9 @@ class Guard:
         metrics: counters of requests.
     """
 
-    def __init__(self, app: App, *, tokens: Tokens, sessions: Sessions, metrics: Metrics) -> None:
+    def __init__(
+        self, app: ASGIApp, *, tokens: Tokens, sessions: Sessions, metrics: Metrics
+    ) -> None:
         self._app, self._tokens, self._sessions, self._metrics = app, tokens, sessions, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -81,7 +78,7 @@ class Guard:
             try:
                 body = await self._check(scope, receive)
             except Refused as exc:
-                await refuse(exc, observed)
+                await refuse(exc, scope, receive, observed)
             else:
                 await self._app(scope, _replay(body, receive), observed)
         finally:
@@ -230,12 +227,9 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replayed
 
 
-async def refuse(refused: Refused, send: Send) -> None:
+async def refuse(refused: Refused, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer a refused request."""
-    body = json.dumps({"error": refused.detail}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    headers += [(name.encode(), value.encode()) for name, value in refused.headers]
+    headers = dict(refused.headers)
     if refused.status in (408, 413, 431):
-        headers.append((b"connection", b"close"))
-    await send({"type": "http.response.start", "status": refused.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+        headers["connection"] = "close"
+    await JSONResponse({"error": refused.detail}, refused.status, headers)(scope, receive, send)

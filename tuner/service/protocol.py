@@ -1,7 +1,9 @@
 """HTTP protocol of a connection: uvicorn's, with the limits that it lacks.
 
-uvicorn takes a request's head of any length. It waits without a deadline for the head, and for a
-client that does not read.
+uvicorn's protocol on httptools takes a request's head of any length; the option that limits it is
+of the slower one. Nothing ends the wait for a first head, for one that drips, or for a client that
+does not read: ``timeout_keep_alive`` ends with the first byte. ``limit_concurrency`` counts silent
+connections, which would lock others out.
 """
 
 from __future__ import annotations
@@ -12,19 +14,11 @@ import socket
 import struct
 from typing import Any
 
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tuner.service.connections import Admission
-from tuner.service.guard import (
-    HEALTH_PATH,
-    MAX_HEADER_BYTES,
-    App,
-    Receive,
-    Refused,
-    Scope,
-    Send,
-    refuse,
-)
+from tuner.service.guard import HEALTH_PATH, MAX_HEADER_BYTES, Refused, refuse
 
 MAX_HEAD_BYTES = 2 * MAX_HEADER_BYTES
 """Limit for a request's line and headers that have not ended yet. The guard, which sees complete
@@ -161,17 +155,18 @@ class Protocol(HttpToolsProtocol):
             self._watch_reading()
 
 
-def _only_health(app: App) -> App:
+def _only_health(app: ASGIApp) -> ASGIApp:
     """An application that answers health checks only, and closes the connection."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        async def last(message: Any) -> None:
+        async def last(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
             await send(message)
 
         if scope["type"] != "http" or scope["path"] != HEALTH_PATH:
-            await refuse(Refused(503, "too many connections", (("retry-after", "5"),)), last)
+            full = Refused(503, "too many connections", (("retry-after", "5"),))
+            await refuse(full, scope, receive, last)
         else:
             await app(scope, receive, last)
 

@@ -1,10 +1,16 @@
-"""Rate limits by key."""
+"""Rate limits by key.
+
+The packages `limits` and `pyrate-limiter` bound no number of keys, which clients choose here.
+"""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
+
+from starlette.exceptions import HTTPException
 
 MAX_KEYS = 4096
 
@@ -25,6 +31,19 @@ class RateLimit:
         self._taken: dict[str, tuple[float, float]] = {}
         """Amount that each bucket lacked, and when; the longest unused first."""
         self._lock = threading.Lock()
+
+    def check(self, what: str, key: str = "", count: int = 1) -> None:
+        """As `take`; the response 429 when there is not enough.
+
+        Args:
+            what: units of the bucket, in words.
+            key: name of the bucket.
+            count: number of units to take.
+        """
+        if wait_s := self.take(key, count):
+            period = "an hour" if self.period_s == 3600 else "a minute"
+            detail = f"too many {what} (allowed: {self.most} {period})"
+            raise HTTPException(429, detail, {"retry-after": str(math.ceil(wait_s))})
 
     def take(self, key: str = "", count: int = 1) -> float:
         """Take from a bucket.

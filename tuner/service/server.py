@@ -9,10 +9,10 @@ from types import FrameType
 from typing import Any, cast
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from tuner.errors import ConfigError
 from tuner.service.connections import ACCEPTORS, Admission, ConnectionLimits
-from tuner.service.guard import App
 from tuner.service.protocol import Protocol
 
 BACKLOG = 1024
@@ -31,7 +31,7 @@ class Server(uvicorn.Server):
 
     def __init__(
         self,
-        app: App,
+        app: ASGIApp,
         limits: ConnectionLimits,
         on_signal: Callable[[int], None] = lambda number: None,
     ) -> None:

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from starlette.requests import cookie_parser
+
 from tuner.errors import ConfigError
 
 MIN_TOKEN_CHARACTERS = 16
@@ -92,9 +94,7 @@ class Sessions:
 
 
 def _session_of(cookies: bytes) -> str:
-    # By hand: the standard library's reader drops every cookie when one of them is odd.
-    pairs = (part.strip().partition("=") for part in cookies.decode("latin-1").split(";"))
-    return next((value for name, _, value in pairs if name == COOKIE), "")
+    return cookie_parser(cookies.decode("latin-1")).get(COOKIE, "")
 
 
 def _hash(session: str) -> bytes:

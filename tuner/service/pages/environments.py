@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from tuner.measurement import Environment, Measurement, Provenance
 from tuner.report.changes import (
@@ -107,31 +108,21 @@ class Sides:
     """How many served winners became slower, faster, or neither."""
 
 
-class Comparer:
-    """Compares two environments of a store; keeps the last comparison, to page through it."""
+def sides(store: Store, a: Known, b: Known, *, is_relative: bool) -> Sides:
+    """Compare two environments of a store; the last comparison is kept, to page through it.
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._kept: tuple[object, Sides] | None = None
-
-    def sides(self, a: Known, b: Known, *, is_relative: bool) -> Sides:
-        """Compare two environments.
-
-        Raises:
-            ConfigError: when they have no problem, GPU and regime in common.
-            StoreError: when the store cannot be read.
-        """
-        # The version first: what changes meanwhile is read again.
-        asked = (self._store.decisions_version(), a, b, is_relative)
-        kept = self._kept
-        if kept is None or kept[0] != asked:
-            before, after = (entries_in(self._store, one.digest) for one in (a, b))
-            kept = (asked, _sides(compare(before, after, is_relative=is_relative)))
-            self._kept = kept
-        return kept[1]
+    Raises:
+        ConfigError: when they have no problem, GPU and regime in common.
+        StoreError: when the store cannot be read.
+    """
+    # The version first: what changes meanwhile is read again.
+    return _sides(store, store.decisions_version(), a.digest, b.digest, is_relative)
 
 
-def _sides(found: DecisionComparison) -> Sides:
+@lru_cache(1)
+def _sides(store: Store, version: int, a: str, b: str, is_relative: bool) -> Sides:
+    before, after = (entries_in(store, digest) for digest in (a, b))
+    found = compare(before, after, is_relative=is_relative)
     order = (Change.SLOWER, Change.FASTER, Change.SAME)
     changes = {id(pair): pair.change(pair.served) for pair in found.pairs}
     pairs = sorted(

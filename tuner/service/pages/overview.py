@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from tuner.measurement import Provenance, speedup_text
 from tuner.service.decisions import DecisionTable
@@ -77,18 +78,10 @@ def ratio_of(entry: Entry) -> float:
     return next(iter(entry.speedups.values()))
 
 
-class Overviews:
-    """Makes the overview of a table once."""
-
-    def __init__(self) -> None:
-        self._kept: tuple[DecisionTable, Overview] | None = None
-
-    def of(self, table: DecisionTable) -> Overview:
-        """Overview of the served decisions."""
-        kept = self._kept  # two requests may both make it: each then has the same
-        if kept is None or kept[0] is not table:
-            kept = self._kept = (table, overview(table.entries))
-        return kept[1]
+@lru_cache(1)
+def overview_of(table: DecisionTable) -> Overview:
+    """Overview of the served decisions."""
+    return overview(table.entries)
 
 
 def overview(entries: Sequence[Entry]) -> Overview:

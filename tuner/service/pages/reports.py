@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import threading
-from typing import Annotated
 
-from fastapi import FastAPI, HTTPException, Query, Request, Response
+from fastapi import FastAPI, HTTPException, Response
 from fastapi.responses import HTMLResponse
 
 from tuner.errors import NoValidConfigError
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Regime
-from tuner.problem import PROBLEMS
 from tuner.report import page, subject
 from tuner.selection.reader import find_gpu
-from tuner.service.bodies import L2, GpuName, Launch, Op, Shape
+from tuner.service.bodies import PlaceOf
 from tuner.service.decisions import ServedDecisions
 from tuner.service.pages.render import HEADERS
 from tuner.store import Store
@@ -49,23 +47,16 @@ def add_report(app: FastAPI, store: Store, served: ServedDecisions) -> None:
     making = threading.Lock()
 
     @app.get("/report", include_in_schema=False)
-    def report(
-        request: Request,
-        shape: Annotated[Shape, Query()],
-        op: Annotated[Op, Query()] = "attention",
-        gpu: Annotated[GpuName | None, Query()] = None,
-        regime: Annotated[Launch | None, Query()] = None,
-        l2: Annotated[L2 | None, Query()] = None,
-    ) -> Response:
-        problem = PROBLEMS[op].parse(shape)
-        places = Regime.choices(op, regime, l2 or Regime.default(op).l2)
-        where = find_gpu(gpu, served.table.gpus) if gpu else DEFAULT_GPU
+    def report(place: PlaceOf) -> Response:
+        op = place.problem.op
+        regimes = place.regimes or Regime.choices(op, l2=Regime.default(op).l2)
+        gpu = find_gpu(place.gpu, served.table.gpus) if place.gpu else DEFAULT_GPU
         # Seconds of CPU each: those who wait would hold the threads that others need.
         if not making.acquire(blocking=False):
             detail = "another report is being made; load this page again"
             raise HTTPException(503, detail, {"retry-after": "5"})
         try:
-            found = subject.from_store(store, problem, where, places, "the service's store")
+            found = subject.from_store(store, place.problem, gpu, regimes, "the service's store")
             return HTMLResponse(page.render(found), headers=REPORT_HEADERS)
         except NoValidConfigError as exc:
             raise HTTPException(404, str(exc)) from exc

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import hashlib
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -12,23 +9,24 @@ from functools import cache
 from typing import Annotated, Any, Literal, get_args
 from urllib.parse import parse_qs
 
-from fastapi import FastAPI, Header, HTTPException, Query, Request, Response
+from fastapi import FastAPI, HTTPException, Query, Request, Response
 from fastapi.responses import RedirectResponse
 
 from tuner.errors import ConfigError
-from tuner.measurement import Provenance, Regime
+from tuner.measurement import Provenance
 from tuner.problem import PROBLEMS, Problem
 from tuner.report import assets
 from tuner.report.palette import colours
-from tuner.service.bodies import L2, Digest, GpuName, JobId, Launch, Op, RunKey, Shape, Words
+from tuner.service.bodies import Digest, GpuName, JobId, Op, PlaceOf, RunKey, Words
 from tuner.service.connections import network_of
 from tuner.service.decisions import ServedDecisions
 from tuner.service.guard import LOGIN_PATH, LOGOUT_PATH
+from tuner.service.packed import PackedText
 from tuner.service.pages import environments, kernels, trials
-from tuner.service.pages.overview import Overviews, workers
+from tuner.service.pages.overview import overview_of, workers
 from tuner.service.pages.render import FOLDER, page, url
 from tuner.service.pages.reports import add_report
-from tuner.service.pages.table import ROWS, Filter, Order, Searcher, Standing
+from tuner.service.pages.table import ROWS, Filter, Order, Standing, find_entries
 from tuner.service.rates import RateLimit
 from tuner.service.tokens import COOKIE, LIFETIME_S, Sessions
 from tuner.store import Store
@@ -50,11 +48,7 @@ _STATIC = {
     "vega.js": "text/javascript",
 }
 """All that is served beside the pages, by name: no path of a request reaches the file system."""
-STATIC_HEADERS = {
-    "cache-control": "no-cache",
-    "vary": "accept-encoding",
-    "x-content-type-options": "nosniff",
-}
+STATIC_HEADERS = {"cache-control": "no-cache", "x-content-type-options": "nosniff"}
 
 First = Annotated[int, Query(ge=0, lt=1 << 31)]
 State = Annotated[str, Query(pattern=f"^({'|'.join(TASK_STATES)})$")]
@@ -82,34 +76,21 @@ def add_pages(app: FastAPI, store: Store, served: ServedDecisions, sessions: Ses
 
 def _add_static(app: FastAPI) -> None:
     @app.get("/static/{name}", include_in_schema=False)
-    def static(
-        name: str,
-        if_none_match: Annotated[str, Header()] = "",
-        accept_encoding: Annotated[str, Header()] = "",
-    ) -> Response:
+    def static(request: Request, name: str) -> Response:
         if name not in _STATIC:
             raise HTTPException(404, "there is no such file")
-        plain, packed, etag = _static(name)
-        headers = {**STATIC_HEADERS, "etag": etag}
-        if etag in if_none_match:
-            return Response(status_code=304, headers=headers)
-        is_packed = "gzip" in accept_encoding.lower()
-        if is_packed:
-            headers["content-encoding"] = "gzip"
-        return Response(packed if is_packed else plain, media_type=_STATIC[name], headers=headers)
+        return _static(name).answer(request, _STATIC[name], STATIC_HEADERS)
 
 
 @cache
-def _static(name: str) -> tuple[bytes, bytes, str]:
-    """A file plain and under gzip, and its weak ETag: the two differ in their bytes."""
+def _static(name: str) -> PackedText:
     if name == "pages.css":
         text = f"{colours()}\n{_read(name)}"
     elif name in ("pages.js", "forms.js"):
         text = _read(name)
     else:
         text = assets.figures() if name == "figures.js" else assets.library()
-    plain = text.encode()
-    return plain, gzip.compress(plain, mtime=0), f'W/"{hashlib.sha256(plain).hexdigest()[:32]}"'
+    return PackedText.of(text.encode())
 
 
 def _read(name: str) -> str:
@@ -117,12 +98,10 @@ def _read(name: str) -> str:
 
 
 def _add_overview(app: FastAPI, store: Store, served: ServedDecisions) -> None:
-    overviews = Overviews()
-
     @app.get("/", include_in_schema=False)
     def start(request: Request) -> Response:
         values = {
-            "overview": overviews.of(served.table),
+            "overview": overview_of(served.table),
             "counts": store.jobs.counts(),
             "states": TASK_STATES,
             "workers": workers(store.jobs),
@@ -131,8 +110,6 @@ def _add_overview(app: FastAPI, store: Store, served: ServedDecisions) -> None:
 
 
 def _add_cache(app: FastAPI, served: ServedDecisions) -> None:
-    searcher = Searcher()
-
     @app.get("/cache", include_in_schema=False)
     def decisions(
         request: Request,
@@ -145,7 +122,7 @@ def _add_cache(app: FastAPI, served: ServedDecisions) -> None:
         first: First = 0,
     ) -> Response:
         only = Filter(op, gpu, str(provenance), standing)
-        found = searcher.find(served.table, q, order=order, first=first, only=only)
+        found = find_entries(served.table, q, order=order, first=first, only=only)
         query = {"q": q, **asdict(only)}
         pages = _neighbours("/cache", found.first, ROWS, found.total, **query, order=order)
         values = {
@@ -223,29 +200,25 @@ def _add_problem(app: FastAPI, store: Store) -> None:
     @app.get("/trials", include_in_schema=False)
     def show_trials(
         request: Request,
-        shape: Annotated[Shape, Query()],
-        op: Annotated[Op, Query()] = "attention",
-        gpu: Annotated[GpuName | None, Query()] = None,
-        regime: Annotated[Launch | None, Query()] = None,
-        l2: Annotated[L2 | None, Query()] = None,
+        place: PlaceOf,
         sweep: Annotated[Words | None, Query()] = None,
         run: Annotated[RunKey | None, Query()] = None,
         job: Annotated[JobId | None, Query()] = None,
         show: Annotated[trials.Show, Query()] = "all",
         first: First = 0,
     ) -> Response:
-        problem = PROBLEMS[op].parse(shape)
+        problem = place.problem
         task = None if job is None else _task(store, job, problem)
         found = trials.runs(store, problem)
         chosen = trials.choose(
             found,
             key=run,
             sweep=task.sweep if task else sweep,
-            gpu=gpu,
-            regimes=_regimes(op, regime, l2),
+            gpu=place.gpu,
+            regimes=place.regimes,
         )
         if chosen is None and run is not None:
-            raise HTTPException(404, f"there is no run {run} of {op} {problem.label()}")
+            raise HTTPException(404, f"there is no run {run} of {problem.op} {problem.label()}")
         if task is not None and chosen is not None and chosen.sweep != (task.sweep or None):
             chosen = None  # nothing of its sweep yet: what another one found is not its
         rows = chosen.table(show) if chosen else []
@@ -268,20 +241,15 @@ def _add_problem(app: FastAPI, store: Store) -> None:
     @app.get("/kernel", include_in_schema=False)
     def kernel(
         request: Request,
-        shape: Annotated[Shape, Query()],
+        place: PlaceOf,
         config: Annotated[Digest, Query()],
-        op: Annotated[Op, Query()] = "attention",
-        gpu: Annotated[GpuName | None, Query()] = None,
-        regime: Annotated[Launch | None, Query()] = None,
-        l2: Annotated[L2 | None, Query()] = None,
     ) -> Response:
-        problem = PROBLEMS[op].parse(shape)
-        places = _regimes(op, regime, l2)
-        found = kernels.find(store, problem, config, gpu=gpu, regimes=places)
+        problem, gpu, regimes = place.problem, place.gpu, place.regimes
+        found = kernels.find(store, problem, config, gpu=gpu, regimes=regimes)
         if found is None:
-            what = f"nothing was measured of configuration {config} for {op} {problem.label()}"
-            on = f" on {gpu}" if gpu else ""
-            raise HTTPException(404, what + on + (f", {places[0]}" if places else ""))
+            what = f"nothing was measured of configuration {config} for "
+            what += f"{problem.op} {problem.label()}{f' on {gpu}' if gpu else ''}"
+            raise HTTPException(404, what + (f", {regimes[0]}" if regimes else ""))
         differing = environments.differing([m.environment for m in found.measurements])
         return page(request, "kernel", {"subject": found, "differing": differing})
 
@@ -295,11 +263,6 @@ def _with(query: Mapping[str, Any], *, show: str) -> str:
     return url("/trials", **_without_first(query) | {"show": None if show == "all" else show})
 
 
-def _regimes(op: Op, launch: Launch | None, l2: L2 | None) -> tuple[Regime, ...] | None:
-    """Those that a query which names a part of one leaves."""
-    return Regime.choices(op, launch, l2) if launch or l2 else None
-
-
 def _task(store: Store, job: str, problem: Problem) -> Task:
     # Those that run first: a job may hold thousands.
     for state in ("running", None):
@@ -310,8 +273,6 @@ def _task(store: Store, job: str, problem: Problem) -> Task:
 
 
 def _add_compare(app: FastAPI, store: Store) -> None:
-    comparer = environments.Comparer(store)
-
     @app.get("/compare", include_in_schema=False)
     def compare(
         request: Request,
@@ -330,7 +291,7 @@ def _add_compare(app: FastAPI, store: Store) -> None:
             values["fault"] = "These are the same environment."
         elif a and b:
             try:
-                sides = comparer.sides(by_digest[a], by_digest[b], is_relative=relative)
+                sides = environments.sides(store, by_digest[a], by_digest[b], is_relative=relative)
             except ConfigError:
                 values["fault"] = "These two have no problem, GPU and regime in common."
             else:
@@ -357,10 +318,8 @@ def _add_login(app: FastAPI, sessions: Sessions) -> None:
 
     @app.post(LOGIN_PATH, include_in_schema=False)
     async def log_in(request: Request) -> Response:
-        wait_s = logins.take(network_of(request.client.host if request.client else ""))
-        if wait_s:
-            detail = f"too many logins from this address (allowed: {MAX_LOGINS} a minute)"
-            raise HTTPException(429, detail, {"retry-after": str(math.ceil(wait_s))})
+        network = network_of(request.client.host if request.client else "")
+        logins.check("logins from this address", network)
         try:
             fields = parse_qs((await request.body()).decode(errors="replace"), max_num_fields=8)
         except ValueError as exc:

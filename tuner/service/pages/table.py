@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from tuner.selection.describe import config_text, kernel_name, where_from
@@ -74,48 +75,38 @@ class TablePage:
         return self.first + len(self.entries)
 
 
-class Searcher:
-    """Finds entries by words; prepares the text of each once a table."""
+def find_entries(
+    table: DecisionTable,
+    words: str,
+    *,
+    order: Order,
+    first: int = 0,
+    only: Filter = NO_FILTER,
+) -> TablePage:
+    """The entries whose text contains every word, regardless of case.
 
-    def __init__(self) -> None:
-        self._prepared: tuple[DecisionTable | None, list[tuple[str, Entry]]] = (None, [])
+    Args:
+        table: all served entries.
+        words: parts of the operation, shape, GPU, regime, winner or origin.
+        order: column to sort by.
+        first: number of entries to skip.
+        only: further conditions.
+    """
+    wanted = words.casefold().split()
+    found = [
+        entry
+        for text, entry in _texts(table)
+        if all(w in text for w in wanted) and only.lets(entry)
+    ]
+    name = order.removeprefix("-")
+    if name in _KEYS:
+        found.sort(key=_KEYS[name], reverse=order != name)
+    return TablePage(found[first : first + ROWS], len(found), first)
 
-    def find(
-        self,
-        table: DecisionTable,
-        words: str,
-        *,
-        order: Order,
-        first: int = 0,
-        only: Filter = NO_FILTER,
-    ) -> TablePage:
-        """The entries whose text contains every word, regardless of case.
 
-        Args:
-            table: all served entries.
-            words: parts of the operation, shape, GPU, regime, winner or origin.
-            order: column to sort by.
-            first: number of entries to skip.
-            only: further conditions.
-        """
-        wanted = words.casefold().split()
-        found = [
-            entry
-            for text, entry in self._texts(table)
-            if all(w in text for w in wanted) and only.lets(entry)
-        ]
-        name = order.removeprefix("-")
-        if name in _KEYS:
-            found.sort(key=_KEYS[name], reverse=order != name)
-        return TablePage(found[first : first + ROWS], len(found), first)
-
-    def _texts(self, table: DecisionTable) -> list[tuple[str, Entry]]:
-        # Two requests may both prepare it: each then has the same.
-        known, texts = self._prepared
-        if known is not table:
-            texts = [(_text(entry), entry) for entry in table.entries]
-            self._prepared = (table, texts)
-        return texts
+@lru_cache(1)
+def _texts(table: DecisionTable) -> list[tuple[str, Entry]]:
+    return [(_text(entry), entry) for entry in table.entries]
 
 
 def _text(entry: Entry) -> str:
