@@ -1,9 +1,9 @@
 """HTTP protocol of a connection: uvicorn's, with the limits that it lacks.
 
 uvicorn's protocol on httptools takes a request's head of any length; the option that limits it is
-of the slower one. Nothing ends the wait for a first head, for one that drips, or for a client that
-does not read: ``timeout_keep_alive`` ends with the first byte. ``limit_concurrency`` counts silent
-connections, which would lock others out.
+of the slower one. Nothing ends its wait for a head that drips, or for a client that does not read:
+``timeout_keep_alive`` ends with the first byte. ``limit_concurrency`` counts silent connections,
+which would lock others out.
 """
 
 from __future__ import annotations
