@@ -16,11 +16,10 @@ from tuner.compile.render import render
 from tuner.config import Config, Value
 from tuner.families import families_of
 from tuner.families.base import LSE, SCRATCH, Launch, Ref, group_by_kernels, without_fallbacks
-from tuner.families.two_kernel_attention import (
+from tuner.families.two_kernel_attention import TwoKernelAttention, chunk_sizes
+from tuner.families.two_kernel_attention.shape import (
     ROWS,
     STAGES,
-    TwoKernelAttention,
-    chunk_sizes,
     columns,
     smem_bytes,
     smem_limit,

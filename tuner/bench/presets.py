@@ -20,7 +20,7 @@ from tuner.errors import ConfigError
 from tuner.families import families_of, family
 from tuner.families.base import group_by_kernels
 from tuner.families.gemm.shape import COOPERATIVE, NO_SMEM
-from tuner.families.two_kernel_attention import STAGES
+from tuner.families.two_kernel_attention.shape import STAGES
 from tuner.hardware import Gpu
 from tuner.measurement import Regime
 from tuner.problem import AttentionProblem, GemmProblem, Problem, SoftmaxProblem

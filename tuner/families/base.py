@@ -20,6 +20,7 @@ from tuner.base import resources
 from tuner.config import Config, Value
 from tuner.errors import TunerError
 from tuner.families.arguments import Arguments
+from tuner.families.chip_work import Work
 from tuner.families.work import sizes_of
 from tuner.hardware import OLDEST_CAPABILITY, Gpu
 from tuner.problem import E4M3, AttentionProblem, Problem
@@ -460,6 +461,10 @@ class Family(ABC):
     def is_split(self, config: Config) -> bool:
         """True if `splits` of a scheduled config are always two or more; else they are one."""
         return self.is_scheduled(config)
+
+    def chip_work(self, problem: Any, config: Config, gpu: Gpu) -> tuple[Work, ...]:
+        """Demands of a call's kernels on the chip, in order; empty where they are not counted."""
+        return ()
 
     def overlapped(self, config: Config) -> Config:
         """The config with its launch hidden behind the kernel in front, where that is a parameter

@@ -28,6 +28,7 @@ from tuner.families.block_scaled_gemm import (
     spec_of,
     tile_violations,
 )
+from tuner.families.chip_work import Work, work_of_groups
 from tuner.hardware import HOPPER, Gpu
 from tuner.problem import E4M3, GemmProblem, GroupedGemmProblem, Problem
 
@@ -97,6 +98,13 @@ class BlockScaledGroupedGemm(Family):
         tensors = {operand.name: Ref(operand.name) for operand in problem.operands}
         arguments = arguments_of(is_grouped=True)
         return [Launch.named(KERNEL, arguments, tensors, integers, {"alpha": scale})]
+
+    def chip_work(self, problem: Problem, config: Config, gpu: Gpu) -> tuple[Work, ...]:
+        one = Config(_PRODUCT.name, {**config.params, "split_k": 1})
+        groups = _grouped(problem)
+        products = (_product(groups, rows) for rows in groups.rows if rows)
+        each = [_PRODUCT.chip_work(product, one, gpu) for product in products]
+        return (work_of_groups([work for (work,) in each], self.name),)
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         """`grouped_estimate_us` by first guesses of the kernel's rates."""

@@ -17,6 +17,7 @@ from tuner.config import Config, Value
 from tuner.families import product_work
 from tuner.families.arguments import Arguments
 from tuner.families.base import Domain, KernelSpec, Launch, Ref, Strides
+from tuner.families.chip_work import WGMMA_M, Work, wgmmas
 from tuner.families.gemm import legality_facts
 from tuner.families.strided_product import StridedProduct, as_gemm
 from tuner.hardware import (
@@ -26,9 +27,10 @@ from tuner.hardware import (
     SMEM_PER_SM_BYTES,
     SMEM_RESERVED_PER_BLOCK_BYTES,
     TENSOR_FLOPS_PER_CLOCK_SM,
+    WARP_GROUP,
     Gpu,
 )
-from tuner.problem import ACTIVATIONS, E4M3, GemmProblem, Problem
+from tuner.problem import ACTIVATIONS, DTYPE_BYTES, E4M3, GemmProblem, Problem
 
 KERNEL = "cluster_gemm"
 """Name of the one kernel."""
@@ -143,6 +145,30 @@ class ClusterGemm(StridedProduct):
         tensors = {operand.name: Ref(operand.name) for operand in (a, b, d, *others)}
         arguments = arguments_of(problem)
         return [Launch.named(KERNEL, arguments, tensors, integers, {"alpha": scale})]
+
+    def chip_work(self, problem: Problem, config: Config, gpu: Gpu) -> tuple[Work, ...]:
+        gemm = as_gemm(problem, self.name)
+        tile_m, tile_n, splits = config["tile_m"], config["tile_n"], config["split_k"]
+        along = tiles(gemm, config)
+        count, depth, resident = along[0] * along[1], BLOCK_K, config["blocks_per_sm"]
+        steps = count * ceil(gemm.k / depth)
+        work = Work(
+            kernel="cluster_gemm",
+            launches=1,
+            tiles=count * splits,
+            slots=gpu.sm_count // splits * splits * resident,
+            is_even=True,
+            threads=WARP_GROUP * (2 if tile_m <= WGMMA_M else 3),
+            smem_bytes=smem_bytes(config),
+            blocks_per_sm=resident,
+            tensor_flops=2.0 * tile_m * tile_n * depth * steps,
+            wgmma=steps * wgmmas(tile_m, tile_n, depth),
+            exponentials=0.0,
+            # The blocks of a cluster add their sums through shared memory.
+            l2_bytes=DTYPE_BYTES[gemm.dtype] * depth * (tile_m + tile_n) * steps
+            + sum(operand.bytes for operand in gemm.operands[2:]),
+        )
+        return (work,)
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         """The busiest multiprocessor's clocks beside memory's time, nearly the longer of them."""

@@ -17,6 +17,7 @@ from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import product_work
 from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref
+from tuner.families.chip_work import Work
 from tuner.families.gemm import (
     KERNEL,
     Gemm,
@@ -30,6 +31,7 @@ from tuner.families.gemm import (
     tiling_of,
 )
 from tuner.families.gemm import space as gemm_space
+from tuner.families.gemm.chip_work import gemm_work
 from tuner.families.gemm.shape import NO_SMEM
 from tuner.hardware import HOPPER, Gpu
 from tuner.problem import GemmProblem, Problem, SwigluProblem
@@ -107,6 +109,17 @@ class GemmSwiglu(Family):
         """As `Gemm.draw`, with the only epilogue and operand order of the family."""
         params = _GEMM.draw(product_of(problem), gpu, members, rng).params
         return Config(self.name, {**params, "epilogue_schedule": NO_SMEM, "swap_ab": False})
+
+    def chip_work(self, problem: Problem, config: Config, gpu: Gpu) -> tuple[Work, ...]:
+        """The product of both projections; half of its columns are stored, an exponential each."""
+        product = gemm_work(product_of(problem), config, gpu)
+        work = replace(
+            product,
+            kernel="gemm_swiglu",
+            exponentials=float(problem.output.elements),
+            l2_bytes=product.l2_bytes - problem.output.bytes,
+        )
+        return (work,)
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         """The estimate of the product, by the constants fitted for it. That product stores twice as

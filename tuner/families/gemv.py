@@ -17,6 +17,7 @@ from tuner.config import Config, Value
 from tuner.families import product_work
 from tuner.families.arguments import Arguments
 from tuner.families.base import Domain, KernelSpec, Launch, Ref, Strides
+from tuner.families.chip_work import Work
 from tuner.families.strided_product import StridedProduct, as_gemm
 from tuner.hardware import (
     GRAPH_LAUNCH_US,
@@ -155,6 +156,31 @@ class Gemv(StridedProduct):
         tensors = {operand.name: Ref(operand.name) for operand in (a, b, d, *others)}
         scalars = {"alpha": scale, **({"beta": 1.0} if problem.has_residual else {})}
         return [Launch.named(KERNEL, arguments_of(problem), tensors, integers, scalars)]
+
+    def chip_work(self, problem: Problem, config: Config, gpu: Gpu) -> tuple[Work, ...]:
+        gemm = as_gemm(problem, self.name)
+        rows, depth = block_rows(config), padded_k(gemm, config)
+        tiles = ceil(gemm.n / rows) * gemm.batch
+        resident = config["blocks_per_sm"]
+        slots = gpu.sm_count * resident
+        a, *others = gemm.operands
+        # A block reads A once, and is one block of rows unless it is persistent.
+        blocks = min(tiles, slots) if config["persistent"] else tiles
+        work = Work(
+            kernel="gemv",
+            launches=1,
+            tiles=tiles,
+            slots=slots,
+            is_even=True,
+            threads=block_threads(config),
+            smem_bytes=smem_bytes(gemm, config),
+            blocks_per_sm=resident,
+            tensor_flops=2.0 * MAX_ROWS * rows * depth * tiles,
+            wgmma=0,
+            exponentials=0.0,
+            l2_bytes=a.bytes / gemm.batch * blocks + sum(operand.bytes for operand in others),
+        )
+        return (work,)
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         """Bytes over the bandwidth that the bytes in flight and the copies' length allow; the

@@ -18,6 +18,7 @@ from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families.arguments import Arguments
 from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref
+from tuner.families.chip_work import WARPS_PER_SM, Work
 from tuner.hardware import GRAPH_LAUNCH_US, HOPPER, REGISTERS_PER_SM, WARP, Gpu
 from tuner.problem import DTYPE_BYTES, MAX_EXTENT, Problem, SoftmaxProblem
 
@@ -41,6 +42,9 @@ OTHER_REGISTERS = 16
 ELEMENTS_IN_FLIGHT = 16
 #: Columns of a row, so that a 32-bit column index cannot overflow.
 MAX_COLS = 2**30
+#: Exponentials an element in each way to compute a softmax: with the row in registers, with an
+#: online maximum, in three passes.
+EXPONENTIALS = {1: 1, 2: 2, 3: 2}
 
 #: Start of the fit by `scripts/bench cost`.
 CONSTANTS: Mapping[str, float] = {
@@ -102,6 +106,31 @@ class Softmax(Family):
 
     def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
         return [softmax_launch(_softmax(problem), scale, Ref("scores"), Ref("probabilities"))]
+
+    def chip_work(self, problem: Problem, config: Config, gpu: Gpu) -> tuple[Work, ...]:
+        softmax = _softmax(problem)
+        scores, probabilities = softmax.operands
+        part = 0.5 if softmax.is_causal else 1.0
+        threads = config["threads_per_row"] * config["rows_per_block"]
+        # Registers are the least that hold a row; the compiler's own number is in the measurement.
+        held = ceil(softmax.cols / config["threads_per_row"]) if config["passes"] == 1 else 0
+        by_registers = REGISTERS_PER_SM // (threads * max(32, held))
+        resident = max(1, min(by_registers, WARPS_PER_SM * WARP // threads))
+        work = Work(
+            kernel="softmax",
+            launches=1,
+            tiles=ceil(softmax.batch * softmax.rows / config["rows_per_block"]),
+            slots=gpu.sm_count * resident,
+            is_even=not softmax.is_causal,
+            threads=threads,
+            smem_bytes=0,
+            blocks_per_sm=resident,
+            tensor_flops=0.0,
+            wgmma=0.0,
+            exponentials=part * EXPONENTIALS[config["passes"]] * scores.elements,
+            l2_bytes=part * config["passes"] * scores.bytes + probabilities.bytes,
+        )
+        return (work,)
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         problem, constants = _softmax(problem), self.constants

@@ -33,6 +33,7 @@ from tuner.families.base import (
     Ref,
     group_by_kernels,
 )
+from tuner.families.chip_work import Work
 from tuner.families.gemm import Gemm, Matrix, gemm_launch
 from tuner.families.softmax import Softmax, softmax_launch
 from tuner.hardware import GRAPH_LAUNCH_US, HOPPER, TMA_ALIGNMENT_BYTES, Gpu
@@ -202,6 +203,19 @@ class ThreeKernelAttention(Family):
         each stream.
         """
         return _lane_bytes(_attention(problem), config) * int(config.get("streams", 1))
+
+    def chip_work(self, problem: Problem, config: Config, gpu: Gpu) -> tuple[Work, ...]:
+        attention = _attention(problem)
+        heads = config["heads_per_launch"]
+        chunks = attention.batch * attention.heads_q // heads
+        # The heads of one launch, as a problem of their own.
+        key_heads = max(1, heads * attention.heads_kv // attention.heads_q)
+        chunk = replace(attention, batch=1, heads_q=heads, heads_kv=key_heads)
+        works = []
+        for name, part in self.stages(chunk).items():
+            (work,) = self.stage_families[name].chip_work(part, config.stages[name], gpu)
+            works.append(replace(work, kernel=name, launches=chunks))
+        return tuple(works)
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         problem = _attention(problem)

@@ -10,6 +10,7 @@ import importlib.metadata
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import ClassVar
 
@@ -17,6 +18,7 @@ from tuner.base.install import extra_command
 from tuner.config import Config, Value
 from tuner.families.arguments import Arguments, extents_of, named_strides, stride_names
 from tuner.families.base import LSE, Domain, Family, KernelSpec, Launch, Ref
+from tuner.families.chip_work import Work, attention_launch
 from tuner.hardware import (
     EXP_PER_CLOCK_SM,
     REGISTERS_PER_SM,
@@ -169,6 +171,21 @@ class TritonAttention(Family):
         }
         tensors = {name: Ref(name) for name in ARGUMENTS.tensors}
         return [Launch.named(KERNEL, ARGUMENTS, tensors, integers, {"scale": scale})]
+
+    def chip_work(self, problem: Problem, config: Config, gpu: Gpu) -> tuple[Work, ...]:
+        attention = as_attention(problem)
+        work = attention_launch(
+            attention,
+            gpu,
+            tile_m=config["block_m"],
+            tile_n=config["block_n"],
+            columns=padded(attention.head_dim),
+            threads=WARP * config["num_warps"],
+            smem=smem_bytes(attention, config, gpu),
+            blocks_per_sm=blocks_per_sm(attention, config, gpu),
+            packed=config.get("packed_heads", 1),
+        )
+        return (replace(work, wgmma=0),)  # which instructions Triton chooses is not known here
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         """Waves of equal programs, or the bytes; product, softmax and waits of each step."""

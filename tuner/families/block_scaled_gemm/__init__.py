@@ -17,6 +17,7 @@ from typing import ClassVar, NamedTuple
 from tuner.config import Config, Value
 from tuner.families.arguments import Arguments
 from tuner.families.base import Domain, KernelSpec, Launch, Ref, Strides
+from tuner.families.chip_work import WGMMA_M, Work, wgmmas
 from tuner.families.strided_product import StridedProduct, as_gemm, operands_conflict
 from tuner.hardware import (
     E4M3_RATE,
@@ -24,6 +25,7 @@ from tuner.hardware import (
     HOPPER,
     SMEM_PER_BLOCK_BYTES,
     TENSOR_FLOPS_PER_CLOCK_SM,
+    WARP_GROUP,
     Gpu,
 )
 from tuner.problem import E4M3, SCALE_BLOCK, GemmProblem, Problem
@@ -174,6 +176,31 @@ class BlockScaledGemm(StridedProduct):
         tensors = {operand.name: Ref(operand.name) for operand in problem.operands}
         arguments = arguments_of(is_grouped=False)
         return [Launch.named(KERNEL, arguments, tensors, integers, {"alpha": scale})]
+
+    def chip_work(self, problem: Problem, config: Config, gpu: Gpu) -> tuple[Work, ...]:
+        gemm = as_gemm(problem, self.name)
+        tile_m, tile_n, splits = config["tile_m"], config["tile_n"], config["split_k"]
+        cluster = config["cluster_m"] * config["cluster_n"]
+        along = tiles(gemm, config)
+        blocks = along[0] * along[1] * cluster
+        steps = blocks * ceil(gemm.k / SCALE_BLOCK)
+        loaded = tile_m / config["cluster_n"] + tile_n / config["cluster_m"]
+        work = Work(
+            kernel="block_scaled_gemm",
+            launches=1,
+            tiles=blocks * splits,
+            slots=gpu.sm_count // (cluster * splits) * cluster * splits,
+            is_even=True,
+            threads=WARP_GROUP * (1 + min(2, tile_m // WGMMA_M)),
+            smem_bytes=smem_bytes(config),
+            blocks_per_sm=1,
+            tensor_flops=2.0 * tile_m * tile_n * SCALE_BLOCK * steps,
+            wgmma=steps * wgmmas(tile_m, tile_n, SCALE_BLOCK) // gemm.tensor_rate,
+            exponentials=0.0,
+            l2_bytes=SCALE_BLOCK * loaded * steps
+            + sum(operand.bytes for operand in gemm.operands[2:]),
+        )
+        return (work,)
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         """`estimate_us` by first guesses of the kernel's rates."""

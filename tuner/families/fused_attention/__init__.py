@@ -19,6 +19,7 @@ from tuner.families.base import (
     Ref,
     Strides,
 )
+from tuner.families.chip_work import WGMMA_M, Work, attention_launch
 from tuner.families.fused_attention import cost, grid, legality
 from tuner.families.fused_attention.arguments import (
     MASK_STRIDES,
@@ -37,7 +38,7 @@ from tuner.families.fused_attention.packing import MAX_PACKED, may_pad, tile_m
 from tuner.families.fused_attention.registers import instance, narrowed, registers, spills
 from tuner.families.tape import called, smaller, where
 from tuner.families.tma import tma_conflict
-from tuner.hardware import HOPPER, Gpu
+from tuner.hardware import HOPPER, WARP_GROUP, Gpu
 from tuner.problem import E4M3, AttentionProblem, Problem, as_attention
 from tuner.problem.attention_masks import PAGE_MULTIPLE
 
@@ -270,6 +271,24 @@ class FusedAttention(Family):
         tensors[LSE] = Ref(LSE)
         scalars = {"scale": scale, **({"softcap": attention.softcap} if attention.softcap else {})}
         return [Launch.named(KERNEL, arguments_of(attention), tensors, integers, scalars)]
+
+    def chip_work(self, problem: Problem, config: Config, gpu: Gpu) -> tuple[Work, ...]:
+        attention = as_attention(problem)
+        groups = config["warp_groups"]
+        work = attention_launch(
+            attention,
+            gpu,
+            tile_m=WGMMA_M * groups,
+            tile_n=config["tile_n"],
+            columns=instance(attention.head_dim),
+            threads=WARP_GROUP * (groups + 1),
+            smem=legality.smem_bytes(attention, config),
+            blocks_per_sm=config.get("blocks_per_sm", 1),
+            packed=config.get("packed_heads", 1),
+            pads=config.get("pads_heads", False),
+            splits=config.get("splits", 1),
+        )
+        return (work,)
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         attention = as_attention(problem).evened

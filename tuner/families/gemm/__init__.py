@@ -27,8 +27,10 @@ from tuner.families.base import (
     Ref,
     Strides,
 )
+from tuner.families.chip_work import Work
 from tuner.families.gemm import cost, legality
 from tuner.families.gemm import space as gemm_space
+from tuner.families.gemm.chip_work import gemm_work
 from tuner.families.gemm.shape import (
     CONSUMERS,
     COOPERATIVE,
@@ -223,6 +225,9 @@ class Gemm(StridedProduct):
         if not legality.applies("pdl", params):
             params.pop("pdl", None)
         return Config(self.name, params)
+
+    def chip_work(self, problem: Problem, config: Config, gpu: Gpu) -> tuple[Work, ...]:
+        return (gemm_work(as_gemm(problem, self.name), config, gpu),)
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         return cost.predict_us(as_gemm(problem, Gemm.name), config, gpu, self.constants)

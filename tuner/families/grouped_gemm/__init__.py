@@ -17,8 +17,10 @@ from tuner.config import Config, Value
 from tuner.errors import ConfigError
 from tuner.families.arguments import Arguments
 from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref
+from tuner.families.chip_work import Work, work_of_groups
 from tuner.families.gemm import Gemm, cost
 from tuner.families.gemm import space as gemm_space
+from tuner.families.gemm.chip_work import gemm_work
 from tuner.families.gemm.shape import (
     CONSUMERS,
     COOPERATIVE,
@@ -117,6 +119,20 @@ class GroupedGemm(Family):
         }
         tensors = {operand.name: Ref(operand.name) for operand in problem.operands}
         return [Launch.named(KERNEL, ARGUMENTS, tensors, integers, {"alpha": scale})]
+
+    def chip_work(self, problem: Problem, config: Config, gpu: Gpu) -> tuple[Work, ...]:
+        groups = _grouped(problem)
+        each = [
+            gemm_work(
+                GemmProblem(rows, groups.n, groups.k, dtype=groups.dtype),
+                as_gemm(config),
+                gpu,
+            )
+            for rows in groups.rows
+            if rows
+        ]
+        _, smem = smem_bytes(groups, config)
+        return (replace(work_of_groups(each, KERNEL), smem_bytes=smem),)
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         """Nearly the longer of two times. The first is `gemm`'s estimate without memory, of a

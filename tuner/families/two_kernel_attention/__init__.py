@@ -26,34 +26,30 @@ from typing import ClassVar, NamedTuple
 from tuner.config import Config, Value
 from tuner.families.arguments import EXTENTS, Arguments, extents_of, named_strides, stride_names
 from tuner.families.base import LSE, SCRATCH, Domain, Family, KernelSpec, Launch, Ref
-from tuner.families.fused_attention.registers import REGISTERS, instance
+from tuner.families.chip_work import Work
+from tuner.families.fused_attention.registers import REGISTERS
+from tuner.families.two_kernel_attention import chip_work
+from tuner.families.two_kernel_attention.shape import (
+    ROWS,
+    STAGES,
+    STATISTIC_BYTES,
+    bias_bytes,
+    columns,
+    smem_bytes,
+    smem_limit,
+)
 from tuner.hardware import (
     EXP_PER_CLOCK_SM,
     GRAPH_LAUNCH_US,
     HOPPER,
-    SMEM_PER_BLOCK_BYTES,
-    SMEM_PER_SM_BYTES,
-    SMEM_RESERVED_PER_BLOCK_BYTES,
     TENSOR_FLOPS_PER_CLOCK_SM,
     Gpu,
 )
 from tuner.problem import DTYPE_BYTES, E4M3, MAX_EXTENT, AttentionProblem, Problem, as_attention
 
-STAGES = ("scores", "output")
-"""Kernels in order of launch; also the prefix of their parameters' names."""
 TEMPLATE = "two_kernel_attention.cu.j2"
 #: Text that it takes, by variable.
 WORDS = {"stage": STAGES, "dtype": ("float16", "bfloat16")}
-#: Rows of queries that a warp group computes, and of an image of probabilities.
-ROWS = 64
-#: Bytes of a row's maximum and sum in one tile: two fp32.
-STATISTIC_BYTES = 8
-#: Images of probabilities that a warp group of the first kernel holds.
-IMAGES = 2
-#: Columns of V in a block of the second kernel at most; wider heads take two.
-MAX_COLUMNS = 128
-#: Of one mbarrier: each stage of a ring has two, Q in the first kernel one.
-BARRIER_BYTES = 8
 #: Registers a consumer thread needs beside its accumulators. Found by compiling.
 OVERHEAD_REGISTERS = 40
 #: Blocks of a grid along y and z at most [CUDA C++ Programming Guide 13.0, "Compute Capabilities"].
@@ -216,6 +212,9 @@ class TwoKernelAttention(Family):
         """The probabilities of one launch's rows and the statistics of their tiles."""
         return sum(_scratch_parts(as_attention(problem), config))
 
+    def chip_work(self, problem: Problem, config: Config, gpu: Gpu) -> tuple[Work, ...]:
+        return tuple(chip_work.chip_work(as_attention(problem), config, gpu))
+
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         attention, constants = as_attention(problem), self.constants
         clock = gpu.clock_max_mhz * constants["clock"]
@@ -231,38 +230,6 @@ class TwoKernelAttention(Family):
         fixed_us = constants["fixed_us"] * (constants["pdl"] if config["pdl"] else 1.0)
         fixed_us += 0.0 if config["pdl"] else GRAPH_LAUNCH_US
         return float(len(STAGES) * chunks * fixed_us + max(clocks / clock, memory_us))
-
-
-def columns(problem: AttentionProblem, stage: str) -> int:
-    """Shared memory of a block's tiles: all of Q and K, up to `MAX_COLUMNS` of V."""
-    whole = instance(problem.head_dim)
-    return whole if stage == "scores" or whole <= MAX_COLUMNS else whole // 2
-
-
-def bias_bytes(problem: AttentionProblem) -> int:
-    """Strides of the additive bias; 0 without one."""
-    return sum(operand.bytes for operand in problem.operands if operand.name == "bias")
-
-
-def smem_bytes(problem: AttentionProblem, stage: str, tile_n: int, groups: int, depth: int) -> int:
-    """Dynamic shared memory of a block: the stages of K or V, the images of probabilities, and the
-    barriers. The first kernel adds Q, the second the statistics of its tiles. Rounded to the
-    alignment of the tiles, as the template asserts.
-    """
-    width = DTYPE_BYTES[problem.dtype]
-    ring = depth * tile_n * columns(problem, stage) * width
-    image = ROWS * tile_n * width
-    if stage == "scores":
-        own = groups * (IMAGES * image + ROWS * columns(problem, stage) * width) + BARRIER_BYTES
-    else:
-        own = groups * depth * (image + ROWS * STATISTIC_BYTES)
-    return -(-(ring + own + 2 * depth * BARRIER_BYTES) // 1024) * 1024
-
-
-def smem_limit(blocks_per_sm: int) -> int:
-    """Shared memory of a block when this many share a multiprocessor."""
-    shared = SMEM_PER_SM_BYTES // blocks_per_sm - SMEM_RESERVED_PER_BLOCK_BYTES
-    return min(SMEM_PER_BLOCK_BYTES, shared)
 
 
 def chunk_sizes(problem: AttentionProblem) -> list[tuple[int, int]]:

@@ -1,7 +1,6 @@
-"""A config's demands on the chip: tiles, waves, occupancy, bytes, instructions.
+"""Bounds of a call's time by the work of its kernels (`Family.chip_work`).
 
-Computed from the config and the problem, never measured, for the families that `attention` and
-`products` name. Reports show other families' measurements only.
+Reports show only the measurements of families that do not count it.
 """
 
 from __future__ import annotations
@@ -9,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tuner.config import Config
+from tuner.families import find
+from tuner.families.chip_work import Work, total
 from tuner.hardware import EXP_PER_CLOCK_SM, GRAPH_LAUNCH_US, Gpu
 from tuner.measurement import Measurement, Regime
 from tuner.problem import AttentionProblem, Problem, SoftmaxProblem
-from tuner.report.work import attention, products
-from tuner.report.work.base import Work, total
 
 __all__ = [
     "EXPONENTIAL", "L2", "LAUNCH", "MEMORY", "TENSOR", "Work",
@@ -36,13 +35,12 @@ TENSOR, EXPONENTIAL, L2, MEMORY, LAUNCH = (
 
 
 def works(problem: Problem, config: Config, gpu: Gpu) -> tuple[Work, ...]:
-    """The kernels of a call in order. Empty for a family that is not known here, and for a config
+    """The kernels of a call in order. Empty for a family that does not count them, and for a config
     of another version that lacks a parameter.
     """
+    member = find(config.family)
     try:
-        if isinstance(problem, AttentionProblem):
-            return attention.works(problem, config, gpu)
-        return products.works(problem, config, gpu)
+        return member.chip_work(problem, config, gpu) if member else ()
     except KeyError:
         return ()
 
