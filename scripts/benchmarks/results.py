@@ -2,22 +2,27 @@
 
 A file has runs (command, GPU, versions, date) with their rows, and limits of the figures. A row
 says what was measured: cases, own figure, peer, ratio and worst. A row with ``decisions`` is filled
-from ``cache/tuned/``. ``scripts/bench results`` writes the page, and needs no GPU.
+from ``cache/tuned/``. ``scripts/bench results`` writes the page, and needs no GPU. With ``--add``
+it first puts a bench's rows, a group each, in the place of an earlier run's.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
+from benchmarks import rows as bench_rows
+from benchmarks.rows import PYTORCH, Row, figures, over, over_fastest, values
 from tuner.base import resources
 from tuner.bench.results import size_of
 from tuner.bench.suites import SUITES
 from tuner.cli import Parser
+from tuner.errors import ConfigError
 from tuner.hardware import GPUS
 from tuner.measurement import Regime
 from tuner.selection.reader import shipped
@@ -129,9 +134,81 @@ def _cells(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def run_of(head: Row, rows: Sequence[Row]) -> dict[str, Any]:
+    """A run of the page: of each group and of all, the speed over PyTorch and the fastest peer.
+
+    Raises:
+        ConfigError: when no row has times to compare.
+    """
+    groups = [*dict.fromkeys(row["group"] for row in rows)]
+    parts = {name: [row for row in rows if row["group"] == name] for name in groups}
+    if len(groups) > 1:
+        parts["all"] = list(rows)
+    summaries = []
+    for name, mine in parts.items():
+        peers = {
+            "PyTorch": figures(values(mine, lambda row: over(row, PYTORCH))),
+            "the fastest peer": figures(values(mine, over_fastest)),
+        }
+        peers = {peer: pair for peer, pair in peers.items() if pair[0]}
+        ratios, worst = ("; ".join(pair[i] for pair in peers.values()) for i in range(2))
+        summary = {"what": name, "cases": len(mine), "over": "; ".join(peers)}
+        summaries += [{**summary, "ratio": ratios, "worst": worst}] if peers else []
+    if not summaries:
+        raise ConfigError("no row has times of the tuner and of a peer: enter its figures by hand")
+    names = {gpu.name: name for name, gpu in GPUS.items()}
+    versions = {"driver": "driver", "cuda": "CUDA", "torch": "torch", "cudnn": "cuDNN"}
+    return {
+        "command": head["command"],
+        "gpu": names.get(head["gpu"], head["gpu"] or "none"),
+        "versions": ", ".join(
+            f"{text} {head[key]}" for key, text in versions.items() if key in head
+        ),
+        "date": head["date"],
+        "rows": summaries,
+    }
+
+
+def add(run: Mapping[str, Any], bench: str) -> Path:
+    """Put a run in the place of one of the same preset on the same GPU, or behind a bench's others.
+
+    Raises:
+        ConfigError: when the page has no file of the bench.
+    """
+
+    def identity(run: Mapping[str, Any]) -> tuple[str, ...]:
+        preset = re.search(r"--preset[ =](\S+)", run["command"])
+        name = re.match(r"scripts/bench (\S+)", run["command"])
+        return name[1] if name else "", preset[1] if preset else "", run["gpu"]
+
+    contents = {name: read(name) for files in SECTIONS.values() for name in files}
+    places = [
+        (name, index)
+        for name, content in contents.items()
+        for index, former in enumerate(content["runs"])
+        if identity(former) == identity(run)
+    ]
+    if not places and bench not in contents:
+        raise ConfigError(f"the page has no file of '{bench}' (has: {', '.join(contents)})")
+    name, index = places[0] if places else (bench, len(contents[bench]["runs"]))
+    contents[name]["runs"][index : index + 1] = [dict(run)]
+    path = FOLDER / f"{name}.json"
+    path.write_text(json.dumps(contents[name], indent=1, ensure_ascii=False) + "\n")
+    return path
+
+
 def main(argv: Sequence[str]) -> int:
-    """Write the page."""
+    """Write the page, with a bench's rows first where a file of them is named.
+
+    Raises:
+        ConfigError: when these rows have nothing to compare, or no place.
+        StoreError: when they cannot be read.
+    """
     parser = Parser(prog="scripts/bench results", description=__doc__)
-    parser.parse_args(argv)
+    parser.add_argument("--add", type=Path, metavar="FILE", help="rows of a bench's --json FILE")
+    args = parser.parse_args(argv)
+    if args.add:
+        head, rows = bench_rows.read(args.add)
+        print(add(run_of(head, rows), str(head["bench"])))
     PAGE.write_text(page())
     return 0
