@@ -9,17 +9,15 @@ with those of float64 instead.
 
 from __future__ import annotations
 
-import itertools
 import math
-import operator
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
-from benchmarks import backward_errors, file_head, json_file
+from benchmarks import backward_errors, file_head
 from benchmarks.gpu import need_gpu
 from tuner.base.output import check_place
 from tuner.bench.results import write_json
@@ -29,20 +27,15 @@ from tuner.compile.artifacts import ArtifactCache
 from tuner.compile.compiler import Compiler, find_toolchain
 from tuner.compile.loading import LoadedKernel, load
 from tuner.config import Config
-from tuner.errors import BenchmarkError, ConfigError, TunerError
+from tuner.errors import BenchmarkError, TunerError
 from tuner.families import family
 from tuner.families.base import KernelSpec
-from tuner.families.fused_attention_backward import instance
-from tuner.families.fused_attention_backward.rule import COSTS, KERNELS, kind_of, placed, work
+from tuner.families.fused_attention_backward.rule import KERNELS, kind_of, placed
 from tuner.hardware import DEFAULT_GPU
-from tuner.problem import AttentionBackwardProblem, AttentionProblem, problem_from_json
+from tuner.problem import AttentionBackwardProblem, AttentionProblem
 
 ROUNDS, BURST_US = 20, 2000.0
 VENDORS = ("cudnn", "flash2", "flash3", "flash4")
-FIXED_US = {name: COSTS[name, False].start_us for name in ("cudnn", "flash2")}
-"""Fixed times of PyTorch's kernels, which `fitted` keeps. They were fitted to smaller problems on
-an H100: (1,16,128,32) took 12.8 and 10.3 us.
-"""
 SERVED = "served"
 """Name of the runtime's own call."""
 Calls = dict[str, Callable[[], Any]]
@@ -263,84 +256,6 @@ def built(problems: Sequence[AttentionBackwardProblem]) -> dict[KernelSpec, Load
     return kernels
 
 
-STARTS_US = [n / 2 for n in range(41)]
-"""Fixed times that a fit chooses from."""
-
-
-class Fit(NamedTuple):
-    """Costs of a kernel, fitted to its times."""
-
-    squares: float
-    """Sum of the squares of the relative errors."""
-    start_us: float
-    gbs: float
-    tflops: dict[tuple[int, bool], float]
-    away: dict[tuple[int, bool], list[float]]
-    """Expected time over the measured one, less one, of each problem."""
-
-
-def fit(
-    times: Mapping[tuple[int, bool], Sequence[tuple[float, float, float]]],
-    starts: Sequence[float] = STARTS_US,
-) -> Fit:
-    """Least squares of relative errors, over a grid of fixed times and rates of bytes.
-
-    Args:
-        times: by columns and mask: FLOPs and bytes in millions, and microseconds, of each problem.
-        starts: fixed times in microseconds to choose from.
-    """
-    grid = itertools.product(starts, range(1000, 4001, 250))
-    return min(_fit_at(times, start_us, float(gbs)) for start_us, gbs in grid)
-
-
-def _fit_at(
-    times: Mapping[tuple[int, bool], Sequence[tuple[float, float, float]]],
-    start_us: float,
-    gbs: float,
-) -> Fit:
-    tflops, away = {}, {}
-    for key, rows in times.items():
-        rest = [(start_us + 1e3 * moved / gbs) / us - 1 for _, moved, us in rows]
-        share = [flops / us for flops, _, us in rows]
-        slowness = -sum(map(operator.mul, share, rest)) / sum(one * one for one in share)
-        slowness = max(slowness, 1e-6)
-        tflops[key] = 1 / slowness
-        away[key] = [one + flops * slowness for one, flops in zip(rest, share, strict=True)]
-    squares = sum(one * one for each in away.values() for one in each)
-    return Fit(squares, start_us, gbs, tflops, away)
-
-
-def fitted(problems: Sequence[Mapping[str, Any]]) -> str:
-    """`COSTS` of the rule of gradients: fixed microseconds, GB/s and TFLOP/s.
-
-    Behind each rate stands how far expected times are from measured ones.
-    """
-    found: dict[tuple[str, bool], dict[tuple[int, bool], list[tuple[float, float, float]]]] = {}
-    for one in problems:
-        problem = cast(AttentionBackwardProblem, problem_from_json(one["problem"]))
-        key = instance(problem.head_dim), problem.is_causal
-        for row in one["rows"]:
-            kernel = (row["name"].split(",")[0], "," in row["name"])
-            if kernel in COSTS:
-                flops, moved = work(kernel[0], problem, DEFAULT_GPU)
-                of_kernel = found.setdefault(kernel, {}).setdefault(key, [])
-                of_kernel.append((flops / 1e6, moved / 1e6, row["us"]))
-    lines = []
-    for (name, is_deterministic), times in sorted(found.items()):
-        known = {"starts": (FIXED_US[name],)} if name in FIXED_US else {}
-        best = fit({key: times[key] for key in sorted(times)}, **known)
-        mode = " deterministic" * is_deterministic
-        lines.append(f"{name}{mode}: {best.start_us:.1f} us, {best.gbs:.0f} GB/s")
-        lines += [
-            f"  D={columns} {'causal' if is_causal else 'full'}: {rate:.0f}, of "
-            f"{len(away)} problems {min(away):+.1%} to {max(away):+.1%}"
-            for ((columns, is_causal), rate), away in zip(
-                best.tflops.items(), best.away.values(), strict=True
-            )
-        ]
-    return "\n".join(lines)
-
-
 def errors(
     problems: Sequence[AttentionBackwardProblem], environment: dict[str, Any], args: Any
 ) -> int:
@@ -379,7 +294,7 @@ def main(argv: Sequence[str]) -> int:
     """Compare, print, write.
 
     Raises:
-        ConfigError: when a shape is wrong, or the file of --fit.
+        ConfigError: when a shape is wrong.
         BenchmarkError: when torch sees no GPU.
     """
     parser = Parser(prog="scripts/bench backward", description=__doc__)
@@ -394,26 +309,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--rounds", type=int, default=ROUNDS, metavar="N", help=f"rounds (default {ROUNDS})"
     )
-    parser.add_argument(
-        "--fit",
-        type=Path,
-        metavar="FILE",
-        help="measure nothing: rates for the rule's costs from a file of --json, also gzipped",
-    )
     parser.add_argument("--seed", default="0", help="seed of the drawn problems (default 0)")
     args = parser.parse_args(argv)
     check_place(args.json)
-    if args.fit is not None:
-        document = json_file.read(args.fit)
-        try:
-            print(fitted(document["problems"]))
-        except (LookupError, TypeError, ValueError) as exc:
-            raise ConfigError(f"{args.fit} is not a file of scripts/bench backward: {exc}") from exc
-        return 0
     drawn = [] if args.errors is None else backward_errors.drawn(args.errors, args.seed)
     problems = [AttentionBackwardProblem.parse(shape) for shape in args.shape] or acceptance()
-    need_gpu("--fit")
-
+    need_gpu()
     environment = file_head.complete(family("sdpa_backward").environment())
     if args.errors is not None:
         return errors(drawn, environment, args)

@@ -1,7 +1,7 @@
 """``scripts/bench own_calls``: calls of models that make selections, answered by own kernels.
 
 Their measured times say how far the selection's expected times are off where models call it. They
-also say which margin an own kernel needs (`scripts/bench corrections`). Calls at which the
+also say which margin an own kernel needs (`tuner fit corrections`). Calls at which the
 selection chooses PyTorch's kernel are left out. Each call is measured as by
 `scripts/bench population`.
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import own_kernels, paged_rates
+from benchmarks import own_kernels
 from benchmarks.call_times import FAILURES, Contender, first_line, time_calls
 from benchmarks.gpu import need_gpu
 from benchmarks.paged_batches import Case, cases, groups
@@ -345,6 +345,9 @@ def compared(
     return {
         "case": case.label(),
         "group": case.group,
+        "problem": case.problem.to_json(),
+        "queries": case.queries,
+        "keys": case.keys,
         "bytes": case.bytes,
         "flops": case.flops,
         "us": _timed(batch, contenders, final_us, failed),
@@ -461,8 +464,6 @@ def main(argv: Sequence[str]) -> int:
         BenchmarkError: when torch sees no GPU.
     """
     args = _parser().parse_args(argv)
-    if args.fit:
-        return paged_rates.report(args.fit)
     check_place(args.json)
     known = groups()
     if unknown := set(args.group) - set(known):
@@ -518,11 +519,4 @@ def _parser() -> argparse.ArgumentParser:
         "--quick-us", type=float, default=QUICK_US, help="the same, of a schedule in the first pass"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
-    parser.add_argument(
-        "--fit",
-        nargs="+",
-        type=Path,
-        metavar="FILE",
-        help="time nothing: constants of the schedules' time model from earlier results",
-    )
     return parser

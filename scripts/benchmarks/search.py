@@ -27,7 +27,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks import cost
 from benchmarks.arguments import add_recordings
 from tuner.base.output import check_place
 from tuner.base.processes import exit_code
@@ -43,6 +42,7 @@ from tuner.problem import Problem
 from tuner.runners import recording
 from tuner.search import ranking
 from tuner.search.family_search import FamilySearch
+from tuner.search.fits import cost_fit as cost
 from tuner.search.study import EFFORTS, SAMPLERS, Search, sampler_name
 from tuner.selection.describe import table
 
@@ -100,11 +100,11 @@ def cases(recordings: Sequence[recording.Recording], least_groups: int = 1) -> l
         recordings: recordings to search and to learn from.
         least_groups: problems of fewer are learnt from alone.
     """
-    fit = cost.Fit(recordings)
+    fit = cost.CostFits(recordings)
     found = []
     for one in fit.parts:
-        recorded = {m.config: m for m in fit.quick(one)}
-        is_stage = not any(one is whole for whole in recordings)
+        recorded = {m.config: m for m in one.measurements}
+        is_stage = one.problem not in {whole.problem for whole in recordings}
         if is_stage or not any(m.ok for m in recorded.values()):
             continue
         if _groups(one.problem, recorded) < least_groups:
@@ -114,7 +114,7 @@ def cases(recordings: Sequence[recording.Recording], least_groups: int = 1) -> l
             for other in fit.parts
             if other.problem != one.problem
             and (other.gpu.identity, other.regime) == (one.gpu.identity, one.regime)
-            for m in fit.quick(other)
+            for m in other.measurements
         )
         families = tuple(without_fallbacks(fit.without(one)))
         found.append(Case(one.problem, one.gpu, recorded, families, history))
@@ -288,7 +288,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.seeds < 1 or args.in_flight < 1:
         raise ConfigError("seeds and in-flight must be 1 or more")
     check_place(args.json)
-    _CASES[:] = cases(cost.read(args.recordings), args.least_groups)
+    _CASES[:] = cases(cost.recordings([args.recordings]), args.least_groups)
     document = _resumed(args) or {
         "seeds": args.seeds,
         "in_flight": args.in_flight,

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import cost, search
+from benchmarks import search
 from benchmarks.arguments import add_recordings
 from benchmarks.search import Case
 from tuner.base.output import check_place
@@ -38,6 +38,7 @@ from tuner.measurement import Measurement
 from tuner.runners import recording
 from tuner.search import expectation
 from tuner.search.expectation import Expectation
+from tuner.search.fits import cost_fit as cost
 from tuner.search.stopping import FALLBACK_S, CompileTimes, Stopping, queued
 from tuner.search.study import DEFAULT_TRIALS, EFFORTS, Place, Search
 from tuner.selection.describe import table
@@ -255,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError("seeds and cores must be 1 or more")
     prices = [_price(text) for text in args.prices.split(",")]
     check_place(args.json)
-    recordings = cost.read(args.recordings)
+    recordings = cost.recordings([args.recordings])
     durations = recorded_durations(recordings)
     _CASES[:] = search.cases(recordings, args.least_groups)
     if args.write:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import gzip
 import math
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
-
-import pytest
 
 from benchmarks import backward, backward_errors
 from tuner.config import Config
-from tuner.errors import ConfigError
 from tuner.families import family
-from tuner.families.fused_attention_backward.rule import COSTS, KERNELS, kind_of, work
+from tuner.families.fused_attention_backward.rule import KERNELS, kind_of
 from tuner.hardware import DEFAULT_GPU
-from tuner.problem import AttentionBackwardProblem
 
 PROBLEMS = backward.acceptance()
 
@@ -77,44 +71,3 @@ def test_the_errors_are_summed_up_by_their_largest_ratio() -> None:
     assert "2 problems beside FlashAttention-2, 1 refused" in said
     assert "gradient of key: median 1.100, largest 1.100" in said
     assert "1 beyond 1.2" in said and "S=3: ['1.000', '1.100', 'nan']" in said
-
-
-def test_costs_are_fitted() -> None:
-    """Times by a fixed part, bytes and products give these again."""
-    problems = []
-    for length in (512, 1024, 2048, 4096):
-        problem = AttentionBackwardProblem(length, length, 128, heads_q=32, is_causal=True)
-        rows = []
-        for name, is_deterministic in (("own", False), ("flash3", True)):
-            flops, moved = work(name, problem, DEFAULT_GPU)
-            us = 12.5 + moved / 2500 / 1e3 + flops / 600 / 1e6
-            rows.append({"name": name + ", deterministic" * is_deterministic, "us": us})
-        problems.append(
-            {"problem": problem.to_json(), "rows": [*rows, {"name": "served", "us": 9}]}
-        )
-    said = backward.fitted(problems).replace("-0.0%", "+0.0%").splitlines()
-    assert said == [
-        "flash3 deterministic: 12.5 us, 2500 GB/s",
-        "  D=128 causal: 600, of 4 problems +0.0% to +0.0%",
-        "own: 12.5 us, 2500 GB/s",
-        "  D=128 causal: 600, of 4 problems +0.0% to +0.0%",
-    ]
-
-
-def test_costs_are_fitted_to_the_file_that_they_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = Path(backward.__file__).parent / "evidence" / "backward-h200.json.gz"
-    assert backward.main(["--fit", str(path)]) == 0
-    found = capsys.readouterr().out
-    plain = tmp_path / "plain.json"
-    plain.write_bytes(gzip.decompress(path.read_bytes()))
-    assert backward.main(["--fit", str(plain)]) == 0
-    assert capsys.readouterr().out == found
-    for name, us in backward.FIXED_US.items():
-        assert us == COSTS[name, False].start_us
-        assert f"{name}: {us:.1f} us" in found
-    for text in ("{}", "[1]", "no json", '{"problems": [{}]}'):
-        plain.write_text(text)
-        with pytest.raises(ConfigError, match=r"plain\.json"):
-            backward.main(["--fit", str(plain)])

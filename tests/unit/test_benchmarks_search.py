@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 from shipped_recordings import FILES
 
-from benchmarks import cost, search
+from benchmarks import search
 from tuner.errors import ConfigError
 from tuner.families.base import group_by_kernels
 from tuner.problem import GemmProblem
 from tuner.runners import recording
 from tuner.runners.recording import Recording
+from tuner.search.fits import cost_fit as cost
 
 pytest.importorskip("scipy", reason="fits need scipy")
 

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 from shipped_recordings import FILES
 
-from benchmarks import cost, search, stopping
+from benchmarks import search, stopping
 from tuner.errors import ConfigError
 from tuner.problem import GemmProblem
 from tuner.runners import recording
 from tuner.runners.recording import Recording
 from tuner.search import expectation
+from tuner.search.fits import cost_fit as cost
 from tuner.search.study import EFFORTS
 
 pytest.importorskip("scipy", reason="fits need scipy")

@@ -7,13 +7,14 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 from fused_configs import maker
 from shipped_recordings import FILES, read_once
 
-from benchmarks import cost
+from tuner import cli
 from tuner.base import resources
 from tuner.config import Config
 from tuner.families import families, families_of
@@ -27,7 +28,10 @@ from tuner.problem import (
     Problem,
     SoftmaxProblem,
 )
+from tuner.runners import recording
 from tuner.runners.recording import Recording
+from tuner.search.fits import cost_fit as cost
+from tuner.search.fits.cost_fit import CostFits
 
 FITTED = {name: f for name, f in families().items() if f.cost_constants}
 PROBLEMS: dict[str, list[Problem]] = {
@@ -110,11 +114,9 @@ def wide() -> list[Any]:
     tenth of it is hardly slower than two machines differ, and its order says little.
     """
     found = []
-    for part in cost.parts([read_once(file) for file in FILES]):
-        if part.regime != cost.estimated(part.problem):
-            continue
+    for part in CostFits([read_once(file) for file in FILES]).parts:
         for name in sorted({m.config.family for m in part.measurements} & set(FITTED)):
-            measured = [m for m in cost.quick_pass(part) if m.ok and m.config.family == name]
+            measured = cost.measured(name, part)
             times = sorted(m.latency_us for m in measured if m.latency_us)
             if len(times) >= WIDE and times[len(times) * 9 // 10] >= SPREAD * times[0]:
                 label = f"{name}-{part.problem.label()}"
@@ -188,7 +190,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Toy:
 
 def test_a_fit_finds_what_was_planted(toy: Toy) -> None:
     parts = [recorded(GemmProblem(size, size, size), 2.0, 3.0) for size in (256, 512)]
-    found = cost.Fit(parts).constants(toy)
+    found = CostFits(parts).constants(toy)
     assert found["slope"] == pytest.approx(2.0, rel=0.05)
     assert found["fixed"] == pytest.approx(3.0, rel=0.05)
 
@@ -196,7 +198,7 @@ def test_a_fit_finds_what_was_planted(toy: Toy) -> None:
 def test_what_is_left_out_has_no_say(toy: Toy) -> None:
     first, second = (recorded(GemmProblem(size, size, size), 2.0, 3.0) for size in (256, 512))
     strange = recorded(second.problem, 9.0, 0.1)
-    one, other = cost.Fit([first, second]), cost.Fit([first, strange])
+    one, other = CostFits([first, second]), CostFits([first, strange])
     assert one.constants(toy, second) == other.constants(toy, strange)
     assert one.constants(toy) != other.constants(toy)
     (family,) = other.without(strange)
@@ -204,88 +206,37 @@ def test_what_is_left_out_has_no_say(toy: Toy) -> None:
 
 
 def test_the_judgement_is_of_problems_left_out(toy: Toy) -> None:
-    fit = cost.Fit([recorded(GemmProblem(s, s, s), 2.0, 3.0) for s in (256, 512)])
-    rows = cost.judge(fit, toy)
+    fit = CostFits([recorded(GemmProblem(s, s, s), 2.0, 3.0) for s in (256, 512)])
+    rows = cost.judged(fit, toy)
     assert [row["measurements"] for row in rows] == [59, 59]
     for row in rows:
         assert row["spearman"] == pytest.approx(1.0)
-        assert row["best_over_lowest"] == 1.0
         assert abs(row["bias"]) < 0.1
-        assert row["error"] < 0.01 < row["spread"]
+        assert row["error"] < 0.01
 
 
-def test_a_search_starts_from_what_other_problems_taught(toy: Toy) -> None:
-    """Steps of the times that no constant of the estimate has."""
-
-    def steep(size: int) -> Recording:
+def test_the_fit_is_stored_as_it_ships(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for size in (256, 512):
         part = recorded(GemmProblem(size, size, size), 2.0, 3.0)
-        rows = [m.but(latency_us=(m.latency_us or 0.0) * (3 - 2 * (m.config["x"] > 30)))
-                for m in part.measurements]  # fmt: skip
-        return replace(part, measurements=tuple(rows))
-
-    for row in cost.judge(cost.Fit([steep(256), steep(512)]), toy):
-        assert row["spearman"] < 0.5 < 0.9 < row["spearman_of_search"]
-
-
-def test_problems_are_grouped_by_the_spread_of_their_times() -> None:
-    rows = [
-        {
-            **{"spread": spread, "spearman": rank, "attainable": best},
-            "spearman_of_search": None if rank is None else max(rank, 0.8),
-            **{"error": 0.01, "error_in_kernels": inside},
-        }
-        for spread, rank, best, inside in (
-            (0.01, 0.2, 0.7, None),
-            (0.02, 0.9, 0.95, None),
-            (0.03, 0.5, 0.9, 0.02),
-            (0.4, 1.0, 1.0, 0.04),
-            (0.4, None, None, None),
-        )
-    ]
-    lines = [line.split("  ") for line in cost.by_spread(rows).splitlines()[2:]]
-    cells = [[cell.strip() for cell in line if cell.strip()] for line in lines]
-    assert cells == [
-        ["0 to 3 %", "2", "1", "2", "1", "0.55", "1.0 %"],
-        ["3 to 6 %", "1", "0", "1", "1", "0.50", "1.0 %", "2.0 %"],
-        ["20 % and more", "1", "1", "1", "1", "1.00", "1.0 %", "4.0 %"],
-    ]
-
-
-def test_a_perfect_estimate_ranks_as_well_as_times_repeat() -> None:
-    times = [100.0 * 1.01**i for i in range(40)]
-    assert cost.attainable(times, 0.0) == pytest.approx(1.0)
-    ranks = [cost.attainable(times, noise) or 0.0 for noise in (0.01, 0.05, 0.1)]
-    assert 1 > ranks[0] > 0.98 > ranks[1] > 0.8 > ranks[2]
-    assert cost.attainable(times, 0.2) == 0.0
-    assert cost.attainable(times[:9], 0.0) is None
-
-
-def test_repeatability_is_of_quick_times_against_the_final_pass(toy: Toy) -> None:
-    part = recorded(GemmProblem(256, 256, 256), 2.0, 3.0)
-    quick = [m for m in part.measurements if not m.is_final][:4]
-    # All are 20 % slower in the final pass, which does not count, and one of them 2 % more.
-    factors = (1.2, 1.2, 1.2, 1.2 * 1.02)
-    finals = [
-        m.but(is_final=True, latency_us=(m.latency_us or 0.0) * factor)
-        for m, factor in zip(quick, factors, strict=True)
-    ]
-    found = cost.repeatability([replace(part, measurements=(*quick, *finals))], toy.name)
-    assert list(found.values()) == [pytest.approx(math.log(1.02) / 2)]
-    assert cost.repeatability([part], toy.name) == {}
-
-
-def test_the_error_within_a_kernel_is_of_its_variants(toy: Toy) -> None:
-    measured = recorded(GemmProblem(256, 256, 256), 2.0, 3.0).measurements
-    first, second = measured[:2]
-    assert toy.compile_digest(first.config) != toy.compile_digest(second.config)
-    assert cost.within_kernels(toy, [first, second], [1.0, 1.1]) is None
-    found = cost.within_kernels(toy, [first, first, second], [1.0, 1.1, 3.0])
-    assert found == pytest.approx(math.log(1.1) / math.sqrt(2))
+        recording.write(tmp_path / f"{size}{recording.SUFFIX}", part)
+    monkeypatch.setattr(resources, "cache", lambda: tmp_path)
+    assert cli.main(["fit", "cost", str(tmp_path), "--only", "toy", "--write"]) == 0
+    assert "toy: 2 problems left out" in (said := capsys.readouterr().out)
+    document = json.loads((tmp_path / "cost" / "toy.json").read_text())
+    assert f"toy: slope      1   {document['constants']['slope']:.4g}" in said
+    assert document["constants"]["slope"] == pytest.approx(2.0, rel=0.05)
+    assert [row["problem"] for row in document["judged_left_out"]] == [
+        "gemm M=256,N=256,K=256,dtype=fp16", "gemm M=512,N=512,K=512,dtype=fp16",
+    ]  # fmt: skip
+    assert cli.main(["fit", "cost", str(tmp_path), "--only", "tox"]) == cli.WRONG_INPUT
+    assert "family 'tox' has no fit (allowed: toy)" in capsys.readouterr().err
 
 
 def test_another_regime_is_another_thing(toy: Toy) -> None:
     part = recorded(GemmProblem(256, 256, 256), 2.0, 3.0)
-    fit = cost.Fit([replace(part, regime=Regime("chained", "warm"))])
+    fit = CostFits([replace(part, regime=Regime("chained", "warm"))])
     assert fit.parts == []
     assert fit.constants(toy) == dict(toy.cost_constants)
 

@@ -1,20 +1,10 @@
-"""Splits of paged decoding: the time model, the choice by it, and the fit of its constants."""
+"""Splits of paged decoding: the time model, and the choice by it."""
 
 from __future__ import annotations
 
-import gzip
-import json
-from pathlib import Path
-
 import pytest
 
-from benchmarks import paged_rates
-from tuner.errors import ConfigError
-from tuner.families.fused_attention import paged_schedule
 from tuner.families.fused_attention.paged_schedule import Decoding, best, coarse, expected_us
-
-FOLDER = Path(paged_rates.__file__).parent / "evidence"
-EVIDENCE = FOLDER / "paged-ratios-h200.json.gz", FOLDER / "paged-schedules-h200.json.gz"
 
 
 def decoding(tiles: int, longest: int, mean: int) -> Decoding:
@@ -52,30 +42,3 @@ def test_times_grow_with_the_keys(tiles: int) -> None:
         times = [expected_us(decoding(8 * tiles, keys, keys), splits, combine)
                  for keys in (64, 512, 4096, 32768)]  # fmt: skip
         assert times == sorted(times) and times[0] > 0
-
-
-class TestFit:
-    """Constants that ship, against the schedules that they were fitted to."""
-
-    ROWS = paged_rates.timed(json.loads(gzip.decompress(path.read_bytes())) for path in EVIDENCE)
-
-    def test_the_chosen_schedules_are_near_the_fastest(self) -> None:
-        """1.025 in the mean; the fastest schedules of other batches would take 1.2."""
-        ratios = paged_rates.regrets(self.ROWS, paged_schedule.RATES)
-        assert len(ratios) == 215
-        assert sum(ratios) / len(ratios) < 1.04
-        assert max(ratios) < 1.5
-
-    def test_constants_are_those_of_a_fit(self) -> None:
-        pytest.importorskip("scipy", reason="scipy is not installed")
-        rows = [row for row in self.ROWS if row.batch.instance == 128]
-        assert paged_rates.fitted(rows) == pytest.approx(paged_schedule.RATES[128], rel=0.05)
-
-    def test_files_without_schedules_are_refused(self, tmp_path: Path) -> None:
-        path = tmp_path / "a.json"
-        path.write_text(json.dumps({"cases": []}))
-        with pytest.raises(ConfigError, match="no schedule was timed"):
-            paged_rates.report([path])
-        path.write_text("{")
-        with pytest.raises(ConfigError, match="cannot be read"):
-            paged_rates.report([path])

@@ -1,26 +1,42 @@
-"""``tuner fit``: fit a portfolio for untuned shapes to measurements."""
+"""``tuner fit``: fit what ships to measurements: portfolios, and constants of models."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from tuner.cli.arguments import add_store
+from tuner.search.fits import FITS
 from tuner.selection.domains import DOMAINS
 
-DESCRIPTION = """Makes a portfolio: few kernels for each domain, with a time model for each, which
-serve any shape of the operation. A domain is head dimension, mask and phase of attention, or rows
-and epilogue of a product. The input is what the store, the shipped recordings and the shipped
-decisions hold. Prints the regret at models that were left out. With --only, FILE keeps its other
-domains."""
+PORTFOLIO = "portfolio"
+DESCRIPTION = """Without NAME, makes a portfolio: few kernels for each domain, with a time model for
+each, which serve any shape of the operation. A domain is head dimension, mask and phase of
+attention, or rows and epilogue of a product. The input is what the store, the shipped recordings
+and the shipped decisions hold. Prints the regret at models that were left out. With --only, FILE
+keeps its other domains.
+
+With NAME, fits constants that ship to files, and prints those that change beside what ships, with
+the errors of both. Only --gpu, --write and --only count then; --only names families of the cost
+models."""
 
 
 def register(subparsers: Any) -> None:
     """Add the command."""
     parser = subparsers.add_parser(
-        "fit", help="make a portfolio for untuned shapes", description=DESCRIPTION
+        "fit", help="make a portfolio for untuned shapes, or fit constants", description=DESCRIPTION
+    )
+    names, texts = (PORTFOLIO, *FITS), "; ".join(f"{name}: {text}" for name, text in FITS.items())
+    parser.add_argument(
+        "name", nargs="?", default=PORTFOLIO, choices=names, metavar="NAME", help=texts
+    )
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="measured files")
+    parser.add_argument(
+        "--write", action="store_true", help="store what NAME fits, or print a module's constants"
     )
     parser.add_argument(
         "--op", choices=sorted(DOMAINS), default="attention", help="operation (default attention)"
@@ -64,6 +80,35 @@ def register(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Fit a portfolio or constants, and write them. Returns 0.
+
+    Raises:
+        ConfigError: when the files do not suffice.
+        StoreError: when a file cannot be written.
+    """
+    from tuner.errors import ConfigError
+    from tuner.hardware import DEFAULT_GPU
+    from tuner.selection.reader import find_gpu
+
+    only = tuple(args.only.split(",")) if args.only else ()
+    if args.name == PORTFOLIO:
+        if args.files or args.write:
+            raise ConfigError(f"FILE and --write need a NAME (allowed: {', '.join(FITS)})")
+        return _portfolio(args, only)
+    module = importlib.import_module(f"tuner.search.fits.{args.name}_fit")
+    gpu = find_gpu(args.gpu) if args.gpu else DEFAULT_GPU
+    try:
+        fit = module.refit(args.files, gpu, only)
+    except (LookupError, TypeError, AttributeError) as exc:
+        wanted = FITS[args.name].rpartition(", from ")[2]
+        raise ConfigError(f"the rows are not of {wanted}: {exc!r}") from exc
+    print(fit.text())
+    if args.write:
+        print(fit.write())
+    return 0
+
+
+def _portfolio(args: argparse.Namespace, only: Collection[str]) -> int:
     """Fit a portfolio and write it. Returns 0.
 
     Raises:
@@ -92,7 +137,6 @@ def run(args: argparse.Namespace) -> int:
             regime: portfolio.measurements(args.op, gpu, regime, store)
             for regime in Regime.choices(args.op)
         }
-    only = args.only.split(",") if args.only else ()
     if args.shipped_kernels or args.same_kernels:
         of = gpu if args.same_kernels else None
         measured = {regime: portfolio.of_shipped(rows, of) for regime, rows in measured.items()}

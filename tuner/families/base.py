@@ -574,7 +574,7 @@ def group_by_kernels(family: Family, configs: Iterable[Config]) -> list[list[Con
 
 @cache
 def fitted_constants(family: str) -> Mapping[str, float]:
-    """The constants that `scripts/bench cost` fitted and wrote for a family; empty without."""
+    """The constants that `tuner fit cost` fitted and wrote for a family; empty without."""
     path = resources.cache() / "cost" / f"{family}.json"
     if not path.is_file():
         return {}

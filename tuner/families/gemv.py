@@ -62,7 +62,7 @@ MIN_IN_FLIGHT, MIN_COPY = 48 << 10, 1 << 10
 #: row, about what the multiprocessors have in flight. More would only wait there.
 LEAD = 1024
 
-#: Start of the fit by `scripts/bench cost`.
+#: Start of the fit by `tuner fit cost`.
 CONSTANTS: Mapping[str, float] = {
     # Bandwidth reached over the data sheet's, and how long a byte is in flight with memory busy.
     "memory_efficiency": 0.95,

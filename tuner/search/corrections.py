@@ -7,7 +7,7 @@ rows or 128 columns takes longer than its rates say, and so does own attention o
 A library's product of few rows takes less than fitted where its sums are short, and more where they
 are long. Few of a fit's products are small.
 
-``scripts/bench corrections`` fits them to calls of models that make selections, and judges them at
+``tuner fit corrections`` fits them to calls of models that make selections, and judges them at
 models left out.
 """
 
@@ -28,7 +28,7 @@ OWN: Mapping[str, Mapping[str, float]] = {
 }
 """Microseconds that are added to launches of own products, by GPU and rows. At 44 activated calls
 of many rows any value from 1 to 3.5 leaves no loss to PyTorch
-(``own-calls-products-h200.jsonl.gz``, those of the present kernels)."""
+(``tests/assets/fits/corrections.jsonl.gz``, those of the present kernels)."""
 LIBRARIES: Mapping[str, Rates] = {"NVIDIA H200": {"launch": -2.746, "depth": 0.4705}}
 """Microseconds that are added to rates of the libraries' products of few rows. They hold for sums
 of 320 to 8192 elements."""

@@ -154,8 +154,7 @@ def _decoding_pages(
     - Persistent kernels split no keys. At 109 batches of 2 to 8 queries they took 3.2 times the
       others' time in the geometric mean, and at least 1.05 times.
 
-    Source: ``paged-ratios-h200.json.gz`` and ``paged-schedules-h200.json.gz`` of
-    ``scripts/benchmarks/evidence``.
+    Source: ``tests/assets/fits/paged.jsonl.gz``.
     """
     group = problem.heads_q // problem.heads_kv
     whole = PERSISTENT_AT_DECODING if problem.seqlen_q <= MAX_DECODED else 1.0

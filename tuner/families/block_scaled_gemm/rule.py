@@ -101,8 +101,8 @@ KERNELS: Mapping[Config, Rates] = {
     _kernel((128, 64), split_k=2, ahead=True): Rates(483, 7069),
     _kernel((128, 128), split_k=2, ahead=True): Rates(662, 4659),
 }
-"""Kernels and their rates, by `scripts/bench rates` of scaled-ahead-h200.json.gz and, for many
-rows, scaled-space-h200.json.gz in scripts/benchmarks/evidence. All are proven on an H200.
+"""Kernels and their rates, by `tuner fit rates` of ``tests/assets/fits/rates.jsonl.gz``. All are
+proven on an H200.
 """
 
 

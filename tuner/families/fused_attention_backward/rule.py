@@ -144,12 +144,12 @@ class BackwardCost(NamedTuple):
     """Rate of the products by columns and mask, hidden pairs of half-masked tiles among them."""
 
 
-#: Costs by kernel, and of its deterministic mode, as `scripts/bench backward --fit` finds them from
+#: Costs by kernel, and of its deterministic mode, as `tuner fit backward` finds them from
 #: 27 problems on one H200 (driver 580.159.04, CUDA 13.0, torch 2.11, cuDNN 9.19, bf16, 27 November
-#: 2026, ``scripts/benchmarks/evidence/backward-h200.json.gz``). Fixed times of PyTorch's kernels
-#: are those of smaller problems on an H100. Own deterministic kernels of 64, 128 and 256 columns
-#: under causal masks have the rates of `placed`'s sections. FlashAttention-3 has no deterministic
-#: gradients of 256 columns.
+#: 2026, ``tests/assets/fits/backward.jsonl.gz``). Fixed times of PyTorch's kernels are those of
+#: smaller problems on an H100. Own deterministic kernels of 64, 128 and 256 columns under causal
+#: masks have the rates of `placed`'s sections. FlashAttention-3 has no deterministic gradients of
+#: 256 columns.
 COSTS: Mapping[tuple[str, bool], BackwardCost] = {
     ("own", False): BackwardCost(
         7.0, 3500, _rates(576, 567, 499, 502, 638, 655, 437, 470, 478, 468)

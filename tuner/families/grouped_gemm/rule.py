@@ -91,7 +91,7 @@ KERNELS: Mapping[DType, Mapping[Config, float | Rates]] = {
 }
 """Kernels by type, and the factors of their estimates; or their rates. The factors lose least in 18
 products of moe-h100.json.gz and moe-h200.json.gz in scripts/benchmarks/evidence. The rates are of
-moe-e4m3-h200.json.gz.
+``tests/assets/fits/rates.jsonl.gz``.
 """
 
 

@@ -1,0 +1,296 @@
+"""``tuner fit NAME``: fits give what ships again from the files that it was fitted to, and give
+planted constants.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import json
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from tuner import cli
+from tuner.errors import ConfigError
+from tuner.families.block_scaled_gemm import Rates, rates_of
+from tuner.families.fused_attention import paged_schedule
+from tuner.families.fused_attention_backward.rule import COSTS, work
+from tuner.hardware import DEFAULT_GPU, GPUS
+from tuner.problem import AttentionBackwardProblem, GemmProblem, GroupedGemmProblem
+from tuner.search import expectation
+from tuner.search.fits import (
+    FITS,
+    backward_fit,
+    corrections_fit,
+    paged_fit,
+    rates_fit,
+    refit,
+    stopping_fit,
+)
+from tuner.search.fits.corrections_fit import CORRECTIONS, TimedCall
+from tuner.search.fits.refit import Refit
+
+pytest.importorskip("scipy", reason="fits need scipy")
+
+FILES = {
+    name: Path(__file__).parents[1] / "assets" / "fits" / f"{name}.jsonl.gz"
+    for name in ("backward", "corrections", "paged", "rates")
+}
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_each_name_is_a_module(name: str) -> None:
+    assert callable(importlib.import_module(f"tuner.search.fits.{name}_fit").refit)
+
+
+class TestShared:
+    def test_what_changes_stands_beside_what_ships(self) -> None:
+        fit = Refit("module")
+        fit.note("kernel", {"step": 2.0, "end": 3.0}, {"step": 2.004, "end": 3.3, "new": 1.0})
+        lines = [line.split() for line in fit.text().splitlines()]
+        assert lines[2:] == [
+            ["kernel:", "end", "3", "3.3"],
+            ["kernel:", "new", "1"],
+            "1 of 3 constants as they ship".split(),
+        ]
+        assert "  kernel: end = 3.3" in fit.write().splitlines()
+
+    def test_parts_are_judged_by_the_others(self) -> None:
+        fit, seen = Refit("module"), []
+
+        def fitted(items: list[tuple[str, float]]) -> dict[str, float]:
+            seen.append({name for name, _ in items})
+            return {"mean": fmean(us for _, us in items)}
+
+        items = [("a", 1.0), ("a", 3.0), ("b", 4.0)]
+        fit.fit("kernel", items, {"mean": 2.0}, fitted, lambda one, c: abs(one[1] - c["mean"]),
+                lambda one: one[0])  # fmt: skip
+        assert seen == [{"a", "b"}, {"b"}, {"a"}]
+        assert fit.constants == {"kernel: mean": (2.0, 8 / 3)}
+        assert fit.errors == [
+            "kernel: 3 measured; mean loss as it ships 133.33%, worst 200.0%; "
+            "fitted 111.11%, worst 166.7%; left out 200.00%, worst 300.0%"
+        ]
+
+    def test_rows_are_behind_the_heading_and_whole(self, tmp_path: Path) -> None:
+        path = tmp_path / "rows.jsonl"
+        path.write_text('{"bench": "paged"}\n{"case": "a"}\n{"case": "b"}\n{"ca')
+        assert refit.rows([path, path]) == [{"case": "a"}, {"case": "b"}] * 2
+        packed = tmp_path / "rows.gz"
+        packed.write_bytes(gzip.compress(path.read_bytes()))
+        assert refit.rows([packed]) == refit.rows([path])
+        with pytest.raises(ConfigError, match="no row to fit to"):
+            refit.rows([])
+        for text in ("{}\nno json\n", "{}\n[1]\n"):
+            path.write_text(text)
+            with pytest.raises(ConfigError, match=r"rows\.jsonl is not a bench's file"):
+                refit.rows([path])
+        with pytest.raises(ConfigError, match="is not a bench's file"):
+            refit.rows([tmp_path])
+
+
+class TestCommand:
+    def test_it_prints_a_module_s_constants_on_demand(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert cli.main(["fit", "backward", str(FILES["backward"])]) == 0
+        assert "own deterministic: TFLOP/s D=256 causal" in (said := capsys.readouterr().out)
+        assert cli.main(["fit", "backward", str(FILES["backward"]), "--write"]) == 0
+        assert capsys.readouterr().out.startswith(said + "constants of tuner.families.")
+
+    def test_rows_of_another_bench_are_named(self, capsys: pytest.CaptureFixture[str]) -> None:
+        for name, of in (("paged", "backward"), ("corrections", "backward"), ("backward", "paged")):
+            assert cli.main(["fit", name, str(FILES[of])]) == cli.WRONG_INPUT
+            assert f"the rows are not of `scripts/bench {BENCHES[name]}`" in capsys.readouterr().err
+        assert cli.main(["fit", "rates", str(FILES["backward"])]) == cli.WRONG_INPUT
+        assert "no kernel of a rule is timed" in capsys.readouterr().err
+
+    def test_files_need_a_name(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["fit", "--write"]) == cli.WRONG_INPUT
+        assert "FILE and --write need a NAME (allowed: cost, " in capsys.readouterr().err
+        assert cli.main(["fit", "corrections", "--gpu", "H100"]) == cli.WRONG_INPUT
+        assert "no corrections ship for NVIDIA H100" in capsys.readouterr().err
+
+
+BENCHES = {"paged": "paged", "corrections": "population", "backward": "backward"}
+
+
+class TestBackward:
+    def test_costs_are_found_again(self) -> None:
+        """Times by a fixed part, bytes and products."""
+        times = []
+        for length in (512, 1024, 2048, 4096):
+            problem = AttentionBackwardProblem(length, length, 128, heads_q=32, is_causal=True)
+            flops, moved = (amount / 1e6 for amount in work("own", problem, DEFAULT_GPU))
+            us = 12.5 + 1e3 * moved / 2500 + flops / 600
+            times.append(backward_fit.TimedGradients("D", flops, moved, us))
+        found = backward_fit.fitted(times)
+        assert found == {"us": 12.5, "GB/s": 2500.0, "D": pytest.approx(600)}
+        assert all(one.away(found) == pytest.approx(0.0, abs=1e-6) for one in times)
+        assert backward_fit.fitted(times, (9.0,))["us"] == 9.0
+
+    def test_what_ships_is_the_fit_to_its_file(self) -> None:
+        """But for the own deterministic kernels with sections."""
+        found = backward_fit.refit([FILES["backward"]], DEFAULT_GPU)
+        changed = {name for name, (old, new) in found.constants.items()
+                   if old not in (new, round(new))}  # fmt: skip
+        assert len(found.constants) == 82
+        sections = {f"own deterministic: TFLOP/s D={n} causal" for n in (64, 128, 256)}
+        assert changed == sections
+        assert {one.split(":")[0] for one in found.errors} == {
+            name + " deterministic" * is_ordered for name, is_ordered in COSTS
+        }
+
+
+class TestPaged:
+    BATCHES = paged_fit.timed(refit.rows([FILES["paged"]]), DEFAULT_GPU)
+
+    def test_the_chosen_schedules_are_near_the_fastest(self) -> None:
+        """1.025 in the mean; the fastest schedules of other batches would take 1.2."""
+        losses = [
+            paged_fit.loss(one, paged_schedule.RATES[one[0].batch.instance]._asdict())
+            for one in self.BATCHES
+        ]
+        assert len(losses) == 215
+        assert fmean(losses) < 0.04 and max(losses) < 0.5
+
+    def test_constants_are_those_of_a_fit(self) -> None:
+        batches = [one for one in self.BATCHES if one[0].batch.instance == 128]
+        found = paged_fit.fitted(batches)
+        assert found == pytest.approx(paged_schedule.RATES[128]._asdict(), rel=0.05)
+
+    def test_rows_without_schedules_are_refused(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.jsonl"
+        row = refit.rows([FILES["paged"]])[0]
+        path.write_text("{}\n" + json.dumps({**row, "schedules": {"2/64/3/4/16/1": 9.0}}) + "\n")
+        with pytest.raises(ConfigError, match="no schedule was timed"):
+            paged_fit.refit([path], DEFAULT_GPU)
+
+
+def timed(model: str, k: int, measured_us: float, us: float = 5.0) -> TimedCall:
+    return TimedCall(model, us, measured_us, k**0.25)
+
+
+class TestCorrections:
+    def test_one_outlier_does_not_move_the_fit(self) -> None:
+        sizes = (256, 625, 1296, 2401, 4096)
+        calls = [timed("a", k, 5.0 - 2.0 + 0.5 * k**0.25) for k in sizes]
+        found = CORRECTIONS["few PyTorch"].fitted([*calls, timed("b", 1296, 60.0)])
+        assert found == pytest.approx({"launch": -2.0, "depth": 0.5}, abs=0.02)
+
+    def test_attention_of_one_query_gets_a_factor(self) -> None:
+        calls = [TimedCall("a", us, us * 1.1) for us in (4.0, 8.0, 200.0)]
+        own = CORRECTIONS["one query own"]
+        assert own.fitted(calls) == pytest.approx({"factor": 0.1})
+        assert own.loss(calls[2], {"factor": 0.1}) == pytest.approx(0.0)
+        assert own.without(calls[2]._replace(us=220.0), {"factor": 0.1}).us == pytest.approx(200.0)
+        narrow = [TimedCall("a", 5.0, 4.6, head_dim=64), TimedCall("a", 5.0, 5.0, head_dim=128)]
+        vendor = CORRECTIONS["one query PyTorch"]
+        assert vendor.fitted(narrow) == pytest.approx({"launch": -0.4})
+        assert vendor.without(narrow[0], {"launch": -0.4}).us == pytest.approx(5.4)
+
+    def test_what_ships_is_the_fit_to_its_file(self) -> None:
+        found = corrections_fit.refit([FILES["corrections"]], GPUS["H200"]).constants
+        limits = {
+            "few own: launch": 0.02,
+            "few PyTorch: launch": 0.05,
+            "few PyTorch: depth": 0.01,
+            "narrow own: launch": 0.02,
+            "one query own: factor": 0.01,
+            "one query PyTorch: launch": 0.03,
+        }
+        assert found.keys() == limits.keys()
+        for name, (ships, fitted) in found.items():
+            assert ships == pytest.approx(fitted, abs=limits[name]), name
+
+    def test_a_file_without_such_calls_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match="no call of these files"):
+            corrections_fit.calls([], GPUS["H200"])
+
+    def test_calls_of_another_answer_do_not_count(self) -> None:
+        rows = refit.rows([FILES["corrections"]])
+        answered = next(row for row in rows if row["answered"] == "selection")
+        with pytest.raises(ConfigError, match="no call of these files"):
+            corrections_fit.calls([{**answered, "answered": "measured"}], GPUS["H200"])
+
+
+RULES = rates_fit.rules(GPUS["H100"])
+
+
+def products(op: str, step: float, end: float) -> list[rates_fit.TimedProduct]:
+    """Times of kernels whose rates are their first guesses, times two factors."""
+    rule, _ = RULES[op]
+    true = {name: rates_of(config) for name, config in rule.kernels.items()}
+    rates = rates_fit.flat({k: Rates(v.step * step, v.end * end) for k, v in true.items()})
+    found = []
+    for n, k in ((7168, 2048), (4096, 4096), (2112, 7168), (24576, 1536)):
+        for m in (128, 1024, 8192):
+            problem: Any = GemmProblem(m, n, k, dtype="float8_e4m3fn", scales="block")
+            if op == GroupedGemmProblem.op:
+                problem = GroupedGemmProblem.parse(f"G=64,M={m},N={n},K={k},dtype=e4m3")
+            us = {name: rule.expected_us(problem, name, rates) for name in rule.kernels}
+            found.append(rates_fit.TimedProduct(problem, us))
+    return found
+
+
+class TestRates:
+    @pytest.mark.parametrize("op", RULES)
+    def test_rates_are_found_again(self, op: str) -> None:
+        (rule, _), timed = RULES[op], products(op, 1.3, 2.0)
+        found = rule.fitted(timed)
+        errors = [
+            abs(rule.expected_us(one.problem, name, found) / us - 1)
+            for one in timed
+            for name, us in one.us.items()
+            if us <= rates_fit.NEAR * min(one.us.values())
+        ]
+        assert fmean(errors) < 0.02
+        assert fmean(rule.loss(one, found) for one in timed) < 0.02
+
+    def test_a_kernel_without_times_moves_as_the_others(self) -> None:
+        (rule, _), name = RULES["gemm"], "256x128 u8"
+        fewer = [
+            one._replace(us={k: v for k, v in one.us.items() if k != name})
+            for one in products("gemm", 1.3, 1.3)
+        ]
+        found = rule.fitted(fewer)[f"{name} step"]
+        assert found == pytest.approx(1.3 * rates_of(rule.kernels[name]).step, rel=0.1)
+
+    def test_most_that_ships_is_the_fit_to_its_file(self) -> None:
+        """The others were fitted to more."""
+        rule, ships = rates_fit.rules(GPUS["H200"])["gemm"]
+        rows = [row for row in refit.rows([FILES["rates"]]) if row["group"] == "scaled-ahead"]
+        found = rule.fitted(rates_fit.products_of("gemm", rows, rule))
+        same = [name for name in found if round(found[name]) == ships[name]]
+        assert len(found) == 88 and len(same) >= 58
+
+    def test_kernels_have_names_of_their_own(self) -> None:
+        for rule, _ in RULES.values():
+            assert len(set(rule.kernels)) == len(set(rule.kernels.values()))
+
+
+class TestStopping:
+    def test_expectations_are_stored_as_they_ship(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(expectation, "file", lambda: tmp_path / "effort" / "expected.json")
+        expectation.shipped.cache_clear()
+        rows = tmp_path / "rows.jsonl"
+        searches = [[[30.0, 0.0], [40.0, 0.02]], [[50.0, 0.01], [60.0, 0.0]]]
+        lines = [{"group": "gemm", "searches": {"quick 4": ends}} for ends in searches]
+        rows.write_text("\n".join(map(json.dumps, [{}, *lines])) + "\n")
+        assert cli.main(["fit", "stopping", str(rows), "--write"]) == 0
+        assert f"wrote {tmp_path}" in capsys.readouterr().out
+        expectation.shipped.cache_clear()
+        (found,) = expectation.shipped()
+        expectation.shipped.cache_clear()
+        assert (found.op, found.effort, found.cores, found.recordings) == ("gemm", "quick", 4, 2)
+        assert (found.seconds, found.seconds_p90) == (45.0, 60.0)
+        assert (found.loss, found.loss_p90) == (0.005, 0.02)
+
+    def test_rows_without_searches_are_refused(self) -> None:
+        with pytest.raises(ConfigError, match="no simulated search"):
+            stopping_fit.refit([FILES["paged"]], DEFAULT_GPU)

@@ -1,0 +1,176 @@
+"""Fit of `tuner.search.corrections` to calls of models that make selections.
+
+Residuals are measured times less those by the rates before the corrections that ship. The
+corrections have the least absolute errors:
+
+- own products of up to 256 rows or 128 columns get a constant
+- libraries' products of few rows get a constant, and a share of their sums' depth
+- own attention of one query gets a factor, with the least relative errors; PyTorch's at D = 64 a
+  constant
+
+Activated products are left out: other kernels answered some of them. A row has the problem, its
+model, its answer and the microseconds of ``tuner`` and ``pytorch``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tuner.errors import ConfigError
+from tuner.hardware import Gpu
+from tuner.problem import Problem, problem_from_json
+from tuner.search import corrections
+from tuner.search.corrections import LIBRARIES, ONE_QUERY, ONE_QUERY_OF_PYTORCH, OWN
+from tuner.search.fits.refit import Constants, Refit, rows
+from tuner.selection.domains import AnyDomain, AttentionDomain, ProductDomain
+from tuner.selection.portfolio import Portfolio, serving, shipped
+
+STEPS = 40
+"""Rounds of the reweighted least squares that give least absolute errors."""
+NEAREST_US = 0.05
+"""Residuals below this weigh alike."""
+
+
+class TimedCall(NamedTuple):
+    """One kernel's time of a call."""
+
+    model: str
+    us: float
+    """By the rates before corrections."""
+    measured_us: float
+    depth: float = 0.0
+    """Depth of a product's sums."""
+    head_dim: int = 0
+
+
+class Correction(NamedTuple):
+    """Rates of amounts, which are added to times."""
+
+    amounts: Mapping[str, Callable[[TimedCall], float]]
+    ships: Callable[[str], Constants]
+    """The rates on a GPU."""
+    is_factor: bool = False
+    """True for a share of the time, whose errors are relative."""
+
+    def added_us(self, call: TimedCall, rates: Constants) -> float:
+        """Microseconds that rates add to a time without them."""
+        return sum(of(call) * rates[name] for name, of in self.amounts.items())
+
+    def without(self, call: TimedCall, rates: Constants) -> TimedCall:
+        """A call whose expected time has the rates, without them."""
+        if self.is_factor:
+            return call._replace(us=call.us / (1 + sum(rates.values())))
+        return call._replace(us=call.us - self.added_us(call, rates))
+
+    def loss(self, call: TimedCall, rates: Constants) -> float:
+        """Distance of the corrected time from the measured one, as a logarithm."""
+        return abs(math.log((call.us + self.added_us(call, rates)) / call.measured_us))
+
+    def fitted(self, calls: Sequence[TimedCall]) -> dict[str, float]:
+        """Rates of the least absolute errors."""
+        both = [(call, call.us if self.is_factor else 1.0) for call in calls]
+        amounts = [[of(call) / scale for of in self.amounts.values()] for call, scale in both]
+        wanted = [(call.measured_us - call.us) / scale for call, scale in both]
+        return dict(zip(self.amounts, _least(amounts, wanted), strict=True))
+
+
+CORRECTIONS: Mapping[str, Correction] = {
+    "few own": Correction({"launch": lambda _: 1.0}, lambda gpu: {"launch": OWN[gpu]["few"]}),
+    "few PyTorch": Correction(
+        {"launch": lambda _: 1.0, "depth": lambda call: call.depth}, lambda gpu: LIBRARIES[gpu]
+    ),
+    "narrow own": Correction({"launch": lambda _: 1.0}, lambda gpu: {"launch": OWN[gpu]["narrow"]}),
+    "one query own": Correction(
+        {"factor": lambda call: call.us}, lambda gpu: {"factor": ONE_QUERY[gpu] - 1}, True
+    ),
+    "one query PyTorch": Correction(
+        {"launch": lambda call: float(call.head_dim == 64)},
+        lambda gpu: {"launch": ONE_QUERY_OF_PYTORCH[gpu][64]},
+    ),
+}
+"""By rows of a product (tall ones are narrow) or one query, and by whose kernel is timed."""
+
+
+def _least(amounts: Sequence[Sequence[float]], wanted: Sequence[float]) -> list[float]:
+    import numpy as np
+
+    matrix, goal = np.array(amounts), np.array(wanted)
+    weights = np.ones(len(goal))
+    for _ in range(STEPS):
+        roots = np.sqrt(weights)
+        rates, *_ = np.linalg.lstsq(matrix * roots[:, None], goal * roots, rcond=None)
+        weights = 1 / np.maximum(np.abs(goal - matrix @ rates), NEAREST_US)
+    return [float(rate) for rate in rates]
+
+
+def calls(found: Iterable[Mapping[str, Any]], gpu: Gpu) -> dict[str, list[TimedCall]]:
+    """Times of calls that an own kernel answered, by the group of a correction.
+
+    Raises:
+        ConfigError: when there are none.
+    """
+    portfolios = {one.op: one for one in serving(shipped(), gpu)}
+    groups: dict[str, list[TimedCall]] = {}
+    for row in found:
+        problem = problem_from_json(row["problem"])
+        portfolio = portfolios.get(problem.op)
+        if row["answered"] == "selection" and portfolio and "tuner" in row["us"]:
+            for name, call in _timed(row, problem, portfolio):
+                if one := CORRECTIONS.get(name):
+                    groups.setdefault(name, []).append(one.without(call, one.ships(gpu.name)))
+    if not groups:
+        raise ConfigError("no call of these files was answered by an own kernel of a portfolio")
+    return groups
+
+
+def _timed(
+    row: Mapping[str, Any], problem: Problem, portfolio: Portfolio
+) -> Iterator[tuple[str, TimedCall]]:
+    """Both times of a call by their groups; none where PyTorch's is above the sum of its rates."""
+    selection = portfolio.select(problem)
+    if selection is None or not selection.estimates or not selection.vendor:
+        return
+    domain, us = selection.domain, row["us"]
+    if domain.pytorchs_factor(problem) == 1 and (group := _group_of(domain, portfolio)):
+        more = getattr(problem, "k", 0) ** 0.25, getattr(domain, "head_dim", 0)
+        _, own_us, *_ = min(selection.estimates)
+        for kind, expected, measured in (
+            ("own", own_us, us["tuner"]),
+            ("PyTorch", selection.vendor_us, us["pytorch"]),
+        ):
+            yield f"{group} {kind}", TimedCall(str(row["model"]), expected, measured, *more)
+
+
+def _group_of(domain: AnyDomain, portfolio: Portfolio) -> str:
+    """A group's name; empty for domains without corrections, and those timed on another GPU.
+
+    The factor of one query is that of D up to 128.
+    """
+    models = portfolio.domains.get(domain)
+    if models is None or models.made_on is not None:
+        return ""
+    if isinstance(domain, ProductDomain):
+        is_plain = not domain.gradient and domain.without_activation is None
+        return ("narrow" if domain.rows == "tall" else domain.rows) if is_plain else ""
+    if not isinstance(domain, AttentionDomain) or domain.head_dim > 128:
+        return ""
+    return "one query" if domain.phase == "one" else ""
+
+
+def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
+    """Fit the corrections of a GPU.
+
+    Raises:
+        ConfigError: when a file is wrong, or the GPU has no corrections.
+    """
+    if gpu.name not in OWN:
+        raise ConfigError(f"no corrections ship for {gpu.name} (allowed: {', '.join(OWN)})")
+    result = Refit(corrections.__name__)
+    for name, timed in calls(rows(files), gpu).items():
+        one = CORRECTIONS[name]
+        ships = one.ships(gpu.name)
+        result.fit(name, timed, ships, one.fitted, one.loss, lambda call: call.model)
+    return result

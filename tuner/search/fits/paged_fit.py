@@ -1,0 +1,151 @@
+"""Fit of `paged_schedule.RATES` to timed schedules of paged decoding.
+
+A row has a batch (``problem``, ``queries`` and ``keys`` of each sequence) and the microseconds of
+each schedule by name (``schedules``, as `NAME` reads it). Kernels of one group of warps count, in
+plain decoding in bf16, at schedules of at most 2.5 times their batch's fastest. Errors are
+relative, and weigh less where a schedule is slow. Two fits to half the batches judge it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple, cast
+
+from tuner.errors import ConfigError
+from tuner.families.fused_attention import paged_schedule
+from tuner.families.fused_attention.paged_schedule import (
+    CLUSTER_SPLITS,
+    KERNEL_SPLITS,
+    RATES,
+    TIE,
+    Combine,
+    Decoding,
+    ScheduleRates,
+    expected_us,
+)
+from tuner.families.fused_attention.registers import instance
+from tuner.hardware import Gpu
+from tuner.problem import AttentionProblem, problem_from_json
+from tuner.search.fits.refit import Constants, Refit, least_squares, rows
+
+_MAX_RATIO = 2.5
+"""Schedules slower than this over the fastest of their batch are left out."""
+_EVEN_WEIGHT = 3.0
+"""Weight of a batch of equal lengths: few of them are in the evidence, and many in use."""
+_START = ScheduleRates(3.0, 0.8, 1.0, 4e6, 2.0, 0.25, 1.0, 0.5, 0.5, 0.8)
+MAX_QUERIES = 8
+"""Queries of a sequence of decoding, at most."""
+NAME = re.compile(r"1/(\d+)/\d+/(\d+)/\d+/(\d+)(.*)")
+"""A kernel of one group of warps: its keys of a tile, packed heads, splits, and further words."""
+
+
+class TimedSchedule(NamedTuple):
+    """A batch as its kernel sees it, and the time of a schedule."""
+
+    batch: Decoding
+    splits: int
+    combine: Combine
+    us: float
+
+    def expected_us(self, rates: Constants) -> float:
+        """Expected time."""
+        return expected_us(self.batch, self.splits, self.combine, ScheduleRates(**rates))
+
+
+Batch = list[TimedSchedule]
+"""The schedules of one batch."""
+
+
+def loss(batch: Batch, rates: Constants) -> float:
+    """Time of the schedule that rates choose, as `paged_schedule.best` does, over the fastest,
+    less one.
+    """
+    times = [(one.expected_us(rates), one) for one in batch]
+    seen = batch[0].batch
+    bound_us = (1 + TIE * seen.mean / seen.longest) * min(us for us, _ in times)
+    near = ((one.splits, us, one.us) for us, one in times if us <= bound_us)
+    return min(near)[-1] / min(one.us for one in batch) - 1
+
+
+def fitted(batches: Sequence[Batch]) -> dict[str, float]:
+    """Constants of one instance, by least squares of weighted relative errors."""
+    near: list[tuple[float, TimedSchedule]] = []
+    for batch in batches:
+        least = min(one.us for one in batch)
+        for one in batch:
+            if one.us < _MAX_RATIO * least:
+                is_even = one.batch.mean == one.batch.longest
+                near.append((least / one.us * (_EVEN_WEIGHT if is_even else 1), one))
+
+    def errors(rates: Constants) -> list[float]:
+        return [weight * math.log(one.expected_us(rates) / one.us) for weight, one in near]
+
+    rates = least_squares(errors, _START._asdict(), 3, f_scale=0.1)
+    if all(one.batch.blocks_per_sm == 1 for _, one in near):
+        rates["shared_tile_us"] = rates["tile_us"]
+    return rates
+
+
+def _schedules(row: Mapping[str, Any], gpu: Gpu) -> Batch:
+    """Timed schedules that the runtime chooses from."""
+    problem = cast(AttentionProblem, problem_from_json(row["problem"]))
+    queries, keys, found = row["queries"], row["keys"], []
+    is_plain = not (problem.is_windowed or problem.has_sinks or problem.softcap)
+    if not is_plain or problem.dtype != "bfloat16" or max(queries) > MAX_QUERIES:
+        return []
+    blocks_per_sm = 2 if problem.head_dim <= 128 else 1
+    for name, us in row.get("schedules", {}).items():
+        if (parts := NAME.fullmatch(name)) is None:
+            continue
+        tile_n, packed, splits = map(int, parts.groups()[:3])
+        words = parts[4].split()
+        combine: Combine = (
+            "cluster" if "cluster" in words else "kernel" if "kernel" in words else ""
+        )
+        if splits > 1 and splits not in (CLUSTER_SPLITS if combine == "cluster" else KERNEL_SPLITS):
+            continue
+        heads = problem.heads_kv if "padded" in words else problem.heads_q // packed
+        seen = Decoding(
+            instance(problem.head_dim),
+            tile_n,
+            blocks_per_sm,
+            gpu.sm_count * blocks_per_sm,
+            heads * sum(-(-count * packed // 64) for count in queries),
+            sum(queries) * problem.heads_q,
+            max(keys),
+            round(fmean(keys)),
+            len(keys) * 4 * problem.heads_kv * problem.head_dim,
+        )
+        found.append(TimedSchedule(seen, splits, combine, us))
+    return found
+
+
+def timed(found: Sequence[Mapping[str, Any]], gpu: Gpu) -> list[Batch]:
+    """The timed schedules of each batch.
+
+    Raises:
+        ConfigError: when there is none.
+    """
+    batches = [batch for row in found if (batch := _schedules(row, gpu))]
+    if not batches:
+        raise ConfigError("no schedule was timed (wanted: rows of scripts/bench paged with them)")
+    return batches
+
+
+def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
+    """Fit the constants of each instance that the files time.
+
+    Raises:
+        ConfigError: when a file is wrong, or times no schedule.
+    """
+    result, batches = Refit(paged_schedule.__name__), timed(rows(files), gpu)
+    number = {id(batch): place for place, batch in enumerate(batches)}
+    for width in sorted({batch[0].batch.instance for batch in batches}):
+        mine = [batch for batch in batches if batch[0].batch.instance == width]
+        ships = RATES[width]._asdict()
+        result.fit(f"D={width}", mine, ships, fitted, loss, lambda batch: number[id(batch)] % 2)
+    return result

@@ -1,0 +1,174 @@
+"""Fit of the rates of kernels that rules choose among, to timed products.
+
+The kernels are those of products with factors of blocks, and of grouped products in e4m3. Rates are
+the clocks of a step and of a tile's end that make estimates nearest to times. A row has the problem
+and the microseconds of each kernel by `kernel_name`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+from tuner.config import Config
+from tuner.errors import ConfigError
+from tuner.families import families
+from tuner.families.block_scaled_gemm import Rates, estimate_us, rates_of
+from tuner.families.block_scaled_gemm import rule as products_rule
+from tuner.families.block_scaled_grouped_gemm import grouped_estimate_us
+from tuner.families.grouped_gemm import rule as grouped_rule
+from tuner.hardware import Gpu
+from tuner.problem import E4M3, GemmProblem, GroupedGemmProblem, problem_from_json
+from tuner.search.fits.refit import Constants, Refit, rows
+
+FACTORS = (1.6, 1.2, 1.05, 1.01)
+"""Steps of the descent: rates are multiplied or divided by these while the error falls."""
+NEAR = 1.6
+"""Longest time that is fitted, over the fastest kernel's: a choice is made among the near ones."""
+MIN_POINTS = 4
+"""Fewest times of a kernel from which its rates are fitted."""
+
+
+def kernel_name(config: Config) -> str:
+    """Tile of a rule's kernel, and its unusual parameters.
+
+    As in ``u4``, unrolled steps of its loop, and ``k2``, the parts that K is divided into.
+    """
+    params = config.params
+    cluster = f"c{params['cluster_m']}x{params['cluster_n']}"
+    parts = (
+        "swapped" * bool(params["swap_ab"]),
+        f"{params['tile_m']}x{params['tile_n']}",
+        f"u{params['unroll']}" if "unroll" in params else "",
+        f"k{params['split_k']}" if params.get("split_k", 1) != 1 else "",
+        cluster if cluster != "c1x1" else "",
+        "uniform" if "uniform_branch" in params else "",
+        "ahead" if "ahead" in params else "",
+    )
+    return " ".join(filter(None, parts))
+
+
+class TimedProduct(NamedTuple):
+    """A measured product."""
+
+    problem: Any
+    us: Mapping[str, float]
+    """Times of the rule's kernels."""
+
+    @property
+    def layer(self) -> tuple[int, ...]:
+        """Sizes without the rows."""
+        return getattr(self.problem, "groups", 1), self.problem.n, self.problem.k
+
+
+@dataclass(frozen=True)
+class RatedKernels:
+    """A rule's kernels by name, and their estimate."""
+
+    kernels: Mapping[str, Config]
+    estimate: Callable[[Any, Config, Gpu, Rates], float]
+    gpu: Gpu
+
+    def expected_us(self, problem: Any, name: str, rates: Constants) -> float:
+        """Expected time of a kernel."""
+        of_kernel = Rates(rates[f"{name} step"], rates[f"{name} end"])
+        return self.estimate(problem, self.kernels[name], self.gpu, of_kernel)
+
+    def loss(self, product: TimedProduct, rates: Constants) -> float:
+        """Time of the kernel of least expected time over the fastest one's, less one."""
+        problem, us = product
+        legal = [
+            (self.expected_us(problem, name, rates), time_us)
+            for name, time_us in us.items()
+            if families()[(one := self.kernels[name]).family].accepts(problem, one, self.gpu)
+        ]
+        return min(legal)[1] / min(us.values()) - 1
+
+    def fitted(self, products: Sequence[TimedProduct]) -> dict[str, float]:
+        """Rates by kernel. One with too few times has its first guesses, moved as the others'
+        steps are.
+        """
+        guesses = flat({name: rates_of(config) for name, config in self.kernels.items()})
+        rates: dict[str, float] = {}
+        for name in self.kernels:
+            timed = [one for one in products if name in one.us]
+            near = [one for one in timed if one.us[name] <= NEAR * min(one.us.values())]
+            if len(near) >= MIN_POINTS:
+                rates |= self._descended(name, guesses, near)
+        moved = [rate / guesses[key] for key, rate in rates.items() if key.endswith("step")]
+        factor = median(moved or [1.0])
+        return {key: rates.get(key, guess * factor) for key, guess in guesses.items()}
+
+    def _descended(
+        self, name: str, guesses: Constants, products: Sequence[TimedProduct]
+    ) -> Constants:
+        def error(rates: Constants) -> float:
+            expected = (self.expected_us(one.problem, name, rates) for one in products)
+            pairs = zip(expected, products, strict=True)
+            return fmean(math.log(us / one.us[name]) ** 2 for us, one in pairs)
+
+        step, end = f"{name} step", f"{name} end"
+        best = {key: guesses[key] for key in (step, end)}
+        least = error(best)
+        for factor in FACTORS:
+            falls = True
+            while falls:
+                falls = False
+                for by in (factor, 1 / factor):
+                    for powers in ((1, 0), (0, 1), (1, -1), (1, -2), (1, -4)):
+                        rates = {k: best[k] * by**p for k, p in zip(best, powers, strict=True)}
+                        if (now := error(rates)) < least * 0.999:
+                            best, least, falls = rates, now, True
+        return best
+
+
+def flat(rates: Mapping[str, Rates]) -> dict[str, float]:
+    """Rates by kernel and part."""
+    return {f"{k} {part}": v for k, one in rates.items() for part, v in one._asdict().items()}
+
+
+def rules(gpu: Gpu) -> dict[str, tuple[RatedKernels, Constants]]:
+    """The rules whose kernels have rates, and those that ship, by operation."""
+
+    def rule(kernels: Mapping[Config, Any], estimate: Any) -> tuple[RatedKernels, Constants]:
+        ships = {c: v if isinstance(v, Rates) else rates_of(c) for c, v in kernels.items()}
+        named = {kernel_name(config): config for config in kernels}
+        return RatedKernels(named, estimate, gpu), flat(
+            {kernel_name(c): v for c, v in ships.items()}
+        )
+
+    return {
+        GemmProblem.op: rule(products_rule.KERNELS, estimate_us),
+        GroupedGemmProblem.op: rule(grouped_rule.KERNELS[E4M3], grouped_estimate_us),
+    }
+
+
+def products_of(
+    op: str, found: Sequence[Mapping[str, Any]], rule: RatedKernels
+) -> list[TimedProduct]:
+    """Products of an operation that a kernel of its rule is timed for."""
+    timed = (
+        (row["problem"], {name: us for name, us in row["us"].items() if name in rule.kernels})
+        for row in found
+        if row["problem"]["op"] == op
+    )
+    return [TimedProduct(problem_from_json(problem), us) for problem, us in timed if us]
+
+
+def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
+    """Fit the rates of the kernels that the files time.
+
+    Raises:
+        ConfigError: when a file is wrong, or times no kernel of a rule.
+    """
+    result, found = Refit(f"{products_rule.__name__} and {grouped_rule.__name__}"), rows(files)
+    for op, (rule, ships) in rules(gpu).items():
+        if products := products_of(op, found, rule):
+            result.fit(op, products, ships, rule.fitted, rule.loss, lambda one: one.layer)
+    if not result.constants:
+        raise ConfigError("no kernel of a rule is timed in these files")
+    return result

@@ -1,0 +1,145 @@
+"""Constants that a fit gives, beside those that ship, and what the fits share."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any, TypeVar
+
+from tuner.base import document, output
+from tuner.base.install import extra_command
+from tuner.errors import ConfigError
+from tuner.selection.describe import table
+
+_GZIP = b"\x1f\x8b"
+Item = TypeVar("Item")
+Constants = Mapping[str, float]
+
+
+@dataclass
+class Refit:
+    """Result of a fit."""
+
+    place: str
+    """Module or folder of the constants."""
+    constants: dict[str, tuple[float | None, float]] = field(default_factory=dict)
+    """Constants as they ship (None: they do not) and as fitted, by name."""
+    errors: list[str] = field(default_factory=list)
+    """Lines that say how far the constants are from what was measured."""
+    documents: dict[Path, Any] = field(default_factory=dict)
+    """Contents of the files that ship; none where a module holds the constants."""
+
+    def note(self, title: str, ships: Constants, fitted: Constants) -> None:
+        """Add constants."""
+        self.constants |= {f"{title}: {k}": (ships.get(k), v) for k, v in fitted.items()}
+
+    def fit(
+        self,
+        title: str,
+        items: Sequence[Item],
+        ships: Constants,
+        fitted: Callable[[list[Item]], Constants],
+        loss: Callable[[Item, Constants], float],
+        part: Callable[[Item], Any] | None = None,
+    ) -> None:
+        """Fit constants to items, and note their losses.
+
+        Args:
+            title: name of the constants' group.
+            items: measured things of the group.
+            ships: the constants that ship.
+            fitted: the fit to items.
+            loss: by constants, of an item.
+            part: items of one part are left out together, to judge the fit; None: none is.
+        """
+        best = fitted(list(items))
+        self.note(title, ships, best)
+        losses = {"as it ships": [loss(one, ships) for one in items]}
+        losses["fitted"] = [loss(one, best) for one in items]
+        parts = [part(one) for one in items] if part else []
+        for left_out in dict.fromkeys(parts) if len(set(parts)) > 1 else ():
+            pairs = list(zip(items, parts, strict=True))
+            others = fitted([one for one, of in pairs if of != left_out])
+            mine = [loss(one, others) for one, of in pairs if of == left_out]
+            losses.setdefault("left out", []).extend(mine)
+        shown = (f"{what} {fmean(v):.2%}, worst {max(v):.1%}" for what, v in losses.items())
+        self.errors.append(f"{title}: {len(items)} measured; mean loss {'; '.join(shown)}")
+
+    def text(self) -> str:
+        """A table of the constants that change, and the errors."""
+        rows = [
+            (name, f"{old:.4g}" if old is not None else "", f"{new:.4g}")
+            for name, (old, new) in self.constants.items()
+            if old is None or f"{old:.3g}" != f"{new:.3g}"
+        ]
+        same = f"{len(self.constants) - len(rows)} of {len(self.constants)} constants as they ship"
+        head = (("constant", "ships", "fitted"),) if rows else ()
+        return "\n".join([table([*head, *rows], frozenset({1, 2})), same, *self.errors]).lstrip()
+
+    def write(self) -> str:
+        """Store the documents, or give all constants of a module, in lines of text."""
+        for path, content in self.documents.items():
+            output.write(path, json.dumps(content, indent=1) + "\n", make_folder=True)
+        new = (f"  {name} = {fitted:.4g}" for name, (_, fitted) in self.constants.items())
+        lines = [f"wrote {path}" for path in self.documents]
+        return "\n".join(lines or [f"constants of {self.place}:", *new])
+
+
+def rows(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """Rows of benches' result files: JSON lines behind a heading, also compressed by gzip.
+
+    A last line that is cut off is left out.
+
+    Raises:
+        ConfigError: when a file cannot be read, or there is no row.
+    """
+    found: list[dict[str, Any]] = []
+    for path in paths:
+        try:
+            data = path.read_bytes()
+            text = (gzip.decompress(data) if data.startswith(_GZIP) else data).decode()
+            lines = text[: text.rfind("\n") + 1].splitlines()
+            found += [dict(document.parse(line)) for line in lines[1:]]
+        except (OSError, EOFError, ValueError, TypeError) as exc:
+            raise ConfigError(f"{path} is not a bench's file of JSON lines: {exc}") from exc
+    if not found:
+        raise ConfigError("no row to fit to (wanted: FILE of a bench, as its --json writes it)")
+    return found
+
+
+def least_squares(
+    residuals: Callable[[Constants], Sequence[float]],
+    start: Constants,
+    digits: int,
+    loss: str = "soft_l1",
+    **options: Any,
+) -> dict[str, float]:
+    """Positive constants of the least residuals.
+
+    Args:
+        residuals: errors by constants.
+        start: constants from which the fit moves, by factors.
+        digits: significant digits of the answer.
+        loss: loss of a residual; by default outliers weigh less.
+        options: as of `scipy.optimize.least_squares`.
+
+    Raises:
+        ConfigError: when scipy is not installed.
+    """
+    try:
+        from scipy import optimize
+    except ImportError as exc:
+        raise ConfigError(f"a fit needs scipy ({exc}): {extra_command('fit')}") from exc
+
+    def moved(steps: Sequence[float]) -> dict[str, float]:
+        return {n: v * math.exp(s) for (n, v), s in zip(start.items(), steps, strict=True)}
+
+    solution = optimize.least_squares(
+        lambda steps: residuals(moved(steps)), [0.0] * len(start), loss=loss, **options
+    )
+    return {name: float(f"{v:.{digits}g}") for name, v in moved(solution.x).items()}
