@@ -9,7 +9,7 @@ import torch
 import transformers
 
 import tuner
-import tuner.runtime.transformers  # registers attn_implementation="tuner"
+import tuner.runtime.engines.transformers  # registers attn_implementation="tuner"
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)

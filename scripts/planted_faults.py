@@ -40,7 +40,7 @@ AREAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("fused_attention_legality", "fused_attention", "gemm", "gemm_space", "hostile_configs"),
     ),
     "guards": (
-        ("tuner/runtime/guards.py", "tuner/runtime/refusal.py", "tuner/runtime/serving.py"),
+        tuple(f"tuner/runtime/call/{name}.py" for name in ("guards", "refusal", "serving")),
         ("runtime", "runtime_refusal", "runtime_alignment", "runtime_tensors", "runtime_serving"),
     ),
     "leases": (

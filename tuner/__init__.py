@@ -29,27 +29,27 @@ if TYPE_CHECKING:
     from tuner.problem import GroupedGemmProblem as GroupedGemmProblem
     from tuner.problem import SoftmaxProblem as SoftmaxProblem
     from tuner.problem import SwigluProblem as SwigluProblem
-    from tuner.runtime.activations import quantise as quantise
-    from tuner.runtime.append import paged_append as paged_append
-    from tuner.runtime.attention import attention as attention
-    from tuner.runtime.block_mask import prepare_block_mask as prepare_block_mask
-    from tuner.runtime.counters import stats as stats
+    from tuner.runtime.attention.append import paged_append as paged_append
+    from tuner.runtime.attention.block_mask import prepare_block_mask as prepare_block_mask
+    from tuner.runtime.attention.dense import attention as attention
+    from tuner.runtime.attention.paged import paged_attention as paged_attention
+    from tuner.runtime.attention.sparse import sparse_attention as sparse_attention
+    from tuner.runtime.attention.varlen import attention_varlen as attention_varlen
+    from tuner.runtime.call.counters import stats as stats
     from tuner.runtime.enable import disable as disable
     from tuner.runtime.enable import enable as enable
     from tuner.runtime.enable import enabled as enabled
-    from tuner.runtime.experts import moe as moe
-    from tuner.runtime.gated import interleave as interleave
-    from tuner.runtime.gated import swiglu as swiglu
-    from tuner.runtime.grouped import grouped_mm as grouped_mm
     from tuner.runtime.layers import linear_problems as linear_problems
     from tuner.runtime.layers import restore_linear_ as restore_linear_
     from tuner.runtime.layers import tune_linear_ as tune_linear_
-    from tuner.runtime.paged import paged_attention as paged_attention
-    from tuner.runtime.products import linear as linear
-    from tuner.runtime.products import matmul as matmul
-    from tuner.runtime.scaled import scaled_mm as scaled_mm
-    from tuner.runtime.sparse import sparse_attention as sparse_attention
-    from tuner.runtime.varlen import attention_varlen as attention_varlen
+    from tuner.runtime.products.activations import quantise as quantise
+    from tuner.runtime.products.experts import moe as moe
+    from tuner.runtime.products.gated import interleave as interleave
+    from tuner.runtime.products.gated import swiglu as swiglu
+    from tuner.runtime.products.grouped import grouped_mm as grouped_mm
+    from tuner.runtime.products.matmul import linear as linear
+    from tuner.runtime.products.matmul import matmul as matmul
+    from tuner.runtime.products.scaled import scaled_mm as scaled_mm
     from tuner.selection.reader import Entry as Entry
     from tuner.selection.reader import LookupResult as LookupResult
     from tuner.selection.reader import lookup as lookup

@@ -33,7 +33,7 @@ def timed(sequences: int, queries: int, is_e4m3: bool) -> dict[str, Any]:
     import torch
 
     import tuner
-    from tuner.runtime import append
+    from tuner.runtime.attention import append
 
     torch.manual_seed(0)
     device, tokens = torch.device("cuda", torch.cuda.current_device()), sequences * queries

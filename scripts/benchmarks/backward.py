@@ -135,9 +135,9 @@ def served_call(
     """The runtime's call, and the kernel that it chooses."""
     import torch
 
-    from tuner.runtime.gradients import GradientsCall
-    from tuner.runtime.plan import Plan
-    from tuner.runtime.serving import find
+    from tuner.runtime.call.plan import Plan
+    from tuner.runtime.call.serving import find
+    from tuner.runtime.training.gradients import GradientsCall
 
     query, key, value, out, lse, grad_out = inputs
     tensors = grad_out, query, key, value, out, lse

@@ -279,7 +279,7 @@ class Server:
         import transformers
         from transformers.generation.continuous_batching.utils import WorkloadHints
 
-        importlib.import_module("tuner.runtime.transformers")  # registers the attention
+        importlib.import_module("tuner.runtime.engines.transformers")  # registers the attention
         load = self._load
         model = _model(self._way, load, self._device)
         self._manager = self._open.enter_context(

@@ -256,7 +256,7 @@ def measure(what: Pass, layers: int, rounds: int, dtype: DType) -> dict[str, Any
 @contextlib.contextmanager
 def plain_launches() -> Iterator[None]:
     """Own kernels are planned without programmatic launch here, and anew afterwards."""
-    from tuner.runtime.table import table
+    from tuner.runtime.call.table import table
 
     members = [one for one in families().values() if "pdl" in one.runtime_parameters]
     names = ("launches", "strided_launches")

@@ -62,7 +62,7 @@ def host() -> dict[str, Any]:
     import torch
 
     import tuner
-    from tuner.runtime import dispatch
+    from tuner.runtime.call import dispatch
 
     sdpa = torch.nn.functional.scaled_dot_product_attention
     tensors, others = _inputs(), [tensor.float() for tensor in _inputs(REFUSED)]
@@ -191,9 +191,9 @@ def _serving(tensors: Sequence[Any]) -> Any:
     import torch
 
     import tuner
-    from tuner.runtime import dispatch
+    from tuner.runtime.call import dispatch
 
-    find_plan = importlib.import_module("tuner.runtime.attention_plan").find_plan
+    find_plan = importlib.import_module("tuner.runtime.attention.attention_call").find_plan
     plan = find_plan(*tensors, False, None)
     steps = getattr(plan, "steps", ())
     if not steps:
@@ -235,7 +235,7 @@ def _bare(plan: Any, tensors: Sequence[Any]) -> float:
     """Host microseconds of the plan's launches alone."""
     import torch
 
-    from tuner.runtime import devices
+    from tuner.runtime.call import devices
 
     where = tensors[0].device
     out = torch.empty_strided(plan.shape, plan.strides, dtype=plan.dtype, device=where)

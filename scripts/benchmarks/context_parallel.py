@@ -49,7 +49,7 @@ def is_splittable(problem: AttentionProblem, chunks: int) -> bool:
 @contextmanager
 def without_transfers() -> Iterator[None]:
     """Every rank computes with the keys that it has, as if they had come."""
-    from tuner.runtime.ring import Passing, Ring
+    from tuner.runtime.parallel.ring import Passing, Ring
 
     start = Ring.start
     Ring.start = lambda self, *tensors: Passing(self, [], tensors)  # type: ignore[method-assign]
@@ -77,8 +77,8 @@ def calls_of(problem: AttentionProblem, device: Any) -> dict[str, Calls]:
     import torch
 
     import tuner
-    from tuner.runtime.context_parallel import ring_attention, split_sequence
-    from tuner.runtime.ring import Ring
+    from tuner.runtime.parallel.context_parallel import ring_attention, split_sequence
+    from tuner.runtime.parallel.ring import Ring
 
     torch.manual_seed(0)
     operands = {o.name: o for o in problem.inputs}

@@ -69,7 +69,7 @@ def calls_of(problem: Problem) -> dict[str, Callable[[], Any]]:
 
 
 def _calls_of_product(problem: GemmProblem) -> dict[str, Callable[[], Any]]:
-    from tuner.runtime import devices
+    from tuner.runtime.call import devices
 
     tensors = e4m3.Calls(problem)
     calls = dict(tensors.vendors())

@@ -359,7 +359,7 @@ def rows(part: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
 
 def was_tuned(answers: Mapping[str, Any]) -> bool:
     """True if a measurement decided any of an operation's calls, be it for PyTorch's kernel."""
-    from tuner.runtime.refusal import Kind
+    from tuner.runtime.call.refusal import Kind
 
     return bool(answers["hits"] or answers["fallbacks"].get(Kind.VENDOR))
 

@@ -136,7 +136,7 @@ class Calls:
         import torch
 
         from tuner.families import families
-        from tuner.runtime import devices
+        from tuner.runtime.call import devices
 
         # On CUDA, PyTorch 2.11 leaves `scale_result` out: the output's factor is one of the rows'.
         left = self.scale_a * self.factors[2] if self.problem.has_output_scale else self.scale_a
@@ -181,7 +181,7 @@ def timed(kind: str, size: tuple[int, int, int]) -> dict[str, Any]:
     """Times and errors of a product by all ways, the fastest of either side twice."""
     import torch
 
-    from tuner.runtime import devices
+    from tuner.runtime.call import devices
 
     problem = problem_of(kind, size)
     calls, failed, ways, errors = Calls(problem), {}, [], {}

@@ -31,7 +31,7 @@ from typing import Any
 from tuner.selection.describe import table
 
 BUILDERS = (
-    ("tuner.runtime.vllm.backend", "TunerMetadataBuilder"),
+    ("tuner.runtime.engines.vllm.backend", "TunerMetadataBuilder"),
     ("vllm.v1.attention.backends.flash_attn", "FlashAttentionMetadataBuilder"),
 )
 """Modules and classes that build the attention's metadata; the first that is loaded is timed."""

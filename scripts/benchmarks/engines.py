@@ -261,7 +261,7 @@ class Engine:
         import vllm
 
         import tuner
-        from tuner.runtime.vllm import register
+        from tuner.runtime.engines.vllm import register
 
         options = engine_options(self._args.of, self._counts, self._args)
         if way != VLLM:

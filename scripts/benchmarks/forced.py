@@ -206,10 +206,10 @@ def install(families: Sequence[str] = FAMILIES, *, built_only: bool = False) -> 
         TunerError: when there is no GPU, no compiler, or no registry of attention providers.
     """
     import tuner
-    from tuner.runtime import dispatch
+    from tuner.runtime.call import dispatch
 
     # The package gives the module's name to the table itself.
-    table = importlib.import_module("tuner.runtime.table")
+    table = importlib.import_module("tuner.runtime.call.table")
     forced = made(families, built_only=built_only)
 
     def lookup(problem: Problem, **options: Any) -> LookupResult | None:

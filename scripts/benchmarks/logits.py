@@ -62,8 +62,8 @@ class ForcedAttention:
         return self._plans[kind].run(query, key, value).transpose(1, 2).contiguous(), None
 
     def _plan(self, query: Any, key: Any, value: Any, causal: bool, scale: float) -> Any:
-        from tuner.runtime.attention_plan import pose
-        from tuner.runtime.plan import KernelPlan, own_plan
+        from tuner.runtime.attention.attention_call import pose
+        from tuner.runtime.call.plan import KernelPlan, own_plan
 
         posed = pose(query, key, value, causal, scale)
         problem = cast(AttentionProblem, posed.problem)

@@ -126,7 +126,7 @@ class Tensors:
         import torch
         from torch.nn.attention.flex_attention import create_block_mask
 
-        from tuner.runtime.block_mask import tabulated
+        from tuner.runtime.attention.block_mask import tabulated
 
         seen = MASKS[case.mask]
         self.problem, self.scale = case.problem, case.head_dim**-0.5

@@ -263,7 +263,7 @@ def _module(built: Any, way: str) -> Any:
     module = copy.deepcopy(built.module)
     if way == IMPLEMENTATION:
         with contextlib.suppress(ImportError):
-            importlib.import_module("tuner.runtime.transformers")  # registers the name
+            importlib.import_module("tuner.runtime.engines.transformers")  # registers the name
         module.set_attn_implementation("tuner")
     if way == LAYERS:
         from tuner.runtime.layers import tune_linear_
@@ -274,12 +274,12 @@ def _module(built: Any, way: str) -> Any:
 
 def _around(way: str) -> Callable[[], AbstractContextManager[Any]]:
     import tuner
-    from tuner.runtime import devices, dispatch
+    from tuner.runtime.call import devices, dispatch
 
     if way not in (ENABLED, LAYERS):
         return contextlib.nullcontext
     if devices.is_present():  # until it is there, PyTorch answers
-        table = importlib.import_module("tuner.runtime.table").table
+        table = importlib.import_module("tuner.runtime.call.table").table
         dispatch.prepare(then=table.renew).join()
     return tuner.enabled
 

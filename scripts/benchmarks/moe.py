@@ -317,7 +317,7 @@ def environment() -> dict[str, Any]:
     need_gpu()
     import torch
 
-    from tuner.runtime import devices
+    from tuner.runtime.call import devices
 
     facts = dict(devices.environment().facts)
     facts |= {"cuda": torch.version.cuda, "deep_gemm": installed.version("deep_gemm") or "missing"}

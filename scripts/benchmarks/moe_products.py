@@ -52,7 +52,7 @@ class Rows:
         self.factors: Any = None
         self.source: Any = drawn
         if problem.tensor_rate > 1:
-            from tuner.runtime import block_scaled
+            from tuner.runtime.products import block_scaled
 
             self.source, self.factors = block_scaled.quantised(drawn)
         self._storage = torch.zeros(rows * problem.k, dtype=self.source.dtype, device="cuda")
@@ -229,7 +229,7 @@ def _timed(
 def estimates(problem: GroupedGemmProblem) -> dict[str, float]:
     """The rule's expected times, best first, microseconds."""
     from tuner.families.grouped_gemm import rule as grouped
-    from tuner.runtime import devices
+    from tuner.runtime.call import devices
 
     selection = grouped.select(problem, devices.gpu_of(0))
     found = selection.own() if selection is not None else ()
@@ -239,7 +239,7 @@ def estimates(problem: GroupedGemmProblem) -> dict[str, float]:
 def plans(problem: GroupedGemmProblem, *, unproven: bool) -> Iterator[tuple[str, Any]]:
     """The rule's kernels that are proven here, as plans, in the rule's order."""
     from tuner.families.grouped_gemm import rule as grouped
-    from tuner.runtime import devices
+    from tuner.runtime.call import devices
 
     for config, plan in plans_of(
         problem, grouped.select(problem, devices.gpu_of(0)), unproven=unproven
@@ -256,7 +256,7 @@ def plans_of(problem: Any, selection: Any, *, unproven: bool) -> Iterator[tuple[
         unproven: also kernels that are only built.
     """
     from tuner.families import families
-    from tuner.runtime import devices
+    from tuner.runtime.call import devices
     from tuner.selection.kernels import lists
 
     gpu, longest = devices.gpu_of(0), math.inf

@@ -11,15 +11,15 @@ from tuner.problem import Problem
 
 
 def own_plan(problem: Problem, config: Config, artifacts: Mapping[str, str]) -> Any:
-    """A `tuner.runtime.plan.Plan` of a config on this GPU, or a text that says why there is none.
+    """A plan (`tuner.runtime.call.plan`) of a config on this GPU, or a text why there is none.
 
     Args:
         problem: problem to compute.
         config: config of an own family.
         artifacts: keys of its compiled kernels by their names.
     """
-    from tuner.runtime import devices
-    from tuner.runtime.plan import Plan, Posed, plan_of
+    from tuner.runtime.call import devices
+    from tuner.runtime.call.plan import Plan, Posed, plan_of
 
     known = Measurement(
         problem,

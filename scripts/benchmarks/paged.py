@@ -215,9 +215,9 @@ class Batch:
 
     def chosen(self) -> str:
         """The schedule that `tuner.paged_attention` selects, or why it has none."""
-        from tuner.runtime.composed import Extras
-        from tuner.runtime.paged import paged_call, prepare
-        from tuner.runtime.refusal import Refusal
+        from tuner.runtime.attention.composed import Extras
+        from tuner.runtime.attention.paged import paged_call, prepare
+        from tuner.runtime.call.refusal import Refusal
 
         case = self.case
         tensors = self.query, self.key, self.value, self.tables[0], self.used, self.starts

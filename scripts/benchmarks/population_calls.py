@@ -20,7 +20,7 @@ from benchmarks.population_ways import PYTORCH, TUNER, activation, contenders
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.problem import AttentionProblem, GemmProblem, SwigluProblem
 from tuner.problem.population import ModelCall
-from tuner.runtime.refusal import Kind
+from tuner.runtime.call.refusal import Kind
 from tuner.selection.reader import LookupResult
 from tuner.store.entry import is_vendor
 
@@ -111,7 +111,7 @@ def _looked_up(call: ModelCall) -> LookupResult | None:
 
 
 def _gpu() -> Gpu:
-    from tuner.runtime import devices
+    from tuner.runtime.call import devices
 
     return devices.gpu_of(0) if torch.cuda.is_available() else DEFAULT_GPU
 

@@ -14,12 +14,12 @@ import torch
 from tuner.errors import ConfigError
 from tuner.problem import AttentionProblem, GemmProblem, Problem, SwigluProblem
 from tuner.problem.population import LOWER_RIGHT, PADDING, POSITIONS, ModelCall
-from tuner.runtime.attention_plan import pose, scale_of
-from tuner.runtime.bias import as_operand
-from tuner.runtime.composed import Extras
-from tuner.runtime.gated import swiglu_problem_of
-from tuner.runtime.products import pose as product_of
-from tuner.runtime.refusal import Refusal
+from tuner.runtime.attention.attention_call import pose, scale_of
+from tuner.runtime.attention.bias import as_operand
+from tuner.runtime.attention.composed import Extras
+from tuner.runtime.call.refusal import Refusal
+from tuner.runtime.products.gated import swiglu_problem_of
+from tuner.runtime.products.matmul import pose as product_of
 
 COLD_BYTES, MAX_COPIES = 160 << 20, 40
 """Caches and weights come from memory, not from the L2: copies in turn, three times its 50 MB.

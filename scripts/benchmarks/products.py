@@ -43,7 +43,7 @@ def quantised(case: Rows, _: Namespace) -> Row:
     """
     import torch
 
-    from tuner.runtime import block_scaled, quantiser
+    from tuner.runtime.products import block_scaled, quantiser
 
     torch.manual_seed(0)
     source = torch.randn(case.m, case.k, device="cuda", dtype=torch.bfloat16)

@@ -106,7 +106,7 @@ class Layer:
         """Name, call and result of each way, or why it failed; rows first, under no name."""
         import torch
 
-        from tuner.runtime import block_scaled
+        from tuner.runtime.products import block_scaled
 
         n, k = self._n, self._k
         problem = GemmProblem(m, n, k, dtype=E4M3, scales="block")
@@ -239,7 +239,7 @@ def _of_cublaslt(a: Any, scale_a: Any, weights: Sequence[tuple[Any, Any]], n: in
 def estimates(problem: GemmProblem) -> dict[str, float]:
     """The rule's expected times, best first, microseconds."""
     from tuner.families.block_scaled_gemm import rule as block_scaled
-    from tuner.runtime import devices
+    from tuner.runtime.call import devices
 
     selection = block_scaled.select(problem, devices.gpu_of(0))
     found = selection.own() if selection is not None else ()
@@ -257,7 +257,7 @@ def plans(problem: GemmProblem, *, unproven: bool, most: float = inf) -> Iterato
     from benchmarks.moe_products import plans_of
     from tuner.families.block_scaled_gemm import rule as block_scaled
     from tuner.families.rule import RuleSelection
-    from tuner.runtime import devices
+    from tuner.runtime.call import devices
 
     selection = block_scaled.select(problem, devices.gpu_of(0))
     if selection is not None:
@@ -276,7 +276,7 @@ def built(problem: GemmProblem) -> Iterator[tuple[str, Any]]:
     from tuner.families import families
     from tuner.families.block_scaled_gemm import rule as block_scaled
     from tuner.families.rule import RuleSelection
-    from tuner.runtime import devices
+    from tuner.runtime.call import devices
 
     gpu = devices.gpu_of(0)
     family = families()[BlockScaledGemm.name]

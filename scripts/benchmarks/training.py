@@ -214,10 +214,10 @@ def served(leaves: Sequence[Any], grad_out: Any, problem: AttentionProblem) -> s
     """The backward kernel that the runtime chooses: own, a vendor's name, or PyTorch's."""
     import torch
 
-    from tuner.runtime.autograd import gains_by_cudnn
-    from tuner.runtime.gradients import GradientsCall
-    from tuner.runtime.plan import Plan
-    from tuner.runtime.serving import find
+    from tuner.runtime.call.plan import Plan
+    from tuner.runtime.call.serving import find
+    from tuner.runtime.training.autograd import gains_by_cudnn
+    from tuner.runtime.training.gradients import GradientsCall
 
     query, key, value = (leaf.detach() for leaf in leaves)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)

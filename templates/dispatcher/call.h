@@ -22,7 +22,7 @@ constexpr int kMaxDims = 8;
 // Attention's query, key, value and mask.
 constexpr int kMaxInputs = 4;
 
-// OPERATIONS of tuner/runtime/dispatch.py. The last two are backends of PyTorch's attention that
+// OPERATIONS of tuner/runtime/call/dispatch.py. The last two are backends of PyTorch's attention that
 // return the log-sum-exp.
 enum Operation : uint64_t { kAttention, kLinear, kMatmul, kFlash, kCudnnWithLse, kOperations };
 

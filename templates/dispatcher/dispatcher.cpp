@@ -1,7 +1,7 @@
 // The runtime's hot path: from a call to the kernel's launch without a Python frame between.
 //
 // An extension module of CPython, compiled against the torch and the Python at hand. It holds a
-// table (table.h), filled by tuner/runtime/dispatch.py: from a kind of call (sizes, strides, types,
+// table (table.h), filled by tuner/runtime/call/dispatch.py: from a kind of call (sizes, strides, types,
 // device, mask, scale, ...) to the launches that serve it, or to the reason why none does. Two ways
 // lead to it: the functions below, which `tuner.attention`, `linear` and `matmul` call, and the
 // operators of torch that `tuner.enable` overrides (operators.h).
@@ -113,7 +113,7 @@ bool read(Operation operation, Call& call, PyObject* const* arguments) {
 }
 
 // True for weights whose rows are a vocabulary of a size that is not a multiple of 8: Python
-// multiplies them in two parts (tuner/runtime/products.py).
+// multiplies them in two parts (tuner/runtime/products/matmul.py).
 bool is_unaligned(at::Tensor const& weight) {
   constexpr int64_t kAligned = 8, kLong = 16384;
   return weight.dim() == 2 && weight.size(0) >= kLong && weight.size(0) % kAligned != 0;

@@ -1,5 +1,5 @@
 // Attention that PyTorch answers, as its fused kernels read it rightly: the rules, and the faults
-// that they are for, are those of tuner/runtime/handed_over.py.
+// that they are for, are those of tuner/runtime/call/handed_over.py.
 
 #pragma once
 

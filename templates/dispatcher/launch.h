@@ -12,7 +12,7 @@
 
 namespace tuner {
 
-// Inputs, output, workspace, log-sum-exp (tuner/runtime/plan.py, Step.tensors).
+// Inputs, output, workspace, log-sum-exp (tuner/runtime/call/plan.py, Step.tensors).
 constexpr int kMaxAddresses = kMaxInputs + 3;
 constexpr int kMaxTensors = 16;
 constexpr int kMaxIntegers = 64;

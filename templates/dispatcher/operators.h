@@ -25,7 +25,7 @@
 
 namespace tuner {
 
-// Whether attention that this thread calls stays PyTorch's: see tuner/runtime/native.py.
+// Whether attention that this thread calls stays PyTorch's: see tuner/runtime/call/native.py.
 inline thread_local bool is_native = false;
 
 struct Native {

@@ -45,7 +45,7 @@ struct Step {
   int64_t workspace_at;
 };
 
-// Where a plan's configuration comes from (tuner/runtime/dispatch.py).
+// Where a plan's configuration comes from (tuner/runtime/call/dispatch.py).
 enum Source : int { kExact, kPortfolio, kSources };
 
 struct Plan {

@@ -237,7 +237,7 @@ GROUPS = {each.__name__: each for each in (unaligned, windows, blind, vendors, e
 
 
 def main(group: str, way: str, count: int) -> None:
-    dispatch, table = part("dispatch"), part("table").table
+    dispatch, table = part("call.dispatch"), part("call.table").table
     if way == "python":  # nothing is overridden without the dispatcher
         del ATTENDS["enabled"], COMPILED["compiled"]
         dispatch.prepare, dispatch.load_built = (lambda then: None for _ in range(2))

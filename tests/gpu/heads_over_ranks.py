@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import tuner
 from tuner.problem import AttentionProblem
-from tuner.runtime.distributed import agree
+from tuner.runtime.parallel.distributed import agree
 
 ROUNDS = 5
 ELEMENTS = 1 << 24

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
-from tuner.runtime.context_parallel import ring_attention, split_sequence
-from tuner.runtime.distributed import agree
+from tuner.runtime.parallel.context_parallel import ring_attention, split_sequence
+from tuner.runtime.parallel.distributed import agree
 
 START_S, TIMEOUT_S = 60, 5
 """Limit of a transfer while the ranks start, and when one is killed."""

@@ -23,7 +23,7 @@ from tuner.families import family
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure import block_masks
 from tuner.problem import AttentionProblem
-from tuner.runtime.block_mask import tabulated
+from tuner.runtime.attention.block_mask import tabulated
 
 FAMILY = family("fused_attention")
 SCALE = 0.11

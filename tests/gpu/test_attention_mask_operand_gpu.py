@@ -237,9 +237,9 @@ def check(
     kernel: LoadedKernel, problem: AttentionProblem, config: Config, name: str, spread: float
 ) -> None:
     """One launch into poisoned memory, and a second one that must leave the same bits."""
-    from tuner.runtime.attention_plan import pose
-    from tuner.runtime.bias import as_operand
-    from tuner.runtime.composed import Extras
+    from tuner.runtime.attention.attention_call import pose
+    from tuner.runtime.attention.bias import as_operand
+    from tuner.runtime.attention.composed import Extras
 
     tensors, mask = inputs(problem, spread), mask_of(problem, name)
     operand = as_operand(mask, *tensors[:2], False)

@@ -17,10 +17,12 @@ SIZES = ((1, 8), (1, 7168), (3, 136), (16, 7168), (333, 2064), (1000, 1152), (40
 
 @pytest.fixture
 def runtime(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """`tuner.runtime.block_scaled` and `quantiser` with the kernel of the tests' cache."""
-    block_scaled = pytest.importorskip("tuner.runtime.block_scaled", reason="torch is missing")
+    """`tuner.runtime.products.block_scaled` and `quantiser` with the kernel of the tests' cache."""
+    pytest.importorskip("torch", reason="torch is missing")
+    from tuner.runtime.products import block_scaled
+
     BLOCK_QUANTISER.build(compiler.artifacts)
-    from tuner.runtime import sourced
+    from tuner.runtime.call import sourced
 
     monkeypatch.setattr(sourced, "ArtifactCache", lambda: compiler.artifacts)
     block_scaled.quantiser.kernels.forget()

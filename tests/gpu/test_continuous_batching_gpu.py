@@ -30,7 +30,7 @@ CONFIG = {
 
 
 def model(implementation: str) -> Any:
-    importlib.import_module("tuner.runtime.transformers")
+    importlib.import_module("tuner.runtime.engines.transformers")
     torch.manual_seed(0)
     made = transformers.LlamaForCausalLM._from_config(
         transformers.LlamaConfig(**CONFIG), attn_implementation=implementation

@@ -92,7 +92,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         return grads
 
     monkeypatch.setattr(part("enable"), "_faster_gradients", watched)
-    monkeypatch.setattr(part("autograd"), "CUDNN_REPLACED_FLOPS", part("autograd").CUDNN_FLOPS)
+    autograd = part("training.autograd")
+    monkeypatch.setattr(autograd, "CUDNN_REPLACED_FLOPS", autograd.CUDNN_FLOPS)
     return found
 
 
@@ -109,10 +110,10 @@ def has_kernel(case: Case) -> bool:
     query, key, value, grad_out, _ = drawn(case)
     lse = torch.empty(query.shape[:3], device="cuda")
     options = case.is_causal, None, torch.are_deterministic_algorithms_enabled()
-    call = part("gradients").GradientsCall(
+    call = part("training.gradients").GradientsCall(
         query, key, value, torch.empty_like(query), lse, grad_out, *options
     )
-    return isinstance(part("serving").find(call), part("plan").Plan)
+    return isinstance(part("call.serving").find(call), part("call.plan").Plan)
 
 
 @cache

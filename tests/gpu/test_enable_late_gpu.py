@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 
 PROGRAM = """
 import torch, tuner
-from tuner.runtime import dispatch
+from tuner.runtime.call import dispatch
 attend = torch.nn.functional.scaled_dot_product_attention
 tensors = [torch.randn(1, 2, 256, 64, device="cuda").half() for _ in range(3)]
 table = lambda: torch._C._dispatch_dump_table("aten::scaled_dot_product_attention")

@@ -81,7 +81,7 @@ def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing_gpu: str) -> No
     if missing_gpu or count < 2:
         pytest.skip(missing_gpu or f"{count} GPU, two are needed")
     monkeypatch.setenv("TUNER_STORE", f"sqlite:///{tmp_path / 'store.sqlite'}")
-    importlib.import_module("tuner.runtime.table").table.forget()
+    importlib.import_module("tuner.runtime.call.table").table.forget()
     package.stats(reset=True)
 
 

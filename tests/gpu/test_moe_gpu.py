@@ -54,14 +54,14 @@ def kernels() -> list[KernelSpec]:
 
 @pytest.fixture
 def rows(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """`tuner.runtime.expert_rows` with the kernels of the tests' cache."""
+    """`tuner.runtime.products.expert_rows` with the kernels of the tests' cache."""
     for source in (EXPERT_ROWS, BLOCK_QUANTISER):
         source.build(compiler.artifacts)
-    monkeypatch.setattr(part("sourced"), "ArtifactCache", lambda: compiler.artifacts)
-    for module in ("expert_rows", "quantiser"):
+    monkeypatch.setattr(part("call.sourced"), "ArtifactCache", lambda: compiler.artifacts)
+    for module in ("products.expert_rows", "products.quantiser"):
         part(module).kernels.forget()
-    yield part("expert_rows")
-    for module in ("expert_rows", "quantiser"):
+    yield part("products.expert_rows")
+    for module in ("products.expert_rows", "products.quantiser"):
         part(module).kernels.forget()
 
 
@@ -132,7 +132,7 @@ class Layer:
     def _seen(self, rows: Any) -> Any:
         if not self.quantises:
             return rows.double()
-        elements, factors = part("block_scaled").composed(rows.bfloat16())
+        elements, factors = part("products.block_scaled").composed(rows.bfloat16())
         each = factors.double().repeat_interleave(128, 1)[:, : rows.shape[1]]
         return elements.double() * each
 
@@ -283,7 +283,7 @@ def test_stages_are_pytorch_s(rows: Any, sizes: tuple[int, ...], kind: Any) -> N
     copies, _ = own.copy(tensor, places)
     assert torch.equal(copies[:end], theirs.copy(tensor, places)[:end])
     small, factors = own.copy(tensor, places, quantises=True)
-    quantised, scale = part("block_scaled").composed(copies[:end])
+    quantised, scale = part("products.block_scaled").composed(copies[:end])
     assert torch.equal(small[:end].view(torch.uint8), quantised.view(torch.uint8))
     assert torch.equal(factors[:end], scale)
     drawn = torch.rand(tokens, top_k, device="cuda")
@@ -296,7 +296,7 @@ def test_stages_are_pytorch_s(rows: Any, sizes: tuple[int, ...], kind: Any) -> N
         gated, _ = own.gate(both, offsets)
         assert torch.allclose(gated[:end], theirs.gate(both, offsets)[:end], 2**-7, 2**-7)
         small, factors = own.gate(both, offsets, quantises=True)
-        quantised, scale = part("block_scaled").composed(gated[:end])
+        quantised, scale = part("products.block_scaled").composed(gated[:end])
         assert torch.equal(small[:end].view(torch.uint8), quantised.view(torch.uint8))
         assert torch.equal(factors[:end], scale)
 
@@ -331,8 +331,8 @@ def model_of(name: str) -> Any:
 def test_models_of_transformers(rows: Any, name: str) -> None:
     model = model_of(name)
     import tuner
-    import tuner.runtime.transformers
-    from tuner.runtime.transformers_experts import turn_experts_
+    import tuner.runtime.engines.transformers
+    from tuner.runtime.engines.transformers_experts import turn_experts_
 
     turned = turn_experts_(model)
     assert turned == (4 if name == "GptOss" else 0)
@@ -344,7 +344,7 @@ def test_models_of_transformers(rows: Any, name: str) -> None:
             model.set_experts_implementation(way)
             found[way] = model(ids).logits.double()
     assert error(found["tuner"], found["eager"]) < 2e-2
-    kinds = part("refusal").Kind
+    kinds = part("call.refusal").Kind
     assert not {kinds.EXPERT_ROWS, kinds.EXPERTS} & tuner.stats().fallbacks.keys()
     assert tuner.stats().calls == 4  # both products of two layers
 
@@ -376,7 +376,7 @@ def test_fine_grained_fp8_of_transformers(
     from transformers.utils.quantization_config import FineGrainedFP8Config
 
     import tuner
-    import tuner.runtime.transformers
+    import tuner.runtime.engines.transformers
 
     count, inner = MODELS[name]
     decide(compiler, gpu, (TOKENS, TOP_K, count, HIDDEN, inner), E4M3)
@@ -400,6 +400,6 @@ def test_fine_grained_fp8_of_transformers(
         small.set_experts_implementation("tuner")
         found = small(ids).logits
     assert error(found, wanted) < 0.1
-    kinds = part("refusal").Kind
+    kinds = part("call.refusal").Kind
     assert not {kinds.EXPERT_ROWS, kinds.EXPERTS} & tuner.stats().fallbacks.keys()
     assert tuner.stats().hits >= 4  # both products of two layers of experts

@@ -25,12 +25,12 @@ CASES = (
 
 @pytest.fixture
 def append(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """`tuner.runtime.append` with the kernel of the tests' cache, which is served."""
+    """`tuner.runtime.attention.append` with the kernel of the tests' cache, which is served."""
     import torch
 
-    module = pytest.importorskip("tuner.runtime.append", reason="torch is missing")
+    module = pytest.importorskip("tuner.runtime.attention.append", reason="torch is missing")
     PAGED_APPEND.build(compiler.artifacts)
-    from tuner.runtime import sourced
+    from tuner.runtime.call import sourced
 
     monkeypatch.setattr(sourced, "ArtifactCache", lambda: compiler.artifacts)
     module.kernels.forget()

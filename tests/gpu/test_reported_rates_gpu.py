@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from tuner.hardware import GPUS  # noqa: E402
 from tuner.measure import device  # noqa: E402
-from tuner.runtime import devices  # noqa: E402
+from tuner.runtime.call import devices  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

@@ -90,7 +90,7 @@ def test_the_log_sum_exp_is_natural_and_single(shape: str, compiler: Compiler, g
     config, artifacts = compiled(compiler, problem, gpu, names[0])
     store(problem, gpu, config, artifacts=artifacts)
     query, key, value = inputs(problem)
-    plan = part("attention_plan").find_plan(query, key, value, problem.is_causal, 0.1)
+    plan = part("attention.attention_call").find_plan(query, key, value, problem.is_causal, 0.1)
     assert not isinstance(plan, str), plan
     assert plan.has_lse
     out, lse = plan.run_with_lse(query, key, value)
@@ -213,7 +213,7 @@ def test_a_refused_launch_is_answered_by_pytorch(
 
     problem = GemmProblem.parse(PRODUCTS[0])
     config = planted.faulty("refused")
-    monkeypatch.setattr(part("plan"), "family", lambda name: planted.Planted())
+    monkeypatch.setattr(part("call.plan"), "family", lambda name: planted.Planted())
     specs = planted.Planted().kernels(problem, config)
     ((_, future),) = compiler.submit(list(specs.values()))
     store(problem, gpu, config, artifacts={"main": future.result().key})

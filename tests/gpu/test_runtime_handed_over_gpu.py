@@ -95,7 +95,7 @@ def tune(problem: AttentionProblem, compiler: Compiler, gpu: Gpu) -> None:
 
 
 def served() -> tuple[int, dict[str, int]]:
-    stats = part("counters").stats(reset=True)
+    stats = part("call.counters").stats(reset=True)
     return stats.hits, dict(stats.fallbacks)
 
 

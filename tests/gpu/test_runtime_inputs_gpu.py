@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_store")]
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left  # noqa: E402
 
-from tuner.runtime.refusal import Kind  # noqa: E402
+from tuner.runtime.call.refusal import Kind  # noqa: E402
 
 own_store, path, gpu = fresh_store, call_path, served_gpu
 
@@ -86,7 +86,7 @@ def error(out: Any, wanted: Any) -> float:
 
 
 def hits() -> int:
-    return int(part("counters").stats(reset=True).hits)
+    return int(part("call.counters").stats(reset=True).hits)
 
 
 @pytest.mark.compile
@@ -371,7 +371,7 @@ def test_products_that_lie_otherwise(path: str, compiler: Compiler, gpu: Gpu) ->
 
 def gemma2(implementation: str) -> Any:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    importlib.import_module("tuner.runtime.transformers")
+    importlib.import_module("tuner.runtime.engines.transformers")
     config = transformers.Gemma2Config(
         vocab_size=97,
         hidden_size=256,
@@ -426,8 +426,8 @@ def test_gemma2_is_capped(compiler: Compiler, gpu: Gpu) -> None:
 
 def test_refused_calls_do_not_come_to_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """`scripts/bench dispatch --parts host` prints what they cost."""
-    dispatch, counters = part("dispatch"), part("counters")
-    dispatch.prepare(then=part("table").table.renew).join(300)
+    dispatch, counters = part("call.dispatch"), part("call.counters")
+    dispatch.prepare(then=part("call.table").table.renew).join(300)
     if dispatch._module is None:
         dispatch._thread = None
         pytest.skip("no dispatcher: a C++ compiler or Python's headers are missing")
@@ -436,7 +436,7 @@ def test_refused_calls_do_not_come_to_python(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         counters, "count_fallback", lambda reason: (slow.append(reason), count(reason))
     )
-    monkeypatch.setattr(part("table"), "LOOK_EVERY_S", 1e6)
+    monkeypatch.setattr(part("call.table"), "LOOK_EVERY_S", 1e6)
     q, k, v = (torch.randn(1, 3, 200, 64, device="cuda").half() for _ in range(3))
     mask = torch.ones(200, 200, device="cuda") > 0
     a, w = torch.randn(7, 24, device="cuda").half(), torch.randn(40, 24, device="cuda").half()

@@ -74,7 +74,7 @@ def kernels() -> list[KernelSpec]:
 
 
 def this_gpu() -> Gpu:
-    devices = importlib.import_module("tuner.runtime.devices")
+    devices = importlib.import_module("tuner.runtime.call.devices")
     gpu: Gpu = devices.gpu_of(torch.cuda.current_device())
     return gpu
 
@@ -84,7 +84,7 @@ def decided(compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """The problems of `TUNED` have a winner, and nothing else has."""
     monkeypatch.setenv("TUNER_STORE", f"sqlite:///{tmp_path / 'store.sqlite'}")
     monkeypatch.delenv("TUNER_DISABLE", raising=False)
-    portfolio = importlib.import_module("tuner.runtime.portfolio")
+    portfolio = importlib.import_module("tuner.runtime.call.proven_kernels")
     monkeypatch.setattr(portfolio, "knows", lambda problem, gpu: False)
     gpu = this_gpu()
     with open_store() as opened:
@@ -94,12 +94,12 @@ def decided(compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             futures = compiler.submit(list(specs.values()))
             keys = [future.result().key for _, future in futures]
             decide(opened, problem, config, dict(zip(specs, keys, strict=True)))
-    importlib.import_module("tuner.runtime.table").table.forget()
-    importlib.import_module("tuner.runtime.counters").stats(reset=True)
+    importlib.import_module("tuner.runtime.call.table").table.forget()
+    importlib.import_module("tuner.runtime.call.counters").stats(reset=True)
     torch._dynamo.reset()
     yield
     tuner.disable()
-    importlib.import_module("tuner.runtime.table").table.forget()
+    importlib.import_module("tuner.runtime.call.table").table.forget()
 
 
 def decide(
@@ -126,7 +126,7 @@ def part(name: str) -> Any:
 
 
 def stats(reset: bool = False) -> Any:
-    return importlib.import_module("tuner.runtime.counters").stats(reset)
+    return importlib.import_module("tuner.runtime.call.counters").stats(reset)
 
 
 def inputs(problem: AttentionProblem, requires_grad: bool = False, device: str = "cuda") -> Any:
@@ -440,8 +440,8 @@ def test_a_vendor_that_won_answers_behind_pytorch_s_attention(kernel: str) -> No
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_a_served_call_passes_no_python(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eager without and with gradients, and compiled."""
-    monkeypatch.setattr(part("table"), "LOOK_EVERY_S", 1e6)
-    part("dispatch").prepare(then=part("table").table.renew).join(300)
+    monkeypatch.setattr(part("call.table"), "LOOK_EVERY_S", 1e6)
+    part("call.dispatch").prepare(then=part("call.table").table.renew).join(300)
     tensors = inputs(CAUSAL, requires_grad=mode is torch.enable_grad)
     compiled = torch.compile(lambda *t: SDPA(*t, is_causal=True), fullgraph=True)
     with mode(), tuner.enabled():
@@ -462,7 +462,7 @@ def test_a_mask_that_an_encoder_builds_while_it_is_traced_is_served() -> None:
     """As Transformers builds it: `query >= 0`, expanded over the keys. PyTorch's fused kernels
     refuse its strides.
     """
-    part("dispatch").prepare(then=part("table").table.renew).join(300)
+    part("call.dispatch").prepare(then=part("call.table").table.renew).join(300)
 
     def encode(query: Any, key: Any, value: Any) -> Any:
         length = query.shape[2]
@@ -514,7 +514,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], AttentionProblem | None]] = 
 def pair(name: str) -> tuple[Any, Any]:
     """The same model twice, by `tuner` and by `sdpa`."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    importlib.import_module("tuner.runtime.transformers")
+    importlib.import_module("tuner.runtime.engines.transformers")
     config, values, _ = ARCHITECTURES[name]
     made = []
     for implementation in ("tuner", "sdpa"):

@@ -184,7 +184,7 @@ def test_compiled_models_reach_tuned_kernels(compiler: Compiler, gpu: Gpu) -> No
     """GPT-2's views, in Inductor's graph."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     import tuner
-    import tuner.runtime.transformers
+    import tuner.runtime.engines.transformers
 
     decide(f"{SIZES},layout=bshd", compiler, gpu)
     torch.manual_seed(0)

@@ -94,8 +94,8 @@ import importlib, sys, threading
 import torch, tuner
 from tuner.problem import AttentionProblem
 problem = AttentionProblem.parse(sys.argv[1])
-table = importlib.import_module("tuner.runtime.table").table
-dispatch = importlib.import_module("tuner.runtime.dispatch")
+table = importlib.import_module("tuner.runtime.call.table").table
+dispatch = importlib.import_module("tuner.runtime.call.dispatch")
 if sys.argv[2] == "python":
     dispatch.prepare = lambda then: None
 else:

@@ -152,7 +152,7 @@ def test_it_serves_attention(
     assert (stats.hits, dict(stats.fallbacks)) == (1, {})
     assert (out.double() - wanted).norm() / wanted.norm() < TOLERANCE[problem.dtype]
 
-    plan = part("attention_plan").find_plan(*tensors, problem.is_causal, 0.11)
+    plan = part("attention.attention_call").find_plan(*tensors, problem.is_causal, 0.11)
     assert not isinstance(plan, str), plan
     assert (plan.config.family, plan.has_lse) == (FAMILY.name, True)
     again, lse = plan.run_with_lse(*tensors)

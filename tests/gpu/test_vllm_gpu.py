@@ -59,9 +59,9 @@ def layer(
             flash_attn = importlib.import_module("vllm.v1.attention.backends.flash_attn")
     except ImportError as exc:
         pytest.skip(f"vllm is not installed ({exc})")
-    plans = importlib.import_module("tuner.runtime.plan")
-    counters = importlib.import_module("tuner.runtime.counters")
-    table = importlib.import_module("tuner.runtime.table").table
+    plans = importlib.import_module("tuner.runtime.call.plan")
+    counters = importlib.import_module("tuner.runtime.call.counters")
+    table = importlib.import_module("tuner.runtime.call.table").table
     loaded: dict[bool, LoadedKernel] = {}
     for (_, future), is_one in zip(compiler.submit(kernels()), (True, False), strict=True):
         loaded[is_one] = load(future.result())
@@ -83,7 +83,7 @@ def layer(
 
     monkeypatch.setattr(table, "get", lambda kind: None)
     monkeypatch.setattr(table, "find_out", find_out)
-    backend = importlib.import_module("tuner.runtime.vllm.backend")
+    backend = importlib.import_module("tuner.runtime.engines.vllm.backend")
     impl = backend.TunerImpl(HEADS, WIDTH, WIDTH**-0.5, HEADS_KV, None, None, "auto")
     one = torch.ones((), device="cuda")
     counters.stats(reset=True)

@@ -61,7 +61,7 @@ def engine(
             vllm = importlib.import_module("vllm")
     except ImportError as exc:
         pytest.skip(f"vllm is not installed ({exc})")
-    from tuner.runtime.vllm import register
+    from tuner.runtime.engines.vllm import register
 
     register()  # as the entry point does where the package is installed
     config = {**CONFIG, "quantization_config": FP8} if request.param == "fp8" else CONFIG
@@ -113,7 +113,7 @@ def log_probabilities(llm: Any) -> Any:
 def test_an_engine_agrees_with_itself(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import tuner
 
-    table = importlib.import_module("tuner.runtime.table").table
+    table = importlib.import_module("tuner.runtime.call.table").table
     table.forget()  # the variable is seen at the next look, at once here
     tuner.stats(reset=True)
     found = log_probabilities(engine)

@@ -27,7 +27,7 @@ class FakeRows:
         self.launches: list[tuple[int, ...]] = []
 
     def launch(self, tensors: Sequence[int], integers: Sequence[int], *_: Any) -> None:
-        from tuner.runtime.expert_rows import ComposedRows
+        from tuner.runtime.products.expert_rows import ComposedRows
 
         self.launches.append(tuple(integers))
         stage, rows, parts, columns, stride, block, width, _ = integers
@@ -62,7 +62,7 @@ class FakeRows:
     @staticmethod
     def _written(given: Mapping[str, int], rows: Any, kept: Any, block: int) -> Any:
         """Only the rows that a slot has are written."""
-        from tuner.runtime import block_scaled
+        from tuner.runtime.products import block_scaled
 
         if not block:
             out = at(given["out"], rows.shape, torch.bfloat16)

@@ -118,9 +118,9 @@ def portfolio_serving(
     machine: Machine, on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> Serving:
     made = Serving(machine, on_cpu)
-    monkeypatch.setattr(on_cpu.portfolio, "portfolios", lambda: (made.portfolio,))
-    monkeypatch.setattr(on_cpu.portfolio.lists, "proven", made.says)
-    monkeypatch.setattr(on_cpu.portfolio, "pytorchs", lambda problem, device: "flash2")
+    monkeypatch.setattr(on_cpu.proven_kernels, "portfolios", lambda: (made.portfolio,))
+    monkeypatch.setattr(on_cpu.proven_kernels.lists, "proven", made.says)
+    monkeypatch.setattr(on_cpu.proven_kernels, "pytorchs", lambda problem, device: "flash2")
     monkeypatch.setattr(on_cpu.plan, "family", made.family)
     monkeypatch.setattr(on_cpu.plan, "load", made.load)
     machine.present |= {"key-wide", "key-narrow"}

@@ -23,8 +23,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks import context_parallel as benchmark
 from tuner.errors import TunerError
 from tuner.problem import AttentionProblem
-from tuner.runtime import context_parallel, ring
-from tuner.runtime.context_parallel import (
+from tuner.runtime.parallel import context_parallel, ring
+from tuner.runtime.parallel.context_parallel import (
     join_sequence,
     position_ids,
     ring_attention,

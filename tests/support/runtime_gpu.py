@@ -44,7 +44,7 @@ def fresh_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
         pytest.skip(f"torch {torch.__version__} sees no GPU")
     monkeypatch.setenv("TUNER_STORE", f"sqlite:///{tmp_path / 'store.sqlite'}")
     monkeypatch.delenv("TUNER_DISABLE", raising=False)
-    monkeypatch.setattr(part("portfolio"), "knows", lambda problem, gpu: False)
+    monkeypatch.setattr(part("call.proven_kernels"), "knows", lambda problem, gpu: False)
     forget()
     yield
     forget()
@@ -56,21 +56,21 @@ def part(name: str) -> Any:
 
 
 def forget() -> None:
-    part("table").table.forget()
-    part("counters").stats(reset=True)
-    part("counters")._counts.said.clear()
+    part("call.table").table.forget()
+    part("call.counters").stats(reset=True)
+    part("call.counters")._counts.said.clear()
 
 
 @pytest.fixture(params=["python", "dispatcher"])
 def call_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Through which of the two ways calls go."""
-    dispatch = part("dispatch")
+    dispatch = part("call.dispatch")
     if request.param == "python":
         monkeypatch.setattr(dispatch, "prepare", lambda then: None)
         monkeypatch.setattr(dispatch, "load_built", lambda then: False)
         dispatch.use(None)
     else:
-        dispatch.prepare(then=part("table").table.renew).join(300)
+        dispatch.prepare(then=part("call.table").table.renew).join(300)
         if dispatch._module is None:
             dispatch._thread = None
             pytest.skip("no dispatcher: a C++ compiler or Python's headers are missing")
@@ -85,7 +85,7 @@ def served_gpu() -> Gpu:
 
 
 def this_gpu() -> Gpu:
-    return part("devices").gpu_of(torch.cuda.current_device())
+    return part("call.devices").gpu_of(torch.cuda.current_device())
 
 
 def inputs(problem: Problem) -> list[Any]:
@@ -128,8 +128,8 @@ def store(problem: Problem, gpu: Gpu, config: Config, **changes: Any) -> None:
     ).but(**changes)
     with open_store() as opened:
         opened.decide(problem, gpu, base.regime, [base], "test")
-    part("table").table._look_at = 0.0
-    part("dispatch").serve_until(0.0)
+    part("call.table").table._look_at = 0.0
+    part("call.dispatch").serve_until(0.0)
 
 
 @cache

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from tuner.runtime import autograd  # noqa: E402
+from tuner.runtime.training import autograd  # noqa: E402
 
 FLASH, CUDNN = "_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention"
 EFFICIENT = "_scaled_dot_product_efficient_attention"

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from tuner.runtime.context_parallel import _backward, _chunks, _forward, _Options
+from tuner.runtime.parallel.context_parallel import _backward, _chunks, _forward, _Options
 
 PATIENCE_S = 120
 
 
 class ThreadedRing:
-    """A rank's place in the ring, as `tuner.runtime.ring.Ring`."""
+    """A rank's place in the ring, as `tuner.runtime.parallel.ring.Ring`."""
 
     def __init__(self, rank: int, queues: Sequence[SimpleQueue[Any]]) -> None:
         self.rank, self.size, self._queues = rank, len(queues), queues

@@ -162,7 +162,7 @@ def engine(
     last version that is served, or vLLM's. `own` has the arguments of each call that vLLM's own
     attention was left; `fields` are those of a step's metadata.
     """
-    own = "tuner.runtime.vllm.backend"
+    own = "tuner.runtime.engines.vllm.backend"
     monkeypatch.delitem(sys.modules, own, raising=False)
     if request.param == "vllm":
         installed()

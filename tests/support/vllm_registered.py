@@ -37,7 +37,7 @@ def registered() -> list[Any]:
     assert issubclass(backend, flash_attn.FlashAttentionBackend)
     quantization = importlib.import_module("vllm.model_executor.layers.quantization")
     config = quantization.get_quantization_config("tuner")()
-    products = importlib.import_module("tuner.runtime.vllm.products")
+    products = importlib.import_module("tuner.runtime.engines.vllm.products")
     fp8 = products.TunerFp8Config.from_config({
         "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
     })  # fmt: skip

@@ -92,10 +92,15 @@ def runtime() -> Iterator[SimpleNamespace]:
     if not importlib.util.find_spec("torch"):
         pytest.skip("torch is not installed")
     names = (
-        "attention attention_plan counters devices dispatch gated plan portfolio products "
-        "quantiser refusal scaled table"
+        "attention.attention_call call.counters call.devices call.dispatch call.plan "
+        "call.proven_kernels call.refusal call.table products.gated products.quantiser "
+        "products.scaled"
     ).split()
-    modules = {name: importlib.import_module(f"tuner.runtime.{name}") for name in names}
+    paths = {name.partition(".")[2]: name for name in names}
+    paths |= {"attention": "attention.dense", "products": "products.matmul"}
+    modules = {
+        name: importlib.import_module(f"tuner.runtime.{path}") for name, path in paths.items()
+    }
 
     def forget() -> None:
         modules["table"].table.forget()
@@ -127,7 +132,7 @@ def on_cpu(runtime: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleN
     monkeypatch.setattr(devices, "is_capturing", lambda: False)
     ended = SimpleNamespace(join=lambda timeout=None: None)
     monkeypatch.setattr(runtime.dispatch, "prepare", lambda then: ended)
-    monkeypatch.setattr(runtime.portfolio, "portfolios", lambda: ())
+    monkeypatch.setattr(runtime.proven_kernels, "portfolios", lambda: ())
     monkeypatch.setattr(runtime.dispatch, "load_built", lambda then: False)
     return runtime
 

@@ -28,7 +28,7 @@ PREPARED: dict[tuple[str, str], str] = {("products", "quantiser"): "quantiser_ke
 
 @pytest.fixture
 def quantiser_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tuner.runtime import quantiser
+    from tuner.runtime.products import quantiser
 
     monkeypatch.setattr(quantiser, "run", lambda rows, composed: composed(rows))
 

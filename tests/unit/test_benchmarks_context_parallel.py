@@ -33,7 +33,7 @@ def test_a_pass_has_one_line() -> None:
 
 
 def test_nothing_is_sent_where_transfers_are_left_out() -> None:
-    from tuner.runtime.ring import Ring
+    from tuner.runtime.parallel.ring import Ring
 
     before = Ring.start
     with context_parallel.without_transfers():

@@ -76,7 +76,7 @@ def test_products_are_those_of_e4m3_with_factors_of_operands_or_rows(
         def own(self, config: object, artifacts: object) -> object:
             return lambda i: artifacts
 
-    from tuner.runtime import devices
+    from tuner.runtime.call import devices
 
     monkeypatch.setattr(devices, "gpu_of", lambda index: None)
     monkeypatch.setattr(counters.e4m3, "Calls", Calls)

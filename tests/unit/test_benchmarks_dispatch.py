@@ -77,7 +77,7 @@ def test_its_attention_is_of_a_kind_that_is_served(runtime: Any) -> None:
     seen = []
 
     def attend(query: Any, key: Any, value: Any, **options: Any) -> Any:
-        problem = runtime.attention_plan.pose(query, key, value, options["is_causal"], 1.0).problem
+        problem = runtime.attention_call.pose(query, key, value, options["is_causal"], 1.0).problem
         seen.append(problem.label())
         return SDPA(query, key, value, **options)
 
@@ -196,7 +196,7 @@ def test_what_it_calls_is_what_it_lists(
     products = runtime.products
 
     def attend(query: Any, key: Any, value: Any, **options: Any) -> Any:
-        seen[runtime.attention_plan.pose(query, key, value, options["is_causal"], 1.0).problem] = (
+        seen[runtime.attention_call.pose(query, key, value, options["is_causal"], 1.0).problem] = (
             None
         )
         return query

@@ -54,7 +54,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     made = sys.modules["vllm"]
     made.LLM, made.__version__ = Offline, "0.33.0"  # type: ignore[attr-defined]
     made.SamplingParams = SimpleNamespace  # type: ignore[attr-defined]
-    monkeypatch.setattr("tuner.runtime.vllm._register_quantization", lambda: None)
+    monkeypatch.setattr("tuner.runtime.engines.vllm._register_quantization", lambda: None)
     Offline.made.clear()
     return made
 

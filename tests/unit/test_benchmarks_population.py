@@ -260,7 +260,7 @@ def test_calls_of_public_models_have_own_kernels(calls: Any) -> None:
 
 
 def test_a_listing_counts_every_call(calls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tuner.runtime.refusal import Kind, Refusal
+    from tuner.runtime.call.refusal import Kind, Refusal
 
     refusal = Refusal(Kind.MASK, "not of the query's type")
     tensors = "benchmarks.population_tensors.as_operand"

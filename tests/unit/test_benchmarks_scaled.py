@@ -192,7 +192,7 @@ def test_an_inexact_own_kernel_of_e4m3_is_not_timed(monkeypatch: pytest.MonkeyPa
     ):
         monkeypatch.setattr(e4m3, name, found)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr("tuner.runtime.devices.gpu_of", lambda _: GPUS["H200"])
+    monkeypatch.setattr("tuner.runtime.call.devices.gpu_of", lambda _: GPUS["H200"])
     row = e4m3.timed("fast, rows", (64, 64, 64))
     assert list(row["us"]) == ["scaled_mm", "cublaslt 0", "cublaslt 1", "gemm a"]
     assert runs == [list(row["us"])] * 2, "the fastest are timed again"

@@ -31,7 +31,7 @@ from tuner.selection.kernels import targets  # noqa: E402
 
 TESTS = """
 import os, pytest
-from tuner.runtime import counters
+from tuner.runtime.call import counters
 forced = bool(os.environ.get("PLANTED"))
 def test_served():
     if forced:
@@ -64,7 +64,7 @@ sys.modules["torch"] = types.SimpleNamespace(cuda=types.SimpleNamespace(is_initi
 import tuner
 runtime = sys.modules["tuner.runtime"] = types.ModuleType("tuner.runtime")
 runtime.__path__ = [str(pathlib.Path(tuner.__file__).parent / "runtime")]
-from tuner.runtime.counters import stats
+from tuner.runtime.call.counters import stats
 runtime.stats = stats
 """
 LOST = """
@@ -386,7 +386,7 @@ class TestForced:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         """The only thing that is put in place: everything behind the look-up is the runtime's."""
-        table = importlib.import_module("tuner.runtime.table")
+        table = importlib.import_module("tuner.runtime.call.table")
         monkeypatch.setattr(table, "lookup", table.lookup)  # put back at the end
         monkeypatch.setattr(forced, "made", lambda families, built_only: made)
         monkeypatch.setattr("tuner.enable", lambda: None)

@@ -217,7 +217,7 @@ MODS: dict[str, tuple[Callable[..., Any], tuple[int, ...], Any]] = {
 def test_tables_of_a_block_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
-    from tuner.runtime import block_mask
+    from tuner.runtime.attention import block_mask
 
     mod, (batch, heads, queries, keys), size = MODS[name]
     mask = create_block_mask(mod, batch, heads, queries, keys, device="cpu", BLOCK_SIZE=size)
@@ -239,7 +239,7 @@ def test_full_blocks_of_a_mask_are_seen_whatever_its_function_says() -> None:
     """As FlexAttention has it; keys behind the last one are not."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    from tuner.runtime import block_mask
+    from tuner.runtime.attention import block_mask
 
     def never(b: Any, h: Any, q: Any, k: Any) -> Any:
         return q < 0

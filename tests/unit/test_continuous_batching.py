@@ -27,9 +27,10 @@ pytest.importorskip(
 
 from transformers.generation.continuous_batching import model_runner  # noqa: E402
 
-from tuner.runtime import continuous_batching, serving  # noqa: E402
-from tuner.runtime import transformers as tuned_attention  # noqa: E402
-from tuner.runtime.versions import TRANSFORMERS  # noqa: E402
+from tuner.runtime.call import serving  # noqa: E402
+from tuner.runtime.engines import continuous_batching  # noqa: E402
+from tuner.runtime.engines import transformers as tuned_attention  # noqa: E402
+from tuner.runtime.engines.versions import TRANSFORMERS  # noqa: E402
 
 VOCABULARY, LAYERS, WINDOW, NEW = 97, 2, 20, 12
 CONFIG = transformers.ContinuousBatchingConfig
@@ -323,7 +324,7 @@ def test_the_update_of_another_version_s_cache_is_left_alone(version: str) -> No
         f"import transformers\ntransformers.__version__ = {version!r}\n"
         "from transformers.generation.continuous_batching.cache import PagedAttentionCache\n"
         "before = PagedAttentionCache.update\n"
-        "from tuner.runtime import continuous_batching\n"
+        "from tuner.runtime.engines import continuous_batching\n"
         "print(PagedAttentionCache.update is before, bool(continuous_batching.UNSERVED))\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

@@ -34,7 +34,7 @@ def test_every_public_function_is_in_the_reference() -> None:
 
 
 def test_every_counted_reason_has_a_remedy() -> None:
-    refusal = pytest.importorskip("tuner.runtime.refusal", reason="the runtime needs torch")
+    refusal = pytest.importorskip("tuner.runtime.call.refusal", reason="the runtime needs torch")
     page = (PAGES / "troubleshooting.md").read_text()
     rows = {line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")}
     kinds = {str(kind) for kind in refusal.Kind}

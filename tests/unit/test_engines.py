@@ -88,8 +88,8 @@ def test_windows_and_sinks_by_layer() -> None:
 def test_what_the_runtime_poses() -> None:
     """A call of an engine's layer asks for a problem of the list."""
     torch = pytest.importorskip("torch", reason="torch is not installed")
-    from tuner.runtime.composed import Extras
-    from tuner.runtime.paged import paged_call
+    from tuner.runtime.attention.composed import Extras
+    from tuner.runtime.attention.paged import paged_call
 
     engine = ENGINES["vllm"]
     found = problems(GPT_OSS, engine, [30], [3000]).problems

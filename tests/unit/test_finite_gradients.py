@@ -24,8 +24,10 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.nn.attention.bias import causal_upper_left  # noqa: E402
 
-from tuner.runtime import autograd, composed, finite_gradients, native  # noqa: E402
-from tuner.runtime.attention_plan import AttentionCall  # noqa: E402
+from tuner.runtime.attention import composed  # noqa: E402
+from tuner.runtime.attention.attention_call import AttentionCall  # noqa: E402
+from tuner.runtime.call import finite_gradients, native  # noqa: E402
+from tuner.runtime.training import autograd  # noqa: E402
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
 EFFICIENT = "_scaled_dot_product_efficient_attention"
@@ -247,7 +249,7 @@ def test_a_window_composed_of_operations_too(
 def test_a_layer_of_transformers_too(monkeypatch: pytest.MonkeyPatch, kernels: list[str]) -> None:
     """Which otherwise takes Transformers' own function where no tuned kernel answers."""
     pytest.importorskip("transformers", reason="transformers is not installed")
-    attend = importlib.import_module("tuner.runtime.transformers").attention_forward
+    attend = importlib.import_module("tuner.runtime.engines.transformers").attention_forward
     query, key, value = tensors(2, 4, 6, 8)
     mask = masks(6, 6)["terms"]
     wanted = SDPA(query, key, value, mask, scale=0.3, enable_gqa=True)

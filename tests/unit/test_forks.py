@@ -68,8 +68,15 @@ class Holder:
 def owners() -> dict[str, tuple[Any, str]]:
     """Everything with a lock that a call of the runtime takes."""
     part = {
-        name: importlib.import_module(f"tuner.runtime.{name}")
-        for name in ("append", "benchmark", "counters", "enable", "quantiser", "table")
+        path.rpartition(".")[2]: importlib.import_module(f"tuner.runtime.{path}")
+        for path in (
+            "attention.append",
+            "call.benchmark",
+            "call.counters",
+            "call.table",
+            "enable",
+            "products.quantiser",
+        )
     }
     return {
         "append": (part["append"].kernels, "_lock"),

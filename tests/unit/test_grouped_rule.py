@@ -84,7 +84,7 @@ def serving(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleN
         return {name: key} if key else f"a kernel is not proven ({PROVE})"
 
     artifact = SimpleNamespace(find=lambda key: SimpleNamespace(key=key))
-    monkeypatch.setattr(on_cpu.portfolio.lists, "proven", proven)
+    monkeypatch.setattr(on_cpu.proven_kernels.lists, "proven", proven)
     monkeypatch.setattr(on_cpu.table, "lookup", lambda problem, **_: None)
     monkeypatch.setattr(on_cpu.plan, "ArtifactCache", lambda: artifact)
     monkeypatch.setattr(on_cpu.plan, "load", lambda found: Kernel(made.launched, found.key))
@@ -96,7 +96,7 @@ def call(serving: SimpleNamespace, rows: int) -> Any:
     torch = serving.torch
     a, b = torch.randn(rows, 256).bfloat16(), torch.randn(4, 128, 256).bfloat16()
     ends = [0, 0, rows // 2, rows, rows]
-    grouped_mm = importlib.import_module("tuner.runtime.grouped").grouped_mm
+    grouped_mm = importlib.import_module("tuner.runtime.products.grouped").grouped_mm
     return grouped_mm(a, b, torch.tensor(ends, dtype=torch.int32), sizes="zipf")
 
 

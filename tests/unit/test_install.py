@@ -69,8 +69,8 @@ def test_every_hint_names_an_extra_that_exists_and_no_bare_pip() -> None:
         ("torch", "import tuner.runtime", "tuner.runtime needs PyTorch (", "torch"),
         (
             "transformers",
-            "import tuner.runtime.transformers",
-            "tuner.runtime.transformers needs Transformers 5 (",
+            "import tuner.runtime.engines.transformers",
+            "tuner.runtime.engines.transformers needs Transformers 5 (",
             "transformers",
         ),
     ],

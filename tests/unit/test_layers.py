@@ -268,15 +268,15 @@ def test_wrong_imports_are_found() -> None:
     upward = {
         "tuner.base.output": ast.parse("def f():\n    from tuner.cli import sweep"),
         "tuner.store": ast.parse("from tuner.families import base"),
-        "tuner.cli.build": ast.parse("from tuner.runtime.table import table"),
-        "tuner.runtime.plan": ast.parse("from tuner.compile import compiler"),
+        "tuner.cli.build": ast.parse("from tuner.runtime.call.table import table"),
+        "tuner.runtime.call.plan": ast.parse("from tuner.compile import compiler"),
         "tuner.report.page": ast.parse("from tuner.bench.results import Results"),
     }
     assert wrong_direction(upward) == [
         "tuner.base.output imports tuner.cli.sweep",
         "tuner.store imports tuner.families.base",
-        "tuner.cli.build imports tuner.runtime.table",
-        "tuner.runtime.plan imports tuner.compile.compiler",
+        "tuner.cli.build imports tuner.runtime.call.table",
+        "tuner.runtime.call.plan imports tuner.compile.compiler",
     ]
 
 

@@ -34,7 +34,7 @@ from tuner.compile.artifacts import ArtifactCache
 from tuner.selection.kernels import Kernel, KernelList, artifact_of
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
-benchmark = importlib.import_module("tuner.runtime.benchmark")
+benchmark = importlib.import_module("tuner.runtime.call.benchmark")
 portfolio = importlib.import_module("tuner.selection.portfolio")
 
 machine, serving, stopwatch = fake_machine, portfolio_serving, portfolio_stopwatch
@@ -113,7 +113,7 @@ def test_a_mutated_portfolio_fails_no_call(
         candidate(FIRST, 10.0), candidate(SECOND, 11.0), candidate(FLASH, 20.0)
     ).to_json()
     monkeypatch.setattr(portfolio, "_folder", lambda: tmp_path)
-    monkeypatch.setattr(serving.runtime.portfolio, "portfolios", portfolio.shipped)
+    monkeypatch.setattr(serving.runtime.proven_kernels, "portfolios", portfolio.shipped)
     own = faults = 0
     try:
         for draw in draws:

@@ -141,6 +141,23 @@ def test_no_module_has_the_name_of_a_public_one() -> None:
     assert type(tuner) is ModuleType
 
 
+@needs_torch
+def test_former_paths_are_the_modules_that_took_their_places(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("transformers", reason="Transformers is not installed")
+    paths = importlib.import_module("tuner.runtime.former_paths").PATHS
+    for former in paths:
+        monkeypatch.delitem(sys.modules, former, raising=False)
+    for former, today in paths.items():
+        module = importlib.import_module(former)
+        assert module is importlib.import_module(today)
+        assert module.__name__ == module.__spec__.name == today
+    former = "tuner.runtime.vllm.versions"
+    with pytest.raises(ModuleNotFoundError, match=r"tuner\.runtime\.engines\.vllm\.versions"):
+        importlib.import_module(former)
+
+
 def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'tune'"):
         tuner.tune  # noqa: B018

@@ -257,9 +257,9 @@ def test_a_mask_beside_a_soft_cap_or_a_window_is_an_operand(
 
 def called(tensors: list[torch.Tensor], mask: torch.Tensor | None) -> Any:
     """A call of `tuner.attention` with such a mask."""
-    from tuner.runtime.attention_plan import AttentionCall
-    from tuner.runtime.bias import as_operand
-    from tuner.runtime.composed import NONE
+    from tuner.runtime.attention.attention_call import AttentionCall
+    from tuner.runtime.attention.bias import as_operand
+    from tuner.runtime.attention.composed import NONE
 
     operand = None if mask is None else as_operand(mask, *tensors[:2], False)
     return AttentionCall(*tensors, mask, 0.0, False, None, False, NONE, operand)
@@ -311,7 +311,7 @@ def test_the_log_sum_exp_is_written_where_it_is_wanted(machine: Machine) -> None
     machine.toy = ToyWithLse()
     machine.decide(measured())
     q, k, v = inputs()
-    plan = machine.runtime.attention_plan.find_plan(q, k, v, False, None)
+    plan = machine.runtime.attention_call.find_plan(q, k, v, False, None)
     assert plan.has_lse
     out, lse = plan.run_with_lse(q, k, v)
     assert was_tuned(out) and (lse.shape, lse.dtype) == ((1, 2, 16), torch.float32)
@@ -336,8 +336,8 @@ def test_disabled(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_look_up_without_a_call_follows_the_variable(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tuner.runtime.refusal import Kind, Refusal
-    from tuner.runtime.serving import find
+    from tuner.runtime.call.refusal import Kind, Refusal
+    from tuner.runtime.call.serving import find
 
     machine.decide(measured())
     call = machine.runtime.attention.AttentionCall(*inputs(), None, 0.0, False, None, False)
@@ -453,13 +453,13 @@ def test_a_problem_is_read_off_its_tensors(
     made = [
         torch.empty_strided(o.shape, o.strides, dtype=torch.bfloat16) for o in problem.operands[:3]
     ]
-    assert runtime.attention_plan.pose(*made, problem.is_causal, 1.0).problem == problem
+    assert runtime.attention_call.pose(*made, problem.is_causal, 1.0).problem == problem
     if problem.heads_q != problem.heads_kv:
         with pytest.raises(ConfigError, match="enable_gqa"):
-            runtime.attention_plan.pose(*made, problem.is_causal, 1.0, enable_gqa=False)
+            runtime.attention_call.pose(*made, problem.is_causal, 1.0, enable_gqa=False)
 
 
 def test_dimensions_of_one_have_any_stride(runtime: SimpleNamespace) -> None:
     tensor = torch.empty_strided((1, 1, 16, 8), (5, 7, 8, 1), dtype=torch.float16)
-    problem = runtime.attention_plan.pose(tensor, tensor, tensor, False, 1.0).problem
+    problem = runtime.attention_call.pose(tensor, tensor, tensor, False, 1.0).problem
     assert problem == AttentionProblem.parse("S=16,D=8,H=1")

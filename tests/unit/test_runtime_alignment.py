@@ -1,6 +1,6 @@
 """The causal mask of every way in, where there are more keys than queries or fewer: the table of
-`tuner.runtime.attention`, against attention written out in float64. A tuned kernel that is exact,
-and top-left, stands for all of them.
+`tuner.runtime.attention.dense`, against attention written out in float64. A tuned kernel that is
+exact, and top-left, stands for all of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left  # noqa: E402
 
 import tuner  # noqa: E402
-from tuner.runtime import autograd  # noqa: E402
+from tuner.runtime.attention import bias as mask_operands  # noqa: E402
+from tuner.runtime.training import autograd  # noqa: E402
 
 LENGTHS = [(5, 12), (12, 5), (8, 8), (1, 9)]
 SDPA = torch.nn.functional.scaled_dot_product_attention
@@ -91,7 +92,7 @@ def test_a_bias_that_says_where_it_lies(
     lengths: tuple[int, int],
 ) -> None:
     """A causal flag, or a window to the right; never an operand."""
-    monkeypatch.setattr("tuner.runtime.bias.MIN_LOWER_RIGHT_TILES", 8)
+    monkeypatch.setattr(mask_operands, "MIN_LOWER_RIGHT_TILES", 8)
     q, k, v = tensors(*lengths, heads_kv=4)
     offset = lengths[1] - lengths[0] if bias is causal_lower_right else 0
     out = tuner.attention(q, k, v, bias(*lengths), **options)
@@ -135,7 +136,7 @@ def test_flash_is_bottom_right(
     tuned: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, int]
 ) -> None:
     """Its operator alone: a window, where the first query sees a key."""
-    monkeypatch.setattr("tuner.runtime.bias.MIN_LOWER_RIGHT_TILES", 8)
+    monkeypatch.setattr(mask_operands, "MIN_LOWER_RIGHT_TILES", 8)
     enable = importlib.import_module("tuner.runtime.enable")
     q, k, v = tensors(*lengths)
     found = enable._answer("flash", q, k, v, None, 0.0, True, None, True)

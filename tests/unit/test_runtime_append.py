@@ -13,7 +13,8 @@ from tuner.errors import ConfigError
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from tuner.compile.single import PAGED_APPEND  # noqa: E402
-from tuner.runtime import append, sourced  # noqa: E402
+from tuner.runtime.attention import append  # noqa: E402
+from tuner.runtime.call import sourced  # noqa: E402
 
 HEADS, HEADS_KV, WIDTH, SIZE, PAGES = 4, 2, 32, 16, 12
 QUERIES, USED = (1, 0, 9, 2), (40, 3, 20, 70)

@@ -12,8 +12,9 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from torch.nn.attention import SDPBackend  # noqa: E402
 
 from tuner.problem import AttentionBackwardProblem  # noqa: E402
-from tuner.runtime import autograd, composed  # noqa: E402  (and the operators)
-from tuner.runtime import gradients as differentiation  # noqa: E402
+from tuner.runtime.attention import composed  # noqa: E402  (and the operators)
+from tuner.runtime.training import autograd  # noqa: E402  (and the operators)
+from tuner.runtime.training import gradients as differentiation  # noqa: E402
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
 OPERATORS = {

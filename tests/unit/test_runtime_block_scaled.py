@@ -64,7 +64,7 @@ def test_other_factors_and_outputs_pose_no_problem(runtime: SimpleNamespace) -> 
 
 @pytest.mark.parametrize("k", [400, 128, 16])
 def test_quantised_rows_stand_for_what_they_were(k: int) -> None:
-    from tuner.runtime.block_scaled import MIN_MAXIMUM, quantised
+    from tuner.runtime.products.block_scaled import MIN_MAXIMUM, quantised
 
     rows = torch.randn(6, k).bfloat16() * torch.logspace(-3, 3, 6).bfloat16().view(-1, 1)
     rows[2] = 0
@@ -89,7 +89,7 @@ class Quantiser:
         self.launches: list[tuple[int, ...]] = []
 
     def launch(self, tensors: Any, integers: Any, *_: Any) -> None:
-        from tuner.runtime.block_scaled import composed
+        from tuner.runtime.products.block_scaled import composed
 
         m, k, stride, block, _ = integers
         source = (ctypes.c_uint16 * ((m - 1) * stride + k)).from_address(tensors[0])
@@ -104,7 +104,7 @@ class Quantiser:
 @pytest.fixture
 def quantiser(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The runtime's quantiser where its kernel is built; `kernel` is what is loaded."""
-    from tuner.runtime import sourced
+    from tuner.runtime.call import sourced
 
     module = on_cpu.quantiser
     module.kernel = Quantiser(is_right=True)
@@ -115,7 +115,7 @@ def quantiser(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_kernel_quantises_rows_that_it_takes(quantiser: Any) -> None:
-    from tuner.runtime.block_scaled import composed, quantised
+    from tuner.runtime.products.block_scaled import composed, quantised
 
     wide = torch.randn(12, 416).bfloat16()
     for rows in (wide[:, :400], wide[::2, :400], wide[3:4, :400]):
@@ -142,7 +142,7 @@ def test_other_rows_are_quantised_by_pytorch(quantiser: Any) -> None:
 def test_a_kernel_with_other_bits_is_not_served(
     quantiser: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from tuner.runtime.block_scaled import composed, quantised
+    from tuner.runtime.products.block_scaled import composed, quantised
 
     rows = torch.randn(12, 416).bfloat16()
     with monkeypatch.context() as patch:
@@ -292,7 +292,7 @@ def test_a_proven_kernel_serves_a_linear_layer_that_nobody_tuned(
             return 0
 
     proven = {"block_scaled_gemm": "key"}
-    monkeypatch.setattr(on_cpu.portfolio.lists, "proven", lambda specs, capability: proven)
+    monkeypatch.setattr(on_cpu.proven_kernels.lists, "proven", lambda specs, capability: proven)
     monkeypatch.setattr(on_cpu.table, "lookup", lambda problem, **_: None)
     found = SimpleNamespace(find=lambda key: SimpleNamespace(key=key))
     monkeypatch.setattr(on_cpu.plan, "ArtifactCache", lambda: found)

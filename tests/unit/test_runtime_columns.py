@@ -60,7 +60,7 @@ def test_each_part_has_its_bias(parts: list[int], activation: str | None) -> Non
 def test_large_ones_have_gradients_of_aligned_rows(
     parts: list[int], monkeypatch: pytest.MonkeyPatch, has_bias: bool
 ) -> None:
-    from tuner.runtime import products
+    from tuner.runtime.products import matmul as products
 
     monkeypatch.setattr(products, "MIN_FLOPS_WITH_GRADIENTS", 0)
     plain, strides, widths = products.matmul, list[tuple[int, ...]](), list[int]()
@@ -107,7 +107,7 @@ def test_without_memory_for_both_it_stays_whole(
 def test_even_ones_are_multiplied_in_parts_if_they_are_large(
     parts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tuner.runtime import products
+    from tuner.runtime.products import matmul as products
 
     tuner.linear(*made(255, 16386))
     assert parts == [16386]

@@ -21,13 +21,13 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 
 def attention(*arguments: Any, **options: Any) -> Any:
-    module = importlib.import_module("tuner.runtime.attention")
+    module = importlib.import_module("tuner.runtime.attention.dense")
     return module.attention(*arguments, **options)
 
 
 @pytest.fixture
 def counters() -> Any:
-    module = importlib.import_module("tuner.runtime.counters")
+    module = importlib.import_module("tuner.runtime.call.counters")
     module.stats(reset=True)
     return module
 
@@ -133,7 +133,7 @@ def test_queries_that_a_mask_leaves_no_key_are_zero() -> None:
 
 
 def test_long_rows_go_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    composed = importlib.import_module("tuner.runtime.composed")
+    composed = importlib.import_module("tuner.runtime.attention.composed")
     tensors = inputs(23, 17)
     whole = attention(*tensors, window=(9, 2), softcap=5.0)
     monkeypatch.setattr(composed, "_SCORES_BYTES", 4 * 2 * 2 * 17 * 4)  # four rows
@@ -152,7 +152,7 @@ def test_gradients_are_those_of_the_definition() -> None:
 
 def test_a_graph_holds_what_is_composed() -> None:
     """One graph, without a break."""
-    attend = importlib.import_module("tuner.runtime.attention").attention
+    attend = importlib.import_module("tuner.runtime.attention.dense").attention
 
     def model(*tensors: Any) -> Any:
         one = attend(*tensors, window=(4, 1), softcap=1.5)
@@ -240,7 +240,7 @@ OPTIONS = (
 def proven(tuned: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Operations whose kernels are proven here."""
     found = {"attention", "attention_backward"}
-    module = importlib.import_module("tuner.runtime.portfolio")
+    module = importlib.import_module("tuner.runtime.call.proven_kernels")
     monkeypatch.setattr(module, "has_proven", lambda problem, gpu: problem.op in found)
     return found
 
@@ -305,7 +305,7 @@ def test_a_training_graph_for_another_gpu_holds_pytorch_s_operations(
 ) -> None:
     older = dataclasses.replace(DEFAULT_GPU, compute_capability="8.0")
     monkeypatch.setattr(
-        importlib.import_module("tuner.runtime.devices"), "gpu_of", lambda index: older
+        importlib.import_module("tuner.runtime.call.devices"), "gpu_of", lambda index: older
     )
     _, _, operators = compiled_gradients(tuned.attention.attention, {"window": (3, 2)}, 64)
     assert not any("window_attention" in name for name in operators)
@@ -347,12 +347,12 @@ def test_a_graph_s_kernels_are_those_of_the_shipped_portfolio_and_rule(
 ) -> None:
     """Every kind has them once all kernels are proven, and none without the kernel list."""
     portfolio = importlib.import_module("tuner.selection.portfolio")
-    operators = importlib.import_module("tuner.runtime.window_operators")
-    monkeypatch.setattr(on_cpu.portfolio, "portfolios", portfolio.shipped)
+    operators = importlib.import_module("tuner.runtime.attention.window_operators")
+    monkeypatch.setattr(on_cpu.proven_kernels, "portfolios", portfolio.shipped)
     kinds = [kind for kind in KERNELS if kind.is_windowed or kind.has_softcap]
     assert kinds
     for answer in ({"": "key"}, "no kernel is built"):
-        monkeypatch.setattr(on_cpu.portfolio.lists, "proven", lambda *_, found=answer: found)
+        monkeypatch.setattr(on_cpu.proven_kernels.lists, "proven", lambda *_, found=answer: found)
         for kind, wants_gradient in itertools.product(kinds, (True, False)):
             extras = "window" * kind.is_windowed, "softcap" * kind.has_softcap
             features = kind.columns, kind.is_causal, *extras
@@ -369,7 +369,7 @@ def test_a_graph_without_a_kernel_of_its_kind_holds_pytorch_s_operations(
 
 
 def test_gradients_of_composed_attention_are_those_of_its_definition() -> None:
-    composed = importlib.import_module("tuner.runtime.composed")
+    composed = importlib.import_module("tuner.runtime.attention.composed")
     for queries, keys in ((20, 20), (30, 5)):
         for given in ((4, 1, 0.0), (-1, 0, 1.5), (2, -1, 1.5)):
             extras = composed.Extras(*given)

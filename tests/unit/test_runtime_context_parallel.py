@@ -98,7 +98,7 @@ def test_positions_are_in_zigzag_order_under_a_causal_mask(found: Found) -> None
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
 def test_every_score_under_the_mask_is_computed_once_and_no_other(ranks: int) -> None:
-    from tuner.runtime.context_parallel import _chunks, step_of
+    from tuner.runtime.parallel.context_parallel import _chunks, step_of
 
     length = 4
     held = {
@@ -206,7 +206,7 @@ def test_only_members_of_a_group_may_call(found: Found) -> None:
 
 
 def test_a_program_without_a_process_group_is_told_so() -> None:
-    from tuner.runtime.context_parallel import position_ids
+    from tuner.runtime.parallel.context_parallel import position_ids
 
     with pytest.raises(ConfigError, match="init_process_group first"):
         position_ids(8, is_causal=True)
@@ -224,7 +224,7 @@ def alone() -> Iterator[None]:
 @pytest.mark.usefixtures("alone")
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo's, at each break
 def test_a_compiled_model_calls_it_outside_of_its_graph() -> None:
-    from tuner.runtime.context_parallel import ring_attention
+    from tuner.runtime.parallel.context_parallel import ring_attention
 
     def model(tensor: Any) -> Any:
         return ring_attention(2 * tensor, tensor, tensor, is_causal=True) + 1
@@ -270,7 +270,7 @@ def test_both_neighbours_are_named_where_a_batch_is_one_work(found: Found) -> No
 
 
 def test_a_transfer_is_enqueued_beside_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tuner.runtime import devices
+    from tuner.runtime.call import devices
 
     events: list[Any] = []
 

@@ -407,7 +407,7 @@ def test_switched_off_by_another_thread_while_a_plan_is_made(
         server.time_passes()
     monkeypatch.setenv("TUNER_DISABLE", "0")
     table.pin(None)
-    plan = server.runtime.attention_plan.find_plan(q, k, v, False, None, False)
+    plan = server.runtime.attention_call.find_plan(q, k, v, False, None, False)
     switch_off()
     dispatch.put("attention", (q, k, v, None, 0.0, False, None, False), plan)
     _, by_python, launched = server.went(lambda: server.attention(q, k, v))

@@ -43,7 +43,8 @@ import torch, torch.distributed as dist
 import tuner
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Environment
-from tuner.runtime import devices, dispatch, distributed, plan
+from tuner.runtime.call import devices, dispatch, plan
+from tuner.runtime.parallel import distributed
 
 launched = []
 
@@ -291,7 +292,7 @@ def test_ranks_of_two_versions_serve_nothing(run: Run) -> None:
 
 
 def test_what_agree_needs() -> None:
-    from tuner.runtime.distributed import agree
+    from tuner.runtime.parallel.distributed import agree
 
     with pytest.raises(ConfigError, match="init_process_group first"):
         agree()
@@ -305,7 +306,7 @@ def test_a_large_snapshot_travels_in_pieces(
     """Alone in its group, over a store whose messages are limited as TCPStore's are."""
     import torch.distributed as dist
 
-    from tuner.runtime import distributed
+    from tuner.runtime.parallel import distributed
 
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
@@ -321,7 +322,7 @@ def test_a_large_snapshot_travels_in_pieces(
 def test_an_answer_is_waited_for_until_its_share_of_the_time_is_over() -> None:
     import torch.distributed as dist
 
-    from tuner.runtime import distributed
+    from tuner.runtime.parallel import distributed
 
     waited: list[float] = []
 

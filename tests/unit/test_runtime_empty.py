@@ -13,11 +13,13 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from torch.nn.attention.flex_attention import flex_attention  # noqa: E402
 
+from tuner.runtime.attention import sparse  # noqa: E402
+
 
 @pytest.fixture(autouse=True)
 def plain_flex(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor has no log-sum-exp of FlexAttention on a CPU."""
-    monkeypatch.setattr("tuner.runtime.sparse._compiled", lambda: flex_attention)
+    monkeypatch.setattr(sparse, "_compiled", lambda: flex_attention)
 
 
 def test_each_size_at_0(on_cpu: SimpleNamespace, long_mode: bool) -> None:

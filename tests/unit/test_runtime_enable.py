@@ -20,7 +20,8 @@ import tuner  # noqa: E402
 from tuner.config import Config  # noqa: E402
 from tuner.errors import TunerError  # noqa: E402
 from tuner.problem import AttentionProblem  # noqa: E402
-from tuner.runtime import autograd, native  # noqa: E402
+from tuner.runtime.call import native  # noqa: E402
+from tuner.runtime.training import autograd  # noqa: E402
 
 built, backends = built_dispatcher, sdpa_backends
 

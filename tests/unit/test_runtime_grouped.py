@@ -24,7 +24,7 @@ ROWS = (5, 0, 1, 0, 3)
 
 @pytest.fixture
 def grouped_mm(runtime: SimpleNamespace) -> Any:
-    return importlib.import_module("tuner.runtime.grouped").grouped_mm
+    return importlib.import_module("tuner.runtime.products.grouped").grouped_mm
 
 
 def inputs(rows: Sequence[int] = ROWS, dtype: Any = torch.float16, spare: int = 0) -> list[Any]:

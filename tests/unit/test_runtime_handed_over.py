@@ -33,7 +33,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from torch.nn.attention.flex_attention import create_block_mask  # noqa: E402
 
-from tuner.runtime import handed_over, native  # noqa: E402
+from tuner.runtime.call import handed_over, native  # noqa: E402
 
 machine = fake_machine
 built, server, enabled = built_dispatcher, dispatched_server, enabled_server

@@ -30,7 +30,7 @@ from tuner.selection.reader import Entry, LookupResult, decided_lengths
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from tuner.runtime import lengths  # noqa: E402
+from tuner.runtime.call import lengths  # noqa: E402
 
 built, server = built_dispatcher, dispatched_server
 SDPA = torch.nn.functional.scaled_dot_product_attention

@@ -20,7 +20,7 @@ SIZES = (13, 3, 5, 32, 24)
 
 @pytest.fixture
 def moe(runtime: SimpleNamespace) -> Any:
-    return importlib.import_module("tuner.runtime.experts").moe
+    return importlib.import_module("tuner.runtime.products.experts").moe
 
 
 def inputs(sizes: tuple[int, ...] = SIZES, dtype: Any = torch.float64) -> list[Any]:
@@ -119,7 +119,7 @@ def test_sizes_are_known_ones(moe: Any) -> None:
 
 def quantised(sizes: tuple[int, ...]) -> tuple[list[Any], dict[str, Any], list[Any]]:
     """A layer of e4m3, its scales, and the layer that it stands for."""
-    from tuner.runtime.block_scaled import dequantised_all
+    from tuner.runtime.products.block_scaled import dequantised_all
 
     tensors = inputs(sizes, torch.bfloat16)
     _, _, count, hidden, inner = sizes
@@ -147,7 +147,8 @@ def test_e4m3_weights_are_dequantised_by_pytorch(moe: Any, sizes: tuple[int, ...
 @pytest.fixture
 def kernel(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The runtime where the kernel of rows is built; `rows.kernel` is what is loaded."""
-    from tuner.runtime import expert_rows, sourced
+    from tuner.runtime.call import sourced
+    from tuner.runtime.products import expert_rows
 
     made = SimpleNamespace(runtime=on_cpu, kernel=FakeRows())
     monkeypatch.setattr(expert_rows.kernels, "source", SimpleNamespace(find=lambda cache: "there"))
@@ -176,7 +177,7 @@ def test_a_kernel_moves_the_rows(kernel: Any, moe: Any, choice: str) -> None:
 def test_rows_are_quantised_on_their_way(
     kernel: Any, moe: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tuner.runtime import grouped
+    from tuner.runtime.products import grouped
 
     products = []
 
@@ -188,7 +189,8 @@ def test_rows_are_quantised_on_their_way(
     known, found = grouped.grouped_mm, []
     monkeypatch.setattr(grouped, "grouped_mm", grouped_mm)
     serving = SimpleNamespace(find=found.append)
-    monkeypatch.setattr(importlib.import_module("tuner.runtime.experts"), "serving", serving)
+    experts = importlib.import_module("tuner.runtime.products.experts")
+    monkeypatch.setattr(experts, "serving", serving)
     tensors, scales, wide = quantised((7, 2, 3, 256, 128))
     torch.testing.assert_close(
         moe(*tensors, **scales, sizes="uniform"), moe(*wide), rtol=0.1, atol=0.3
@@ -200,7 +202,7 @@ def test_rows_are_quantised_on_their_way(
 
 def test_gated_activations_are_quantised_in_one_launch(kernel: Any) -> None:
     import tuner
-    from tuner.runtime import block_scaled, expert_rows
+    from tuner.runtime.products import block_scaled, expert_rows
 
     torch.manual_seed(0)
     rows = torch.randn(5, 2 * 136).bfloat16()
@@ -222,7 +224,7 @@ def test_gated_activations_are_quantised_in_one_launch(kernel: Any) -> None:
 
 def test_without_a_kernel_for_e4m3_rows_are_not_quantised(kernel: Any, moe: Any) -> None:
     tensors, scales, wide = quantised((7, 2, 3, 256, 128))
-    from tuner.runtime.experts import Layer, _composed
+    from tuner.runtime.products.experts import Layer, _composed
 
     expected = _composed(Layer(*wide, None, None, "zipf"))
     assert torch.equal(moe(*tensors, **scales), expected)
@@ -318,7 +320,7 @@ def test_a_graph_of_torch_compile_is_pytorch_s(runtime: SimpleNamespace, moe: An
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "DeepseekV3"])
 def test_transformers_experts(runtime: SimpleNamespace, name: str) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    import tuner.runtime.transformers  # noqa: F401
+    import tuner.runtime.engines.transformers  # noqa: F401
 
     torch.manual_seed(0)
     values = {
@@ -348,7 +350,7 @@ def test_transformers_experts(runtime: SimpleNamespace, name: str) -> None:
 
 def test_transformers_own_function_answers_for_other_experts(runtime: SimpleNamespace) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    import tuner.runtime.transformers  # noqa: F401
+    import tuner.runtime.engines.transformers  # noqa: F401
 
     torch.manual_seed(0)
     config = transformers.GptOssConfig(
@@ -369,7 +371,7 @@ def test_transformers_own_function_answers_for_other_experts(runtime: SimpleName
 def test_transformers_experts_with_biases_and_a_gate_of_their_own(kernel: Any) -> None:
     """GPT-OSS: turned once, then by the kernel of rows and grouped products."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    from tuner.runtime.transformers_experts import turn_experts_
+    from tuner.runtime.engines.transformers_experts import turn_experts_
 
     torch.manual_seed(0)
     config = transformers.GptOssConfig(
@@ -403,7 +405,7 @@ def test_transformers_experts_of_fine_grained_fp8(
     from transformers.integrations import finegrained_fp8
     from transformers.integrations.moe import use_experts_implementation
 
-    from tuner.runtime import transformers_experts
+    from tuner.runtime.engines import transformers_experts
 
     layers: list[Any] = []
     monkeypatch.setattr(transformers_experts, "answer", layers.append)
@@ -424,7 +426,7 @@ def test_transformers_experts_of_fine_grained_fp8(
     assert all(one is other for one, other in zip(layer, tensors, strict=False))
     names = ("gate_up_proj", "down_proj", "gate_up_proj_scale_inv", "down_proj_scale_inv")
     assert all(one is getattr(module, n) for one, n in zip(layer[3:], names, strict=False))
-    importlib.import_module("tuner.runtime.experts")._check(layer)
+    importlib.import_module("tuner.runtime.products.experts")._check(layer)
     monkeypatch.setattr(transformers_experts, "answer", lambda layer: layer.hidden)
     assert module(*tensors) is tensors[0]
     module.block_size = (64, 128)

@@ -23,7 +23,7 @@ served = paged_kernels
 
 @pytest.fixture
 def paged(runtime: SimpleNamespace) -> Any:
-    return importlib.import_module("tuner.runtime.paged").paged_attention
+    return importlib.import_module("tuner.runtime.attention.paged").paged_attention
 
 
 def batch(dtype: Any = torch.float32, form: str = "slots", spare: int = 0) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def test_a_block_of_rows_at_a_time(paged: Any, monkeypatch: pytest.MonkeyPatch) 
     given = batch(spare=2)
     whole = paged(**given)
     monkeypatch.setattr(
-        importlib.import_module("tuner.runtime.paged_composed"), "_SCORES_BYTES", 4000
+        importlib.import_module("tuner.runtime.attention.paged_composed"), "_SCORES_BYTES", 4000
     )
     torch.testing.assert_close(paged(**given), whole)
 
@@ -215,8 +215,8 @@ def test_one_query_needs_no_mask_and_no_starts(served: SimpleNamespace, paged: A
 def test_a_kernel_is_selected_for_the_mean_of_the_queries() -> None:
     """Many that decode take longest beside one chunk; but no kernel for one query serves it."""
 
-    from tuner.runtime.composed import Extras
-    from tuner.runtime.paged import paged_call
+    from tuner.runtime.attention.composed import Extras
+    from tuner.runtime.attention.paged import paged_call
 
     def posed(counts: list[int]) -> int:
         half = {"dtype": torch.float16}

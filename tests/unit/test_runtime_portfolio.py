@@ -47,7 +47,7 @@ from tuner.selection.kernels import BUILD, PROVE
 from tuner.selection.portfolio import Portfolio, shipped
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
-benchmark = importlib.import_module("tuner.runtime.benchmark")
+benchmark = importlib.import_module("tuner.runtime.call.benchmark")
 
 machine, serving, stopwatch = fake_machine, portfolio_serving, portfolio_stopwatch
 
@@ -215,7 +215,7 @@ def test_a_kernel_of_block_masks_serves_a_shape_that_nobody_tuned(
 ) -> None:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    sparse = importlib.import_module("tuner.runtime.sparse")
+    sparse = importlib.import_module("tuner.runtime.attention.sparse")
     monkeypatch.setattr(sparse, "_compiled", lambda: lambda *_, **options: None)
     serving.portfolio = next(one for one in shipped() if one.op == "attention")
 
@@ -237,7 +237,7 @@ def test_a_kernel_of_block_masks_serves_a_shape_that_nobody_tuned(
 
 def test_pytorch_is_asked_about_small_tensors(on_cpu: SimpleNamespace) -> None:
     problem = AttentionProblem.parse("B=64,S=131072,D=64,H=64,causal=1")
-    assert on_cpu.portfolio.pytorchs(problem, 0) in ("flash2", "efficient", "cudnn", "")
+    assert on_cpu.proven_kernels.pytorchs(problem, 0) in ("flash2", "efficient", "cudnn", "")
 
 
 class TestBenchmark:
@@ -263,7 +263,7 @@ class TestBenchmark:
         self, serving: Serving, stopwatch: Stopwatch, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         cold = property(lambda _: Regime("stream", "cold"))
-        monkeypatch.setattr(serving.runtime.portfolio.Selection, "regime", cold)
+        monkeypatch.setattr(serving.runtime.proven_kernels.Selection, "regime", cold)
         assert serving.call() and stopwatch.states == {True}
 
     def test_pytorch_s_serves_where_no_kernel_gains_enough(
@@ -349,7 +349,7 @@ class TestBenchmark:
         self, serving: Serving, stopwatch: Stopwatch, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """In this process and in the next."""
-        lists = serving.runtime.portfolio.lists
+        lists = serving.runtime.proven_kernels.lists
         known = [()]
         monkeypatch.setattr(lists, "known", lambda: known[0])
         del serving.proven["64"]
@@ -429,7 +429,7 @@ class TestProducts:
         self.chosen(serving, 10.0)
         serving.proven = {"64": "key-wide"}
         monkeypatch.setattr(
-            serving.runtime.portfolio.lists,
+            serving.runtime.proven_kernels.lists,
             "proven",
             lambda specs, capability: (
                 {"gemm": serving.proven["64"]}
@@ -495,7 +495,7 @@ def test_a_proven_kernel_serves_a_paged_cache(
     serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its splits are of the rounded batch and table, whose lengths stay on the device."""
-    runtime = importlib.import_module("tuner.runtime.paged")
+    runtime = importlib.import_module("tuner.runtime.attention.paged")
     serving.portfolio = next(one for one in shipped() if one.op == "attention")
     selected: list[Config] = []
 
@@ -503,14 +503,14 @@ def test_a_proven_kernel_serves_a_paged_cache(
         rows = specs["attention"].variables["box_rows"]
         return {"attention": "key-narrow"} if rows == 16 else f"a kernel is not proven ({PROVE})"
 
-    made = serving.runtime.portfolio._own
+    made = serving.runtime.proven_kernels._own
 
     def own(problem: Any, gpu: Any, config: Config, *others: Any) -> Any:
         selected.append(config)
         return made(problem, gpu, config, *others)
 
-    monkeypatch.setattr(serving.runtime.portfolio.lists, "proven", says)
-    monkeypatch.setattr(serving.runtime.portfolio, "_own", own)
+    monkeypatch.setattr(serving.runtime.proven_kernels.lists, "proven", says)
+    monkeypatch.setattr(serving.runtime.proven_kernels, "_own", own)
     batch, pages, heads, heads_kv, width = 3, 40, 32, 8, 64
     cache = torch.zeros(2, pages, 64, heads_kv, width, dtype=torch.float16)
     query = torch.zeros(batch, heads, width, dtype=torch.float16)

@@ -266,7 +266,7 @@ def test_what_was_found_before_the_tables_were_cleared_is_not_kept(
     server: Server, slow: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A decision comes between the look-up that missed it and the refusal."""
-    module = importlib.import_module("tuner.runtime.serving")
+    module = importlib.import_module("tuner.runtime.call.serving")
     find, (q, k, v) = module._find, inputs()
 
     def late(*arguments: Any) -> Any:

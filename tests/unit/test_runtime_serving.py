@@ -16,8 +16,8 @@ from tuner.errors import ConfigError
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import tuner  # noqa: E402
-from tuner.runtime.counters import kind_of  # noqa: E402
-from tuner.runtime.refusal import Kind, Refusal, once  # noqa: E402
+from tuner.runtime.call.counters import kind_of  # noqa: E402
+from tuner.runtime.call.refusal import Kind, Refusal, once  # noqa: E402
 
 
 def half(*shape: int) -> Any:

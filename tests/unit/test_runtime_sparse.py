@@ -43,7 +43,7 @@ def tensors(dtype: Any = torch.float32) -> list[Any]:
 
 @pytest.fixture
 def sparse(runtime: SimpleNamespace) -> Any:
-    return importlib.import_module("tuner.runtime.sparse")
+    return importlib.import_module("tuner.runtime.attention.sparse")
 
 
 def expected(given: list[Any], mod: Any, scale: float, softcap: float) -> tuple[Any, Any]:
@@ -144,7 +144,7 @@ def served(
 def test_a_kernel_is_given_the_tables_of_the_mask(
     served: SimpleNamespace, on_cpu: SimpleNamespace, sparse: Any
 ) -> None:
-    from tuner.runtime import block_mask
+    from tuner.runtime.attention import block_mask
 
     given, mask = tensors(torch.float16), masked(of_heads, None, HEADS)
     given[1] = given[1].transpose(1, 2).contiguous().transpose(1, 2)  # in another order
@@ -167,7 +167,7 @@ def test_a_kernel_is_given_the_tables_of_the_mask(
 def test_tables_are_made_once_and_live_as_long_as_the_mask(
     served: SimpleNamespace, on_cpu: SimpleNamespace, sparse: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tuner.runtime import block_mask
+    from tuner.runtime.attention import block_mask
 
     made = []
     own = block_mask.tabulated
@@ -238,7 +238,7 @@ def test_a_mask_that_does_not_fit_is_flex_attention_s(
         given[1:] = [tensor[:, :, :299] for tensor in given[1:]]
     if case == "size":
         monkeypatch.setattr(
-            importlib.import_module("tuner.runtime.block_mask"), "MAX_BITS_BYTES", 9
+            importlib.import_module("tuner.runtime.attention.block_mask"), "MAX_BITS_BYTES", 9
         )
     assert refused(sparse, on_cpu, given, mask) == "no kernel takes such a block mask"
     assert not served.launched and not served.posed
@@ -267,7 +267,7 @@ class TestOperator:
     def test_without_a_kernel_flex_attention_reads_the_tables(
         self, sparse: Any, runtime: SimpleNamespace, softcap: float
     ) -> None:
-        from tuner.runtime import block_mask
+        from tuner.runtime.attention import block_mask
 
         given = tensors()
         tables = block_mask.tabulated(masked(of_heads, None, HEADS))
@@ -282,7 +282,7 @@ class TestOperator:
     @pytest.mark.parametrize("name", ["sparse_attention", "sparse_attention_with_lse"])
     def test_opcheck(self, sparse: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """With another answer than FlexAttention's, whose vmap the check of schemas cannot see."""
-        from tuner.runtime import block_mask
+        from tuner.runtime.attention import block_mask
 
         def attend(query: Any, *_: Any, return_aux: Any = None, **options: Any) -> Any:
             out = (query * options["scale"]).contiguous()
@@ -299,7 +299,7 @@ class TestOperator:
     def test_a_graph_holds_it_under_a_mask_that_was_prepared(
         self, served: SimpleNamespace, sparse: Any, on_cpu: SimpleNamespace
     ) -> None:
-        from tuner.runtime.block_mask import prepare_block_mask
+        from tuner.runtime.attention.block_mask import prepare_block_mask
 
         given, graphs = tensors(torch.float16), []
 
@@ -330,7 +330,7 @@ class TestOperator:
     def test_a_graph_holds_flex_attention_where_a_gradient_is_wanted(
         self, served: SimpleNamespace, sparse: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from tuner.runtime.block_mask import prepare_block_mask
+        from tuner.runtime.attention.block_mask import prepare_block_mask
 
         def attend(query: Any, key: Any, value: Any, **options: Any) -> Any:
             return query + (key + value).sum(2, keepdim=True)[:, :1]
@@ -348,7 +348,7 @@ class TestOperator:
         assert len(served.launched) == 1
 
     def test_it_has_no_gradient(self, sparse: Any) -> None:
-        from tuner.runtime import block_mask
+        from tuner.runtime.attention import block_mask
 
         given, tables = tensors(), block_mask.tabulated(masked())
         given[0].requires_grad_()
@@ -357,7 +357,7 @@ class TestOperator:
             out.sum().backward()
 
     def test_tables_of_another_mask_are_refused_in_one_line(self, sparse: Any) -> None:
-        from tuner.runtime import block_mask
+        from tuner.runtime.attention import block_mask
 
         given, tables = tensors(), block_mask.tabulated(masked(heads=HEADS))
         for wrong in (
@@ -374,7 +374,7 @@ class TestOperator:
     def test_what_cannot_be_prepared_is_said(
         self, sparse: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from tuner.runtime import block_mask
+        from tuner.runtime.attention import block_mask
 
         with pytest.raises(ConfigError, match=r"block_mask is NoneType .allowed: BlockMask"):
             block_mask.prepare_block_mask(None)

@@ -358,9 +358,9 @@ def test_the_dispatcher_serves_a_view_with_a_plan_of_its_own(
 
 
 def test_the_output_is_laid_out_as_torch_s(runtime: SimpleNamespace) -> None:
-    attention_plan = runtime.attention_plan
+    attention_call = runtime.attention_call
     for name, (made, problem) in VIEWS.items():
-        posed = attention_plan.pose(*made(), False, 1 / math.sqrt(D))
+        posed = attention_call.pose(*made(), False, 1 / math.sqrt(D))
         assert posed.problem == problem, name
         out = posed.strides.get("out", problem.output.strides)
         assert math.prod(problem.output.shape) == 1 + sum(
@@ -379,6 +379,6 @@ def test_dense_tensors_have_no_strides_of_their_own(runtime: SimpleNamespace, la
             torch.empty_strided(o.shape, o.strides, dtype=torch.float16)
             for o in problem.matrices[:3]
         ]
-        posed = runtime.attention_plan.pose(*given, False, 0.25)
+        posed = runtime.attention_call.pose(*given, False, 0.25)
         assert not posed.strides
         assert replace(problem, layout=posed.problem.layout) == posed.problem

@@ -212,7 +212,7 @@ def test_a_vendor_s_kernel_is_tried_as_pytorch_s_own(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else `tuner.enable` would answer the trial by looking for the plan that is being made."""
-    native = importlib.import_module("tuner.runtime.native")
+    native = importlib.import_module("tuner.runtime.call.native")
     seen: list[bool] = []
 
     def vendor_call(*arguments: Any) -> Any:

@@ -20,7 +20,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 from transformers_names import cached  # noqa: E402
 
 from tuner.problem import shapes  # noqa: E402
-from tuner.runtime import transformers as tuned_attention  # noqa: E402
+from tuner.runtime.engines import transformers as tuned_attention  # noqa: E402
 
 VOCABULARY = 97
 LENGTH = 12

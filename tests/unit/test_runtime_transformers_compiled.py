@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 from transformers_names import cached  # noqa: E402
 
-import tuner.runtime.transformers  # noqa: E402
+import tuner.runtime.engines.transformers  # noqa: E402
 
 VOCABULARY, LENGTH = 97, 12
 SMALL = {
@@ -201,7 +201,7 @@ def test_positions_that_a_graph_counts_are_one_sequence(name: str) -> None:
 
     def find(x: Any) -> Any:
         positions = make(x)
-        return tuner.runtime.transformers._packed_sequences(positions), positions
+        return tuner.runtime.engines.transformers._packed_sequences(positions), positions
 
     x = torch.arange(12).view(2, 6)
     found, positions = torch.compile(find, fullgraph=True, backend="eager")(x)

@@ -24,7 +24,7 @@ LONGEST = max(QUERIES), max(KEYS)
 
 @pytest.fixture
 def varlen(runtime: SimpleNamespace) -> Any:
-    return importlib.import_module("tuner.runtime.varlen").attention_varlen
+    return importlib.import_module("tuner.runtime.attention.varlen").attention_varlen
 
 
 def starts(lengths: Sequence[int]) -> Any:

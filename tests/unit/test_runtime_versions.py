@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed")  # `tuner.runtime` imports it
 
-from tuner.runtime.versions import TRANSFORMERS, VLLM, Versions
+from tuner.runtime.engines.versions import TRANSFORMERS, VLLM, Versions
 
 ROOT = Path(__file__).parents[2]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

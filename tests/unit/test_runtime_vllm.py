@@ -35,7 +35,8 @@ def never_composed(monkeypatch: pytest.MonkeyPatch) -> None:
     def composed(call: Any) -> Any:
         raise AssertionError("composed of PyTorch's operations")
 
-    monkeypatch.setattr(importlib.import_module("tuner.runtime.paged"), "composed", composed)
+    paged = importlib.import_module("tuner.runtime.attention.paged")
+    monkeypatch.setattr(paged, "composed", composed)
 
 
 def layer(engine: SimpleNamespace, **changes: Any) -> Any:
@@ -91,7 +92,7 @@ def call(impl: Any, metadata: Any, given: tuple[Any, Any, Any], **options: Any) 
 def paged(given: tuple[Any, Any, Any], metadata: Any, keys: int, **options: Any) -> Any:
     query, cache, out = given
     halves = (cache.transpose(1, 2)[..., half] for half in (slice(WIDTH), slice(WIDTH, None)))
-    return importlib.import_module("tuner.runtime.paged").paged_attention(
+    return importlib.import_module("tuner.runtime.attention.paged").paged_attention(
         query, *halves, metadata.block_table, metadata.seq_lens, metadata.query_start_loc,
         metadata.max_query_len, keys, scale=SCALE, out=out, **options,
     )  # fmt: skip
@@ -394,7 +395,7 @@ def test_chunks_above_a_width_are_vllm_s_own_whatever_their_kernel(
     keys: int,
 ) -> None:
     """Kernels of these tests have one warp group."""
-    calls = importlib.import_module("tuner.runtime.vllm.calls")
+    calls = importlib.import_module("tuner.runtime.engines.vllm.calls")
     given, impl = wide_tensors(sum(queries)), layer(engine, head_size=WIDE, **options)
     assert call(impl, step(engine, queries, keys), given) == "vLLM's own"
     assert not served.posed
@@ -415,7 +416,7 @@ def test_decoding_above_a_width_is_served(
 def test_kernels_of_chunks_leave_steps_to_vllm_unless_a_setting_says_otherwise(
     engine: SimpleNamespace, served: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = importlib.import_module("tuner.runtime.vllm.calls")
+    calls = importlib.import_module("tuner.runtime.engines.vllm.calls")
     given, asked = tensors(6), []
 
     def is_slow(config: Any, width: int) -> bool:
@@ -552,7 +553,7 @@ def test_vllm_s_own_classes_build_metadata_and_accept_the_backend(
     served: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flash_attn = installed()
-    backend = importlib.import_module("tuner.runtime.vllm.backend")
+    backend = importlib.import_module("tuner.runtime.engines.vllm.backend")
     kinds = importlib.import_module("vllm.v1.attention.backend")
     model = SimpleNamespace(
         get_num_attention_heads=lambda parallel: HEADS,
@@ -624,7 +625,7 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """The entry point beside stand-ins, whose quantisation `test_runtime_vllm_products` has."""
     for key, value in stand_ins().items():
         monkeypatch.setitem(sys.modules, key, value)
-    package = importlib.import_module("tuner.runtime.vllm")
+    package = importlib.import_module("tuner.runtime.engines.vllm")
     monkeypatch.setattr(package, "_register_quantization", lambda: None)
     return entry_point()
 
@@ -634,7 +635,8 @@ def test_the_entry_point_registers_the_backend(
 ) -> None:
     custom = sys.modules[REGISTRY].AttentionBackendEnum.CUSTOM
     register(), register()
-    assert overrides == {custom: "tuner.runtime.vllm.backend.TunerBackend"} and not caplog.records
+    assert overrides == {custom: "tuner.runtime.engines.vllm.backend.TunerBackend"}
+    assert not caplog.records
     overrides[custom] = "another.Backend"
     register()
     assert overrides[custom] == "another.Backend"
@@ -680,7 +682,7 @@ def odd_quantization(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise ValueError("two\nlines")
 
-    package = importlib.import_module("tuner.runtime.vllm")
+    package = importlib.import_module("tuner.runtime.engines.vllm")
     monkeypatch.setattr(package, "_register_quantization", fail)
 
 

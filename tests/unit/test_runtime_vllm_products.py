@@ -103,13 +103,13 @@ def products(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         vars(module).update(values)
         monkeypatch.setitem(sys.modules, name, module)
     for name in ("quantization", "products"):
-        monkeypatch.delitem(sys.modules, f"tuner.runtime.vllm.{name}", raising=False)
-    found = importlib.import_module("tuner.runtime.vllm.products")
+        monkeypatch.delitem(sys.modules, f"tuner.runtime.engines.vllm.{name}", raising=False)
+    found = importlib.import_module("tuner.runtime.engines.vllm.products")
     found.registered = registered
     yield found
     found._library._destroy()
     for name in ("quantization", "products"):
-        sys.modules.pop(f"tuner.runtime.vllm.{name}", None)
+        sys.modules.pop(f"tuner.runtime.engines.vllm.{name}", None)
 
 
 def experts(**changes: Any) -> Any:
@@ -140,7 +140,7 @@ def called(method: Any, layer: Any) -> Any:
 
 
 def test_the_plug_in_registers_it(products: Any) -> None:
-    package = importlib.import_module("tuner.runtime.vllm")
+    package = importlib.import_module("tuner.runtime.engines.vllm")
     package._register_quantization()
     config = products.registered["tuner"]
     assert config().get_name() == "tuner" and config.get_config_filenames() == []
@@ -153,13 +153,13 @@ def test_the_plug_in_registers_it(products: Any) -> None:
 def test_it_takes_an_fp8_checkpoint_where_a_user_says_so(
     products: Any, checkpoint: str, chosen: str | None, wanted: str | None
 ) -> None:
-    config = importlib.import_module("tuner.runtime.vllm.quantization").TunerConfig
+    config = importlib.import_module("tuner.runtime.engines.vllm.quantization").TunerConfig
     found = config.override_quantization_method({"quant_method": checkpoint}, chosen)
     assert found == wanted
 
 
 def test_methods_by_layer(products: Any) -> None:
-    config = importlib.import_module("tuner.runtime.vllm.quantization").TunerConfig
+    config = importlib.import_module("tuner.runtime.engines.vllm.quantization").TunerConfig
     plain, blocks = config(), config.from_config({"weight_block_size": [128, 128]})
     whole = config.from_config({})
     wanted = {

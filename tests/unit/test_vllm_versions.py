@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tuner.runtime.versions import VLLM
+from tuner.runtime.engines.versions import VLLM
 
 ROOT = Path(__file__).parents[2]
 SUPPORT = ROOT / "tests" / "support"
@@ -56,7 +56,7 @@ def test_its_plug_ins_load(folder: Path) -> None:
     if reason := VLLM.refusal(folder.name):
         wanted = {"lines": [f"vLLM keeps its own kernels: {reason}"], "registered": []}
     else:
-        path = "tuner.runtime.vllm.backend.TunerBackend"
+        path = "tuner.runtime.engines.vllm.backend.TunerBackend"
         wanted = {"lines": [], "registered": [path, "tuner", [128, 128]]}
     assert found == wanted
 

@@ -18,41 +18,42 @@ except ImportError as exc:
         f"tuner.runtime needs PyTorch ({exc}): `{extra_command('torch')}`", name="torch"
     ) from exc
 
-from tuner.runtime import operators as _operators  # noqa: F401  (defines them)
-from tuner.runtime.attention import attention
-from tuner.runtime.counters import Stats, stats
+from tuner.runtime import former_paths as _former_paths  # noqa: F401  (lets Python find them)
+from tuner.runtime.attention import operators as _operators  # noqa: F401  (defines them)
+from tuner.runtime.attention.dense import attention
+from tuner.runtime.call.counters import Stats, stats
 from tuner.runtime.enable import disable, enable, enabled
 
 if TYPE_CHECKING:
-    from tuner.runtime.activations import quantise
-    from tuner.runtime.append import paged_append
-    from tuner.runtime.block_mask import prepare_block_mask
-    from tuner.runtime.experts import moe
-    from tuner.runtime.gated import interleave, swiglu
-    from tuner.runtime.grouped import grouped_mm
+    from tuner.runtime.attention.append import paged_append
+    from tuner.runtime.attention.block_mask import prepare_block_mask
+    from tuner.runtime.attention.paged import paged_attention
+    from tuner.runtime.attention.sparse import sparse_attention
+    from tuner.runtime.attention.varlen import attention_varlen
     from tuner.runtime.layers import linear_problems, restore_linear_, tune_linear_
-    from tuner.runtime.paged import paged_attention
-    from tuner.runtime.products import linear, matmul
-    from tuner.runtime.scaled import scaled_mm
-    from tuner.runtime.sparse import sparse_attention
-    from tuner.runtime.varlen import attention_varlen
+    from tuner.runtime.products.activations import quantise
+    from tuner.runtime.products.experts import moe
+    from tuner.runtime.products.gated import interleave, swiglu
+    from tuner.runtime.products.grouped import grouped_mm
+    from tuner.runtime.products.matmul import linear, matmul
+    from tuner.runtime.products.scaled import scaled_mm
 
 _MODULES = {
-    "attention_varlen": "varlen",
-    "grouped_mm": "grouped",
-    "interleave": "gated",
-    "linear": "products",
+    "attention_varlen": "attention.varlen",
+    "grouped_mm": "products.grouped",
+    "interleave": "products.gated",
+    "linear": "products.matmul",
     "linear_problems": "layers",
-    "matmul": "products",
-    "moe": "experts",
-    "paged_append": "append",
-    "paged_attention": "paged",
-    "prepare_block_mask": "block_mask",
-    "quantise": "activations",
+    "matmul": "products.matmul",
+    "moe": "products.experts",
+    "paged_append": "attention.append",
+    "paged_attention": "attention.paged",
+    "prepare_block_mask": "attention.block_mask",
+    "quantise": "products.activations",
     "restore_linear_": "layers",
-    "scaled_mm": "scaled",
-    "sparse_attention": "sparse",
-    "swiglu": "gated",
+    "scaled_mm": "products.scaled",
+    "sparse_attention": "attention.sparse",
+    "swiglu": "products.gated",
     "tune_linear_": "layers",
 }
 

@@ -67,23 +67,16 @@ from torch.library import Library
 from tuner.base import forks
 from tuner.errors import TunerError
 from tuner.families.peers.sdpa_backward import may_be_nan
-from tuner.runtime import (
-    autograd,
-    devices,
-    dispatch,
-    finite_gradients,
-    guards,
-    handed_over,
-    native,
-)
-from tuner.runtime.attention_plan import TOO_FEW_TILES, AttentionCall, find_plan
-from tuner.runtime.bias import as_operand, fills_the_gpu
-from tuner.runtime.composed import Extras
-from tuner.runtime.gradients import gradients
-from tuner.runtime.plan import KernelPlan, Plan
-from tuner.runtime.refusal import Kind, Refusal
-from tuner.runtime.serving import answer
-from tuner.runtime.table import table
+from tuner.runtime.attention.attention_call import TOO_FEW_TILES, AttentionCall, find_plan
+from tuner.runtime.attention.bias import as_operand, fills_the_gpu
+from tuner.runtime.attention.composed import Extras
+from tuner.runtime.call import devices, dispatch, finite_gradients, guards, handed_over, native
+from tuner.runtime.call.plan import KernelPlan, Plan
+from tuner.runtime.call.refusal import Kind, Refusal
+from tuner.runtime.call.serving import answer
+from tuner.runtime.call.table import table
+from tuner.runtime.training import autograd
+from tuner.runtime.training.gradients import gradients
 
 Outputs = tuple[Any, ...]
 """Results of a backend's operator. After output and log-sum-exp come cumulative lengths of nested

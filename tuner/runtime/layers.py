@@ -25,8 +25,8 @@ from torch.nn.utils import parametrize
 from tuner.base import output
 from tuner.errors import ConfigError, TunerError
 from tuner.problem import Problem, listing
-from tuner.runtime import guards
-from tuner.runtime.products import linear, pose
+from tuner.runtime.call import guards
+from tuner.runtime.products.matmul import linear, pose
 
 _log = logging.getLogger("tuner.runtime")
 
@@ -220,7 +220,7 @@ def _kinds() -> Kinds:
     if _FP8_MODULE in sys.modules:
         from transformers.integrations.finegrained_fp8 import FP8Linear
 
-        from tuner.runtime.transformers_linear import TunedFP8Linear
+        from tuner.runtime.engines.transformers_linear import TunedFP8Linear
 
         kinds[FP8Linear] = TunedFP8Linear
     return kinds
@@ -266,7 +266,7 @@ def _held(module: torch.nn.Module, kind: type[torch.nn.Module]) -> str:
             return f"its {name} is a {type(tensor).__name__}"
     if kind in (torch.nn.Linear, TunedLinear):
         return ""
-    from tuner.runtime.transformers_linear import unserved
+    from tuner.runtime.engines.transformers_linear import unserved
 
     return unserved(module)
 

@@ -1,0 +1,1 @@
+"""Attention: plain, packed, paged, sparse, quantised, and the operators of compiled graphs."""

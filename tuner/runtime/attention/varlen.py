@@ -1,0 +1,405 @@
+"""Attention over packed sequences of different lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+
+from tuner.errors import ConfigError
+from tuner.problem import AttentionBackwardProblem, AttentionProblem
+from tuner.problem.attention import rounded
+from tuner.runtime.attention.attention_call import scale_of
+from tuner.runtime.call import devices, guards, native
+from tuner.runtime.call.plan import KernelPlan, Plan, Posed
+from tuner.runtime.call.refusal import Kind, Refusal
+from tuner.runtime.call.serving import Call, PlannedCall, find, serve
+from tuner.runtime.call.table import table
+from tuner.runtime.training.recorded import Tensors, recorded
+
+
+@dataclass(frozen=True)
+class _Sized(AttentionProblem):
+    """A call's problem, with the call's own numbers of packed rows in place of those that kernels
+    are measured with.
+    """
+
+    rows_q: int = 0
+    rows_kv: int = 0
+
+    @property
+    def total_q(self) -> int:
+        return self.rows_q
+
+    @property
+    def total_kv(self) -> int:
+        return self.rows_kv
+
+
+class _Packed(NamedTuple):
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    starts_q: torch.Tensor
+    starts_kv: torch.Tensor
+    longest_q: int
+    longest_kv: int
+    is_causal: bool
+    scale: float
+    enable_gqa: bool
+
+
+class VarlenCall(_Packed, Call):
+    """Attention over packed sequences."""
+
+    __slots__ = ()
+    aligned = 3
+    copied = "query", "key", "value"
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        return self[:5]
+
+    @property
+    def batch(self) -> int:
+        """Sequences, B."""
+        return int(self.starts_q.numel()) - 1
+
+    def refusal(self) -> Refusal | None:
+        query, key, value = tensors = self.query, self.key, self.value
+        if guards.wants_gradient(query, key, value):
+            return Refusal(Kind.GRADIENT, "kernels of variable lengths have no backward pass")
+        if refusal := guards.unscaled(self.scale):
+            return refusal
+        if not all([t.numel() for t in tensors]) or not (
+            self.batch and self.longest_q and self.longest_kv
+        ):
+            return Refusal(Kind.EMPTY)
+        if len({t.device for t in self.inputs}) > 1 or len({t.dtype for t in tensors}) > 1:
+            return Refusal(Kind.MIXED)
+        if not all([t.is_contiguous() for t in self.inputs]):
+            return Refusal(Kind.NOT_CONTIGUOUS)
+        if query.shape[1] != key.shape[1] and not self.enable_gqa:
+            return Refusal(Kind.GROUPED_HEADS)
+        return None
+
+    def kind(self) -> Hashable:
+        query = self.query
+        return (
+            *("varlen", query.shape[1:], self.key.shape[1], query.dtype, query.device),
+            *(self.is_causal, self.scale),
+            *map(rounded, (self.batch, self.longest_q, self.longest_kv)),
+        )
+
+    def pose(self) -> Posed:
+        query, key, value = self.query, self.key, self.value
+        guards.check_alike(query, key, value)
+        problem = AttentionProblem(
+            seqlen_q=rounded(self.longest_q),
+            seqlen_kv=rounded(self.longest_kv),
+            head_dim=query.shape[2],
+            batch=rounded(self.batch),
+            heads_q=query.shape[1],
+            heads_kv=key.shape[1],
+            is_causal=self.is_causal,
+            dtype=guards.DTYPES[query.dtype],
+            is_varlen=True,
+        )
+        return Posed(problem, self.scale)
+
+    def run(self, plan: Plan) -> torch.Tensor | Refusal:
+        out = table.run(*self._launch(plan))
+        return out if isinstance(out, Refusal) else out[0].transpose(0, 1)
+
+    def run_with_lse(self, plan: Plan) -> tuple[torch.Tensor, torch.Tensor] | Refusal:
+        """As `run`, with the log-sum-exp, fp32 (1, H, total_q)."""
+        found = table.run_with_lse(*self._launch(plan))
+        if isinstance(found, Refusal):
+            return found
+        out, lse = found
+        return out[0].transpose(0, 1), lse
+
+    def _launch(self, plan: Plan) -> tuple[Any, ...]:
+        """The plan with this call's sizes, and its inputs: the problem's have a batch of one."""
+        query, key, value, *starts = self.inputs
+        if isinstance(plan, KernelPlan):
+            sizes = self.batch, self.longest_q, self.longest_kv
+            plan = _sized(plan, sizes, query.shape, key.shape, self.scale)
+        return (plan, *[t.transpose(0, 1)[None] for t in (query, key, value)], *starts)
+
+    def by_pytorch(self) -> torch.Tensor:
+        """PyTorch's attention of each sequence; reads the lengths on the host."""
+        query, key, value = self.query, self.key, self.value
+        of_queries = _ends(self.starts_q, "cu_seqlens_q", query.shape[0], self.longest_q)
+        of_keys = _ends(self.starts_kv, "cu_seqlens_kv", key.shape[0], self.longest_kv)
+        done = []
+        for (first, last), keys in zip(pairwise(of_queries), pairwise(of_keys), strict=True):
+            rows, seen = query[first:last], slice(*keys)
+            if len(rows) and keys[0] < keys[1]:
+                one, keys_of, values_of = (
+                    t.transpose(0, 1)[None] for t in (rows, key[seen], value[seen])
+                )
+                options = None, 0.0, self.is_causal, self.scale, self.enable_gqa
+                out = native.attend(one, keys_of, values_of, *options)
+                done.append(out[0].transpose(0, 1))
+            else:
+                done.append(torch.zeros_like(rows))
+        return torch.cat([*done, torch.zeros_like(query[of_queries[-1] :])])
+
+
+@dataclass(frozen=True)
+class _SizedBackward(AttentionBackwardProblem):
+    """As `_Sized`, for gradients."""
+
+    rows_q: int = 0
+    rows_kv: int = 0
+
+    @property
+    def forward(self) -> AttentionProblem:
+        return _Sized(
+            seqlen_q=self.seqlen_q,
+            seqlen_kv=self.seqlen_kv,
+            head_dim=self.head_dim,
+            batch=self.batch,
+            heads_q=self.heads_q,
+            heads_kv=self.heads_kv,
+            is_causal=self.is_causal,
+            dtype=self.dtype,
+            is_varlen=True,
+            rows_q=self.rows_q,
+            rows_kv=self.rows_kv,
+        )
+
+
+class _PackedGradients(NamedTuple):
+    call: VarlenCall
+    """The call whose gradients these are, without a recorded gradient."""
+    out: torch.Tensor
+    lse: torch.Tensor
+    grad_out: torch.Tensor
+    is_deterministic: bool
+
+
+class PackedGradientsCall(_PackedGradients, PlannedCall):
+    """Gradients of attention over packed sequences."""
+
+    __slots__ = ()
+    aligned = 6
+
+    @property
+    def inputs(self) -> Tensors:
+        query, key, value, *starts = self.call.inputs
+        return (query, key, value, self.out, self.lse, self.grad_out, *starts)
+
+    def kind(self) -> Hashable:
+        return "varlen gradients", self.is_deterministic, self.call.kind()
+
+    def pose(self) -> Posed:
+        posed = self.call.pose()
+        assert isinstance(posed.problem, AttentionProblem)
+        problem = AttentionBackwardProblem.of(posed.problem, self.is_deterministic)
+        return Posed(problem, posed.scale)
+
+    def run(self, plan: Plan) -> Tensors | Refusal:
+        """Gradients of query, key and value."""
+        call, known = self.call, plan.problem
+        query, key = call.query, call.key
+        assert isinstance(known, AttentionBackwardProblem)
+        if isinstance(plan, KernelPlan):
+            problem = _SizedBackward(
+                seqlen_q=call.longest_q,
+                seqlen_kv=call.longest_kv,
+                head_dim=query.shape[2],
+                batch=call.batch,
+                heads_q=query.shape[1],
+                heads_kv=key.shape[1],
+                is_causal=known.is_causal,
+                dtype=known.dtype,
+                is_deterministic=known.is_deterministic,
+                is_varlen=True,
+                rows_q=query.shape[0],
+                rows_kv=key.shape[0],
+            )
+            plan = plan.sized(problem, call.scale)
+        *tensors, lse, grad_out, starts_q, starts_kv = self.inputs
+        laid = [t.transpose(0, 1)[None] for t in (*tensors, grad_out)]
+        found = table.run_all(plan, *laid[:4], lse, laid[4], starts_q, starts_kv)
+        if isinstance(found, Refusal):
+            return found
+        return tuple(grad[0].transpose(0, 1) for grad in found)
+
+
+def attention_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """softmax(scale * Q K^T + mask) V of each of B packed sequences.
+
+    Sequence b has the queries cu_seqlens_q[b]..cu_seqlens_q[b + 1] and the keys and values
+    cu_seqlens_kv[b]..cu_seqlens_kv[b + 1]; either range may be empty. Queries without keys have
+    zeros for their output.
+
+    PyTorch's attention answers calls that no tuned kernel serves, one sequence after the other. It
+    reads the lengths on the host, which waits for the device and cannot be captured in a CUDA
+    graph. Each such call is counted by its reason (`tuner.stats`). Kernels are selected by B and
+    the longest lengths, each rounded up to a power of two.
+
+    A tuned kernel does not check the lengths on the device. cu_seqlens must begin with 0, never
+    decrease, and end within the tensors, and no sequence may exceed the given longest lengths.
+    Values behind a sequence, up to the next whole tile, are multiplied by zero. An infinity or a
+    NaN there would reach the output, so all of `value` must be finite.
+
+    Args:
+        query: (total_q, H, D), fp16 or bf16; a tuned kernel needs contiguous tensors.
+        key: (total_kv, HKV, D), as `query`.
+        value: (total_kv, HKV, D), as `query`.
+        cu_seqlens_q: int32 (B + 1), on the tensors' device; B may be 0.
+        cu_seqlens_kv: int32 (B + 1), as `cu_seqlens_q`.
+        max_seqlen_q: queries of the longest sequence, or more.
+        max_seqlen_kv: keys of the longest sequence, or more.
+        is_causal: query i of a sequence sees its keys 0..i.
+        scale: factor of the scores; 1/sqrt(D) when None.
+        enable_gqa: let HKV be a divisor of H.
+
+    Returns:
+        (total_q, H, D), of the inputs' type. Rows beyond the last sequence's end are undefined, and
+        so are their gradients.
+
+    Raises:
+        ConfigError: on tensors that are not as above, or longest lengths below 0. PyTorch's
+            fallback also raises it on lengths that do not fit the tensors.
+        Whatever `scaled_dot_product_attention` raises on arguments that it refuses, and what CUDA
+        reports of an earlier kernel.
+    """
+    _check(query, key, value, cu_seqlens_q, cu_seqlens_kv)
+    for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_kv", max_seqlen_kv)):
+        if longest < 0:
+            raise ConfigError(f"{name}={longest} is out of range (allowed: 0 or more)")
+    query, key, value = guards.autocast(devices.TYPE, query, key, value)
+    lengths = cu_seqlens_q, cu_seqlens_kv, int(max_seqlen_q), int(max_seqlen_kv)
+    options = bool(is_causal), scale_of(query, scale), enable_gqa
+    call = VarlenCall(query, key, value, *lengths, *options)
+    if guards.wants_gradient(query, key, value) and not torch.compiler.is_compiling():
+        out = _attend_recorded(call)
+        if out is not None:
+            return out
+    return serve(call)
+
+
+def _check(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    starts_q: torch.Tensor,
+    starts_kv: torch.Tensor,
+) -> None:
+    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+    if any(t.dim() != 3 for t in (query, key, value)) or key.shape != value.shape:
+        raise ConfigError(f"{shapes} (allowed: (total_q, H, D) and twice (total_kv, HKV, D))")
+    if query.shape[2] != key.shape[2]:
+        raise ConfigError(f"{shapes} differ in D (allowed: one D)")
+    for name, starts in (("cu_seqlens_q", starts_q), ("cu_seqlens_kv", starts_kv)):
+        if starts.dtype != torch.int32 or starts.dim() != 1 or not starts.numel():
+            raise ConfigError(
+                f"{name} is {starts.dtype} {tuple(starts.shape)} (allowed: torch.int32 (B + 1,))"
+            )
+    if starts_q.shape != starts_kv.shape:
+        raise ConfigError(
+            f"cu_seqlens_q has {starts_q.numel()} entries, cu_seqlens_kv {starts_kv.numel()} "
+            "(allowed: B + 1 both)"
+        )
+
+
+@lru_cache(256)
+def _sized(
+    plan: KernelPlan,
+    sizes: tuple[int, int, int],
+    shape_q: torch.Size,
+    shape_kv: torch.Size,
+    scale: float,
+) -> KernelPlan:
+    """The plan with a call's B, longest lengths and numbers of rows."""
+    known = plan.problem
+    if not isinstance(known, AttentionProblem):
+        raise ConfigError(f"{known.op} has no packed sequences")
+    batch, longest_q, longest_kv = sizes
+    problem = _Sized(
+        seqlen_q=longest_q,
+        seqlen_kv=longest_kv,
+        head_dim=shape_q[2],
+        batch=batch,
+        heads_q=shape_q[1],
+        heads_kv=shape_kv[1],
+        is_causal=known.is_causal,
+        dtype=known.dtype,
+        is_varlen=True,
+        rows_q=shape_q[0],
+        rows_kv=shape_kv[0],
+    )
+    return plan.sized(problem, scale)
+
+
+def _ends(starts: torch.Tensor, name: str, rows: int, longest: int) -> list[int]:
+    """`starts` as integers on the host, checked; waits for the device."""
+    found: list[int] = starts.tolist()
+    lengths = [end - start for start, end in pairwise(found)]
+    falls = min(lengths, default=0) < 0
+    if found[0] != 0 or falls or found[-1] > rows:
+        raise ConfigError(
+            f"{name} runs from {found[0]} to {found[-1]}{', not in order' if falls else ''} "
+            f"(allowed: from 0, never decreasing, to {rows} at most)"
+        )
+    if max(lengths, default=0) > longest:
+        raise ConfigError(
+            f"{name} has a sequence of {max(lengths)} (allowed: up to max_seqlen, {longest})"
+        )
+    return found
+
+
+def _attend_recorded(call: VarlenCall) -> torch.Tensor | None:
+    """A tuned kernel's output whose gradients have a kernel too; None where PyTorch is to compute
+    both.
+    """
+    tensors = call.query, call.key, call.value
+    bare = call._replace(**_named([t.detach() for t in tensors]))
+    plan = find(bare)
+    if not isinstance(plan, Plan) or not plan.has_lse:
+        return None
+    lse = torch.empty(0, dtype=torch.float32, device="meta")
+    if not isinstance(find(_gradients_of(bare, bare.query, lse, bare.query)), Plan):
+        return None
+
+    def forward(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | Refusal:
+        return call._replace(**_named(inputs)).run_with_lse(plan)
+
+    def backward(inputs: Tensors, out: Any, lse: Any, grad_out: Any) -> Tensors | Refusal:
+        posed = _gradients_of(call._replace(**_named(inputs)), out, lse, grad_out.contiguous())
+        found = find(posed)
+        return posed.run(found) if isinstance(found, Plan) else found
+
+    def compose(*inputs: torch.Tensor) -> torch.Tensor:
+        return call._replace(**_named(inputs)).by_pytorch()
+
+    return recorded(tensors, forward, backward, compose)
+
+
+def _named(tensors: Any) -> dict[str, torch.Tensor]:
+    return dict(zip(("query", "key", "value"), tensors, strict=True))
+
+
+def _gradients_of(call: VarlenCall, out: Any, lse: Any, grad_out: Any) -> PackedGradientsCall:
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    return PackedGradientsCall(call, out, lse, grad_out, is_deterministic)

@@ -1,0 +1,201 @@
+"""Attention under a window or a soft cap as operators of torch, for graphs of torch.compile.
+
+Each call of a graph chooses at run time: a tuned kernel if there is one, else PyTorch's operations.
+These are slower than those that a graph holds without the operators. So graphs hold them only where
+kernels of the call's kind are proven when the graph is traced. They are separate from
+`tuner::attention`, whose fallback is one operator of PyTorch's.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, get_args
+
+import torch
+from torch.library import Library, register_autograd
+
+from tuner.errors import ConfigError, TunerError
+from tuner.families.fused_attention_backward import INSTANCES, instance
+from tuner.families.fused_attention_backward.rule import KERNELS, BackwardKind, kind_of, targets
+from tuner.hardware import HOPPER, Gpu
+from tuner.problem import AttentionBackwardProblem
+from tuner.runtime.attention.attention_call import AttentionCall
+from tuner.runtime.attention.composed import Extras, compose_with_lse, differentiate
+from tuner.runtime.attention.operators import Tensors, define, is_operable, run_with_lse
+from tuner.runtime.call import counters, devices, guards, handed_over, proven_kernels, serving
+from tuner.runtime.call.plan import Plan
+from tuner.runtime.call.refusal import Refusal
+from tuner.runtime.call.table import table
+from tuner.runtime.training.gradients import gradients_of
+from tuner.selection.domains import AttentionDomain, Mask, Phase
+
+_INPUTS = "Tensor query, Tensor key, Tensor value"
+_OPTIONS = "bool is_causal, float? scale, SymInt left, SymInt right, float softcap"
+_SCHEMAS = {
+    "window_attention": f"({_INPUTS}, {_OPTIONS}) -> Tensor",
+    "window_attention_with_lse": f"({_INPUTS}, {_OPTIONS}) -> (Tensor out, Tensor lse)",
+    "window_attention_backward": f"(Tensor grad_out, {_INPUTS}, Tensor out, Tensor lse, {_OPTIONS})"
+    " -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
+}
+_library = Library("tuner", "FRAGMENT")
+
+
+def operate(call: AttentionCall) -> torch.Tensor | None:
+    """A call of `tuner.attention` through the operators; None if PyTorch's operations suit a graph
+    better, which Inductor fuses. Only facts that hold for all calls of a graph are checked.
+    """
+    inputs, head_dim = call[:3], call.query.shape[3]
+    extras, softcap = call.extras, call.extras.softcap
+    if call.attn_mask is not None or call.dropout_p or not is_operable(*inputs, call.enable_gqa):
+        return None
+    is_windowed = extras.left >= 0 or (extras.right >= 0 and not call.is_causal)
+    if head_dim % 8 or head_dim > INSTANCES[-1]:
+        return None
+    columns, wants_gradient = instance(head_dim), guards.wants_gradient(*inputs)
+    if wants_gradient and torch.are_deterministic_algorithms_enabled():
+        return None
+    # A branch makes each name: comparisons of dynamic options are symbolic, not booleans.
+    window, cap = "window" if is_windowed else "", "softcap" if softcap > 0 else ""
+    query, is_causal = call.query, call.is_causal
+    if not _is_proven(query.device, query.dtype, columns, is_causal, window, cap, wants_gradient):
+        return None
+    options = call.is_causal, call.scale, extras.left, extras.right, softcap
+    if not wants_gradient:
+        out: torch.Tensor = torch.ops.tuner.window_attention(*inputs, *options)
+        return out
+    out, _ = torch.ops.tuner.window_attention_with_lse(*inputs, *options)
+    return out
+
+
+def _is_proven(
+    device: torch.device,
+    dtype: torch.dtype,
+    columns: int,
+    is_causal: bool,
+    window: str,
+    softcap: str,
+    wants_gradient: bool,
+) -> bool:
+    """True when proven kernels of a kind of call are on this machine, for a Hopper GPU.
+
+    The kind's gradients have a kernel in the portfolio. Where they are wanted it is proven, and so
+    is one of prompts forward; elsewhere one forward. Read once, when a graph is traced.
+
+    Args:
+        device: device of the tensors.
+        dtype: their type.
+        columns: columns of the instance (`BackwardKind`).
+        is_causal: mask of the attention.
+        window: a name under a window, else empty.
+        softcap: a name with a soft cap, else empty.
+        wants_gradient: the graph computes gradients.
+    """
+    kind = BackwardKind(columns, is_causal, False, bool(window), bool(softcap))
+    if kind not in KERNELS:
+        return False
+    try:
+        gpu = devices.gpu_of(-1 if device.index is None else device.index)
+        return gpu.compute_capability == HOPPER and _has_proven(gpu, dtype, kind, wants_gradient)
+    except (RuntimeError, AssertionError, TunerError):  # no such GPU, or a damaged file
+        return False
+
+
+# As `torch.compiler.assume_constant_result`, which imports all of dynamo.
+_is_proven._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _has_proven(gpu: Gpu, dtype: torch.dtype, kind: BackwardKind, wants_gradient: bool) -> bool:
+    mask: Mask = "windowed" if kind.is_windowed else "causal" if kind.is_causal else "full"
+    name = guards.DTYPES[dtype]
+    phases: tuple[Phase, ...] = ("prompt",) if wants_gradient else get_args(Phase)
+    forward = (
+        problem
+        for phase in phases
+        for problem in AttentionDomain(kind.columns, mask, phase, kind.has_softcap).problems(name)
+        if problem.is_causal == kind.is_causal
+    )
+    if not any(proven_kernels.has_proven(problem, gpu) for problem in forward):
+        return False
+    if not wants_gradient:
+        return True
+    gradients = (
+        problem
+        for problem in (target.problem for target in targets())
+        if isinstance(problem, AttentionBackwardProblem)
+        and (kind_of(problem), problem.dtype) == (kind, name)
+    )
+    return any(proven_kernels.has_proven(problem, gpu) for problem in gradients)
+
+
+def _call(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_causal: bool,
+    scale: float | None,
+    *extras: Any,
+) -> AttentionCall:
+    guards.check_heads(query, key, value)
+    options = None, 0.0, is_causal, scale, query.shape[1] != key.shape[1]
+    return AttentionCall(query, key, value, *options, Extras(*extras))
+
+
+def _attention(*arguments: Any) -> torch.Tensor:
+    call = _call(*arguments)
+    out = serving.answer(call)
+    return guards.laid_out_as(call.query, call.by_pytorch() if out is None else out)
+
+
+def _attention_with_lse(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    call = _call(*handed_over.checked(*arguments[:3]), *arguments[3:])
+    plan = serving.find(call)
+    compose = partial(compose_with_lse, *call[:3], call.is_causal, call.scale, call.extras)
+    return run_with_lse(plan, *call[:3], compose)
+
+
+def _attention_backward(grad_out: torch.Tensor, *arguments: Any) -> Tensors:
+    grad_out, query, key, value, out = handed_over.checked(grad_out, *arguments[:4])
+    lse, *options = arguments[4:]
+    call = _call(query, key, value, *options)
+    inputs = query, key, value
+    posed = gradients_of(call, inputs, out, lse, grad_out)
+    plan = serving.find(posed)
+    grads = table.run_all(plan, *posed.inputs) if isinstance(plan, Plan) else plan
+    if isinstance(grads, Refusal):
+        counters.count_fallback(grads.reason)
+        tensors = grad_out, *inputs, out, lse
+        grads = differentiate(*tensors, call.is_causal, call.scale, call.extras)
+    return tuple(guards.laid_out_as(t, g) for t, g in zip(inputs, grads, strict=True))
+
+
+define(_library, _SCHEMAS, _attention, _attention_with_lse, _attention_backward)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+    *tensors, ctx.is_causal, ctx.scale, ctx.left, ctx.right, ctx.softcap = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _differentiate(ctx: Any, grad_out: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
+    options = ctx.is_causal, ctx.scale, ctx.left, ctx.right, ctx.softcap
+    tensors = grad_out, *ctx.saved_tensors
+    return (*torch.ops.tuner.window_attention_backward(*tensors, *options), *(None,) * 5)
+
+
+def _refuse(ctx: Any, *_: torch.Tensor) -> tuple[Any, ...]:
+    """A second derivative.
+
+    Raises:
+        ConfigError: always.
+    """
+    raise ConfigError(
+        "a graph's attention under a window or a soft cap has no second derivatives (allowed: "
+        "outside of torch.compile)"
+    )
+
+
+register_autograd(
+    "tuner::window_attention_with_lse", _differentiate, setup_context=_keep, lib=_library
+)
+register_autograd("tuner::window_attention_backward", _refuse, lib=_library)

@@ -1,0 +1,225 @@
+"""Calls of an engine's attention layers, and the choice of a kernel once a step.
+
+Nothing here imports vLLM. A *step* is one metadata object of the engine: all layers of a kind
+share its table, lengths and choices. A *form* is the options of a layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from tuner import settings
+from tuner.config import Config
+from tuner.errors import ConfigError
+from tuner.runtime.attention.composed import Extras
+from tuner.runtime.attention.paged import PagedCall, paged_call, prepare
+from tuner.runtime.attention.paged_arguments import checked
+from tuner.runtime.attention.paged_composed import output_type
+from tuner.runtime.call import counters, guards
+from tuner.runtime.call.plan import KernelPlan
+from tuner.runtime.call.refusal import Kind, Refusal
+from tuner.runtime.call.table import table
+from tuner.selection.domains import AttentionDomain
+
+OTHERS = "vLLM's own FlashAttention"
+"""Name of the kernel that answers refused calls."""
+_NARROW = 64
+"""Head dimensions up to this: vLLM's engine answered prompts as fast."""
+_ROUNDED = 16
+"""Values between two powers of two that longest lengths are rounded up to, at most; this limits the
+number of sized plans."""
+
+
+def halves_of(cache: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values (pages, page size, HKV, D): views of the engine's cache."""
+    keys, values = cache.transpose(1, 2).split(width, dim=-1)
+    return keys, values
+
+
+@dataclass(slots=True)
+class EngineStep:
+    """One metadata object of the engine."""
+
+    table: torch.Tensor
+    """int32 (B, columns): pages of each sequence."""
+    used: torch.Tensor
+    """int32 (B,): keys of each sequence."""
+    starts: torch.Tensor
+    queries: int
+    """Queries of the longest sequence."""
+    keys: int
+    """Keys of the longest sequence, or more."""
+    tokens: int
+    """Queries of all sequences."""
+    is_causal: bool
+    refusal: Refusal | None
+    """Reason why no layer of the step is served."""
+    decisions: dict[Any, KernelPlan | Refusal] = field(default_factory=dict)
+    served: int = 0
+    refused: int = 0
+
+
+class Form(NamedTuple):
+    """The options of a layer."""
+
+    scale: float
+    extras: Extras
+    sinks: torch.Tensor | None
+    """fp32 (H,)."""
+    heads_kv: int
+    width: int
+    scales: tuple[torch.Tensor, ...] = ()
+    """Factors of e4m3 queries, keys and values: fp32 (H,), (HKV,) and (HKV,)."""
+
+
+def rounded(keys: int, room: int) -> int:
+    """`keys` rounded up to a step of `_ROUNDED`, to `room` at most."""
+    width = max(1, (1 << max(0, keys - 1).bit_length()) // _ROUNDED)
+    return min(room, -(-keys // width) * width)
+
+
+def run(
+    step: EngineStep,
+    form: Form,
+    kind: Any,
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    out: torch.Tensor,
+) -> bool:
+    """Write a layer's output by a tuned kernel; False and a counted reason when there is none.
+
+    Args:
+        step: the call's step.
+        form: the layer's options.
+        kind: key, equal for layers with equal forms.
+        query: (tokens or more, H, D).
+        cache: (pages, HKV, page size, 2 D), the engine's, with the step's keys and values.
+        out: (tokens or more, H, D), contiguous.
+    """
+    found = decide(step, form, kind, query, cache, out)
+    if isinstance(found, KernelPlan):
+        values = cache.narrow(-1, form.width, form.width)
+        if guards.is_misaligned((query, cache, values, out)):
+            found = Refusal(Kind.MISALIGNED)
+        else:
+            inputs = query, cache, values, step.table, step.used, step.starts
+            others = () if form.sinks is None else (form.sinks,)
+            answer = table.run_into(found, out, None, *inputs, *others, *form.scales)
+            if not isinstance(answer, Refusal):
+                step.served += 1
+                return True
+            found = step.refusal = answer  # the next step looks up again
+    step.refused += 1
+    counters.count_fallback(found.reason, OTHERS)
+    return False
+
+
+def decide(
+    step: EngineStep,
+    form: Form,
+    kind: Any,
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    out: torch.Tensor,
+) -> KernelPlan | Refusal:
+    """The loaded kernel that serves a call, or the reason why none does.
+
+    Arguments are as of `run`; the tensors' contents are not read.
+    """
+    key = kind, *_lies(query), *_lies(cache), *_lies(out)
+    found = step.decisions.get(key)
+    if found is None:
+        found = step.decisions[key] = _decided(step, form, query, cache, out)
+    return found
+
+
+def refuse(reason: Refusal, step: EngineStep | None = None) -> None:
+    """Count a call that the engine answers itself."""
+    if step is not None:
+        step.refused += 1
+    counters.count_fallback(reason.reason, OTHERS)
+
+
+def _lies(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _decided(
+    step: EngineStep, form: Form, query: torch.Tensor, cache: torch.Tensor, out: torch.Tensor
+) -> KernelPlan | Refusal:
+    if step.refusal is not None:
+        return step.refusal
+    if cache.dim() != 4 or (cache.shape[1], cache.shape[3]) != (form.heads_kv, 2 * form.width):
+        return Refusal(Kind.CACHE_LAYOUT, f"{tuple(cache.shape)}")
+    if cache.dtype != query.dtype:
+        return Refusal(Kind.CACHE_TYPE, f"{cache.dtype}, {query.dtype}")
+    if (limit := max_queries()) is not None and step.queries > limit:
+        return Refusal(Kind.QUERIES, f"TUNER_VLLM_QUERIES={limit}")
+    wanted = query.shape, output_type(query)
+    if (out.shape, out.dtype) != wanted or not out.is_contiguous():
+        return Refusal(Kind.TENSORS, f"output {out.dtype} {tuple(out.shape)}")
+    if limit is None and cache.dtype == torch.float8_e4m3fn:
+        return Refusal(Kind.SLOW_TYPE, str(cache.dtype))
+    try:
+        call = _call(step, form, query, cache)
+        is_slow = limit is None and is_slow_chunk(call)
+    except ConfigError as exc:
+        return Refusal(Kind.TENSORS, str(exc))
+    if is_slow:
+        return Refusal(Kind.SLOW_CHUNKS, f"D={form.width}")
+    found = prepare(call)
+    if limit is None and isinstance(found, KernelPlan) and is_slow_kernel(found.config, form.width):
+        return Refusal(Kind.SLOW_CHUNKS, f"D={form.width}")
+    return found
+
+
+def is_slow_chunk(call: PagedCall) -> bool:
+    """True for prompts and chunks of them above D = 64, whatever kernel they have.
+
+    Such steps are in the phase of prompts by their mean number of queries (`AttentionDomain`).
+
+    At D = 128 they have 0.96 to 1.03 of FlashAttention-3's speed against keys before, and 0.90 to
+    0.98 at prompts without (`scripts/benchmarks/README.md`).
+
+    Raises:
+        ConfigError: on types or sizes that no tuned kernel supports.
+    """
+    if call.query.shape[2] <= _NARROW:
+        return False
+    domain = AttentionDomain.holding(call.pose().problem)
+    return domain is not None and domain.phase == "prompt"
+
+
+def is_slow_kernel(config: Config, width: int) -> bool:
+    """True for kernels of chunks above D = 64, which steps of fewer queries may have, too."""
+    return width > _NARROW and int(config["warp_groups"]) > 1
+
+
+def _call(step: EngineStep, form: Form, query: torch.Tensor, cache: torch.Tensor) -> PagedCall:
+    """The call of a layer.
+
+    Raises:
+        ConfigError: on tensors that no tuned kernel takes.
+    """
+    keys, values = halves_of(cache, form.width)
+    longest = rounded(step.keys, step.table.shape[1] * keys.shape[1])
+    of_step = step.table, step.used, step.starts
+    checked(query, keys, values, *of_step, form.sinks, step.queries, longest)
+    tensors = query, keys, values, *of_step, form.sinks
+    options = step.is_causal, form.extras, form.scale
+    call = paged_call(*tensors, step.queries, longest, *options)
+    return call._replace(descales=form.scales)
+
+
+@cache
+def max_queries() -> int | None:
+    """``TUNER_VLLM_QUERIES``, read once.
+
+    Raises:
+        ConfigError: when it is out of range.
+    """
+    return settings.vllm_queries()

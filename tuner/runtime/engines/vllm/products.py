@@ -1,0 +1,212 @@
+"""The methods of vLLM's quantisation ``tuner``: each asks for own kernels, then its base's.
+
+They change nothing about weights. A call that is not served is vLLM's own, and its reason is
+counted (`tuner.stats`). In vLLM's compiled graphs the experts and products with factors of blocks
+are operators of their own; products of bf16 weights are the compiler's there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod, Fp8MoEMethod
+
+from tuner import settings
+from tuner.errors import ConfigError
+from tuner.problem import SCALE_BLOCK
+from tuner.runtime.call import counters, serving
+from tuner.runtime.call.refusal import Kind, Refusal
+from tuner.runtime.products import quantiser
+from tuner.runtime.products.experts import Layer, answer
+from tuner.runtime.products.matmul import linear
+from tuner.runtime.products.scaled import ScaledCall
+
+_BLOCK = [SCALE_BLOCK, SCALE_BLOCK]
+_PLAIN_BACKEND = "TRITON"
+"""vLLM's kernels of experts that leave the weights as they are loaded."""
+_ROWS = (1, 16, 64, 256, 2048)
+"""Rows for which a layer must have proven kernels before it is taken over."""
+_GATE_LIMITS = ("swiglu_alpha", "swiglu_beta", "swiglu_limit")
+
+_library = torch.library.Library("tuner_vllm", "DEF")
+_library.define("linear(Tensor x, Tensor weight, Tensor scale, Tensor? bias) -> Tensor")
+
+
+def _scaled_linear(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    return linear(x, weight, bias, weight_scale=scale)
+
+
+def _scaled_linear_shape(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+_library.impl("linear", _scaled_linear, "CUDA")
+torch.library.register_fake("tuner_vllm::linear", _scaled_linear_shape, lib=_library)
+
+
+def method_of(layer: torch.nn.Module) -> Any:
+    """The method of a layer in bf16; None where vLLM's own has no other."""
+    if isinstance(layer, LinearBase):
+        return TunerLinearMethod()
+    if isinstance(layer, RoutedExperts):
+        return TunerExpertsMethod(layer.moe_config)
+    return None
+
+
+class TunerFp8Config(Fp8Config):  # type: ignore[misc]  # vLLM is skipped
+    """Config of an fp8 checkpoint. Layers without factors of blocks keep vLLM's methods."""
+
+    name = ""
+
+    def get_name(self) -> str:
+        return self.name
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        found = super().get_quant_method(layer, prefix)
+        if type(found) is UnquantizedLinearMethod or type(found) is UnquantizedFusedMoEMethod:
+            return method_of(layer)
+        if self.weight_block_size != _BLOCK:
+            return found
+        if type(found) is Fp8LinearMethod:
+            method = TunerFp8LinearMethod(self)
+            method.marlin_input_dtype = found.marlin_input_dtype
+            return method
+        return TunerFp8ExpertsMethod(self, layer) if type(found) is Fp8MoEMethod else found
+
+
+class TunerLinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
+    """`tuner.linear` over weights of bf16; in a compiled graph vLLM's own."""
+
+    def apply(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """(..., K) to (..., N)."""
+        if torch.compiler.is_compiling():
+            out: torch.Tensor = super().apply(layer, x, bias)
+            return out
+        return linear(x, layer.weight, bias)
+
+
+class TunerFp8LinearMethod(Fp8LinearMethod):  # type: ignore[misc]
+    """`tuner.linear` over e4m3 weights with factors of blocks, where kernels are proven."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """As vLLM does it; then look for kernels, once a layer."""
+        super().process_weights_after_loading(layer)
+        reason = _unscaled(layer.weight, layer.weight_scale_inv)
+        if reason:
+            _count(layer, reason)
+        layer.tuner_serves = not reason
+
+    def apply(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """(..., K) to (..., N)."""
+        is_off = not torch.compiler.is_compiling() and settings.disabled()
+        if is_off or not layer.tuner_serves:
+            out: torch.Tensor = super().apply(layer, x, bias)
+            return out
+        product: torch.Tensor = torch.ops.tuner_vllm.linear(
+            x, layer.weight, layer.weight_scale_inv, bias
+        )
+        return product
+
+
+class TunerExpertsMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
+    """`tuner.moe` over weights of bf16."""
+
+    def apply(self, layer: Any, x: torch.Tensor, *tensors: Any, **named: Any) -> torch.Tensor:
+        """(T, H) to (T, H)."""
+        found = _experts(self, self.unquantized_backend, layer, x, (None, None), *tensors, **named)
+        out: torch.Tensor = super().apply(layer, x, *tensors, **named) if found is None else found
+        return out
+
+
+class TunerFp8ExpertsMethod(Fp8MoEMethod):  # type: ignore[misc]
+    """`tuner.moe` over e4m3 weights with factors of blocks."""
+
+    def apply(self, layer: Any, x: torch.Tensor, *tensors: Any, **named: Any) -> torch.Tensor:
+        """(T, H) to (T, H)."""
+        scales = layer.w13_weight_scale_inv, layer.w2_weight_scale_inv
+        found = _experts(self, self.fp8_backend, layer, x, scales, *tensors, **named)
+        out: torch.Tensor = super().apply(layer, x, *tensors, **named) if found is None else found
+        return out
+
+
+def _experts(
+    method: Any,
+    backend: Any,
+    layer: Any,
+    x: torch.Tensor,
+    scales: tuple[torch.Tensor | None, torch.Tensor | None],
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *shared: Any,
+    **also: Any,
+) -> torch.Tensor | None:
+    """The experts by own kernels; None, and a counted reason, where vLLM must answer.
+
+    vLLM computes shared experts outside of this method, since layers that exchange rows between
+    ranks are refused.
+    """
+    if reason := _unlike(method, backend, layer):
+        _count(layer, reason)
+        return None
+    if layer.expert_map is not None:  # of this rank, or -1
+        topk_ids = layer.expert_map[topk_ids.long()]
+    ids = topk_ids if topk_ids.dtype in (torch.int32, torch.int64) else topk_ids.int()
+    given = Layer(x, ids, topk_weights, layer.w13_weight, layer.w2_weight, *scales, "zipf")
+    try:
+        return answer(given)
+    except ConfigError as exc:
+        _count(layer, str(exc))
+        return None
+
+
+def _unlike(method: Any, backend: Any, layer: Any) -> str:
+    """Reason why a layer is not `tuner.moe`'s; empty: it is."""
+    if backend.name != _PLAIN_BACKEND:
+        return f"weights as {backend.name} has them (moe_backend='triton' leaves them as loaded)"
+    if method.moe.has_bias:
+        return "biases"
+    if layer.activation.name != "SILU":
+        return f"the activation {layer.activation.name}"
+    if limits := [name for name in _GATE_LIMITS if getattr(layer, name, None) is not None]:
+        return ", ".join(limits)
+    if layer.apply_router_weight_on_input:
+        return "the router's weights at the input"
+    if method.moe.moe_parallel_config.use_all2all_kernels:
+        return "experts of several ranks"
+    return ""
+
+
+def _unscaled(weight: torch.Tensor, scale: torch.Tensor) -> str:
+    """Reason why products with these weights are not the tuner's; empty: they are."""
+    rows, columns = weight.shape
+    blocks = -(-rows // SCALE_BLOCK), -(-columns // SCALE_BLOCK)
+    is_e4m3 = weight.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32
+    if not (is_e4m3 and weight.is_contiguous() and tuple(scale.shape) == blocks):
+        return "weights in another layout"
+    for count in _ROWS:
+        a = weight.new_empty(count, columns)
+        factors = quantiser.empty_factors(count, columns, weight.device)
+        given = a, weight.t(), factors, scale.t(), None, None, torch.bfloat16, True
+        if isinstance(found := serving.find(ScaledCall(*given)), Refusal):
+            return found.reason
+    return ""
+
+
+def _count(layer: Any, reason: str) -> None:
+    if not torch.compiler.is_compiling():
+        refusal = Refusal(Kind.EXPERTS, f"{type(layer).__name__}: {reason}")
+        counters.count_fallback(refusal.reason, by="vLLM")

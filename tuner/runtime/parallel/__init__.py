@@ -1,0 +1,1 @@
+"""Programs of several ranks: decisions that all share, and sequences split over them."""

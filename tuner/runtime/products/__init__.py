@@ -1,0 +1,1 @@
+"""Matrix products: plain, scaled, gated, grouped, and those of a layer of experts."""

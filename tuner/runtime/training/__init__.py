@@ -1,0 +1,1 @@
+"""Gradients of attention and of linear layers."""
