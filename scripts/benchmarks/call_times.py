@@ -10,18 +10,16 @@ CUDA graphs: one with the calls, one with the element-wise kernels only.
 from __future__ import annotations
 
 import contextlib
-import math
-import random
 import statistics
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from functools import partial
 from typing import Any
 
 from tuner.errors import TunerError
+from tuner.measure.rounds import median_interval, shuffled
 
 #: A graph holds as many calls as take about this long, within limits.
 GRAPH_US, MIN_CALLS, MAX_CALLS = 1200.0, 2, 40
@@ -31,8 +29,6 @@ EVICTED_BYTES = 160 << 20
 """Bytes that are read before a graph of several copies: three times an H100's L2 cache, where the
 copies of a small call stay together."""
 CONTROL = "control"
-CONFIDENCE = 0.95
-"""Probability that a `Ratio`'s interval holds the true median."""
 #: What a contender's code raises when it does not take such tensors, and a refused launch.
 FAILURES = (
     *(RuntimeError, TypeError, ValueError, AttributeError, AssertionError, ImportError),
@@ -98,24 +94,15 @@ def time_calls(
     if not graphs:
         return Times({}, failed)
     alone = {count: _captured(before, None, count, copies) for _, count in graphs.values()}
-    order: list[tuple[Any, list[float]]] = []
-    samples: dict[str, list[float]] = {name: [] for name in graphs}
-    behind: dict[int, list[float]] = {count: [] for count in alone}
-    order += [(graph, samples[name]) for name, (graph, _) in graphs.items()]
-    order += [(graph, behind[count]) for count, graph in alone.items()]
     evict = _evicting() if copies > 1 else _nothing
-    one_round = sum(_replayed(graph, evict) for graph, _ in order)  # the first replay of each
+    every = [*(graph for graph, _ in graphs.values()), *alone.values()]
+    replays = [partial(_replayed, graph, evict) for graph in every]
+    one_round = sum(replay() for replay in replays)  # the first replay of each
     rounds = min(MAX_ROUNDS, max(MIN_ROUNDS, round(budget_us / max(one_round, 1.0))))
-    chance = random.Random(0)
-    for _ in range(rounds):
-        chance.shuffle(order)
-        for graph, times in order:
-            times.append(_replayed(graph, evict))
-    medians = {count: statistics.median(times) for count, times in behind.items()}
-    us = {
-        name: (statistics.median(samples[name]) - medians[count]) / count
-        for name, (_, count) in graphs.items()
-    }
+    medians = dict(
+        zip([*graphs, *alone], map(statistics.median, shuffled(replays, rounds)), strict=True)
+    )
+    us = {name: (medians[name] - medians[count]) / count for name, (_, count) in graphs.items()}
     return Times(us, failed)
 
 
@@ -139,11 +126,8 @@ class Ratio:
     @classmethod
     def of(cls, reference: Sequence[float], times: Sequence[float]) -> Ratio:
         """The reference's times over others of the same rounds."""
-        ratios = sorted(first / other for first, other in zip(reference, times, strict=True))
-        count = len(ratios)
-        tails = list(accumulate(2 * math.comb(count, k) * 0.5**count for k in range(count)))
-        skipped = max(0, bisect_right(tails, 1 - CONFIDENCE) - 1)
-        return cls(statistics.median(ratios), ratios[skipped], ratios[-1 - skipped])
+        ratios = [first / other for first, other in zip(reference, times, strict=True)]
+        return cls(statistics.median(ratios), *median_interval(ratios))
 
     def verdict(self, control: Ratio) -> str:
         """``faster`` or ``slower`` than the reference, or ``tie``: an interval that contains 1 or

@@ -11,7 +11,7 @@ from tuner.errors import BenchmarkError, GateError
 from tuner.families.base import Family
 from tuner.measure import worker as worker_room
 from tuner.measure.bursts import Entrant
-from tuner.measure.stopwatch import Timing
+from tuner.measure.rounds import Timing
 from tuner.measure.tolerance import Verdict
 from tuner.measurement import Clocks, Status
 from tuner.problem import GemmProblem

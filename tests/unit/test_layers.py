@@ -51,6 +51,7 @@ RUNTIME_READS = (
     "compile.dispatcher",
     "compile.loading",
     "compile.single",
+    "measure.rounds",
     "selection",
 )
 #: Not loaded by any module that `runtime` loads when it is imported.

@@ -18,11 +18,12 @@ from tuner.errors import BenchmarkError
 from tuner.families.base import Family, Launch, Ref
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure import bursts as bursts_module
-from tuner.measure import device
+from tuner.measure import device, rounds
 from tuner.measure import stopwatch as benchmark
 from tuner.measure import subjects as subjects_module
 from tuner.measure.bursts import Burst, Entrant, Replay, count_calls, count_sets
-from tuner.measure.stopwatch import Stopwatch, Timing, summarize
+from tuner.measure.rounds import Timing, summarize
+from tuner.measure.stopwatch import Stopwatch
 from tuner.measure.subjects import CompiledSubject, Subject, VendorSubject
 from tuner.measurement import Clocks, Regime
 from tuner.problem import AttentionProblem, GemmProblem
@@ -243,21 +244,21 @@ def test_a_long_pass_seldom_chooses_what_is_more_than_a_tie_slower(clocks: list[
 def test_the_interval_of_a_median_holds_it_as_often_as_it_says(count: int) -> None:
     chance, misses = random.Random(count), 0
     for _ in range(4000):
-        low, high = benchmark.median_interval([chance.expovariate(1.0) for _ in range(count)])
+        low, high = rounds.median_interval([chance.expovariate(1.0) for _ in range(count)])
         misses += not low <= 0.693147 <= high
-    assert misses / 4000 <= benchmark.MISS + 0.01
+    assert misses / 4000 <= rounds.MISS + 0.01
 
 
 def test_few_values_have_their_range_for_an_interval() -> None:
-    assert benchmark.median_interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
-    assert benchmark.median_interval([5.0]) == (5.0, 5.0)
+    assert rounds.median_interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
+    assert rounds.median_interval([5.0]) == (5.0, 5.0)
 
 
 def test_places_are_decided_by_ratios_of_a_round() -> None:
     steady = [10.0, 11.0, 12.0, 13.0, 14.0, 15.0]
-    assert benchmark.is_decided([steady, [1.002 * t for t in steady], [2 * t for t in steady]])
+    assert rounds.is_decided([steady, [1.002 * t for t in steady], [2 * t for t in steady]])
     close = [t * (0.99 if i % 2 else 1.015) for i, t in enumerate(steady)]
-    assert not benchmark.is_decided([steady, close])
+    assert not rounds.is_decided([steady, close])
 
 
 class Eager(Subject):

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import random
-import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,8 +18,9 @@ from tuner.measure import device as device_module
 from tuner.measure.bursts import Burst, Entrant, Replay, count_calls, median_of, times_of
 from tuner.measure.device import Device
 from tuner.measure.round_order import RoundOrder
+from tuner.measure.rounds import Timing, is_decided, summarize
 from tuner.measure.subjects import Call
-from tuner.measurement import TIE, Clocks, Regime
+from tuner.measurement import Clocks, Regime
 
 #: Clocks ramp from idle (345 MHz on an H200) within this time.
 WARM_UP_US = 20_000.0
@@ -32,8 +31,6 @@ QUICK_REPLAYS = 7
 SLOW_US = 50_000.0
 #: Timed bursts of each subject in a round, after an untimed one.
 REPLAYS_A_ROUND = 3
-#: Relative deviation over the rounds from which a subject is timed again, then flagged.
-MAX_DEVIATION = 0.02
 #: A final pass whose rounds took this long continues only until every subject's rank relative to
 #: the fastest is decided (`is_decided`), and ends undecided at the limit.
 LONG_PASS_US = 3_000_000.0
@@ -42,27 +39,6 @@ PASS_LIMIT_US = 15_000_000.0
 MIN_ROUNDS = 8
 #: An undecided long pass has at most this many times the requested rounds.
 MAX_PASSES = 3
-#: Probability that a ratio's interval misses the ratio, at each look.
-MISS = 0.05
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Times of a call over `rounds` rounds, in microseconds."""
-
-    median_us: float
-    std_us: float
-    rounds: int
-    flags: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, samples: Sequence[float]) -> Timing:
-        spread = statistics.stdev(samples) if len(samples) > 1 else 0.0
-        return cls(statistics.median(samples), spread, len(samples))
-
-    @property
-    def is_noisy(self) -> bool:
-        return self.std_us >= MAX_DEVIATION * self.median_us
 
 
 @dataclass
@@ -280,56 +256,6 @@ class Stopwatch:
         return [self._device.elapsed_us(start, end) for start, end in itertools.pairwise(events)]
 
 
-def is_decided(samples: Sequence[Sequence[float]]) -> bool:
-    """True if further rounds could change the fastest subject only within a tie.
-
-    It is true if each other subject's ratio to the fastest has an interval (`median_interval`)
-    narrower than `TIE`, or above 1 + `TIE`.
-
-    Args:
-        samples: times of each subject, one a round, over the same rounds.
-    """
-    medians = [statistics.median(series) for series in samples]
-    fastest = samples[medians.index(min(medians))]
-    for series in samples:
-        if series is not fastest:
-            pairs = zip(series, fastest, strict=False)
-            low, high = median_interval([one / best for one, best in pairs])
-            if high - low > TIE and low < 1 + TIE:
-                return False
-    return True
-
-
-def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Confidence interval of the median by the sign test, for any distribution.
-
-    From six values on, it misses the median with a probability of at most `MISS`. For fewer values
-    it is their range.
-    """
-    ordered, count = sorted(values), len(values)
-    rank, below = 0, 0.0  # probability that at most `rank` values are below the median
-    while rank < count // 2:
-        below += math.comb(count, rank) / 2**count
-        if 2 * below > MISS:
-            break
-        rank += 1
-    left = max(rank - 1, 0)
-    return ordered[left], ordered[count - 1 - left]
-
-
 def _all(calls: Iterable[Call]) -> None:
     for call in calls:
         call()
-
-
-def summarize(seen: Sequence[Clocks]) -> Clocks:
-    """Median clocks over the rounds, the highest temperature, and every throttle reason."""
-    if not seen:
-        return Clocks()
-    return Clocks(
-        sm_mhz=round(statistics.median(c.sm_mhz for c in seen)),
-        memory_mhz=round(statistics.median(c.memory_mhz for c in seen)),
-        temperature_c=max(c.temperature_c for c in seen),
-        power_w=round(statistics.median(c.power_w for c in seen), 1),
-        throttle=tuple(sorted({reason for c in seen for reason in c.throttle})),
-    )

@@ -55,7 +55,8 @@ from tuner.measure.kernel_times import again_text, alone_us, described, device_u
 from tuner.measure.log_sum_exp import lse_bytes
 from tuner.measure.predecessor import predecessor
 from tuner.measure.request import CandidateOutcome, RequestedCandidate, WorkerRequest
-from tuner.measure.stopwatch import Stopwatch, Timing
+from tuner.measure.rounds import Timing
+from tuner.measure.stopwatch import Stopwatch
 from tuner.measure.subjects import WORKSPACE, CompiledSubject, Subject, VendorSubject, import_torch
 from tuner.measure.tolerance import Verdict, too_fast
 from tuner.measurement import Status

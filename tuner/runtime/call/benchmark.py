@@ -16,11 +16,11 @@ import json
 import logging
 import math
 import os
-import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -239,26 +239,20 @@ def _time(
 
     A contender whose launch was refused has an infinite time. None when memory ran out.
     """
-    plans: dict[Config | None, Plan | None] = {None: None}
-    plans.update(contenders.items())
-    samples: dict[Config | None, list[float]] = {config: [] for config in plans}
-    rounds, order, shuffle = ROUNDS.start, list(plans), random.Random(0).shuffle
+    # Its imports would be part of every program's first call.
+    from statistics import median
+
+    from tuner.measure.rounds import shuffled
+
+    plans: dict[Config | None, Plan | None] = {None: None, **contenders}
+    samplers = [partial(_sample, plan, run, is_cold) for plan in plans.values()]
     try:
-        for config in order:  # loads, plans and warms up
-            samples[config].append(_sample(plans[config], run, is_cold))
-        took = sum(sum(times) for times in samples.values()) * CALLS
+        took = sum(sample() for sample in samplers) * CALLS  # loads, plans and warms up
         rounds = max(ROUNDS.start, min(ROUNDS.stop - 1, int(BUDGET_US / max(took, 1.0))))
-        for times in samples.values():
-            times.clear()
-        for _ in range(rounds):
-            shuffle(order)
-            for config in order:
-                samples[config].append(_sample(plans[config], run, is_cold))
+        samples = shuffled(samplers, rounds)
     except torch.OutOfMemoryError:
         return None
-    from statistics import median  # its imports would be part of every program's first call
-
-    return {config: median(times) for config, times in samples.items()}
+    return dict(zip(plans, map(median, samples), strict=True))
 
 
 def _sample(plan: Plan | None, run: Run, is_cold: bool) -> float:
