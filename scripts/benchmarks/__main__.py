@@ -13,10 +13,8 @@ from tuner.cli import ended
 NAMES = (
     "append",
     "backward",
-    "batching",
     "block",
     "compile_ways",
-    "context_parallel",
     "counters",
     "dispatch",
     "e4m3",
@@ -25,7 +23,6 @@ NAMES = (
     "fp8_attention",
     "gpus",
     "layers",
-    "logits",
     "masks",
     "models",
     "moe",

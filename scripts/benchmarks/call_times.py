@@ -10,9 +10,10 @@ CUDA graphs: one with the calls, one with the element-wise kernels only.
 from __future__ import annotations
 
 import contextlib
+import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -163,6 +164,8 @@ def time_host(
 ) -> HostTimes:
     """Wall time of bursts of calls; the order of the contenders turns about with every round.
 
+    Garbage is collected between the rounds only: it would lengthen some bursts at random.
+
     Args:
         contenders: each was called once before.
         calls: calls of a burst, with copy 0 to `calls` - 1; the launch queue holds 1024.
@@ -176,20 +179,35 @@ def time_host(
         wait = torch.cuda.synchronize
     order = _with_control(contenders)
     times: dict[str, list[float]] = {one.name: [] for one in order}
-    for turn in range(rounds):
-        for one in order if turn % 2 else reversed(order):
-            with one.around():
-                one.call(0)  # the processor's caches hold this contender's code, not another's
-                wait()
-                start = time.perf_counter()
-                for i in range(calls):
-                    one.call(i)
-                if is_waiting:
+    with _uncollected():
+        for turn in range(rounds):
+            gc.collect()
+            for one in order if turn % 2 else reversed(order):
+                with one.around():
+                    one.call(0)  # the processor's caches hold this contender's code, not another's
                     wait()
-                spent = time.perf_counter() - start
-                wait()
-            times[one.name].append(spent * 1e6 / calls)
+                    start = time.perf_counter()
+                    for i in range(calls):
+                        one.call(i)
+                    if is_waiting:
+                        wait()
+                    spent = time.perf_counter() - start
+                    wait()
+                times[one.name].append(spent * 1e6 / calls)
     return HostTimes(times)
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without garbage collection; what is there now is left out of those that are asked for."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
 def first_line(exc: BaseException) -> str:

@@ -7,6 +7,7 @@ by the peer where it was built for that, else by PyTorch's operations before the
 
 from __future__ import annotations
 
+import importlib.util
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from {__name__} import appends
 
 appends()
 """
+Window = tuple[int, int]
 
 
 def written(folder: Path) -> Path:
@@ -37,10 +39,11 @@ def written(folder: Path) -> Path:
     return folder
 
 
-def is_there() -> bool:
-    """True if the folder of peers has the build."""
+def stands_in() -> bool:
+    """True if Python has no such package, and the folder of peers has the build."""
     folder = settings.peers_path()
-    return folder is not None and (folder / "fa3_serving.py").is_file()
+    has_build = folder is not None and (folder / "fa3_serving.py").is_file()
+    return has_build and importlib.util.find_spec(MODULE) is None
 
 
 @cache
@@ -59,7 +62,7 @@ def attention(
     v: Any,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Window = (-1, -1),
     softcap: float = 0.0,
 ) -> Any:
     """Attention of (B, S, H, D) tensors."""
@@ -80,19 +83,14 @@ def packed(
     max_seqlen_k: int,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Window = (-1, -1),
     softcap: float = 0.0,
 ) -> Any:
     """Attention of packed sequences, (total, H, D)."""
-    return _peer().fwd(
-        *(q, k, v, cu_seqlens_q, int(max_seqlen_q)),
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_k=int(max_seqlen_k),
-        scale=softmax_scale,
-        causal=causal,
-        window=tuple(window_size),
-        softcap=softcap,
-    )
+    lengths = {"cu_seqlens_k": cu_seqlens_k, "max_seqlen_k": int(max_seqlen_k)}
+    options = {"scale": softmax_scale, "causal": causal, "window": tuple(window_size)}
+    queries = cu_seqlens_q, int(max_seqlen_q)
+    return _peer().fwd(q, k, v, *queries, softcap=softcap, **lengths, **options)
 
 
 def over_cache(
@@ -105,43 +103,24 @@ def over_cache(
     page_table: Any = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Window = (-1, -1),
     softcap: float = 0.0,
 ) -> Any:
-    """Attention over a paged cache, of (B, SQ, H, D) queries.
+    """Attention of (B, SQ, H, D) over a cache of pages (pages, page size, HKV, D).
 
-    Args:
-        q: queries.
-        k_cache: (pages, page size, HKV, D), as `v_cache`.
-        v_cache: values.
-        k: new keys (B, SQ, HKV, D), which are written behind those that are there.
-        v: new values.
-        cache_seqlens: int32 (B,), keys of each sequence before.
-        page_table: int32 (B, columns).
-        softmax_scale: scale of the scores; None: 1 / sqrt(D).
-        causal: bottom-right.
-        window_size: keys before and behind a query's own; -1: all.
-        softcap: soft cap of the scores; 0: none.
+    New keys and values, (B, SQ, HKV, D), are written behind the ``cache_seqlens`` of each sequence.
     """
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    longest = page_table.shape[1] * k_cache.shape[1]
+    options: dict[str, Any] = {"scale": scale, "causal": causal, "softcap": softcap}
+    options["window"], used = tuple(window_size), cache_seqlens
     if k is not None and appends():
-        given = q, k_cache, v_cache, k, v, cache_seqlens, page_table, longest
-        return _appended(*given, scale, causal, *window_size, softcap)
-    used = cache_seqlens
+        return _appended(q, k_cache, v_cache, k, v, used, page_table, **options)
     if k is not None:
-        _append(k_cache, v_cache, k, v, used, page_table)
+        append(k_cache, v_cache, k, v, used, page_table)
         used = used + k.shape[1]
-    return _peer().fwd(
-        *(q, k_cache, v_cache),
-        page_table=page_table,
-        seqused_k=used,
-        max_seqlen_k=longest,
-        scale=scale,
-        causal=causal,
-        window=tuple(window_size),
-        softcap=softcap,
-    )
+    longest = page_table.shape[1] * k_cache.shape[1]
+    pages = {"page_table": page_table, "seqused_k": used, "max_seqlen_k": longest}
+    return _peer().fwd(q, k_cache, v_cache, **pages, **options)
 
 
 @cache
@@ -149,62 +128,28 @@ def appends() -> bool:
     """True if the peer was built to write new keys and values; asked where nothing is captured."""
     import torch
 
-    query, key, value, keys, values = _drawn("cuda")
-    others = keys.clone(), values.clone()
-    table = torch.tensor([[2, 0], [1, 3]], dtype=torch.int32, device="cuda")
-    used = torch.tensor([3, 17], dtype=torch.int32, device="cuda")
+    # Nothing is drawn: Transformers imports the package while it draws a model's weights.
+    shapes = (1, 1, 4, 64), *[(2, 16, 2, 64)] * 2, *[(1, 1, 2, 64)] * 2
+    tensors = [torch.ones(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes]
+    used, table = (torch.ones(shape, dtype=torch.int32, device="cuda") for shape in (1, (1, 1)))
     try:
-        found = _appended(
-            query, keys, values, key, value, used, table, 32, 0.125, True, -1, -1, 0.0
-        )
+        _appended(*tensors, used, table, scale=0.1, causal=True, window=(-1, -1), softcap=0.0)
     except (RuntimeError, TypeError):
         return False
-    _append(*others, key, value, used, table)
-    wanted = _peer().fwd(
-        query, *others, page_table=table, seqused_k=used + 1, max_seqlen_k=32, scale=0.125
-    )
-    same = all(map(torch.equal, (keys, values), others))
-    return same and torch.allclose(found, wanted, rtol=2e-2, atol=2e-2)
+    return True
 
 
-def _drawn(device: str) -> list[Any]:
-    """Queries, new keys and values, and caches of four pages of 16 slots.
-
-    Transformers imports the package while it draws a model's weights, so they come of a generator
-    of their own.
-    """
-    import torch
-
-    draw = torch.Generator(device).manual_seed(0)
-    shapes = *((2, 1, heads, 64) for heads in (4, 2, 2)), *[(4, 16, 2, 64)] * 2
-    on = {"dtype": torch.bfloat16, "device": device, "generator": draw}
-    return [torch.randn(shape, **on) for shape in shapes]
-
-
-def _appended(
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    k: Any,
-    v: Any,
-    used: Any,
-    table: Any,
-    longest: int,
-    scale: float,
-    causal: bool,
-    left: int,
-    right: int,
-    softcap: float,
-) -> Any:
-    """The peer's operator with new keys and values."""
+def _appended(*tensors: Any, scale: float, causal: bool, window: Window, softcap: float) -> Any:
+    """The peer's operator with new keys and values, by the arguments of `over_cache`."""
+    *queries, used, table = tensors
+    longest = table.shape[1] * queries[1].shape[1]
     return _peer()._ops.fwd(
-        *(q, k_cache, v_cache, k, v, None, None, None, None, None, None),
-        *(used, None, longest, table, *[None] * 8),
-        *(scale, causal, left, right, softcap, True, None, 0, None, 0, None, 1, 0, None),
+        *(*queries, *[None] * 6, used, None, longest, table, *[None] * 8),
+        *(scale, causal, *window, softcap, True, None, 0, None, 0, None, 1, 0, None),
     )[0]
 
 
-def _append(k_cache: Any, v_cache: Any, k: Any, v: Any, used: Any, table: Any) -> None:
+def append(k_cache: Any, v_cache: Any, k: Any, v: Any, used: Any, table: Any) -> None:
     """Write new keys and values to their slots. Those behind the table's rows, as a graph's padding
     has them, are written nowhere.
     """
@@ -218,8 +163,7 @@ def _append(k_cache: Any, v_cache: Any, k: Any, v: Any, used: Any, table: Any) -
     has_place &= (pages >= 0) & (pages < k_cache.shape[0])
     # Sums of bits: what has no place adds nothing to a slot that another row may write.
     pages, slots = pages * has_place, at % size * has_place
-    kind = torch.int16 if k.element_size() == 2 else torch.int32
-    for cache_, new in ((k_cache, k), (v_cache, v)):
-        bits = cache_.view(kind)
-        more = (new.view(kind) - bits[pages, slots]) * has_place[..., None, None]
+    for cached, new in ((k_cache, k), (v_cache, v)):
+        bits = cached.view(torch.int16)
+        more = (new.view(torch.int16) - bits[pages, slots]) * has_place[..., None, None]
         bits.index_put_((pages, slots), more, accumulate=True)

@@ -1,238 +1,86 @@
-"""``scripts/bench models``: calls of whole models that the tuner answers, and tokens a second.
+"""Whole models: calls that the tuner answers, and tokens a second beside PyTorch's.
 
-Models of real architectures with random weights, from Transformers and in plain PyTorch. Each runs
-in four modes: eager and compiled, each forward and training. Decoders also generate token by token,
-over a cache that grows and over a static one. Four ways through each: PyTorch's own attention,
-``attn_implementation="tuner"``, PyTorch's under `tuner.enable`, and this with linear layers by
-`tune_linear_`. A training pass is forward, backward, and a step of AdamW at a learning rate of 0,
-which leaves the weights equal.
+Models of real architectures with random weights, from Transformers and in plain PyTorch, a few
+layers deep. A preset is a way to run them. Decoders also generate token by token, over a cache that
+grows and over a static one. Contenders are PyTorch's attention, ``attn_implementation="tuner"``,
+PyTorch's under `tuner.enable` (``tuner``), and this with linear layers by `tune_linear_`. A
+training pass is forward, backward, and a step of AdamW at a learning rate of 0, which leaves the
+weights equal.
 
-Figures of a model:
-
-- hits and refusals by reason of one pass (`tuner.stats`)
-- attention calls that were neither: each model has one a layer, and a graph may bypass the tuner
-- tokens a second beside PyTorch's: the median of interleaved passes, and of their ratios with a
-  95 % interval
-- the control: PyTorch's second pass of a round over its first
-- a verdict: a tie where the interval contains 1 or overlaps the control's (`paired.py`)
-- share of a pass until its last kernel is enqueued: near 1 the host is the limit, not the GPU
-- difference of the output from PyTorch's
+The table has the calls of one pass by what answered them. *Unseen* are attention calls that nothing
+answered: a graph may bypass the tuner. *Host* is the share of a pass until its last kernel is
+enqueued: near 1 the host is the limit, not the GPU. Logits are compared with fp64 instead, with
+the fused kernel forced onto every attention call.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
-import gc
 import importlib
-import math
-import random
 import statistics
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import partial
-from itertools import product
-from pathlib import Path
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
-from benchmarks import file_head
-from benchmarks.child import Worker, answer_indices
-from benchmarks.gpu import no_gpu
-from benchmarks.paired import Ratio, ratio
-from tuner.base.output import check_place
-from tuner.base.processes import python_command
-from tuner.bench.results import write_json
+from benchmarks import harness
+from benchmarks.call_times import CONTROL, Contender, Ratio, first_line
+from benchmarks.harness import Bench, Preset, Row
+from benchmarks.rows import PYTORCH, TUNER, markdown
 from tuner.cli import Parser
-from tuner.errors import ConfigError
-from tuner.measure.device import detect
-from tuner.measure.device import environment as device_environment
-from tuner.selection.describe import table
 
-MODELS = (
-    "llama", "phi3", "gpt2", "gemma2", "bert", "bert-padded", "vit", "whisper", "flux",
-)  # fmt: skip
-DECODERS = "llama", "phi3", "gpt2", "gemma2"
-"""Models that generate."""
-CACHES = {"decoding": "growing", "static decoding": "static"}
-"""Modes of decoders, and the kind of their cache."""
-MODES = ("eager", "compiled", "training", "compiled training", *CACHES)
-TORCH, IMPLEMENTATION, ENABLED = "torch", "attn_implementation", "enable"
-LAYERS = "enable+layers"
-WAYS = (TORCH, IMPLEMENTATION, ENABLED, LAYERS)
-LIMIT_S = 300.0
-"""For all ways of a model in one mode; compiling takes most of it."""
-ROUNDS, PASSES = 9, 3
-GENERATED = 32
-"""Tokens that a decoder generates in a pass, the last of its batch's."""
-AGAIN = "torch again"
+GROUPS = {
+    "decoders": ("llama", "phi3", "gpt2", "gemma2"),
+    "encoders": ("bert", "bert-padded", "vit", "whisper"),
+    "diffusion": ("flux",),
+}
+IMPLEMENTATION, LAYERS = "tuner attn_implementation", "tuner layers"
+WAYS = (PYTORCH, TUNER, IMPLEMENTATION, LAYERS)
+PASSES = 3
+"""Passes that are timed together, but of a generation."""
+CACHES = {"decoding": "DynamicCache", "static_decoding": "StaticCache"}
 HEADING = (
-    "model", "mode", "way", "hits", "selected", "refused", "unseen", "tokens/s", "over torch",
-    "interval", "verdict", "host", "error", "reasons",
-)  # fmt: skip
+    *("case", "way", "hits", "refused", "unseen", "tokens/s", "over PyTorch", "interval"),
+    *("verdict", "host", "error", "reasons"),
+)
+FORCED = "fused_attention"
+SEEDS, TOP = 3, 4
+"""Random models of each kind, and tokens that a search of as many beams looks at."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure every model in every mode; 1 when one of them has no figures."""
-    args = _parser().parse_args(argv)
-    todo = [
-        (model, mode)
-        for model, mode in product(args.models, args.modes)
-        if mode not in CACHES or model in DECODERS
-    ]
-    for name, value in (("layers", args.layers), ("rounds", args.rounds)):
-        if value < 1:
-            raise ConfigError(f"--{name} {value} is out of range (allowed: 1 and more)")
-    if not todo:
-        raise ConfigError(f"no model generates (allowed with such modes: {', '.join(DECODERS)})")
-    if args.worker:
+@dataclass(frozen=True)
+class Run:
+    """A model in one mode; `heads`, `batch` and `tokens` at 0 are the public model's.
 
-        def measured(index: int) -> dict[str, Any]:
-            options = {"rounds": args.rounds, "time_limit_s": args.time_limit}
-            return measure(*todo[index], args.layers, args.device, args.ways, **options)
-
-        return answer_indices(measured, args.device == "cuda")
-    if args.device == "cuda" and detect() is None:
-        raise no_gpu("--device cpu")
-    if args.json:
-        check_place(args.json)
-    given = list(sys.argv[2:] if argv is None else argv)
-    command = python_command("-m", "benchmarks", "models", *given, "--worker")
-    rows: list[dict[str, Any]] = []
-    document = {"environment": environment() if args.device == "cuda" else {}, "rows": rows}
-    with Worker(command, args.limit) as worker:
-        for index, (model, mode) in enumerate(todo):
-            print(f"models: {model}, {mode} ...", file=sys.stderr, flush=True)
-            rows.append({"model": model, "mode": mode, **worker.ask(index)})
-            if args.json:
-                write_json(args.json, document)
-    print(report(rows))
-    return int(any("lost" in row for row in rows))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="scripts/bench models",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--models",
-        type=partial(_names, MODELS),
-        default=list(MODELS),
-        help="models between commas (default: all)",
-    )
-    parser.add_argument(
-        "--modes",
-        type=partial(_names, MODES),
-        default=list(MODES),
-        help="modes between commas (default: all)",
-    )
-    parser.add_argument(
-        "--ways",
-        type=partial(_names, WAYS),
-        default=list(WAYS),
-        help="ways between commas (default: all)",
-    )
-    parser.add_argument("--layers", type=int, default=4, help="layers of each model")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds of timing (default 9)")
-    parser.add_argument(
-        "--time-limit",
-        type=float,
-        default=math.inf,
-        metavar="SECONDS",
-        help="start no further round of a model and mode after so long (default: none)",
-    )
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write every figure there")
-    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for a model and mode")
-    parser.add_argument(
-        "--device",
-        choices=("cuda", "cpu"),
-        default="cuda",
-        help="device of the models (default cuda)",
-    )
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    return parser
-
-
-def _names(allowed: Sequence[str], text: str) -> list[str]:
-    names = text.split(",")
-    for name in names:
-        if name not in allowed:
-            raise argparse.ArgumentTypeError(
-                f"'{name}' is not known (allowed: {', '.join(allowed)})"
-            )
-    return names
-
-
-def environment() -> dict[str, Any]:
-    """Versions that the figures depend on."""
-    import torch
-
-    try:
-        import transformers
-    except ImportError:
-        version = "none"
-    else:
-        version = transformers.__version__
-    facts = {
-        "gpu": torch.cuda.get_device_name(),
-        **device_environment().facts,
-        "torch": torch.__version__,
-        "transformers": version,
-        "cudnn": torch.backends.cudnn.version(),
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
-    return file_head.complete(facts)
-
-
-def measure(
-    model: str,
-    mode: str,
-    layers: int,
-    device: str = "cuda",
-    ways: Sequence[str] = WAYS,
-    rounds: int = ROUNDS,
-    sizes: Any = None,
-    time_limit_s: float = math.inf,
-) -> dict[str, Any]:
-    """Figures of each way through a model in a mode, or why it has none.
-
-    Args:
-        model: one of `MODELS`.
-        mode: one of `MODES`; those of `CACHES` for `DECODERS`.
-        layers: number of layers of the model.
-        device: device of its weights.
-        ways: some of `WAYS`.
-        rounds: number of timed rounds.
-        sizes: in place of the public model's (`models_built.Sizes`).
-        time_limit_s: seconds after which no further round starts.
+    A decoder generates the last `new` of its tokens.
     """
-    import torch
 
-    from benchmarks.call_times import first_line
-    from benchmarks.models_built import BUILDS, Sizes
+    model: str
+    mode: str
+    heads: int = 0
+    batch: int = 0
+    tokens: int = 0
+    new: int = 32
+    seed: int = 0
 
-    torch.compiler.reset()  # here only: it would have the other ways compiled again
-    torch.manual_seed(0)
-    dtype = torch.bfloat16
-    built = BUILDS[model](sizes or Sizes(layers=layers), dtype, device)
-    make = _generation if mode in CACHES else _pass
-    passes: dict[str, Pass] = {}
-    found: dict[str, Any] = {"layers": layers, "ways": {}}
-    for way in ways:
-        try:
-            passes[way] = make(built, way, mode)
-            found["ways"][way] = _answers(passes[way])
-        except Exception as exc:
-            passes.pop(way, None)
-            found["ways"][way] = {"failed": first_line(exc)}
-    _time(passes, found["ways"], rounds, device, time_limit_s)
-    _compare(passes, found["ways"])
-    return found
+    @property
+    def label(self) -> str:
+        """Model, mode and seed."""
+        return f"{self.model}, {self.mode}" + (f", seed {self.seed}" if self.seed else "")
+
+    @property
+    def group(self) -> str:
+        """Kind of the model."""
+        return next(name for name, models in GROUPS.items() if self.model in models)
+
+
+def runs(mode: str, _: Namespace) -> list[Run]:
+    """Every model, or every decoder where it generates."""
+    groups = ["decoders"] if mode in CACHES else list(GROUPS)
+    return [Run(model, mode) for name in groups for model in GROUPS[name]]
 
 
 @dataclass(frozen=True)
@@ -243,19 +91,58 @@ class Pass:
     """Computes the output, detached."""
     tokens: int
     """Tokens, patches or frames of a pass."""
-    calls: int
-    """Times that a pass goes through the model's layers."""
-    prepare: Callable[[], None] = lambda: None
-    """Runs before each pass, untimed."""
-    count: int = 1
-    """Passes that are timed together."""
+    layers: int
+    """Attention calls of a pass."""
     around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     """Context of the way, entered outside of what is timed: a program enters it once."""
 
     def __call__(self) -> Any:
         with self.around():
-            self.prepare()
             return self.run()
+
+    def again(self, _: int) -> Any:
+        """In the context."""
+        return self.run()
+
+
+def measure(case: Run, args: Namespace) -> Row:
+    """Times of each way through a model, and what answered its calls."""
+    import torch
+
+    from benchmarks.models_built import Sizes, build
+
+    torch.compiler.reset()  # here only: it would have the other ways compiled again
+    torch.manual_seed(0)
+    sizes = Sizes(args.layers, case.heads, case.batch, case.tokens)
+    built = build(case.model, sizes, torch.bfloat16, "cuda")
+    make = _generation if case.mode in CACHES else _pass
+    passes, answers, failed = dict[str, Pass](), dict[str, Row](), dict[str, str]()
+    for way in WAYS:
+        try:
+            passes[way] = warm = make(built, way, case, args.layers)
+            for _ in range(2):
+                warm()
+            answers[way] = _answers(warm)
+        except Exception as exc:  # a model raises what it likes
+            passes.pop(way, None)
+            failed[way] = first_line(exc)
+    contenders = [Contender(way, one.again, one.around) for way, one in passes.items()]
+    count = 1 if case.mode in CACHES else PASSES
+    times = harness.time_host(contenders, count, args.rounds, is_waiting=True)
+    enqueued = harness.time_host(contenders, count, 3)
+    wanted = passes[PYTORCH]().float()
+    return {
+        "us": times.us,
+        "over": {way: vars(times.over(PYTORCH, way)) for way in times.us},
+        "host": {way: us / times.us[way] for way, us in enqueued.us.items()},
+        "errors": {
+            way: float((one().float() - wanted).norm() / wanted.norm())
+            for way, one in passes.items()
+        },
+        "answers": answers,
+        "failed": failed,
+        "tokens": passes[PYTORCH].tokens,
+    }
 
 
 def _module(built: Any, way: str) -> Any:
@@ -276,7 +163,7 @@ def _around(way: str) -> Callable[[], AbstractContextManager[Any]]:
     import tuner
     from tuner.runtime.call import devices, dispatch
 
-    if way not in (ENABLED, LAYERS):
+    if way not in (TUNER, LAYERS):
         return contextlib.nullcontext
     if devices.is_present():  # until it is there, PyTorch answers
         table = importlib.import_module("tuner.runtime.call.table").table
@@ -284,24 +171,22 @@ def _around(way: str) -> Callable[[], AbstractContextManager[Any]]:
     return tuner.enabled
 
 
-def _pass(built: Any, way: str, mode: str) -> Pass:
+def _pass(built: Any, way: str, case: Run, layers: int) -> Pass:
     """A pass forward; where the mode trains, also backward with the optimiser's step."""
     import torch
 
     module = _module(built, way)
-    is_training = "training" in mode
+    is_training = "training" in case.mode
     module.train(is_training)
-    called = module
-    if "compiled" in mode:
-        called = torch.compile(module)
-    kept = torch.enable_grad if is_training else torch.inference_mode
+    called = torch.compile(module) if "compiled" in case.mode else module
+    context = torch.enable_grad if is_training else torch.inference_mode
     if is_training:
         is_fused = next(module.parameters()).is_cuda
         options = {"lr": 0.0, "weight_decay": 0.0, "fused": is_fused}
         optimiser = torch.optim.AdamW(module.parameters(), **options)
 
     def run() -> Any:
-        with kept():
+        with context():
             out = built.output(called)
             if is_training:
                 optimiser.zero_grad(set_to_none=True)
@@ -309,173 +194,203 @@ def _pass(built: Any, way: str, mode: str) -> Pass:
                 optimiser.step()
             return out.detach()
 
-    one = Pass(run, built.tokens, calls=1, count=PASSES, around=_around(way))
-    for _ in range(2):
-        one()
-    return one
+    return Pass(run, built.tokens, layers, around=_around(way))
 
 
-def _generation(built: Any, way: str, mode: str) -> Pass:
-    """The last `GENERATED` tokens of the batch, one a step, behind the others in a cache.
+def _generation(built: Any, way: str, case: Run, layers: int) -> Pass:
+    """The last `Run.new` tokens of the batch, one a step, behind the others in a cache.
 
     The tokens are given: the likeliest ones would part the ways for good where two are nearly
     alike.
     """
     import torch
-    from transformers import DynamicCache, StaticCache
+    import transformers
 
     module = _module(built, way).eval()
     ids = built.inputs["input_ids"]
     batch, length = ids.shape
-    prompt = length - GENERATED
-    caches: list[Any] = [None]
+    prompt = length - case.new
+    options = {"max_cache_len": length} if case.mode == "static_decoding" else {}
+    kind, caches = getattr(transformers, CACHES[case.mode]), list[Any]()
 
-    def step(start: int, end: int) -> Any:
-        found = module(input_ids=ids[:, start:end], past_key_values=caches[0], use_cache=True)
-        return found.last_hidden_state
-
-    def prepare() -> None:
-        config = module.config
-        is_static = CACHES[mode] == "static"
-        caches[0] = None  # the memory first
-        caches[0] = (
-            StaticCache(config=config, max_cache_len=length)
-            if is_static
-            else DynamicCache(config=config)
-        )
+    def step(cached: Any, start: int, end: int) -> Any:
         with torch.inference_mode():
-            step(0, prompt)
+            out = module(input_ids=ids[:, start:end], past_key_values=cached, use_cache=True)
+            return out.last_hidden_state
+
+    @contextlib.contextmanager
+    def around() -> Iterator[None]:
+        with _around(way)():
+            for _ in range(2):  # of the pass that warms, and of the timed one
+                caches.append(kind(config=module.config, **options))
+                step(caches[-1], 0, prompt)
+            yield
+        caches.clear()
 
     def run() -> Any:
-        with torch.inference_mode():
-            for place in range(prompt, length):
-                out = step(place, place + 1)
-            return out
+        cached = caches.pop()
+        for place in range(prompt, length):
+            out = step(cached, place, place + 1)
+        return out
 
-    generation = Pass(run, batch * GENERATED, GENERATED, prepare, around=_around(way))
-    for _ in range(2):
-        generation()
-    return generation
+    return Pass(run, batch * case.new, layers * case.new, around)
 
 
-def _answers(one: Pass) -> dict[str, Any]:
+def _answers(one: Pass) -> Row:
     """Calls of one pass by what answered them."""
     import tuner
 
     with one.around():
-        one.prepare()
         tuner.stats(reset=True)
         one.run()
         stats = tuner.stats(reset=True)
+    refused = {**stats.fallbacks, **stats.errors}
+    return {"calls": one.layers, "hits": stats.hits, "refused": refused}
+
+
+def _cells(row: Row) -> Iterator[tuple[str, ...]]:
+    """The table's cells of each way of a row; PyTorch's has the control beside it."""
+    for way, why in row.get("failed", {}).items():
+        yield (way, *[""] * 9, why)
+    ratios = {way: Ratio(**found) for way, found in row.get("over", {}).items()}
+    for way, answers in row.get("answers", {}).items():
+        refused, hits = answers["refused"], answers["hits"]
+        # With linear layers among the calls the attention calls are not known.
+        unseen = max(0, answers["calls"] - hits - sum(refused.values()))
+        ratio = ratios[CONTROL if way == PYTORCH else way]
+        yield (
+            *(way, str(hits), str(sum(refused.values()))),
+            "" if way in (PYTORCH, LAYERS) else str(unseen),
+            f"{row['tokens'] / row['us'][way] * 1e6:.0f}",
+            *(f"{ratio.median:.3f}", f"{ratio.low:.3f} to {ratio.high:.3f}"),
+            "control" if way == PYTORCH else ratio.verdict(ratios[CONTROL]),
+            *(f"{row['host'][way]:.2f}", f"{row['errors'][way]:.1e}"),
+            "; ".join(f"{count} {reason}" for reason, count in refused.items()),
+        )
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """A row for each model and way."""
+    return markdown([HEADING, *((row["case"], *cells) for row in rows for cells in _cells(row))])
+
+
+def seeded(_: Namespace) -> list[Run]:
+    """Decoders of two heads or more whose `sdpa` takes what they ask."""
+    return [
+        Run(model, "logits", heads=8, seed=seed)
+        for model in ("llama", "phi3", "gpt2")
+        for seed in range(1, SEEDS + 1)
+    ]
+
+
+@cache
+def _force() -> None:
+    """Fused kernels answer every call of `tuner.attention`, and no call of PyTorch's."""
+    import tuner
+    from benchmarks import forced
+
+    importlib.import_module("tuner.runtime.engines.transformers")  # registers the attention
+    forced.install([FORCED])
+    tuner.disable()
+
+
+def measure_logits(case: Run, args: Namespace) -> Row:
+    """Errors of the logits of a prompt and of one token more on its cache, by each attention.
+
+    A beam search may end differently with errors up to those of ``sdpa``: it then chose between
+    near ties.
+    """
+    import torch
+
+    import tuner
+    from benchmarks.models_built import ARCHITECTURES, Sizes
+
+    _force()
+    torch.manual_seed(case.seed)
+    kind = replace(ARCHITECTURES[case.model], reference="eager")
+    sizes = Sizes(args.layers, case.heads, vocab=4096)
+    model = kind.model(sizes, torch.bfloat16, "cuda", "AutoModelForCausalLM").eval()
+    length = int(torch.randint(33, 400, ()))
+    tokens, following = (torch.randint(3, 4096, (2, n), device="cuda") for n in (length, 1))
+
+    def logits() -> Any:
+        with torch.no_grad():
+            first = model(tokens, use_cache=True)
+            second = model(following, past_key_values=first.past_key_values, use_cache=True)
+        return torch.cat([first.logits, second.logits], dim=1).double()
+
+    outs = {}
+    tuner.stats(reset=True)
+    for name in ("eager", "sdpa", TUNER):
+        model.set_attn_implementation(name)
+        outs[name] = logits()
+    hits = tuner.stats(reset=True).hits
+    model.set_attn_implementation("eager")
+    model.double()
+    exact = logits()
+
+    def top(of: Any) -> Any:
+        return of.topk(TOP, dim=-1).indices.sort(-1).values
+
     return {
-        "calls": one.calls,
-        "hits": stats.hits,
-        "selected": stats.portfolio_hits,
-        "fallbacks": dict(stats.fallbacks),
-        "errors": dict(stats.errors),
+        "figures": {
+            name: {
+                "error": float((out - exact).norm() / exact.norm()),
+                "top differs": float((top(out) != top(exact)).any(-1).double().mean()),
+            }
+            for name, out in outs.items()
+        },
+        "hits": hits,
     }
 
 
-def _time(
-    passes: Mapping[str, Pass],
-    found: dict[str, Any],
-    rounds: int,
-    device: str,
-    time_limit_s: float,
-) -> None:
-    """Seconds of each way's passes, in shuffled rounds, and their ratios to PyTorch's."""
-    import torch
-
-    wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
-    turns = dict(passes)
-    if TORCH in passes:
-        turns[AGAIN] = passes[TORCH]
-    times: dict[str, list[float]] = {way: [] for way in turns}
-    hosts: dict[str, list[float]] = {way: [] for way in turns}
-    order, chance, began = list(turns), random.Random(0), time.perf_counter()
-    gc.collect()
-    gc.freeze()  # models and modules: later collections are short
-    for turn in range(rounds):
-        if turn and time.perf_counter() - began > time_limit_s:
-            break
-        chance.shuffle(order)
-        for way in order:
-            one = turns[way]
-            with one.around():
-                one.prepare()
-                wait()
-                with _uncollected():
-                    start = time.perf_counter()
-                    for _ in range(one.count):
-                        one.run()
-                    enqueued = time.perf_counter()
-                    wait()
-                    ended = time.perf_counter()
-            times[way].append((ended - start) / one.count)
-            hosts[way].append((enqueued - start) / (ended - start))
-    gc.unfreeze()
-    for way in passes:
-        figures = found[way]
-        figures["seconds"] = times[way]
-        figures["host_share"] = statistics.median(hosts[way])
-        figures["tokens_per_s"] = turns[way].tokens / statistics.median(times[way])
-        if TORCH in passes:
-            beside = AGAIN if way == TORCH else way
-            figures["over_torch"] = ratio(times[TORCH], times[beside])._asdict()
-    if TORCH in passes:
-        found[TORCH]["again"] = turns[AGAIN].tokens / statistics.median(times[AGAIN])
-        found[TORCH]["seconds_again"] = times[AGAIN]
+def logits_line(row: Row) -> str:
+    """Errors of each attention."""
+    errors = ", ".join(f"{name} {of['error']:.2e}" for name, of in row["figures"].items())
+    return f"{row['case']}: {errors}; {row['hits']} calls by the fused kernel"
 
 
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without garbage collection, which would lengthen some passes at random."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
+def logits_table(rows: Sequence[Row]) -> list[str]:
+    """A row for each model and attention: median error, and mean share of other top tokens."""
+    lines = [("model", "attention", "models", "error", "top differs")]
+    for model in dict.fromkeys(row["case"].partition(",")[0] for row in rows):
+        mine = [r["figures"] for r in rows if r["case"].startswith(model) and "figures" in r]
+        for name in mine[0] if mine else ():
+            error = statistics.median(of[name]["error"] for of in mine)
+            differs = statistics.fmean(of[name]["top differs"] for of in mine)
+            lines.append((model, name, str(len(mine)), f"{error:.2e}", f"{differs:.2%}"))
+    return markdown(lines)
 
 
-def _compare(passes: Mapping[str, Pass], found: dict[str, Any]) -> None:
-    """Relative Frobenius norm of each output's difference from PyTorch's."""
-    if TORCH not in passes:
-        return
-    wanted = passes[TORCH]().float()
-    for way, run in passes.items():
-        found[way]["error"] = float((run().float() - wanted).norm() / wanted.norm())
+def _options(parser: Parser) -> None:
+    parser.add_argument("--layers", type=int, default=4, help="layers of each model (default 4)")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds of timing (default 9)")
 
 
-def report(rows: Iterable[Mapping[str, Any]]) -> str:
-    """A line for each model, mode and way; PyTorch's has the control beside it."""
-    lines: list[tuple[str, ...]] = [HEADING]
-    for row in rows:
-        ways = row.get("ways") or {way: {"failed": row.get("lost", "")} for way in WAYS}
-        for way, found in ways.items():
-            lines.append((row["model"], row["mode"], way, *_cells(row, way, found)))
-    return table(lines, frozenset({*range(3, 10), 11, 12}))
+def _preset(mode: str, text: str) -> Preset:
+    model = "llama" if mode in CACHES else "flux"
+    smoke = Run(model, mode, heads=2, batch=2, tokens=16, new=3)
+    return Preset(text, partial(runs, mode), measure, table=table, smoke=smoke)
 
 
-def _cells(row: Mapping[str, Any], way: str, found: Mapping[str, Any]) -> tuple[str, ...]:
-    if "failed" in found:
-        return (*[""] * 10, f"failed: {found['failed']}")
-    error = f"{found['error']:.1e}" if "error" in found else ""
-    refused = found["fallbacks"]
-    said = [f"{count} {reason}" for reason, count in (refused | found["errors"]).items()]
-    hits, refusals = found["hits"], sum(refused.values())
-    called = row["layers"] * found["calls"]
-    # With linear layers among the calls the attention calls are not known.
-    unseen = str(max(0, called - hits - refusals)) if way not in (TORCH, LAYERS) else ""
-    counts = str(hits), str(found["selected"]), str(refusals), unseen
-    speeds = f"{found['tokens_per_s']:.0f}", *_beside(row["ways"], way)
-    return (*counts, *speeds, f"{found['host_share']:.2f}", error, "; ".join(said))
-
-
-def _beside(ways: Mapping[str, Any], way: str) -> tuple[str, str, str]:
-    """Ratio to PyTorch's, its interval, and the verdict; PyTorch's is the control."""
-    if "over_torch" not in ways[way]:
-        return "", "", ""
-    found = Ratio(**ways[way]["over_torch"])
-    verdict = "control" if way == TORCH else found.verdict(Ratio(**ways[TORCH]["over_torch"]))
-    return f"{found.median:.3f}", f"{found.low:.3f}..{found.high:.3f}", verdict
+BENCH = Bench(
+    "models",
+    __doc__,
+    {
+        "eager": _preset("eager", "forward passes"),
+        "compiled": _preset("compiled", "forward passes by torch.compile"),
+        "training": _preset("training", "training passes"),
+        "compiled_training": _preset("compiled_training", "training passes by torch.compile"),
+        "decoding": _preset("decoding", "decoders token by token, over a cache that grows"),
+        "static_decoding": _preset("static_decoding", "the same over a static cache"),
+        "logits": Preset(
+            "errors of logits by each attention against fp64",
+            seeded,
+            measure_logits,
+            logits_line,
+            logits_table,
+            smoke=Run("llama", "logits", heads=2, seed=1),
+        ),
+    },
+    _options,
+)

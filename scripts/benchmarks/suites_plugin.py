@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import json
 import os
+import signal
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -29,8 +30,8 @@ MAX_MESSAGE = 300
 COMPLETE = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
 PLAIN = (str, int, float, bool, complex)
 """Types of values that pytest names by their text, others by argument and place."""
-START, BEGIN, AGAIN, END = "start", "begin", "again", "end"
-"""Keys of lines: a process starts, a test begins, is to be run again, the share is complete."""
+BEGIN, AGAIN, END = "begin", "again", "end"
+"""Keys of lines: a test begins, is to be run again, the share is complete."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class Share:
     """Only kernels that are compiled already are forced."""
     flash_attention: str = ""
     """Checkout of FlashAttention, whose functions are then stood in for."""
+    limit_s: int = 0
+    """Seconds after which a test, or the way to the first one, ends its process; 0: never."""
 
     def wants(self, name: str) -> bool:
         """True for a test of the sample and of this share."""
@@ -161,6 +164,7 @@ class Recorder:
         from tuner.runtime import stats
 
         append(self._path, {BEGIN: item.nodeid})
+        signal.alarm(self._share.limit_s)
         before = stats()
         result = yield
         after = stats()
@@ -188,6 +192,7 @@ class Recorder:
             self._outcomes.setdefault(report.nodeid, ("passed", ""))
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
+        signal.alarm(0)
         # Neither after a lost context, nor where the tests cannot be imported.
         if exitstatus in COMPLETE and self._is_complete:
             append(self._path, {END: True})
@@ -238,6 +243,7 @@ def _message(report: pytest.TestReport) -> str:
 def pytest_configure(config: pytest.Config) -> None:
     """Force the kernels, stand in for FlashAttention, and record."""
     share = Share(**json.loads(os.environ[VARIABLE]))
+    signal.alarm(share.limit_s)  # by default that ends the process, wherever it is
     if share.flash_attention:
         from benchmarks import flash_attention_adapter
 

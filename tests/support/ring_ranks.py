@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks import context_parallel as benchmark
+from benchmarks import training
 from tuner.errors import TunerError
 from tuner.problem import AttentionProblem
 from tuner.runtime.parallel import context_parallel, ring
@@ -232,7 +232,9 @@ def run(rank: int) -> Iterator[tuple[str, Any]]:
         yield f"repeated {deterministic}", repeated(deterministic)
     yield "refused", refused(rank)
     problem = AttentionProblem.parse("H=2,S=64,D=64,dtype=bf16,causal=1")
-    yield "benchmark", benchmark.measured(problem, torch.device("cpu"), rounds=2)
+    splits = [training.Split(problem, name) for name in ("forward", "backward")]
+    on = torch.device("cpu")
+    yield "benchmark", {split.group: training.split_us(split, on, rounds=2) for split in splits}
     yield "one work", one_work()
     yield "lost", lost(rank, pairs[rank // 2])
 

@@ -10,6 +10,17 @@ from typing import Any
 
 import pytest
 from bench_device import FOLDER, fake_device, fake_gpu  # noqa: F401
+from bench_programs import (  # noqa: F401
+    batching,
+    checkout,
+    engines,
+    profiler,
+    transformers,
+    two_gpus,
+    uncompiled,
+    unforced,
+    vllm,
+)  # fmt: skip
 
 from benchmarks import harness
 from benchmarks.__main__ import NAMES, main
@@ -22,7 +33,21 @@ BENCHES: dict[str, Bench] = {
     if hasattr(module := importlib.import_module(f"benchmarks.{name}"), "BENCH")
 }
 PRESETS = [(name, preset) for name, bench in BENCHES.items() for preset in bench.presets]
-PREPARED: dict[tuple[str, str], str] = {("products", "quantiser"): "quantiser_kernel"}
+PREPARED: dict[tuple[str, str], str] = {
+    ("products", "quantiser"): "quantiser_kernel",
+    ("block", "llama"): "profiler",
+    ("engines", "batching"): "batching",
+    ("engines", "steps"): "vllm",
+    ("engines", "vllm"): "vllm",
+    ("models", "compiled"): "uncompiled",
+    ("models", "compiled_training"): "uncompiled",
+    ("models", "decoding"): "transformers",
+    ("models", "static_decoding"): "transformers",
+    ("models", "logits"): "unforced",
+    ("suites", "pytorch"): "checkout",
+    ("suites", "flash_attention"): "checkout",
+    ("training", "context_parallel"): "two_gpus",
+}
 """Fixtures that smoke runs need beside the device, by bench and preset."""
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import models, population
+from benchmarks import population
 from benchmarks.call_times import MAX_CALLS
 from benchmarks.child import Worker
 from benchmarks.population import described, failure, listing, measured
@@ -413,14 +413,12 @@ def test_the_seed_of_a_commit_is_heads(monkeypatch: Any, tmp_path: Path) -> None
     assert len(population.commit()) == 40
 
 
-@pytest.mark.parametrize("benchmark", [population.main, models.main])
-def test_without_a_gpu_one_line_says_so(benchmark: Any, monkeypatch: Any) -> None:
+def test_without_a_gpu_one_line_says_so(monkeypatch: Any) -> None:
     from tuner.measure import device
 
     monkeypatch.setattr(device, "detect", lambda: None)
-    monkeypatch.setattr(models, "detect", lambda: None)
     with pytest.raises(BenchmarkError, match="no GPU found"):
-        benchmark([])
+        population.main([])
 
 
 def test_problems_are_listed_for_a_sweep(capsys: Any, tmp_path: Path) -> None:

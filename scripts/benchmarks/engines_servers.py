@@ -1,0 +1,384 @@
+"""Engines for ``scripts/bench engines``, each in a process of its own: a program of one argument.
+
+The argument is JSON: a class of `SERVERS` by ``name`` and its fields. The first question starts the
+engine, each other one is a run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks import engines_steps, flash_attention_package
+from benchmarks.child import answer_indices
+from benchmarks.decoder import LLAMA_3_8B, Sizes
+from tuner.base.processes import python_command
+from tuner.errors import BenchmarkError
+
+#: Sizes and layers of a model card's config.json; `tiny` is for trying this out.
+MODELS: dict[str, tuple[Sizes, int]] = {
+    "1b": (Sizes(2048, 32, 8, 64, 8192, 128256), 16),
+    "8b": (LLAMA_3_8B, 32),
+    "tiny": (Sizes(64, 4, 2, 16, 96, 512), 2),
+}
+#: vLLM in one process, without a network.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+FEW, FEW_QUERIES = "tuner few", "16"
+"""A way of vLLM whose plug-in answers decoding only, and its ``TUNER_VLLM_QUERIES``."""
+FLASH_3 = "flash_attention_3"
+PROMPTS, PROMPT = 4, 2048
+"""Prompts of the pass that measures them, and their tokens."""
+WARM_TOKENS = 16
+SPARE_TOKENS = 64
+"""Tokens of a request beside its own in the cache: its last page, and the engine's reserve."""
+STEP_TOKENS = 8192
+"""New tokens of a step at most."""
+SHORTEST = 8
+"""The longest prompt has so many times the tokens of the shortest; lengths are log-uniform."""
+
+
+def config_of(model: str, **more: Any) -> dict[str, Any]:
+    """Options of Hugging Face's Llama config.
+
+    Args:
+        model: one of `MODELS`.
+        more: others, or in place of these.
+    """
+    sizes, layers = MODELS[model]
+    return {
+        "hidden_size": sizes.hidden,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.heads_kv,
+        "head_dim": sizes.head_dim,
+        "intermediate_size": sizes.inner,
+        "vocab_size": sizes.vocabulary,
+        "num_hidden_layers": layers,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": model == "1b",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        **more,
+    }
+
+
+def stats_of() -> dict[str, Any]:
+    """Calls since the last time by what answered them."""
+    import tuner
+
+    stats = tuner.stats(reset=True)
+    return {"hits": stats.hits, "refused": {**stats.fallbacks, **stats.errors}}
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests of a run: `counts` of them at once, one number after the other."""
+
+    model: str
+    counts: tuple[int, ...]
+    prompt: int
+    """Tokens of a prompt; of Transformers' longest."""
+    new: int
+    """New tokens of each request."""
+
+    def prompts(self, count: int, length: int, seed: int = 0) -> list[list[int]]:
+        """Tokens of so many prompts of one length: the same on every machine."""
+        draw = random.Random(f"{count},{length},{seed}")
+        vocabulary = MODELS[self.model][0].vocabulary
+        return [[draw.randrange(3, vocabulary) for _ in range(length)] for _ in range(count)]
+
+    def unlike(self) -> list[list[int]]:
+        """Prompts of unlike lengths, the first of `counts`."""
+        draw, shortest = random.Random(0), max(1, self.prompt // SHORTEST)
+        whole = self.prompts(self.counts[0], self.prompt)
+        return [one[: round(shortest * (self.prompt / shortest) ** draw.random())] for one in whole]
+
+
+@dataclass
+class Vllm:
+    """vLLM's offline engine with dummy weights, greedy tokens, and graphs of decoding only.
+
+    Args:
+        way: ``vllm`` is its own attention, others the plug-in.
+        load: requests.
+        with_steps: a run times the parts of decoding steps.
+        is_default: vLLM's own compilation: torch.compile, piecewise graphs.
+        cache: elements of its cache.
+    """
+
+    way: str
+    load: Load
+    with_steps: bool = False
+    is_default: bool = False
+    cache: str = "auto"
+    _llm: Any = None
+    _warm: int = 0
+    """Prompt tokens of a request before the timed ones; 0: as many as those have."""
+
+    def start(self) -> dict[str, Any]:
+        """Start the engine; facts of it."""
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        if self.way == FEW:
+            os.environ["TUNER_VLLM_QUERIES"] = FEW_QUERIES
+        import vllm
+
+        from tuner.runtime.engines.vllm import register
+
+        options = self.options()
+        if self.way != "vllm":
+            register()  # as the entry point does where the package is installed
+            options["attention_backend"] = "CUSTOM"
+        start = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            config = config_of(
+                self.load.model, architectures=["LlamaForCausalLM"], model_type="llama",
+                dtype="bfloat16", bos_token_id=1, eos_token_id=2,
+            )  # fmt: skip
+            Path(folder, "config.json").write_text(json.dumps(config))
+            self._llm = vllm.LLM(folder, **options)
+        layers = self._llm.llm_engine.vllm_config.compilation_config.static_forward_context
+        kinds = {type(one.impl).__qualname__ for one in layers.values() if hasattr(one, "impl")}
+        facts = {"version": str(vllm.__version__), "attention": ", ".join(sorted(kinds))}
+        return {**facts, "ready_s": round(time.perf_counter() - start, 1), **stats_of()}
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of ``LLM``, the same for all ways. The cache holds what the requests need, and
+        no more: several engines share the GPU.
+        """
+        load, most = self.load, max(self.load.counts)
+        longest = max(PROMPT + 1, load.prompt + load.new)
+        tokens = max(PROMPTS * longest, most * (load.prompt + load.new + SPARE_TOKENS))
+        sizes, layers = MODELS[load.model]
+        options: dict[str, Any] = {
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "dtype": "bfloat16",
+            "max_model_len": -(-longest // 1024) * 1024,
+            "max_num_batched_tokens": STEP_TOKENS,
+            "max_num_seqs": most,
+            "gpu_memory_utilization": 0.01,  # of no meaning where the cache's bytes are given
+            "kv_cache_memory_bytes": tokens * 4 * layers * sizes.heads_kv * sizes.head_dim,
+            "kv_cache_dtype": self.cache,
+            "enable_prefix_caching": False,
+            "generation_config": "vllm",
+            "disable_log_stats": True,
+            "seed": 0,
+        }
+        if not self.is_default:
+            captured = {*load.counts, *(2**i for i in range(most.bit_length()))}
+            options["compilation_config"] = {
+                "mode": 0,
+                "cudagraph_mode": "FULL_DECODE_ONLY",
+                "cudagraph_capture_sizes": sorted(size for size in captured if size <= most),
+            }
+        return options
+
+    def run(self) -> dict[str, Any]:
+        """Prompt tokens a second, and of each number of requests times and tokens."""
+        import torch
+
+        if self.with_steps:
+            return {"concurrency": {str(count): self._steps(count) for count in self.load.counts}}
+        self._generate(PROMPTS, self._warm or PROMPT, 1, 0)
+        took, _ = self._generate(PROMPTS, PROMPT, 1, 1)
+        served = {str(count): self._served(count) for count in self.load.counts}
+        self._warm = WARM_TOKENS
+        return {
+            "prompt_tokens_per_s": PROMPTS * PROMPT / took,
+            "concurrency": served,
+            "memory_bytes": torch.cuda.max_memory_reserved(),
+            **stats_of(),
+        }
+
+    def _served(self, count: int) -> dict[str, Any]:
+        load = self.load
+        self._generate(count, self._warm or load.prompt, 2, 0)
+        first, _ = self._generate(count, load.prompt, 1, 1)
+        whole, tokens = self._generate(count, load.prompt, load.new, 1)
+        return {
+            "first_token_ms": first * 1e3,
+            "token_ms": (whole - first) / max(1, load.new - 1) * 1e3,
+            "tokens_per_s": count * load.new / whole,
+            "tokens": tokens,
+        }
+
+    def _steps(self, count: int) -> dict[str, Any]:
+        self._generate(count, WARM_TOKENS, 2, 0)
+        load = self.load
+        return engines_steps.recorded(
+            self._llm.llm_engine, lambda: self._generate(count, load.prompt, load.new, 1)
+        )
+
+    def _generate(
+        self, count: int, length: int, new: int, seed: int
+    ) -> tuple[float, list[list[int]]]:
+        """Seconds until all requests have their new tokens, and these."""
+        import vllm
+
+        prompts = [{"prompt_token_ids": one} for one in self.load.prompts(count, length, seed)]
+        params = vllm.SamplingParams(
+            temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False
+        )
+        start = time.perf_counter()
+        outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        took = time.perf_counter() - start
+        tokens = [list(output.outputs[0].token_ids) for output in outputs]
+        if [len(of_one) for of_one in tokens] != [new] * count:
+            raise BenchmarkError(f"the engine did not give {count} x {new} tokens")
+        return took, tokens
+
+
+@dataclass
+class Batching:
+    """Transformers' manager behind `generate_batch`, with the engine's defaults for an attention.
+
+    Args:
+        way: attention by Transformers' name.
+        load: requests.
+        page_size: tokens of a page of the cache.
+    """
+
+    way: str
+    load: Load
+    page_size: int = 256
+    _manager: Any = None
+    _open: ExitStack = field(default_factory=ExitStack)
+
+    def start(self) -> dict[str, Any]:
+        """Make the model, and answer all requests once: that captures graphs and loads kernels."""
+        if self.way == FLASH_3 and flash_attention_package.stands_in():
+            folder = self._open.enter_context(tempfile.TemporaryDirectory())
+            sys.path.append(str(flash_attention_package.written(Path(folder))))
+        import transformers
+        from transformers.generation.continuous_batching.utils import WorkloadHints
+
+        importlib.import_module("tuner.runtime.engines.transformers")  # registers the attention
+        load = self.load
+        count, new = load.counts[0], load.new
+        self._manager = self._open.enter_context(
+            llama(load.model, self.way).continuous_batching_context_manager(
+                generation_config=transformers.GenerationConfig(
+                    max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0
+                ),
+                continuous_batching_config=self._config(),
+                workload_hints=WorkloadHints(
+                    max_prompt_length=load.prompt, max_generated_length=new, num_requests=count
+                ),
+            )
+        )
+        facts = {"version": transformers.__version__, "ready_s": self.run()["seconds"]}
+        return {**facts, "attention": self._attention()}
+
+    def run(self) -> dict[str, Any]:
+        """Answer all requests: seconds, rates and tokens.
+
+        Raises:
+            RuntimeError: when a request has not as many tokens as were asked.
+        """
+        new, start = self.load.new, time.perf_counter()
+        names = self._manager.add_requests(self.load.unlike(), max_new_tokens=new)
+        answers: dict[str, list[int]] = {}
+        while len(answers) < len(names):
+            result = self._manager.get_result(timeout=1)
+            if result is None:
+                if not self._manager.is_running():
+                    raise RuntimeError("Transformers' generation thread ended")
+            elif result.error is not None:
+                raise RuntimeError(f"a request failed: {result.error}")
+            elif result.is_finished():
+                answers[result.request_id] = list(map(int, result.generated_tokens))
+        took = time.perf_counter() - start
+        tokens = [answers[name] for name in names]
+        if any(len(of_one) != new for of_one in tokens):
+            raise RuntimeError(f"a request has not {new} new tokens")
+        rates = {"requests_per_s": len(names) / took, "tokens_per_s": len(names) * new / took}
+        served = {**rates, "tokens": tokens}
+        return {"seconds": took, "concurrency": {str(len(names)): served}, **stats_of()}
+
+    def _attention(self) -> str:
+        if self.way != FLASH_3:
+            return self.way
+        # An installed FlashAttention-3 does, and has no such function.
+        asked = getattr(importlib.import_module(flash_attention_package.MODULE), "appends", None)
+        by = "its own kernel" if asked is None or asked() else "PyTorch's operations"
+        return f"{self.way}, new keys and values written by {by}"
+
+    def _config(self) -> Any:
+        """A cache of as many pages as all requests fill together, and the engine's defaults."""
+        import transformers
+
+        kind, load = transformers.ContinuousBatchingConfig, self.load
+        names = kind.__dataclass_fields__
+        pages = load.counts[0] * (-(-(load.prompt + load.new) // self.page_size) + 1)
+        options: dict[str, Any] = {
+            "page_size" if "page_size" in names else "block_size": self.page_size,
+            "num_blocks": pages,
+            "max_batch_tokens": min(STEP_TOKENS, pages * self.page_size),
+        }
+        if "auto_switch_to_flash" in names:
+            options["auto_switch_to_flash"] = False
+        # Else the runs behind the first would find their prompts in the cache.
+        return kind(**options, allow_block_sharing=False)
+
+
+def llama(model: str, way: str, cache: str = "paged|") -> Any:
+    """Transformers' model, the same weights for every attention.
+
+    Args:
+        model: one of `MODELS`.
+        way: its attention.
+        cache: over pages, or over dense tensors where it is empty.
+    """
+    import torch
+    import transformers
+
+    known = transformers.AttentionInterface._global_mapping
+    name = f"{cache}{way}" if "paged|sdpa" in known else way  # Transformers 5.17, and 5.23
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device(device):
+        made = transformers.AutoModelForCausalLM.from_config(
+            transformers.LlamaConfig(**config_of(model)),
+            dtype=torch.bfloat16,
+            attn_implementation=name,
+        )
+    return made.eval()
+
+
+Server = Vllm | Batching
+SERVERS: dict[str, Callable[..., Server]] = {"Vllm": Vllm, "Batching": Batching}
+
+
+def command_of(server: Server) -> list[str]:
+    """Command of a process that is this engine."""
+    fields = {name: value for name, value in vars(server).items() if not name.startswith("_")}
+    spec = {**fields, "name": type(server).__name__, "load": asdict(server.load)}
+    return python_command("-m", "benchmarks.engines_servers", json.dumps(spec))
+
+
+def asked(text: str) -> Callable[[int], dict[str, Any]]:
+    """The function that answers the indices of a process of `command_of`, by its argument."""
+    spec = json.loads(text)
+    load = Load(**spec.pop("load"))
+    server = SERVERS[spec.pop("name")](load=load, **spec)
+    return lambda index: server.run() if index else server.start()
+
+
+if __name__ == "__main__":
+    sys.exit(answer_indices(asked(sys.argv[1])))

@@ -1,0 +1,212 @@
+"""Engines, checkouts and ranks that smoke runs of `benchmarks` need beside a device."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+PLANTED = """
+import os, pytest
+from tuner.runtime.call import counters
+is_forced = bool(os.environ.get("PLANTED"))
+def test_served():
+    if is_forced:
+        counters.count_hit()
+def test_fails_anyway():
+    assert False
+def test_fused_sdp_choice():
+    assert not is_forced
+def test_crashes():
+    os.abort()
+def test_skipped():
+    pytest.skip("no such GPU")
+"""
+ADAPTED = """
+import torch
+from flash_attn import flash_attn_func
+def test_output():
+    q = torch.ones(1, 4, 2, 8)
+    assert torch.equal(flash_attn_func(q, q, q, causal=True), q)
+"""
+#: The counters without the rest of the runtime, and torch's only question.
+LIGHT = """
+import pathlib, sys, types
+sys.modules["torch"] = types.SimpleNamespace(cuda=types.SimpleNamespace(is_initialized=bool))
+import tuner
+runtime = sys.modules["tuner.runtime"] = types.ModuleType("tuner.runtime")
+runtime.__path__ = [str(pathlib.Path(tuner.__file__).parent / "runtime")]
+from tuner.runtime.call.counters import stats
+runtime.stats = stats
+"""
+
+
+@pytest.fixture
+def transformers() -> None:
+    """Transformers without its warnings, which it writes to the stream of an earlier test."""
+    module = pytest.importorskip("transformers", reason="transformers is not installed")
+    module.logging.set_verbosity_error()
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    monkeypatch.setattr(torch, "compile", lambda module: module)
+
+
+@pytest.fixture
+def profiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kernel of 4 us in everything."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    cuda = torch.autograd.DeviceType.CUDA
+    kernel = SimpleNamespace(device_type=cuda, self_device_time_total=4.0)
+    seen = SimpleNamespace(key_averages=lambda: [kernel])
+    monkeypatch.setattr(torch.profiler, "profile", lambda activities: nullcontext(seen))
+
+
+@pytest.fixture
+def unforced(transformers: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are not forced: PyTorch answers every call."""
+    from benchmarks import forced, models
+
+    monkeypatch.setattr(forced, "install", lambda families: None)
+    models._force.cache_clear()
+
+
+class InProcess:
+    """Stands for the process of an engine, by the argument of its command; one starts at a time."""
+
+    turn = threading.Lock()
+
+    def __init__(self, command: Sequence[str], limit_s: float) -> None:
+        from benchmarks.engines_servers import asked
+
+        self._answer = asked(command[-1])
+
+    def ask(self, index: int) -> dict[str, Any]:
+        with self.turn:
+            return self._answer(index)
+
+    def __enter__(self) -> InProcess:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import engines
+
+    monkeypatch.setattr(engines, "Worker", InProcess)
+
+
+@pytest.fixture
+def batching(engines: None, transformers: None) -> None:
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
+
+
+class Graph:
+    """A CUDA graph."""
+
+    def replay(self) -> None:
+        pass
+
+
+class Event:
+    """A CUDA event, 2 ms from every other."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        pass
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, other: Event) -> float:
+        return 2.0
+
+
+class Offline:
+    """An offline engine: each request's tokens count up from its prompt's first."""
+
+    def __init__(self, folder: str, **options: Any) -> None:
+        assert Path(folder, "config.json").is_file() and options["max_num_seqs"] == 3
+        config = SimpleNamespace(static_forward_context={"0": SimpleNamespace(impl=object())})
+        self.llm_engine = SimpleNamespace(
+            vllm_config=SimpleNamespace(compilation_config=config), step=lambda: None
+        )
+
+    def generate(self, prompts: Any, params: Any, use_tqdm: bool) -> list[Any]:
+        import torch
+
+        self.llm_engine.step()
+        torch.cuda.CUDAGraph().replay()
+        return [
+            SimpleNamespace(outputs=[SimpleNamespace(token_ids=range(at, at + params.max_tokens))])
+            for at in (prompt["prompt_token_ids"][0] for prompt in prompts)
+        ]
+
+
+@pytest.fixture
+def vllm(engines: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from vllm_fakes import stand_ins
+
+    from benchmarks import engines_servers
+
+    for name, module in stand_ins().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    module: Any = sys.modules["vllm"]
+    module.LLM, module.SamplingParams, module.__version__ = Offline, SimpleNamespace, "0.26.0"
+    module.__spec__ = SimpleNamespace()
+    monkeypatch.setattr(engines_servers, "ENVIRONMENT", {})
+    monkeypatch.setattr("tuner.runtime.engines.vllm._register_quantization", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 1 << 30)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from benchmarks import training
+
+    us = {"one GPU": 1000.0, "tuner": 520.0, "still": 507.0, "transfers": 130.0}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(training, "spawned", lambda split, ranks: {"us": us, "answers": {}})
+
+
+@pytest.fixture
+def checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Checkouts of planted tests, and a module that forces nothing."""
+    from benchmarks import forced, suites
+
+    texts = {"test/test_transformers.py": PLANTED, "tests/test_flash_attn.py": ADAPTED}
+    forcing = "import os\ndef install(built_only):\n    os.environ['PLANTED'] = '1'\n"
+    texts |= {"modules/planted_forcing.py": forcing, "light/sitecustomize.py": LIGHT}
+    for name, text in texts.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    is_light = request.node.callspec.params["preset"] == "pytorch"
+    folders = [str(tmp_path / name) for name in ("modules", "light")[: 1 + is_light]]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(suites, "Share", partial(suites.Share, forcing="planted_forcing"))
+    monkeypatch.setattr(suites, "find_spec", lambda name: name)
+    monkeypatch.setattr(forced, "made", lambda: SimpleNamespace(compile_usual=lambda: 0))
