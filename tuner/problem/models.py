@@ -2,7 +2,7 @@
 
 A model is one or several stacks of equal layers. A decoder has one; one whose layers alternate
 between a window and all keys has two. An encoder with a decoder has three: cross attention is a
-stack of its own. `cache/README.md` explains the fields of the file.
+stack of its own. Fields of the file are the attributes of `PublicModel` and `Stack`.
 """
 
 from __future__ import annotations
