@@ -32,6 +32,11 @@ from tuner.problem import AttentionProblem, Problem, problem_from_json
 from tuner.tuning.outcome import first_line
 
 FORMAT = 1
+MEASURED = (
+    *("config", "status", "latency_us", "std_us", "rounds", "error", "workspace_bytes", "flags"),
+    *("resources", "log"),
+)
+"""Fields that a kernel of a row has of its measurement."""
 #: Keys of attention, or rows of a product: largest small problem, largest middle one.
 SMALL, MIDDLE = 1024, 4096
 #: Half the width of a median's 95 % confidence interval in standard errors of the mean: 1.96 for
@@ -77,20 +82,11 @@ class TimedKernel:
     @classmethod
     def of(cls, contender: Contender, seen: Measurement) -> Self:
         return cls(
-            contender.role,
-            contender.name,
-            contender.config,
-            seen.status,
-            seen.latency_us,
-            seen.std_us,
-            seen.rounds,
-            seen.error,
-            seen.workspace_bytes,
-            seen.flags,
-            seen.resources,
-            seen.log,
-            kernel_times.read(seen.log) if seen.ok else {},
-            kernel_times.read_again(seen.log) if seen.ok else None,
+            role=contender.role,
+            name=contender.name,
+            stages_us=kernel_times.read(seen.log) if seen.ok else {},
+            again_us=kernel_times.read_again(seen.log) if seen.ok else None,
+            **{name: getattr(seen, name) for name in MEASURED},
         )
 
     @property
@@ -215,23 +211,14 @@ class Row:
         """Measurements as a sweep's final pass would store them."""
         return [
             Measurement(
-                self.problem,
-                timed.config,
-                results.gpu,
-                self.regime,
-                timed.status,
+                problem=self.problem,
+                gpu=results.gpu,
+                regime=self.regime,
                 environment=results.environment,
-                latency_us=timed.latency_us,
-                std_us=timed.std_us,
-                rounds=timed.rounds,
                 is_final=True,
-                flags=timed.flags,
-                error=timed.error,
-                workspace_bytes=timed.workspace_bytes,
-                resources=timed.resources,
                 clocks=self.clocks,
-                log=timed.log,
                 created_at=self.created_at,
+                **{name: getattr(timed, name) for name in MEASURED},
             )
             for timed in self.timed
         ]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from typing import Any
 
 from tuner.compile.artifacts import Artifact
 from tuner.compile.compiler import Compiler
@@ -224,38 +225,31 @@ class Evaluator:
                 fresh = {spec for spec in specs.values() if spec in self._fresh}
                 self._fresh -= fresh
             compile_cpu_s = round(sum(pending.futures[s].result().compile_cpu_s for s in fresh), 3)
-        return Measurement(
-            problem=pending.problem,
-            config=config,
-            gpu=self._gpu,
-            regime=self._regime,
-            status=outcome.status,
-            environment=self._environment(),
-            latency_us=outcome.latency_us,
-            std_us=outcome.std_us,
-            rounds=outcome.rounds,
+        return self._stored(
+            pending.problem,
+            config,
+            outcome,
             is_final=is_final,
-            flags=outcome.flags,
-            error=outcome.error,
-            workspace_bytes=outcome.workspace_bytes,
             artifacts={name: artifact.key for name, artifact in artifacts.items()},
             resources={n: a.resources for n, a in artifacts.items() if a.resources is not None},
             compile_cpu_s=compile_cpu_s,
-            clocks=outcome.clocks,
-            log=trim(outcome.log),
-            created_at=_now(),
         )
 
     def _failed(self, problem: Problem, config: Config, status: Status, log: str) -> Measurement:
+        return self._stored(problem, config, CandidateOutcome(status, log=log))
+
+    def _stored(
+        self, problem: Problem, config: Config, outcome: CandidateOutcome, **facts: Any
+    ) -> Measurement:
+        """A worker's outcome and what the driver knows of it; their fields have the same names."""
         return Measurement(
             problem=problem,
             config=config,
             gpu=self._gpu,
             regime=self._regime,
-            status=status,
             environment=self._environment(),
-            log=trim(log),
-            created_at=_now(),
+            created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            **{**vars(outcome), "log": trim(outcome.log), **facts},
         )
 
 
@@ -277,7 +271,3 @@ def _compile_log(error: CompileError | RenderError) -> str:
     if isinstance(error, RenderError):
         return str(error)
     return "\n".join(filter(None, (str(error), error.command, error.log)))
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -244,7 +244,8 @@ def _time(
 
     from tuner.measure.rounds import shuffled
 
-    plans: dict[Config | None, Plan | None] = {None: None, **contenders}
+    plans: dict[Config | None, Plan | None] = {None: None}
+    plans.update(contenders.items())
     samplers = [partial(_sample, plan, run, is_cold) for plan in plans.values()]
     try:
         took = sum(sample() for sample in samplers) * CALLS  # loads, plans and warms up
