@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -91,18 +91,24 @@ def test_rows_of_a_bench_are_a_run_of_their_groups() -> None:
 def test_a_run_takes_the_place_of_its_preset_s_former_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.copytree(results.FOLDER, tmp_path / "results")
-    monkeypatch.setattr(results, "FOLDER", tmp_path / "results")
-    before = {name: results.read(name) for name in NAMES}
+    def runs(name: str) -> list[dict[str, Any]]:
+        return results.read(name)["runs"]  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    monkeypatch.setattr(results, "SECTIONS", {"Attention": ("backward",), "Products": ("odd",)})
     run = results.run_of(HEAD, [bench_row("causal", 10.0, 20.0, 10.0)])
-    assert results.add(run, "backward") == tmp_path / "results" / "backward.json"
-    assert results.read("backward")["runs"] == [run]
+    errors = {**run, "command": "scripts/bench backward --preset errors"}
+    columns = {**run, "command": "scripts/bench population --preset odd_columns"}
+    former = {**run, "date": "2026-11-01"}
+    for name, held in (("backward", [former, errors]), ("odd", [columns])):
+        content = {"text": "", "runs": held, "limits": []}
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    assert results.add(run, "backward") == tmp_path / "backward.json"
+    assert runs("backward") == [run, errors]
     h100 = {**run, "gpu": "H100"}
     results.add(h100, "backward")
-    assert results.read("backward")["runs"] == [run, h100]
-    odd = {**run, "command": "scripts/bench population --preset odd_columns --json odd.jsonl"}
-    assert results.add(odd, "population").stem == "vocabularies"
-    changed = [name for name in NAMES if results.read(name) != before[name]]
-    assert changed == ["backward", "vocabularies"] and "1 Dec 2026" in results.page()
+    assert runs("backward") == [run, errors, h100] and runs("odd") == [columns]
+    later = {**columns, "command": f"{columns['command']} --json odd.jsonl"}
+    assert results.add(later, "population").stem == "odd" and runs("odd") == [later]
     with pytest.raises(ConfigError, match="no file of 'new'"):
         results.add({**run, "command": "scripts/bench new"}, "new")
