@@ -44,7 +44,6 @@ from tuner.families.peers.sdpa import DESCALES
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import E4M3, AttentionProblem
 from tuner.selection.domains import AttentionDomain
-from tuner.selection.transfer import named_kernels
 
 FAMILY = own_kernels.FAMILY
 PEER = "flash3_serving"
@@ -72,7 +71,7 @@ def configs(case: Case) -> Iterator[Config]:
     domain = AttentionDomain.holding(problem)
     if domain is None:
         raise BenchmarkError(f"{case.label()}: no kernels serve it")
-    for kernel in named_kernels(domain):
+    for kernel in domain.named_kernels:
         config = FAMILY.called(problem, kernel, 1)
         if FAMILY.accepts(problem, config, DEFAULT_GPU):
             yield config

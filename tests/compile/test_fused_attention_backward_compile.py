@@ -18,7 +18,8 @@ from tuner.compile.loading import load
 from tuner.compile.render import render
 from tuner.compile.toolchain import find_toolchain
 from tuner.config import Config, Value
-from tuner.families.fused_attention_backward import KERNEL, FusedAttentionBackward, instance
+from tuner.families.attention_instances import instance
+from tuner.families.fused_attention_backward import KERNEL, FusedAttentionBackward
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionBackwardProblem
 

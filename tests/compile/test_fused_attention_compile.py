@@ -15,9 +15,9 @@ from tuner.compile.loading import load
 from tuner.compile.render import render
 from tuner.compile.toolchain import find_toolchain, include_dirs
 from tuner.config import Config, Value
+from tuner.families.attention_instances import launch_registers
 from tuner.families.fused_attention import FusedAttention
 from tuner.families.fused_attention.legality import smem_bytes
-from tuner.families.fused_attention.registers import launch_registers
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import E4M3, AttentionProblem
 

@@ -13,7 +13,7 @@ from tuner.compile.compiler import Compiler
 from tuner.compile.render import render
 from tuner.compile.toolchain import find_toolchain, include_dirs
 from tuner.config import Config
-from tuner.families.fused_attention.registers import launch_registers
+from tuner.families.attention_instances import launch_registers
 from tuner.families.two_kernel_attention import TwoKernelAttention
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionProblem

@@ -23,8 +23,8 @@ from backward_configs import BASE, LEVERS
 from tuner.compile.compiler import Compiler
 from tuner.config import Config
 from tuner.families import family
+from tuner.families.attention_instances import instance
 from tuner.families.base import KernelSpec
-from tuner.families.fused_attention_backward import instance
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure.device import Device, detect
 from tuner.measure.gate import REFERENCE, Gate

@@ -59,13 +59,17 @@ def test_kernels_are_built_in_units(fake: Fake) -> None:
     assert fake.leftovers() == []
 
 
+def together(count: int) -> list[KernelSpec]:
+    """Kernels of which a unit has three or more."""
+    return [replace(spec, together=3) for spec in specs(count)]
+
+
 def test_kernels_that_share_most_are_built_together_where_cores_are_idle(
     fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(compiler.CHEAP_TOGETHER, specs(1)[0].template, 3)
     made = fake.compiler(jobs=64)
     monkeypatch.setattr(made, "_wake", lambda times: None)
-    made.submit(specs(8))
+    made.submit(together(8))
     taken = [made._take() for _ in range(4)]
     assert [len(unit.jobs) for unit in taken if unit] == [3, 3, 2]
     made.close(cancel=True)
@@ -513,10 +517,9 @@ def test_a_cached_kernel_is_a_submitter_s_first(
 def test_the_first_kernel_is_alone_where_the_others_have_cores(
     fake: Fake, monkeypatch: pytest.MonkeyPatch, jobs: int, count: int, expected: list[int]
 ) -> None:
-    monkeypatch.setitem(compiler.CHEAP_TOGETHER, specs(1)[0].template, 3)
     made = fake.compiler(jobs=jobs)
     monkeypatch.setattr(made, "_wake", lambda times: None)
-    made.submit(specs(count), "a sweep")
+    made.submit(together(count), "a sweep")
     taken = [made._take() for _ in range(jobs)]
     assert [len(unit.jobs) for unit in taken if unit] == expected
     made.close(cancel=True)

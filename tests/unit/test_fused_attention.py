@@ -8,15 +8,10 @@ from goldens import Goldens
 
 from tuner.compile.render import render
 from tuner.config import Config, Value
+from tuner.families.attention_instances import INSTANCES, REGISTERS, instance, launch_registers
 from tuner.families.base import group_by_kernels
 from tuner.families.fused_attention import FusedAttention, paged
 from tuner.families.fused_attention.legality import PAGED_ONLY
-from tuner.families.fused_attention.registers import (
-    INSTANCES,
-    REGISTERS,
-    instance,
-    launch_registers,
-)
 from tuner.hardware import (
     DEFAULT_GPU,
 )

@@ -16,13 +16,8 @@ from tuner.compile.render import render
 from tuner.config import Config, Value
 from tuner.errors import ConfigError
 from tuner.families import family
-from tuner.families.fused_attention_backward import (
-    INSTANCES,
-    KERNEL,
-    REGISTERS,
-    FusedAttentionBackward,
-    instance,
-)
+from tuner.families.attention_instances import INSTANCES, instance
+from tuner.families.fused_attention_backward import KERNEL, REGISTERS, FusedAttentionBackward
 from tuner.hardware import DEFAULT_GPU, SMEM_PER_BLOCK_BYTES
 from tuner.measure.gate import inputs
 from tuner.problem import AttentionBackwardProblem, AttentionProblem, problem_from_json

@@ -9,12 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tuner.config import Config, Value
+from tuner.families.attention_instances import instance, launch_registers
 from tuner.families.fused_attention import FusedAttention
 from tuner.families.fused_attention.legality import smem_bytes
-from tuner.families.fused_attention.registers import (
-    instance,
-    launch_registers,
-)
 from tuner.hardware import (
     DEFAULT_GPU,
     SMEM_PER_BLOCK_BYTES,

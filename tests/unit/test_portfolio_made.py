@@ -27,7 +27,7 @@ from tuner import cli
 from tuner.config import Config
 from tuner.errors import ConfigError, StoreError
 from tuner.families import families
-from tuner.families.fused_attention.packing import PACKING
+from tuner.families.attention_work import PACKING
 from tuner.hardware import DEFAULT_GPU, GPUS
 from tuner.measurement import Measurement, Regime, Status
 from tuner.problem import GemmProblem

@@ -64,7 +64,7 @@ def test_decoding_with_a_soft_cap_is_timed_at_models_heads() -> None:
     assert {(d.head_dim, d.phase) for d in capped} == set(product((128, 256), ("one", "few")))
     for problem in chain.from_iterable(capped.values()):
         assert problem.softcap == sampled_problems.SOFTCAP
-        assert 1 < problem.heads_q // problem.heads_kv <= sampled_problems.CAPPED
+        assert 1 < problem.heads_q // problem.heads_kv <= sampled_problems.MAX_CAPPED
     assert (8, 4) in {(p.heads_q, p.heads_kv) for p in chain.from_iterable(capped.values())}
 
 

@@ -63,7 +63,7 @@ GROUPS = (
     ),
     Group(
         "develop kernels",
-        "tuner legality --family fused_attention",
+        "tuner legality --family gemm",
         ("record", "survey", "fit", "legality"),
     ),
 )

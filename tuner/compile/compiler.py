@@ -33,7 +33,6 @@ from tuner.compile.ptxas import parse_advice, parse_resources
 from tuner.compile.render import included, render, template_digest
 from tuner.compile.toolchain import Toolchain, find_toolchain, include_dirs, numbers, path_option
 from tuner.compile.units import (
-    CHEAP_TOGETHER,
     KernelJob,
     Underway,
     Unit,
@@ -351,7 +350,7 @@ class Compiler:
             if fixed is None:
                 # Both halves of a unit compile at once, so half as many units keep all cores busy.
                 idle = max(1, self.jobs // 2 - len(self._units))
-                least = CHEAP_TOGETHER.get(first.spec.template, 1)
+                least = first.spec.together
                 size = min(self.batch, max(least, -(-len(self._pending) // idle)))
                 if first.is_first and len(self._pending) <= least * (idle - 1):
                     size = 1  # the answer comes sooner, and the others have cores

@@ -12,11 +12,6 @@ from pathlib import Path
 from tuner.compile.artifacts import Artifact
 from tuner.families.base import KernelSpec
 
-CHEAP_TOGETHER = {"fused_attention.cu.j2": 3}
-"""Least kernels of a unit, where so many wait, by template: they instantiate the same headers. The
-first four of a search take 18.3 CPU-seconds of nvcc as one, 19.9 as two, 20.8 as three and 24.8 as
-four (two busy cores, 26 November 2026)."""
-
 
 @dataclass
 class KernelJob:

@@ -17,6 +17,8 @@ from tuner.hardware import Gpu
 from tuner.problem import DTYPE_BYTES, AttentionProblem
 
 MEGABYTE = 1e6
+PACKING = frozenset({"packed_heads", "pads_heads"})
+"""Parameters that say which query heads share a tile's rows."""
 #: Share of the memory's bandwidth above which one more block on a multiprocessor stops helping: of
 #: eleven values from 0 to 1, 0.4 or 0.5 left the least error for 15 of 20 decoding kernels.
 LATENCY_SHARE = 0.45

@@ -73,6 +73,8 @@ class KernelSpec:
     """Declaration of the launch arguments that the template renders; a function of the variables. A
     library with several commands has one declaration for each, by name.
     """
+    together: int = 1
+    """Least kernels of a compiler's unit, where so many wait: they instantiate the same headers."""
 
     @cached_property
     def key(self) -> str:
@@ -160,6 +162,8 @@ class Family(ABC):
     """True for a family that takes part only when it is named, or when no other own family serves
     the problem.
     """
+    kind: ClassVar[str] = ""
+    """Kind of attention, for comparisons of kinds: ``fused``, or the number of its kernels."""
     is_vendor: ClassVar[bool] = False
     """True for a vendor's kernels: baselines that are called through `vendor_call` and not
     compiled.

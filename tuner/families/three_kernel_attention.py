@@ -75,6 +75,7 @@ class ThreeKernelAttention(Family):
 
     name: ClassVar[str] = "three_kernel_attention"
     op: ClassVar[str] = AttentionProblem.op
+    kind = "three kernels"
     capabilities = (HOPPER,)
     takes_extras = False
     #: Slower than the fused kernel by 3 to 7 at every measured length

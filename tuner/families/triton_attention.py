@@ -1,6 +1,6 @@
 """Fused attention, forward, in Triton (`templates/triton_attention.py.j2`).
 
-For GPUs other than Hopper. On Hopper `fused_attention` is faster, and this family takes part only
+For GPUs other than Hopper. On Hopper the fused kernel is faster, and this family takes part only
 when it is named.
 """
 
@@ -87,6 +87,7 @@ class TritonAttention(Family):
 
     name = "triton_attention"
     op = "attention"
+    kind = "fused"
     takes_extras = False
     writes_lse = True
     is_fallback = True

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from tuner.families import find
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Regime, speedup_text
 from tuner.problem import AttentionProblem, Problem
@@ -118,13 +119,10 @@ def crossings(lengths: Sequence[Length]) -> list[tuple[float, str, str]]:
     return found
 
 
-KINDS: Mapping[str, str] = {
-    "fused_attention": "fused",
-    "triton_attention": "fused",
-    "two_kernel_attention": "two kernels",
-    "three_kernel_attention": "three kernels",
-}
-"""Kind of attention by own family. Other families have their own name."""
+def _kind(name: str) -> str:
+    """Kind of attention of an own family, else its own name."""
+    member = find(name)
+    return (member.kind if member else "") or name
 
 
 def fastest_of_kinds(lengths: Sequence[Length]) -> dict[str, str]:
@@ -133,7 +131,7 @@ def fastest_of_kinds(lengths: Sequence[Length]) -> dict[str, str]:
     """
     best: dict[str, dict[int, float]] = {}
     for length in lengths:
-        kind = "" if length.is_vendor else KINDS.get(length.kernel, length.kernel)
+        kind = "" if length.is_vendor else _kind(length.kernel)
         times = best.setdefault(kind, {})
         times[length.seqlen] = min(latency(length.measurement), times.get(length.seqlen, math.inf))
     vendors = best.pop("", {})
@@ -147,7 +145,7 @@ MAX_SERIES = 6
 def drawn(lengths: Sequence[Length]) -> list[str]:
     """The kernels of a picture, at most `MAX_SERIES`, own ones first.
 
-    The order: the fastest at some length, the best own one of each of `KINDS`, the fastest
+    The order: the fastest at some length, the best own one of each `Family.kind`, the fastest
     vendor's at some length, the others. Among equals the one with the least mean loss against the
     fastest at its lengths comes first.
     """
@@ -157,7 +155,7 @@ def drawn(lengths: Sequence[Length]) -> list[str]:
     best_of_kind: dict[str, str] = {}
     for name in ordered:
         if name not in vendors:
-            best_of_kind.setdefault(KINDS.get(name, name), name)
+            best_of_kind.setdefault(_kind(name), name)
     leaders = [name for name in ordered if min(losses[name]) == 0]
     theirs = _losses([length for length in lengths if length.is_vendor])
     leading_vendors = [name for name in ordered if min(theirs.get(name, [1.0])) == 0]

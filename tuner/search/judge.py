@@ -11,7 +11,7 @@ from statistics import fmean
 
 from tuner.config import Config
 from tuner.families import families
-from tuner.families.fused_attention.packing import PACKING
+from tuner.families.attention_work import PACKING
 from tuner.families.work import floor_us, sizes_of
 from tuner.hardware import Gpu
 from tuner.measurement import Regime

@@ -16,14 +16,13 @@ from typing import Any, TypeVar
 
 from tuner.config import Config, Value
 from tuner.families import families, families_of
+from tuner.families.attention_instances import INSTANCES
 from tuner.families.base import Family
-from tuner.families.fused_attention.registers import INSTANCES
 from tuner.families.gemm.shape import PLAIN
 from tuner.families.gemv import LEAD as GEMV_LEAD
 from tuner.families.product_work import MEGABYTE, ProductSizes
 from tuner.hardware import Gpu
 from tuner.problem import AttentionProblem, Problem
-from tuner.search.sampled_problems import CAPPED
 from tuner.selection.domains import (
     MAX_NARROW,
     AnyDomain,
@@ -47,15 +46,6 @@ MAX_RESIDENT_BYTES = 20 << 20
 """Largest operands of a product whose tiles are timed in one order: the L2 holds them."""
 KERNELS = 8
 """Compiled kernels of an attention domain."""
-PADDED = 8
-"""Heads of a kernel that packs any number of query heads to a KV head: most that are not a power of
-two are 3 to 7."""
-_PADDING: Mapping[int, Mapping[str, Value]] = {
-    64: {"blocks_per_sm": 2, "early_exp": 0, "q_in_registers": False, "stages_output": True},
-    128: {"blocks_per_sm": 2, "early_exp": 0, "q_in_registers": True, "stages_output": True},
-    256: {"blocks_per_sm": 1, "early_exp": 50, "q_in_registers": False},
-}
-"""Levers of the kernels that pad heads, by head dimension: those of kernels that pack four."""
 PRODUCT_KERNELS: Mapping[Rows, int] = {"few": 8, "narrow": 18, "wide": 28, "tall": 10}
 """Compiled kernels of a domain of plain products."""
 ACTIVATED_KERNELS = 3
@@ -151,7 +141,7 @@ def _kernels(
     elif isinstance(domain, ProductDomain):
         count, is_narrow = PRODUCT_KERNELS[domain.rows], domain.rows == "narrow"
     elif domain.phase != "prompt":
-        known |= dict.fromkeys(_padded(domain, problems))
+        known |= dict.fromkeys(domain.padded_kernels(problems))
     if len(known) >= count or (isinstance(domain, AttentionDomain) and domain.has_softcap):
         return list(known)
     near = [one for other in _near(domain) for one in _of_portfolio(other, portfolio)]
@@ -216,25 +206,6 @@ def _of_portfolio(domain: AnyDomain, portfolio: Portfolio | None) -> Iterator[Co
     for candidate in models.candidates if models else ():
         if not candidate.is_vendor and candidate.family is not None:
             yield _compiled(candidate.config)
-
-
-def _padded(domain: AttentionDomain, problems: Sequence[AttentionProblem]) -> Iterator[Config]:
-    """The kernel that packs any number of heads, if that of a problem is not a power of two, as in
-    public models of D = 64 and 128; with a soft cap always, since few kernels have one.
-    """
-    groups = {problem.heads_q // problem.heads_kv for problem in problems}
-    is_odd = domain.head_dim in (64, 128) and any(group & (group - 1) for group in groups)
-    if domain.has_softcap or is_odd:
-        params: dict[str, Value] = {
-            "warp_groups": 1,
-            "tile_n": 64,
-            "kv_stages": 2,
-            "score_buffers": 1,
-            "persistent": False,
-            "packed_heads": CAPPED if domain.has_softcap else PADDED,
-            "pads_heads": True,
-        }
-        yield Config("fused_attention", {**params, **_PADDING[domain.head_dim]})
 
 
 def _near(domain: AnyDomain) -> Iterator[AnyDomain]:

@@ -10,13 +10,14 @@ from functools import cache
 from itertools import product
 from typing import Any, TypeVar, get_args
 
-from tuner.families.fused_attention.registers import INSTANCES
+from tuner.families.attention_instances import INSTANCES
 from tuner.measurement import Regime
 from tuner.problem import AttentionProblem, GemmProblem, Problem
 from tuner.problem.population import ModelCall, draw, subset
-from tuner.selection.domains import CAPPED as CAPPED_DIMS
 from tuner.selection.domains import (
+    CAPPED,
     LAYOUTS,
+    MAX_CAPPED,
     AnyDomain,
     AttentionDomain,
     GatedDomain,
@@ -61,7 +62,7 @@ KINDS: tuple[tuple[Mask, Phase], ...] = (
 UNGROUPED = 1 / 3
 """Least share of an attention domain's problems with a KV head for each query head. Few models that
 make selections have them at D = 128. Those that are lacking come beside the others."""
-SOFTCAP, CAPPED = 50.0, 4
+SOFTCAP = 50.0
 """Soft cap of Gemma 2, and most query heads to a KV head of calls that are timed with it. Gemma 2
 has two."""
 TIMED_EPILOGUES = "", "bias", "bias_gelu"
@@ -83,7 +84,7 @@ def domains(op: str) -> list[AnyDomain]:
             ),
             *(
                 AttentionDomain(width, "full", phase, has_softcap=True)
-                for width, phase in product(CAPPED_DIMS, phases)
+                for width, phase in product(CAPPED, phases)
             ),
         ]
     if op == ProductDomain.op:
@@ -199,7 +200,7 @@ def _taken(
             replace(problem, softcap=SOFTCAP)
             for one in (domain, *related)
             for problem in called.get(one._replace(has_softcap=False), ())
-            if problem.heads_kv < problem.heads_q <= CAPPED * problem.heads_kv
+            if problem.heads_kv < problem.heads_q <= MAX_CAPPED * problem.heads_kv
         ]
     for number, problem in enumerate(_in_turn(domain, others)):
         if len(found) == wanted:

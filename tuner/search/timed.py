@@ -9,7 +9,7 @@ from functools import cached_property
 
 from tuner.config import Config
 from tuner.families import families
-from tuner.families.fused_attention.packing import PACKING
+from tuner.families.attention_work import PACKING
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement
 from tuner.problem import Problem

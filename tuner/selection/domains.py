@@ -8,7 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tuner.families.domain import MAX_SIZE_FACTOR, Domain
-from tuner.families.fused_attention.domains import CAPPED, AttentionDomain, Mask, Phase
+from tuner.families.fused_attention.domains import (
+    CAPPED,
+    MAX_CAPPED,
+    AttentionDomain,
+    Mask,
+    Phase,
+)
 from tuner.families.gemm.domains import (
     EPILOGUES,
     LAYOUTS,
@@ -25,6 +31,7 @@ __all__ = [
     "DOMAINS",
     "EPILOGUES",
     "LAYOUTS",
+    "MAX_CAPPED",
     "MAX_NARROW",
     "MAX_SIZE_FACTOR",
     "AnyDomain",

@@ -12,8 +12,7 @@ from itertools import islice
 from typing import Any
 
 from tuner.config import Config
-from tuner.families.fused_attention import paged, sparse
-from tuner.families.fused_attention.packing import PACKING
+from tuner.families.attention_work import PACKING
 from tuner.hardware import Gpu
 from tuner.selection.candidates import Candidate, DomainModels, Spread
 from tuner.selection.domains import AnyDomain, AttentionDomain
@@ -31,20 +30,6 @@ def _unpacked(one: Candidate) -> Candidate:
     """The candidate with one head (no packing) in the rows of a tile."""
     params = {name: value for name, value in one.config.params.items() if name not in PACKING}
     return replace(one, config=Config(one.config.family, params, one.config.stages))
-
-
-def named_kernels(domain: AttentionDomain) -> tuple[Config, ...]:
-    """The kernels that the family names for a domain."""
-    if domain.is_sparse:
-        return sparse.kernels(domain.head_dim)
-    return paged.kernels(
-        domain.head_dim,
-        domain.phase,
-        is_plain=domain.mask != "windowed" and not domain.has_sinks,
-        has_sinks=domain.has_sinks,
-        is_e4m3=domain.is_e4m3,
-        is_windowed=domain.mask == "windowed",
-    )
 
 
 def _like(kernel: Config, combine: str | None, candidates: Iterable[Candidate]) -> Candidate | None:
@@ -83,7 +68,7 @@ class Transfer:
             return None
         found: list[Candidate] = []
         source: DomainModels | None = None
-        for kernel in named_kernels(domain):
+        for kernel in domain.named_kernels:
             is_short = kernel["warp_groups"] == 1  # kernels with more warp groups are for prompts
             like = domain if is_short else domain._replace(phase="prompt")
             for combine in (None, "cluster", "kernel") if is_short else (None,):
@@ -94,8 +79,8 @@ class Transfer:
                         more = {} if combine is None else {"combine": combine}
                         config = Config(kernel.family, {**kernel.params, **more})
                         rates = one.rates
-                        if is_short and domain.is_paged and domain.phase == "prompt":
-                            rates = {w: us * paged.SHORT_AT_PROMPTS for w, us in rates.items()}
+                        if is_short and (factor := domain.short_factor) != 1:
+                            rates = {term: us * factor for term, us in rates.items()}
                         found.append(replace(one, config=config, rates=rates))
                         source = source or models
                         break

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any, Literal, NamedTuple, Self, get_args
 
-from tuner.config import Config
+from tuner.config import Config, Value
+from tuner.families.attention_instances import INSTANCES, instance
 from tuner.families.domain import Domain
-from tuner.families.fused_attention import sparse
-from tuner.families.fused_attention.registers import INSTANCES, instance
+from tuner.families.fused_attention import paged, sparse
+from tuner.families.fused_attention.packing import NAME
 from tuner.families.peers.sdpa import BACKENDS
 from tuner.problem import E4M3, AttentionProblem, DType
 from tuner.problem.attention_masks import BLOCK_SIZE
@@ -52,6 +53,17 @@ class _Attention(NamedTuple):
 MASKED = INSTANCES
 #: Head dimensions of public models with a soft cap, whose calls may have a mask also (Gemma 2).
 CAPPED = (128, 256)
+MAX_CAPPED = 4
+"""Most query heads to a KV head of public models with a soft cap."""
+PADDED = 8
+"""Heads of a kernel that packs any number of query heads to a KV head: most that are not a power of
+two are 3 to 7."""
+_PADDING: Mapping[int, Mapping[str, Value]] = {
+    64: {"blocks_per_sm": 2, "early_exp": 0, "q_in_registers": False, "stages_output": True},
+    128: {"blocks_per_sm": 2, "early_exp": 0, "q_in_registers": True, "stages_output": True},
+    256: {"blocks_per_sm": 1, "early_exp": 50, "q_in_registers": False},
+}
+"""Levers of the kernels that pad heads, by head dimension: those of kernels that pack four."""
 #: Phases whose kernels a mask as an operand may have where its own has none, nearest first.
 _OTHER_PHASES: Mapping[Phase, tuple[Phase, ...]] = {
     "prompt": (),
@@ -248,6 +260,46 @@ class AttentionDomain(_Attention, Domain):
     def has_named_kernels(self) -> bool:
         """Its kernels are compiled for no dense call: the family names them."""
         return self.is_paged or self.is_sparse
+
+    @property
+    def named_kernels(self) -> tuple[Config, ...]:
+        """The kernels that the family names for a domain with `has_named_kernels`."""
+        if self.is_sparse:
+            return sparse.kernels(self.head_dim)
+        is_windowed = self.mask == "windowed"
+        return paged.kernels(
+            self.head_dim,
+            self.phase,
+            is_plain=not (is_windowed or self.has_sinks),
+            has_sinks=self.has_sinks,
+            is_e4m3=self.is_e4m3,
+            is_windowed=is_windowed,
+        )
+
+    @property
+    def short_factor(self) -> float:
+        """Time of a kernel of one warp group, over that by the rates of a dense kernel like it."""
+        return paged.SHORT_AT_PROMPTS if self.is_paged and self.phase == "prompt" else 1.0
+
+    def padded_kernels(self, problems: Sequence[AttentionProblem]) -> Iterator[Config]:
+        """The kernel that packs any number of heads, where one is needed.
+
+        A problem's number may be no power of two, as in public models of D = 64 and 128. Few
+        kernels have a soft cap, so that one always takes part.
+        """
+        groups = {problem.heads_q // problem.heads_kv for problem in problems}
+        is_odd = self.head_dim in (64, 128) and any(group & (group - 1) for group in groups)
+        if self.has_softcap or is_odd:
+            params: dict[str, Value] = {
+                "warp_groups": 1,
+                "tile_n": 64,
+                "kv_stages": 2,
+                "score_buffers": 1,
+                "persistent": False,
+                "packed_heads": MAX_CAPPED if self.has_softcap else PADDED,
+                "pads_heads": True,
+            }
+            yield Config(NAME, {**params, **_PADDING[self.head_dim]})
 
     @property
     def is_composed(self) -> bool:

@@ -7,9 +7,10 @@ from functools import cache
 from itertools import product
 
 from tuner.config import Config, Value
+from tuner.families.attention_instances import instance
 from tuner.families.fused_attention.legality import MAX_CLUSTERED, may_skip, smem_bytes
 from tuner.families.fused_attention.packing import packings, packs, tile_m
-from tuner.families.fused_attention.registers import instance, spills
+from tuner.families.fused_attention.registers import spills
 from tuner.hardware import SMEM_PER_SM_BYTES, SMEM_RESERVED_PER_BLOCK_BYTES, Gpu
 from tuner.problem import E4M3, AttentionProblem
 

@@ -6,12 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from tuner.config import Config
+from tuner.families.attention_instances import instance, launch_registers
 from tuner.families.fused_attention.packing import MAX_PACKED_E4M3, may_pad, tile_m
-from tuner.families.fused_attention.registers import (
-    WGMMA_OVERHEAD_REGISTERS,
-    instance,
-    launch_registers,
-)
+from tuner.families.fused_attention.registers import WGMMA_OVERHEAD_REGISTERS
 from tuner.hardware import SMEM_PER_BLOCK_BYTES
 from tuner.problem import DTYPE_BYTES, E4M3, AttentionProblem
 from tuner.problem.attention_masks import BLOCK_SIZE, PAGE_MULTIPLE

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from tuner.config import Value
 from tuner.problem import E4M3, AttentionProblem
 
-PACKING = frozenset({"packed_heads", "pads_heads"})
-"""Parameters that say which query heads share a tile's rows."""
+NAME = "fused_attention"
+"""Name of the family."""
 #: Query heads that share a tile's rows at most.
 MAX_PACKED = 32
 #: The same with e4m3: a thread's two rows are 8 apart and have one factor, that of one head.

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Literal
 
 from tuner.config import Config, Value
+from tuner.families.fused_attention.packing import NAME
 
-_NAME = "fused_attention"
 #: Time of a prompt by a kernel of one group over that of the dense kernel whose rates it has:
 #: mean of six, 1.5 to 2.2 (an H100, 25 November 2026).
 SHORT_AT_PROMPTS = 1.72
@@ -92,7 +92,7 @@ def _padded(head_dim: int, heads: int) -> Config:
     and rows of heads that a KV head lacks are computed in vain.
     """
     one = _short(head_dim, heads, _ANY_PAGE)
-    return Config(_NAME, {**one.params, "pads_heads": True})
+    return Config(NAME, {**one.params, "pads_heads": True})
 
 
 def _chunk(head_dim: int, packed: int, box_rows: int = _ANY_PAGE) -> Config:
@@ -117,7 +117,7 @@ def _chunk(head_dim: int, packed: int, box_rows: int = _ANY_PAGE) -> Config:
 
 def _whole(one: Config, **params: Value) -> Config:
     """As a kernel, by half as many copies, each of whole rows."""
-    return Config(_NAME, {**one.params, "whole_rows": True, **params})
+    return Config(NAME, {**one.params, "whole_rows": True, **params})
 
 
 def _tall(head_dim: int, packed: int) -> Config:
@@ -125,8 +125,8 @@ def _tall(head_dim: int, packed: int) -> Config:
     7 % less (an H200, 26 November 2026).
     """
     one = _chunk(head_dim, packed)
-    return Config(_NAME, {**one.params, "warp_groups": 3, "early_exp": 0})
+    return Config(NAME, {**one.params, "warp_groups": 3, "early_exp": 0})
 
 
 def _packed(params: dict[str, Value], heads: int) -> Config:
-    return Config(_NAME, {**params, "packed_heads": heads} if heads > 1 else params)
+    return Config(NAME, {**params, "packed_heads": heads} if heads > 1 else params)

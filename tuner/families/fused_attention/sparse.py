@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tuner.config import Config, Value
+from tuner.families.fused_attention.packing import NAME
 
-_NAME = "fused_attention"
 HEAD_DIMS = (64, 96, 128, 256)
 """Instances that have a kernel."""
 MIN_TILES: Mapping[int, int] = {96: 132}
@@ -43,4 +43,4 @@ def kernels(head_dim: int) -> tuple[Config, ...]:
         "blocks_per_sm": 1,
         "pdl": True,
     }
-    return (Config(_NAME, {**params, "stages_output": True} if is_staged else params),)
+    return (Config(NAME, {**params, "stages_output": True} if is_staged else params),)

@@ -15,6 +15,7 @@ from tuner.families.arguments import (
     named_strides,
     stride_names,
 )
+from tuner.families.attention_instances import INSTANCES, instance
 from tuner.families.base import (
     Domain,
     Family,
@@ -42,8 +43,6 @@ WORDS = {
     "dtype": ("float16", "bfloat16"),
     "dq": ("bulk", "ordered", "direct"),
 }
-#: Columns that the template is instantiated for; a smaller D is padded by TMA.
-INSTANCES = (64, 96, 128, 192, 256)
 #: Columns above which two warp groups share 64 keys, whose dK fills the registers of one and whose
 #: dV those of the other.
 MAX_COLUMNS = 128
@@ -76,11 +75,6 @@ CONSTANTS: Mapping[str, float] = {
     # Share by which each step grows where dQ is added in order.
     "ordered": 0.15,
 }
-
-
-def instance(head_dim: int) -> int:
-    """The smallest instance that holds `head_dim` columns."""
-    return next(d for d in INSTANCES if d >= head_dim)
 
 
 def sharing_groups(head_dim: int) -> int:

@@ -18,13 +18,12 @@ from typing import NamedTuple
 
 from tuner.config import Config, Value
 from tuner.families import families
+from tuner.families.attention_instances import INSTANCES, instance
 from tuner.families.fused_attention_backward import (
     GROUP_KEYS,
-    INSTANCES,
     MAX_COLUMNS,
     MAX_HEADS,
     FusedAttentionBackward,
-    instance,
 )
 from tuner.families.peers.sdpa_backward import SdpaBackward
 from tuner.families.rule import RuleSelection

@@ -25,9 +25,9 @@ from typing import ClassVar, NamedTuple
 
 from tuner.config import Config, Value
 from tuner.families.arguments import EXTENTS, Arguments, extents_of, named_strides, stride_names
+from tuner.families.attention_instances import REGISTERS
 from tuner.families.base import LSE, SCRATCH, Domain, Family, KernelSpec, Launch, Ref
 from tuner.families.chip_work import Work
-from tuner.families.fused_attention.registers import REGISTERS
 from tuner.families.two_kernel_attention import chip_work
 from tuner.families.two_kernel_attention.shape import (
     ROWS,
@@ -96,6 +96,7 @@ class TwoKernelAttention(Family):
 
     name = "two_kernel_attention"
     op = "attention"
+    kind = "two kernels"
     capabilities = (HOPPER,)
     writes_lse = True
     # The fused kernel is faster where it serves the problem, which is without ALiBi.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tuner.families.fused_attention.registers import instance
+from tuner.families.attention_instances import instance
 from tuner.hardware import SMEM_PER_BLOCK_BYTES, SMEM_PER_SM_BYTES, SMEM_RESERVED_PER_BLOCK_BYTES
 from tuner.problem import DTYPE_BYTES, AttentionProblem
 

@@ -12,10 +12,10 @@ from torch.library import Library, register_fake
 
 from tuner.config import Config, Value
 from tuner.errors import ConfigError
+from tuner.families.attention_instances import instance
 from tuner.families.base import Strides
 from tuner.families.fused_attention import paged_schedule
 from tuner.families.fused_attention.packing import tile_m
-from tuner.families.fused_attention.registers import instance
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionProblem
 from tuner.problem.attention import rounded

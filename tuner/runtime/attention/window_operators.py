@@ -15,7 +15,7 @@ import torch
 from torch.library import Library, register_autograd
 
 from tuner.errors import ConfigError, TunerError
-from tuner.families.fused_attention_backward import INSTANCES, instance
+from tuner.families.attention_instances import INSTANCES, instance
 from tuner.families.fused_attention_backward.rule import KERNELS, BackwardKind, kind_of, targets
 from tuner.hardware import HOPPER, Gpu
 from tuner.problem import AttentionBackwardProblem

@@ -12,7 +12,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple, cast
 
-from tuner.families.fused_attention_backward import instance, rule
+from tuner.families.attention_instances import instance
+from tuner.families.fused_attention_backward import rule
 from tuner.families.fused_attention_backward.rule import COSTS, BackwardCost, work
 from tuner.hardware import Gpu
 from tuner.problem import AttentionBackwardProblem, problem_from_json

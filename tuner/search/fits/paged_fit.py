@@ -16,6 +16,7 @@ from statistics import fmean
 from typing import Any, NamedTuple, cast
 
 from tuner.errors import ConfigError
+from tuner.families.attention_instances import instance
 from tuner.families.fused_attention import paged_schedule
 from tuner.families.fused_attention.paged_schedule import (
     CLUSTER_SPLITS,
@@ -27,7 +28,6 @@ from tuner.families.fused_attention.paged_schedule import (
     ScheduleRates,
     expected_us,
 )
-from tuner.families.fused_attention.registers import instance
 from tuner.hardware import Gpu
 from tuner.problem import AttentionProblem, problem_from_json
 from tuner.search.fits.refit import Constants, Refit, least_squares, rows
