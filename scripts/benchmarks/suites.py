@@ -33,9 +33,9 @@ from benchmarks.suites_plugin import (
     FORCED,
     Share,
     append,
-    last,
-    read,
     row_of,
+    rows_of,
+    tests_of,
 )  # fmt: skip
 from tuner.base.install import install_command
 from tuner.base.processes import python_command
@@ -140,7 +140,7 @@ def measure(case: Slice, args: Namespace) -> Row:
             broken = list(pool.map(partial(completed, path, case.suite.keyword), shares))
         tests: dict[str, Tests] = {mode: {} for mode in MODES}
         for share in shares:
-            tests[share.mode] |= read(Path(share.record))
+            tests[share.mode] |= tests_of(Path(share.record))
     figures = compared(*tests.values())
     wrong = [fact["id"] for fact in figures["new_failures"]]
     return {"figures": figures, "wrong": [*wrong, *filter(None, broken)]}
@@ -161,12 +161,12 @@ def completed(path: Path, keyword: str, share: Share) -> str:
     # Plug-ins that happen to be installed change nothing, and take seconds to import.
     environment |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **share.environment()}
     while True:
-        before = len(read(record))
+        before = len(tests_of(record))
         done = subprocess.run(
             command, cwd=path.parent, env=environment, text=True, errors="replace", check=False,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
-        row = last(record)
+        row = rows_of(record)[-1] if record.exists() else {}
         if END in row:
             return ""
         is_stuck = done.returncode == -signal.SIGALRM
@@ -174,7 +174,7 @@ def completed(path: Path, keyword: str, share: Share) -> str:
         why = f"no end in {share.limit_s:g} s" if is_stuck else why
         if BEGIN in row:
             append(record, row_of(row[BEGIN], "failed", why))
-        if len(read(record)) == before:
+        if len(tests_of(record)) == before:
             tail = " | ".join(done.stdout.splitlines()[-5:])
             return f"{record.stem}: no test was run ({why}): {tail}"
 
@@ -224,7 +224,7 @@ def line(row: Row) -> str:
     """Counts of a slice, and its new failures."""
     of = row["figures"]
     said = f"{row['case']}: {of['tests']} tests, {len(of['not_run'])} run in one mode only"
-    return "; ".join([said, *(f"new failure: {why}" for why in row["wrong"])])
+    return "; ".join([said, *(f"wrong: {why}" for why in row["wrong"])])
 
 
 def table(rows: Sequence[Row]) -> list[str]:
@@ -248,7 +248,9 @@ def table(rows: Sequence[Row]) -> list[str]:
         said += _names(f"{fact['id']}, new: {fact['message']}" for fact in new)
         said += _names(f"{fact['id']}: {fact['reason']}" for fact in expected)
         said += _names(f"{fact['id']}, in both: {fact['alone']}" for fact in both)
-        said += [f"- {why}" for row in mine for why in row.get("wrong", [row.get("lost")])]
+        named = {fact["id"] for fact in new}
+        broken = [why for row in mine for why in row.get("wrong", [row.get("lost")])]
+        said += [f"- {why}" for why in broken if why not in named]
     return [*markdown(lines), "", *said]
 
 

@@ -6,6 +6,7 @@ So the work of a killed process is known and not repeated.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import json
@@ -73,27 +74,18 @@ def rank_of(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8])
 
 
-def read(path: Path) -> dict[str, dict[str, Any]]:
-    """The tests of a record by name; a line that was cut off is none."""
-    found: dict[str, dict[str, Any]] = {}
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """The rows of a record; a line that was cut off is none."""
+    rows = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if "id" in row:
-            found[row["id"]] = row
-    return found
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
+    return rows
 
 
-def last(path: Path) -> Mapping[str, Any]:
-    """The last row of a record; empty before the first, and where it was cut off."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    try:
-        row: Mapping[str, Any] = json.loads(lines[-1]) if lines else {}
-    except ValueError:
-        return {}
-    return row
+def tests_of(path: Path) -> dict[str, dict[str, Any]]:
+    """The tests of a record by name."""
+    return {row["id"]: row for row in rows_of(path) if "id" in row}
 
 
 def append(path: Path, row: Mapping[str, Any]) -> None:
@@ -102,17 +94,10 @@ def append(path: Path, row: Mapping[str, Any]) -> None:
         file.write("\n" + json.dumps(row))
 
 
-def row_of(
-    name: str, outcome: str, message: str, hits: int = 0, fallbacks: Mapping[str, int] | None = None
-) -> dict[str, Any]:
+def row_of(name: str, outcome: str, message: str, **counts: Any) -> dict[str, Any]:
     """Row of a test that ended: `passed`, `failed` or `skipped`."""
-    return {
-        "id": name,
-        "outcome": outcome,
-        "message": message,
-        "hits": hits,
-        "fallbacks": dict(fallbacks or {}),
-    }
+    counts = {"hits": 0, "fallbacks": {}, **counts}
+    return {"id": name, "outcome": outcome, "message": message, **counts}
 
 
 class Recorder:
@@ -152,7 +137,7 @@ class Recorder:
         """Keep the share's tests without a result, in a random order. So a run that is ended early
         is a sample, and both modes begin with the same tests.
         """
-        known = read(self._path)
+        known = tests_of(self._path)
         wanted = [i for i in items if self._share.wants(i.nodeid) and i.nodeid not in known]
         wanted.sort(key=lambda item: rank_of(item.nodeid))
         kept = set(wanted)
@@ -178,7 +163,7 @@ class Recorder:
         fallbacks.subtract(before.fallbacks)
         new = {reason: count for reason, count in fallbacks.items() if count}
         hits = after.hits - before.hits
-        append(self._path, row_of(item.nodeid, outcome, message, hits, new))
+        append(self._path, row_of(item.nodeid, outcome, message, hits=hits, fallbacks=new))
         if outcome == "failed" and any(text in message for text in LOST):
             item.session.shouldstop = "the CUDA context is lost"
         return result

@@ -14,6 +14,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from bench_machines import FakeCompiler
+
+from tuner.hardware import DEFAULT_GPU
 
 PLANTED = """
 import os, pytest
@@ -209,4 +212,7 @@ def checkout(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(suites, "Share", partial(suites.Share, forcing="planted_forcing"))
     monkeypatch.setattr(suites, "find_spec", lambda name: name)
-    monkeypatch.setattr(forced, "made", lambda: SimpleNamespace(compile_usual=lambda: 0))
+    monkeypatch.setattr(forced, "detect", lambda: DEFAULT_GPU)
+    monkeypatch.setattr(forced, "find_toolchain", lambda: None)
+    monkeypatch.setattr(forced, "Compiler", lambda *_: FakeCompiler())
+    monkeypatch.setattr(forced, "HEAD_DIMS", (64,))
