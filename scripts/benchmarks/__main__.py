@@ -11,7 +11,6 @@ from tuner.base.processes import RaisesInterrupted
 from tuner.cli import ended
 
 NAMES = (
-    "append",
     "backward",
     "block",
     "compile_ways",
@@ -37,8 +36,6 @@ NAMES = (
     "results",
     "scaled",
     "search",
-    "select",
-    "service",
     "stopping",
     "suites",
     "sustained",

@@ -1,85 +1,117 @@
 """Gradients of attention by our own kernels and all that the machine has beside them.
 
-``scripts/bench backward`` compiles the rule's own kernels for each of 22 shapes. It times them
-beside cuDNN, FlashAttention-2 and -3, also deterministic, and the runtime's own choice.
-All read FlashAttention-2's output and log-sum-exp. Times are medians of rounds in which all take
-turns in a shuffled order, each a CUDA graph of several calls. ``--errors N`` compares gradients
-with those of float64 instead.
+``scripts/bench backward`` times the runtime's call (``tuner``) and the rule's own kernels
+(``tuner own``, and ``tuner own, deterministic``) for each of 22 shapes. Beside them stand cuDNN and
+FlashAttention-2 to -4, also deterministic. All read FlashAttention-2's output and log-sum-exp.
+Errors are distances from FlashAttention-2's gradients, under a soft cap from FlashAttention-3's.
+
+The preset ``errors`` draws problems that FlashAttention-2 computes as well, and compares both with
+gradients in float64.
 """
 
 from __future__ import annotations
 
 import math
-import random
-import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
-from benchmarks import backward_errors, file_head
-from benchmarks.gpu import need_gpu
-from tuner.base.output import check_place
-from tuner.bench.results import write_json
+from benchmarks import backward_errors, harness, rows
+from benchmarks.harness import Bench, Contender, Preset, Row
+from benchmarks.own_plans import compile_specs, kernel_of
 from tuner.bench.suites import SUITES
 from tuner.cli import Parser
-from tuner.compile.artifacts import ArtifactCache
-from tuner.compile.compiler import Compiler, find_toolchain
-from tuner.compile.loading import LoadedKernel, load
 from tuner.config import Config
-from tuner.errors import BenchmarkError, TunerError
+from tuner.errors import BenchmarkError
 from tuner.families import family
 from tuner.families.base import KernelSpec
 from tuner.families.fused_attention_backward.rule import KERNELS, kind_of, placed
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionBackwardProblem, AttentionProblem
 
-ROUNDS, BURST_US = 20, 2000.0
-VENDORS = ("cudnn", "flash2", "flash3", "flash4")
-SERVED = "served"
-"""Name of the runtime's own call."""
-Calls = dict[str, Callable[[], Any]]
+FAMILY = family("fused_attention_backward")
+VENDORS = family("sdpa_backward")
+NAMES = ("flash2", "flash3", "flash4", "cudnn")
+"""The vendors' kernels; the first that takes a problem is the measure of errors."""
+DETERMINISTIC = ", deterministic"
+Call = Callable[[], Any]
 
 
-def acceptance() -> list[AttentionBackwardProblem]:
-    """The problems of the acceptance suite, in bf16."""
-    known = cast(Sequence[AttentionProblem], SUITES["acceptance"].problems)
-    return [
-        AttentionBackwardProblem.of(replace(one, dtype="bfloat16", layout="bshd")) for one in known
-    ]
+@dataclass(frozen=True)
+class Case:
+    """A problem of a preset."""
+
+    problem: AttentionBackwardProblem
+    number: int = 0
+
+    @property
+    def label(self) -> str:
+        return self.problem.label()
+
+    @property
+    def group(self) -> str:
+        return "causal" if self.problem.is_causal else "full"
 
 
-def variants(problem: AttentionBackwardProblem) -> dict[str, Config]:
-    """The rule's own configs of a problem by name: ``own``, and the deterministic one."""
-    named = {"own": problem, "own, ordered": replace(problem, is_deterministic=True)}
-    found = {}
-    for name, posed in named.items():
-        kind = kind_of(posed)
-        if kind is not None and kind in KERNELS:
-            found[name] = placed(KERNELS[kind], posed, DEFAULT_GPU)
-    return found
+class Drawn(Case):
+    """A problem whose errors are compared; two draws may be equal."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.number}: {self.problem.label()}"
 
 
-def specs_of(problem: AttentionBackwardProblem) -> dict[str, KernelSpec]:
-    """The kernels of `variants`."""
-    member = family("fused_attention_backward")
-    return {
-        name: next(iter(member.kernels(problem, config).values()))
-        for name, config in variants(problem).items()
-    }
+def acceptance(args: Namespace) -> list[Case]:
+    """The problems named, or those of the acceptance suite in bf16."""
+    if args.shape:
+        return [Case(AttentionBackwardProblem.parse(shape)) for shape in args.shape]
+    suite = cast(Sequence[AttentionProblem], SUITES["acceptance"].problems)
+    forward = (replace(problem, dtype="bfloat16", layout="bshd") for problem in suite)
+    return [Case(AttentionBackwardProblem.of(problem)) for problem in forward]
 
 
-def own_call(
-    problem: AttentionBackwardProblem, config: Config, kernel: LoadedKernel, inputs: Sequence[Any]
-) -> Callable[[], Any]:
-    """One call of an own kernel on fixed inputs, into outputs of its own."""
+def drawn(args: Namespace) -> list[Case]:
+    """As many problems as ``--draws`` says, in the kinds of own kernels."""
+    every = backward_errors.drawn(args.draws, args.seed)
+    return [Drawn(problem, number) for number, problem in enumerate(every)]
+
+
+def own_config(problem: AttentionBackwardProblem) -> Config | None:
+    """The rule's own config of a problem; None where its kind has none."""
+    kind = kind_of(problem)
+    own = None if kind is None else KERNELS.get(kind)
+    return None if own is None else placed(own, problem, DEFAULT_GPU)
+
+
+def spec_of(problem: AttentionBackwardProblem) -> KernelSpec | None:
+    """The kernel of `own_config`."""
+    config = own_config(problem)
+    return next(iter(FAMILY.kernels(problem, config).values())) if config else None
+
+
+def modes(problem: AttentionBackwardProblem) -> Iterator[tuple[str, AttentionBackwardProblem]]:
+    """The problem, and as one that must be deterministic, by the end of a contender's name."""
+    yield "", problem
+    yield DETERMINISTIC, replace(problem, is_deterministic=True)
+
+
+def own_call(problem: AttentionBackwardProblem, inputs: Sequence[Any]) -> Call:
+    """One call of the rule's own kernel on fixed inputs, into outputs of its own.
+
+    Raises:
+        BenchmarkError: when there is none.
+        CompileError: when it does not compile.
+    """
     import torch
 
-    (launch,) = family(config.family).launches(problem, config, 1 / math.sqrt(problem.head_dim))
-    outs = [
-        torch.empty_strided(o.shape, o.strides, dtype=getattr(torch, o.dtype), device="cuda")
-        for o in problem.outputs
-    ]
+    config, spec = own_config(problem), spec_of(problem)
+    if config is None or spec is None:
+        raise BenchmarkError(f"no own kernel has {problem.label()}")
+    kernel = kernel_of(spec)
+    (launch,) = FAMILY.launches(problem, config, 1 / math.sqrt(problem.head_dim))
+    outs = [backward_errors.empty(operand) for operand in problem.outputs]
     size = kernel.workspace_bytes(launch.integers)
     workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
     names = [operand.name for operand in problem.operands]
@@ -88,241 +120,161 @@ def own_call(
     launched = kernel.bind(launch.integers, launch.scalars)
 
     def call() -> Any:
-        stream = torch.cuda.current_stream().cuda_stream
-        launched(pointers, workspace.data_ptr(), stream)
+        launched(pointers, workspace.data_ptr(), torch.cuda.current_stream().cuda_stream)
         return outs
 
     return call
 
 
-def forward(problem: AttentionBackwardProblem) -> list[Any]:
-    """Inputs: drawn, and what a forward pass leaves."""
-    return backward_errors.inputs_of(problem, 0)
+def vendor_call(problem: AttentionBackwardProblem, name: str, inputs: Sequence[Any]) -> Call:
+    """One call of a vendor's kernel.
+
+    Raises:
+        BenchmarkError: when it does not take the problem.
+    """
+    config = Config(VENDORS.name, {"kernel": name})
+    call = VENDORS.vendor_call(problem, config, 1 / math.sqrt(problem.head_dim))
+    if isinstance(call, str):
+        raise BenchmarkError(call)
+    return partial(call, *inputs)
 
 
-def contenders(
-    problem: AttentionBackwardProblem, kernels: Mapping[KernelSpec, LoadedKernel]
-) -> tuple[Calls, list[str]]:
-    """Calls by name, and what could not take part."""
-    inputs, refused = forward(problem), list[str]()
-    scale = 1 / math.sqrt(problem.head_dim)
-    calls: Calls = {}
-    specs = specs_of(problem)
-    for name, config in variants(problem).items():
-        if specs[name] in kernels:
-            calls[name] = own_call(problem, config, kernels[specs[name]], inputs)
-        else:
-            refused.append(f"{name}: does not compile")
-    for kernel in VENDORS:
-        for is_deterministic in (False, True):
-            name = f"{kernel}, deterministic" if is_deterministic else kernel
-            posed = replace(problem, is_deterministic=is_deterministic)
-            config = Config("sdpa_backward", {"kernel": kernel})
-            call = family("sdpa_backward").vendor_call(posed, config, scale)
-            if isinstance(call, str):
-                refused.append(f"{name}: {call}")
-            else:
-                calls[name] = lambda call=call: call(*inputs)  # type: ignore[misc]
-    if problem.is_windowed or problem.softcap or problem.is_varlen:
-        return calls, refused  # the runtime's call of these is its forward pass's
-    calls[SERVED], served = served_call(problem, inputs)
-    return calls, [*refused, f"{SERVED} by {served}"]
+def served_call(problem: AttentionBackwardProblem, inputs: Sequence[Any]) -> Call:
+    """The runtime's call.
 
-
-def served_call(
-    problem: AttentionBackwardProblem, inputs: Sequence[Any]
-) -> tuple[Callable[[], Any], str]:
-    """The runtime's call, and the kernel that it chooses."""
+    Raises:
+        BenchmarkError: when it is a part of the forward pass's.
+    """
     import torch
 
+    if problem.is_windowed or problem.softcap or problem.is_varlen:
+        raise BenchmarkError("the runtime's call of these is its forward pass's")
+    query, key, value, out, lse, grad_out = inputs
+    tensors = grad_out, query, key, value, out, lse
+    return lambda: torch.ops.tuner.attention_backward(*tensors, problem.is_causal, None)
+
+
+def served_by(problem: AttentionBackwardProblem, inputs: Sequence[Any]) -> str:
+    """The kernel that the runtime chooses."""
     from tuner.runtime.call.plan import Plan
     from tuner.runtime.call.serving import find
     from tuner.runtime.training.gradients import GradientsCall
 
-    query, key, value, out, lse, grad_out = inputs
-    tensors = grad_out, query, key, value, out, lse
+    if len(inputs) != 6:
+        return ""
     options = problem.is_causal, None, problem.is_deterministic
+    query, key, value, out, lse, grad_out = inputs
     plan = find(GradientsCall(query, key, value, out, lse, grad_out, *options))
-    chosen = plan.config.get("kernel", "own") if isinstance(plan, Plan) else f"PyTorch: {plan}"
-    return lambda: torch.ops.tuner.attention_backward(*tensors, problem.is_causal, None), chosen
+    return str(plan.config.get("kernel", "own")) if isinstance(plan, Plan) else f"PyTorch: {plan}"
 
 
-def timed(
-    calls: Mapping[str, Callable[[], Any]], estimate_us: float, rounds: int = ROUNDS
-) -> dict[str, float]:
-    """Microseconds a call, the median over rounds."""
+def calls_of(
+    problem: AttentionBackwardProblem, inputs: Sequence[Any]
+) -> tuple[dict[str, Call], dict[str, str]]:
+    """Calls by name, and why others cannot take part."""
+    makers: dict[str, Callable[[], Call]] = {"tuner": partial(served_call, problem, inputs)}
+    for mode, posed in modes(problem):
+        makers[f"tuner own{mode}"] = partial(own_call, posed, inputs)
+        makers |= {f"{name}{mode}": partial(vendor_call, posed, name, inputs) for name in NAMES}
+    calls, refused = dict[str, Call](), dict[str, str]()
+    for name, make in makers.items():
+        try:
+            calls[name] = make()
+        except harness.FAILURES as exc:
+            refused[name] = harness.first_line(exc)
+    if "tuner" not in calls:
+        refused.pop("tuner")
+    return calls, refused
+
+
+def measure(case: Case, _: Namespace) -> Row:
+    """Time of each for one problem, and how far its gradients are from FlashAttention-2's."""
     import torch
 
-    count = max(2, min(20, round(BURST_US / estimate_us)))
-    graphs = {}
-    for name, call in calls.items():
-        call()
-        torch.cuda.synchronize()
-        graphs[name] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[name]):
-            for _ in range(count):
-                call()
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    order = list(calls)
-    for _ in range(rounds):
-        random.shuffle(order)
-        for name in order:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graphs[name].replay()
-            end.record()
-            end.synchronize()
-            found[name].append(1e3 * start.elapsed_time(end) / count)
-    return {name: statistics.median(times) for name, times in found.items()}
-
-
-def compared(
-    problem: AttentionBackwardProblem,
-    kernels: Mapping[KernelSpec, LoadedKernel],
-    rounds: int = ROUNDS,
-) -> dict[str, Any]:
-    """Time of each for one problem, and how far its gradients are from FlashAttention-2's, under a
-    soft cap from FlashAttention-3's.
-    """
-    import torch
-
+    problem = case.problem
     with torch.no_grad():
-        calls, refused = contenders(problem, kernels)
-        against = next(name for name in ("flash2", "flash3", *calls) if name in calls)
-        wanted = [t.double() for t in calls[against]()]
-        away = {
-            name: max(
-                float((made.double() - other).norm() / other.norm())
-                for made, other in zip(call(), wanted, strict=True)
-            )
-            for name, call in calls.items()
-        }
-        del wanted
-        estimate = problem.flops / 5e8
-        times = timed(calls, max(30.0, estimate), rounds)
-    rows = [
-        {"name": name, "us": us, "tflops": problem.flops / us / 1e6, "away": away[name]}
-        for name, us in sorted(times.items(), key=lambda item: item[1])
-    ]
-    facts = {"problem": problem.to_json(), "label": problem.label(), "against": against}
-    return {**facts, "rows": rows, "no": refused}
+        inputs = backward_errors.inputs_of(problem, 0)
+        calls, refused = calls_of(problem, inputs)
+        numbered = {name: harness.every_copy(call) for name, call in calls.items()}
+        outs, failed = harness.first_outputs(numbered, lambda out: [t.clone() for t in out])
+        against = next((name for name in (*NAMES, *outs) if name in outs), "")
+        written, source = inputs[5], inputs[5].clone()
+        able = [Contender(name, numbered[name]) for name in outs]
+        times = harness.time_calls(able, lambda _: torch.add(source, 0.0, out=written), 1)
+    return {
+        "problem": problem.to_json(),
+        "us": times.us,
+        "tflops": {name: problem.flops / us / 1e6 for name, us in times.us.items()},
+        "against": against,
+        "errors": {
+            name: max(map(harness.distance, out, outs[against])) for name, out in outs.items()
+        },
+        "served_by": served_by(problem, inputs),
+        "failed": {**refused, **failed, **times.failed},
+    }
 
 
-def text(found: dict[str, Any]) -> str:
-    """A problem's lines, the fastest first, and how the own kernels stand."""
-    lines = [found["label"]]
-    lines += [
-        f"  {row['us']:9.2f} us {row['tflops']:6.0f} TFLOP/s  from {found['against']} "
-        f"{row['away']:.1e}  {row['name']}"
-        for row in found["rows"]
-    ]
-    for mode in ("", "deterministic"):
-        own, other = best(found, True, mode), best(found, False, mode)
-        if own and other:
-            title = f"own {mode} speed".replace("  ", " ")
-            lines.append(f"  {title}: {other['us'] / own['us']:.3f} of {other['name']}")
-    served = next((row for row in found["rows"] if row["name"] == SERVED), None)
-    if served:
-        least = min(row["us"] for row in found["rows"] if "deterministic" not in row["name"])
-        lines.append(f"  served speed: {least / served['us']:.3f} of the fastest")
-    return "\n".join([*lines, *(f"  not measured: {why}" for why in found["no"])])
+def own_speed(row: Row, mode: str = "") -> float | None:
+    """The fastest peer's time over the own kernel's, of those in a mode."""
+    us = row.get("us", {})
+    peers = [us[name + mode] for name in NAMES if name + mode in us]
+    own = us.get(f"tuner own{mode}")
+    return min(peers) / own if peers and own else None
 
 
-def best(found: Mapping[str, Any], is_own: bool, mode: str) -> dict[str, Any] | None:
-    """The fastest row of the own kernels or of the others.
-
-    Args:
-        found: result of `compared`.
-        is_own: True for own kernels, False for the others.
-        mode: ``deterministic`` for those that are; empty for all others.
-    """
-    word = "ordered" if is_own else "deterministic"
-    named = [row for row in found["rows"] if row["name"] != SERVED]
-    rows = [row for row in named if row["name"].startswith("own") == is_own]
-    alike = [row for row in rows if (word in row["name"]) == bool(mode)]
-    return min(alike, key=lambda row: float(row["us"]), default=None)
+def table(every: Sequence[Row]) -> list[str]:
+    """The usual table, of what is served; and how the own kernels stand in both modes."""
+    lines = [*rows.ratio_table(every), ""]
+    for mode in ("", DETERMINISTIC):
+        mean, least = rows.figures(rows.values(every, partial(own_speed, mode=mode)))
+        lines.append(f"own kernels{mode}, over the fastest peer: mean {mean}, least {least}")
+    return lines
 
 
-def built(problems: Sequence[AttentionBackwardProblem]) -> dict[KernelSpec, LoadedKernel]:
-    """The kernels of all problems' variants that compile."""
-    wanted = dict.fromkeys(spec for problem in problems for spec in specs_of(problem).values())
-    kernels = {}
-    with Compiler(find_toolchain(), ArtifactCache()) as compiler:
-        for spec, future in compiler.submit(list(wanted)):
-            try:
-                kernels[spec] = load(future.result())
-            except TunerError as exc:
-                print(f"does not compile: {exc}", flush=True)
-    return kernels
+def measure_errors(case: Case, _: Namespace) -> Row:
+    """Errors of the own kernel and of FlashAttention-2 at one problem."""
+    inputs = backward_errors.inputs_of(case.problem, case.number)
+    gradients = {
+        "tuner": own_call(case.problem, inputs)(),
+        "flash2": vendor_call(case.problem, "flash2", inputs)(),
+    }
+    return backward_errors.row(case.problem, inputs, gradients)
 
 
-def errors(
-    problems: Sequence[AttentionBackwardProblem], environment: dict[str, Any], args: Any
-) -> int:
-    """Errors of the rule's own kernels beside FlashAttention-2's. Returns 1 if one is too large.
-
-    Args:
-        problems: drawn ones.
-        environment: facts for the file.
-        args: the command line.
-    """
-    kernels, rows = built(problems), []
-    for number, problem in enumerate(problems):
-        (spec,) = family("fused_attention_backward").kernels(problem, own_config(problem)).values()
-
-        def own(inputs: Sequence[Any], problem: Any = problem, spec: Any = spec) -> Any:
-            return own_call(problem, own_config(problem), kernels[spec], inputs)
-
-        if spec in kernels:
-            rows.append(backward_errors.row(problem, own, number))
-        if args.json is not None and (number % 10 == 9 or number + 1 == len(problems)):
-            write_json(args.json, {"environment": environment, "seed": args.seed, "rows": rows})
-    print(backward_errors.text(rows))
-    is_near = len(rows) == len(problems) and all(map(backward_errors.is_near, rows))
-    return 0 if is_near else 1
+def _options(parser: Parser) -> None:
+    add = parser.add_argument
+    add("--shape", action="append", help="as S=1024,D=64,dtype=bf16, not the suite; repeatable")
+    add("--draws", type=int, default=156, help="problems of the preset errors (default 156)")
 
 
-def own_config(problem: AttentionBackwardProblem) -> Config:
-    """The rule's own config of a problem whose kind has one."""
-    kind = kind_of(problem)
-    if kind is None:
-        raise BenchmarkError(f"no own kernel has {problem.label()}")
-    return placed(KERNELS[kind], problem, DEFAULT_GPU)
+def _compile(cases: Callable[[Namespace], list[Case]], args: Namespace) -> None:
+    posed = [problem for case in cases(args) for _, problem in modes(case.problem)]
+    compile_specs(spec for problem in posed if (spec := spec_of(problem)) is not None)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Compare, print, write.
-
-    Raises:
-        ConfigError: when a shape is wrong.
-        BenchmarkError: when torch sees no GPU.
-    """
-    parser = Parser(prog="scripts/bench backward", description=__doc__)
-    parser.add_argument("--shape", action="append", default=[], help="as S=1024,D=64,dtype=bf16")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
-    parser.add_argument(
-        "--errors",
-        type=int,
-        metavar="N",
-        help="time nothing: errors of N drawn problems beside FlashAttention-2's, against float64",
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=ROUNDS, metavar="N", help=f"rounds (default {ROUNDS})"
-    )
-    parser.add_argument("--seed", default="0", help="seed of the drawn problems (default 0)")
-    args = parser.parse_args(argv)
-    check_place(args.json)
-    drawn = [] if args.errors is None else backward_errors.drawn(args.errors, args.seed)
-    problems = [AttentionBackwardProblem.parse(shape) for shape in args.shape] or acceptance()
-    need_gpu()
-    environment = file_head.complete(family("sdpa_backward").environment())
-    if args.errors is not None:
-        return errors(drawn, environment, args)
-    kernels = built(problems)
-    every = []
-    for problem in problems:
-        every.append(compared(problem, kernels, args.rounds))
-        print(text(every[-1]), flush=True)
-        if args.json is not None:
-            write_json(args.json, {"environment": environment, "problems": every})
-    return 0
+_SMALL = AttentionBackwardProblem.parse("S=32,D=64,H=2,dtype=bf16")
+BENCH = Bench(
+    "backward",
+    __doc__,
+    {
+        "acceptance": Preset(
+            "times of the acceptance suite's shapes, or of --shape",
+            acceptance,
+            measure,
+            table=table,
+            limit_s=600,
+            smoke=Case(_SMALL),
+            compile=partial(_compile, acceptance),
+        ),
+        "errors": Preset(
+            "errors of drawn problems beside FlashAttention-2's, against float64",
+            drawn,
+            measure_errors,
+            backward_errors.line,
+            backward_errors.table,
+            smoke=Drawn(_SMALL),
+            compile=partial(_compile, drawn),
+        ),
+    },
+    _options,
+)

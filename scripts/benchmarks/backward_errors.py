@@ -1,8 +1,6 @@
-"""Errors of our own gradients beside FlashAttention-2's, against float64.
+"""Inputs of gradients of attention, and errors beside FlashAttention-2's, against float64.
 
-``scripts/bench backward --errors N`` draws N problems of the rule's own kernels that
-FlashAttention-2 computes as well. Both read FlashAttention-2's output and log-sum-exp. An error is
-the relative Frobenius norm of a gradient's difference from that of float64.
+An error is the relative Frobenius norm of a gradient's difference from that of float64.
 """
 
 from __future__ import annotations
@@ -13,8 +11,8 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tuner.config import Config
-from tuner.families import family
+from benchmarks.call_times import distance
+from benchmarks.rows import Row
 from tuner.families.fused_attention_backward.rule import KERNELS, BackwardKind, kind_of
 from tuner.problem import AttentionBackwardProblem
 
@@ -27,16 +25,16 @@ _HEADS = ((1, 1), (2, 2), (3, 1), (4, 2), (8, 2), (8, 8), (7, 1))
 def drawn(count: int, seed: str) -> list[AttentionBackwardProblem]:
     """Problems in the kinds of `KERNELS`, taking turns; equal seeds draw equal problems."""
     rng, kinds = random.Random(f"backward errors {seed}"), [k for k in KERNELS if not k.has_softcap]
-    found: list[AttentionBackwardProblem] = []
-    while len(found) < count:
-        kind = kinds[len(found) % len(kinds)]
-        problem = _one(rng, kind)
+    problems: list[AttentionBackwardProblem] = []
+    while len(problems) < count:
+        kind = kinds[len(problems) % len(kinds)]
+        problem = _draw(rng, kind)
         if kind_of(problem) == kind:
-            found.append(problem)
-    return found
+            problems.append(problem)
+    return problems
 
 
-def _one(rng: random.Random, kind: BackwardKind) -> AttentionBackwardProblem:
+def _draw(rng: random.Random, kind: BackwardKind) -> AttentionBackwardProblem:
     length = rng.choice((rng.randint(2, 200), rng.randint(200, 1500), 64 * rng.randint(1, 16)))
     other = length if kind.is_causal or kind.is_windowed else rng.choice((length, length + 33))
     heads_q, heads_kv = rng.choice(_HEADS)
@@ -64,64 +62,72 @@ def inputs_of(problem: AttentionBackwardProblem, seed: int) -> list[Any]:
     """
     import torch
 
-    generator = torch.Generator("cuda").manual_seed(seed)
-    made: dict[str, Any] = {}
-    for operand in problem.inputs:
-        if operand.name in (*GRADIENTS, "grad_out"):
-            values = torch.randn(operand.shape, device="cuda", generator=generator)
-            made[operand.name] = empty(operand).copy_(values)
+    torch.manual_seed(seed)
+    tensors: dict[str, Any] = {
+        operand.name: empty(operand).copy_(torch.randn(operand.shape, device="cuda"))
+        for operand in problem.inputs
+        if operand.name in (*GRADIENTS, "grad_out")
+    }
     starts = []
     if problem.is_varlen:
         for lengths in (problem.forward.lengths_q, problem.forward.lengths_kv):
-            ends = torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
-            starts.append(ends.cuda())
+            ends = torch.tensor((0, *lengths), dtype=torch.int32, device="cuda")
+            starts.append(ends.cumsum(0, dtype=torch.int32))
+    forward = capped if problem.softcap else flash2
+    out, lse = forward(problem, [tensors[name] for name in GRADIENTS], starts)
     (laid,) = (operand for operand in problem.inputs if operand.name == "out")
-    tensors = [made[name] for name in GRADIENTS]
-    if problem.softcap:
-        out, lse = capped(problem, tensors)
-        return [*tensors, empty(laid).copy_(out), lse, made["grad_out"]]
-    rows = [t.transpose(1, 2) for t in tensors]
-    if problem.is_varlen:
-        rows = [t[0] for t in rows]
+    leaves = [tensors[name] for name in GRADIENTS]
+    return [*leaves, empty(laid).copy_(out), lse, tensors["grad_out"], *starts]
+
+
+def flash2(
+    problem: AttentionBackwardProblem, tensors: Sequence[Any], starts: Sequence[Any]
+) -> tuple[Any, Any]:
+    """Output and log-sum-exp of FlashAttention-2."""
+    import torch
+
+    laid = [t.transpose(1, 2)[0] if problem.is_varlen else t.transpose(1, 2) for t in tensors]
     sides = problem.visible if problem.is_windowed else (None, None)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *(*rows, *(starts or (None, None)), problem.seqlen_q, problem.seqlen_kv),
+        *(*laid, *(starts or (None, None)), problem.seqlen_q, problem.seqlen_kv),
         *(0.0, problem.is_causal, False),
         scale=1 / math.sqrt(problem.head_dim),
         **dict(zip(("window_size_left", "window_size_right"), sides, strict=True)),
     )
     if problem.is_varlen:
         out, lse = out[None], lse[None]
-    out = empty(laid).copy_(out.transpose(1, 2))
-    return [*tensors, out, lse.contiguous(), made["grad_out"], *starts]
+    return out.transpose(1, 2), lse.contiguous()
 
 
-def capped(problem: AttentionBackwardProblem, tensors: Sequence[Any]) -> tuple[Any, Any]:
-    """Output and log-sum-exp under a soft cap in fp32, a head at a time."""
+def capped(
+    problem: AttentionBackwardProblem, tensors: Sequence[Any], _: Sequence[Any]
+) -> tuple[Any, Any]:
+    """Output and log-sum-exp in fp32, a head at a time, also under a soft cap."""
     import torch
 
     query, key, value = tensors
     out = torch.empty(query.shape, device="cuda")
     lse = torch.empty(query.shape[:3], device="cuda")
     group, cap = problem.heads_q // problem.heads_kv, problem.softcap
-    mask = hidden(problem)
+    mask = hidden(problem, problem.seqlen_q, problem.seqlen_kv)
     for batch in range(problem.batch):
         for head in range(problem.heads_q):
             keys, values = (t[batch, head // group].float() for t in (key, value))
             scores = query[batch, head].float() @ keys.mT / math.sqrt(problem.head_dim)
-            scores = (cap * torch.tanh(scores / cap)).masked_fill(mask, -math.inf)
+            scores = cap * torch.tanh(scores / cap) if cap else scores
+            scores = scores.masked_fill(mask, -math.inf)
             lse[batch, head] = scores.logsumexp(-1)
             out[batch, head] = scores.softmax(-1) @ values
     return out, lse
 
 
-def hidden(problem: AttentionBackwardProblem) -> Any:
-    """(SQ, SKV), true where a query does not see a key."""
+def hidden(problem: AttentionBackwardProblem, queries: int, keys: int) -> Any:
+    """(queries, keys), true where a query does not see a key."""
     import torch
 
     left, right = problem.visible
-    rows = torch.arange(problem.seqlen_q, device="cuda")[:, None]
-    columns = torch.arange(problem.seqlen_kv, device="cuda")
+    rows = torch.arange(queries, device="cuda")[:, None]
+    columns = torch.arange(keys, device="cuda")
     return (columns < rows - left) | (columns > rows + right)
 
 
@@ -138,7 +144,7 @@ def exact(problem: AttentionBackwardProblem, inputs: Sequence[Any]) -> list[Any]
     import torch
 
     wide = [t.double() for t in (*inputs[:3], inputs[5])]
-    found = [torch.zeros_like(t) for t in wide[:3]]
+    gradients = [torch.zeros_like(t) for t in wide[:3]]
     for queries, keys in sequences(problem):
         spans = (queries, keys, keys, queries)
         q, k, v, grad = (t[:, :, span] for t, span in zip(wide, spans, strict=True))
@@ -146,15 +152,12 @@ def exact(problem: AttentionBackwardProblem, inputs: Sequence[Any]) -> list[Any]
         leaves = [t.detach().requires_grad_() for t in (q, k, v)]
         many = [t.repeat_interleave(group, 1) for t in leaves[1:]]
         scores = leaves[0] @ many[0].mT / math.sqrt(problem.head_dim)
-        left, right = problem.visible
-        rows = torch.arange(q.shape[2], device="cuda")[:, None]
-        columns = torch.arange(k.shape[2], device="cuda")
-        hidden = (columns < rows - left) | (columns > rows + right)
-        weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+        mask = hidden(problem, q.shape[2], k.shape[2])
+        weights = scores.masked_fill(mask, -math.inf).softmax(-1)
         grads = torch.autograd.grad(weights @ many[1], leaves, grad)
-        for made, span, part in zip(found, spans[:3], grads, strict=True):
-            made[:, :, span] = part
-    return found
+        for gradient, span, part in zip(gradients, spans[:3], grads, strict=True):
+            gradient[:, :, span] = part
+    return gradients
 
 
 def sequences(problem: AttentionBackwardProblem) -> Iterator[tuple[slice, slice]]:
@@ -169,49 +172,36 @@ def sequences(problem: AttentionBackwardProblem) -> Iterator[tuple[slice, slice]
         queries, keys = queries + of_queries, keys + of_keys
 
 
-def error(found: Any, wanted: Any) -> float:
-    """Relative Frobenius error."""
-    return float((found.double() - wanted).norm() / wanted.norm())
-
-
-def row(problem: AttentionBackwardProblem, own: Any, seed: int) -> dict[str, Any]:
-    """Errors of one problem.
-
-    Args:
-        problem: problem to compute.
-        own: function that makes the own kernel's call of inputs.
-        seed: random seed of the inputs.
-    """
-    inputs = inputs_of(problem, seed)
+def row(
+    problem: AttentionBackwardProblem, inputs: Sequence[Any], gradients: Mapping[str, Any]
+) -> Row:
+    """Errors of one problem, and those of the tuner over FlashAttention-2's."""
     wanted = exact(problem, inputs)
-    config = Config("sdpa_backward", {"kernel": "flash2"})
-    flash2 = family(config.family).vendor_call(problem, config, 1 / math.sqrt(problem.head_dim))
-    if isinstance(flash2, str):
-        return {"problem": problem.label(), "refused": flash2}
-    made = {"own": own(inputs)(), "flash2": flash2(*inputs)}
-    errors = {
-        name: [error(a, b) for a, b in zip(grads, wanted, strict=True)]
-        for name, grads in made.items()
-    }
-    ratios = [a / b for a, b in zip(errors["own"], errors["flash2"], strict=True)]
-    return {"problem": problem.label(), **errors, "ratios": ratios}
+    errors = {name: list(map(distance, each, wanted)) for name, each in gradients.items()}
+    ratios = [own / peer for own, peer in zip(errors["tuner"], errors["flash2"], strict=True)]
+    is_near = all(ratio <= MARGIN for ratio in ratios)  # not where one is not a number
+    return {"figures": {**errors, "ratios": ratios}, "wrong": [] if is_near else ["tuner"]}
 
 
-def is_near(row: Mapping[str, Any]) -> bool:
-    """True if no gradient's error is beyond the margin, or not a number."""
-    return all(ratio <= MARGIN for ratio in row.get("ratios", (math.inf,)))
+def line(row: Row) -> str:
+    """Ratios of one problem's errors."""
+    ratios = (f"{name} {ratio:.3f}" for name, ratio in zip(GRADIENTS, ratios_of(row), strict=False))
+    return f"{row['case']}: {', '.join(ratios)}{' beyond' * bool(row['wrong'])}"
 
 
-def text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Number of problems, and the ratios of the errors: median, largest, the problems beyond."""
-    judged = [one for one in rows if "ratios" in one]
-    lines = [f"{len(judged)} problems beside FlashAttention-2, {len(rows) - len(judged)} refused"]
-    for index, name in enumerate(GRADIENTS):
-        ratios = sorted(one["ratios"][index] for one in judged)
-        if ratios:
-            median = statistics.median(ratios)
-            lines.append(f"  gradient of {name}: median {median:.3f}, largest {ratios[-1]:.3f}")
-    beyond = [one for one in judged if not is_near(one)]
-    lines.append(f"  {len(beyond)} beyond {MARGIN}")
-    lines += [f"    {one['problem']}: {[f'{r:.3f}' for r in one['ratios']]}" for one in beyond]
-    return "\n".join(lines)
+def ratios_of(row: Row) -> list[float]:
+    """Errors of the three gradients over FlashAttention-2's; none where one has none."""
+    ratios: list[float] = row.get("figures", {}).get("ratios", [])
+    return ratios
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Ratios of the errors: median, largest, and the problems beyond the margin."""
+    judged = [row for row in rows if ratios_of(row)]
+    lines = [f"{len(judged)} problems beside FlashAttention-2, {len(rows) - len(judged)} without"]
+    for index, name in enumerate(GRADIENTS if judged else ()):
+        ratios = sorted(ratios_of(row)[index] for row in judged)
+        median = statistics.median(ratios)
+        lines.append(f"  gradient of {name}: median {median:.3f}, largest {ratios[-1]:.3f}")
+    beyond = [row for row in judged if row["wrong"]]
+    return [*lines, f"  {len(beyond)} beyond {MARGIN}", *(f"    {line(row)}" for row in beyond)]

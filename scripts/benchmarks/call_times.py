@@ -13,7 +13,7 @@ import contextlib
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -208,6 +208,40 @@ def _uncollected() -> Iterator[None]:
     finally:
         gc.enable()
         gc.unfreeze()
+
+
+def every_copy(call: Callable[[], Any]) -> Callable[[int], Any]:
+    """A call that is the same for every copy of the tensors."""
+    return lambda _: call()
+
+
+def first_outputs(
+    calls: Mapping[str, Callable[[int], Any]], read: Callable[[Any], Any] = lambda out: out
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Results of calls that are made once, and why others have none.
+
+    Args:
+        calls: by contender.
+        read: makes what is to be held of an output, whose memory the next call may use.
+    """
+    import torch
+
+    outs, failed = dict[str, Any](), dict[str, str]()
+    for name, call in calls.items():
+        try:
+            outs[name] = read(call(0))
+            torch.cuda.synchronize()
+        except FAILURES as exc:
+            torch.cuda.synchronize()  # raises again where the device is lost
+            outs.pop(name, None)
+            failed[name] = first_line(exc)
+    return outs, failed
+
+
+def distance(out: Any, wanted: Any) -> float:
+    """Relative Frobenius norm of the difference of two tensors."""
+    wanted = wanted.double()
+    return float((out.double() - wanted).norm() / wanted.norm())
 
 
 def first_line(exc: BaseException) -> str:

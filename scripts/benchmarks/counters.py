@@ -1,122 +1,130 @@
-"""Counters of own kernels and peers beside one another, by Nsight Compute.
+"""Counters of any bench's contenders beside one another, by Nsight Compute.
 
-``scripts/bench counters --shape S --call NAME --call NAME`` counts one call of each. Names are
-those that `fp8_attention` prints for e4m3 and `sustained` for fp16 and bf16: `flash3`, or the
-beginning of another. ``--op attention_backward`` counts gradients, by the names that `backward`
-prints. ``--op gemm`` counts products of e4m3 with factors of operands or rows, by the names in the
-file that `e4m3` writes. It serves where `tuner profile` cannot: shapes without a decision,
-cuDNN's plans and cuBLASLt's algorithms. Clocks are not locked, and nothing is timed.
+``scripts/bench counters --of backward --only S=2048 --call tuner --call flash3`` counts one call of
+each at the cases of `backward` that are named so. A name is whole or a beginning. Presets and other
+options of that bench stand in ``--with "--preset errors"``. Clocks are not locked, and nothing is
+timed.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections import Counter
+import importlib
+import json
+import shlex
+import sys
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import backward, e4m3, fp8_attention, own_kernels, sustained
-from tuner.base.output import check_place
+from benchmarks import harness
+from benchmarks.harness import Bench, Contender, Preset, Row, Times
 from tuner.base.processes import python_command
-from tuner.bench.results import write_json
 from tuner.cli import Parser
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.measure import nsight
 from tuner.measure.profile import CYCLES, CYCLES_ACTIVE, DURATION, SHARES, STALLS, KernelCounters
-from tuner.problem import E4M3, AttentionBackwardProblem, AttentionProblem, GemmProblem
 
 MARK = "triu_tril_kernel"
 """Kernel of PyTorch that is launched before each call, and that no contender launches."""
 STALLS_SHOWN = 3
 
-Problem = AttentionProblem | AttentionBackwardProblem | GemmProblem
+
+@dataclass(frozen=True)
+class Case:
+    """A case of another bench with these options."""
+
+    group: str
+    options: tuple[str, ...]
+    label: str
+
+    def opened(self) -> tuple[Preset, Namespace]:
+        """The bench's preset, and all of its options.
+
+        Raises:
+            ConfigError: when there is no such bench.
+        """
+        try:
+            bench: Bench = importlib.import_module(f"benchmarks.{self.group}").BENCH
+        except (ImportError, AttributeError) as exc:
+            raise ConfigError(f"--of {self.group} is no bench of contenders: {exc}") from exc
+        args = harness.parser_of(bench).parse_args(self.options)
+        return bench.presets[args.preset], args
 
 
-def problem_of(op: str, shape: str) -> Problem:
-    """The problem of a shape.
-
-    Raises:
-        ConfigError: when it is not one that can be counted.
-    """
-    if op == AttentionBackwardProblem.op:
-        return AttentionBackwardProblem.parse(shape)
-    if op != GemmProblem.op:
-        return AttentionProblem.parse(shape)
-    problem = GemmProblem.parse(shape)
-    if problem.dtype != E4M3 or problem.scales not in ("tensor", "row"):
-        raise ConfigError(f"{problem.label()} is not counted (allowed: scales=tensor, scales=row)")
-    return problem
+def cases(args: Namespace) -> list[Case]:
+    """Those of the other bench."""
+    options = tuple(shlex.split(args.options))
+    preset, others_args = Case(args.of, options, "").opened()
+    return [Case(args.of, options, case.label) for case in preset.cases(others_args)]
 
 
-def calls_of(problem: Problem) -> dict[str, Callable[[], Any]]:
-    """Every call that can be counted, by name, on inputs of its own.
-
-    Args:
-        problem: problem to compute.
-    """
-    if isinstance(problem, GemmProblem):
-        return _calls_of_product(problem)
-    if isinstance(problem, AttentionBackwardProblem):
-        return backward.contenders(problem, backward.built([problem]))[0]
-    if problem.dtype == E4M3:
-        own, peers, *_ = fp8_attention.contenders(problem)
-        return {**own, **peers}
-    tensors = sustained.Tensors(problem)
-    every = [*tensors.own(), *tensors.peers({})]
-    return {one.name: partial(one.call, 0) for one in every}
-
-
-def _calls_of_product(problem: GemmProblem) -> dict[str, Callable[[], Any]]:
-    from tuner.runtime.call import devices
-
-    tensors = e4m3.Calls(problem)
-    calls = dict(tensors.vendors())
-    for config, artifacts in e4m3.built(problem, devices.gpu_of(0)):
-        calls[e4m3.name_with_band(config)] = tensors.own(config, artifacts)
-    return {name: partial(call, 0) for name, call in calls.items()}
+def measure(case: Case, args: Namespace) -> Row:
+    """Microseconds under the counters and all values, of each launch of each call."""
+    names = list(dict.fromkeys(args.call or ["tuner"]))
+    asked = json.dumps([asdict(case), names])
+    command = python_command("-m", "benchmarks.counters", asked)
+    launches = parted(nsight.counted(nsight.find_ncu(args.ncu), command, "warm"), names)
+    return {
+        "figures": {name: sum(map(_us, kernels)) for name, kernels in launches.items()},
+        "text": text(launches),
+        "launches": {
+            name: [
+                {"kernel": kernel.kernel, **{m: v.value for m, v in kernel.counters.items()}}
+                for kernel in kernels
+            ]
+            for name, kernels in launches.items()
+        },
+    }
 
 
-def chosen(names: Sequence[str], known: Sequence[str]) -> list[str]:
-    """The known name that each given one is, or is the beginning of; the first of several.
-
-    Raises:
-        ConfigError: when there is none.
-    """
-    found = []
-    for name in names:
-        matching = [one for one in known if one == name] or [
-            one for one in known if one.startswith(name)
-        ]
-        if not matching:
-            raise ConfigError(f"call '{name}' is unknown (allowed: {', '.join(known)})")
-        found.append(matching[0])
-    return found
-
-
-def child(problem: Problem, names: Sequence[str]) -> None:
-    """Run each call between the marks of the CUDA profiler, behind the kernel `MARK`.
+def count(case: Case, names: Sequence[str]) -> None:
+    """Measure a case by a stopwatch that runs the named calls between the CUDA profiler's marks,
+    each behind the kernel `MARK`.
 
     Raises:
         ConfigError: when a name is unknown.
     """
     import torch
 
-    with torch.no_grad():
-        calls = calls_of(problem)
-        asked = [calls[name] for name in chosen(names, list(calls))]
-        square = torch.ones(8, 8, device="cuda")
-        torch.triu(square)
-        for call in asked * 2:  # loads modules, then brings the inputs into the L2
-            call()
-        torch.cuda.synchronize()
-        torch.cuda.profiler.start()
-        for call in asked:
+    preset, args = case.opened()
+    contenders: dict[str, Contender] = {}
+    counted: list[Contender] = []
+
+    def time_calls(ways: Sequence[Contender], *_: Any) -> Times:
+        contenders.update({way.name: way for way in ways})
+        if not counted and all(matching(name, contenders) for name in names):
+            counted.extend(contenders[matching(name, contenders)] for name in names)
+            square = torch.ones(8, 8, device="cuda")
             torch.triu(square)
-            call()
-        torch.cuda.synchronize()
-        torch.cuda.profiler.stop()
+            _run(counted * 2, lambda: None)  # loads modules, then brings the inputs into the L2
+            torch.cuda.profiler.start()
+            _run(counted, lambda: torch.triu(square))
+            torch.cuda.profiler.stop()
+        return Times({way.name: 1.0 for way in ways}, {})
+
+    harness.time_calls = time_calls  # type: ignore[assignment]
+    (wanted,) = (other for other in preset.cases(args) if other.label == case.label)
+    preset.measure(wanted, args)
+    if not counted:
+        raise ConfigError(f"--call {', '.join(names)}: allowed are {', '.join(contenders)}")
+
+
+def _run(contenders: Sequence[Contender], before: Callable[[], Any]) -> None:
+    import torch
+
+    for contender in contenders:
+        with contender.around():
+            before()
+            contender.call(0)
+    torch.cuda.synchronize()
+
+
+def matching(name: str, contenders: Mapping[str, Any]) -> str:
+    """The name itself, or the first that begins so; empty without one."""
+    begun = [other for other in contenders if other.startswith(name)]
+    return name if name in contenders else next(iter(begun), "")
 
 
 def parted(
@@ -139,70 +147,57 @@ def parted(
     return dict(zip(names, parts, strict=True))
 
 
-def text(label: str, found: Mapping[str, Sequence[KernelCounters]]) -> str:
-    """A shape's lines: for each call its longest launch, and the time of all of them."""
-    lines = [label]
-    for name, kernels in found.items():
-        longest = max(kernels, key=lambda kernel: kernel.get(DURATION) or 0.0)
-        total = sum(kernel.get(DURATION) or 0.0 for kernel in kernels)
-        cycles, active = (longest.get(one) or 0.0 for one in (CYCLES, CYCLES_ACTIVE))
+def _us(kernel: KernelCounters) -> float:
+    return (kernel.get(DURATION) or 0.0) / 1e3
+
+
+def text(launches: Mapping[str, Sequence[KernelCounters]]) -> list[str]:
+    """Lines of each call: its longest launch, and the time of all of them."""
+    lines = []
+    for name, kernels in launches.items():
+        longest = max(kernels, key=_us)
+        cycles, active = (longest.get(metric) or 0.0 for metric in (CYCLES, CYCLES_ACTIVE))
         lines.append(
-            f"  {name}: {total / 1e3:.1f} us in {len(kernels)} kernels; {longest.kernel} "
-            f"{(longest.get(DURATION) or 0.0) / 1e3:.1f} us, {cycles / 1e3:.0f} thousand cycles, "
+            f"  {name}: {sum(map(_us, kernels)):.1f} us in {len(kernels)} kernels; "
+            f"{longest.kernel} {_us(longest):.1f} us, {cycles / 1e3:.0f} thousand cycles, "
             f"{active / 1e3:.0f} active"
         )
         shares = [f"{c.label} {value.value:.1f} %" for c, value in longest.shown(SHARES)]
-        stalls = sorted(longest.shown(STALLS), key=lambda one: -one[1].value)[:STALLS_SHOWN]
+        stalls = sorted(longest.shown(STALLS), key=lambda stall: -stall[1].value)[:STALLS_SHOWN]
         lines.append("    " + ", ".join(shares))
         lines.append("    stalls: " + ", ".join(f"{c.label} {v.value:.2f}" for c, v in stalls))
-    return "\n".join(lines)
+    return lines
 
 
-def main(argv: Sequence[str]) -> int:
-    """Count, print, write.
+def line(row: Row) -> str:
+    """A case's lines."""
+    return "\n".join([row["case"], *row["text"]])
 
-    Raises:
-        ConfigError: when a shape or a name is wrong.
-        BenchmarkError: without ncu, or when its counters cannot be read.
-    """
-    parser = Parser(prog="scripts/bench counters", description=__doc__)
-    ops = [kind.op for kind in (AttentionProblem, AttentionBackwardProblem, GemmProblem)]
-    parser.add_argument(
-        "--op",
-        choices=ops,
-        default=AttentionProblem.op,
-        help="operation of the shape (default attention)",
-    )
-    parser.add_argument("--shape", required=True, help="as S=1024,D=64,dtype=e4m3")
-    parser.add_argument("--call", action="append", default=[], metavar="NAME", help="a call")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--ncu", type=Path, metavar="PATH", help="Nsight Compute's command")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
-    args = parser.parse_args(argv)
-    check_place(args.json)
-    problem = problem_of(args.op, args.shape)
-    if not args.call:
-        raise ConfigError("no call is named (--call flash3)")
-    if twice := [name for name, count in Counter(args.call).items() if count > 1]:
-        raise ConfigError(f"--call {twice[0]} is given twice (allowed: each call once)")
-    if args.child:
-        child(problem, args.call)
-        return 0
-    named = [part for name in args.call for part in ("--call", name)]
-    asked = "--op", args.op, "--shape", args.shape, *named
-    command = python_command("-m", "benchmarks", "counters", "--child", *asked)
-    found = parted(nsight.counted(nsight.find_ncu(args.ncu), command, "warm"), args.call)
-    print(text(problem.label(), found), flush=True)
-    if args.json is not None:
-        about = own_kernels.environment()
-        counted = {name: [as_json(kernel) for kernel in part] for name, part in found.items()}
-        write_json(
-            args.json, {"environment": about, "problem": problem.to_json(), "calls": counted}
+
+def _options(parser: Parser) -> None:
+    add = parser.add_argument
+    add("--of", default="paged", metavar="BENCH", help="bench of the cases (default paged)")
+    add("--with", dest="options", default="", metavar="OPTIONS", help="that bench's, quoted")
+    add("--call", action="append", metavar="NAME", help="a contender (default tuner); repeatable")
+    add("--ncu", type=Path, metavar="PATH", help="Nsight Compute's command")
+
+
+BENCH = Bench(
+    "counters",
+    __doc__,
+    {
+        "calls": Preset(
+            "the contenders that --call names",
+            cases,
+            measure,
+            line,
+            lambda every: [line(row) for row in every if "text" in row],
+            smoke=Case("products", ("--preset", "quantiser"), "M=1,K=7168"),
         )
-    return 0
+    },
+    _options,
+)
 
-
-def as_json(kernel: KernelCounters) -> dict[str, Any]:
-    """Name and values of a launch."""
-    values = {metric: value.value for metric, value in kernel.counters.items()}
-    return {"kernel": kernel.kernel, "counters": values}
+if __name__ == "__main__":
+    _case, *_names = json.loads(sys.argv[1])
+    count(Case(**_case), *_names)

@@ -6,13 +6,14 @@ with linear layers by `tuner.linear` and gated ones by `tuner.swiglu`.
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+from benchmarks import harness
+from benchmarks.harness import Contender, Row
 from tuner.problem import AttentionProblem, GemmProblem, Problem, SwigluProblem
 
 
@@ -36,8 +37,6 @@ LAYERS = 4
 """Layers of the decoder; Llama-3-8B has 32, all alike, so the time of a layer is the same."""
 PREFILLS = (1024, 8192)
 CONTEXT, GENERATED = 1024, 64
-SLEEP_CLOCKS = 200_000_000
-"""A tenth of a second: longer than enqueueing a pass, of up to 1000 launches, takes."""
 ROUNDS = 7
 
 
@@ -64,12 +63,12 @@ class Way:
 
 OPERATIONS = ("attention", "linear", "swiglu")
 """The functions of a `Way`."""
-TUNED: Mapping[str, tuple[str, ...]] = {"attention": ("attention",), "block": OPERATIONS}
-"""The ways beside `torch`, and which operations the tuner answers there."""
+NAMES = {"block": "tuner", "torch": "pytorch", "attention": "tuner attention"}
+"""Contenders by way: the whole block or attention alone by the tuner."""
 
 
 def ways() -> dict[str, Way]:
-    """PyTorch's, and those of `TUNED`."""
+    """The functions of each way."""
     import torch
 
     import tuner
@@ -77,9 +76,9 @@ def ways() -> dict[str, Way]:
     functional = torch.nn.functional
     plain = Way(functional.scaled_dot_product_attention, functional.linear, gated)
     return {
+        "block": Way(tuner.attention, tuner.linear, tuner.swiglu, is_interleaved=True),
         "torch": plain,
         "attention": replace(plain, attention=tuner.attention),
-        "block": Way(tuner.attention, tuner.linear, tuner.swiglu, is_interleaved=True),
     }
 
 
@@ -203,173 +202,77 @@ def _attention(
     )
 
 
-def measure(layers: int, sizes: Sizes = LLAMA_3_8B, device: str = "cuda") -> dict[str, Any]:
-    """Figures of each pass, as `_compared` gives them."""
+@dataclass(frozen=True)
+class Pass:
+    """A prompt, or tokens one after the other."""
+
+    label: str
+    start: int
+    count: int
+    layers: int = LAYERS
+    sizes: Sizes = LLAMA_3_8B
+    group = "decoder"
+
+    @property
+    def is_prompt(self) -> bool:
+        return self.start == 0
+
+
+PASSES = (
+    *(Pass(f"prefill {length}", 0, length) for length in PREFILLS),
+    Pass(f"decoding at {CONTEXT}", CONTEXT, GENERATED),
+)
+
+
+def measure(case: Pass, _: Namespace) -> Row:
+    """Microseconds of a pass by each way in an eager loop, and tokens a second.
+
+    Beside them stand what answered the calls, and the distance of the logits from PyTorch's.
+    """
     import torch
 
-    found: dict[str, Any] = {"layers": layers}
+    import tuner
+
+    end = case.start + case.count
     with torch.inference_mode():
-        model = Decoder(sizes, layers, max(*PREFILLS, CONTEXT + GENERATED), torch.float16, device)
-        for length in PREFILLS:
-            tokens = torch.randint(sizes.vocabulary, (1, length), device=device)
-            found[f"prefill {length}"] = _compared(_prefill(model, tokens), length)
-        tokens = torch.randint(sizes.vocabulary, (1, CONTEXT + GENERATED), device=device)
-        found[f"decoding at {CONTEXT}"] = _compared(_generation(model, tokens), GENERATED)
-    return found
+        model = Decoder(case.sizes, case.layers, end, torch.float16, "cuda")
+        tokens = torch.randint(case.sizes.vocabulary, (1, end), device="cuda")
 
+        def run(way: Way) -> Any:
+            """All tokens; those behind a context one after the other. They are drawn ahead: the
+            likeliest ones would part the ways where two of them are nearly alike.
+            """
+            if case.is_prompt:
+                return model(tokens, 0, way)
+            for place in range(case.start, end):
+                logits = model(tokens[:, place : place + 1], place, way)
+            return logits
 
-Run = Callable[[Way, bool], Any]
-"""A pass by some way; only its beginning, one forward pass of the model, where the flag says so."""
-
-
-def _prefill(model: Decoder, tokens: Any) -> Run:
-    def run(way: Way, _: bool = False) -> Any:
-        return model(tokens, 0, way)
-
-    return run
-
-
-def _generation(model: Decoder, tokens: Any) -> Run:
-    """One token after the other, drawn ahead: the likeliest ones would part the ways for good where
-    two of them are nearly alike, and `deviation` would say nothing. Whatever way filled the cache
-    last, all go on from it.
-    """
-
-    def run(way: Way, is_short: bool = False) -> Any:
-        for place in range(CONTEXT, CONTEXT + (1 if is_short else GENERATED)):
-            logits = model(tokens[:, place : place + 1], place, way)
-        return logits
-
-    model(tokens[:, :CONTEXT], 0, ways()["torch"])
-    return run
-
-
-def _compared(run: Run, tokens: int) -> dict[str, Any]:
-    """Of a pass of so many tokens by each way: tokens a second (medians of interleaved runs), each
-    operation's part of the time on the device, what answered its calls, and how far the logits are
-    from PyTorch's (relative Frobenius norm).
-    """
-    import torch
-
-    compared = ways()
-    for way in compared.values():
-        for _ in range(2):
-            run(way, False)
-    times: dict[str, list[float]] = {name: [] for name in compared}
-    for _ in range(ROUNDS):
-        for name, way in compared.items():
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            run(way, False)
-            torch.cuda.synchronize()
-            times[name].append(time.perf_counter() - start)
-    wanted = run(compared["torch"], False).float()
+        by_way, answered, outs = ways(), {}, {}
+        model(tokens[:, : max(1, case.start)], 0, by_way["torch"])  # fills the cache
+        for name, way in by_way.items():
+            run(way)
+            tuner.stats(reset=True)
+            outs[name] = run(way).float()
+            stats = tuner.stats(reset=True)
+            answered[name] = {"hits": stats.hits, "fallbacks": dict(stats.fallbacks)}
+        contenders = [
+            Contender(NAMES[name], harness.every_copy(partial(run, way)))
+            for name, way in by_way.items()
+        ]
+        times = harness.time_host(contenders, 1, ROUNDS, is_waiting=True)
+    torchs = outs.pop("torch")
     return {
-        "tokens_per_s": {name: tokens / statistics.median(t) for name, t in times.items()},
-        "shares": {name: _shares(run, way) for name, way in compared.items()},
-        "calls": {name: _answers(run, compared[name], TUNED[name]) for name in TUNED},
-        "deviation": {
-            name: float((run(compared[name], False).float() - wanted).norm() / wanted.norm())
-            for name in TUNED
+        "us": times.us,
+        "figures": {
+            f"{name}, tokens a second": case.count * 1e6 / us for name, us in times.us.items()
         },
+        "answered": {NAMES[name]: counts for name, counts in answered.items() if name in outs},
+        "errors": {NAMES[name]: harness.distance(out, torchs) for name, out in outs.items()},
     }
 
 
-def _answers(run: Run, way: Way, tuned: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-    """Of each operation that the tuner is asked for: calls in a pass by what answered them."""
-    import tuner
-
-    found: dict[str, Counter[str]] = {name: Counter() for name in tuned}
-    fallbacks: dict[str, Counter[str]] = {name: Counter() for name in tuned}
-
-    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*tensors: Any, **options: Any) -> Any:
-            tuner.stats(reset=True)
-            out = function(*tensors, **options)
-            stats = tuner.stats()
-            found[name].update(hits=stats.hits)
-            fallbacks[name].update(stats.fallbacks)
-            return out
-
-        return call if name in tuned else function
-
-    run(way.watched(counted), False)
-    return {name: {**found[name], "fallbacks": dict(fallbacks[name])} for name in tuned}
-
-
-def _shares(run: Run, way: Way) -> dict[str, float]:
-    """Each operation's part of the time on the device, of one forward pass.
-
-    The device sleeps until all is enqueued: else the parts would hold the gaps in which the device
-    waits for the host.
-    """
-    import torch
-
-    spans: list[tuple[str, Any, Any]] = []
-
-    def event() -> Any:
-        made = torch.cuda.Event(enable_timing=True)
-        made.record()
-        return made
-
-    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*tensors: Any, **options: Any) -> Any:
-            start = event()
-            out = function(*tensors, **options)
-            spans.append((name, start, event()))
-            return out
-
-        return call
-
-    torch.cuda.synchronize()
-    torch.cuda._sleep(SLEEP_CLOCKS)
-    start = event()
-    run(way.watched(timed), True)
-    end = event()
-    torch.cuda.synchronize()
-    spent = dict.fromkeys(OPERATIONS, 0.0)
-    for name, first, second in spans:
-        spent[name] += first.elapsed_time(second)
-    whole = start.elapsed_time(end)
-    return {name: value / whole for name, value in spent.items()}
-
-
-def rows(part: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
-    """Lines of the report on what `measure` found: figure, value, limit, and what is beside it."""
-    for name, found in part.items():
-        if name == "layers":
-            continue
-        speed, shares = found["tokens_per_s"], found["shares"]
-        yield (
-            name,
-            "",
-            "",
-            f"{part['layers']} layers; PyTorch alone {_said('torch', speed, shares)}",
-        )
-        for way, calls in found["calls"].items():
-            added = [calls[name] for name in calls if way == "attention" or name != "attention"]
-            is_tuned = any(map(was_tuned, added))
-            beside = _said(way, speed, shares)
-            beside += f"; logits {found['deviation'][way]:.1e} from PyTorch's"
-            ratio = f"{speed['torch'] / speed[way]:.3f}" if is_tuned else "not tuned"
-            yield f"  {way}: time / torch", ratio, "1.000", beside
-        for operation, answers in found["calls"]["block"].items():
-            yield f"  {operation}: calls", "", "", _answered(answers)
-
-
-def was_tuned(answers: Mapping[str, Any]) -> bool:
-    """True if a measurement decided any of an operation's calls, be it for PyTorch's kernel."""
-    from tuner.runtime.call.refusal import Kind
-
-    return bool(answers["hits"] or answers["fallbacks"].get(Kind.VENDOR))
-
-
-def _answered(answers: Mapping[str, Any]) -> str:
-    reasons = [f"{count} {reason}" for reason, count in answers["fallbacks"].items()]
-    told = "; ".join([f"{answers['hits']} hits", *reasons])
-    return told if was_tuned(answers) else f"nothing tuned ran: {told}"
-
-
-def _said(way: str, speed: Mapping[str, float], shares: Mapping[str, Mapping[str, float]]) -> str:
-    told = ", ".join(f"{name} {share:.0%}" for name, share in shares[way].items())
-    return f"{speed[way]:.0f} tokens/s ({told} of the device's time)"
+def listing(cases: Sequence[Pass], _: Namespace) -> Iterator[str]:
+    """The passes as comments, then what they call, for ``scripts/tuner sweep --problems``."""
+    yield from (f"# {case.label}" for case in cases)
+    yield from (f"- op={problem.op},{problem.label()}" for problem in problems())

@@ -19,9 +19,8 @@ from typing import Any
 
 from benchmarks.call_times import FAILURES, Contender, first_line, time_calls
 from benchmarks.moe import environment
-from benchmarks.moe_products import built_artifacts
 from benchmarks.narrow import MAX_COPIES, ROTATED_BYTES, algorithms, finalists, name_of, ranked
-from benchmarks.own_plans import own_plan
+from benchmarks.own_plans import built_artifacts, own_plan
 from benchmarks.scaled import CHECKED_COLUMNS, CHECKED_ROWS
 from tuner.base.output import check_place
 from tuner.bench.results import write_json

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -31,7 +32,6 @@ LAYERS: Mapping[str, Sizes] = {
 """The models' config.json: routed experts, experts of a token, hidden and expert's inner size."""
 ROWS = (128, 1024, 8192)
 """Rows of all experts: tokens times experts of a token."""
-ROUTES = ("uniform", "zipf")
 DTYPES: Mapping[str, DType] = {"bf16": "bfloat16", "e4m3": E4M3}
 
 
@@ -40,90 +40,93 @@ class Case:
     """A layer, its rows and how the router chooses."""
 
     layer: str
+    sizes: Sizes
+    dtype: str
     rows: int
     route: str
-    dtype: str
 
     @property
-    def sizes(self) -> Sizes:
-        return LAYERS[self.layer]
+    def group(self) -> str:
+        return self.dtype
 
     @property
     def tokens(self) -> int:
         return max(1, self.rows // self.sizes.top_k)
 
+    @property
     def label(self) -> str:
         return f"{self.layer} {self.dtype} {self.rows} rows, {self.route}"
 
-    def products(self) -> tuple[GroupedGemmProblem, GroupedGemmProblem]:
-        """Problems of both products."""
-        one, dtype = self.sizes, DTYPES[self.dtype]
-        rows = self.tokens * one.top_k
-        return (
-            GroupedGemmProblem(one.experts, rows, 2 * one.inner, one.hidden, "zipf", dtype),
-            GroupedGemmProblem(one.experts, rows, one.hidden, one.inner, "zipf", dtype),
-        )
+
+@dataclass(frozen=True)
+class Product(Case):
+    """One of the two products of a layer: ``up`` or ``down``."""
+
+    part: str
+
+    @property
+    def problem(self) -> GroupedGemmProblem:
+        sizes, rows = self.sizes, self.tokens * self.sizes.top_k
+        n, k = 2 * sizes.inner, sizes.hidden
+        n, k = (n, k) if self.part == "up" else (sizes.hidden, sizes.inner)
+        return GroupedGemmProblem(sizes.experts, rows, n, k, "zipf", DTYPES[self.dtype])
+
+    @property
+    def label(self) -> str:
+        return f"{super().label}, {self.part}"
 
 
-class Weights:
-    """Random weights of a layer.
+def cases(args: Namespace) -> list[Case]:
+    """Every layer; cases that share weights and compiled peers are neighbours."""
+    every = product(LAYERS.items(), DTYPES, args.rows, ("uniform", "zipf"))
+    return [Case(layer, sizes, dtype, rows, route) for (layer, sizes), dtype, rows, route in every]
 
-    Args:
-        sizes: sizes of the layer.
-        dtype: bf16 or e4m3.
-        is_empty: leave the memory as it is, where only sizes matter.
-    """
 
-    def __init__(self, sizes: Sizes, dtype: str, *, is_empty: bool = False) -> None:
-        import torch
+def products(args: Namespace) -> list[Product]:
+    """Both products of every layer."""
+    return [Product(**vars(case), part=part) for case in cases(args) for part in ("up", "down")]
 
-        shapes = (
-            (sizes.experts, 2 * sizes.inner, sizes.hidden),
-            (sizes.experts, sizes.hidden, sizes.inner),
-        )
-        self.scales: tuple[Any, ...] = (None, None)
-        kind = torch.bfloat16 if dtype == "bf16" else torch.float8_e4m3fn
-        self.matrices = [torch.empty(shape, dtype=kind, device="cuda") for shape in shapes]
+
+@lru_cache(1)
+def weights_of(sizes: Sizes, dtype: str) -> tuple[list[Any], list[Any]]:
+    """Random matrices of a layer, and their factors of blocks; None each for bf16."""
+    import torch
+
+    matrices, scales = [], []
+    for rows, columns in ((2 * sizes.inner, sizes.hidden), (sizes.hidden, sizes.inner)):
+        scale, factor, kind = None, columns**-0.5, torch.bfloat16
         if dtype == "e4m3":
-            self.scales = tuple(
-                torch.rand(
-                    (s[0], math.ceil(s[1] / SCALE_BLOCK), math.ceil(s[2] / SCALE_BLOCK)),
-                    device="cuda",
-                )
-                * (s[2] ** -0.5 / 100)
-                + s[2] ** -0.5 / 100
-                for s in shapes
-            )
-        if not is_empty:
-            for matrix, shape in zip(self.matrices, shapes, strict=True):
-                factor = shape[2] ** -0.5 if dtype == "bf16" else 100.0
-                for expert in matrix:
-                    drawn = torch.randn(expert.shape, device="cuda", dtype=torch.bfloat16)
-                    expert.copy_(drawn.mul_(factor).clamp_(-448, 448))
+            shape = sizes.experts, -(-rows // SCALE_BLOCK), -(-columns // SCALE_BLOCK)
+            scale = (torch.rand(shape, device="cuda") + 1) * (factor / 100)
+            factor, kind = 100.0, torch.float8_e4m3fn
+        matrix = torch.empty(sizes.experts, rows, columns, dtype=kind, device="cuda")
+        for expert in matrix:
+            drawn = torch.randn(expert.shape, device="cuda", dtype=torch.bfloat16)
+            expert.copy_(drawn.mul_(factor).clamp_(-448, 448))
+        matrices.append(matrix)
+        scales.append(scale)
+    return matrices, scales
 
 
 def routed(case: Case) -> tuple[Any, Any]:
     """Experts int64 and weights bf16, (T, top_k): each token's experts are unlike."""
     import torch
 
-    sizes, generator = case.sizes, torch.Generator("cuda").manual_seed(7)
+    torch.manual_seed(7)
+    sizes = case.sizes
     chances = torch.ones(sizes.experts, device="cuda")
     if case.route == "zipf":
-        ranks = torch.randperm(sizes.experts, generator=generator, device="cuda")
+        ranks = torch.randperm(sizes.experts, device="cuda")
         chances = 1 / (ranks + 1.0)
     every = chances.expand(case.tokens, -1)
-    experts = torch.multinomial(every, sizes.top_k, generator=generator)
-    weights = torch.rand(experts.shape, generator=generator, device="cuda").softmax(-1)
+    experts = torch.multinomial(every, sizes.top_k)
+    weights = torch.rand(experts.shape, device="cuda").softmax(-1)
     return experts, weights.bfloat16()
 
 
-Key = tuple[str, str, int]
-"""Layer, type and number of rows of a child process."""
+def counts_of(case: Case, experts: Any) -> tuple[Any, dict[str, int]]:
+    """Rows of each expert, and their largest number and how many have none."""
+    import torch
 
-
-def cases(
-    layers: Sequence[str], rows: Sequence[int], routes: Sequence[str], dtypes: Sequence[str]
-) -> Iterator[tuple[Key, list[Case]]]:
-    """The cases of each child process, which share weights and peers."""
-    for layer, dtype, count in product(layers, dtypes, rows):
-        yield (layer, dtype, count), [Case(layer, count, route, dtype) for route in routes]
+    counts = torch.bincount(experts.view(-1), minlength=case.sizes.experts)
+    return counts, {"largest": int(counts.max()), "empty": int((counts == 0).sum())}

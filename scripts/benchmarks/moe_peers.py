@@ -6,6 +6,7 @@ All are graph-safe: sizes are read on the device, and no operation waits for the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache, partial
 from typing import Any
 
 from tuner.families.peers import installed
@@ -21,18 +22,15 @@ MASKED_TOKENS = 1024
 """Most tokens for DeepGEMM's masked layout, which holds all of them at every expert."""
 
 
+@cache
 def peers_of(dtype: str) -> Peers:
     """The peers of a type that can be called here; each compiles when it is first called."""
     import torch
 
     torch._dynamo.config.recompile_limit = MAX_SIZES
-    return _bf16() if dtype == "bf16" else _e4m3()
-
-
-def _bf16() -> Peers:
-    import torch
-
-    return {"grouped_mm": _composed, "compiled": torch.compile(_composed, dynamic=False)}
+    if dtype == "bf16":
+        return {"grouped_mm": _composed, "compiled": torch.compile(_composed, dynamic=False)}
+    return _e4m3()
 
 
 def _composed(
@@ -83,23 +81,17 @@ def _e4m3() -> Peers:
     placed, moved, gated, gathered = (
         torch.compile(function, dynamic=False) for function in (_placed, _moved, _gated, _gathered)
     )
-
-    def before(*arguments: Any) -> Any:
-        return _scattered(placed, moved, *arguments)
-
-    def contiguous(*tensors: Any) -> Any:
-        return _contiguous(before, gated, gathered, *tensors)
-
-    def masked(*tensors: Any) -> Any:
-        return _masked(before, gated, gathered, *tensors)
-
-    return {"deep_gemm": contiguous, "deep_gemm masked": masked}
+    before = partial(_scattered, placed, moved)
+    return {
+        "deep_gemm": partial(_contiguous, before, gated, gathered),
+        "deep_gemm masked": partial(_masked, before, gated, gathered),
+    }
 
 
 def deep_gemm() -> Any:
     """DeepGEMM's package; None where this machine has none."""
-    found = installed.module_of("deep_gemm")
-    return None if isinstance(found, str) else getattr(found, "module", found)
+    package = installed.module_of("deep_gemm")
+    return None if isinstance(package, str) else getattr(package, "module", package)
 
 
 def _contiguous(
@@ -109,14 +101,10 @@ def _contiguous(
     hidden: Any,
     experts: Any,
     weights: Any,
-    gate_up: Any,
-    down: Any,
-    gate_up_scale: Any,
-    down_scale: Any,
+    *matrices: Any,
 ) -> Any:
     """Contiguous layout: one matrix, in which each expert's rows begin at a multiple of 128."""
-    import torch
-
+    gate_up, down, gate_up_scale, down_scale = matrices
     module = deep_gemm()
     count, align = gate_up.shape[0], module.get_mk_alignment_for_contiguous_layout()
     all_rows = -(-(experts.numel() + min(count, experts.numel()) * (align - 1)) // align) * align
@@ -126,8 +114,7 @@ def _contiguous(
     gated, scale = between(both)
     each = _new(hidden, all_rows, down.shape[1])
     module.m_grouped_fp8_gemm_nt_contiguous((gated, scale), (down, down_scale), each, groups)
-    out: torch.Tensor = behind(each, places, weights)
-    return out
+    return behind(each, places, weights)
 
 
 def _masked(
@@ -137,29 +124,22 @@ def _masked(
     hidden: Any,
     experts: Any,
     weights: Any,
-    gate_up: Any,
-    down: Any,
-    gate_up_scale: Any,
-    down_scale: Any,
+    *matrices: Any,
 ) -> Any:
     """Masked layout: each expert's matrix has as many rows as there are tokens."""
-    import torch
-
-    module = deep_gemm()
-    count, tokens = gate_up.shape[0], hidden.shape[0]
+    gate_up, down, gate_up_scale, down_scale = matrices
+    module, count, tokens = deep_gemm(), gate_up.shape[0], hidden.shape[0]
     if tokens > MASKED_TOKENS:
         raise ValueError(f"{tokens} tokens at each of {count} experts")
-    expert_rows = -(-tokens // 4) * 4
-    rows, scale, _, counts, places = before(hidden, experts, count, 0, 0, expert_rows)
-    expected = -(-experts.numel() // count)
-    both = _new(hidden, count, expert_rows, gate_up.shape[1])
-    wide = (rows.view(count, expert_rows, -1), scale)
+    height, expected = -(-tokens // 4) * 4, -(-experts.numel() // count)
+    rows, scale, _, counts, places = before(hidden, experts, count, 0, 0, height)
+    both = _new(hidden, count, height, gate_up.shape[1])
+    wide = rows.view(count, height, -1), scale
     module.m_grouped_fp8_gemm_nt_masked(wide, (gate_up, gate_up_scale), both, counts, expected)
     gated, scale = between(both)
-    each = _new(hidden, count, expert_rows, down.shape[1])
+    each = _new(hidden, count, height, down.shape[1])
     module.m_grouped_fp8_gemm_nt_masked((gated, scale), (down, down_scale), each, counts, expected)
-    out: torch.Tensor = behind(each.view(count * expert_rows, -1), places, weights)
-    return out
+    return behind(each.view(count * height, -1), places, weights)
 
 
 def _new(like: Any, *shape: int) -> Any:

@@ -1,13 +1,20 @@
-"""Plans of own kernels that no decision chose."""
+"""Own kernels that no decision chose: those that are built, and plans of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
+from tuner.compile.loading import LoadedKernel, load
 from tuner.config import Config
+from tuner.families.base import KernelSpec
 from tuner.measurement import Measurement, Provenance, Regime, Status
 from tuner.problem import Problem
+
+MAX_ESTIMATE = 2.5
+"""Longest estimate of a kernel that is timed, over the shortest."""
 
 
 def own_plan(problem: Problem, config: Config, artifacts: Mapping[str, str]) -> Any:
@@ -21,7 +28,7 @@ def own_plan(problem: Problem, config: Config, artifacts: Mapping[str, str]) -> 
     from tuner.runtime.call import devices
     from tuner.runtime.call.plan import Plan, Posed, plan_of
 
-    known = Measurement(
+    measurement = Measurement(
         problem,
         config,
         devices.gpu_of(0),
@@ -30,5 +37,83 @@ def own_plan(problem: Problem, config: Config, artifacts: Mapping[str, str]) -> 
         Provenance.PREDICTED,
         artifacts=dict(artifacts),
     )
-    plan = plan_of(Posed(problem), known, 0)
+    plan = plan_of(Posed(problem), measurement, 0)
     return plan if isinstance(plan, Plan) else str(plan)
+
+
+def plans_of(problem: Any, selection: Any, *, unproven: bool) -> Iterator[tuple[Any, Any]]:
+    """Kernels of a rule's selection that are proven here, as plans, in its order.
+
+    Args:
+        problem: problem to compute.
+        selection: a `RuleSelection`, or None.
+        unproven: also kernels that are only built.
+    """
+    from tuner.families import families
+    from tuner.runtime.call import devices
+    from tuner.selection.kernels import lists
+
+    gpu, longest = devices.gpu_of(0), math.inf
+    for us, config in selection.own() if selection is not None else ():
+        longest = min(longest, us * MAX_ESTIMATE)
+        if us > longest:
+            return
+        specs = families()[config.family].kernels(problem, config)
+        found = built_artifacts(specs) if unproven else lists.proven(specs, gpu.compute_capability)
+        if isinstance(found, str):
+            continue
+        plan = own_plan(problem, config, found)
+        if not isinstance(plan, str):
+            yield config, plan
+
+
+@cache
+def compiler() -> Any:
+    """The compiler of this process."""
+    from tuner.compile.artifacts import ArtifactCache
+    from tuner.compile.compiler import Compiler
+    from tuner.compile.toolchain import find_toolchain
+
+    return Compiler(find_toolchain(), ArtifactCache(), jobs=1)
+
+
+def built_artifacts(specs: Mapping[str, Any]) -> dict[str, str] | str:
+    """Keys of the built artifacts of kernels, or why there are none."""
+    found = {name: compiler().cached(spec) for name, spec in specs.items()}
+    if None in found.values():
+        return "a kernel is not built"
+    return {name: artifact.key for name, artifact in found.items()}
+
+
+@cache
+def kernel_of(spec: KernelSpec) -> LoadedKernel:
+    """A kernel, compiled where it is not yet.
+
+    Raises:
+        CompileError: without a compiler, or when it is refused.
+    """
+    ((_, future),) = compiler().submit([spec])
+    return load(future.result())
+
+
+def compile_specs(specs: Iterable[KernelSpec]) -> None:
+    """Compile kernels on all cores, for a run with a GPU.
+
+    Raises:
+        CompileError: without a compiler, or when a kernel is refused.
+    """
+    from tuner.cli.aot import compile_aot
+    from tuner.compile.artifacts import ArtifactCache
+    from tuner.compile.compiler import Compiler
+    from tuner.compile.toolchain import find_toolchain
+    from tuner.errors import CompileError
+
+    with Compiler(find_toolchain(), ArtifactCache()) as every:
+        if compile_aot(list(dict.fromkeys(specs)), every, None):
+            raise CompileError("not every kernel is compiled; the lines above say why")
+
+
+def kernel_name(config: Any) -> str:
+    """Tile of a kernel of a rule, ``u4`` where its loop is unrolled."""
+    loop = f" u{config['unroll']}" if "unroll" in config.params else ""
+    return f"{'swapped ' * config['swap_ab']}{config['tile_m']}x{config['tile_n']}{loop}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tuner.problem import DTYPE_BYTES, E4M3, AttentionProblem, DType
@@ -19,7 +18,7 @@ class Case:
     group: str
     queries: tuple[int, ...]
     keys: tuple[int, ...]
-    page_size: int
+    page_size: int = 16
     heads_q: int = 32
     heads_kv: int = 8
     head_dim: int = 128
@@ -72,10 +71,14 @@ class Case:
         return 2 * DTYPE_BYTES[self.dtype] * self.heads_kv * self.head_dim
 
     @property
+    def pages(self) -> list[int]:
+        """Pages of each sequence in one copy of the keys and values."""
+        return [-(-keys // self.page_size) for keys in self.keys]
+
+    @property
     def cached_bytes(self) -> int:
-        """Bytes of the pages of one copy of the keys and values."""
-        pages = sum(-(-keys // self.page_size) for keys in self.keys)
-        return pages * self.page_size * self.token_bytes
+        """Bytes of these pages."""
+        return sum(self.pages) * self.page_size * self.token_bytes
 
     @property
     def flops(self) -> int:
@@ -83,81 +86,61 @@ class Case:
         one = replace(self.problem, batch=1)
         return sum(replace(one, seqlen_q=q, seqlen_kv=k).flops for q, k in parts if q)
 
+    @property
     def label(self) -> str:
         heads = f"{self.heads_q}/{self.heads_kv},D={self.head_dim}"
         longest = f"B={len(self.queries)},SQ={max(self.queries)},SKV={max(self.keys)}"
         more = f",window={self.window}" if self.window >= 0 else ""
         more += ",e4m3" if self.dtype == E4M3 else ""
+        more += f",least={min(self.keys)}" if self.group == "mixed" else ""
         return f"{self.group} {longest},{heads},page={self.page_size}{more}"
 
 
-def cases(named: Sequence[str]) -> Iterator[Case]:
-    """Cases of the groups named; all where none is."""
-    for case in _every():
-        if not named or case.group in named:
-            yield case
+def even(group: str, batch: int, queries: int, keys: int, size: int = 16, **more: object) -> Case:
+    """A batch of equal sequences."""
+    return Case(group, (queries,) * batch, (keys,) * batch, size, **more)  # type: ignore[arg-type]
 
 
-def groups() -> list[str]:
-    """Names of all groups, in the order of their cases."""
-    return list(dict.fromkeys(case.group for case in _every()))
+def served() -> list[Case]:
+    """Every group but ``ratios``."""
+    draw, narrow = random.Random(0), {"head_dim": 64, "is_halved": True}
+    unlike = [tuple(int(100 * 160 ** draw.random()) for _ in range(n)) for n in (16, 64, 128)]
+    sinks = {"heads_q": 64, "head_dim": 64, "has_sinks": True}
+    chunks = (512, 2048)
+    return [
+        *(even("decode", batch, 1, keys, size) for size in (16, 64)
+          for batch in (1, 16, 64, 128) for keys in (1024, 4096, 16384)),
+        *(even("few", batch, 4, 4096) for batch in (1, 16, 64)),
+        *(Case("unlike", (1,) * len(keys), keys) for keys in unlike),
+        *(even("chunk", 1, queries, keys, size)
+          for queries in chunks for keys in (8192, 32768) for size in (16, 64)),
+        *(Case("mixed", (*(1,) * 63, queries), (*(keys,) * 63, 8192))
+          for keys in (4096, 8192) for queries in (2048, 512)),
+        *(even("sinks", batch, queries, keys, window=window, **sinks) for window in (-1, 127)
+          for batch, queries, keys in ((1, 1, 4096), (64, 1, 4096), (1, 2048, 8192))),
+        *(even("narrow", batch, 1, keys, **narrow) for batch in (1, 16, 128)
+          for keys in (1024, 4096)),
+        *(even("prompts", 1, queries, queries, head_dim=width, is_halved=True)
+          for queries in chunks for width in (64, 128)),
+        *(even("narrow chunk", 1, queries, 8192, **narrow) for queries in chunks),
+        *(even("e4m3", batch, 1, keys, dtype=E4M3) for batch in (1, 16, 64)
+          for keys in (4096, 16384)),
+        *(even("e4m3", batch, queries, keys, dtype=E4M3)
+          for batch, queries, keys in ((16, 4, 4096), (1, 2048, 8192))),
+    ]  # fmt: skip
 
 
-def _every() -> Iterator[Case]:
-    for size in (16, 64):
-        for batch in (1, 16, 64, 128):
-            for keys in (1024, 4096, 16384):
-                yield Case("decode", (1,) * batch, (keys,) * batch, size)
-    for batch, keys in ((1, 4096), (16, 4096), (64, 4096)):
-        yield Case("few", (4,) * batch, (keys,) * batch, 16)
-    draw = random.Random(0)
-    for batch in (16, 64, 128):
-        lengths = (int(100 * 160 ** draw.random()) for _ in range(batch))
-        yield Case("unlike", (1,) * batch, tuple(lengths), 16)
-    for queries in (512, 2048):
-        for keys in (8192, 32768):
-            yield Case("chunk", (queries,), (keys,), 16)
-            yield Case("chunk", (queries,), (keys,), 64)
-    for keys in (4096, 8192):
-        yield Case("mixed", (*(1,) * 63, 2048), (*(keys,) * 63, 8192), 16)
-        yield Case("mixed", (*(1,) * 63, 512), (*(keys,) * 63, 8192), 16)
-    for window in (-1, 127):
-        for batch in (1, 64):
-            made = Case("sinks", (1,) * batch, (4096,) * batch, 16, 64, 8, 64, window, True)
-            yield made
-        yield Case("sinks", (2048,), (8192,), 16, 64, 8, 64, window, True)
-    for batch in (1, 16, 128):
-        for keys in (1024, 4096):
-            yield Case("narrow", (1,) * batch, (keys,) * batch, 16, head_dim=64, is_halved=True)
-    for queries in (512, 2048):
-        for width in (64, 128):
-            yield Case("prompts", (queries,), (queries,), 16, head_dim=width, is_halved=True)
-        yield Case("narrow chunk", (queries,), (8192,), 16, head_dim=64, is_halved=True)
-    for batch in (1, 16, 64):
-        for keys in (4096, 16384):
-            yield Case("e4m3", (1,) * batch, (keys,) * batch, 16, dtype=E4M3)
-    yield Case("e4m3", (4,) * 16, (4096,) * 16, 16, dtype=E4M3)
-    yield Case("e4m3", (2048,), (8192,), 16, dtype=E4M3)
-    yield from _ratios()
-
-
-def _ratios() -> Iterator[Case]:
+def ratios() -> list[Case]:
     """Draws of every number of query heads to a KV head, of unlike lengths, and 1 to 8 queries."""
-    draw, count = random.Random("ratios of heads"), 0
-    while count < RATIO_CASES:
+    draw, drawn = random.Random("ratios of heads"), list[Case]()
+    while len(drawn) < RATIO_CASES:
         ratio, heads_kv = draw.randint(1, 16), draw.choice((1, 2, 4, 8))
         batch, longest = round(2 ** draw.uniform(0, 7)), round(2 ** draw.uniform(7, 14))
         queries = draw.choice((1, draw.randint(2, 8)))
         lengths = [max(queries, round(longest * 2 ** -draw.uniform(0, 4))) for _ in range(batch)]
-        case = Case(
-            "ratios",
-            (queries,) * batch,
-            (longest, *lengths[1:]),
-            16,
-            ratio * heads_kv,
-            heads_kv,
-            draw.choice((64, 80, 128, 256)),
-        )
+        width = draw.choice((64, 80, 128, 256))
+        keys = longest, *lengths[1:]
+        case = Case("ratios", (queries,) * batch, keys, 16, ratio * heads_kv, heads_kv, width)
         if case.cached_bytes <= MAX_RATIO_BYTES:
-            count += 1
-            yield case
+            drawn.append(case)
+    return drawn

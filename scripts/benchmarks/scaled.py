@@ -28,7 +28,7 @@ from benchmarks.call_times import FAILURES, Contender, first_line, time_calls
 from benchmarks.child import Worker, answer_indices, turn
 from benchmarks.moe import environment
 from benchmarks.moe_peers import deep_gemm
-from benchmarks.moe_products import kernel_name
+from benchmarks.own_plans import kernel_name
 from tuner.base.output import check_place
 from tuner.base.processes import python_command
 from tuner.bench.results import write_json
@@ -254,7 +254,7 @@ def plans(problem: GemmProblem, *, unproven: bool, most: float = inf) -> Iterato
         unproven: also kernels without a proof.
         most: longest expected time, over the shortest.
     """
-    from benchmarks.moe_products import plans_of
+    from benchmarks.own_plans import plans_of
     from tuner.families.block_scaled_gemm import rule as block_scaled
     from tuner.families.rule import RuleSelection
     from tuner.runtime.call import devices
@@ -272,7 +272,7 @@ def built(problem: GemmProblem) -> Iterator[tuple[str, Any]]:
     """Built kernels of the space that are not the rule's, as plans. They have unrolled loops and
     factors by TMA, one raster each, and expected times near the shortest.
     """
-    from benchmarks.moe_products import plans_of
+    from benchmarks.own_plans import plans_of
     from tuner.families import families
     from tuner.families.block_scaled_gemm import rule as block_scaled
     from tuner.families.rule import RuleSelection

@@ -425,7 +425,7 @@ def test_gemma2_is_capped(compiler: Compiler, gpu: Gpu) -> None:
 
 
 def test_refused_calls_do_not_come_to_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`scripts/bench dispatch --parts host` prints what they cost."""
+    """`scripts/bench dispatch` prints what they cost."""
     dispatch, counters = part("call.dispatch"), part("call.counters")
     dispatch.prepare(then=part("call.table").table.renew).join(300)
     if dispatch._module is None:

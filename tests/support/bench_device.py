@@ -105,6 +105,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def fake_device(monkeypatch: pytest.MonkeyPatch, fake_gpu: None) -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
+    monkeypatch.setattr("tuner.runtime.call.devices.gpu_of", lambda *_: GPU)
     monkeypatch.setattr(harness, "time_calls", time_calls)
     monkeypatch.setattr(harness, "time_host", time_host)
     monkeypatch.setattr(harness, "Worker", InProcess)

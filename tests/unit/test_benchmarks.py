@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from bench_device import FOLDER, fake_device, fake_gpu  # noqa: F401
+from bench_kernels import append_kernel, first_calls, gradients, nsight  # noqa: F401
 from bench_programs import (  # noqa: F401
     batching,
     checkout,
@@ -34,18 +35,24 @@ BENCHES: dict[str, Bench] = {
 }
 PRESETS = [(name, preset) for name, bench in BENCHES.items() for preset in bench.presets]
 PREPARED: dict[tuple[str, str], str] = {
-    ("products", "quantiser"): "quantiser_kernel",
+    ("backward", "acceptance"): "gradients",
+    ("backward", "errors"): "gradients",
     ("block", "llama"): "profiler",
+    ("counters", "calls"): "nsight",
+    ("dispatch", "first-call"): "first_calls",
     ("engines", "batching"): "batching",
     ("engines", "steps"): "vllm",
     ("engines", "vllm"): "vllm",
     ("models", "compiled"): "uncompiled",
     ("models", "compiled_training"): "uncompiled",
     ("models", "decoding"): "transformers",
-    ("models", "static_decoding"): "transformers",
     ("models", "logits"): "unforced",
-    ("suites", "pytorch"): "checkout",
+    ("models", "static_decoding"): "transformers",
+    ("moe", "layers"): "uncompiled",
+    ("paged", "append"): "append_kernel",
+    ("products", "quantiser"): "quantiser_kernel",
     ("suites", "flash_attention"): "checkout",
+    ("suites", "pytorch"): "checkout",
     ("training", "context_parallel"): "two_gpus",
 }
 """Fixtures that smoke runs need beside the device, by bench and preset."""

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import os
 import threading
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -24,7 +25,7 @@ from runtime_server import (
     measured,
 )
 
-from benchmarks import calls
+from benchmarks import dispatch_calls as calls
 from tuner.compile import dispatcher
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionProblem, GemmProblem
@@ -271,35 +272,37 @@ def test_products(server: Server) -> None:
 def test_what_a_call_costs_is_measured_through_it(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`scripts/bench dispatch`, parts `host` and `wall`, but for the GPU."""
+    """`scripts/bench dispatch`, the preset `calls`, but for the GPU."""
     monkeypatch.setattr(calls, "PROBLEM", PROBLEM)
-    monkeypatch.setattr(calls, "ROUNDS", 3)
-    monkeypatch.setattr(calls, "WALL_CALLS", 20)
-    monkeypatch.setattr(calls, "_inputs", inputs)
+    monkeypatch.setattr(calls, "inputs", inputs)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
     replay = SimpleNamespace(replay=lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: replay)
     server.decide(PROBLEM)
-    module = server.runtime.dispatch._module
-    found = calls.host()
-    assert found["has_dispatcher"] and 0.5 < found["dispatched"] <= 1
-    assert min(found[name] for name in ("bare", "attention", "python", "sdpa", "table")) > 0
-    assert found["beyond_launch"] == found["attention"] - found["bare"]
-    assert abs(found["beyond_refused"]) < found["refused"]
-    assert 0 < found["enabled_over_sdpa"] < 1 < found["growing"]
-    grown = (calls.ROUNDS + 1) * calls.BURST
-    assert found["growing_dispatched"] > 0.98, "Python is asked once a block of lengths"
-    under_enable = calls.ROUNDS * (calls.BURST + 1)
-    counted = server.runtime.counters.stats().fallbacks
-    refused = 1 + calls.BURST + 2 * under_enable  # one sees that it is refused
-    assert counted == {"no kernel takes such tensors": refused, "no measured winner": grown}
+    module, rounds, rows, fallbacks = server.runtime.dispatch._module, 3, {}, {}
+    for case in calls.CASES:
+        server.runtime.counters.stats(reset=True)
+        rows[case.label] = calls.measure(replace(case, rounds=rounds), Namespace())
+        fallbacks[case.label] = server.runtime.counters.stats().fallbacks
+        assert min(rows[case.label]["us"].values()) > 0
+    figures = {label: row["figures"] for label, row in rows.items()}
+    assert {"tuner", "pytorch", "bare"} <= set(rows["served"]["us"])
+    assert 0.5 < rows["served"]["dispatched"] <= 1
+    assert abs(figures["refused"]["us beyond pytorch"]) < rows["refused"]["us"]["tuner"]
+    assert 0 < figures["enabled, served"]["over pytorch"] < 1 < rows["growing cache"]["us"]["tuner"]
+    assert rows["growing cache"]["dispatched"] > 0.98, "Python is asked once a block of lengths"
+    assert rows["without the dispatcher"]["dispatched"] == 0
+    assert {"over pytorch", "over graph"} <= set(figures["eager loop"])
+    asked = 2 * rounds * (calls.BURST + 1)
+    unfit = "no kernel takes such tensors"
+    assert fallbacks["refused"] == {unfit: asked + 1}  # one sees that it is refused
+    assert fallbacks["enabled, refused"] == {unfit: asked}
+    assert fallbacks["growing cache"] == {"no measured winner": asked}
     assert server.runtime.dispatch._module is module
     q, k, v = inputs()
     server.decide(PROBLEM)
     assert by_kernel(server.attention(q, k, v), q, 16)
-    found = calls.wall()
-    assert min(found[name] for name in ("attention", "sdpa", "graph")) > 0
 
 
 def test_a_new_decision_is_taken_up(server: Server) -> None:

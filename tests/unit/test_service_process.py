@@ -22,7 +22,6 @@ pytest.importorskip("fastapi", reason="the extra [service] is not installed")
 from serving import READ, SHAPE, WRITE, request, service
 
 from tuner.base.processes import python_command, python_environment
-from tuner.errors import ConfigError
 from tuner.service.protocol import MAX_HEAD_BYTES
 from tuner.store import open_store
 
@@ -207,19 +206,3 @@ class TestProcess:
             )
             assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
             assert request(address, "GET", "/healthz")[0] == 200
-
-
-def test_the_benchmark_tells_every_figure_that_has_a_goal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from benchmarks import service as benchmark
-
-    out = tmp_path / "figures.json"
-    arguments = ["--entries", "100", "--seconds", "0.1", "--json", str(out)]
-    assert benchmark.main(arguments) == 0
-    figures = json.loads(out.read_text())["figures"]
-    assert min(figures[name] for name in benchmark.GOALS) > 0
-    told = capsys.readouterr().out
-    assert all(name in told for name in figures)
-    with pytest.raises(ConfigError, match="entries must be"):
-        benchmark.main(["--entries", "1"])

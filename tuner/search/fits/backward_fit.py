@@ -1,7 +1,7 @@
 """Fit of `COSTS` of `tuner.families.fused_attention_backward.rule` to timed gradients of attention.
 
-A row has the problem and the microseconds of each kernel by name, as in ``flash3`` or, of its
-deterministic mode, ``flash3, deterministic``.
+A row has the problem and the microseconds of each kernel by name, as in ``tuner own``, ``flash3``
+or, of its deterministic mode, ``flash3, deterministic``.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
         problem = cast(AttentionBackwardProblem, problem_from_json(row["problem"]))
         name = _name(instance(problem.head_dim), problem.is_causal)
         for contender, us in row["us"].items():
-            kernel = contender.split(",")[0], "," in contender
+            kernel = contender.removeprefix("tuner ").split(",")[0], "," in contender
             if kernel in COSTS:
                 flops, moved = (amount / 1e6 for amount in work(kernel[0], problem, gpu))
                 timed = TimedGradients(name, flops, moved, us)

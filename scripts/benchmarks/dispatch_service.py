@@ -11,29 +11,25 @@ import contextlib
 import gzip
 import json
 import os
-import platform
 import socket
 import statistics
 import subprocess
 import tempfile
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tuner.base.output import check_place
+from benchmarks.harness import Row
 from tuner.base.processes import python_command, python_environment
-from tuner.bench.results import write_json
-from tuner.cli import Parser
 from tuner.config import Config
-from tuner.errors import BenchmarkError, ConfigError
+from tuner.errors import BenchmarkError
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Environment, Measurement, Regime, Status
 from tuner.problem import GemmProblem
-from tuner.selection.describe import table
 from tuner.store import open_store
 from tuner.store.exchange import Decision, write
 from tuner.store.sync import pull
@@ -45,11 +41,24 @@ REPEATS = 30
 """Repeats of a single timed request; the median is printed."""
 #: What the service is meant to reach on loopback with 2 cores.
 GOALS = {
-    "single lookups a second": (1_000, "at least"),
-    "batched lookups a second": (50_000, "at least"),
-    "snapshot, ms": (100, "under"),
-    "snapshot not changed (304), ms": (2, "under"),
+    "single lookups a second": "at least 1,000",
+    "batched lookups a second": "at least 50,000",
+    "snapshot, ms": "under 100",
+    "snapshot not changed (304), ms": "under 2",
 }
+
+
+@dataclass(frozen=True)
+class Case:
+    """A service over so many decisions, asked for so many seconds for each rate."""
+
+    entries: int = 10_000
+    seconds: float = 5.0
+    group = "service"
+
+    @property
+    def label(self) -> str:
+        return f"{self.entries} decisions"
 
 
 class Connection:
@@ -200,17 +209,17 @@ def median_ms(act: Callable[[], object]) -> float:
     return 1000 * statistics.median(times)
 
 
-def measure(entries: int, seconds: float) -> dict[str, float]:
-    """Every figure by name."""
-    known = document(entries)
+def measure(case: Case, _: Namespace) -> Row:
+    """Every figure by name, and the goals."""
+    decisions, entries = document(case.entries), case.entries
     with tempfile.TemporaryDirectory() as folder:
         served, mirrored = Path(folder, "served.sqlite"), Path(folder, "mirrored.sqlite")
         begun = time.perf_counter()
         with open_store(str(served)) as store:
-            store.import_(known)
+            store.import_(decisions)
         figures = {"import into an empty store, s": time.perf_counter() - begun}
         with running(served) as service:
-            figures |= _lookups(service, entries, seconds)
+            figures |= _lookups(service, entries, case.seconds)
             figures |= _snapshots(service.port)
             address = f"http://127.0.0.1:{service.port}"
             with open_store(str(mirrored)) as store:
@@ -218,7 +227,7 @@ def measure(entries: int, seconds: float) -> dict[str, float]:
                     begun = time.perf_counter()
                     pull(store, address, lambda measurement: ())
                     figures[name] = time.perf_counter() - begun
-    return figures
+    return {"figures": figures, "goals": GOALS, "load": os.getloadavg()}
 
 
 def _lookups(service: Service, entries: int, seconds: float) -> dict[str, float]:
@@ -260,40 +269,3 @@ def _snapshots(port: int) -> dict[str, float]:
             "snapshot without gzip, ms": median_ms(lambda: connection.ask(plain)),
             "snapshot not changed (304), ms": median_ms(lambda: connection.ask(again)),
         }
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print the table, write the JSON.
-
-    Raises:
-        ConfigError: when an argument is out of range.
-        BenchmarkError: when the service fails.
-    """
-    parser = Parser(prog="scripts/bench service", description=__doc__)
-    parser.add_argument(
-        "--entries", type=int, default=10_000, help="entries of the table (default 10000)"
-    )
-    parser.add_argument("--seconds", type=float, default=5.0, help="for each rate (5)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures there")
-    args = parser.parse_args(argv)
-    if args.entries < BATCH or not args.seconds > 0:
-        raise ConfigError(f"entries must be {BATCH} or more, and seconds above 0")
-    check_place(args.json)
-    figures = measure(args.entries, args.seconds)
-    if args.json:
-        facts = {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "python": platform.python_version(),
-            "cores": os.cpu_count(),
-            "load": [round(load, 1) for load in os.getloadavg()],
-            "entries": args.entries,
-            "figures": figures,
-        }
-        write_json(args.json, facts)
-    rows = [("figure", "value", "goal")]
-    for name, value in figures.items():
-        goal, sense = GOALS.get(name, (None, ""))
-        rows.append((name, f"{value:,.4g}" if value < 1000 else f"{value:,.0f}",
-                     f"{sense} {goal:,}" if goal else ""))  # fmt: skip
-    print(table(rows, right=frozenset({1})))
-    return 0

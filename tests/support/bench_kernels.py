@@ -1,0 +1,72 @@
+"""Kernels and counters that smoke runs of `benchmarks` need beside a device."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks import harness
+
+
+@pytest.fixture
+def gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import backward, backward_errors
+
+    def exact(problem: Any, *others: Any) -> Any:
+        with torch.enable_grad():
+            outs = [t.bfloat16() for t in backward_errors.exact(problem, others[-1])]
+        return lambda: outs
+
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    monkeypatch.setattr(backward_errors, "flash2", backward_errors.capped)
+    monkeypatch.setattr(backward, "own_call", exact)
+    monkeypatch.setattr(backward, "vendor_call", exact)
+
+
+@pytest.fixture
+def first_calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from benchmarks import dispatch_first
+
+    monkeypatch.setenv("TUNER_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(dispatch_first, "ENTRIES", 3)
+    monkeypatch.setattr(dispatch_first, "_FIRST_CALL", "print('{\"returned, ms\": 42.0}')")
+
+
+@pytest.fixture
+def nsight(monkeypatch: pytest.MonkeyPatch, quantiser_kernel: None) -> None:
+    """Nsight Compute counts in this process: a mark and a kernel for each call."""
+    from benchmarks import counters
+    from tuner.measure import nsight
+    from tuner.measure.profile import DURATION, KernelCounters, Value
+
+    launches: list[KernelCounters] = []
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    profiler = SimpleNamespace(start=launches.clear, stop=lambda: None)
+    monkeypatch.setattr(torch.cuda, "profiler", profiler)
+
+    def marked(_: Any) -> None:
+        launches.append(KernelCounters(counters.MARK, {}))
+        launches.append(KernelCounters("a kernel", {DURATION: Value(5e3, "ns")}))
+
+    def counted(_: Any, command: Sequence[str], l2: str) -> list[KernelCounters]:
+        case, names = json.loads(command[-1])
+        monkeypatch.setattr(harness, "time_calls", harness.time_calls)
+        counters.count(counters.Case(**case), names)
+        assert command[-2] == "benchmarks.counters" and l2 == "warm"
+        return launches
+
+    monkeypatch.setattr(torch, "triu", marked)
+    monkeypatch.setattr(nsight, "find_ncu", lambda _: Path("ncu"))
+    monkeypatch.setattr(nsight, "counted", counted)
+
+
+@pytest.fixture
+def append_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tuner.runtime.attention import append
+
+    monkeypatch.setattr(append.kernels, "of", lambda *_: True)
