@@ -124,8 +124,9 @@ def test_splits_and_pdl_share_a_kernel_and_nothing_else_does() -> None:
         "stages_output": True,
         "pads_heads": True,
         "skips_masked": "blocks",
+        "rescale": "lazy",
     }
-    absent = {"key_groups", "stages_output", "pads_heads", "skips_masked"}
+    absent = {"key_groups", "stages_output", "pads_heads", "skips_masked", "rescale"}
     assert set(others) == set(config.params) | absent == set(FAMILY.domains) - set(PAGED_ONLY)
     assert (spec.variables["key_groups"], spec.variables["stages_output"]) == (1, False)
     for name, value in others.items():

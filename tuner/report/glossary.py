@@ -48,6 +48,7 @@ MEANINGS: Mapping[str, str] = {
     "q_in_registers": "Q is read from shared memory once a tile and kept in registers.",
     "q_stages": "Depth of the pipeline of Q tiles.",
     "raster_order": "Order of the tiles: along M or along N.",
+    "rescale": "When the output is multiplied by what a row's maximum grew: lazily, late, or both.",
     "rotate": "Blocks of a head's keys begin at different queries, and go round to them.",
     "row_tiles": "Groups of 8 weight rows that a warp owns.",
     "rows_per_block": "Rows that a block computes.",

@@ -53,6 +53,7 @@ WORDS = {
     "dtype": ("float16", "bfloat16", E4M3),
     "mask_operand": ("bool", "additive"),
     "skips_masked": ("blocks", "halves"),
+    "rescale": ("lazy", "late", "lazy_late"),
 }
 #: Blocks that share the keys of a tile at most; two for each multiprocessor of a chip are 264.
 MAX_SPLITS = 512
@@ -93,6 +94,7 @@ class FusedAttention(Family):
         "early_exp": (0, 25, 50, 100),
         "stages_output": (True,),
         "skips_masked": ("blocks", "halves"),
+        "rescale": ("lazy", "late", "lazy_late"),
         "persistent": (False, True),
         "blocks_per_sm": (1, 2),
         "splits": range(1, MAX_SPLITS + 1),
@@ -107,7 +109,7 @@ class FusedAttention(Family):
         {
             *("key_groups", "packed_heads", "ping_pong", "early_exp", "stages_output", "combine"),
             *("pads_heads", "box_rows", "whole_rows", "copy_warps", "skips_masked"),
-            "stream_k",
+            *("stream_k", "rescale"),
         }
     )
     draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {
@@ -173,13 +175,13 @@ class FusedAttention(Family):
         self, problem: Problem, gpu: Gpu, members: Sequence[Config], rng: random.Random
     ) -> Config:
         """As `Family.draw`, with `ping_pong`, `early_exp` and `combine` only where they apply.
-        `key_groups`, `pads_heads`, `stages_output` and `skips_masked` are each off half of the
-        time. Boxes are as wide as possible.
+        `key_groups`, `pads_heads`, `stages_output`, `skips_masked` and `rescale` are each off half
+        of the time. Boxes are as wide as possible.
         """
         params = dict(super().draw(problem, gpu, members, rng).params)
         for name in PAGED_ONLY:
             params.pop(name, None)
-        for name in ("key_groups", "pads_heads", "stages_output", "skips_masked"):
+        for name in ("key_groups", "pads_heads", "stages_output", "skips_masked", "rescale"):
             if rng.random() < 0.5:
                 params.pop(name, None)
         ping_pong, early = params.pop("ping_pong", False), params.pop("early_exp", 0)
