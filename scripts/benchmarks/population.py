@@ -1,199 +1,229 @@
-"""``scripts/bench population``: calls drawn from public models, by the tuner, PyTorch and peers.
+"""``scripts/bench population``: calls of public models by the tuner, PyTorch and its peers.
 
-`tuner.problem.population` draws the calls and says how. Each is made as its model makes it, behind
-an element-wise kernel. Contenders are `tuner.attention`, `tuner.linear` or `tuner.swiglu`;
-PyTorch's own choice, twice, as a control; PyTorch under `tuner.enable`; and cuDNN, FlashAttention-3
-and -4, cuBLAS and cuBLASLt. Outputs are compared before the timing.
-
-``--json OUT`` appends a line for each call and goes on where it stopped. Each call runs in a child
-process with a time limit. A call that fails or hangs is a row with its reason, and stays in every
-count. ``--list`` needs no GPU: it prints the calls, and the answer of `tuner lookup` for each of
-them.
+`tuner.problem.population` draws the calls of ``models``; each is made as its model makes it.
+Contenders are `tuner.attention`, `tuner.linear` or `tuner.swiglu`; PyTorch's own choice; PyTorch
+under `tuner.enable`; and cuDNN, FlashAttention-3 and -4, cuBLAS and cuBLASLt. Outputs are compared
+with fp32 before the timing. ``--list`` also prints what `tuner lookup` answers to each call.
+``own_calls`` are calls of models that make selections, which own kernels answer: their times make
+`tuner fit corrections`.
 """
 
 from __future__ import annotations
 
-import argparse
-import gzip
-import json
+import hashlib
 import math
-import os
-import subprocess
-import sys
-import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from argparse import Namespace
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from benchmarks import file_head
-from benchmarks.child import Worker, answer_indices
-from benchmarks.gpu import no_gpu
-from benchmarks.population_report import report
-from tuner.base import document, resources
-from tuner.base.output import check_place
-from tuner.base.processes import python_command
+from benchmarks import rows
+from benchmarks.harness import Bench, Preset, Row, ratio_table
+from benchmarks.population_heads import HEADS, heads, heads_measured
+from benchmarks.population_kernels import (
+    FP8,
+    FP8_SMOKE,
+    SUSTAINED,
+    SUSTAINED_SMOKE,
+    compile_fp8,
+    fp8_measured,
+    loads_line,
+    loads_table,
+    sustained_measured,
+)
+from benchmarks.population_masks import MASKED, masked_measured
+from benchmarks.population_masks import SMOKE as MASK_SMOKE
+from benchmarks.population_regret import (
+    regret_cases,
+    regret_line,
+    regret_listing,
+    regret_measured,
+    regret_table,
+)
 from tuner.cli import Parser
-from tuner.errors import ConfigError, StoreError
-from tuner.families.peers import installed, installed_versions
-from tuner.hardware import DEFAULT_GPU, Gpu
-from tuner.measure import device
+from tuner.errors import ConfigError
+from tuner.hardware import Gpu
+from tuner.problem import GemmProblem, Problem, SwigluProblem
 from tuner.problem import listing as problem_listing
-from tuner.problem.population import ModelCall, draw, subset
-from tuner.selection.describe import table
+from tuner.problem.population import (
+    HALF_TYPES,
+    MAX_BYTES,
+    MAX_FLOPS,
+    ModelCall,
+    draw,
+    linears,
+    subset,
+)
+from tuner.selection.choice import Selection
+from tuner.selection.domains import AttentionDomain
+from tuner.selection.portfolio import Portfolio, serving, shipped
 from tuner.selection.reader import find_gpu, lookup
 from tuner.store.entry import is_vendor
 
-FORMAT = "cutlass-tuner population 1"
-LIMIT_S = 120.0
-"""For one call, compiling FlexAttention and loading kernels among it."""
 NOT_POSED = "not posed"
-"""The runtime reads no problem off such tensors, and asks for no lookup."""
+"""The runtime reads no problem off such tensors, and looks none up."""
+LAYER_MODELS = (
+    *("bert-base", "bloom-7b1", "gemma-2-9b", "gpt2", "llama-2-13b", "llama-2-7b", "mpt-7b"),
+    *("olmo-2-7b", "qwen2.5-7b", "vit-base-16"),
+)
+"""Held-out models of text and vision."""
+LAYER_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+FEW_ROWS, OWN_ROWS = LAYER_ROWS[:5], (32, 64, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
+SMALL_BYTES = 12e6
+"""Weights up to here are left out of `own_calls` at few rows: they stay in the L2."""
+OWN_SEED, OWN_DRAWN, MAX_US = "calibration of 27 November", 6000, 3000.0
+"""The draw of `own_calls`' attention, and the longest expected time of a call."""
+MOST = {"gemm": 40, "attention": 30}
+"""Most calls of a domain of `own_calls`."""
+OFTEN = {"gemm": (2, ("M to 16", "M to 256", "M above 256")), "attention": (3, ("one query",))}
+"""Domains, by the ends of their labels, that have so many times as many calls."""
+WORST = 10
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Draw, then list or measure; 1 when an output was wrong or a call has no time."""
-    args = _parser().parse_args(argv)
-    if args.report:
-        print(report(list(read(args.report).values())))
-        return 0
-    seed = commit() if args.seed == "commit" else args.seed
-    calls = draw(seed, args.count, subset(args.models))
-    if args.op:
-        calls = [call for call in calls if call.problem.op in args.op.split(",")]
-    if args.worker:
-        return answer_indices(lambda index: measure_on_gpu(calls[index]))
-    if args.gpu and not args.list:
-        raise ConfigError("--gpu is for --list: measured is what this machine has")
-    if args.list or args.problems:
-        gpu = find_gpu(args.gpu) if args.gpu else device.detect() or DEFAULT_GPU
-        print(listing(calls, gpu) if args.list else problem_list(calls), end="")
-        return 0
-    if args.json:
-        check_place(args.json)
-    heading = {"format": FORMAT, "seed": seed, "models": args.models, **surroundings()}
-    heading |= {"op": args.op} if args.op else {}
-    command = _command("population", argv)
-    rows = measured(calls, heading, args.json, command, args.limit)
-    return _reported(rows)
+@dataclass(frozen=True)
+class DrawnCall:
+    """A call of a model."""
+
+    call: ModelCall
+
+    @property
+    def label(self) -> str:
+        return self.call.label
+
+    @property
+    def group(self) -> str:
+        return "attention" if self.call.views else "products"
 
 
-def listed_or_measured(
-    name: str,
-    calls: Sequence[ModelCall],
-    about: Mapping[str, Any],
-    args: argparse.Namespace,
-    argv: Sequence[str] | None,
-    limit_s: float,
-) -> int:
-    """List or measure the calls of another bench; 1 when an output was wrong or a call has no time.
+def measure(case: DrawnCall, _: Namespace) -> Row:
+    """Who answered, errors, and times beside PyTorch and its peers."""
+    from benchmarks.population_calls import measured
+
+    call = case.call
+    row = measured(call, "cuda")
+    return {**row, "model": call.model, "problem": call.problem.to_json()}
+
+
+def models_drawn(args: Namespace) -> list[DrawnCall]:
+    """The seed's calls of the models of ``--models``."""
+    calls = draw(args.seed, args.count, subset(args.models))
+    return _cases(call for call in calls if not args.op or call.problem.op in args.op.split(","))
+
+
+def _cases(calls: Iterable[ModelCall]) -> list[DrawnCall]:
+    """Calls with labels of their own."""
+    return list({call.label: DrawnCall(call) for call in calls}.values())
+
+
+def layers_of(
+    names: Sequence[str], counts: Sequence[int] = LAYER_ROWS, max_bytes: float = math.inf
+) -> list[ModelCall]:
+    """Calls of the models' linear layers, those of equal sizes once, in an order by hash.
 
     Args:
-        name: the bench.
-        calls: calls in the order in which they are measured.
-        about: its part of the file's heading.
-        args: its `worker`, `list`, `gpu`, `json` and `time_limit`.
-        argv: its arguments; None: those of the command line.
-        limit_s: seconds for each call.
+        names: models, as `subset` takes them.
+        counts: numbers of rows.
+        max_bytes: most bytes of a layer's weights, 2 for each element.
 
     Raises:
-        BenchmarkError: when there is no GPU to measure on.
-        ConfigError: on an unknown name of a GPU.
+        ConfigError: when a model is not known.
     """
-    if args.worker:
-        return answer_indices(lambda index: measure_on_gpu(calls[index]))
-    if args.list:
-        print(listing(calls, find_gpu(args.gpu)), end="")
-        return 0
-    if args.json:
-        check_place(args.json)
-    heading = {"format": f"cutlass-tuner {name.replace('_', ' ')} 1", **about, **surroundings()}
-    rows = measured(calls, heading, args.json, _command(name, argv), limit_s, args.time_limit)
-    print(f"{len(rows)} of {len(calls)} calls")
-    return _reported(rows)
+    calls: dict[str, ModelCall] = {}
+    for model in subset(",".join(names)):
+        dtype = HALF_TYPES[0] if model.dtype == "float32" else model.dtype
+        for stack in model.stacks:
+            for name, (n, k, epilogue) in linears(stack).items():
+                for m in counts if 2 * n * k <= max_bytes else ():
+                    problem: Problem = (
+                        SwigluProblem(m, n, k, dtype=dtype)
+                        if name == "swiglu"
+                        else GemmProblem(m, n, k, dtype=dtype, epilogue=epilogue)
+                    )
+                    call = ModelCall(model.name, stack.name, name, 1, problem)
+                    if call.bytes <= MAX_BYTES and problem.flops <= MAX_FLOPS:
+                        calls.setdefault(call.key, call)
+    return sorted(calls.values(), key=lambda call: hashlib.sha256(call.key.encode()).hexdigest())
 
 
-def _reported(rows: Sequence[dict[str, Any]]) -> int:
-    print(report(rows))
-    return int(any(row["wrong"] or "tuner" not in row["us"] for row in rows))
+def own_calls(op: str, gpu: Gpu) -> dict[str, list[ModelCall]]:
+    """Calls that a selection answers by an own kernel, by the label of their domain.
 
-
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="scripts/bench population",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--seed", default="0", help="any text; commit: the hash of HEAD")
-    parser.add_argument("--count", type=int, default=400, help="calls to draw")
-    parser.add_argument(
-        "--models", default="held-out", help="held-out, making, all, or names with commas between"
-    )
-    parser.add_argument(
-        "--problems", action="store_true", help="print the problems for `tuner sweep --problems`"
-    )
-    parser.add_argument("--op", help="only the drawn calls of these operations, as gemm,swiglu")
-    parser.add_argument("--list", action="store_true", help="print the calls and lookup results")
-    parser.add_argument(
-        "--gpu", help=f"with --list: GPU that is asked about (default: this, or {DEFAULT_GPU.name})"
-    )
-    parser.add_argument("--json", type=Path, metavar="OUT", help="JSON lines, gone on with")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="print such a file's tables")
-    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for each call")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    return parser
-
-
-def _command(name: str, argv: Sequence[str] | None) -> list[str]:
-    given = list(sys.argv[2:] if argv is None else argv)
-    return python_command("-m", "benchmarks", name, *given, "--worker")
-
-
-def commit() -> str:
-    """Hash of the checkout's HEAD.
-
-    Raises:
-        ConfigError: when the package does not run from a checkout of git.
+    Args:
+        op: ``gemm`` (gated products among them) or ``attention``.
+        gpu: GPU whose selections are asked.
     """
-    command = ["git", "rev-parse", "HEAD"]
-    root = resources.checkout()
-    if root is not None:
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-        if done.returncode == 0:
-            return done.stdout.strip()
-    raise ConfigError("--seed commit needs a checkout of git (allowed elsewhere: any other text)")
+    portfolios = {one.op: one for one in serving(shipped(), gpu)}
+    calls: dict[str, dict[str, ModelCall]] = defaultdict(dict)
+    for call in _making_products() if op == "gemm" else _making_attention():
+        selection = _chosen(call, portfolios)
+        if selection is not None and (op == "gemm" or _is_plain(selection)):
+            calls[selection.domain.label()].setdefault(call.key, call)
+    return {label: list(some.values()) for label, some in calls.items()}
 
 
-def problem_list(calls: Sequence[ModelCall]) -> str:
-    """The distinct problems of the calls, as a file for ``tuner sweep --problems``."""
-    return problem_listing(dict.fromkeys(call.problem for call in calls))
+def by_turns(op: str, calls: Mapping[str, Sequence[ModelCall]]) -> list[ModelCall]:
+    """At most `MOST` turns of a domain's calls, by turns over the domains."""
+    often, ends = OFTEN[op]
+    turns = list[ModelCall]()
+    for turn in range(MOST[op]):
+        for label in sorted(calls):
+            width = often if label.endswith(ends) else 1
+            turns += calls[label][turn * width : (turn + 1) * width]
+    return turns
 
 
-def surroundings() -> dict[str, Any]:
-    """GPU and versions that the rows depend on.
-
-    Raises:
-        BenchmarkError: without a GPU.
-    """
-    gpu = device.detect()
-    if gpu is None:
-        raise no_gpu("--list")
-    builds = installed.versions(installed.PEERS)
-    facts = {"gpu": gpu.name, **device.environment().facts, **installed_versions(), **builds}
-    return file_head.complete(facts)
+def _making_products() -> Iterator[ModelCall]:
+    names = [model.name for model in subset("making")]
+    yield from layers_of(names, OWN_ROWS)
+    small = {call.key for call in layers_of(names, FEW_ROWS, SMALL_BYTES)}
+    for call in layers_of(names, FEW_ROWS):
+        if call.key not in small and call.problem.op == "gemm":
+            yield call
 
 
-def listing(calls: Sequence[ModelCall], gpu: Gpu = DEFAULT_GPU) -> str:
-    """Every call with what lookup answers on a GPU, then the counts."""
-    lines, counts, reasons = [], Counter[tuple[str, str]](), Counter[str]()
-    for call in calls:
-        kind, detail = looked_up(call, gpu)
-        lines.append(f"{call.label}  [{kind}{': ' + detail if detail else ''}]")
-        counts[("attention" if call.views else "products", kind)] += 1
-        if kind == NOT_POSED:
-            reasons[detail] += 1
-    said = [f"{count:5d}  {reason}" for reason, count in reasons.most_common()]
-    return "\n".join([*lines, "", _counted(counts), "", f"{NOT_POSED}:", *said, ""])
+def _making_attention() -> Iterator[ModelCall]:
+    for call in draw(OWN_SEED, OWN_DRAWN, subset("making")):
+        if call.views and not call.mask:
+            yield call
+
+
+def _is_plain(selection: Selection) -> bool:
+    """Few queries or causal prompts, without a window, a soft cap or a mask."""
+    domain = selection.domain
+    assert isinstance(domain, AttentionDomain)
+    if domain.has_softcap or domain.operand or domain.mask == "windowed":
+        return False
+    return domain.phase != "prompt" or domain.mask == "causal"
+
+
+def _chosen(call: ModelCall, portfolios: Mapping[str, Portfolio]) -> Selection | None:
+    """The selection of an own kernel; None where PyTorch's is chosen or the call is long."""
+    from benchmarks.population_tensors import posed
+
+    try:
+        problem = posed(call)
+    except ConfigError:
+        return None
+    selection = portfolios[problem.op].select(problem)
+    if selection is None or selection.expected_us > MAX_US:
+        return None
+    return selection if next(selection.own(), None) else None
+
+
+def listing(cases: Sequence[DrawnCall], args: Namespace) -> Iterable[str]:
+    """Every call with what lookup answers on ``--gpu``, then the counts; or the problems."""
+    if args.problems:
+        yield problem_listing(dict.fromkeys(case.call.problem for case in cases)).rstrip("\n")
+        return
+    gpu, counts = find_gpu(args.gpu), Counter[tuple[str, ...]]()
+    for case in cases:
+        kind, detail = looked_up(case.call, gpu)
+        yield f"{case.label}  [{kind}{': ' + detail if detail else ''}]"
+        counts[case.group, kind, detail if kind == NOT_POSED else ""] += 1
+    yield ""
+    for (operation, kind, reason), count in sorted(counts.items()):
+        share = count / sum(n for key, n in counts.items() if key[0] == operation)
+        yield f"{count:5d} {share:6.1%}  {operation}, {kind}{': ' + reason if reason else ''}"
 
 
 def looked_up(call: ModelCall, gpu: Gpu) -> tuple[str, str]:
@@ -209,129 +239,110 @@ def looked_up(call: ModelCall, gpu: Gpu) -> tuple[str, str]:
     answer = lookup(problem, gpu=gpu)
     if answer is None:
         return "nothing known", ""
-    chosen = answer.candidates[0].config
-    by = f"PyTorch's {chosen.get('kernel')}" if is_vendor(chosen) else "own kernel"
+    config = answer.candidates[0].config
+    by = f"PyTorch's {config.get('kernel')}" if is_vendor(config) else "own kernel"
     return f"{answer.kind}, {by}", "" if answer.exact else answer.entry.problem.label()
 
 
-def _counted(counts: Mapping[tuple[str, str], int]) -> str:
-    rows = [("operation", "lookup result", "calls", "share")]
-    for operation in ("attention", "products"):
-        part = {kind: n for (op, kind), n in counts.items() if op == operation}
-        total = sum(part.values())
-        for kind, n in sorted(part.items(), key=lambda item: -item[1]):
-            rows.append((operation, kind, str(n), f"{n / total:.1%}"))
-        rows.append((operation, "all", str(total), ""))
-    return table(rows, frozenset({2, 3}))
+def answers_table(measured: Sequence[Row]) -> list[str]:
+    """Ratios by operation and by who answered, the worst calls, and reasons of refusals."""
+    answered = sorted(
+        ({**row, "group": f"{row['group']}, {row.get('answered', 'lost')}"} for row in measured),
+        key=lambda row: str(row["group"]),
+    )
+    lines = [*ratio_table(measured), "", *ratio_table(answered)]
+    enabled = [
+        {**row, "us": {**row["us"], "tuner": row["us"]["tuner enabled"]}, "group": "tuner.enable"}
+        for row in measured
+        if "tuner enabled" in row.get("us", {})
+    ]
+    lines += ["", *ratio_table(enabled)] if enabled else []
+    timed = [(ratio, row) for row in measured if (ratio := rows.over_fastest(row)) is not None]
+    lines += ["", "worst to the fastest:", ""]
+    for ratio, row in sorted(timed, key=lambda pair: pair[0])[:WORST]:
+        lines.append(f"- {ratio:.3f}, {row['us']['tuner']:.1f} us, {row['case']}")
+    refused = Counter(row["reason"] for row in measured if row.get("answered") == "refused")
+    lines += ["", *(f"refused {n} times: {reason}" for reason, n in refused.most_common())]
+    return lines + [f"lost: {row['case']}: {row['lost']}" for row in measured if "lost" in row]
 
 
-def measured(
-    calls: Sequence[ModelCall],
-    heading: Mapping[str, Any],
-    path: Path | None,
-    command: Sequence[str],
-    limit_s: float,
-    whole_s: float = math.inf,
-) -> list[dict[str, Any]]:
-    """A row for each call, those of the file as they are; the others are measured and appended.
-
-    Args:
-        calls: drawn calls.
-        heading: first line of the file; one with another is refused.
-        path: the file; None keeps nothing.
-        command: command of the child process, which answers indices of `calls`.
-        limit_s: seconds that a call may take.
-        whole_s: seconds after which no further call is begun.
-
-    Raises:
-        ConfigError: when the file is another population's, or its name that of a compressed one.
-    """
-    if path and path.suffix == ".gz":
-        raise ConfigError(f"{path}: rows are appended to plain files (allowed: {path.stem})")
-    started = time.monotonic()
-    known = read(path, heading) if path and path.exists() else {}
-    if path and not known:
-        path.write_text(json.dumps(heading) + "\n")
-    with Worker(command, limit_s) as worker:
-        for index, call in enumerate(calls):
-            if call.key in known:
-                continue
-            if time.monotonic() - started > whole_s:
-                break
-            row = known[call.key] = {**described(call), **_completed(worker.ask(index))}
-            if path:
-                _append(path, row)
-            us = row["us"].get("tuner")
-            said = f"{us:.1f} us" if us else row["failed"].get("tuner", "no time")
-            place = f"{index + 1}/{len(calls)}"
-            print(f"{place} {call.label}: {row['answered']}, {said}", file=sys.stderr, flush=True)
-    return [known[call.key] for call in calls if call.key in known]
+def options(parser: Parser) -> None:
+    """Options of the draws."""
+    parser.add_argument("--count", type=int, default=400, help="calls to draw (default 400)")
+    parser.add_argument(
+        "--models", default="held-out", help="held-out, making, all, or names with commas between"
+    )
+    parser.add_argument("--op", help="only calls of these operations, as gemm,swiglu")
+    parser.add_argument("--gpu", default="H200", help="GPU whose selections are asked")
+    parser.add_argument(
+        "--problems", action="store_true", help="with --list: print problems for `tuner sweep`"
+    )
 
 
-def described(call: ModelCall) -> dict[str, Any]:
-    """Columns of a row that the draw decides."""
-    return {
-        "key": call.key,
-        "call": call.label,
-        "model": call.model,
-        "kind": call.kind,
-        "operation": "attention" if call.views else "products",
-        "problem": call.problem.to_json(),
-        "mask": call.mask,
-    }
+SMOKE = DrawnCall(ModelCall("smoke", "layers", "up", 1, GemmProblem(9, 64, 32, dtype="bfloat16")))
+BENCH = Bench(
+    "population",
+    __doc__,
+    {
+        "models": Preset(
+            "calls drawn from public models",
+            *(models_drawn, measure),
+            table=answers_table,
+            limit_s=120.0,
+            smoke=SMOKE,
+            listing=listing,
+        ),
+        "layers": Preset(
+            "the linear layers of ten held-out models at 1 to 8192 rows",
+            *(lambda _: _cases(layers_of(LAYER_MODELS)), measure),
+            table=answers_table,
+            limit_s=60.0,
+            smoke=SMOKE,
+            listing=listing,
+        ),
+        "own_calls": Preset(
+            "calls that own kernels answer, of models that make selections (--op)",
+            *(lambda a: _cases(_own_by_turns(a)), measure),
+            table=answers_table,
+            limit_s=40.0,
+            smoke=SMOKE,
+            listing=listing,
+        ),
+        "odd_columns": Preset(
+            "products over vocabularies that are not multiples of 8, gradients among them",
+            *(lambda _: heads(), heads_measured),
+            smoke=HEADS,
+        ),
+        "fp8_attention": Preset(
+            "built kernels of e4m3 beside FlashAttention-3's serving build and cuDNN's plans",
+            *(lambda _: FP8, fp8_measured),
+            smoke=FP8_SMOKE,
+            compile=lambda _: compile_fp8(FP8),
+        ),
+        "sustained": Preset(
+            "long causal attention beside FlashAttention-3, in bursts and at the power limit",
+            *(lambda _: SUSTAINED, sustained_measured),
+            line=loads_line,
+            table=loads_table,
+            smoke=SUSTAINED_SMOKE,
+        ),
+        "masks": Preset(
+            "block-sparse masks beside compiled FlexAttention and dense masks",
+            *(lambda _: MASKED, masked_measured),
+            smoke=MASK_SMOKE,
+        ),
+        "regret": Preset(
+            "the selection's choices beside all built kernels of their problems",
+            *(regret_cases, regret_measured),
+            line=regret_line,
+            table=regret_table,
+            listing=regret_listing,
+        ),
+    },
+    options,
+)
 
 
-def _completed(found: dict[str, Any]) -> dict[str, Any]:
-    return failure(found["lost"]) if "lost" in found else found
-
-
-def failure(reason: str) -> dict[str, Any]:
-    """Columns of a row whose call could not be measured."""
-    nothing: dict[str, Any] = {"us": {}, "errors": {}, "wrong": [], "copies": 0}
-    return {"answered": "failed", "reason": reason, "failed": {"tuner": reason}, **nothing}
-
-
-def read(path: Path, heading: Mapping[str, Any] | None = None) -> dict[str, dict[str, Any]]:
-    """Rows of a file by the key of their calls; a last line that is cut off is left out.
-
-    Args:
-        path: the file; compressed if its name ends in ``.gz``.
-        heading: its first line, where rows are to be appended; then what is cut off is removed.
-
-    Raises:
-        ConfigError: when it is of another population, or not such a file.
-        StoreError: when it cannot be read.
-    """
-    try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rt") as file:
-            text = str(file.read())
-    except (OSError, EOFError, UnicodeDecodeError) as exc:
-        raise StoreError(f"{path} cannot be read: {exc}") from exc
-    whole, _, rest = text.rpartition("\n")
-    try:
-        first, *rows = [document.parse(line) for line in whole.splitlines()] or [None]
-        found = {row["key"]: row for row in rows}
-    except (ValueError, TypeError, KeyError) as exc:
-        raise ConfigError(f"{path} is not a file of scripts/bench population: {exc}") from exc
-    if heading is None:
-        return found
-    if first is not None and not file_head.is_same(first, heading):
-        raise ConfigError(f"{path} holds another population, {first} (wanted: {dict(heading)})")
-    if rest:
-        path.write_text(whole + "\n" if whole else "")
-    return found
-
-
-def _append(path: Path, row: Mapping[str, Any]) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def measure_on_gpu(call: ModelCall) -> dict[str, Any]:
-    """The row of a call, timed beside PyTorch and peers on this process's GPU."""
-    from benchmarks.call_times import time_calls
-    from benchmarks.population_calls import measure
-
-    return measure(call, "cuda", time_calls)
+def _own_by_turns(args: Namespace) -> list[ModelCall]:
+    gpu, wanted = find_gpu(args.gpu), args.op.split(",") if args.op else MOST
+    return [call for op in wanted for call in by_turns(op, own_calls(op, gpu))]

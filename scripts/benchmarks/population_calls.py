@@ -13,10 +13,11 @@ import torch
 from torch.nn import functional
 
 import tuner
-from benchmarks.call_times import FAILURES, Contender, Timer, first_line
-from benchmarks.population_report import CHOSEN, FAILED, OWN, REFUSED, SELECTED
+from benchmarks import harness
+from benchmarks.harness import FAILURES, Contender, first_line
 from benchmarks.population_tensors import Inputs, copies_of, made, posed
-from benchmarks.population_ways import PYTORCH, TUNER, activation, contenders
+from benchmarks.population_ways import activation, contenders
+from benchmarks.rows import PYTORCH, TUNER
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.problem import AttentionProblem, GemmProblem, SwigluProblem
 from tuner.problem.population import ModelCall
@@ -28,8 +29,10 @@ REFERENCE_ROWS = 128
 """Rows at either end that the reference is computed for."""
 LIMITS = {torch.float16: 5e-3, torch.bfloat16: 3e-2}
 """Relative Frobenius error that an output may have, or twice PyTorch's own."""
+OWN, SELECTED = "own decision", "selection"
+CHOSEN, REFUSED, FAILED = "PyTorch's by choice", "refused", "failed"
 KINDS = {"exact": OWN, "portfolio": SELECTED}
-"""Kinds of a lookup result as the report names them; a kind that is not here keeps its name."""
+"""Kinds of a lookup result as rows name them; a kind that is not here keeps its name."""
 
 
 def answered(stats: Any, answer: LookupResult | None) -> tuple[str, str]:
@@ -52,7 +55,7 @@ def answered(stats: Any, answer: LookupResult | None) -> tuple[str, str]:
     return kind, ""
 
 
-def measure(call: ModelCall, device: str, timer: Timer) -> dict[str, Any]:
+def measured(call: ModelCall, device: str = "cuda") -> dict[str, Any]:
     """One row: who answered, errors and microseconds by contender, and why others have none."""
     torch.manual_seed(0)
     inputs = made(call, device, copies_of(call))
@@ -64,20 +67,15 @@ def measure(call: ModelCall, device: str, timer: Timer) -> dict[str, Any]:
         bound = max(LIMITS[dtype], 2 * errors.get(PYTORCH, 0.0))
         wrong = sorted(name for name, error in errors.items() if not error <= bound)
         del outputs
-        fit = [c for c in ways if c.name in errors and c.name not in wrong]
+        fit = [way for way in ways if way.name in errors and way.name not in wrong]
 
         def before(i: int) -> None:
             torch.mul(inputs[i].source, 1.0, out=inputs[i].tensors[0])
 
-        times = timer(fit, before, len(inputs))
+        times = harness.time_calls(fit, before, len(inputs))
     return {
-        "answered": kind,
-        "reason": reason,
-        "us": times.us,
-        "errors": errors,
-        "wrong": wrong,
-        "failed": {**failed, **times.failed},
-        "copies": len(inputs),
+        **{"answered": kind, "reason": reason, "us": times.us, "errors": errors, "wrong": wrong},
+        **{"failed": {**failed, **times.failed}, "copies": len(inputs)},
     }
 
 

@@ -12,21 +12,20 @@ import torch
 from torch.nn import functional
 
 import tuner
-from benchmarks.call_times import Contender
+from benchmarks.harness import Contender
 from benchmarks.population_tensors import Inputs
+from benchmarks.rows import PYTORCH, TUNER
 from tuner.families.peers.sdpa import peer
 from tuner.problem import AttentionProblem, GemmProblem, SwigluProblem
 from tuner.problem.population import LOWER_RIGHT, PADDING, POSITIONS, ModelCall
 
-PYTORCH, CONTROL, TUNER, ENABLED, FLEX = "pytorch", "pytorch again", "tuner", "enabled", "flex"
-"""Contenders beside the peers. ``pytorch again`` is the same call once more: its ratio to
-``pytorch`` is the noise."""
+ENABLED, FLEX = f"{TUNER} enabled", "flex"
 
 _Way = tuple[str, Callable[[Inputs], Any], Callable[[], AbstractContextManager[Any]]]
 
 
 def contenders(call: ModelCall, copies: Sequence[Inputs]) -> list[Contender]:
-    """Everyone who may answer: `tuner` and PyTorch first."""
+    """Everyone who may answer: PyTorch first, as the control."""
     ways = _attention_ways(call) if call.views else _product_ways(call)
     return [
         Contender(name, lambda i, run=run: run(copies[i]), around)  # type: ignore[misc]
@@ -59,14 +58,12 @@ def _attention_ways(call: ModelCall) -> Iterator[_Way]:
             key, value = (_repeated(t, problem.heads_q) for t in (key, value))
         return attend(query, key, value, mask)
 
-    yield TUNER, own, plain
     if problem.softcap:  # PyTorch's operator has none
-        flex = _flex(problem)
-        yield PYTORCH, flex, plain
-        yield CONTROL, flex, plain
+        yield PYTORCH, _flex(problem), plain
+        yield TUNER, own, plain
     else:
         yield PYTORCH, sdpa, plain
-        yield CONTROL, sdpa, plain
+        yield TUNER, own, plain
         yield ENABLED, sdpa, tuner.enabled
         yield "cudnn", sdpa, _only_cudnn
         if problem.is_windowed:
@@ -165,10 +162,9 @@ def _product_ways(call: ModelCall) -> Iterator[_Way]:
     problem = call.problem
     plain = contextlib.nullcontext
     if isinstance(problem, SwigluProblem):
-        yield TUNER, lambda at: tuner.swiglu(*at.tensors[:2]), plain
         yield PYTORCH, _gated, plain
-        yield CONTROL, _gated, plain
-        theirs, libraries = _gated, ("cublas", "cublaslt")
+        yield TUNER, lambda at: tuner.swiglu(*at.tensors[:2]), plain
+        theirs = _gated
     else:
         assert isinstance(problem, GemmProblem)
         name = problem.activation
@@ -177,13 +173,11 @@ def _product_ways(call: ModelCall) -> Iterator[_Way]:
         def theirs(at: Inputs) -> Any:
             return act(functional.linear(*at.tensors))
 
-        yield TUNER, lambda at: tuner.linear(*at.tensors, activation=name or None), plain
         yield PYTORCH, theirs, plain
-        yield CONTROL, theirs, plain
-        libraries = ("cublas", "cublaslt")
+        yield TUNER, lambda at: tuner.linear(*at.tensors, activation=name or None), plain
         if problem.has_bias and name in ("relu", "gelu_tanh"):
             yield "addmm_activation", partial(_fused, name == "gelu_tanh"), plain
-    for library in libraries:
+    for library in ("cublas", "cublaslt"):
         yield library, theirs, partial(_preferring, library)
 
 

@@ -11,6 +11,11 @@ from typing import Any
 import pytest
 from bench_device import FOLDER, fake_device, fake_gpu  # noqa: F401
 from bench_kernels import append_kernel, first_calls, gradients, nsight  # noqa: F401
+from bench_fakes import (  # noqa: F401
+    built_attention,
+    quantiser_kernel,
+    sweep_runner,
+)
 from bench_programs import (  # noqa: F401
     batching,
     checkout,
@@ -18,7 +23,6 @@ from bench_programs import (  # noqa: F401
     profiler,
     transformers,
     two_gpus,
-    uncompiled,
     unforced,
     vllm,
 )  # fmt: skip
@@ -50,19 +54,16 @@ PREPARED: dict[tuple[str, str], str] = {
     ("models", "static_decoding"): "transformers",
     ("moe", "layers"): "uncompiled",
     ("paged", "append"): "append_kernel",
+    ("population", "fp8_attention"): "built_attention",
+    ("population", "masks"): "uncompiled",
+    ("population", "regret"): "sweep_runner",
+    ("population", "sustained"): "built_attention",
     ("products", "quantiser"): "quantiser_kernel",
     ("suites", "flash_attention"): "checkout",
     ("suites", "pytorch"): "checkout",
     ("training", "context_parallel"): "two_gpus",
 }
 """Fixtures that smoke runs need beside the device, by bench and preset."""
-
-
-@pytest.fixture
-def quantiser_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tuner.runtime.products import quantiser
-
-    monkeypatch.setattr(quantiser, "run", lambda rows, composed: composed(rows))
 
 
 @pytest.mark.parametrize(("name", "preset"), PRESETS)

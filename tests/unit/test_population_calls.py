@@ -1,26 +1,19 @@
-"""``scripts/bench population``: drawn calls on CPU tensors, the file of rows, and the tables."""
+"""Drawn calls as `scripts/bench population` makes and checks them, on CPU tensors."""
 
 from __future__ import annotations
 
 import functools
-import gzip
 import json
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
+from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from bench_device import time_calls
 
-from benchmarks import population
+from benchmarks import harness, population, population_kernels, population_masks
 from benchmarks.call_times import MAX_CALLS
-from benchmarks.child import Worker
-from benchmarks.population import described, failure, listing, measured
-from benchmarks.population_report import over_peer, over_pytorch, report
-from tuner.errors import BenchmarkError, ConfigError
 from tuner.hardware import GPUS
 from tuner.problem import AttentionProblem, GemmProblem, SwigluProblem
 from tuner.problem.population import (
@@ -30,13 +23,14 @@ from tuner.problem.population import (
     ModelCall,
     View,
     draw,
+    is_held_out,
+    linears,
     subset,
 )
-from tuner.selection.domains import domain_of
+from tuner.selection.domains import AttentionDomain, domain_of
 from tuner.selection.portfolio import serving, shipped
 
-CALLS = draw(3, 12, subset("all"))
-HEADING = {"format": population.FORMAT, "seed": "3", "models": "all"}
+H200 = GPUS["H200"]
 
 
 def views(problem: AttentionProblem) -> tuple[View, ...]:
@@ -96,18 +90,6 @@ def calls() -> Any:
     return population_calls
 
 
-def times_of(contenders: Sequence[Any], before: Callable[[int], Any], copies: int) -> Any:
-    """Calls everyone with every copy, and says 10 us of each but 8 of the tuner's."""
-    from benchmarks.call_times import Times
-
-    for one in contenders:
-        for i in range(copies):
-            before(i)
-            with one.around():
-                one.call(i)
-    return Times({one.name: 8.0 if one.name == "tuner" else 10.0 for one in contenders}, {})
-
-
 @pytest.mark.parametrize("name", [name for name in SMALL if name not in CAPPED])
 def test_a_call_is_made_checked_and_timed(calls: Any, name: str, monkeypatch: Any) -> None:
     from benchmarks import population_ways
@@ -115,8 +97,9 @@ def test_a_call_is_made_checked_and_timed(calls: Any, name: str, monkeypatch: An
     # Compiling FlexAttention takes a C++ compiler and a minute.
     off = functools.partial(population_ways._refuse, "off")
     monkeypatch.setattr(population_ways, "_flex", lambda problem: off)
-    row = calls.measure(SMALL[name], "cpu", times_of)
-    assert row["us"]["tuner"] == 8.0 and row["us"]["pytorch"] == row["us"]["pytorch again"] == 10.0
+    monkeypatch.setattr(harness, "time_calls", time_calls)
+    row = calls.measured(SMALL[name], "cpu")
+    assert row["us"]["tuner"] == 8.0 and row["us"]["pytorch"] == row["us"]["control"] == 10.0
     assert not row["wrong"], row["errors"]
     assert 0 < row["errors"]["tuner"] < 0.02
     said = "the tensors are not on a CUDA device"
@@ -259,178 +242,149 @@ def test_calls_of_public_models_have_own_kernels(calls: Any) -> None:
                 assert not all(one.is_vendor for one in models.candidates), (gpu, call.label)
 
 
-def test_a_listing_counts_every_call(calls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ten_held_out_models_layers_are_called_once_in_an_order_by_hash() -> None:
+    models = subset(",".join(population.LAYER_MODELS))
+    assert len(models) == 10 and all(map(is_held_out, models))
+    (gpt2,) = subset("gpt2")
+    wanted = {
+        (m, *nk) for *nk, _ in linears(gpt2.stacks[0]).values() for m in population.LAYER_ROWS
+    }
+    sizes = [(p.m, p.n, p.k) for p in (call.problem for call in population.layers_of(["gpt2"]))]
+    assert len(sizes) == len(wanted) and set(sizes) == wanted
+    both = population.layers_of(["llama-2-7b", "llama-2-13b"])
+    keys = [call.key for call in both]
+    assert len(keys) == len(set(keys))
+    assert keys == [call.key for call in population.layers_of(["llama-2-13b", "llama-2-7b"])]
+
+
+@pytest.mark.parametrize("op", ["gemm", "attention"])
+def test_own_kernels_answer_calls_of_models_that_make_selections(calls: Any, op: str) -> None:
+    by_label = population.own_calls(op, H200)
+    portfolios = {one.op: one for one in serving(shipped(), H200)}
+    label_of = {call.key: label for label, some in by_label.items() for call in some}
+    for label, some in by_label.items():
+        for call in some[:3]:
+            problem = calls.posed(call)
+            domain, selection = domain_of(problem), portfolios[problem.op].select(problem)
+            assert domain is not None and domain.label() == label
+            assert not is_held_out(subset(call.model)[0])
+            assert selection is not None and next(selection.own(), None) is not None
+            if isinstance(domain, AttentionDomain):
+                assert not domain.has_softcap and domain.mask != "windowed"
+    turns = population.by_turns(op, by_label)
+    counts = Counter(label_of[call.key] for call in turns)
+    often, ends = population.OFTEN[op]
+    assert len(turns) == len({call.key for call in turns})
+    for label, some in by_label.items():
+        width = often if label.endswith(ends) else 1
+        assert counts[label] == min(len(some), width * population.MOST[op])
+
+
+def test_the_listing_counts_calls_that_are_not_posed(calls: Any, monkeypatch: Any) -> None:
     from tuner.runtime.call.refusal import Kind, Refusal
 
     refusal = Refusal(Kind.MASK, "not of the query's type")
-    tensors = "benchmarks.population_tensors.as_operand"
-    monkeypatch.setattr(tensors, lambda *arguments: refusal)
-    few = [SMALL["padding"], SMALL["linear"], SMALL["plain"]]
-    text = listing(few)
-    assert all(call.label in text for call in few)
-    assert "not posed: attn_mask is given" in text
-    totals = [line.split() for line in text.splitlines() if " all " in line]
-    (reason,) = [line for line in text.splitlines() if line.startswith("    1  attn_mask is given")]
-    assert "not of the query's type" in reason
-    assert [line[:3] for line in totals] == [["attention", "all", "2"], ["products", "all", "1"]]
+    monkeypatch.setattr("benchmarks.population_tensors.as_operand", lambda *_: refusal)
+    cases = [population.DrawnCall(SMALL[name]) for name in ("padding", "linear", "plain")]
+    args = SimpleNamespace(problems=False, gpu="H100")
+    text = "\n".join(population.listing(cases, args))  # type: ignore[arg-type]
+    assert all(case.label in text for case in cases)
+    assert "    1  50.0%  attention, not posed: attn_mask is given" in text
 
 
-def test_a_listing_is_of_the_gpu_that_is_named(
-    calls: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked = []
-    monkeypatch.setattr(population, "lookup", lambda problem, gpu: asked.append(gpu))
-    assert population.main(["--list", "--count", "2", "--gpu", "H100"]) == 0
-    assert set(asked) == {GPUS["H100"]}
-    assert "nothing known" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="--gpu is for --list"):
-        population.main(["--problems", "--gpu", "H100"])
-
-
-ANSWERING = """
-import json, sys
-for line in sys.stdin:
-    index = int(line)
-    if index == {dies}:
-        sys.exit(3)
-    if index == {hangs}:
-        sys.stdin.read()
-    if index == {loses}:
-        print(json.dumps({{"lost": "an illegal access"}}), flush=True)
-        continue
-    row = {{"answered": "refused", "reason": "why", "us": {{"tuner": 2.0, "pytorch": 3.0}},
-           "errors": {{}}, "wrong": [], "failed": {{}}, "copies": 1}}
-    print(json.dumps(row), flush=True)
-"""
-#: For a child that never answers: it reads its own input to an end that does not come.
-SHORT_S = 1.0
-
-
-def child(dies: int = -1, hangs: int = -1, loses: int = -1) -> list[str]:
-    """Command of a worker that answers all indices but these."""
-    return [sys.executable, "-c", ANSWERING.format(dies=dies, hangs=hangs, loses=loses)]
-
-
-def test_a_worker_that_is_lost_costs_its_call() -> None:
-    with Worker(child(dies=1, loses=3), 60.0) as worker:
-        assert worker.ask(0)["us"] == {"tuner": 2.0, "pytorch": 3.0}
-        assert worker.ask(1) == {"lost": "the worker ended: code 3"}
-        assert worker.ask(0)["answered"] == "refused"
-        assert worker.ask(3) == {"lost": "an illegal access"}
-        assert worker.ask(4)["answered"] == "refused"
-
-
-def test_a_call_that_never_answers_is_given_up() -> None:
-    with Worker(child(hangs=2), SHORT_S) as worker:
-        found = worker.ask(2)
-    assert found == {"lost": "no answer after 1 s"}
-
-
-def test_a_run_goes_on_where_it_stopped(tmp_path: Path, capsys: Any) -> None:
-    path = tmp_path / "rows.jsonl"
-    half = measured(CALLS[:3], HEADING, path, child(dies=1), 60.0)
-    assert [row["answered"] for row in half] == ["refused", "failed", "refused"]
-    assert half[1]["failed"] == failure("the worker ended: code 3")["failed"]
-    with path.open("a") as file:
-        file.write('{"key": "cut o')
-    rows = measured(CALLS, HEADING, path, child(), 60.0)
-    assert len(rows) == len(CALLS) and rows[:3] == half
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert lines[0] == HEADING and [line["key"] for line in lines[1:]] == [c.key for c in CALLS]
-    again = measured(CALLS, HEADING, path, ["false"], 60.0)
-    assert again == rows
-    assert population.main(["--report", str(path)]) == 0
-    assert capsys.readouterr().out == report(rows) + "\n"
-
-
-@pytest.mark.parametrize("is_there", [True, False])
-def test_nothing_is_appended_to_a_compressed_file(tmp_path: Path, is_there: bool) -> None:
-    path = tmp_path / "rows.jsonl.gz"
-    packed = gzip.compress(json.dumps(HEADING).encode() + b"\n")
-    if is_there:
-        path.write_bytes(packed)
-    with pytest.raises(ConfigError, match=r"appended to plain files .allowed: rows\.jsonl\)"):
-        measured(CALLS, HEADING, path, ["false"], 60.0)
-    assert path.read_bytes() == packed if is_there else not path.exists()
-
-
-def test_a_file_of_another_population_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({**HEADING, "seed": "4"}) + "\n")
-    with pytest.raises(ConfigError, match="holds another population"):
-        population.read(path, HEADING)
-    path.write_text("[1]\n[2]\n")
-    with pytest.raises(ConfigError, match="is not a file of"):
-        population.read(path, HEADING)
-
-
-def row(index: int, answered: str, us: dict[str, float], **changes: Any) -> dict[str, Any]:
-    measured_row = {"reason": "", "errors": {}, "wrong": [], "failed": {}, "copies": 1}
-    own = {"answered": answered, "us": us}
-    return {**described(CALLS[index]), "call": f"call {index}", **measured_row, **own, **changes}
-
-
-def test_ratios_leave_out_what_is_no_peer() -> None:
-    us = {"tuner": 10.0, "pytorch": 12.0, "pytorch again": 1.0, "enabled": 1.0, "cudnn": 11.0}
-    assert over_pytorch(row(0, "own decision", us)) == 1.2
-    assert over_peer(row(0, "own decision", us)) == 1.1
-    assert over_peer(row(0, "own decision", {"tuner": 10.0, "pytorch": 12.0})) is None
-    assert over_pytorch(row(0, "failed", {})) is None
-
-
-def test_the_report_leaves_nothing_out() -> None:
-    us = {"tuner": 10.0, "pytorch": 10.0, "pytorch again": 10.0, "cudnn": 5.0}
-    faster = {**us, "tuner": 5.0}
-    rows = [
-        row(0, "own decision", faster, operation="attention"),
-        row(1, "own decision", {**us, "tuner": 20.0}, operation="attention"),
-        row(2, "refused", us, operation="attention", reason="no measured winner"),
-        row(3, "failed", {}, operation="attention", reason="no answer after 120 s"),
-        row(4, "selection", faster, operation="products", wrong=["cudnn"]),
-    ]
-    text = report(rows)
-    lines = [line.split() for line in text.splitlines()]
-    assert ["own", "decision", "2", "50.0%", "2", "1.000", "0.500", "0.500", "0.250"] in lines
-    assert ["failed", "1", "25.0%", "0"] in lines
-    assert ["all", "4", "100.0%", "3", "1.000", "0.500", "0.500", "0.250"] in lines
-    assert ["selection", "1", "100.0%", "1", "2.000", "2.000", "1.000", "1.000"] in lines
-    first_of_worst = text.split("worst to PyTorch's own choice\n")[1].splitlines()[2]
-    assert first_of_worst.split() == ["0.500", "20.0", "own", "decision", "call", "1"]
-    assert "wrong outputs\ncall 4: cudnn" in text
-    assert "without a time\ncall 3: no answer after 120 s" in text
-    assert ["1", "attention", "no", "measured", "winner", "0.500", "0.500"] in lines
-
-
-def test_the_seed_of_a_commit_is_heads(monkeypatch: Any, tmp_path: Path) -> None:
-    from tuner.base import resources
-
-    monkeypatch.setattr(resources, "checkout", lambda: tmp_path)
-    with pytest.raises(ConfigError, match="needs a checkout of git"):
-        population.commit()
-    run = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
-    subprocess.run([*run, "init", "-q"], check=True)
-    subprocess.run([*run, "commit", "-q", "--allow-empty", "-m", "one"], check=True)
-    assert len(population.commit()) == 40
-
-
-def test_without_a_gpu_one_line_says_so(monkeypatch: Any) -> None:
-    from tuner.measure import device
-
-    monkeypatch.setattr(device, "detect", lambda: None)
-    with pytest.raises(BenchmarkError, match="no GPU found"):
-        population.main([])
-
-
-def test_problems_are_listed_for_a_sweep(capsys: Any, tmp_path: Path) -> None:
+def test_problems_are_listed_for_a_sweep(tmp_path: Any, capsys: Any) -> None:
     from tuner.tuning.job import read_problems
 
-    assert population.main(["--problems", "--count", "20", "--models", "gpt2,bert-base"]) == 0
+    options = ["--models", "gpt2,bert-base", "--count", "20", "--list", "--problems"]
+    assert harness.main(population.BENCH, options) == 0
     path = tmp_path / "problems.yaml"
     path.write_text(capsys.readouterr().out)
     drawn = draw("0", 20, subset("gpt2,bert-base"))
     assert read_problems(path) == list(dict.fromkeys(call.problem for call in drawn))
 
 
-def test_shipped_rows_are_read_as_they_are() -> None:
-    shipped_rows = Path(population.__file__).parent / "evidence" / "population-h200.jsonl.gz"
-    assert len(population.read(shipped_rows)) == 400
+def test_a_table_tells_answers_apart_and_names_the_worst() -> None:
+    us = {"pytorch": 10.0, "tuner": 8.0, "tuner enabled": 5.0, "control": 10.0}
+    row = {"case": "a", "group": "attention", "us": us, "answered": "selection", "failed": {}}
+    refused = {**row, "case": "b", "us": {**us, "tuner": 20.0}, "answered": "refused"}
+    refused["reason"] = "no measured winner"
+    lost = {"case": "c", "group": "products", "lost": "no answer"}
+    lines = population.answers_table([row, refused, lost])
+    assert any(line.startswith("| attention, refused | 1 | 1 | 0.500 ") for line in lines)
+    assert any(line.startswith("| attention, selection | 1 | 1 | 1.250 ") for line in lines)
+    assert any(line.startswith("| tuner.enable | 2 | 2 | 2.000 ") for line in lines)
+    worst = lines.index("worst to the fastest:")
+    assert lines[worst + 2] == "- 0.500, 20.0 us, b"
+    assert lines[-2:] == ["refused 1 times: no measured winner", "lost: c: no answer"]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("first", [0, 570])
+def test_the_exact_output_is_sdpas_in_float64(is_causal: bool, first: int) -> None:
+    """Over more than one chunk of queries, with grouped heads."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    torch.manual_seed(1)
+    shape = (2, 4, population_kernels.CHUNK + 70, 16)
+    query, key, value = (torch.randn(shape, dtype=torch.float64) for _ in range(3))
+    key, value = key[:, :2], value[:, :2]
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=is_causal, scale=0.3, enable_gqa=True
+    )
+    out = population_kernels.exact(query, key, value, 0.3, is_causal=is_causal, first=first)
+    assert out.shape[2] == shape[2] - first
+    assert population_kernels.relative_error(wanted, out) < 1e-12
+    zeroed = wanted.clone()
+    zeroed[1, 3, -1] = 0
+    assert population_kernels.relative_error(zeroed, out) > 1e-3
+
+
+def test_a_wrong_kernel_is_not_timed() -> None:
+    ways = [harness.Contender(str(error), lambda _, e=error: e) for error in (0.001, 0.1)]
+    failed: dict[str, str] = {}
+    fit, errors = population_kernels.right(ways, lambda out: float(out), 0.01, failed)
+    assert [way.name for way in fit] == ["0.001"] and errors == {"0.001": 0.001, "0.1": 0.1}
+    assert failed == {"0.1": "relative error 1.0e-01"}
+
+
+def test_the_predecessors_time_is_taken_off_under_each_load(monkeypatch: Any) -> None:
+    graph_us: dict[str, float] = {"own": 2000.0, "flash3": 2200.0}
+
+    def captured(before: Any, one: Any, count: int) -> Any:
+        us = graph_us[one.name] * count + 50 if one else 50.0
+        return SimpleNamespace(us=us, replay=lambda: None)
+
+    monkeypatch.setattr(population_kernels, "captured", captured)
+    monkeypatch.setattr(population_kernels, "cooler", lambda: None)
+    monkeypatch.setattr(population_kernels, "_behind", lambda cool, graph: graph.us)
+    monkeypatch.setattr(population_kernels, "_held", lambda graph: (2 * graph.us, {"sm_mhz": 1}))
+    ways = [harness.Contender(name, lambda i: i) for name in graph_us]
+    loads = population_kernels.loaded(ways, lambda i: i, {"own": 1000.0})
+    assert loads["us"] == graph_us
+    assert loads["sustained_us"] == {"own": 4000.0, "flash3": 4400.0}
+
+
+@pytest.mark.parametrize("causal", ["", ",causal=1"])
+def test_each_width_of_tiles_is_compiled(causal: str) -> None:
+    problem = AttentionProblem.parse(f"B=2,H=16,S=2048,D=128,dtype=e4m3,layout=bshd{causal}")
+    configs = population_kernels.by_tile(problem)
+    kinds = [(c["tile_n"], c["ping_pong"], c.get("skips_masked")) for c in configs]
+    assert len(set(kinds)) == len(kinds) and {c["warp_groups"] for c in configs} == {2}
+    assert {(n, p, None) for n in (128, 160, 192, 224) for p in (True, False)} <= set(kinds)
+    assert ((128, True, "halves") in kinds) == bool(causal)
+
+
+def test_nvidias_frontend_takes_the_graph_of_e4m3() -> None:
+    cudnn = pytest.importorskip("cudnn", reason="nvidia-cudnn-frontend is not installed")
+    from benchmarks.population_cudnn import Fp8Graph
+
+    graph = Fp8Graph(cudnn, population_kernels.FP8_SMOKE.problem, 0.1, "AUTO", None).graph
+    assert len(graph.nodes) == 1 and {t.uid for t in graph.get_outputs()} == {10, 11, 12}
+
+
+def test_masks_show_each_query_its_own_key_and_not_all() -> None:
+    for name, sees in population_masks.MASKS.items():
+        assert all(sees(at, at) for at in (0, 511, 512, 1024, 4095)), name
+        assert not sees(0, 4095), name
+    window, prefix = population_masks.MASKS["window"], population_masks.MASKS["prefix"]
+    assert not window(1024, 0) and window(1023, 0)
+    assert prefix(0, 511) and not prefix(0, 512)
