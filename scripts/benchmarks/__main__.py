@@ -19,6 +19,7 @@ NAMES = (
     "e4m3",
     "engines",
     "fleet",
+    "fp8_attention",
     "gpus",
     "models",
     "moe",
@@ -32,6 +33,7 @@ NAMES = (
     "search",
     "stopping",
     "suites",
+    "sustained",
     "sweeps",
     "training",
 )

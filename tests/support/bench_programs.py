@@ -64,6 +64,8 @@ def transformers() -> None:
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
     monkeypatch.setattr(torch, "compile", lambda module, **_: module)
+    flag = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
+    monkeypatch.setattr(f"torch.nn.attention.flex_attention.{flag}", True, raising=False)
 
 
 @pytest.fixture

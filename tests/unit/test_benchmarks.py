@@ -23,6 +23,7 @@ from bench_programs import (  # noqa: F401
     profiler,
     transformers,
     two_gpus,
+    uncompiled,
     unforced,
     vllm,
 )  # fmt: skip
