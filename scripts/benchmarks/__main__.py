@@ -19,7 +19,6 @@ NAMES = (
     "e4m3",
     "engines",
     "fleet",
-    "fp8_attention",
     "gpus",
     "models",
     "moe",
@@ -33,7 +32,6 @@ NAMES = (
     "search",
     "stopping",
     "suites",
-    "sustained",
     "sweeps",
     "training",
 )

@@ -96,7 +96,7 @@ class DrawnCall:
 
 
 def measure(case: DrawnCall, _: Namespace) -> Row:
-    """Who answered, errors, and times beside PyTorch and its peers."""
+    """Kind of answer, errors, and times beside PyTorch and its peers."""
     from benchmarks.population_calls import measured
 
     call = case.call

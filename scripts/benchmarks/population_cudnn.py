@@ -68,8 +68,8 @@ def plans_of(
         problem: problem to compute.
         tensors: queries, keys and values.
         scale: factor of the scores.
-        factor: of each of the tensors.
-        grown: of the outputs, before they are rounded to e4m3.
+        factor: factor of each of the tensors.
+        grown: factor of the outputs, before they are rounded to e4m3.
         failed: reasons by name.
     """
     import torch

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 from bench_device import FOLDER, fake_device, fake_gpu  # noqa: F401
-from bench_kernels import append_kernel, first_calls, gradients, nsight  # noqa: F401
 from bench_fakes import (  # noqa: F401
     built_attention,
     quantiser_kernel,
     sweep_runner,
 )
+from bench_kernels import append_kernel, first_calls, gradients, nsight  # noqa: F401
 from bench_programs import (  # noqa: F401
     batching,
     checkout,
