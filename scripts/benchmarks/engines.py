@@ -26,6 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from benchmarks import engines_servers, flash_attention_package
@@ -174,27 +175,17 @@ def _medians(runs: Sequence[Row]) -> Row:
     """Median, smallest and largest of each figure, by number of requests."""
     by_count: dict[str, Row] = {}
     for count, first in runs[0]["concurrency"].items():
-        names = [name for name in first if name != "tokens"]
-        values = {name: [run["concurrency"][count][name] for run in runs] for name in names}
-        by_count[count] = {
-            name: (statistics.median(of), min(of), max(of)) for name, of in values.items()
-        }
-    if "prompt_tokens_per_s" in runs[0]:
-        rates = [run["prompt_tokens_per_s"] for run in runs]
-        by_count[f"{engines_servers.PROMPTS} prompts"] = {
-            "tokens_per_s": (statistics.median(rates), min(rates), max(rates))
-        }
+        for name in [name for name in first if name != "tokens"]:
+            of = [run["concurrency"][count][name] for run in runs]
+            by_count.setdefault(count, {})[name] = statistics.median(of), min(of), max(of)
     return by_count
 
 
 def same_share(tokens: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]]) -> float:
     """Share of the tokens up to the first of each request that differs."""
-    same = sum(
-        sum(
-            1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*both, strict=True))
-        )
-        for both in zip(tokens, wanted, strict=True)
-    )
+    same = 0
+    for pairs in map(partial(zip, strict=True), tokens, wanted):
+        same += sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
     return same / max(1, sum(map(len, wanted)))
 
 

@@ -120,7 +120,7 @@ def measure_call(case: TrainingCall, _: Namespace) -> Row:
             timed.append(way)
     backward = served(leaves, grad_out, problem)
     times = harness.time_calls(timed, before, 1, BUDGET_US)
-    limits = [MARGIN * error + SMALL[problem.dtype] for error in errors[PYTORCH]]
+    limits = [MARGIN * error + SMALL[problem.dtype] for error in errors.get(PYTORCH, ())]
     wrong = [
         name
         for name in (TUNER, ATTENTION)
