@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks import harness
 from benchmarks.harness import Contender, Row
-from tuner.problem import AttentionProblem, GemmProblem, Problem, SwigluProblem
+from tuner.problem import AttentionProblem, DType, GemmProblem, Problem, SwigluProblem
 
 
 @dataclass(frozen=True)
@@ -90,60 +90,68 @@ def gated(x: Any, weights: Any) -> Any:
     return torch.nn.functional.silu(gate) * up
 
 
-class Decoder:
-    """A pre-norm decoder with grouped heads, rotary positions and a cache of keys and values."""
+class Blocks:
+    """Pre-norm blocks with grouped heads, rotary positions and a cache of keys and values.
 
-    def __init__(self, sizes: Sizes, layers: int, length: int, dtype: Any, device: str) -> None:
+    Args:
+        sizes: sizes of a block.
+        count: blocks.
+        length: keys of each sequence in the cache, random at first.
+        dtype: torch's type of weights and activations.
+        device: torch's name of it.
+        batch: sequences.
+    """
+
+    def __init__(
+        self, sizes: Sizes, count: int, length: int, dtype: Any, device: str, batch: int = 1
+    ) -> None:
         import torch
 
         import tuner
 
-        self._sizes = sizes
+        self._sizes, self._on = sizes, {"dtype": dtype, "device": device}
         hidden, inner, head_dim = sizes.hidden, sizes.inner, sizes.head_dim
         self._width, self._kv = sizes.heads * head_dim, sizes.heads_kv * head_dim
-
-        def weight(rows: int, columns: int) -> Any:
-            made = torch.randn(rows, columns, dtype=dtype, device=device)
-            return made.mul_(columns**-0.5)
-
-        self._embedding = weight(sizes.vocabulary, hidden)
-        self._head = weight(sizes.vocabulary, hidden)
-        self._layers = [
-            {
-                "qkv": weight(self._width + 2 * self._kv, hidden),
-                "out": weight(hidden, self._width),
-                "up": weight(2 * inner, hidden),
-                "down": weight(hidden, inner),
-            }
-            for _ in range(layers)
-        ]
-        for weights in self._layers:
-            weights["interleaved"] = tuner.interleave(*weights["up"].chunk(2))
+        self._layers = []
+        for _ in range(count):
+            up = self.weight(2 * inner, hidden)
+            self._layers.append(
+                {
+                    "qkv": self.weight(self._width + 2 * self._kv, hidden),
+                    "out": self.weight(hidden, self._width),
+                    "up": up,
+                    "interleaved": tuner.interleave(*up.chunk(2)),
+                    "down": self.weight(hidden, inner),
+                    "norms": torch.rand(2, hidden, **self._on) + 0.5,
+                }
+            )
         # (B, S, H, D): a prefix of it is a tensor of its own, dense for one sequence.
-        shape = (1, length, sizes.heads_kv, head_dim)
-        self._cache = [
-            [torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)]
-            for _ in range(layers)
-        ]
+        shape = (batch, length, sizes.heads_kv, head_dim)
+        self._cache = [[torch.randn(shape, **self._on) for _ in range(2)] for _ in range(count)]
         frequency = ROTARY_BASE ** (-torch.arange(0, head_dim, 2, device=device) / head_dim)
         angle = torch.arange(length, device=device)[:, None] * frequency
         turns = torch.cat([angle, angle], -1)[None, :, None]
         self._cos, self._sin = turns.cos().to(dtype), turns.sin().to(dtype)
 
-    def __call__(self, tokens: Any, start: int, way: Way) -> Any:
-        """Logits of the last of `tokens`, (1, n), which begin at position `start`."""
+    def weight(self, rows: int, columns: int) -> Any:
+        """Random weights of a layer that keeps the size of activations."""
         import torch
 
-        count, width, head_dim = tokens.shape[1], self._width, self._sizes.head_dim
-        end = start + count
+        return torch.randn(rows, columns, **self._on).mul_(columns**-0.5)
+
+    def __call__(self, x: Any, start: int, way: Way) -> Any:
+        """Activations (batch, n, hidden), which begin at position `start`, to those behind the last
+        block.
+        """
+        batch, count, _ = x.shape
+        end, heads = start + count, (batch, count, -1, self._sizes.head_dim)
         cos, sin = self._cos[:, start:end], self._sin[:, start:end]
         up = "interleaved" if way.is_interleaved else "up"
-        x = torch.nn.functional.embedding(tokens, self._embedding)
         for weights, cache in zip(self._layers, self._cache, strict=True):
-            mixed = way.linear(_normed(x), weights["qkv"])
-            query, key, value = mixed.split([width, self._kv, self._kv], -1)
-            heads = (1, count, -1, head_dim)
-            cache[0][:, start:end] = turned(key.view(heads), cos, sin)
+            first, second = weights["norms"]
+            mixed = way.linear(normed(x, first), weights["qkv"])
+            query, key, value = mixed.split([self._width, self._kv, self._kv], -1)
+            cache[0][:, start:end] = turned(key.reshape(heads), cos, sin)
             cache[1][:, start:end] = value.reshape(heads)
             out = way.attention(
                 turned(query.reshape(heads), cos, sin).transpose(1, 2),
@@ -151,15 +159,33 @@ class Decoder:
                 is_causal=count > 1,
                 enable_gqa=True,
             )
-            x = x + way.linear(out.transpose(1, 2).reshape(1, count, width), weights["out"])
-            x = x + way.linear(way.swiglu(_normed(x), weights[up]), weights["down"])
-        return way.linear(_normed(x[:, -1:]), self._head)
+            flat = out.transpose(1, 2).reshape(batch, count, self._width)
+            x = x + way.linear(flat, weights["out"])
+            x = x + way.linear(way.swiglu(normed(x, second), weights[up]), weights["down"])
+        return x
 
 
-def _normed(x: Any) -> Any:
+class Decoder(Blocks):
+    """These blocks of one sequence between an embedding and a head."""
+
+    def __init__(self, sizes: Sizes, layers: int, length: int, dtype: Any, device: str) -> None:
+        super().__init__(sizes, layers, length, dtype, device)
+        self._embedding = self.weight(sizes.vocabulary, sizes.hidden)
+        self._head = self.weight(sizes.vocabulary, sizes.hidden)
+
+    def __call__(self, tokens: Any, start: int, way: Way) -> Any:
+        """Logits of the last of `tokens`, (1, n), which begin at position `start`."""
+        import torch
+
+        x = super().__call__(torch.nn.functional.embedding(tokens, self._embedding), start, way)
+        return way.linear(normed(x[:, -1:]), self._head)
+
+
+def normed(x: Any, weight: Any = None) -> Any:
+    """RMSNorm of (..., hidden)."""
     import torch
 
-    return torch.nn.functional.rms_norm(x, x.shape[-1:])
+    return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, 1e-5)
 
 
 def turned(x: Any, cos: Any, sin: Any) -> Any:
@@ -170,36 +196,29 @@ def turned(x: Any, cos: Any, sin: Any) -> Any:
     return x * cos + torch.cat([-right, left], -1) * sin
 
 
+def problems_of(
+    sizes: Sizes, queries: int, keys: int, batch: int = 1, dtype: DType = "float16"
+) -> list[Problem]:
+    """Problems of a block; more than one query of a sequence is a prompt."""
+    rows, width = batch * queries, sizes.heads * sizes.head_dim
+    heads = batch, sizes.heads, sizes.heads_kv
+    is_causal, mixed = queries > 1, width + 2 * sizes.heads_kv * sizes.head_dim
+    return [
+        AttentionProblem(
+            queries, keys, sizes.head_dim, *heads, is_causal=is_causal, dtype=dtype, layout="bshd"
+        ),
+        GemmProblem(rows, mixed, sizes.hidden, dtype=dtype),
+        GemmProblem(rows, sizes.hidden, width, dtype=dtype),
+        SwigluProblem(rows, sizes.inner, sizes.hidden, dtype=dtype),
+        GemmProblem(rows, sizes.hidden, sizes.inner, dtype=dtype),
+    ]
+
+
 def problems(sizes: Sizes = LLAMA_3_8B) -> list[Problem]:
-    """Problems of a block; decoding's attention once for all of its lengths, in their middle."""
-    found: list[Problem] = [_attention(sizes, n, n, is_causal=True) for n in PREFILLS]
-    found.append(_attention(sizes, 1, CONTEXT + GENERATED // 2))
-    width = sizes.heads * sizes.head_dim
-    mixed = width + 2 * sizes.heads_kv * sizes.head_dim
-    for count in (*PREFILLS, 1):
-        found += [
-            GemmProblem(count, mixed, sizes.hidden),
-            GemmProblem(count, sizes.hidden, width),
-            SwigluProblem(count, sizes.inner, sizes.hidden),
-            GemmProblem(count, sizes.hidden, sizes.inner),
-        ]
-    found.append(GemmProblem(1, sizes.vocabulary, sizes.hidden))
-    return list(dict.fromkeys(found))
-
-
-def _attention(
-    sizes: Sizes, seqlen_q: int, seqlen_kv: int, *, is_causal: bool = False
-) -> AttentionProblem:
-    return AttentionProblem(
-        seqlen_q,
-        seqlen_kv,
-        sizes.head_dim,
-        1,
-        sizes.heads,
-        sizes.heads_kv,
-        is_causal=is_causal,
-        layout="bshd",
-    )
+    """Problems of a decoder; decoding's attention once for all of its lengths, in their middle."""
+    lengths = *((n, n) for n in PREFILLS), (1, CONTEXT + GENERATED // 2)
+    asked = [problem for each in lengths for problem in problems_of(sizes, *each)]
+    return list(dict.fromkeys([*asked, GemmProblem(1, sizes.vocabulary, sizes.hidden)]))
 
 
 @dataclass(frozen=True)

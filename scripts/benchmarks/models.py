@@ -100,10 +100,6 @@ class Pass:
         with self.around():
             return self.run()
 
-    def again(self, _: int) -> Any:
-        """In the context."""
-        return self.run()
-
 
 def measure(case: Run, args: Namespace) -> Row:
     """Times of each way through a model, and what answered its calls."""
@@ -126,19 +122,18 @@ def measure(case: Run, args: Namespace) -> Row:
         except Exception as exc:  # a model raises what it likes
             passes.pop(way, None)
             failed[way] = first_line(exc)
-    contenders = [Contender(way, one.again, one.around) for way, one in passes.items()]
+    contenders = [
+        Contender(way, harness.every_copy(one.run), one.around) for way, one in passes.items()
+    ]
     count = 1 if case.mode in CACHES else PASSES
     times = harness.time_host(contenders, count, args.rounds, is_waiting=True)
     enqueued = harness.time_host(contenders, count, 3)
-    wanted = passes[PYTORCH]().float()
+    wanted = passes[PYTORCH]()
     return {
         "us": times.us,
         "over": {way: vars(times.over(PYTORCH, way)) for way in times.us},
         "host": {way: us / times.us[way] for way, us in enqueued.us.items()},
-        "errors": {
-            way: float((one().float() - wanted).norm() / wanted.norm())
-            for way, one in passes.items()
-        },
+        "errors": {way: harness.distance(one(), wanted) for way, one in passes.items()},
         "answers": answers,
         "failed": failed,
         "tokens": passes[PYTORCH].tokens,
@@ -335,7 +330,7 @@ def measure_logits(case: Run, args: Namespace) -> Row:
     return {
         "figures": {
             name: {
-                "error": float((out - exact).norm() / exact.norm()),
+                "error": harness.distance(out, exact),
                 "top differs": float((top(out) != top(exact)).any(-1).double().mean()),
             }
             for name, out in outs.items()

@@ -162,11 +162,8 @@ def of_last_group(problem: AttentionProblem, tensor: Any) -> Any:
 
 def away(problem: AttentionProblem, computed: Sequence[Any], wanted: Sequence[Any]) -> list[float]:
     """Relative Frobenius errors of output and gradients, of the part that `exact` computes."""
-    parts = (of_last_group(problem, tensor).detach().double() for tensor in computed)
-    return [
-        float((part - whole).norm() / whole.norm())
-        for part, whole in zip(parts, wanted, strict=True)
-    ]
+    parts = (of_last_group(problem, tensor).detach() for tensor in computed)
+    return list(map(harness.distance, parts, wanted))
 
 
 def served(leaves: Sequence[Any], grad_out: Any, problem: AttentionProblem) -> str:
