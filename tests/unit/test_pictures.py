@@ -75,7 +75,7 @@ class TestStanding:
     ) -> None:
         """The subject's own measurements stand for what its store decided before."""
         found = analysis.standing(subject)
-        assert [s.problem for s in found] == [LONG, SHORT, OTHER]
+        assert [s.own.problem for s in found] == [LONG, SHORT, OTHER]
         assert [round(s.ratio, 3) for s in found] == [0.95, 1.2, 1.8]
         assert [s.vendor.config for s in found] == [CUDNN, FLASH, CUDNN]
 

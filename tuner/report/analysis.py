@@ -9,11 +9,11 @@ from typing import Any
 
 from tuner.config import Config, Value
 from tuner.families import families
-from tuner.measurement import Measurement, is_tie, versus
+from tuner.measurement import Measurement
 from tuner.problem import Problem
 from tuner.report.subject import ReportSubject
 from tuner.selection.describe import microseconds, short_name
-from tuner.store.entry import is_vendor
+from tuner.store.entry import Standing, is_vendor
 
 MIN_CANDIDATES = 20
 """Minimum passed candidates of a family for the importance of its parameters."""
@@ -44,18 +44,17 @@ def verdict(subject: ReportSubject) -> str:
         )
     if own is None:
         return f"No own kernel passed for {name}; {short_name(first)} takes {_us(first)}."
-    if entry.fastest_vendor is None:
+    if entry.fastest_vendor is None or entry.standing is None:
         return f"{short_name(own)} computes {name} in {_us(own)}; no vendor's kernel was measured."
-    vendor, fastest = entry.fastest_vendor
-    speed, is_tied = versus(own, fastest, vendor), is_tie(own, fastest)
+    (vendor, fastest), stands = entry.fastest_vendor, entry.standing
     count = len(entry.vendors)
     beside = f"{_us(fastest)}, the {f'fastest of {count} vendors' if count > 1 else 'one vendor'}'"
     beside += " kernels" if count > 1 else "s kernel measured"
-    if is_tied or latency(own) < latency(fastest):
-        return f"{short_name(own)} computes {name} in {_us(own)}: {speed} ({beside})."
+    if stands.outcome != "behind":
+        return f"{short_name(own)} computes {name} in {_us(own)}: {stands.text} ({beside})."
     return (
         f"{vendor} stays the fastest for {name} with {_us(fastest)}; the best own kernel, "
-        f"{short_name(own)}, takes {_us(own)}: {speed}."
+        f"{short_name(own)}, takes {_us(own)}: {stands.text}."
     )
 
 
@@ -274,30 +273,6 @@ def _first(preferred: Sequence[str], varied: Sequence[str]) -> str | None:
     return next((name for name in preferred if name in varied), next(iter(varied), None))
 
 
-@dataclass(frozen=True)
-class Standing:
-    """The best own kernel and the fastest vendor's of one problem's final pass."""
-
-    problem: Problem
-    own: Measurement
-    vendor: Measurement
-
-    @property
-    def ratio(self) -> float:
-        """Vendor's time over the own kernel's: above 1 the own kernel is faster."""
-        return latency(self.vendor) / latency(self.own)
-
-    @property
-    def is_tied(self) -> bool:
-        """True when the two are equal within their noise."""
-        return is_tie(self.own, self.vendor)
-
-    @property
-    def speed(self) -> str:
-        """The ratio in words, as ``1.29x cudnn``."""
-        return versus(self.own, self.vendor, short_name(self.vendor))
-
-
 def standing(subject: ReportSubject) -> list[Standing]:
     """Every measured problem of the operation with both, the least own speed first; under the
     subject's regime, on its GPU. This one's numbers are the subject's own.
@@ -308,9 +283,5 @@ def standing(subject: ReportSubject) -> list[Standing]:
     }
     if subject.has_finals:
         known[subject.problem] = subject.entry
-    found = [
-        Standing(problem, entry.best_own, min(entry.vendors.values(), key=latency))
-        for problem, entry in known.items()
-        if entry.best_own is not None and entry.vendors
-    ]
-    return sorted(found, key=lambda s: (s.ratio, s.problem.flops, s.problem.key))
+    found = [found for entry in known.values() if (found := entry.standing) is not None]
+    return sorted(found, key=lambda s: (s.ratio, s.own.problem.flops, s.own.problem.key))

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from tuner.errors import ConfigError
@@ -59,7 +60,7 @@ class Pair:
             for name, measurement in self.a.vendors.items()
             if name in self.b.vendors
         ]
-        return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
+        return geometric_mean(ratios) if ratios else None
 
     @property
     def served(self) -> tuple[Measurement, Measurement]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from tuner.measure.profile import SHARES, STALLS, KernelCounters
 from tuner.measurement import Measurement, Status
-from tuner.report.analysis import Importance, Standing, latency
+from tuner.report.analysis import Importance, latency
 from tuner.report.course import SearchStep
 from tuner.report.explain import limits
 from tuner.report.spec import (
@@ -35,7 +35,7 @@ from tuner.report.spec import (
 from tuner.report.subject import ReportSubject
 from tuner.report.work import l2_bytes_per_us, total, works
 from tuner.selection.describe import config_text, microseconds, short_name
-from tuner.store.entry import is_vendor
+from tuner.store.entry import Standing, is_vendor
 
 FASTER, TIED, SLOWER = "own is faster", "a tie", "vendor is faster"
 """How two kernels compare; a tie is within their noise."""
@@ -240,14 +240,15 @@ def busy(subject: ReportSubject, measurement: Measurement) -> Spec:
 
 def standing(found: Sequence[Standing], subject: ReportSubject) -> Spec:
     """Own speed as a multiple of the fastest vendor's, from 1 to either side, in order."""
-    labels, common = _without_common([s.problem.label() for s in found])
+    labels, common = _without_common([s.own.problem.label() for s in found])
+    outcomes = {"ahead": FASTER, "tied": TIED, "behind": SLOWER}
     values = [
         {
-            "problem": (_HERE if s.problem == subject.problem else "") + label,
+            "problem": (_HERE if s.own.problem == subject.problem else "") + label,
             "ratio": s.ratio,
             "even": 1,
-            "who": TIED if s.is_tied else FASTER if s.ratio > 1 else SLOWER,
-            "text": s.speed,
+            "who": outcomes[s.outcome],
+            "text": s.text,
             "at": max(1.0, s.ratio),
             "own": f"{microseconds(s.own.latency_us)} us {short_name(s.own)}",
             "vendor": f"{microseconds(s.vendor.latency_us)} us {short_name(s.vendor)}",
@@ -263,7 +264,7 @@ def standing(found: Sequence[Standing], subject: ReportSubject) -> Spec:
         # At the top: a reader of a long list sees it first.
         axis={"tickCount": 6, "orient": "top"},
     )
-    who = nominal("who", [FASTER, TIED, SLOWER], [SERIES[0], SERIES[4], SERIES[7]])
+    who = nominal("who", [*outcomes.values()], [SERIES[0], SERIES[4], SERIES[7]])
     tooltip = tips(("problem", "problem"), ("own", "own"), ("vendor", "fastest vendor"))
     # A line through all rows would strike the names out.
     even = {"type": "tick", "color": SOFT, "size": 20, "thickness": 1.5}

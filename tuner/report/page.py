@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import tuner
 from tuner.base.install import extra_command
 from tuner.errors import ConfigError
+from tuner.measurement import Measurement
 from tuner.report import analysis, assets, course
 from tuner.report.lengths import scaling
 from tuner.report.palette import colours
@@ -18,6 +20,14 @@ from tuner.report.subject import ReportSubject
 
 TEMPLATE = Path(__file__).with_name("page.html.j2")
 EXTRA = "report"
+OF_LENGTH = (
+    *("config", "latency_us", "std_us", "rounds", "workspace_bytes", "environment", "created_at"),
+)
+MEASURED = (
+    *("config", "status", "latency_us", "std_us", "rounds", "is_final", "flags", "error"),
+    *("workspace_bytes", "compile_cpu_s", "clocks", "created_at"),
+)
+"""Fields of a measurement in the page's data, of a point over the length and of any other."""
 
 
 def render(subject: ReportSubject) -> str:
@@ -78,21 +88,7 @@ def data(subject: ReportSubject) -> dict[str, Any]:
         "environment": dict(subject.environment.facts),
         "counted": counted and counted.to_json(),
         "measurements": [
-            {
-                "problem": part.problem.label(),
-                "config": m.config.to_json(),
-                "status": m.status.value,
-                "latency_us": m.latency_us,
-                "std_us": m.std_us,
-                "rounds": m.rounds,
-                "is_final": m.is_final,
-                "flags": list(m.flags),
-                "error": m.error,
-                "workspace_bytes": m.workspace_bytes,
-                "compile_cpu_s": m.compile_cpu_s,
-                "clocks": asdict(m.clocks),
-                "created_at": m.created_at,
-            }
+            {"problem": part.problem.label(), **_some(m, MEASURED)}
             for part in subject.recording.walk()
             for m in part.measurements
         ],
@@ -100,17 +96,16 @@ def data(subject: ReportSubject) -> dict[str, Any]:
             {
                 "seqlen": length.seqlen,
                 "kernel": length.kernel,
-                "config": length.measurement.config.to_json(),
-                "latency_us": length.measurement.latency_us,
-                "std_us": length.measurement.std_us,
-                "rounds": length.measurement.rounds,
-                "workspace_bytes": length.measurement.workspace_bytes,
-                "environment": dict(length.measurement.environment.facts),
-                "created_at": length.measurement.created_at,
+                **_some(length.measurement, OF_LENGTH),
             }
             for length in scaling(subject)
         ],
     }
+
+
+def _some(measurement: Measurement, names: Sequence[str]) -> dict[str, Any]:
+    values = measurement.to_json()
+    return {name: values[name] for name in names}
 
 
 def _facts(subject: ReportSubject) -> list[tuple[str, str]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from statistics import geometric_mean
+from typing import Any
 
 from tuner.bench.results import half_width_us
 from tuner.measure.profile import COUNTERS, STALLS
@@ -54,6 +56,12 @@ class TableSection:
 
     columns: Row
     rows: Sequence[Row]
+
+
+def _table(items: Iterable[Any], *columns: tuple[str, Callable[[Any], str]]) -> TableSection:
+    """A row an item; a column is its heading and the text of an item."""
+    rows = [[text(item) for _, text in columns] for item in items]
+    return TableSection([heading for heading, _ in columns], rows)
 
 
 @dataclass(frozen=True)
@@ -258,18 +266,14 @@ def _search(subject: ReportSubject) -> Iterable[Section]:
         f"went on for {cost.worked_s:.0f} s, breaks of more than {course.BREAK_S:.0f} s left out. "
         f"Failed: {failed or 'none'}.",
     ]
-    rows = [
-        (
-            str(stop.candidates),
-            microseconds(stop.best_us),
-            f"{100 * stop.loss:.1f} %",
-            f"{stop.compile_cpu_s:.0f}",
-            f"{stop.worked_s:.0f}",
-        )
-        for stop in stopping
-    ]
-    columns = ("stopped after", "best so far, us", "lost", "CPU-seconds compiling", "seconds")
-    table = TableSection(columns, rows)
+    table = _table(
+        stopping,
+        ("stopped after", lambda stop: str(stop.candidates)),
+        ("best so far, us", lambda stop: microseconds(stop.best_us)),
+        ("lost", lambda stop: f"{100 * stop.loss:.1f} %"),
+        ("CPU-seconds compiling", lambda stop: f"{stop.compile_cpu_s:.0f}"),
+        ("seconds", lambda stop: f"{stop.worked_s:.0f}"),
+    )
     figure = Figure("progress", "Time over trial", charts.progress(steps))
     title = "Cost of stopping earlier"
     yield Section("search", "The search", words, [figure], table, title, is_table_open=True)
@@ -300,18 +304,15 @@ def _space(subject: ReportSubject) -> Iterable[Section]:
     for number, heat in enumerate(heats):
         panels = heat_panels(heat)
         of = "" if heat.problem == subject.problem else f", stage {heat.problem.label()}"
-        columns = (heat.row, heat.column, heat.panel or "-", "best us", "passed", "failed")
-        rows = [
-            (
-                str(cell.row),
-                str(cell.column),
-                "-" if cell.panel is None else str(cell.panel),
-                microseconds(cell.passed[0].latency_us) if cell.passed else "-",
-                str(len(cell.passed)),
-                str(len(cell.failed)),
-            )
-            for cell in sorted(heat.cells, key=lambda c: (str(c.panel), str(c.row), str(c.column)))
-        ]
+        table = _table(
+            sorted(heat.cells, key=lambda c: (str(c.panel), str(c.row), str(c.column))),
+            (heat.row, lambda cell: str(cell.row)),
+            (heat.column, lambda cell: str(cell.column)),
+            (heat.panel or "-", lambda cell: "-" if cell.panel is None else str(cell.panel)),
+            ("best us", lambda c: microseconds(c.passed[0].latency_us) if c.passed else "-"),
+            ("passed", lambda cell: str(len(cell.passed))),
+            ("failed", lambda cell: str(len(cell.failed))),
+        )
         yield Section(
             f"space-{number}",
             f"{heat.family}{of}",
@@ -320,7 +321,7 @@ def _space(subject: ReportSubject) -> Iterable[Section]:
                 Figure(f"space-{number}-{place}", title, spec)
                 for place, (title, spec) in enumerate(panels)
             ],
-            table=TableSection(columns, rows),
+            table=table,
         )
     if found := analysis.importances(subject):
         yield Section(
@@ -364,18 +365,16 @@ def _scaling(subject: ReportSubject) -> Iterable[Section]:
         else "One kernel is the fastest at every length.",
         *(f"{kind}: {text}." for kind, text in fastest_of_kinds(found).items()),
     ]
-    rows = [
-        (
-            str(length.seqlen),
-            length.kernel,
-            microseconds(length.measurement.latency_us),
-            f"{length.measurement.tflops or 0:.0f}",
-            f"{length.tokens_per_s / 1e6:.2f}",
-            size(length.bytes),
-            f"{length.tokens_per_s / (length.bytes / 1e6):.0f}",
-        )
-        for length in found
-    ]
+    table = _table(
+        found,
+        ("sequence length", lambda length: str(length.seqlen)),
+        ("kernel", lambda length: length.kernel),
+        ("us", lambda length: microseconds(length.measurement.latency_us)),
+        ("TFLOP/s", lambda length: f"{length.measurement.tflops or 0:.0f}"),
+        ("Mtokens/s", lambda length: f"{length.tokens_per_s / 1e6:.2f}"),
+        ("memory", lambda length: size(length.bytes)),
+        ("tokens/s/MB", lambda length: f"{length.tokens_per_s / (length.bytes / 1e6):.0f}"),
+    )
     names = drawn(found)
     shown = [length for length in found if length.kernel in names]
     if left_out := sorted({length.kernel for length in found} - {*names}):
@@ -384,8 +383,7 @@ def _scaling(subject: ReportSubject) -> Iterable[Section]:
         Figure("scaling", "TFLOP/s over sequence length", curves.scaling(shown)),
         Figure("memory-scaling", "Memory over sequence length", curves.memory_scaling(shown)),
     ]
-    columns = ("sequence length", "kernel", "us", "TFLOP/s", "Mtokens/s", "memory", "tokens/s/MB")
-    yield Section("scaling", "Sequence length", words, figures, TableSection(columns, rows))
+    yield Section("scaling", "Sequence length", words, figures, table)
 
 
 def _standing(subject: ReportSubject) -> Iterable[Section]:
@@ -393,54 +391,47 @@ def _standing(subject: ReportSubject) -> Iterable[Section]:
     found = analysis.standing(subject)
     if len(found) < 2:
         return
-    mean = math.exp(sum(math.log(s.ratio) for s in found) / len(found))
-    tied = sum(s.is_tied for s in found)
-    ahead = sum(s.ratio > 1 and not s.is_tied for s in found)
+    mean = geometric_mean(s.ratio for s in found)
+    counts = Counter(s.outcome for s in found)
     words = [
         f"Speed of the best own kernel as a multiple of the fastest vendor's, in each problem's "
         f"final pass, of all {len(found)} that are known for {subject.gpu.name}, "
-        f"{subject.regime}: own kernels are ahead in {ahead}, tie in {tied} and "
-        f"are behind in {len(found) - ahead - tied}; geometric mean "
+        f"{subject.regime}: own kernels are ahead in {counts['ahead']}, tie in {counts['tied']} "
+        f"and are behind in {counts['behind']}; geometric mean "
         f"{speedup_text(mean, 'the fastest vendor')}. The slowest stand first. A label leaves out "
         "what the axis names, unless it differs there.",
     ]
-    rows = [
-        (
-            s.problem.label(),
-            short_name(s.own),
-            microseconds(s.own.latency_us),
-            short_name(s.vendor),
-            microseconds(s.vendor.latency_us),
-            s.speed,
-        )
-        for s in found
-    ]
-    columns = ("problem", "best own", "us", "fastest vendor", "us", "own speed")
+    table = _table(
+        found,
+        ("problem", lambda s: s.own.problem.label()),
+        ("best own", lambda s: short_name(s.own)),
+        ("us", lambda s: microseconds(s.own.latency_us)),
+        ("fastest vendor", lambda s: short_name(s.vendor)),
+        ("us", lambda s: microseconds(s.vendor.latency_us)),
+        ("own speed", lambda s: s.text),
+    )
     figure = Figure(
         "standing", "Own speed against the fastest vendor", charts.standing(found, subject)
     )
-    yield Section("standing", "All tuned problems", words, [figure], TableSection(columns, rows))
+    yield Section("standing", "All tuned problems", words, [figure], table)
 
 
 def _all(subject: ReportSubject) -> Section:
     measured: list[Measurement] = sorted(
         subject.recording.measurements, key=lambda m: (not m.is_final, analysis.latency(m))
     )
-    rows = [
-        (
-            "final" if m.is_final else "quick",
-            microseconds(m.latency_us),
-            m.status.value,
-            "vendor" if is_vendor(m.config) else "own",
-            config_text(m.config),
-        )
-        for m in measured[:MAX_ROWS]
-    ]
+    table = _table(
+        measured[:MAX_ROWS],
+        ("pass", lambda m: "final" if m.is_final else "quick"),
+        ("us", lambda m: microseconds(m.latency_us)),
+        ("status", lambda m: m.status.value),
+        ("whose", lambda m: "vendor" if is_vendor(m.config) else "own"),
+        ("config", lambda m: config_text(m.config)),
+    )
     words = [
         f"Environment: {facts_text(subject.environment)}.",
         "The page holds all of it, stages included, as JSON in its element with the id data.",
     ]
     if len(measured) > MAX_ROWS:
         words.append(f"The table shows {MAX_ROWS} of {len(measured)} measurements.")
-    table = TableSection(("pass", "us", "status", "whose", "config"), rows)
     return Section("all", "Every measurement", words, table=table)

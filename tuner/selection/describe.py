@@ -80,8 +80,7 @@ def speedups_text(entry: Entry) -> str:
 
 def against_fastest(entry: Entry) -> str:
     """The best own kernel against the fastest vendor's, as ``1.29x cudnn``; ``-`` without both."""
-    own, vendor = entry.best_own, entry.fastest_vendor
-    return (versus(own, vendor[1], vendor[0]) if own and vendor else "") or "-"
+    return entry.standing.text if entry.standing else "-"
 
 
 def caveats(provenance: Provenance, gpu: Gpu, pass_name: str = "final") -> list[str]:

@@ -28,6 +28,7 @@ from tuner.measurement import (
     Resources,
     Status,
     is_tie,
+    speedup_text,
 )
 from tuner.problem import Problem, problem_from_json
 from tuner.store.newer import readable
@@ -89,6 +90,34 @@ SHA-256, and its own artifacts where the view has later ones."""
 
 #: Best first: how `Store.best` and `lookup` choose between decisions for one problem.
 PROVENANCES = (Provenance.MEASURED, Provenance.REPLAYED, Provenance.PREDICTED)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """The best own kernel beside the fastest vendor's, of one pass."""
+
+    own: Measurement
+    vendor: Measurement
+    ratio: float
+    """Time of the vendor's kernel over the own one's; above 1 the own is faster."""
+
+    @property
+    def is_tied(self) -> bool:
+        """True if the two are equal within their noise."""
+        return is_tie(self.own, self.vendor)
+
+    @property
+    def outcome(self) -> str:
+        """The own kernel is ``ahead``, ``tied`` or ``behind``."""
+        if self.is_tied:
+            return "tied"
+        return "ahead" if self.ratio > 1 else "behind"
+
+    @property
+    def text(self) -> str:
+        """The ratio in words, as ``1.29x cudnn``."""
+        name = vendor_name(self.vendor.config)
+        return speedup_text(self.ratio, name, is_tie=self.is_tied)
 
 
 @dataclass(frozen=True)
@@ -196,10 +225,18 @@ class Entry:
         return None if name is None else (name, self.vendors[name])
 
     @property
+    def standing(self) -> Standing | None:
+        """The best own kernel beside the fastest vendor's; None without two times that compare."""
+        vendor, own = self.fastest_vendor, self.best_own
+        ratio = own.speedup(vendor[1]) if own and vendor else None
+        if own is None or vendor is None or ratio is None:
+            return None
+        return Standing(own, vendor[1], ratio)
+
+    @property
     def is_tied(self) -> bool:
         """True if the best own kernel and the fastest vendor's are equal within their noise."""
-        vendor, own = self.fastest_vendor, self.best_own
-        return vendor is not None and own is not None and is_tie(own, vendor[1])
+        return self.standing is not None and self.standing.is_tied
 
 
 def ratios_json(entry: Entry | None) -> dict[str, dict[str, float]]:

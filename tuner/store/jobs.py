@@ -50,6 +50,7 @@ def result_of(entry: Entry) -> dict[str, Any]:
     within their noise. Times are in microseconds.
     """
     winner, own, vendor = entry.winner, entry.best_own, entry.fastest_vendor
+    standing = entry.standing
     config = winner.config
     return {
         "winner": vendor_name(config) if is_vendor(config) else config.family,
@@ -61,7 +62,7 @@ def result_of(entry: Entry) -> dict[str, Any]:
         "own_us": own.latency_us if own else None,
         "fastest_vendor": vendor[0] if vendor else None,
         "fastest_vendor_us": vendor[1].latency_us if vendor else None,
-        "vendor_over_own": own.speedup(vendor[1]) if own and vendor else None,
+        "vendor_over_own": standing.ratio if standing else None,
         "is_tie": entry.is_tied,
     }
 

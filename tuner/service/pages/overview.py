@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from statistics import geometric_mean
 
 from tuner.measurement import Provenance, speedup_text
 from tuner.service.decisions import DecisionTable
@@ -27,13 +27,8 @@ class Coverage:
     regime: str
     entries: Sequence[Entry]
 
-    @property
-    def compared(self) -> list[Entry]:
-        """Those that hold an own kernel's and a vendor's time of one pass."""
-        return [entry for entry in self.entries if entry.speedups]
-
     def count(self, standing: str) -> int:
-        """Entries of a `Standing`."""
+        """Entries of an `Outcome`."""
         return sum(standing_of(entry) == standing for entry in self.entries)
 
     @property
@@ -46,10 +41,8 @@ class Coverage:
     @property
     def mean(self) -> str:
         """Geometric mean of own speed in words; ``-`` without a comparison."""
-        ratios = [ratio_of(entry) for entry in self.compared]
-        if not ratios:
-            return "-"
-        return speedup_text(math.exp(sum(map(math.log, ratios)) / len(ratios)))
+        ratios = [entry.standing.ratio for entry in self.entries if entry.standing]
+        return speedup_text(geometric_mean(ratios)) if ratios else "-"
 
 
 @dataclass(frozen=True)
@@ -69,13 +62,8 @@ class Overview:
         return sorted({part.gpu for part in self.parts})
 
     def count(self, standing: str) -> int:
-        """Entries of a `Standing`, of all parts."""
+        """Entries of an `Outcome`, of all parts."""
         return sum(part.count(standing) for part in self.parts)
-
-
-def ratio_of(entry: Entry) -> float:
-    """The fastest vendor's time over the best own kernel's; above 1 ours is faster."""
-    return next(iter(entry.speedups.values()))
 
 
 @lru_cache(1)
@@ -92,8 +80,10 @@ def overview(entries: Sequence[Entry]) -> Overview:
             place = entry.problem.op, entry.gpu.name, str(entry.regime)
             groups.setdefault(place, []).append(entry)
     parts = [Coverage(*place, found) for place, found in sorted(groups.items())]
-    lost = [entry for part in parts for entry in part.compared if standing_of(entry) == "behind"]
-    return Overview(parts, sorted(lost, key=ratio_of)[:MAX_LOSSES])
+    every = [(entry.standing, entry) for part in parts for entry in part.entries]
+    lost = [(s.ratio, entry) for s, entry in every if s and s.outcome == "behind"]
+    lost.sort(key=lambda pair: pair[0])
+    return Overview(parts, [entry for _, entry in lost[:MAX_LOSSES]])
 
 
 def workers(jobs: Jobs) -> list[tuple[str, Task]]:

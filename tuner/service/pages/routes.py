@@ -26,7 +26,7 @@ from tuner.service.pages import environments, kernels, trials
 from tuner.service.pages.overview import overview_of, workers
 from tuner.service.pages.render import FOLDER, page, url
 from tuner.service.pages.reports import add_report
-from tuner.service.pages.table import ROWS, Filter, Order, Standing, find_entries
+from tuner.service.pages.table import ROWS, Filter, Order, Outcome, find_entries
 from tuner.service.rates import RateLimit
 from tuner.service.tokens import COOKIE, LIFETIME_S, Sessions
 from tuner.store import Store
@@ -118,7 +118,7 @@ def _add_cache(app: FastAPI, served: ServedDecisions) -> None:
         op: Annotated[Op | Literal[""], Query()] = "",
         gpu: Annotated[GpuName | Literal[""], Query()] = "",
         provenance: Annotated[Provenance | Literal[""], Query()] = "",
-        standing: Annotated[Standing | Literal[""], Query()] = "",
+        standing: Annotated[Outcome | Literal[""], Query()] = "",
         first: First = 0,
     ) -> Response:
         only = Filter(op, gpu, str(provenance), standing)
@@ -134,7 +134,7 @@ def _add_cache(app: FastAPI, served: ServedDecisions) -> None:
                 "op": sorted({entry.problem.op for entry in served.table.entries}),
                 "gpu": sorted({entry.gpu.name for entry in served.table.entries}),
                 "provenance": [str(p) for p in Provenance],
-                "standing": get_args(Standing),
+                "standing": get_args(Outcome),
             },
             "pages": pages,
         }

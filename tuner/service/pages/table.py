@@ -17,7 +17,7 @@ ROWS = 100
 
 Order = Literal["problem", "us", "-tflops", "-speed", "speed", "-decided"]
 """A leading minus begins with the largest."""
-Standing = Literal["ahead", "tied", "behind", "alone"]
+Outcome = Literal["ahead", "tied", "behind", "alone"]
 """Own kernels beside the fastest vendor's: faster, equal within noise, slower, not compared."""
 
 
@@ -43,20 +43,15 @@ class Filter:
 NO_FILTER = Filter()
 
 
-def standing_of(entry: Entry) -> Standing:
-    """How the best own kernel stands against the fastest vendor's."""
-    ratio = next(iter(entry.speedups.values()), None)
-    if ratio is None:
-        return "alone"
-    if entry.is_tied:
-        return "tied"
-    return "ahead" if ratio > 1 else "behind"
+def standing_of(entry: Entry) -> str:
+    """Outcome of the best own kernel against the fastest vendor's, or ``alone``."""
+    return entry.standing.outcome if entry.standing else "alone"
 
 
 _KEYS: dict[str, Callable[[Entry], tuple[float | str, ...]]] = {
     "us": lambda entry: (entry.winner.latency_us or math.inf,),
     "tflops": lambda entry: (entry.winner.tflops or 0.0,),
-    "speed": lambda entry: (next(iter(entry.speedups.values()), 0.0),),
+    "speed": lambda entry: (entry.standing.ratio if entry.standing else 0.0,),
     "decided": lambda entry: (entry.decided_at,),
 }
 
