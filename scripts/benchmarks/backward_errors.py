@@ -140,21 +140,20 @@ def empty(operand: Any) -> Any:
 
 
 def exact(problem: AttentionBackwardProblem, inputs: Sequence[Any]) -> list[Any]:
-    """Gradients in float64."""
+    """Gradients in float64, by PyTorch's operations."""
     import torch
 
     wide = [t.double() for t in (*inputs[:3], inputs[5])]
     gradients = [torch.zeros_like(t) for t in wide[:3]]
     for queries, keys in sequences(problem):
-        spans = (queries, keys, keys, queries)
-        q, k, v, grad = (t[:, :, span] for t, span in zip(wide, spans, strict=True))
-        group = problem.heads_q // problem.heads_kv
-        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-        many = [t.repeat_interleave(group, 1) for t in leaves[1:]]
-        scores = leaves[0] @ many[0].mT / math.sqrt(problem.head_dim)
-        mask = hidden(problem, q.shape[2], k.shape[2])
-        weights = scores.masked_fill(mask, -math.inf).softmax(-1)
-        grads = torch.autograd.grad(weights @ many[1], leaves, grad)
+        spans = queries, keys, keys, queries
+        *parts, grad = (t[:, :, span] for t, span in zip(wide, spans, strict=True))
+        leaves = [t.detach().requires_grad_() for t in parts]
+        mask = ~hidden(problem, grad.shape[2], parts[1].shape[2])
+        out = torch.nn.functional.scaled_dot_product_attention(
+            *leaves, attn_mask=mask, enable_gqa=True, scale=1 / math.sqrt(problem.head_dim)
+        )
+        grads = torch.autograd.grad(out, leaves, grad)
         for gradient, span, part in zip(gradients, spans[:3], grads, strict=True):
             gradient[:, :, span] = part
     return gradients

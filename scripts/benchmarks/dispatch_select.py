@@ -12,14 +12,8 @@ from typing import Any
 
 from benchmarks.harness import Row
 from tuner.families.gemm.domains import MAX_TALL_COLUMNS
-from tuner.problem import AttentionProblem, Problem
-from tuner.selection.domains import (
-    AnyDomain,
-    AttentionDomain,
-    GatedDomain,
-    ProductDomain,
-    domain_of,
-)
+from tuner.problem import Problem
+from tuner.selection.domains import AnyDomain, AttentionDomain, domain_of
 from tuner.selection.portfolio import Portfolio, serving, shipped
 from tuner.selection.reader import find_gpu
 
@@ -71,44 +65,31 @@ def measure(case: Case, args: Namespace) -> Row:
 
 
 def shapes(domain: AnyDomain, count: int, seed: str) -> list[Problem]:
-    """Unlike problems of a domain."""
+    """Unlike problems of a domain, of any number of rows.
+
+    Attention has a model's heads; products have the widths of a model's layers, and others near
+    them for variety.
+    """
     rng, drawn = random.Random(f"{seed}:{domain}"), dict[Problem, None]()
+    usual: Any = domain.problems("bfloat16")[0]
     while len(drawn) < count:
         if isinstance(domain, AttentionDomain):
-            problem: Problem = attention(domain, rng)
+            heads_q, heads_kv = rng.choice(HEADS)
+            sizes = {
+                "seqlen_q": rng.randint(*LENGTHS[domain.phase]),
+                "seqlen_kv": rng.randint(256, 65536),
+                "batch": rng.randint(1, 16),
+                "heads_q": heads_q,
+                "heads_kv": heads_kv,
+            }
         else:
-            problem = product(domain, rng)
+            n, k = (rng.choice(WIDTHS) + 64 * rng.randrange(-4, 5) for _ in range(2))
+            n = rng.randrange(8, MAX_TALL_COLUMNS + 1, 8) if domain.rows == "tall" else n
+            sizes = {"m": rng.randint(*ROWS[domain.rows]), "n": n, "k": k}
+        problem = replace(usual, **sizes)
         if domain_of(problem) == domain:
             drawn[problem] = None
     return list(drawn)
-
-
-def attention(domain: AttentionDomain, rng: random.Random) -> AttentionProblem:
-    """A problem of a model's heads."""
-    (usual, *_) = domain.problems("bfloat16")
-    heads_q, heads_kv = rng.choice(HEADS)
-    return AttentionProblem(
-        seqlen_q=rng.randint(*LENGTHS[domain.phase]),
-        seqlen_kv=rng.randint(256, 65536),
-        head_dim=domain.head_dim,
-        batch=rng.randint(1, 16),
-        heads_q=heads_q,
-        heads_kv=heads_kv,
-        is_causal=usual.is_causal,
-        dtype=usual.dtype,
-        window_left=usual.window_left,
-        softcap=usual.softcap,
-        is_varlen=usual.is_varlen,
-    )
-
-
-def product(domain: ProductDomain | GatedDomain, rng: random.Random) -> Problem:
-    """A layer of a model's widths, of any number of rows; other widths near them, for variety."""
-    (usual, *_) = domain.problems("bfloat16")
-    n, k = (rng.choice(WIDTHS) + 64 * rng.randrange(-4, 5) for _ in range(2))
-    if domain.rows == "tall":
-        n = rng.randrange(8, MAX_TALL_COLUMNS + 1, 8)
-    return replace(usual, m=rng.randint(*ROWS[domain.rows]), n=n, k=k)
 
 
 def _median_us(call: Callable[[Any], Any], problems: Sequence[Problem]) -> float:

@@ -12,18 +12,19 @@ import gzip
 import json
 import os
 import socket
-import statistics
 import subprocess
 import tempfile
-import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Row
+from benchmarks import harness
+from benchmarks.harness import Contender, Row
 from tuner.base.processes import python_command, python_environment
 from tuner.config import Config
 from tuner.errors import BenchmarkError
@@ -67,30 +68,23 @@ class Connection:
     def __init__(self, port: int) -> None:
         self._socket = socket.create_connection(("127.0.0.1", port), timeout=60)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._answers = self._socket.makefile("rb")
 
     def close(self) -> None:
+        self._answers.close()
         self._socket.close()
 
     def ask(self, request: bytes) -> tuple[int, dict[str, str], bytes]:
         """Status, headers and body of the answer."""
         self._socket.sendall(request)
-        data = b""
-        while (end := data.find(b"\r\n\r\n")) < 0:
-            data += self._receive()
-        first, *lines = data[:end].decode("latin-1").split("\r\n")
-        headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
-        parts, missing = [data[end + 4 :]], int(headers.get("content-length", 0)) - len(data) + end
-        missing += 4
-        while missing > 0:
-            parts.append(self._receive())
-            missing -= len(parts[-1])
-        return int(first.split()[1]), headers, b"".join(parts)
-
-    def _receive(self) -> bytes:
-        data = self._socket.recv(1 << 20)
-        if not data:
+        if not (first := self._answers.readline()):
             raise BenchmarkError("the service closed the connection")
-        return data
+        headers: dict[str, str] = {}
+        while line := self._answers.readline().decode("latin-1").strip():
+            name, _, value = line.partition(": ")
+            headers[name.lower()] = value
+        body = self._answers.read(int(headers.get("content-length", 0)))
+        return int(first.split()[1]), headers, body
 
 
 def request(method: str, path: str, body: Any = None, **headers: str) -> bytes:
@@ -171,42 +165,25 @@ def running(store: Path) -> Iterator[Service]:
 
 
 def rate(port: int, requests: Sequence[bytes], seconds: float) -> float:
-    """Answers a second over `CONNECTIONS` connections, each asking the requests in turn."""
-    counts = [0] * CONNECTIONS
-    started = threading.Barrier(CONNECTIONS + 1)
+    """Answers a second over `CONNECTIONS` connections, which ask the requests in turn.
 
-    def ask(number: int) -> None:
+    Raises:
+        BenchmarkError: when an answer is not 200.
+    """
+
+    def asked(number: int) -> float:
         with contextlib.closing(Connection(port)) as connection:
-            connection.ask(requests[number % len(requests)])
-            started.wait()
-            end = time.perf_counter() + seconds
-            position = number
-            while time.perf_counter() < end:
-                position += CONNECTIONS
-                status, _, _ = connection.ask(requests[position % len(requests)])
-                if status != 200:
+            connection.ask(requests[0])
+            count, begun = 0, time.perf_counter()
+            while (passed_s := time.perf_counter() - begun) < seconds:
+                place = (number + count * CONNECTIONS) % len(requests)
+                if (status := connection.ask(requests[place])[0]) != 200:
                     raise BenchmarkError(f"a lookup was answered {status}")
-                counts[number] += 1
+                count += 1
+            return count / passed_s
 
-    threads = [threading.Thread(target=ask, args=(n,)) for n in range(CONNECTIONS)]
-    for thread in threads:
-        thread.start()
-    started.wait()
-    begun = time.perf_counter()
-    for thread in threads:
-        thread.join()
-    return sum(counts) / (time.perf_counter() - begun)
-
-
-def median_ms(act: Callable[[], object]) -> float:
-    """Median time of a call, the first one left out."""
-    act()
-    times = []
-    for _ in range(REPEATS):
-        begun = time.perf_counter()
-        act()
-        times.append(time.perf_counter() - begun)
-    return 1000 * statistics.median(times)
+    with ThreadPoolExecutor(CONNECTIONS) as pool:
+        return sum(pool.map(asked, range(CONNECTIONS)))
 
 
 def measure(case: Case, _: Namespace) -> Row:
@@ -257,15 +234,22 @@ def _lookups(service: Service, entries: int, seconds: float) -> dict[str, float]
 def _snapshots(port: int) -> dict[str, float]:
     with contextlib.closing(Connection(port)) as connection:
         packed = request("GET", "/v1/snapshot", accept_encoding="gzip")
-        plain = request("GET", "/v1/snapshot", accept_encoding="identity")
         _, headers, body = connection.ask(packed)
         again = request("GET", "/v1/snapshot", if_none_match=headers["etag"])
         if connection.ask(again)[0] != 304:
             raise BenchmarkError("an unchanged snapshot was sent again")
-        return {
-            "snapshot, MB": len(gzip.decompress(body)) / 1e6,
-            "snapshot under gzip, MB": len(body) / 1e6,
-            "snapshot, ms": median_ms(lambda: connection.ask(packed)),
-            "snapshot without gzip, ms": median_ms(lambda: connection.ask(plain)),
-            "snapshot not changed (304), ms": median_ms(lambda: connection.ask(again)),
+        requests = {
+            "snapshot, ms": packed,
+            "snapshot without gzip, ms": request("GET", "/v1/snapshot", accept_encoding="identity"),
+            "snapshot not changed (304), ms": again,
         }
+        ways = [
+            Contender(name, harness.every_copy(partial(connection.ask, asked)))
+            for name, asked in requests.items()
+        ]
+        times = harness.time_host(ways, 1, REPEATS, wait=lambda: None)
+    sizes = {"snapshot, MB": gzip.decompress(body), "snapshot under gzip, MB": body}
+    return {
+        **{name: len(part) / 1e6 for name, part in sizes.items()},
+        **{name: times.us[name] / 1e3 for name in requests},
+    }
