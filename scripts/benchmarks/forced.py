@@ -31,7 +31,7 @@ from tuner.selection.reader import LookupResult
 from tuner.store.entry import Entry
 
 FAMILIES = ("fused_attention", "two_kernel_attention")
-"""Tried in this order; the second one has ALiBi."""
+"""Tried in this order."""
 LENGTH = 512
 """Queries and keys that configs are chosen for."""
 QUERIES = (LENGTH, 8)

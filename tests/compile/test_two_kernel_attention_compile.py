@@ -21,7 +21,7 @@ from tuner.problem import AttentionProblem
 pytestmark = [pytest.mark.compile, pytest.mark.timeout(900)]
 
 FAMILY = TwoKernelAttention()
-PROBLEM = AttentionProblem.parse("S=1024,D=64,causal=1,softcap=30,bias=h,alibi=1")
+PROBLEM = AttentionProblem.parse("S=1024,D=64,causal=1,softcap=30,bias=h")
 CONFIG = Config(
     FAMILY.name,
     {
@@ -196,7 +196,6 @@ struct Params {
   Element const* bias;
   int64_t bias_batch, bias_head, bias_row;
   bool is_bias_aligned;
-  float const* slopes;
 };
 TEXT
 struct Scores {
@@ -207,11 +206,10 @@ void check(int queries, int keys, bool is_batched) {
   constexpr int kHeads = 2, kHeadIndex = 3;  // batch 1, head 1: nothing lies behind its bias
   std::vector<Element> bias((is_batched ? 2 : 1) * kHeads * queries * keys);
   for (size_t i = 0; i < bias.size(); ++i) bias[i] = Element(float(i * 37 % 101) / 8 - 5);
-  float const slopes[kHeads] = {9.f, 0.25f};
   int64_t const size = int64_t(queries) * keys;
   bool const is_aligned = keys % 8 == 0 && reinterpret_cast<uintptr_t>(bias.data()) % 16 == 0;
   Params const p{1, kHeads, queries, keys, 0.5f, bias.data(),
-                 is_batched ? kHeads * size : 0, size, keys, is_aligned, slopes};
+                 is_batched ? kHeads * size : 0, size, keys, is_aligned};
   first_byte = reinterpret_cast<char const*>(bias.data());
   last_byte = reinterpret_cast<char const*>(bias.data() + bias.size());
   Element const* const matrix = bias.data() + is_batched * p.bias_batch + p.bias_head;
@@ -228,7 +226,7 @@ void check(int queries, int keys, bool is_batched) {
         for (int i = 0; i < kTileN / 2; ++i) {
           int const row = row0 + i / 2 % 2 * 8, key = n * kTileN + i / 4 * 8 + 2 * index + i % 2;
           if (row >= queries || key >= keys) continue;
-          double const added = matrix[row * keys + key] - 0.25 * std::abs(row - key);
+          double const added = matrix[row * keys + key];
           double const wanted = (&before.at[0][0][0])[i] * 0.5 + added * 1.4426950408889634;
           wrong += !(std::abs((&scores.at[0][0][0])[i] * modifiers.scale() - wanted) < 1e-4);
         }
@@ -246,8 +244,8 @@ int main() {
 """
 
 
-def test_a_bias_and_slopes_reach_their_scores(tmp_path: Path) -> None:
-    problem = AttentionProblem.parse("S=1024,D=64,bias=h,alibi=1")
+def test_a_bias_reaches_its_scores(tmp_path: Path) -> None:
+    problem = AttentionProblem.parse("S=1024,D=64,bias=h")
     text = (resources.templates() / "warp.h").read_text()
     text += render(FAMILY.kernels(problem, CONFIG)["scores"], "0")
 

@@ -11,7 +11,7 @@
 namespace k_golden {
 using namespace cute;
 using namespace tuner;
-struct Tensors { void *query, *key, *probabilities, *statistics, *bias, *slopes; };
+struct Tensors { void *query, *key, *probabilities, *statistics, *bias; };
 struct Integers { int64_t batch, heads_q, heads_kv, seqlen_q, seqlen_kv, head_dim, first_head, head_count, first_row, row_count, pdl, query_batch, query_head, query_row, key_batch, key_head, key_row, splits, bias_batch, bias_head, bias_row; };
 struct Scalars { double scale, softcap; };
 using Element = cutlass::half_t;
@@ -86,7 +86,6 @@ struct Params : Part {
   Element const* bias;
   int64_t bias_batch, bias_head, bias_row;
   bool is_bias_aligned;  // its rows start at multiples of 16 bytes
-  float const* slopes;
 };
 
 struct Storage {
@@ -148,14 +147,12 @@ struct Modifiers {
   Params const& p;
   Element const* bias[2];               // of each row, from the lane's first octet on
   uint32_t held[kTileN / 32][2][4];     // a tile's: lane q of a quad has octet 4 i + q
-  float row, slope_log2;
 
   CUTE_DEVICE Modifiers(Params const& p, Work const& w, int row0) : p(p) {
     int const head_index = p.first_head + w.head_index, head = head_index % p.heads;
     Element const* const matrix = p.bias + head_index / p.heads * p.bias_batch + head * p.bias_head + 8 * (threadIdx.x % 4);
     // Rows beyond the last query, which nobody stores, take its bias.
     for (int r = 0; r < 2; ++r) bias[r] = matrix + min(row0 + 8 * r, p.seqlen_q - 1) * p.bias_row;
-    row = float(row0), slope_log2 = p.slopes[head] * kLog2E;
   }
 
   // Begins to load what tile n is to be given.
@@ -192,7 +189,6 @@ struct Modifiers {
   CUTE_DEVICE void apply(Scores& scores, int n) {
     CUTE_UNROLL
     for (int i = 0; i < size(scores); ++i) scores(i) = capped(scores(i), p.cap_log2);
-    float const column = float(n * kTileN + 2 * int(threadIdx.x % 4));
     CUTE_UNROLL
     for (int i = 0; i < kTileN / 32; ++i) {
       CUTE_UNROLL
@@ -206,7 +202,6 @@ struct Modifiers {
           for (int c = 0; c < 2; ++c) {
             float& score = scores(make_coord(c, r, 4 * i + j), 0, 0);
             score = fmaf(score, p.scale_log2, added[c] * kLog2E);
-            score = fmaf(-slope_log2, fabsf(column - row + float(32 * i + 8 * (j - r) + c)), score);
           }
         }
       }
@@ -420,7 +415,6 @@ inline Params params_of(Tensors const& tensors, Integers const& n, Scalars const
   p.bias_batch = n.bias_batch, p.bias_head = n.bias_head, p.bias_row = n.bias_row;
   int64_t const steps = p.bias_batch | p.bias_head | p.bias_row;  // elements; 8 of them are 16 bytes
   p.is_bias_aligned = reinterpret_cast<uintptr_t>(p.bias) % 16 == 0 && steps % 8 == 0;
-  p.slopes = static_cast<float const*>(tensors.slopes);
   return p;
 }
 inline int depth(Params const&, Integers const& n) { return n.splits; }

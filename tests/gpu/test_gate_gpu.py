@@ -47,8 +47,8 @@ PROBLEMS = [
     AttentionProblem.parse("H=2,S=190,D=64,causal=1,window=65,dtype=bf16"),
     AttentionProblem.parse("H=2,SQ=300,SKV=60,D=8,left=100"),
     AttentionProblem.parse("B=2,H=4,HKV=2,SQ=130,SKV=203,D=64,bias=b"),
-    AttentionProblem.parse("B=2,H=4,S=190,D=64,causal=1,softcap=20,bias=bh,alibi=1,dtype=bf16"),
-    AttentionProblem.parse("H=3,SQ=200,SKV=130,D=8,bias=h,alibi=1"),
+    AttentionProblem.parse("B=2,H=4,S=190,D=64,causal=1,softcap=20,bias=bh,dtype=bf16"),
+    AttentionProblem.parse("H=3,SQ=200,SKV=130,D=8,bias=h"),
     GemmProblem(m=200, n=150, k=300, batch=2),
     GemmProblem(200, 150, 300, 2, "bfloat16", "float32", "col", "row"),
     GemmProblem(m=65, n=130, k=33, layout_b="row"),
@@ -154,8 +154,6 @@ def expected(problem: Any, inputs: list[Any], scale: float) -> Any:
             scores = problem.softcap * np.tanh(scores / problem.softcap)
         if problem.bias:
             scores = scores + modifiers[0]
-        if problem.is_alibi:
-            scores = scores - modifiers[-1][:, None, None] * np.abs(rows[:, None] - columns)
         if problem.window_left >= 0:
             scores = np.where(columns < rows[:, None] - problem.window_left, -np.inf, scores)
         if problem.window_right >= 0:

@@ -10,7 +10,7 @@ from tuner.measure.gate.kernels import E4M3_POISON, POISON
 from tuner.problem import AttentionProblem, Problem
 
 ATTENTION = AttentionProblem(seqlen_q=70, seqlen_kv=90, head_dim=64, heads_q=2, layout="bshd")
-BIASED = AttentionProblem.parse("B=2,H=4,HKV=2,SQ=70,SKV=90,D=64,bias=h,alibi=1,causal=1")
+BIASED = AttentionProblem.parse("B=2,H=4,HKV=2,SQ=70,SKV=90,D=64,bias=h,causal=1")
 PACKED = AttentionProblem.parse("B=3,H=4,HKV=2,SQ=8,SKV=16,D=64,varlen=1")
 PAGED = AttentionProblem.parse(
     "B=3,H=4,HKV=2,SQ=8,SKV=40,D=64,varlen=1,causal=1,page_size=16,sinks=1"

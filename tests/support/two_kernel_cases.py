@@ -31,9 +31,8 @@ CASES = {
     "wide, capped": ("B=1,H=2,D=256,softcap=30", make(64, (2, 2, 2, 1), (2, 3, 2, 1))),
     # Their second kernels are those of cases above.
     "bias": ("B=2,H=4,HKV=2,D=64,bias=h", make(128, (1, 3, 2, 2), (2, 4, 2, 1))),
-    "ALiBi": ("B=1,H=4,D=64,causal=1,alibi=1", make(128, (2, 3, 2, 1), (1, 3, 2, 2))),
     "all": (
-        "B=2,H=4,HKV=2,D=128,causal=1,softcap=30,bias=bh,alibi=1,dtype=bf16",
+        "B=2,H=4,HKV=2,D=128,causal=1,softcap=30,bias=bh,dtype=bf16",
         make(64, (2, 3, 1, 1), (1, 4, 1, 1)),
     ),
 }  # fmt: skip

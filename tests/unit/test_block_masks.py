@@ -122,7 +122,6 @@ def test_text_json_and_axes() -> None:
         ("causal=1", "block_mask beside another mask is not known"),
         ("window=9", "block_mask beside another mask is not known"),
         ("bias=1", "block_mask beside another mask is not known"),
-        ("alibi=1", "block_mask has no ALiBi"),
         ("dtype=e4m3", "dtype=e4m3 has no block-sparse mask"),
         ("varlen=1", "varlen=1 has no block-sparse mask"),
         ("page_size=16", "page_size has no block-sparse mask"),

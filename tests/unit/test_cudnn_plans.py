@@ -158,7 +158,6 @@ def test_threads_have_handles_of_their_own(fake: FakeCudnn) -> None:
         ("S=64,D=64,dtype=e4m3", "descale factors"),
         ("S=64,D=64,B=2,varlen=1", "variable lengths"),
         ("S=64,D=64,softcap=30", "soft cap"),
-        ("S=64,D=64,alibi=1", "ALiBi"),
         ("SQ=64,SKV=32,D=64,window=4", "more queries than keys"),
     ],
 )

@@ -107,7 +107,7 @@ def test_what_has_no_gradients_is_refused(text: str, reason: str) -> None:
         AttentionBackwardProblem.parse(text)
 
 
-@pytest.mark.parametrize("extra", ["bias=h", "alibi=1", "mask=1", "page_size=64"])
+@pytest.mark.parametrize("extra", ["bias=h", "mask=1", "page_size=64"])
 def test_attention_with_more_has_none(extra: str) -> None:
     forward = AttentionProblem.parse(f"S=100,D=64,{extra}")
     with pytest.raises(ConfigError, match="has no gradients"):

@@ -141,10 +141,9 @@ def test_few_rows_of_long_attention_have_huge_scores() -> None:
 
 def test_nothing_is_added_to_huge_scores() -> None:
     """In fp32 it would be lost beside them, in the reference it would not."""
-    problem = AttentionProblem.parse("H=2,S=64,D=64,bias=h,alibi=1")
+    problem = AttentionProblem.parse("H=2,S=64,D=64,bias=h")
     means, deviations = inputs.moments(problem, "huge_scores")
-    for name in ("bias", "slopes"):
-        assert (means.get(name, 0.0), deviations[name]) == (0, 0)
+    assert (means.get("bias", 0.0), deviations["bias"]) == (0, 0)
 
 
 def test_own_kernels_are_checked_on_every_kind_and_vendors_on_usual_ones() -> None:
@@ -172,7 +171,7 @@ COMMANDS = {
         *[(0, 1, 4, 2)] * 3, (1, 2, 17, 1), (4, 12, 25, 2), *[(9, 2, 2, 0)] * 3,
     ],
     "biased": [
-        *[(0, 1, 4, 2)] * 5, (1, 2, 17, 1), (4, 12, 25, 2), *[(9, 2, 2, 0)] * 5,
+        *[(0, 1, 4, 2)] * 4, (1, 2, 17, 1), (4, 12, 25, 2), *[(9, 2, 2, 0)] * 4,
     ],
     "swiglu": [
         *[(0, 1, 4, 2)] * 2, (2, 1, None, 1), (5, 7, 19, 2), (10, 2, 7, 0), *[(9, 2, 2, 0)] * 2,

@@ -65,7 +65,7 @@ def test_flash2_is_given_packed_tensors(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @needs_torch
-def test_flash2_is_given_slopes_and_a_backend_its_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash2_is_given_a_window_and_a_backend_its_bias(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     def attend(*arguments: Any, **options: Any) -> Any:
@@ -78,14 +78,13 @@ def test_flash2_is_given_slopes_and_a_backend_its_bias(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.backends.cuda, "mem_efficient_sdp_enabled", lambda: False)
     for operator in ("_flash_attention_forward", "_scaled_dot_product_efficient_attention"):
         monkeypatch.setattr(getattr(torch.ops.aten, operator), "default", attend)
-    problem = AttentionProblem.parse("B=2,H=4,S=16,D=64,causal=1,alibi=1")
+    problem = AttentionProblem.parse("B=2,H=4,S=16,D=64,causal=1,window=8")
     inputs = tensors(problem)
     out = sdpa.flash2_call(problem, 0.5)(*inputs)
     assert out.shape == problem.output.shape
     arguments, options = given.pop()
     assert arguments[3:] == (None, None, 16, 16, 0.0, True, False)
-    assert options.pop("alibi_slopes") is inputs[3]
-    assert options == {"scale": 0.5, "window_size_left": None, "window_size_right": None}
+    assert options == {"scale": 0.5, "window_size_left": 8, "window_size_right": 0}
     problem = AttentionProblem.parse("B=2,H=4,S=16,D=64,causal=1,bias=h")
     inputs = tensors(problem)
     call = sdpa.VendorSdpa().connect(problem, "efficient", 0.5)
@@ -121,10 +120,6 @@ def test_quantised_attention_is_the_serving_build_s() -> None:
         ("SQ=512,SKV=1024,D=64,window=64", set(), "bottom-right"),
         ("S=1024,D=64,causal=1,bias=h", {"cudnn", "efficient"}, "has no additive bias"),
         ("S=1024,D=64,bias=1,softcap=30", set(), "has no additive bias"),
-        ("S=1024,D=64,alibi=1", {"flash2"}, "has no ALiBi"),
-        ("S=1024,D=64,causal=1,window=64,alibi=1", {"flash2"}, "has no ALiBi"),
-        ("SQ=512,SKV=1024,D=64,alibi=1", set(), "aligns a diagonal of ALiBi bottom-right"),
-        ("S=1024,D=64,bias=1,alibi=1", set(), "has no ALiBi"),
     ],
 )
 def test_windows_caps_and_biases_go_to_who_has_them(
@@ -139,11 +134,9 @@ def test_windows_caps_and_biases_go_to_who_has_them(
     ]
     assert any(reason in found[0] for found in refused)
     assert all(len(found) == 1 for found in refused)
-    lacking = ["three_kernel_attention", "triton_attention"]
-    for name in lacking + (["fused_attention"] if problem.is_alibi else []):
+    for name in ("three_kernel_attention", "triton_attention"):
         assert family(name).space(problem, DEFAULT_GPU) == []
-        has_no = "ALiBi" if name == "fused_attention" else problem.extras
-        assert family(name).supports(problem, DEFAULT_GPU) == f"{name} has no {has_no}"
+        assert family(name).supports(problem, DEFAULT_GPU) == f"{name} has no {problem.extras}"
 
 
 @pytest.mark.parametrize(
@@ -223,9 +216,6 @@ def reference(problem: AttentionProblem, scale: float, inputs: list[Any]) -> Any
         scores = problem.softcap * (scores / problem.softcap).tanh()
     if problem.bias:
         scores = scores + modifiers[0]
-    if problem.is_alibi:
-        rows, keys = (torch.arange(n) for n in scores.shape[-2:])
-        scores = scores - modifiers[-1][:, None, None] * (rows[:, None] - keys).abs()
     left, right = problem.visible
     seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(right).triu(-left)
     return scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0) @ value
@@ -421,7 +411,7 @@ def test_a_tile_is_an_argument_of_the_package(monkeypatch: pytest.MonkeyPatch) -
         "S=24,D=16,H=4,HKV=2,causal=1,B=2",
         "SQ=40,SKV=24,D=16,H=2,left=3,right=5,softcap=2",
         "SQ=40,SKV=24,D=16,H=2,B=3,bias=b,softcap=2",
-        "SQ=24,SKV=40,D=16,H=4,HKV=2,B=2,causal=1,bias=h,alibi=1",
+        "SQ=24,SKV=40,D=16,H=4,HKV=2,B=2,causal=1,bias=h",
     ],
 )
 def test_naive_agrees_with_fp64(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,7 +153,7 @@ class TestScheduled:
             AttentionDomain(64, "windowed", "prompt", True),
         ),
         ("B=4,S=1024,D=64,varlen=1", AttentionDomain(64, "full", "prompt", False, True)),
-        ("S=1024,D=64,alibi=1", None),
+        ("S=1024,D=64,dtype=e4m3", None),
         ("S=1024,D=64,bias=1", AttentionDomain(64, "full", "prompt", operand="additive")),
         (
             "B=2,SQ=1,SKV=1024,D=64,mask=b",
@@ -202,7 +202,7 @@ class TestSelect:
 
     def test_another_domain_is_not_answered(self) -> None:
         assert made(9.0, 10.0, 0.0).select(attention("S=1999,D=64,causal=1")) is None
-        assert made(9.0, 10.0, 0.0).select(attention("S=1999,D=64,alibi=1")) is None
+        assert made(9.0, 10.0, 0.0).select(attention("S=1999,D=64,dtype=e4m3")) is None
 
     def test_an_illegal_kernel_is_passed_over(self) -> None:
         packed = maker()(1, 64, packed_heads=4)

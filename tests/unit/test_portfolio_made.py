@@ -315,10 +315,10 @@ class TestMake:
     def test_failed_and_modified_ones_are_left_out(self) -> None:
         failed = [m.but(status=Status.WRONG_RESULT, latency_us=None) for m in planted(0)]
         assert timed.points(failed, DEFAULT_GPU) == []
-        sloped = Measurement(
-            attention("S=1024,D=64,alibi=1"), CUDNN, DEFAULT_GPU, WARM, Status.OK, latency_us=9.0
+        narrow = Measurement(
+            attention("S=1024,D=64,dtype=e4m3"), CUDNN, DEFAULT_GPU, WARM, Status.OK, latency_us=9.0
         )
-        assert timed.points([sloped], DEFAULT_GPU) == []
+        assert timed.points([narrow], DEFAULT_GPU) == []
 
     def test_a_quick_time_comes_before_a_final_one(self) -> None:
         one = planted(0)[0]

@@ -45,7 +45,7 @@ EXAMPLES: list[Problem] = [
     AttentionProblem.parse("S=512,D=64,page_size=64,layout=bshd"),
     AttentionProblem.parse("S=512,D=64,bias=1"),
     AttentionProblem.parse("B=2,S=512,D=64,mask=bk"),
-    AttentionProblem.parse("B=2,H=8,HKV=2,SQ=100,SKV=512,D=64,causal=1,softcap=30,bias=bh,alibi=1"),
+    AttentionProblem.parse("B=2,H=8,HKV=2,SQ=100,SKV=512,D=64,causal=1,softcap=30,bias=bh"),
     GemmProblem.parse("M=4096,N=512,K=64"),
     GemmProblem.parse("M=8,N=16,K=24,B=3,dtype=bf16,dtype_d=fp32,layout_a=col,layout_b=row"),
     GemmProblem.parse("M=8,N=16,K=24,epilogue=bias_gelu_tanh"),
@@ -101,11 +101,9 @@ def test_defaults() -> None:
         ("attention", "S=64,D=64,varlen=1,window=8", "no sliding window", "neither"),
         ("attention", "S=64,D=64,varlen=1,softcap=8", "no soft cap", "neither"),
         ("attention", "S=64,D=64,varlen=1,bias=1", "no additive bias", "neither"),
-        ("attention", "S=64,D=64,varlen=1,alibi=1", "no ALiBi", "neither"),
         ("attention", "S=64,D=64,bias=h,dtype=e4m3", "no additive bias", "bf16"),
-        ("attention", "S=64,D=64,alibi=1,dtype=e4m3", "no ALiBi", "bf16"),
         ("attention", "S=64,D=64,bias=hb", "bias=hb", "0, 1, b, h, bh"),
-        ("attention", "S=64,D=64,alibi=8", "alibi=8", "true"),
+        ("attention", "S=64,D=64,alibi=1", "'alibi' of attention was removed", "bias=h"),
         ("attention", "S=64,D=64,varlen=1,layout=bshd_bhsd", "layout=bshd_bhsd", "bshd"),
         ("attention", "S=64,D=64,page_size=24", "page_size=24", "multiples of 16"),
         ("attention", "S=64,D=64,page_size=-16", "page_size=-16", "0 to"),
@@ -175,7 +173,7 @@ def test_bad_json_is_refused(data: dict[str, object]) -> None:
 
 def test_what_is_off_leaves_no_trace_in_a_key() -> None:
     """Stored keys from before there were windows, soft caps and biases stay what they were."""
-    plain = AttentionProblem.parse("S=1024,D=64,window=-1,softcap=0,bias=0,alibi=0")
+    plain = AttentionProblem.parse("S=1024,D=64,window=-1,softcap=0,bias=0")
     assert plain == AttentionProblem.parse("S=1024,D=64")
     assert plain.key == (
         '{"batch":1,"dtype":"float16","head_dim":64,"heads_kv":16,"heads_q":16,"is_causal":false,'
@@ -183,9 +181,11 @@ def test_what_is_off_leaves_no_trace_in_a_key() -> None:
     )
     both = AttentionProblem.parse("S=1024,D=64,causal=1,window=100,softcap=30").to_json()
     assert (both["window_left"], both["softcap"]) == (100, 30.0)
-    assert not {"window_right", "bias", "is_alibi"} & {*both}
-    biased = AttentionProblem.parse("B=2,S=1024,D=64,bias=h,alibi=1").to_json()
-    assert (biased["bias"], biased["is_alibi"]) == ("h", True)
+    assert not {"window_right", "bias"} & {*both}
+    biased = AttentionProblem.parse("B=2,S=1024,D=64,bias=h").to_json()
+    assert biased["bias"] == "h"
+    with pytest.raises(ConfigError, match=r"field 'is_alibi' of attention was removed: .*bias=h"):
+        problem_from_json({**biased, "is_alibi": True})
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_equal_masks_are_equal_problems(text: str, same: str) -> None:
         ("S=64,D=64,varlen=1", "variable lengths"),
         ("S=64,D=64,page_size=16,sinks=1", "paged cache or sinks"),
         ("S=64,D=64,bias=1", "additive bias"),
-        ("S=64,D=64,right=3,bias=h,alibi=1", "sliding window or additive bias or ALiBi"),
+        ("S=64,D=64,right=3,bias=h", "sliding window or additive bias"),
     ],
 )
 def test_what_a_plain_kernel_lacks(text: str, extras: str) -> None:
@@ -228,7 +228,7 @@ def test_what_a_plain_kernel_lacks(text: str, extras: str) -> None:
         ("bias=1", (1, 1, 5, 7), (0, 0, 7)),
         ("bias=b", (2, 1, 5, 7), (35, 0, 7)),
         ("bias=h", (1, 3, 5, 7), (0, 35, 7)),
-        ("bias=bh,alibi=1", (2, 3, 5, 7), (105, 35, 7)),
+        ("bias=bh", (2, 3, 5, 7), (105, 35, 7)),
         ("bias=bk", (2, 1, 1, 7), (7, 0, 0)),
         ("bias=hk", (1, 3, 1, 7), (0, 7, 0)),
     ],
@@ -237,17 +237,14 @@ def test_a_bias_lies_densely_and_is_read_by_its_strides(
     text: str, shape: tuple[int, ...], steps: tuple[int, ...]
 ) -> None:
     problem = AttentionProblem.parse(f"B=2,H=3,SQ=5,SKV=7,D=64,dtype=bf16,{text}")
-    bias, *slopes, _ = problem.operands[3:]
+    bias, _ = problem.operands[3:]
     assert (bias.name, bias.shape, bias.dtype) == ("bias", shape, "bfloat16")
     matrix = shape[2] * 7
     assert bias.strides == (shape[1] * matrix, matrix, 7, 1)
     assert problem.mask_strides == steps
-    assert [(s.name, s.shape, s.dtype) for s in slopes] == (
-        [("slopes", (3,), "float32")] if problem.is_alibi else []
-    )
     plain = AttentionProblem.parse("B=2,H=3,SQ=5,SKV=7,D=64")
     assert plain.mask_strides == (0, 0, 0)
-    assert problem.bytes == plain.bytes + bias.bytes + sum(s.bytes for s in slopes)
+    assert problem.bytes == plain.bytes + bias.bytes
     assert problem.flops == plain.flops
 
 

@@ -150,7 +150,6 @@ def values_of(problem: Problem, name: str) -> list[float]:
             (AttentionProblem.parse(f"H=2,S=64,D=64,dtype={dtype}"), "query", 0, 1)
             for dtype in cases.DTYPES
         ),
-        (AttentionProblem.parse("H=64,S=64,D=64,alibi=1"), "slopes", 1 / 16, 1 / 64),
         (GemmProblem(70, 96, 64), "b", 0, 1 / 8),
         (GemmProblem(70, 96, 64, dtype_d="float32", epilogue="residual"), "residual", 0, 0.5),
         (GemmProblem(70, 96, 64, dtype=E4M3), "a", 0, 16),

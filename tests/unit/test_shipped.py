@@ -52,7 +52,7 @@ def baselines(problem: Problem) -> set[str]:
     """Vendors' kernels that a recording holds at least; none where torch has none on that GPU."""
     match problem:
         case AttentionProblem():
-            if problem.dtype == E4M3 or problem.is_alibi:
+            if problem.dtype == E4M3:
                 return set()
             return {"cudnn", "efficient"} if problem.bias else {"cudnn", "flash2"}
         case GroupedGemmProblem():

@@ -343,7 +343,7 @@ def test_listed_problems_have_the_kernels_that_serve_them(
     assert f"{sample.candidates} of {sample.candidates} candidates" in capsys.readouterr().out
     assert main(["survey", "unused", *options, "--only", "D=128"]) == 2
     with pytest.raises(ConfigError, match="no portfolio has kernels"):
-        survey.listed([parse_problem("S=1024,D=64,alibi=1")], gpu, portfolio)
+        survey.listed([parse_problem("S=1024,D=64,dtype=e4m3")], gpu, portfolio)
 
 
 def test_the_command_says_what_it_would_draw(capsys: pytest.CaptureFixture[str]) -> None:

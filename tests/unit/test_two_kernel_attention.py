@@ -6,7 +6,6 @@ import math
 import random
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,13 +24,7 @@ from tuner.families.two_kernel_attention.shape import (
     smem_limit,
 )
 from tuner.hardware import DEFAULT_GPU, GPUS
-from tuner.measurement import Environment, Measurement, Regime, Status
 from tuner.problem import DTYPE_BYTES, AttentionProblem, SoftmaxProblem
-from tuner.runners.recording import Recording
-from tuner.runners.replay import ReplayRunner
-from tuner.selection.reader import lookup
-from tuner.store import open_store
-from tuner.tuning.sweep import Sweep, SweepOptions
 
 FAMILY = TwoKernelAttention()
 PROBLEM = AttentionProblem.parse("S=1024,D=64")
@@ -66,7 +59,7 @@ ILLEGAL = {
     "rows_per_launch=2048 exceed the 1024 of the queries": {"rows_per_launch": 2048},
     "splits=9 exceed the 8 tiles of keys": {"splits": 9},
 }
-BIASED = AttentionProblem.parse("B=2,H=8,S=1024,D=64,bias=h,alibi=1")
+BIASED = AttentionProblem.parse("B=2,H=8,S=1024,D=64,bias=h")
 
 
 def test_the_base_config_is_legal() -> None:
@@ -92,7 +85,7 @@ def test_every_reason_is_said() -> None:
         ("S=1024,D=64,dtype=e4m3", "no descale factors"),
         ("S=1024,D=64,window=100", "has no sliding window"),
         ("B=2,S=1024,D=64,varlen=1", "has no variable lengths"),
-        ("S=1024,D=64,window=100,bias=1,alibi=1", "has no sliding window"),
+        ("S=1024,D=64,window=100,bias=1", "has no sliding window"),
     ],
 )
 def test_what_it_does_not_serve(text: str, reason: str) -> None:
@@ -125,7 +118,7 @@ def test_a_soft_cap_is_compiled_into_the_scores_alone() -> None:
     [
         ("S=1024,D=64", 0.5 / math.log(2)),
         ("S=1024,D=64,bias=1", 1.0),
-        ("S=1024,D=64,softcap=30,alibi=1", 1.0),
+        ("S=1024,D=64,softcap=30,bias=h", 1.0),
     ],
 )
 def test_the_output_kernel_brings_maxima_to_base_2(shape: str, factor: float) -> None:
@@ -134,22 +127,18 @@ def test_the_output_kernel_brings_maxima_to_base_2(shape: str, factor: float) ->
     assert scalars["output"] == (pytest.approx(factor),)
 
 
-def test_bias_and_slopes_are_compiled_into_the_scores_alone() -> None:
+def test_a_bias_is_compiled_into_the_scores_alone() -> None:
     """Their sizes and strides are not: all biases share the kernels."""
     specs = FAMILY.kernels(BIASED, make())
-    names = ("has_bias", "has_alibi", "has_softcap")
+    names = ("has_bias", "has_softcap")
     found = {stage: [spec.variables[name] for name in names] for stage, spec in specs.items()}
-    assert found == {"scores": [True, True, False], "output": [False] * 3}
+    assert found == {"scores": [True, False], "output": [False] * 2}
     assert specs["output"] == FAMILY.kernels(PROBLEM, make())["output"]
     for bias in ("1", "b", "bh"):
         assert FAMILY.kernels(replace(BIASED, bias=bias), make()) == specs  # type: ignore[arg-type]
     launches = {launch.kernel: launch for launch in FAMILY.launches(BIASED, make(), 0.5)}
-    assert [ref.operand for ref in launches["scores"].tensors[4:]] == ["bias", "slopes"]
+    assert [ref.operand for ref in launches["scores"].tensors[4:]] == ["bias"]
     assert launches["scores"].integers[18:] == (0, 1024 * 1024, 1024)
-    slopes = replace(BIASED, bias="")
-    launch = FAMILY.launches(slopes, make(), 0.5)[0]
-    assert [ref.operand for ref in launch.tensors[4:]] == ["slopes"]
-    assert len(launch.integers) == 18
 
 
 def test_a_bias_takes_registers() -> None:
@@ -160,47 +149,12 @@ def test_a_bias_takes_registers() -> None:
     assert not any("registers" in said for said in FAMILY.violations(PROBLEM, config, DEFAULT_GPU))
 
 
-def test_a_sweep_of_alibi_has_this_family_alone() -> None:
-    for problem in (BIASED, replace(BIASED, bias="")):
-        serving = [m for m in families_of("attention").values() if m.space(problem, DEFAULT_GPU)]
-        own = [member for member in serving if not member.is_vendor]
-        assert [m.name for m in without_fallbacks(own)] == [FAMILY.name]
-    biased = replace(BIASED, is_alibi=False)
-    serving = [m for m in families_of("attention").values() if m.space(biased, DEFAULT_GPU)]
+def test_a_sweep_leaves_it_out() -> None:
+    serving = [m for m in families_of("attention").values() if m.space(BIASED, DEFAULT_GPU)]
     own = [member for member in serving if not member.is_vendor]
     assert [m.name for m in own] == ["fused_attention", FAMILY.name]
     assert [m.name for m in without_fallbacks(own)] == ["fused_attention"]
-    assert FAMILY.supports(replace(biased, bias="", mask="h"), DEFAULT_GPU)
-
-
-def test_a_replayed_sweep_of_alibi(tmp_path: Path) -> None:
-    """It is decided, and found again for these slopes alone."""
-    problem = replace(BIASED, bias="")
-    space = FAMILY.space(problem, DEFAULT_GPU)
-    vendor = Config("vendor_sdpa", {"kernel": "naive"})
-    times = {config: 30.0 + place for place, config in enumerate(space)} | {vendor: 99.0}
-    regime, environment = Regime.default(problem.op), Environment({"driver": "1"})
-    measured = tuple(
-        Measurement(
-            *(problem, config, DEFAULT_GPU, regime, Status.OK),
-            environment=environment,
-            latency_us=us,
-            std_us=0.01,
-            rounds=20,
-        )
-        for config, us in times.items()
-    )
-    runner = ReplayRunner(Recording(problem, DEFAULT_GPU, regime, environment, measured))
-    store = open_store(f"sqlite:///{tmp_path}/store.sqlite")
-    options = SweepOptions(trials=len(space), sampler="tpe")
-    outcome = Sweep(problem, regime, runner, store, options).run()
-    assert outcome.ranking[0].config == space[0]
-    assert outcome.entry is not None
-    assert outcome.entry.speedups == {"naive": pytest.approx(99 / 30)}
-    plain = replace(problem, is_alibi=False)
-    for asked, is_known in ((problem, True), (plain, False), (BIASED, False)):
-        found = lookup(asked, gpu=DEFAULT_GPU, path=tmp_path / "store.sqlite", with_portfolio=False)
-        assert (found is not None and found.entry.problem == problem) == is_known
+    assert FAMILY.supports(replace(BIASED, bias="", mask="h"), DEFAULT_GPU)
 
 
 def test_kernels_that_configs_share() -> None:
@@ -262,12 +216,12 @@ def test_predictions_follow_the_work() -> None:
         return min(FAMILY.predict_us(problem, c, DEFAULT_GPU) for c in space)
 
     assert best("S=1024,D=64,causal=1") < best("S=1024,D=64") < best("S=2048,D=64")
-    assert best("S=1024,D=64") == best("S=1024,D=64,alibi=1") < best("S=1024,D=64,bias=1")
+    assert best("S=1024,D=64") < best("S=1024,D=64,bias=1")
     # Where memory binds a bias of each head counts, and one of all stays in the L2.
     bound, whole = FAMILY.refitted({"memory_share": 0.1}), make(rows_per_launch=8192)
     times = [
-        bound.predict_us(AttentionProblem.parse(f"S=8192,D=64,{bias}"), whole, DEFAULT_GPU)
-        for bias in ("alibi=1", "bias=1", "bias=h")
+        bound.predict_us(AttentionProblem.parse(f"S=8192,D=64{bias}"), whole, DEFAULT_GPU)
+        for bias in ("", ",bias=1", ",bias=h")
     ]
     assert times[0] < times[1] < 1.1 * times[0] < 1.4 * times[0] < times[2]
     few = make(heads_per_launch=1)
@@ -283,7 +237,7 @@ def test_predictions_follow_the_work() -> None:
 @pytest.mark.parametrize("stage", ["scores", "output"])
 def test_golden_text(goldens: Goldens, stage: str) -> None:
     """The two kernels have little in common: the text of each is whole."""
-    text = "B=2,H=8,HKV=2,S=1000,D=64,causal=1,softcap=30,bias=h,alibi=1"
+    text = "B=2,H=8,HKV=2,S=1000,D=64,causal=1,softcap=30,bias=h"
     problem = AttentionProblem.parse(text)
     config = make(heads_per_launch=16, rows_per_launch=1024)
     rendered = render(FAMILY.kernels(problem, config)[stage], "golden")
@@ -349,12 +303,9 @@ def run_scores(memory: Memory, launch: Launch, spec: Mapping[str, Value]) -> Non
         if spec["has_softcap"]:
             scores, scale = np.tanh(scores * scale / launch.scalars[1]), launch.scalars[1]
         scores = scores * scale
-        others = [memory.flat[ref.operand] for ref in launch.tensors[4:]]
         if spec["has_bias"]:
             place = batch * n[18] + head * n[19] + np.minimum(rows, sq - 1)[:, None] * n[20]
-            scores = scores + others[0][place + np.minimum(keys, skv - 1)]
-        if spec["has_alibi"]:
-            scores = scores - others[-1][head] * np.abs(rows[:, None] - keys)
+            scores = scores + memory.flat["bias"][place + np.minimum(keys, skv - 1)]
         scores = np.where(seen, scores / math.log(2), -np.inf)
         top = scores.max(-1)
         weights = np.exp2(scores - np.where(np.isfinite(top), top, 0)[:, None])
@@ -403,12 +354,8 @@ def attention(problem: AttentionProblem, memory: Memory, scale: float):
     scores = scale * tensor(memory, query) @ keys.swapaxes(-1, -2)
     if problem.softcap:
         scores = problem.softcap * np.tanh(scores / problem.softcap)
-    modifiers = [tensor(memory, operand) for operand in problem.operands[3:-1]]
     if problem.bias:
-        scores = scores + modifiers[0]
-    if problem.is_alibi:
-        away = np.abs(np.arange(problem.seqlen_q)[:, None] - np.arange(problem.seqlen_kv))
-        scores = scores - modifiers[-1][:, None, None] * away
+        scores = scores + tensor(memory, problem.operands[3])
     if problem.is_causal:
         visible = np.tril(np.ones((problem.seqlen_q, problem.seqlen_kv), bool))
         scores = np.where(visible, scores, -np.inf)
@@ -427,9 +374,8 @@ def attention(problem: AttentionProblem, memory: Memory, scale: float):
         "SQ=70,SKV=130,D=8,H=6,HKV=1,causal=1,softcap=5,layout=bshd_bhsd",
         "SQ=1,SKV=300,D=24,H=2,B=3",
         "SQ=150,SKV=200,D=16,H=4,B=2,bias=b",
-        "SQ=200,SKV=150,D=16,H=4,HKV=2,B=2,causal=1,softcap=5,bias=bh,alibi=1",
+        "SQ=200,SKV=150,D=16,H=4,HKV=2,B=2,causal=1,softcap=5,bias=bh",
         "SQ=70,SKV=130,D=8,H=6,HKV=1,bias=h,layout=bshd",
-        "SQ=70,SKV=130,D=8,H=2,B=2,alibi=1",
     ],
 )
 def test_the_launches_compute_attention(text: str, scale: float) -> None:

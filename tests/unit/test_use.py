@@ -81,7 +81,6 @@ SHAPES = (
     ),
 )
 UNSERVED = (
-    ("attention", "S=512,D=64,alibi=1"),
     ("gemm", "M=64,N=128,K=256,epilogue=residual"),
     ("gemm", "M=64,N=128,K=256,dtype_d=fp32"),
     ("softmax", "M=64,N=128"),

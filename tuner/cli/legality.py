@@ -40,7 +40,7 @@ SHAPES: dict[str, tuple[str, ...]] = {
         "B=2,H=8,HKV=2,S=1000,D=64,left=100,right=64",
         "S=1024,D=128,causal=1,window=256,softcap=50",
         "B=3,H=8,HKV=2,S=1000,D=64,varlen=1",
-        "B=2,H=8,HKV=2,S=1000,D=128,causal=1,bias=h,alibi=1",
+        "B=2,H=8,HKV=2,S=1000,D=128,causal=1,bias=h",
         "B=2,H=8,HKV=2,S=1000,D=64,block_mask=b",
     ),
     "attention_backward": (

@@ -117,9 +117,7 @@ def problem_from_json(data: Mapping[str, Any]) -> Problem:
     types = _types(cls)
     unknown = set(values) - set(types)
     if unknown:
-        raise ConfigError(
-            f"unknown field '{sorted(unknown)[0]}' for {op} (allowed: {', '.join(types)})"
-        )
+        raise ConfigError(cls._unknown("field", sorted(unknown)[0], types))
     for name, value in values.items():
         if type(value) is not types[name]:
             raise ConfigError(f"{op}.{name}={value!r} is not of type {types[name].__name__}")

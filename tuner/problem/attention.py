@@ -71,10 +71,7 @@ class AttentionProblem(MaskedAttention):
     that sees no key has zeros for its output, as with SDPA's math, flash and efficient kernels. A
     problem has one of both.
 
-    ``alibi=1`` adds -slope * |i - j| to the score of query i and key j, with fp32 `slopes` (H,). It
-    lies along the diagonal of our masks, as windows do. FlashAttention's has the diagonal
-    bottom-right, which is the same where SQ = SKV. It may come with a bias. None comes with e4m3 or
-    varlen.
+    Neither comes with e4m3 or varlen.
 
     With ``varlen=1`` the B sequences differ in length, and lie one after the other in packed
     tensors. SQ and SKV are the longest lengths. Query and out are (total_q, H, D), key and value
@@ -82,7 +79,7 @@ class AttentionProblem(MaskedAttention):
     hold each sequence's first row, and the last one's end.
 
     A causal mask is top-left in each sequence. It is tuned and measured on `lengths_q` and
-    `lengths_kv`. It excludes windows, soft caps, biases, masks, ALiBi and e4m3.
+    `lengths_kv`. It excludes windows, soft caps, biases, masks and e4m3.
 
     With ``page_size=P`` keys and values lie in a cache of pages, (pages, HKV, P, D) with any
     strides. int32 `page_table` (B, ceil(SKV / P)) names each sequence's pages in order, and int32
@@ -91,8 +88,8 @@ class AttentionProblem(MaskedAttention):
     serving engines.
 
     With ``varlen=1`` lengths differ as there. ``sinks=1``: fp32 `sinks` (H,), a logit for each head
-    that takes part in the softmax and has no value. Windows and soft caps may come with it, bias,
-    mask and ALiBi not. Nor may windows, soft caps or sinks come with e4m3. A query that sees no key
+    that takes part in the softmax and has no value. Windows and soft caps may come with it, bias
+    and mask not. Nor may windows, soft caps or sinks come with e4m3. A query that sees no key
     has zeros for its output.
 
     A block-sparse mask is FlexAttention's `BlockMask` as tables over blocks of 128 queries and 128
@@ -126,7 +123,6 @@ class AttentionProblem(MaskedAttention):
         "softcap": "softcap",
         "bias": "bias",
         "mask": "mask",
-        "alibi": "is_alibi",
         "varlen": "is_varlen",
         "page_size": "page_size",
         "sinks": "has_sinks",
@@ -149,7 +145,6 @@ class AttentionProblem(MaskedAttention):
         "softcap": Meaning("bound of the scaled scores, by tanh; 0: none"),
         "bias": Meaning("axes of an additive bias: 1 (neither), b, h or bh, k for one row"),
         "mask": Meaning("axes of a boolean mask, as of a bias"),
-        "alibi": Meaning("1: a slope of each head times the distance is subtracted"),
         "varlen": Meaning("1: packed sequences of several lengths, S the longest"),
         "page_size": Meaning(
             f"keys of a page of a paged cache, a multiple of {PAGE_MULTIPLE}; 0: none", "tokens"
@@ -160,6 +155,9 @@ class AttentionProblem(MaskedAttention):
         "layout": Meaning(f"order of the dimensions in memory: {', '.join(LAYOUTS)}"),
     }
     required: ClassVar[tuple[str, ...]] = ("S", "D")
+    retired = dict.fromkeys(
+        ("alibi", "is_alibi"), "no kernel has ALiBi (allowed: bias=h, a bias of each head)"
+    )
     omitted: ClassVar[Mapping[str, Any]] = {
         "window_left": -1,
         "window_right": -1,
@@ -167,7 +165,6 @@ class AttentionProblem(MaskedAttention):
         "is_varlen": False,
         "bias": "",
         "mask": "",
-        "is_alibi": False,
         "page_size": 0,
         "has_sinks": False,
         "block_mask": "",
@@ -213,8 +210,6 @@ class AttentionProblem(MaskedAttention):
         self._reduce_window()
         if self.block_mask and (self.is_causal or self.is_windowed or self.mask_operand):
             raise ConfigError("block_mask beside another mask is not known (allowed: one of both)")
-        if self.block_mask and self.is_alibi:
-            raise ConfigError("block_mask has no ALiBi (allowed: alibi=0)")
         allowed = ("variable lengths", "paged cache") if self.is_paged else ()
         if self.dtype == E4M3 and (others := [f for f in self._features if f not in allowed]):
             text = " or ".join(others)
@@ -297,7 +292,6 @@ class AttentionProblem(MaskedAttention):
         parts = (
             ("additive bias", bool(self.bias)),
             ("boolean mask", bool(self.mask)),
-            ("ALiBi", self.is_alibi),
             ("block-sparse mask", bool(self.block_mask)),
         )
         return " or ".join(name for name, is_on in parts if is_on)
@@ -340,7 +334,6 @@ class AttentionProblem(MaskedAttention):
         tail += f",softcap={_exact(self.softcap)}" if self.softcap else ""
         tail += f",bias={self.bias}" if self.bias else ""
         tail += f",mask={self.mask}" if self.mask else ""
-        tail += ",alibi=1" if self.is_alibi else ""
         tail += f",block_mask={self.block_mask}" if self.block_mask else ""
         tail += f",dtype={DTYPE_SHORT[self.dtype]}"
         tail += f",page_size={self.page_size}" if self.is_paged else ""
@@ -403,8 +396,6 @@ class AttentionProblem(MaskedAttention):
     def _modifiers(self) -> Iterator[Operand]:
         if (operand := self.mask_operand) is not None:
             yield operand
-        if self.is_alibi:
-            yield Operand("slopes", (self.heads_q,), (1,), "float32")
         if self.block_mask:
             *rows, columns = self.block_shape
             for name, tail in (

@@ -44,7 +44,6 @@ class MaskedAttention(Problem):
     softcap: float = 0.0
     is_varlen: bool = False
     bias: Axes = ""
-    is_alibi: bool = False
     mask: Axes = ""
     page_size: int = 0
     has_sinks: bool = False

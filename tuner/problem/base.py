@@ -95,6 +95,8 @@ class Problem(ABC):
     keys: ClassVar[Mapping[str, str]]
     meanings: ClassVar[Mapping[str, Meaning]]
     required: ClassVar[tuple[str, ...]]
+    retired: ClassVar[Mapping[str, str]] = {}
+    """Keys and fields of earlier versions, and what to do without them."""
     omitted: ClassVar[Mapping[str, Any]] = {}
     """Fields that the JSON leaves out where they have these values: they came later, and problems
     without them keep their keys."""
@@ -115,22 +117,25 @@ class Problem(ABC):
                     f"'{item}' is not KEY=VALUE (allowed keys: {', '.join(cls.keys)})"
                 )
             if key not in cls.keys:
-                raise ConfigError(
-                    f"unknown key '{key}' for {cls.op} (allowed: {', '.join(cls.keys)})"
-                )
+                raise ConfigError(cls._unknown("key", key, cls.keys))
             if key in values:
                 raise ConfigError(f"key '{key}' is given twice (allowed: once)")
             values[key] = value
         return cls.from_keys(values)
 
     @classmethod
+    def _unknown(cls, kind: str, name: str, allowed: Iterable[str]) -> str:
+        """Message for a key or a field that problems do not have."""
+        if name in cls.retired:
+            return f"{kind} '{name}' of {cls.op} was removed: {cls.retired[name]}"
+        return f"unknown {kind} '{name}' for {cls.op} (allowed: {', '.join(allowed)})"
+
+    @classmethod
     def from_keys(cls, values: Mapping[str, Any]) -> Self:
         """Build a problem from text keys (`keys`) with string or typed values."""
         unknown = set(values) - set(cls.keys)
         if unknown:
-            raise ConfigError(
-                f"unknown key '{sorted(unknown)[0]}' for {cls.op} (allowed: {', '.join(cls.keys)})"
-            )
+            raise ConfigError(cls._unknown("key", sorted(unknown)[0], cls.keys))
         types = {field.name: str(field.type) for field in fields(cls)}
         parsed: dict[str, Any] = {}
         for key, value in values.items():

@@ -62,8 +62,6 @@ def use(problem: Problem, gpu: Gpu) -> Use:
 
 
 def _attention(p: AttentionProblem) -> tuple[str, str]:
-    if p.is_alibi:
-        return "", ""  # the runtime takes no slopes
     arguments = ["q", "k", "v"]
     kind = "float8_e4m3fn" if p.dtype == E4M3 else p.dtype
     if p.is_paged:

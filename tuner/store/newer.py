@@ -37,7 +37,7 @@ def readable(where: str, rows: Iterable[_Row], make: Callable[[_Row], _Made]) ->
 def say_left_out(where: str, reason: str) -> None:
     """Log that rows are left out, once for each reason in a process."""
     _LOG.warning(
-        "store %s: rows of a newer cutlass-tuner are left out: %s (update this one to read them)",
+        "store %s: rows of another version are left out: %s (that version reads them)",
         where,
         reason,
     )

@@ -117,12 +117,6 @@ class FusedAttention(Family):
         "splits": (1, 2, 8, 32),
     }
 
-    def supports(self, problem: Problem, gpu: Gpu) -> str:
-        reason = super().supports(problem, gpu)
-        if reason or not isinstance(problem, AttentionProblem) or not problem.is_alibi:
-            return reason
-        return f"{self.name} has no ALiBi"
-
     def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
         return legality.conflicts(as_attention(problem), config)
 

@@ -49,7 +49,6 @@ class VendorCudnnPlans(ListedVendor):
             ("variable lengths", problem.is_varlen),
             ("paged cache", problem.is_paged),
             ("soft cap", problem.softcap > 0),
-            ("ALiBi of any slopes", problem.is_alibi),
             ("block-sparse mask", bool(problem.block_mask)),
             (
                 "sliding window of more queries than keys",

@@ -38,8 +38,8 @@ class VendorFlex(Vendor):
     def refusal(self, problem: Problem, kernel: str) -> str:
         if not isinstance(problem, AttentionProblem):
             return ""
-        if problem.is_packed or problem.mask_operand or problem.is_alibi:
-            return f"{kernel} is not called with packed sequences, pages, biases, masks or ALiBi"
+        if problem.is_packed or problem.mask_operand:
+            return f"{kernel} is not called with packed sequences, pages, biases or masks"
         is_square = problem.seqlen_q == problem.seqlen_kv
         if problem.block_mask or problem.softcap or (problem.is_windowed and not is_square):
             return ""

@@ -130,14 +130,10 @@ class VendorSdpa(Vendor):
             return f"{kernel} is not called with boolean masks"
         if problem.block_mask:
             return f"{kernel} has no block-sparse mask"
-        # A bias that says the same would be rounded to 16 bits.
-        if problem.is_alibi and kernel not in ("flash2", "naive"):
-            return f"{kernel} has no ALiBi"
         square = problem.seqlen_q == problem.seqlen_kv
-        is_masked = problem.is_causal or problem.is_windowed or problem.is_alibi
+        is_masked = problem.is_causal or problem.is_windowed
         if is_masked and not square and kernel in ("flash2", SERVING, *PEERS, *VARIANTS, *TILES):
-            mask = "causal mask" if problem.is_causal else "diagonal of ALiBi"
-            mask = "sliding window" if problem.is_windowed else mask
+            mask = "sliding window" if problem.is_windowed else "causal mask"
             return f"{kernel} aligns a {mask} bottom-right: SQ and SKV must be equal"
         return ""
 
@@ -152,8 +148,7 @@ class VendorSdpa(Vendor):
             return flash2_varlen_call(problem, scale)
         if kernel in BACKENDS:
             call = _backend_call(problem, kernel, scale)
-            is_plain = not problem.is_windowed and not problem.is_alibi
-            return call if is_plain else flash2_call(problem, scale)
+            return flash2_call(problem, scale) if problem.is_windowed else call
         if kernel == "naive":
             return naive_call(problem, scale)
         name, options = VARIANTS.get(kernel, (kernel, {}))
@@ -219,21 +214,17 @@ def _backend_call(problem: AttentionProblem, kernel: str, scale: float) -> Atten
 
 
 def flash2_call(problem: AttentionProblem, scale: float) -> Attend:
-    """FlashAttention-2 under a sliding window or with ALiBi's slopes, neither of which its operator
-    in `BACKENDS` can be given.
-    """
+    """FlashAttention-2 under a sliding window, which its operator in `BACKENDS` has not."""
     import torch
 
     attend = torch.ops.aten._flash_attention_forward.default
     lengths = problem.seqlen_q, problem.seqlen_kv
-    sides = problem.visible if problem.is_windowed else (None, None)
-    window = dict(zip(("window_size_left", "window_size_right"), sides, strict=True))
+    window = dict(zip(("window_size_left", "window_size_right"), problem.visible, strict=True))
 
-    def call(query: Any, key: Any, value: Any, slopes: Any = None) -> Any:
+    def call(query: Any, key: Any, value: Any) -> Any:
         tensors = (tensor.transpose(1, 2) for tensor in (query, key, value))
         options = None, None, *lengths, 0.0, problem.is_causal, False
-        further = {**window, "alibi_slopes": slopes} if problem.is_alibi else window
-        return attend(*tensors, *options, scale=scale, **further)[0].transpose(1, 2)
+        return attend(*tensors, *options, scale=scale, **window)[0].transpose(1, 2)
 
     return call
 
@@ -255,26 +246,14 @@ def flash2_varlen_call(problem: AttentionProblem, scale: float) -> Attend:
 
 def naive_call(problem: AttentionProblem, scale: float) -> Attend:
     """Three steps through torch: scores, softmax, product. The scores are fp32: large ones in fp16
-    are wrong by more than the numerics gate allows. `modifiers` are bias and slopes, as there are.
+    are wrong by more than the numerics gate allows.
     """
     import torch
 
     group = problem.heads_q // problem.heads_kv
     hidden: Any = None
-    away: Any = None
 
-    def modify(scores: Any, bias: Any, slopes: Any) -> None:
-        nonlocal away
-        by_head = scores.unflatten(0, (problem.batch, problem.heads_q))
-        if bias is not None:
-            by_head.add_(bias)
-        if slopes is not None:
-            if away is None:
-                rows, keys = (torch.arange(n, device=scores.device) for n in scores.shape[1:])
-                away = (rows[:, None] - keys).abs().float()
-            by_head.addcmul_(slopes[:, None, None], away, value=-1)
-
-    def call(query: Any, key: Any, value: Any, *modifiers: Any) -> Any:
+    def call(query: Any, key: Any, value: Any, *biases: Any) -> Any:
         nonlocal hidden
         if group > 1:
             key, value = (t.repeat_interleave(group, dim=1) for t in (key, value))
@@ -282,12 +261,8 @@ def naive_call(problem: AttentionProblem, scale: float) -> Attend:
         scores = torch.bmm(query, key.mT, out_dtype=torch.float32).mul_(scale)
         if problem.softcap:
             scores.div_(problem.softcap).tanh_().mul_(problem.softcap)
-        if modifiers:
-            modify(
-                scores,
-                modifiers[0] if problem.bias else None,
-                modifiers[-1] if problem.is_alibi else None,
-            )
+        for bias in biases:
+            scores.unflatten(0, (problem.batch, problem.heads_q)).add_(bias)
         if problem.is_causal or problem.is_windowed:
             if hidden is None:
                 left, right = problem.visible

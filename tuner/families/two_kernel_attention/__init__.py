@@ -9,7 +9,7 @@ So the probabilities are written once and read once, in the image that shared me
 Under a causal mask neither kernel touches the tiles above the diagonal.
 
 Between product and mask the first kernel applies the score modifiers that are compiled into it:
-soft cap, additive bias, ALiBi. It is the only own kernel with ALiBi.
+soft cap, additive bias.
 
 A launch takes `heads_per_launch` heads and of each `rows_per_launch` rows of queries, whose
 probabilities are the scratch. With `pdl` each kernel starts before its predecessor ends and waits
@@ -99,7 +99,7 @@ class TwoKernelAttention(Family):
     kind = "two kernels"
     capabilities = (HOPPER,)
     writes_lse = True
-    # The fused kernel is faster where it serves the problem, which is without ALiBi.
+    # The fused kernel is faster.
     is_fallback = True
     cost_constants = CONSTANTS
     runtime_parameters = frozenset({"heads_per_launch", "rows_per_launch", "splits", "pdl"})
@@ -317,7 +317,6 @@ def _spec(problem: AttentionProblem, config: Config, stage: str) -> KernelSpec:
             "is_causal": problem.is_causal,
             "has_softcap": stage == "scores" and problem.softcap > 0,
             "has_bias": stage == "scores" and bool(problem.bias),
-            "has_alibi": stage == "scores" and problem.is_alibi,
             "blocks_per_sm": resident,
             "smem_bytes": smem_bytes(problem, stage, tile_n, groups, depth),
             "producer_registers": producer,
@@ -404,9 +403,9 @@ def _chunk_launches(
 def _maximum_scale(problem: AttentionProblem, scale: float) -> float:
     """Factor that brings the first kernel's row maxima to base 2.
 
-    A bias and ALiBi are added to scores that the first kernel has scaled itself.
+    A bias is added to scores that the first kernel has scaled itself.
     """
-    if problem.bias or problem.is_alibi:
+    if problem.bias:
         return 1.0
     return (problem.softcap or scale) / log(2)
 

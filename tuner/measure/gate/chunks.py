@@ -82,7 +82,7 @@ def is_sampled(problem: Problem) -> bool:
     """
     if not isinstance(problem, AttentionProblem) or problem.is_packed or problem.block_mask:
         return False
-    has_more = problem.mask_operand is not None or problem.is_alibi or problem.has_sinks
+    has_more = problem.mask_operand is not None or problem.has_sinks
     return problem.dtype != E4M3 and not has_more
 
 

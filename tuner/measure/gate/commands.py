@@ -63,7 +63,8 @@ def _plain(
 _SOFTMAX = ("rows", "cols", "query_rows", "causal")
 _MATRICES = ("query", "key", "value", "out")
 ATTENTION_OTHERS = ("descale_q", "descale_k", "descale_v", "bias", "slopes", "sinks", "mask")
-"""Attention's operands beside the matrices; null where there is none."""
+"""Attention's operands beside the matrices; null where there is none. No problem has `slopes`; the
+reference takes them."""
 MASK_STRIDES = ("mask_batch", "mask_head", "mask_row")
 """Names of the strides of a bias or mask."""
 

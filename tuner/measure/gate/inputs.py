@@ -61,9 +61,6 @@ LOW = -175.0
 #: Mean and deviation of the queries under it. Scores of a row deviate by about the mean, as
 #: those of random inputs do: a more peaked row has gradients that rounding outweighs.
 LOW_QUERY, LOW_QUERY_DEVIATION = 1.0, 0.25
-#: Mean of ALiBi's slopes, a quarter of it their deviation: near keys outweigh far ones. Under
-#: `dominant` the farthest key loses no more than `DOMINANCE`, so that what is planted shows.
-SLOPE = 2.0**-4
 #: `planted`: factor of A's columns at the borders of k-tiles.
 COLUMN_FACTOR = 16.0
 #: The same for e4m3: elements up to seven deviations stay below 448.
@@ -147,11 +144,7 @@ def moments(problem: Problem, kind: str) -> tuple[dict[str, float], dict[str, fl
     if isinstance(problem, AttentionProblem) and problem.dtype == E4M3:
         return _e4m3_moments(kind == "dominant", large)
     if isinstance(problem, AttentionProblem):
-        slope = SLOPE
-        if kind == "dominant":
-            slope = DOMINANCE / max(problem.seqlen_q, problem.seqlen_kv)
-        means = {"slopes": slope, "key": KEY_MEAN if kind == "dominant" else 0.0}
-        return means, {"query": large, "bias": large, "slopes": slope / 4}
+        return {"key": KEY_MEAN if kind == "dominant" else 0.0}, {"query": large, "bias": large}
     if isinstance(problem, AttentionBackwardProblem):
         return _gradient_moments(problem, kind)
     if isinstance(problem, SwigluProblem):
@@ -187,7 +180,7 @@ def _gradient_moments(
 def _huge_moments(problem: Problem) -> tuple[dict[str, float], dict[str, float]]:
     """Moments for `huge_scores`: all keys are equal, and nothing is added to their scores.
 
-    A bias or ALiBi would be lost beside such scores in fp32, but not in the reference.
+    A bias would be lost beside such scores in fp32, but not in the reference.
 
     For gradients the output's gradient is zero, and so are the results. A log-sum-exp of 1e12 in
     fp32 cannot distinguish a probability of one from another, but it must not give infinity or NaN.
@@ -203,7 +196,7 @@ def _huge_moments(problem: Problem) -> tuple[dict[str, float], dict[str, float]]
     _, exponent = HUGE_EXPONENTS[problem.dtype]
     return (
         {**means, "key": 2.0**exponent},
-        {**deviations, "key": 0.0, "bias": 0.0, "slopes": 0.0},
+        {**deviations, "key": 0.0, "bias": 0.0},
     )
 
 
