@@ -31,7 +31,7 @@ from typing import Any
 
 from benchmarks import engines_servers, flash_attention_package
 from benchmarks.child import Worker
-from benchmarks.engines_servers import FLASH_3, Batching, Load, Server, Vllm
+from benchmarks.engines_servers import FEW, FLASH_3, Batching, Load, Server, Vllm
 from benchmarks.engines_steps import PARTS
 from benchmarks.harness import Bench, Preset, Row
 from benchmarks.rows import TUNER, markdown
@@ -80,8 +80,8 @@ def measure_vllm(case: Served, args: Namespace, with_steps: bool = False) -> Row
     """Runs of vLLM's engine by each attention."""
     _check("vllm")
     load = case.load(args, "1,16,128")
-    ways = _ways(args, (VLLM, TUNER, engines_servers.FEW), (VLLM, TUNER))
     options = with_steps, args.compile, args.cache
+    ways = [way for way in args.ways or (VLLM, TUNER) if way in (VLLM, TUNER, FEW)]
     return in_turns({way: Vllm(way, load, *options) for way in ways}, args.runs)
 
 
@@ -94,11 +94,10 @@ def measure_batching(case: Served, args: Namespace) -> Row:
     """Runs of Transformers' manager by each attention, those that are installed."""
     _check("transformers")
     load = case.load(args, "32")
-    absent = {way: f"{BATCHING[way]} is not installed" for way in BATCHING if is_absent(way)}
-    ways = _ways(args, tuple(BATCHING), tuple(BATCHING))
-    servers = {way: Batching(way, load) for way in ways if way not in absent}
-    row = in_turns(servers, args.runs)
-    row["failed"] |= {way: why for way, why in absent.items() if way in ways}
+    ways = [way for way in args.ways or BATCHING if way in BATCHING]
+    absent = {way: f"{BATCHING[way]} is not installed" for way in ways if is_absent(way)}
+    row = in_turns({way: Batching(way, load) for way in ways if way not in absent}, args.runs)
+    row["failed"] |= absent
     if args.judge:
         (count, *_) = map(str, load.counts)
         tokens = {way: of[-1]["concurrency"][count]["tokens"] for way, of in row["runs"].items()}
@@ -116,14 +115,6 @@ def is_absent(way: str) -> bool:
     return importlib.util.find_spec(BATCHING[way]) is None and not (
         way == FLASH_3 and flash_attention_package.stands_in()
     )
-
-
-def _ways(args: Namespace, allowed: Sequence[str], usual: Sequence[str]) -> list[str]:
-    ways = args.ways.split(",") if args.ways else list(usual)
-    for way in ways:
-        if way not in allowed:
-            raise ConfigError(f"--ways {way} is not known (allowed: {', '.join(allowed)})")
-    return ways
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -314,7 +305,8 @@ def judged(
 
 def _options(parser: Parser) -> None:
     add = parser.add_argument
-    add("--ways", help="attentions between commas (default: the preset's)")
+    ways = (VLLM, FEW, *BATCHING)
+    add("--ways", nargs="+", choices=ways, help="attentions (default: the preset's)")
     add("--requests", metavar="N,N", help="at once (default 1,16,128; batching 32)")
     add("--prompt", type=int, default=1024, help="tokens of a prompt, of batching's longest")
     add("--new", type=int, default=128, help="tokens that each request generates")

@@ -113,7 +113,7 @@ def measure(case: Run, args: Namespace) -> Row:
     built = build(case.model, sizes, torch.bfloat16, "cuda")
     make = _generation if case.mode in CACHES else _pass
     passes, answers, failed = dict[str, Pass](), dict[str, Row](), dict[str, str]()
-    for way in WAYS:
+    for way in dict.fromkeys((PYTORCH, *args.ways)):
         try:
             passes[way] = warm = make(built, way, case, args.layers)
             for _ in range(2):
@@ -358,6 +358,9 @@ def logits_table(rows: Sequence[Row]) -> list[str]:
 
 
 def _options(parser: Parser) -> None:
+    parser.add_argument(
+        "--ways", nargs="+", choices=WAYS, default=WAYS, help="beside PyTorch (default: all)"
+    )
     parser.add_argument("--layers", type=int, default=4, help="layers of each model (default 4)")
     parser.add_argument("--rounds", type=int, default=9, help="rounds of timing (default 9)")
 
