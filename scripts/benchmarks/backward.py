@@ -139,51 +139,39 @@ def vendor_call(problem: AttentionBackwardProblem, name: str, inputs: Sequence[A
     return partial(call, *inputs)
 
 
-def served_call(problem: AttentionBackwardProblem, inputs: Sequence[Any]) -> Call:
-    """The runtime's call.
-
-    Raises:
-        BenchmarkError: when it is a part of the forward pass's.
-    """
+def served_call(
+    problem: AttentionBackwardProblem, inputs: Sequence[Any]
+) -> tuple[dict[str, Call], str]:
+    """The runtime's call, and the kernel that it chooses; none where it is the forward pass's."""
     import torch
 
-    if problem.is_windowed or problem.softcap or problem.is_varlen:
-        raise BenchmarkError("the runtime's call of these is its forward pass's")
-    query, key, value, out, lse, grad_out = inputs
-    tensors = grad_out, query, key, value, out, lse
-    return lambda: torch.ops.tuner.attention_backward(*tensors, problem.is_causal, None)
-
-
-def served_by(problem: AttentionBackwardProblem, inputs: Sequence[Any]) -> str:
-    """The kernel that the runtime chooses."""
     from tuner.runtime.call.plan import Plan
     from tuner.runtime.call.serving import find
     from tuner.runtime.training.gradients import GradientsCall
 
-    if len(inputs) != 6:
-        return ""
-    options = problem.is_causal, None, problem.is_deterministic
+    if problem.is_windowed or problem.softcap or problem.is_varlen:
+        return {}, ""
     query, key, value, out, lse, grad_out = inputs
+    tensors = grad_out, query, key, value, out, lse
+    options = problem.is_causal, None, problem.is_deterministic
     plan = find(GradientsCall(query, key, value, out, lse, grad_out, *options))
-    return str(plan.config.get("kernel", "own")) if isinstance(plan, Plan) else f"PyTorch: {plan}"
+    by = str(plan.config.get("kernel", "own")) if isinstance(plan, Plan) else f"PyTorch: {plan}"
+    call = partial(torch.ops.tuner.attention_backward, *tensors, problem.is_causal, None)
+    return {"tuner": call}, by
 
 
-def calls_of(
+def other_calls(
     problem: AttentionBackwardProblem, inputs: Sequence[Any]
 ) -> tuple[dict[str, Call], dict[str, str]]:
-    """Calls by name, and why others cannot take part."""
-    makers: dict[str, Callable[[], Call]] = {"tuner": partial(served_call, problem, inputs)}
-    for mode, posed in modes(problem):
-        makers[f"tuner own{mode}"] = partial(own_call, posed, inputs)
-        makers |= {f"{name}{mode}": partial(vendor_call, posed, name, inputs) for name in NAMES}
+    """Calls of own kernels and vendors' by name, and why others cannot take part."""
     calls, refused = dict[str, Call](), dict[str, str]()
-    for name, make in makers.items():
-        try:
-            calls[name] = make()
-        except harness.FAILURES as exc:
-            refused[name] = harness.first_line(exc)
-    if "tuner" not in calls:
-        refused.pop("tuner")
+    for mode, posed in modes(problem):
+        makers = {f"{name}{mode}": partial(vendor_call, posed, name, inputs) for name in NAMES}
+        for name, make in {f"tuner own{mode}": partial(own_call, posed, inputs), **makers}.items():
+            try:
+                calls[name] = make()
+            except harness.FAILURES as exc:
+                refused[name] = harness.first_line(exc)
     return calls, refused
 
 
@@ -194,8 +182,9 @@ def measure(case: Case, _: Namespace) -> Row:
     problem = case.problem
     with torch.no_grad():
         inputs = backward_errors.inputs_of(problem, 0)
-        calls, refused = calls_of(problem, inputs)
-        numbered = {name: harness.every_copy(call) for name, call in calls.items()}
+        served, by = served_call(problem, inputs)
+        calls, refused = other_calls(problem, inputs)
+        numbered = {name: harness.every_copy(call) for name, call in {**served, **calls}.items()}
         outs, failed = harness.first_outputs(numbered, lambda out: [t.clone() for t in out])
         against = next((name for name in (*NAMES, *outs) if name in outs), "")
         written, source = inputs[5], inputs[5].clone()
@@ -209,7 +198,7 @@ def measure(case: Case, _: Namespace) -> Row:
         "errors": {
             name: max(map(harness.distance, out, outs[against])) for name, out in outs.items()
         },
-        "served_by": served_by(problem, inputs),
+        "served_by": by,
         "failed": {**refused, **failed, **times.failed},
     }
 

@@ -80,6 +80,7 @@ BENCH = Bench(
             dispatch_first.measure,
             line,
             table,
+            limit_s=600,
         ),
         "decoder": Preset(
             "tokens a second of an eager decoder with Llama-3-8B's shapes",
@@ -105,6 +106,7 @@ BENCH = Bench(
             dispatch_service.measure,
             line,
             table,
+            limit_s=600,
             smoke=dispatch_service.Case(100, 0.1),
             needs_gpu=False,
         ),
