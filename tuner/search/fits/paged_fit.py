@@ -35,7 +35,7 @@ from tuner.search.fits.refit import Constants, Refit, least_squares, rows
 _MAX_RATIO = 2.5
 """Schedules slower than this over the fastest of their batch are left out."""
 _EVEN_WEIGHT = 3.0
-"""Weight of a batch of equal lengths: few of them are in the evidence, and many in use."""
+"""Weight of a batch of equal lengths: few of them were measured, and many are in use."""
 _START = ScheduleRates(3.0, 0.8, 1.0, 4e6, 2.0, 0.25, 1.0, 0.5, 0.5, 0.8)
 MAX_QUERIES = 8
 """Queries of a sequence of decoding, at most."""
