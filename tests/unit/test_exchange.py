@@ -27,7 +27,8 @@ from tuner.measurement import (
 from tuner.problem import AttentionProblem, GemmProblem
 from tuner.store import Store, open_store
 from tuner.store.entry import sort_key
-from tuner.store.exchange import Trusted, load, parse, to_text
+from tuner.store.exchange import load, parse, to_text
+from tuner.store.trusted import Trusted
 
 H200, H100 = GPUS["H200"], GPUS["H100"]
 WARM, COLD = Regime("stream", "warm"), Regime("stream", "cold")

@@ -14,7 +14,8 @@ from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Regime
 from tuner.problem import Problem
 from tuner.store.entry import Entry, sort_key
-from tuner.store.exchange import Decision, PlaceKey, Trusted, place_key
+from tuner.store.exchange import Decision
+from tuner.store.trusted import PlaceKey, Trusted, place_key
 
 SHIPPED = "shipped"
 """`Entry.origin` of the decisions under ``cache/tuned/``."""

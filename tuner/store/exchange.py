@@ -1,18 +1,17 @@
 """Export and import: a JSON document of measurements, and the decisions that rank them.
 
 A document holds only data. `to_text` writes it with one line a measurement. `read` is for untrusted
-documents: it checks everything, and accepts the whole document or nothing. `Trusted` is for
-documents that ship with the package, and parses only the requested parts.
+documents: it checks everything, and accepts the whole document or nothing. `tuner.store.trusted` is
+for documents that ship with the package.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cache
 from pathlib import Path
@@ -22,10 +21,9 @@ from tuner.base import resources
 from tuner.base.document import check_extent
 from tuner.base.printable import printable
 from tuner.errors import ConfigError, StoreError
-from tuner.hardware import Gpu
-from tuner.measurement import Measurement, Provenance, Regime, Status
-from tuner.problem import PROBLEMS, Problem, problem_from_json
+from tuner.measurement import Measurement, Provenance, Status
 from tuner.store.entry import Entry, digest_of, ranking_fault, to_row
+from tuner.store.newer import unknown_problem
 
 if TYPE_CHECKING:
     from jsonschema import Draft202012Validator
@@ -42,12 +40,12 @@ MAX_AHEAD = timedelta(days=1)
 """How far a time may lie ahead of this machine's clock. A decision from the far future would never
 be replaced."""
 
-_HEAD = f'{{\n "format": "{FORMAT}",\n "version": {VERSION},\n "gpus": [\n'
+HEAD = f'{{\n "format": "{FORMAT}",\n "version": {VERSION},\n "gpus": [\n'
 _TABLE = '\n ],\n "%s": [\n'
-_MEASURED = _TABLE % "measurements"
-_BETWEEN = _TABLE % "entries"
-_END = "\n ]\n}\n"
-_COMMA = ",\n"
+MEASURED = _TABLE % "measurements"
+BETWEEN = _TABLE % "entries"
+END = "\n ]\n}\n"
+COMMA = ",\n"
 """Separator in the layout of `to_text`: a line break ends a row, since JSON escapes line breaks in
 texts."""
 
@@ -131,10 +129,10 @@ def _text(value: Any) -> str:
 def to_text(document: Mapping[str, Any]) -> str:
     """Format a document as JSON, with one line a row."""
     gpus, environments, measurements, entries = (
-        _COMMA.join(map(_text, document[name])) for name in (*TABLES, "measurements", "entries")
+        COMMA.join(map(_text, document[name])) for name in (*TABLES, "measurements", "entries")
     )
-    tables = f"{_HEAD}{gpus}{_TABLE % 'environments'}{environments}"
-    return f"{tables}{_MEASURED}{measurements}{_BETWEEN}{entries}{_END}"
+    tables = f"{HEAD}{gpus}{_TABLE % 'environments'}{environments}"
+    return f"{tables}{MEASURED}{measurements}{BETWEEN}{entries}{END}"
 
 
 def _order(measurement: Measurement) -> tuple[Any, ...]:
@@ -256,13 +254,17 @@ def _schema_faults(kind: str, value: Any) -> Iterator[str]:
 
 
 def read(
-    document: Any, check: Callable[[Measurement], Sequence[str]] | None = None
+    document: Any,
+    check: Callable[[Measurement], Sequence[str]] | None = None,
+    newer: list[str] | None = None,
 ) -> tuple[list[Measurement], list[Decision]]:
     """Check an untrusted document and return its content.
 
     Args:
         document: parsed JSON.
         check: further reasons to refuse a measurement that a decision serves.
+        newer: list that gets a reason for each decision that is left out, because its problem is
+            not known here. None: such a document is refused.
 
     Raises:
         ConfigError: when a row is not valid; names every such row with its reasons.
@@ -280,13 +282,23 @@ def read(
     faults: list[str] = []
     measured: list[Measurement | None] = []
     tables = {field: document.get(table, []) for table, field in TABLES.items()}
+    unknown: dict[int, str] = {}
     for number, row in enumerate(document["measurements"]):
+        if newer is not None and (reason := unknown_problem(row)):
+            unknown[number] = reason
+            measured.append(None)
+            continue
         measurement, reasons = _measurement(row, tables)
         faults += [f"measurements[{number}]: {reason}" for reason in reasons[:_FAULTS_PER_ROW]]
         measured.append(measurement)
     decisions: list[Decision] = []
     for number, row in enumerate(document["entries"]):
-        reasons = list(_schema_faults("entry", row)) or _entry_faults(row, measured)
+        reasons = list(_schema_faults("entry", row))
+        if newer is not None and not reasons:
+            if left := [unknown[n] for n in Decision(**row).numbers if n in unknown]:
+                newer.append(left[0])
+                continue
+        reasons = reasons or _entry_faults(row, measured)
         faults += [f"entries[{number}]: {reason}" for reason in reasons[:_FAULTS_PER_ROW]]
         if not reasons:
             decisions.append(Decision(**row))
@@ -297,14 +309,20 @@ def read(
             if measurement := measured[number]:
                 faults += [f"measurements[{number}]: {r}" for r in check(measurement)]
     if faults:
-        count = len({fault.partition(":")[0] for fault in faults})
-        rows = "row does" if count == 1 else "rows do"
-        lines = [f"nothing was imported, {count} {rows} not fit:", *map(printable, faults)]
-        raise ConfigError("\n  ".join(lines))
-    return [m for m in measured if m is not None], decisions
+        raise _refused(faults)
+    places = (number for number, m in enumerate(measured) if m is not None)
+    ids = {number: place for place, number in enumerate(places)}
+    return [m for m in measured if m is not None], [d.renumbered(ids) for d in decisions]
 
 
-def _whole(row: Any, tables: Mapping[str, Sequence[Any]]) -> Any:
+def _refused(faults: Sequence[str]) -> ConfigError:
+    count = len({fault.partition(":")[0] for fault in faults})
+    rows = "row does" if count == 1 else "rows do"
+    lines = [f"nothing was imported, {count} {rows} not fit:", *map(printable, faults)]
+    return ConfigError("\n  ".join(lines))
+
+
+def whole(row: Any, tables: Mapping[str, Sequence[Any]]) -> Any:
     """A measurement with what its numbers stand for.
 
     Raises:
@@ -326,7 +344,7 @@ def _measurement(
     row: Any, tables: Mapping[str, Sequence[Any]]
 ) -> tuple[Measurement | None, list[str]]:
     try:
-        row = _whole(row, tables)
+        row = whole(row, tables)
         reasons = list(_schema_faults("measurement", row))
         if reasons:
             return None, reasons
@@ -417,112 +435,3 @@ def servable(
         else:
             allowed.append(decision)
     return allowed, refused
-
-
-@cache
-def _regime(text: bytes) -> Regime:
-    return Regime.parse(text.decode())
-
-
-_OP = b'{"op":"'
-PlaceKey = tuple[bytes, bytes]
-"""Text of a problem up to the last field without a default, and of `Regime.key`."""
-
-
-def place_key(problem: Problem, regime: Regime) -> PlaceKey:
-    """Key of a problem and a regime; other problems may have it too."""
-    text = json.dumps(problem.to_json(), separators=(",", ":"), allow_nan=False).encode()
-    return _head(text, problem.op), regime.key.encode()
-
-
-def _head(problem: bytes, op: str) -> bytes:
-    """The first fields of a problem's text, which are those without a default."""
-    count = _required(op) + 1
-    return b",".join(problem.removesuffix(b"}").split(b",", count)[:count])
-
-
-@cache
-def _required(op: str) -> int:
-    """Number of an operation's fields without a default.
-
-    Raises:
-        KeyError: on an unknown operation.
-    """
-    return sum(field.default is MISSING for field in fields(PROBLEMS[op]))
-
-
-class Trusted:
-    """Document that ships with the package. A measurement is parsed when it is requested.
-
-    Standard library only. If the text is damaged, its methods raise ValueError (ConfigError is a
-    subclass), KeyError, IndexError or TypeError.
-
-    Args:
-        text: output of `to_text` as bytes, because decoding megabytes takes longer than splitting
-            lines. JSON of another layout is read more slowly.
-    """
-
-    def __init__(self, text: bytes) -> None:
-        try:
-            self._cut(text)
-        except ValueError:
-            self._cut(to_text(json.loads(text)).encode())
-
-    def _cut(self, text: bytes) -> None:
-        """Find the rows of a text in the layout of `to_text`. Raises ValueError for another
-        layout.
-        """
-        if not text.startswith(_HEAD.encode()):
-            raise ValueError("another layout")
-        head = text.index(_MEASURED.encode())
-        start, end = head + len(_MEASURED), text.rindex(_BETWEEN.encode())
-        breaks = re.compile(_COMMA.encode()).finditer(text, start, end)
-        self._text = text
-        self._starts = [start, *(one.end() for one in breaks), end + len(_COMMA)]
-        tables = json.loads(text[:head] + _END.encode())
-        self._tables = {field: tables[table] for table, field in TABLES.items()}
-        self._gpus = [Gpu(**gpu) for gpu in tables["gpus"]]
-        entries = text[end + len(_BETWEEN) :].removesuffix(_END.encode())
-        self.decisions = [Decision(**row) for row in json.loads(b"[%b]" % entries)]
-
-    def _line(self, number: int) -> bytes:
-        return self._text[self._starts[number] : self._starts[number + 1] - len(_COMMA)]
-
-    def place(self, number: int) -> tuple[Problem, Gpu, Regime]:
-        """Problem, GPU and regime of a measurement, without parsing the rest of it."""
-        problem, gpu, regime = self._cuts(number)
-        return problem_from_json(json.loads(problem)), self._gpus[int(gpu)], _regime(regime)
-
-    def place_key(self, number: int) -> PlaceKey:
-        """`place_key` of a measurement's problem and regime, which are not parsed for it."""
-        problem, _, regime = self._cuts(number)
-        op, comma, _ = problem.removeprefix(_OP).partition(b'",')
-        if not (comma and problem.startswith(_OP)):  # another layout
-            return place_key(*self.place(number)[::2])
-        return _head(problem, op.decode()), regime
-
-    def _cuts(self, number: int) -> tuple[bytes, bytes, bytes]:
-        """Text of a measurement's problem, number of its GPU, and regime."""
-        row = self._line(number)
-        try:
-            problem, rest = row.split(b'"problem":', 1)[1].split(b',"config":', 1)
-            gpu, rest = rest.split(b',"gpu":', 1)[1].split(b',"regime":"', 1)
-        except (ValueError, IndexError):  # another order of fields than `Measurement.to_json`'s
-            row = json.loads(self._line(number))
-            problem, gpu = (json.dumps(row[name]).encode() for name in ("problem", "gpu"))
-            return problem, gpu, str(row["regime"]).encode()
-        return problem, gpu, rest[: rest.index(b'"')]
-
-    def row(self, number: int) -> dict[str, Any]:
-        """A measurement with its GPU and environment."""
-        row: dict[str, Any] = _whole(json.loads(self._line(number)), self._tables)
-        return row
-
-    def entry(self, decision: Decision, origin: str) -> Entry:
-        """Entry of one of the decisions."""
-        return decision.entry(self._measurement, origin)
-
-    def _measurement(self, number: int) -> Measurement:
-        row = self.row(number)
-        del row["config_digest"]
-        return Measurement.from_json(row)

@@ -34,7 +34,6 @@ from tuner.store.entry import (
 from tuner.store.faults import FAULTS, decoding, store_error, store_lost
 from tuner.store.job_statements import check
 from tuner.store.jobs import Lease
-from tuner.store.newer import without_unknown
 from tuner.store.records import (
     SWEEP_STATES,
     Check,
@@ -500,8 +499,8 @@ class Store:
         Raises:
             ConfigError: when a row does not fit; names every such row with its reason.
         """
-        document, newer = without_unknown(document)
-        measured, decisions = exchange.read(document)
+        newer: list[str] = []
+        measured, decisions = exchange.read(document, newer=newer)
         allowed, refused = exchange.servable(measured, decisions, check)
         origin = run.mirror_origin(url)
         with self.transaction(write=True) as connection:
