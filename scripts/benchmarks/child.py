@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import fcntl
 import json
 import os
 import signal
@@ -11,29 +10,13 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from selectors import EVENT_READ, DefaultSelector
 from typing import Any, Self
 
 from benchmarks.gpu import need_gpu
 from tuner.base.processes import python_environment
-
-
-@contextmanager
-def turn(path: Path | None) -> Iterator[None]:
-    """Hold a lock of a file, by which benches take turns at a GPU; without a file nothing.
-
-    Args:
-        path: the file, made if it is missing.
-    """
-    if path is None:
-        yield
-        return
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 class Worker:

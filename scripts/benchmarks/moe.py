@@ -14,15 +14,12 @@ from __future__ import annotations
 
 from argparse import Namespace
 from functools import partial
-from typing import Any
 
-from benchmarks import file_head, harness, moe_layers, moe_products
-from benchmarks.gpu import need_gpu
+from benchmarks import harness, moe_layers, moe_products
 from benchmarks.harness import Bench, Contender, Preset, Row
 from benchmarks.moe_layers import ROWS, Case, Product, Sizes, counts_of, routed, weights_of
 from benchmarks.moe_peers import peers_of
 from tuner.cli import Parser
-from tuner.families.peers import installed
 
 BUDGET_US = 2e5
 """All rounds of a case take about so long; the layers take milliseconds, and there are many."""
@@ -64,22 +61,6 @@ def measure(case: Case, _: Namespace) -> Row:
         "hits": answered.hits,
         "fallbacks": dict(answered.fallbacks),
     }
-
-
-def environment() -> dict[str, Any]:
-    """Facts that the run depends on.
-
-    Raises:
-        BenchmarkError: when there is no GPU or no PyTorch.
-    """
-    need_gpu()
-    import torch
-
-    from tuner.runtime.call import devices
-
-    facts = dict(devices.environment().facts)
-    facts |= {"cuda": torch.version.cuda, "deep_gemm": installed.version("deep_gemm") or "missing"}
-    return file_head.complete({"gpu": torch.cuda.get_device_name(), **facts})
 
 
 def _options(parser: Parser) -> None:

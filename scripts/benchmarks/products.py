@@ -1,20 +1,217 @@
-"""``scripts/bench products``: the parts of quantised products, beside PyTorch's and libraries' own.
+"""``scripts/bench products``: products alone, beside PyTorch's, cuBLASLt's and DeepGEMM's.
 
-The preset ``quantiser`` turns activations to e4m3 with a factor for each block of 128, by the
-kernel of `templates/block_quantiser.cu` and by PyTorch's operations (`block_scaled.composed`). Both
-results must have the same bits.
+Each call stands behind an ordinary kernel that writes its rows, weights rotated. Own kernels are
+those that are built here. Results are compared with fp64 before anything is timed, and the fastest
+of either side are timed once more. ``tuner`` is the rule's choice in ``scaled``, `tuner.linear` in
+``narrow``, and the fastest own kernel in ``e4m3``. The table also has the best own kernel of each.
+
+``quantiser`` turns activations to e4m3 with a factor for each block of 128, by the kernel of
+`templates/block_quantiser.cu` and by PyTorch's operations. Both results must have the same bits.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
+from math import inf
+from typing import Any
 
 from benchmarks import harness
-from benchmarks.harness import Bench, Contender, Preset, Row
+from benchmarks.harness import FAILURES, Bench, Contender, Preset, Row, first_line, ratio_table
+from benchmarks.own_plans import compile_specs
+from benchmarks.products_ways import (
+    Tensors,
+    Way,
+    algorithm_ways,
+    built_ways,
+    ranked,
+    rule_ways,
+    torch_ways,
+)
+from tuner.bench.suites import BLOCK_SCALED, BLOCK_SCALED_TOKENS
+from tuner.cli import Parser
 from tuner.compile.artifacts import ArtifactCache
 from tuner.compile.single import BLOCK_QUANTISER
 from tuner.errors import BenchmarkError
+from tuner.families import families
+from tuner.hardware import DEFAULT_GPU
+from tuner.problem import E4M3, GemmProblem
+
+BUDGET_US = 2e5
+"""All rounds of a product take about so long, of the finalists twice as long."""
+FINALISTS = 4
+"""Fastest of either side that are timed again, for longer."""
+MAX_ERROR: Mapping[str, float] = {"bfloat16": 1e-2, E4M3: 1e-1}
+"""Largest relative error of a result; of e4m3 also `MAX_ERROR_RATIO` times the least peer's."""
+MAX_ERROR_RATIO = 1.1
+FEW = 64
+"""Most rows of the first group of ``scaled``."""
+KINDS: Mapping[str, dict[str, Any]] = {
+    "fast, tensors": {"scales": "tensor"},
+    "fast, rows": {"scales": "row"},
+    "promoted, tensors": {"scales": "tensor", "fast_accum": False},
+    "promoted, rows": {"scales": "row", "fast_accum": False},
+    "e4m3 output, tensors": {"scales": "tensor", "dtype_d": E4M3},
+}
+E4M3_SIZES = ((8192, 8192, 8192), (4096, 14336, 4096), (8192, 4096, 4096), (512, 14336, 4096))
+"""M, N, K."""
+NARROW_LAYERS: Mapping[str, tuple[int, int]] = {
+    "llama-3-8b qkv": (6144, 4096),
+    "llama-3-8b o": (4096, 4096),
+    "llama-3-8b down": (4096, 14336),
+    "llama-2-13b o": (5120, 5120),
+    "llama-2-13b down": (5120, 13824),
+    "qwen-2.5-7b down": (3584, 18944),
+    "qwen3-32b o": (5120, 8192),
+    "qwen3-32b down": (5120, 25600),
+    "gemma-2-9b o": (3584, 4096),
+    "mistral-nemo gate": (14336, 5120),
+}
+"""N and K, by the models' config.json."""
+NARROW_ROWS = (64, 96, 128, 192, 256)
+NARROW_KERNELS, NARROW_BUILT = 16, 64
+"""Kernels of `cluster_gemm` and of `gemm`, by estimates, of a narrow product."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of one kind."""
+
+    problem: GemmProblem
+    group: str
+
+    @property
+    def label(self) -> str:
+        return f"{self.group}: {self.problem.label()}"
+
+
+SCALED = tuple(
+    Product(
+        GemmProblem(m, n, k, dtype=E4M3, scales="block"), f"M {'up to' if m <= FEW else 'over'} 64"
+    )
+    for (n, k), m in product(BLOCK_SCALED, BLOCK_SCALED_TOKENS)
+)
+OPERANDS = tuple(
+    Product(GemmProblem(m, n, k, dtype=E4M3, **KINDS[kind]), kind)
+    for kind, (m, n, k) in product(KINDS, E4M3_SIZES)
+)
+NARROW = tuple(
+    Product(GemmProblem(m, n, k, dtype="bfloat16"), f"M={m}")
+    for (n, k), m in product(NARROW_LAYERS.values(), NARROW_ROWS)
+)
+
+
+def scaled(case: Product, args: Namespace) -> Row:
+    """Times and errors with factors of blocks, of the rule's kernel or those expected near."""
+    tensors = Tensors(case.problem)
+    own = list(rule_ways(tensors, with_near=args.kernels, unproven=args.unproven))
+    return measured(tensors, [*torch_ways(tensors), *own], own[0][0] if own else "")
+
+
+def e4m3(case: Product, _: Namespace) -> Row:
+    """Times and errors with factors of operands or rows, of built kernels expected near."""
+    tensors = Tensors(case.problem)
+    own = built_ways(tensors, ("gemm", "block_scaled_gemm"), 6, 1.15)
+    return measured(tensors, [*torch_ways(tensors), *algorithm_ways(tensors), *own])
+
+
+def narrow(case: Product, _: Namespace) -> Row:
+    """Times and errors of 64 to 256 rows in bf16, of what is served and of built kernels."""
+    import tuner
+
+    tensors = Tensors(case.problem)
+
+    def served(i: int) -> Any:
+        return tuner.linear(tensors.rows, tensors.weights[i][0])
+
+    ways = [*torch_ways(tensors), ("tuner", lambda: served), *algorithm_ways(tensors)]
+    ways += built_ways(tensors, ("cluster_gemm",), NARROW_KERNELS)
+    ways += built_ways(tensors, ("gemm",), NARROW_BUILT)
+    return measured(tensors, ways)
+
+
+def measured(tensors: Tensors, ways: Sequence[Way], served: str = "") -> Row:
+    """A row of a product by several ways, the fastest of either side timed twice.
+
+    Args:
+        tensors: tensors of the product.
+        ways: contenders, PyTorch's first.
+        served: contender that is ``tuner``; empty: the fastest own kernel, if none has the name.
+    """
+    import torch
+
+    fit, errors, failed = list[Contender](), dict[str, float](), dict[str, str]()
+    with torch.inference_mode():
+        for name, make in ways:
+            try:
+                call = make()
+                errors[name] = tensors.error(call(0))
+                torch.cuda.synchronize()
+            except FAILURES as exc:
+                failed[name] = first_line(exc)
+                continue
+            fit.append(Contender(name, call))
+        wrong = inexact(errors, tensors.problem.dtype)
+        fit = [one for one in fit if one.name not in wrong]
+        first = harness.time_calls(fit, tensors.before, tensors.copies, BUDGET_US)
+        names = {*finalists(first.us), "pytorch", "tuner", served}
+        again = [one for one in fit if one.name in names]
+        last = harness.time_calls(again, tensors.before, tensors.copies, 2 * BUDGET_US)
+    us = dict(last.us)
+    own = [name for name in us if name.split()[0] == "tuner"]
+    if own and "tuner" not in us:
+        us["tuner"] = us[served] if served else min(us[name] for name in own)
+    if not own:
+        failed["tuner"] = "no own kernel is built (tuner build, --compile-only)"
+    return {
+        **{"problem": tensors.problem.to_json(), "us": us, "errors": errors},
+        "failed": {**failed, **first.failed, **last.failed},
+        "wrong": sorted(name for name in wrong if name in (served, "tuner")),
+        "inexact": wrong,
+    }
+
+
+def inexact(errors: Mapping[str, float], dtype: str) -> list[str]:
+    """Contenders whose error is too large, of own kernels also beside the peers'."""
+    peers = [e for name, e in errors.items() if name.split()[0] != "tuner" and e == e]
+    near = MAX_ERROR_RATIO * min(peers, default=inf) if dtype == E4M3 else inf
+    return [
+        name
+        for name, error in errors.items()
+        if not error <= MAX_ERROR[dtype] or (name.split()[0] == "tuner" and error > near)
+    ]
+
+
+def finalists(us: Mapping[str, float]) -> set[str]:
+    """The `FINALISTS` fastest of either side."""
+    sides: dict[bool, list[str]] = {True: [], False: []}
+    for name in sorted(us, key=us.__getitem__):
+        sides[name.split()[0] == "tuner"].append(name)
+    return {name for side in sides.values() for name in side[:FINALISTS]}
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Ratios of what is served, then of the best own kernel."""
+    best = []
+    for row in rows:
+        own = [us for name, us in row.get("us", {}).items() if name.startswith("tuner")]
+        if own:
+            us = {**row["us"], "tuner": min(own)}
+            best.append({**row, "group": f"{row['group']}, best kernel", "us": us})
+    return [*ratio_table(rows), "", *ratio_table(best)]
+
+
+def compile_narrow(_: Namespace) -> None:
+    """Compile the first kernels of `cluster_gemm` of each narrow product."""
+    family = families()["cluster_gemm"]
+    compile_specs(
+        spec
+        for case in NARROW
+        for config in ranked(family.name, case.problem, DEFAULT_GPU)[:NARROW_KERNELS]
+        for spec in family.kernels(case.problem, family.overlapped(config)).values()
+    )
 
 
 @dataclass(frozen=True)
@@ -64,16 +261,49 @@ def quantised(case: Rows, _: Namespace) -> Row:
     return {"us": times.us, "failed": times.failed, "wrong": [] if is_same else ["tuner"]}
 
 
+def options(parser: Parser) -> None:
+    """Options of ``scaled``."""
+    parser.add_argument(
+        "--kernels", action="store_true", help="scaled: also kernels that are expected near"
+    )
+    parser.add_argument(
+        "--unproven", action="store_true", help="scaled: also kernels that are built, not proven"
+    )
+
+
+def _smoke(group: str, **changes: Any) -> Product:
+    return Product(GemmProblem(16, 128, 128, dtype=changes.pop("dtype", E4M3), **changes), group)
+
+
 BENCH = Bench(
     "products",
     __doc__,
     {
+        "scaled": Preset(
+            "e4m3 with factors of blocks, untuned: layers of six models at 1 to 8192 rows",
+            *(lambda _: SCALED, scaled),
+            table=table,
+            smoke=_smoke("scaled", scales="block"),
+        ),
+        "e4m3": Preset(
+            "e4m3 with factors of operands or rows, fast and promoted sums",
+            *(lambda _: OPERANDS, e4m3),
+            table=table,
+            smoke=_smoke("e4m3", scales="row"),
+        ),
+        "narrow": Preset(
+            "64 to 256 rows in bf16, beside every algorithm of cuBLASLt",
+            *(lambda _: NARROW, narrow),
+            table=table,
+            smoke=_smoke("narrow", dtype="bfloat16"),
+            compile=compile_narrow,
+        ),
         "quantiser": Preset(
             "activations to e4m3, beside PyTorch's operations",
-            lambda _: QUANTISED,
-            quantised,
+            *(lambda _: QUANTISED, quantised),
             smoke=Rows(4, 256),
             compile=lambda _: BLOCK_QUANTISER.build(ArtifactCache()),
         ),
     },
+    options,
 )

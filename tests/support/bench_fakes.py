@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import harness, population_kernels, population_regret
+from benchmarks import harness, population_kernels, population_regret, products
 from tuner.config import Config
 from tuner.hardware import GPUS, Gpu
 from tuner.measurement import Measurement, Provenance, Regime, Status
@@ -57,6 +57,18 @@ def quantiser_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     from tuner.runtime.products import quantiser
 
     monkeypatch.setattr(quantiser, "run", lambda rows, composed: composed(rows))
+
+
+@pytest.fixture
+def built_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exact product in place of one built kernel, and no library's algorithms."""
+
+    def own(tensors: Any, *_: Any, **__: Any) -> list[Any]:
+        return [("tuner exact", lambda: lambda i: tensors.wanted)]
+
+    monkeypatch.setattr(products, "rule_ways", own)
+    monkeypatch.setattr(products, "built_ways", own)
+    monkeypatch.setattr(products, "algorithm_ways", lambda tensors: [])
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import pytest
 from bench_device import FOLDER, fake_device, fake_gpu  # noqa: F401
 from bench_fakes import (  # noqa: F401
     built_attention,
+    built_products,
     quantiser_kernel,
     sweep_runner,
 )
@@ -59,7 +60,10 @@ PREPARED: dict[tuple[str, str], str] = {
     ("population", "masks"): "uncompiled",
     ("population", "regret"): "sweep_runner",
     ("population", "sustained"): "built_attention",
+    ("products", "e4m3"): "built_products",
+    ("products", "narrow"): "built_products",
     ("products", "quantiser"): "quantiser_kernel",
+    ("products", "scaled"): "built_products",
     ("suites", "flash_attention"): "checkout",
     ("suites", "pytorch"): "checkout",
     ("training", "context_parallel"): "two_gpus",
