@@ -24,10 +24,10 @@ from tuner.problem import (
     SoftmaxProblem,
     SwigluProblem,
 )
-from tuner.report import work
+from tuner.report import bounds
+from tuner.report.bounds import Work, floors, works
 from tuner.report.explain import COMPUTED, MEASURED, Explanation, explain
 from tuner.report.subject import ReportSubject
-from tuner.report.work import Work, floors, works
 from tuner.runners import recording
 from tuner.runners.recording import Recording
 
@@ -271,7 +271,7 @@ class TestWork:
         assert {w.launches for w in found} == {16 // heads}
         assert sum(w.launches for w in found) == len(member.launches(problem, config, 1.0))
         scores = 16 * 256 * 256
-        assert work.total(found, "exponentials") in (scores, 2 * scores)
+        assert bounds.total(found, "exponentials") in (scores, 2 * scores)
 
     def test_two_kernels_in_chunks(self) -> None:
         problem = AttentionProblem.parse("S=1024,D=192")
@@ -284,12 +284,12 @@ class TestWork:
             assert scores.launches + output.launches == launches
             found_chunks |= launches > 2
             elements = 16 * 1024 * 1024
-            assert work.total([scores], "exponentials") == elements
-            assert work.total([output], "exponentials") == 0
-            assert work.total([output], "tensor_flops") == 2 * elements * 192
+            assert bounds.total([scores], "exponentials") == elements
+            assert bounds.total([output], "exponentials") == 0
+            assert bounds.total([output], "tensor_flops") == 2 * elements * 192
             # The probabilities are written once; both halves of the columns read them.
-            assert work.total([scores], "l2_bytes") > 2 * elements
-            assert work.total([output], "l2_bytes") > 2 * 2 * elements
+            assert bounds.total([scores], "l2_bytes") > 2 * elements
+            assert bounds.total([output], "l2_bytes") > 2 * 2 * elements
         assert found_chunks
 
     def test_every_member_of_every_space_is_known(self) -> None:
@@ -327,11 +327,11 @@ class TestWork:
             assert m.latency_us and max(least.values()) <= m.latency_us, (m.problem, m.config)
 
     def test_memory_counts_what_the_l2_cannot_keep(self) -> None:
-        assert work.memory_bytes(GEMM, DEFAULT_GPU, Regime("stream", "cold")) == GEMM.bytes
+        assert bounds.memory_bytes(GEMM, DEFAULT_GPU, Regime("stream", "cold")) == GEMM.bytes
         beyond = GEMM.bytes - DEFAULT_GPU.l2_bytes
-        assert work.memory_bytes(GEMM, DEFAULT_GPU, Regime("stream", "warm")) == beyond
+        assert bounds.memory_bytes(GEMM, DEFAULT_GPU, Regime("stream", "warm")) == beyond
         small = replace(GEMM, m=128)
-        assert work.memory_bytes(small, DEFAULT_GPU, Regime("stream", "warm")) == 0
+        assert bounds.memory_bytes(small, DEFAULT_GPU, Regime("stream", "warm")) == 0
 
 
 class TestCommand:

@@ -15,7 +15,7 @@ from tuner.families.gemm.shape import COOPERATIVE, PINGPONG
 from tuner.families.grouped_gemm import GroupedGemm, smem_bytes
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import SIZES, GroupedGemmProblem, rows_of
-from tuner.report.work import works
+from tuner.report.bounds import works
 
 GROUPED = GroupedGemm()
 MIXTRAL = GroupedGemmProblem(8, 2048, 14336, 4096, dtype="bfloat16")

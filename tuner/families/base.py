@@ -11,7 +11,7 @@ import copy
 import json
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, ClassVar, Self, final
@@ -21,7 +21,8 @@ from tuner.config import Config, Value
 from tuner.errors import TunerError
 from tuner.families.arguments import Arguments
 from tuner.families.chip_work import Work
-from tuner.families.work import sizes_of
+from tuner.families.library_calls import LibraryCalls
+from tuner.families.schedules import Schedules
 from tuner.hardware import OLDEST_CAPABILITY, Gpu
 from tuner.problem import E4M3, AttentionProblem, Problem
 
@@ -146,8 +147,12 @@ class Launch:
         return cls(kernel, *arguments.ordered(tensors, integers, scalars))
 
 
-class Family(ABC):
-    """A kernel family; instances are stateless."""
+class Family(Schedules, LibraryCalls, ABC):
+    """A kernel family; instances are stateless.
+
+    Each has a name, an operation, `domains`, `conflicts`, `space` and `predict_us`. Compiled ones
+    have `kernels` and `launches`. The mix-ins hold what only some have, with the others' answers.
+    """
 
     name: ClassVar[str]
     op: ClassVar[str]
@@ -164,14 +169,6 @@ class Family(ABC):
     """
     kind: ClassVar[str] = ""
     """Kind of attention, for comparisons of kinds: ``fused``, or the number of its kernels."""
-    is_vendor: ClassVar[bool] = False
-    """True for a vendor's kernels: baselines that are called through `vendor_call` and not
-    compiled.
-    """
-    is_listed: ClassVar[bool] = False
-    """True when a library enumerates the candidates on the GPU (`listing`). `space` then has the
-    library's default.
-    """
     runtime_parameters: ClassVar[frozenset[str]] = frozenset()
     """Parameters that do not change the compiled kernels."""
     domains: ClassVar[Mapping[str, Domain]] = {}
@@ -189,8 +186,6 @@ class Family(ABC):
     cost_constants: ClassVar[Mapping[str, float]] = {}
     """Fitted constants of `predict_us` by name, all positive: the start of their fit.
     Empty where nothing is fitted."""
-    work_terms: ClassVar[tuple[str, ...]] = ()
-    """Names of the terms of `work`; empty for a family without time models."""
     proof_draws: ClassVar[str] = ""
     """Module below this package, and class there, that draws the trials of a proof, as
     ``gemm.draws:ProductDraw``; only a proof imports it. Empty for a family without proofs.
@@ -367,124 +362,13 @@ class Family(ABC):
         """Bytes of `SCRATCH`; kernels' own workspaces come on top."""
         return 0
 
-    def vendor_call(
-        self, problem: Problem, config: Config, scale: float
-    ) -> Callable[..., Any] | str:
-        """A vendor's kernel as ``call(*inputs) -> output`` over torch tensors of the operands'
-        shapes, or the reason why it cannot run here. May import torch.
-        """
-        return f"{self.name} is compiled, not called"
-
-    def listing(self, problem: Problem, max_workspace: int | None) -> Sequence[Config]:
-        """Candidates that a library lists for `problem` on this GPU, in the library's order,
-        without duplicates.
-
-        For families with `is_listed`; runs in the measuring process. May import torch, and passes
-        on the library's errors.
-
-        Args:
-            problem: problem to compute.
-            max_workspace: bytes that a candidate may use beside its operands; None: no limit.
-        """
-        return ()
-
-    def handed_over(self, problem: Problem, config: Config) -> Problem:
-        """`problem` in the operand layout of a vendor's kernel; by default its own. Only the layout
-        may differ.
-        """
-        return problem
-
-    def environment(self) -> Mapping[str, str]:
-        """Versions that a vendor's time depends on, by name; may import torch."""
-        return {}
-
     @abstractmethod
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         """Estimated time, microseconds: seeds the search and ranks where no GPU is."""
 
-    @final
-    def work(self, problem: Problem, config: Config, gpu: Gpu) -> tuple[float, ...]:
-        """Amount of each of `work_terms`. The time model is their sum, weighted by fitted
-        microseconds (`tuner.selection.portfolio`).
-        """
-        if not self.work_terms:
-            return ()
-        return self.amounts(sizes_of(problem), self.tiling(config), gpu)
-
-    @staticmethod
-    def amounts(sizes: Any, tiling: Any, gpu: Gpu) -> tuple[float, ...]:
-        """`work` of `tuner.families.work.sizes_of` a problem and of a `tiling`; it may be traced
-        (`tuner.families.tape`).
-        """
-        return ()
-
-    def tiling(self, config: Config) -> Any:
-        """Tiling of the problem into thread blocks, for `amounts`, with the ``splits`` of `config`
-        or 1. None for a kernel of unknown tiles.
-        """
-        return None
-
-    @final
-    def scheduled(self, problem: Problem, config: Config, gpu: Gpu) -> Sequence[Config]:
-        """Run-time choices of the compiled kernel of `config` for `problem`, a config for each.
-        Empty when the kernel cannot serve the problem.
-
-        Args:
-            problem: problem in the kernel's domain.
-            config: config without the parameters that a schedule sets.
-            gpu: GPU that it runs on.
-        """
-        counts = self.splits(problem, config, gpu)
-        return [self.called(problem, config, count) for count in counts]
-
-    @final
-    def splits(self, problem: Problem, config: Config, gpu: Gpu) -> Sequence[int]:
-        """Counts of splits of the schedules of `scheduled`."""
-        return self.splitter(config, gpu)(problem)
-
-    def splitter(self, config: Config, gpu: Gpu) -> Callable[[Any], Sequence[int]]:
-        """`splits` of any problem, made once: a selection calls it for each new shape."""
-        return lambda problem: (1,)
-
-    def traced_splits(self, config: Config, sizes: Any, gpu: Gpu) -> Any:
-        """`splits` by the problem's sizes (`tuner.families.work.sizes_of`), which may be traced.
-        None where they need more than the sizes.
-        """
-        return None
-
-    def condition(self, config: Config) -> str:
-        """When a scheduled config has any `splits`: a Python expression over the fields of the
-        problem's sizes (`tuner.families.work.sizes_of`). Empty: always, or not known.
-        """
-        return ""
-
-    def is_scheduled(self, config: Config) -> bool:
-        """True when `splits` depends on the problem; else they are those of `tiling`."""
-        return False
-
-    def is_split(self, config: Config) -> bool:
-        """True if `splits` of a scheduled config are always two or more; else they are one."""
-        return self.is_scheduled(config)
-
     def chip_work(self, problem: Any, config: Config, gpu: Gpu) -> tuple[Work, ...]:
         """Demands of a call's kernels on the chip, in order; empty where they are not counted."""
         return ()
-
-    def overlapped(self, config: Config) -> Config:
-        """The config with its launch hidden behind the kernel in front, where that is a parameter
-        and costs nothing: as a portfolio launches it.
-        """
-        return config
-
-    def called(self, problem: Problem, config: Config, splits: int) -> Config:
-        """The config of the schedule with this number of splits."""
-        return config
-
-    def legality_facts(self, problem: Problem) -> Hashable:
-        """Facts of a problem that decide legality within a domain (`tuner.selection.domains`):
-        problems with equal facts have equal legal configs.
-        """
-        return problem
 
     @property
     def constants(self) -> Mapping[str, float]:

@@ -10,6 +10,7 @@ from typing import Any
 from tuner.measure.profile import SHARES, STALLS, KernelCounters
 from tuner.measurement import Measurement, Status
 from tuner.report.analysis import Importance, latency
+from tuner.report.bounds import l2_bytes_per_us, total, works
 from tuner.report.course import SearchStep
 from tuner.report.explain import limits
 from tuner.report.spec import (
@@ -33,7 +34,6 @@ from tuner.report.spec import (
     tips,
 )
 from tuner.report.subject import ReportSubject
-from tuner.report.work import l2_bytes_per_us, total, works
 from tuner.selection.describe import config_text, microseconds, short_name
 from tuner.store.entry import Standing, is_vendor
 

@@ -16,8 +16,8 @@ from tuner.measure.profile import CYCLES, CYCLES_ACTIVE, SHARES, STALLS, Profile
 from tuner.measurement import Measurement, deviation, is_tie
 from tuner.report import analysis
 from tuner.report.analysis import latency
+from tuner.report.bounds import Work, floors, total, works
 from tuner.report.subject import ReportSubject
-from tuner.report.work import Work, floors, total, works
 from tuner.selection.describe import microseconds, short_name
 from tuner.store.entry import is_vendor
 

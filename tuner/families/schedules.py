@@ -1,0 +1,100 @@
+"""Amounts of work, and choices for each shape, of a family with a portfolio or a rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, ClassVar, final
+
+from tuner.config import Config
+from tuner.families.work import sizes_of
+from tuner.hardware import Gpu
+from tuner.problem import Problem
+
+
+class Schedules:
+    """Time models, and the run-time parameters of a compiled kernel at each shape. The defaults are
+    those of a family without: no terms, and one schedule.
+    """
+
+    work_terms: ClassVar[tuple[str, ...]] = ()
+    """Names of the terms of `work`; empty for a family without time models."""
+
+    @final
+    def work(self, problem: Problem, config: Config, gpu: Gpu) -> tuple[float, ...]:
+        """Amount of each of `work_terms`. The time model is their sum, weighted by fitted
+        microseconds (`tuner.selection.portfolio`).
+        """
+        if not self.work_terms:
+            return ()
+        return self.amounts(sizes_of(problem), self.tiling(config), gpu)
+
+    @staticmethod
+    def amounts(sizes: Any, tiling: Any, gpu: Gpu) -> tuple[float, ...]:
+        """`work` of `tuner.families.work.sizes_of` a problem and of a `tiling`; it may be traced
+        (`tuner.families.tape`).
+        """
+        return ()
+
+    def tiling(self, config: Config) -> Any:
+        """Tiling of the problem into thread blocks, for `amounts`, with the ``splits`` of `config`
+        or 1. None for a kernel of unknown tiles.
+        """
+        return None
+
+    @final
+    def scheduled(self, problem: Problem, config: Config, gpu: Gpu) -> Sequence[Config]:
+        """Run-time choices of the compiled kernel of `config` for `problem`, a config for each.
+        Empty when the kernel cannot serve the problem.
+
+        Args:
+            problem: problem in the kernel's domain.
+            config: config without the parameters that a schedule sets.
+            gpu: GPU that it runs on.
+        """
+        counts = self.splits(problem, config, gpu)
+        return [self.called(problem, config, count) for count in counts]
+
+    @final
+    def splits(self, problem: Problem, config: Config, gpu: Gpu) -> Sequence[int]:
+        """Counts of splits of the schedules of `scheduled`."""
+        return self.splitter(config, gpu)(problem)
+
+    def splitter(self, config: Config, gpu: Gpu) -> Callable[[Any], Sequence[int]]:
+        """`splits` of any problem, made once: a selection calls it for each new shape."""
+        return lambda problem: (1,)
+
+    def traced_splits(self, config: Config, sizes: Any, gpu: Gpu) -> Any:
+        """`splits` by the problem's sizes (`tuner.families.work.sizes_of`), which may be traced.
+        None where they need more than the sizes.
+        """
+        return None
+
+    def condition(self, config: Config) -> str:
+        """When a scheduled config has any `splits`: a Python expression over the fields of the
+        problem's sizes (`tuner.families.work.sizes_of`). Empty: always, or not known.
+        """
+        return ""
+
+    def is_scheduled(self, config: Config) -> bool:
+        """True when `splits` depends on the problem; else they are those of `tiling`."""
+        return False
+
+    def is_split(self, config: Config) -> bool:
+        """True if `splits` of a scheduled config are always two or more; else they are one."""
+        return self.is_scheduled(config)
+
+    def overlapped(self, config: Config) -> Config:
+        """The config with its launch hidden behind the kernel in front, where that is a parameter
+        and costs nothing: as a portfolio launches it.
+        """
+        return config
+
+    def called(self, problem: Problem, config: Config, splits: int) -> Config:
+        """The config of the schedule with this number of splits."""
+        return config
+
+    def legality_facts(self, problem: Problem) -> Hashable:
+        """Facts of a problem that decide legality within a domain (`tuner.selection.domains`):
+        problems with equal facts have equal legal configs.
+        """
+        return problem
