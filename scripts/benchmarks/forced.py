@@ -9,7 +9,7 @@ many shapes share a kernel.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -30,8 +30,7 @@ from tuner.selection import portfolio
 from tuner.selection.reader import LookupResult
 from tuner.store.entry import Entry
 
-FAMILIES = ("fused_attention", "two_kernel_attention")
-"""Tried in this order."""
+FAMILY = family("fused_attention")
 LENGTH = 512
 """Queries and keys that configs are chosen for."""
 QUERIES = (LENGTH, 8)
@@ -58,89 +57,55 @@ def is_plain(config: Config) -> bool:
     return config.get("splits", 1) == 1 and not config.get("persistent")
 
 
+def compiled_part(config: Config) -> Config:
+    """A config without what is decided when it is launched."""
+    at_run_time = FAMILY.runtime_parameters
+    params = {name: value for name, value in config.params.items() if name not in at_run_time}
+    return Config(config.family, params)
+
+
 class Forced:
-    """Answers any attention problem that a family takes, as if it had been tuned.
+    """Answers any attention problem that the fused kernel takes, as if it had been tuned.
 
     Args:
         compiler: compiles what is not in the artifact cache yet.
         gpu: device that the kernels run on.
-        families: names, tried in this order.
         built_only: compile nothing; PyTorch answers what needs a kernel that is not built.
     """
 
-    def __init__(
-        self,
-        compiler: Compiler,
-        gpu: Gpu,
-        families: Sequence[str] = FAMILIES,
-        *,
-        built_only: bool = False,
-    ) -> None:
-        self._compiler, self._gpu, self._families = compiler, gpu, tuple(families)
-        self._built_only = built_only
-        self._orders: dict[tuple[str, Problem], list[Config]] = {}
+    def __init__(self, compiler: Compiler, gpu: Gpu, *, built_only: bool = False) -> None:
+        self._compiler, self._gpu, self._built_only = compiler, gpu, built_only
+        self._orders: dict[Problem, list[Config]] = {}
         self._answers: dict[Problem, LookupResult | None] = {}
 
     def config(self, problem: AttentionProblem) -> Config | None:
-        """The portfolio's kernel, or the first legal config of the first family that has one;
-        None where no family has.
-        """
-        for one in portfolio.serving(portfolio.shipped(), self._gpu):
-            selection = one.select(problem) if one.op == problem.op else None
-            own = (config for _, config in selection.ranked()) if selection else iter(())
-            if (found := next(own, None)) is not None and found.family in self._families:
-                return found
-        for name in self._families:
-            member = family(name)
-            if member.supports(problem, self._gpu):
-                continue
-            ordered = self._ordered(name, problem)
-            legal = (c for c in ordered if not member.violations(problem, c, self._gpu))
-            if (config := next(legal, None)) is not None:
-                return config
-            # Run-time parameters may depend on the sizes: the same kernels, launched otherwise.
-            places = {self._compiled_part(name, c): at for at, c in reversed([*enumerate(ordered)])}
-            plain = [c for c in member.space(problem, self._gpu) if is_plain(c)]
-            plain = [c for c in plain if self._compiled_part(name, c) in places]
-            if plain:
-                return min(plain, key=lambda c: places[self._compiled_part(name, c)])
-        return None
+        """The portfolio's kernel, or the first legal config; None where there is none."""
+        for shipped in portfolio.serving(portfolio.shipped(), self._gpu):
+            selection = shipped.select(problem) if shipped.op == problem.op else None
+            own = next((config for _, config in selection.ranked()), None) if selection else None
+            if own is not None and own.family == FAMILY.name:
+                return own
+        if FAMILY.supports(problem, self._gpu):
+            return None
+        ordered = self._ordered(problem)
+        legal = (c for c in ordered if not FAMILY.violations(problem, c, self._gpu))
+        if (config := next(legal, None)) is not None:
+            return config
+        # Run-time parameters may depend on the sizes: the same kernels, launched otherwise.
+        places = {compiled_part(c): at for at, c in reversed([*enumerate(ordered)])}
+        plain = [c for c in FAMILY.space(problem, self._gpu) if is_plain(c)]
+        plain = [c for c in plain if compiled_part(c) in places]
+        return min(plain, key=lambda c: places[compiled_part(c)], default=None)
 
-    def _compiled_part(self, name: str, config: Config) -> Config:
-        """A config without what is decided when it is launched."""
-        at_run_time = family(name).runtime_parameters
-        kept = {name: value for name, value in config.params.items() if name not in at_run_time}
-        return Config(config.family, kept)
-
-    def _ordered(self, name: str, problem: AttentionProblem) -> list[Config]:
-        """A family's configs at the canonical length, the least predicted time first."""
+    def _ordered(self, problem: AttentionProblem) -> list[Config]:
+        """Configs at the canonical length, the least predicted time first."""
         queries = LENGTH if problem.seqlen_q > 1 or problem.is_causal else 1
         canonical = replace(problem, seqlen_q=queries, seqlen_kv=LENGTH, batch=1)
-        if (name, canonical) not in self._orders:
-            member = family(name)
-            space = [c for c in member.space(canonical, self._gpu) if is_plain(c)]
-            space.sort(key=lambda c: member.predict_us(canonical, c, self._gpu))
-            self._orders[name, canonical] = space
-        return self._orders[name, canonical]
-
-    def measurement(self, problem: AttentionProblem) -> Measurement | None:
-        """The config with its compiled kernels, marked as measured; its time means nothing. None
-        where no family takes the problem, or a kernel is not built and only built ones are wanted.
-
-        Raises:
-            CompileError: when a kernel does not compile.
-        """
-        config = self.config(problem)
-        if config is None:
-            return None
-        specs = family(config.family).kernels(problem, config)
-        if self._built_only and any(self._compiler.cached(one) is None for one in specs.values()):
-            return None
-        built = self._compiler.submit(list(specs.values()))
-        keys = {name: future.result().key for name, (_, future) in zip(specs, built, strict=True)}
-        return Measurement(
-            problem, config, self._gpu, Regime(), Status.OK, latency_us=1.0, artifacts=keys
-        )
+        if canonical not in self._orders:
+            space = [c for c in FAMILY.space(canonical, self._gpu) if is_plain(c)]
+            space.sort(key=lambda c: FAMILY.predict_us(canonical, c, self._gpu))
+            self._orders[canonical] = space
+        return self._orders[canonical]
 
     def lookup(self, problem: Problem, **_: Any) -> LookupResult | None:
         """In the place of `tuner.selection.reader.lookup`, whatever was tuned.
@@ -148,11 +113,26 @@ class Forced:
         Raises:
             CompileError: when a kernel does not compile.
         """
+        if not isinstance(problem, AttentionProblem):
+            return None
         if problem not in self._answers:
-            found = self.measurement(problem) if isinstance(problem, AttentionProblem) else None
-            answer = None if found is None else LookupResult(Entry.of([found]), exact=True)
-            self._answers[problem] = answer
+            self._answers[problem] = self._answer(problem)
         return self._answers[problem]
+
+    def _answer(self, problem: AttentionProblem) -> LookupResult | None:
+        """The config with its compiled kernels, marked as measured; its time means nothing."""
+        config = self.config(problem)
+        if config is None:
+            return None
+        specs = FAMILY.kernels(problem, config)
+        if self._built_only and any(self._compiler.cached(spec) is None for spec in specs.values()):
+            return None
+        built = self._compiler.submit(list(specs.values()))
+        keys = {name: future.result().key for name, (_, future) in zip(specs, built, strict=True)}
+        measurement = Measurement(
+            problem, config, self._gpu, Regime(), Status.OK, latency_us=1.0, artifacts=keys
+        )
+        return LookupResult(Entry.of([measurement]), exact=True)
 
     def compile_usual(self) -> int:
         """Compile what most shapes need, all at once; returns the number of kernels.
@@ -164,7 +144,7 @@ class Forced:
         for problem in usual_problems():
             config = self.config(problem)
             if config is not None:
-                kernels = family(config.family).kernels(problem, config)
+                kernels = FAMILY.kernels(problem, config)
                 specs |= dict.fromkeys(kernels.values())
         for _, future in self._compiler.submit(list(specs)):
             future.result()
@@ -179,9 +159,7 @@ def usual_problems() -> Iterator[AttentionProblem]:
         yield AttentionProblem.parse(f"{text},{variant}" if variant else text)
 
 
-def made(
-    families: Sequence[str] = FAMILIES, *, needs_gpu: bool = True, built_only: bool = False
-) -> Forced:
+def made(*, needs_gpu: bool = True, built_only: bool = False) -> Forced:
     """For this machine; its compiler lives as long as the process.
 
     Raises:
@@ -192,14 +170,13 @@ def made(
     if gpu is None and needs_gpu:
         raise no_gpu()
     compiler = Compiler(find_toolchain(), ArtifactCache())
-    return Forced(compiler, gpu or DEFAULT_GPU, families, built_only=built_only)
+    return Forced(compiler, gpu or DEFAULT_GPU, built_only=built_only)
 
 
-def install(families: Sequence[str] = FAMILIES, *, built_only: bool = False) -> None:
+def install(*, built_only: bool = False) -> None:
     """Have the runtime of this process serve every attention call so, PyTorch's own ones too.
 
     Args:
-        families: as of `Forced`.
         built_only: as of `Forced`.
 
     Raises:
@@ -210,7 +187,7 @@ def install(families: Sequence[str] = FAMILIES, *, built_only: bool = False) -> 
 
     # The package gives the module's name to the table itself.
     table = importlib.import_module("tuner.runtime.call.table")
-    forced = made(families, built_only=built_only)
+    forced = made(built_only=built_only)
 
     def lookup(problem: Problem, **options: Any) -> LookupResult | None:
         try:

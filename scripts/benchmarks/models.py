@@ -46,7 +46,6 @@ HEADING = (
     *("case", "way", "hits", "refused", "unseen", "tokens/s", "over PyTorch", "interval"),
     *("verdict", "host", "error", "reasons"),
 )
-FORCED = "fused_attention"
 SEEDS, TOP = 3, 4
 """Random models of each kind, and tokens that a search of as many beams looks at."""
 
@@ -285,7 +284,7 @@ def _force() -> None:
     from benchmarks import forced
 
     importlib.import_module("tuner.runtime.engines.transformers")  # registers the attention
-    forced.install([FORCED])
+    forced.install()
     tuner.disable()
 
 

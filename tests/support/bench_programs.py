@@ -83,7 +83,7 @@ def unforced(transformers: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are not forced: PyTorch answers every call."""
     from benchmarks import forced, models
 
-    monkeypatch.setattr(forced, "install", lambda families: None)
+    monkeypatch.setattr(forced, "install", lambda: None)
     models._force.cache_clear()
 
 
