@@ -82,9 +82,10 @@ def _e4m3() -> Peers:
         torch.compile(function, dynamic=False) for function in (_placed, _moved, _gated, _gathered)
     )
     before = partial(_scattered, placed, moved)
+    parts = before, gated, gathered
     return {
-        "deep_gemm": partial(_contiguous, before, gated, gathered),
-        "deep_gemm masked": partial(_masked, before, gated, gathered),
+        "deep_gemm": partial(_by_deep_gemm, False, parts),
+        "deep_gemm masked": partial(_by_deep_gemm, True, parts),
     }
 
 
@@ -94,58 +95,42 @@ def deep_gemm() -> Any:
     return None if isinstance(package, str) else getattr(package, "module", package)
 
 
-def _contiguous(
-    before: Peer,
-    between: Peer,
-    behind: Peer,
+def _by_deep_gemm(
+    is_masked: bool,
+    parts: tuple[Peer, Peer, Peer],
     hidden: Any,
     experts: Any,
     weights: Any,
     *matrices: Any,
 ) -> Any:
-    """Contiguous layout: one matrix, in which each expert's rows begin at a multiple of 128."""
-    gate_up, down, gate_up_scale, down_scale = matrices
-    module = deep_gemm()
-    count, align = gate_up.shape[0], module.get_mk_alignment_for_contiguous_layout()
-    all_rows = -(-(experts.numel() + min(count, experts.numel()) * (align - 1)) // align) * align
-    rows, scale, groups, _, places = before(hidden, experts, count, all_rows, align, 0)
-    both = _new(hidden, all_rows, gate_up.shape[1])
-    module.m_grouped_fp8_gemm_nt_contiguous((rows, scale), (gate_up, gate_up_scale), both, groups)
-    gated, scale = between(both)
-    each = _new(hidden, all_rows, down.shape[1])
-    module.m_grouped_fp8_gemm_nt_contiguous((gated, scale), (down, down_scale), each, groups)
-    return behind(each, places, weights)
-
-
-def _masked(
-    before: Peer,
-    between: Peer,
-    behind: Peer,
-    hidden: Any,
-    experts: Any,
-    weights: Any,
-    *matrices: Any,
-) -> Any:
-    """Masked layout: each expert's matrix has as many rows as there are tokens."""
-    gate_up, down, gate_up_scale, down_scale = matrices
-    module, count, tokens = deep_gemm(), gate_up.shape[0], hidden.shape[0]
-    if tokens > MASKED_TOKENS:
-        raise ValueError(f"{tokens} tokens at each of {count} experts")
-    height, expected = -(-tokens // 4) * 4, -(-experts.numel() // count)
-    rows, scale, _, counts, places = before(hidden, experts, count, 0, 0, height)
-    both = _new(hidden, count, height, gate_up.shape[1])
-    wide = rows.view(count, height, -1), scale
-    module.m_grouped_fp8_gemm_nt_masked(wide, (gate_up, gate_up_scale), both, counts, expected)
-    gated, scale = between(both)
-    each = _new(hidden, count, height, down.shape[1])
-    module.m_grouped_fp8_gemm_nt_masked((gated, scale), (down, down_scale), each, counts, expected)
-    return behind(each.view(count * height, -1), places, weights)
-
-
-def _new(like: Any, *shape: int) -> Any:
+    """Both products in the masked layout, where each expert's matrix has as many rows as there are
+    tokens; or in the contiguous one, where its rows begin at a multiple of 128 in one matrix.
+    """
     import torch
 
-    return torch.empty(shape, dtype=torch.bfloat16, device=like.device)
+    before, between, behind = parts
+    gate_up, down, gate_up_scale, down_scale = matrices
+    module, count, tokens = deep_gemm(), gate_up.shape[0], hidden.shape[0]
+    if is_masked:
+        if tokens > MASKED_TOKENS:
+            raise ValueError(f"{tokens} tokens at each of {count} experts")
+        run, shape = module.m_grouped_fp8_gemm_nt_masked, (count, -(-tokens // 4) * 4)
+        rows, scale, _, counts, places = before(hidden, experts, count, 0, 0, shape[1])
+        ends = counts, -(-experts.numel() // count)
+    else:
+        run = module.m_grouped_fp8_gemm_nt_contiguous
+        align = module.get_mk_alignment_for_contiguous_layout()
+        room = experts.numel() + min(count, experts.numel()) * (align - 1)
+        shape = (-(-room // align) * align,)
+        rows, scale, groups, _, places = before(hidden, experts, count, *shape, align, 0)
+        ends = (groups,)
+    options = {"dtype": torch.bfloat16, "device": hidden.device}
+    both = torch.empty(*shape, gate_up.shape[1], **options)
+    run((rows.view(*shape, -1), scale), (gate_up, gate_up_scale), both, *ends)
+    gated, scale = between(both)
+    each = torch.empty(*shape, down.shape[1], **options)
+    run((gated, scale), (down, down_scale), each, *ends)
+    return behind(each.view(-1, down.shape[1]), places, weights)
 
 
 def _scattered(

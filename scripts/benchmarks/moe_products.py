@@ -129,13 +129,13 @@ def _ways(a: Rows, b: Any, scale_b: Any, *, unproven: bool) -> Iterator[tuple[st
     from tuner.families.grouped_gemm import rule as grouped
     from tuner.runtime.call import devices
 
-    module, problem = deep_gemm(), a.problem
+    problem = a.problem
     if scale_b is None:
         yield "grouped_mm", partial(_pytorchs, a, b)
-    if module is not None:
-        yield "deep_gemm", partial(_contiguous, module, a, b, scale_b)
+    if deep_gemm() is not None:
+        yield "deep_gemm", partial(_deep_gemms, a, b, scale_b, False)
         if a.expert_rows:
-            yield "deep_gemm masked", partial(_masked, module, a, b, scale_b)
+            yield "deep_gemm masked", partial(_deep_gemms, a, b, scale_b, True)
     selection = grouped.select(problem, devices.gpu_of(0))
     for config, plan in plans_of(problem, selection, unproven=unproven):
         yield f"tuner {kernel_name(config)}", partial(_own, plan, a, b, scale_b)
@@ -164,31 +164,23 @@ def _pytorchs(a: Rows, b: Any) -> tuple[Call, Any]:
     return lambda _: torch._grouped_mm(left, b.transpose(-2, -1), offs=ends), None
 
 
-def _contiguous(module: Any, a: Rows, b: Any, scale_b: Any) -> tuple[Call, Any]:
+def _deep_gemms(a: Rows, b: Any, scale_b: Any, is_masked: bool) -> tuple[Call, Any]:
     import torch
 
-    height, places = a.padded_rows, a.contiguous
-    out = torch.empty(height, a.problem.n, dtype=torch.bfloat16, device="cuda")
-    left: Any = a.laid(height, places)
-    run = module.m_grouped_bf16_gemm_nt_contiguous
+    problem, module = a.problem, deep_gemm()
+    layout = "masked" if is_masked else "contiguous"
+    groups, height = (problem.groups, a.expert_rows) if is_masked else (1, a.padded_rows)
+    places = a.masked if is_masked else a.contiguous
+    shape = (groups, height) if is_masked else (height,)
+    ends = (a.counts.int(), -(-problem.m // problem.groups)) if is_masked else (a.groups,)
+    left: Any = a.laid(groups * height, places).view(*shape, problem.k)
+    out = torch.empty(*shape, problem.n, dtype=torch.bfloat16, device="cuda")
     if scale_b is not None:
-        left, b = (left, a.factors_at(places, 1, height)[0]), (b, scale_b)
-        run = module.m_grouped_fp8_gemm_nt_contiguous
-    return lambda _: (run(left, b, out, a.groups), out)[1], places
-
-
-def _masked(module: Any, a: Rows, b: Any, scale_b: Any) -> tuple[Call, Any]:
-    import torch
-
-    problem, height, places = a.problem, a.expert_rows, a.masked
-    left: Any = a.laid(problem.groups * height, places).view(problem.groups, height, problem.k)
-    out = torch.empty(problem.groups, height, problem.n, dtype=torch.bfloat16, device="cuda")
-    counts, expected = a.counts.int(), -(-problem.m // problem.groups)
-    run = module.m_grouped_bf16_gemm_nt_masked
-    if scale_b is not None:
-        left, b = (left, a.factors_at(places, problem.groups, height)), (b, scale_b)
-        run = module.m_grouped_fp8_gemm_nt_masked
-    return lambda _: (run(left, b, out, counts, expected), out)[1], places
+        factors = a.factors_at(places, groups, height)
+        left, b = (left, factors if is_masked else factors[0]), (b, scale_b)
+    kind = "bf16" if scale_b is None else "fp8"
+    run = getattr(module, f"m_grouped_{kind}_gemm_nt_{layout}")
+    return lambda _: (run(left, b, out, *ends), out)[1], places
 
 
 def table(every: Sequence[Row]) -> list[str]:
