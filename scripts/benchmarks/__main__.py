@@ -13,37 +13,38 @@ from tuner.cli import ended
 NAMES = (
     "backward",
     "block",
-    "compile_ways",
     "counters",
     "dispatch",
     "engines",
-    "fleet",
-    "gpus",
     "models",
     "moe",
     "paged",
     "population",
     "products",
-    "repeats",
     "results",
     "search",
-    "stopping",
     "suites",
-    "sweeps",
     "training",
 )
 
 
-#: Fits of what ships, which are the product's.
-MOVED = ("backward --fit", "corrections", "cost", "paged --fit", "rates")
+#: Present places of former benches and options.
+MOVED = {
+    **{name: f"tuner fit {name.split()[0]}" for name in ("backward --fit", "paged --fit")},
+    **{name: f"tuner fit {name}" for name in ("corrections", "cost", "rates")},
+    **{name: f"scripts/bench search --preset {name}" for name in ("compile_ways", "fleet", "gpus")},
+    **{name: f"scripts/bench search --preset {name}" for name in ("repeats", "sweeps")},
+    "stopping": "scripts/bench search --preset recorded, whose rows `tuner fit stopping` reads",
+}
 
 
 def main(argv: Sequence[str]) -> int:
     """Run one benchmark; the exit codes are the command line's."""
     name, *rest = argv or ("",)
-    if name in MOVED or f"{name} {' '.join(rest[:1])}" in MOVED:
-        print(f"scripts/bench {name} is `tuner fit {name}` now", file=sys.stderr)
-        return 2
+    for asked in (name, f"{name} {' '.join(rest[:1])}"):
+        if asked in MOVED:
+            print(f"scripts/bench {asked} is now: {MOVED[asked]}", file=sys.stderr)
+            return 2
     if name not in NAMES:
         usage = f"scripts/bench NAME [options]; NAME is one of: {' '.join(NAMES)}"
         print(f"there is no benchmark '{name}': {usage}", file=sys.stderr)

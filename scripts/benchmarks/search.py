@@ -1,480 +1,213 @@
-"""``scripts/bench search``: results of each sampler on recorded sweeps, by the number of compiles.
+"""The search itself: recorded sweeps replayed, repeated and listed sweeps, several GPUs, a fleet.
 
-Every recorded sweep is replayed through the real search (`tuner.search.study`). A problem's own
-results never reach its search. The cost models are fitted again without them, and `model` learns
-from the recordings of other problems.
-
-A seed decides the sampler's draws, and draws each timing anew from its recorded deviation. Regret
-is the recorded time of the candidate that looks best, against the recorded best.
+Results of ``recorded`` make expected seconds and losses (``tuner fit stopping``). Each sweep of
+``repeats``, ``sweeps`` and ``metrics`` is a process of its own, ``tuner sweep``.
 """
 
 from __future__ import annotations
 
-import argparse
-import copy
-import json
-import math
-import multiprocessing
-import os
-import random
-import statistics
-import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field
-from functools import partial
+import tempfile
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
-from benchmarks.arguments import add_recordings
-from tuner.base.output import check_place
-from tuner.base.processes import exit_code
-from tuner.bench.results import write_json
-from tuner.cli import DONE, Parser
-from tuner.config import Config
-from tuner.errors import ConfigError
-from tuner.families import families_of
-from tuner.families.base import Family, group_by_kernels, without_fallbacks
-from tuner.hardware import Gpu
-from tuner.measurement import Measurement
-from tuner.problem import Problem
-from tuner.runners import recording
-from tuner.search import ranking
-from tuner.search.family_search import FamilySearch
-from tuner.search.fits import cost_fit as cost
-from tuner.search.study import EFFORTS, SAMPLERS, Search, sampler_name
-from tuner.selection.describe import table
+from benchmarks import search_fleet, search_gpus, search_recorded, search_sweeps
+from benchmarks.harness import Bench, Preset, Row
+from benchmarks.rows import markdown
+from tuner.base import resources
+from tuner.base.processes import ProcessPool
+from tuner.cli import Parser
+from tuner.compile.compiler import HOST_FLAGS, NVCC_TIMEOUT_S, flags
+from tuner.compile.render import render
+from tuner.compile.toolchain import find_toolchain, include_dirs
+from tuner.errors import CompileError
+from tuner.families import family
+from tuner.families.base import KernelSpec
+from tuner.families.gemm.shape import PINGPONG
+from tuner.hardware import DEFAULT_GPU, HOPPER
+from tuner.problem import PROBLEMS, GemmProblem
+from tuner.runners import recording_archive
 
-COMPILED = (1, 2, 4, 8, 12, 16, 40)
-"""Compiled groups after which the regret is read."""
-SEEDS = 30
-EFFORT = "quick"
-TOGETHER = "all operations"
-STOPPED = "model-stopping"
-"""The sampler `model` as a sweep uses it: it ends when no gain is expected."""
-METHODS = (*SAMPLERS, STOPPED)
-MAX_DEVIATION = 0.1
-"""Largest deviation of a timing, as a share. A larger one is an interrupted round, which moves no
-median (28 of 9,400 recorded quick timings).
-"""
-WIDE = COMPILED[-1] + 1
-"""Groups from which on a recording counts in the summary: no budget enumerates it."""
+#: Options of nvcc by the name they are shown under; all are added to those of `flags`.
+WAYS: Mapping[str, tuple[str, ...]] = {
+    "as adopted": (),
+    "--split-compile=2": ("--split-compile=2",),
+    "-Ofc=min": ("-Ofc=min",),
+    "-Ofc=max": ("-Ofc=max",),
+}
+PRODUCT = GemmProblem(4096, 4096, 4096)
+HOUR_S = 3600.0
 
 
 @dataclass(frozen=True)
-class Case:
-    """One recorded problem and all that may be known when it is searched."""
+class CompileWay:
+    """Options of nvcc for one translation unit of so many kernels."""
 
-    problem: Problem
-    gpu: Gpu
-    recorded: Mapping[Config, Measurement]
-    """The quick pass, own candidates that are legal still."""
-    families: tuple[Family, ...]
-    """Those that compete in a sweep, with the constants of a fit that left this problem out."""
-    history: tuple[Measurement, ...]
-    """Quick passes of the other problems on this chip in this regime."""
-    prepared: dict[str, list[FamilySearch]] = field(default_factory=dict, compare=False)
-    """Searches that have begun with nothing, by a sampler that draws nothing."""
+    way: str
+    kernels: int
+    group = "compile"
 
     @property
     def label(self) -> str:
-        return f"{self.problem.op} {self.problem.label()}"
-
-    @property
-    def groups(self) -> int:
-        return sum(len(group_by_kernels(f, self.space(f))) for f in self.families)
-
-    @property
-    def best_us(self) -> float:
-        return min(m.latency_us for m in self.recorded.values() if m.latency_us is not None)
-
-    def space(self, family: Family) -> list[Config]:
-        return [config for config in self.recorded if config.family == family.name]
+        """Options and kernels."""
+        return f"{self.way}, {self.kernels} kernels"
 
 
-def cases(recordings: Sequence[recording.Recording], least_groups: int = 1) -> list[Case]:
-    """A case for each recorded problem that own kernels passed for; stages are history only.
-
-    Args:
-        recordings: recordings to search and to learn from.
-        least_groups: problems of fewer are learnt from alone.
+def specs(count: int) -> list[KernelSpec]:
+    """A ping-pong kernel of tile 128 x 64, and the next of 128 x 64 and 128 x 128 in other
+    clusters.
     """
-    fit = cost.CostFits(recordings)
-    found = []
-    for one in fit.parts:
-        recorded = {m.config: m for m in one.measurements}
-        is_stage = one.problem not in {whole.problem for whole in recordings}
-        if is_stage or not any(m.ok for m in recorded.values()):
-            continue
-        if _groups(one.problem, recorded) < least_groups:
-            continue
-        history = tuple(
-            m
-            for other in fit.parts
-            if other.problem != one.problem
-            and (other.gpu.identity, other.regime) == (one.gpu.identity, one.regime)
-            for m in other.measurements
-        )
-        families = tuple(without_fallbacks(fit.without(one)))
-        found.append(Case(one.problem, one.gpu, recorded, families, history))
-        say(f"fitted without {found[-1].label}")
-    return found
-
-
-def _groups(problem: Problem, configs: Iterable[Config]) -> int:
-    known = families_of(problem.op)
-    digests = {(c.family, known[c.family].compile_digest(c)) for c in configs}
-    return len(digests)
-
-
-@dataclass(frozen=True)
-class Run:
-    """One replay."""
-
-    regrets: list[float]
-    """After each compiled group, as a share of the recorded best."""
-    timed: int
-    """Candidates that were timed."""
-    winner: float = math.inf
-    """Time of the final pass's choice among the leaders of the end, as a share over the best."""
-
-
-@dataclass(frozen=True)
-class Pace:
-    """How a replay goes on, and when it ends."""
-
-    in_flight: int = 1
-    """Groups that are asked for before the first one's result is told."""
-    trials: int | None = None
-    """Groups at most, a family; None: `COMPILED`'s last in all."""
-
-
-def replay(case: Case, method: str, seed: int, pace: Pace = Pace()) -> Run:
-    """Search a recorded problem.
-
-    Args:
-        case: recording and problem to search.
-        method: one of `METHODS`.
-        seed: seed of the sampler and of the timings' noise.
-        pace: number of groups at a time, and the end.
-    """
-    rng = random.Random(seed)
-    search = started(case, method, seed, pace)
-    families = {family.name: family for family in case.families}
-    leader: tuple[float, float] = (math.inf, math.inf)
-    regrets: dict[int, float] = {}
-    compiled: set[str] = set()
-    seen: list[Measurement] = []
-    queue: deque[list[Config]] = deque()
-    while True:
-        while len(queue) < pace.in_flight and (group := search.ask()) is not None:
-            queue.append(group)
-        if not queue:
-            return Run(list(regrets.values()), len(seen), won(case, seen)[1])
-        told = [timed_again(case.recorded[config], rng) for config in queue.popleft()]
-        search.tell(told)
-        seen += told
-        compiled.add(families[told[0].config.family].compile_digest(told[0].config))
-        for m in told:
-            recorded_us = case.recorded[m.config].latency_us
-            if m.latency_us is not None and recorded_us is not None:
-                leader = min(leader, (m.latency_us, recorded_us))
-        regrets[len(compiled)] = leader[1] / case.best_us - 1
-
-
-def won(case: Case, seen: Sequence[Measurement]) -> tuple[Config | None, float]:
-    """The finalist that is fastest when it is timed again, and its recorded time over the recorded
-    best, as a share. None and infinity where no candidate passed.
-    """
-    families = {family.name: family for family in case.families}
-    chosen = ranking.finalists(
-        seen, EFFORTS[EFFORT].finalists, lambda c: families[c.family].compile_digest(c)
-    )
-    times = {m.config: case.recorded[m.config].latency_us or math.inf for m in chosen}
-    winner = min(times, key=times.__getitem__, default=None)
-    return winner, times[winner] / case.best_us - 1 if winner else math.inf
-
-
-def _members(case: Case, sampler: str, seed: int) -> list[FamilySearch]:
-    effort = EFFORTS[EFFORT]
-    return [
-        FamilySearch(
-            family,
-            case.problem,
-            case.gpu,
-            case.space(family),
-            seeds=effort.seeds,
-            sampler=sampler,
-            seed=seed,
-            raced=effort.raced,
-            history=case.history,
-        )
-        for family in case.families
+    member = family("gemm")
+    alike = [
+        config
+        for config in member.space(PRODUCT, DEFAULT_GPU)
+        if config["kernel_schedule"] == PINGPONG
+        and config.get("tile_scheduler") in (None, "Persistent")
+        and (config["tile_m"], config["tile_n"]) in ((128, 64), (128, 128))
+        and not config.get("swap_ab")
     ]
+    alike.sort(key=lambda config: (config["tile_n"], config["cluster_m"], config["cluster_n"]))
+    kernels = [spec for c in alike for spec in member.kernels(PRODUCT, c).values()]
+    return list(dict.fromkeys(kernels))[:count]
 
 
-def _copied(member: FamilySearch) -> FamilySearch:
-    """A search of its own: beginning one takes longer than replaying it."""
-    shared = (member.family, member.groups)
-    return copy.deepcopy(member, {id(one): one for one in shared})
-
-
-def started(case: Case, method: str, seed: int, pace: Pace) -> Search:
-    """A search of a case that knows nothing of its results."""
-    effort = EFFORTS[EFFORT]
-    sampler = "model" if method == STOPPED else method
-    if sampler in ("model", "cost"):
-        if sampler not in case.prepared:
-            case.prepared[sampler] = _members(case, sampler, seed)
-        members = [_copied(member) for member in case.prepared[sampler]]
-    else:
-        members = _members(case, sampler, seed)
-    total = COMPILED[-1] if pace.trials is None else pace.trials * len(members)
-    return Search(members, total, effort.seeds, effort.min_gain if method == STOPPED else 0.0)
-
-
-def timed_again(m: Measurement, rng: random.Random) -> Measurement:
-    """A timing drawn from the recorded median and deviation."""
-    if m.latency_us is None:
-        return m
-    deviation = (m.std_us or 0.0) / m.latency_us
-    if deviation > MAX_DEVIATION:
-        return m
-    return m.but(latency_us=m.latency_us * math.exp(rng.gauss(0, deviation)))
-
-
-Key = TypeVar("Key")
-_CASES: list[Case] = []
-"""Environment that the child processes inherit."""
-
-
-def _run(position: int, method: str, seeds: Iterable[int], pace: Pace) -> list[Run]:
-    if method == "gp":
-        import torch
-
-        torch.set_num_threads(1)
-    return [replay(_CASES[position], method, seed, pace) for seed in seeds]
-
-
-def summarise(runs: Sequence[Run]) -> dict[str, Any]:
-    """Median, 90th percentile and worst of the regret after k groups, over the seeds' runs."""
-    regrets: dict[str, dict[str, Any]] = {}
-    for k in COMPILED:
-        values = sorted(run.regrets[min(k, len(run.regrets)) - 1] for run in runs)
-        regrets[str(k)] = {
-            "runs": [run.regrets[min(k, len(run.regrets)) - 1] for run in runs],
-            "median": statistics.median(values),
-            "p90": values[math.ceil(0.9 * len(values)) - 1],
-            "worst": values[-1],
-        }
-    return {
-        "seeds": len(runs),
-        "compiled": statistics.median(len(run.regrets) for run in runs),
-        "timed": statistics.median(run.timed for run in runs),
-        "regret": regrets,
-    }
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Replay, write the JSON after every result, print the table.
+def compile_ways(case: CompileWay, _: Namespace) -> Row:
+    """CPU-seconds of each step for one translation unit.
 
     Raises:
-        ConfigError: when an argument or a recording is wrong.
+        CompileError: when a step fails, or there is no compiler.
     """
-    args = _parser().parse_args(argv)
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the children share the cores
-    methods = _methods(args.samplers)
-    if args.seeds < 1 or args.in_flight < 1:
-        raise ConfigError("seeds and in-flight must be 1 or more")
-    check_place(args.json)
-    _CASES[:] = cases(cost.recordings([args.recordings]), args.least_groups)
-    document = _resumed(args) or {
-        "seeds": args.seeds,
-        "in_flight": args.in_flight,
-        "cases": {
-            case.label: {
-                "groups": case.groups,
-                "candidates": len(case.recorded),
-                "best_us": case.best_us,
-                "samplers": {},
-            }
-            for case in _CASES
-        },
-    }
-    code = DONE
-    try:
-        for position, method, runs in _results(document, methods, args):
-            label = _CASES[position].label
-            document["cases"][label]["samplers"][method] = summarise(runs)
-            say(f"{method}: {label}")
-            if args.json is not None:
-                write_json(args.json, document)
-    except KeyboardInterrupt as exc:
-        code = exit_code(exc)
-    document["summary"] = summary(document, methods)
-    if args.json is not None:
-        write_json(args.json, document)
-    _show(document, methods)
-    return code
-
-
-def _methods(named: str | None) -> list[str]:
-    """The samplers to compare: those named, else all whose packages are installed.
-
-    Raises:
-        ConfigError: when one that was named is not known, or needs a package.
-    """
-    methods = []
-    for method in METHODS if named is None else named.split(","):
-        if method not in METHODS:
-            raise ConfigError(f"sampler={method} is not known (allowed: {', '.join(METHODS)})")
-        try:
-            sampler_name("model" if method == STOPPED else method)
-        except ConfigError as exc:
-            if named is not None:
-                raise
-            say(f"left out: {exc}")
-            continue
-        methods.append(method)
-    return methods
-
-
-def _results(
-    document: Mapping[str, Any], methods: Sequence[str], args: argparse.Namespace
-) -> Iterator[tuple[int, str, list[Run]]]:
-    """Every case and method that the document lacks, as they end."""
-    wanted = [
-        (position, method)
-        for method in methods
-        for position, case in enumerate(_CASES)
-        if method not in document["cases"][case.label]["samplers"]
+    tools, options = find_toolchain(), WAYS[case.way]
+    command = [
+        *(str(tools.nvcc), *flags(HOPPER), f"-ccbin={tools.host_compiler}"),
+        *(f"-I{path}" for path in (*include_dirs(tools.cutlass), resources.templates())),
+        *(f"-L{path}" for path in tools.library_dirs),
     ]
-    pace = Pace(args.in_flight)
-    works = {(p, m): partial(_run, p, m, range(args.seeds), pace) for p, m in wanted}
-    for (position, method), runs in _together(works, args.jobs):
-        yield position, method, runs
-
-
-def _together(
-    works: Mapping[Key, Callable[[], list[Run]]], jobs: int
-) -> Iterator[tuple[Key, list[Run]]]:
-    """Replays in child processes, as they end."""
-    context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        futures = {pool.submit(work): key for key, work in works.items()}
-        try:
-            for future in as_completed(futures):
-                yield futures[future], future.result()
-        except KeyboardInterrupt:
-            pool.shutdown(cancel_futures=True)
-            raise
-
-
-def summary(document: Mapping[str, Any], methods: Sequence[str]) -> dict[str, Any]:
-    """Over the wide recordings, together and by operation: median and 90th percentile of all runs,
-    and the worst problem's median.
-    """
-    found: dict[str, Any] = {}
-    for label, case in document["cases"].items():
-        if case["groups"] < WIDE:
-            continue
-        for op in (TOGETHER, label.split()[0]):
-            for method in methods:
-                if method not in case["samplers"]:
-                    continue
-                rows = found.setdefault(op, {}).setdefault(method, {})
-                for k, regret in case["samplers"][method]["regret"].items():
-                    rows.setdefault(k, []).append(regret)
-    return {
-        op: {
-            method: {k: _pooled(regrets) for k, regrets in rows.items()}
-            for method, rows in by_method.items()
-        }
-        for op, by_method in found.items()
+    steps = {
+        "device": ["unit.cu", "-ptx", "-o", "unit.ptx", *options],
+        "fatbin": ["unit.ptx", "-fatbin", "-o", "unit.fatbin", *options],
+        "host": ["host.cpp", *HOST_FLAGS, "-o", "kernel.so"],
     }
+    seconds: dict[str, float] = {}
+    processes = ProcessPool(NVCC_TIMEOUT_S)
+    unit = "".join(render(spec, f"kernel_{i}") for i, spec in enumerate(specs(case.kernels)))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "unit.cu").write_text(unit, encoding="utf-8")
+        (folder / "host.cpp").write_text('#include "unit.cu"\n', encoding="utf-8")
+        for step, arguments in steps.items():
+            done = processes.run([*command, *arguments], folder)
+            if done.returncode:
+                raise CompileError(f"{step}: nvcc ended with {done.returncode}", log=done.log)
+            seconds[step] = round(done.cpu_s, 1)
+    versions = {"nvcc": tools.nvcc_version, "cutlass": tools.cutlass_version}
+    return {"cpu_s": seconds, "host_compiler": tools.host_version, **versions}
 
 
-def _pooled(regrets: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    values = sorted(value for regret in regrets for value in regret["runs"])
-    return {
-        "recordings": len(regrets),
-        "median": statistics.median(values),
-        "p90": values[math.ceil(0.9 * len(values)) - 1],
-        "worst_median": max(regret["median"] for regret in regrets),
-    }
+def way_line(row: Row) -> str:
+    """CPU-seconds of a way."""
+    return f"{row['case']}: {', '.join(f'{k} {v:.1f}' for k, v in row['cpu_s'].items())} CPU-s"
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="scripts/bench search",
-        description="Replays the recorded sweeps through the search and says how far from the "
-        "recorded best each sampler is after how many compiled groups.",
-    )
-    add_recordings(parser)
-    parser.add_argument("--samplers", metavar="NAME,...", help="default: all that are installed")
-    parser.add_argument("--seeds", type=int, default=SEEDS, help="seeds of each sampler")
-    parser.add_argument(
-        "--least-groups", type=int, default=1, metavar="N", help="search only what has so many"
-    )
-    parser.add_argument(
-        "--in-flight", type=int, default=1, metavar="N", help="groups compiled at once"
-    )
-    parser.add_argument(
-        "--jobs", type=int, default=os.cpu_count(), help="processes at a time (default: the cores)"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
-    parser.add_argument("--resume", action="store_true", help="keep what FILE holds already")
-    return parser
+def ways_table(rows: Sequence[Row]) -> list[str]:
+    """CPU-seconds by way and step."""
+    done = [row for row in rows if "cpu_s" in row]
+    lines = [(row["case"], *(f"{s:.1f}" for s in row["cpu_s"].values())) for row in done]
+    return markdown([("way, CPU-seconds", "device", "fatbin", "host"), *lines])
 
 
-def _resumed(args: argparse.Namespace) -> dict[str, Any] | None:
-    if not (args.resume and args.json and args.json.is_file()):
-        return None
-    try:
-        document = json.loads(args.json.read_text())
-        same = (document["seeds"], document["in_flight"]) == (args.seeds, args.in_flight)
-        labels = set(document["cases"])
-    except (ValueError, KeyError, TypeError) as exc:
-        raise ConfigError(f"{args.json} is not a result of this benchmark: {exc}") from exc
-    if not same or labels != {case.label for case in _CASES}:
-        raise ConfigError(f"{args.json} is of other recordings or settings: run without --resume")
-    return dict(document)
+def options(parser: Parser) -> None:
+    """Options of the presets."""
+    add = parser.add_argument
+    add("--recordings", type=Path, default=recording_archive.folder(), metavar="DIR",
+        help="recorded: folder of recordings (default: the shipped ones)")  # fmt: skip
+    samplers = search_recorded.SAMPLERS
+    add("--samplers", default=samplers, metavar="NAME,...", help=f"recorded: default {samplers}")
+    add("--least-groups", type=int, default=32, metavar="N", help="recorded: kernels (default 32)")
+    add("--in-flight", type=int, default=1, metavar="N", help="recorded: compiled at once")
+    add("--times", type=int, default=3, metavar="N", help="recorded, repeats: seeds (default 3)")
+    add("--op", default="attention", choices=sorted(PROBLEMS), help="repeats: default attention")
+    add("--shape", default="S=1024,D=64", help="repeats: problem (default S=1024,D=64)")
+    add("--keep-cache", action="store_true", help="repeats: with this machine's compiled kernels")
+    add("--problems", type=Path, metavar="FILE", help="sweeps: in place of the acceptance suite")
+    add("--sweep", default="", metavar="OPTIONS", help="further options of tuner sweep, quoted")
+    add("--device", default="0", metavar="N,...", help="CUDA devices; gpus: also all (default 0)")
+    add("--store", metavar="URL", help="fleet: an empty store (default: a temporary file)")
 
 
-def _show(document: Mapping[str, Any], methods: Sequence[str]) -> None:
-    after = [*(f"after {k}" for k in COMPILED), "p90 after 16"]
-    for label, case in document["cases"].items():
-        size = f"{case['candidates']} candidates in {case['groups']} groups"
-        print(f"\n{label}: {size}, best {case['best_us']:.4g} us")
-        rows = [
-            [method, f"{found['compiled']:.0f}", f"{found['timed']:.0f}"]
-            + [f"{100 * found['regret'][str(k)]['median']:.1f}" for k in COMPILED]
-            + [f"{100 * found['regret']['16']['p90']:.1f}"]
-            for method in methods
-            if (found := case["samplers"].get(method))
-        ]
-        print(_table(["median regret, %", "compiled", "timed", *after], rows))
-    for op, by_method in document["summary"].items():
-        count = max(found["8"]["recordings"] for found in by_method.values())
-        print(f"\n{op}, {count} recordings with {WIDE} groups or more, {document['seeds']} seeds")
-        rows = [
-            [method]
-            + [
-                f"{100 * found[str(k)]['median']:.1f} / {100 * found[str(k)]['p90']:.1f}"
-                for k in COMPILED
-            ]
-            + [f"{100 * found['16']['worst_median']:.1f}"]
-            for method, found in by_method.items()
-        ]
-        head = ["median / p90 of the regret, %", *(f"after {k}" for k in COMPILED)]
-        print(_table([*head, "worst problem after 16"], rows))
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return table([head, *rows], frozenset(range(1, len(head))))
-
-
-def say(text: str) -> None:
-    """Tell a person how far it is, beside the results."""
-    print(text, file=sys.stderr, flush=True)
+BENCH = Bench(
+    "search",
+    __doc__,
+    {
+        "recorded": Preset(
+            "samplers on recorded sweeps by compiles, and simulated seconds; no GPU",
+            search_recorded.cases,
+            search_recorded.measure,
+            search_recorded.line,
+            search_recorded.table,
+            limit_s=3 * HOUR_S,
+            smoke=search_recorded.SMOKE,
+            needs_gpu=False,
+        ),
+        "repeats": Preset(
+            "sweeps of one problem with several seeds, their winners in one pass",
+            search_sweeps.repeated,
+            search_sweeps.repeat,
+            search_sweeps.line,
+            search_sweeps.repeats_table,
+            limit_s=HOUR_S,
+            is_fresh=True,
+        ),
+        "sweeps": Preset(
+            "seconds of default sweeps, and the winner's excess over every built kernel",
+            search_sweeps.listed,
+            search_sweeps.beside,
+            search_sweeps.line,
+            search_sweeps.sweeps_table,
+            limit_s=HOUR_S,
+            is_fresh=True,
+        ),
+        "metrics": Preset(
+            "seconds to the best kernel, compiles, shares of the time in nvcc and on the GPU",
+            search_sweeps.observed,
+            search_sweeps.observe,
+            search_sweeps.line,
+            search_sweeps.metrics_table,
+            limit_s=HOUR_S,
+            is_fresh=True,
+        ),
+        "gpus": Preset(
+            "a job on all GPUs against one",
+            lambda _: search_gpus.CASES,
+            search_gpus.measure,
+            search_gpus.line,
+            search_gpus.table,
+            limit_s=HOUR_S,
+            smoke=search_gpus.SMOKE,
+            compile=search_gpus.compile_all,
+            is_fresh=True,
+        ),
+        "fleet": Preset(
+            "simulated workers on one store, a fifth of them killed; no GPU",
+            lambda _: search_fleet.CASES,
+            search_fleet.measure,
+            search_fleet.line,
+            search_fleet.table,
+            limit_s=HOUR_S,
+            smoke=search_fleet.SMOKE,
+            needs_gpu=False,
+            is_fresh=True,
+        ),
+        "compile_ways": Preset(
+            "CPU-seconds of a product's compilation, by options of nvcc; no GPU",
+            lambda _: [CompileWay(way, count) for count in (1, 8) for way in WAYS],
+            compile_ways,
+            way_line,
+            ways_table,
+            limit_s=2 * NVCC_TIMEOUT_S,
+            needs_gpu=False,
+        ),
+    },
+    options,
+)

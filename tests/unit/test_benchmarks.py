@@ -28,6 +28,7 @@ from bench_programs import (  # noqa: F401
     unforced,
     vllm,
 )  # fmt: skip
+from bench_sweeps import compiler, sweeps  # noqa: F401
 
 from benchmarks import harness
 from benchmarks.__main__ import NAMES, main
@@ -67,6 +68,8 @@ PREPARED: dict[tuple[str, str], str] = {
     ("suites", "flash_attention"): "checkout",
     ("suites", "pytorch"): "checkout",
     ("training", "context_parallel"): "two_gpus",
+    **{("search", preset): "sweeps" for preset in ("repeats", "sweeps", "metrics", "gpus")},
+    ("search", "compile_ways"): "compiler",
 }
 """Fixtures that smoke runs need beside the device, by bench and preset."""
 

@@ -1,8 +1,8 @@
 """A simulated fleet on one store: cost of a trial in its controller, and trials lost to kills.
 
-``scripts/bench fleet`` submits one job of many problems. Many workers take them under leases, as
-`tuner worker` does, and replay a recorded sweep faster than real time. Workers are threads of
-several processes. Some processes are killed (SIGKILL) at random moments and replaced.
+One job of many problems is submitted. Many workers take them under leases, as `tuner worker` does,
+and replay a recorded sweep faster than real time. Workers are threads of several processes. Some
+processes are killed (SIGKILL) at random moments and replaced.
 
 A worker's cost is the CPU time of its thread (`time.thread_time`), less that of the search
 (`FamilySearch`, `Search.ask`) and of the simulation. The last second of a killed process is not
@@ -11,7 +11,6 @@ counted.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -19,6 +18,7 @@ import random
 import tempfile
 import threading
 import time
+from argparse import Namespace
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,9 +28,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tuner.base.output import check_place
-from tuner.bench.results import write_json
-from tuner.cli import Parser
+from benchmarks.harness import Row
+from benchmarks.rows import markdown
 from tuner.errors import BenchmarkError, ConfigError, LeaseLostError, StoreError
 from tuner.families import families_of
 from tuner.families.base import group_by_kernels
@@ -69,6 +68,33 @@ REPORT_S = 1.0
 """Between two reports of a process."""
 NOT_OWN = ("search", "simulation")
 """Parts that are not a cost of the controller."""
+
+
+@dataclass(frozen=True)
+class FleetSize:
+    """A fleet and its job."""
+
+    workers: int
+    processes: int
+    problems: int
+    trials: int
+    """Groups of a problem, at most."""
+    kill: float = 0.2
+    """Part of the processes."""
+    speed: float = 25.0
+    """Times faster than recorded."""
+    group = "fleet"
+
+    @property
+    def label(self) -> str:
+        """Numbers of all."""
+        killed = f", {self.kill:.0%} killed" if self.kill else ""
+        work = f"{self.problems} problems, {self.trials} trials each"
+        return f"{self.workers} workers of {self.processes} processes{killed}, {work}"
+
+
+CASES = (FleetSize(200, 40, 400, 50), FleetSize(1, 1, 20, 50, kill=0.0, speed=1e9))
+SMOKE = FleetSize(1, 1, 2, 3, kill=0.0, speed=1e9)
 
 
 class Clock:
@@ -132,14 +158,13 @@ class Crew:
     """Times faster than recorded."""
     report: Path
     """File for its periodic reports of CPU time."""
-    lease_s: float
-    beat_s: float
 
     def run(self) -> None:
         """Work until no problem of the store is open."""
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._held: dict[Lease, Pulse] = {}
         self._clock, self._seen = Clock(), Counter[str]()
+        self._faults: list[BaseException] = []
         self._progress: dict[Lease, dict[str, int]] = {}
         self._recorded = recorded_sweep()
         with open_store(self.url) as self._store, counted_apart(self._clock):
@@ -157,17 +182,22 @@ class Crew:
             for thread in threads:
                 thread.join()
         self._tell()
+        if self._faults:
+            raise self._faults[0]
 
     def _worker(self, number: int) -> None:
-        with self._clock.spent("own"):
-            self._work(f"{os.getpid()}:{number}")
+        try:
+            with self._clock.spent("own"):
+                self._work(f"{os.getpid()}:{number}")
+        except BaseException as exc:  # a thread that ends in silence would look like work done
+            self._faults.append(exc)
 
     def _work(self, name: str) -> None:
         pause_s = POLL_S
-        while True:
+        while not self._faults:
             try:
                 with self._clock.spent("queue"):
-                    claim = self._store.jobs.claim(name, self.lease_s)
+                    claim = self._store.jobs.claim(name, LEASE_S)
                     counts = self._store.jobs.counts() if claim is None else {}
                 if claim is not None:
                     pause_s = POLL_S
@@ -181,7 +211,7 @@ class Crew:
                 self._seen["lost_leases"] += 1
             except StoreError:
                 self._seen["store_errors"] += 1
-                time.sleep(self.beat_s)
+                time.sleep(BEAT_S)
 
     def _sweep(self, claim: Claim) -> None:
         """One problem, as `controller.Controller` does it."""
@@ -194,7 +224,7 @@ class Crew:
             self._progress[lease] = {"done": trials}
 
         with self._lock:
-            self._held[lease] = Pulse(self._store.jobs, lease, self.lease_s)
+            self._held[lease] = Pulse(self._store.jobs, lease, LEASE_S)
         try:
             options = JobOptions.from_json(claim.options)
             with self._clock.spent("simulation"):
@@ -211,7 +241,7 @@ class Crew:
                 self._progress.pop(lease, None)
 
     def _keep_all(self) -> None:
-        while not self._ended.wait(self.beat_s):
+        while not self._ended.wait(BEAT_S):
             with self._lock:
                 held = list(self._held.items())
             with self._clock.spent("leases"):
@@ -236,14 +266,14 @@ class Fleet:
     """The processes, and who kills them.
 
     Args:
-        url: URL of the store, whose one job has `count` problems.
-        count: number of problems.
-        folder: takes the reports.
-        args: as on the command line.
+        url: URL of the store, with one job.
+        size: number of workers and processes, and of the job's problems.
+        folder: folder for the reports.
+        seed: seed of the kills.
     """
 
-    def __init__(self, url: str, count: int, folder: Path, args: argparse.Namespace) -> None:
-        self._url, self._count, self._folder, self._args = url, count, folder, args
+    def __init__(self, url: str, size: FleetSize, folder: Path, seed: str) -> None:
+        self._url, self._size, self._folder, self._seed = url, size, folder, seed
         self._started = 0
         self._context = multiprocessing.get_context("spawn")
         self.killed_workers = self.killed_processes = 0
@@ -254,16 +284,16 @@ class Fleet:
         Raises:
             BenchmarkError: when a process ends that was not killed.
         """
-        draw = random.Random(self._args.seed)
-        many, rest = divmod(self._args.workers, self._args.processes)
-        sizes = [many + (place < rest) for place in range(self._args.processes)]
-        doomed = draw.sample(range(len(sizes)), round(self._args.kill * len(sizes)))
+        draw, size = random.Random(self._seed), self._size
+        many, rest = divmod(size.workers, size.processes)
+        sizes = [many + (place < rest) for place in range(size.processes)]
+        doomed = draw.sample(range(len(sizes)), round(size.kill * len(sizes)))
         kills = sorted((draw.uniform(0, LAST_KILL), place) for place in doomed)
         crews = [self._start(size) for size in sizes]
         try:
             while any(crew.is_alive() for crew in crews):
                 time.sleep(0.1)
-                done = store.jobs.counts().get("done", 0) / self._count
+                done = store.jobs.counts().get("done", 0) / size.problems
                 while kills and kills[0][0] <= done:
                     _, place = kills.pop(0)
                     crews[place].kill()
@@ -282,9 +312,7 @@ class Fleet:
     def _start(self, size: int) -> Any:
         self._started += 1
         report = self._folder / f"{self._started}.json"
-        lease_s = self._args.lease
-        beat_s = min(BEAT_S, lease_s / 4)
-        crew = Crew(self._url, size, self._args.speed, report, lease_s, beat_s)
+        crew = Crew(self._url, size, self._size.speed, report)
         process = self._context.Process(target=crew.run)
         process.start()
         return process
@@ -386,16 +414,22 @@ def counted_apart(clock: Clock) -> Iterator[None]:
             patch.stop()
 
 
-def simulate(args: argparse.Namespace, url: str, folder: Path) -> dict[str, Any]:
-    """Run the fleet; what it cost, and what the store holds in the end."""
+def measure(size: FleetSize, args: Namespace) -> Row:
+    """Run the fleet on a store; ``wrong`` names what was lost."""
+    with tempfile.TemporaryDirectory() as folder:
+        return simulate(size, args.store or f"sqlite:///{folder}/store.sqlite", Path(folder), args)
+
+
+def simulate(size: FleetSize, url: str, folder: Path, args: Namespace) -> Row:
+    """Costs of the fleet, and contents of the store in the end."""
     recorded = recorded_sweep()
-    problems = problems_like(recorded, args.problems)
+    problems = problems_like(recorded, size.problems)
     options = JobOptions(
-        SweepOptions(families=FAMILIES, effort="full", trials=args.trials, sampler="cost"),
+        SweepOptions(families=FAMILIES, effort="full", trials=size.trials, sampler="cost"),
     )
     with open_store(url) as store:
         job = store.jobs.submit(problems, options.to_json(), attempts=ATTEMPTS)
-        fleet = Fleet(url, len(problems), folder, args)
+        fleet = Fleet(url, size, folder, args.seed)
         started = time.monotonic()
         fleet.run(store)
         wall_s = time.monotonic() - started
@@ -403,45 +437,50 @@ def simulate(args: argparse.Namespace, url: str, folder: Path) -> dict[str, Any]
         states = Counter(task.state for task in store.jobs.tasks(job))
         decided = len(store.entries())
         store_ms = store_cost(store, measured)
-    wanted = {problem: due(recorded, problem, args.trials) for problem in problems}
+    wanted = {problem: due(recorded, problem, size.trials) for problem in problems}
     per_problem = groups_of(measured)
     trials = sum(per_problem.values())
     repeated = len(measured) - len({(m.problem, m.config) for m in measured})
     seconds, seen = fleet.told()
     cost = {on: round(1e3 * s / trials, 4) for on, s in sorted(seconds.items())}
+    lost = sum(max(0, count - per_problem[p]) for p, count in wanted.items())
+    faults = {
+        "lost trials": lost,
+        "repeated trials": repeated,
+        "open problems": size.problems - states["done"],
+        "undecided problems": size.problems - decided,
+    }
     return {
         "store": url.partition(":")[0],
-        "workers": args.workers,
-        "processes": args.processes,
         "killed_workers": fleet.killed_workers,
         "killed_processes": fleet.killed_processes,
-        "problems": len(problems),
         "trials": trials,
         "candidates": len(measured),
         "wall_s": round(wall_s, 1),
-        "speed": args.speed,
         "cpu_ms_per_trial": cost,
         "controller_ms_per_trial": round(sum(cost[on] for on in cost if on not in NOT_OWN), 4),
         "store_ms": store_ms,
         "load": [round(load, 1) for load in os.getloadavg()],
         "cores": os.cpu_count(),
-        "tasks": dict(states),
-        "decisions": decided,
-        "lost_trials": sum(max(0, count - per_problem[p]) for p, count in wanted.items()),
-        "repeated_trials": repeated,
         "store_errors": seen["store_errors"],
         "lost_leases": seen["lost_leases"],
+        "wrong": [f"{count} {name}" for name, count in faults.items() if count],
     }
 
 
 def store_cost(store: Store, measured: Sequence[Measurement]) -> dict[str, float]:
     """Milliseconds that one writer at a time keeps the database busy, on the full store: storing
     a trial, and extending a lease.
+
+    Raises:
+        BenchmarkError: when the store has no trial, or gives no lease.
     """
+    if not measured:
+        raise BenchmarkError("the fleet ended, and the store has no trial")
     job = store.jobs.submit([RECORDED], {}, priority=1)
     claim = store.jobs.claim("store cost", LEASE_S)
     if claim is None:
-        raise StoreError("the store gives no lease")
+        raise BenchmarkError("the store gives no lease")
     times: dict[str, list[float]] = {"add": [], "extend": []}
     for number, m in enumerate(measured[:200]):
         fresh = m.but(sweep=f"cost{number}")
@@ -456,39 +495,27 @@ def store_cost(store: Store, measured: Sequence[Measurement]) -> dict[str, float
     return {name: round(sorted(values)[len(values) // 2], 3) for name, values in times.items()}
 
 
-def main(argv: Sequence[str]) -> int:
-    """Simulate; exit code 1 when a trial is lost or there twice.
+def line(row: Row) -> str:
+    """Costs of a trial, and what is wrong."""
+    wrong = ", ".join(row["wrong"]) or "nothing lost"
+    return (
+        f"{row['case']}: {row['controller_ms_per_trial']} ms of the controller for a trial, "
+        f"{row['store_ms']['add']} ms to store one, {row['wall_s']} s; {wrong}"
+    )
 
-    Raises:
-        ConfigError: when a number is out of range.
-    """
-    parser = Parser(prog="scripts/bench fleet", description=__doc__)
-    parser.add_argument("--workers", type=int, default=200, help="simulated workers (default 200)")
-    parser.add_argument("--processes", type=int, default=40, help="that hold them (default 40)")
-    parser.add_argument(
-        "--problems", type=int, default=400, help="problems of the job (default 400)"
-    )
-    parser.add_argument("--trials", type=int, default=50, help="groups a problem")
-    parser.add_argument(
-        "--kill", type=float, default=0.2, help="part of the processes (default 0.2)"
-    )
-    parser.add_argument("--lease", type=float, default=LEASE_S, help="seconds (default 20)")
-    parser.add_argument("--speed", type=float, default=25.0, help="times faster than recorded")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the kills (default 0)")
-    parser.add_argument("--store", metavar="URL", help="an empty one (default: a temporary file)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
-    args = parser.parse_args(argv)
-    args.processes = min(args.processes, args.workers)
-    for name in ("workers", "processes", "problems", "trials"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"{name}={getattr(args, name)} is out of range (allowed: 1 or more)")
-    if not 0 <= args.kill <= 1 or not args.speed > 0 or not args.lease > 0:
-        raise ConfigError("kill must be between 0 and 1, speed and lease above 0")
-    check_place(args.json)
-    with tempfile.TemporaryDirectory() as folder:
-        found = simulate(args, args.store or f"sqlite:///{folder}/store.sqlite", Path(folder))
-    print(json.dumps(found, indent=1))
-    if args.json is not None:
-        write_json(args.json, found)
-    is_whole = not found["lost_trials"] and not found["repeated_trials"]
-    return 0 if is_whole and found["tasks"] == {"done": args.problems} else 1
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Milliseconds of a trial, by parts."""
+    parts = dict.fromkeys(part for row in rows for part in row.get("cpu_ms_per_trial", {}))
+    head = ("fleet", "trials", "killed workers", "controller, ms a trial", *parts, "wrong")
+    lines = [
+        (
+            row["case"],
+            *(str(row[name]) for name in ("trials", "killed_workers", "controller_ms_per_trial")),
+            *(str(row["cpu_ms_per_trial"].get(part, "")) for part in parts),
+            ", ".join(row["wrong"]),
+        )
+        for row in rows
+        if "trials" in row
+    ]
+    return markdown([head, *lines])

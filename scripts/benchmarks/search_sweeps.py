@@ -1,0 +1,434 @@
+"""Sweeps by processes of their own: agreement of seeds, seconds, excess, and the tuner's metrics.
+
+Each sweep is ``tuner sweep`` into an empty store. A case of the last kind of `repeats` reads the
+rows before it, and times all winners in one interleaved pass.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import harness, quick_pass
+from benchmarks.harness import Row
+from benchmarks.rows import markdown
+from tuner import settings
+from tuner.base.processes import python_command, python_environment, running
+from tuner.bench.suites import SUITES
+from tuner.compile.compiler import Compiler
+from tuner.config import Config
+from tuner.errors import BenchmarkError
+from tuner.families import families, families_of
+from tuner.families.base import Family
+from tuner.hardware import DEFAULT_GPU, Gpu
+from tuner.measurement import Regime
+from tuner.problem import PROBLEMS, AttentionProblem, GemmProblem, Problem
+from tuner.runners import recording_archive
+from tuner.runners.base import Runner
+from tuner.runners.choose import Machine, Runners
+from tuner.runners.gpus import parse_devices
+from tuner.search import pool
+from tuner.search.ranking import by_latency
+from tuner.selection.portfolio import serving, shipped
+from tuner.tuning.job import JobOptions, read_problems
+
+ROUNDS, FINALISTS, PASSES = 40, 6, 3
+"""Rounds of a pass over the winners; built kernels beside a winner, and passes over them."""
+VARIANTS = 4
+"""Run-time variants of a compiled kernel that are timed, those of the shortest estimates."""
+TIE = 0.01
+"""Distance of times that count as equal."""
+FIRST = "verified after"
+"""Part of the line with which a sweep tells its first answer."""
+OBSERVED: tuple[Problem, ...] = (
+    AttentionProblem.parse("S=1024,D=64"),
+    AttentionProblem.parse("H=32,HKV=8,S=4096,D=128,causal=1,dtype=bf16"),
+    GemmProblem.parse("M=4096,N=4096,K=4096"),
+    GemmProblem.parse("M=16,N=14336,K=4096"),
+)
+"""Problems of the tuner's own metrics."""
+
+
+@dataclass(frozen=True)
+class SeededSweep:
+    """A sweep of a problem."""
+
+    problem: Problem
+    seed: int = 0
+    is_seed_named: bool = False
+
+    @property
+    def label(self) -> str:
+        """Problem, and the seed where several are swept."""
+        seed = f" seed {self.seed}" if self.is_seed_named else ""
+        return f"{self.problem.op} {self.problem.label()}{seed}"
+
+    @property
+    def group(self) -> str:
+        """Kind of the problem."""
+        return "attention" if self.problem.op.startswith("attention") else "products"
+
+
+@dataclass(frozen=True)
+class WinnersPass:
+    """One pass over the winners of the rows before it."""
+
+    problem: Problem
+    label = "all winners"
+    group = "pass"
+
+
+def repeated(args: Namespace) -> list[SeededSweep | WinnersPass]:
+    """Sweeps of one problem with several seeds, and with a file a pass over all winners."""
+    problem = PROBLEMS[args.op].parse(args.shape)
+    first = int(args.seed) if args.seed.isdigit() else 0
+    seeds = [SeededSweep(problem, seed, True) for seed in range(first, first + args.times)]
+    return [*seeds, *([WinnersPass(problem)] if args.json or args.table else [])]
+
+
+def listed(args: Namespace) -> list[SeededSweep]:
+    """Problems of a file, else of the acceptance suite."""
+    problems = read_problems(args.problems) if args.problems else SUITES["acceptance"].problems
+    return [SeededSweep(problem) for problem in problems]
+
+
+def observed(_: Namespace) -> list[SeededSweep]:
+    """Problems of the tuner's own metrics."""
+    return [SeededSweep(problem) for problem in OBSERVED]
+
+
+def swept(case: SeededSweep, args: Namespace, keeps_kernels: bool = False) -> Row:
+    """One sweep by a process of its own with an empty store.
+
+    Args:
+        case: problem and seed.
+        args: the command line, whose ``--sweep`` goes on to ``tuner sweep``.
+        keeps_kernels: True to sweep with this machine's cache, its compiled kernels and proofs;
+            else the cache is empty.
+
+    Raises:
+        BenchmarkError: when it failed, or found no own kernel.
+    """
+    problem, further = case.problem, args.sweep.split()
+    with tempfile.TemporaryDirectory() as folder:
+        command = python_command(
+            *("-m", "tuner", "sweep", "--op", problem.op, "--shape", problem.label()),
+            *("--seed", str(case.seed), "--json", "--store", f"{folder}/store.sqlite", *further),
+        )
+        cache = settings.cache_dir() if keeps_kernels else Path(folder)
+        environment = {**python_environment(), "TUNER_CACHE_DIR": str(cache)}
+        artifacts = settings.artifacts_dir() if keeps_kernels else cache / "artifacts"
+        before = {path.name for path in artifacts.glob("*")}
+        output = Path(folder) / "outcome.json"  # a pipe that nobody reads meanwhile may fill
+        began, started, cpu_s, load = time.time(), time.monotonic(), _cpu_s(), os.getloadavg()[0]
+        with (
+            output.open("wb") as file,
+            running(
+                command, stdout=file, stderr=subprocess.PIPE, text=True, env=environment
+            ) as process,
+        ):
+            assert process.stderr is not None
+            said = [(time.monotonic() - started, line.rstrip()) for line in process.stderr]
+        seconds = time.monotonic() - started
+        outcome = json.loads(output.read_bytes()) if process.returncode == 0 else {}
+        own = outcome.get("best_own")
+        if own is None:
+            last = said[-1][1] if said else "no own kernel passed"
+            raise BenchmarkError(f"{problem.label()}: {last}")
+        config = Config.from_json(own["config"])
+        built = [path for path in artifacts.glob("*/") if path.name not in before]
+        units = _units(built, began, _keys(problem, config))
+    facts = ("kernels", "elapsed_s", "first_own_s", "seconds", "given_up", "expected_loss")
+    return {
+        "seed": case.seed,
+        "winner": config.to_json(),
+        "us": {"tuner": own["latency_us"]},
+        **{name: outcome[name] for name in facts},
+        "own_over_vendor": outcome["own_over_vendor"],
+        "first_answer_s": next((round(at, 1) for at, line in said if FIRST in line), None),
+        "process_s": round(seconds, 1),
+        "cpu_s": round(_cpu_s() - cpu_s, 1),
+        "cores": len(os.sched_getaffinity(0)),
+        **units,
+        "said": [f"{at:.1f} {line}" for at, line in said],
+        "load": [round(load, 1), round(os.getloadavg()[0], 1)],
+    }
+
+
+def _keys(problem: Problem, config: Config) -> set[str]:
+    """Artifact keys of a config's kernels."""
+    with Runners(Machine(replay=False), _note) as runners:
+        compiler: Compiler = runners.compiler()
+        return {
+            compiler.key(spec)
+            for spec in families()[config.family].kernels(problem, config).values()
+        }
+
+
+def _cpu_s() -> float:
+    """CPU-seconds of the ended child processes and of theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _units(built: Sequence[Path], began: float, winner: set[str]) -> dict[str, Any]:
+    """Facts of compiled kernels: their number, CPU-seconds by template, and when the winner's was
+    done (0: before the sweep).
+
+    Args:
+        built: folders of their artifacts.
+        began: `time.time` at the start of the sweep.
+        winner: keys of the winner's artifacts.
+    """
+    by_template: dict[str, list[float]] = {}
+    best_s = 0.0
+    for folder in built:
+        if not (folder / "meta.json").is_file():
+            continue  # a working folder
+        meta = json.loads((folder / "meta.json").read_bytes())
+        by_template.setdefault(meta["facts"]["template"], []).append(meta["compile_cpu_s"])
+        if folder.name in winner:
+            best_s = max(best_s, (folder / "kernel.cu").stat().st_mtime - began)
+    return {
+        "compiled": sum(map(len, by_template.values())),
+        "compile_cpu_s": round(sum(map(sum, by_template.values())), 1),
+        "cpu_s_a_kernel": {
+            name: round(statistics.fmean(each), 2) for name, each in sorted(by_template.items())
+        },
+        "best_s": round(best_s, 1),
+    }
+
+
+@contextmanager
+def _runner(problem: Problem, args: Namespace) -> Iterator[Runner]:
+    machine = Machine(parse_devices(args.device), None, replay=False)
+    with Runners(machine, _note) as runners:
+        yield runners.of(problem, JobOptions().regime(problem))
+
+
+def _note(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def repeat(case: SeededSweep | WinnersPass, args: Namespace) -> Row:
+    """A sweep, or the pass over all winners and the fastest recorded kernels.
+
+    Raises:
+        BenchmarkError: when a winner fails that passed before, or there is none.
+    """
+    if isinstance(case, SeededSweep):
+        return swept(case, args, args.keep_cache)
+    rows = [row for row in harness.read(args.json)[1] if "winner" in row]
+    winners = {row["case"]: Config.from_json(row["winner"]) for row in rows}
+    if not winners:
+        raise BenchmarkError("no sweep has a winner")
+    with _runner(case.problem, args) as runner:
+        beside = recorded(case.problem, runner.gpu, FINALISTS)
+        every = list(dict.fromkeys([*winners.values(), *beside]))
+        timed = runner.retime(case.problem, every, ROUNDS)
+    us = {m.config: m.latency_us for m in timed if m.ok and m.latency_us}
+    for m in timed:
+        if m.config in winners.values() and m.config not in us:
+            raise BenchmarkError(f"{m.config.digest} failed: {m.log}")
+    least = min(us.values())
+    return {
+        "us": {"tuner": least, **{_named(config): time_us for config, time_us in us.items()}},
+        "over_best": {seed: round(us[one] / least, 4) for seed, one in winners.items()},
+    }
+
+
+def _named(config: Config) -> str:
+    return f"{config.family} {config.digest[:6]}"
+
+
+def recorded(problem: Problem, gpu: Gpu, count: int) -> list[Config]:
+    """The fastest kernels of the problem's widest recording, each by its fastest variant."""
+    regimes = Regime.preferred(Regime.default(problem.op))
+    part = recording_archive.find(problem, DEFAULT_GPU, regimes)
+    best: dict[str, Config] = {}
+    for m in sorted(part.measurements if part else (), key=by_latency):
+        family = families().get(m.config.family)
+        if m.ok and family and not family.is_vendor and family.accepts(problem, m.config, gpu):
+            best.setdefault(family.compile_digest(m.config), m.config)
+    return list(best.values())[:count]
+
+
+def beside(case: SeededSweep, args: Namespace) -> Row:
+    """A sweep with this machine's cache, and its winner beside the fastest built kernels.
+
+    Raises:
+        BenchmarkError: when the sweep failed, or the winner has no time.
+    """
+    row, problem = swept(case, args, keeps_kernels=True), case.problem
+    winner = Config.from_json(row["winner"])
+    times: dict[Config, list[float]] = {}
+    finalists: list[Config] = []
+    for _ in range(PASSES):  # each by a new process
+        with _runner(problem, args) as runner:
+            if not finalists:
+                groups = built(problem, runner)
+                candidates = dict.fromkeys([winner, *(one for group in groups for one in group)])
+                fit = quick_pass.passed(problem, candidates, runner)
+                finalists = list(dict.fromkeys([winner, *(m.config for m in fit[:FINALISTS])]))
+            for m in runner.retime(problem, finalists, ROUNDS // 2):
+                if m.ok and m.latency_us:
+                    times.setdefault(m.config, []).append(m.latency_us)
+    us = {c: statistics.median(each) for c, each in times.items() if len(each) == PASSES}
+    if winner not in us:
+        raise BenchmarkError(f"{problem.label()}: the winner {winner.digest[:6]} has no time")
+    others = {_named(one): time_us for one, time_us in us.items() if one != winner}
+    excess = us[winner] / min(us.values()) - 1
+    shown = {"us": {"tuner": us[winner], **others}, "built": len(groups)}
+    return {**row, **shown, "excess": round(excess, 4)}
+
+
+def built(problem: Problem, runner: Runner) -> list[list[Config]]:
+    """Built kernels of the own families that take a problem, each with its run-time variants."""
+    gpu = runner.gpu
+    portfolios = [one for one in serving(shipped(), gpu) if one.op == problem.op]
+    served = [
+        config
+        for portfolio in portfolios
+        for group in pool.of_portfolio(problem, gpu, portfolio, is_whole=True)
+        for config in group
+    ]
+    groups: dict[str, dict[Config, None]] = {}
+    for family in families_of(problem.op).values():
+        if family.is_vendor or family.is_fallback or family.supports(problem, gpu):
+            continue
+        mine = [one for one in served if one.family == family.name]
+        space = dict.fromkeys([*mine, *family.space(problem, gpu)])
+        for config in runner.compiled(problem, family, list(space)):
+            groups.setdefault(family.compile_digest(config), {})[config] = None
+    return [_variants(problem, list(group), gpu) for group in groups.values()]
+
+
+def _variants(problem: Problem, group: Sequence[Config], gpu: Gpu) -> list[Config]:
+    family: Family = families_of(problem.op)[group[0].family]
+    return sorted(group, key=lambda one: family.predict_us(problem, one, gpu))[:VARIANTS]
+
+
+def observe(case: SeededSweep, args: Namespace) -> Row:
+    """A sweep with an empty cache, and the shares of its seconds: of all cores in nvcc and in
+    other processes, and of the GPU.
+    """
+    with _gpu_use(args.device) as use:
+        row = swept(case, args)
+    cores_s = row["process_s"] * row["cores"]
+    gpu = statistics.fmean(use) / 100 if use else None
+    shares = {
+        "nvcc": round(row["compile_cpu_s"] / cores_s, 3),
+        "other CPU": round((row["cpu_s"] - row["compile_cpu_s"]) / cores_s, 3),
+        "GPU": None if gpu is None else round(gpu, 3),
+        "GPU idle": None if gpu is None else round(1 - gpu, 3),
+    }
+    return {**row, "shares": shares}
+
+
+@contextmanager
+def _gpu_use(device: str) -> Iterator[list[float]]:
+    """Percent of the time that the GPU computes, five values a second, when the context ends."""
+    query = ("--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-lms", "200")
+    values: list[float] = []
+    with tempfile.TemporaryFile("w+") as file:
+        try:
+            command = ["nvidia-smi", "-i", device, *query]
+            with running(command, stdout=file, stderr=subprocess.DEVNULL) as process:
+                yield values
+                process.terminate()
+        except FileNotFoundError:
+            yield values
+        file.seek(0)
+        values += [float(line) for line in file.read().split() if line.isdigit()]
+
+
+def line(row: Row) -> str:
+    """Seconds, kernels and times of a sweep; of the pass its worst winner."""
+    if "over_best" in row:
+        return f"{row['case']}: the worst {max(row['over_best'].values()):.4f} of the best"
+    excess = f"; {row['excess']:.1%} over {row['built']} kernels" if "excess" in row else ""
+    shares = "; " + _shares(row["shares"]) if "shares" in row else ""
+    return (
+        f"{row['case']}: {row['elapsed_s']:.1f} s, first own {row['first_own_s']} s, "
+        f"{row['kernels']} sets, {row['compiled']} compiled in {row['compile_cpu_s']} CPU-s, "
+        f"{row['us']['tuner']:.2f} us{excess}{shares}"
+    )
+
+
+def _shares(shares: Mapping[str, float | None]) -> str:
+    return ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share is not None)
+
+
+def repeats_table(rows: Sequence[Row]) -> list[str]:
+    """The winners, and how far they are apart."""
+    done = [row for row in rows if "winner" in row]
+    over = [v for row in rows for v in row.get("over_best", {}).values()]
+    winners = {json.dumps(row["winner"], sort_keys=True) for row in done}
+    head = ("sweeps", "winners", "within 1 % of the best", "worst over best", "mean s", "longest")
+    seconds = [row["elapsed_s"] for row in done]
+    cells = (
+        str(len(done)),
+        str(len(winners)),
+        f"{sum(one <= 1 + TIE for one in over)} of {len(over)}" if over else "no pass",
+        f"{max(over):.4f}" if over else "",
+        f"{statistics.fmean(seconds):.1f}" if seconds else "",
+        f"{max(seconds):.1f}" if seconds else "",
+    )
+    return markdown([head, cells])
+
+
+def sweeps_table(rows: Sequence[Row]) -> list[str]:
+    """Means by kind of operation."""
+    timed = ("sweeps", "mean s", "longest", "first own s", "CPU-s a kernel")
+    lines: list[Sequence[str]] = [("kind", *timed, "mean excess", "worst", "within 2 %")]
+    for kind in ("attention", "products", "all"):
+        done = [row for row in rows if "winner" in row and kind in (row["group"], "all")]
+        if not done:
+            continue
+        seconds = [row["elapsed_s"] for row in done]
+        firsts = [row["first_own_s"] for row in done if row["first_own_s"] is not None]
+        excess = [row["excess"] for row in done]
+        compiled = sum(row["compiled"] for row in done)
+        lines.append(
+            (
+                kind,
+                str(len(done)),
+                f"{statistics.fmean(seconds):.1f}",
+                f"{max(seconds):.1f}",
+                f"{statistics.fmean(firsts):.1f}" if firsts else "",
+                f"{sum(row['compile_cpu_s'] for row in done) / compiled:.1f}" if compiled else "",
+                f"{statistics.fmean(excess):.1%}",
+                f"{max(excess):.1%}",
+                f"{sum(one <= 0.02 for one in excess)} of {len(excess)}",
+            )
+        )
+    return markdown(lines)
+
+
+def metrics_table(rows: Sequence[Row]) -> list[str]:
+    """A line a problem: seconds to the best kernel, compiles, and shares of the time."""
+    names = ("process_s", "first_answer_s", "best_s", "compiled", "given_up")
+    shares = ("nvcc", "other CPU", "GPU", "GPU idle")
+    head = ("problem", "s", "first answer", "best compiled", "compiled", "given up", *shares)
+    lines = [
+        (
+            row["case"],
+            *("" if row[name] is None else str(row[name]) for name in names),
+            *("" if (v := row["shares"][name]) is None else f"{v:.0%}" for name in shares),
+        )
+        for row in rows
+        if "shares" in row
+    ]
+    return markdown([head, *lines])

@@ -1,0 +1,131 @@
+"""Sweeps, jobs and compilers that smoke runs of the bench `search` need beside a device."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tuner.base.processes import Finished, ProcessPool
+from tuner.config import Config
+from tuner.families.base import Family
+from tuner.hardware import DEFAULT_GPU
+from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
+from tuner.problem import Problem
+from tuner.tuning.job import JobResult
+from tuner.tuning.outcome import Outcome
+
+#: A ``tuner sweep`` whose winner is the first config of the problem's space.
+SWEEP = """
+import json, os, sys
+from tuner.families import family
+from tuner.hardware import DEFAULT_GPU
+from tuner.problem import PROBLEMS
+given = dict(zip(sys.argv[1:], sys.argv[2:]))
+problem = PROBLEMS[given["--op"]].parse(given["--shape"])
+name = "gemm" if problem.op == "gemm" else "fused_attention"
+config = family(name).space(problem, DEFAULT_GPU)[0]
+print("first answer verified after 1 s", file=sys.stderr)
+folder = os.environ["TUNER_CACHE_DIR"] + "/artifacts/" + "0" * 32
+os.makedirs(folder, exist_ok=True)
+json.dump({"compile_cpu_s": 2.5, "facts": {"template": "a"}}, open(folder + "/meta.json", "w"))
+open(folder + "/kernel.cu", "w").close()
+own = {"config": config.to_json(), "latency_us": 8.0}
+rest = ("own_over_vendor", "seconds", "expected_loss")
+print(json.dumps({"best_own": own, "kernels": 1, "elapsed_s": 1.0, "first_own_s": 0.5,
+                  "given_up": 0, **dict.fromkeys(rest)}))
+"""
+
+
+class Timed:
+    """A runner that has built every kernel; a config's time follows from its digest."""
+
+    gpu = DEFAULT_GPU
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[Problem, Sequence[Config]]] = []
+
+    def compiled(self, problem: Problem, family: Family, space: Sequence[Config]) -> list[Config]:
+        return list(space)[:4]
+
+    def submit(self, problem: Problem, group: Sequence[Config]) -> None:
+        self.requests.append((problem, group))
+
+    def collect(self) -> list[Measurement]:
+        return measured(*self.requests.pop(0))
+
+    def retime(self, problem: Problem, configs: Sequence[Config], _: int) -> list[Measurement]:
+        return measured(problem, configs)
+
+
+def measured(problem: Problem, configs: Sequence[Config]) -> list[Measurement]:
+    return [
+        Measurement(problem, config, DEFAULT_GPU, Regime(), Status.OK, is_final=True,
+                    latency_us=8 + int(config.digest[:4], 16) / 65536)
+        for config in configs
+    ]  # fmt: skip
+
+
+class Machines:
+    """Stands for `Runners` on a machine with two GPUs."""
+
+    gpu, devices = DEFAULT_GPU, (0, 1)
+
+    def __init__(self, *_: Any) -> None: ...
+    def __enter__(self) -> Machines:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+    def of(self, problem: Problem, regime: Regime) -> Timed:
+        return Timed()
+
+    def compiler(self) -> Any:
+        return SimpleNamespace(key=lambda spec: "0" * 32)
+
+
+class FinishedJob:
+    """A job that has measured one config of each problem."""
+
+    def __init__(self, problems: Sequence[Problem], *_: Any) -> None:
+        self._problems = problems
+
+    def run(self) -> JobResult:
+        own = Config("fused_attention", {"tile_n": 64})
+        return JobResult([
+            Outcome(
+                problem, DEFAULT_GPU, Regime(), Environment({}), Provenance.MEASURED, "s",
+                tuple(measured(problem, [own])), candidates=1, kernels=1, resumed=0,
+                failures=Counter(), unavailable={}, interrupted=False, elapsed_s=1.0,
+            )
+            for problem in self._problems
+        ])  # fmt: skip
+
+
+@pytest.fixture
+def sweeps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Sweeps by a process that measures nothing."""
+    from benchmarks import search_gpus, search_sweeps
+
+    monkeypatch.setenv("TUNER_CACHE_DIR", str(tmp_path))
+    command = lambda *arguments: [sys.executable, "-P", "-c", SWEEP, *arguments[3:]]  # noqa: E731
+    monkeypatch.setattr(search_sweeps, "python_command", command)
+    monkeypatch.setattr(search_gpus, "Job", FinishedJob)
+    for module in (search_gpus, search_sweeps):
+        monkeypatch.setattr(module, "Runners", Machines)
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that takes a second for each step."""
+    from benchmarks import search
+
+    tools = SimpleNamespace(nvcc=Path("nvcc"), host_compiler=Path("g++"), cutlass=Path("cutlass"),
+                            library_dirs=(), nvcc_version="13", cutlass_version="4",
+                            host_version="12")  # fmt: skip
+    monkeypatch.setattr(search, "find_toolchain", lambda: tools)
+    monkeypatch.setattr(ProcessPool, "run", lambda *_: Finished(0, 1.0, 1.0, False, ""))
