@@ -53,8 +53,10 @@ install() {
   # Bytecode is half of pip's time: it writes it on one core, compileall on all. A third of it is of
   # what nothing here imports.
   local unused='/(tests|testing/_internal|transformers/models|pip)/'
+  trap 'die "interrupted while packages were being installed: the same command goes on"' INT TERM
   (cd "$top" && "$python" -P -m pip install --disable-pip-version-check --no-compile --quiet "$@") >&2 ||
     die "pip could not install $* into $venv (offline: scripts/wheelhouse makes a folder for PIP_FIND_LINKS)"
+  trap - INT TERM
   "$python" -P -m compileall -q -j 0 -x "$unused" "$venv"/lib/python*/site-packages >/dev/null 2>&1 || true
   rm -f "$venv/.$name-"*
   touch "$stamp"

@@ -179,7 +179,7 @@ class TestWrongInput:
         ("arguments", "message"),
         [
             ([], "arguments are required: COMMAND (`tuner --help` lists them)"),
-            (["cache"], "arguments are required: ACTION (`tuner cache --help` lists them)"),
+            (["jobs"], "arguments are required: COMMAND (`tuner jobs --help` lists them)"),
             (["tune"], "invalid choice: 'tune' (choose from "),
             (["sweeep"], "; did you mean sweep?"),
             (["cache", "prun"], "; did you mean prune?"),

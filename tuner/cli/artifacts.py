@@ -19,7 +19,9 @@ _BINARY = {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 def register(subparsers: Any) -> None:
     """Add the command."""
     parser = subparsers.add_parser("cache", help="show or limit the size of the compiled kernels")
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.set_defaults(run=show)
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", help="default: info")
     info = actions.add_parser("info", help="print the artifacts' folder, number and size")
     prune = actions.add_parser("prune", help="remove the least recently used artifacts")
     prune.add_argument(

@@ -9,7 +9,6 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,17 +20,17 @@ from tuner.errors import ConfigError, NoValidConfigError, StoreError
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Environment, Measurement, Provenance, Regime
 from tuner.problem import PROBLEMS, Problem
-from tuner.selection import describe
+from tuner.selection import availability, describe
 from tuner.selection.reader import (
     Entry,
     LookupResult,
     entries,
     find_gpu,
-    gpus,
     lookup,
     shipped,
     with_shipped,
 )
+from tuner.selection.rules import rule_of
 from tuner.store import open_store
 from tuner.store.entry import is_vendor, vendor_name
 from tuner.store.reading import sqlite_file
@@ -131,14 +130,33 @@ def _other_gpu(parser: argparse.ArgumentParser) -> None:
 
 def look_up(args: argparse.Namespace) -> int:
     """Print the lookup result of a shape. Returns 1 if there is none."""
-    answer = _answer(args)
+    problem, answer = _asked(args), _found(args)
     if answer is None:
-        return 1
+        return 0 if _print_rule(args, problem) else _miss(args, problem)
+    served = availability.of_answer(answer)
     if args.json:
-        print(json.dumps(describe.answer_json(answer, _asked(args), ranking=False)))
+        data = describe.answer_json(answer, problem, ranking=False)
+        print(json.dumps({**data, "served_here": served._asdict()}))
     else:
-        print(describe.answer_text(answer, _asked(args), _source(args)))
+        print(describe.answer_text(answer, problem, _source(args), served.text))
     return 0
+
+
+def _print_rule(args: argparse.Namespace, problem: Problem) -> bool:
+    """Print the kernel that a rule names for a problem without a decision; False if none does."""
+    gpu, rule = _gpu(args), rule_of(problem)
+    selected = rule.select(problem, gpu) if rule and rule.serves(problem, gpu) else None
+    if selected is None:
+        return False
+    expected_us, config = selected.expected[0]
+    served = availability.of_kernel(problem, config, gpu)
+    if args.json:
+        data = {"kind": "rule", "op": problem.op, "shape": problem.label(), "gpu": gpu.name}
+        data |= {"config": config.to_json(), "expected_us": expected_us}
+        print(json.dumps({**data, "served_here": served._asdict()}))
+    else:
+        print(describe.rule_text(problem, gpu, selected, served.text))
+    return True
 
 
 def list_all(args: argparse.Namespace) -> int:
@@ -166,9 +184,9 @@ def list_all(args: argparse.Namespace) -> int:
 
 def show(args: argparse.Namespace) -> int:
     """Print one entry in full. Returns 1 if the shape has none."""
-    answer = _answer(args)
+    answer = _found(args)
     if answer is None:
-        return 1
+        return _miss(args, _asked(args))
     winner = answer.entry.winner
     sources = _sources(winner) if args.source else {}
     if args.json:
@@ -178,7 +196,8 @@ def show(args: argparse.Namespace) -> int:
     if args.source:
         print("\n".join(sources.values()))
         return 0
-    print(describe.answer_text(answer, _asked(args), _source(args)))
+    served = availability.of_answer(answer)
+    print(describe.answer_text(answer, _asked(args), _source(args), served.text))
     print(f"{'digest':<12} {winner.config.digest}")
     print(f"{'sweep':<12} {answer.entry.sweep or '-'}")
     print(f"{'workspace':<12} {winner.workspace_bytes} bytes")
@@ -455,41 +474,48 @@ def _environment() -> Environment:
     return Environment({**environment().facts, **installed_versions()})
 
 
-def _answer(args: argparse.Namespace) -> LookupResult | None:
-    """Look a shape up. A miss is reported on standard error."""
-    problem = _asked(args)
-    regimes = _regimes(args, problem)
-    path = _file(args)
-    among = known_entries(args) if path is None else None
-    known_gpus = gpus(path) if among is None else [e.gpu for e in among]
-    gpu = find_gpu(args.gpu, known_gpus) if args.gpu else _detected()
-    here = None
-    if gpu and not args.gpu:
-        here = _environment()
-    ask = partial(
-        lookup,
+def _gpu(args: argparse.Namespace) -> Gpu:
+    """The named GPU, else this machine's, else the default."""
+    if args.gpu:
+        return find_gpu(args.gpu, [entry.gpu for entry in known_entries(args)])
+    return _detected() or DEFAULT_GPU
+
+
+def _found(args: argparse.Namespace, *, allow_other_gpu: bool | None = None) -> LookupResult | None:
+    """Look a shape up.
+
+    Args:
+        args: arguments of the command.
+        allow_other_gpu: as of `lookup`; None: as the command says.
+    """
+    problem, path = _asked(args), _file(args)
+    gpu = _gpu(args) if args.gpu else _detected()
+    return lookup(
         problem,
         gpu=gpu,
-        regime=regimes,
+        regime=_regimes(args, problem),
         path=path,
-        environment=here,
-        among=among,
+        allow_other_gpu=args.allow_other_gpu if allow_other_gpu is None else allow_other_gpu,
+        environment=_environment() if gpu and not args.gpu else None,
+        among=known_entries(args) if path is None else None,
     )
-    answer = ask(allow_other_gpu=args.allow_other_gpu)
-    if answer is None:
-        name = (gpu or DEFAULT_GPU).name
-        known = known_entries(args)
-        others = sorted({f"{e.gpu.name} ({e.regime})" for e in known if e.problem == problem})
-        hint = f"; known for {', '.join(others)}" if others else ""
-        if ask(allow_other_gpu=True) is not None:
-            hint += "; --allow-other-gpu answers from another GPU"
-        if labels := describe.nearest_labels(problem, known):
-            hint += f"; `tuner sweep` measures it (nearest: {describe.first_few(labels)})"
-        message = (
-            f"tuner: nothing known for {problem.op} {problem.label()} on {name} "
-            f"({(regimes or Regime.choices(problem.op))[0]}){hint}"
-        )
-        print(message, file=sys.stderr)
-        if args.json:
-            print("null")
-    return answer
+
+
+def _miss(args: argparse.Namespace, problem: Problem) -> int:
+    """Say on standard error that nothing is known of a problem. Returns 1."""
+    known = known_entries(args)
+    others = sorted({f"{e.gpu.name} ({e.regime})" for e in known if e.problem == problem})
+    hint = f"; known for {', '.join(others)}" if others else ""
+    if _found(args, allow_other_gpu=True) is not None:
+        hint += "; --allow-other-gpu answers from another GPU"
+    if labels := describe.nearest_labels(problem, known):
+        hint += f"; `tuner sweep` measures it (nearest: {describe.first_few(labels)})"
+    regime = (_regimes(args, problem) or Regime.choices(problem.op))[0]
+    print(
+        f"tuner: nothing known for {problem.op} {problem.label()} on {_gpu(args).name} "
+        f"({regime}){hint}",
+        file=sys.stderr,
+    )
+    if args.json:
+        print("null")
+    return 1

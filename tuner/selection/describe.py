@@ -6,7 +6,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tuner.config import Config
 from tuner.hardware import Gpu
@@ -17,6 +17,9 @@ from tuner.selection.choice import Selection
 from tuner.selection.reader import Entry, LookupResult
 from tuner.selection.result import SELECTED
 from tuner.store.entry import is_vendor, ratios_json, vendor_name
+
+if TYPE_CHECKING:
+    from tuner.families.rule import RuleSelection
 
 WIDTH = 100
 """Columns of a sweep's result and of a printed lookup result, at most."""
@@ -177,18 +180,20 @@ def kernel_name(measurement: Measurement) -> str:
     return vendor_name(config) if is_vendor(config) else config.family
 
 
-def answer_text(answer: LookupResult, asked: Problem, source: str) -> str:
+def answer_text(answer: LookupResult, asked: Problem, source: str, served: str = "") -> str:
     """A few lines: the kernel that serves the problem, its time, its rivals, and the source.
 
     Args:
         answer: lookup result; a portfolio's choice has an expected time.
         asked: the problem that was looked up.
         source: name of the store.
+        served: text of its availability on this machine; empty: not shown.
     """
     entry = answer.entry
     width = WIDTH - _LABEL
     rows = [("answer", [answer.kind])]
     rows += _winner_rows(answer, width)
+    rows += [("served here", wrapped(served, width))] if served else []
     decided = f", {entry.decided_at}" if entry.decided_at else ""
     # Rows of their own have the origin and a selection's expected times.
     shown = {entry.origin}
@@ -200,12 +205,38 @@ def answer_text(answer: LookupResult, asked: Problem, source: str) -> str:
         ("from", [entry.origin if entry.origin == "shipped" else source]),
         *(("note", wrapped(note, width)) for note in answer.notes if note not in shown),
     ]
-    lines = [
+    return "\n".join([*_answer_head(answer, asked), *_labelled(rows)])
+
+
+def rule_text(problem: Problem, gpu: Gpu, selected: RuleSelection, served: str) -> str:
+    """As `answer_text`, of the kernel that a rule names.
+
+    Args:
+        problem: the problem that was looked up.
+        gpu: GPU that the expected time holds for.
+        selected: the rule's kernels.
+        served: as of `answer_text`.
+    """
+    width = WIDTH - _LABEL
+    expected_us, config = selected.expected[0]
+    rows = [
+        ("answer", ["rule"]),
+        ("winner", config_lines(config, width)),
+        ("expected", [f"{microseconds(expected_us)} us"]),
+        ("served here", wrapped(served, width)),
+        *(("note", wrapped(doubt, width)) for doubt in selected.doubts),
+    ]
+    head = f"{problem.op} {problem.label()} on {gpu.name}, {selected.regime}"
+    return "\n".join([head, *_labelled(rows)])
+
+
+def _labelled(rows: Iterable[tuple[str, Sequence[str]]]) -> list[str]:
+    """Lines of rows, the first of each behind its label."""
+    return [
         f"{name if number == 0 else '':<{_LABEL}}{line}"
         for name, texts in rows
         for number, line in enumerate(texts)
     ]
-    return "\n".join([*_answer_head(answer, asked), *lines])
 
 
 def _winner_rows(answer: LookupResult, width: int) -> list[tuple[str, list[str]]]:
