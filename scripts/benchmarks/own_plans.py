@@ -111,9 +111,3 @@ def compile_specs(specs: Iterable[KernelSpec]) -> None:
     with Compiler(find_toolchain(), ArtifactCache()) as every:
         if compile_aot(list(dict.fromkeys(specs)), every, None):
             raise CompileError("not every kernel is compiled; the lines above say why")
-
-
-def kernel_name(config: Any) -> str:
-    """Tile of a kernel of a rule, ``u4`` where its loop is unrolled."""
-    loop = f" u{config['unroll']}" if "unroll" in config.params else ""
-    return f"{'swapped ' * config['swap_ab']}{config['tile_m']}x{config['tile_n']}{loop}"

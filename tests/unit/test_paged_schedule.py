@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks import paged
+from benchmarks.paged_batches import Case, ratios, served
 from tuner.families.fused_attention.paged_schedule import Decoding, best, coarse, expected_us
+from tuner.hardware import DEFAULT_GPU
 
 
 def decoding(tiles: int, longest: int, mean: int) -> Decoding:
@@ -42,3 +45,19 @@ def test_times_grow_with_the_keys(tiles: int) -> None:
         times = [expected_us(decoding(8 * tiles, keys, keys), splits, combine)
                  for keys in (64, 512, 4096, 32768)]  # fmt: skip
         assert times == sorted(times) and times[0] > 0
+
+
+@pytest.mark.parametrize("case", [*served(), *ratios()[::8]], ids=lambda case: case.label)
+def test_batches_of_engines_have_kernels_that_read_each_key_once(case: Case) -> None:
+    """And each has a legal schedule with the same compiled kernel."""
+    packed = []
+    for config, spec in paged.specs_of(case).items():
+        packed.append(config.get("packed_heads", 1))
+        schedules = list(paged.schedules(case, config))
+        assert schedules, paged.short(config)
+        assert all(
+            paged.FAMILY.accepts(case.problem, schedule, DEFAULT_GPU) for schedule in schedules
+        )
+        (kernel,) = {paged.FAMILY.kernels(case.problem, each)["attention"] for each in schedules}
+        assert kernel == spec
+    assert max(packed) >= case.heads_q // case.heads_kv
