@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import datetime
+import importlib
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import results
+from benchmarks import harness, results
+from tuner import cli
 from tuner.errors import ConfigError
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
 MAX_LINES = 300
 FIGURES = "cases", "own", "ratio", "decisions"
 NAMES = [name for names in results.SECTIONS.values() for name in names]
@@ -43,8 +46,29 @@ def test_each_row_says_what_was_measured_and_how(name: str) -> None:
             assert set(row) <= {"what", "over", "worst", *FIGURES}
 
 
+def commands() -> list[str]:
+    """Commands of the page without those with a place to fill in."""
+    runs = [run["command"] for name in NAMES for run in results.read(name)["runs"]]
+    return sorted({command for command in runs if not re.search(r"\b[A-Z]{4,}\b", command)})
+
+
+@pytest.mark.parametrize("command", commands())
+def test_commands_of_the_page_are_the_programs(command: str) -> None:
+    program, *arguments = shlex.split(command)
+    if program == "tuner":
+        cli.parser().parse_args(arguments)
+    elif program == "scripts/bench":
+        bench = importlib.import_module(f"benchmarks.{arguments[0]}").BENCH
+        harness.parser_of(bench).parse_args(arguments[1:])
+    else:
+        assert (ROOT / program).is_file()
+        assert all((ROOT / path).is_file() for path in arguments if path.startswith("tests/"))
+
+
 def test_ratios_of_the_readme_are_on_the_page() -> None:
-    (part,) = re.findall(r"^## Results\n(.*?)^## ", README.read_text(), re.DOTALL | re.MULTILINE)
+    (part,) = re.findall(
+        r"^## Results\n(.*?)^## ", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE
+    )
     rows = [line for line in part.splitlines() if line.startswith("| ")]
     ratios = {ratio for line in rows for ratio in re.findall(r"\b\d\.\d{3}\b", line)}
     page = results.PAGE.read_text()
