@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from tuner.measure.round_order import RoundOrder
+from tuner.measure.rounds import RoundOrder
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 10])

@@ -17,8 +17,7 @@ from tuner.errors import BenchmarkError
 from tuner.measure import device as device_module
 from tuner.measure.bursts import Burst, Entrant, Replay, count_calls, median_of, times_of
 from tuner.measure.device import Device
-from tuner.measure.round_order import RoundOrder
-from tuner.measure.rounds import Timing, is_decided, summarize
+from tuner.measure.rounds import RoundOrder, Timing, is_decided, summarize
 from tuner.measure.subjects import Call
 from tuner.measurement import Clocks, Regime
 

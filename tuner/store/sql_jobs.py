@@ -241,21 +241,20 @@ class Jobs:
         """Cancel every open task and return their number. Measurements are kept, without a
         decision.
         """
-        with self._transaction(write=True) as connection:
-            query = _T.update().where(_T.c.job_id == job, _T.c.state.in_(OPEN_STATES))
-            count = connection.execute(query.values(state="cancelled", holder="")).rowcount
-            if count:
-                self._log(connection, job, None, f"cancelled, problems: {count}")
-            return count
+        return self._change(job, OPEN_STATES, "cancelled", state="cancelled", holder="")
 
     def retry(self, job: str) -> int:
         """Queue failed and cancelled tasks again and return their number."""
+        values = {"state": "queued", "attempt": 0, "not_before": 0.0}
+        return self._change(job, ("failed", "cancelled"), "queued again", **values)
+
+    def _change(self, job: str, states: Sequence[str], text: str, **values: Any) -> int:
+        """Change a job's tasks that are in some states; returns how many."""
         with self._transaction(write=True) as connection:
-            query = _T.update().where(_T.c.job_id == job, _T.c.state.in_(("failed", "cancelled")))
-            change = query.values(state="queued", attempt=0, not_before=0.0)
-            count = connection.execute(change).rowcount
+            query = _T.update().where(_T.c.job_id == job, _T.c.state.in_(states))
+            count = connection.execute(query.values(**values)).rowcount
             if count:
-                self._log(connection, job, None, f"queued again, problems: {count}")
+                self._log(connection, job, None, f"{text}, problems: {count}")
             return count
 
     def counts(self) -> dict[str, int]:
