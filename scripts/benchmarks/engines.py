@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from benchmarks import engines_servers, flash_attention_package
+from benchmarks import engines_flash_attention, engines_servers
 from benchmarks.child import Worker
 from benchmarks.engines_servers import FEW, FLASH_3, Batching, Load, Server, Vllm
 from benchmarks.engines_steps import PARTS
@@ -42,7 +42,7 @@ VLLM, SDPA = "vllm", "sdpa"
 BATCHING = {
     SDPA: "torch",
     TUNER: "torch",
-    FLASH_3: flash_attention_package.MODULE,
+    FLASH_3: engines_flash_attention.MODULE,
     "flash_attention_2": "flash_attn",
 }
 """Attention of Transformers, and the module that it needs."""
@@ -113,7 +113,7 @@ def _check(package: str) -> None:
 def is_absent(way: str) -> bool:
     """True if the module that an attention needs is not there."""
     return importlib.util.find_spec(BATCHING[way]) is None and not (
-        way == FLASH_3 and flash_attention_package.stands_in()
+        way == FLASH_3 and engines_flash_attention.stands_in()
     )
 
 

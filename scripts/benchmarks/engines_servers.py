@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import engines_steps, flash_attention_package
+from benchmarks import engines_flash_attention, engines_steps
 from benchmarks.child import answer_indices
 from benchmarks.decoder import LLAMA_3_8B, Sizes
 from tuner.base.processes import python_command
@@ -260,9 +260,9 @@ class Batching:
 
     def start(self) -> dict[str, Any]:
         """Make the model, and answer all requests once: that captures graphs and loads kernels."""
-        if self.way == FLASH_3 and flash_attention_package.stands_in():
+        if self.way == FLASH_3 and engines_flash_attention.stands_in():
             folder = self._open.enter_context(tempfile.TemporaryDirectory())
-            sys.path.append(str(flash_attention_package.written(Path(folder))))
+            sys.path.append(str(engines_flash_attention.written(Path(folder))))
         import transformers
         from transformers.generation.continuous_batching.utils import WorkloadHints
 
@@ -313,7 +313,7 @@ class Batching:
         if self.way != FLASH_3:
             return self.way
         # An installed FlashAttention-3 does, and has no such function.
-        asked = getattr(importlib.import_module(flash_attention_package.MODULE), "appends", None)
+        asked = getattr(importlib.import_module(engines_flash_attention.MODULE), "appends", None)
         by = "its own kernel" if asked is None or asked() else "PyTorch's operations"
         return f"{self.way}, new keys and values written by {by}"
 

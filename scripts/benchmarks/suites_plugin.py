@@ -230,9 +230,9 @@ def pytest_configure(config: pytest.Config) -> None:
     share = Share(**json.loads(os.environ[VARIABLE]))
     signal.alarm(share.limit_s)  # by default that ends the process, wherever it is
     if share.flash_attention:
-        from benchmarks import flash_attention_adapter
+        from benchmarks import suites_flash_attention
 
-        flash_attention_adapter.install(Path(share.flash_attention))
+        suites_flash_attention.install(Path(share.flash_attention))
     if share.mode == FORCED:
         importlib.import_module(share.forcing).install(built_only=share.built_only)
     config.pluginmanager.register(Recorder(share), "tuner-suites")
