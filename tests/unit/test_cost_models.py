@@ -103,7 +103,6 @@ def test_shipped_fits_name_the_constants_that_there_are() -> None:
     for file in files:
         document = json.loads(file.read_text())
         assert set(document["constants"]) == set(FITTED[file.stem].cost_constants), file.name
-        assert document["judged_left_out"]
 
 
 @functools.cache
@@ -128,23 +127,9 @@ def wide() -> list[Any]:
 def test_wide_recordings_are_put_in_order(
     name: str, part: Recording, measured: list[Measurement]
 ) -> None:
-    correlation = cost.rank_correlation(FITTED[name], part, measured)
-    assert correlation is not None and correlation >= 0.75
-
-
-@pytest.mark.parametrize(("name", "part", "measured"), wide())
-def test_wide_recordings_are_put_in_order_by_a_fit_without_them(
-    name: str, part: Recording, measured: list[Measurement]
-) -> None:
-    """As the shipped fit was judged when it was made."""
-    document = json.loads((resources.cache() / "cost" / f"{name}.json").read_text())
-    problem = f"{part.problem.op} {part.problem.label()}"
-    rows = [row for row in document["judged_left_out"] if row["problem"] == problem]
-    if not rows:
-        pytest.skip("recorded since: the shipped fit, judged above, was made without it")
-    (row,) = rows
-    assert row["measurements"] >= WIDE
-    assert row["spearman"] >= 0.75
+    stats = pytest.importorskip("scipy.stats", reason="a rank correlation needs scipy")
+    predicted = [FITTED[name].predict_us(part.problem, m.config, part.gpu) for m in measured]
+    assert stats.spearmanr(predicted, [m.latency_us for m in measured]).statistic >= 0.75
 
 
 class Toy(Family):
@@ -160,7 +145,7 @@ class Toy(Family):
         return [Config(self.name, {"x": x}) for x in range(1, 60)]
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
-        return self.constants["fixed"] + self.constants["slope"] * config["x"]
+        return float(self.constants["fixed"] + self.constants["slope"] * config["x"])
 
 
 def recorded(problem: Problem, slope: float, fixed: float) -> Recording:
@@ -205,16 +190,6 @@ def test_what_is_left_out_has_no_say(toy: Toy) -> None:
     assert family.constants == other.constants(toy, strange)
 
 
-def test_the_judgement_is_of_problems_left_out(toy: Toy) -> None:
-    fit = CostFits([recorded(GemmProblem(s, s, s), 2.0, 3.0) for s in (256, 512)])
-    rows = cost.judged(fit, toy)
-    assert [row["measurements"] for row in rows] == [59, 59]
-    for row in rows:
-        assert row["spearman"] == pytest.approx(1.0)
-        assert abs(row["bias"]) < 0.1
-        assert row["error"] < 0.01
-
-
 def test_the_fit_is_stored_as_it_ships(
     toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -223,13 +198,11 @@ def test_the_fit_is_stored_as_it_ships(
         recording.write(tmp_path / f"{size}{recording.SUFFIX}", part)
     monkeypatch.setattr(resources, "cache", lambda: tmp_path)
     assert cli.main(["fit", "cost", str(tmp_path), "--only", "toy", "--write"]) == 0
-    assert "toy: 2 problems left out" in (said := capsys.readouterr().out)
+    assert "toy: 2 measured; mean loss as it ships" in (said := capsys.readouterr().out)
     document = json.loads((tmp_path / "cost" / "toy.json").read_text())
     assert f"toy: slope      1   {document['constants']['slope']:.4g}" in said
     assert document["constants"]["slope"] == pytest.approx(2.0, rel=0.05)
-    assert [row["problem"] for row in document["judged_left_out"]] == [
-        "gemm M=256,N=256,K=256,dtype=fp16", "gemm M=512,N=512,K=512,dtype=fp16",
-    ]  # fmt: skip
+    assert document["errors"] in said and "left out 0." in document["errors"]
     assert cli.main(["fit", "cost", str(tmp_path), "--only", "tox"]) == cli.WRONG_INPUT
     assert "family 'tox' has no fit (allowed: toy)" in capsys.readouterr().err
 

@@ -77,8 +77,11 @@ class TestShared:
 
     def test_rows_are_behind_the_heading_and_whole(self, tmp_path: Path) -> None:
         path = tmp_path / "rows.jsonl"
-        path.write_text('{"bench": "paged"}\n{"case": "a"}\n{"case": "b"}\n{"ca')
-        assert refit.rows([path, path]) == [{"case": "a"}, {"case": "b"}] * 2
+        path.write_text(
+            '{"bench": "paged"}\n{"case": "a", "us": {"tuner own": 3}}\n{"case": "b"}\n{"ca'
+        )
+        found = [{"case": "a", "us": {"own": 3}}, {"case": "b", "us": {}}]
+        assert refit.rows([path, path]) == found * 2
         packed = tmp_path / "rows.gz"
         packed.write_bytes(gzip.compress(path.read_bytes()))
         assert refit.rows([packed]) == refit.rows([path])
@@ -102,7 +105,7 @@ class TestCommand:
         assert capsys.readouterr().out.startswith(said + "constants of tuner.families.")
 
     def test_rows_of_another_bench_are_named(self, capsys: pytest.CaptureFixture[str]) -> None:
-        for name, of in (("paged", "backward"), ("corrections", "backward"), ("backward", "paged")):
+        for name, of in (("corrections", "backward"), ("backward", "paged")):
             assert cli.main(["fit", name, str(FILES[of])]) == cli.WRONG_INPUT
             assert f"the rows are not of `scripts/bench {BENCHES[name]}`" in capsys.readouterr().err
         assert cli.main(["fit", "rates", str(FILES["backward"])]) == cli.WRONG_INPUT
@@ -115,7 +118,7 @@ class TestCommand:
         assert "no corrections ship for NVIDIA H100" in capsys.readouterr().err
 
 
-BENCHES = {"paged": "paged", "corrections": "population", "backward": "backward"}
+BENCHES = {"corrections": "population", "backward": "backward"}
 
 
 class TestBackward:

@@ -1,9 +1,8 @@
 """Fit of the families' cost models to recordings.
 
 A family's constants are fitted to the logarithm of the recorded quick times, over all problems at
-once; the order within a problem counts most. A cross-validation judges the fit: problems are
-shuffled into `FOLDS` parts, and each is judged by a fit without its part. `Family.constants` reads
-the fit to all problems, ``cache/cost/FAMILY.json``.
+once; the order within a problem counts most. Problems are shuffled into `FOLDS` parts, and each is
+judged by a fit without its part. `Family.constants` reads the fit to all, ``cache/cost/NAME.json``.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from statistics import fmean, median, pstdev
+from statistics import fmean, pstdev
 from typing import Any
 
 from tuner.base import resources
@@ -38,24 +37,21 @@ FULL_WEIGHT = 50
 STEPS, SETTLED = 40, 1e-3
 #: Parts of the problems, each left out in turn; of so many problems or fewer each one alone.
 FOLDS = 16
-#: Measurements from which on a problem's rank correlation says something, and the one aimed at.
-RANKED, AIM = 10, 0.8
 
 
 def recordings(places: Sequence[Path]) -> list[Recording]:
-    """Every recording of files and folders, in the order of their names; the shipped ones where
-    none is named.
+    """Recordings of files and folders, the shipped ones where none is named.
 
     Raises:
         ConfigError: when there is none, or one is damaged.
     """
-    found: list[Recording] = []
-    for place in places or [recording_archive.folder()]:
-        sources = recording_archive.sources(place) if place.is_dir() else [place]
-        found += map(read, sources)
-        if not sources:
-            raise ConfigError(f"{place} holds no recording (wanted: some of tuner record)")
-    return found
+    folders = [
+        recording_archive.sources(place) if place.is_dir() else [place]
+        for place in places or [recording_archive.folder()]
+    ]
+    if not all(folders):
+        raise ConfigError(f"{', '.join(map(str, places))}: no recording (tuner record makes them)")
+    return [read(source) for sources in folders for source in sources]
 
 
 def quick_pass(part: Recording) -> list[Measurement]:
@@ -104,16 +100,15 @@ class CostFits:
                 key not in widest or len(part.measurements) > len(widest[key].measurements)
             ):
                 widest[key] = part
-        self.parts = [
-            replace(part, measurements=tuple(quick_pass(part))) for part in widest.values()
-        ]
+        quick = (replace(one, measurements=tuple(quick_pass(one))) for one in widest.values())
+        self.parts = list(quick)
         """The widest recording of each problem, its quick pass only."""
-        self._folds = cache(self._assigned)
+        self.folds = cache(self._folds)
         self._constants = cache(self._fit)
 
     def constants(self, family: Family, without: Recording | None = None) -> dict[str, float]:
         """Constants of a fit to all problems, or to the folds without a problem."""
-        fold = None if without is None else self._folds(family.name).get(without.problem.key)
+        fold = None if without is None else self.folds(family.name).get(without.problem.key)
         return self._constants(family.name, fold)
 
     def without(self, part: Recording) -> list[Family]:
@@ -125,33 +120,41 @@ class CostFits:
             if name in recorded
         ]
 
-    def _assigned(self, name: str) -> dict[str, int]:
-        """The part of each problem that a family was measured at, by the problem's key."""
-        keys = {part.problem.key for part in self.parts if measured(name, part)}
+    def of(self, family: str) -> list[Recording]:
+        """The parts that a family was measured at."""
+        return [part for part in self.parts if measured(family, part)]
+
+    def _folds(self, family: str) -> dict[str, int]:
+        """The fold of each problem that a family was measured at, by the problem's key."""
+        keys = {part.problem.key for part in self.of(family)}
         shuffled = sorted(keys, key=lambda key: hashlib.sha256(key.encode()).hexdigest())
         return {key: i % FOLDS for i, key in enumerate(shuffled)}
 
     def _fit(self, name: str, left_out: int | None) -> dict[str, float]:
-        family, folds = families()[name], self._folds(name)
-        start = family.cost_constants
-        used = [
-            (part, sorted(times, key=lambda m: m.config.digest)[:FULL_WEIGHT])
-            for part in self.parts
-            if (times := measured(name, part))
-            and (left_out is None or folds[part.problem.key] != left_out)
-        ]
+        folds = self.folds(name)
+        parts = [one for one in self.of(name) if folds[one.problem.key] != left_out]
+        return fitted(families()[name], parts)
 
-        def residuals(constants: Constants) -> list[float]:
-            fitted = family.refitted(constants)
-            away = [math.log(value / start[key]) / PRIOR for key, value in constants.items()]
-            for part, times in used:
-                errors = _errors(fitted, part, times)
-                mean = fmean(errors)
-                away += [*((error - mean) / SCATTER for error in errors), mean / BIAS]
-            return away
 
-        options: dict[str, Any] = {"diff_step": 1e-2, "ftol": SETTLED, "max_nfev": STEPS}
-        return least_squares(residuals, start, 4, **options) if used else dict(start)
+def fitted(family: Family, parts: Sequence[Recording]) -> dict[str, float]:
+    """Constants of a family by its measurements at some problems."""
+    start, name = family.cost_constants, family.name
+    used = [
+        (part, sorted(measured(name, part), key=lambda m: m.config.digest)[:FULL_WEIGHT])
+        for part in parts
+    ]
+
+    def residuals(constants: Constants) -> list[float]:
+        refitted = family.refitted(constants)
+        away = [math.log(value / start[key]) / PRIOR for key, value in constants.items()]
+        for part, times in used:
+            errors = _errors(refitted, part, times)
+            mean = fmean(errors)
+            away += [*((error - mean) / SCATTER for error in errors), mean / BIAS]
+        return away
+
+    options: dict[str, Any] = {"diff_step": 1e-2, "ftol": SETTLED, "max_nfev": STEPS}
+    return least_squares(residuals, start, 4, **options) if used else dict(start)
 
 
 def _errors(family: Family, part: Recording, times: Sequence[Measurement]) -> list[float]:
@@ -163,61 +166,34 @@ def _errors(family: Family, part: Recording, times: Sequence[Measurement]) -> li
     ]
 
 
-def rank_correlation(family: Family, part: Recording, times: Sequence[Measurement]) -> float | None:
-    """Spearman's, of predicted and measured times; None where too few were measured."""
-    if len(times) < RANKED:
-        return None
-    from scipy.stats import spearmanr
-
-    predicted = [family.predict_us(part.problem, m.config, part.gpu) for m in times]
-    return float(spearmanr(predicted, [m.latency_us for m in times]).statistic)
-
-
-def judged(fits: CostFits, family: Family) -> list[dict[str, Any]]:
-    """Errors of a family's estimate at each problem, by a fit without it: the rank correlation,
-    the mean, and the deviation around it.
-    """
-    rows = []
-    for part in fits.parts:
-        if times := measured(family.name, part):
-            fitted = family.refitted(fits.constants(family, part))
-            errors = _errors(fitted, part, times)
-            values = {
-                "spearman": rank_correlation(fitted, part, times),
-                "bias": math.exp(fmean(errors)) - 1,
-                "error": pstdev(errors),
-            }
-            rounded = {key: None if v is None else round(v, 4) for key, v in values.items()}
-            name = f"{part.problem.op} {part.problem.label()}"
-            rows.append({"problem": name, "measurements": len(times), **rounded})
-    return rows
+def deviation(family: Family, part: Recording, constants: Constants) -> float:
+    """Deviation of the estimate's error at a problem around its mean there."""
+    return pstdev(_errors(family.refitted(constants), part, measured(family.name, part)))
 
 
 def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
-    """Fit the constants of families: those in `only`, by default all that have some.
+    """Fit the constants of families: those in `only`, by default all that were measured.
 
     Raises:
         ConfigError: when a family has no constants, or a recording is wrong.
     """
     members = {name: one for name, one in families().items() if one.cost_constants}
-    for name in only:
-        if name not in members:
-            raise ConfigError(f"family '{name}' has no fit (allowed: {', '.join(members)})")
+    if unknown := set(only) - set(members):
+        allowed = ", ".join(members)
+        raise ConfigError(f"family '{min(unknown)}' has no fit (allowed: {allowed})")
     fits, folder = CostFits(recordings(files)), resources.cache() / "cost"
     result = Refit(str(folder))
     for name in only or members:
-        rows, family = judged(fits, members[name]), members[name]
-        ranks = [row["spearman"] for row in rows if row["spearman"] is not None]
-        if not ranks:
-            continue
-        constants = fits.constants(family)
-        result.note(name, family.constants, constants)
-        result.errors.append(
-            f"{name}: {len(rows)} problems left out, deviation of the error "
-            f"{median(row['error'] for row in rows):.1%} in the median; rank correlation "
-            f"{median(ranks):.2f}, {sum(one >= AIM for one in ranks)} of {len(ranks)} at {AIM} "
-            "or more"
-        )
-        document = {"fit": "tuner fit cost", "constants": constants, "judged_left_out": rows}
-        result.documents[folder / f"{name}.json"] = document
+        family, folds = members[name], fits.folds(name)
+        if folds:
+            best = result.fit(
+                name,
+                fits.of(name),
+                family.constants,
+                partial(fitted, family),
+                partial(deviation, family),
+                lambda part, folds=folds: folds[part.problem.key],  # type: ignore[misc]
+            )
+            content = {"fit": "tuner fit cost", "constants": best, "errors": result.errors[-1]}
+            result.documents[folder / f"{name}.json"] = content
     return result

@@ -18,16 +18,7 @@ from typing import Any, NamedTuple, cast
 from tuner.errors import ConfigError
 from tuner.families.attention_instances import instance
 from tuner.families.fused_attention import paged_schedule
-from tuner.families.fused_attention.paged_schedule import (
-    CLUSTER_SPLITS,
-    KERNEL_SPLITS,
-    RATES,
-    TIE,
-    Combine,
-    Decoding,
-    ScheduleRates,
-    expected_us,
-)
+from tuner.families.fused_attention.paged_schedule import Combine, Decoding, ScheduleRates
 from tuner.hardware import Gpu
 from tuner.problem import AttentionProblem, problem_from_json
 from tuner.search.fits.refit import Constants, Refit, least_squares, rows
@@ -53,7 +44,8 @@ class TimedSchedule(NamedTuple):
 
     def expected_us(self, rates: Constants) -> float:
         """Expected time."""
-        return expected_us(self.batch, self.splits, self.combine, ScheduleRates(**rates))
+        every = ScheduleRates(**rates)
+        return paged_schedule.expected_us(self.batch, self.splits, self.combine, every)
 
 
 Batch = list[TimedSchedule]
@@ -66,7 +58,7 @@ def loss(batch: Batch, rates: Constants) -> float:
     """
     times = [(one.expected_us(rates), one) for one in batch]
     seen = batch[0].batch
-    bound_us = (1 + TIE * seen.mean / seen.longest) * min(us for us, _ in times)
+    bound_us = (1 + paged_schedule.TIE * seen.mean / seen.longest) * min(us for us, _ in times)
     near = ((one.splits, us, one.us) for us, one in times if us <= bound_us)
     return min(near)[-1] / min(one.us for one in batch) - 1
 
@@ -92,13 +84,15 @@ def fitted(batches: Sequence[Batch]) -> dict[str, float]:
 
 def _schedules(row: Mapping[str, Any], gpu: Gpu) -> Batch:
     """Timed schedules that the runtime chooses from."""
+    if not (schedules := row.get("schedules")):
+        return []
     problem = cast(AttentionProblem, problem_from_json(row["problem"]))
     queries, keys, found = row["queries"], row["keys"], []
     is_plain = not (problem.is_windowed or problem.has_sinks or problem.softcap)
     if not is_plain or problem.dtype != "bfloat16" or max(queries) > MAX_QUERIES:
         return []
     blocks_per_sm = 2 if problem.head_dim <= 128 else 1
-    for name, us in row.get("schedules", {}).items():
+    for name, us in schedules.items():
         if (parts := NAME.fullmatch(name)) is None:
             continue
         tile_n, packed, splits = map(int, parts.groups()[:3])
@@ -106,7 +100,9 @@ def _schedules(row: Mapping[str, Any], gpu: Gpu) -> Batch:
         combine: Combine = (
             "cluster" if "cluster" in words else "kernel" if "kernel" in words else ""
         )
-        if splits > 1 and splits not in (CLUSTER_SPLITS if combine == "cluster" else KERNEL_SPLITS):
+        of_cluster = combine == "cluster"
+        splits_of = paged_schedule.CLUSTER_SPLITS if of_cluster else paged_schedule.KERNEL_SPLITS
+        if splits > 1 and splits not in splits_of:
             continue
         heads = problem.heads_kv if "padded" in words else problem.heads_q // packed
         seen = Decoding(
@@ -132,7 +128,7 @@ def timed(found: Sequence[Mapping[str, Any]], gpu: Gpu) -> list[Batch]:
     """
     batches = [batch for row in found if (batch := _schedules(row, gpu))]
     if not batches:
-        raise ConfigError("no schedule was timed (wanted: rows of scripts/bench paged with them)")
+        raise ConfigError("no schedule was timed (wanted: rows of scripts/bench paged --schedules)")
     return batches
 
 
@@ -146,6 +142,6 @@ def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
     number = {id(batch): place for place, batch in enumerate(batches)}
     for width in sorted({batch[0].batch.instance for batch in batches}):
         mine = [batch for batch in batches if batch[0].batch.instance == width]
-        ships = RATES[width]._asdict()
+        ships = paged_schedule.RATES[width]._asdict()
         result.fit(f"D={width}", mine, ships, fitted, loss, lambda batch: number[id(batch)] % 2)
     return result

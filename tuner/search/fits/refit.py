@@ -46,16 +46,10 @@ class Refit:
         fitted: Callable[[list[Item]], Constants],
         loss: Callable[[Item, Constants], float],
         part: Callable[[Item], Any] | None = None,
-    ) -> None:
-        """Fit constants to items, and note their losses.
+    ) -> Constants:
+        """Fit constants to measured items, and note their losses beside those that ship.
 
-        Args:
-            title: name of the constants' group.
-            items: measured things of the group.
-            ships: the constants that ship.
-            fitted: the fit to items.
-            loss: by constants, of an item.
-            part: items of one part are left out together, to judge the fit; None: none is.
+        The items of each `part` are also judged by a fit to the others.
         """
         best = fitted(list(items))
         self.note(title, ships, best)
@@ -69,6 +63,7 @@ class Refit:
             losses.setdefault("left out", []).extend(mine)
         shown = (f"{what} {fmean(v):.2%}, worst {max(v):.1%}" for what, v in losses.items())
         self.errors.append(f"{title}: {len(items)} measured; mean loss {'; '.join(shown)}")
+        return best
 
     def text(self) -> str:
         """A table of the constants that change, and the errors."""
@@ -105,6 +100,9 @@ def rows(paths: Sequence[Path]) -> list[dict[str, Any]]:
             text = (gzip.decompress(data) if data.startswith(_GZIP) else data).decode()
             lines = text[: text.rfind("\n") + 1].splitlines()
             found += [dict(document.parse(line)) for line in lines[1:]]
+            for row in found:  # a bench's own contenders are called tuner, and tuner NAME
+                us = row.get("us", {}).items()
+                row["us"] = {name.removeprefix("tuner "): time_us for name, time_us in us}
         except (OSError, EOFError, ValueError, TypeError) as exc:
             raise ConfigError(f"{path} is not a bench's file of JSON lines: {exc}") from exc
     if not found:
@@ -119,14 +117,9 @@ def least_squares(
     loss: str = "soft_l1",
     **options: Any,
 ) -> dict[str, float]:
-    """Positive constants of the least residuals.
+    """Positive constants of the least residuals, which move from a start by factors.
 
-    Args:
-        residuals: errors by constants.
-        start: constants from which the fit moves, by factors.
-        digits: significant digits of the answer.
-        loss: loss of a residual; by default outliers weigh less.
-        options: as of `scipy.optimize.least_squares`.
+    Further options are those of `scipy.optimize.least_squares`; by default outliers weigh less.
 
     Raises:
         ConfigError: when scipy is not installed.
