@@ -13,6 +13,7 @@ from tuner.cli import ended
 NAMES = (
     "backward",
     "block",
+    "cliffs",
     "counters",
     "dispatch",
     "engines",

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 import tuner
 from benchmarks import harness
+from benchmarks.call_times import BUDGET_US
 from benchmarks.harness import FAILURES, Contender, first_line
 from benchmarks.population_tensors import Inputs, copies_of, made, posed
 from benchmarks.population_ways import activation, contenders
@@ -55,11 +56,23 @@ def answered(stats: Any, answer: LookupResult | None) -> tuple[str, str]:
     return kind, ""
 
 
-def measured(call: ModelCall, device: str = "cuda") -> dict[str, Any]:
-    """One row: who answered, errors and microseconds by contender, and why others have none."""
+def measured(
+    call: ModelCall,
+    device: str = "cuda",
+    compiles: bool | None = None,
+    budget_us: float = BUDGET_US,
+) -> dict[str, Any]:
+    """One row: who answered, errors and microseconds by contender, and why others have none.
+
+    Args:
+        call: the call.
+        device: device of its tensors.
+        compiles: as of `contenders`.
+        budget_us: as of `time_calls`.
+    """
     torch.manual_seed(0)
     inputs = made(call, device, copies_of(call))
-    ways = contenders(call, inputs)
+    ways = contenders(call, inputs, compiles)
     with torch.inference_mode():
         outputs, failed, kind, reason = _outputs(call, ways)
         errors = _errors(call, inputs[0], outputs)
@@ -72,7 +85,7 @@ def measured(call: ModelCall, device: str = "cuda") -> dict[str, Any]:
         def before(i: int) -> None:
             torch.mul(inputs[i].source, 1.0, out=inputs[i].tensors[0])
 
-        times = harness.time_calls(fit, before, len(inputs))
+        times = harness.time_calls(fit, before, len(inputs), budget_us)
     return {
         **{"answered": kind, "reason": reason, "us": times.us, "errors": errors, "wrong": wrong},
         **{"failed": {**failed, **times.failed}, "copies": len(inputs)},

@@ -24,16 +24,25 @@ ENABLED, FLEX = f"{TUNER} enabled", "flex"
 _Way = tuple[str, Callable[[Inputs], Any], Callable[[], AbstractContextManager[Any]]]
 
 
-def contenders(call: ModelCall, copies: Sequence[Inputs]) -> list[Contender]:
-    """Everyone who may answer: PyTorch first, as the control."""
-    ways = _attention_ways(call) if call.views else _product_ways(call)
+def contenders(
+    call: ModelCall, copies: Sequence[Inputs], compiles: bool | None = None
+) -> list[Contender]:
+    """Everyone who may answer: PyTorch first, as the control.
+
+    Args:
+        call: the call.
+        copies: its tensors.
+        compiles: True to include FlexAttention and torch.compile; None: FlexAttention where
+            PyTorch's operator cannot compute the call alone.
+    """
+    ways = _attention_ways(call, compiles) if call.views else _product_ways(call, compiles)
     return [
         Contender(name, lambda i, run=run: run(copies[i]), around)  # type: ignore[misc]
         for name, run, around in ways
     ]
 
 
-def _attention_ways(call: ModelCall) -> Iterator[_Way]:
+def _attention_ways(call: ModelCall, compiles: bool | None) -> Iterator[_Way]:
     problem = call.problem
     assert isinstance(problem, AttentionProblem)
     plain = contextlib.nullcontext
@@ -59,14 +68,15 @@ def _attention_ways(call: ModelCall) -> Iterator[_Way]:
         return attend(query, key, value, mask)
 
     if problem.softcap:  # PyTorch's operator has none
-        yield PYTORCH, _flex(problem), plain
+        if compiles is not False:
+            yield PYTORCH, _flex(problem), plain
         yield TUNER, own, plain
     else:
         yield PYTORCH, sdpa, plain
         yield TUNER, own, plain
         yield ENABLED, sdpa, tuner.enabled
         yield "cudnn", sdpa, _only_cudnn
-        if problem.is_windowed:
+        if compiles or (compiles is None and problem.is_windowed):
             yield FLEX, _flex(problem), plain
     yield from _flash_ways(call, problem)
 
@@ -158,7 +168,7 @@ def _flex(problem: AttentionProblem) -> Callable[[Inputs], Any]:
     return run
 
 
-def _product_ways(call: ModelCall) -> Iterator[_Way]:
+def _product_ways(call: ModelCall, compiles: bool | None) -> Iterator[_Way]:
     problem = call.problem
     plain = contextlib.nullcontext
     if isinstance(problem, SwigluProblem):
@@ -177,6 +187,9 @@ def _product_ways(call: ModelCall) -> Iterator[_Way]:
         yield TUNER, lambda at: tuner.linear(*at.tensors, activation=name or None), plain
         if problem.has_bias and name in ("relu", "gelu_tanh"):
             yield "addmm_activation", partial(_fused, name == "gelu_tanh"), plain
+    if compiles:
+        options = {"mode": "max-autotune-no-cudagraphs", "dynamic": False}
+        yield "inductor", torch.compile(theirs, **options), plain
     for library in ("cublas", "cublaslt"):
         yield library, theirs, partial(_preferring, library)
 
