@@ -23,7 +23,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,7 +31,7 @@ from unittest import mock
 from benchmarks.harness import Row
 from benchmarks.rows import markdown
 from tuner.errors import BenchmarkError, ConfigError, LeaseLostError, StoreError
-from tuner.families import families_of
+from tuner.families import family
 from tuner.families.base import group_by_kernels
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Measurement, Regime
@@ -55,7 +55,7 @@ from tuner.tuning.sweep import Sweep, SweepOptions
 
 RECORDED = AttentionProblem.parse("B=16,H=16,S=2048,D=64")
 """The recording with the most kernels."""
-FAMILIES = ("fused_attention",)
+FAMILY = "fused_attention"
 LEASE_S = 20.0
 """Shorter than a real one, so that a killed worker's problem waits a like part of the run."""
 MIN_TRIAL_S = 2.0
@@ -342,51 +342,34 @@ def recorded_sweep() -> Recording:
     found = recording_archive.find(RECORDED, DEFAULT_GPU, Regime.choices(RECORDED.op))
     if found is None:
         raise ConfigError(f"there is no recording of {RECORDED.label()}")
-    kept = [m for m in found.measurements if m.config.family in (*FAMILIES, "vendor_sdpa")]
+    kept = [m for m in found.measurements if m.config.family in (FAMILY, "vendor_sdpa")]
     return replace(found, measurements=tuple(kept), stages=())
 
 
 def problems_like(recorded: Recording, count: int) -> list[Problem]:
-    """Problems at which every recorded kernel is legal: other lengths, heads and batches.
-
-    Raises:
-        ConfigError: when there are not so many.
-    """
-    members = families_of(RECORDED.op)
-    own = [m.config for m in recorded.measurements if m.config.family in FAMILIES]
-    shapes = list(product(range(1024, 8192, 8), (16, 12, 20, 24, 28, 32)))
-    found: list[Problem] = []
-    for length, heads in shapes if count <= len(shapes) else ():
-        problem = AttentionProblem.parse(f"S={length},D=64,H={heads}")
-        if all(members[c.family].accepts(problem, c, recorded.gpu) for c in own):
-            found.append(problem)
-        if len(found) == count:
-            return found
-    most = len(found) or len(shapes)
-    raise ConfigError(f"problems={count} is out of range (allowed: up to {most})")
+    """Problems at which every recorded kernel is legal: other lengths and heads."""
+    member = family(FAMILY)
+    own = [m.config for m in recorded.measurements if m.config.family == FAMILY]
+    shapes = product(range(1024, 8192, 8), (16, 12, 20, 24, 28, 32))
+    posed = (AttentionProblem.parse(f"S={length},D=64,H={heads}") for length, heads in shapes)
+    legal = (p for p in posed if all(member.accepts(p, c, recorded.gpu) for c in own))
+    return list(islice(legal, count))
 
 
 def due(recorded: Recording, problem: Problem, trials: int) -> int:
     """Trials that a problem must have in the end: the budget, or all groups that are recorded."""
-    members = [families_of(RECORDED.op)[name] for name in FAMILIES]
-    runner = ReplayRunner(retold(recorded, problem))
-    groups = sum(
-        len(list(group_by_kernels(member, runner.candidates(problem, member, space))))
-        for member in members
-        if (space := member.space(problem, recorded.gpu))
-    )
-    return min(trials, groups)
+    member, runner = family(FAMILY), ReplayRunner(retold(recorded, problem))
+    space = member.space(problem, recorded.gpu)
+    configs = runner.candidates(problem, member, space)
+    return min(trials, len(list(group_by_kernels(member, configs))))
 
 
 def groups_of(measurements: Sequence[Measurement]) -> Counter[Problem]:
     """Groups of own kernels that were measured, which are the trials of a sweep, by problem."""
-    members = families_of(RECORDED.op)
-    own = {
-        (m.problem, m.config.family, members[m.config.family].compile_digest(m.config))
-        for m in measurements
-        if m.config.family in FAMILIES
-    }
-    return Counter(problem for problem, *_ in own)
+    member = family(FAMILY)
+    own = [(m.problem, m.config) for m in measurements if m.config.family == FAMILY]
+    groups = {(problem, member.compile_digest(config)) for problem, config in own}
+    return Counter(problem for problem, _ in groups)
 
 
 @contextmanager
@@ -425,7 +408,7 @@ def simulate(size: FleetSize, url: str, folder: Path, args: Namespace) -> Row:
     recorded = recorded_sweep()
     problems = problems_like(recorded, size.problems)
     options = JobOptions(
-        SweepOptions(families=FAMILIES, effort="full", trials=size.trials, sampler="cost"),
+        SweepOptions(families=(FAMILY,), effort="full", trials=size.trials, sampler="cost"),
     )
     with open_store(url) as store:
         job = store.jobs.submit(problems, options.to_json(), attempts=ATTEMPTS)
