@@ -18,8 +18,9 @@ from cli_softmax import (
 
 import tuner
 from tuner import cli
-from tuner.errors import CompileError
-from tuner.problem import AttentionProblem
+from tuner.cli.sweep import problems_of
+from tuner.errors import CompileError, ConfigError
+from tuner.problem import AttentionProblem, GemmProblem
 from tuner.runners import recording
 
 recordings = recordings_fixture
@@ -421,3 +422,24 @@ class TestRecord:
         open_store(url).close()
         assert cli.main(["record", str(tmp_path), *SHAPE, "--store", url]) == 1
         assert "nothing was measured for M=256,N=512" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("named", "labels"),
+    [
+        ((), ["attention", "gemm"]),
+        (("--op", "attention"), ["attention"]),
+        (("--op", "gemm"), ["gemm"]),
+    ],
+)
+def test_a_list_is_of_the_operation_that_is_named(
+    named: tuple[str, ...], labels: list[str], tmp_path: Path
+) -> None:
+    problems = tmp_path / "problems.json"
+    product = GemmProblem.parse("M=512,N=512,K=512").to_json()
+    problems.write_text(json.dumps([AttentionProblem.parse("S=512,D=64").to_json(), product]))
+    args = cli.parser().parse_args(["sweep", "--problems", str(problems), *named])
+    assert sorted(problem.op for problem in problems_of(args)) == labels
+    args = cli.parser().parse_args(["sweep", "--problems", str(problems), "--op", "softmax"])
+    with pytest.raises(ConfigError, match="has no problem of --op softmax"):
+        problems_of(args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from tuner import settings
 from tuner.errors import ConfigError
@@ -19,7 +20,23 @@ def add_op(
         parser: parser of the command.
         about: text of the help.
     """
-    parser.add_argument("--op", choices=sorted(PROBLEMS), default="attention", help=about)
+    parser.set_defaults(op_is_named=False)
+    parser.add_argument(
+        "--op", choices=sorted(PROBLEMS), default="attention", help=about, action=_Named
+    )
+
+
+class _Named(argparse.Action):
+    """Stores the operation, and that the user named it."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        namespace.op, namespace.op_is_named = values, True
 
 
 def add_launch(parser: argparse.ArgumentParser, about: str = "how it is launched") -> None:

@@ -151,9 +151,9 @@ def _print_rule(args: argparse.Namespace, problem: Problem) -> bool:
     expected_us, config = selected.expected[0]
     served = availability.of_kernel(problem, config, gpu)
     if args.json:
-        data = {"kind": "rule", "op": problem.op, "shape": problem.label(), "gpu": gpu.name}
-        data |= {"config": config.to_json(), "expected_us": expected_us}
-        print(json.dumps({**data, "served_here": served._asdict()}))
+        place = {"kind": "rule", "op": problem.op, "shape": problem.label(), "gpu": gpu.name}
+        kernel = {"config": config.to_json(), "expected_us": expected_us}
+        print(json.dumps({**place, **kernel, "served_here": served._asdict()}))
     else:
         print(describe.rule_text(problem, gpu, selected, served.text))
     return True

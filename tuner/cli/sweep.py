@@ -52,7 +52,7 @@ def register(subparsers: Any) -> None:
         metavar="FILE",
         help="YAML or JSON list of shapes; skips what is tuned for this environment",
     )
-    add_op(parser)
+    add_op(parser, "operation of the shape (default attention); of a list only its problems")
     add_budget(parser)
     add_regime(parser)
     add_machine(parser, "all")
@@ -318,16 +318,19 @@ def problems_of(args: argparse.Namespace) -> list[Problem]:
     """Problems named by the options. Says where e4m3 products get exact sums.
 
     Raises:
-        ConfigError: names every wrong problem.
+        ConfigError: names every wrong problem, or a list has none of the named operation.
     """
     from tuner.tuning.job import parse_problem, read_problems
 
     def named(to_sweep: bool) -> list[Problem]:
         if args.problems is not None:
-            return read_problems(args.problems, args.op, to_sweep=to_sweep)
+            listed = read_problems(args.problems, args.op, to_sweep=to_sweep)
+            return [p for p in listed if p.op == args.op] if args.op_is_named else listed
         return [parse_problem(args.shape, args.op, to_sweep=to_sweep)]
 
     problems = named(to_sweep=True)
+    if not problems:
+        raise ConfigError(f"{args.problems} has no problem of --op {args.op}")
     if changed := sum(a != b for a, b in zip(problems, named(to_sweep=False), strict=True)):
         print(EXACT_SUMS.format(count=changed, of=len(problems)), file=sys.stderr)
     return problems
