@@ -32,14 +32,19 @@ HEAVY = {
 }
 
 
-def loaded_by(code: str) -> set[str]:
-    """Top-level modules that a fresh interpreter holds after `code`."""
+def modules_after(code: str) -> set[str]:
+    """Modules that a fresh interpreter holds after `code`."""
     script = f"import contextlib, io, json, sys\n{code}\nprint(json.dumps(sorted(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
-    modules = json.loads(done.stdout.splitlines()[-1])
-    return {name.partition(".")[0] for name in modules} | (HEAVY & set(modules))
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def loaded_by(code: str) -> set[str]:
+    """Top-level modules after `code`, and the `HEAVY` ones below them."""
+    modules = modules_after(code)
+    return {name.partition(".")[0] for name in modules} | (HEAVY & modules)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +75,14 @@ def test_quick_commands_are_light(arguments: list[str]) -> None:
     )
     assert "tuner" in loaded
     assert not loaded & HEAVY
+
+
+def test_a_look_up_loads_no_trials_and_the_families_that_it_names() -> None:
+    shape = "tuner.AttentionProblem.parse('S=1999,D=64')"
+    modules = modules_after(f"import tuner\ntuner.lookup({shape}, gpu='H200')")
+    assert {"tuner.families.fused_attention", "tuner.families.peers.sdpa"} <= modules
+    others = ("trials", "fused_attention.draws", "triton_attention", "grouped_gemm", "peers.flex")
+    assert not modules & {f"tuner.families.{name}" for name in others}
 
 
 def test_the_probe_sees_a_heavy_import() -> None:

@@ -108,9 +108,12 @@ def family(name: str) -> Family:
 
 @cache
 def find(name: str) -> Family | None:
-    """One family by name, or None. When its module has the same name, no other is imported."""
-    if name in MODULES and (member := _members(name).get(name)):
-        return member
+    """One family by name, or None. The others are not imported where its module has the same name,
+    or that of a vendor without ``vendor_``.
+    """
+    for module in (name, f"peers.{name.removeprefix('vendor_')}"):
+        if module in MODULES and (member := _members(module).get(name)):
+            return member
     return families().get(name)
 
 
