@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import sqlite3
 import statistics
 import subprocess
 import tempfile
@@ -28,6 +26,7 @@ from tuner.selection.kernel_list import KernelList
 from tuner.selection.kernels import users
 from tuner.selection.reader import store_file
 from tuner.store import open_store
+from tuner.store.backup import back_up
 
 RUNS = 5
 """Processes whose median is a figure."""
@@ -92,11 +91,7 @@ def full_store(cache: Path, _: Path | None) -> dict[str, Any]:
     (cache / "artifacts").symlink_to(settings.artifacts_dir().resolve())
     store = cache / "store.sqlite"
     if store_file().exists():
-        with (
-            contextlib.closing(sqlite3.connect(store_file())) as source,
-            contextlib.closing(sqlite3.connect(store)) as target,
-        ):
-            source.backup(target)
+        back_up(store_file(), store)
     with open_store(f"sqlite:///{store}") as opened:
         opened.import_(document(ENTRIES))
     return _medians(cache) | {"entries": ENTRIES}

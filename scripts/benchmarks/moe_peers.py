@@ -111,6 +111,8 @@ def _by_deep_gemm(
     before, between, behind = parts
     gate_up, down, gate_up_scale, down_scale = matrices
     module, count, tokens = deep_gemm(), gate_up.shape[0], hidden.shape[0]
+    shape: tuple[int, ...]
+    ends: tuple[Any, ...]
     if is_masked:
         if tokens > MASKED_TOKENS:
             raise ValueError(f"{tokens} tokens at each of {count} experts")

@@ -70,3 +70,17 @@ def append_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     from tuner.runtime.attention import append
 
     monkeypatch.setattr(append.kernels, "of", lambda *_: True)
+
+
+@pytest.fixture
+def built_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every paged kernel is built, and does nothing."""
+    from benchmarks import paged
+
+    def bind(*_: Any) -> Any:
+        return lambda *_: None
+
+    kernel = SimpleNamespace(bind=bind, workspace_bytes=lambda integers: 64)
+    monkeypatch.setattr(paged, "compiler", lambda: SimpleNamespace(cached=lambda spec: spec))
+    monkeypatch.setattr(paged, "load", lambda artifact: kernel)
+    monkeypatch.setattr(paged, "stream_of", lambda device: 0)

@@ -16,7 +16,7 @@ from bench_fakes import (  # noqa: F401
     quantiser_kernel,
     sweep_runner,
 )
-from bench_kernels import append_kernel, first_calls, gradients, nsight  # noqa: F401
+from bench_kernels import append_kernel, built_schedules, first_calls, gradients, nsight  # noqa: F401
 from bench_programs import (  # noqa: F401
     batching,
     checkout,
@@ -102,6 +102,15 @@ def test_a_case_is_measured_on_a_fake_device(
         return
     _, (row,) = harness.read(path)
     assert row.get("us") or row.get("figures"), "a row has times, or figures of another kind"
+
+
+@pytest.mark.usefixtures("fake_device", "built_schedules")
+def test_every_schedule_of_pages_is_timed_for_a_fit(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    assert main(["paged", "--schedules", "--smoke", "--json", str(path)]) == 0
+    _, (row,) = harness.read(path)
+    assert len(row["schedules"]) > 20 and row["best"] in row["schedules"]
+    assert row["us"]["best"] and len(row["queries"]) == len(row["keys"]) == row["problem"]["batch"]
 
 
 @pytest.mark.parametrize("argv", [[], ["--help"], ["../products"]])
