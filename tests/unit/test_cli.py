@@ -20,7 +20,7 @@ import tuner
 from tuner import cli
 from tuner.cli.sweep import problems_of
 from tuner.errors import CompileError, ConfigError
-from tuner.problem import AttentionProblem, GemmProblem
+from tuner.problem import AttentionProblem
 from tuner.runners import recording
 
 recordings = recordings_fixture
@@ -98,8 +98,8 @@ class TestReplayedSweep:
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         file = tmp_path / "p.yaml"
-        file.write_text("- M=256,N=512\n- op=gemm,M=7,N=7,K=7\n")
-        arguments = ["sweep", "--op", "softmax", "--problems", str(file), "--trials", "9"]
+        file.write_text("- op=softmax,M=256,N=512\n- op=gemm,M=7,N=7,K=7\n")
+        arguments = ["sweep", "--problems", str(file), "--trials", "9"]
         assert cli.main(arguments) == 1
         out, err = capsys.readouterr()
         assert "softmax M=256,N=512" in out
@@ -435,9 +435,8 @@ class TestRecord:
 def test_a_list_is_of_the_operation_that_is_named(
     named: tuple[str, ...], labels: list[str], tmp_path: Path
 ) -> None:
-    problems = tmp_path / "problems.json"
-    product = GemmProblem.parse("M=512,N=512,K=512").to_json()
-    problems.write_text(json.dumps([AttentionProblem.parse("S=512,D=64").to_json(), product]))
+    problems = tmp_path / "problems.yaml"
+    problems.write_text("- op=attention,S=512,D=64\n- op=gemm,M=512,N=512,K=512\n")
     args = cli.parser().parse_args(["sweep", "--problems", str(problems), *named])
     assert sorted(problem.op for problem in problems_of(args)) == labels
     args = cli.parser().parse_args(["sweep", "--problems", str(problems), "--op", "softmax"])
