@@ -19,7 +19,6 @@ from tuner.families.block_scaled_gemm import (
     Rates,
     arguments_of,
     cluster_violations,
-    deepened,
     estimate_us,
     extent_conflict,
     launched,
@@ -28,6 +27,7 @@ from tuner.families.block_scaled_gemm import (
     spec_of,
     tile_violations,
 )
+from tuner.families.block_scaled_gemm.shape import deepened
 from tuner.families.chip_work import Work, work_of_groups
 from tuner.hardware import HOPPER, Gpu
 from tuner.problem import E4M3, GemmProblem, GroupedGemmProblem, Problem

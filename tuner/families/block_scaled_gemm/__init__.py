@@ -17,6 +17,16 @@ from typing import ClassVar, NamedTuple
 from tuner.config import Config, Value
 from tuner.families.arguments import Arguments
 from tuner.families.base import Domain, KernelSpec, Launch, Ref, Strides
+from tuner.families.block_scaled_gemm.shape import (
+    BOX_COLUMNS,
+    INSTRUCTION_COLUMNS,
+    INSTRUCTION_ROWS,
+    MAX_STAGES,
+    MIN_STAGES,
+    deepened,
+    smem_bytes,
+    tiles,
+)
 from tuner.families.chip_work import WGMMA_M, Work, wgmmas
 from tuner.families.strided_product import StridedProduct, as_gemm, operands_conflict
 from tuner.hardware import (
@@ -34,28 +44,14 @@ from tuner.problem.gemm import SCALE_ROWS
 KERNEL = "block_scaled_gemm"
 """Name of the one kernel."""
 TEMPLATE = "block_scaled_gemm.cu.j2"
-#: Rows of an instruction of a warp group (PTX ISA, wgmma), and columns of the narrowest.
-INSTRUCTION_ROWS, INSTRUCTION_COLUMNS, INSTRUCTION_WARPS = 64, 8, 4
 #: Columns that the four lanes of a row store together: tiles of D's columns are multiples.
 STORED_COLUMNS = 16
 #: Registers of a thread for sums and for the tensor cores' accumulators: 192 of 232 compile
 #: without a spill.
 MAX_SUMS = 192
-#: Blocks of K in flight: one is copied while another is used, and shared memory holds 24 of the
-#: smallest tile, 64 x 8.
-MIN_STAGES, MAX_STAGES = 2, 24
 RASTER_ORDERS = {"AlongM": 1, "AlongN": 2}
-#: Factors of B's columns that a stage has room for, and bytes of its two barriers.
-COLUMN_PLACES, BARRIER_BYTES = 12, 16
 #: Blocks of K in a row that the space's unrolled loops have: 8 took 0.996 of the time of 4.
 UNROLL = 4
-#: Bytes that TMA's boxes without a swizzle begin at.
-FACTOR_ALIGNMENT = 128
-#: Rows whose factors fit one box over groups, and floats of the two boxes of more.
-MAX_BOX_FACTORS, FACTORS_OF_TWO_BOXES = 252, 320
-#: Rows and columns of a warp's box of results, and its bytes.
-BOX_ROWS, BOX_COLUMNS = 16, 64
-BOX_BYTES = 2 * BOX_ROWS * BOX_COLUMNS
 MAX_BOXES = 4
 #: Columns of a tile with two blocks' products under way: their accumulators and the sums are 192
 #: registers a thread. Of swapped operands the factors of both blocks lie in registers, too.
@@ -317,44 +313,6 @@ def step_clocks(config: Config) -> float:
     shared = (read + copied / 2) / SMEM_BYTES_PER_CLOCK
     longest = max(tensor, shared, loaded / L2_BYTES_PER_CLOCK)
     return float(longest + STEP_CLOCKS + FACTOR_CLOCKS * copied_rows)
-
-
-def stage_bytes(config: Config) -> int:
-    """Shared memory of a stage: its tiles, its factors, its two barriers."""
-    tile_m, tile_n = int(config["tile_m"]), int(config["tile_n"])
-    factors = tile_n if config["swap_ab"] else tile_m
-    factor_bytes = 4 * (factors + COLUMN_PLACES)
-    if "tma_factors" in config.params:
-        # Boxes over groups begin at whole 16 bytes; a box has at most 256 floats.
-        if "split_k" not in config.params and factors > MAX_BOX_FACTORS:
-            factor_bytes = 4 * FACTORS_OF_TWO_BOXES
-        factor_bytes = ceil(factor_bytes / FACTOR_ALIGNMENT) * FACTOR_ALIGNMENT
-    return (tile_m + tile_n) * SCALE_BLOCK + factor_bytes + BARRIER_BYTES
-
-
-def smem_bytes(config: Config) -> int:
-    """Shared memory of a block: its stages, and its warps' boxes of results."""
-    warps = INSTRUCTION_WARPS * min(2, int(config["tile_m"]) // INSTRUCTION_ROWS)
-    boxes = int(config.get("store_buffers", 0)) * warps * BOX_BYTES
-    return int(config["stages"]) * stage_bytes(config) + boxes
-
-
-def deepened(config: Config) -> Config:
-    """A config with the deepest pipeline that fits."""
-    least = Config(config.family, {**config.params, "stages": MIN_STAGES})
-    more = (SMEM_PER_BLOCK_BYTES - smem_bytes(least)) // stage_bytes(least)
-    return Config(config.family, {**config.params, "stages": min(MIN_STAGES + more, MAX_STAGES)})
-
-
-def tiles(problem: GemmProblem, config: Config) -> tuple[int, int]:
-    """Tiles of a cluster along the instruction's rows and along its columns."""
-    rows, columns = problem.m, problem.n
-    if config["swap_ab"]:
-        rows, columns = columns, rows
-    return (
-        ceil(rows / (config["tile_m"] * config["cluster_m"])),
-        ceil(columns / (config["tile_n"] * config["cluster_n"])),
-    )
 
 
 def tile_violations(config: Config) -> list[str]:

@@ -12,14 +12,8 @@ from functools import cache
 
 from tuner.config import Config, Value
 from tuner.families import families
-from tuner.families.block_scaled_gemm import (
-    INSTRUCTION_ROWS,
-    UNROLL,
-    BlockScaledGemm,
-    Rates,
-    deepened,
-    estimate_us,
-)
+from tuner.families.block_scaled_gemm import UNROLL, BlockScaledGemm, Rates, estimate_us
+from tuner.families.block_scaled_gemm.shape import INSTRUCTION_ROWS, deepened
 from tuner.families.rule import RuleSelection
 from tuner.families.target import Target
 from tuner.hardware import HOPPER, Gpu
