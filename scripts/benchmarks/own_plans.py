@@ -38,7 +38,7 @@ def own_plan(problem: Problem, config: Config, artifacts: Mapping[str, str]) -> 
         artifacts=dict(artifacts),
     )
     plan = plan_of(Posed(problem), measurement, 0)
-    return plan if isinstance(plan, Plan) else str(plan)
+    return plan if isinstance(plan, Plan) else plan.detail
 
 
 def plans_of(problem: Any, selection: Any, *, unproven: bool) -> Iterator[tuple[Any, Any]]:

@@ -42,6 +42,7 @@ from datetime import timedelta
 import torch, torch.distributed as dist
 import tuner
 from tuner.hardware import DEFAULT_GPU
+from tuner.errors import ConfigError
 from tuner.measurement import Environment
 from tuner.runtime.call import devices, dispatch, plan
 from tuner.runtime.parallel import distributed
@@ -53,7 +54,7 @@ def own(posed, member, measurement, device):
         launched.append(dict(measurement.config.params))
         return torch.nn.functional.scaled_dot_product_attention(*tensors, scale=posed.scale)
     if plan.ArtifactCache().find(measurement.artifacts["attention"]) is None:
-        return "it is not in the cache"
+        raise ConfigError("it is not in the cache")
     return plan.VendorPlan(posed.problem, measurement.config, device, call=call)
 
 plan.own_plan = own

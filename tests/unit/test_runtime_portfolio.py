@@ -503,14 +503,14 @@ def test_a_proven_kernel_serves_a_paged_cache(
         rows = specs["attention"].variables["box_rows"]
         return {"attention": "key-narrow"} if rows == 16 else f"a kernel is not proven ({PROVE})"
 
-    made = serving.runtime.proven_kernels._own
+    artifacts = serving.runtime.proven_kernels._artifacts
 
-    def own(problem: Any, gpu: Any, config: Config, *others: Any) -> Any:
+    def watched(problem: Any, gpu: Any, config: Config) -> Any:
         selected.append(config)
-        return made(problem, gpu, config, *others)
+        return artifacts(problem, gpu, config)
 
     monkeypatch.setattr(serving.runtime.proven_kernels.lists, "proven", says)
-    monkeypatch.setattr(serving.runtime.proven_kernels, "_own", own)
+    monkeypatch.setattr(serving.runtime.proven_kernels, "_artifacts", watched)
     batch, pages, heads, heads_kv, width = 3, 40, 32, 8, 64
     cache = torch.zeros(2, pages, 64, heads_kv, width, dtype=torch.float16)
     query = torch.zeros(batch, heads, width, dtype=torch.float16)

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -302,88 +302,100 @@ class KernelPlan(Plan):
                 raise
 
 
-def resolve(
-    posed: Posed,
-    answer: LookupResult,
-    device: int,
-    withdrawn: Collection[Config],
-    absent: Collection[str] = (),
-) -> Plan | Refusal:
+class Excluded(NamedTuple):
+    """Kernels that this process must not launch for a problem."""
+
+    configs: Collection[Config] = ()
+    """Configs whose launch was refused."""
+    artifacts: Collection[str] = ()
+    """Keys of artifacts, even if present."""
+
+    def refusal(self, config: Config, artifacts: Collection[str]) -> Refusal | None:
+        """Reason not to launch a config with these artifacts; else None."""
+        text = ""
+        if config in self.configs:
+            text = "failed in this process"
+        elif any(key in self.artifacts for key in artifacts):
+            text = "is not compiled on every rank"
+        return Refusal(Kind.UNAVAILABLE, f"{config.family} {text}") if text else None
+
+
+def resolve(posed: Posed, answer: LookupResult, device: int, excluded: Excluded) -> Plan | Refusal:
     """Plan of the best measured candidate that this machine can run, or why there is none.
 
-    Predicted, replayed and failed candidates and `withdrawn` configs are skipped.
+    Predicted, replayed and failed candidates are skipped.
 
     Args:
         posed: problem of the call, and its strides.
         answer: lookup result for the problem.
         device: index of the current device.
-        withdrawn: configs that this process must not launch.
-        absent: keys of artifacts that it must not launch, even if present.
+        excluded: kernels that must not be launched.
     """
     problem, reasons = posed.problem, list[str]()
     for measurement in answer.candidates:
-        config = measurement.config
+        config, keys = measurement.config, measurement.artifacts.values()
         if measurement.provenance is not Provenance.MEASURED:
             reasons.append(f"{config.family} is {measurement.provenance}, not measured")
         elif not measurement.ok or measurement.problem != problem:
             reasons.append(f"{config.family} did not pass for this problem")
-        elif config in withdrawn:
-            reasons.append(f"{config.family} failed in this process")
-        elif any(key in absent for key in measurement.artifacts.values()):
-            reasons.append(f"{config.family} is not compiled on every rank")
         else:
-            plan = plan_of(posed, measurement, device)
-            if not isinstance(plan, str):
+            plan = excluded.refusal(config, keys) or plan_of(posed, measurement, device)
+            if not isinstance(plan, Refusal) or plan.kind is not Kind.UNAVAILABLE:
                 return plan
-            reasons.append(plan)
+            reasons.append(plan.detail)
     why = "; ".join(dict.fromkeys(reasons)) or "the entry has no candidates"
     return Refusal(Kind.UNAVAILABLE, f"{problem.label()}: {why}")
 
 
-def plan_of(posed: Posed, measurement: Measurement, device: int) -> Plan | Refusal | str:
-    """The plan of one candidate; a text with the reason to try the next one; or a refusal that
-    holds for all.
-    """
-    problem, config = posed.problem, measurement.config
+def plan_of(posed: Posed, measurement: Measurement, device: int) -> Plan | Refusal:
+    """The plan of one candidate; a refusal of this one (`Kind.UNAVAILABLE`), or of all of them."""
+    config = measurement.config
     try:
         member = family(config.family)
-        if not member.is_vendor:
-            return own_plan(posed, member, measurement, device)
-        if (kernel := config.get("kernel")) == FLEX and getattr(problem, "block_mask", ""):
-            return Refusal(Kind.VENDOR, problem.label())  # what PyTorch's answer is
-        if kernel in MEASURED_ONLY:
-            return f"{kernel} is measured, and not served"
-        if member.is_listed and posed.strides:  # it is called with addresses alone
-            return f"{member.name} takes no strides but those of its layouts"
-        if reason := off_rows(problem, posed.strides):
-            return f"{member.name} takes no {reason}"
-        if problem.op in (GemmProblem.op, GroupedGemmProblem.op) and not member.is_listed:
-            # PyTorch chooses cuBLAS or cuBLASLt for the whole process, not for a call: its own call
-            # is the vendor's kernel. A loop over groups cannot be captured as it was timed.
-            return Refusal(Kind.VENDOR, problem.label())
-        # `vendor_call` runs the kernel once, which must not come back here under `tuner.enable`.
-        call = native.call(member.vendor_call, problem, config, posed.scale)
+        make = _vendor_plan if member.is_vendor else own_plan
+        return make(posed, member, measurement, device)
     except (BenchmarkError, ConfigError) as exc:
-        return str(exc)
+        text = str(exc)
     except document.FAULTS as exc:
-        return f"{config.family} here is another version than the entry's ({exc!r})"
+        text = f"{config.family} here is another version than the entry's ({exc!r})"
+    return Refusal(Kind.UNAVAILABLE, text)
+
+
+def _vendor_plan(
+    posed: Posed, member: Family, measurement: Measurement, device: int
+) -> Plan | Refusal:
+    """As `own_plan`, of a vendor's config; a refusal where PyTorch's answer is the vendor's."""
+    problem, config = posed.problem, measurement.config
+    kernel = config.get("kernel")
+    if kernel == FLEX and getattr(problem, "block_mask", ""):
+        return Refusal(Kind.VENDOR, problem.label())
+    if kernel in MEASURED_ONLY:
+        raise ConfigError(f"{kernel} is measured, and not served")
+    if member.is_listed and posed.strides:  # it is called with addresses alone
+        raise ConfigError(f"{member.name} takes no strides but those of its layouts")
+    if reason := off_rows(problem, posed.strides):
+        raise ConfigError(f"{member.name} takes no {reason}")
+    if problem.op in (GemmProblem.op, GroupedGemmProblem.op) and not member.is_listed:
+        # PyTorch chooses cuBLAS or cuBLASLt for the whole process, not for a call: its own call
+        # is the vendor's kernel. A loop over groups cannot be captured as it was timed.
+        return Refusal(Kind.VENDOR, problem.label())
+    # `vendor_call` runs the kernel once, which must not come back here under `tuner.enable`.
+    call = native.call(member.vendor_call, problem, config, posed.scale)
     if isinstance(call, str):
-        return call
+        raise ConfigError(call)
     is_selected = measurement.provenance is Provenance.PREDICTED
     return VendorPlan(
-        problem,
-        config,
-        device,
-        call=call,
-        shape=posed.shape,
-        by_portfolio=is_selected,
+        problem, config, device, call=call, shape=posed.shape, by_portfolio=is_selected
     )
 
 
-def own_plan(
-    posed: Posed, member: Family, measurement: Measurement, device: int
-) -> KernelPlan | str:
-    """The plan of an own config, or the reason why it cannot run: a missing artifact, say."""
+def own_plan(posed: Posed, member: Family, measurement: Measurement, device: int) -> KernelPlan:
+    """The plan of an own config.
+
+    Raises:
+        ConfigError: when it cannot run here: an artifact is missing, say.
+        BenchmarkError: when a kernel cannot be loaded.
+    """
     cache = ArtifactCache()
     kernels: dict[str, LoadedKernel] = {}
     for name, key in measurement.artifacts.items():
@@ -392,7 +404,9 @@ def own_plan(
             artifact = cache.find(key)
             if artifact is None:
                 background.request(measurement)
-                return f"artifact {key} of {member.name} is not in the cache (tuner build makes it)"
+                raise ConfigError(
+                    f"artifact {key} of {member.name} is not in the cache (tuner build makes it)"
+                )
             kernel = load(artifact)
         kernels[name] = kernel
     problem, config = posed.problem, measurement.config
@@ -402,18 +416,18 @@ def own_plan(
     else:
         launches = member.launches(problem, config, posed.scale)
     if isinstance(launches, str):
-        return launches
+        raise ConfigError(launches)
     steps: list[Step] = []
     offset = _aligned(member.scratch_bytes(problem, config))
     for launch in launches:
         if launch.kernel not in kernels:
-            return f"{member.name} names no artifact for its kernel '{launch.kernel}'"
+            raise ConfigError(f"{member.name} names no artifact for its kernel '{launch.kernel}'")
         kernel = kernels[launch.kernel]
         # One workspace for each launch: with programmatic dependent launch two kernels overlap.
         steps.append(_step(problem, kernel, launch, offset))
         offset += _aligned(kernel.workspace_bytes(launch.integers))
     if not steps:
-        return f"{member.name} has no launches for {problem.label()}"
+        raise ConfigError(f"{member.name} has no launches for {problem.label()}")
     return KernelPlan(
         problem,
         config,

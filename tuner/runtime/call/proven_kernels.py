@@ -13,9 +13,10 @@ with factors of blocks and gradients of attention have a rule in the place of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,7 +31,7 @@ from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Provenance, Status
 from tuner.problem import AttentionBackwardProblem, AttentionProblem, Problem
 from tuner.runtime.call import counters, devices, native
-from tuner.runtime.call.plan import Plan, Posed, plan_of
+from tuner.runtime.call.plan import Excluded, Plan, Posed, plan_of
 from tuner.runtime.call.refusal import Kind, Refusal
 from tuner.selection.choice import Selection
 from tuner.selection.domains import domain_of
@@ -40,7 +41,6 @@ from tuner.selection.rules import rule_of
 
 if TYPE_CHECKING:
     from tuner.families.rule import RuleSelection
-    from tuner.runtime.call.benchmark import TimedChoice
 
 _BACKENDS = {
     SDPBackend.FLASH_ATTENTION.value: "flash2",
@@ -99,7 +99,7 @@ def has_proven(problem: Problem, gpu: Gpu) -> bool:
             models = None if mine is None else mine.models_of(domain_of(problem))
             known = () if models is None else models.candidates
             configs = [one.config for one in known if one.family is not None and not one.is_vendor]
-        return any(not isinstance(_own(problem, gpu, one, (), ()), str) for one in configs)
+        return any(isinstance(_artifacts(problem, gpu, one), dict) for one in configs)
     except FAULTS as exc:
         counters.count_error(damaged(problem, exc).reason)
         return False
@@ -115,21 +115,44 @@ def _portfolio_of(problem: Problem, gpu: Gpu) -> Portfolio | None:
     return next(iter(serving((one for one in portfolios() if one.op == problem.op), gpu)), None)
 
 
-def choose(
-    posed: Posed,
-    gpu: Gpu,
-    device: int,
-    withdrawn: Collection[Config],
-    absent: Collection[str],
-) -> Choice | None:
+@dataclass(frozen=True)
+class _Candidates:
+    """A selection's configs as plans of this machine."""
+
+    posed: Posed
+    gpu: Gpu
+    device: int
+    excluded: Excluded
+    selection: Selection | RuleSelection
+
+    def plan(self, config: Config) -> Plan | Refusal:
+        """The plan of a config, or the reason why it has none. Own kernels need a proof."""
+        problem, excluded = self.posed.problem, self.excluded
+        is_vendor = family(config.family).is_vendor
+        artifacts = {} if is_vendor else _artifacts(problem, self.gpu, config)
+        if isinstance(artifacts, Refusal):
+            return excluded.refusal(config, ()) or artifacts
+        predicted = Measurement(
+            problem,
+            config,
+            self.gpu,
+            self.selection.regime,
+            Status.OK,
+            Provenance.PREDICTED,
+            artifacts=artifacts,
+        )
+        refusal = excluded.refusal(config, artifacts.values())
+        return refusal or plan_of(self.posed, predicted, self.device)
+
+
+def choose(posed: Posed, gpu: Gpu, device: int, excluded: Excluded) -> Choice | None:
     """A portfolio's choice for a problem; None when no portfolio has a candidate for it.
 
     Args:
         posed: an untuned problem, and its strides.
         gpu: GPU that it runs on.
         device: index of the current device.
-        withdrawn: configs that this process must not launch for the problem.
-        absent: keys of artifacts that it must not launch.
+        excluded: kernels that must not be launched.
 
     Raises:
         StoreError: when a shipped portfolio is damaged.
@@ -143,121 +166,87 @@ def choose(
         selection = None if mine is None else mine.select(problem)
     if selection is None:
         return None
+    candidates = _Candidates(posed, gpu, device, excluded, selection)
+    return Choice(selection, _timed(candidates) or _expected(candidates))
 
-    def made(config: Config, artifacts: dict[str, str]) -> Plan | str:
-        """The plan of a selected config, or the reason why it has none."""
-        predicted = Measurement(
-            problem,
-            config,
-            gpu,
-            selection.regime,
-            Status.OK,
-            Provenance.PREDICTED,
-            artifacts=artifacts,
-        )
-        found = plan_of(posed, predicted, device)
-        return found.reason if isinstance(found, Refusal) else found
 
-    if posed.run is not None and isinstance(selection, Selection):
-        timed = _timed(posed, gpu, selection, made, withdrawn, absent)
-        if timed is not None:
-            return timed
+def _expected(candidates: _Candidates) -> Plan | Refusal:
+    """The first kernel by expected time that runs here. A vendor's is called where PyTorch would
+    choose another one.
+    """
+    selection, problem = candidates.selection, candidates.posed.problem
     reasons: list[str] = []
     for _, config in selection.own():
-        is_vendor = family(config.family).is_vendor
-        found = {} if is_vendor else _own(problem, gpu, config, withdrawn, absent)
-        plan = found if isinstance(found, str) else made(config, found)
+        plan = candidates.plan(config)
         if isinstance(plan, Plan):
-            return Choice(selection, plan)
-        reasons.append(plan)
+            return plan
+        reasons.append(_text(plan))
     if reasons:
         why = "; ".join(dict.fromkeys(reasons))
-        return Choice(selection, Refusal(Kind.UNSERVED, f"{problem.label()}: {why}"))
+        return Refusal(Kind.UNSERVED, f"{problem.label()}: {why}")
     text = f"{problem.label()}: {selection.source}"
-    if not isinstance(selection, Selection):
-        return Choice(selection, Refusal(Kind.PORTFOLIO, text))
     # For products a call cannot choose a library: PyTorch's own call is the only vendor kernel.
-    is_pytorchs = not isinstance(problem, AttentionProblem) or (
-        selection.vendor == pytorchs(problem, device)
-    )
-    if is_pytorchs or selection.config in withdrawn:
-        return Choice(selection, Refusal(Kind.PORTFOLIO, text))
-    plan = made(selection.config, {})
-    if isinstance(plan, Plan):
-        return Choice(selection, plan)
-    text += f" ({selection.vendor} cannot be called: {plan})"
-    return Choice(selection, Refusal(Kind.PORTFOLIO, text))
+    if (
+        isinstance(selection, Selection)
+        and isinstance(problem, AttentionProblem)
+        and selection.vendor != pytorchs(problem, candidates.device)
+        and selection.config not in candidates.excluded.configs
+    ):
+        plan = candidates.plan(selection.config)
+        if isinstance(plan, Plan):
+            return plan
+        text += f" ({selection.vendor} cannot be called: {_text(plan)})"
+    return Refusal(Kind.PORTFOLIO, text)
 
 
-def _timed(
-    posed: Posed,
-    gpu: Gpu,
-    selection: Selection,
-    made: Callable[[Config, dict[str, str]], Plan | str],
-    withdrawn: Collection[Config],
-    absent: Collection[str],
-) -> Choice | None:
+def _text(refusal: Refusal) -> str:
+    """The reason for people; of one candidate without its kind."""
+    return refusal.detail if refusal.kind is Kind.UNAVAILABLE else refusal.reason
+
+
+def _timed(candidates: _Candidates) -> Plan | Refusal | None:
     """The fastest candidate by measurement on this machine, timed now unless a choice holds; None
     when nothing can be timed.
     """
+    selection, posed = candidates.selection, candidates.posed
+    if posed.run is None or not isinstance(selection, Selection):
+        return None
     from tuner.runtime.call import benchmark  # only programs that time their calls need it
 
-    problem, run = posed.problem, posed.run
-    assert run is not None
     ranked = [config for _, config in selection.ranked()]
 
     def planned(config: Config) -> Plan | None:
         """The plan of a proven candidate; None where it has none."""
-        found = _own(problem, gpu, config, withdrawn, absent)
-        plan = found if isinstance(found, str) else made(config, found)
+        plan = candidates.plan(config)
         return plan if isinstance(plan, Plan) else None
 
-    ended: TimedChoice | None = None
-    timed = benchmark.journal.find(problem, gpu)
+    asked = posed.problem, candidates.gpu
+    timed, ended = benchmark.journal.find(*asked), None
     if timed is not None and any(map(planned, timed.untimed(ranked))):
         timed, ended = None, timed
     if timed is None:
-        plans: dict[Config, Plan] = {}
-        for config in ranked:
-            if (plan := planned(config)) is not None:
-                plans[config] = plan
-            if len(plans) == benchmark.KERNELS:
-                break
+        served = ((config, plan) for config in ranked if (plan := planned(config)) is not None)
+        plans = dict(islice(served, benchmark.KERNELS))
         if not plans:
             return None
         is_cold = selection.regime.l2 == "cold"
-        decide = benchmark.journal.decide
         try:
-            timed = decide(problem, gpu, plans, run, is_cold=is_cold, ended=ended)
+            timed = benchmark.journal.decide(*asked, plans, posed.run, is_cold=is_cold, ended=ended)
         except StoreBusyError:
-            return Choice(selection, Refusal(Kind.BUSY, problem.label()))
-    if timed is None:
-        return None
-    if timed.config is None:
-        text = f"{problem.label()}: {timed.pytorch_us:.1f} us"
-        return Choice(selection, Refusal(Kind.TIMED, text))
-    chosen = planned(timed.config)
-    return None if chosen is None else Choice(selection, chosen)
+            return Refusal(Kind.BUSY, posed.problem.label())
+    if timed is not None and timed.config is None:
+        return Refusal(Kind.TIMED, f"{posed.problem.label()}: {timed.pytorch_us:.1f} us")
+    return None if timed is None else planned(timed.config)
 
 
-def _own(
-    problem: Problem,
-    gpu: Gpu,
-    config: Config,
-    withdrawn: Collection[Config],
-    absent: Collection[str],
-) -> dict[str, str] | str:
+def _artifacts(problem: Problem, gpu: Gpu, config: Config) -> dict[str, str] | Refusal:
     """The proven artifacts of an own config, or the reason why it is not served."""
-    if config in withdrawn:
-        return f"{config.family} failed in this process"
     try:
         specs = family(config.family).kernels(problem, config)
     except TunerError as exc:
-        return str(exc)
-    found = lists.proven(specs, gpu.compute_capability)
-    if not isinstance(found, str) and any(key in absent for key in found.values()):
-        return f"{config.family} is not compiled on every rank"
-    return found
+        return Refusal(Kind.UNAVAILABLE, str(exc))
+    proven = lists.proven(specs, gpu.compute_capability)
+    return Refusal(Kind.UNAVAILABLE, proven) if isinstance(proven, str) else proven
 
 
 def pytorchs(problem: Problem, device: int) -> str:

@@ -28,7 +28,7 @@ from tuner.hardware import Gpu
 from tuner.measurement import Provenance
 from tuner.problem import AttentionProblem, Problem, problem_from_json
 from tuner.runtime.call import counters, devices, dispatch, lengths, proven_kernels
-from tuner.runtime.call.plan import KernelPlan, Plan, Posed, VendorPlan, resolve
+from tuner.runtime.call.plan import Excluded, KernelPlan, Plan, Posed, VendorPlan, resolve
 from tuner.runtime.call.refusal import Kind, Refusal, once
 from tuner.selection.kernels import lists
 from tuner.selection.reader import (
@@ -416,13 +416,12 @@ class PlanTable:
     def _choose(self, posed: Posed, device: int) -> _Known | None:
         """The portfolio's result; None when it has no candidates for such problems."""
         problem = posed.problem
-        withdrawn = self._withdrawn.get(problem.key, ())
         try:
             with devices.use(device):
                 gpu = devices.gpu_of(device)
                 if not proven_kernels.knows(problem, gpu):
                     return None
-                choice = proven_kernels.choose(posed, gpu, device, withdrawn, self._absent)
+                choice = proven_kernels.choose(posed, gpu, device, self._excluded(problem))
         except proven_kernels.FAULTS as exc:
             return self._damaged(problem, exc)
         if choice is None:
@@ -493,8 +492,7 @@ class PlanTable:
         """The best candidate of a lookup result that can run here."""
         problem = posed.problem
         with devices.use(device):
-            withdrawn = self._withdrawn.get(problem.key, ())
-            plan = resolve(posed, answer, device, withdrawn, self._absent)
+            plan = resolve(posed, answer, device, self._excluded(problem))
         for note in answer.notes:
             _log.info("%s: %s", problem.label(), note)
         self._flag(answer)
@@ -502,6 +500,9 @@ class PlanTable:
             return _Known(math.inf, problem, plan)
         # A vendor's win holds until the store changes.
         return _refused(problem, plan, math.inf if plan.kind is Kind.VENDOR else RETRY_EVERY_S)
+
+    def _excluded(self, problem: Problem) -> Excluded:
+        return Excluded(self._withdrawn.get(problem.key, ()), self._absent)
 
     def _flag(self, answer: LookupResult) -> None:
         """Warn once about entries that were measured in another environment."""
