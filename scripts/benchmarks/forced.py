@@ -8,7 +8,6 @@ many shapes share a kernel.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -183,10 +182,9 @@ def install(*, built_only: bool = False) -> None:
         TunerError: when there is no GPU, no compiler, or no registry of attention providers.
     """
     import tuner
-    from tuner.runtime.call import dispatch
+    from tuner.runtime.call import answers, dispatch
+    from tuner.runtime.call.table import table
 
-    # The package gives the module's name to the table itself.
-    table = importlib.import_module("tuner.runtime.call.table")
     forced = made(built_only=built_only)
 
     def lookup(problem: Problem, **options: Any) -> LookupResult | None:
@@ -195,6 +193,6 @@ def install(*, built_only: bool = False) -> None:
         except TunerError as exc:  # a call that PyTorch answers would hide it
             raise RuntimeError(f"{problem.label()}: {exc}") from exc
 
-    table.lookup = lookup  # type: ignore[attr-defined]
-    dispatch.prepare(then=table.table.renew).join()  # until it is there, PyTorch answers
+    answers.lookup = lookup
+    dispatch.prepare(then=table.renew).join()  # until it is there, PyTorch answers
     tuner.enable()

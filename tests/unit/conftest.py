@@ -92,9 +92,9 @@ def runtime() -> Iterator[SimpleNamespace]:
     if not importlib.util.find_spec("torch"):
         pytest.skip("torch is not installed")
     names = (
-        "attention.attention_call call.counters call.devices call.dispatch call.plan "
-        "call.proven_kernels call.refusal call.table products.gated products.quantiser "
-        "products.scaled"
+        "attention.attention_call call.answers call.counters call.devices call.dispatch call.plan "
+        "call.proven_kernels call.refusal call.store_watch call.table products.gated "
+        "products.quantiser products.scaled"
     ).split()
     paths = {name.partition(".")[2]: name for name in names}
     paths |= {"attention": "attention.dense", "products": "products.matmul"}

@@ -85,7 +85,7 @@ def serving(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleN
 
     artifact = SimpleNamespace(find=lambda key: SimpleNamespace(key=key))
     monkeypatch.setattr(on_cpu.proven_kernels.lists, "proven", proven)
-    monkeypatch.setattr(on_cpu.table, "lookup", lambda problem, **_: None)
+    monkeypatch.setattr(on_cpu.answers, "lookup", lambda problem, **_: None)
     monkeypatch.setattr(on_cpu.plan, "ArtifactCache", lambda: artifact)
     monkeypatch.setattr(on_cpu.plan, "load", lambda found: Kernel(made.launched, found.key))
     monkeypatch.setattr(on_cpu.plan, "loaded", lambda key: None)
@@ -133,7 +133,7 @@ def test_a_kernel_that_failed_here_is_not_launched_again(serving: SimpleNamespac
     configs = list(grouped.KERNELS["bfloat16"])
     serving.proven = {config["tile_n"]: "key" for config in configs}
     asked = GroupedGemmProblem(4, 16, 128, 256, sizes="zipf", dtype="bfloat16")
-    serving.runtime.table.table._withdrawn[asked.key] = set(configs)
+    serving.runtime.table.table._answers.withdrawn[asked.key] = set(configs)
     call(serving, 9)
     assert not serving.launched
 

@@ -120,7 +120,7 @@ def test_a_window_has_a_plan_of_its_own(machine: Machine, monkeypatch: pytest.Mo
         known.append(problem)
         return answer(measured(problem=problem))
 
-    monkeypatch.setattr(machine.runtime.table, "lookup", lookup)
+    monkeypatch.setattr(machine.runtime.answers, "lookup", lookup)
     monkeypatch.setattr(machine.runtime.table.dispatch, "put", lambda *call: told.append(call))
     tensors = inputs()
     for _ in range(2):
@@ -156,7 +156,7 @@ def test_a_mask_that_is_added_is_a_bias(
         return answer(measured(problem=problem))
 
     machine.toy = ToyWithBias()
-    monkeypatch.setattr(machine.runtime.table, "lookup", lookup)
+    monkeypatch.setattr(machine.runtime.answers, "lookup", lookup)
     monkeypatch.setattr(machine.runtime.table.dispatch, "put", lambda *call: told.append(call))
     tensors = [torch.randn(3, 2, 16, 8).half() for _ in range(3)]
     mask = torch.randn(size).half()
@@ -242,7 +242,7 @@ def test_a_mask_beside_a_soft_cap_or_a_window_is_an_operand(
         return answer(measured(problem=problem))
 
     machine.toy = ToyWithBias()
-    monkeypatch.setattr(machine.runtime.table, "lookup", lookup)
+    monkeypatch.setattr(machine.runtime.answers, "lookup", lookup)
     tensors = [torch.randn(3, 2, 16, 8).half() for _ in range(3)]
     mask = torch.zeros(3, 1, 1, 16).half()
     for options in ({"softcap": 2.0}, {"window": (3, 5)}, {"window": (3, 0), "softcap": 2.0}):

@@ -159,7 +159,7 @@ def test_a_linear_layer_is_pytorch_s_where_no_kernel_serves_it(
     on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(on_cpu.table, "lookup", lambda problem, **_: asked.append(problem))
+    monkeypatch.setattr(on_cpu.answers, "lookup", lambda problem, **_: asked.append(problem))
     each = WEIGHT_SCALE.repeat_interleave(128, 0)[:N].repeat_interleave(128, 1)[:, :K]
     wide, bias = (WEIGHT.float() * each).bfloat16(), torch.randn(N).bfloat16()
     out = on_cpu.products.linear(
@@ -226,7 +226,7 @@ def test_experts_are_multiplied_in_bf16_where_no_kernel_serves_them(
     import tuner
 
     asked: list[Any] = []
-    monkeypatch.setattr(on_cpu.table, "lookup", lambda problem, **_: asked.append(problem))
+    monkeypatch.setattr(on_cpu.answers, "lookup", lambda problem, **_: asked.append(problem))
     a, b, offsets, scale_a, scale_b = experts()
     out = tuner.grouped_mm(a, b, offsets, scale_a=scale_a, scale_b=scale_b)
     wide_a = a.float() * scale_a.repeat_interleave(128, 1)[:, :K]
@@ -293,7 +293,7 @@ def test_a_proven_kernel_serves_a_linear_layer_that_nobody_tuned(
 
     proven = {"block_scaled_gemm": "key"}
     monkeypatch.setattr(on_cpu.proven_kernels.lists, "proven", lambda specs, capability: proven)
-    monkeypatch.setattr(on_cpu.table, "lookup", lambda problem, **_: None)
+    monkeypatch.setattr(on_cpu.answers, "lookup", lambda problem, **_: None)
     found = SimpleNamespace(find=lambda key: SimpleNamespace(key=key))
     monkeypatch.setattr(on_cpu.plan, "ArtifactCache", lambda: found)
     monkeypatch.setattr(on_cpu.plan, "load", lambda artifact: Kernel())

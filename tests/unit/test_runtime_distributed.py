@@ -41,8 +41,8 @@ import contextlib, json, os, signal, socket, sys, traceback
 from datetime import timedelta
 import torch, torch.distributed as dist
 import tuner
-from tuner.hardware import DEFAULT_GPU
 from tuner.errors import ConfigError
+from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Environment
 from tuner.runtime.call import devices, dispatch, plan
 from tuner.runtime.parallel import distributed

@@ -191,7 +191,7 @@ def test_where_pytorch_won_its_own_call_answers(
         assert asked == problem
         return LookupResult(Entry.of([winner]), exact=True)
 
-    monkeypatch.setattr(on_cpu.table, "lookup", lookup)
+    monkeypatch.setattr(on_cpu.answers, "lookup", lookup)
     a, b, offsets = inputs()
     torch.testing.assert_close(grouped_mm(a, b, offsets), expected(a, b), atol=1e-2, rtol=1e-2)
     assert on_cpu.counters.stats().fallbacks == {on_cpu.refusal.Kind.VENDOR: 1}

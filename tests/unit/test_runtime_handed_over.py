@@ -367,7 +367,7 @@ def test_a_vendor_s_kernel_is_given_aligned_tensors(
         config = Config("vendor_sdpa", {"kernel": "cudnn"})
         return answer(measured("vendor_sdpa", problem=problem, config=config))
 
-    monkeypatch.setattr(machine.runtime.table, "lookup", lookup)
+    monkeypatch.setattr(machine.runtime.answers, "lookup", lookup)
     for keys, length in ((2, 1), (24, 5)):
         q, k, v = tensors(length, keys, heads_kv=4)
         longer = torch.randn(1, 4, 40, 41).half()

@@ -166,7 +166,7 @@ def everywhere(server: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
     def lookup(problem: Any, **options: Any) -> LookupResult:
         return LookupResult(entry=Entry.of((measured(problem),)), exact=True, notes=())
 
-    monkeypatch.setattr(server.runtime.table, "lookup", lookup)
+    monkeypatch.setattr(server.runtime.answers, "lookup", lookup)
     server.time_passes()
     return server
 

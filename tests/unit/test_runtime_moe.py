@@ -153,7 +153,7 @@ def kernel(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Any:
     made = SimpleNamespace(runtime=on_cpu, kernel=FakeRows())
     monkeypatch.setattr(expert_rows.kernels, "source", SimpleNamespace(find=lambda cache: "there"))
     monkeypatch.setattr(sourced, "load", lambda artifact: made.kernel)
-    monkeypatch.setattr(on_cpu.table, "lookup", lambda problem, **_: None)
+    monkeypatch.setattr(on_cpu.answers, "lookup", lambda problem, **_: None)
     expert_rows.kernels.forget()
     yield made
     expert_rows.kernels.forget()

@@ -119,7 +119,7 @@ def test_a_kernel_that_is_proven_later_is_taken_up(
     serving.proven = {}
     assert not serving.call()
     serving.proven = known
-    now += serving.runtime.table.RETRY_EVERY_S
+    now += serving.runtime.answers.RETRY_EVERY_S
     assert serving.call()
 
 
@@ -145,7 +145,7 @@ def test_a_vendor_s_kernel_that_pytorch_would_not_take_is_called(serving: Servin
 
 def test_an_own_decision_comes_first(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     decided = answer(measured().but(problem=PROBLEM))
-    monkeypatch.setattr(serving.runtime.table, "lookup", lambda problem, **_: decided)
+    monkeypatch.setattr(serving.runtime.answers, "lookup", lambda problem, **_: decided)
     assert serving.call() and serving.launched == []
     assert serving.machine.loads == 2 and serving.machine.stats().portfolio_hits == 0
 
@@ -154,7 +154,7 @@ def test_a_decision_whose_kernels_are_not_here_leaves_it_to_the_portfolio(
     serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decided = answer(measured().but(problem=PROBLEM))
-    monkeypatch.setattr(serving.runtime.table, "lookup", lambda problem, **_: decided)
+    monkeypatch.setattr(serving.runtime.answers, "lookup", lambda problem, **_: decided)
     serving.machine.present.discard("key-second")
     assert serving.call() and serving.launched == ["key-wide"]
     serving.proven = {}
@@ -167,7 +167,7 @@ def test_the_portfolio_s_kernel_comes_before_the_vendor_s_that_the_decided_one_b
     """A machine with prebuilt kernels only has none of a shipped decision's own."""
     own = measured().but(problem=PROBLEM)
     decided = answer(own, own.but(config=CUDNN, artifacts={}, latency_us=14.0))
-    monkeypatch.setattr(serving.runtime.table, "lookup", lambda problem, **_: decided)
+    monkeypatch.setattr(serving.runtime.answers, "lookup", lambda problem, **_: decided)
     serving.machine.present.discard("key-second")
     assert serving.call() and serving.launched == ["key-wide"]
     serving.runtime.table.table.forget()

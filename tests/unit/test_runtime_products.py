@@ -93,7 +93,7 @@ def test_a_bias_and_an_activation_are_part_of_the_problem(
 ) -> None:
     weight, bias = B.t().contiguous(), torch.randn(16).half()
     asked: list[Problem] = []
-    monkeypatch.setattr(on_cpu.table, "lookup", lambda problem, **_: asked.append(problem))
+    monkeypatch.setattr(on_cpu.answers, "lookup", lambda problem, **_: asked.append(problem))
     linear = on_cpu.products.linear
     for given in (None, bias):
         wanted = torch.nn.functional.linear(A, weight, given)
@@ -269,7 +269,7 @@ def test_gradients_that_nothing_serves_are_pytorch_s(
 ) -> None:
     """All three problems are looked up, and no memory is allocated."""
     asked: list[Problem] = []
-    monkeypatch.setattr(on_cpu.table, "lookup", lambda problem, **_: asked.append(problem))
+    monkeypatch.setattr(on_cpu.answers, "lookup", lambda problem, **_: asked.append(problem))
     inputs = layer()
     out = on_cpu.products.linear(*inputs)
     assert type(out.grad_fn).__name__ == "AddmmBackward0"
@@ -297,7 +297,7 @@ def test_where_cublas_won_pytorch_s_own_call_answers(
         assert asked == problem
         return LookupResult(Entry.of([made("vendor_blas", 1.0), made("gemm", 2.0)]), exact=True)
 
-    monkeypatch.setattr(on_cpu.table, "lookup", lookup)
+    monkeypatch.setattr(on_cpu.answers, "lookup", lookup)
     assert torch.equal(on_cpu.products.matmul(A, B), A @ B)
     assert on_cpu.counters.stats().fallbacks == {on_cpu.refusal.Kind.VENDOR: 1}
 
@@ -305,7 +305,7 @@ def test_where_cublas_won_pytorch_s_own_call_answers(
 def asked(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, *ranking: Measurement) -> None:
     """Have the store answer with a ranking."""
     answer = LookupResult(Entry.of(ranking), exact=True)
-    monkeypatch.setattr(on_cpu.table, "lookup", lambda problem, **_: answer)
+    monkeypatch.setattr(on_cpu.answers, "lookup", lambda problem, **_: answer)
 
 
 def won(problem: Problem, family: str, kernel: str, us: float, **params: int) -> Measurement:
@@ -381,7 +381,8 @@ def test_a_peer_that_won_leaves_the_call_to_the_next(on_cpu: SimpleNamespace, ke
     problem = GemmProblem(m=8, n=16, k=32, epilogue="bias")
     ranking = won(problem, "vendor_blas", kernel, 1.0), won(problem, "gemm", "", 2.0)
     answer = LookupResult(Entry.of(ranking), exact=True)
-    refusal = on_cpu.plan.resolve(on_cpu.plan.Posed(problem), answer, 0, ())
+    plan = on_cpu.plan
+    refusal = plan.resolve(plan.Posed(problem), answer, 0, plan.Excluded())
     assert refusal.kind is on_cpu.refusal.Kind.UNAVAILABLE
     assert f"{kernel} is measured, and not served; " in refusal.detail
 
@@ -404,7 +405,7 @@ def test_swiglu_is_the_two_projections_and_asks_for_one_problem(
     on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Problem] = []
-    monkeypatch.setattr(on_cpu.table, "lookup", lambda problem, **_: asked.append(problem))
+    monkeypatch.setattr(on_cpu.answers, "lookup", lambda problem, **_: asked.append(problem))
     gate, up = torch.randn(64, 32).half(), torch.randn(64, 32).half()
     weights = on_cpu.gated.interleave(gate, up)
     linear = torch.nn.functional.linear

@@ -177,7 +177,7 @@ def test_what_is_worth_asking_again_is_asked_again(
     for _ in range(3):
         server.attention(q, k, v)
     assert len(slow) == 1
-    monkeypatch.setattr(server.runtime.table, "RETRY_EVERY_S", -1.0)
+    monkeypatch.setattr(server.runtime.answers, "RETRY_EVERY_S", -1.0)
     server.runtime.table.table._clear()
     for _ in range(3):
         server.attention(q, k, v)
@@ -193,7 +193,7 @@ def test_pytorch_s_own_kernel_stays_the_fastest(
     plan, refusal = machine.runtime.plan, machine.runtime.refusal
     vendors = refusal.Refusal(refusal.Kind.VENDOR, "S=16")
     monkeypatch.setattr(plan, "resolve", lambda *_: vendors)
-    monkeypatch.setattr(machine.runtime.table, "resolve", plan.resolve)
+    monkeypatch.setattr(machine.runtime.answers, "resolve", plan.resolve)
     machine.decide(tuned_measurement())
     q = torch.randn(1, 2, 16, 8).half()
     machine.attention(q, q, q)
@@ -339,8 +339,8 @@ def test_a_generation_s_lengths_are_not_looked_up_one_by_one(
     for length in range(1, 321):
         given = keys[:, :, :length].contiguous()
         machine.attention(query, given, given)
-    table = machine.runtime.table
-    assert machine.lookups <= 2 + 320 // table.GROWS_BY
+    answers = machine.runtime.answers
+    assert machine.lookups <= 2 + 320 // answers.GROWS_BY
     assert machine.stats().fallbacks == {"no measured winner": 320}
     # What is decided for one of them is found ...
     machine.decide()
@@ -349,14 +349,14 @@ def test_a_generation_s_lengths_are_not_looked_up_one_by_one(
     def lookup(problem: Problem, *, path: Path | None, **_: Any) -> LookupResult | None:
         return answer(tuned_measurement(problem=problem)) if problem == decided else None
 
-    monkeypatch.setattr(table, "lookup", lookup)
-    monkeypatch.setattr(table, "is_decided", lambda problem, path: problem == decided)
+    monkeypatch.setattr(answers, "lookup", lookup)
+    monkeypatch.setattr(answers, "is_decided", lambda problem, path: problem == decided)
     for length in (39, 40, 41):
         given = keys[:, :, :length].contiguous()
         machine.attention(query, given, given)
     assert machine.stats().hits == 1
     # ... and another kind of cache, mask or device is another question.
-    near = table._neighbourhood
+    near = answers.neighbourhood
     same = {near(AttentionProblem(1, n, 8, 1, 2), 0) for n in (64, 100, 127)}
     others = {
         near(AttentionProblem(1, 128, 8, 1, 2), 0),

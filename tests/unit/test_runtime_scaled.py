@@ -92,7 +92,7 @@ def test_pytorch_s_answer_has_the_output_s_factor(
         return wide.clamp(-448, 448).to(out_dtype or torch.float8_e4m3fn)
 
     monkeypatch.setattr(torch, "_scaled_mm", product)
-    monkeypatch.setattr(on_cpu.table, "lookup", lambda problem, **_: None)
+    monkeypatch.setattr(on_cpu.answers, "lookup", lambda problem, **_: None)
     for scale in (torch.tensor(3.0), torch.tensor([300.0])):
         out = on_cpu.scaled.scaled_mm(E4M3_A, E4M3_B, *factors, scale_result=scale)
         exact = factors[0] * (E4M3_A.float() @ E4M3_B.float()) * factors[1] * scale
@@ -135,7 +135,7 @@ def test_what_no_kernel_serves_is_pytorch_s_scaled_product(
     on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, factors: Any
 ) -> None:
     asked: list[Problem] = []
-    monkeypatch.setattr(on_cpu.table, "lookup", lambda problem, **_: asked.append(problem))
+    monkeypatch.setattr(on_cpu.answers, "lookup", lambda problem, **_: asked.append(problem))
     scaled_mm = on_cpu.scaled.scaled_mm
     out = scaled_mm(E4M3_A, E4M3_B, *factors, out_dtype=torch.bfloat16)
     wanted = factors[0] * (E4M3_A.float() @ E4M3_B.float()) * factors[1]

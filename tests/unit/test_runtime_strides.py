@@ -155,7 +155,7 @@ def plant(
             artifacts = dict.fromkeys(member.kernels(problem, config), "key-first")
             return answer(measured(problem=problem, config=config, artifacts=artifacts))
 
-        monkeypatch.setattr(machine.runtime.table, "lookup", lookup)
+        monkeypatch.setattr(machine.runtime.answers, "lookup", lookup)
         monkeypatch.setattr(machine.runtime.plan, "load", lambda artifact: kernel)
         monkeypatch.setattr(machine.runtime.plan, "family", lambda name: member)
         return SimpleNamespace(kernel=kernel, asked=asked, stats=machine.stats)

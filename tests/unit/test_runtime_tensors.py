@@ -263,7 +263,7 @@ def test_a_bias_that_no_kernel_can_read(machine: Machine, monkeypatch: pytest.Mo
     def lookup(problem: Any, **_: Any) -> Any:
         return answer(measured(problem=problem))
 
-    monkeypatch.setattr(machine.runtime.table, "lookup", lookup)
+    monkeypatch.setattr(machine.runtime.answers, "lookup", lookup)
     q, k, v = (torch.randn(1, 2, 16, 8).half() for _ in range(3))
     mask = torch.randn(16, 16).half()
     assert was_tuned(machine.attention(q, k, v, mask))

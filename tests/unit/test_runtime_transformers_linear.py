@@ -33,7 +33,7 @@ def test_a_layer_calls_the_tuner_and_comes_back(
     on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(on_cpu.table, "lookup", lambda problem, **_: asked.append(problem))
+    monkeypatch.setattr(on_cpu.answers, "lookup", lambda problem, **_: asked.append(problem))
     model = torch.nn.Sequential(layer(), torch.nn.Linear(N, 8))
     tuned = tuner.tune_linear_(model)
     assert (tuned.replaced, dict(tuned.left)) == (("0", "1"), {})

@@ -479,7 +479,9 @@ def known_plans(
 
     def find(pose: Any, device: int, old: Any) -> Any:
         assert not on_cpu.devices.is_capturing(), "found out within a capture"
-        return on_cpu.table._Known(math.inf, pose().problem, plan_of(None, None, pose, device))
+        return on_cpu.answers.CachedPlan(
+            math.inf, pose().problem, plan_of(None, None, pose, device)
+        )
 
     monkeypatch.setattr(table, "_find", find)
 

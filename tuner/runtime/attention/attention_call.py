@@ -21,6 +21,9 @@ from tuner.runtime.call.serving import Call, find
 from tuner.runtime.call.table import DispatchedCall, table
 from tuner.runtime.training.autograd import has_backward
 
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Arguments = tuple[*Tensors, torch.Tensor | None, float, bool, float | None, bool]
+"""Arguments of `scaled_dot_product_attention`."""
 TOO_FEW_TILES = Refusal(Kind.BOTTOM_RIGHT, "too few queries for kernels that do not split the keys")
 
 
@@ -49,16 +52,27 @@ class AttentionCall(_Attention, Call):
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
         mask = self.operand
-        return (*self[:3], mask) if isinstance(mask, torch.Tensor) else self[:3]
+        return (*self.tensors, mask) if isinstance(mask, torch.Tensor) else self.tensors
+
+    @property
+    def tensors(self) -> Tensors:
+        """Query, key and value."""
+        return self.query, self.key, self.value
+
+    @property
+    def arguments(self) -> Arguments:
+        """Arguments of PyTorch's attention."""
+        options = self.attn_mask, self.dropout_p, self.is_causal, self.scale, self.enable_gqa
+        return self.query, self.key, self.value, *options
 
     @property
     def dispatched(self) -> DispatchedCall | None:
         """None also where `native.attend` must see each call: the dispatcher would hand an equal
         one to PyTorch's choice, whose gradients may be NaN.
         """
-        if self.extras != NONE or finite_gradients.is_needed(*self[:8]):
+        if self.extras != NONE or finite_gradients.is_needed(*self.arguments):
             return None
-        return "attention", self[:8]
+        return "attention", self.arguments
 
     def refusal(self) -> Refusal | None:
         if self.dropout_p:
@@ -100,13 +114,13 @@ class AttentionCall(_Attention, Call):
         return self.operand if isinstance(self.operand, torch.Tensor) else None
 
     def pose(self) -> Posed:
-        tensors, scale = self[:3], scale_of(self.query, self.scale)
-        causal, grouped, mask = self.is_causal, self.enable_gqa, self._mask
-        posed = pose(*tensors, causal, scale, grouped, self.extras, mask=mask)
+        causal, scale = self.is_causal, scale_of(self.query, self.scale)
+        options = self.enable_gqa, self.extras
+        posed = pose(*self.tensors, causal, scale, *options, mask=self._mask)
         return self.measurable(posed)
 
     def pose_over(self, length: int) -> Posed:
-        query, key, value = self[:3]
+        query, key, value = self.tensors
         query = torch.empty_strided(query.shape, query.stride(), dtype=query.dtype, device="meta")
         operand = self.operand
         if self.attn_mask is not None and isinstance(operand, torch.Tensor):
@@ -146,8 +160,8 @@ class AttentionCall(_Attention, Call):
 
     def by_pytorch(self) -> torch.Tensor:
         if self.extras == NONE or self._is_lower_right:
-            return native.attend(*self[:8])
-        out: torch.Tensor = native.call(compose, *self[:9])
+            return native.attend(*self.arguments)
+        out: torch.Tensor = native.call(compose, *self.arguments, self.extras)
         return out
 
 

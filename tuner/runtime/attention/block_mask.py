@@ -57,12 +57,12 @@ def axes_of(mask: Mask) -> Axes:
     return by_axes[batches > 1, heads > 1]
 
 
-def misfit(mask: Mask, query: torch.Tensor, key: torch.Tensor) -> str:
+def misfit(mask: Mask, query: torch.Tensor, key: torch.Tensor) -> Refusal | None:
     """Reason why no kernel takes a mask beside a query (B, H, SQ, D) and a key (B, HKV, SKV, D);
-    empty when one does.
+    else None.
     """
     if isinstance(mask, BlockTables):
-        return ""  # its operator has compared them
+        return None  # its operator has compared them
     shape = mask.kv_num_blocks.shape
     lengths = query.shape[2], key.shape[2]
     if (
@@ -70,22 +70,24 @@ def misfit(mask: Mask, query: torch.Tensor, key: torch.Tensor) -> str:
         or shape[0] not in (1, query.shape[0])
         or shape[1] not in (1, query.shape[1])
     ):
-        return f"its blocks are {tuple(shape)}, not (B or 1, H or 1, blocks of queries)"
-    if tuple(mask.seq_lengths) != lengths:
-        return f"it is for {tuple(mask.seq_lengths)} queries and keys, not {lengths}"
-    if shape[2] * mask.BLOCK_SIZE[0] < lengths[0]:
-        return f"{shape[2]} blocks of {mask.BLOCK_SIZE[0]} hold fewer than {lengths[0]} queries"
-    return _oversize(mask)
+        text = f"its blocks are {tuple(shape)}, not (B or 1, H or 1, blocks of queries)"
+    elif tuple(mask.seq_lengths) != lengths:
+        text = f"it is for {tuple(mask.seq_lengths)} queries and keys, not {lengths}"
+    elif shape[2] * mask.BLOCK_SIZE[0] < lengths[0]:
+        text = f"{shape[2]} blocks of {mask.BLOCK_SIZE[0]} hold fewer than {lengths[0]} queries"
+    else:
+        return _oversize(mask)
+    return Refusal(Kind.BLOCK_MASK, text)
 
 
-def _oversize(mask: BlockMask) -> str:
-    """That a mask's bits take too much memory; or empty."""
+def _oversize(mask: BlockMask) -> Refusal | None:
+    """Refusal of a mask whose bits take too much memory; else None."""
     batches, heads = mask.kv_num_blocks.shape[:2]
     rows, columns = (-(-length // BLOCK_SIZE) for length in mask.seq_lengths)
     needed = batches * heads * rows * columns * BLOCK_SIZE**2 // 8
     if needed <= MAX_BITS_BYTES:
-        return ""
-    return f"its bits take {needed} bytes (allowed: {MAX_BITS_BYTES})"
+        return None
+    return Refusal(Kind.BLOCK_MASK, f"its bits take {needed} bytes (allowed: {MAX_BITS_BYTES})")
 
 
 def made_of(mask: BlockMask) -> BlockTables | None:
@@ -112,8 +114,8 @@ def prepare_block_mask(block_mask: BlockMask) -> BlockMask:
     if block_mask.kv_num_blocks.dim() != 3:
         shape = tuple(block_mask.kv_num_blocks.shape)
         raise ConfigError(f"its blocks are {shape} (allowed: of batches, heads, blocks of queries)")
-    if reason := _oversize(block_mask):
-        raise ConfigError(reason)
+    if refusal := _oversize(block_mask):
+        raise ConfigError(refusal.detail)
     tables_of(block_mask)
     return block_mask
 

@@ -28,8 +28,6 @@ With grouped heads, query head h reads key head h // (H / HKV).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.compiler import is_dynamo_compiling
 
@@ -120,68 +118,56 @@ def attention(
             )
         descales = (descale_q, descale_k, descale_v)
         return quantised.attend((query, key, value), descales, is_causal, scale, enable_gqa)
-    if window is not None or softcap:
-        options = attn_mask, dropout_p, is_causal, scale, enable_gqa
-        return _composed(AttentionCall(query, key, value, *options, Extras.of(window, softcap)))
-    if is_dynamo_compiling():  # cheaper than `is_compiling`
-        return _traced(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if attn_mask is not None and type(attn_mask) is not torch.Tensor and not is_causal:
-        right = causal_right(attn_mask, query, key)
-        if right == 0:
-            attn_mask, is_causal = None, True
-        elif right is not None:
+    extras = NONE if window is None and not softcap else Extras.of(window, softcap)
+    is_composed = extras is not NONE
+    if not is_composed and not is_dynamo_compiling():  # cheaper than `is_compiling`
+        if attn_mask is not None and type(attn_mask) is not torch.Tensor and not is_causal:
+            right = causal_right(attn_mask, query, key)
+            is_composed = bool(right)
+            if right == 0:
+                attn_mask, is_causal = None, True
+        if not is_composed:
             options = attn_mask, dropout_p, is_causal, scale, enable_gqa
-            return _composed(AttentionCall(query, key, value, *options))
-    out = dispatch.attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if out is not None:
-        if out is not dispatch.REFUSED:
-            return out
-        return native.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if torch.compiler.is_compiling():  # by an export without dynamo: no plain tensors
-        return _traced(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    query, key, value = guards.autocast(devices.TYPE, query, key, value)
-    is_plain = attn_mask is None and not dropout_p
-    if is_plain and guards.wants_gradient(query, key, value):
-        query, key, value = handed_over.checked(query, key, value)  # autograd keeps these
-        if is_differentiable(query, key, value, is_causal, scale):
-            out = operate(query, key, value, None, 0.0, is_causal, scale, enable_gqa)
+            out = dispatch.attention(query, key, value, *options)
             if out is not None:
-                return out
-    operand = None if attn_mask is None else as_operand(attn_mask, query, key, is_causal)
+                is_refused = out is dispatch.REFUSED
+                return native.attend(query, key, value, *options) if is_refused else out
+    query, key, value = guards.autocast(devices.TYPE, query, key, value)
     options = attn_mask, dropout_p, is_causal, scale, enable_gqa
-    call = AttentionCall(query, key, value, *options, NONE, operand)
-    out = serving.answer(call)
-    return call.by_pytorch() if out is None else out
+    return _answer(AttentionCall(query, key, value, *options, extras), is_composed)
 
 
-def _traced(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: Any
-) -> torch.Tensor:
-    """The operator of torch.compile's graph, or PyTorch's attention."""
-    arguments = *guards.autocast(devices.TYPE, query, key, value), *options
-    out = operate(*arguments)
-    return native.attend(*arguments) if out is None else out
+def _answer(call: AttentionCall, is_composed: bool) -> torch.Tensor:
+    """A tuned kernel's output, or PyTorch's.
 
-
-def _composed(call: AttentionCall) -> torch.Tensor:
-    """The tuned kernel's output under a window, a soft cap or a lower-right bias, or that of
-    PyTorch's operations.
+    Args:
+        call: a call that the dispatcher does not know.
+        is_composed: PyTorch has no such attention: a window, a soft cap or a lower-right bias.
     """
-    query, key, value = guards.autocast(devices.TYPE, *call[:3])
-    call = AttentionCall(query, key, value, *call[3:])
-    if torch.compiler.is_compiling():
-        traced = window_operators.operate(call)
-        return compose(*call[:9]) if traced is None else traced
-    if guards.wants_gradient(query, key, value):
-        query, key, value = handed_over.checked(query, key, value)
+    tensors, out = call.tensors, None
+    if torch.compiler.is_compiling():  # also by an export without dynamo
+        return _traced(call, is_composed)
+    is_plain = call.attn_mask is None and not call.dropout_p
+    if (is_composed or is_plain) and guards.wants_gradient(*tensors):
+        query, key, value = handed_over.checked(*tensors)  # autograd keeps these
         call = call._replace(query=query, key=key, value=value)
-        known = attend_extras(call)
-        if known is not None:
-            return known
-    if call.attn_mask is not None:
-        call = _with_mask(call, call.attn_mask)
-    out = serving.answer(call)
+        if is_composed:
+            out = attend_extras(call)
+        elif is_differentiable(query, key, value, call.is_causal, call.scale):
+            out = operate(*call.arguments)
+    if out is None:
+        if call.attn_mask is not None:
+            call = _with_mask(call, call.attn_mask)
+        out = serving.answer(call)
     return call.by_pytorch() if out is None else out
+
+
+def _traced(call: AttentionCall, is_composed: bool) -> torch.Tensor:
+    """The operator of torch.compile's graph, or PyTorch's operations."""
+    out = window_operators.operate(call) if is_composed else operate(*call.arguments)
+    if out is None and is_composed:
+        return compose(*call.arguments, call.extras)
+    return native.attend(*call.arguments) if out is None else out
 
 
 def _with_mask(call: AttentionCall, mask: torch.Tensor) -> AttentionCall:

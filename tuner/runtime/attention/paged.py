@@ -63,18 +63,23 @@ class PagedCall(Paged, Call):
         if starts is None:  # a null pointer: all sequences have equally many queries
             starts = self.seqused_k[:0]
         others = () if self.sinks is None else (self.sinks,)
-        return (*self[:5], starts, *others, *self.descales)
+        return (*self._tensors, starts, *others, *self.descales)
+
+    @property
+    def _tensors(self) -> tuple[torch.Tensor, ...]:
+        """Tensors of every call."""
+        return self.query, self.key, self.value, self.page_table, self.seqused_k
 
     def refusal(self) -> Refusal | None:
-        query, key, value = self[:3]
+        query, key, value = self.query, self.key, self.value
         if guards.wants_gradient(query, key, value):
             return Refusal(Kind.GRADIENT, "kernels of paged caches have no backward pass")
         if refusal := guards.unscaled(self.scale):
             return refusal
         if not all([t.numel() for t in (query, key, value, self.page_table)]):
             return Refusal(Kind.EMPTY)
-        given = *self[:7], *self.descales
-        if len({tensor.device for tensor in given if tensor is not None}) > 1:
+        every = *self._tensors, self.starts_q, self.sinks, *self.descales
+        if len({tensor.device for tensor in every if tensor is not None}) > 1:
             return Refusal(Kind.MIXED)
         return None
 
@@ -126,8 +131,7 @@ class PagedCall(Paged, Call):
         sizes = self.batch, self.longest_q, self.longest_kv
         strides = tuple(tensor.stride() for tensor in tensors)
         schedule = self.schedule(plan.config) if plan.by_portfolio else ()
-        found = _sized(plan, sizes, shapes, strides, self.scale, schedule)
-        return Refusal(Kind.TENSORS, found) if isinstance(found, str) else found
+        return _sized(plan, sizes, shapes, strides, self.scale, schedule)
 
     def schedule(self, config: Config) -> tuple[tuple[str, Value], ...]:
         """Splits of a selected kernel for this call's lengths (`paged_schedule`)."""
@@ -355,7 +359,7 @@ def _sized(
     strides: tuple[tuple[int, ...], ...],
     scale: float,
     schedule: tuple[tuple[str, Value], ...],
-) -> KernelPlan | str:
+) -> KernelPlan | Refusal:
     """The plan with a call's sizes and strides, or the reason why its kernels do not take them."""
     known = plan.problem
     if schedule:
@@ -396,11 +400,11 @@ def _sized(
         "page_table": strides[3],
     }
     if any(stride[-1] != 1 for stride in strides[:3]):
-        return "D is not contiguous"
+        return Refusal(Kind.TENSORS, "D is not contiguous")
     try:
         return plan.sized(problem, scale, own, config)
     except ConfigError as exc:
-        return str(exc)
+        return Refusal(Kind.TENSORS, str(exc))
 
 
 _library = Library("tuner", "FRAGMENT")

@@ -45,12 +45,12 @@ class SparseCall(_Sparse, Call):
     copied = "query", "key", "value"
 
     @property
-    def inputs(self) -> tuple[torch.Tensor, ...]:
+    def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Query, key and value; the mask's tables are made once a kernel is found."""
-        return self[:3]
+        return self.query, self.key, self.value
 
     def refusal(self) -> Refusal | None:
-        query, key, value = self[:3]
+        query, key, value = self.inputs
         if guards.wants_gradient(query, key, value):
             return Refusal(Kind.GRADIENT, "kernels of block masks have no backward pass")
         if refusal := guards.unscaled(self.scale):
@@ -59,15 +59,14 @@ class SparseCall(_Sparse, Call):
             return Refusal(Kind.MIXED)
         if any(t.dim() != 4 or not t.numel() for t in (query, key, value)):
             return Refusal(Kind.EMPTY)
-        reason = masks.misfit(self.block_mask, query, key)
-        return Refusal(Kind.BLOCK_MASK, reason) if reason else None
+        return masks.misfit(self.block_mask, query, key)
 
     def kind(self) -> Hashable:
         axes = masks.axes_of(self.block_mask)
         return Call.key(self, axes, self.extras, self.scale)
 
     def pose(self) -> Posed:
-        posed = pose(*self[:3], False, self.scale, extras=self.extras)
+        posed = pose(*self.inputs, False, self.scale, extras=self.extras)
         if not isinstance(posed.problem, AttentionProblem):
             raise ConfigError(f"{posed.problem.op} has no block mask")
         axes = masks.axes_of(self.block_mask)
@@ -80,12 +79,12 @@ class SparseCall(_Sparse, Call):
         if isinstance(tables, Refusal):
             return tables
         run = table.run_with_lse if self.with_lse else table.run
-        return run(plan, *self[:3], *tables)
+        return run(plan, *self.inputs, *tables)
 
     def by_pytorch(self) -> Any:
         from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-        query, key, value = self[:3]
+        query, key, value = self.inputs
         if not all([t.numel() for t in (query, key, value)]):
             return self._of_nothing()
         softcap, mask = self.extras.softcap, self.block_mask
@@ -109,7 +108,7 @@ class SparseCall(_Sparse, Call):
 
     def _of_nothing(self) -> Any:
         """The answer where there are no queries or no keys, which FlexAttention does not take."""
-        query, key, value = self[:3]
+        query, key, value = self.inputs
         options = None, 0.0, False, self.scale, query.shape[1] != key.shape[1]
         out = native.attend(query, key, value, *options)
         if not self.with_lse:

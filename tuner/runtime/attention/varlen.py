@@ -62,7 +62,7 @@ class VarlenCall(_Packed, Call):
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
-        return self[:5]
+        return self.query, self.key, self.value, self.starts_q, self.starts_kv
 
     @property
     def batch(self) -> int:

@@ -44,7 +44,7 @@ def operate(call: AttentionCall) -> torch.Tensor | None:
     """A call of `tuner.attention` through the operators; None if PyTorch's operations suit a graph
     better, which Inductor fuses. Only facts that hold for all calls of a graph are checked.
     """
-    inputs, head_dim = call[:3], call.query.shape[3]
+    inputs, head_dim = call.tensors, call.query.shape[3]
     extras, softcap = call.extras, call.extras.softcap
     if call.attn_mask is not None or call.dropout_p or not is_operable(*inputs, call.enable_gqa):
         return None
@@ -149,8 +149,8 @@ def _attention(*arguments: Any) -> torch.Tensor:
 def _attention_with_lse(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     call = _call(*handed_over.checked(*arguments[:3]), *arguments[3:])
     plan = serving.find(call)
-    compose = partial(compose_with_lse, *call[:3], call.is_causal, call.scale, call.extras)
-    return run_with_lse(plan, *call[:3], compose)
+    compose = partial(compose_with_lse, *call.tensors, call.is_causal, call.scale, call.extras)
+    return run_with_lse(plan, *call.tensors, compose)
 
 
 def _attention_backward(grad_out: torch.Tensor, *arguments: Any) -> Tensors:

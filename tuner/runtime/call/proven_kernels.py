@@ -234,9 +234,11 @@ def _timed(candidates: _Candidates) -> Plan | Refusal | None:
             timed = benchmark.journal.decide(*asked, plans, posed.run, is_cold=is_cold, ended=ended)
         except StoreBusyError:
             return Refusal(Kind.BUSY, posed.problem.label())
-    if timed is not None and timed.config is None:
+    if timed is None:
+        return None
+    if timed.config is None:
         return Refusal(Kind.TIMED, f"{posed.problem.label()}: {timed.pytorch_us:.1f} us")
-    return None if timed is None else planned(timed.config)
+    return planned(timed.config)
 
 
 def _artifacts(problem: Problem, gpu: Gpu, config: Config) -> dict[str, str] | Refusal:

@@ -55,16 +55,16 @@ def experts_forward(
         top_k_weights: (T, top_k).
     """
     tensors = hidden_states, top_k_index, top_k_weights
-    reason = _differing(self, _SERVED)
-    if not reason:
+    refusal = _differing(self, _SERVED)
+    if refusal is None:
         gate_up, down = _weights(self)
         if not (gate_up.is_contiguous() and down.is_contiguous()):
-            reason = f"weights along the outputs ({__name__}.turn_experts_)"
-    if not reason:
+            refusal = _refused(self, f"weights along the outputs ({__name__}.turn_experts_)")
+    if refusal is None:
         layer = Layer(*tensors, gate_up, down, None, None, "zipf", _gate(self))
         if (out := _answer(layer, self)) is not None:
             return out
-    return _transformers(experts.ALL_EXPERTS_FUNCTIONS, reason, self, *tensors)
+    return _transformers(experts.ALL_EXPERTS_FUNCTIONS, refusal, self, *tensors)
 
 
 def turn_experts_(model: torch.nn.Module) -> int:
@@ -115,30 +115,35 @@ def fp8_experts_forward(
 ) -> torch.Tensor:
     """As `experts_forward`, of e4m3 weights with factors of blocks."""
     tensors = hidden_states, top_k_index, top_k_weights
-    reason = _unlike(self, _PLAIN_FP8)
-    if not reason and tuple(self.block_size or ()) != _BLOCK:
-        reason = f"blocks of {self.block_size}"
-    if not reason:
+    refusal = _unlike(self, _PLAIN_FP8)
+    if refusal is None and tuple(self.block_size or ()) != _BLOCK:
+        refusal = _refused(self, f"blocks of {self.block_size}")
+    if refusal is None:
         scales = self.gate_up_proj_scale_inv, self.down_proj_scale_inv
         layer = Layer(*tensors, self.gate_up_proj, self.down_proj, *scales, "zipf")
         if (out := _answer(layer, self)) is not None:
             return out
-    return _transformers(finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS, reason, self, *tensors)
+    return _transformers(finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS, refusal, self, *tensors)
 
 
-def _unlike(module: Any, plain: dict[str, Any]) -> str:
-    """Reason why `tuner.moe` does not compute these experts; empty if it does."""
-    if reason := _differing(module, plain):
-        return reason
-    is_silu = type(module.act_fn).__name__ in ("SiLU", "SiLUActivation")
-    return "" if is_silu else f"the activation {type(module.act_fn).__name__}"
+def _refused(module: Any, detail: str) -> Refusal:
+    return Refusal(Kind.EXPERTS, f"{type(module).__name__}: {detail}")
 
 
-def _differing(module: Any, plain: dict[str, Any]) -> str:
+def _unlike(module: Any, plain: dict[str, Any]) -> Refusal | None:
+    """Reason why `tuner.moe` does not compute these experts; else None."""
+    if refusal := _differing(module, plain):
+        return refusal
+    activation = type(module.act_fn).__name__
+    is_silu = activation in ("SiLU", "SiLUActivation")
+    return None if is_silu else _refused(module, f"the activation {activation}")
+
+
+def _differing(module: Any, plain: dict[str, Any]) -> Refusal | None:
     for name, value in plain.items():
         if (found := getattr(module, name, value)) != value:
-            return f"{name}={found}"
-    return ""
+            return _refused(module, f"{name}={found}")
+    return None
 
 
 def _answer(layer: Layer, module: Any) -> torch.Tensor | None:
@@ -146,19 +151,20 @@ def _answer(layer: Layer, module: Any) -> torch.Tensor | None:
     try:
         return answer(layer)
     except ConfigError as exc:
-        _count(module, str(exc))
+        _count(_refused(module, str(exc)))
         return None
 
 
-def _count(module: Any, reason: str) -> None:
+def _count(refusal: Refusal) -> None:
     if not torch.compiler.is_compiling():
-        refusal = Refusal(Kind.EXPERTS, f"{type(module).__name__}: {reason}")
         counters.count_fallback(refusal.reason, by="Transformers")
 
 
-def _transformers(functions: Any, reason: str, module: Any, *tensors: torch.Tensor) -> torch.Tensor:
-    if reason:
-        _count(module, reason)
+def _transformers(
+    functions: Any, refusal: Refusal | None, module: Any, *tensors: torch.Tensor
+) -> torch.Tensor:
+    if refusal is not None:
+        _count(refusal)
     out: torch.Tensor = functions[_OWN](module, *tensors)
     return out
 

@@ -99,8 +99,8 @@ class Layer(NamedTuple):
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
-        given = self[:7] if self.gate is None else (*self[:7], *self.gate)
-        return tuple(one for one in given if isinstance(one, torch.Tensor))
+        every = *self, *(self.gate or ())
+        return tuple(item for item in every if isinstance(item, torch.Tensor))
 
 
 def answer(call: Layer) -> torch.Tensor | None:
@@ -121,8 +121,8 @@ def answer(call: Layer) -> torch.Tensor | None:
 
 
 def _check(call: Layer) -> None:
-    hidden, experts, weights, gate_up, down = call[:5]
-    shapes = [tuple(tensor.shape) for tensor in call[:5]]
+    hidden, experts, weights, gate_up, down, *_ = call
+    shapes = [tuple(tensor.shape) for tensor in (hidden, experts, weights, gate_up, down)]
     ranks = [len(shape) for shape in shapes]
     (tokens, columns), (count, _, inner) = ((*shapes[0], 0, 0)[:2], (*shapes[4], 0, 0, 0)[:3])
     wanted = [(tokens, columns), shapes[1], shapes[1], (count, 2 * inner, columns)]

@@ -258,7 +258,11 @@ class ProductCall(_Product, Call):
 
     @property
     def dispatched(self) -> DispatchedCall:
-        return self.name, self[1:] if self.name == "linear" else self[1:3]
+        return (
+            (self.name, (self.a, self.b, self.bias, self.activation))
+            if self.name == "linear"
+            else (self.name, (self.a, self.b))
+        )
 
     def kind(self) -> Hashable:
         # As `key`, in half the time.

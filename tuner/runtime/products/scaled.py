@@ -75,7 +75,9 @@ class ScaledCall(_Scaled, Call):
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
-        return self[:4] if self.scale_result is None else (*self[:4], self.scale_result)
+        factor = self.scale_result
+        operands = self.a, self.b, self.scale_a, self.scale_b
+        return operands if factor is None else (*operands, factor)
 
     def refusal(self) -> Refusal | None:
         is_e4m3 = self.out_dtype in (None, torch.float8_e4m3fn)
@@ -89,8 +91,9 @@ class ScaledCall(_Scaled, Call):
         return self.key(self.out_dtype, self.fast_accum)
 
     def pose(self) -> Posed:
+        operands = self.a, self.b, self.scale_a, self.scale_b
         options = self.out_dtype, self.fast_accum, self.scale_result
-        problem = scaled_problem_of(*self[:4], *options)
+        problem = scaled_problem_of(*operands, *options)
         strides = _block_strides(problem, self.scale_a, self.scale_b)
         return Posed(problem, shape=(*self.a.shape[:-1], *self.b.shape[-1:]), strides=strides)
 
@@ -98,7 +101,7 @@ class ScaledCall(_Scaled, Call):
         """PyTorch's product. `scale_result` is never handed to it: on CUDA, PyTorch 2.11 leaves it
         out. Only outputs of eight bits have one.
         """
-        a, b, scale_a, scale_b, bias, factor = self[:6]
+        a, b, scale_a, scale_b, bias, factor, *kind = self
         out_dtype = self.out_dtype or a.dtype
         if a.dim() == b.dim() == 2 and a.shape[1] == b.shape[0]:
             if not (a.numel() and b.numel()):
@@ -107,10 +110,10 @@ class ScaledCall(_Scaled, Call):
             a, columns = handed_over.checked(a, turned)
             b = b if columns is turned else columns.t()
         if factor is None or out_dtype.itemsize > 1:
-            return torch._scaled_mm(a, b, scale_a, scale_b, bias, None, *self[6:])
+            return torch._scaled_mm(a, b, scale_a, scale_b, bias, None, *kind)
         if bias is None and scale_a.numel() == scale_b.numel() == 1:
             left = scale_a * factor.view(scale_a.shape)
-            return torch._scaled_mm(a, b, left, scale_b, None, None, *self[6:])
+            return torch._scaled_mm(a, b, left, scale_b, None, None, *kind)
         wide_type = torch.bfloat16
         added = None if bias is None else bias.to(wide_type)
         options = added, None, wide_type, self.fast_accum

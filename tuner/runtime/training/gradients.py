@@ -43,7 +43,7 @@ class GradientsCall(_Gradients, PlannedCall):
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
-        return self[:6]
+        return self.query, self.key, self.value, self.out, self.lse, self.grad_out
 
     def refusal(self) -> Refusal | None:
         return None if self.scale is None else guards.unscaled(self.scale)
@@ -153,7 +153,7 @@ def attend_extras(call: AttentionCall) -> torch.Tensor | None:
     """
     if call.attn_mask is not None or call.dropout_p:
         return None
-    query, key, value = call[:3]
+    query, key, value = call.tensors
     plan = find(call)
     if not isinstance(plan, Plan) or not plan.has_lse:
         return None

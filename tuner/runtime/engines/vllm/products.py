@@ -103,10 +103,10 @@ class TunerFp8LinearMethod(Fp8LinearMethod):  # type: ignore[misc]
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """As vLLM does it; then look for kernels, once a layer."""
         super().process_weights_after_loading(layer)
-        reason = _unscaled(layer.weight, layer.weight_scale_inv)
-        if reason:
-            _count(layer, reason)
-        layer.tuner_serves = not reason
+        refusal = _unscaled(layer)
+        if refusal is not None:
+            _count(refusal)
+        layer.tuner_serves = refusal is None
 
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
@@ -159,8 +159,8 @@ def _experts(
     vLLM computes shared experts outside of this method, since layers that exchange rows between
     ranks are refused.
     """
-    if reason := _unlike(method, backend, layer):
-        _count(layer, reason)
+    if refusal := _unlike(method, backend, layer):
+        _count(refusal)
         return None
     if layer.expert_map is not None:  # of this rank, or -1
         topk_ids = layer.expert_map[topk_ids.long()]
@@ -169,44 +169,51 @@ def _experts(
     try:
         return answer(given)
     except ConfigError as exc:
-        _count(layer, str(exc))
+        _count(_refused(layer, str(exc)))
         return None
 
 
-def _unlike(method: Any, backend: Any, layer: Any) -> str:
-    """Reason why a layer is not `tuner.moe`'s; empty: it is."""
+def _refused(layer: Any, detail: str) -> Refusal:
+    return Refusal(Kind.EXPERTS, f"{type(layer).__name__}: {detail}")
+
+
+def _unlike(method: Any, backend: Any, layer: Any) -> Refusal | None:
+    """Reason why a layer is not `tuner.moe`'s; else None."""
     if backend.name != _PLAIN_BACKEND:
-        return f"weights as {backend.name} has them (moe_backend='triton' leaves them as loaded)"
+        return _refused(
+            layer,
+            f"weights as {backend.name} has them (moe_backend='triton' leaves them as loaded)",
+        )
     if method.moe.has_bias:
-        return "biases"
+        return _refused(layer, "biases")
     if layer.activation.name != "SILU":
-        return f"the activation {layer.activation.name}"
+        return _refused(layer, f"the activation {layer.activation.name}")
     if limits := [name for name in _GATE_LIMITS if getattr(layer, name, None) is not None]:
-        return ", ".join(limits)
+        return _refused(layer, ", ".join(limits))
     if layer.apply_router_weight_on_input:
-        return "the router's weights at the input"
+        return _refused(layer, "the router's weights at the input")
     if method.moe.moe_parallel_config.use_all2all_kernels:
-        return "experts of several ranks"
-    return ""
+        return _refused(layer, "experts of several ranks")
+    return None
 
 
-def _unscaled(weight: torch.Tensor, scale: torch.Tensor) -> str:
-    """Reason why products with these weights are not the tuner's; empty: they are."""
+def _unscaled(layer: Any) -> Refusal | None:
+    """Reason why products with a layer's weights are not the tuner's; else None."""
+    weight, scale = layer.weight, layer.weight_scale_inv
     rows, columns = weight.shape
     blocks = -(-rows // SCALE_BLOCK), -(-columns // SCALE_BLOCK)
     is_e4m3 = weight.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32
     if not (is_e4m3 and weight.is_contiguous() and tuple(scale.shape) == blocks):
-        return "weights in another layout"
+        return _refused(layer, "weights in another layout")
     for count in _ROWS:
         a = weight.new_empty(count, columns)
         factors = quantiser.empty_factors(count, columns, weight.device)
         given = a, weight.t(), factors, scale.t(), None, None, torch.bfloat16, True
         if isinstance(found := serving.find(ScaledCall(*given)), Refusal):
-            return found.reason
-    return ""
+            return _refused(layer, found.reason)
+    return None
 
 
-def _count(layer: Any, reason: str) -> None:
+def _count(refusal: Refusal) -> None:
     if not torch.compiler.is_compiling():
-        refusal = Refusal(Kind.EXPERTS, f"{type(layer).__name__}: {reason}")
         counters.count_fallback(refusal.reason, by="vLLM")
