@@ -170,6 +170,7 @@ def served(leaves: Sequence[Any], grad_out: Any, problem: AttentionProblem) -> s
     """The backward kernel that the runtime chooses: own, a vendor's name, or PyTorch's."""
     import torch
 
+    from tuner.runtime.attention.composed import Attended
     from tuner.runtime.call.plan import Plan
     from tuner.runtime.call.serving import find
     from tuner.runtime.training.autograd import gains_by_cudnn
@@ -181,7 +182,7 @@ def served(leaves: Sequence[Any], grad_out: Any, problem: AttentionProblem) -> s
     plan = find(GradientsCall(query, key, value, torch.empty_like(query), lse, grad_out, *options))
     if isinstance(plan, Plan):
         return str(plan.config.get("kernel", "own"))
-    if gains_by_cudnn(query, key, value, problem.is_causal, None):
+    if gains_by_cudnn(Attended(query, key, value, problem.is_causal, None)):
         return "cudnn"
     return f"PyTorch's: {plan.reason}"
 

@@ -9,6 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+from tuner.runtime.attention.composed import Attended, BackwardInputs  # noqa: E402
 from tuner.runtime.training import autograd  # noqa: E402
 
 FLASH, CUDNN = "_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention"
@@ -26,7 +27,7 @@ def sdpa_backends() -> Iterator[list[str]]:
             wants_lse = options[1] if name == CUDNN else True
             options = options[2:] if name == CUDNN else options
             is_causal = len(options) > 1 and options[1]
-            out, lse = autograd.forward_with_lse(q, k, v, is_causal, scale)
+            out, lse = autograd.forward_with_lse(Attended(q, k, v, is_causal, scale))
             lse = (lse[..., None] if name == CUDNN else lse) if wants_lse else None
             state = [torch.empty(2), torch.empty(()), torch.empty(0)]
             return out, lse, None, None, q.shape[2], k.shape[2], *state
@@ -47,13 +48,17 @@ def sdpa_backends() -> Iterator[list[str]]:
             calls.append(name + "_backward")
             lse = lse.squeeze(-1) if name == CUDNN else lse
             is_causal = rest[-1] if name == CUDNN else rest[-3]
-            return autograd.backward(grad, q, k, v, out, lse, is_causal, scale)
+            return autograd.backward(
+                Attended(q, k, v, is_causal, scale), BackwardInputs(out, lse, grad)
+            )
 
         return kernel
 
     def efficient(q: Any, k: Any, v: Any, *options: Any, scale: float | None = None) -> Any:
         calls.append(EFFICIENT)
-        out, lse = autograd.forward_with_lse(q, k, v, len(options) > 3 and options[3], scale)
+        out, lse = autograd.forward_with_lse(
+            Attended(q, k, v, bool(len(options) > 3 and options[3]), scale)
+        )
         lse = lse if options[1] else lse[..., :0].contiguous()
         return out, lse, torch.empty((), dtype=torch.long), torch.empty((), dtype=torch.long)
 

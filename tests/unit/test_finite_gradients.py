@@ -305,9 +305,9 @@ def test_the_operators_way_takes_flash_s_there(
             fake(n, shape=(1, 64, n, 128), numel=lambda: 1, stride=lambda: (), device="cuda")
             for n in (length, keys)
         )
-        gains = autograd.gains_by_cudnn(query, key, key, is_causal, None)
+        gains = autograd.gains_by_cudnn(composed.Attended(query, key, key, is_causal, None))
         assert not gains or not may_be_nan(length, keys)
-        return autograd._backend(query, key, key, is_causal, None)
+        return autograd._backend(composed.Attended(query, key, key, is_causal, None))
 
     assert backend(4096, 4096) == autograd._CUDNN
     for lengths in ((4160, 4160), (4096, 4160), (4160, 4096)):

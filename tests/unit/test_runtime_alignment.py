@@ -18,6 +18,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left  # noq
 
 import tuner  # noqa: E402
 from tuner.runtime.attention import bias as mask_operands  # noqa: E402
+from tuner.runtime.attention.composed import Attended  # noqa: E402
 from tuner.runtime.training import autograd  # noqa: E402
 
 LENGTHS = [(5, 12), (12, 5), (8, 8), (1, 9)]
@@ -186,7 +187,7 @@ def test_flash_s_backward_kernel_is_not_called_where_it_is_bottom_right(
     query, key = (
         SimpleNamespace(shape=(1, 2, n, 8), is_cuda=True, numel=lambda: 1) for n in lengths
     )
-    assert autograd._backend(query, key, key, is_causal, None) == chosen
+    assert autograd._backend(Attended(query, key, key, is_causal, None)) == chosen
 
 
 def test_packed_sequences_are_top_left() -> None:

@@ -180,7 +180,7 @@ def test_scores_are_recomputed_a_block_at_a_time(monkeypatch: pytest.MonkeyPatch
     grad = torch.randn_like(out)
     wanted = gradients(out, inputs, grad)
     monkeypatch.setattr(composed, "_SCORES_BYTES", 7 * 8 * 2 * 4 * 50)  # seven rows
-    assert len(list(composed.scores_of(*inputs[:2], True, None))) == 8
+    assert len(list(composed.scores_of(composed.Attended(*inputs, True, None)))) == 8
     again, lse_again = torch.ops.tuner.attention_with_lse(*inputs, True)
     assert torch.allclose(lse, lse_again)
     found = gradients(again, inputs, grad)
@@ -194,9 +194,10 @@ def test_pytorch_s_kernels_accept_what_they_are_given(
     """By their schemas and shape functions: the kernels themselves need a GPU."""
     monkeypatch.setattr(autograd, "_backend", lambda *arguments: int(backend.value))
     inputs = [t.detach().to("meta") for t in tensors(2, (6, 6), "bshd")]
-    out, lse = autograd.forward_with_lse(*inputs, True, 0.3)
+    call = composed.Attended(*inputs, True, 0.3)
+    out, lse = autograd.forward_with_lse(call)
     assert (out.shape, lse.shape, lse.dtype) == (inputs[0].shape, (2, 4, 6), torch.float32)
-    grads = autograd.backward(torch.empty_like(out), *inputs, out, lse, True, 0.3)
+    grads = autograd.backward(call, composed.BackwardInputs(out, lse, torch.empty_like(out)))
     assert [g.shape for g in grads] == [t.shape for t in inputs]
 
 
@@ -216,8 +217,9 @@ def test_large_training_calls_that_nobody_tuned_take_cudnn_s_kernels(
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: chosen)
     monkeypatch.setattr(autograd, "_takes_cudnn", lambda *_: allowed)
     query = SimpleNamespace(shape=(1, 32, length, 128), is_cuda=True)
-    assert autograd.gains_by_cudnn(query, query, query, False, None) is gains
-    assert not autograd.gains_by_cudnn(query, query, query, True, None) or length > 1024
+    call = composed.Attended(query, query, query, False, None)
+    assert autograd.gains_by_cudnn(call) is gains
+    assert not autograd.gains_by_cudnn(call._replace(is_causal=True)) or length > 1024
 
 
 @pytest.mark.parametrize(
@@ -234,7 +236,8 @@ def test_tiny_gradients_stay_pytorch_s_choice(
     monkeypatch.setattr(autograd, "_takes_cudnn", lambda *_: True)
     shape = (batch, 16, length, 32)
     query = SimpleNamespace(shape=shape, is_cuda=True, numel=lambda: 1)
-    assert autograd._backend(query, query, query, False, None) == wanted
+    call = composed.Attended(query, query, query, False, None)
+    assert autograd._backend(call) == wanted
 
 
 def test_what_cudnn_gains_goes_through_the_operators(

@@ -378,8 +378,9 @@ def test_gradients_of_composed_attention_are_those_of_its_definition() -> None:
             grad = torch.randn_like(out)
             wanted = torch.autograd.grad(out, tensors, grad)
             bare = [t.detach() for t in tensors]
-            made, lse = composed.compose_with_lse(*bare, False, None, extras)
+            call = composed.Attended(*bare, False, None, extras)
+            made, lse = composed.compose_with_lse(call)
             assert torch.allclose(made, out)
-            found = composed.differentiate(grad, *bare, made, lse, False, None, extras)
+            found = composed.differentiate(call, composed.BackwardInputs(made, lse, grad))
             for one, other in zip(found, wanted, strict=True):
                 assert torch.allclose(one, other)

@@ -20,6 +20,7 @@ import tuner  # noqa: E402
 from tuner.config import Config  # noqa: E402
 from tuner.errors import TunerError  # noqa: E402
 from tuner.problem import AttentionProblem  # noqa: E402
+from tuner.runtime.attention.composed import Attended  # noqa: E402
 from tuner.runtime.call import native  # noqa: E402
 from tuner.runtime.training import autograd  # noqa: E402
 
@@ -346,7 +347,7 @@ def provider(backends: list[str]) -> Iterator[Any]:
 
     def kernel(q: Any, k: Any, v: Any, *options: Any, scale: float | None = None) -> Any:
         calls.append("other")
-        out, lse = autograd.forward_with_lse(q, k, v, False, scale)
+        out, lse = autograd.forward_with_lse(Attended(q, k, v, False, scale))
         state = [torch.empty(2), torch.empty(()), torch.empty(0)]
         return out, lse, None, None, q.shape[2], k.shape[2], *state
 

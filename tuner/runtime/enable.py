@@ -69,7 +69,7 @@ from tuner.errors import TunerError
 from tuner.families.peers.sdpa_backward import may_be_nan
 from tuner.runtime.attention.attention_call import TOO_FEW_TILES, AttentionCall, find_plan
 from tuner.runtime.attention.bias import as_operand, fills_the_gpu
-from tuner.runtime.attention.composed import Extras
+from tuner.runtime.attention.composed import Attended, BackwardInputs, Extras
 from tuner.runtime.call import devices, dispatch, finite_gradients, guards, handed_over, native
 from tuner.runtime.call.plan import KernelPlan, Plan
 from tuner.runtime.call.refusal import Kind, Refusal
@@ -212,12 +212,14 @@ def _before_flash_backward(operator: Any) -> Callable[..., Outputs]:
     ) -> Outputs:
         grad_out, query, key, value, out = handed_over.checked(grad_out, query, key, value, out)
         tensors = grad_out, query, key, value, out, logsumexp
+        call = Attended(query, key, value, is_causal, scale)
+        recorded = BackwardInputs(out, logsumexp, grad_out)
         is_alike = not is_causal or query.shape[2] == key.shape[2]  # both align the mask alike
         is_plain = not dropout_p and cum_seq_q is None and is_alike
         rest = cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, philox_seed, philox_offset
         return _differentiated(
             tensors,
-            (lambda: _faster_gradients(*tensors, is_causal, scale)) if is_plain else None,
+            (lambda: _faster_gradients(call, recorded)) if is_plain else None,
             lambda: operator.redispatch(keys & _BELOW, *tensors, *rest, scale=scale),
         )
 
@@ -256,7 +258,8 @@ def _before_cudnn_backward(operator: Any) -> Callable[..., Outputs]:
         def faster() -> Outputs | None:
             lse = logsumexp.squeeze(-1)
             if attn_bias is None:
-                return _faster_gradients(*tensors, lse, is_causal, scale, is_cudnn=True)
+                call = Attended(query, key, value, is_causal, scale)
+                return _faster_gradients(call, BackwardInputs(out, lse, grad_out), is_cudnn=True)
             if not may_be_nan(query.shape[2], key.shape[2]):
                 return None
             masked = grad_out, query, key, value, attn_bias, out, lse, is_causal, scale
@@ -290,42 +293,26 @@ def _differentiated(
 
 
 def _faster_gradients(
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    is_causal: bool,
-    scale: float | None,
-    is_cudnn: bool = False,
+    call: Attended, recorded: BackwardInputs, is_cudnn: bool = False
 ) -> Outputs | None:
     """Gradients by another kernel than the operator's; None where that is to compute them.
 
     cuDNN's computes none that may be NaN.
 
     Args:
-        grad_out: (B, H, SQ, D), gradient of the output.
-        query: (B, H, SQ, D).
-        key: (B, HKV, SKV, D).
-        value: as `key`.
-        out: (B, H, SQ, D), attention's output.
-        lse: its log-sum-exp, fp32 (B, H, SQ).
-        is_causal: mask of the attention.
-        scale: factor of the scores.
+        call: the forward call.
+        recorded: its results, and the output's gradient.
         is_cudnn: True for cuDNN's operator, False for FlashAttention-2's.
     """
+    query, key, _ = tensors = call.query, call.key, call.value
     is_unsafe = is_cudnn and may_be_nan(query.shape[2], key.shape[2])
-    if not (is_unsafe or autograd.has_much_work(query, key, is_causal, is_cudnn)):
+    if not (is_unsafe or autograd.has_much_work(query, key, call.is_causal, is_cudnn)):
         return None
-    arguments = grad_out, query, key, value, out, lse, is_causal, scale
-    grads = gradients(*arguments)
-    if grads is None and not is_cudnn:
-        if autograd.gains_by_cudnn(query, key, value, is_causal, scale):
-            grads = autograd.backward(*arguments)
-    if grads is None and is_unsafe:
-        grads = autograd.backward(*arguments)
-    return None if grads is None else _laid_out((query, key, value), grads)
+    grads = gradients(call, recorded)
+    is_replaced = is_unsafe or (not is_cudnn and grads is None and autograd.gains_by_cudnn(call))
+    if grads is None and is_replaced:
+        grads = autograd.backward(call, recorded)
+    return None if grads is None else _laid_out(tensors, grads)
 
 
 def _laid_out(tensors: Outputs, grads: Outputs) -> Outputs:

@@ -12,7 +12,7 @@ from tuner.errors import ConfigError
 from tuner.problem import AttentionProblem, DType, Layout
 from tuner.runtime.attention.bias import axes_of, fills_the_gpu, steps_of
 from tuner.runtime.attention.bias import over as mask_over
-from tuner.runtime.attention.composed import NONE, Extras, compose
+from tuner.runtime.attention.composed import NONE, Attended, Extras, compose
 from tuner.runtime.call import finite_gradients, guards, handed_over, native
 from tuner.runtime.call.lengths import over
 from tuner.runtime.call.plan import Plan, Posed
@@ -58,6 +58,12 @@ class AttentionCall(_Attention, Call):
     def tensors(self) -> Tensors:
         """Query, key and value."""
         return self.query, self.key, self.value
+
+    @property
+    def attended(self) -> Attended:
+        """The call without its mask and its dropout."""
+        query, key, value = self.tensors
+        return Attended(query, key, value, self.is_causal, self.scale, self.extras)
 
     @property
     def arguments(self) -> Arguments:

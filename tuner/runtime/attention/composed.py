@@ -55,6 +55,39 @@ class Extras(NamedTuple):
 NONE = Extras()
 
 
+class Attended(NamedTuple):
+    """Attention without a mask operand and without dropout."""
+
+    query: torch.Tensor
+    """(B, H, SQ, D)."""
+    key: torch.Tensor
+    """(B, HKV, SKV, D), HKV a divisor of H."""
+    value: torch.Tensor
+    """As `key`."""
+    is_causal: bool
+    """Query i sees keys 0..i."""
+    scale: float | None
+    """Factor of the scores; 1/sqrt(D) when None."""
+    extras: Extras = NONE
+    """Window and soft cap."""
+
+    @property
+    def is_grouped(self) -> bool:
+        """True when heads share keys."""
+        return bool(self.query.shape[1] != self.key.shape[1])
+
+
+class BackwardInputs(NamedTuple):
+    """Tensors of a backward pass beside those of the forward pass."""
+
+    out: torch.Tensor
+    """(B, H, SQ, D), attention's output."""
+    lse: torch.Tensor
+    """Its log-sum-exp, (B, H, SQ)."""
+    grad_out: torch.Tensor
+    """Gradient of the output, as `out`."""
+
+
 def compose(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -165,22 +198,9 @@ class Scores(NamedTuple):
     """Derivatives of the soft cap, as `scores`; None without one."""
 
 
-def scores_of(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    is_causal: bool,
-    scale: float | None,
-    extras: Extras = NONE,
-) -> Iterator[Scores]:
-    """A block of query rows at a time, so that few of all scores are held at once.
-
-    Args:
-        query: (B, H, SQ, D).
-        key: (B, HKV, SKV, D), HKV a divisor of H.
-        is_causal: query i sees keys 0..i.
-        scale: factor of the scores; 1/sqrt(D) when None.
-        extras: window and soft cap.
-    """
+def scores_of(call: Attended) -> Iterator[Scores]:
+    """A block of query rows at a time, so that few of all scores are held at once."""
+    query, key, _, is_causal, scale, extras = call
     batch, heads, length, head_dim = query.shape
     wide = torch.promote_types(query.dtype, torch.float32)
     key_t = key.to(wide).repeat_interleave(heads // max(1, key.shape[1]), 1).mT
@@ -199,61 +219,28 @@ def scores_of(
         yield Scores(rows, scores, slopes)
 
 
-def compose_with_lse(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    is_causal: bool,
-    scale: float | None,
-    extras: Extras,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `compose`, without a mask operand and dropout, with the log-sum-exp.
-
-    Args:
-        query: (B, H, SQ, D).
-        key: (B, HKV, SKV, D).
-        value: as `key`.
-        is_causal: query i sees keys 0..i.
-        scale: factor of the scores; 1/sqrt(D) when None.
-        extras: window and soft cap.
+def compose_with_lse(call: Attended) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `compose`, with the log-sum-exp.
 
     Returns:
         The output (B, H, SQ, D), and the log-sum-exp (B, H, SQ) in at least single precision, -inf
         for a query without a visible key.
     """
+    query, key, value = call.query, call.key, call.value
     wide = torch.promote_types(query.dtype, torch.float32)
     value = value.to(wide).repeat_interleave(query.shape[1] // max(1, key.shape[1]), 1)
     outs, sums = [], []
-    for _, scores, _ in scores_of(query, key, is_causal, scale, extras):
+    for _, scores, _ in scores_of(call):
         sums.append(scores.logsumexp(-1))
         outs.append((_softmax(scores, is_masked=True) @ value).to(query.dtype))
     return torch.cat(outs, dim=-2), torch.cat(sums, dim=-1)
 
 
 def differentiate(
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    is_causal: bool,
-    scale: float | None,
-    extras: Extras = NONE,
+    call: Attended, recorded: BackwardInputs
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, key and value by PyTorch's operations.
-
-    Args:
-        grad_out: (B, H, SQ, D), gradient of the output.
-        query: (B, H, SQ, D).
-        key: (B, HKV, SKV, D).
-        value: as `key`.
-        out: (B, H, SQ, D), attention's output.
-        lse: its log-sum-exp, (B, H, SQ).
-        is_causal: mask of the attention.
-        scale: factor of the scores.
-        extras: window and soft cap.
-    """
+    """Gradients of query, key and value by PyTorch's operations."""
+    (query, key, value, _, scale, _), (out, lse, grad_out) = call, recorded
     wide = torch.promote_types(query.dtype, torch.float32)
     batch, heads, _, head_dim = query.shape
     factor = 1 / math.sqrt(head_dim or 1) if scale is None else scale
@@ -262,7 +249,7 @@ def differentiate(
     key_wide, value_wide = (t.to(wide).repeat_interleave(repeats, 1) for t in (key, value))
     grad_key, grad_value = torch.zeros_like(key_wide), torch.zeros_like(value_wide)
     lse = lse.masked_fill(lse == -math.inf, math.inf)  # no weight in rows without a key
-    for rows, scores, slopes in scores_of(query, key, is_causal, scale, extras):
+    for rows, scores, slopes in scores_of(call):
         grad = grad_out[:, :, rows].to(wide)
         weights = scores.sub_(lse[:, :, rows, None]).exp_()
         grad_value += weights.mT @ grad

@@ -153,7 +153,7 @@ def _answer(call: AttentionCall, is_composed: bool) -> torch.Tensor:
         call = call._replace(query=query, key=key, value=value)
         if is_composed:
             out = attend_extras(call)
-        elif is_differentiable(query, key, value, call.is_causal, call.scale):
+        elif is_differentiable(call.attended):
             out = operate(*call.arguments)
     if out is None:
         if call.attn_mask is not None:

@@ -18,7 +18,7 @@ from torch.library import Library, register_autograd
 from tuner.errors import ConfigError
 from tuner.runtime.attention.attention_call import AttentionCall, find_plan, without_lse
 from tuner.runtime.attention.bias import as_operand
-from tuner.runtime.attention.composed import NONE
+from tuner.runtime.attention.composed import NONE, Attended, BackwardInputs
 from tuner.runtime.call import counters, devices, dispatch, guards, handed_over, native
 from tuner.runtime.call.plan import Plan
 from tuner.runtime.call.refusal import Refusal
@@ -157,7 +157,8 @@ def _attention_with_lse(
     guards.check_heads(query, key, value)
     query, key, value = handed_over.checked(query, key, value)
     plan = find_plan(query, key, value, is_causal, scale)
-    compose = partial(autograd.forward_with_lse, query, key, value, is_causal, scale)
+    call = Attended(query, key, value, is_causal, scale)
+    compose = partial(autograd.forward_with_lse, call)
     return run_with_lse(plan, query, key, value, compose)
 
 
@@ -200,9 +201,14 @@ def _attention_backward(
     scale: float | None = None,
 ) -> Tensors:
     guards.check_heads(query, key, value)
-    arguments = *handed_over.checked(grad_out, query, key, value, out), lse, is_causal, scale
-    grads = gradients(*arguments) or autograd.backward(*arguments)
-    return tuple(guards.laid_out_as(t, g) for t, g in zip((query, key, value), grads, strict=True))
+    inputs = query, key, value
+    grad_out, query, key, value, out = handed_over.checked(grad_out, *inputs, out)
+    call, recorded = (
+        Attended(query, key, value, is_causal, scale),
+        BackwardInputs(out, lse, grad_out),
+    )
+    grads = gradients(call, recorded) or autograd.backward(call, recorded)
+    return tuple(guards.laid_out_as(t, g) for t, g in zip(inputs, grads, strict=True))
 
 
 def _fake_attention(query: torch.Tensor, *_: Any) -> torch.Tensor:

@@ -20,13 +20,16 @@ from tuner.families.fused_attention_backward.rule import KERNELS, BackwardKind, 
 from tuner.hardware import HOPPER, Gpu
 from tuner.problem import AttentionBackwardProblem
 from tuner.runtime.attention.attention_call import AttentionCall
-from tuner.runtime.attention.composed import Extras, compose_with_lse, differentiate
+from tuner.runtime.attention.composed import (
+    BackwardInputs,
+    Extras,
+    compose_with_lse,
+    differentiate,
+)
 from tuner.runtime.attention.operators import Tensors, define, is_operable, run_with_lse
 from tuner.runtime.call import counters, devices, guards, handed_over, proven_kernels, serving
-from tuner.runtime.call.plan import Plan
 from tuner.runtime.call.refusal import Refusal
-from tuner.runtime.call.table import table
-from tuner.runtime.training.gradients import gradients_of
+from tuner.runtime.training.gradients import run_gradients
 from tuner.selection.domains import AttentionDomain, Mask, Phase
 
 _INPUTS = "Tensor query, Tensor key, Tensor value"
@@ -149,7 +152,7 @@ def _attention(*arguments: Any) -> torch.Tensor:
 def _attention_with_lse(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     call = _call(*handed_over.checked(*arguments[:3]), *arguments[3:])
     plan = serving.find(call)
-    compose = partial(compose_with_lse, *call.tensors, call.is_causal, call.scale, call.extras)
+    compose = partial(compose_with_lse, call.attended)
     return run_with_lse(plan, *call.tensors, compose)
 
 
@@ -157,15 +160,13 @@ def _attention_backward(grad_out: torch.Tensor, *arguments: Any) -> Tensors:
     grad_out, query, key, value, out = handed_over.checked(grad_out, *arguments[:4])
     lse, *options = arguments[4:]
     call = _call(query, key, value, *options)
-    inputs = query, key, value
-    posed = gradients_of(call, inputs, out, lse, grad_out)
-    plan = serving.find(posed)
-    grads = table.run_all(plan, *posed.inputs) if isinstance(plan, Plan) else plan
+    recorded = BackwardInputs(out, lse, grad_out)
+    grads = run_gradients(call.attended, recorded)
     if isinstance(grads, Refusal):
         counters.count_fallback(grads.reason)
-        tensors = grad_out, *inputs, out, lse
-        grads = differentiate(*tensors, call.is_causal, call.scale, call.extras)
-    return tuple(guards.laid_out_as(t, g) for t, g in zip(inputs, grads, strict=True))
+        grads = differentiate(call.attended, recorded)
+    pairs = zip(call.tensors, grads, strict=True)
+    return tuple(guards.laid_out_as(tensor, grad) for tensor, grad in pairs)
 
 
 define(_library, _SCHEMAS, _attention, _attention_with_lse, _attention_backward)

@@ -23,7 +23,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from tuner.families.peers.sdpa_backward import may_be_nan
-from tuner.runtime.attention.composed import differentiate, scores_of
+from tuner.runtime.attention.composed import (
+    Attended,
+    BackwardInputs,
+    differentiate,
+    scores_of,
+)
 from tuner.runtime.call import native
 
 _FLASH, _CUDNN = (int(b.value) for b in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION))
@@ -69,49 +74,23 @@ def has_much_work(
     return _flops(query, key, is_causal) >= least
 
 
-def gains_by_cudnn(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    is_causal: bool,
-    scale: float | None,
-) -> bool:
+def gains_by_cudnn(call: Attended) -> bool:
     """True when PyTorch would choose FlashAttention-2's kernels for such tensors, cuDNN's may run,
     and the work is large enough for the difference to count.
-
-    Args:
-        query: (B, H, SQ, D).
-        key: (B, HKV, SKV, D).
-        value: as `key`.
-        is_causal: query i sees keys 0..i.
-        scale: factor of the scores; 1/sqrt(D) when None.
     """
-    if not (has_much_work(query, key, is_causal) and query.is_cuda):
+    if not (has_much_work(call.query, call.key, call.is_causal) and call.query.is_cuda):
         return False
-    chosen = _choice(query, key, value, is_causal, scale)
-    return chosen == _FLASH and _takes_cudnn(query, key, value, is_causal)
+    return _choice(call) == _FLASH and _takes_cudnn(call)
 
 
-def forward_with_lse(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    is_causal: bool,
-    scale: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward_with_lse(call: Attended) -> tuple[torch.Tensor, torch.Tensor]:
     """PyTorch's attention with its log-sum-exp.
-
-    Args:
-        query: (B, H, SQ, D).
-        key: (B, HKV, SKV, D).
-        value: as `key`.
-        is_causal: query i sees keys 0..i.
-        scale: factor of the scores; 1/sqrt(D) when None.
 
     Returns:
         The output (B, H, SQ, D), and the log-sum-exp (B, H, SQ) in at least single precision.
     """
-    backend = _backend(query, key, value, is_causal, scale)
+    query, key, value, is_causal, scale, _ = call
+    backend = _backend(call)
     if backend == _FLASH:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         out, lse, *_ = native.call(flash, query, key, value, 0.0, is_causal, scale=scale)
@@ -121,35 +100,16 @@ def forward_with_lse(
         options = None, True, 0.0, is_causal
         out, lse, *_ = native.call(cudnn, query, key, value, *options, scale=scale)
         return out, lse.squeeze(-1)
-    grouped = query.shape[1] != key.shape[1]
-    out = native.attend(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=grouped)
-    blocks = scores_of(query, key, is_causal, scale)
-    return out, torch.cat([block.scores.logsumexp(-1) for block in blocks], dim=-1)
+    is_grouped = call.is_grouped
+    out = native.attend(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=is_grouped)
+    return out, torch.cat([block.scores.logsumexp(-1) for block in scores_of(call)], dim=-1)
 
 
-def backward(
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    is_causal: bool,
-    scale: float | None,
-) -> Three:
-    """Gradients of query, key and value by the kernels that PyTorch would choose, or cuDNN's.
-
-    Args:
-        grad_out: (B, H, SQ, D), gradient of the output.
-        query: (B, H, SQ, D).
-        key: (B, HKV, SKV, D).
-        value: as `key`.
-        out: (B, H, SQ, D), attention's output.
-        lse: its log-sum-exp, (B, H, SQ).
-        is_causal: mask of the attention.
-        scale: factor of the scores.
-    """
-    backend = _backend(query, key, value, is_causal, scale)
+def backward(call: Attended, recorded: BackwardInputs) -> Three:
+    """Gradients of query, key and value by the kernels that PyTorch would choose, or cuDNN's."""
+    query, key, value, is_causal, scale, _ = call
+    out, lse, grad_out = recorded
+    backend = _backend(call)
     lengths = query.shape[2], key.shape[2]
     if backend == _FLASH:
         unused = _random_state(query)
@@ -166,7 +126,7 @@ def backward(
             *lengths, 0.0, is_causal, scale=scale,
         )  # fmt: skip
     else:
-        grads = differentiate(grad_out, query, key, value, out, lse, is_causal, scale)
+        grads = differentiate(call, recorded)
     grad_query, grad_key, grad_value = grads
     return grad_query, grad_key, grad_value
 
@@ -201,25 +161,20 @@ def second_backward(
         return tuple(torch.autograd.grad(firsts, (grad_out, query, key, value), grads))
 
 
-def _backend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    is_causal: bool,
-    scale: float | None,
-) -> int:
+def _backend(call: Attended) -> int:
     """The `SDPBackend` that PyTorch would choose, but for the exceptions above; ERROR, which is
     none, off the GPU, of empty tensors, and of flash where its operators would align a causal mask
     otherwise.
     """
     none = int(SDPBackend.ERROR.value)
+    query, key, is_causal = call.query, call.key, call.is_causal
     if not query.is_cuda or not (query.numel() and key.numel()):
         return none
-    chosen = _choice(query, key, value, is_causal, scale)
+    chosen = _choice(call)
     if chosen == _CUDNN and may_be_nan(query.shape[2], key.shape[2]):
         chosen = _FLASH
     is_large = _flops(query, key, is_causal) >= MIN_CUDNN_FLOPS
-    if chosen == _FLASH and is_large and _takes_cudnn(query, key, value, is_causal):
+    if chosen == _FLASH and is_large and _takes_cudnn(call):
         return _CUDNN
     is_bottom_right = is_causal and chosen == _FLASH and query.shape[2] != key.shape[2]
     return none if is_bottom_right else chosen
@@ -232,29 +187,19 @@ def _flops(query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> float:
     return flops / 2 if is_causal else flops
 
 
-def _choice(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    is_causal: bool,
-    scale: float | None,
-) -> int:
+def _choice(call: Attended) -> int:
     """The `SDPBackend` that PyTorch would choose."""
-    grouped = query.shape[1] != key.shape[1]
-    return int(
-        torch._fused_sdp_choice(
-            query, key, value, None, 0.0, is_causal, scale=scale, enable_gqa=grouped
-        )
-    )
+    query, key, value, is_causal, scale, _ = call
+    arguments = query, key, value, None, 0.0, is_causal
+    return int(torch._fused_sdp_choice(*arguments, scale=scale, enable_gqa=call.is_grouped))
 
 
-def _takes_cudnn(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool
-) -> bool:
+def _takes_cudnn(call: Attended) -> bool:
     """True when cuDNN's kernels may run: they are switched on, they take such tensors, their
     gradients are finite, and the program does not ask for deterministic algorithms, which they do
     not promise.
     """
+    query, key, value, is_causal, *_ = call
     if may_be_nan(query.shape[2], key.shape[2]):
         return False
     backends = torch.backends.cuda
@@ -264,8 +209,7 @@ def _takes_cudnn(
     kind = is_causal, query.dtype, query.device, *((t.shape, t.stride()) for t in tensors)
     known = _cudnn_takes.get(kind)
     if known is None:
-        grouped = query.shape[1] != key.shape[1]
-        asked = backends.SDPAParams(*tensors, None, 0.0, is_causal, grouped)
+        asked = backends.SDPAParams(*tensors, None, 0.0, is_causal, call.is_grouped)
         known = bool(backends.can_use_cudnn_attention(asked, False))
         if len(_cudnn_takes) >= _MAX_KNOWN:
             _cudnn_takes.clear()

@@ -12,7 +12,7 @@ import torch
 from tuner.errors import ConfigError
 from tuner.problem import AttentionBackwardProblem, AttentionProblem
 from tuner.runtime.attention.attention_call import AttentionCall, pose, scale_of
-from tuner.runtime.attention.composed import NONE, Extras
+from tuner.runtime.attention.composed import NONE, Attended, BackwardInputs, Extras
 from tuner.runtime.call import guards
 from tuner.runtime.call.plan import Plan, Posed
 from tuner.runtime.call.refusal import Refusal
@@ -77,70 +77,30 @@ class GradientsCall(_Gradients, PlannedCall):
         return Posed(problem, posed.scale, strides=strides)
 
 
-def is_differentiable(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    is_causal: bool,
-    scale: float | None,
-) -> bool:
+def is_differentiable(call: Attended) -> bool:
     """True when the operators have a faster backward kernel than PyTorch's attention.
 
     It is a measured kernel that can run here, or one by the rule or cuDNN's where the work is
     large. The forward pass then keeps its log-sum-exp.
-
-    Args:
-        query: (B, H, SQ, D).
-        key: (B, HKV, SKV, D).
-        value: as `key`.
-        is_causal: query i sees keys 0..i.
-        scale: factor of the scores; 1/sqrt(D) when None.
     """
+    query, key, is_causal = call.query, call.key, call.is_causal
     if query.dtype not in guards.DTYPES or query.dim() != 4:
         return False
-    lse = torch.empty(query.shape[:3], dtype=torch.float32, device="meta")
-    is_deterministic = torch.are_deterministic_algorithms_enabled()
-    call = GradientsCall(query, key, value, query, lse, query, is_causal, scale, is_deterministic)
-    plan = find(call)
+    plan = find(gradients_of(call, _unrecorded(query)))
     if isinstance(plan, Plan) and (not plan.by_portfolio or has_much_work(query, key, is_causal)):
         return True
-    return gains_by_cudnn(query, key, value, is_causal, scale)
+    return gains_by_cudnn(call)
 
 
-def gradients(
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    is_causal: bool,
-    scale: float | None,
-) -> Three | None:
+def gradients(call: Attended, recorded: BackwardInputs) -> Three | None:
     """Gradients of query, key and value, or None when PyTorch's kernels are to compute them.
 
     A program that asks for deterministic algorithms gets kernels measured for deterministic
     gradients.
-
-    Args:
-        grad_out: (B, H, SQ, D), gradient of the output.
-        query: (B, H, SQ, D).
-        key: (B, HKV, SKV, D).
-        value: as `key`.
-        out: (B, H, SQ, D), attention's output.
-        lse: its log-sum-exp, fp32 (B, H, SQ).
-        is_causal: mask of the attention.
-        scale: factor of the scores.
     """
-    if lse.dtype != torch.float32 or query.dtype not in guards.DTYPES:
+    if recorded.lse.dtype != torch.float32 or call.query.dtype not in guards.DTYPES:
         return None  # of a composition in another precision
-    is_deterministic = torch.are_deterministic_algorithms_enabled()
-    tensors = query, key, value, out, lse, grad_out
-    call = GradientsCall(*tensors, is_causal, scale, is_deterministic)
-    plan = find(call)
-    if not isinstance(plan, Plan):
-        return None
-    grads = table.run_all(plan, *call.inputs)
+    grads = run_gradients(call, recorded)
     if isinstance(grads, Refusal):
         return None
     grad_query, grad_key, grad_value = grads
@@ -153,34 +113,43 @@ def attend_extras(call: AttentionCall) -> torch.Tensor | None:
     """
     if call.attn_mask is not None or call.dropout_p:
         return None
-    query, key, value = call.tensors
-    plan = find(call)
+    plan, attended = find(call), call.attended
     if not isinstance(plan, Plan) or not plan.has_lse:
         return None
-    lse = torch.empty(query.shape[:3], dtype=torch.float32, device="meta")
-    if not isinstance(find(gradients_of(call, (query, key, value), query, lse, query)), Plan):
+    if not isinstance(find(gradients_of(attended, _unrecorded(call.query))), Plan):
         return None
 
     def forward(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | Refusal:
         return table.run_with_lse(plan, *inputs)
 
     def backward(inputs: Tensors, out: Any, lse: Any, grad_out: Any) -> Tensors | Refusal:
-        posed = gradients_of(call, inputs, out, lse, grad_out)
-        found = find(posed)
-        return table.run_all(found, *posed.inputs) if isinstance(found, Plan) else found
+        query, key, value = inputs
+        call = attended._replace(query=query, key=key, value=value)
+        return run_gradients(call, BackwardInputs(out, lse, grad_out))
 
     def compose(*inputs: torch.Tensor) -> torch.Tensor:
         options = dict(zip(("query", "key", "value"), inputs, strict=True))
         return call._replace(**options).by_pytorch()
 
-    return recorded((query, key, value), forward, backward, compose)
+    return recorded(call.tensors, forward, backward, compose)
 
 
-def gradients_of(
-    call: AttentionCall, inputs: Tensors, out: Any, lse: Any, grad_out: Any
-) -> GradientsCall:
+def gradients_of(call: Attended, recorded: BackwardInputs) -> GradientsCall:
     """The call of a forward call's gradients, deterministic where the program asks for it."""
+    query, key, value, is_causal, scale, extras = call
     is_deterministic = torch.are_deterministic_algorithms_enabled()
-    options = call.is_causal, call.scale, is_deterministic, call.extras
-    query, key, value = inputs
-    return GradientsCall(query, key, value, out, lse, grad_out, *options)
+    tensors = query, key, value, *recorded
+    return GradientsCall(*tensors, is_causal, scale, is_deterministic, extras)
+
+
+def run_gradients(call: Attended, recorded: BackwardInputs) -> Tensors | Refusal:
+    """Gradients of query, key and value by a tuned kernel, or the reason why there is none."""
+    posed = gradients_of(call, recorded)
+    plan = find(posed)
+    return table.run_all(plan, *posed.inputs) if isinstance(plan, Plan) else plan
+
+
+def _unrecorded(query: torch.Tensor) -> BackwardInputs:
+    """Stand-ins for a backward pass that is only looked up."""
+    lse = torch.empty(query.shape[:3], dtype=torch.float32, device="meta")
+    return BackwardInputs(query, lse, query)
