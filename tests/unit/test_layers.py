@@ -214,6 +214,29 @@ def test_imports_point_downward() -> None:
     assert wrong_direction(MODULES) == []
 
 
+def test_packages_of_the_runtime_point_one_way() -> None:
+    """Attention and its gradients know each other; what a program switches on stands above all."""
+    below = {
+        "call": set(),
+        "attention": {"call", "training"},
+        "training": {"call", "attention"},
+        "products": {"call", "training"},
+        "parallel": {"call"},
+        "engines": {"call", "attention", "products"},
+    }
+    arrows: dict[str, set[str]] = {}
+    for name, tree in MODULES.items():
+        package = name.removeprefix("tuner.runtime.").partition(".")[0]
+        if package in below and name != f"tuner.runtime.{package}":
+            others = {wanted.split(".")[2] for wanted in imports(tree) if in_runtime(wanted)}
+            arrows.setdefault(package, set()).update(others - {package})
+    assert arrows == below
+
+
+def in_runtime(name: str) -> bool:
+    return name.startswith("tuner.runtime.")
+
+
 def test_no_circles() -> None:
     assert circle(MODULES) == []
 

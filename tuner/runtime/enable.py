@@ -199,28 +199,20 @@ def _before_flash_backward(operator: Any) -> Callable[..., Outputs]:
         value: torch.Tensor,
         out: torch.Tensor,
         logsumexp: torch.Tensor,
-        cum_seq_q: torch.Tensor | None,
-        cum_seq_k: torch.Tensor | None,
-        max_q: int,
-        max_k: int,
-        dropout_p: float,
-        is_causal: bool,
-        philox_seed: torch.Tensor,
-        philox_offset: torch.Tensor,
-        *,
+        *options: Any,
         scale: float | None = None,
     ) -> Outputs:
+        cum_seq_q, _, _, _, dropout_p, is_causal, _, _ = options
         grad_out, query, key, value, out = handed_over.checked(grad_out, query, key, value, out)
         tensors = grad_out, query, key, value, out, logsumexp
         call = Attended(query, key, value, is_causal, scale)
         recorded = BackwardInputs(out, logsumexp, grad_out)
         is_alike = not is_causal or query.shape[2] == key.shape[2]  # both align the mask alike
         is_plain = not dropout_p and cum_seq_q is None and is_alike
-        rest = cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, philox_seed, philox_offset
         return _differentiated(
             tensors,
             (lambda: _faster_gradients(call, recorded)) if is_plain else None,
-            lambda: operator.redispatch(keys & _BELOW, *tensors, *rest, scale=scale),
+            lambda: operator.redispatch(keys & _BELOW, *tensors, *options, scale=scale),
         )
 
     return differentiate
@@ -238,22 +230,16 @@ def _before_cudnn_backward(operator: Any) -> Callable[..., Outputs]:
         philox_seed: torch.Tensor,
         philox_offset: torch.Tensor,
         attn_bias: torch.Tensor | None,
-        cum_seq_q: torch.Tensor | None,
-        cum_seq_k: torch.Tensor | None,
-        max_q: int,
-        max_k: int,
-        dropout_p: float,
-        is_causal: bool,
-        *,
+        *options: Any,
         scale: float | None = None,
     ) -> Outputs:
+        cum_seq_q, _, _, _, dropout_p, is_causal = options
         grad_out, query, key, value, out = handed_over.checked(grad_out, query, key, value, out)
         tensors = grad_out, query, key, value, out
         if attn_bias is not None and handed_over.is_checked(*tensors):
             attn_bias = handed_over.aligned_mask(attn_bias)
         is_replaced = not dropout_p and cum_seq_q is None
-        masks = philox_seed, philox_offset, attn_bias, cum_seq_q, cum_seq_k
-        rest = logsumexp, *masks, max_q, max_k, dropout_p, is_causal
+        rest = logsumexp, philox_seed, philox_offset, attn_bias, *options
 
         def faster() -> Outputs | None:
             lse = logsumexp.squeeze(-1)

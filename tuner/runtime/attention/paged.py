@@ -19,7 +19,6 @@ from tuner.families.fused_attention.packing import tile_m
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionProblem
 from tuner.problem.attention import rounded
-from tuner.runtime.attention import quantised
 from tuner.runtime.attention.attention_call import scale_of, without_lse
 from tuner.runtime.attention.composed import Extras
 from tuner.runtime.attention.paged_arguments import checked, checked_scales
@@ -30,7 +29,7 @@ from tuner.runtime.call.refusal import Kind, Refusal
 from tuner.runtime.call.serving import Call, find, serve
 from tuner.runtime.call.table import table
 
-_DTYPES = {**guards.DTYPES, **quantised.DTYPES}
+_DTYPES = {**guards.DTYPES, **guards.QUANTISED}
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import torch
 
 from tuner.errors import ConfigError
 from tuner.problem.attention_masks import PAGE_MULTIPLE
-from tuner.runtime.attention import quantised
 from tuner.runtime.attention.paged_composed import output_type
+from tuner.runtime.call import guards
 
 
 def checked_scales(
@@ -18,7 +18,7 @@ def checked_scales(
     Raises:
         ConfigError: on a factor that is missing, does not fit, or has nothing to scale.
     """
-    if query.dtype not in quantised.DTYPES:
+    if query.dtype not in guards.QUANTISED:
         if any(factor is not None for factor in scales):
             raise ConfigError(f"factors are for float8_e4m3fn, query is {query.dtype}")
         return ()

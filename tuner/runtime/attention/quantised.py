@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from typing import NamedTuple, Self
 
 import torch
 
 from tuner.errors import ConfigError
-from tuner.problem import E4M3, DType
+from tuner.problem import E4M3
 from tuner.runtime.attention.attention_call import pose, scale_of
 from tuner.runtime.call import guards, handed_over, native
 from tuner.runtime.call.plan import Posed
 from tuner.runtime.call.refusal import Kind, Refusal
 from tuner.runtime.call.serving import Call, serve
-
-DTYPES: Mapping[torch.dtype, DType] = {torch.float8_e4m3fn: E4M3}
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -77,7 +75,7 @@ class QuantisedCall(_Quantised, Call):
         if len({t.device for t in self.inputs}) > 1:
             raise ConfigError("tensors and factors differ in device")
         scale = scale_of(self.tensors[0], self.scale)
-        return pose(*self.tensors, self.is_causal, scale, self.enable_gqa, dtypes=DTYPES)
+        return pose(*self.tensors, self.is_causal, scale, self.enable_gqa, dtypes=guards.QUANTISED)
 
     def realigned(self) -> Self | None:
         copies = query, key, value = handed_over.aligned(*self.tensors)
@@ -97,7 +95,7 @@ class QuantisedCall(_Quantised, Call):
 def _checked(tensors: Tensors, descales: tuple[torch.Tensor | None, ...]) -> Tensors:
     found = []
     for name, tensor, factor in zip("qkv", tensors, descales, strict=True):
-        if tensor.dtype not in DTYPES:
+        if tensor.dtype not in guards.QUANTISED:
             raise ConfigError(
                 f"descale factors are for float8_e4m3fn tensors, {name} is {tensor.dtype}"
             )

@@ -10,11 +10,12 @@ from torch.autograd import forward_ad
 
 from tuner.errors import ConfigError
 from tuner.hardware import TMA_ALIGNMENT_BYTES
-from tuner.problem import DType, Operand
+from tuner.problem import E4M3, DType, Operand
 from tuner.runtime.call import devices
 from tuner.runtime.call.refusal import Kind, Refusal, once
 
 DTYPES: dict[torch.dtype, DType] = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+QUANTISED: dict[torch.dtype, DType] = {torch.float8_e4m3fn: E4M3}
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided

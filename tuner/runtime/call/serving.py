@@ -155,9 +155,7 @@ def _find(call: PlannedCall, inputs: tuple[torch.Tensor, ...]) -> Plan | Refusal
         return refusal
     kind = call.kind()
     plan = table.get(kind)
-    if isinstance(plan, Refusal):
-        return plan
-    refusal = guards.unready(inputs)
+    refusal = plan if isinstance(plan, Refusal) else guards.unready(inputs)
     if refusal is not None:
         return refusal
     if plan is None:

@@ -13,7 +13,6 @@ from tuner.errors import ConfigError
 from tuner.problem import SIZES, DType, GroupedGemmProblem
 from tuner.problem.gemm import block_scales
 from tuner.problem.grouped_gemm import Sizes
-from tuner.runtime.attention.quantised import DTYPES as QUANTISED
 from tuner.runtime.call import devices, guards, handed_over
 from tuner.runtime.call.plan import KernelPlan, Plan, Posed
 from tuner.runtime.call.refusal import Kind, Refusal
@@ -154,7 +153,7 @@ class GroupedCall(_Groups, Call):
         return "grouped_mm", rows, b.shape, *types, a.device, self.sizes
 
     def pose(self) -> Posed:
-        dtypes = guards.DTYPES if self.scale_a is None else QUANTISED
+        dtypes = guards.DTYPES if self.scale_a is None else guards.QUANTISED
         return Posed(problem_of(self.a, self.b, self.sizes, dtypes))
 
     def run(self, plan: Plan) -> torch.Tensor | Refusal:

@@ -11,7 +11,6 @@ import torch
 from tuner.errors import ConfigError
 from tuner.families.base import Strides
 from tuner.problem import E4M3, SCALE_BLOCK, GemmProblem, Scales
-from tuner.runtime.attention.quantised import DTYPES as QUANTISED
 from tuner.runtime.call import guards, handed_over, serving
 from tuner.runtime.call.plan import Posed
 from tuner.runtime.call.refusal import Kind, Refusal
@@ -159,8 +158,8 @@ def scaled_problem_of(
     """
     if a.dim() != 2 or b.dim() != 2 or a.numel() == 0 or b.numel() == 0:
         raise ConfigError("they are not two matrices, or are empty")
-    guards.check_alike(a, b, dtypes=QUANTISED)
-    known = guards.DTYPES if scale_result is None else QUANTISED
+    guards.check_alike(a, b, dtypes=guards.QUANTISED)
+    known = guards.DTYPES if scale_result is None else guards.QUANTISED
     dtype_d = known.get(out_dtype or torch.float8_e4m3fn)
     if dtype_d is None:
         names = ", ".join(known.values())
