@@ -158,12 +158,13 @@ def choose(posed: Posed, gpu: Gpu, device: int, excluded: Excluded) -> Choice | 
         StoreError: when a shipped portfolio is damaged.
     """
     problem = posed.problem
-    selection: Selection | RuleSelection | None
+    selection: Selection | RuleSelection | None = None
+    if not knows(problem, gpu):
+        return None
     if rule := rule_of(problem):
         selection = rule.select(problem, gpu)
-    else:
-        mine = _portfolio_of(problem, gpu)
-        selection = None if mine is None else mine.select(problem)
+    elif mine := _portfolio_of(problem, gpu):
+        selection = mine.select(problem)
     if selection is None:
         return None
     candidates = _Candidates(posed, gpu, device, excluded, selection)
