@@ -132,6 +132,13 @@ def test_wide_recordings_are_put_in_order(
     assert stats.spearmanr(predicted, [m.latency_us for m in measured]).statistic >= 0.75
 
 
+def test_what_ships_is_the_fit_to_the_recordings() -> None:
+    """Of the family that is fitted fastest."""
+    pytest.importorskip("scipy", reason="fits need scipy")
+    fits = CostFits([read_once(file) for file in FILES])
+    assert fits.constants(FITTED["gemv"]) == pytest.approx(FITTED["gemv"].constants, rel=0.01)
+
+
 class Toy(Family):
     name = "toy"
     op = "gemm"

@@ -57,6 +57,9 @@ class TestShared:
             "1 of 3 constants as they ship".split(),
         ]
         assert "  kernel: end = 3.3" in fit.write().splitlines()
+        same = Refit("module")
+        same.note("kernel", {"step": 2.0}, {"step": 2.0})
+        assert same.text() == "1 of 1 constants as they ship"
 
     def test_parts_are_judged_by_the_others(self) -> None:
         fit, seen = Refit("module"), []

@@ -73,8 +73,9 @@ class Refit:
             if old is None or f"{old:.3g}" != f"{new:.3g}"
         ]
         same = f"{len(self.constants) - len(rows)} of {len(self.constants)} constants as they ship"
-        head = (("constant", "ships", "fitted"),) if rows else ()
-        return "\n".join([table([*head, *rows], frozenset({1, 2})), same, *self.errors]).lstrip()
+        head = ("constant", "ships", "fitted")
+        changed = [table([head, *rows], frozenset({1, 2}))] if rows else []
+        return "\n".join([*changed, same, *self.errors])
 
     def write(self) -> str:
         """Store the documents, or give all constants of a module, in lines of text."""
