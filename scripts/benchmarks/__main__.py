@@ -35,6 +35,13 @@ MOVED = {
     **{name: f"tuner fit {name}" for name in ("corrections", "cost", "rates")},
     **{name: f"scripts/bench search --preset {name}" for name in ("compile_ways", "fleet", "gpus")},
     **{name: f"scripts/bench search --preset {name}" for name in ("repeats", "sweeps")},
+    **{
+        name: f"scripts/bench population --preset {name}"
+        for name in ("fp8_attention", "layers", "masks", "odd_columns", "own_calls", "regret")
+    },
+    "sustained": "scripts/bench population --preset sustained",
+    **{name: f"scripts/bench products --preset {name}" for name in ("e4m3", "narrow", "scaled")},
+    "quantiser": "scripts/bench products --preset quantiser",
     "stopping": "scripts/bench search --preset recorded, whose rows `tuner fit stopping` reads",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import tuner
 from benchmarks import harness
 from benchmarks.cliffs_draws import Call, Packed, Plain
-from benchmarks.harness import Contender, Row
+from benchmarks.harness import FAILURES, Contender, Row, first_line
 from benchmarks.paged import PEER, Batch
 from benchmarks.paged_batches import Case as Pages
 from benchmarks.population_calls import measured as model_call_measured
@@ -22,6 +23,8 @@ from tuner.problem.population import ModelCall
 
 BUDGET_US = 3e5
 """All rounds of a call take about so long."""
+FLASHINFER_WIDTHS = (64, 128, 256)
+"""Head dimensions that FlashInfer has prebuilt kernels of."""
 MAX_ERRORS = {"float16": 5e-3, "bfloat16": 3e-2, E4M3: 1e-1}
 """Relative errors from which on an output is wrong, from a reference in fp32 or the first peer."""
 
@@ -42,7 +45,8 @@ def measured(call: Call, compiles: bool = False) -> Row:
             return paged(call)
         if isinstance(call, Packed):
             return packed(call)
-        return grouped(call) if isinstance(call.problem, GroupedGemmProblem) else scaled(call)
+        is_grouped = isinstance(call.problem, GroupedGemmProblem)
+        return grouped(call) if is_grouped else product(call, compiles)
 
 
 def timed(
@@ -78,15 +82,19 @@ def timed(
 
 
 def paged(case: Pages) -> Row:
-    """`tuner.paged_attention` beside FlashAttention-3's serving build."""
+    """`tuner.paged_attention` beside FlashAttention-3's serving build and FlashInfer."""
     batch = Batch(case)
     calls: dict[str, Any] = {}
     module = installed.module_of(PEER)
-    missing = {PEER: module} if isinstance(module, str) else {}
-    if not missing:
+    missing = {"flash3": module} if isinstance(module, str) else {}
+    if not isinstance(module, str):
         calls["flash3"] = batch.flash3(module)
     calls["tuner"] = batch.tuner(batch.tables)
-    reference = _first_sequence(batch)
+    try:
+        calls["flashinfer"] = flashinfer(batch)
+    except FAILURES as exc:
+        missing["flashinfer"] = first_line(exc)
+    reference = _last_query(batch)
 
     def error(out: Any) -> float:
         return harness.distance(out.view(len(batch.query), case.heads_q, -1)[-1], reference)
@@ -96,7 +104,40 @@ def paged(case: Pages) -> Row:
     return {**row, "chosen": batch.selected(), "problem": case.problem.to_json()}
 
 
-def _first_sequence(batch: Batch) -> Any:
+def flashinfer(batch: Batch) -> Callable[[int], Any]:
+    """A call of FlashInfer's prefill of paged caches, which also decodes, planned for each copy.
+
+    Raises:
+        ImportError: when the package or its prebuilt kernels are not here: it would compile.
+        RuntimeError: when it does not take the batch.
+    """
+    case = batch.case
+    if case.has_sinks or case.dtype == E4M3 or case.head_dim not in FLASHINFER_WIDTHS:
+        raise RuntimeError(f"flashinfer is called without sinks, in bf16, at D={FLASHINFER_WIDTHS}")
+    importlib.import_module("flashinfer_jit_cache")
+    module = importlib.import_module("flashinfer")
+    workspace = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
+    ends = torch.tensor([0, *case.pages], device="cuda").cumsum(0).int()
+    last = (batch.used - 1) % case.page_size + 1
+    wrappers = []
+    for table in batch.tables:
+        pages = [row[:count] for row, count in zip(table, case.pages, strict=True)]
+        wrapper = module.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+        wrapper.plan(
+            *(batch.starts, ends, torch.cat(pages), last),
+            *(case.heads_q, case.heads_kv, case.head_dim, case.page_size),
+            causal=True,
+            window_left=case.window,
+            sm_scale=batch.scale,
+            q_data_type=batch.query.dtype,
+            kv_data_type=batch.key.dtype,
+        )
+        wrappers.append(wrapper)
+    cache = batch.key, batch.value
+    return lambda i: wrappers[i % batch.copies].run(batch.query, cache)
+
+
+def _last_query(batch: Batch) -> Any:
     """(H, D): output of the last sequence's last query, from the pages of the first copy."""
     case, factor = batch.case, 0.5 if batch.scales else 1.0
     places = batch.tables[0][len(case.keys) - 1].long()
@@ -164,21 +205,30 @@ def _packed_reference(problem: AttentionProblem, lengths: Any, *tensors: Any) ->
     return (scores.softmax(-1) @ value).transpose(0, 1)
 
 
-def scaled(case: Plain) -> Row:
-    """`tuner.scaled_mm` beside PyTorch's, DeepGEMM's and cuBLASLt's algorithms."""
+def product(case: Plain, compiles: bool) -> Row:
+    """`tuner.linear` or `tuner.scaled_mm` beside PyTorch's, DeepGEMM and cuBLASLt's algorithms."""
     problem = case.problem
     assert isinstance(problem, GemmProblem)
     tensors = Tensors(problem)
 
-    def own(i: int) -> Any:
+    def linear(i: int) -> Any:
+        return tuner.linear(tensors.rows, tensors.weights[i][0])
+
+    def scaled(i: int) -> Any:
         weight, scale_b = tensors.weights[i]
         factors = tensors.factors if scale_b is None else [tensors.factors[0], scale_b.t()]
         options = {"out_dtype": torch.bfloat16, "use_fast_accum": problem.fast_accum}
         return tuner.scaled_mm(tensors.rows, weight.t(), *factors, **options)
 
-    made = {name: make() for name, make in (*torch_ways(tensors), *algorithm_ways(tensors))}
-    calls = {**made, "tuner": own}
-    row = timed(calls, tensors.before, tensors.copies, tensors.error, MAX_ERRORS[E4M3])
+    calls: dict[str, Any] = {name: make() for name, make in torch_ways(tensors)}
+    calls["tuner"] = scaled if tensors.factors else linear
+    calls |= {name: make() for name, make in algorithm_ways(tensors)}
+    if compiles and not tensors.factors:
+        options = {"mode": "max-autotune-no-cudagraphs", "dynamic": False}
+        compiled = torch.compile(torch.nn.functional.linear, **options)
+        calls["inductor"] = lambda i: compiled(tensors.rows, tensors.weights[i][0])
+    most = MAX_ERRORS[problem.dtype]
+    row = timed(calls, tensors.before, tensors.copies, tensors.error, most)
     return {**row, "problem": problem.to_json()}
 
 

@@ -59,7 +59,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class Plain:
-    """A product of e4m3, or of groups, which its problem says all of."""
+    """A product without an epilogue, or of groups, which its problem says all of."""
 
     problem: Problem
 
@@ -194,7 +194,9 @@ def _product(chance: Chance, feature: str, rows: tuple[int, int]) -> Call:
     dtype: DType = chance.one_of(HALF_TYPES, "type")
     if feature == "gated":
         return ModelCall("drawn", "call", "swiglu", 1, SwigluProblem(m, n, k, dtype=dtype))
-    epilogue = chance.one_of(EPILOGUES, "epilogue") if feature == "epilogue" else ""
+    if feature == "plain":
+        return Plain(GemmProblem(m, n, k, dtype=dtype))
+    epilogue = chance.one_of(EPILOGUES, "epilogue")
     problem = GemmProblem(m, n, k, dtype=dtype, epilogue=epilogue)
     return ModelCall("drawn", "call", feature, 1, problem)
 

@@ -10,7 +10,7 @@ from benchmarks.moe_peers import deep_gemm
 from benchmarks.own_plans import built_artifacts, own_plan, plans_of
 from tuner.config import Config
 from tuner.families import families
-from tuner.problem import SCALE_BLOCK, GemmProblem
+from tuner.problem import DTYPE_BYTES, SCALE_BLOCK, GemmProblem
 from tuner.search.fits.rates_fit import kernel_name
 
 Call = Callable[[int], Any]
@@ -32,7 +32,7 @@ class Tensors:
     """Rows, weights and factors of a product.
 
     Args:
-        problem: in bf16, or in e4m3 with factors of operands, of rows, or of blocks.
+        problem: in fp16 or bf16, or in e4m3 with factors of operands, of rows, or of blocks.
     """
 
     def __init__(self, problem: GemmProblem) -> None:
@@ -40,9 +40,10 @@ class Tensors:
 
         m, n, k = problem.m, problem.n, problem.k
         self.problem = problem
-        width = 2 if problem.dtype == "bfloat16" else 1
+        width = DTYPE_BYTES[problem.dtype]
         self.copies = min(MAX_COPIES, ceil(ROTATED_BYTES / (width * n * k)) + 1)
-        rows = torch.randn(m, k, device="cuda").bfloat16()
+        rows = torch.randn(m, k, device="cuda")
+        rows = rows.to(getattr(torch, problem.dtype)) if width == 2 else rows.bfloat16()
         self.factors: list[Any] = []
         weight_factors: list[Any] = [None] * self.copies
         if problem.scales == "block":
@@ -131,7 +132,7 @@ def _elements(rows: int, columns: int, deviation: float = 64.0, dtype: Any = Non
     drawn = torch.empty(rows, columns, dtype=dtype or torch.float8_e4m3fn, device="cuda")
     for part in drawn.split(8192):
         normal = torch.randn(part.shape, device="cuda", dtype=torch.bfloat16).mul_(deviation)
-        part.copy_(normal if dtype == torch.bfloat16 else normal.clamp_(-448, 448))
+        part.copy_(normal if part.element_size() == 2 else normal.clamp_(-448, 448))
     return drawn
 
 

@@ -138,6 +138,7 @@ SMALL = {
         (30, 7),
     ),
     "sinks": Pages("", (1, 1), (20, 33), 16, 4, 2, 64, has_sinks=True),
+    "plain": Plain(GemmProblem(16, 24, 40, dtype="float16")),
     "rows": Plain(GemmProblem(16, 32, 64, dtype=E4M3, scales="row")),
 }
 
