@@ -60,9 +60,6 @@ class Times:
     failed: dict[str, str]
 
 
-Timer = Callable[[Sequence[Contender], Callable[[int], Any], int], Times]
-
-
 def time_calls(
     contenders: Sequence[Contender],
     before: Callable[[int], Any],
@@ -240,8 +237,8 @@ def first_outputs(
 
 def distance(out: Any, wanted: Any) -> float:
     """Relative Frobenius norm of the difference of two tensors."""
-    wanted = wanted.double()
-    return float((out.double() - wanted).norm() / wanted.norm())
+    wanted = wanted.detach().double()
+    return float((out.detach().double() - wanted).norm() / wanted.norm())
 
 
 def first_line(exc: BaseException) -> str:

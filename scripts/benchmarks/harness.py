@@ -256,9 +256,7 @@ def tables(bench: Bench, paths: Sequence[Path]) -> list[str]:
         head, rows = read(path)
         if head.get("bench") != bench.name or head.get("preset") not in bench.presets:
             raise ConfigError(f"{path} is not a file of scripts/bench {bench.name}")
-        facts = (
-            head[name] for name in ("preset", "gpu", "driver", "cuda", "torch") if name in head
-        )
+        facts = [head[name] for name in TABLE_FACTS if name in head]
         parts.setdefault(tuple(map(str, facts)), []).extend(rows)
     lines: list[str] = []
     for names, rows in parts.items():

@@ -115,7 +115,7 @@ def heads_measured(case: Head, _: Namespace) -> Row:
     with torch.inference_mode(not case.has_gradients):
         wanted = step(functional.linear, exact, grad.float())
         tuner.stats(reset=True)
-        errors = {way.name: max(map(_error, way.call(0), wanted)) for way in ways}
+        errors = {way.name: max(map(harness.distance, way.call(0), wanted)) for way in ways}
         served = tuner.stats(reset=True).hits
         del wanted, exact
         times = harness.time_calls(ways, lambda _: torch.add(source, 0.0, out=rows.data), 1)
@@ -124,9 +124,3 @@ def heads_measured(case: Head, _: Namespace) -> Row:
         "errors": errors,
         "wrong": [name for name, error in errors.items() if not error < MAX_ERROR],
     }
-
-
-def _error(out: Any, wanted: Any) -> float:
-    """Relative Frobenius error."""
-    out, wanted = out.detach(), wanted.detach()
-    return float((out.float() - wanted).norm() / wanted.norm())

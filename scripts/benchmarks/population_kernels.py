@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks import harness, rows
-from benchmarks.harness import FAILURES, Contender, Row, first_line
+from benchmarks.harness import Contender, Row
 from benchmarks.population_cudnn import plans_of
 from tuner.cli.aot import compile_aot
 from tuner.compile.artifacts import ArtifactCache
@@ -182,9 +182,8 @@ def exact(
 
 
 def relative_error(out: Any, wanted: Any) -> float:
-    """Relative Frobenius norm of the error of the last queries, as many as `wanted` has."""
-    part = out[:, :, -wanted.shape[2] :].double()
-    return float((part - wanted).norm() / wanted.norm())
+    """Distance of the last queries, as many as `wanted` has."""
+    return harness.distance(out[:, :, -wanted.shape[2] :], wanted)
 
 
 def right(
@@ -194,22 +193,12 @@ def right(
     failed: dict[str, str],
 ) -> tuple[list[Contender], dict[str, float]]:
     """Contenders whose outputs have at most an error, and their errors; reasons go to `failed`."""
-    import torch
-
-    fit, errors = [], {}
-    for contender in contenders:
-        try:
-            value = error(contender.call(0))
-        except FAILURES as exc:
-            torch.cuda.synchronize()
-            failed[contender.name] = first_line(exc)
-            continue
-        errors[contender.name] = value
-        if value <= most:
-            fit.append(contender)
-        else:
-            failed[contender.name] = f"relative error {value:.1e}"
-    return fit, errors
+    errors, reasons = harness.first_outputs({one.name: one.call for one in contenders}, error)
+    reasons |= {
+        n: f"relative error {value:.1e}" for n, value in errors.items() if not value <= most
+    }
+    failed |= reasons
+    return [one for one in contenders if one.name not in reasons], errors
 
 
 def with_best(us: Mapping[str, float], contenders: Sequence[Contender]) -> dict[str, float]:

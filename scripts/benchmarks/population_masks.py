@@ -108,9 +108,9 @@ def masked_measured(case: Masked, _: Namespace) -> Row:
         ),
     ]
     with torch.inference_mode():
-        wanted = ways[0].call(0).float()
+        wanted = ways[0].call(0)
         tuner.stats(reset=True)
-        difference = float((ways[1].call(0).float() - wanted).norm() / wanted.norm())
+        difference = harness.distance(ways[1].call(0), wanted)
         stats = tuner.stats(reset=True)
         del wanted
         if length <= MAX_DENSE and not cap:

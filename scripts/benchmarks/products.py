@@ -22,6 +22,7 @@ from benchmarks import harness
 from benchmarks.harness import FAILURES, Bench, Contender, Preset, Row, first_line, ratio_table
 from benchmarks.own_plans import compile_specs
 from benchmarks.products_ways import (
+    Call,
     Tensors,
     Way,
     algorithm_ways,
@@ -142,19 +143,16 @@ def measured(tensors: Tensors, ways: Sequence[Way], served: str = "") -> Row:
     """
     import torch
 
-    fit, errors, failed = list[Contender](), dict[str, float](), dict[str, str]()
+    calls, failed = dict[str, Call](), dict[str, str]()
+    for name, make in ways:
+        try:
+            calls[name] = make()
+        except FAILURES as exc:
+            failed[name] = first_line(exc)
     with torch.inference_mode():
-        for name, make in ways:
-            try:
-                call = make()
-                errors[name] = tensors.error(call(0))
-                torch.cuda.synchronize()
-            except FAILURES as exc:
-                failed[name] = first_line(exc)
-                continue
-            fit.append(Contender(name, call))
+        errors, reasons = harness.first_outputs(calls, tensors.error)
         wrong = inexact(errors, tensors.problem.dtype)
-        fit = [one for one in fit if one.name not in wrong]
+        fit = [Contender(name, calls[name]) for name in errors if name not in wrong]
         first = harness.time_calls(fit, tensors.before, tensors.copies, BUDGET_US)
         names = {*finalists(first.us), "pytorch", "tuner", served}
         again = [one for one in fit if one.name in names]
@@ -167,7 +165,7 @@ def measured(tensors: Tensors, ways: Sequence[Way], served: str = "") -> Row:
         failed["tuner"] = "no own kernel is built (tuner build, --compile-only)"
     return {
         **{"problem": tensors.problem.to_json(), "us": us, "errors": errors},
-        "failed": {**failed, **first.failed, **last.failed},
+        "failed": {**failed, **reasons, **first.failed, **last.failed},
         "wrong": sorted(name for name in wrong if name in (served, "tuner")),
         "inexact": wrong,
     }
