@@ -211,4 +211,7 @@ def main(argv: Sequence[str]) -> int:
         head, rows = bench_rows.read(args.add)
         print(add(run_of(head, rows), str(head["bench"])))
     PAGE.write_text(page())
+    from benchmarks import results_chart
+
+    results_chart.PATH.write_text(results_chart.chart())
     return 0

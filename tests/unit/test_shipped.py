@@ -130,10 +130,9 @@ def test_a_quick_sweep_replays_to_within_two_percent_of_the_best(
 ) -> None:
     monkeypatch.setenv("TUNER_CACHE_DIR", str(tmp_path))
     assert main(["sweep", "--shape", "S=1024,D=64", "--replay", "--sampler", "tpe"]) == 0
-    out, readme = capsys.readouterr().out, (ROOT / "README.md").read_text()
+    out = capsys.readouterr().out
     assert "REPLAYED" in out
-    baselines = [line for line in out.splitlines() if line.startswith("baseline")]
-    assert len(baselines) == 6 and all(line in readme for line in baselines)
+    assert sum(line.startswith("baseline") for line in out.splitlines()) == 6
     with open_store() as store:
         entry = store.best(ATTENTION, H200, Regime.default("attention").chained)
     assert entry is not None and entry.provenance is Provenance.REPLAYED
@@ -144,6 +143,16 @@ def test_a_quick_sweep_replays_to_within_two_percent_of_the_best(
     )
     assert entry.best_own is not None and entry.best_own.latency_us is not None
     assert entry.best_own.latency_us <= 1.02 * best
+
+
+def test_the_readme_shows_what_lookup_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lookup", "--shape", "S=1024,D=64", "--gpu", "H200"]) == 0
+    out, readme = capsys.readouterr().out, (ROOT / "README.md").read_text()
+    shown = readme[readme.index("$ tuner lookup") :].split("```")[0].splitlines()[1:]
+    printed = out.splitlines()
+    for line in shown:
+        part = line.removesuffix("...").removesuffix("...`)").rstrip()
+        assert any(text.startswith(part) for text in printed), line
 
 
 @pytest.mark.parametrize(
