@@ -83,7 +83,7 @@ def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
         problem = cast(AttentionBackwardProblem, problem_from_json(row["problem"]))
         name = _name(instance(problem.head_dim), problem.is_causal)
         for contender, us in row["us"].items():
-            kernel = contender.removeprefix("tuner ").split(",")[0], "," in contender
+            kernel = contender.split(",")[0], "," in contender
             if kernel in COSTS:
                 flops, moved = (amount / 1e6 for amount in work(kernel[0], problem, gpu))
                 timed = TimedGradients(name, flops, moved, us)

@@ -8,7 +8,7 @@ and the microseconds of each kernel by `kernel_name`, behind ``tuner`` beside ot
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -151,12 +151,8 @@ def products_of(
     op: str, found: Sequence[Mapping[str, Any]], rule: RatedKernels
 ) -> list[TimedProduct]:
     """Products of an operation that a kernel of its rule is timed for."""
-
-    def named(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-        return ((name.removeprefix("tuner "), us) for name, us in row["us"].items())
-
     timed = (
-        (row["problem"], {name: us for name, us in named(row) if name in rule.kernels})
+        (row["problem"], {name: us for name, us in row["us"].items() if name in rule.kernels})
         for row in found
         if row["problem"]["op"] == op
     )
