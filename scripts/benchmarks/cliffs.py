@@ -57,7 +57,7 @@ def below(args: Namespace, floor: float) -> list[Draw]:
     ratios = {row["case"]: rows.over_fastest(row) for row in measured}
     bad = {row["case"] for row in measured if rows.is_wrong(row)}
     cases = {case.label: case for case in drawn(args)}
-    slow = {name: ratio or 0.0 for name, ratio in ratios.items() if (ratio or 1.0) < floor}
+    slow = {name: ratio for name, ratio in ratios.items() if ratio is not None and ratio < floor}
     slow |= dict.fromkeys(bad - set(slow), 0.0)
     return [cases[name] for name in sorted(slow, key=slow.__getitem__) if name in cases]
 
