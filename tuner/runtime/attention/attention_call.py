@@ -51,8 +51,8 @@ class AttentionCall(_Attention, Call):
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
-        mask = self.operand
-        return (*self.tensors, mask) if isinstance(mask, torch.Tensor) else self.tensors
+        tensors, mask = (self.query, self.key, self.value), self.operand
+        return (*tensors, mask) if isinstance(mask, torch.Tensor) else tensors
 
     @property
     def tensors(self) -> Tensors:

@@ -127,11 +127,14 @@ def attention(
             if right == 0:
                 attn_mask, is_causal = None, True
         if not is_composed:
-            options = attn_mask, dropout_p, is_causal, scale, enable_gqa
-            out = dispatch.attention(query, key, value, *options)
+            out = dispatch.attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+            )
+            if out is dispatch.REFUSED:
+                options = attn_mask, dropout_p, is_causal, scale, enable_gqa
+                return native.attend(query, key, value, *options)
             if out is not None:
-                is_refused = out is dispatch.REFUSED
-                return native.attend(query, key, value, *options) if is_refused else out
+                return out
     query, key, value = guards.autocast(devices.TYPE, query, key, value)
     options = attn_mask, dropout_p, is_causal, scale, enable_gqa
     return _answer(AttentionCall(query, key, value, *options, extras), is_composed)
