@@ -1,0 +1,29 @@
+"""Every example runs to its end on the GPU, where calls are answered on the device."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_runs(path: Path) -> None:
+    if path.stem == "03_serve_a_model":
+        pytest.importorskip("transformers", reason="the example needs transformers")
+    search = str(path.parents[1]), os.environ.get("PYTHONPATH", "")
+    run = subprocess.run(
+        [sys.executable, "-P", path],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(search)},
+        capture_output=True,
+        text=True,
+        timeout=380,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "not on a CUDA device" not in run.stdout
