@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
+
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 
 
