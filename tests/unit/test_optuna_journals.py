@@ -120,7 +120,8 @@ def test_a_relative_path_is_resolved(
 
     monkeypatch.setattr(os, "symlink", note)
     assert copied(Path(tmp_path.name) / "journal", "b") == []
-    assert set(links) == {str(journal.resolve())}
+    # A sweep that was ended before may write its last trial only now, to its own journal.
+    assert {link for link in links if tmp_path.name in link} == {str(journal.resolve())}
     assert kernels(journal) == ["a", "b"]
 
 

@@ -325,7 +325,8 @@ def problems_of(args: argparse.Namespace) -> list[Problem]:
     def named(to_sweep: bool) -> list[Problem]:
         if args.problems is not None:
             listed = read_problems(args.problems, args.op, to_sweep=to_sweep)
-            return [p for p in listed if p.op == args.op] if args.op_is_named else listed
+            is_named = getattr(args, "op_is_named", False)
+            return [p for p in listed if p.op == args.op] if is_named else listed
         return [parse_problem(args.shape, args.op, to_sweep=to_sweep)]
 
     problems = named(to_sweep=True)
