@@ -33,8 +33,9 @@ class DeviceCompiler(LibraryCompiler):
     """
 
     def _write(self, folder: Path, template: str, text: str) -> list[list[str]]:
-        [[*nvcc, source, _, library]] = super()._write(folder, template, text)
-        ptx = str(folder / "unit.ptx")
+        super()._write(folder, template, text)
+        nvcc = self._nvcc(template, text)
+        source, ptx, library = (str(folder / name) for name in ("unit.cu", "unit.ptx", "kernel.so"))
         return [[*nvcc, "-ptx", source, "-o", ptx], [*nvcc, "-fatbin", ptx, "-o", library]]
 
 
@@ -84,8 +85,8 @@ def _at_work(request: pytest.FixtureRequest, compiler: Compiler, wanted: str) ->
 
 
 @pytest.fixture
-def emulates(request: pytest.FixtureRequest, long_mode: bool) -> None:
-    """Skips cases that are not in a module's `USUAL`, which only a long run emulates."""
+def usual(request: pytest.FixtureRequest, long_mode: bool) -> None:
+    """Skips cases that are not in a module's `USUAL`, which only a long run compiles."""
     case = next(iter(request.node.callspec.params.values()))
     if not long_mode and case not in request.module.USUAL:
-        pytest.skip("scripts/test --long emulates it")
+        pytest.skip("scripts/test --long compiles it")

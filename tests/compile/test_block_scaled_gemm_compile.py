@@ -32,19 +32,19 @@ ALL = {
         for name, chosen in PROMOTED.items()
     },
 }
-#: One of each kind with its host code, of the others the device code: of a third of them, but under
-#: ``--long``.
-LIBRARIES = {name: ALL[name] for name in ("square", "square, groups", "promoted, split, promoted")}
-SPECS = [*LIBRARIES.values()]
-OTHERS = {name: spec for name, spec in ALL.items() if name not in LIBRARIES}
-DEVICE_SPECS = [*OTHERS.values()][::3]
+#: One with its host code, of the others the device code: of one of each kind and of a fifth of
+#: the rest, but under ``--long``.
+SPECS = [ALL["square"]]
+OTHERS = [spec for spec in ALL.values() if spec not in SPECS]
+KINDS = [ALL[name] for name in ("square, groups", "promoted, split, promoted")]
+DEVICE_SPECS = [*dict.fromkeys([*KINDS, *OTHERS[::5]])]
 
 
 def test_no_kernel_spills_or_serialises_its_products(
     compiler: Compiler, device_compiler: Compiler, long_mode: bool
 ) -> None:
     assert len(ALL) == len(CASES) + len(GROUPED) + len(PROMOTED)
-    others = [*OTHERS.values()] if long_mode else DEVICE_SPECS
+    others = OTHERS if long_mode else DEVICE_SPECS
     futures = dict([*compiler.submit(SPECS), *device_compiler.submit(others)])
     assert len(futures) == len(SPECS) + len(others)
     for case, spec in ((case, spec) for case, spec in ALL.items() if spec in futures):
@@ -158,7 +158,7 @@ def emulated(
 USUAL = {"two stages", "a warp does not leave"}
 
 
-@pytest.mark.usefixtures("emulates")
+@pytest.mark.usefixtures("usual")
 @pytest.mark.parametrize("case", CASES)
 def test_an_emulated_kernel_is_right(compiler: Compiler, case: str, tmp_path: Path) -> None:
     # As few stages as there are at most two of three blocks under way, that they are used again.
@@ -168,7 +168,7 @@ def test_an_emulated_kernel_is_right(compiler: Compiler, case: str, tmp_path: Pa
     assert emulated(Config(FAMILY.name, few), compiler.toolchain.nvcc, tmp_path) == ""
 
 
-@pytest.mark.usefixtures("emulates")
+@pytest.mark.usefixtures("usual")
 @pytest.mark.parametrize("case", GROUPED)
 def test_an_emulated_kernel_follows_the_groups(
     compiler: Compiler, case: str, tmp_path: Path
@@ -177,7 +177,7 @@ def test_an_emulated_kernel_follows_the_groups(
     assert emulated(few, compiler.toolchain.nvcc, tmp_path, is_grouped=True) == ""
 
 
-@pytest.mark.usefixtures("emulates")
+@pytest.mark.usefixtures("usual")
 @pytest.mark.parametrize("case", PROMOTED)
 def test_an_emulated_kernel_promotes(compiler: Compiler, case: str, tmp_path: Path) -> None:
     few = Config(FAMILY.name, {**PROMOTED[case].params, "stages": 2})
@@ -186,7 +186,7 @@ def test_an_emulated_kernel_promotes(compiler: Compiler, case: str, tmp_path: Pa
     assert emulated(few, compiler.toolchain.nvcc, tmp_path, is_promoted=True) == ""
 
 
-@pytest.mark.usefixtures("emulates")
+@pytest.mark.usefixtures("usual")
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_emulator_finds_what_is_wrong(compiler: Compiler, name: str, tmp_path: Path) -> None:
     chosen = {

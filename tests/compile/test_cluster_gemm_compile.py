@@ -19,20 +19,28 @@ from tuner.problem import GemmProblem
 
 pytestmark = [pytest.mark.compile, pytest.mark.timeout(900)]
 
+DIVIDED = config((64, 64), split_k=2)
+SPECS = [spec_of(DIVIDED)]
+#: Compiled and emulated in every run; the others with ``scripts/test --long``.
+USUAL = {"widest", "two blocks", "narrowest"}
+USUAL |= {"swapped, divided", "a stage is left while it is read"}
+DEVICE_SPECS = [spec_of(*case) for name, case in COMPILED.items() if name in USUAL]
 
-def test_no_kernel_spills_or_serialises_its_products(compiler: Compiler) -> None:
-    specs = [spec_of(*case) for case in COMPILED.values()]
-    for case, (_, future) in zip(COMPILED, compiler.submit(specs), strict=True):
-        artifact = future.result()
-        used = artifact.resources
-        assert used is not None
-        assert (used.spill_store_bytes, used.spill_load_bytes, used.stack_bytes) == (0, 0, 0), case
-        assert not artifact.facts.get("advice"), case
+
+@pytest.mark.usefixtures("usual")
+@pytest.mark.parametrize("name", COMPILED)
+def test_no_kernel_spills_or_serialises_its_products(name: str, device_compiler: Compiler) -> None:
+    [(_, future)] = device_compiler.submit([spec_of(*COMPILED[name])])
+    artifact = future.result()
+    used = artifact.resources
+    assert used is not None
+    assert (used.spill_store_bytes, used.spill_load_bytes, used.stack_bytes) == (0, 0, 0)
+    assert not artifact.facts.get("advice")
 
 
 def test_the_library_refuses_what_it_would_get_wrong(compiler: Compiler) -> None:
-    chosen = config((64, 64), split_k=2)
-    [(_, future)] = compiler.submit([spec_of(chosen)])
+    chosen = DIVIDED
+    [(_, future)] = compiler.submit(SPECS)
     kernel = load(future.result())
     problem = GemmProblem(100, 264, 136, dtype="bfloat16")
     (launch,) = FAMILY.launches(problem, chosen, 1.0)
@@ -95,17 +103,13 @@ def emulated(
     return run_emulated(device, "cluster_gemm.h", EMULATED, nvcc, folder, mutant, orders)
 
 
-#: Emulated in every run; the others with ``scripts/test --long``.
-USUAL = {"swapped, divided", "a stage is left while it is read"}
-
-
-@pytest.mark.usefixtures("emulates")
+@pytest.mark.usefixtures("usual")
 @pytest.mark.parametrize("case", CASES)
 def test_an_emulated_kernel_is_right(compiler: Compiler, case: str, tmp_path: Path) -> None:
     assert emulated(CASES[case], compiler.toolchain.nvcc, tmp_path) == ""
 
 
-@pytest.mark.usefixtures("emulates")
+@pytest.mark.usefixtures("usual")
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_emulator_finds_what_is_wrong(compiler: Compiler, name: str, tmp_path: Path) -> None:
     chosen = {

@@ -62,11 +62,14 @@ KERNELS = [
 #: Kernels whose library is loaded: dQ stored at once, and added in order. Of the others only the
 #: device half is compiled, in about 60 % of the CPU time.
 LOADED = (1, 2)
+#: Compiled in every run; the others with ``scripts/test --long``.
+USUAL = {*LOADED, 4, 6, 8, 9}
 ALL = [FAMILY.kernels(problem, config)[KERNEL] for problem, config in KERNELS]
 SPECS = [ALL[number] for number in LOADED]
-DEVICE_SPECS = [spec for number, spec in enumerate(ALL) if number not in LOADED]
+DEVICE_SPECS = [ALL[number] for number in sorted(USUAL.difference(LOADED))]
 
 
+@pytest.mark.usefixtures("usual")
 @pytest.mark.parametrize("number", range(len(KERNELS)))
 def test_they_compile_without_spills_or_advice(
     number: int, compiler: Compiler, device_compiler: Compiler

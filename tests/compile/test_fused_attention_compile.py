@@ -90,7 +90,11 @@ SKIPPING = [
         make(2, 128, persistent=True, skips_masked="halves", stages_output=True),
     ),
 ]
-DEVICE_SPECS = [FAMILY.kernels(*case)["attention"] for case in (*PAGED, *SKIPPING, WIDE)]
+#: Of the paged and the skipping ones compiled in every run; the others with
+#: ``scripts/test --long``.
+USUAL = {1, 3, 4}
+DEVICE_ALL = [FAMILY.kernels(*case)["attention"] for case in (*PAGED, *SKIPPING, WIDE)]
+DEVICE_SPECS = [*(DEVICE_ALL[number] for number in sorted(USUAL)), DEVICE_ALL[-1]]
 #: Instances, groups, rings and blocks at an SM, to be counted by the compiler.
 SIZES = [
     *KERNELS,
@@ -147,34 +151,39 @@ def test_a_sample_compiles_without_spills_or_advice(compiler: Compiler) -> None:
 def test_accumulators_of_wide_windows_stay_in_registers(device_compiler: Compiler) -> None:
     """A call that nvcc does not inline has them in local memory, without a spill."""
     assert FAMILY.violations(*WIDE, DEFAULT_GPU) == []
-    [(_, future)] = device_compiler.submit(DEVICE_SPECS[-1:])
+    [(_, future)] = device_compiler.submit(DEVICE_ALL[-1:])
     used = future.result().resources
     assert used is not None
     assert (used.stack_bytes, used.spill_store_bytes, used.spill_load_bytes) == (0, 0, 0)
 
 
-def test_products_of_halves_are_not_serialized(device_compiler: Compiler) -> None:
+@pytest.mark.usefixtures("usual")
+@pytest.mark.parametrize("number", range(len(PAGED), len(PAGED) + len(SKIPPING)))
+def test_products_of_halves_are_not_serialized(number: int, device_compiler: Compiler) -> None:
     """Where a way with half of the keys meets one with all, no product may be in flight."""
-    submitted = device_compiler.submit(DEVICE_SPECS[len(PAGED) : len(PAGED) + len(SKIPPING)])
-    for (problem, config), (_, future) in zip(SKIPPING, submitted, strict=True):
-        assert FAMILY.violations(problem, config, DEFAULT_GPU) == []
-        used = future.result().resources
-        assert used is not None
-        assert (used.stack_bytes, used.spill_store_bytes, used.spill_load_bytes) == (0, 0, 0)
-        assert future.result().facts["advice"] == [], problem.label()
+    assert FAMILY.violations(*SKIPPING[number - len(PAGED)], DEFAULT_GPU) == []
+    [(_, future)] = device_compiler.submit([DEVICE_ALL[number]])
+    used = future.result().resources
+    assert used is not None
+    assert (used.stack_bytes, used.spill_store_bytes, used.spill_load_bytes) == (0, 0, 0)
+    assert future.result().facts["advice"] == []
 
 
-def test_paged_kernels_compile_without_spills_or_advice(device_compiler: Compiler) -> None:
-    submitted = device_compiler.submit(DEVICE_SPECS[: len(PAGED)])
-    for (problem, config), (spec, future) in zip(PAGED, submitted, strict=True):
-        assert FAMILY.violations(problem, config, DEFAULT_GPU) == []
-        used = future.result().resources
-        assert used is not None
-        assert (used.spill_store_bytes, used.spill_load_bytes) == (0, 0), problem.label()
-        assert future.result().facts["advice"] == [], problem.label()
-        groups = config["warp_groups"]
-        of_groups = groups * spec.variables["consumer_registers"]
-        assert spec.variables["producer_registers"] + of_groups <= used.registers * (groups + 1)
+@pytest.mark.usefixtures("usual")
+@pytest.mark.parametrize("number", range(len(PAGED)))
+def test_paged_kernels_compile_without_spills_or_advice(
+    number: int, device_compiler: Compiler
+) -> None:
+    problem, config = PAGED[number]
+    assert FAMILY.violations(problem, config, DEFAULT_GPU) == []
+    [(spec, future)] = device_compiler.submit([DEVICE_ALL[number]])
+    used = future.result().resources
+    assert used is not None
+    assert (used.spill_store_bytes, used.spill_load_bytes) == (0, 0)
+    assert future.result().facts["advice"] == []
+    groups = config["warp_groups"]
+    of_groups = groups * spec.variables["consumer_registers"]
+    assert spec.variables["producer_registers"] + of_groups <= used.registers * (groups + 1)
 
 
 def test_a_block_is_launched_with_the_registers_that_setmaxnreg_shares_out(

@@ -49,7 +49,10 @@ KERNELS = [
         ),
     )
 ]
-DEVICE_SPECS = [FAMILY.kernels(problem, config)["attention"] for problem, config in KERNELS]
+ALL = [FAMILY.kernels(problem, config)["attention"] for problem, config in KERNELS]
+#: Compiled in every run; the other with ``scripts/test --long``.
+USUAL = {0}
+DEVICE_SPECS = [ALL[number] for number in sorted(USUAL)]
 
 #: What a file of tables holds.
 TABLES = """
@@ -211,11 +214,12 @@ def test_each_query_sees_the_keys_of_its_mask_once(tmp_path: Path) -> None:
     assert done.stdout.split() == ["0"] * len(names)
 
 
+@pytest.mark.usefixtures("usual")
 @pytest.mark.parametrize("number", range(len(KERNELS)))
 def test_they_compile_without_spills_or_advice(number: int, device_compiler: Compiler) -> None:
     problem, config = KERNELS[number]
     assert FAMILY.violations(problem, config, DEFAULT_GPU) == []
-    [(_, future)] = device_compiler.submit([DEVICE_SPECS[number]])
+    [(_, future)] = device_compiler.submit([ALL[number]])
     artifact = future.result()
     used = artifact.resources
     assert used is not None

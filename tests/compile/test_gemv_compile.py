@@ -44,11 +44,15 @@ def spec_of(problem: GemmProblem, chosen: Config) -> KernelSpec:
     return GEMV.kernels(problem, chosen)[KERNEL]
 
 
-SPECS = [spec_of(*case) for case in CASES]
+ALL = [spec_of(*case) for case in CASES]
+SPECS, DEVICE_SPECS = ALL[:1], ALL[1:]
 
 
-def test_a_sample_of_the_space_compiles_without_spills(compiler: Compiler) -> None:
-    for (problem, chosen), (_, future) in zip(CASES, compiler.submit(SPECS), strict=True):
+def test_a_sample_of_the_space_compiles_without_spills(
+    compiler: Compiler, device_compiler: Compiler
+) -> None:
+    submitted = [*compiler.submit(SPECS), *device_compiler.submit(DEVICE_SPECS)]
+    for (problem, chosen), (_, future) in zip(CASES, submitted, strict=True):
         assert GEMV.violations(problem, chosen, DEFAULT_GPU) == []
         used = future.result().resources
         assert used is not None
@@ -59,7 +63,7 @@ def test_a_sample_of_the_space_compiles_without_spills(compiler: Compiler) -> No
 
 def test_the_library_refuses_what_it_would_get_wrong(compiler: Compiler) -> None:
     problem, chosen = CASES[0]
-    [(_, future)] = compiler.submit(SPECS[:1])
+    [(_, future)] = compiler.submit(SPECS)
     kernel = load(future.result())
     (launch,) = GEMV.launches(problem, chosen, 1.0)
     assert kernel.workspace_bytes(launch.integers) == 0

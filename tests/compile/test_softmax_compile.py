@@ -56,13 +56,15 @@ def sample() -> list[tuple[SoftmaxProblem, Config]]:
     return drawn + tightest
 
 
-SPECS = [spec_of(problem, chosen) for problem, chosen in sample()]
+LOADED = spec_of(SoftmaxProblem(8, 64, is_causal=True), config())
+SPECS = [LOADED]
+DEVICE_SPECS = [spec_of(problem, chosen) for problem, chosen in sample()]
 
 
-def test_a_sample_of_the_space_compiles_without_spills(compiler: Compiler) -> None:
+def test_a_sample_of_the_space_compiles_without_spills(device_compiler: Compiler) -> None:
     for problem, chosen in sample():
         assert FAMILY.violations(problem, chosen, DEFAULT_GPU) == []
-    for spec, future in compiler.submit(SPECS):
+    for spec, future in device_compiler.submit(DEVICE_SPECS):
         resources = future.result().resources
         assert resources is not None, spec.key
         assert (resources.spill_store_bytes, resources.spill_load_bytes) == (0, 0), spec.key
@@ -80,19 +82,18 @@ def test_a_sample_of_the_space_compiles_without_spills(compiler: Compiler) -> No
     ],
 )
 def test_what_the_predicate_rejects_does_not_compile(
-    compiler: Compiler, chosen: Config, cols: int, reason: str
+    device_compiler: Compiler, chosen: Config, cols: int, reason: str
 ) -> None:
     problem = SoftmaxProblem(8, cols)
     assert FAMILY.violations(problem, chosen, DEFAULT_GPU)
-    ((_, future),) = compiler.submit([spec_of(problem, chosen)])
+    ((_, future),) = device_compiler.submit([spec_of(problem, chosen)])
     with pytest.raises(CompileError) as caught:
         future.result()
     assert reason in caught.value.log
 
 
 def test_the_library_refuses_what_it_would_get_wrong(compiler: Compiler) -> None:
-    problem = SoftmaxProblem(8, 64, is_causal=True)
-    ((_, future),) = compiler.submit([spec_of(problem, config())])
+    ((_, future),) = compiler.submit(SPECS)
     kernel = load(future.result())
     fine = {"rows": 8, "cols": 64, "scores": 64, "probabilities": 64, "query_rows": 8, "pdl": 0}
     assert kernel.workspace_bytes(tuple(fine.values())) == 0

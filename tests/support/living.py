@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,25 @@ import pytest
 from tuner.base.processes import python_environment
 
 TOP = Path(__file__).resolve().parents[2]
+
+CHILD_S = 30
+"""Seconds after which a child that hangs is ended by a signal."""
+
+
+def exit_of_child(work: Callable[[], object]) -> int:
+    """Exit code of a forked child that does some work: 0, or minus the signal that ended it."""
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(CHILD_S)
+            work()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def benchmarks_environment() -> dict[str, str]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import subprocess
+import importlib
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from living import exit_of_child
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -317,19 +319,23 @@ def test_other_versions_have_transformers_own(
     )
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("version", ["5.24.0", "5.25.0"])
 def test_the_update_of_another_version_s_cache_is_left_alone(version: str) -> None:
     """It may be called otherwise there, also for models that do not use the tuner."""
-    script = (
-        f"import transformers\ntransformers.__version__ = {version!r}\n"
-        "from transformers.generation.continuous_batching.cache import PagedAttentionCache\n"
-        "before = PagedAttentionCache.update\n"
-        "from tuner.runtime.engines import continuous_batching\n"
-        "print(PagedAttentionCache.update is before, bool(continuous_batching.UNSERVED))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    original, name = continuous_batching._update, continuous_batching.__name__
+    cache = continuous_batching.paged_cache.PagedAttentionCache
     is_other = version == "5.25.0"
-    assert done.stdout.split() == [str(is_other), str(is_other)], done.stderr
+
+    def import_anew() -> None:
+        package: Any = sys.modules["transformers"]  # generation may have put another one there
+        package.__version__, cache.update = version, original
+        del sys.modules[name]
+        imported = importlib.import_module(name)
+        assert (cache.update is original) == bool(imported.UNSERVED) == is_other
+
+    assert exit_of_child(import_anew) == 0
 
 
 def test_layers_that_share_keys(runtime: SimpleNamespace, steps: list[Any]) -> None:

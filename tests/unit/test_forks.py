@@ -7,12 +7,11 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from living import is_alive, pid_in, until_dead
+from living import exit_of_child, is_alive, pid_in, until_dead
 from runtime_server import built_dispatcher
 
 from tuner.base import forks
@@ -26,22 +25,6 @@ pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork"),
     pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
 ]
-CHILD_S = 30
-"""Seconds after which a child that hangs is ended by a signal."""
-
-
-def exit_of_child(work: Callable[[], object]) -> int:
-    """Exit code of a forked child that does some work: 0, or minus the signal that ended it."""
-    child = os.fork()
-    if child == 0:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(CHILD_S)
-        try:
-            work()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 class Holder:

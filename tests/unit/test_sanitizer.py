@@ -357,10 +357,12 @@ def test_every_lane_of_fused_attention_arrives_too(fused: list[Target]) -> None:
 
 @pytest.mark.parametrize("name", ["block_scaled_gemm", "block_scaled_grouped_gemm"])
 def test_stages_of_block_scaled_products_are_used_twice(name: str) -> None:
-    for target in targets.targets([name], DEFAULT_GPU):
+    watched = targets.targets([name], DEFAULT_GPU)
+    for target in watched:
         config = target.launches[0][1]
         blocks = max(problem.k for problem, _ in target.launches) // SCALE_BLOCK
         assert blocks // config.get("split_k", 1) >= config["stages"], target.label()
+    for target in watched[::4]:
         (spec,) = target.specs()
         plain = render(spec, "k")
         with variants.rendered_as("every-lane"):

@@ -63,14 +63,18 @@ def cache(tmp_path: Path) -> ArtifactCache:
     return ArtifactCache(tmp_path / "artifacts")
 
 
-@pytest.fixture
-def known(cache: ArtifactCache, library: Path) -> KernelList:
+def filled(cache: ArtifactCache, library: Path) -> KernelList:
     """A proven kernel and one without a proof."""
     source = resources.template_digest("softmax.cu.j2")
     digest = put(cache, library, "prebuilt1")
     proven = Kernel(spec(64).key, "prebuilt1", digest, PROOF, source=source)
     other = Kernel(spec(128).key, "k2", put(cache, library, "k2"))
     return KernelList("13.0.88", "4.2.0", "9.0").with_kernels([proven, other])
+
+
+@pytest.fixture
+def known(cache: ArtifactCache, library: Path) -> KernelList:
+    return filled(cache, library)
 
 
 def members(wheel: Path) -> dict[str, bytes]:
@@ -206,15 +210,24 @@ class TestWriting:
         assert capsys.readouterr().err.startswith("build-kernels: kernel list ")
 
 
+@pytest.fixture(scope="module")
+def site_packages(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel as pip installs it."""
+    folder = tmp_path_factory.mktemp("wheel")
+    cache = ArtifactCache(folder / "artifacts")
+    wheel = write_wheel(filled(cache, library), cache, folder / "out").path
+    pip = [sys.executable, "-P", "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    target = ["--no-compile", "--target", str(folder / "site")]
+    subprocess.run([*pip, *target, str(wheel)], check=True)
+    return folder / "site"
+
+
 @pytest.fixture
 def installed(
-    known: KernelList, cache: ArtifactCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    site_packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Path]:
-    """The wheel as pip installs it; the package's folder."""
-    made = write_wheel(known, cache, tmp_path / "out")
-    site = tmp_path / "site"
-    pip = [sys.executable, "-P", "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
-    subprocess.run([*pip, "--no-compile", "--target", str(site), str(made.path)], check=True)
+    """The package's folder, of a copy for this test."""
+    site = shutil.copytree(site_packages, tmp_path / "site")
     monkeypatch.syspath_prepend(site)
     importlib.invalidate_caches()
     prebuilt.folder.cache_clear()

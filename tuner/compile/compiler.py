@@ -479,19 +479,7 @@ class Compiler:
             (folder / triton_compiler.UNIT).write_text(text, encoding="utf-8")
             return [triton_compiler.command(tools, self.capability)]
         (folder / "unit.cu").write_text(text, encoding="utf-8")
-        includes = (*include_dirs(tools.cutlass), resources.templates())
-        nvcc = [
-            str(tools.nvcc),
-            *flags(self.capability),
-            *(("-fmad=false",) if _UNFUSED in text else ()),
-            *((f"--split-compile={min(SPLIT, self.jobs)}",) if template in _URGENT else ()),
-            f"-ccbin={tools.host_compiler}",
-            "-Xlinker=-s",  # symbols hold names of temporary files, which differ by build
-            path_option("unit.cu"),
-            SHARED_RUNTIME,
-            *(f"-I{path}" for path in includes),
-            *(f"-L{path}" for path in tools.library_dirs),
-        ]
+        nvcc = self._nvcc(template, text)
 
         def step(source: str, output: str, *options: str) -> list[str]:
             return [*nvcc, *options, str(folder / source), "-o", str(folder / output)]
@@ -511,6 +499,23 @@ class Compiler:
             step("host.o", "kernel.so"),
         ]
         return [["/bin/sh", "-c", side_by_side.together(host, device, rest)]]
+
+    def _nvcc(self, template: str, text: str) -> list[str]:
+        """Return the compiler and the options of all steps of a unit."""
+        tools = self.toolchain
+        includes = (*include_dirs(tools.cutlass), resources.templates())
+        return [
+            str(tools.nvcc),
+            *flags(self.capability),
+            *(("-fmad=false",) if _UNFUSED in text else ()),
+            *((f"--split-compile={min(SPLIT, self.jobs)}",) if template in _URGENT else ()),
+            f"-ccbin={tools.host_compiler}",
+            "-Xlinker=-s",  # symbols hold names of temporary files, which differ by build
+            path_option("unit.cu"),
+            SHARED_RUNTIME,
+            *(f"-I{path}" for path in includes),
+            *(f"-L{path}" for path in tools.library_dirs),
+        ]
 
     def _settle_found(self, job: KernelJob) -> bool:
         """Resolve a job that another process built while this one waited for the lock."""
