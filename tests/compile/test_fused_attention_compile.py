@@ -92,7 +92,7 @@ SKIPPING = [
 ]
 #: Of the paged and the skipping ones compiled in every run; the others with
 #: ``scripts/test --long``.
-USUAL = {1, 3, 4}
+USUAL = {1, 4}
 DEVICE_ALL = [FAMILY.kernels(*case)["attention"] for case in (*PAGED, *SKIPPING, WIDE)]
 DEVICE_SPECS = [*(DEVICE_ALL[number] for number in sorted(USUAL)), DEVICE_ALL[-1]]
 #: Instances, groups, rings and blocks at an SM, to be counted by the compiler.

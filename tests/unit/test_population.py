@@ -213,7 +213,8 @@ def test_subsets_by_name() -> None:
         subset("gpt5")
 
 
-def test_a_small_population_ends() -> None:
+def test_a_small_population_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(population, "TRIES", 2)
     with pytest.raises(ConfigError, match="distinct calls were found"):
         draw(0, 1000, subset("vit-base-16"))
     with pytest.raises(ConfigError, match="count=0"):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from noted_kernels import find_kernels
 
 from tuner.config import Config
 from tuner.errors import ConfigError
@@ -78,46 +78,8 @@ def test_sizes_are_known_ones(grouped_mm: Any) -> None:
         grouped_mm(*inputs(), sizes="odd")
 
 
-@dataclasses.dataclass(frozen=True)
-class FakeKernel:
-    """Takes launches down, and writes nothing."""
-
-    launched: list[Any] = dataclasses.field(default_factory=list)
-
-    def bind(self, integers: Any, scalars: Any) -> Any:
-        return lambda tensors, workspace, stream: self.launched.append((tensors, integers))
-
-    def workspace_bytes(self, integers: Any) -> int:
-        return 4096
-
-
 def serve(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Has the table find an own kernel for whatever is posed."""
-    kernel, member, posed = FakeKernel(), GroupedGemm(), []
-
-    def find_out(kind: Any, told: Any, pose: Any, device: int, _: Any = None) -> Any:
-        assert told is None
-        try:
-            problem, scale = pose().problem, pose().scale
-        except ConfigError as exc:
-            return on_cpu.refusal.Refusal(on_cpu.refusal.Kind.TENSORS, str(exc))
-        posed.append((kind, problem))
-        config = member.space(problem, DEFAULT_GPU)[0]
-        plan = on_cpu.plan
-        (launch,) = member.launches(problem, config, scale)
-        return plan.KernelPlan(
-            problem, config, -1,
-            shape=problem.output.shape,
-            strides=problem.output.strides,
-            steps=(plan._step(problem, kernel, launch, 0),),
-            workspace_bytes=4096,
-            dtype=torch.float16,
-            writes_lse=False,
-        )  # fmt: skip
-
-    monkeypatch.setattr(on_cpu.table.table, "get", lambda kind: None)
-    monkeypatch.setattr(on_cpu.table.table, "find_out", find_out)
-    return SimpleNamespace(posed=posed, launched=kernel.launched)
+    return find_kernels(on_cpu, monkeypatch, lambda problem: GroupedGemm(), workspace=4096)
 
 
 def test_a_kernel_is_found_by_a_power_of_two_and_given_the_rows_there_are(
@@ -129,7 +91,7 @@ def test_a_kernel_is_found_by_a_power_of_two_and_given_the_rows_there_are(
     assert (out.shape, out.dtype) == ((9, 16), torch.float16)
     [(_, problem)] = served.posed
     assert problem == GroupedGemmProblem(5, 16, 16, 32, sizes="zipf")
-    [(tensors, integers)] = served.launched
+    [(tensors, integers, _)] = served.launched
     assert tensors == [t.data_ptr() for t in (a, b, offsets, out)]
     assert integers[:4] == (9, 16, 32, 5)
     assert on_cpu.counters.stats().hits == 1
@@ -144,7 +106,7 @@ def test_calls_with_like_rows_are_of_one_kind(
     grouped_mm(*inputs((9,)), sizes="sparse")
     kinds = [kind for kind, _ in served.posed]
     assert kinds[0] == kinds[1] and len(set(kinds)) == 4
-    assert [integers[0] for _, integers in served.launched] == [9, 16, 17, 9, 9]
+    assert [integers[0] for _, integers, _ in served.launched] == [9, 16, 17, 9, 9]
 
 
 @pytest.mark.parametrize(

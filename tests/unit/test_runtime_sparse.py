@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import importlib
 import math
@@ -10,11 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from noted_kernels import find_kernels
 
-from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families.fused_attention import FusedAttention
-from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionProblem
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -90,55 +88,20 @@ def test_graphs_of_torch_compile_hold_flex_attention(sparse: Any) -> None:
     assert "flex_attention" in {str(node.target) for node in graphs[0].graph.nodes}
 
 
-@dataclasses.dataclass
-class FakeKernel:
-    """Takes launches down, and writes nothing."""
-
-    launched: list[Any] = dataclasses.field(default_factory=list)
-
-    def bind(self, integers: Any, scalars: Any) -> Any:
-        return lambda tensors, workspace, stream: self.launched.append((tensors, integers, scalars))
-
-    def workspace_bytes(self, integers: Any) -> int:
-        return 0
-
-
 @pytest.fixture
 def served(
     on_cpu: SimpleNamespace, sparse: Any, monkeypatch: pytest.MonkeyPatch
 ) -> SimpleNamespace:
-    """Has the table find a fused attention kernel for whatever is posed; FlexAttention's answer is
-    the number of the call.
-    """
-    kernel, member, posed, asked_flex = FakeKernel(), FusedAttention(), [], []
-
-    def find_out(kind: Any, told: Any, pose: Any, device: int, _: Any = None) -> Any:
-        assert told is None, "the dispatcher in C++ knows no block masks"
-        asked = pose()
-        problem = asked.problem
-        posed.append((kind, problem))
-        config: Config = member.space(problem, DEFAULT_GPU)[0]
-        plan = on_cpu.plan
-        launches = member.strided_launches(problem, config, asked.scale, asked.strides)
-        assert not isinstance(launches, str)
-        return plan.KernelPlan(
-            problem, config, -1,
-            shape=problem.output.shape,
-            strides=problem.output.strides,
-            steps=(plan._step(problem, kernel, launches[0], 0),),
-            workspace_bytes=0,
-            dtype=torch.float16,
-            writes_lse=True,
-        )  # fmt: skip
+    """Fused attention kernels; FlexAttention's answer is the number of the call."""
+    made = find_kernels(on_cpu, monkeypatch, lambda problem: FusedAttention(), is_strided=True)
+    made.flex = []
 
     def flex(*arguments: Any, **options: Any) -> Any:
-        asked_flex.append(options)
-        return len(asked_flex)
+        made.flex.append(options)
+        return len(made.flex)
 
-    monkeypatch.setattr(on_cpu.table.table, "get", lambda kind: None)
-    monkeypatch.setattr(on_cpu.table.table, "find_out", find_out)
     monkeypatch.setattr(sparse, "_compiled", lambda: flex)
-    return SimpleNamespace(posed=posed, launched=kernel.launched, flex=asked_flex)
+    return made
 
 
 def test_a_kernel_is_given_the_tables_of_the_mask(

@@ -318,18 +318,6 @@ def test_what_the_models_own_attention_reads_is_decided() -> None:
     assert {"softcap", "position_bias", "sinks"} <= read and read <= DECIDED
 
 
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "BertForMaskedLM"])
-@torch.no_grad()
-def test_compiled_into_one_graph(tuned: SimpleNamespace, name: str) -> None:
-    torch._dynamo.reset()
-    model, reference = pair(name, torch.bfloat16)
-    ids, _ = tokens()
-    options = {} if name == "BertForMaskedLM" else {"use_cache": False}
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert close(compiled(ids, **options).logits, reference(ids, **options).logits)
-    assert len(tuned.problems) == 2
-
-
 GEMMA = {**SMALL, "num_key_value_heads": 2, "head_dim": 16, "query_pre_attn_scalar": 16}
 WINDOW = {"sliding_window": 5}
 #: Against `eager`: the configuration's class and values.

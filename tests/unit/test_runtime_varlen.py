@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from noted_kernels import find_kernels
 
 from tuner.errors import ConfigError
+from tuner.families.base import Family
 from tuner.families.fused_attention import FusedAttention
 from tuner.families.fused_attention_backward import FusedAttentionBackward
-from tuner.hardware import DEFAULT_GPU
-from tuner.problem import AttentionBackwardProblem, AttentionProblem
+from tuner.problem import AttentionBackwardProblem, AttentionProblem, Problem
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 SDPA = torch.nn.functional.scaled_dot_product_attention
@@ -81,56 +81,16 @@ def test_no_tokens_at_all(varlen: Any) -> None:
     assert varlen(empty, empty, empty, starts([0]), starts([0]), 0, 0).shape == (0, 4, 16)
 
 
-@dataclasses.dataclass(frozen=True)
-class FakeKernel:
-    """Takes launches down, and writes nothing."""
-
-    launched: list[Any] = dataclasses.field(default_factory=list)
-
-    def bind(self, integers: Any, scalars: Any) -> Any:
-        return lambda tensors, workspace, stream: self.launched.append((tensors, integers, scalars))
-
-    def workspace_bytes(self, integers: Any) -> int:
-        return 0
-
-
 def serve(
     on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, differentiates: bool = False
 ) -> SimpleNamespace:
-    """Has the table find a fused attention kernel for whatever is posed; of gradients one only if
-    it `differentiates`.
-    """
-    kernel, posed = FakeKernel(), []
+    """Fused attention kernels, of gradients only if it `differentiates`."""
+    backward = FusedAttentionBackward() if differentiates else None
 
-    def find_out(kind: Any, told: Any, pose: Any, device: int, _: Any = None) -> Any:
-        assert told is None, "the dispatcher in C++ knows no packed tensors"
-        try:
-            asked = pose()
-        except ConfigError as exc:
-            return on_cpu.refusal.Refusal(on_cpu.refusal.Kind.TENSORS, str(exc))
-        problem = asked.problem
-        is_backward = problem.op != "attention"
-        if is_backward and not differentiates:
-            return on_cpu.refusal.Refusal(on_cpu.refusal.Kind.MISS, problem.label())
-        posed.append((kind, problem))
-        member = FusedAttentionBackward() if is_backward else FusedAttention()
-        config = member.space(problem, DEFAULT_GPU)[0]
-        plan = on_cpu.plan
-        (launch,) = member.launches(problem, config, asked.scale)
-        return plan.KernelPlan(
-            problem, config, -1,
-            shape=problem.output.shape,
-            strides=problem.output.strides,
-            steps=(plan._step(problem, kernel, launch, 0),),
-            workspace_bytes=0,
-            dtype=torch.float16,
-            writes_lse=not is_backward,
-            further=tuple((o.shape, o.strides, torch.float16) for o in problem.outputs[:-1]),
-        )  # fmt: skip
+    def family_of(problem: Problem) -> Family | None:
+        return FusedAttention() if problem.op == "attention" else backward
 
-    monkeypatch.setattr(on_cpu.table.table, "get", lambda kind: None)
-    monkeypatch.setattr(on_cpu.table.table, "find_out", find_out)
-    return SimpleNamespace(posed=posed, launched=kernel.launched)
+    return find_kernels(on_cpu, monkeypatch, family_of)
 
 
 def test_a_kernel_is_given_the_sizes_of_the_call(

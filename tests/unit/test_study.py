@@ -145,7 +145,7 @@ def test_seeds_come_first_and_in_order() -> None:
     assert [Toy().compile_digest(g[0]) for g in asked] == [Toy().compile_digest(c) for c in wanted]
 
 
-@pytest.mark.parametrize(("sampler", "seed"), [("tpe", 0), ("tpe", 1), ("model", 0)])
+@pytest.mark.parametrize(("sampler", "seed"), [("tpe", 0), ("model", 0)])
 def test_suggestions_are_legal_distinct_and_find_the_optimum(sampler: str, seed: int) -> None:
     toy = member(Toy(), sampler=sampler, seed=seed)
     assert len(toy.groups) > 100
