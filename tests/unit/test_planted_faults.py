@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,19 @@ from pathlib import Path
 import pytest
 
 import planted_faults
-from planted_faults import AREAS, CAUGHT, FAULTS, GONE, SURVIVED, Copy, Fault, draw, planted, run
+from planted_faults import (
+    AREAS,
+    CAUGHT,
+    FAULTS,
+    GONE,
+    SURVIVED,
+    Copy,
+    Fault,
+    candidates,
+    draw,
+    planted,
+    run,
+)
 
 SOURCE = """
 class Guard:
@@ -32,7 +45,9 @@ def test_each_change_is_of_one_line() -> None:
     }
 
 
-def test_the_draw_is_of_its_seed_and_of_all_areas() -> None:
+def test_the_draw_is_of_its_seed_and_of_all_areas(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_file = functools.cache(lambda *file: [*candidates(*file)])
+    monkeypatch.setattr(planted_faults, "candidates", by_file)
     drawn = draw(44, 20)
     assert drawn == draw(44, 20) != draw(45, 20)
     assert {fault.area for fault in drawn} == set(AREAS) and len(drawn) == 20
