@@ -80,14 +80,12 @@ SAMPLE = [
 ]
 
 
-#: Compiled in every run, 26 CPU-seconds each: one of halves, and one of E4M3 with factors; the
-#: others with ``scripts/test --long``.
-USUAL = {4, 5}
 #: The one whose library is loaded. Of the others only the device half is compiled.
 LOADED = 4
+#: Compiled in every run; the others, 26 CPU-seconds each, with ``scripts/test --long``.
+USUAL = {LOADED}
 ALL = [GEMM.kernels(problem, candidate)["gemm"] for problem, candidate in SAMPLE]
 SPECS = [ALL[LOADED]]
-DEVICE_SPECS = [ALL[number] for number in sorted(USUAL - {LOADED})]
 
 
 def test_the_sample_is_legal() -> None:
