@@ -92,3 +92,21 @@ def test_replayed_times_are_not_served(tmp_path: Path) -> None:
         [entry] = store.entries()
     verdict = availability.of_answer(LookupResult(entry, exact=True))
     assert verdict.text.startswith("no: replayed times are not served (on a GPU: `tuner sweep ")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("fused_attention", "another version than the entry's"), ("cutlass_fmha", "was removed")],
+)
+def test_a_config_that_this_program_cannot_build(name: str, reason: str, tmp_path: Path) -> None:
+    config = Config(name, {"of": "another version"})
+    decided = Measurement(
+        PROBLEM, config, H200, Regime("stream", "warm"), Status.OK, latency_us=9.0,
+        provenance=Provenance.MEASURED, is_final=True,
+    )  # fmt: skip
+    with open_store(str(tmp_path / "store.sqlite")) as store:
+        store.decide(PROBLEM, H200, decided.regime, [decided], "sweep")
+        [entry] = store.entries()
+    verdict = availability.of_answer(LookupResult(entry, exact=True))
+    assert not verdict.is_served and reason in verdict.reason
+    assert reason in availability.of_kernel(PROBLEM, config, H200).reason

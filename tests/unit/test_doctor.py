@@ -317,6 +317,9 @@ def test_cache_info_and_prune(
     assert tuner("cache", "info", "--json") == 0
     info = json.loads(capsys.readouterr().out)
     assert info == {"folder": str(cache.root), "artifacts": 1, "bytes": cache.total_bytes()}
+    for short in (["--json"], ["--json", "info"]):
+        assert tuner("cache", *short) == 0
+        assert json.loads(capsys.readouterr().out) == info
     assert tuner("cache", "prune") == 0
     assert capsys.readouterr().out.startswith("0 kernels removed, 0 B freed, 5.")
     assert tuner("cache", "prune", "--max-size", "1KB", "--json") == 0

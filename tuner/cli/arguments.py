@@ -10,6 +10,8 @@ from tuner.errors import ConfigError
 from tuner.measurement import LAUNCHES, Regime, launch_named
 from tuner.problem import PROBLEMS
 
+OF_LIST = "operation of the shape (default attention); of a list only its problems"
+
 
 def add_op(
     parser: argparse.ArgumentParser, about: str = "operation of the shape (default attention)"

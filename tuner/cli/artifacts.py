@@ -31,7 +31,9 @@ def register(subparsers: Any) -> None:
         help=f"size of the cache afterwards, as in 500MB or 2GB (default {DEFAULT_MAX_SIZE})",
     )
     for action, function in ((info, show), (prune, shrink)):
-        action.add_argument("--json", action="store_true", help="one JSON object")
+        action.add_argument(
+            "--json", action="store_true", default=argparse.SUPPRESS, help="one JSON object"
+        )
         action.set_defaults(run=function)
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner.cli.arguments import add_op, add_store
+from tuner.cli.arguments import OF_LIST, add_op, add_store
 from tuner.cli.sweep import add_budget, add_regime, options_of, problems_of
 from tuner.errors import ConfigError
 from tuner.selection.describe import counted, microseconds, table
@@ -64,7 +64,7 @@ def _register_submit(commands: Any) -> None:
         "problems", type=Path, nargs="?", metavar="FILE", help="YAML or JSON list of shapes"
     )
     what.add_argument("--shape", metavar="KEY=VALUE,...", help="one shape, as S=1024,D=64")
-    add_op(parser)
+    add_op(parser, OF_LIST)
     parser.add_argument(
         "--priority", type=int, default=0, metavar="N", help="higher ones are taken first"
     )

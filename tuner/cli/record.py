@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner.cli.arguments import add_inputs, add_launch, add_op, add_store, usual_inputs
+from tuner.cli.arguments import OF_LIST, add_inputs, add_launch, add_op, add_store, usual_inputs
 
 if TYPE_CHECKING:
     from tuner.runners.recording import Recording
@@ -28,7 +28,7 @@ def register(subparsers: Any) -> None:
         metavar="OUT",
         help="output file, or a folder for a file named by the shape",
     )
-    add_op(parser)
+    add_op(parser, OF_LIST)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--shape", metavar="KEY=VALUE,...", help="as S=1024,D=64")
     what.add_argument(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tuner import settings
 from tuner.cli.aot import sweep_aot
-from tuner.cli.arguments import add_inputs, add_launch, add_op, add_store
+from tuner.cli.arguments import OF_LIST, add_inputs, add_launch, add_op, add_store
 from tuner.cli.artifacts import parse_size
 from tuner.errors import ConfigError
 from tuner.problem import PROBLEMS
@@ -52,7 +52,7 @@ def register(subparsers: Any) -> None:
         metavar="FILE",
         help="YAML or JSON list of shapes; skips what is tuned for this environment",
     )
-    add_op(parser, "operation of the shape (default attention); of a list only its problems")
+    add_op(parser, OF_LIST)
     add_budget(parser)
     add_regime(parser)
     add_machine(parser, "all")

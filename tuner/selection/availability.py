@@ -5,10 +5,12 @@ from __future__ import annotations
 import shlex
 from typing import NamedTuple
 
+from tuner.base import document
 from tuner.compile.artifacts import ArtifactCache
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import family
+from tuner.families.base import KernelSpec
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Provenance
 from tuner.problem import AttentionProblem, Problem
@@ -53,7 +55,9 @@ def of_kernel(problem: Problem, config: Config, gpu: Gpu) -> Availability:
         config: config of an own family or a vendor's.
         gpu: GPU that it is to run on.
     """
-    specs = family(config.family).kernels(problem, config)
+    specs = _kernels(problem, config)
+    if isinstance(specs, str):
+        return Availability(False, specs)
     if not specs:
         return Availability(True, "")  # a vendor's, by the caller's own library
     proven = lists.proven(specs, gpu.compute_capability)
@@ -61,16 +65,25 @@ def of_kernel(problem: Problem, config: Config, gpu: Gpu) -> Availability:
 
 
 def _of_decision(winner: Measurement) -> Availability:
-    try:
-        specs = family(winner.config.family).kernels(winner.problem, winner.config)
-    except ConfigError as exc:  # a family that was removed, or of another version
-        return Availability(False, str(exc))
+    specs = _kernels(winner.problem, winner.config)
+    if isinstance(specs, str):
+        return Availability(False, specs)
     cache = ArtifactCache()
     keys = [winner.artifacts.get(name) for name in specs]
     if all(key is not None and cache.find(key) is not None for key in keys):
         return Availability(True, "")
     command = f"tuner build {_shape(winner.problem)} --gpu {shlex.quote(winner.gpu.name)}"
     return Availability(False, f"its kernel is not built (`{command}`)")
+
+
+def _kernels(problem: Problem, config: Config) -> dict[str, KernelSpec] | str:
+    """Kernels of a config, or the reason why this program has none: a family that was removed."""
+    try:
+        return family(config.family).kernels(problem, config)
+    except ConfigError as exc:
+        return str(exc)
+    except document.FAULTS as exc:
+        return f"{config.family} here is another version than the entry's ({exc!r})"
 
 
 def _shape(problem: Problem) -> str:
