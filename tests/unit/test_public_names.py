@@ -147,6 +147,8 @@ def test_former_paths_are_the_modules_that_took_their_places(
 ) -> None:
     pytest.importorskip("transformers", reason="Transformers is not installed")
     paths = importlib.import_module("tuner.runtime.former_paths").PATHS
+    # Programs with exported graphs were told to import these.
+    assert {"tuner.runtime.paged", "tuner.runtime.sparse"} <= set(paths)
     for former in paths:
         monkeypatch.delitem(sys.modules, former, raising=False)
     for former, today in paths.items():

@@ -12,6 +12,7 @@ from types import ModuleType
 PATHS = {
     "tuner.runtime.context_parallel": "tuner.runtime.parallel.context_parallel",
     "tuner.runtime.distributed": "tuner.runtime.parallel.distributed",
+    "tuner.runtime.paged": "tuner.runtime.attention.paged",
     "tuner.runtime.sparse": "tuner.runtime.attention.sparse",
     "tuner.runtime.transformers": "tuner.runtime.engines.transformers",
     "tuner.runtime.transformers_experts": "tuner.runtime.engines.transformers_experts",
