@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from benchmarks import harness
 from tuner.base.processes import RaisesInterrupted
 from tuner.cli import ended
+from tuner.problem import PROBLEMS
 
 NAMES = (
     "backward",
@@ -54,7 +55,8 @@ def main(argv: Sequence[str]) -> int:
             print(f"scripts/bench {asked} is now: {MOVED[asked]}", file=sys.stderr)
             return 2
     if name not in NAMES:
-        usage = f"scripts/bench NAME [options]; NAME is one of: {' '.join(NAMES)}"
+        names = " ".join((*sorted(PROBLEMS), *NAMES))  # operations are `tuner bench`'s
+        usage = f"scripts/bench NAME [options]; NAME is one of: {names}"
         print(f"there is no benchmark '{name}': {usage}", file=sys.stderr)
         return 2
     with RaisesInterrupted():
