@@ -193,6 +193,6 @@ def install(*, built_only: bool = False) -> None:
         except TunerError as exc:  # a call that PyTorch answers would hide it
             raise RuntimeError(f"{problem.label()}: {exc}") from exc
 
-    answers.lookup = lookup
+    vars(answers)["lookup"] = lookup
     dispatch.prepare(then=table.renew).join()  # until it is there, PyTorch answers
     tuner.enable()
