@@ -23,6 +23,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr
     assert run.stderr == ""
+    assert "warp_softmax" in (tmp_path / "examples.html").read_text(), "examples are included"
     reference = (tmp_path / "reference.html").read_text()
     assert 'id="tuner.attention"' in reference and 'id="tuner.sweep"' in reference
 
