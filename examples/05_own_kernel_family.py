@@ -1,7 +1,7 @@
 """A kernel family of your own: which configs it has, which are legal, and their CUDA text.
 
 This one narrows the softmax family to one warp a row. A family with a template of its own has the
-same methods; `tuner/families/README.md` adds one from an empty file to a tuned kernel.
+same methods; `docs/pages/family.md` adds one from an empty file to a tuned kernel.
 """
 
 from collections.abc import Sequence

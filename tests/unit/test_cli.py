@@ -302,18 +302,15 @@ README_FOLDERS = (
     "scripts",
     "scripts/benchmarks",
     "tuner",
-    "tuner/families",
-    "tuner/runtime",
-    "tuner/tuning",
     "cache",
 )
 
 
 def test_commands_of_the_readmes_are_the_programs() -> None:
     root, parser, seen = Path(__file__).parents[2], cli.parser(), 0
-    pages = ["README.md", *(f"{folder}/README.md" for folder in README_FOLDERS)]
-    for page in pages:
-        text = (root / page).read_text()
+    pages = [root / "README.md", *(root / folder / "README.md" for folder in README_FOLDERS)]
+    for page in (*pages, *(root / "docs" / "pages").glob("*.md")):
+        text = page.read_text()
         blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
         lines = [line for block in blocks for line in block.splitlines()]
         lines += [f"tuner {line}" for line in re.findall(r"`tuner ([^`\n]+--shape [^`\n]+)`", text)]

@@ -1,4 +1,4 @@
-"""The family that `tuner/families/README.md` writes step by step, put together from its blocks."""
+"""The family that `docs/pages/family.md` writes step by step, put together from its blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tuner.families.base import Family, group_by_kernels
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import SoftmaxProblem
 
-README = Path(tuner.__file__).parent / "families" / "README.md"
+README = Path(__file__).parents[2] / "docs" / "pages" / "family.md"
 NAME = "warp_softmax"
 PROBLEM = SoftmaxProblem(1000, 333, 3, is_causal=True, dtype="bfloat16")
 

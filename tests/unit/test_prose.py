@@ -26,7 +26,7 @@ ARGUMENT_OPENINGS = ("what", "who", "whose", "whether", "where", "which", "how",
 #: Wording that the rules name, and what to write in its place.
 WORDING = {r"(?<!there )\b(?:is|are|was|were) no\b(?! longer)": "is not a"}
 
-FOLDERS = ("cache", "scripts", "templates", "tests", "tuner")
+FOLDERS = ("cache", "docs", "examples", "scripts", "templates", "tests", "tuner")
 PAGES = sorted([*ROOT.glob("*.md"), *(p for f in FOLDERS for p in (ROOT / f).rglob("*.md"))])
 #: Places of public docstrings: each package and module of `tuner`, and what lies elsewhere.
 PLACES = sorted(

@@ -1,4 +1,4 @@
-"""The examples of the runtime's README, run in their order; without a GPU PyTorch answers them."""
+"""The examples of the page on serving, run in their order; without a GPU PyTorch answers them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tuner import settings
 
 torch = pytest.importorskip("torch", reason="the runtime needs PyTorch")
 
-README = Path(tuner.__file__).parent / "runtime" / "README.md"
+README = Path(__file__).parents[2] / "docs" / "pages" / "serving.md"
 
 
 # FlexAttention on a CPU, which is not compiled there.

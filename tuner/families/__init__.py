@@ -1,4 +1,4 @@
-"""Kernel families, one in each of `MODULES`. README.md shows how to add one."""
+"""Kernel families, one in each of `MODULES`. `docs/pages/family.md` adds one."""
 
 from __future__ import annotations
 
