@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-import tuner
 from tuner.base import resources
 from tuner.cli.legality import draw
 from tuner.compile.render import render

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-import tuner
 from tuner import settings
 
 torch = pytest.importorskip("torch", reason="the runtime needs PyTorch")
