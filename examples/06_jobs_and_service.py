@@ -14,7 +14,7 @@ SHAPE = "S=1024,D=64"
 
 
 def tuner(*arguments: str, store: str) -> str:
-    """What a command prints on its standard output."""
+    """Run a command, and return its standard output."""
     command = [sys.executable, "-m", "tuner", *arguments, "--store", store]
     return subprocess.run(command, check=True, text=True, capture_output=True).stdout
 

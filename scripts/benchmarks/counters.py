@@ -43,12 +43,12 @@ class Case:
         """The bench's preset, and all of its options.
 
         Raises:
-            ConfigError: when there is no such bench.
+            ConfigError: when no bench has this name.
         """
         try:
             bench: Bench = importlib.import_module(f"benchmarks.{self.group}").BENCH
         except (ImportError, AttributeError) as exc:
-            raise ConfigError(f"--of {self.group} is no bench of contenders: {exc}") from exc
+            raise ConfigError(f"--of {self.group} is not a bench of contenders: {exc}") from exc
         args = harness.parser_of(bench).parse_args(self.options)
         return bench.presets[args.preset], args
 

@@ -192,7 +192,7 @@ def unknown() -> list[Contender]:
     """Reading a call and not finding it in the table: the whole way but the launch.
 
     Raises:
-        BenchmarkError: when there is no dispatcher.
+        BenchmarkError: when the dispatcher is missing.
     """
     tensors = inputs(PROBLEM)
     serving(tensors)

@@ -220,7 +220,7 @@ def _figures(row: Row) -> Iterator[tuple[str, str, str, Sequence[float]]]:
 
 
 def _said(row: Row) -> Iterator[str]:
-    """Of each way: what answered, its memory, and the tokens that are the engine's own."""
+    """Answers, memory and share of the engine's own tokens, by way."""
     runs = row.get("runs", {})
     for way, of in runs.items():
         last, own = of[-1], next(iter(runs.values()))[0]

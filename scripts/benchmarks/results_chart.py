@@ -52,7 +52,7 @@ BARS = (
 
 
 def _longest() -> tuple[float, float]:
-    """Of the acceptance suite, read from the shipped decisions."""
+    """Mean and worst of the acceptance suite's longest, read from the shipped decisions."""
     cells = results.decisions("H200", "stream", suite="acceptance", size="above 4096")
     return float(cells["ratio"]), float(cells["worst"])
 

@@ -76,7 +76,7 @@ def compile_ways(case: CompileWay, _: Namespace) -> Row:
     """CPU-seconds of each step for one translation unit.
 
     Raises:
-        CompileError: when a step fails, or there is no compiler.
+        CompileError: when a step fails, or the compiler is missing.
     """
     tools, options = find_toolchain(), WAYS[case.way]
     command = [

@@ -95,7 +95,7 @@ def measure(job: GpuJob, args: Namespace) -> Row:
     """Pace of the second of two equal runs.
 
     Raises:
-        BenchmarkError: when a problem failed, or there are no two GPUs.
+        BenchmarkError: when a problem failed, or fewer than two GPUs are here.
     """
     with Runners(Machine(parse_devices(args.device)), _note) as runners:
         devices = runners.devices

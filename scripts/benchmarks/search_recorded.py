@@ -99,7 +99,7 @@ def cases(args: Namespace) -> list[Recorded]:
     """Recorded problems of enough kernels; stages are history only.
 
     Raises:
-        ConfigError: when a sampler is not known, or there is no recording.
+        ConfigError: when a sampler is not known, or the recording is missing.
     """
     for name in args.samplers.split(","):
         sampler_name("model" if name == STOPPED else name)

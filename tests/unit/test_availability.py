@@ -1,4 +1,4 @@
-"""What a lookup says of serving its answer on this machine."""
+"""Availability of a lookup's answer on this machine."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def test_wide_recordings_are_put_in_order(
 
 
 def test_what_ships_is_the_fit_to_the_recordings() -> None:
-    """Of the family that is fitted fastest."""
+    """The family that is fitted fastest stands for all."""
     pytest.importorskip("scipy", reason="fits need scipy")
     fits = CostFits([read_once(file) for file in FILES])
     assert fits.constants(FITTED["gemv"]) == pytest.approx(FITTED["gemv"].constants, rel=0.01)

@@ -202,7 +202,7 @@ RETIRED_WORDS = {
 
 
 def test_the_schema_names_the_families_words() -> None:
-    """Of families that were removed also: old documents have theirs."""
+    """Removed families count: old documents have their words."""
     words = {word for member in families().values() for word in words_of(member)}
     assert not words & RETIRED_WORDS and sorted(words | RETIRED_WORDS) == WORDS
 

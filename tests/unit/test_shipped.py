@@ -172,7 +172,7 @@ def test_a_fresh_installation_answers(tmp_path: Path) -> None:
 
 
 def test_an_h200_s_choice_serves_an_h100() -> None:
-    """Where an H100 timed it also, it is close to that GPU's fastest."""
+    """At problems that an H100 timed, it is close to that GPU's fastest."""
     chosen = {(e.problem, e.regime): e.winner.config for e in shipped() if e.gpu == H200}
     losses = []
     for entry in (e for e in shipped() if e.gpu == GPUS["H100"] and e.regime.launch == "chained"):

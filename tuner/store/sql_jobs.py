@@ -94,7 +94,7 @@ class Jobs:
             attempts: times that a problem is begun before it has failed.
 
         Raises:
-            ConfigError: when there is no problem, or a number is out of range.
+            ConfigError: when the list is empty, or a number is out of range.
         """
         if not problems:
             raise ConfigError("problems=0 is out of range (allowed: 1 or more)")

@@ -91,8 +91,9 @@ KERNELS: Mapping[DType, Mapping[Config, float | Rates]] = {
     E4M3: _SCALED,
 }
 """Kernels by type, and the factors of their estimates; or their rates. The factors lose least in 18
-products of an H100 and an H200 (25 and 26 November 2026). The rates are `tuner fit rates`'s, of
-``tests/assets/fits/rates.jsonl.gz``.
+products of an H100 and an H200 (25 and 26 November 2026). The rates are near those of
+`tuner fit rates` of ``tests/assets/fits/rates.jsonl.gz``, and also rest on measurements that are
+not kept.
 """
 
 

@@ -147,9 +147,11 @@ class Answers:
         return served
 
     def _serving(self, posed: Posed, device: int) -> tuple[CachedPlan, bool]:
-        """What serves a problem, and whether a decision of its own says so: else the portfolio's
-        choice, which also comes before a vendor's kernel that stands in for a decided own one: a
-        machine with prebuilt kernels has the portfolio's only.
+        """Kernel that serves a problem, and True if a decision of its own names it.
+
+        The portfolio's choice serves where no decision does. It also comes before a vendor's kernel
+        that stands in for a decided own one: a machine with prebuilt kernels has the portfolio's
+        only.
 
         Raises:
             StoreError: when the store cannot be read.

@@ -92,7 +92,7 @@ def rows(paths: Sequence[Path]) -> list[dict[str, Any]]:
     A last line that is cut off is left out.
 
     Raises:
-        ConfigError: when a file cannot be read, or there is no row.
+        ConfigError: when a file cannot be read, or no row is left.
     """
     found: list[dict[str, Any]] = []
     for path in paths:
