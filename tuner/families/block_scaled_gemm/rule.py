@@ -97,7 +97,7 @@ KERNELS: Mapping[Config, Rates] = {
 }
 """Kernels and their rates. All are proven on an H200. `tuner fit rates` of
 ``tests/assets/fits/rates.jsonl.gz`` repeats 56 of the 118 constants of this rule and of grouped
-products. The others also rest on measurements of 25 to 27 November 2026 that are not kept.
+products. The others also rest on measurements that are not kept.
 """
 
 
