@@ -30,7 +30,12 @@ with tempfile.TemporaryDirectory() as folder:
     command = [sys.executable, "-m", "tuner", "serve", "--port", "0", "--store", store]
     with subprocess.Popen(command, text=True, stderr=subprocess.PIPE) as service:
         assert service.stderr is not None
-        line = next(line for line in service.stderr if "http://" in line)
+        for line in service.stderr:
+            print(line, end="", file=sys.stderr)
+            if "http://" in line:
+                break
+        else:
+            sys.exit("the service did not start")
         address = line[line.index("http://") :].split()[0].rstrip("/")
         with urllib.request.urlopen(
             f"{address}/v1/configs?shape={SHAPE}&gpu=H200&regime=chained"

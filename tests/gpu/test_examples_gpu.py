@@ -18,6 +18,8 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 def test_an_example_runs(path: Path) -> None:
     if path.stem == "03_serve_a_model":
         pytest.importorskip("transformers", reason="the example needs transformers")
+    if path.stem == "06_jobs_and_service":
+        pytest.importorskip("uvicorn", reason="the example needs the extra `service`")
     search = str(path.parents[1]), os.environ.get("PYTHONPATH", "")
     run = subprocess.run(
         [sys.executable, "-P", path],

@@ -539,7 +539,9 @@ def test_transformers_logits(name: str) -> None:
     assert stats().hits == (2 if problem else 0)
     stats(reset=True)
     padded = [m(ids, attention_mask=mask, **call).logits for m in (model, other)]
-    assert torch.equal(*padded)
+    # The padded rows themselves see no key: zeros by the one, what the backend makes by the other.
+    ours, theirs = (logits[mask.bool()] for logits in padded)
+    assert error(ours, theirs) < 5e-3
     assert stats().fallbacks == {"no measured winner": 2}  # a mask is an operand
     with tuner.enabled():
         stats(reset=True)
