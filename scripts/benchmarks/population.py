@@ -31,6 +31,8 @@ from benchmarks.population_kernels import (
     loads_table,
     sustained_measured,
 )
+from benchmarks.population_long import LONG, compile_long, long_measured, long_table
+from benchmarks.population_long import SMOKE as LONG_SMOKE
 from benchmarks.population_masks import MASKED, masked_measured
 from benchmarks.population_masks import SMOKE as MASK_SMOKE
 from benchmarks.population_regret import (
@@ -325,6 +327,13 @@ BENCH = Bench(
             line=loads_line,
             table=loads_table,
             smoke=SUSTAINED_SMOKE,
+        ),
+        "long": Preset(
+            "large attention by several loop orders, beside cuDNN and FlashAttention-3",
+            *(lambda _: LONG, long_measured),
+            table=long_table,
+            smoke=LONG_SMOKE,
+            compile=lambda _: compile_long(LONG),
         ),
         "masks": Preset(
             "block-sparse masks beside compiled FlexAttention and dense masks",

@@ -106,7 +106,10 @@ class CurrentStream:
 
 
 def own_contenders(
-    problem: AttentionProblem, tensors: Mapping[str, Any], scale: float
+    problem: AttentionProblem,
+    tensors: Mapping[str, Any],
+    scale: float,
+    configs: Sequence[Config] | None = None,
 ) -> Iterator[Contender]:
     """A call of each legal config whose kernels are compiled; nothing is compiled here.
 
@@ -114,12 +117,13 @@ def own_contenders(
         problem: problem to compute.
         tensors: its inputs by operand.
         scale: factor of the scores.
+        configs: legal configs to choose from; None: the whole space.
     """
     import torch
 
     output = problem.output
     with Compiler(find_toolchain(), ArtifactCache()) as compiler:
-        space = FAMILY.space(problem, detect() or DEFAULT_GPU)
+        space = FAMILY.space(problem, detect() or DEFAULT_GPU) if configs is None else configs
         for config in compiler.compiled(FAMILY, problem, space):
             kernels = {}
             for name, spec in FAMILY.kernels(problem, config).items():

@@ -58,6 +58,7 @@ PREPARED: dict[tuple[str, str], str] = {
     ("moe", "layers"): "uncompiled",
     ("paged", "append"): "append_kernel",
     ("population", "fp8_attention"): "built_attention",
+    ("population", "long"): "built_attention",
     ("population", "masks"): "uncompiled",
     ("population", "regret"): "sweep_runner",
     ("population", "sustained"): "built_attention",
