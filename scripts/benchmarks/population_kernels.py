@@ -30,12 +30,12 @@ from tuner.compile.compiler import Compiler
 from tuner.compile.loading import load
 from tuner.compile.toolchain import find_toolchain
 from tuner.config import Config
-from tuner.families import family
+from tuner.families import families, family
 from tuner.families.base import SCRATCH
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure.device import detect, read_clocks
 from tuner.measure.subjects import WORKSPACE, CompiledSubject
-from tuner.problem import E4M3, AttentionProblem
+from tuner.problem import E4M3, AttentionProblem, Problem
 from tuner.selection.shipped import shipped
 
 FAMILY = family("fused_attention")
@@ -119,36 +119,55 @@ def own_contenders(
         scale: factor of the scores.
         configs: legal configs to choose from; None: the whole space.
     """
-    import torch
-
-    output = problem.output
     with Compiler(find_toolchain(), ArtifactCache()) as compiler:
         space = FAMILY.space(problem, detect() or DEFAULT_GPU) if configs is None else configs
         for config in compiler.compiled(FAMILY, problem, space):
-            kernels = {}
+            artifacts = {}
             for name, spec in FAMILY.kernels(problem, config).items():
-                artifact = compiler.cached(spec)
-                assert artifact is not None, "it was compiled a moment ago"
-                kernels[name] = load(artifact)
-            device: Any = CurrentStream()
-            subject = CompiledSubject(device, FAMILY, problem, config, kernels, scale)
-            out = torch.empty_strided(
-                output.shape, output.strides, dtype=getattr(torch, output.dtype), device="cuda"
-            )
-            memory = [
-                torch.zeros(max(1, size), dtype=torch.uint8, device="cuda")
-                for size in (subject.scratch_bytes, subject.workspace_bytes)
-            ]
-            buffers = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-            buffers |= {output.name: out.data_ptr()}
-            buffers |= dict(zip((SCRATCH, WORKSPACE), (t.data_ptr() for t in memory), strict=True))
-            bound = subject.bind(buffers, scale)
-
-            def call(_: int, bound: Any = bound, out: Any = out, memory: Any = memory) -> Any:
-                bound()
-                return out
-
+                artifacts[name] = compiler.cached(spec)
+                assert artifacts[name] is not None, "it was compiled a moment ago"
+            call = bound_call(problem, config, artifacts, tensors, scale)
             yield Contender(f"tuner {config.digest[:6]}", call)
+
+
+def bound_call(
+    problem: Problem,
+    config: Config,
+    artifacts: Mapping[str, Any],
+    tensors: Mapping[str, Any],
+    scale: float,
+) -> Callable[[int], Any]:
+    """A call of a config's kernels on PyTorch's current stream; it returns the output.
+
+    Args:
+        problem: problem to compute.
+        config: a legal config.
+        artifacts: its compiled kernels by name.
+        tensors: the inputs by operand.
+        scale: factor of the scores.
+    """
+    import torch
+
+    output, device = problem.output, CurrentStream()
+    kernels = {name: load(artifact) for name, artifact in artifacts.items()}
+    subject = CompiledSubject(device, families()[config.family], problem, config, kernels, scale)  # type: ignore[arg-type]
+    out = torch.empty_strided(
+        output.shape, output.strides, dtype=getattr(torch, output.dtype), device="cuda"
+    )
+    memory = [
+        torch.zeros(max(1, size), dtype=torch.uint8, device="cuda")
+        for size in (subject.scratch_bytes, subject.workspace_bytes)
+    ]
+    buffers = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    buffers |= {output.name: out.data_ptr()}
+    buffers |= dict(zip((SCRATCH, WORKSPACE), (t.data_ptr() for t in memory), strict=True))
+    bound = subject.bind(buffers, scale)
+
+    def call(_: int, held: Any = memory) -> Any:
+        bound()
+        return out
+
+    return call
 
 
 def exact(

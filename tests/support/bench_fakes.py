@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks import harness, population_kernels, population_regret, products
+from benchmarks import (
+    harness,
+    population_compilers,
+    population_kernels,
+    population_regret,
+    products,
+)
 from tuner.config import Config
 from tuner.hardware import GPUS, Gpu
 from tuner.measurement import Measurement, Provenance, Regime, Status
@@ -100,6 +106,22 @@ def built_attention(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(population_kernels, "own_contenders", own)
     monkeypatch.setattr(population_kernels, "loaded", loaded)
+
+
+@pytest.fixture
+def compiled_builds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every compiler's build of a product, which is PyTorch's."""
+
+    class Builds:
+        def cached(self, spec: Any) -> Any:
+            return spec
+
+    def call(_: Any, config: Any, artifacts: Any, tensors: Any, scale: float) -> Any:
+        left, right, *_ = tensors.values()
+        return lambda i: left.float() @ right.float()
+
+    monkeypatch.setattr(population_compilers, "_by", lambda version: Builds())
+    monkeypatch.setattr(population_compilers, "bound_call", call)
 
 
 @pytest.fixture

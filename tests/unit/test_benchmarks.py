@@ -13,6 +13,7 @@ from bench_device import FOLDER, fake_device, fake_gpu  # noqa: F401
 from bench_fakes import (  # noqa: F401
     built_attention,
     built_products,
+    compiled_builds,
     quantiser_kernel,
     sweep_runner,
 )
@@ -58,6 +59,7 @@ PREPARED: dict[tuple[str, str], str] = {
     ("moe", "layers"): "uncompiled",
     ("paged", "append"): "append_kernel",
     ("population", "fp8_attention"): "built_attention",
+    ("population", "compilers"): "compiled_builds",
     ("population", "long"): "built_attention",
     ("population", "masks"): "uncompiled",
     ("population", "regret"): "sweep_runner",
