@@ -10,6 +10,7 @@ L2. Contenders of a case:
 - ``in order``: as ``tuner``, over pages that lie in their order, beside ``dense``
 - ``read``: PyTorch's sum of as many bytes in their order, beside ``dense``
 - ``best``: with ``--schedules``, the fastest schedule of the kernels that are built
+- ``own length``: of a captured graph that is made for longer caches, one made for this length
 
 The preset ``append`` times `tuner.paged_append` beside PyTorch's operations, which are told the
 slots, and beside a copy of as many bytes.
@@ -55,6 +56,12 @@ BUDGET_US, QUICK = 4e5, 0.25
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 #: Factor of queries, keys and values of e4m3, and the bits of elements below 2: none is a NaN.
 FACTOR, NUMBERS = 0.5, 0xBF
+#: Peers of a table.
+OVER = {
+    "flash3": "FlashAttention-3",
+    "dense": "the dense call",
+    "own length": "a graph of that length",
+}
 #: Blocks of a schedule at most, where all sequences are alike: rounds over the chip.
 MAX_ROUNDS = 8
 Call = Callable[[int], Any]
@@ -138,7 +145,8 @@ class Batch:
         self.scales = [torch.full((count,), FACTOR, device="cuda") for count in heads]
         self.used = torch.tensor(case.keys, dtype=torch.int32, device="cuda")
         self.starts = torch.tensor([0, *case.queries], device="cuda").cumsum(0).int()
-        self.lengths = max(case.queries), max(case.keys)
+        self.lengths = max(case.queries), case.longest
+        self.total = None if case.room else sum(case.keys)
         self.sinks = None  # numbers that bf16 holds, which is what FlashAttention-3 takes
         if case.has_sinks:
             self.sinks = torch.randn(case.heads_q, device="cuda").bfloat16().float()
@@ -148,9 +156,12 @@ class Batch:
         import torch
 
         tables = []
+        columns = -(-self.case.longest // self.case.page_size)
         for part in places.view(self.copies, -1):
-            mine = [pages.int() for pages in part.split(self.case.pages)]
-            tables.append(torch.nn.utils.rnn.pad_sequence(mine, batch_first=True))
+            table = torch.zeros(len(self.case.pages), columns, dtype=torch.int32, device="cuda")
+            for row, pages in zip(table, part.split(self.case.pages), strict=True):
+                row[: len(pages)] = pages
+            tables.append(table)
         return tables
 
     def before(self, _: int) -> Any:
@@ -200,8 +211,13 @@ class Batch:
                 for schedule in schedules(self.case, config):
                     yield short(schedule), self.own(kernel, schedule)
 
-    def tuner(self, tables: Sequence[Any]) -> Call:
-        """A call of `tuner.paged_attention`, as an engine makes it, over the pages of tables."""
+    def tuner(self, tables: Sequence[Any], longest: int) -> Call:
+        """A call of `tuner.paged_attention`, as an engine makes it, over the pages of tables.
+
+        Args:
+            tables: page tables of the copies.
+            longest: keys of a sequence at most, as the call says it.
+        """
         import tuner
 
         options = {
@@ -210,11 +226,11 @@ class Batch:
             "sinks": self.sinks,
             "scale": self.scale,
             "out": self.out,
-            "total_seqlen_k": sum(self.case.keys),
+            "total_seqlen_k": self.total,
             **dict(zip(("q_scale", "k_scale", "v_scale"), self.scales, strict=False)),
         }
         tensors = self.query, self.key, self.value
-        lengths = self.used, self.starts, *self.lengths
+        lengths = self.used, self.starts, self.lengths[0], longest
         return lambda index: tuner.paged_attention(
             *tensors, tables[index % self.copies], *lengths, **options
         )
@@ -229,7 +245,7 @@ class Batch:
         extras = Extras.of((self.case.window, -1), 0.0)
         options = *self.lengths, self.problem.is_causal, extras, self.scale
         call = paged_call(*tensors, self.sinks, *options)
-        call = call._replace(descales=tuple(self.scales), total_kv=sum(self.case.keys))
+        call = call._replace(descales=tuple(self.scales), total_kv=self.total)
         plan = prepare(call)
         if isinstance(plan, Refusal):
             return plan.reason
@@ -294,14 +310,17 @@ def measure(case: Case, args: Namespace) -> Row:
     _, quick, failed = _timed(batch, own, QUICK * args.us)
     quick.pop(CONTROL, None)  # a schedule's second time is none of its own
     best = min(quick, key=lambda name: quick[name], default="")
-    calls = {"tuner": batch.tuner(batch.tables), **({"best": own[best]} if best else {})}
+    own_call = partial(batch.tuner, longest=case.longest)
+    calls = {"tuner": own_call(batch.tables), **({"best": own[best]} if best else {})}
+    if case.room:
+        calls["own length"] = batch.tuner(batch.tables, max(case.keys))
     module = installed.module_of(PEER)
     if isinstance(module, str):
         failed["flash3"] = module
     else:
         calls["flash3"] = batch.flash3(module)
     if case.has_dense:
-        calls |= {"dense": batch.dense(), "in order": batch.tuner(batch.ordered)}
+        calls |= {"dense": batch.dense(), "in order": own_call(batch.ordered)}
         calls["read"] = batch.read()
     tuner.stats(reset=True)
     outs, us, missing = _timed(batch, calls, args.us)
@@ -358,19 +377,21 @@ def line(row: Row) -> str:
 
 
 def table(every: Sequence[Row]) -> list[str]:
-    """By group: the peer's and the dense call's time over the tuner's, mean and least; and the best
-    schedule's, where schedules were timed.
+    """By group: other times over the tuner's, mean and least, as far as a group has them; and the
+    best schedule's, where schedules were timed.
     """
-    heads = ["over FlashAttention-3", "least", "over the dense call", "least"]
+    peers = {name: text for name, text in OVER.items() if any(name in row["us"] for row in every)}
+    heads = [head for text in peers.values() for head in (f"over {text}", "least")]
     lines = [("batches", "cases", *heads, "of the best schedule", "control")]
     for group in dict.fromkeys(row["group"] for row in every):
         mine = [row for row in every if row["group"] == group]
         columns = {
             name: rows.figures(rows.values(mine, partial(rows.over, name=name)))
-            for name in ("flash3", "dense", "best", "control")
+            for name in (*peers, "best", "control")
         }
-        cells = (*columns["flash3"], *columns["dense"], columns["best"][0], columns["control"][0])
-        lines.append((group, str(len(mine)), *cells))
+        cells = [cell for name in peers for cell in columns[name]]
+        last = columns["best"][0], columns["control"][0]
+        lines.append((group, str(len(mine)), *cells, *last))
     return rows.markdown(lines)
 
 
@@ -402,6 +423,11 @@ BENCH = Bench(
             "200 draws of every ratio of heads",
             paged_batches.ratios,
             Case("ratios", (4, 4), (40, 33), 16, 4, 2, 64, is_halved=True),
+        ),
+        "graphs": _preset(
+            "captured graphs for 4K and 32K keys, replayed at all lengths",
+            paged_batches.graphs,
+            Case("graph for 96, alike", (1, 1), (48, 48), 16, 4, 2, 64, room=96),
         ),
         "append": Preset(
             "new keys and values of a step, written and rotated",

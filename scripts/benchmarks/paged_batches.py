@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from itertools import product
 
 from tuner.problem import DTYPE_BYTES, E4M3, AttentionProblem, DType
 
 #: Cases of the group ``ratios``, and bytes of one copy of a case's keys and values at most.
 RATIO_CASES, MAX_RATIO_BYTES = 200, 4 << 30
+#: Longest lengths that captured graphs are made for, and lengths that they are replayed at.
+ROOMS = {4096: (64, 256, 1024, 4096), 32768: (64, 1024, 8192, 32768)}
 
 
 @dataclass(frozen=True)
@@ -27,13 +30,21 @@ class Case:
     dtype: DType = "bfloat16"
     is_halved: bool = False
     """Keys and values are halves of one tensor's rows, head by head, as in vLLM."""
+    room: int = 0
+    """Keys of a sequence that a captured graph is made for: its launches know no other length. 0:
+    every launch knows the longest and all lengths' sum."""
+
+    @property
+    def longest(self) -> int:
+        """Keys of a sequence at most, as a launch knows it."""
+        return self.room or max(self.keys)
 
     @property
     def problem(self) -> AttentionProblem:
         return AttentionProblem(
             batch=len(self.queries),
             seqlen_q=max(self.queries),
-            seqlen_kv=max(self.keys),
+            seqlen_kv=self.longest,
             head_dim=self.head_dim,
             heads_q=self.heads_q,
             heads_kv=self.heads_kv,
@@ -93,6 +104,7 @@ class Case:
         more = f",window={self.window}" if self.window >= 0 else ""
         more += ",e4m3" if self.dtype == E4M3 else ""
         more += f",least={min(self.keys)}" if self.group == "mixed" else ""
+        more += f",room={self.room}" if self.room else ""
         return f"{self.group} {longest},{heads},page={self.page_size}{more}"
 
 
@@ -144,3 +156,16 @@ def ratios() -> list[Case]:
         if case.cached_bytes <= MAX_RATIO_BYTES:
             drawn.append(case)
     return drawn
+
+
+def graphs() -> list[Case]:
+    """One query of captured graphs for 4K and 32K keys, replayed at all lengths, and at unlike
+    ones.
+    """
+    draw, cases = random.Random("captured graphs"), list[Case]()
+    for width, (room, lengths), batch in product((64, 128), ROOMS.items(), (1, 16, 64, 128)):
+        unlike = tuple(round(64 * (room / 64) ** draw.random()) for _ in range(batch))
+        for keys in (*((length,) * batch for length in lengths), unlike):
+            group = f"graph for {room}, {'alike' if len(set(keys)) == 1 else 'unlike'}"
+            cases.append(Case(group, (1,) * batch, keys, head_dim=width, room=room))
+    return [case for case in cases if case.cached_bytes <= MAX_RATIO_BYTES]

@@ -89,6 +89,18 @@ KERNELS: dict[str, tuple[str, tuple[int, ...], int, Config]] = {
         "H=8,HKV=2,D=128,causal=1,dtype=bf16", (16, 48), 5,
         make(1, 64, packed_heads=4, whole_rows=True, copy_warps=3, **STREAM_K),
     ),
+    "32 padded heads": (
+        "H=40,HKV=2,D=128,dtype=bf16", (16, 48), 1,
+        make(1, 64, packed_heads=32, pads_heads=True, blocks_per_sm=2, pdl=True),
+    ),
+    "few, two groups, padded": (
+        "H=24,HKV=2,D=80,causal=1,dtype=bf16", (16, 48), 8,
+        make(2, 64, packed_heads=16, pads_heads=True, pdl=True),
+    ),
+    "few, two groups, 32 padded heads": (
+        "H=17,HKV=1,D=256,causal=1", (16, 48), 8,
+        make(2, 64, packed_heads=32, pads_heads=True, pdl=True),
+    ),
     "wide heads": (
         "H=4,HKV=2,D=256,causal=1,dtype=bf16", (16, 48), 200, make(2, 80, packed_heads=2),
     ),

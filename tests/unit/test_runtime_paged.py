@@ -8,9 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fused_configs import maker
 from paged_kernels import paged_kernels
 
+from tuner.config import Config
 from tuner.errors import ConfigError
+from tuner.families.fused_attention import FusedAttention
 from tuner.problem import E4M3, AttentionProblem
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -408,6 +411,29 @@ def test_a_selected_kernel_is_launched_with_the_splits_of_the_call(
         paged(**given, total_seqlen_k=sum(KEYS))
     own, spread = (integers for _, integers, _ in served.launched)
     assert own != spread
+
+
+@pytest.mark.parametrize(
+    ("packing", "is_taken"),
+    [
+        ({"packed_heads": 2}, True),
+        ({"packed_heads": 4}, False),
+        ({"packed_heads": 32, "pads_heads": True}, True),
+    ],
+)
+def test_a_kernel_whose_packs_do_not_hold_the_heads_is_not_launched(
+    served: SimpleNamespace,
+    paged: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    packing: dict[str, Any],
+    is_taken: bool,
+) -> None:
+    """Two query heads to a KV head, by whatever selected the kernel."""
+    params = {**maker()(1, 64, persistent=True).params, **packing}
+    space = [Config("fused_attention", params)]
+    monkeypatch.setattr(FusedAttention, "space", lambda self, problem, gpu: space)
+    paged(**batch(torch.float16))
+    assert len(served.launched) == is_taken
 
 
 def test_a_selected_kernel_takes_a_batch_without_a_key(served: SimpleNamespace, paged: Any) -> None:

@@ -35,7 +35,7 @@ from tuner.families.fused_attention.legality import (
     PAGED_ONLY,
     WHOLE_ROWS,
 )
-from tuner.families.fused_attention.packing import MAX_PACKED, may_pad, tile_m
+from tuner.families.fused_attention.packing import MAX_PACKED, is_held, may_pad, tile_m
 from tuner.families.fused_attention.registers import narrowed, registers, spills
 from tuner.families.tape import called, smaller, where
 from tuner.families.tma import tma_conflict
@@ -153,7 +153,7 @@ class FusedAttention(Family):
             for name in PAGED_ONLY:
                 params.pop(name, None)
         packed, pads = int(params.pop("packed_heads", 1)), params.pop("pads_heads", False)
-        if pads and 1 < group <= packed and may_pad(attention):
+        if pads and is_held(group, packed, True) and may_pad(attention):
             params["pads_heads"] = True
         else:
             packed = math.gcd(packed, group)
@@ -313,7 +313,7 @@ class FusedAttention(Family):
 
         def splits(problem: AttentionProblem) -> Sequence[int]:
             group = problem.heads_q // problem.heads_kv
-            if packed != 1 and (not 1 < group <= packed if pads else group % packed):
+            if not is_held(group, packed, pads):
                 return ()
             sizes = attention_work.AttentionSizes.of(problem)
             counts: Sequence[int] = self.traced_splits(config, sizes, gpu)

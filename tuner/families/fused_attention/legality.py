@@ -7,7 +7,7 @@ from typing import Any
 
 from tuner.config import Config
 from tuner.families.attention_instances import instance, launch_registers
-from tuner.families.fused_attention.packing import MAX_PACKED_E4M3, may_pad, tile_m
+from tuner.families.fused_attention.packing import MAX_PACKED_E4M3, is_held, may_pad, tile_m
 from tuner.families.fused_attention.registers import WGMMA_OVERHEAD_REGISTERS
 from tuner.hardware import SMEM_PER_BLOCK_BYTES
 from tuner.problem import DTYPE_BYTES, E4M3, AttentionProblem
@@ -181,15 +181,13 @@ def _packing(problem: AttentionProblem, config: Config) -> list[str]:
     group = problem.heads_q // problem.heads_kv
     if ("packed_heads" in config.params) != (group > 1):
         return ["packed_heads is for several query heads to a KV head, only"]
-    packed = config.get("packed_heads", 1)
+    packed, pads = config.get("packed_heads", 1), "pads_heads" in config.params
     found = []
-    if "pads_heads" in config.params:
-        if not may_pad(problem):
-            found.append("pads_heads is not for e4m3, block masks or sinks")
-        if group > packed:
-            found.append(f"packed_heads={packed} is less than the {group} heads to a KV head")
-    elif group % packed:
-        found.append(f"packed_heads={packed} does not divide the {group} heads to a KV head")
+    if pads and not may_pad(problem):
+        found.append("pads_heads is not for e4m3, block masks or sinks")
+    if not is_held(group, packed, pads):
+        lack = "is less than" if pads else "does not divide"
+        found.append(f"packed_heads={packed} {lack} the {group} heads to a KV head")
     if problem.dtype == E4M3 and packed > MAX_PACKED_E4M3:
         found.append(
             f"packed_heads={packed} exceeds {MAX_PACKED_E4M3}: a thread's rows would have "

@@ -36,6 +36,13 @@ def packings(problem: AttentionProblem) -> tuple[tuple[int, bool], ...]:
     return tuple(found)
 
 
+def is_held(group: int, packed: int, pads: bool) -> bool:
+    """True if packs of `packed` heads hold the `group` query heads of a KV head: with padding in
+    one pack, else in whole packs.
+    """
+    return 1 < group <= packed if pads else group % packed == 0
+
+
 def may_pad(problem: AttentionProblem) -> bool:
     """True if rows of heads that a KV head lacks may be computed."""
     return not (problem.dtype == E4M3 or problem.has_sinks or problem.block_mask)

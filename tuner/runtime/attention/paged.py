@@ -15,7 +15,7 @@ from tuner.errors import ConfigError
 from tuner.families.attention_instances import instance
 from tuner.families.base import Strides
 from tuner.families.fused_attention import paged_schedule
-from tuner.families.fused_attention.packing import tile_m
+from tuner.families.fused_attention.packing import is_held, tile_m
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionProblem
 from tuner.problem.attention import rounded
@@ -370,6 +370,9 @@ def _sized(
         raise ConfigError(f"{known.op} has no paged cache")
     batch, longest_q, longest_kv = sizes
     shape_q, shape_kv = shapes
+    packed, group = int(config.get("packed_heads", 1)), shape_q[1] // shape_kv[2]
+    if not is_held(group, packed, "pads_heads" in config.params):
+        return Refusal(Kind.TENSORS, f"packs of {packed} do not hold {group} heads to a KV head")
     problem = _Sized(
         seqlen_q=max(1, longest_q),
         seqlen_kv=max(1, longest_kv),
