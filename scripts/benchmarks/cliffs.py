@@ -7,7 +7,8 @@ with ``--json FILE``, and ``--gpus 0,1`` measures on two GPUs.
 
 The other presets read such a file by ``--rows FILE``. ``failures`` measures its calls below 0.97
 again, ``worst`` the ten slowest in three fresh processes. ``smallest`` halves one extent of a cliff
-after another while it is still below 0.9, and says which call is left.
+after another while it is still below 0.9, and says which call is left. ``holes`` reads no file: its
+calls are listed (`cliffs_holes`), and ``neighbours`` draws one near each.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks import rows
+from benchmarks import cliffs_holes, rows
 from benchmarks.cliffs_draws import Call, Draw, Plain, dense, draws, smaller
 from benchmarks.harness import FAILURES, Bench, Preset, Row
 from tuner.cli import Parser
@@ -159,6 +160,15 @@ DRAWS = Preset(
     smoke=SMOKE,
     listing=listing,
 )
+HOLES = Preset(
+    "listed calls by every own kernel that may answer them",
+    *(lambda _: cliffs_holes.HOLES, cliffs_holes.measured),
+    table=cliffs_holes.table,
+    limit_s=60.0,
+    smoke=SMOKE,
+    listing=cliffs_holes.listing,
+    compile=lambda _: cliffs_holes.compile_holes(cliffs_holes.HOLES),
+)
 BENCH = Bench(
     "cliffs",
     __doc__,
@@ -183,6 +193,13 @@ BENCH = Bench(
             cases=lambda args: below(args, CLIFF),
             measure=shrunk,
             line=smallest_line,
+        ),
+        "holes": HOLES,
+        "neighbours": replace(
+            HOLES,
+            text="a call near each of the listed ones, by --seed",
+            cases=cliffs_holes.neighbours,
+            compile=lambda args: cliffs_holes.compile_holes(cliffs_holes.neighbours(args)),
         ),
     },
     options,

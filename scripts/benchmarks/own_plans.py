@@ -17,13 +17,16 @@ MAX_ESTIMATE = 2.5
 """Longest estimate of a kernel that is timed, over the shortest."""
 
 
-def own_plan(problem: Problem, config: Config, artifacts: Mapping[str, str]) -> Any:
+def own_plan(
+    problem: Problem, config: Config, artifacts: Mapping[str, str], scale: float = 1.0
+) -> Any:
     """A plan (`tuner.runtime.call.plan`) of a config on this GPU, or a text why there is none.
 
     Args:
         problem: problem to compute.
         config: config of an own family.
         artifacts: keys of its compiled kernels by their names.
+        scale: factor of attention's scores.
     """
     from tuner.runtime.call import devices
     from tuner.runtime.call.plan import Plan, Posed, plan_of
@@ -37,7 +40,7 @@ def own_plan(problem: Problem, config: Config, artifacts: Mapping[str, str]) -> 
         Provenance.PREDICTED,
         artifacts=dict(artifacts),
     )
-    plan = plan_of(Posed(problem), measurement, 0)
+    plan = plan_of(Posed(problem, scale), measurement, 0)
     return plan if isinstance(plan, Plan) else plan.detail
 
 

@@ -6,7 +6,7 @@ PyTorch's over all, before anything is timed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,6 +61,7 @@ def measured(
     device: str = "cuda",
     compiles: bool | None = None,
     budget_us: float = BUDGET_US,
+    further: Callable[[Sequence[Inputs]], Iterable[Contender]] = lambda inputs: (),
 ) -> dict[str, Any]:
     """One row: who answered, errors and microseconds by contender, and why others have none.
 
@@ -69,10 +70,11 @@ def measured(
         device: device of its tensors.
         compiles: as of `contenders`.
         budget_us: as of `time_calls`.
+        further: makes other contenders from the copies of the tensors.
     """
     torch.manual_seed(0)
     inputs = made(call, device, copies_of(call))
-    ways = contenders(call, inputs, compiles)
+    ways = [*contenders(call, inputs, compiles), *further(inputs)]
     with torch.inference_mode():
         outputs, failed, kind, reason = _outputs(call, ways)
         errors = _errors(call, inputs[0], outputs)

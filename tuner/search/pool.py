@@ -85,7 +85,12 @@ def sample(
 
 
 def of_portfolio(
-    problem: Problem, gpu: Gpu, portfolio: Portfolio, *, is_whole: bool = False
+    problem: Problem,
+    gpu: Gpu,
+    portfolio: Portfolio,
+    *,
+    is_whole: bool = False,
+    further: Sequence[Config] = (),
 ) -> list[list[Config]]:
     """A portfolio's kernels at a problem, grouped by kernel, each with its run-time variants.
     PyTorch's kernels are first.
@@ -95,12 +100,14 @@ def of_portfolio(
         gpu: GPU that it is timed on.
         portfolio: portfolio that serves there.
         is_whole: True for the kernels of all domains that take the problem; False: its own.
+        further: compiled kernels that may join them, as configs without run-time parameters.
     """
     domain = domain_of(problem)
     if domain is None:
         return []
     domains = [domain, *(one for one, _ in portfolio.served() if is_whole)]
     kernels = dict.fromkeys(one for each in domains for one in _of_portfolio(each, portfolio))
+    kernels |= dict.fromkeys(further)
     groups = (list(_variants(problem, kernel, gpu)) for kernel in kernels)
     return [group for group in (_pytorchs(problem, domain, gpu), *groups) if group]
 

@@ -155,15 +155,26 @@ def pooled(
     return [sample for turn in turns for sample in turn if sample is not None]
 
 
-def listed(problems: Sequence[Problem], gpu: Gpu, portfolio: Portfolio) -> list[Sample]:
+def listed(
+    problems: Sequence[Problem],
+    gpu: Gpu,
+    portfolio: Portfolio,
+    further: Callable[[Problem], Sequence[Config]] = lambda problem: (),
+) -> list[Sample]:
     """The kernels that serve some problems by a portfolio, and PyTorch's.
+
+    Args:
+        problems: problems to time.
+        gpu: GPU to measure on.
+        portfolio: portfolio of the operation that serves there.
+        further: kernels that may join those of a problem.
 
     Raises:
         ConfigError: when a problem's domain has no kernels.
     """
     found = []
     for problem in problems:
-        groups = pool.of_portfolio(problem, gpu, portfolio)
+        groups = pool.of_portfolio(problem, gpu, portfolio, further=further(problem))
         if not groups:
             raise ConfigError(f"no portfolio has kernels for {problem.op} {problem.label()}")
         found.append(Sample(problem, tuple(map(tuple, groups)), _sizes(groups)))
