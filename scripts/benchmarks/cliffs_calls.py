@@ -89,7 +89,7 @@ def paged(case: Pages) -> Row:
     missing = {"flash3": module} if isinstance(module, str) else {}
     if not isinstance(module, str):
         calls["flash3"] = batch.flash3(module)
-    calls["tuner"] = batch.tuner(batch.tables)
+    calls["tuner"] = batch.tuner(batch.tables, case.longest)
     try:
         calls["flashinfer"] = flashinfer(batch)
     except FAILURES as exc:
