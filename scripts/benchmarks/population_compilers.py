@@ -44,7 +44,7 @@ class Hot:
     Args:
         problem: the problem with most of its time.
         config: the kernel and its launch.
-        share: of the expected time of all calls, 0 to 1.
+        share: part of the expected time of all calls, 0 to 1.
     """
 
     problem: Problem

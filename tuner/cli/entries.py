@@ -61,6 +61,12 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--trials", action="store_true", help="every measurement, not only the final rankings"
     )
+    parser.add_argument(
+        "--format",
+        choices=("tuner", "t4"),
+        default="tuner",
+        help="t4: the results format of Kernel Tuner and others, of one problem (default: tuner)",
+    )
     parser = _add(
         subparsers, "import", import_file, "add the entries of an exported file to the store"
     )
@@ -231,7 +237,7 @@ def export(args: argparse.Namespace) -> int:
     Raises:
         NoValidConfigError: when there is no entry to write.
     """
-    from tuner.store.exchange import to_text
+    from tuner.store import exchange, t4
 
     with open_store(_url(args), create=False) as store:
         found = store.entries()
@@ -239,15 +245,20 @@ def export(args: argparse.Namespace) -> int:
         document = store.export(**wanted, trials=args.trials)
     if not document["entries"] and not document["measurements"]:
         raise NoValidConfigError(f"nothing to export: no such entry in {_source(args)}")
-    text = to_text(document)
+    if args.format == "t4":
+        document = t4.results(exchange.read(document)[0])
+        text, what = t4.text(document), describe.counted(len(document["results"]), "result")
+    else:
+        counts = (
+            describe.counted(len(document[name]), one)
+            for name, one in (("entries", "entry"), ("measurements", "measurement"))
+        )
+        text, what = exchange.to_text(document), " with ".join(counts)
     if args.file is None:
         sys.stdout.write(text)
         return 0
     output.write(args.file, text)
-    print(
-        f"{describe.counted(len(document['entries']), 'entry')} with "
-        f"{describe.counted(len(document['measurements']), 'measurement')} written to {args.file}"
-    )
+    print(f"{what} written to {args.file}")
     return 0
 
 

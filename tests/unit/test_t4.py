@@ -1,0 +1,68 @@
+"""T4 documents: what each field holds, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from tuner.config import Config
+from tuner.errors import ConfigError
+from tuner.hardware import GPUS
+from tuner.measurement import Measurement, Regime, Status
+from tuner.problem import AttentionProblem
+from tuner.store import t4
+
+OWN = Config("fused_attention", {"tile_n": 128, "pdl": True})
+PROBLEM = AttentionProblem(1024, 1024, 64)
+
+
+def measured(config: Config = OWN, **changes: Any) -> Measurement:
+    one = Measurement(
+        PROBLEM, config, GPUS["H200"], Regime("stream", "warm"), Status.OK, latency_us=12.5
+    )
+    return one.but(std_us=0.5, compile_cpu_s=10.0, created_at="2026-11-01T00:00:00Z", **changes)
+
+
+def test_a_result_has_its_time_and_its_configuration() -> None:
+    (row,) = t4.results([measured()])["results"]
+    assert row["configuration"] == {"family": "fused_attention", "tile_n": 128, "pdl": True}
+    assert row["times"] == {"compilation_time": 10_000.0, "runtimes": [0.0125]}
+    assert (row["invalidity"], row["correctness"]) == ("correct", 1.0)
+    assert {"name": "time", "value": 0.0125, "unit": "ms"} in row["measurements"]
+
+
+def test_a_final_time_stands_before_a_later_quick_one() -> None:
+    final = measured(latency_us=14.0, is_final=True)
+    later = measured().but(created_at="2026-11-02T00:00:00Z")
+    (row,) = t4.results([final, later])["results"]
+    assert row["times"]["runtimes"] == [0.014]
+    assert {"name": "pass", "value": "final", "unit": ""} in row["measurements"]
+
+
+@pytest.mark.parametrize("status", Status)
+def test_each_status_has_a_word_of_the_schema(status: Status) -> None:
+    failed = measured(status=status, latency_us=12.5 if status is Status.OK else None)
+    (row,) = t4.results([failed])["results"]
+    words = {"timeout", "compile", "runtime", "correctness", "constraints", "correct"}
+    assert row["invalidity"] in words
+    assert (row["invalidity"] == "correct") == (status is Status.OK) == bool(row["correctness"])
+
+
+def test_several_problems_are_refused_with_the_option_that_chooses() -> None:
+    other = measured().but(problem=AttentionProblem(2048, 2048, 64))
+    with pytest.raises(ConfigError, match=r"2 problems \(choose by --shape\)"):
+        t4.results([measured(), other])
+
+
+def test_the_text_is_valid_by_kernel_tuner_s_own_schema() -> None:
+    spec = importlib.util.find_spec("kernel_tuner")
+    if spec is None or spec.origin is None:
+        pytest.skip("kernel-tuner is not installed")
+    path = Path(spec.origin).parent / "schema" / "T4" / t4.SCHEMA_VERSION / "results-schema.json"
+    document = json.loads(t4.text(t4.results([measured()])))
+    jsonschema.validate(document, json.loads(path.read_text(encoding="utf-8")))

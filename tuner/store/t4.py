@@ -1,0 +1,112 @@
+"""Measurements of one problem in T4, the results format that tuners share.
+
+Kernel Tuner's wheel has the format's JSON schemas, whose keys are used. Times are milliseconds, as
+its own files have them; those that no measurement holds are left out.
+
+A file holds one search space, so a document with several problems, GPUs or regimes is refused.
+Times of quick and final passes do not compare, and T4 has no place for the difference. A
+configuration's final time stands where it has one; ``pass`` says which it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tuner.errors import ConfigError
+from tuner.measurement import Measurement, Status
+
+SCHEMA_VERSION = "1.0.0"
+INVALIDITY: Mapping[Status, str] = {
+    Status.OK: "correct",
+    Status.COMPILE_ERROR: "compile",
+    Status.TIMEOUT: "timeout",
+    Status.UNAVAILABLE: "constraints",
+    **dict.fromkeys(
+        (Status.WRONG_RESULT, Status.NOT_FINITE, Status.OUT_OF_BOUNDS, Status.TOO_FAST),
+        "correctness",
+    ),
+    **dict.fromkeys(
+        (
+            *(Status.LAUNCH_ERROR, Status.OUT_OF_MEMORY),
+            *(Status.WORKER_DIED, Status.ILLEGAL_ACCESS),
+        ),
+        "runtime",
+    ),
+}
+"""T4's word for how an evaluation ended."""
+
+
+def results(measurements: Iterable[Measurement]) -> dict[str, Any]:
+    """A T4 document of measurements, with each configuration once.
+
+    Args:
+        measurements: measurements of one problem, GPU and regime.
+
+    Raises:
+        ConfigError: when they are of several, which the message counts.
+    """
+    every = sorted(measurements, key=lambda m: (m.is_final, m.created_at))
+    latest = {one.config.digest: one for one in every}
+    for name, values in {
+        "problems (choose by --shape)": {m.problem.key for m in every},
+        "GPUs (choose by --gpu)": {m.gpu.identity for m in every},
+        "regimes (choose by --regime and --l2)": {m.regime.key for m in every},
+    }.items():
+        if len(values) > 1:
+            raise ConfigError(
+                f"a T4 file holds one search space, and here are {len(values)} {name}"
+            )
+    first = every[0]
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "metadata": {
+            "timeunit": "milliseconds",
+            "operation": first.problem.op,
+            "problem": first.problem.label(),
+            "device": first.gpu.name,
+            "regime": first.regime.key,
+            "environment": dict(first.environment.facts),
+        },
+        "results": [_result(m) for m in latest.values()],
+    }
+
+
+def text(document: Mapping[str, Any]) -> str:
+    """The document as JSON, a line each for its results."""
+    head = {name: value for name, value in document.items() if name != "results"}
+    rows = ",\n".join(json.dumps(row, sort_keys=True) for row in document["results"])
+    return f'{json.dumps(head, sort_keys=True)[:-1]}, "results": [\n{rows}\n]}}\n'
+
+
+def _result(measurement: Measurement) -> dict[str, Any]:
+    time_ms, deviation_ms = map(_milliseconds, (measurement.latency_us, measurement.std_us))
+    timed = [] if time_ms is None else [time_ms]
+    amounts = {
+        "time": (time_ms, "ms"),
+        "deviation": (deviation_ms, "ms"),
+        "error": (measurement.error, ""),
+        "throughput": (measurement.tflops, "TFLOP/s"),
+        "pass": ("final" if measurement.is_final else "quick", ""),
+    }
+    return {
+        "timestamp": measurement.created_at,
+        "configuration": {"family": measurement.config.family, **measurement.config.params},
+        "objectives": ["time"],
+        "times": {
+            "compilation_time": (measurement.compile_cpu_s or 0.0) * 1e3,
+            "runtimes": timed,
+        },
+        "invalidity": INVALIDITY[measurement.status],
+        "correctness": float(measurement.status is Status.OK),
+        "measurements": [
+            {"name": name, "value": value, "unit": unit}
+            for name, (value, unit) in amounts.items()
+            if value is not None
+        ],
+    }
+
+
+def _milliseconds(us: float | None) -> float | None:
+    return None if us is None else us / 1e3
