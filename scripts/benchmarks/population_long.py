@@ -1,9 +1,11 @@
 """Large attention problems by own kernels of several loop orders, beside the fastest peers.
 
-Own kernels vary the selection's first: the width of tiles, turns of the warp groups, and
-the order in which the output is rescaled (`rescale`). The table has each
-order's fastest kernel beside the same without the lever, and beside the fastest peer: cuDNN by
-PyTorch's operator, and the builds of FlashAttention-3. Errors are against float64.
+Own kernels vary the selection's first: the width of tiles, turns of the warp groups, and the order
+in which the output is rescaled (`rescale`).
+
+The table has each order's fastest kernel over the same without the lever, and over the fastest
+peer. Peers are cuDNN by PyTorch's operator, and the builds of FlashAttention-3. Errors are against
+float64.
 """
 
 from __future__ import annotations
