@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tuner import settings
 from tuner.base import output, resources
 from tuner.cli.arguments import add_inputs, add_launch, add_op, add_store, regimes_of
+from tuner.cli.model import add_model, look_up_model, refuse_options
 from tuner.config import Config
 from tuner.errors import ConfigError, NoValidConfigError, StoreError
 from tuner.hardware import DEFAULT_GPU, Gpu
@@ -44,8 +45,13 @@ _MIN_DIGEST = 4
 
 def register(subparsers: Any) -> None:
     """Add the commands."""
-    parser = _add(subparsers, "lookup", look_up, "show the kernel that serves a shape")
-    _shape(parser)
+    about = "show the kernel that serves a shape, or those of a model's calls"
+    parser = _add(subparsers, "lookup", look_up, about)
+    add_op(parser)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--shape", metavar="KEY=VALUE,...", help="as S=1024,D=64")
+    add_model(parser, what)
+    _place(parser)
     _other_gpu(parser)
     parser = _add(
         subparsers, "list", list_all, "list the entries of the store, and the shipped ones"
@@ -135,7 +141,10 @@ def _other_gpu(parser: argparse.ArgumentParser) -> None:
 
 
 def look_up(args: argparse.Namespace) -> int:
-    """Print the lookup result of a shape. Returns 1 if there is none."""
+    """Print the lookup result of a shape, which returns 1 if there is none, or a model's calls."""
+    refuse_options(args)
+    if args.model is not None:
+        return look_up_model(args, _gpu(args), _file(args))
     problem, answer = _asked(args), _found(args)
     if answer is None:
         return 0 if _print_rule(args, problem) else _miss(args, problem)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from tuner.errors import ConfigError
 from tuner.problem.gemm import Major
+
+_Layer = TypeVar("_Layer", "Linear", "Attention", "Experts")
 
 VOCAB_STEP = 64
 """Ranks that share the logits' columns pad them to a multiple of this before, as vLLM does."""
@@ -39,6 +42,8 @@ class Linear:
     layout_b: Major = "col"
     is_per_token: bool = True
     """False: a row for each sequence, as for the logits of the last token."""
+    count: int = field(default=1, compare=False)
+    """Such layers in the model."""
 
     def on_rank(self, ranks: int, head_dim: int = 0) -> Linear:
         """The part of one of several tensor-parallel ranks.
@@ -83,6 +88,8 @@ class Attention:
     has_sinks: bool = False
     is_query_heads_first: bool = False
     """Queries lie as (B, H, S, D), not as (B, S, H, D)."""
+    count: int = field(default=1, compare=False)
+    """Such layers in the model."""
 
     @property
     def is_causal(self) -> bool:
@@ -112,6 +119,8 @@ class Experts:
     """Outputs of an expert's first product: twice `inner` with a gate."""
     inner: int
     """Inputs of its second product."""
+    count: int = field(default=1, compare=False)
+    """Such layers in the model."""
 
     def on_rank(self, ranks: int) -> Experts:
         """The part of one of several tensor-parallel ranks, which share each expert.
@@ -170,6 +179,11 @@ class Model:
                 yield replace(parts[0], n=sum(part.n for part in parts))
             else:
                 yield from parts
+
+
+def counted(layers: Mapping[_Layer, int]) -> tuple[_Layer, ...]:
+    """Each kind of layer with its number in the model."""
+    return tuple(replace(layer, count=count) for layer, count in layers.items())
 
 
 def grouped(layers: list[Linear]) -> tuple[tuple[Linear, ...], ...]:

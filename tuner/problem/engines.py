@@ -6,7 +6,7 @@ prompts as fill it. Sizes are rounded as the runtime rounds those of a call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tuner.errors import ConfigError
@@ -18,6 +18,10 @@ from tuner.problem.shapes import Listed, add_products, dtype_of
 WINDOW_PAGE = 64
 """Keys of a page where the runtime copies those of a window out of Transformers' ring: the rows of
 the kernels' smallest tile."""
+
+
+Call = tuple[int, int, int]
+"""A step: its sequences, and the queries and keys of each."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,32 @@ def problems(
     Raises:
         ConfigError: when nothing can be listed, or the ranks do not divide the model.
     """
+    every = calls(engine, concurrencies, seqlens)
+    return of_calls(model, engine, every, dtype, ops=ops, ranks=ranks)
+
+
+def of_calls(
+    model: Model,
+    engine: Engine,
+    every: Sequence[Call],
+    dtype: str | None = None,
+    *,
+    ops: Sequence[str] = ("attention",),
+    ranks: int = 1,
+) -> Listed:
+    """As `problems`, of named steps.
+
+    Args:
+        model: layers of the model.
+        engine: engine, which determines the cache.
+        every: the steps.
+        dtype: data type; None: the model's own.
+        ops: operations to list.
+        ranks: tensor-parallel ranks.
+
+    Raises:
+        ConfigError: as `problems`.
+    """
     name = dtype_of(model, dtype)
     if not model.is_causal:
         raise ConfigError(f"model_type={model.kind} does not decode (allowed: causal models)")
@@ -73,26 +103,21 @@ def problems(
         reason = "attention of latent keys, over which engines have a cache of another form"
         model = replace(model, attentions=(), left_out=(*model.left_out, reason))
     listed = Listed(left_out=list(model.left_out))
-    calls = list(_calls(engine, concurrencies, seqlens))
     if "attention" in ops:
         for attention in (attention.on_rank(ranks) for attention in model.attentions):
-            for call in calls:
+            for call in every:
                 _add_attention(listed, attention, engine, *call, name)
-    for batch, queries, _ in calls:
+    for batch, queries, _ in every:
         rows = batch, batch * queries
         add_products(listed, model, rows, name, ops, ranks=ranks, fused=engine.fuses_projections)
     return listed.checked()
 
 
-def _calls(
-    engine: Engine, concurrencies: Sequence[int], seqlens: Sequence[int]
-) -> Iterator[tuple[int, int, int]]:
-    """Sequences, queries and keys of each."""
-    for keys in seqlens:
-        for batch in concurrencies:
-            yield batch, 1, keys
-    for keys in seqlens:  # a chunk at the end of a longer prompt, or a step full of prompts
-        yield max(1, engine.chunk // keys), min(engine.chunk, keys), keys
+def calls(engine: Engine, concurrencies: Sequence[int], seqlens: Sequence[int]) -> list[Call]:
+    """Steps that decode, then a chunk at the end of a longer prompt, or a step full of prompts."""
+    decoding = [(batch, 1, keys) for keys in seqlens for batch in concurrencies]
+    chunk = engine.chunk
+    return decoding + [(max(1, chunk // keys), min(chunk, keys), keys) for keys in seqlens]
 
 
 def _add_attention(
@@ -123,4 +148,5 @@ def _add_attention(
         softcap=attention.softcap,
         page_size=page_size,
         has_sinks=attention.has_sinks,
+        calls=attention.count,
     )

@@ -40,19 +40,24 @@ DEFAULT_DTYPE = "bfloat16"
 class Listed:
     """Problems of a model, each once, and what has none."""
 
-    problems: list[Problem] = field(default_factory=list)
+    calls: dict[Problem, int] = field(default_factory=dict)
+    """Number of calls by problem, over all steps that are listed."""
     left_out: list[str] = field(default_factory=list)
 
-    def add(self, kind: type[Problem], *sizes: int, **fields: Any) -> None:
-        """Add a problem of a kind; one that cannot be is left out, with its reason."""
+    @property
+    def problems(self) -> list[Problem]:
+        """The problems in the order of the layers."""
+        return list(self.calls)
+
+    def add(self, kind: type[Problem], *sizes: int, calls: int = 1, **fields: Any) -> None:
+        """Add the calls of a problem; one that cannot be is left out, with its reason."""
         try:
             problem = kind(*sizes, **fields)
         except ConfigError as exc:
             if str(exc) not in self.left_out:
                 self.left_out.append(str(exc))
             return
-        if problem not in self.problems:
-            self.problems.append(problem)
+        self.calls[problem] = self.calls.get(problem, 0) + calls
 
     def checked(self) -> Listed:
         """The list, if it has a problem.
@@ -60,7 +65,7 @@ class Listed:
         Raises:
             ConfigError: when it is empty; says why.
         """
-        if not self.problems:
+        if not self.calls:
             reasons = "; ".join(self.left_out) or "the model has none of these operations"
             raise ConfigError(f"there is no problem to list: {reasons}")
         return self
@@ -153,7 +158,7 @@ def add_attention(
     listed: Listed, attention: Attention, batch: int, seqlen: int, decode: bool, dtype: DType
 ) -> None:
     """Add the problems of an attention. A window has two: `tuner.attention` takes it as it is, and
-    Transformers makes a mask of it once it may hide a key.
+    Transformers makes a mask of it once it may hide a key; its layers call the second one.
     """
     window = attention.left + 1
     sizes = (1, min(seqlen, window or seqlen)) if decode else (seqlen, seqlen)
@@ -167,14 +172,16 @@ def add_attention(
         "softcap": attention.softcap,
         "has_sinks": attention.has_sinks,
     }
+    is_masked = 0 < window <= seqlen
+    common["calls"] = 0 if is_masked else attention.count
     if decode:  # a single new query sees every key: the mask counts from the top
         listed.add(AttentionProblem, *sizes, **common)
     else:
         right = -1 if attention.is_causal else attention.right
         sides = {"window_left": attention.left, "window_right": right}
         listed.add(AttentionProblem, *sizes, **common, **sides, is_causal=attention.is_causal)
-    if 0 < window <= seqlen:
-        listed.add(AttentionProblem, *sizes, **common, mask="1")
+    if is_masked:
+        listed.add(AttentionProblem, *sizes, **common | {"calls": attention.count}, mask="1")
 
 
 def _layout(attention: Attention) -> Any:
@@ -215,7 +222,8 @@ def add_products(
             m = tokens if layer.is_per_token else sequences
             epilogue = "bias" if layer.has_bias else ""
             ways = {"layout_b": layer.layout_b, "epilogue": epilogue}
-            listed.add(GemmProblem, m, layer.n, layer.k, dtype=dtype, **ways)
+            sizes = m, layer.n, layer.k
+            listed.add(GemmProblem, *sizes, dtype=dtype, calls=layer.count, **ways)
     if "swiglu" in ops:
         for gate in (gate.on_rank(ranks) for gate in model.gates):
             if gate.n % SWIGLU_STEP == 0:
@@ -225,7 +233,9 @@ def add_products(
             copies = 1 << (tokens * experts.top_k - 1).bit_length()  # as the runtime rounds rows
             for n, k in ((experts.up, experts.hidden), (experts.hidden, experts.inner)):
                 groups = experts.groups
-                listed.add(GroupedGemmProblem, groups, copies, n, k, sizes="zipf", dtype=dtype)
+                sizes = groups, copies, n, k
+                ways = {"sizes": "zipf", "dtype": dtype, "calls": experts.count}
+                listed.add(GroupedGemmProblem, *sizes, **ways)
 
 
 def numbers(name: str, text: str) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -23,7 +23,7 @@ from transformers.models.auto import modeling_auto
 from transformers.pytorch_utils import Conv1D
 
 from tuner.errors import ConfigError
-from tuner.problem.architecture import Attention, Experts, Linear, Model, grouped
+from tuner.problem.architecture import Attention, Experts, Linear, Model, counted, grouped
 
 NAME = "tuner_listing"
 """Name of the noting functions in Transformers' registries."""
@@ -113,9 +113,9 @@ class _Notes(TorchFunctionMode):  # type: ignore[misc]  # torch is skipped
 
     def __init__(self) -> None:
         super().__init__()
-        self._attentions: dict[Attention, None] = {}
-        self._experts: dict[Experts, None] = {}
-        self._linears: dict[str, dict[Linear, None]] = {}
+        self._attentions = Counter[Attention]()
+        self._experts = Counter[Experts]()
+        self._linears: dict[str, Counter[Linear]] = {}
         self._gates: dict[Linear, None] = {}
         self._left_out: dict[str, None] = {}
         self._masks: dict[int, tuple[torch.Tensor, tuple[int, int] | None]] = {}
@@ -125,14 +125,17 @@ class _Notes(TorchFunctionMode):  # type: ignore[misc]  # torch is skipped
     def model(self, config: Any, dtype: str) -> Model:
         if not (self._attentions or any("attention" in reason for reason in self._left_out)):
             self.leave_out("attention, which no layer calls by Transformers' interface")
-        groups = (grouped(list(layers)) for layers in self._linears.values())
+        groups = Counter[tuple[Linear, ...]]()
+        for layers in self._linears.values():
+            for group in grouped(list(layers)):
+                groups[group] += layers[group[0]]
         positions = getattr(config, "max_position_embeddings", 0)
         return Model(
             config.model_type,
-            tuple(self._attentions),
-            tuple(dict.fromkeys(itertools.chain.from_iterable(groups))),
+            counted(self._attentions),
+            tuple(counted(dict.fromkeys(group, count)) for group, count in groups.items()),
             tuple(self._gates),
-            tuple(self._experts),
+            counted(self._experts),
             positions if isinstance(positions, int) else 0,
             dtype,
             bool(getattr(config, "kv_lora_rank", None)),
@@ -201,7 +204,7 @@ class _Notes(TorchFunctionMode):  # type: ignore[misc]  # torch is skipped
             layer = Linear(
                 name, n, k, has_bias, "row" if is_row else "col", count == BATCH * TOKENS
             )
-            self._linears.setdefault(parent, {})[layer] = None
+            self._linears.setdefault(parent, Counter())[layer] += 1
 
     def attend(
         self,
@@ -238,7 +241,7 @@ class _Notes(TorchFunctionMode):  # type: ignore[misc]  # torch is skipped
                 sinks is not None,
                 is_heads_first,
             )
-            self._attentions[attention] = None
+            self._attentions[attention] += 1
         return query.new_empty(batch, tokens, heads, value.shape[3]), None
 
     def _visible(
@@ -290,7 +293,7 @@ class _Notes(TorchFunctionMode):  # type: ignore[misc]  # torch is skipped
             return torch.empty_like(hidden_states)
         groups, n, k = up.transpose(1, 2).shape if turned else up.shape
         inner = module.down_proj.shape[1 if turned else 2]
-        self._experts[Experts(groups, top_k_index.shape[1], k, n, inner)] = None
+        self._experts[Experts(groups, top_k_index.shape[1], k, n, inner)] += 1
         return torch.empty_like(hidden_states)
 
 

@@ -6,12 +6,13 @@ Transformers' defaults only where these follow from other values; else the file 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tuner.base.install import extra_command
 from tuner.errors import ConfigError
-from tuner.problem.architecture import HEAD, Attention, Linear, Model
+from tuner.problem.architecture import HEAD, Attention, Linear, Model, counted
 
 #: Encoders, in which every token sees every other.
 ENCODERS = ("bert", "roberta", "xlm-roberta")
@@ -64,6 +65,10 @@ class _Values:
             raise ConfigError(f"{name}={value!r} of the model is not a whole number from {least}")
         return value
 
+    def layers(self, name: str) -> int:
+        """Number of layers; one where the file does not say, for which problems are the same."""
+        return self.whole(name, 1)
+
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.data.get(name)
         return default if value is None else bool(value)
@@ -97,11 +102,13 @@ def _gated(kind: str, values: _Values) -> Model:
         (Linear(HEAD, values.whole("vocab_size"), hidden, is_per_token=False),),
     )
     gates = (Linear("gate_proj", inner, hidden),) if _has_silu(kind, values) else ()
-    windows = _windows(kind, values)
+    layers = values.layers("num_hidden_layers")
+    windows = _windows(kind, values, layers).items()
+    attentions = {Attention(heads, keys, width, left=left - 1): count for left, count in windows}
     return Model(
         kind,
-        tuple(Attention(heads, keys, width, left=window - 1) for window in windows),
-        groups,
+        counted(attentions),
+        _repeated(groups, layers),
         () if inner_biased else gates,
         positions=values.whole("max_position_embeddings", 0, least=0),
         dtype=values.dtype,
@@ -113,14 +120,23 @@ def _has_silu(kind: str, values: _Values) -> bool:
     return values.data.get("hidden_act", default) in ("silu", "swish")
 
 
-def _windows(kind: str, values: _Values) -> list[int]:
-    """Keys that a query sees, by kind of layer in the order of the layers; 0: all."""
+def _repeated(
+    groups: Iterable[tuple[Linear, ...]], layers: int
+) -> tuple[tuple[Linear, ...], ...]:
+    """Groups with the numbers of their layers: one of those of the last token, else `layers`."""
+    return tuple(
+        counted({one: layers if one.is_per_token else 1 for one in group}) for group in groups
+    )
+
+
+def _windows(kind: str, values: _Values, layers: int) -> Mapping[int, int]:
+    """Number of layers by the keys that a query sees, in the order of the layers; 0: all keys."""
     if kind == "mistral":
         if "sliding_window" not in values.data:
             values.whole("sliding_window")
-        return [values.whole("sliding_window", 0, least=0)]
+        return {values.whole("sliding_window", 0, least=0): layers}
     if not (kind.startswith("qwen") and values.flag("use_sliding_window")):
-        return [0]
+        return {0: layers}
     types = values.data.get("layer_types")
     if types is None:
         first = values.whole("max_window_layers", least=0)
@@ -129,7 +145,7 @@ def _windows(kind: str, values: _Values) -> list[int]:
     if not isinstance(types, list) or not types or set(types) - {FULL, SLIDING}:
         raise ConfigError(f"layer_types={types!r} of the model is not a list of {FULL}, {SLIDING}")
     widths = {FULL: 0, SLIDING: values.whole("sliding_window") if SLIDING in types else 0}
-    return [widths[name] for name in dict.fromkeys(types)]
+    return Counter(widths[name] for name in types)
 
 
 def _gpt2(values: _Values) -> Model:
@@ -146,9 +162,11 @@ def _gpt2(values: _Values) -> Model:
         for name, size in sizes.items()
     ]
     layers.append((Linear(HEAD, values.whole("vocab_size"), hidden, is_per_token=False),))
-    attention = Attention(heads, heads, values.heads_of(hidden, heads))
+    count = values.layers("n_layer")
+    attention = Attention(heads, heads, values.heads_of(hidden, heads), count=count)
     positions = values.whole("n_positions", 0, least=0)
-    return Model(GPT2, (attention,), tuple(layers), positions=positions, dtype=values.dtype)
+    groups = _repeated(layers, count)
+    return Model(GPT2, (attention,), groups, positions=positions, dtype=values.dtype)
 
 
 def _encoder(kind: str, values: _Values) -> Model:
@@ -162,6 +180,8 @@ def _encoder(kind: str, values: _Values) -> Model:
         (Linear("output.dense", hidden, inner, True),),
         (Linear("pooler.dense", hidden, hidden, True, is_per_token=False),),
     )
-    attention = Attention(heads, heads, values.heads_of(hidden, heads), right=-1)
+    layers = values.layers("num_hidden_layers")
+    attention = Attention(heads, heads, values.heads_of(hidden, heads), right=-1, count=layers)
     positions = values.whole("max_position_embeddings", 0, least=0)
-    return Model(kind, (attention,), groups, positions=positions, dtype=values.dtype)
+    every = _repeated(groups, layers)
+    return Model(kind, (attention,), every, positions=positions, dtype=values.dtype)

@@ -1,0 +1,202 @@
+"""Kernels that answer a model's calls: their expected times beside PyTorch's and the peers'.
+
+The order is the runtime's: a measured decision, a rule, a portfolio's choice, else PyTorch. All
+kernels count as built.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from tuner.config import Config
+from tuner.families import family
+from tuner.families.base import KernelSpec
+from tuner.families.peers import BESIDE_PYTORCH
+from tuner.hardware import Gpu
+from tuner.measurement import Measurement, Provenance
+from tuner.problem import AttentionProblem, Problem
+from tuner.problem.steps import Step
+from tuner.selection.candidates import pytorchs_choice
+from tuner.selection.reader import lookup
+from tuner.selection.result import LookupResult
+from tuner.selection.rules import rule_of
+from tuner.store.entry import is_vendor, vendor_name
+
+PYTORCH = "PyTorch"
+UNKNOWN = "unknown"
+
+
+class Rival(NamedTuple):
+    """Another kernel of the same problem."""
+
+    name: str
+    us: float
+
+
+@dataclass(frozen=True)
+class Answering:
+    """The kernel that answers a problem, and its rivals."""
+
+    problem: Problem
+    source: str
+    """``measured``, ``predicted``, or ``unknown`` where PyTorch answers without a known time."""
+    us: float | None = None
+    config: Config | None = None
+    """Config of the own kernel; None where PyTorch or a vendor's kernel answers."""
+    by: str = PYTORCH
+    """Family of the own kernel, or name of the vendor's."""
+    pytorch: Rival | None = None
+    """PyTorch's kernel; None where it has none, or its time is not known."""
+    peer: Rival | None = None
+    """The fastest kernel that PyTorch does not choose by itself; None where none was measured."""
+    measured: Measurement | None = None
+    """Measurement of the own kernel, whose artifacts the store records."""
+
+    @property
+    def kernels(self) -> dict[str, KernelSpec]:
+        """Specs of the own kernel's parts; empty without one.
+
+        Raises:
+            ConfigError: when the config is not one of its family.
+        """
+        if self.config is None:
+            return {}
+        return dict(family(self.config.family).kernels(self.problem, self.config))
+
+
+def answering(problem: Problem, gpu: Gpu, path: Path | None = None) -> Answering:
+    """The kernel that answers a problem on a GPU, once it is built.
+
+    Args:
+        problem: problem of a call.
+        gpu: GPU that it runs on.
+        path: the store's SQLite file; None: the user's.
+
+    Raises:
+        StoreError: when the store or a shipped file cannot be read.
+    """
+    answer = lookup(problem, gpu=gpu, path=path)
+    if answer is not None and answer.entry.provenance is Provenance.MEASURED:
+        return _decided(answer)
+    rule = rule_of(problem)
+    if rule is not None:
+        selected = rule.select(problem, gpu) if rule.serves(problem, gpu) else None
+        if selected is None:
+            return Answering(problem, UNKNOWN)
+        us, config = selected.expected[0]
+        return Answering(problem, "predicted", us, config, config.family)
+    if answer is None or (selection := answer.selected) is None:
+        return Answering(problem, UNKNOWN)
+    vendor = Rival(selection.vendor, selection.vendor_us) if selection.vendor else None
+    if not is_vendor(selection.config):
+        us, config = selection.expected_us, selection.config
+        return Answering(problem, "predicted", us, config, config.family, vendor)
+    return Answering(problem, "predicted", selection.expected_us, by=selection.vendor, pytorch=vendor)
+
+
+def _decided(answer: LookupResult) -> Answering:
+    """By a measured decision. Peers' kernels stand aside for the next one, as on most machines."""
+    problem, entry = answer.entry.problem, answer.entry
+    times = {
+        name: one.latency_us for name, one in entry.vendors.items() if one.latency_us is not None
+    }
+    ours = [name for name in times if name not in BESIDE_PYTORCH]
+    usual = pytorchs_choice(ours) if ours else ""
+    pytorch = Rival(usual, times[usual]) if usual else None
+    others = {name: us for name, us in times.items() if name in BESIDE_PYTORCH}
+    fastest = min(others, key=others.__getitem__, default="")
+    peer = Rival(fastest, others[fastest]) if fastest else None
+    for one in answer.candidates:
+        if not is_vendor(one.config):
+            config = one.config
+            return Answering(
+                problem, "measured", one.latency_us, config, config.family, pytorch, peer, one
+            )
+        name = vendor_name(one.config)
+        if not isinstance(problem, AttentionProblem) and pytorch:
+            return Answering(problem, "measured", pytorch.us, None, usual, pytorch, peer)
+        if name not in BESIDE_PYTORCH:
+            return Answering(problem, "measured", one.latency_us, None, name, pytorch, peer)
+    return Answering(problem, UNKNOWN, pytorch=pytorch, peer=peer)
+
+
+class Row(NamedTuple):
+    """A problem of a model."""
+
+    answer: Answering
+    share: float
+    """Part of the calls' time, in the mean over the steps."""
+
+
+@dataclass(frozen=True)
+class ModelAnswers:
+    """Answers to all calls of a model's steps."""
+
+    steps: Sequence[Step]
+    answers: Mapping[Problem, Answering]
+
+    @classmethod
+    def of(cls, steps: Iterable[Step], gpu: Gpu, path: Path | None = None) -> ModelAnswers:
+        """Look every problem of the steps up; arguments as of `answering`.
+
+        Raises:
+            StoreError: when the store or a shipped file cannot be read.
+        """
+        every = list(steps)
+        problems = dict.fromkeys(problem for step in every for problem in step.calls)
+        return cls(every, {problem: answering(problem, gpu, path) for problem in problems})
+
+    def rows(self) -> list[Row]:
+        """Problems by their share of the time, the largest first; each step counts as much."""
+        shares = dict.fromkeys(self.answers, 0.0)
+        for step in self.steps:
+            total = sum(self._us(step, PYTORCH).values()) or 1.0
+            for problem, us in self._us(step, PYTORCH).items():
+                shares[problem] += us / total / len(self.steps)
+        rows = [Row(self.answers[problem], share) for problem, share in shares.items()]
+        return sorted(rows, key=lambda row: -row.share)
+
+    def gain(self, step: Step, rival: str) -> float:
+        """Time of a step's calls by a rival over that by the answering kernels.
+
+        Args:
+            step: one of `steps`.
+            rival: ``PyTorch``, or ``peer`` for the faster one of PyTorch's kernel and a peer's. A
+                call without the rival's time counts with the answering kernel's.
+        """
+        ours = sum(self._us(step, "").values())
+        return sum(self._us(step, rival).values()) / ours if ours else 1.0
+
+    def mean_gain(self, rival: str) -> float:
+        """Geometric mean of `gain` over the steps."""
+        logs = [math.log(self.gain(step, rival)) for step in self.steps]
+        return math.exp(sum(logs) / len(logs)) if logs else 1.0
+
+    def _us(self, step: Step, rival: str) -> dict[Problem, float]:
+        """Microseconds of a step by problem, by a rival or by the answering kernels."""
+        found = {}
+        for problem, count in step.calls.items():
+            answer = self.answers[problem]
+            if answer.us is not None:
+                others = [answer.pytorch] if rival else []
+                others += [answer.peer] if rival == "peer" else []
+                times = [one.us for one in others if one is not None]
+                found[problem] = count * min(times, default=answer.us)
+        return found
+
+
+def needed(rows: Iterable[Row]) -> Iterator[tuple[KernelSpec, float]]:
+    """Kernels that rows need, each once, with their shares of the calls' time; the largest first.
+
+    Raises:
+        ConfigError: when a config is not one of its family.
+    """
+    shares: dict[KernelSpec, float] = {}
+    for row in rows:
+        for spec in row.answer.kernels.values():
+            shares[spec] = shares.get(spec, 0.0) + row.share
+    yield from sorted(shares.items(), key=lambda item: -item[1])
