@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import json
 import random
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -283,7 +285,9 @@ def test_a_file_with_gaps_says_the_same_or_is_refused(kind: str) -> None:
 
 def unordered(model: Model) -> tuple[Any, ...]:
     sets = (model.attentions, model.groups, model.gates, model.experts)
-    return (model.kind, *map(set, sets), model.positions, model.dtype)
+    layers = [*model.attentions, *itertools.chain.from_iterable(model.groups), *model.experts]
+    counts = Counter({layer: layer.count for layer in layers})
+    return (model.kind, *map(set, sets), counts, model.positions, model.dtype)
 
 
 def test_ranks_share_layers_as_transformers_plans_it() -> None:

@@ -203,19 +203,3 @@ def test_the_runtime_s_dispatcher_is_built_too(
     monkeypatch.setattr(dispatcher, "build", refuses)
     assert run(*ONLY) == 0, "calls go through Python then"
     assert "dispatcher: not built, no C++ compiler" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("shape", "said"),
-    [
-        ("S=1999,D=64", "selected from a portfolio: D=64, full, prompts"),
-        ("B=128,H=64,S=1999,D=64", "selected from a portfolio: D=64, full, prompts"),
-    ],
-)
-def test_what_would_serve_is_built_where_nothing_is_measured(
-    shape: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("--shape", shape, "--gpu", "H200") == 0
-    captured = capsys.readouterr()
-    assert f"dtype=fp16: {said}" in captured.err and "no measured decision of B=" in captured.err
-    assert "fused_attention: 1 compiled" in captured.out or "1 there already" in captured.out

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Sequence
-from concurrent.futures import Future
+from copy import copy
 from dataclasses import asdict, replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
+from named_artifacts import STATE, TOOLS, Compiler
 
 from tuner.base import resources
 from tuner.cli import build as command
 from tuner.cli import main
 from tuner.compile import compiler, toolchain
 from tuner.compile.artifacts import Artifact, ArtifactCache
-from tuner.errors import CompileError
-from tuner.families.base import KernelSpec
 from tuner.families.block_scaled_gemm import rule as block_scaled
 from tuner.families.fused_attention_backward import rule as backward
 from tuner.families.grouped_gemm import rule as grouped
 from tuner.measure.gate import REFERENCE
-from tuner.measurement import Resources
 from tuner.selection import portfolio, transfer
 from tuner.selection.domains import AttentionDomain, domain_of
 from tuner.selection.kernel_list import Kernel, KernelList, Proof
@@ -33,57 +28,9 @@ from tuner.selection.portfolio import shipped
 from tuner.tuning import built
 from tuner.tuning.proof import EarlierProofs
 
-TOOLS = SimpleNamespace(nvcc_version="13.0.88", cutlass_version="4.2.0")
 PROOF = Proof(64, 0, "NVIDIA H200", "580.1", "2026-11-23")
 GROUPED = grouped.targets
 FULL = AttentionDomain(256, "full", "prompt")
-
-
-class Compiler:
-    """Names artifacts after their specs and the version of the templates."""
-
-    version: ClassVar[str] = "1"
-    refuses: ClassVar[str] = ""
-    built: ClassVar[list[KernelSpec]] = []
-    company: ClassVar[int] = 1
-    units: ClassVar[list[list[KernelSpec]]] = []
-
-    def __init__(self, tools: Any, artifacts: Any, *, jobs: int | None, capability: str) -> None:
-        self.toolchain, self.capability = tools, capability
-        self.artifacts = artifacts
-
-    def __enter__(self) -> Compiler:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def key(self, spec: KernelSpec) -> str:
-        return hashlib.sha256(f"{self.version}{spec.key}".encode()).hexdigest()[:32]
-
-    def cached(self, spec: KernelSpec) -> Artifact | None:
-        return self._artifact(spec) if spec in self.built else None
-
-    def _artifact(self, spec: KernelSpec) -> Artifact:
-        key = self.key(spec)
-        facts = {"kernels_in_unit": self.company}
-        sha256 = f"sha of {key}" if self.company == 1 else "sha of all"
-        used = Resources(168, 0, 0, 0, code=f"code of {spec.key}")
-        return Artifact(key, Path("kernel.so"), sha256, used, 30.0, facts)
-
-    def fix_units(self, units: list[list[KernelSpec]]) -> None:
-        self.units.extend(units)
-
-    def submit(self, specs: Sequence[KernelSpec]) -> list[tuple[KernelSpec, Future[Artifact]]]:
-        made = []
-        for spec in specs:
-            future: Future[Artifact] = Future()
-            if self.refuses and spec.variables.get("dtype") == self.refuses:
-                future.set_exception(CompileError("nvcc refused"))
-            else:
-                self.built.append(spec)
-                future.set_result(self._artifact(spec))
-            made.append((spec, future))
-        return made
 
 
 @pytest.fixture(autouse=True)
@@ -98,9 +45,8 @@ def one_domain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "_beside", lambda library, artifacts: "there already")
     for rule in (backward, block_scaled, grouped):
         monkeypatch.setattr(rule, "targets", lambda: ())
-    state = {"version": "1", "refuses": "", "built": [], "company": 1, "units": []}
-    for name, value in state.items():
-        monkeypatch.setattr(Compiler, name, value)
+    for name, value in STATE.items():
+        monkeypatch.setattr(Compiler, name, copy(value))
 
 
 def written() -> KernelList:

@@ -7,8 +7,8 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, wait
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -92,6 +92,9 @@ def compile_aot(
     time_limit_s: float | None,
     started: float | None = None,
     finished: Callable[[KernelSpec, Artifact], None] = lambda spec, artifact: None,
+    *,
+    with_gate: bool = True,
+    shares: Mapping[KernelSpec, float] | None = None,
 ) -> int:
     """Compile kernels, and those of the numerics gate. Returns 1 if some are left or failed.
 
@@ -101,33 +104,64 @@ def compile_aot(
         time_limit_s: seconds after which waiting ends; None: no limit.
         started: `time.monotonic` at which the limit starts; None: now.
         finished: callback for each kernel that is compiled or cached.
+        with_gate: False to leave the gate's kernels out.
+        shares: parts of the calls' time that the kernels answer; None: not told.
     """
     from tuner.cli import DONE, FAILED
     from tuner.measure.gate import REFERENCE
 
     started = time.monotonic() if started is None else started
     deadline = math.inf if time_limit_s is None else started + time_limit_s
-    specs_of = {future: spec for spec, future in compiler.submit([REFERENCE, *specs])}
+    wanted = [REFERENCE, *specs] if with_gate else list(specs)
+    specs_of = {future: spec for spec, future in compiler.submit(wanted)}
     waiting = set(specs_of)
-    done, said = 0, -math.inf
+    progress = _Progress(len(wanted), sum(map(Future.done, waiting)), shares or {}, started)
     failed: list[BaseException] = []
     while waiting and (left_s := deadline - time.monotonic()) > 0:
         found, waiting = wait(waiting, min(left_s, PROGRESS_S), FIRST_COMPLETED)
-        done += len(found)
         for future in found:
             if (exc := future.exception()) is not None:
                 failed.append(exc)
             else:
                 finished(specs_of[future], future.result())
-        now = time.monotonic()
-        if not waiting or now - said >= PROGRESS_S:
-            said = now
-            text = f"{done} of {len(specs) + 1} kernels, {now - started:.0f} s"
-            say(f"{text}, {len(failed)} failed" if failed else text)
+        progress.tell([specs_of[future] for future in found], len(waiting), len(failed))
     say_failures(failed)
     if waiting:
         print(f"tuner: {len(waiting)} kernels are left; the same command goes on", file=sys.stderr)
     return FAILED if waiting or failed else DONE
+
+
+class _Progress:
+    """Lines of progress, one every `PROGRESS_S` at most.
+
+    Args:
+        count: number of kernels.
+        there: number of them that were compiled before.
+        shares: as of `compile_aot`.
+        started: `time.monotonic` at which compiling began.
+    """
+
+    def __init__(
+        self, count: int, there: int, shares: Mapping[KernelSpec, float], started: float
+    ) -> None:
+        self._count, self._there, self._shares, self._started = count, there, shares, started
+        self._told, self._share = -math.inf, 0.0
+
+    def tell(self, done: Sequence[KernelSpec], left: int, failed: int) -> None:
+        """Note kernels that ended, and print a line if that is due."""
+        self._share += sum(self._shares.get(spec, 0.0) for spec in done)
+        now = time.monotonic()
+        if left and now - self._told < PROGRESS_S:
+            return
+        self._told = now
+        passed_s, ended = now - self._started, self._count - left
+        text = f"{ended} of {self._count} kernels"
+        if self._shares:
+            text += f" for {100 * self._share:.0f} % of the calls' time"
+        text += f", {passed_s:.0f} s"
+        if left and ended > self._there:
+            text += f", about {left * passed_s / (ended - self._there):.0f} s left"
+        say(f"{text}, {failed} failed" if failed else text)
 
 
 def say_planning(problems: Sequence[Problem], gpu: Gpu) -> None:

@@ -5,26 +5,34 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tuner import settings
 from tuner.cli.arguments import add_store
+from tuner.cli.model import add_model, refuse_options, steps_of
 from tuner.errors import ConfigError, NoValidConfigError, TunerError
-from tuner.problem import PROBLEMS
+from tuner.problem import PROBLEMS, Problem
 
 if TYPE_CHECKING:
     from tuner.compile.artifacts import Artifact, ArtifactCache
     from tuner.compile.compiler import Compiler
     from tuner.families.base import KernelSpec
     from tuner.measurement import Measurement
+    from tuner.problem.steps import ModelStep
     from tuner.store import Entry, Store
 
 
 _NOTICE_AFTER_S = 1.0
+_NICE = 15
+"""Priority that a build in the background gives up."""
 _QUANTISER, _ROWS = "the quantiser of activations", "the kernel of experts' rows"
 _APPEND = "the kernel that appends to paged caches"
 
@@ -59,7 +67,10 @@ def register(subparsers: Any) -> None:
         description=(
             "Compiles the best own kernel of every measured entry with this machine's compiler, "
             "imported and shipped entries included. For a --shape without an entry it compiles "
-            "the portfolio's choice. Nothing is timed. A second build on a machine waits."
+            "the portfolio's choice. With --model it compiles what answers the model's calls, "
+            "those with the largest share of the time first. A program that serves takes each "
+            "kernel up as it is done. After an interruption the same command goes on. Nothing is "
+            "timed. A second build on a machine waits."
         ),
     )
     parser.add_argument(
@@ -69,6 +80,10 @@ def register(subparsers: Any) -> None:
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--shape", metavar="KEY=VALUE,...", help="only this problem")
+    what.add_argument(
+        "--problems", type=Path, metavar="FILE", help="a list as `tuner shapes` writes it, in order"
+    )
+    add_model(parser, what)
     what.add_argument(
         "--portfolio",
         action="store_true",
@@ -84,7 +99,9 @@ def register(subparsers: Any) -> None:
         "paged,D=64,bfloat16",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="with --portfolio: list the kernels, compile nothing"
+        "--dry-run",
+        action="store_true",
+        help="with --portfolio, --model or --problems: list the kernels, compile nothing",
     )
     parser.add_argument(
         "--reproducible",
@@ -95,9 +112,11 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--force",
         action="store_true",
-        help="with --portfolio: replace proven kernels in the list by builds without a proof",
+        help="with --portfolio, --model or --problems: replace proven kernels in the list by "
+        "builds without a proof",
     )
     parser.add_argument("--jobs", type=int, metavar="N", help="nvcc processes (default: the cores)")
+    parser.add_argument("--background", action="store_true", help=argparse.SUPPRESS)
     add_store(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.set_defaults(run=run)
@@ -118,14 +137,23 @@ def run(args: argparse.Namespace) -> int:
     from tuner.selection.describe import counted
     from tuner.store import open_store
 
+    refuse_options(args)
+    if args.jobs is not None and args.jobs < 1:
+        raise ConfigError(f"--jobs {args.jobs} is out of range (allowed: 1 and more)")
     if args.portfolio:
         return _portfolio(args)
-    for option in ("dry_run", "reproducible", "only", "force"):
+    of_problems = args.model is not None or args.problems is not None
+    for option in ("reproducible", "only", *(() if of_problems else ("dry_run", "force"))):
         if getattr(args, option):
             name = option.replace("_", "-")
             raise ConfigError(f"--{name} is not for entries (allowed: with --portfolio)")
+    if of_problems:
+        return _answers(args)
     with open_store(args.store) as store:
-        targets = [BuildTarget(m) for e in _entries(store, args) for m in _own(e)]
+        entries = list(_entries(store, args))
+        if args.shape and not entries:
+            return _answers(args)
+        targets = [BuildTarget(m) for e in entries for m in _own(e)]
         if not targets:
             raise NoValidConfigError(
                 "nothing to build: the cache names no measured own kernel"
@@ -151,7 +179,7 @@ def run(args: argparse.Namespace) -> int:
                 _finish(target, store)
                 if not args.json:
                     print(f"{target.label}: {_said(target)}")
-            _build_sources(targets, artifacts)
+            _build_sources([target.measurement.problem for target in targets], artifacts)
     failed = [target for target in targets if target.reason]
     if args.json:
         rows = [
@@ -162,14 +190,77 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _build_sources(targets: Sequence[BuildTarget], artifacts: ArtifactCache) -> None:
-    """Build the runtime's dispatcher, and the kernels without a template that the problems of
-    `targets` need. Standard error says how each ended.
+def _answers(args: argparse.Namespace) -> int:
+    """Build the kernels that answer the calls of a model or a list, or the problem of --shape."""
+    from tuner.base.limits import cpu_count
+    from tuner.cli import answering_kernels
+    from tuner.compile.artifacts import ArtifactCache
+    from tuner.compile.compiler import Compiler
+    from tuner.compile.toolchain import find_toolchain
+    from tuner.hardware import DEFAULT_GPU
+    from tuner.measure.device import detect
+    from tuner.selection.answering import ModelAnswers
+    from tuner.selection.reader import find_gpu
+    from tuner.store import open_store
+    from tuner.store.reading import sqlite_file
+
+    if args.background:
+        os.nice(_NICE)
+        args.jobs = max(1, cpu_count() // 2)
+    gpu = find_gpu(args.gpu) if args.gpu else detect() or DEFAULT_GPU
+    path = sqlite_file(args.store or settings.store_url())
+    found = ModelAnswers.of(_steps(args), gpu, path)
+    artifacts = ArtifactCache()
+    with contextlib.ExitStack() as stack:
+        if not args.dry_run:
+            stack.enter_context(_alone(artifacts))
+        store = stack.enter_context(open_store(args.store))
+        tools, capability = find_toolchain(), gpu.compute_capability
+        compiler = Compiler(tools, artifacts, jobs=args.jobs, capability=capability)
+        built = answering_kernels.build(
+            found.rows(),
+            gpu,
+            stack.enter_context(compiler),
+            store,
+            dry_run=args.dry_run,
+            force=args.force,
+            libraries=lambda: _build_sources(list(found.answers), artifacts),
+        )
+    if args.json:
+        print(json.dumps(built._asdict()))
+    return 1 if built.failed else 0
+
+
+def _steps(args: argparse.Namespace) -> list[ModelStep]:
+    """The model's steps; of a list or a shape one step. An entry counts as often as it is listed.
+
+    Raises:
+        ConfigError: when the model, the list or the shape cannot be read.
+    """
+    from tuner.problem.steps import ModelStep
+    from tuner.tuning.job import DEFAULT_OP, read_problems
+
+    if args.model is not None:
+        return steps_of(args)
+    if args.problems is not None:
+        return [ModelStep("list", Counter(read_problems(args.problems, args.op or DEFAULT_OP)), ())]
+    return [ModelStep("shape", {_problem(args): 1}, ())]
+
+
+def _problem(args: argparse.Namespace) -> Problem:
+    """The problem of --shape."""
+    from tuner.tuning.job import DEFAULT_OP
+
+    return PROBLEMS[args.op or DEFAULT_OP].parse(args.shape)
+
+
+def _build_sources(problems: Sequence[Problem], artifacts: ArtifactCache) -> None:
+    """Build the runtime's dispatcher, and the kernels without a template that some problems need.
+    Standard error says how each ended.
     """
     from tuner.compile.single import BLOCK_QUANTISER, EXPERT_ROWS, PAGED_APPEND
     from tuner.problem import GroupedGemmProblem
 
-    problems = [target.measurement.problem for target in targets]
     print(f"the runtime's dispatcher: {_dispatcher(artifacts)}", file=sys.stderr)
     if any(problem.op == GroupedGemmProblem.op for problem in problems):
         print(f"{_ROWS}: {_beside(EXPERT_ROWS, artifacts)}", file=sys.stderr)
@@ -186,8 +277,6 @@ def _portfolio(args: argparse.Namespace) -> int:
     from tuner.compile.single import BLOCK_QUANTISER, EXPERT_ROWS, PAGED_APPEND
     from tuner.problem import AttentionProblem, GroupedGemmProblem
 
-    if args.jobs is not None and args.jobs < 1:
-        raise ConfigError(f"--jobs {args.jobs} is out of range (allowed: 1 and more)")
     if args.json:
         raise ConfigError("--json is not for --portfolio (allowed: for entries)")
     artifacts = ArtifactCache()
@@ -252,18 +341,13 @@ def _beside(library: Any, artifacts: ArtifactCache) -> str:
 
 
 def _entries(store: Store, args: argparse.Namespace) -> Iterable[Entry]:
-    """Measured decisions of the store, and shipped ones that it lacks. For one problem without a
-    decision, the portfolio's choice.
-    """
+    """Measured decisions of the store, and shipped ones that it lacks."""
     from tuner.measurement import Provenance
-    from tuner.selection.reader import find_gpu, lookup, shipped
+    from tuner.selection.reader import find_gpu, shipped
     from tuner.selection.shipped import in_use
-    from tuner.store.entry import Entry, sort_key
-    from tuner.tuning.job import DEFAULT_OP
+    from tuner.store.entry import sort_key
 
-    if args.jobs is not None and args.jobs < 1:
-        raise ConfigError(f"--jobs {args.jobs} is out of range (allowed: 1 and more)")
-    problem = PROBLEMS[args.op or DEFAULT_OP].parse(args.shape) if args.shape else None
+    problem = _problem(args) if args.shape else None
     stored = store.entries()
     gpu = find_gpu(args.gpu, [e.gpu for e in stored]) if args.gpu else None
     found = {sort_key(entry): entry for entry in [*shipped(), *stored]}
@@ -278,11 +362,6 @@ def _entries(store: Store, args: argparse.Namespace) -> Iterable[Entry]:
     if gpu is not None:  # the GPU's own decisions come before shared ones
         own = {entry.problem for entry in chosen if entry.gpu.identity == gpu.identity}
         chosen = [e for e in chosen if e.gpu.identity == gpu.identity or e.problem not in own]
-    if problem is not None and not chosen:
-        answer = lookup(problem, gpu=gpu, among=())
-        if answer is not None:
-            print(f"no measured decision of {problem.label()}: {answer.notes[0]}", file=sys.stderr)
-            chosen = [Entry.of(answer.candidates)]
     return chosen
 
 

@@ -1,5 +1,4 @@
-"""Calls of a model by their share of the time: arguments that commands share, and ``tuner lookup
---model``."""
+"""Calls of a model by their share of the time: shared arguments, and ``tuner lookup --model``."""
 
 from __future__ import annotations
 
@@ -14,11 +13,13 @@ from tuner.errors import ConfigError
 
 if TYPE_CHECKING:
     from tuner.hardware import Gpu
-    from tuner.problem.steps import Step
-    from tuner.selection.answering import Answering, ModelAnswers, Rival, Row
+    from tuner.problem.steps import ModelStep
+    from tuner.selection.answering import Answering, AnswerRow, ModelAnswers, Rival
 
 SHOWN = 0.95
 """Share of the calls' time whose calls are listed, the longest first."""
+WAYS = ("PyTorch", "peer")
+"""Rivals that a step is compared with (`ModelAnswers.gain`)."""
 _OPTIONS = ("engine", "tensor_parallel", "batch", "seqlen", "dtype")
 """Options that are for ``--model`` only."""
 
@@ -51,7 +52,7 @@ def refuse_options(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} is for --model (name a config.json)")
 
 
-def steps_of(args: argparse.Namespace) -> list[Step]:
+def steps_of(args: argparse.Namespace) -> list[ModelStep]:
     """Steps of the model that the arguments name. Says on standard error what has no problem.
 
     Raises:
@@ -117,9 +118,11 @@ def _text(found: ModelAnswers, gpu: Gpu) -> str:
     if others:
         share = 100 * sum(row.share for row in others)
         text += f"\n{len(others)} further calls have {share:.1f} % of the time"
-    steps = [("step", "over PyTorch", "over the fastest")]
+    steps: list[tuple[str, ...]] = [("step", "over PyTorch", "over the fastest")]
     for step in found.steps:
-        steps.append((step.label, *(f"{found.gain(step, way):.2f}x" for way in ("PyTorch", "peer"))))
+        steps.append(
+            (step.label, *(f"{found.gain(step, way):.2f}x" for way in ("PyTorch", "peer")))
+        )
     steps.append(("mean", *(f"{found.mean_gain(way):.2f}x" for way in ("PyTorch", "peer"))))
     return (
         f"calls on {gpu.name}, by their share of the time; every step counts as much\n{text}\n\n"
@@ -130,7 +133,7 @@ def _text(found: ModelAnswers, gpu: Gpu) -> str:
     )
 
 
-def _shown(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+def _shown(rows: Sequence[AnswerRow]) -> tuple[list[AnswerRow], list[AnswerRow]]:
     """Rows up to `SHOWN` of the time, and the others."""
     total = 0.0
     for count, row in enumerate(rows, 1):
@@ -153,7 +156,7 @@ def _json(found: ModelAnswers, gpu: Gpu) -> dict[str, Any]:
             "source": answer.source,
         }
 
-    ways = {"pytorch": "PyTorch", "fastest": "peer"}
+    ways = dict(zip(("pytorch", "fastest"), WAYS, strict=True))
     return {
         "gpu": gpu.name,
         "calls": [{"share": row.share, **call(row.answer)} for row in found.rows()],

@@ -144,7 +144,7 @@ def _build(
     if dry_run:
         return DONE
     path = path_of(compiler.toolchain.nvcc_version, compiler.capability)
-    update(path, lambda known: known, start=lambda: _start(path, compiler))
+    update(path, lambda known: known, start=lambda: starting_list(path, compiler))
     entries = BuiltKernels(path, force=force)
     code = compile_aot(specs, compiler, None, time.monotonic(), entries.enter)
     known = read(path)
@@ -184,7 +184,7 @@ def _is_whole(unit: Sequence[KernelSpec], there: Mapping[KernelSpec, Artifact]) 
     )
 
 
-def _start(path: Path, compiler: Compiler) -> KernelList:
+def starting_list(path: Path, compiler: Compiler) -> KernelList:
     """Kernel list to start from: the one on disk. Kernels of other templates or another CUTLASS
     stay where today's text gives the same artifact, also those that this command does not build.
 

@@ -158,7 +158,7 @@ def add_attention(
     listed: Listed, attention: Attention, batch: int, seqlen: int, decode: bool, dtype: DType
 ) -> None:
     """Add the problems of an attention. A window has two: `tuner.attention` takes it as it is, and
-    Transformers makes a mask of it once it may hide a key; its layers call the second one.
+    Transformers makes a mask of it once it may hide a key. Its layers call the second one.
     """
     window = attention.left + 1
     sizes = (1, min(seqlen, window or seqlen)) if decode else (seqlen, seqlen)
@@ -221,7 +221,7 @@ def add_products(
         for layer in model.linears(ranks=ranks, fused=fused):
             m = tokens if layer.is_per_token else sequences
             epilogue = "bias" if layer.has_bias else ""
-            ways = {"layout_b": layer.layout_b, "epilogue": epilogue}
+            ways: dict[str, Any] = {"layout_b": layer.layout_b, "epilogue": epilogue}
             sizes = m, layer.n, layer.k
             listed.add(GemmProblem, *sizes, dtype=dtype, calls=layer.count, **ways)
     if "swiglu" in ops:
@@ -234,8 +234,8 @@ def add_products(
             for n, k in ((experts.up, experts.hidden), (experts.hidden, experts.inner)):
                 groups = experts.groups
                 sizes = groups, copies, n, k
-                ways = {"sizes": "zipf", "dtype": dtype, "calls": experts.count}
-                listed.add(GroupedGemmProblem, *sizes, **ways)
+                options: dict[str, Any] = {"sizes": "zipf", "dtype": dtype, "calls": experts.count}
+                listed.add(GroupedGemmProblem, *sizes, **options)
 
 
 def numbers(name: str, text: str) -> list[int]:

@@ -19,7 +19,7 @@ MAX_TOKENS = 16384
 """New tokens of a step of several sequences, at most."""
 
 
-class Step(NamedTuple):
+class ModelStep(NamedTuple):
     """One forward pass."""
 
     label: str
@@ -37,7 +37,7 @@ def steps(
     *,
     dtype: str | None = None,
     ranks: int = 1,
-) -> list[Step]:
+) -> list[ModelStep]:
     """Decoding steps and prompts of a model.
 
     Args:
@@ -73,14 +73,14 @@ def steps(
     return made
 
 
-def _step(call: tuple[int, int, int], listed: shapes.Listed) -> Step:
+def _step(call: tuple[int, int, int], listed: shapes.Listed) -> ModelStep:
     batch, queries, keys = call
     text = f"decode {batch}, {keys} keys" if queries == 1 else f"prompt {batch} x {queries}"
     text += f", {keys} keys" if 1 < queries < keys else ""
     calls = {problem: count for problem, count in listed.calls.items() if count}
-    return Step(text, calls, listed.left_out)
+    return ModelStep(text, calls, listed.left_out)
 
 
-def left_out(every: Iterable[Step]) -> list[str]:
+def left_out(every: Iterable[ModelStep]) -> list[str]:
     """Computations without a problem, of all steps, each once."""
     return list(dict.fromkeys(reason for step in every for reason in step.left_out))

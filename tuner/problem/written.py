@@ -120,9 +120,7 @@ def _has_silu(kind: str, values: _Values) -> bool:
     return values.data.get("hidden_act", default) in ("silu", "swish")
 
 
-def _repeated(
-    groups: Iterable[tuple[Linear, ...]], layers: int
-) -> tuple[tuple[Linear, ...], ...]:
+def _repeated(groups: Iterable[tuple[Linear, ...]], layers: int) -> tuple[tuple[Linear, ...], ...]:
     """Groups with the numbers of their layers: one of those of the last token, else `layers`."""
     return tuple(
         counted({one: layers if one.is_per_token else 1 for one in group}) for group in groups

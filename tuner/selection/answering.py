@@ -19,7 +19,7 @@ from tuner.families.peers import BESIDE_PYTORCH
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Provenance
 from tuner.problem import AttentionProblem, Problem
-from tuner.problem.steps import Step
+from tuner.problem.steps import ModelStep
 from tuner.selection.candidates import pytorchs_choice
 from tuner.selection.reader import lookup
 from tuner.selection.result import LookupResult
@@ -95,7 +95,9 @@ def answering(problem: Problem, gpu: Gpu, path: Path | None = None) -> Answering
     if not is_vendor(selection.config):
         us, config = selection.expected_us, selection.config
         return Answering(problem, "predicted", us, config, config.family, vendor)
-    return Answering(problem, "predicted", selection.expected_us, by=selection.vendor, pytorch=vendor)
+    return Answering(
+        problem, "predicted", selection.expected_us, by=selection.vendor, pytorch=vendor
+    )
 
 
 def _decided(answer: LookupResult) -> Answering:
@@ -124,7 +126,7 @@ def _decided(answer: LookupResult) -> Answering:
     return Answering(problem, UNKNOWN, pytorch=pytorch, peer=peer)
 
 
-class Row(NamedTuple):
+class AnswerRow(NamedTuple):
     """A problem of a model."""
 
     answer: Answering
@@ -136,11 +138,11 @@ class Row(NamedTuple):
 class ModelAnswers:
     """Answers to all calls of a model's steps."""
 
-    steps: Sequence[Step]
+    steps: Sequence[ModelStep]
     answers: Mapping[Problem, Answering]
 
     @classmethod
-    def of(cls, steps: Iterable[Step], gpu: Gpu, path: Path | None = None) -> ModelAnswers:
+    def of(cls, steps: Iterable[ModelStep], gpu: Gpu, path: Path | None = None) -> ModelAnswers:
         """Look every problem of the steps up; arguments as of `answering`.
 
         Raises:
@@ -150,17 +152,17 @@ class ModelAnswers:
         problems = dict.fromkeys(problem for step in every for problem in step.calls)
         return cls(every, {problem: answering(problem, gpu, path) for problem in problems})
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[AnswerRow]:
         """Problems by their share of the time, the largest first; each step counts as much."""
         shares = dict.fromkeys(self.answers, 0.0)
         for step in self.steps:
             total = sum(self._us(step, PYTORCH).values()) or 1.0
             for problem, us in self._us(step, PYTORCH).items():
                 shares[problem] += us / total / len(self.steps)
-        rows = [Row(self.answers[problem], share) for problem, share in shares.items()]
+        rows = [AnswerRow(self.answers[problem], share) for problem, share in shares.items()]
         return sorted(rows, key=lambda row: -row.share)
 
-    def gain(self, step: Step, rival: str) -> float:
+    def gain(self, step: ModelStep, rival: str) -> float:
         """Time of a step's calls by a rival over that by the answering kernels.
 
         Args:
@@ -176,7 +178,7 @@ class ModelAnswers:
         logs = [math.log(self.gain(step, rival)) for step in self.steps]
         return math.exp(sum(logs) / len(logs)) if logs else 1.0
 
-    def _us(self, step: Step, rival: str) -> dict[Problem, float]:
+    def _us(self, step: ModelStep, rival: str) -> dict[Problem, float]:
         """Microseconds of a step by problem, by a rival or by the answering kernels."""
         found = {}
         for problem, count in step.calls.items():
@@ -189,7 +191,7 @@ class ModelAnswers:
         return found
 
 
-def needed(rows: Iterable[Row]) -> Iterator[tuple[KernelSpec, float]]:
+def needed(rows: Iterable[AnswerRow]) -> Iterator[tuple[KernelSpec, float]]:
     """Kernels that rows need, each once, with their shares of the calls' time; the largest first.
 
     Raises:

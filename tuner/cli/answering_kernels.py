@@ -1,0 +1,181 @@
+"""Build of the kernels that answer some problems, those with the largest share of the time first.
+
+Kernels of portfolios and rules enter the machine's kernel list, with the proofs that ship. Kernels
+of measured decisions are recorded in the store. A program that serves takes each up as it is done.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from tuner.cli.aot import compile_aot, say
+from tuner.errors import NoValidConfigError, TunerError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tuner.compile.artifacts import Artifact
+    from tuner.compile.compiler import Compiler
+    from tuner.families.base import KernelSpec
+    from tuner.hardware import Gpu
+    from tuner.selection.answering import Answering, AnswerRow
+    from tuner.store import Store
+    from tuner.tuning.built import BuiltKernels
+
+
+def build(
+    rows: Sequence[AnswerRow],
+    gpu: Gpu,
+    compiler: Compiler,
+    store: Store,
+    *,
+    dry_run: bool,
+    force: bool,
+    libraries: Callable[[], None],
+) -> BuildResult:
+    """Compile the kernels of some problems' answers.
+
+    Args:
+        rows: problems with their answers and shares.
+        gpu: GPU that they hold for.
+        compiler: compiler for its compute capability.
+        store: store that records the kernels of measured decisions.
+        dry_run: True to list the kernels without compiling.
+        force: True to replace proven kernels in the list by builds without a proof.
+        libraries: builds the libraries beside the kernels, in a thread.
+
+    Raises:
+        ConfigError: when the kernel list cannot be read.
+        NoValidConfigError: when no own kernel answers any of the problems.
+        StoreError: when the cache, the list or the store cannot be written.
+    """
+    from tuner.selection.answering import needed
+
+    own = [row for row in rows if row.answer.config is not None]
+    if not own:
+        names = ", ".join(dict.fromkeys(row.answer.by for row in rows))
+        raise NoValidConfigError(
+            f"nothing to build: {names} answers {rows[0].answer.problem.label()} on {gpu.name}"
+            + (f" and {len(rows) - 1} further problems" if rows[1:] else "")
+        )
+    legal = [row for row in own if _is_legal(row.answer, gpu)]
+    shares = dict(needed(legal))
+    there = {spec for spec in shares if compiler.cached(spec) is not None}
+    share = sum(row.share for row in legal)
+    say(
+        f"{len(rows)} problems on {gpu.name}: own kernels answer {len(legal)}, "
+        f"{100 * share:.0f} % of the calls' time; {len(shares)} kernels, {len(there)} of them "
+        "compiled already"
+    )
+    if dry_run:
+        first = {
+            spec: row.answer for row in reversed(legal) for spec in row.answer.kernels.values()
+        }
+        for spec, part in shares.items():
+            text = "compiled" if spec in there else "missing "
+            answer = first[spec]
+            print(f"{text}  {100 * part:4.1f} %  {answer.by} for {answer.problem.label()}")
+        return BuildResult(len(there), [])
+    beside = threading.Thread(target=libraries, name="tuner-libraries", daemon=True)
+    beside.start()
+    entered = _Entered(legal, compiler, store, force=force)
+    started = time.monotonic()
+    compile_aot(
+        list(shares), compiler, None, started, entered.enter, with_gate=False, shares=shares
+    )
+    beside.join()
+    say(entered.said())
+    failed = [row.answer for row in own if row not in legal or not entered.has(row.answer)]
+    return BuildResult(
+        len(entered.built), [f"{one.by} for {one.problem.label()}" for one in failed]
+    )
+
+
+class BuildResult(NamedTuple):
+    """Result of a build."""
+
+    built: int
+    """Kernels that are there."""
+    failed: list[str]
+    """Answers that lack a kernel."""
+
+
+def _is_legal(answer: Answering, gpu: Gpu) -> bool:
+    """True when the config's family has kernels for the problem; else says why not."""
+    from tuner.base import document
+    from tuner.families import family
+
+    reasons = ["it has no kernels"]
+    try:
+        if answer.config is not None and answer.kernels:
+            reasons = family(answer.config.family).violations(answer.problem, answer.config, gpu)
+    except (TunerError, *document.FAULTS) as exc:
+        reasons = [str(exc)]
+    if reasons:
+        say(f"{answer.problem.op} {answer.problem.label()}: not legal here: {'; '.join(reasons)}")
+    return not reasons
+
+
+class _Entered:
+    """Kernels as they are compiled, in the kernel list and in the store."""
+
+    def __init__(
+        self, rows: Sequence[AnswerRow], compiler: Compiler, store: Store, *, force: bool
+    ) -> None:
+        from tuner.selection.kernels import path_of, update
+        from tuner.tuning.built import BuiltKernels
+
+        self._store = store
+        self._decided = [row.answer for row in rows if row.answer.measured is not None]
+        answers = [row.answer for row in rows if row.answer.measured is None]
+        self._listed = {spec for answer in answers for spec in answer.kernels.values()}
+        self.built: dict[KernelSpec, Artifact] = {}
+        self._path: Path = path_of(compiler.toolchain.nvcc_version, compiler.capability)
+        self._entries: BuiltKernels | None = None
+        if self._listed:
+            from tuner.cli.portfolio import starting_list
+
+            update(
+                self._path, lambda known: known, start=lambda: starting_list(self._path, compiler)
+            )
+            self._entries = BuiltKernels(self._path, force=force)
+
+    def enter(self, spec: KernelSpec, artifact: Artifact) -> None:
+        """Enter a compiled kernel where the runtime looks for it.
+
+        Raises:
+            StoreError: when the list or the store cannot be written.
+        """
+        self.built[spec] = artifact
+        if self._entries is not None and spec in self._listed:
+            self._entries.enter(spec, artifact)
+        for answer in self._decided:
+            if spec in answer.kernels.values() and self.has(answer):
+                self._record(answer)
+
+    def has(self, answer: Answering) -> bool:
+        """True when all kernels of an answer are built."""
+        return all(spec in self.built for spec in answer.kernels.values())
+
+    def _record(self, answer: Answering) -> None:
+        measured = answer.measured
+        artifacts = {name: self.built[spec].key for name, spec in answer.kernels.items()}
+        if measured is not None and artifacts != dict(measured.artifacts):
+            self._store.record_build(measured.problem, measured.config, artifacts)
+
+    def said(self) -> str:
+        """Result in one line."""
+        from tuner.selection.kernels import PROVE, read
+
+        text = f"{len(self.built)} kernels are built"
+        if not self._listed:
+            return text
+        known = read(self._path)
+        rows = [known.find(spec) for spec in self._listed & self.built.keys()]
+        proven = sum(one is not None and one.proof is not None for one in rows)
+        text += f"; {proven} of {len(rows)} that need a proof have one"
+        return text if proven == len(rows) else f"{text} ({PROVE} checks the others on the GPU)"
