@@ -222,8 +222,7 @@ def add_products(
             m = tokens if layer.is_per_token else sequences
             epilogue = "bias" if layer.has_bias else ""
             ways: dict[str, Any] = {"layout_b": layer.layout_b, "epilogue": epilogue}
-            sizes = m, layer.n, layer.k
-            listed.add(GemmProblem, *sizes, dtype=dtype, calls=layer.count, **ways)
+            listed.add(GemmProblem, m, layer.n, layer.k, dtype=dtype, calls=layer.count, **ways)
     if "swiglu" in ops:
         for gate in (gate.on_rank(ranks) for gate in model.gates):
             if gate.n % SWIGLU_STEP == 0:
