@@ -156,6 +156,11 @@ def _padded(heads: Iterable[int], tile_n: int, **further: Any) -> Iterator[Confi
 
 
 _TURNS = {"persistent": True, "ping_pong": True}
+_WAVE = (
+    _kernel(128, 2, ping_pong=True, stages_output=True),
+    _kernel(64, 2, ping_pong=True, q_in_registers=True, stages_output=True),
+)
+"""Kernels of 128 rows and one tile a block: those of the least estimates for one wave."""
 #: Kernels that may join the domains, by compiled head dimension, mask and phase.
 CANDIDATES: Mapping[tuple[int, str, bool], Sequence[Config]] = {
     (96, "full", True): (
@@ -173,16 +178,14 @@ CANDIDATES: Mapping[tuple[int, str, bool], Sequence[Config]] = {
         *_padded((16,), 48, groups=2, key_groups=2),
     ),
     (128, "full", False): (
-        _kernel(128, 2, early_exp=50, stages_output=True),
-        _kernel(96, 2, score_buffers=2),
-        _kernel(96, blocks=2),
+        *_WAVE,
+        _kernel(96, 2, score_buffers=2, stages_output=True),
         _kernel(64, blocks=2, q_in_registers=True, stages_output=True),
         _kernel(176, 2, **_TURNS),
         _kernel(176, 2, persistent=True),
     ),
     (128, "causal", False): (
-        _kernel(128, 2, early_exp=50, stages_output=True),
-        _kernel(96, 2, score_buffers=2),
+        *_WAVE,
         _kernel(64, blocks=2, q_in_registers=True, early_exp=50, stages_output=True),
     ),
     **{
