@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
+from functools import cache
 from pathlib import Path
 
 from tuner.errors import ConfigError
@@ -23,11 +24,17 @@ VARIABLES: dict[str, str] = {
     "TUNER_DISABLE": "1 sends every call of the runtime to PyTorch",
     "TUNER_BENCHMARK": "1 times the portfolio's kernels on the first call of an untuned shape",
     "TUNER_NVTX": "1 marks calls and timings with NVTX ranges, for Nsight Systems",
+    "TUNER_ANSWERS": "who may answer calls, as own,pytorch,flash3 (default: all; own and pytorch "
+    "always may)",
     "TUNER_VLLM_QUERIES": "most queries a sequence for the vLLM plug-in (default: all but e4m3 and "
     "slow chunks)",
     "TUNER_BUILD_ON_MISS": "1 lets the runtime have missing kernels compiled, in the background",
 }
 
+ALWAYS_ANSWER = "own", "pytorch"
+ANSWERS = (*ALWAYS_ANSWER, "flash3", "flash4", "cudnn", "cublaslt")
+"""Words of TUNER_ANSWERS. The last two mean libraries' plans and algorithms that PyTorch does not
+choose."""
 _NAME = "cutlass-tuner"
 NOWHERE = Path("/nonexistent") / _NAME
 """Cache folder of a user who can have none: readers find nothing, and writers say so."""
@@ -222,6 +229,30 @@ def disabled() -> bool:
 def benchmark() -> bool:
     """True when the runtime times untuned shapes on their first call."""
     return os.environ.get("TUNER_BENCHMARK", "") not in ("", "0")
+
+
+def answers() -> frozenset[str]:
+    """Whose kernels may answer: words of `ANSWERS`.
+
+    Raises:
+        ConfigError: when the variable has another word.
+    """
+    return _answers(answers_text())
+
+
+def answers_text() -> str:
+    """The variable of `answers` as it is; empty for all."""
+    return os.environ.get("TUNER_ANSWERS", "")
+
+
+@cache
+def _answers(text: str) -> frozenset[str]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if unknown := [word for word in words if word not in ANSWERS]:
+        raise ConfigError(
+            f"TUNER_ANSWERS={text} has '{unknown[0]}' (allowed: {', '.join(ANSWERS)})"
+        )
+    return frozenset((*words, *ALWAYS_ANSWER) if words else ANSWERS)
 
 
 def nvtx() -> bool:

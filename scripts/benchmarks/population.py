@@ -43,6 +43,8 @@ from benchmarks.population_long import LONG, compile_long, long_measured, long_t
 from benchmarks.population_long import SMOKE as LONG_SMOKE
 from benchmarks.population_masks import MASKED, masked_measured
 from benchmarks.population_masks import SMOKE as MASK_SMOKE
+from benchmarks.population_peers import SMOKE as PEER_SMOKE
+from benchmarks.population_peers import peer_cases, peer_measured
 from benchmarks.population_regret import (
     regret_cases,
     regret_line,
@@ -355,6 +357,12 @@ BENCH = Bench(
             "block-sparse masks beside compiled FlexAttention and dense masks",
             *(lambda _: MASKED, masked_measured),
             smoke=MASK_SMOKE,
+        ),
+        "peers": Preset(
+            "peers at the problems of portfolios, for `tuner fit peers` (--op)",
+            *(peer_cases, peer_measured),
+            limit_s=60.0,
+            smoke=PEER_SMOKE,
         ),
         "regret": Preset(
             "the selection's choices beside all built kernels of their problems",

@@ -52,6 +52,7 @@ RUNTIME_READS = (
     "compile.loading",
     "compile.single",
     "measure.rounds",
+    "measure.tolerance",
     "selection",
 )
 #: Not loaded by any module that `runtime` loads when it is imported.

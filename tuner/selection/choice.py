@@ -1,4 +1,6 @@
-"""Choice among a domain's candidates: the vendor's kernel, and own ones that beat it clearly."""
+"""Choice among a domain's candidates: PyTorch's kernel, and own ones and peers' that beat it
+clearly.
+"""
 
 from __future__ import annotations
 
@@ -78,9 +80,9 @@ class Selection(NamedTuple):
     facts: Legality
     """The problem's `DomainTimes.legality`."""
     estimates: Sequence[Estimate]
-    """Estimates of own kernels, legal or not."""
+    """Estimates of own kernels and peers', legal or not."""
     bound_us: float
-    """Largest expected time, margin included, at which an own kernel is chosen."""
+    """Largest expected time, margin included, at which an own kernel or a peer's is chosen."""
     is_near: bool
     """True if an own kernel was measured near these sizes."""
 
@@ -121,11 +123,25 @@ class Selection(NamedTuple):
         Yields:
             Expected microseconds and config, which is made on demand.
         """
-        return _legal(self.times, self.problem, self.facts, sorted(self.estimates), self.bound_us)
+        return self._legal(self._owns, self.bound_us)
 
     def ranked(self) -> Iterator[tuple[float, Config]]:
         """As `own`, for all own kernels."""
-        return _legal(self.times, self.problem, self.facts, sorted(self.estimates), math.inf)
+        return self._legal(self._owns, math.inf)
+
+    def answers(self) -> Iterator[tuple[float, Config]]:
+        """As `own`, with peers' kernels."""
+        return self._legal(self.estimates, self.bound_us)
+
+    @property
+    def _owns(self) -> Sequence[Estimate]:
+        peers = self.times.peers
+        return [one for one in self.estimates if one[2] not in peers] if peers else self.estimates
+
+    def _legal(
+        self, estimates: Sequence[Estimate], bound_us: float
+    ) -> Iterator[tuple[float, Config]]:
+        return _legal(self.times, self.problem, self.facts, sorted(estimates), bound_us)
 
 
 def _legal(
@@ -172,7 +188,8 @@ def _decoding_pages(
 
 
 def choose(problem: Problem, models: DomainModels, gpu: Gpu) -> Selection | None:
-    """The kernel with the least expected time, the vendor's unless an own one wins clearly.
+    """The kernel with the least expected time, PyTorch's unless another one wins clearly. Peers'
+    kernels take part near the sizes that they were measured at.
 
     Args:
         problem: problem to choose for.
@@ -186,6 +203,8 @@ def choose(problem: Problem, models: DomainModels, gpu: Gpu) -> Selection | None
     estimates, vendors_us, is_near = times.estimates(problem)
     if isinstance(models.domain, AttentionDomain) and models.domain.decodes_pages:
         estimates = _decoding_pages(times, problem, estimates)
+    if times.peers and not is_near:
+        estimates = [one for one in estimates if one[2] not in times.peers]
     facts = times.legality(problem)
     vendor_us, vendor, name = _vendors_best(times, problem, vendors_us, facts)
     vendor_us *= models.domain.pytorchs_factor(problem)

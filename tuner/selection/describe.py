@@ -191,7 +191,8 @@ def answer_text(answer: LookupResult, asked: Problem, source: str, served: str =
     """
     entry = answer.entry
     width = WIDTH - _LABEL
-    rows = [("answer", [answer.kind])]
+    by = "" if answer.answered_by == "own" else f", by {answer.answered_by}"
+    rows = [("answer", [answer.kind + by])]
     rows += _winner_rows(answer, width)
     rows += [("served here", wrapped(served, width))] if served else []
     decided = f", {entry.decided_at}" if entry.decided_at else ""
@@ -370,6 +371,7 @@ def answer_json(answer: LookupResult, asked: Problem, *, ranking: bool) -> dict[
     data = {
         **entry_json(answer.entry),
         "kind": answer.kind,
+        "answered_by": answer.answered_by,
         "asked": {"shape": asked.label(), "problem": asked.to_json()},
         "exact": answer.exact,
         "notes": list(answer.notes),

@@ -190,7 +190,7 @@ class Portfolio:
                 yield one, found
 
     def select(self, problem: Problem) -> Selection | None:
-        """The kernel with the least expected time, the vendor's unless an own one wins clearly.
+        """The kernel with the least expected time, PyTorch's unless another one wins clearly.
 
         Args:
             problem: problem of this operation.

@@ -49,6 +49,7 @@ def _candidate_json(domain: AnyDomain, candidate: Candidate) -> dict[str, Any]:
         "median_error": round(candidate.median_error, 4),
         "p90_error": round(candidate.p90_error, 4),
         "spread": dict(zip(domain.axes, candidate.spread.bounds, strict=True)),
+        **({"build": candidate.build} if candidate.build else {}),
     }
 
 
@@ -84,7 +85,8 @@ def _candidate_from(kind: type[AnyDomain], row: Mapping[str, Any]) -> Candidate:
         sizes = list(spread.values())
         spread["work"] = tuple(math.prod(each) for each in zip(*sizes, strict=True))
     bounds = tuple((int(low), int(high)) for low, high in (spread[x] for x in kind.axes))
-    return Candidate(config, rates, int(row["points"]), *errors, Spread(bounds))
+    build = str(row.get("build", ""))
+    return Candidate(config, rates, int(row["points"]), *errors, Spread(bounds), build)
 
 
 def _rate(term: str, value: Any) -> float:

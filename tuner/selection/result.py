@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tuner.base.printable import printable
+from tuner.families.peers import owner_of
 from tuner.hardware import Gpu
 from tuner.measurement import Environment, Measurement
-from tuner.store.entry import PROVENANCES, Entry
+from tuner.store.entry import PROVENANCES, Entry, is_vendor
 
 if TYPE_CHECKING:
     from tuner.selection.choice import Selection
@@ -36,6 +37,12 @@ class LookupResult:
     def is_predicted(self) -> bool:
         """True when a portfolio chose the entry, which then has no measured time."""
         return self.selected is not None
+
+    @property
+    def answered_by(self) -> str:
+        """Owner of the first kernel: a word of TUNER_ANSWERS, as ``own`` or ``flash3``."""
+        config = self.entry.winner.config
+        return owner_of(config.get("kernel")) if is_vendor(config) else "own"
 
     @property
     def kind(self) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar
 
+from tuner import settings
 from tuner.base.install import extra_command, version_of
 from tuner.config import Config
 from tuner.families.base import Domain, Family, Strides
@@ -64,14 +65,32 @@ MEASURED_ONLY: frozenset[str] = frozenset(
 state that only one stream may use at a time (FlashAttention-3's metadata).
 """
 
-BESIDE_PYTORCH: frozenset[str] = MEASURED_ONLY | {
-    *("cudnn_plans", "cublaslt_search", "flash3", "flash3_splits", "flash4")
+ANSWERS: Mapping[str, str] = {
+    **{"flash3": "flash3", "flash3_splits": "flash3", "flash4": "flash4"},
+    **{"cudnn_plans": "cudnn", "cublaslt_search": "cublaslt"},
 }
+"""Word of TUNER_ANSWERS for each kernel of a peer that the runtime may call."""
+
+BESIDE_PYTORCH: frozenset[str] = MEASURED_ONLY | ANSWERS.keys()
 """Kernels that eager PyTorch never chooses by itself."""
 
 _ATTENTION = AttentionProblem.op, AttentionBackwardProblem.op
 MAX_INTEGER = 2**31 - 1
 """Largest value of a library's own parameter: what the schema of entries takes."""
+
+
+def owner_of(kernel: object) -> str:
+    """Word of TUNER_ANSWERS for a vendor's kernel."""
+    return ANSWERS.get(str(kernel), "pytorch")
+
+
+def may_answer(kernel: object) -> bool:
+    """True unless TUNER_ANSWERS leaves out the owner of a vendor's kernel.
+
+    Raises:
+        ConfigError: when the variable has an unknown word.
+    """
+    return owner_of(kernel) in settings.answers()
 
 
 class Vendor(Family):

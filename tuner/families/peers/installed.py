@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tuner import settings
-from tuner.families.peers import FAILURES
+from tuner.families.peers import ANSWERS, FAILURES
 
 
 class Peer(NamedTuple):
@@ -103,6 +103,14 @@ def _version(name: str, folder: Path | None) -> str:
         return f"{peer.package} unversioned" if importlib.util.find_spec(peer.package) else ""
     except (ImportError, ValueError):
         return ""
+
+
+def build_of(kernel: str) -> str:
+    """The build here of the peer that has a kernel; empty without one, and for kernels whose
+    configs hold their library's version.
+    """
+    name = ANSWERS.get(kernel)
+    return version(name) if name in PEERS else ""
 
 
 def is_package(name: str) -> bool:

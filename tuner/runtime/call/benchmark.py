@@ -1,7 +1,7 @@
 """Autotuning at the first call: ``TUNER_BENCHMARK=1``, as ``torch.backends.cudnn.benchmark``.
 
 The first call of an untuned shape, outside of graph captures, times the portfolio's most promising
-proven kernels and PyTorch's kernel on the call's tensors. The fastest is kept. A choice is a line
+proven kernels, peers' and PyTorch's on the call's tensors. The fastest is kept. A choice is a line
 of ``benchmarked.jsonl`` under ``TUNER_CACHE_DIR``, for one problem, GPU and environment. It ends
 when a promising kernel that it did not time is proven.
 
@@ -30,6 +30,7 @@ from tuner.base import document, forks
 from tuner.compile.artifacts import ArtifactCache
 from tuner.config import Config
 from tuner.errors import BenchmarkError, StoreBusyError, StoreError
+from tuner.families import family
 from tuner.hardware import Gpu
 from tuner.problem import Problem
 from tuner.runtime.call import counters, devices
@@ -40,7 +41,8 @@ _log = logging.getLogger("tuner.runtime")
 KERNELS = 3
 """Own kernels timed for a shape, at most."""
 MIN_GAIN = 0.02
-"""Share of its time by which an own kernel must beat PyTorch's. Less is noise of so few rounds."""
+"""Share of its time by which an own kernel must beat PyTorch's, and a peer's all own ones. Less is
+noise of so few rounds."""
 ROUNDS = range(3, 11)
 """Fewest and most rounds. In a round every contender runs `CALLS` times, in shuffled order."""
 CALLS = 4
@@ -115,7 +117,7 @@ class Journal:
         Args:
             problem: the call's problem.
             gpu: GPU that it runs on.
-            contenders: plans of own kernels.
+            contenders: plans of own kernels and peers'.
             run: enqueues the call by a plan.
             is_cold: True if a model's call finds weights or caches outside of L2.
             ended: earlier choice that does not hold any more.
@@ -265,11 +267,11 @@ def _sample(plan: Plan | None, run: Run, is_cold: bool) -> float:
 
 def _fastest(times: Mapping[Config | None, float]) -> TimedChoice:
     pytorch_us = times[None]
-    own = {config: us for config, us in times.items() if config is not None}
-    timed = frozenset(config.digest for config in own)
-    best = min(own, key=lambda config: own[config])
-    if own[best] * (1 + MIN_GAIN) <= pytorch_us:
-        return TimedChoice(best, own[best], pytorch_us, timed)
+    us = {config: time_us for config, time_us in times.items() if config is not None}
+    timed = frozenset(config.digest for config in us)
+    best = min(us, key=lambda config: us[config] * (1 + MIN_GAIN * family(config.family).is_vendor))
+    if us[best] * (1 + MIN_GAIN) <= pytorch_us:
+        return TimedChoice(best, us[best], pytorch_us, timed)
     return TimedChoice(None, pytorch_us, pytorch_us, timed)
 
 

@@ -35,11 +35,21 @@ class Stats:
     first."""
     errors: Mapping[str, int] = field(default_factory=dict)
     """Failures that no call suffered from, by kind: a refused launch, an unreadable store."""
+    peers: Mapping[str, int] = field(default_factory=dict)
+    """Hits of vendors' kernels by their owner, a word of TUNER_ANSWERS; the others are own."""
 
     @property
     def calls(self) -> int:
         """All calls."""
         return self.hits + sum(self.fallbacks.values())
+
+    @property
+    def answers(self) -> Mapping[str, int]:
+        """Calls by who answered: ``own``, ``pytorch`` (or an engine's kernel), and peers."""
+        found = Counter(self.peers)
+        found["own"] += self.hits - sum(self.peers.values())
+        found["pytorch"] += sum(self.fallbacks.values())
+        return dict(found.most_common())
 
 
 class _Counts:
@@ -51,6 +61,7 @@ class _Counts:
         forks.add_lock(self, name="lock")
         self.hits = 0
         self.portfolio_hits = 0
+        self.peers: Counter[str] = Counter()
         self.fallbacks: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
         self.said: set[str] = set()
@@ -74,20 +85,23 @@ def stats(reset: bool = False) -> Stats:
             *more, more_fallbacks = source(reset)
             hits = [a + b for a, b in zip(hits, more, strict=True)]
             fallbacks.update(more_fallbacks)
-        errors = dict(_counts.errors.most_common())
+        peers, errors = (dict(each.most_common()) for each in (_counts.peers, _counts.errors))
         all_hits, selected = hits
-        found = Stats(all_hits, selected, dict(fallbacks.most_common()), errors)
+        found = Stats(all_hits, selected, dict(fallbacks.most_common()), errors, peers)
         if reset:
             _counts.hits = _counts.portfolio_hits = 0
+            _counts.peers.clear()
             _counts.fallbacks.clear()
             _counts.errors.clear()
     return found
 
 
-def count_hit(by_portfolio: bool = False) -> None:
-    """Count a call that a tuned kernel answered."""
+def count_hit(by_portfolio: bool = False, owner: str = "") -> None:
+    """Count a call that a tuned kernel answered; `owner` has a vendor's one."""
     with _counts.lock:
         _counts.hits += 1
+        if owner:
+            _counts.peers[owner] += 1
         _counts.portfolio_hits += by_portfolio
 
 

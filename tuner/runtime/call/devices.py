@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tuner.families.peers import installed_versions
+from tuner.families.peers import installed, installed_versions
 from tuner.hardware import GPUS, Gpu, bandwidth_gbs
 from tuner.measurement import Environment
 
@@ -193,8 +193,9 @@ def _evicting() -> Callable[[], object]:
 
 @cache
 def environment() -> Environment:
-    """Environment of measured times, read without a GPU: driver, torch, cuDNN, cuBLAS."""
+    """Environment of measured times, read without a GPU: driver, torch, cuDNN, cuBLAS, peers."""
     facts: dict[str, str | int | float] = dict(installed_versions())
+    facts |= installed.versions(installed.PEERS)
     with contextlib.suppress(OSError):
         facts["driver"] = Path("/sys/module/nvidia/version").read_text().strip()
     return Environment(facts)

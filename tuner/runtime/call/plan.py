@@ -18,7 +18,14 @@ from tuner.config import Config
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.families import family
 from tuner.families.base import LSE, SCRATCH, Family, Launch, Strides
-from tuner.families.peers import FLEX, MEASURED_ONLY, off_rows
+from tuner.families.peers import (
+    FLEX,
+    MEASURED_ONLY,
+    installed,
+    may_answer,
+    off_rows,
+    owner_of,
+)
 from tuner.measurement import Measurement, Provenance, Status
 from tuner.problem import GemmProblem, GroupedGemmProblem, Problem
 from tuner.runtime.call import counters, devices, native
@@ -58,6 +65,11 @@ class Plan(ABC):
     """True when a portfolio selected the configuration by its expected time."""
 
     @property
+    def owner(self) -> str:
+        """Owner of a vendor's kernel; empty for own ones."""
+        return ""
+
+    @property
     def has_lse(self) -> bool:
         """True when `run_with_lse` can be called."""
         return False
@@ -84,7 +96,7 @@ class Plan(ABC):
                 is lost then.
         """
         out = self._on_device(inputs, None)
-        counters.count_hit(self.by_portfolio)
+        counters.count_hit(self.by_portfolio, self.owner)
         return out
 
     def run_uncounted(self, *inputs: torch.Tensor) -> torch.Tensor:
@@ -98,7 +110,7 @@ class Plan(ABC):
         batch, heads, rows, _ = self.out_shape
         lse = torch.empty((batch, heads, rows), dtype=torch.float32, device=inputs[0].device)
         out = self._on_device(inputs, lse)
-        counters.count_hit(self.by_portfolio)
+        counters.count_hit(self.by_portfolio, self.owner)
         return out, lse
 
     def run_all(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -108,7 +120,7 @@ class Plan(ABC):
         else:
             with devices.use(self.device):
                 outs = self._enqueue_all(inputs)
-        counters.count_hit(self.by_portfolio)
+        counters.count_hit(self.by_portfolio, self.owner)
         return outs
 
     def _on_device(self, inputs: Sequence[torch.Tensor], lse: torch.Tensor | None) -> torch.Tensor:
@@ -133,6 +145,10 @@ class VendorPlan(Plan):
     call: Callable[..., torch.Tensor]
     shape: tuple[int, ...] = ()
     """Shape of the output; empty: the problem's own."""
+
+    @property
+    def owner(self) -> str:
+        return owner_of(self.config.get("kernel"))
 
     def _enqueue(self, inputs: Sequence[torch.Tensor], lse: torch.Tensor | None) -> torch.Tensor:
         out: torch.Tensor = self._called(inputs)
@@ -250,7 +266,7 @@ class KernelPlan(Plan):
         else:
             with devices.use(self.device):
                 self._launch(inputs, (out,), lse)
-        counters.count_hit(self.by_portfolio)
+        counters.count_hit(self.by_portfolio, self.owner)
         return out
 
     def _enqueue(self, inputs: Sequence[torch.Tensor], lse: torch.Tensor | None) -> torch.Tensor:
@@ -371,6 +387,10 @@ def _vendor_plan(
         return Refusal(Kind.VENDOR, problem.label())
     if kernel in MEASURED_ONLY:
         raise ConfigError(f"{kernel} is measured, and not served")
+    if not may_answer(kernel):
+        raise ConfigError(f"{kernel} may not answer (TUNER_ANSWERS)")
+    if reason := _other_build(str(kernel), measurement):
+        raise ConfigError(reason)
     if member.is_listed and posed.strides:  # it is called with addresses alone
         raise ConfigError(f"{member.name} takes no strides but those of its layouts")
     if reason := off_rows(problem, posed.strides):
@@ -387,6 +407,15 @@ def _vendor_plan(
     return VendorPlan(
         problem, config, device, call=call, shape=posed.shape, by_portfolio=is_selected
     )
+
+
+def _other_build(kernel: str, measurement: Measurement) -> str:
+    """Reason not to serve a measured peer whose package has changed since; else empty."""
+    known = measurement.environment.facts.get(owner_of(kernel))
+    here = installed.build_of(kernel)
+    if not here or known is None or known == here:
+        return ""
+    return f"{kernel} is of {here}, measured was {known} (tuner revalidate times it here)"
 
 
 def own_plan(posed: Posed, member: Family, measurement: Measurement, device: int) -> KernelPlan:

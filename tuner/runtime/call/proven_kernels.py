@@ -177,7 +177,7 @@ def _expected(candidates: _Candidates) -> Plan | Refusal:
     """
     selection, problem = candidates.selection, candidates.posed.problem
     reasons: list[str] = []
-    for _, config in selection.own():
+    for _, config in selection.answers():
         plan = candidates.plan(config)
         if isinstance(plan, Plan):
             return plan
@@ -212,7 +212,8 @@ def _timed(candidates: _Candidates) -> Plan | Refusal | None:
     selection, posed = candidates.selection, candidates.posed
     if posed.run is None or not isinstance(selection, Selection):
         return None
-    from tuner.runtime.call import benchmark  # only programs that time their calls need it
+    # Only programs that time their calls need these.
+    from tuner.runtime.call import benchmark, peer_contenders
 
     ranked = [config for _, config in selection.ranked()]
 
@@ -228,6 +229,10 @@ def _timed(candidates: _Candidates) -> Plan | Refusal | None:
     if timed is None:
         served = ((config, plan) for config in ranked if (plan := planned(config)) is not None)
         plans = dict(islice(served, benchmark.KERNELS))
+        for config in peer_contenders.contending(*asked):
+            plan = planned(config)
+            if plan is not None and peer_contenders.agrees(asked[0], plan, posed.run):
+                plans[config] = plan
         if not plans:
             return None
         is_cold = selection.regime.l2 == "cold"

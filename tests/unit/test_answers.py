@@ -1,0 +1,162 @@
+"""Peers' kernels as answers: by measured rates of the build that is here, or timed here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from portfolio_machine import (
+    FIRST,
+    FLASH,
+    PROBLEM,
+    SECOND,
+    Serving,
+    Stopwatch,
+    candidate,
+    portfolio_of,
+    portfolio_serving,
+    portfolio_stopwatch,
+)
+from runtime_machine import fake_machine
+
+from tuner import settings
+from tuner.config import Config
+from tuner.errors import ConfigError
+from tuner.families.peers import ANSWERS, installed
+from tuner.hardware import DEFAULT_GPU, GPUS
+from tuner.measurement import Environment, Measurement, Regime, Status
+from tuner.selection.candidates import Candidate
+from tuner.selection.choice import choose
+from tuner.selection.portfolio import Portfolio
+
+machine, serving, stopwatch = fake_machine, portfolio_serving, portfolio_stopwatch
+FLASH3 = Config("vendor_sdpa", {"kernel": "flash3"})
+
+
+@pytest.fixture
+def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """FlashAttention-3's build on this machine."""
+    (tmp_path / "fa3.py").write_text("fwd = None\n")
+    monkeypatch.setenv("TUNER_PEERS_PATH", str(tmp_path))
+    return installed.version("flash3")
+
+
+def peer(build: str, us: float = 4.0) -> Candidate:
+    return replace(candidate(FLASH3, us), build=build)
+
+
+def with_peer(*peers: Candidate) -> Portfolio:
+    own = candidate(FIRST, 10.0), candidate(SECOND, 11.0), candidate(FLASH, 20.0)
+    return portfolio_of(*own, *peers)
+
+
+def served(serving: Serving, portfolio: Portfolio) -> str:
+    """The kernel that answered a call."""
+    serving.portfolio = portfolio
+    serving.peers = {"flash3"}
+    serving.runtime.table.table.forget()
+    before = len(serving.vendors)
+    if serving.call():
+        return "own"
+    return serving.vendors[-1] if len(serving.vendors) > before else "pytorch"
+
+
+def test_a_peer_answers_by_the_rates_of_its_build(serving: Serving, build: str) -> None:
+    assert served(serving, with_peer(peer(build))) == "flash3"
+    stats = serving.machine.stats()
+    assert (stats.hits, stats.peers, stats.answers) == (
+        1,
+        {"flash3": 1},
+        {"flash3": 1, "own": 0, "pytorch": 0},
+    )
+    assert served(serving, with_peer(peer("fa3 of yesterday"))) == "own", "not measured"
+    assert served(serving, with_peer(peer(build, 9.9))) == "own", "not clearly faster"
+
+
+def test_the_next_answers_where_a_peer_cannot(serving: Serving, build: str) -> None:
+    serving.portfolio = with_peer(peer(build))
+    assert serving.call() and serving.machine.stats().answers["own"] == 1
+
+
+@pytest.mark.parametrize(("words", "by"), [("own,pytorch", "own"), ("flash3", "flash3")])
+def test_the_setting_says_who_may_answer(
+    serving: Serving, build: str, words: str, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TUNER_ANSWERS", words)
+    assert settings.answers() >= {"own", "pytorch"}
+    assert served(serving, with_peer(peer(build))) == by
+
+
+def test_an_unknown_word_is_one_clear_line(
+    serving: Serving, build: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TUNER_ANSWERS", "own,flash9")
+    with pytest.raises(ConfigError, match=r"has 'flash9' \(allowed: own, pytorch, flash3, .*\)$"):
+        settings.answers()
+    assert served(serving, with_peer(peer(build))) == "pytorch"
+    assert serving.fallbacks == ["a file of the tuner cannot be used"]
+
+
+def test_every_word_names_kernels() -> None:
+    assert {*ANSWERS.values(), "own", "pytorch"} == set(settings.ANSWERS)
+
+
+def test_a_peer_answers_only_on_the_gpu_and_near_the_sizes_of_its_measurements(build: str) -> None:
+    portfolio = with_peer(peer(build))
+    models = next(iter(portfolio.domains.values()))
+    near = choose(PROBLEM, models, DEFAULT_GPU)
+    assert near is not None and near.config == FLASH3
+    assert [config.get("kernel", "own") for _, config in near.answers()] == ["flash3", "own", "own"]
+    assert all(config != FLASH3 for _, config in (*near.own(), *near.ranked()))
+    far = choose(replace(PROBLEM, batch=1 << 18), models, DEFAULT_GPU)
+    assert far is not None and far.config != FLASH3
+    h100 = portfolio.rescaled(GPUS["H100"]).select(PROBLEM)
+    assert h100 is not None and h100.config != FLASH3
+
+
+def test_a_portfolio_keeps_the_build(build: str) -> None:
+    again = Portfolio.from_json(with_peer(peer(build)).to_json())
+    (models,) = again.domains.values()
+    assert [one.build for one in models.candidates] == ["", "", "", build]
+    assert [one.config for one in models.vendors] == [FLASH]
+
+
+def test_a_measured_peer_of_another_build_waits_for_its_revalidation(
+    serving: Serving, build: str
+) -> None:
+    serving.peers = {"flash3"}
+    plan_of, posed = serving.runtime.plan.plan_of, serving.runtime.plan.Posed(PROBLEM)
+    for measured_build, kind in ((build, "VendorPlan"), ("fa3 of yesterday", "Refusal")):
+        environment = Environment({"flash3": measured_build})
+        measured = Measurement(
+            PROBLEM, FLASH3, DEFAULT_GPU, Regime(), Status.OK, environment=environment
+        )
+        plan = plan_of(posed, measured, 0)
+        assert type(plan).__name__ == kind
+    assert "tuner revalidate" in plan.reason
+
+
+class TestBenchmark:
+    """``TUNER_BENCHMARK=1`` times peers of any build."""
+
+    def test_the_fastest_peer_serves(
+        self, serving: Serving, stopwatch: Stopwatch, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        stopwatch.us["flash3"] = 4.0
+        assert served(serving, serving.portfolio) == "flash3"
+        monkeypatch.setenv("TUNER_ANSWERS", "own,pytorch")
+        assert served(serving, serving.portfolio) == "own"
+
+    def test_own_ones_before_peers_of_equal_speed(
+        self, serving: Serving, stopwatch: Stopwatch
+    ) -> None:
+        stopwatch.us["flash3"] = 4.95
+        assert served(serving, serving.portfolio) == "own"
+
+    def test_a_peer_whose_results_are_not_pytorch_s_is_not_served(
+        self, serving: Serving, stopwatch: Stopwatch
+    ) -> None:
+        stopwatch.us["flash3"] = 4.0
+        serving.factor = 2
+        assert served(serving, serving.portfolio) == "own"
