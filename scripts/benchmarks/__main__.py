@@ -18,6 +18,7 @@ NAMES = (
     "counters",
     "dispatch",
     "engines",
+    "invariance",
     "models",
     "moe",
     "paged",

@@ -30,6 +30,7 @@ from bench_programs import (  # noqa: F401
     vllm,
 )  # fmt: skip
 from bench_sweeps import compiler, sweeps  # noqa: F401
+from bits_fakes import row_by_row  # noqa: F401
 
 from benchmarks import harness
 from benchmarks.__main__ import NAMES, main
@@ -51,6 +52,7 @@ PREPARED: dict[tuple[str, str], str] = {
     ("engines", "batching"): "batching",
     ("engines", "steps"): "vllm",
     ("engines", "vllm"): "vllm",
+    ("invariance", "bits"): "row_by_row",
     ("models", "compiled"): "uncompiled",
     ("models", "compiled_training"): "uncompiled",
     ("models", "decoding"): "transformers",

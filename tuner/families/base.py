@@ -21,6 +21,7 @@ from tuner.config import Config, Value
 from tuner.errors import TunerError
 from tuner.families.arguments import Arguments
 from tuner.families.chip_work import Work
+from tuner.families.invariance import Invariance
 from tuner.families.library_calls import LibraryCalls
 from tuner.families.schedules import Schedules
 from tuner.hardware import OLDEST_CAPABILITY, Gpu
@@ -147,7 +148,7 @@ class Launch:
         return cls(kernel, *arguments.ordered(tensors, integers, scalars))
 
 
-class Family(Schedules, LibraryCalls, ABC):
+class Family(Schedules, LibraryCalls, Invariance, ABC):
     """A kernel family; instances are stateless.
 
     Each has a name, an operation, `domains`, `conflicts`, `space` and `predict_us`. Compiled ones

@@ -24,11 +24,13 @@ from tuner.families.block_scaled_gemm import (
     launched,
     loop_violations,
     rates_of,
+    reduction_of,
     spec_of,
     tile_violations,
 )
 from tuner.families.block_scaled_gemm.shape import deepened
 from tuner.families.chip_work import Work, work_of_groups
+from tuner.families.invariance import ReductionClass
 from tuner.hardware import HOPPER, Gpu
 from tuner.problem import E4M3, GemmProblem, GroupedGemmProblem, Problem
 
@@ -98,6 +100,9 @@ class BlockScaledGroupedGemm(Family):
         tensors = {operand.name: Ref(operand.name) for operand in problem.operands}
         arguments = arguments_of(is_grouped=True)
         return [Launch.named(KERNEL, arguments, tensors, integers, {"alpha": scale})]
+
+    def reduction_class(self, problem: Problem, config: Config) -> ReductionClass | None:
+        return reduction_of(config)
 
     def chip_work(self, problem: Problem, config: Config, gpu: Gpu) -> tuple[Work, ...]:
         one = Config(_PRODUCT.name, {**config.params, "split_k": 1})

@@ -19,6 +19,7 @@ from tuner.families.arguments import Arguments
 from tuner.families.base import Domain, KernelSpec, Launch, Ref, Strides
 from tuner.families.chip_work import WGMMA_M, Work, wgmmas
 from tuner.families.gemm import legality_facts
+from tuner.families.invariance import ReductionClass
 from tuner.families.strided_product import StridedProduct, as_gemm
 from tuner.hardware import (
     GRAPH_LAUNCH_US,
@@ -28,6 +29,7 @@ from tuner.hardware import (
     SMEM_RESERVED_PER_BLOCK_BYTES,
     TENSOR_FLOPS_PER_CLOCK_SM,
     WARP_GROUP,
+    WGMMA_K_BYTES,
     Gpu,
 )
 from tuner.problem import ACTIVATIONS, DTYPE_BYTES, E4M3, GemmProblem, Problem
@@ -208,6 +210,18 @@ class ClusterGemm(StridedProduct):
 
     def overlapped(self, config: Config) -> Config:
         return Config(config.family, {**config.params, "pdl": True})
+
+    def reduction_class(self, problem: Problem, config: Config) -> ReductionClass | None:
+        """Undivided sums are those of `gemm`."""
+        gemm, splits = as_gemm(problem, ClusterGemm.name), int(config["split_k"])
+        has_own = gemm.activation not in ("", "relu")
+        return ReductionClass(
+            depth=WGMMA_K_BYTES // DTYPE_BYTES[gemm.dtype],
+            splits=splits,
+            step=BLOCK_K if splits > 1 else 0,
+            merge="cluster" if splits > 1 else "",
+            epilogue=f"{self.name} {gemm.epilogue}" if has_own else "",
+        )
 
     def legality_facts(self, problem: Problem) -> Hashable:
         one = as_gemm(problem, ClusterGemm.name)

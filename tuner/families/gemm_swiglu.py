@@ -26,6 +26,7 @@ from tuner.families.gemm import (
     gemm_launch,
     legality_facts,
     overlapped,
+    reduction_of,
     split,
     splits_of,
     tiling_of,
@@ -33,6 +34,7 @@ from tuner.families.gemm import (
 from tuner.families.gemm import space as gemm_space
 from tuner.families.gemm.chip_work import gemm_work
 from tuner.families.gemm.shape import NO_SMEM
+from tuner.families.invariance import ReductionClass
 from tuner.hardware import HOPPER, Gpu
 from tuner.problem import GemmProblem, Problem, SwigluProblem
 
@@ -143,6 +145,9 @@ class GemmSwiglu(Family):
 
     def overlapped(self, config: Config) -> Config:
         return overlapped(config)
+
+    def reduction_class(self, problem: Problem, config: Config) -> ReductionClass | None:
+        return reduction_of(product_of(problem), config, epilogue=self.name)
 
     def legality_facts(self, problem: Problem) -> Hashable:
         if not isinstance(problem, SwigluProblem):

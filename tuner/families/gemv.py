@@ -18,6 +18,7 @@ from tuner.families import product_work
 from tuner.families.arguments import Arguments
 from tuner.families.base import Domain, KernelSpec, Launch, Ref, Strides
 from tuner.families.chip_work import Work
+from tuner.families.invariance import ReductionClass
 from tuner.families.strided_product import StridedProduct, as_gemm
 from tuner.hardware import (
     GRAPH_LAUNCH_US,
@@ -223,6 +224,19 @@ class Gemv(StridedProduct):
         """
         launch = {"pdl": True, "lead": LEAD, "persistent": True}
         return Config(self.name, {**config.params, **launch})
+
+    def reduction_class(self, problem: Problem, config: Config) -> ReductionClass | None:
+        """Warps take the pieces of a step, and add their sums one after the other."""
+        gemm = as_gemm(problem, Gemv.name)
+        has_own = gemm.has_residual or gemm.activation not in ("", "relu")
+        return ReductionClass(
+            depth=MAX_ROWS,
+            unit="mma",
+            splits=int(config["k_warps"]),
+            step=PIECE * int(config["pieces"]),
+            merge="warps",
+            epilogue=f"{self.name} {gemm.epilogue}" if has_own else "",
+        )
 
     def legality_facts(self, problem: Problem) -> Hashable:
         """Padded K: shared memory holds all rows of A."""

@@ -28,6 +28,7 @@ from tuner.families.block_scaled_gemm.shape import (
     tiles,
 )
 from tuner.families.chip_work import WGMMA_M, Work, wgmmas
+from tuner.families.invariance import ReductionClass
 from tuner.families.strided_product import StridedProduct, as_gemm, operands_conflict
 from tuner.hardware import (
     E4M3_RATE,
@@ -36,6 +37,7 @@ from tuner.hardware import (
     SMEM_PER_BLOCK_BYTES,
     TENSOR_FLOPS_PER_CLOCK_SM,
     WARP_GROUP,
+    WGMMA_K_BYTES,
     Gpu,
 )
 from tuner.problem import E4M3, SCALE_BLOCK, GemmProblem, Problem
@@ -173,6 +175,10 @@ class BlockScaledGemm(StridedProduct):
         arguments = arguments_of(is_grouped=False)
         return [Launch.named(KERNEL, arguments, tensors, integers, {"alpha": scale})]
 
+    def reduction_class(self, problem: Problem, config: Config) -> ReductionClass | None:
+        scales = as_gemm(problem, BlockScaledGemm.name).scales
+        return reduction_of(config, scales)
+
     def chip_work(self, problem: Problem, config: Config, gpu: Gpu) -> tuple[Work, ...]:
         gemm = as_gemm(problem, self.name)
         tile_m, tile_n, splits = config["tile_m"], config["tile_n"], config["split_k"]
@@ -201,6 +207,26 @@ class BlockScaledGemm(StridedProduct):
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         """`estimate_us` by first guesses of the kernel's rates."""
         return estimate_us(as_gemm(problem, BlockScaledGemm.name), config, gpu, rates_of(config))
+
+
+def reduction_of(config: Config, scales: str = "block") -> ReductionClass:
+    """Order of additions of the template's kernels: a block's sum is added with its factors.
+
+    Factors for all of K follow the sum. The instruction's rows come first: A's, or B's if swapped.
+
+    Args:
+        config: kernel of a product or of a grouped one.
+        scales: factors that the kernel multiplies by.
+    """
+    splits = int(config.get("split_k", 1))
+    return ReductionClass(
+        depth=WGMMA_K_BYTES,
+        promoted=SCALE_BLOCK,
+        splits=splits,
+        step=SCALE_BLOCK if splits > 1 else 0,
+        merge="cluster" if splits > 1 else "",
+        epilogue=f"{'b' if config['swap_ab'] else 'a'}'s factors first" if scales == "row" else "",
+    )
 
 
 class Rates(NamedTuple):

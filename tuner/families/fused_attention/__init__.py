@@ -37,10 +37,11 @@ from tuner.families.fused_attention.legality import (
 )
 from tuner.families.fused_attention.packing import MAX_PACKED, is_held, may_pad, tile_m
 from tuner.families.fused_attention.registers import narrowed, registers, spills
+from tuner.families.invariance import ReductionClass
 from tuner.families.tape import called, smaller, where
 from tuner.families.tma import tma_conflict
-from tuner.hardware import HOPPER, WARP_GROUP, Gpu
-from tuner.problem import E4M3, AttentionProblem, Problem, as_attention
+from tuner.hardware import HOPPER, WARP_GROUP, WGMMA_K_BYTES, Gpu
+from tuner.problem import DTYPE_BYTES, E4M3, AttentionProblem, Problem, as_attention
 from tuner.problem.attention_masks import PAGE_MULTIPLE
 
 KERNEL = "attention"
@@ -273,6 +274,20 @@ class FusedAttention(Family):
         tensors[LSE] = Ref(LSE)
         scalars = {"scale": scale, **({"softcap": attention.softcap} if attention.softcap else {})}
         return [Launch.named(KERNEL, arguments_of(attention), tensors, integers, scalars)]
+
+    def reduction_class(self, problem: Problem, config: Config) -> ReductionClass | None:
+        """Blocks of keys begin at multiples of `tile_n`. None with splits, whose parts depend on
+        the number of keys, and under a block-sparse mask, whose keys are in its table's order.
+        """
+        attention, params = as_attention(problem), config.params
+        if config["splits"] > 1 or "stream_k" in params or attention.block_mask:
+            return None
+        return ReductionClass(
+            depth=WGMMA_K_BYTES // DTYPE_BYTES[attention.dtype],
+            keys=int(config["tile_n"]),
+            key_groups=int(config.get("key_groups", 1)),
+            rescale="lazy" if "lazy" in config.get("rescale", "") else "",
+        )
 
     def chip_work(self, problem: Problem, config: Config, gpu: Gpu) -> tuple[Work, ...]:
         attention = as_attention(problem)

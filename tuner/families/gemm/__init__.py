@@ -37,21 +37,25 @@ from tuner.families.gemm.shape import (
     DECOMPOSITIONS,
     NO_SMEM,
     PLAIN,
+    PROMOTED_K,
     RASTER_ORDERS,
     SWIZZLES,
     TMA_EPILOGUE,
     oriented,
 )
+from tuner.families.invariance import ReductionClass
 from tuner.families.strided_product import StridedProduct, as_gemm
 from tuner.hardware import (
     HOPPER,
     SMEM_PER_SM_BYTES,
     SMEM_RESERVED_PER_BLOCK_BYTES,
     TMA_ALIGNMENT_BYTES,
+    WGMMA_K_BYTES,
     Gpu,
 )
 from tuner.problem import (
     ACTIVATIONS,
+    DTYPE_BYTES,
     E4M3,
     EPILOGUE_SCALES,
     DType,
@@ -249,6 +253,9 @@ class Gemm(StridedProduct):
     def overlapped(self, config: Config) -> Config:
         return overlapped(config)
 
+    def reduction_class(self, problem: Problem, config: Config) -> ReductionClass | None:
+        return reduction_of(as_gemm(problem, Gemm.name), config)
+
     def legality_facts(self, problem: Problem) -> Hashable:
         product = as_gemm(problem, Gemm.name)
         return legality_facts(problem, product.m, product.n, product.k, product.dtype)
@@ -299,6 +306,35 @@ def split(config: Config, splits: int) -> Config:
     if config.get("decomposition_mode") != "SplitK":
         return config
     return Config(config.family, {**config.params, "splits": max(splits, gemm_space.SPLITS[0])})
+
+
+def reduction_of(problem: GemmProblem, config: Config, epilogue: str = "") -> ReductionClass | None:
+    """Order of additions of CUTLASS's kernels. Stream-K divides K by the number of tiles; split K
+    divides it into whole tiles, whose sums are added in turns of the blocks.
+
+    Args:
+        problem: the product.
+        config: its kernel, of this family or with the same parameters.
+        epilogue: name of an epilogue that the product does not name; empty: the product's own.
+    """
+    mode = config.get("decomposition_mode")
+    if mode == "StreamK":
+        return None
+    if not epilogue:
+        # The factors of the instruction's columns come first: of B's columns, swapped of A's rows.
+        side = "a" if config["swap_ab"] else "b"
+        by_rows = f"{side}'s factors first" if problem.scales == "row" else ""
+        has_own = problem.has_residual or problem.activation not in ("", "relu")
+        epilogue = f"cutlass {problem.epilogue}" if has_own else by_rows
+    splits = int(config["splits"]) if mode == "SplitK" else 1
+    return ReductionClass(
+        depth=WGMMA_K_BYTES // DTYPE_BYTES[problem.dtype],
+        promoted=0 if problem.fast_accum else PROMOTED_K,
+        splits=splits,
+        step=int(config["tile_k"]) if splits > 1 else 0,
+        merge="turns" if splits > 1 else "",
+        epilogue=epilogue,
+    )
 
 
 def overlapped(config: Config) -> Config:

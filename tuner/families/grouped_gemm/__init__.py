@@ -18,7 +18,7 @@ from tuner.errors import ConfigError
 from tuner.families.arguments import Arguments
 from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref
 from tuner.families.chip_work import Work, work_of_groups
-from tuner.families.gemm import Gemm, cost
+from tuner.families.gemm import Gemm, cost, reduction_of
 from tuner.families.gemm import space as gemm_space
 from tuner.families.gemm.chip_work import gemm_work
 from tuner.families.gemm.shape import (
@@ -30,6 +30,7 @@ from tuner.families.gemm.shape import (
     TMA_EPILOGUE,
     round_up,
 )
+from tuner.families.invariance import ReductionClass
 from tuner.hardware import GRAPH_LAUNCH_US, HOPPER, SMEM_PER_BLOCK_BYTES, Gpu
 from tuner.problem import DTYPE_BYTES, E4M3, GemmProblem, GroupedGemmProblem, Problem
 
@@ -119,6 +120,9 @@ class GroupedGemm(Family):
         }
         tensors = {operand.name: Ref(operand.name) for operand in problem.operands}
         return [Launch.named(KERNEL, ARGUMENTS, tensors, integers, {"alpha": scale})]
+
+    def reduction_class(self, problem: Problem, config: Config) -> ReductionClass | None:
+        return reduction_of(_one_group(_grouped(problem)), config)
 
     def chip_work(self, problem: Problem, config: Config, gpu: Gpu) -> tuple[Work, ...]:
         groups = _grouped(problem)

@@ -1,0 +1,63 @@
+"""The order in which a kernel adds: kernels of one order give a row the same bits.
+
+A row's bits depend on how its sum over K, or over the keys, is divided and in which order its parts
+are added. Tiles along M and N, clusters, stages, schedules and an exchange of the operands do not
+matter. `tuner.runtime.bits` compares the bits of kernels of one class.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from tuner.config import Config
+from tuner.problem import Problem
+
+
+@dataclass(frozen=True, order=True)
+class ReductionClass:
+    """An order of additions. Kernels of equal classes, of one operation, types and epilogue, give
+    equal rows equal bits, whatever other rows there are.
+    """
+
+    depth: int
+    """Terms that an instruction of the tensor cores adds."""
+    unit: str = "wgmma"
+    """Instruction: ``wgmma``, or ``mma`` with the order of terms of `gemv`."""
+    promoted: int = 0
+    """Terms after which the accumulators are added to an fp32 sum; 0: at the end only."""
+    splits: int = 1
+    """Parts that a sum is divided into."""
+    step: int = 0
+    """Terms that the parts are whole multiples of; 0 for one part."""
+    merge: str = ""
+    """How the parts are added: in ``turns`` of blocks, in a ``cluster``, or of ``warps``."""
+    epilogue: str = ""
+    """Operations after the sum, where families do them unlike; empty: all do them alike."""
+    keys: int = 0
+    """Keys after which the online softmax rescales, of attention."""
+    key_groups: int = 1
+    """Groups of warps that take such blocks of keys in turn."""
+    rescale: str = ""
+    """``lazy``: the online softmax keeps its maximum while a row's grows little."""
+
+    def label(self) -> str:
+        """The fields that differ from their defaults, for people."""
+        named = {one.name: (getattr(self, one.name), one.default) for one in fields(self)}
+        return ",".join(
+            f"{name}={value}" for name, (value, usual) in named.items() if value != usual
+        )
+
+
+class Invariance:
+    """The guarantee of a family's kernels. The default is that of a family without one."""
+
+    def reduction_class(self, problem: Problem, config: Config) -> ReductionClass | None:
+        """The order in which the kernel of a config adds.
+
+        None where it depends on more than the row itself, as on the number of rows or the moment.
+
+        Args:
+            problem: problem to compute, of whose sizes only K and the head dimension count.
+            config: a legal config of the family.
+        """
+        return None
