@@ -56,6 +56,7 @@ struct Product {
   float* d;
   uint64_t x, y;
   int adds, columns;
+  bool transposed = false;  // whether the columns of y are contiguous, and not K
   int group = 0;  // that it was committed with; 0 before
 };
 
@@ -261,6 +262,21 @@ inline CUtensorMap map_of(Matrix const& matrix) {
   return map;
 }
 
+struct Tensor {  // what a tensor map of more dimensions describes: 16-bit rows, and what they lie in
+  uint16_t const* data;
+  int columns;
+  int sizes[3];
+  int64_t strides[3];  // elements
+  int box[3];          // of 64 columns
+};
+
+inline CUtensorMap tensor_of(Tensor const& tensor) {
+  CUtensorMap map{};
+  static_assert(sizeof(tensor) <= sizeof(map));
+  std::memcpy(&map, &tensor, sizeof(tensor));
+  return map;
+}
+
 inline float e4m3(uint8_t bits) {
   int const exponent = bits >> 3 & 15, mantissa = bits & 7;
   if (exponent == 15 && mantissa == 7) return NAN;
@@ -270,6 +286,30 @@ inline float e4m3(uint8_t bits) {
 
 inline uint32_t swizzled(uint32_t address) { return address ^ ((address >> 7 & 7) << 4); }
 
+// A box of a tensor to this block.
+inline void copy_tensor(CUtensorMap const& map, uint32_t to, int column, int x, int y, int z, uint32_t barrier) {
+  Tensor tensor;
+  std::memcpy(&tensor, &map, sizeof(tensor));
+  int const rows = tensor.box[0] * tensor.box[1] * tensor.box[2];
+  if (to % 1024) fail("a box lies between swizzle atoms");
+  Place const target = place_of(to), at = place_of(barrier);
+  std::memset(bytes_at(target, rows * 128), 0x7F, rows * 128);
+  machine().boxes.push_back({[=] {
+    for (int r = 0; r < rows; ++r)
+      for (int c = 0; c < 64; ++c) {
+        int const place[] = {x + r % tensor.box[0], y + r / tensor.box[0] % tensor.box[1], z + r / (tensor.box[0] * tensor.box[1])};
+        bool is_there = column + c < tensor.columns;
+        int64_t offset = column + c;
+        for (int i = 0; i < 3; ++i) is_there &= place[i] >= 0 && place[i] < tensor.sizes[i], offset += place[i] * tensor.strides[i];
+        uint16_t const word = is_there ? tensor.data[offset] : 0;
+        std::memcpy(target.block->memory.data() + swizzled(target.address + r * 128 + 2 * c) - kBase, &word, 2);
+      }
+    Barrier& there = at.block->barriers.at(at.address);
+    there.bytes -= rows * 128;
+    complete(there);
+  }});
+}
+
 // Bytes of an operand's element: e4m3, or bf16 where the program says so before.
 #ifdef EMULATES_BF16
 constexpr int kElementBytes = 2;
@@ -277,11 +317,14 @@ constexpr int kElementBytes = 2;
 constexpr int kElementBytes = 1;
 #endif
 
-// A row's elements of K of an operand of WGMMA.
-inline float element(uint64_t descriptor, int row, int k) {
+// A row's elements of K of an operand of WGMMA, or a column's of one whose columns are contiguous.
+inline float element(uint64_t descriptor, int row, int k, bool transposed = false) {
   if (descriptor >> 62 != 1 || (descriptor >> 49 & 7) != 0) fail("an operand is not in the widest swizzle at its base");
   uint32_t const start = (descriptor & 0x3FFF) << 4, stride = (descriptor >> 32 & 0x3FFF) << 4;
-  uint32_t const address = swizzled(start + row / 8 * stride + row % 8 * 128 + k * kElementBytes);
+  uint32_t const leading = (descriptor >> 16 & 0x3FFF) << 4, columns = 128 / kElementBytes;
+  uint32_t const place = transposed ? row / columns * leading + row % columns * kElementBytes + k / 8 * stride + k % 8 * 128
+                                    : row / 8 * stride + row % 8 * 128 + k * kElementBytes;
+  uint32_t const address = swizzled(start + place);
   uint8_t const* const bytes = bytes_at(place_of(address), kElementBytes);
   if (kElementBytes == 1) return e4m3(*bytes);
   uint32_t const bits = uint32_t(bytes[1]) << 24 | uint32_t(bytes[0]) << 16;
@@ -302,7 +345,7 @@ inline void run_products(int left = 0) {
     for (int i = 0; i < product.columns / 2; ++i) {
       int const row = thread / 32 * 16 + lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
       double sum = product.adds ? product.d[i] : 0.0;
-      for (int k = 0; k < 32 / kElementBytes; ++k) sum += double(element(product.x, row, k)) * element(product.y, column, k);
+      for (int k = 0; k < 32 / kElementBytes; ++k) sum += double(element(product.x, row, k)) * element(product.y, column, k, product.transposed);
       product.d[i] = static_cast<float>(sum);
     }
   }
@@ -341,8 +384,15 @@ inline unsigned __ballot_sync(unsigned, bool holds) {
   return all;
 }
 inline int __popc(unsigned word) { return __builtin_popcount(word); }
-// The rest of warp.h.
-inline float __shfl_xor_sync(unsigned, float, int) { emulator::fail("a float is not shuffled here"); }
+inline float __shfl_xor_sync(unsigned, float x, int step) {
+  uint32_t word;
+  std::memcpy(&word, &x, 4);
+  word = __shfl_xor_sync(~0u, word, step);
+  std::memcpy(&x, &word, 4);
+  return x;
+}
+inline bool __any_sync(unsigned, bool holds) { return __ballot_sync(~0u, holds) != 0; }
+inline int __ffs(int word) { return __builtin_ffs(word); }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 

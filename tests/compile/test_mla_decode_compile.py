@@ -1,0 +1,128 @@
+"""The template of latent attention's decoding through nvcc, and on emulated threads."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from emulation import device_half
+from emulation import emulated as run_emulated
+
+from tuner.compile.compiler import Compiler
+from tuner.compile.loading import load
+from tuner.compile.render import render
+from tuner.errors import BenchmarkError
+from tuner.families.mla_decode import ARGUMENTS, spec_of
+
+pytestmark = [pytest.mark.compile, pytest.mark.timeout(900)]
+
+LATE, FIRST = (spec_of("bfloat16", scores_first=first) for first in (False, True))
+SPECS = [LATE]
+DEVICE_SPECS = [FIRST, spec_of("float16", scores_first=False)]
+
+#: What the template has in PTX is the emulator's.
+_BODIES = {
+    "multiply_scores": "emulator::self().products.push_back({d, x, y, adds, kKeys});",
+    "multiply_values": "emulator::self().products.push_back({d, x, y, adds, 2 * kResults, true});",
+    "earlier_products_wait": "emulator::run_products(1);",
+    "copy_rows": "emulator::copy_tensor(map, to, column, slot, page, 0, barrier);",
+    "copy_queries": "emulator::copy_tensor(map, to, column, head, query, sequence, barrier);",
+    "store_message": "store_shared(to, maximum), store_shared(to + 4, sum);",
+    "store_zeros": "for (int i = 0; i < 4; ++i) store_shared(to + 4 * i, 0.0f);",
+}
+#: Heads, queries, slots of a page, shares of the tiles, tiles that a sequence's ends cost, lengths.
+CASES = {
+    "one head": (1, 1, 64, 1, 1, 70),
+    "pages of 16, a sequence of three parts": (5, 3, 16, 4, 2, 129, 450, 1),
+    "an empty sequence": (16, 4, 64, 3, 1, 200, 0, 3, 64),
+    "two blocks of heads, pages of 48": (128, 1, 48, 2, 0, 100, 333),
+    "shares without a tile": (64, 1, 128, 7, 3, 65, 1),
+}
+USUAL = {"pages of 16, a sequence of three parts", "an empty sequence"}
+#: Faults of the template.
+MUTANTS = {
+    "what lies behind a sequence is added": ("clear_behind(item, tile, counter);", ""),
+    "a stage is free before it was read": ("wait_for(memory.empty(stage, 0), parity)", ""),
+    "probabilities are read before they are there": ("wait_for_probabilities(counter);", ""),
+    "the other group's maximum is not taken": (
+        "add(r, message.x, message.y, factor);",
+        "factor[r] = 1.0f;",
+    ),
+    "queries are replaced while they are read": (
+        "wait_for(memory.query_empty(), items % 2 ^ 1);",
+        "",
+    ),
+    "later queries see no more": (" + 1 + query(r)) - base", " + 1) - base"),
+}
+
+
+def emulated(
+    first: bool,
+    case: tuple[int, ...],
+    nvcc: Path,
+    folder: Path,
+    mutant: tuple[str, str] = ("", ""),
+    orders: int = 1,
+) -> str:
+    """Output of an emulated kernel about its results; empty where all are right."""
+    device = device_half(render(FIRST if first else LATE, "emulated"))
+    for name, body in _BODIES.items():
+        pattern = re.compile(rf"(void {name}\(.*?\)) \{{\s*asm.*?\}}\n(?=\n|//)", re.S)
+        device, found = pattern.subn(rf"\1 {{ {body} }}\n", device)
+        assert found == 1, name
+    padded = (*case, *[-1] * (11 - len(case)))
+    device = f"#define EMULATES_BF16\n{device}"
+    return run_emulated(device, "mla_decode.h", [padded], nvcc, folder, mutant, orders)
+
+
+def test_no_kernel_spills_or_serialises_its_products(
+    compiler: Compiler, device_compiler: Compiler
+) -> None:
+    futures = [*compiler.submit(SPECS), *device_compiler.submit(DEVICE_SPECS)]
+    for spec, future in futures:
+        artifact = future.result()
+        used = artifact.resources
+        assert used is not None
+        assert (used.spill_store_bytes, used.spill_load_bytes, used.stack_bytes) == (0, 0, 0), spec
+        assert not artifact.facts.get("advice"), spec
+
+
+def test_the_library_refuses_what_it_would_get_wrong(compiler: Compiler) -> None:
+    [(_, future)] = compiler.submit(SPECS)
+    kernel = load(future.result())
+    right = {"batch": 3, "queries": 2, "heads": 20, "page_size": 64, "pages": 9, "pdl": 1}
+    right |= {"query_batch": 23040, "query_row": 11520, "query_head": 576, "tile_overhead": 4}
+    right |= {"cache_page": 36864, "cache_slot": 576, "table_row": 5}
+    right |= {"out_batch": 20480, "out_row": 10240, "out_head": 512}
+
+    def ordered(**values: int) -> tuple[int, ...]:
+        tensors = dict.fromkeys(ARGUMENTS.tensors, 0)
+        return ARGUMENTS.ordered(tensors, {**right, **values}, {"scale": 1.0})[1]
+
+    assert kernel.workspace_bytes(ordered()) > 2 * 132 * 64 * 512 * 4
+    wrong = {"batch": 0, "queries": 65, "heads": 0, "page_size": 40, "pages": 0, "query_row": 4}
+    wrong |= {"cache_slot": 577, "tile_overhead": -1, "table_row": -1}
+    for name, value in wrong.items():
+        integers = ordered(**{name: value})
+        with pytest.raises(BenchmarkError):
+            kernel.workspace_bytes(integers)
+        with pytest.raises(BenchmarkError):
+            kernel.launch((256,) * 6, integers, (1.0,), 256, 0)
+    for addresses, scale in (((264, *(256,) * 5), 1.0), ((0,) * 6, 1.0), ((256,) * 6, 0.0)):
+        with pytest.raises(BenchmarkError):
+            kernel.launch(addresses, ordered(), (scale,), 256, 0)
+
+
+@pytest.mark.usefixtures("usual")
+@pytest.mark.parametrize("case", CASES)
+def test_an_emulated_kernel_is_right(compiler: Compiler, case: str, tmp_path: Path) -> None:
+    for first in (False, True):
+        assert emulated(first, CASES[case], compiler.toolchain.nvcc, tmp_path) == ""
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_emulator_finds_what_is_wrong(compiler: Compiler, name: str, tmp_path: Path) -> None:
+    case = (16, 4, 64, 1, 1, 610, 0, 3)
+    nvcc = compiler.toolchain.nvcc
+    assert emulated(False, case, nvcc, tmp_path, MUTANTS[name], orders=2) != ""
