@@ -165,7 +165,7 @@ HOLES = Preset(
     *(lambda _: cliffs_holes.HOLES, cliffs_holes.measured),
     table=cliffs_holes.table,
     limit_s=60.0,
-    smoke=SMOKE,
+    smoke=cliffs_holes.Hole("decoding", _ATTENTION),
     listing=cliffs_holes.listing,
     compile=lambda _: cliffs_holes.compile_holes(cliffs_holes.HOLES),
 )

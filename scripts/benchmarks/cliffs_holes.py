@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 from benchmarks import rows
-from benchmarks.cliffs_draws import Draw, dense
+from benchmarks.cliffs_draws import dense
 from benchmarks.harness import Contender, Row
 from benchmarks.own_plans import built_artifacts, compile_specs, own_plan
 from tuner.config import Config, Value
@@ -23,7 +23,7 @@ from tuner.families.base import KernelSpec
 from tuner.families.peers import sdpa
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.problem import AttentionProblem
-from tuner.problem.population import Chance
+from tuner.problem.population import Chance, ModelCall
 from tuner.search import pool
 from tuner.selection.domains import AttentionDomain, domain_of
 from tuner.selection.portfolio import serving, shipped
@@ -92,31 +92,44 @@ PROMPTS: Mapping[str, Sequence[tuple[int, ...]]] = {
 }
 
 
-def _holes() -> list[Draw]:
-    found = []
+@dataclass(frozen=True)
+class Hole:
+    """A listed call, or one near it."""
+
+    group: str
+    problem: AttentionProblem
+
+    @property
+    def call(self) -> ModelCall:
+        """The call with tensors as the problem's layout says, cold where it decodes."""
+        return dense(self.problem, "decoding" if self.problem.is_decoding else "prompt")
+
+    @property
+    def label(self) -> str:
+        return self.problem.label()
+
+
+def _holes() -> Iterator[Hole]:
     for group, calls in DECODING.items():
         for batch, heads, heads_kv, queries, keys, head_dim in calls:
-            text = f"B={batch},H={heads},HKV={heads_kv},SQ={queries},SKV={keys},D={head_dim}"
-            found.append((group, text, "decoding"))
+            heads_text = f"B={batch},H={heads},HKV={heads_kv}"
+            text = f"{heads_text},SQ={queries},SKV={keys},D={head_dim},dtype=bf16"
+            yield Hole(group, AttentionProblem.parse(text))
     for group, calls in PROMPTS.items():
         for batch, heads, heads_kv, tokens, head_dim, causal in calls:
             text = f"B={batch},H={heads},HKV={heads_kv},S={tokens},D={head_dim},causal={causal}"
-            found.append((group, text, "prompt"))
-    return [
-        Draw(group, dense(AttentionProblem.parse(f"{text},dtype=bf16"), kind), index)
-        for index, (group, text, kind) in enumerate(found)
-    ]
+            yield Hole(group, AttentionProblem.parse(f"{text},dtype=bf16"))
 
 
-HOLES = _holes()
-"""The listed calls, in bf16."""
+HOLES = tuple(_holes())
+"""The listed calls."""
 
 
-def neighbours(args: Namespace) -> list[Draw]:
+def neighbours(args: Namespace) -> list[Hole]:
     """A call near each listed one: sizes between 0.6 and 1.6 times its own, by the seed."""
     found = []
-    for hole in HOLES:
-        problem, chance = hole.call.problem, Chance(f"near {args.seed}", hole.index)
+    for index, hole in enumerate(HOLES):
+        problem, chance = hole.problem, Chance(f"near {args.seed}", index)
 
         def near(size: int, name: str, chance: Chance = chance) -> int:
             return max(1, size * (60 + chance.below(101, name)) // 100)
@@ -125,7 +138,7 @@ def neighbours(args: Namespace) -> list[Draw]:
         queries = keys if problem.seqlen_q == problem.seqlen_kv else problem.seqlen_q
         batch = near(problem.batch, "batch")
         problem = replace(problem, batch=batch, seqlen_q=queries, seqlen_kv=keys)
-        found.append(replace(hole, call=dense(problem, hole.call.kind)))
+        found.append(replace(hole, problem=problem))
     return found
 
 
@@ -214,9 +227,9 @@ def _specs(problem: AttentionProblem, config: Config) -> Mapping[str, KernelSpec
     return FAMILY.kernels(problem, config)
 
 
-def compile_holes(cases: Sequence[Draw]) -> int:
+def compile_holes(cases: Sequence[Hole]) -> int:
     """Compile every kernel that may answer a call; 0."""
-    problems = [case.call.problem for case in cases]
+    problems = [case.problem for case in cases]
     compile_specs(s for p in problems for c in own_configs(p) for s in _specs(p, c).values())
     return 0
 
@@ -227,7 +240,7 @@ def _own_call(problem: AttentionProblem, config: Config) -> Callable[..., Any] |
     if isinstance(artifacts, str):
         return None
     plan = own_plan(problem, config, artifacts, problem.head_dim**-0.5)
-    return None if isinstance(plan, str) else plan.run_uncounted  # type: ignore[no-any-return]
+    return None if isinstance(plan, str) else plan.run_uncounted
 
 
 def _serving_call(problem: AttentionProblem) -> Callable[..., Any] | None:
@@ -237,11 +250,11 @@ def _serving_call(problem: AttentionProblem) -> Callable[..., Any] | None:
     return None if isinstance(call, str) else call
 
 
-def measured(case: Draw, _: Namespace) -> Row:
+def measured(case: Hole, _: Namespace) -> Row:
     """Times of all, errors, the kind of answer, and the config of the fastest own kernel."""
     from benchmarks.population_calls import measured as call_measured
 
-    problem = case.call.problem
+    problem = case.problem
     configs = {f"{rows.TUNER} {one.digest[:6]}": one for one in own_configs(problem)}
 
     def ways(inputs: Sequence[Any]) -> Iterator[Contender]:
@@ -270,9 +283,9 @@ def table(measured: Sequence[Row]) -> list[str]:
     return [*lines, "", "the fastest own kernel:", "", *rows.ratio_table(best)] if best else lines
 
 
-def listing(cases: Sequence[Draw], _: Namespace) -> Iterable[str]:
+def listing(cases: Sequence[Hole], _: Namespace) -> Iterable[str]:
     """Calls with their own kernels."""
     for case in cases:
         yield f"{case.group}: {case.label}"
-        for config in own_configs(case.call.problem):
+        for config in own_configs(case.problem):
             yield f"    {config.digest[:6]} {config.params}"

@@ -21,12 +21,12 @@ NONE = Namespace(seed="0")
 
 def test_neighbours_are_of_the_same_domains_and_depend_on_the_seed() -> None:
     near, other = neighbours(NONE), neighbours(Namespace(seed="1"))
-    assert [draw.group for draw in near] == [draw.group for draw in HOLES]
+    assert [hole.group for hole in near] == [hole.group for hole in HOLES]
     assert neighbours(NONE) == near
     moved = 0
     for hole, first, second in zip(HOLES, near, other, strict=True):
-        assert domain_of(first.call.problem) == domain_of(hole.call.problem)
-        keys = [draw.call.problem.seqlen_kv for draw in (hole, first, second)]
+        assert domain_of(first.problem) == domain_of(hole.problem)
+        keys = [hole.problem.seqlen_kv for hole in (hole, first, second)]
         assert all(0.6 * keys[0] - 1 <= each <= 1.6 * keys[0] for each in keys)
         moved += len(set(keys)) == 3
     assert moved > len(HOLES) * 0.8
@@ -34,17 +34,15 @@ def test_neighbours_are_of_the_same_domains_and_depend_on_the_seed() -> None:
 
 def test_every_candidate_may_answer_a_listed_call_without_spills() -> None:
     used = set[tuple[object, Config]]()
-    for draw in HOLES:
-        problem, configs = draw.call.problem, own_configs(draw.call.problem)
+    for hole in HOLES:
+        problem, configs = hole.problem, own_configs(hole.problem)
         assert configs
         for config in configs:
             assert family(config.family).accepts(problem, config, DEFAULT_GPU)
         for one in further(problem):
             if any(one.params.items() <= config.params.items() for config in configs):
                 used.add((domain_of(problem), one))
-    wanted = {
-        (domain_of(draw.call.problem), one) for draw in HOLES for one in further(draw.call.problem)
-    }
+    wanted = {(domain_of(hole.problem), one) for hole in HOLES for one in further(hole.problem)}
     assert used == wanted and sum(map(len, CANDIDATES.values())) > 10
 
 
@@ -53,8 +51,8 @@ def test_the_fastest_own_kernel_is_named_and_has_a_table(monkeypatch: Any) -> No
     torch = pytest.importorskip("torch", reason="torch is not installed")
     from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-    draw = next(one for one in HOLES if one.group == "decoding, D=256")
-    problem = draw.call.problem
+    hole = next(one for one in HOLES if one.group == "decoding, D=256")
+    problem = hole.problem
     first, second = own_configs(problem)[:2]
 
     def own_call(_: Any, config: Config) -> Any:
@@ -66,9 +64,9 @@ def test_the_fastest_own_kernel_is_named_and_has_a_table(monkeypatch: Any) -> No
     from bench_device import on_the_cpu
 
     with on_the_cpu():
-        row = cliffs_holes.measured(draw, NONE)
+        row = cliffs_holes.measured(hole, NONE)
     assert Config.from_json(row["best"]) == first and row["us"][cliffs_holes.BEST] == 8.0
     assert row["wrong"] == [f"{rows.TUNER} {second.digest[:6]}"], "zeros are not timed"
-    row |= {"case": draw.label, "group": draw.group}
+    row |= {"case": hole.label, "group": hole.group}
     text = "\n".join(cliffs_holes.table([json.loads(json.dumps(row))]))
     assert text.count("decoding, D=256") == 2 and "the fastest own kernel" in text
