@@ -11,6 +11,7 @@ of either side are timed once more. ``tuner`` is the rule's choice in ``scaled``
 
 from __future__ import annotations
 
+import random
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,8 +38,9 @@ from tuner.compile.artifacts import ArtifactCache
 from tuner.compile.single import BLOCK_QUANTISER
 from tuner.errors import BenchmarkError
 from tuner.families import families
+from tuner.families.gemm.domains import MAX_FEW
 from tuner.hardware import DEFAULT_GPU
-from tuner.problem import E4M3, GemmProblem
+from tuner.problem import E4M3, SCALE_BLOCK, GemmProblem
 
 BUDGET_US = 2e5
 """All rounds of a product take about so long, of the finalists twice as long."""
@@ -102,6 +104,46 @@ NARROW = tuple(
     Product(GemmProblem(m, n, k, dtype="bfloat16"), f"M={m}")
     for (n, k), m in product(NARROW_LAYERS.values(), NARROW_ROWS)
 )
+FEW_HOLES = tuple(
+    (m, n, k)
+    for (n, k), m in product(
+        ((5120, 5120), (8192, 3072), (4224, 1408), (3840, 2560)), (1, 4, 8, 16)
+    )
+)
+"""M, N, K of bf16 products of few rows at which cuBLAS was ahead."""
+SCALED_HOLES = (
+    *((m, 6144, 4096) for m in (64, 96, 128, 200)),
+    *((m, 2560, 8192) for m in (96, 200, 256, 2048)),
+    *((m, n, k) for n, k in ((7168, 2304), (24576, 1536)) for m in (96, 200)),
+    *((128, 7168, 2048), (128, 2112, 7168)),
+)
+"""The same with factors of blocks, where DeepGEMM was."""
+NEIGHBOURS = 15
+"""Fresh products near those of either list."""
+
+
+def holes(args: Namespace) -> list[Product]:
+    """Products at which a peer was ahead, and others near them by the seed."""
+    rng = random.Random(f"holes {args.seed}")
+    kinds: dict[str, tuple[Sequence[tuple[int, ...]], dict[str, Any]]] = {
+        "few rows": (FEW_HOLES, {"dtype": "bfloat16"}),
+        "factors of blocks": (SCALED_HOLES, {"dtype": E4M3, "scales": "block"}),
+    }
+    cases: dict[Product, None] = {}
+    for group, (sizes, facts) in kinds.items():
+        cases |= dict.fromkeys(Product(GemmProblem(*one, **facts), group) for one in sizes)
+        for _ in range(NEIGHBOURS):
+            m, n, k = rng.choice(sizes)
+            rows = 2 ** rng.uniform(0, 4) if m <= MAX_FEW else m * rng.uniform(0.7, 1.3)
+            blocks = [round(one * rng.uniform(0.75, 1.3) / SCALE_BLOCK) for one in (n, k)]
+            near = (round(rows), *(SCALE_BLOCK * count for count in blocks))
+            cases[Product(GemmProblem(*near, **facts), f"{group}, neighbours")] = None
+    return list(cases)
+
+
+def hole(case: Product, args: Namespace) -> Row:
+    """A row of `scaled` or of `narrow`, by the product's types."""
+    return scaled(case, args) if case.problem.scales else narrow(case, args)
 
 
 def scaled(case: Product, args: Namespace) -> Row:
@@ -119,7 +161,7 @@ def e4m3(case: Product, _: Namespace) -> Row:
 
 
 def narrow(case: Product, _: Namespace) -> Row:
-    """Times and errors of 64 to 256 rows in bf16, of what is served and of built kernels."""
+    """Times and errors of up to 256 rows in bf16, of what is served and of built kernels."""
     import tuner
 
     tensors = Tensors(case.problem)
@@ -128,7 +170,7 @@ def narrow(case: Product, _: Namespace) -> Row:
         return tuner.linear(tensors.rows, tensors.weights[i][0])
 
     ways = [*torch_ways(tensors), ("tuner", lambda: served), *algorithm_ways(tensors)]
-    ways += built_ways(tensors, ("cluster_gemm",), NARROW_KERNELS)
+    ways += built_ways(tensors, ("gemv", "cluster_gemm"), NARROW_KERNELS)
     ways += built_ways(tensors, ("gemm",), NARROW_BUILT)
     return measured(tensors, ways)
 
@@ -295,6 +337,12 @@ BENCH = Bench(
             table=table,
             smoke=_smoke("narrow", dtype="bfloat16"),
             compile=compile_narrow,
+        ),
+        "holes": Preset(
+            "bf16 of up to 16 rows and factors of blocks of 64 to 256, where peers were ahead",
+            *(holes, hole),
+            table=table,
+            smoke=_smoke("holes", dtype="bfloat16"),
         ),
         "quantiser": Preset(
             "activations to e4m3, beside PyTorch's operations",

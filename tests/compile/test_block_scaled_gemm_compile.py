@@ -98,6 +98,11 @@ def test_the_library_refuses_what_it_would_get_wrong(compiler: Compiler) -> None
 _MULTIPLY = re.compile(r"(__device__ __forceinline__ void multiply\(.*?\) \{\n).*?\n\}\n", re.S)
 _PRODUCT = r"\1  emulator::self().products.push_back({d, x, y, adds, kTileY});\n}\n"
 _EARLIER = re.compile(r"(void earlier_products_wait\(\) \{ ).*? \}\n")
+#: What else the template has in PTX.
+_BODIES = {
+    "scheduler_barrier_arrive": "emulator::come(kTurns + 1 - group, kGroups * kWarpGroup);",
+    "store_shared_words": "for (int i = 0; i < 4; ++i) store_shared(to + 4 * i, words[i]);",
+}
 #: M, N, K; tiles of a band, walked along the rows, clusters at once.
 EMULATED = ((130, 72, 1040, 1, True, 1), (300, 392, 1024, 4, False, 2))
 #: The same of groups, and how many.
@@ -127,6 +132,8 @@ MUTANTS = {
     "a box begins at any row": ("tile.row / 4 * 4 + i", "tile.row + i"),
     "factors of the rows before": ("factors(box + tile.row % 4 * 4)", "factors(box)"),
     "a box of a group's end": ("if (!kGrouped || tile.row + last <= tile.end)", "if (true)"),
+    "nobody begins": ("if (lane.group == 1) scheduler_barrier_arrive(1);", ""),
+    "words of another thread": ("i) / 4 * kConsumers * 16", "i) / 4 * kConsumers"),
 }
 
 
@@ -147,6 +154,10 @@ def emulated(
     device, products = _MULTIPLY.subn(_PRODUCT, device_half(render(spec, "emulated")))
     assert products == 1
     device = _EARLIER.sub(r"\1emulator::run_products(1); }\n", device)
+    for name, body in _BODIES.items():
+        device = re.sub(
+            rf"(void {name}\([^)]*\) \{{).*?\n\}}\n", rf"\1 {body} }}\n", device, flags=re.S
+        )
     # With groups a box of factors begins before their first row.
     box = "kFactorBox" if "kFactorBox" in device else "kRowFactors"
     device += f"constexpr int kBoxFloats = k_emulated::{box};\n"
@@ -198,6 +209,8 @@ def test_the_emulator_finds_what_is_wrong(compiler: Compiler, name: str, tmp_pat
         "a stage is left while it is read": config(
             (64, 32), 2, unroll=2, tma_factors=True, ahead=True
         ),
+        "nobody begins": config((128, 32), 2, unroll=2, turns=True),
+        "words of another thread": config((128, 64), 2, split_k=2, vector_merge=True),
         "a box begins at any row": grouped(_BY_TMA),
         "factors of the rows before": grouped(_BY_TMA),
         "a box of a group's end": grouped(config((64, 64), 2, store_buffers=1)),

@@ -24,8 +24,8 @@ GEMV = Gemv()
 NAMES = ("warps", "k_warps", "row_tiles", "pieces", "stages", "blocks_per_sm")
 
 
-def config(*values: int) -> Config:
-    runtime: dict[str, bool | int] = {"persistent": False, "pdl": False, "lead": 0}
+def config(*values: int, **more: int) -> Config:
+    runtime: dict[str, bool | int] = {"persistent": False, "pdl": False, "lead": 0, **more}
     return Config("gemv", {**dict(zip(NAMES, values, strict=True)), **runtime})
 
 
@@ -37,6 +37,7 @@ CASES = (
         GemmProblem(3, 512, 4104, dtype_d="float32", epilogue="bias_residual"),
         config(16, 16, 1, 4, 2, 2),
     ),
+    (GemmProblem(8, 5120, 5120, dtype="bfloat16"), config(16, 8, 1, 4, 4, 1, row_loads=8)),
 )
 
 

@@ -20,9 +20,13 @@ def config(
     tma_factors: bool = False,
     uniform_branch: bool = False,
     ahead: bool = False,
+    turns: bool = False,
+    vector_merge: bool = False,
+    blocks_per_sm: int = 0,
 ) -> Config:
     given = {"unroll": unroll, "tma_factors": tma_factors}
-    given |= {"uniform_branch": uniform_branch, "ahead": ahead}
+    given |= {"uniform_branch": uniform_branch, "ahead": ahead, "turns": turns}
+    given |= {"vector_merge": vector_merge, "blocks_per_sm": blocks_per_sm}
     loop = {name: value for name, value in given.items() if value}
     return Config(
         "block_scaled_gemm",
@@ -72,6 +76,21 @@ CASES: dict[str, Config] = {
     ),
     "ahead, swapped and split": config(
         (64, 16), 16, swap_ab=True, split_k=2, unroll=2, tma_factors=True, ahead=True
+    ),
+    "turns": config((128, 160), 4, store_buffers=3, unroll=4, tma_factors=True, turns=True),
+    "turns, tall": config((256, 128), 3, store_buffers=4, unroll=4, tma_factors=True, turns=True),
+    "turns, ahead": config((128, 48), 9, unroll=4, tma_factors=True, ahead=True, turns=True),
+    "words merged": config(
+        (128, 80), 7, split_k=2, unroll=4, tma_factors=True, ahead=True, vector_merge=True
+    ),
+    "words merged in four": config(
+        (128, 160), 5, split_k=4, unroll=4, tma_factors=True, turns=True, vector_merge=True
+    ),
+    "two blocks": config(
+        (64, 48),
+        6,
+        **{"unroll": 4, "tma_factors": True, "uniform_branch": True, "ahead": True},
+        blocks_per_sm=2,
     ),
     "swapped": config((128, 16), 12, swap_ab=True),
     "swapped, unrolled": config((64, 24), 16, swap_ab=True, unroll=8),

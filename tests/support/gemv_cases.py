@@ -57,6 +57,20 @@ CASES: dict[str, tuple[Any, Any, str, Config, tuple[int, int, int, int]]] = {
         config((1, 1, 1, 4, 2, 8)),
         (3, 9, 8, 2),
     ),
+    "rows read together": (
+        "bfloat16",
+        "bfloat16",
+        "bias",
+        config((8, 4, 2, 4, 3, 1), row_loads=8, **PERSISTENT),
+        (7, 4300, 1416, 1),
+    ),
+    "sixteen rows, read together": (
+        "float16",
+        "float16",
+        "",
+        config((8, 8, 1, 4, 4, 1), row_loads=8),
+        (11, 520, 2056, 2),
+    ),
     "two blocks": (
         "float16",
         "float16",

@@ -67,6 +67,7 @@ PREPARED: dict[tuple[str, str], str] = {
     ("population", "regret"): "sweep_runner",
     ("population", "sustained"): "built_attention",
     ("products", "e4m3"): "built_products",
+    ("products", "holes"): "built_products",
     ("products", "narrow"): "built_products",
     ("products", "quantiser"): "quantiser_kernel",
     ("products", "scaled"): "built_products",

@@ -83,6 +83,12 @@ def _ahead(tile: tuple[int, int], *, swap_ab: bool = False) -> Config:
         (_ahead((256, 64)), "ahead is for tiles up to 128x128"),
         (_ahead((128, 80), swap_ab=True), "ahead is for at most 64 columns of swapped operands"),
         (config((128, 64), 4, unroll=4, uniform_branch=True), "uniform_branch is for tile_m=64"),
+        (config((64, 64), 4, unroll=4, turns=True), "turns are of two warp groups' unrolled loops"),
+        (config((128, 64), 4, turns=True), "turns are of two warp groups' unrolled loops"),
+        (config((128, 64), 4, vector_merge=True), "vector_merge goes with split_k"),
+        (config((128, 64), 3, blocks_per_sm=2), "blocks_per_sm=2 leaves 72 registers a thread"),
+        (config((64, 80), 3, blocks_per_sm=2), "64 rows: 64x80 needs 80"),
+        (config((64, 64), 7, blocks_per_sm=2), "bytes of shared memory at 7 stages exceed 115712"),
         (Config("block_scaled_gemm", {}), "parameter tile_m is missing"),
     ],
 )

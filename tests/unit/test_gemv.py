@@ -128,6 +128,15 @@ def test_rows_of_up_to_eight_share_a_kernel() -> None:
     assert specs[0] == specs[1] != specs[2] == specs[3]
 
 
+def test_rows_are_read_together_where_there_are_several() -> None:
+    for m, wanted in ((2, {None}), (3, {8}), (16, {8})):
+        problem = GemmProblem(m, 4096, 4096)
+        space = GEMV.space(problem, DEFAULT_GPU)
+        assert {c.params.get("row_loads") for c in space} == wanted
+        text = render(GEMV.kernels(problem, space[0])[KERNEL], "x")
+        assert ("kRowLoads" in text) == (wanted == {8})
+
+
 def test_golden_texts(goldens: Goldens) -> None:
     texts = {}
     for epilogue in ("", "bias_residual"):

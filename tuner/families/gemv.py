@@ -63,6 +63,9 @@ MIN_IN_FLIGHT, MIN_COPY = 48 << 10, 1 << 10
 #: row, about what the multiprocessors have in flight. More would only wait there.
 LEAD = 1024
 
+#: Rows of A that a thread reads at a time, and fewest rows for which that is worth a kernel.
+ROW_LOADS, MIN_LOADED = 8, 3
+
 #: Start of the fit by `tuner fit cost`.
 CONSTANTS: Mapping[str, float] = {
     # Bandwidth reached over the data sheet's, and how long a byte is in flight with memory busy.
@@ -103,7 +106,9 @@ class Gemv(StridedProduct):
         "persistent": (False, True),
         "pdl": (False, True),
         "lead": (0, 512, 1024, 2048, 4096),
+        "row_loads": (2, 4, 8),
     }
+    optional = frozenset({"row_loads"})
 
     def supports(self, problem: Problem, gpu: Gpu) -> str:
         reason = super().supports(problem, gpu)
@@ -364,7 +369,7 @@ def _compiled(problem: GemmProblem) -> Iterator[dict[str, Value]]:
         enough = blocks * in_flight_bytes(config) >= MIN_IN_FLIGHT
         whole = 4 * padded_k(problem, config) <= 5 * max(problem.k, SMALL_K)
         if enough and whole and 2 * step_k(config) >= MIN_COPY:
-            yield params
+            yield params | ({"row_loads": ROW_LOADS} if problem.m >= MIN_LOADED else {})
 
 
 def _launched(

@@ -9,7 +9,12 @@ from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families.base import Family, Launch, Strides
 from tuner.families.tma import tma_conflict
-from tuner.hardware import Gpu
+from tuner.hardware import (
+    SMEM_PER_BLOCK_BYTES,
+    SMEM_PER_SM_BYTES,
+    SMEM_RESERVED_PER_BLOCK_BYTES,
+    Gpu,
+)
 from tuner.problem import GemmProblem, Problem
 
 
@@ -79,3 +84,11 @@ def as_gemm(problem: Problem, family: str) -> GemmProblem:
     if isinstance(problem, GemmProblem):
         return problem
     raise ConfigError(f"{family} serves {GemmProblem.op}, not {problem.op}")
+
+
+def room(config: Config) -> int:
+    """Bytes of shared memory that a block may use beside the others of its multiprocessor."""
+    resident = int(config.get("blocks_per_sm", 1))
+    if resident == 1:
+        return SMEM_PER_BLOCK_BYTES
+    return SMEM_PER_SM_BYTES // resident - SMEM_RESERVED_PER_BLOCK_BYTES

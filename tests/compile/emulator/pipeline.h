@@ -119,6 +119,13 @@ inline void meet(Meeting& meeting, int count) {
   wait_until([&] { return meeting.round != round; });
 }
 
+// A thread comes to a named barrier and does not wait.
+inline void come(int name, int count) {
+  Meeting& meeting = self().block->meetings[name];
+  if (++meeting.here == count) meeting.here = 0, ++meeting.round;
+  ++machine().progress;
+}
+
 struct Place {
   Block* block;
   uint32_t address;

@@ -29,12 +29,11 @@ from tuner.families.block_scaled_gemm.shape import (
 )
 from tuner.families.chip_work import WGMMA_M, Work, wgmmas
 from tuner.families.invariance import ReductionClass
-from tuner.families.strided_product import StridedProduct, as_gemm, operands_conflict
+from tuner.families.strided_product import StridedProduct, as_gemm, operands_conflict, room
 from tuner.hardware import (
     E4M3_RATE,
     GRAPH_LAUNCH_US,
     HOPPER,
-    SMEM_PER_BLOCK_BYTES,
     TENSOR_FLOPS_PER_CLOCK_SM,
     WARP_GROUP,
     WGMMA_K_BYTES,
@@ -58,6 +57,8 @@ MAX_BOXES = 4
 #: Columns of a tile with two blocks' products under way: their accumulators and the sums are 192
 #: registers a thread. Of swapped operands the factors of both blocks lie in registers, too.
 MAX_AHEAD, MAX_AHEAD_SWAPPED = 128, 64
+#: The same registers of a block that shares its multiprocessor with another.
+MAX_RESIDENT_SUMS = 72
 #: Largest extents, as the template checks them: tiles beyond the last one fit 32 bits.
 MAX_EXTENT = 1 << 30
 MAX_TILES = 1 << 30
@@ -109,8 +110,16 @@ class BlockScaledGemm(StridedProduct):
         "tma_factors": (True,),
         "uniform_branch": (True,),
         "ahead": (True,),
+        "turns": (True,),
+        "vector_merge": (True,),
+        "blocks_per_sm": (2,),
     }
-    optional = frozenset({"unroll", "tma_factors", "uniform_branch", "ahead"})
+    optional = frozenset(
+        {
+            *("unroll", "tma_factors", "uniform_branch", "ahead"),
+            *("turns", "vector_merge", "blocks_per_sm"),
+        }
+    )
     draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {"stages": (2, 3, 4, 5, 6, 8, 12, 16)}
 
     def supports(self, problem: Problem, gpu: Gpu) -> str:
@@ -183,7 +192,7 @@ class BlockScaledGemm(StridedProduct):
         gemm = as_gemm(problem, self.name)
         tile_m, tile_n, splits = config["tile_m"], config["tile_n"], config["split_k"]
         cluster = config["cluster_m"] * config["cluster_n"]
-        along = tiles(gemm, config)
+        along, resident = tiles(gemm, config), int(config.get("blocks_per_sm", 1))
         blocks = along[0] * along[1] * cluster
         steps = blocks * ceil(gemm.k / SCALE_BLOCK)
         loaded = tile_m / config["cluster_n"] + tile_n / config["cluster_m"]
@@ -191,11 +200,11 @@ class BlockScaledGemm(StridedProduct):
             kernel="block_scaled_gemm",
             launches=1,
             tiles=blocks * splits,
-            slots=gpu.sm_count // (cluster * splits) * cluster * splits,
+            slots=gpu.sm_count // (cluster * splits) * cluster * splits * resident,
             is_even=True,
             threads=WARP_GROUP * (1 + min(2, tile_m // WGMMA_M)),
             smem_bytes=smem_bytes(config),
-            blocks_per_sm=1,
+            blocks_per_sm=resident,
             tensor_flops=2.0 * tile_m * tile_n * SCALE_BLOCK * steps,
             wgmma=steps * wgmmas(tile_m, tile_n, SCALE_BLOCK) // gemm.tensor_rate,
             exponentials=0.0,
@@ -245,7 +254,7 @@ def rates_of(config: Config) -> Rates:
     end += COLUMN_CLOCKS * area / INSTRUCTION_ROWS / min(2, config["tile_m"] // 64)
     if splits > 1:
         end += MEETING_CLOCKS + 4 * area / EXCHANGED_BYTES_PER_CLOCK
-    return Rates(step_clocks(config), end)
+    return Rates(step_clocks(config) * int(config.get("blocks_per_sm", 1)), end)
 
 
 def estimate_us(problem: GemmProblem, config: Config, gpu: Gpu, rates: Rates) -> float:
@@ -261,7 +270,8 @@ def estimate_us(problem: GemmProblem, config: Config, gpu: Gpu, rates: Rates) ->
     splits = int(config["split_k"])
     steps = ceil(ceil(problem.k / SCALE_BLOCK) / splits)
     size = int(config["cluster_m"] * config["cluster_n"]) * splits
-    rounds = ceil(tiles_x * tiles_y * size / resident_blocks(size, gpu))
+    resident = resident_blocks(size, gpu) * int(config.get("blocks_per_sm", 1))
+    rounds = ceil(tiles_x * tiles_y * size / resident)
     clocks = START_CLOCKS + rounds * (steps * rates.step + rates.end)
     compute_us = clocks / (CLOCK_SHARE * gpu.clock_max_mhz)
     memory_us = problem.bytes / (gpu.memory_gbs * MEMORY_EFFICIENCY * 1e3)
@@ -352,10 +362,8 @@ def tile_violations(config: Config) -> list[str]:
         reasons.append(
             f"tile {tile_m}x{tile_n} needs {sums} registers a thread for sums (at most {MAX_SUMS})"
         )
-    if (used := smem_bytes(config)) > SMEM_PER_BLOCK_BYTES:
-        reasons.append(
-            f"{used} bytes of shared memory at {stages} stages exceed {SMEM_PER_BLOCK_BYTES}"
-        )
+    if (used := smem_bytes(config)) > room(config):
+        reasons.append(f"{used} bytes of shared memory at {stages} stages exceed {room(config)}")
     return reasons
 
 
@@ -383,9 +391,27 @@ def loop_violations(config: Config, scales: str = "block") -> list[str]:
         reasons.append(f"uniform_branch is for tile_m={INSTRUCTION_ROWS}")
     if "ahead" in config.params:
         reasons += _ahead_violations(config)
+    if "turns" in config.params and not (
+        "unroll" in config.params and config["tile_m"] > INSTRUCTION_ROWS
+    ):
+        reasons.append("turns are of two warp groups' unrolled loops")
+    if "blocks_per_sm" in config.params:
+        reasons += _resident_violations(config)
     if "tma_factors" in config.params and scales != "block":
         reasons.append(f"tma_factors are of blocks, not scales={scales}")
     return reasons
+
+
+def _resident_violations(config: Config) -> list[str]:
+    """Why a multiprocessor has no registers for several blocks."""
+    sets = 3 if "ahead" in config.params else 2
+    sums, count = sets * int(config["tile_n"]) // 2, config["blocks_per_sm"]
+    if config["tile_m"] > INSTRUCTION_ROWS or sums > MAX_RESIDENT_SUMS:
+        return [
+            f"blocks_per_sm={count} leaves {MAX_RESIDENT_SUMS} registers a thread for sums of "
+            f"{INSTRUCTION_ROWS} rows: {config['tile_m']}x{config['tile_n']} needs {sums}"
+        ]
+    return []
 
 
 def _ahead_violations(config: Config) -> list[str]:
@@ -404,7 +430,7 @@ def _ahead_violations(config: Config) -> list[str]:
 def _split_violations(problem: GemmProblem, config: Config) -> list[str]:
     tile_m, tile_n, splits = config["tile_m"], config["tile_n"], config["split_k"]
     if splits == 1:
-        return []
+        return ["vector_merge goes with split_k"] if "vector_merge" in config.params else []
     reasons = []
     if config["cluster_m"] * config["cluster_n"] > 1:
         reasons.append(f"split_k={splits} goes with a cluster of its own alone")
@@ -429,7 +455,7 @@ def _store_violations(config: Config) -> list[str]:
 
 #: Tiles of A's rows by B's columns, and, swapped, of B's columns by A's rows.
 _TILES = (
-    *product((128,), (64, 80, 96, 112, 128, 144, 160, 176, 192)),
+    *product((128,), (32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192)),
     *product((256,), (64, 96, 112, 128)),
     *product((64,), (16, 32, 48, 64, 80, 96, 112, 128, 160, 192)),
 )

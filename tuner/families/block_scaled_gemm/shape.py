@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import ceil
 
 from tuner.config import Config
-from tuner.hardware import SMEM_PER_BLOCK_BYTES
+from tuner.families.strided_product import room
 from tuner.problem import SCALE_BLOCK, GemmProblem
 
 #: Rows of an instruction of a warp group (PTX ISA, wgmma), and columns of the narrowest.
@@ -47,7 +47,7 @@ def smem_bytes(config: Config) -> int:
 def deepened(config: Config) -> Config:
     """A config with the deepest pipeline that fits."""
     least = Config(config.family, {**config.params, "stages": MIN_STAGES})
-    more = (SMEM_PER_BLOCK_BYTES - smem_bytes(least)) // stage_bytes(least)
+    more = (room(config) - smem_bytes(least)) // stage_bytes(least)
     return Config(config.family, {**config.params, "stages": min(MIN_STAGES + more, MAX_STAGES)})
 
 
