@@ -72,15 +72,18 @@ def isolated(
     shared_cache: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A unit test sees no TUNER_* variable of the caller's and an empty cache of its own.
+    """A unit test sees no TUNER_* variable of the caller's and an empty cache of its own. No test
+    compiles in the background unasked.
 
     Most tests use neither cache nor folder: one is made only for those that ask for `tmp_path`.
     """
     if any(request.node.get_closest_marker(name) for name in ("compile", "gpu")):
         monkeypatch.setenv("TUNER_CACHE_DIR", str(shared_cache))
+        monkeypatch.setenv("TUNER_BUILD_ON_MISS", "0")
         return
     for name in settings.VARIABLES:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TUNER_BUILD_ON_MISS", "0")
     if "tmp_path" in request.fixturenames:
         cache = request.getfixturevalue("tmp_path") / "cache"
     else:

@@ -28,7 +28,7 @@ VARIABLES: dict[str, str] = {
     "always may)",
     "TUNER_VLLM_QUERIES": "most queries a sequence for the vLLM plug-in (default: all but e4m3 and "
     "slow chunks)",
-    "TUNER_BUILD_ON_MISS": "1 lets the runtime have missing kernels compiled, in the background",
+    "TUNER_BUILD_ON_MISS": "0 has no missing kernels compiled in the background",
 }
 
 ALWAYS_ANSWER = "own", "pytorch"
@@ -262,7 +262,7 @@ def nvtx() -> bool:
 
 def build_on_miss() -> bool:
     """True when the runtime may start `tuner build` for a kernel that is not there."""
-    return os.environ.get("TUNER_BUILD_ON_MISS", "") not in ("", "0")
+    return os.environ.get("TUNER_BUILD_ON_MISS") != "0"
 
 
 def vllm_queries() -> int | None:

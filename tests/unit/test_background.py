@@ -1,4 +1,4 @@
-"""TUNER_BUILD_ON_MISS: what is started, where, and what never is."""
+"""Builds of missing kernels in the background: what is started, where, and what never is."""
 
 from __future__ import annotations
 
@@ -13,24 +13,27 @@ from pathlib import Path
 
 import pytest
 
-from tuner.compile import background
+from tuner.compile import background, toolchain
 from tuner.compile.artifacts import ArtifactCache
-from tuner.compile.background import Builder
-from tuner.config import Config
-from tuner.hardware import GPUS
-from tuner.measurement import Measurement, Provenance, Regime, Status
-from tuner.problem import AttentionProblem
+from tuner.compile.background import Builder, Miss
+from tuner.errors import CompileError
+from tuner.problem import AttentionProblem, Problem
 
-MISSING = Measurement(
-    AttentionProblem.parse("S=1024,D=64,causal=1"),
-    Config("fused_attention", {"tile_n": 128}),
-    GPUS["H200"],
-    Regime(),
-    Status.OK,
-    latency_us=12.0,
-    is_final=True,
-    artifacts={"attention": "a" * 32},
-)
+PROBLEM = AttentionProblem.parse("S=1024,D=64,causal=1")
+OTHER = AttentionProblem.parse("S=512,D=64")
+KEY = "a" * 32
+
+
+def miss(problem: Problem = PROBLEM, *, is_wanted: bool = True) -> Miss:
+    return Miss(problem, "NVIDIA H200", lambda: is_wanted)
+
+
+@pytest.fixture(autouse=True)
+def switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On, as by default, on a machine with a compiler; no miss waits for further ones."""
+    monkeypatch.delenv("TUNER_BUILD_ON_MISS")
+    monkeypatch.setattr(background, "GATHER_S", 0.0)
+    monkeypatch.setattr(toolchain, "find_toolchain", lambda: None)
 
 
 def wait_for(condition: Callable[[], object]) -> None:
@@ -42,13 +45,17 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 @pytest.fixture
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[list[str]]]:
-    """Stands in for the interpreter that would run ``tuner build``; gives what it was asked."""
+    """Stands in for the interpreter that would run ``tuner build``; gives what it was asked, the
+    list of problems last.
+    """
     log = tmp_path / "calls"
     log.touch()
     program = tmp_path / "python"
     program.write_text(
         f"#!{sys.executable}\nimport json, os, sys\n"
-        f"with open({str(log)!r}, 'a') as file: print(json.dumps(sys.argv[1:]), file=file)\n"
+        "listed = open(sys.argv[sys.argv.index('--problems') + 1]).read()\n"
+        "said = json.dumps([*sys.argv[1:], listed])\n"
+        f"with open({str(log)!r}, 'a') as file: print(said, file=file)\n"
         "print('nvcc is missing')\nsys.exit(int(os.environ.get('FAKE_CODE', '0')))\n"
     )
     program.chmod(0o755)
@@ -56,52 +63,73 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], lis
     return lambda: [json.loads(line) for line in log.read_text().splitlines()]
 
 
-def test_off_unless_it_is_asked_for(
-    started: Callable[[], list[list[str]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    builder = Builder()
-    assert not builder.request(MISSING)
+def test_one_variable_switches_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TUNER_BUILD_ON_MISS", "0")
-    assert not builder.request(MISSING)
+    builder = Builder()
+    assert not builder.request(miss())
     assert builder._thread is None
 
 
 def test_a_missing_kernel_is_built_once_beside_the_caller(
+    started: Callable[[], list[list[str]]],
+) -> None:
+    builder = Builder()
+    assert builder.request(miss())
+    assert not builder.request(miss())
+    wait_for(started)
+    assert builder.request(miss(OTHER))
+    wait_for(lambda: len(started()) == 2)
+    for arguments, problem in zip(started(), (PROBLEM, OTHER), strict=True):
+        *command, listed = arguments
+        assert command[:5] == ["-P", "-m", "tuner", "build", "--problems"]
+        assert command[6:] == ["--gpu", "NVIDIA H200", "--background"]
+        assert json.loads(listed) == [f"op=attention,{problem.label()}"]
+
+
+def test_misses_of_a_while_are_one_build(
     started: Callable[[], list[list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TUNER_BUILD_ON_MISS", "1")
+    monkeypatch.setattr(background, "GATHER_S", 0.01)
     builder = Builder()
-    assert builder.request(MISSING)
-    assert not builder.request(MISSING)
-    other = MISSING.but(problem=AttentionProblem.parse("S=512,D=64"))
-    assert builder.request(other)
-    wait_for(lambda: len(started()) == 2)
-    build = ["-P", "-m", "tuner", "build", "--op", "attention", "--shape"]
-    assert started() == [
-        [*build, "B=1,H=16,S=1024,D=64,causal=1,dtype=fp16", "--gpu", "NVIDIA H200"],
-        [*build, "B=1,H=16,S=512,D=64,dtype=fp16", "--gpu", "NVIDIA H200"],
-    ]
+    builder._queue.put(miss())
+    assert builder.request(miss(OTHER))
+    wait_for(started)
+    ((*_, listed),) = started()
+    assert [text.split(",")[3] for text in json.loads(listed)] == ["S=1024", "S=512"]
 
 
-@pytest.mark.parametrize("provenance", [Provenance.PREDICTED, Provenance.REPLAYED])
-def test_what_is_never_launched_is_never_built(
-    provenance: Provenance, monkeypatch: pytest.MonkeyPatch
+def test_what_is_here_by_then_is_not_built(started: Callable[[], list[list[str]]]) -> None:
+    assert background._build_once([miss(is_wanted=False)], "H200") == ""
+    assert background._build_once([miss(is_wanted=False), miss(OTHER)], "H200") == ""
+    ((*_, listed),) = started()
+    assert json.loads(listed) == [f"op=attention,{OTHER.label()}"]
+
+
+def test_without_a_compiler_nothing_is_started(
+    started: Callable[[], list[list[str]]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setenv("TUNER_BUILD_ON_MISS", "1")
-    assert not Builder().request(MISSING.but(provenance=provenance))
+    def none() -> None:
+        raise CompileError("there is no nvcc")
+
+    monkeypatch.setattr(toolchain, "find_toolchain", none)
+    with caplog.at_level("INFO"):
+        Builder().request(miss())
+        wait_for(lambda: "there is no nvcc" in caplog.text)
+    assert not started() and all(one.levelname == "INFO" for one in caplog.records)
 
 
 def test_the_caller_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TUNER_BUILD_ON_MISS", "1")
     release, entered = threading.Event(), threading.Event()
 
-    def build(problem: object, gpu: str) -> str:
+    def build(problems: object, gpu: str) -> str:
         entered.set()
         release.wait(20)
         return ""
 
     monkeypatch.setattr(background, "build", build)
-    assert Builder().request(MISSING)
+    assert Builder().request(miss())
     assert entered.wait(20)
     release.set()
 
@@ -111,16 +139,15 @@ def test_a_failure_is_logged_with_what_was_said(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setenv("TUNER_BUILD_ON_MISS", "1")
     monkeypatch.setenv("FAKE_CODE", "1")
-    Builder().request(MISSING)
+    Builder().request(miss())
     wait_for(lambda: "nvcc is missing" in caplog.text)
     assert "were not built" in caplog.text
 
 
 def test_an_interpreter_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
-    assert "cannot be started" in background.build(MISSING.problem, "H200")
+    assert "cannot be started" in background.build([PROBLEM], "H200")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
@@ -142,23 +169,24 @@ def test_processes_that_miss_the_same_kernel_share_one_build(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As forked servers do, each with a builder of its own: a file's lock holds between them."""
-    library, (key,) = tmp_path / "kernel.so", MISSING.artifacts.values()
+    library = tmp_path / "kernel.so"
     library.write_bytes(b"library")
     started, release, builds = threading.Event(), threading.Event(), list[str]()
 
-    def build(problem: object, gpu: str) -> str:
+    def build(problems: object, gpu: str) -> str:
         builds.append(gpu)
         started.set()
         assert release.wait(20)
         facts = {"resources": None, "compile_cpu_s": 0.0, "source": "", "facts": {}}
-        ArtifactCache().put(key, library, **facts)
+        ArtifactCache().put(KEY, library, **facts)
         return ""
 
-    def miss() -> None:
-        assert background._build_once(MISSING.problem, "H200", [key]) == ""
+    def serve() -> None:
+        absent = Miss(PROBLEM, "H200", lambda: ArtifactCache().find(KEY) is None)
+        assert background._build_once([absent], "H200") == ""
 
     monkeypatch.setattr(background, "build", build)
-    servers = [threading.Thread(target=miss) for _ in range(3)]
+    servers = [threading.Thread(target=serve) for _ in range(3)]
     for server in servers:
         server.start()
     assert started.wait(20)
@@ -171,12 +199,11 @@ def test_processes_that_miss_the_same_kernel_share_one_build(
 def test_a_cache_that_cannot_be_written_ends_no_builder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("TUNER_BUILD_ON_MISS", "1")
     blocked = tmp_path / "file"
     blocked.touch()
     monkeypatch.setenv("TUNER_CACHE_DIR", str(blocked))
     builder = Builder()
-    assert builder.request(MISSING)
+    assert builder.request(miss())
     wait_for(lambda: "cannot be written" in caplog.text)
     assert builder._thread is not None and builder._thread.is_alive()
 

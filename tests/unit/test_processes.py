@@ -67,7 +67,7 @@ class TestForeignCode:
         assert not ran.exists()
 
     def test_the_build_in_the_background_runs_none(self, ran: Path, empty_entry: None) -> None:
-        said = background.build(AttentionProblem.parse("S=1024,D=64"), "no such GPU")
+        said = background.build([AttentionProblem.parse("S=1024,D=64")], "no such GPU")
         assert "no such GPU" in said
         assert not ran.exists()
 

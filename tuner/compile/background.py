@@ -1,70 +1,73 @@
-"""Background compilation of kernels that the runtime misses: ``TUNER_BUILD_ON_MISS=1``.
+"""Background compilation of kernels that the runtime misses; ``TUNER_BUILD_ON_MISS=0`` ends it.
 
-Off by default: serving compiles nothing. Switched on, ``tuner build`` compiles the missing kernel
-of a measured entry (imported, shipped or pruned). It is a process of its own that outlives this
-one; a machine runs one at a time. Servers that miss the same kernel, as forked ones do, share one
-build: the others wait for it in the background. The calling thread never waits, and nothing is
-tuned.
+A miss is a measured entry whose kernels are not here (imported, shipped or pruned), or a kernel of
+a portfolio whose proof ships. ``tuner build`` compiles it, at a low priority and on half of the
+cores. It is a process of its own that outlives this one; a machine runs one at a time.
+
+Servers that miss the same kernel, as forked ones do, share one build: the others wait for it in the
+background. The calling thread never waits, and nothing is tuned.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import queue
 import subprocess
 import tempfile
 import threading
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 from tuner import settings
 from tuner.base import document
 from tuner.compile.artifacts import ArtifactCache
-from tuner.errors import TunerError
-from tuner.measurement import Measurement, Provenance
-from tuner.problem import Problem
+from tuner.errors import CompileError, TunerError
+from tuner.problem import Problem, listing
 
 _log = logging.getLogger("tuner.runtime")
 
+GATHER_S = 1.0
+"""Time in which further misses join the same build."""
 _LOG_CHARACTERS = 500
 
-_Wanted = tuple[Problem, str]
-"""Problem and GPU name, the arguments of ``tuner build``."""
-_Queue = queue.SimpleQueue[tuple[_Wanted, tuple[str, ...]]]
-"""Problems to build, and the keys of their missing artifacts."""
+
+class Miss(NamedTuple):
+    """A problem whose kernel is missing."""
+
+    problem: Problem
+    gpu: str
+    """Name of the GPU."""
+    is_wanted: Callable[[], bool]
+    """False where the kernel is here by now, or must not be built; called in the background."""
 
 
 class Builder:
-    """Builds the kernels of one problem after the other, each at most once. A process has one
-    builder.
-    """
+    """Builds the kernels of missed problems, each at most once. A process has one builder."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._asked: set[_Wanted] = set()
-        self._queue: _Queue = queue.SimpleQueue()
+        self._asked: set[tuple[Problem, str]] = set()
+        self._queue: queue.SimpleQueue[Miss] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def request(self, missing: Measurement) -> bool:
-        """Start building the kernels of an entry, and return at once. The caller looks them up
+    def request(self, miss: Miss) -> bool:
+        """Start building the kernels of a problem, and return at once. The caller looks them up
         again later.
 
-        Args:
-            missing: measurement whose artifacts are missing.
-
         Returns:
-            True if this call started the build. False if building is switched off, the measurement
-            may not be served, or the problem was requested before.
+            True if this call queued the problem. False if building is switched off, or the problem
+            was requested before.
         """
-        if not settings.build_on_miss() or missing.provenance is not Provenance.MEASURED:
+        if not settings.build_on_miss():
             return False
-        wanted = (missing.problem, missing.gpu.name)
         with self._lock:
-            if wanted in self._asked:
+            if (miss.problem, miss.gpu) in self._asked:
                 return False
-            self._asked.add(wanted)
-            self._queue.put((wanted, tuple(missing.artifacts.values())))
+            self._asked.add((miss.problem, miss.gpu))
+            self._queue.put(miss)
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._work, daemon=True, name="tuner-build-on-miss"
@@ -74,42 +77,62 @@ class Builder:
 
     def _work(self) -> None:
         while True:
-            (problem, gpu), keys = self._queue.get()
-            label = f"{problem.op} {problem.label()}"
-            _log.info("building the kernels of %s in the background", label)
+            misses = [self._queue.get(), *self._further()]
+            for gpu in dict.fromkeys(miss.gpu for miss in misses):
+                try:
+                    fault = _build_once([miss for miss in misses if miss.gpu == gpu], gpu)
+                except CompileError as exc:
+                    _log.info("missing kernels are not built here: %s", exc)
+                    continue
+                except (TunerError, *document.FAULTS) as exc:
+                    fault = str(exc)
+                if fault:
+                    _log.warning("missing kernels were not built: %s", fault)
+
+    def _further(self) -> Iterator[Miss]:
+        """Misses of the next `GATHER_S`."""
+        end = time.monotonic() + GATHER_S
+        while (left := end - time.monotonic()) > 0:
             try:
-                fault = _build_once(problem, gpu, keys)
-            except (TunerError, *document.FAULTS) as exc:
-                fault = str(exc)
-            if fault:
-                _log.warning("the kernels of %s were not built: %s", label, fault)
+                yield self._queue.get(timeout=left)
+            except queue.Empty:
+                return
 
 
-def _build_once(problem: Problem, gpu: str, keys: Collection[str]) -> str:
-    """As `build`, unless another process has built the artifacts; waits for one that is at it.
+def _build_once(misses: Sequence[Miss], gpu: str) -> str:
+    """As `build`, of what no other process has built; waits for one that is at it.
 
     Raises:
+        CompileError: when there is no compiler.
         StoreError: when the cache cannot be written.
     """
-    cache = ArtifactCache()
-    name = hashlib.sha256(f"{problem.key} {gpu}".encode()).hexdigest()[:32]
-    with cache.lock(f"build_{name}"):
-        if keys and all(cache.find(key) for key in keys):
+    from tuner.compile.toolchain import find_toolchain  # not in a first call
+
+    with ArtifactCache().lock("build_on_miss"):
+        problems = [miss.problem for miss in misses if miss.is_wanted()]
+        if not problems:
             return ""
-        return build(problem, gpu)
+        find_toolchain()
+        first = f"{problems[0].op} {problems[0].label()}"
+        _log.info("building the kernels of %d calls, the first %s", len(problems), first)
+        return build(problems, gpu)
 
 
-def build(problem: Problem, gpu: str) -> str:
-    """Run ``tuner build`` for a problem and wait. Returns its error text, empty on success."""
+def build(problems: Sequence[Problem], gpu: str) -> str:
+    """Run ``tuner build`` for problems and wait. Returns its error text, empty on success."""
     from tuner.base.processes import python_command, python_environment  # not in a first call
 
-    command = python_command("-m", "tuner", "build", "--op", problem.op)
-    command += ["--shape", problem.label(), "--gpu", gpu]
     # An own log file and session: neither this process's end nor its Ctrl-C stops the build.
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
+    with (
+        tempfile.TemporaryDirectory(prefix="tuner-missing-") as folder,
+        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said,
+    ):
+        wanted = Path(folder) / "problems.json"
+        wanted.write_text(listing(problems), encoding="utf-8")
+        command = python_command("-m", "tuner", "build", "--problems", str(wanted))
         try:
             done = subprocess.run(
-                command,
+                [*command, "--gpu", gpu, "--background"],
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=subprocess.STDOUT,
@@ -127,9 +150,9 @@ def build(problem: Problem, gpu: str) -> str:
 _builder = Builder()
 
 
-def request(missing: Measurement) -> bool:
-    """`Builder.request` of this process's builder."""
-    return _builder.request(missing)
+def request(problem: Problem, gpu: str, is_wanted: Callable[[], bool]) -> bool:
+    """`Builder.request` of this process's builder; arguments as of `Miss`."""
+    return _builder.request(Miss(problem, gpu, is_wanted))
 
 
 def _after_fork() -> None:

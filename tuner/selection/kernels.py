@@ -220,6 +220,28 @@ class Lists:
             reasons.append(faults[0])
         return reasons[0] if reasons else f"no kernel is built ({BUILD})"
 
+    def lacks(self, specs: Mapping[str, KernelSpec], capability: str) -> bool:
+        """True where kernels are not built here, and proofs of all that are missing ship.
+
+        Args:
+            specs: specs by their name within a family.
+            capability: compute capability of the GPU.
+        """
+        missing = [spec for spec in specs.values() if not self._is_built(spec, capability)]
+        proven = {kernel.spec for kernel in shipped_kernels()}
+        return bool(missing) and all(spec.key in proven for spec in missing)
+
+    def _is_built(self, spec: KernelSpec, capability: str) -> bool:
+        """True where a list has the kernel and the cache its library, proven or not."""
+        for one in self.known():
+            try:
+                kernel = one.find(spec) if one.capability == capability else None
+            except ConfigError:
+                continue
+            if kernel is not None and artifact_of(one, kernel) is not None:
+                return True
+        return False
+
     def _proven(self, one: KernelList, spec: KernelSpec) -> tuple[str, str]:
         """Key of a proven kernel's artifact or empty, and the reason why it is not served."""
         try:

@@ -51,8 +51,12 @@ class CachedPlan:
 
     @classmethod
     def of(cls, problem: Problem | None, plan: Plan | Refusal) -> CachedPlan:
-        """A plan, or a refusal for as long as its kind lasts."""
+        """A plan, or a refusal for as long as its kind lasts. A kernel that is proven later is not
+        taken up where equal bits are wanted.
+        """
         if not isinstance(plan, Refusal) or plan.kind in _LASTING:
+            return cls(math.inf, problem, plan)
+        if plan.kind is Kind.UNSERVED and devices.is_repeatable():
             return cls(math.inf, problem, plan)
         until = time.monotonic() + RETRY_EVERY_S
         return cls(until, problem, replace(plan, until=until))

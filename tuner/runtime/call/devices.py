@@ -151,6 +151,17 @@ def is_capturing() -> bool:
     return bool(torch.cuda.is_current_stream_capturing())
 
 
+def ranks() -> int:
+    """Number of ranks of this distributed program; 1 without a process group."""
+    group = torch.distributed
+    return group.get_world_size() if group.is_available() and group.is_initialized() else 1
+
+
+def is_repeatable() -> bool:
+    """True where PyTorch is told to compute the same bits in every run."""
+    return bool(torch.are_deterministic_algorithms_enabled())
+
+
 def call_us(function: Callable[[], object], count: int, *, is_cold: bool) -> float:
     """Mean GPU time of a call of `function`, microseconds: each behind an ordinary kernel, as in a
     model.

@@ -432,7 +432,8 @@ def own_plan(posed: Posed, member: Family, measurement: Measurement, device: int
         if kernel is None:
             artifact = cache.find(key)
             if artifact is None:
-                background.request(measurement)
+                if measurement.provenance is Provenance.MEASURED and devices.ranks() == 1:
+                    _request(measurement)
                 raise ConfigError(
                     f"artifact {key} of {member.name} is not in the cache (tuner build makes it)"
                 )
@@ -473,6 +474,17 @@ def own_plan(posed: Posed, member: Family, measurement: Measurement, device: int
         ),
         by_portfolio=measurement.provenance is Provenance.PREDICTED,
     )
+
+
+def _request(measurement: Measurement) -> None:
+    """Have the kernels of an entry built in the background."""
+    keys = tuple(measurement.artifacts.values())
+
+    def is_wanted() -> bool:
+        cache = ArtifactCache()
+        return any(cache.find(key) is None for key in keys)
+
+    background.request(measurement.problem, measurement.gpu.name, is_wanted)
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ with factors of blocks and gradients of attention have a rule in the place of a 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -23,6 +24,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from tuner.base import document
+from tuner.compile import background
 from tuner.config import Config
 from tuner.errors import StoreBusyError, TunerError
 from tuner.families import family
@@ -35,7 +37,7 @@ from tuner.runtime.call.plan import Excluded, Plan, Posed, plan_of
 from tuner.runtime.call.refusal import Kind, Refusal
 from tuner.selection.choice import Selection
 from tuner.selection.domains import domain_of
-from tuner.selection.kernels import lists
+from tuner.selection.kernels import Lists, lists
 from tuner.selection.portfolio import Portfolio, serving, shipped
 from tuner.selection.rules import rule_of
 
@@ -181,6 +183,8 @@ def _expected(candidates: _Candidates) -> Plan | Refusal:
         plan = candidates.plan(config)
         if isinstance(plan, Plan):
             return plan
+        if not reasons:
+            _request(candidates, config)
         reasons.append(_text(plan))
     if reasons:
         why = "; ".join(dict.fromkeys(reasons))
@@ -198,6 +202,20 @@ def _expected(candidates: _Candidates) -> Plan | Refusal:
             return plan
         text += f" ({selection.vendor} cannot be called: {_text(plan)})"
     return Refusal(Kind.PORTFOLIO, text)
+
+
+def _request(candidates: _Candidates, config: Config) -> None:
+    """Have the kernels of a config built in the background, if proofs of them ship.
+
+    Ranks of a distributed program build nothing until they agree (`tuner.runtime.distributed`): one
+    would take a kernel up before the others.
+    """
+    problem, gpu = candidates.posed.problem, candidates.gpu
+    if config in candidates.excluded.configs or devices.ranks() > 1:
+        return
+    with contextlib.suppress(TunerError):
+        specs = family(config.family).kernels(problem, config)
+        background.request(problem, gpu.name, lambda: Lists().lacks(specs, gpu.compute_capability))
 
 
 def _text(refusal: Refusal) -> str:
