@@ -13,21 +13,28 @@ from tuner.compile.compiler import Compiler
 from tuner.compile.loading import load
 from tuner.compile.render import render
 from tuner.errors import BenchmarkError
+from tuner.families.base import KernelSpec
 from tuner.families.mla_decode import ARGUMENTS, spec_of
 
 pytestmark = [pytest.mark.compile, pytest.mark.timeout(900)]
 
-LATE, FIRST = (spec_of("bfloat16", scores_first=first) for first in (False, True))
+LATE, FIRST = (spec_of("bfloat16", scores_first=first, cluster=1) for first in (False, True))
+PAIR = spec_of("bfloat16", scores_first=True, cluster=2)
 SPECS = [LATE]
-DEVICE_SPECS = [FIRST, spec_of("float16", scores_first=False)]
+DEVICE_SPECS = [FIRST, PAIR, spec_of("float16", scores_first=False, cluster=1)]
 
 #: What the template has in PTX is the emulator's.
 _BODIES = {
     "multiply_scores": "emulator::self().products.push_back({d, x, y, adds, kKeys});",
     "multiply_values": "emulator::self().products.push_back({d, x, y, adds, 2 * kResults, true});",
     "earlier_products_wait": "emulator::run_products(1);",
-    "copy_rows": "emulator::copy_tensor(map, to, column, slot, page, 0, barrier);",
-    "copy_queries": "emulator::copy_tensor(map, to, column, head, query, sequence, barrier);",
+    "copy_rows": (
+        "for (int rank = 0; rank < kCluster; ++rank) "
+        "emulator::copy_tensor(map, to, column, slot, page, 0, barrier, rank);"
+    ),
+    "copy_queries": (
+        "emulator::copy_tensor(map, to, column, head, query, sequence, barrier, block_rank());"
+    ),
     "store_message": "store_shared(to, maximum), store_shared(to + 4, sum);",
     "store_zeros": "for (int i = 0; i < 4; ++i) store_shared(to + 4 * i, 0.0f);",
 }
@@ -39,7 +46,7 @@ CASES = {
     "two blocks of heads, pages of 48": (128, 1, 48, 2, 0, 100, 333),
     "shares without a tile": (64, 1, 128, 7, 3, 65, 1),
 }
-USUAL = {"pages of 16, a sequence of three parts", "an empty sequence"}
+USUAL = {"pages of 16, a sequence of three parts", "two blocks of heads, pages of 48"}
 #: Faults of the template.
 MUTANTS = {
     "what lies behind a sequence is added": ("clear_behind(item, tile, counter);", ""),
@@ -58,7 +65,7 @@ MUTANTS = {
 
 
 def emulated(
-    first: bool,
+    spec: KernelSpec,
     case: tuple[int, ...],
     nvcc: Path,
     folder: Path,
@@ -66,7 +73,7 @@ def emulated(
     orders: int = 1,
 ) -> str:
     """Output of an emulated kernel about its results; empty where all are right."""
-    device = device_half(render(FIRST if first else LATE, "emulated"))
+    device = device_half(render(spec, "emulated"))
     for name, body in _BODIES.items():
         pattern = re.compile(rf"(void {name}\(.*?\)) \{{\s*asm.*?\}}\n(?=\n|//)", re.S)
         device, found = pattern.subn(rf"\1 {{ {body} }}\n", device)
@@ -117,12 +124,13 @@ def test_the_library_refuses_what_it_would_get_wrong(compiler: Compiler) -> None
 @pytest.mark.usefixtures("usual")
 @pytest.mark.parametrize("case", CASES)
 def test_an_emulated_kernel_is_right(compiler: Compiler, case: str, tmp_path: Path) -> None:
-    for first in (False, True):
-        assert emulated(first, CASES[case], compiler.toolchain.nvcc, tmp_path) == ""
+    kernels = (LATE, FIRST, PAIR) if case.startswith("two blocks") else (LATE, FIRST)
+    for spec in kernels:
+        assert emulated(spec, CASES[case], compiler.toolchain.nvcc, tmp_path) == ""
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_emulator_finds_what_is_wrong(compiler: Compiler, name: str, tmp_path: Path) -> None:
     case = (16, 4, 64, 1, 1, 610, 0, 3)
     nvcc = compiler.toolchain.nvcc
-    assert emulated(False, case, nvcc, tmp_path, MUTANTS[name], orders=2) != ""
+    assert emulated(LATE, case, nvcc, tmp_path, MUTANTS[name], orders=2) != ""

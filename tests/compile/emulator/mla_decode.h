@@ -54,7 +54,7 @@ inline int run(Case const& c, unsigned seed) {
   for (p.packed = 1; p.packed < std::min(c.heads, 64);) p.packed *= 2;
   p.head_blocks = (c.heads + 63) / 64;
   p.row_blocks = p.head_blocks * ((c.queries + 64 / p.packed - 1) / (64 / p.packed));
-  p.shares = c.shares, p.page_size = c.page_size, p.box = std::gcd(c.page_size, 64), p.overhead = c.overhead;
+  p.shares = c.shares, p.page_size = c.page_size, p.box = std::gcd(c.page_size, 64 / kCluster), p.overhead = c.overhead;
   p.query = emulator::tensor_of({query.data(), kWide, {c.heads, c.queries, batch},
                                  {row, row * c.heads, row * c.heads * c.queries}, {p.packed, 64 / p.packed, 1}});
   p.cache = emulator::tensor_of({cache.data(), kWide, {c.page_size, pages, 1}, {slot, page, 0}, {p.box, 1, 1}});
@@ -65,7 +65,7 @@ inline int run(Case const& c, unsigned seed) {
   p.partial = partial.data(), p.statistics = statistics.data(), p.begins = begins.data();
   const float scale = 0.0625f;
   p.scale_log2 = scale * 1.44269504f;
-  emulator::launch(blocks, 1, kThreads, kSmemBytes, seed, [&] { mla_decode_emulated(p); });
+  emulator::launch(blocks, kCluster, kThreads, kSmemBytes, seed, [&] { mla_decode_emulated(p); });
   if (p.shares > 1) emulator::launch(2, 1, kCombineThreads, 16, seed, [&] { combine_emulated(p); });
 
   for (int b = 0; b < batch; ++b)

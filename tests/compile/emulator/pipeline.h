@@ -293,8 +293,9 @@ inline float e4m3(uint8_t bits) {
 
 inline uint32_t swizzled(uint32_t address) { return address ^ ((address >> 7 & 7) << 4); }
 
-// A box of a tensor to this block.
-inline void copy_tensor(CUtensorMap const& map, uint32_t to, int column, int x, int y, int z, uint32_t barrier) {
+// A box of a tensor to the block of a rank.
+inline void copy_tensor(CUtensorMap const& map, uint32_t to, int column, int x, int y, int z, uint32_t barrier, uint32_t rank) {
+  to |= (rank + 1) << kBlockBits, barrier |= (rank + 1) << kBlockBits;
   Tensor tensor;
   std::memcpy(&tensor, &map, sizeof(tensor));
   int const rows = tensor.box[0] * tensor.box[1] * tensor.box[2];
