@@ -28,6 +28,7 @@ VARIABLES: dict[str, str] = {
     "always may)",
     "TUNER_VLLM_QUERIES": "most queries a sequence for the vLLM plug-in (default: all but e4m3 and "
     "slow chunks)",
+    "TUNER_SGLANG_QUERIES": "as TUNER_VLLM_QUERIES, for the SGLang plug-in",
     "TUNER_BUILD_ON_MISS": "0 has no missing kernels compiled in the background",
 }
 
@@ -265,17 +266,20 @@ def build_on_miss() -> bool:
     return os.environ.get("TUNER_BUILD_ON_MISS") != "0"
 
 
-def vllm_queries() -> int | None:
-    """Queries of the longest sequence up to which the plug-in takes a call.
+def max_queries(variable: str) -> int | None:
+    """Queries of the longest sequence up to which an engine's plug-in takes a call.
 
     None: any number, but neither caches of e4m3 nor chunks of prompts at D above 64.
+
+    Args:
+        variable: the engine's, in `VARIABLES`.
 
     Raises:
         ConfigError: when the variable is not a whole number of 1 or more.
     """
-    text = _text("TUNER_VLLM_QUERIES")
+    text = _text(variable)
     if text is None:
         return None
     if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"TUNER_VLLM_QUERIES={text} is out of range (allowed: 1 or more)")
+        raise ConfigError(f"{variable}={text} is out of range (allowed: 1 or more)")
     return int(text)

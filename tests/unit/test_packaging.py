@@ -139,7 +139,7 @@ def test_every_foreign_import_is_declared() -> None:
             if isinstance(node, ast.ImportFrom):
                 modules = [node.module or ""]
             for package in {module.partition(".")[0] for module in modules}:
-                if package == "vllm" and file.parent.name == "vllm":
+                if package in ("sglang", "vllm") and file.parent.name == package:
                     continue  # it loads its plug-in
                 if package not in sys.stdlib_module_names and package != "tuner":
                     assert names.get(package, package) in declared, f"{file}: {package}"

@@ -395,7 +395,7 @@ def test_chunks_above_a_width_are_vllm_s_own_whatever_their_kernel(
     keys: int,
 ) -> None:
     """Kernels of these tests have one warp group."""
-    calls = importlib.import_module("tuner.runtime.engines.vllm.calls")
+    calls = importlib.import_module("tuner.runtime.engines.calls")
     given, impl = wide_tensors(sum(queries)), layer(engine, head_size=WIDE, **options)
     assert call(impl, step(engine, queries, keys), given) == "vLLM's own"
     assert not served.posed
@@ -416,7 +416,7 @@ def test_decoding_above_a_width_is_served(
 def test_kernels_of_chunks_leave_steps_to_vllm_unless_a_setting_says_otherwise(
     engine: SimpleNamespace, served: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = importlib.import_module("tuner.runtime.engines.vllm.calls")
+    calls = importlib.import_module("tuner.runtime.engines.calls")
     given, asked = tensors(6), []
 
     def is_slow(config: Any, width: int) -> bool:

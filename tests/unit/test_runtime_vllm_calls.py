@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib
+from types import SimpleNamespace
 
 import pytest
+from vllm_fakes import engine
 
 from tuner.config import Config
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+__all__ = ["engine"]
 PAGES, SIZE, HEADS_KV, WIDTH = 40, 16, 2, 64
 
 
@@ -17,22 +20,22 @@ PAGES, SIZE, HEADS_KV, WIDTH = 40, 16, 2, 64
     ("groups", "width", "wanted"), [(2, 128, True), (2, 64, False), (1, 128, False)]
 )
 def test_kernels_of_chunks_above_a_width_are_slow(groups: int, width: int, wanted: bool) -> None:
-    calls = importlib.import_module("tuner.runtime.engines.vllm.calls")
+    calls = importlib.import_module("tuner.runtime.engines.calls")
     config = Config("fused_attention", {"warp_groups": groups})
     assert calls.is_slow_kernel(config, width) == wanted
 
 
-def test_a_cache_of_keys_beside_values_is_read_as_views() -> None:
-    calls = importlib.import_module("tuner.runtime.engines.vllm.calls")
+def test_a_cache_of_keys_beside_values_is_read_as_views(engine: SimpleNamespace) -> None:
+    backend = engine.backend
     numbers = torch.arange(2 * PAGES * SIZE * HEADS_KV * WIDTH).view(PAGES, SIZE, HEADS_KV, -1)
-    halves = calls.halves_of(numbers.transpose(1, 2), WIDTH)
+    halves = backend.halves_of(HEADS_KV, WIDTH, numbers.transpose(1, 2))
     assert torch.equal(halves[0], numbers[..., :WIDTH])
     assert torch.equal(halves[1], numbers[..., WIDTH:])
     assert halves[0].data_ptr() == numbers.data_ptr()
 
 
 def test_longest_lengths_are_rounded_to_few() -> None:
-    rounded = importlib.import_module("tuner.runtime.engines.vllm.calls").rounded
+    rounded = importlib.import_module("tuner.runtime.engines.calls").rounded
     found = [rounded(keys, 5000) for keys in range(1, 5001)]
     for keys, up in enumerate(found, 1):
         assert keys <= up <= max(keys * 9 / 8, keys + 1)

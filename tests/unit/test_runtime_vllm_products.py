@@ -73,6 +73,11 @@ class Fp8Config:
         return Fp8LinearMethod(self) if isinstance(layer, Linear) else Fp8MoEMethod(self, layer)
 
 
+def shared() -> Any:
+    """What both engines' products share."""
+    return importlib.import_module("tuner.runtime.engines.products")
+
+
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The module under test, over stand-ins."""
@@ -193,7 +198,7 @@ def test_methods_by_layer(products: Any) -> None:
 def test_other_experts_are_vllms(
     products: Any, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products, "answer", lambda call: pytest.fail("asked"))
+    monkeypatch.setattr(shared(), "answer", lambda call: pytest.fail("asked"))
     layer = experts(**changes)
     assert called(products.TunerExpertsMethod(layer.moe_config), layer) == "vLLM's experts"
 
@@ -201,7 +206,7 @@ def test_other_experts_are_vllms(
 def test_experts_whose_weights_vllm_shuffles_are_vllms(
     products: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products, "answer", lambda call: pytest.fail("asked"))
+    monkeypatch.setattr(shared(), "answer", lambda call: pytest.fail("asked"))
     layer = experts()
     method = products.TunerExpertsMethod(layer.moe_config)
     method.unquantized_backend = SimpleNamespace(name="FLASHINFER_CUTLASS")
@@ -212,7 +217,7 @@ def test_experts_are_asked_for_with_the_layers_tensors(
     products: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(products, "answer", lambda call: seen.append(call))
+    monkeypatch.setattr(shared(), "answer", lambda call: seen.append(call))
     layer = experts(expert_map=torch.tensor([0, -1, 1, -1], dtype=torch.int32))
     assert called(products.TunerExpertsMethod(layer.moe_config), layer) == "vLLM's experts"
     [call] = seen
@@ -221,7 +226,7 @@ def test_experts_are_asked_for_with_the_layers_tensors(
     assert call.gate_up_scale is None
 
     out = torch.ones(T, H)
-    monkeypatch.setattr(products, "answer", lambda call: out)
+    monkeypatch.setattr(shared(), "answer", lambda call: out)
     scales = {
         "w13_weight_scale_inv": torch.ones(G, 2, 2),
         "w2_weight_scale_inv": torch.ones(G, 2, 1),
@@ -240,7 +245,7 @@ def test_scaled_products_need_proven_kernels(
     assert layer.is_processed and not layer.tuner_serves
     assert method.apply(layer, torch.zeros(2, 384)) == "vLLM's product"
 
-    monkeypatch.setattr(products.serving, "find", lambda call: "a plan")
+    monkeypatch.setattr(shared().serving, "find", lambda call: "a plan")
     method.process_weights_after_loading(layer)
     assert layer.tuner_serves
     with monkeypatch.context() as patch:

@@ -1,1 +1,1 @@
-"""Ways into Transformers and vLLM."""
+"""Ways into Transformers, vLLM and SGLang."""

@@ -6,8 +6,7 @@ classes.
 
 from __future__ import annotations
 
-import dataclasses
-from functools import cache
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,15 +20,19 @@ from vllm.v1.attention.backends.flash_attn import (
 from tuner.runtime.attention.composed import Extras
 from tuner.runtime.attention.paged_composed import output_type
 from tuner.runtime.call.refusal import Kind, Refusal
-from tuner.runtime.engines.vllm.calls import (
+from tuner.runtime.engines.calls import (
+    CacheLayout,
     EngineStep,
     Form,
+    ServingEngine,
     decide,
+    masks,
     max_queries,
     refuse,
     run,
 )
 
+ENGINE = ServingEngine("vLLM")
 #: Names for a cache of the queries' type.
 _PLAIN = ("auto", "float16", "half", "bfloat16")
 #: Names for a cache of e4m3, whose queries vLLM quantises before the layer.
@@ -56,8 +59,11 @@ class TunerImpl(FlashAttentionImpl):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        max_queries()  # a wrong setting raises here, not in the first call
+        max_queries(ENGINE.setting)  # a wrong setting raises here, not in the first call
         self._refusal = self._never()
+        self._layout = CacheLayout(
+            partial(halves_of, self.num_kv_heads, self.head_size), partial(_starts, self.head_size)
+        )
         self._wide_sinks: torch.Tensor | None = None
         self._scales: tuple[torch.Tensor, ...] = ()
         self._are_scales_known = False
@@ -80,9 +86,11 @@ class TunerImpl(FlashAttentionImpl):  # type: ignore[misc]
         step, cache = _step_of(metadata), layer.kv_cache
         if self._refusal is None and step.refusal is None and cache.numel():
             cache = self._seen(cache)
-            query = cache.new_empty((step.tokens, self.num_heads, self.head_size))
+            query = cache.new_empty(
+                (int(metadata.num_actual_tokens), self.num_heads, self.head_size)
+            )
             out = query.new_empty(query.shape, dtype=output_type(query))
-            decide(step, self._form_of(layer, metadata), self._kind, query, cache, out)
+            decide(step, self._form_of(layer, metadata), self._kind, query, (cache,), out)
 
     def forward(
         self,
@@ -121,7 +129,7 @@ class TunerImpl(FlashAttentionImpl):  # type: ignore[misc]
             refuse(refusal, step)
             return False
         form = self._form_of(layer, metadata)
-        return run(step, form, self._kind, query, self._seen(cache), output)
+        return run(step, form, self._kind, query, (self._seen(cache),), output)
 
     def _seen(self, cache: torch.Tensor) -> torch.Tensor:
         """The cache by its elements; vLLM holds e4m3 as bytes."""
@@ -139,9 +147,7 @@ class TunerImpl(FlashAttentionImpl):  # type: ignore[misc]
         extras = Extras.of(window, self.logits_soft_cap)
         self._kind = self.scale, extras, self.sinks is None
         self._window = window
-        self._form = Form(
-            self.scale, extras, self._wide_sinks, self.num_kv_heads, self.head_size, self._scales
-        )
+        self._form = Form(self.scale, extras, self._wide_sinks, self._layout, self._scales)
         return self._form
 
     def _window_of(self, metadata: Any) -> tuple[int, int] | None:
@@ -249,6 +255,20 @@ class TunerBackend(FlashAttentionBackend):  # type: ignore[misc]
         return TunerMetadataBuilder
 
 
+def halves_of(
+    heads_kv: int, width: int, cache: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Keys and values (pages, page size, HKV, D): views of a cache (pages, HKV, page size, 2 D)."""
+    if cache.dim() != 4 or (cache.shape[1], cache.shape[3]) != (heads_kv, 2 * width):
+        return None
+    keys, values = cache.transpose(1, 2).split(width, dim=-1)
+    return keys, values
+
+
+def _starts(width: int, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return cache, cache.narrow(-1, width, width)
+
+
 def _shape_of(common: Any) -> tuple[int, int]:
     return common.num_reqs, common.max_query_len
 
@@ -270,29 +290,22 @@ def _step_of(metadata: Any) -> EngineStep:
     return step
 
 
-@cache
-def _masks(kind: type) -> tuple[str, ...]:
-    """Fields of a kind of metadata beside `_READ`."""
-    return tuple(one.name for one in dataclasses.fields(kind) if one.name not in _READ)
-
-
 def _step(metadata: Any) -> EngineStep:
     causal = metadata.causal
     refusal: Refusal | None = None
-    masks = [name for name in _masks(metadata.__class__) if getattr(metadata, name) is not None]
     if getattr(metadata, "use_cascade", False):  # until 0.31
         refusal = Refusal(Kind.CASCADE)
     elif not isinstance(causal, bool):
         refusal = Refusal(Kind.ENGINE_MASK, "causal for some sequences")
-    elif masks:
-        refusal = Refusal(Kind.ENGINE_MASK, ", ".join(masks))
+    elif names := masks(metadata, _READ):
+        refusal = Refusal(Kind.ENGINE_MASK, ", ".join(names))
     return EngineStep(
+        ENGINE,
         metadata.block_table,
         metadata.seq_lens,
         metadata.query_start_loc,
         int(metadata.max_query_len),
         int(metadata.max_seq_len),
-        int(metadata.num_actual_tokens),
         causal is True,
         refusal,
     )

@@ -18,20 +18,13 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod, Fp8MoEMethod
 
 from tuner import settings
-from tuner.errors import ConfigError
-from tuner.problem import SCALE_BLOCK
-from tuner.runtime.call import counters, serving
-from tuner.runtime.call.refusal import Kind, Refusal
-from tuner.runtime.products import quantiser
-from tuner.runtime.products.experts import Layer, answer
+from tuner.runtime.call.refusal import Refusal
+from tuner.runtime.engines.products import BLOCK, count, experts, refused, unscaled
 from tuner.runtime.products.matmul import linear
-from tuner.runtime.products.scaled import ScaledCall
 
-_BLOCK = [SCALE_BLOCK, SCALE_BLOCK]
+_ENGINE = "vLLM"
 _PLAIN_BACKEND = "TRITON"
 """vLLM's kernels of experts that leave the weights as they are loaded."""
-_ROWS = (1, 16, 64, 256, 2048)
-"""Rows for which a layer must have proven kernels before it is taken over."""
 _GATE_LIMITS = ("swiglu_alpha", "swiglu_beta", "swiglu_limit")
 
 _library = torch.library.Library("tuner_vllm", "DEF")
@@ -75,7 +68,7 @@ class TunerFp8Config(Fp8Config):  # type: ignore[misc]  # vLLM is skipped
         found = super().get_quant_method(layer, prefix)
         if type(found) is UnquantizedLinearMethod or type(found) is UnquantizedFusedMoEMethod:
             return method_of(layer)
-        if self.weight_block_size != _BLOCK:
+        if self.weight_block_size != BLOCK:
             return found
         if type(found) is Fp8LinearMethod:
             method = TunerFp8LinearMethod(self)
@@ -103,9 +96,9 @@ class TunerFp8LinearMethod(Fp8LinearMethod):  # type: ignore[misc]
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """As vLLM does it; then look for kernels, once a layer."""
         super().process_weights_after_loading(layer)
-        refusal = _unscaled(layer)
+        refusal = unscaled(layer)
         if refusal is not None:
-            _count(refusal)
+            count(refusal, _ENGINE)
         layer.tuner_serves = refusal is None
 
     def apply(
@@ -160,60 +153,28 @@ def _experts(
     ranks are refused.
     """
     if refusal := _unlike(method, backend, layer):
-        _count(refusal)
+        count(refusal, _ENGINE)
         return None
     if layer.expert_map is not None:  # of this rank, or -1
         topk_ids = layer.expert_map[topk_ids.long()]
-    ids = topk_ids if topk_ids.dtype in (torch.int32, torch.int64) else topk_ids.int()
-    given = Layer(x, ids, topk_weights, layer.w13_weight, layer.w2_weight, *scales, "zipf")
-    try:
-        return answer(given)
-    except ConfigError as exc:
-        _count(_refused(layer, str(exc)))
-        return None
-
-
-def _refused(layer: Any, detail: str) -> Refusal:
-    return Refusal(Kind.EXPERTS, f"{type(layer).__name__}: {detail}")
+    return experts(layer, x, scales, topk_ids, topk_weights, _ENGINE)
 
 
 def _unlike(method: Any, backend: Any, layer: Any) -> Refusal | None:
     """Reason why a layer is not `tuner.moe`'s; else None."""
     if backend.name != _PLAIN_BACKEND:
-        return _refused(
+        return refused(
             layer,
             f"weights as {backend.name} has them (moe_backend='triton' leaves them as loaded)",
         )
     if method.moe.has_bias:
-        return _refused(layer, "biases")
+        return refused(layer, "biases")
     if layer.activation.name != "SILU":
-        return _refused(layer, f"the activation {layer.activation.name}")
+        return refused(layer, f"the activation {layer.activation.name}")
     if limits := [name for name in _GATE_LIMITS if getattr(layer, name, None) is not None]:
-        return _refused(layer, ", ".join(limits))
+        return refused(layer, ", ".join(limits))
     if layer.apply_router_weight_on_input:
-        return _refused(layer, "the router's weights at the input")
+        return refused(layer, "the router's weights at the input")
     if method.moe.moe_parallel_config.use_all2all_kernels:
-        return _refused(layer, "experts of several ranks")
+        return refused(layer, "experts of several ranks")
     return None
-
-
-def _unscaled(layer: Any) -> Refusal | None:
-    """Reason why products with a layer's weights are not the tuner's; else None."""
-    weight, scale = layer.weight, layer.weight_scale_inv
-    rows, columns = weight.shape
-    blocks = -(-rows // SCALE_BLOCK), -(-columns // SCALE_BLOCK)
-    is_e4m3 = weight.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32
-    if not (is_e4m3 and weight.is_contiguous() and tuple(scale.shape) == blocks):
-        return _refused(layer, "weights in another layout")
-    for count in _ROWS:
-        a = weight.new_empty(count, columns)
-        factors = quantiser.empty_factors(count, columns, weight.device)
-        given = a, weight.t(), factors, scale.t(), None, None, torch.bfloat16, True
-        if isinstance(found := serving.find(ScaledCall(*given)), Refusal):
-            return _refused(layer, found.reason)
-    return None
-
-
-def _count(refusal: Refusal) -> None:
-    if not torch.compiler.is_compiling():
-        counters.count_fallback(refusal.reason, by="vLLM")

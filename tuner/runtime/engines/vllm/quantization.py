@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
+from tuner.runtime.engines.products import MIN_CAPABILITY
+
 NAME = "tuner"
-_MIN_CAPABILITY = 90
 
 
 class TunerConfig(QuantizationConfig):  # type: ignore[misc]  # vLLM is skipped
@@ -27,7 +28,7 @@ class TunerConfig(QuantizationConfig):  # type: ignore[misc]  # vLLM is skipped
 
     @classmethod
     def get_min_capability(cls) -> int:
-        return _MIN_CAPABILITY
+        return MIN_CAPABILITY
 
     @staticmethod
     def get_config_filenames() -> list[str]:

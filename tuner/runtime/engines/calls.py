@@ -1,12 +1,13 @@
 """Calls of an engine's attention layers, and the choice of a kernel once a step.
 
-Nothing here imports vLLM. A *step* is one metadata object of the engine: all layers of a kind
+Nothing here imports an engine. A *step* is one metadata object of the engine: all layers of a kind
 share its table, lengths and choices. A *form* is the options of a layer.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -25,25 +26,44 @@ from tuner.runtime.call.refusal import Kind, Refusal
 from tuner.runtime.call.table import table
 from tuner.selection.domains import AttentionDomain
 
-OTHERS = "vLLM's own FlashAttention"
-"""Name of the kernel that answers refused calls."""
 _NARROW = 64
-"""Head dimensions up to this: vLLM's engine answered prompts as fast."""
+"""Head dimensions up to this: tuned kernels answered an engine's prompts as fast."""
 _ROUNDED = 16
 """Values between two powers of two that longest lengths are rounded up to, at most; this limits the
 number of sized plans."""
 
 
-def halves_of(cache: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values (pages, page size, HKV, D): views of the engine's cache."""
-    keys, values = cache.transpose(1, 2).split(width, dim=-1)
-    return keys, values
+class ServingEngine(NamedTuple):
+    """An engine's name, and what follows from it."""
+
+    name: str
+
+    @property
+    def others(self) -> str:
+        """Name of the kernel that answers refused calls."""
+        return f"{self.name}'s own FlashAttention"
+
+    @property
+    def setting(self) -> str:
+        """Variable that limits the queries of a sequence."""
+        return f"TUNER_{self.name.upper()}_QUERIES"
+
+
+class CacheLayout(NamedTuple):
+    """How an engine's cache holds its keys and values, in one tensor or in two."""
+
+    pages: Callable[..., tuple[torch.Tensor, torch.Tensor] | None]
+    """Keys and values (pages, page size, HKV, D), as views of the cache; None where the cache lies
+    in an unknown way."""
+    starts: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    """Tensors that begin at the first key and at the first value."""
 
 
 @dataclass(slots=True)
 class EngineStep:
     """One metadata object of the engine."""
 
+    engine: ServingEngine
     table: torch.Tensor
     """int32 (B, columns): pages of each sequence."""
     used: torch.Tensor
@@ -53,8 +73,6 @@ class EngineStep:
     """Queries of the longest sequence."""
     keys: int
     """Keys of the longest sequence, or more."""
-    tokens: int
-    """Queries of all sequences."""
     is_causal: bool
     refusal: Refusal | None
     """Reason why no layer of the step is served."""
@@ -70,8 +88,7 @@ class Form(NamedTuple):
     extras: Extras
     sinks: torch.Tensor | None
     """fp32 (H,)."""
-    heads_kv: int
-    width: int
+    layout: CacheLayout
     scales: tuple[torch.Tensor, ...] = ()
     """Factors of e4m3 queries, keys and values: fp32 (H,), (HKV,) and (HKV,)."""
 
@@ -87,7 +104,7 @@ def run(
     form: Form,
     kind: Any,
     query: torch.Tensor,
-    cache: torch.Tensor,
+    cache: tuple[torch.Tensor, ...],
     out: torch.Tensor,
 ) -> bool:
     """Write a layer's output by a tuned kernel; False and a counted reason when there is none.
@@ -97,24 +114,23 @@ def run(
         form: the layer's options.
         kind: key, equal for layers with equal forms.
         query: (tokens or more, H, D).
-        cache: (pages, HKV, page size, 2 D), the engine's, with the step's keys and values.
+        cache: the engine's, with the step's keys and values, as the form's layout takes it.
         out: (tokens or more, H, D), contiguous.
     """
     found = decide(step, form, kind, query, cache, out)
     if isinstance(found, KernelPlan):
-        values = cache.narrow(-1, form.width, form.width)
-        if guards.is_misaligned((query, cache, values, out)):
+        keys, values = form.layout.starts(*cache)
+        if guards.is_misaligned((query, keys, values, out)):
             found = Refusal(Kind.MISALIGNED)
         else:
-            inputs = query, cache, values, step.table, step.used, step.starts
+            inputs = query, keys, values, step.table, step.used, step.starts
             others = () if form.sinks is None else (form.sinks,)
             answer = table.run_into(found, out, None, *inputs, *others, *form.scales)
             if not isinstance(answer, Refusal):
                 step.served += 1
                 return True
             found = step.refusal = answer  # the next step looks up again
-    step.refused += 1
-    counters.count_fallback(found.reason, OTHERS)
+    refuse(found, step)
     return False
 
 
@@ -123,25 +139,24 @@ def decide(
     form: Form,
     kind: Any,
     query: torch.Tensor,
-    cache: torch.Tensor,
+    cache: tuple[torch.Tensor, ...],
     out: torch.Tensor,
 ) -> KernelPlan | Refusal:
     """The loaded kernel that serves a call, or the reason why none does.
 
     Arguments are as of `run`; the tensors' contents are not read.
     """
-    key = kind, *_lies(query), *_lies(cache), *_lies(out)
+    key = kind, *_lies(query), *map(_lies, cache), *_lies(out)
     found = step.decisions.get(key)
     if found is None:
         found = step.decisions[key] = _decided(step, form, query, cache, out)
     return found
 
 
-def refuse(reason: Refusal, step: EngineStep | None = None) -> None:
+def refuse(reason: Refusal, step: EngineStep) -> None:
     """Count a call that the engine answers itself."""
-    if step is not None:
-        step.refused += 1
-    counters.count_fallback(reason.reason, OTHERS)
+    step.refused += 1
+    counters.count_fallback(reason.reason, step.engine.others)
 
 
 def _lies(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -149,31 +164,37 @@ def _lies(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _decided(
-    step: EngineStep, form: Form, query: torch.Tensor, cache: torch.Tensor, out: torch.Tensor
+    step: EngineStep,
+    form: Form,
+    query: torch.Tensor,
+    cache: tuple[torch.Tensor, ...],
+    out: torch.Tensor,
 ) -> KernelPlan | Refusal:
     if step.refusal is not None:
         return step.refusal
-    if cache.dim() != 4 or (cache.shape[1], cache.shape[3]) != (form.heads_kv, 2 * form.width):
-        return Refusal(Kind.CACHE_LAYOUT, f"{tuple(cache.shape)}")
-    if cache.dtype != query.dtype:
-        return Refusal(Kind.CACHE_TYPE, f"{cache.dtype}, {query.dtype}")
-    if (limit := max_queries()) is not None and step.queries > limit:
-        return Refusal(Kind.QUERIES, f"TUNER_VLLM_QUERIES={limit}")
+    pages = form.layout.pages(*cache)
+    if pages is None:
+        return Refusal(Kind.CACHE_LAYOUT, f"{tuple(cache[0].shape)}")
+    dtype, width = pages[0].dtype, query.shape[2]
+    if dtype != query.dtype:
+        return Refusal(Kind.CACHE_TYPE, f"{dtype}, {query.dtype}")
+    if (limit := max_queries(step.engine.setting)) is not None and step.queries > limit:
+        return Refusal(Kind.QUERIES, f"{step.engine.setting}={limit}")
     wanted = query.shape, output_type(query)
     if (out.shape, out.dtype) != wanted or not out.is_contiguous():
         return Refusal(Kind.TENSORS, f"output {out.dtype} {tuple(out.shape)}")
-    if limit is None and cache.dtype == torch.float8_e4m3fn:
-        return Refusal(Kind.SLOW_TYPE, str(cache.dtype))
+    if limit is None and dtype == torch.float8_e4m3fn:
+        return Refusal(Kind.SLOW_TYPE, str(dtype))
     try:
-        call = _call(step, form, query, cache)
+        call = _call(step, form, query, *pages)
         is_slow = limit is None and is_slow_chunk(call)
     except ConfigError as exc:
         return Refusal(Kind.TENSORS, str(exc))
     if is_slow:
-        return Refusal(Kind.SLOW_CHUNKS, f"D={form.width}")
+        return Refusal(Kind.SLOW_CHUNKS, f"D={width}")
     found = prepare(call)
-    if limit is None and isinstance(found, KernelPlan) and is_slow_kernel(found.config, form.width):
-        return Refusal(Kind.SLOW_CHUNKS, f"D={form.width}")
+    if limit is None and isinstance(found, KernelPlan) and is_slow_kernel(found.config, width):
+        return Refusal(Kind.SLOW_CHUNKS, f"D={width}")
     return found
 
 
@@ -199,13 +220,14 @@ def is_slow_kernel(config: Config, width: int) -> bool:
     return width > _NARROW and int(config["warp_groups"]) > 1
 
 
-def _call(step: EngineStep, form: Form, query: torch.Tensor, cache: torch.Tensor) -> PagedCall:
+def _call(
+    step: EngineStep, form: Form, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> PagedCall:
     """The call of a layer.
 
     Raises:
         ConfigError: on tensors that no tuned kernel takes.
     """
-    keys, values = halves_of(cache, form.width)
     longest = rounded(step.keys, step.table.shape[1] * keys.shape[1])
     of_step = step.table, step.used, step.starts
     checked(query, keys, values, *of_step, form.sinks, step.queries, longest)
@@ -216,10 +238,26 @@ def _call(step: EngineStep, form: Form, query: torch.Tensor, cache: torch.Tensor
 
 
 @cache
-def max_queries() -> int | None:
-    """``TUNER_VLLM_QUERIES``, read once.
+def max_queries(setting: str) -> int | None:
+    """An engine's setting, read once.
 
     Raises:
         ConfigError: when it is out of range.
     """
-    return settings.vllm_queries()
+    return settings.max_queries(setting)
+
+
+def masks(metadata: Any, read: frozenset[str]) -> list[str]:
+    """Fields of a step's metadata that may be masks: set, and not among those that are `read`."""
+    return [
+        name
+        for name, default in _others(type(metadata), read)
+        if (value := getattr(metadata, name)) is not None
+        and value is not default
+        and (isinstance(value, torch.Tensor) or value != default)
+    ]
+
+
+@cache
+def _others(kind: type, read: frozenset[str]) -> tuple[tuple[str, Any], ...]:
+    return tuple((each.name, each.default) for each in fields(kind) if each.name not in read)

@@ -1,0 +1,72 @@
+"""SGLang's plug-in: attention over its paged cache, products and experts by tuned kernels.
+
+The entry point of ``sglang.srt.plugins``. SGLang calls `register` in each of its processes, whether
+or not it uses the tuner. ``--attention-backend tuner`` then selects the module `backend`, and
+``--quantization tuner`` the module `quantization`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import Any
+
+from tuner.runtime.engines.versions import SGLANG
+
+NAME = "tuner"
+"""The attention backend and the quantisation, as SGLang's options have them."""
+OWN = "fa3"
+"""SGLang's backend that takes what is not served."""
+REGISTRY = "sglang.srt.layers.attention.attention_registry"
+CHOICES = "sglang.srt.arg_groups.choices"
+QUANTIZATION = "sglang.srt.layers.quantization"
+
+_log = logging.getLogger("tuner.runtime")
+
+
+def register() -> None:
+    """Add the attention backend and the quantisation to SGLang's. Repeated calls are harmless.
+
+    Whatever fails is logged in one line, and SGLang keeps its own kernels. In another version the
+    name stays a choice, which stands for SGLang's own backend.
+    """
+    version = "of an unknown version"
+    try:
+        version = str(importlib.import_module("sglang").__version__)
+        reason = SGLANG.refusal(version)
+        choices = importlib.import_module(CHOICES)
+        if NAME not in choices.ATTENTION_BACKEND_CHOICES:
+            choices.add_attention_backend_choices([NAME])
+        importlib.import_module(REGISTRY).register_attention_backend(NAME)(create)
+        if not reason:
+            _register_quantization(choices)
+    except Exception as exc:  # another SGLang's modules may raise anything
+        reason = f"SGLang {version} raised {type(exc).__name__}: {exc} (served: {SGLANG})"
+    _keep(reason)
+
+
+def create(runner: Any) -> Any:
+    """The attention backend of a model runner: ours, or SGLang's own and one line that says why."""
+    reason = SGLANG.refusal(str(importlib.import_module("sglang").__version__))
+    if not reason:
+        try:
+            module = importlib.import_module(f"{__name__}.backend")
+            backend = module.SglangBackend(runner)
+            if not (reason := backend.refusal()):
+                return backend
+        except Exception as exc:  # SGLang's own backend raises it again, if it has the same fault
+            reason = f"the plug-in raised {type(exc).__name__}: {exc}"
+        _keep(reason)
+    return importlib.import_module(REGISTRY).ATTENTION_BACKENDS[OWN](runner)
+
+
+def _register_quantization(choices: Any) -> None:
+    methods = importlib.import_module(QUANTIZATION).QUANTIZATION_METHODS
+    methods[NAME] = importlib.import_module(f"{__name__}.quantization").SglangConfig
+    if NAME not in choices.QUANTIZATION_CHOICES:
+        choices.add_quantization_method_choices([NAME])
+
+
+def _keep(reason: str) -> None:
+    if reason:
+        _log.warning("SGLang keeps its own kernels: %s", " ".join(reason.split()))

@@ -1,0 +1,56 @@
+"""SGLang's quantisation ``tuner``: products and experts of a model by tuned kernels.
+
+``--quantization tuner`` selects it, for a model in bf16 and for one whose checkpoint is fp8 with
+factors of blocks. Only the way to multiply changes; weights are loaded and kept as SGLang's own
+methods do it. This module imports SGLang's base class; the methods come when a layer asks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.quantization.base_config import QuantizationConfig
+
+from tuner.runtime.engines.products import MIN_CAPABILITY
+from tuner.runtime.engines.sglang import NAME
+
+
+class SglangConfig(QuantizationConfig):  # type: ignore[misc]  # SGLang is skipped
+    """Config of a model without quantisation; `from_config` makes that of an fp8 checkpoint."""
+
+    @classmethod
+    def get_name(cls) -> str:
+        return NAME
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return MIN_CAPABILITY
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> QuantizationConfig:
+        from tuner.runtime.engines.sglang.products import SglangFp8Config
+
+        own: QuantizationConfig = SglangFp8Config.from_config(config)
+        return own
+
+    @classmethod
+    def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: str | None) -> str | None:
+        """The name, where a user chose it for an fp8 checkpoint."""
+        is_fp8 = hf_quant_cfg and hf_quant_cfg.get("quant_method") == "fp8"
+        return NAME if user_quant == NAME and is_fp8 else None
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        from tuner.runtime.engines.sglang.products import method_of
+
+        return method_of(layer)
+
+    def get_scaled_act_names(self) -> list[str]:
+        return []
