@@ -1,7 +1,7 @@
 """Load vLLM's plug-ins as its processes do, with this package's entry point as the only one.
 
 Prints one JSON object: `lines`, what was logged, and `registered`: the path of the backend, and the
-quantisation's classes that are made of vLLM's. Needs `vllm_unpacked`.
+quantisation's classes that are made of vLLM's. Needs `engine_unpacked`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import vllm_unpacked  # noqa: F401  (makes vLLM importable)
+import engine_unpacked  # noqa: F401  (makes vLLM importable)
 
 GROUP = "vllm.general_plugins"
 

@@ -32,7 +32,7 @@ pytestmark = [
 def printed(folder: Path, *arguments: str) -> str:
     """What Python prints with this vLLM importable; fails with it on an error."""
     paths = os.pathsep.join(map(str, (ROOT, SUPPORT)))
-    environment = {**os.environ, "PYTHONPATH": paths, "VLLM_UNPACKED": str(folder)}
+    environment = {**os.environ, "PYTHONPATH": paths, "ENGINE_UNPACKED": str(folder)}
     done = subprocess.run(
         [sys.executable, "-P", *arguments],
         cwd=ROOT,
@@ -66,7 +66,7 @@ def test_its_classes_serve_and_refuse_as_the_stand_ins_do(folder: Path) -> None:
     if reason := VLLM.refusal(folder.name):
         pytest.skip(reason)
     others = "not first and not last"
-    options = "-p", "vllm_unpacked", "-q", "-k", others, "-p", "no:cacheprovider"
+    options = "-p", "engine_unpacked", "-q", "-k", others, "-p", "no:cacheprovider"
     out = printed(folder, "-m", "pytest", *options, "tests/unit/test_runtime_vllm.py")
     passed = re.search(r"(\d+) passed", out)
     assert passed and int(passed[1]) >= MIN_PASSED and "is not installed" not in out, out

@@ -1,7 +1,7 @@
-"""A pytest plugin that makes an unpacked wheel of vLLM importable without its dependencies.
+"""A pytest plugin that makes an unpacked wheel of an engine importable without its dependencies.
 
-``VLLM_UNPACKED`` names the folder. vLLM's Python is real; packages that it imports and that are
-missing here are empty, as are its extensions.
+``ENGINE_UNPACKED`` names the folder. The Python of vLLM or SGLang is real; packages that it imports
+and that are missing here are empty, as are its extensions.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-#: Top-level names that vLLM imports without a guard.
+#: Top-level names that vLLM or SGLang imports without a guard.
 IMPORTED = (
-    "aiohttp cachetools cbor2 compressed_tensors cpuinfo einops llguidance msgspec openai "
-    "openai_harmony partial_json_parser PIL psutil pybase64 xgrammar zmq"
+    "aiohttp cachetools cbor2 compressed_tensors cpuinfo einops gguf IPython llguidance msgspec "
+    "openai openai_harmony partial_json_parser PIL psutil pybase64 sentencepiece sgl_kernel "
+    "torchvision triton tvm_ffi xgrammar zmq"
 ).split()
 
 
@@ -83,5 +84,5 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Nothing: names are made when they are read."""
 
 
-sys.path.insert(0, os.environ["VLLM_UNPACKED"])
+sys.path.insert(0, os.environ["ENGINE_UNPACKED"])
 sys.meta_path.append(_Finder())
