@@ -1,8 +1,8 @@
 """SGLang's real classes over CPU tensors, with PyTorch's operations in a tuned kernel's place.
 
-Prints one JSON object: `lines`, what was logged; `choices`, SGLang's options that name the plug-in;
-`errors`, the largest difference of each case from SGLang's own reference, of its own harness for
-attention backends; `methods`, of layers in bf16 and in fp8. Needs `engine_unpacked`.
+Prints one JSON object. `lines` were logged. `choices` are SGLang's options that name the plug-in.
+`errors` are each case's largest difference from SGLang's own reference. `methods` are those of
+layers in bf16 and in fp8. Needs `engine_unpacked`.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def cases(harness: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def a_hopper() -> Any:
-    """SGLang takes the machine for an H100, and the mock's windows are no chunks."""
+    """SGLang's harness on a machine that looks like an H100; windows do not make chunks of it."""
     for name in ("attention_registry", "flashattention_backend"):
         module = importlib.import_module(f"{SRT}.layers.attention.{name}")
         module.get_device_capability = lambda *_: (9, 0)  # type: ignore[attr-defined]
