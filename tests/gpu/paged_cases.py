@@ -101,6 +101,10 @@ KERNELS: dict[str, tuple[str, tuple[int, ...], int, Config]] = {
         "H=17,HKV=1,D=256,causal=1", (16, 48), 8,
         make(2, 64, packed_heads=32, pads_heads=True, pdl=True),
     ),
+    "few, e4m3, padded": (
+        "H=10,HKV=2,D=128,causal=1,dtype=e4m3", (16, 48), 8,
+        make(1, 64, kv_stages=3, packed_heads=8, pads_heads=True, blocks_per_sm=2, pdl=True),
+    ),
     "wide heads": (
         "H=4,HKV=2,D=256,causal=1,dtype=bf16", (16, 48), 200, make(2, 80, packed_heads=2),
     ),

@@ -39,7 +39,7 @@ def without(config: Config, name: str) -> Config:
 PING_PONG = "ping_pong is for two warp groups or more with one score buffer, only"
 EARLY_EXP = "early_exp is for one score buffer, only"
 PACKED = "packed_heads is for several query heads to a KV head, only"
-PADS = "pads_heads is not for e4m3, block masks or sinks"
+PADS = "pads_heads is not for dense e4m3, block masks or sinks"
 SHARED = "key_groups is for one tile a block, one score buffer and no ping_pong, only"
 STAGES = "stages_output is not for variable lengths, paged caches or more than 16 packed heads"
 RESCALES = "rescale is for one score buffer, only"
@@ -169,6 +169,7 @@ def test_one_violation_at_a_time(text: str, config: Config, reason: str) -> None
         ("H=8,HKV=2,D=64,causal=1", make(2, 64, packed_heads=4, persistent=True, **HALVES)),
         ("H=8,HKV=2,D=64", make(2, 64, packed_heads=4)),
         ("H=28,HKV=4,D=128", make(1, 64, packed_heads=8, pads_heads=True)),
+        ("H=14,HKV=2,D=64,dtype=e4m3,page_size=16", make(1, 64, packed_heads=8, pads_heads=True)),
         ("H=28,HKV=4,D=128,bias=h", make(1, 64, packed_heads=8, pads_heads=True)),
         ("H=28,HKV=4,D=128,mask=b", make(2, 64, packed_heads=8, pads_heads=True)),
         ("H=16,HKV=2,D=128,softcap=50", make(1, 64, packed_heads=8, pads_heads=True, **STAGED)),

@@ -184,7 +184,7 @@ def _packing(problem: AttentionProblem, config: Config) -> list[str]:
     packed, pads = config.get("packed_heads", 1), "pads_heads" in config.params
     found = []
     if pads and not may_pad(problem):
-        found.append("pads_heads is not for e4m3, block masks or sinks")
+        found.append("pads_heads is not for dense e4m3, block masks or sinks")
     if not is_held(group, packed, pads):
         lack = "is less than" if pads else "does not divide"
         found.append(f"packed_heads={packed} {lack} the {group} heads to a KV head")
