@@ -57,7 +57,7 @@ COMPILED = {
         "",
         "bfloat16",
     ),
-    "three blocks": (config((64, 64), split_k=5, blocks_per_sm=3), "bias_gelu", "float16"),
+    "three blocks": (config((64, 32), split_k=5, blocks_per_sm=3), "bias_gelu", "float16"),
     "columns": (config((64, 96), split_k=4), "bias_silu", "float16"),
     "few rows, long K": (config((128, 64), swap_ab=True, split_k=4), "bias", "bfloat16"),
 }

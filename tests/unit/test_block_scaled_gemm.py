@@ -85,6 +85,7 @@ def _ahead(tile: tuple[int, int], *, swap_ab: bool = False) -> Config:
         (config((128, 64), 4, unroll=4, uniform_branch=True), "uniform_branch is for tile_m=64"),
         (config((64, 64), 4, unroll=4, turns=True), "turns are of two warp groups' unrolled loops"),
         (config((128, 64), 4, turns=True), "turns are of two warp groups' unrolled loops"),
+        (config((128, 64), 4, unroll=8, turns=True), "turns are for unroll up to 4"),
         (config((128, 64), 4, vector_merge=True), "vector_merge goes with split_k"),
         (config((128, 64), 3, blocks_per_sm=2), "blocks_per_sm=2 leaves 72 registers a thread"),
         (config((64, 80), 3, blocks_per_sm=2), "64 rows: 64x80 needs 80"),

@@ -58,7 +58,7 @@ def test_what_is_not_served_says_why(text: str, reason: str) -> None:
         ({"tile_m": 128, "tile_n": 32, "blocks_per_sm": 2}, "no registers to a second block"),
         ({"tile_n": 160, "blocks_per_sm": 2}, "80 registers a thread"),
         ({"tile_n": 72, "blocks_per_sm": 3}, "tile_n=72 is not known"),
-        ({"tile_n": 80, "blocks_per_sm": 3}, "40 registers a thread for sums (at most 32)"),
+        ({"tile_n": 80, "blocks_per_sm": 3}, "40 registers a thread for sums (at most 16)"),
         ({"tile_n": 48, "blocks_per_sm": 4}, "24 registers a thread for sums (at most 16)"),
         ({"stages": 24}, "bytes of shared memory at 24 stages"),
         ({"stages": 6, "blocks_per_sm": 2}, "bytes of shared memory at 6 stages"),

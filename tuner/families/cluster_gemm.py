@@ -47,7 +47,7 @@ INSTRUCTION_ROWS, MAX_COLUMNS = 64, 256
 """Rows of an instruction of a warp group and its most columns (PTX ISA, wgmma)."""
 STORED_COLUMNS = 16
 """Columns that the four lanes of a row store together."""
-MAX_RESIDENT_SUMS = {1: 192, 2: 64, 3: 32, 4: 16}
+MAX_RESIDENT_SUMS = {1: 192, 2: 64, 3: 16, 4: 16}
 """Most accumulators of a thread that compile without a spill, by the blocks of a multiprocessor."""
 MIN_STAGES, MAX_STAGES = 2, 24
 BARRIER_BYTES = 16

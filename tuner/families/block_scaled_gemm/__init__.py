@@ -391,10 +391,11 @@ def loop_violations(config: Config, scales: str = "block") -> list[str]:
         reasons.append(f"uniform_branch is for tile_m={INSTRUCTION_ROWS}")
     if "ahead" in config.params:
         reasons += _ahead_violations(config)
-    if "turns" in config.params and not (
-        "unroll" in config.params and config["tile_m"] > INSTRUCTION_ROWS
-    ):
-        reasons.append("turns are of two warp groups' unrolled loops")
+    if "turns" in config.params:
+        if config["tile_m"] == INSTRUCTION_ROWS or "unroll" not in config.params:
+            reasons.append("turns are of two warp groups' unrolled loops")
+        elif config["unroll"] > UNROLL:
+            reasons.append(f"turns are for unroll up to {UNROLL}: more spills")
     if "blocks_per_sm" in config.params:
         reasons += _resident_violations(config)
     if "tma_factors" in config.params and scales != "block":
