@@ -21,12 +21,14 @@ def config(
     uniform_branch: bool = False,
     ahead: bool = False,
     turns: bool = False,
+    fetch_factors: bool = False,
     vector_merge: bool = False,
     blocks_per_sm: int = 0,
 ) -> Config:
     given = {"unroll": unroll, "tma_factors": tma_factors}
     given |= {"uniform_branch": uniform_branch, "ahead": ahead, "turns": turns}
     given |= {"vector_merge": vector_merge, "blocks_per_sm": blocks_per_sm}
+    given |= {"fetch_factors": fetch_factors}
     loop = {name: value for name, value in given.items() if value}
     return Config(
         "block_scaled_gemm",
@@ -80,6 +82,12 @@ CASES: dict[str, Config] = {
     "turns": config((128, 160), 4, store_buffers=3, unroll=4, tma_factors=True, turns=True),
     "turns, tall": config((256, 128), 3, store_buffers=4, unroll=4, tma_factors=True, turns=True),
     "turns, ahead": config((128, 48), 9, unroll=4, tma_factors=True, ahead=True, turns=True),
+    "factors fetched": config(
+        (64, 96), 9, store_buffers=2, unroll=4, tma_factors=True, ahead=True, fetch_factors=True
+    ),
+    "factors fetched, swapped": config(
+        (128, 16), 9, swap_ab=True, split_k=2, unroll=4, tma_factors=True, fetch_factors=True
+    ),
     "words merged": config(
         (128, 80), 7, split_k=2, unroll=4, tma_factors=True, ahead=True, vector_merge=True
     ),

@@ -19,6 +19,7 @@ MEANINGS: Mapping[str, str] = {
     "ds_stages": "Buffers of the scores' gradient between two products of the backward pass.",
     "early_exp": "Percent of a step's exponentials computed while the product with V still runs.",
     "epilogue_schedule": "CUTLASS's epilogue: stores through shared memory and TMA, or directly.",
+    "fetch_factors": "A warp reads the factors of B's columns into the L1 for those that multiply.",
     "heads_per_launch": "Heads of the batch that one launch computes; few keep scores in the L2.",
     "in_place": "Probabilities are written over the scores.",
     "k_warps": "Warps that share a row and divide K between them.",

@@ -111,13 +111,14 @@ class BlockScaledGemm(StridedProduct):
         "uniform_branch": (True,),
         "ahead": (True,),
         "turns": (True,),
+        "fetch_factors": (True,),
         "vector_merge": (True,),
         "blocks_per_sm": (2,),
     }
     optional = frozenset(
         {
             *("unroll", "tma_factors", "uniform_branch", "ahead"),
-            *("turns", "vector_merge", "blocks_per_sm"),
+            *("turns", "fetch_factors", "vector_merge", "blocks_per_sm"),
         }
     )
     draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {"stages": (2, 3, 4, 5, 6, 8, 12, 16)}
@@ -396,6 +397,8 @@ def loop_violations(config: Config, scales: str = "block") -> list[str]:
             reasons.append("turns are of two warp groups' unrolled loops")
         elif config["unroll"] > UNROLL:
             reasons.append(f"turns are for unroll up to {UNROLL}: more spills")
+    if "fetch_factors" in config.params and "tma_factors" not in config.params:
+        reasons.append("fetch_factors goes with tma_factors")
     if "blocks_per_sm" in config.params:
         reasons += _resident_violations(config)
     if "tma_factors" in config.params and scales != "block":

@@ -48,6 +48,10 @@ def kernel_name(config: Config) -> str:
         cluster if cluster != "c1x1" else "",
         "uniform" if "uniform_branch" in params else "",
         "ahead" if "ahead" in params else "",
+        "turns" if "turns" in params else "",
+        "fetched" if "fetch_factors" in params else "",
+        "words" if "vector_merge" in params else "",
+        f"b{params['blocks_per_sm']}" if "blocks_per_sm" in params else "",
     )
     return " ".join(filter(None, parts))
 
