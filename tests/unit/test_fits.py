@@ -27,6 +27,7 @@ from tuner.search.fits import (
     corrections_fit,
     paged_fit,
     rates_fit,
+    ratios_fit,
     refit,
     stopping_fit,
 )
@@ -215,6 +216,14 @@ class TestCorrections:
     def test_a_file_without_such_calls_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="no call of these files"):
             corrections_fit.calls([], GPUS["H200"])
+
+    def test_the_ratios_that_ship_are_those_of_its_calls(self) -> None:
+        found = ratios_fit.refit([FILES["corrections"]], GPUS["H200"])
+        assert len(found.documents) == 3
+        for path, text in found.documents.items():
+            assert path.read_text() == text, path.name
+        before, by_others = found.errors
+        assert "31 below 0.97" in before and "8 below 0.97" in by_others
 
     def test_calls_of_another_answer_do_not_count(self) -> None:
         rows = refit.rows([FILES["corrections"]])

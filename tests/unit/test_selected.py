@@ -54,8 +54,10 @@ def decoding_factor(problem: Problem, config: Config) -> float:
 
 def own_by_hand(
     models: DomainModels, problem: Problem, gpu: Gpu
-) -> tuple[list[tuple[float, float, Config]], bool]:
-    """Legal own kernels with margin, microseconds and config; and whether one is near."""
+) -> tuple[list[tuple[float, float, Config]], bool, tuple[float, float, float] | None]:
+    """Legal own kernels with margin, microseconds and config; whether one is near; and both times
+    and the error of the best of all.
+    """
     found = [
         (
             us * (1 + models.margin * one.p90_error),
@@ -63,6 +65,7 @@ def own_by_hand(
             config,
             one.spread.holds(sizes, models.domain),
             legal,
+            one.p90_error,
         )
         for one in models.candidates
         if one.family is not None and not one.is_vendor
@@ -74,8 +77,12 @@ def own_by_hand(
         for legal in [one.family.accepts(problem, config, gpu)]
     ]
     near = [one for one in found if one[3]]
-    kept = [(cautious, us, config) for cautious, us, config, _, legal in near or found if legal]
-    return sorted(kept, key=lambda one: one[0]), bool(near)
+    kept = [one[:3] for one in near or found if one[4]]
+    return (
+        sorted(kept, key=lambda one: one[0]),
+        bool(near),
+        min(((*one[:2], one[5]) for one in near or found), default=None),
+    )
 
 
 def vendor_by_hand(models: DomainModels, problem: Problem, gpu: Gpu) -> tuple[float, str]:
@@ -134,13 +141,18 @@ def check(portfolio: Portfolio, problem: Problem) -> bool:
     if models is None:
         assert found is None
         return False
-    own, is_near = own_by_hand(models, problem, gpu)
+    domain = models.domain
+    own, is_near, first = own_by_hand(models, problem, gpu)
     vendor_us, vendor = vendor_by_hand(models, problem, gpu)
     if found is None:
         assert not own and not vendor, problem.label()
         return False
     is_trusted = is_near or not vendor or models.domain.extrapolates
     bound = vendor_us if is_trusted else 0.0
+    if models.ratios and vendor and is_trusted and first and domain.pytorchs_factor(problem) == 1:
+        cautious_us, us, error = first
+        expected = math.log(vendor_us / us)
+        bound = cautious_us * math.exp(models.ratios.lead(domain.sizes(problem), expected, error))
     wanted = [(us, config) for cautious, us, config in own if cautious <= bound]
     alike = pytest.approx(1.0, rel=1e-9)
     assert found.vendor == vendor and (not vendor or found.vendor_us / vendor_us == alike)

@@ -26,6 +26,7 @@ from tuner.hardware import Gpu
 from tuner.measurement import Regime
 from tuner.problem import Problem
 from tuner.selection.domains import AnyDomain
+from tuner.selection.ratios import LEAD, NORMAL_P90, Ratios
 
 RESCALED_MARGIN = 0.01
 """Additional share of its time by which an own kernel must win if the rates are another GPU's.
@@ -40,6 +41,8 @@ above the expected ratio on an H100 (``cache/tuned/``, 50 problems, 22 November 
 PEER_MARGIN = 0.02
 """Additional share of its time by which a peer's kernel must win. Its calls cost the host more than
 those of own kernels, which the dispatcher launches."""
+PEER_DOUBT = LEAD / NORMAL_P90
+"""Least `DomainModels.margin` of a peer's kernel."""
 
 
 class Spread(NamedTuple):
@@ -181,6 +184,8 @@ class DomainModels:
     """Domain that the rates were measured in, if not in this one."""
     made_on: Gpu | None = None
     """GPU of the measurements, if the rates are rescaled; None: this one."""
+    ratios: Ratios | None = None
+    """Ratios measured at calls of the domain; None where there are none."""
     _times: dict[str, DomainTimes] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
@@ -190,7 +195,8 @@ class DomainModels:
         where they were measured.
         """
         candidates = [one.rescaled(old, new) for one in self.candidates if not one.build]
-        return replace(self, candidates=candidates, made_on=old)
+        ratios = self.ratios.elsewhere if self.ratios else None
+        return replace(self, candidates=candidates, made_on=old, ratios=ratios)
 
     def settled(self, gpu: Gpu) -> DomainModels:
         """They with the memory's part of rescaled times among the rates, for cold caches."""
@@ -394,10 +400,9 @@ class DomainTimes:
             if is_scheduled and family.is_split(config):
                 tiling = tiling._replace(splits=splits)
             us = expected.bounded(one.us(block.sizes, tiling, self.gpu))
-            doubt = 1 + self.models.margin * one.p90_error
-            least = (
-                expected.here(us * doubt) * expected.margin * (1 + PEER_MARGIN * bool(one.build))
-            )
+            margin = max(self.models.margin, PEER_DOUBT) if one.build else self.models.margin
+            doubt = (1 + margin * one.p90_error) * (1 + PEER_MARGIN * bool(one.build))
+            least = expected.here(us * doubt) * expected.margin
             row = f"({least}, {expected.here(us)}, {place}, {splits})"
             uses.update(names_in(row))
             if counts == (1,):

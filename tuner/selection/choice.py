@@ -21,6 +21,7 @@ from tuner.selection.candidates import (
     pytorchs_choice,
 )
 from tuner.selection.domains import MAX_SIZE_FACTOR, AnyDomain, AttentionDomain
+from tuner.selection.ratios import Ratios
 
 _FAR = f"no kernel was measured within {MAX_SIZE_FACTOR} times these sizes"
 _WHOLE = "the time is that of a mask that hides nothing: what a block mask hides is not known"
@@ -80,11 +81,13 @@ class Selection(NamedTuple):
     facts: Legality
     """The problem's `DomainTimes.legality`."""
     estimates: Sequence[Estimate]
-    """Estimates of own kernels and peers', legal or not."""
+    """Estimates of own kernels, legal or not."""
     bound_us: float
-    """Largest expected time, margin included, at which an own kernel or a peer's is chosen."""
+    """Largest expected time, margin included, at which an own kernel is chosen."""
     is_near: bool
     """True if an own kernel was measured near these sizes."""
+    peers: Sequence[Estimate] = ()
+    """Estimates of peers' kernels that are expected to beat PyTorch's, legal or not."""
 
     @property
     def domain(self) -> AnyDomain:
@@ -123,25 +126,16 @@ class Selection(NamedTuple):
         Yields:
             Expected microseconds and config, which is made on demand.
         """
-        return self._legal(self._owns, self.bound_us)
+        return _legal(self.times, self.problem, self.facts, sorted(self.estimates), self.bound_us)
 
     def ranked(self) -> Iterator[tuple[float, Config]]:
         """As `own`, for all own kernels."""
-        return self._legal(self._owns, math.inf)
+        return _legal(self.times, self.problem, self.facts, sorted(self.estimates), math.inf)
 
     def answers(self) -> Iterator[tuple[float, Config]]:
         """As `own`, with peers' kernels."""
-        return self._legal(self.estimates, self.bound_us)
-
-    @property
-    def _owns(self) -> Sequence[Estimate]:
-        peers = self.times.peers
-        return [one for one in self.estimates if one[2] not in peers] if peers else self.estimates
-
-    def _legal(
-        self, estimates: Sequence[Estimate], bound_us: float
-    ) -> Iterator[tuple[float, Config]]:
-        return _legal(self.times, self.problem, self.facts, sorted(estimates), bound_us)
+        offered = _offered(self.estimates, self.bound_us, self.peers)
+        return _legal(self.times, self.problem, self.facts, offered, math.inf)
 
 
 def _legal(
@@ -157,6 +151,34 @@ def _legal(
             return
         if (config := times.config(problem, place, splits, facts)) is not None:
             yield us, config
+
+
+def _offered(
+    estimates: Iterable[Estimate], bound_us: float, peers: Iterable[Estimate]
+) -> list[Estimate]:
+    """Own estimates up to a bound and peers', best first."""
+    return sorted([*(one for one in estimates if one[0] <= bound_us), *peers])
+
+
+def _bound_us(
+    ratios: Ratios, times: DomainTimes, problem: Problem, first: Estimate, vendor_us: float
+) -> float:
+    """`Selection.bound_us` by ratios that were measured near a call.
+
+    Args:
+        ratios: measured ratios.
+        times: times of the domain.
+        problem: problem of the call.
+        first: estimate of the best own kernel.
+        vendor_us: expected microseconds of PyTorch's.
+    """
+    domain = times.models.domain
+    cautious_us, us, place, _ = first
+    if domain.pytorchs_factor(problem) != 1:  # not among the measured calls
+        return vendor_us
+    error, expected = times.models.candidates[place].p90_error, math.log(vendor_us / us)
+    bound_us = cautious_us * math.exp(ratios.lead(domain.sizes(problem), expected, error))
+    return min(bound_us, vendor_us) if ratios.is_elsewhere else bound_us
 
 
 def _decoding_pages(
@@ -203,16 +225,26 @@ def choose(problem: Problem, models: DomainModels, gpu: Gpu) -> Selection | None
     estimates, vendors_us, is_near = times.estimates(problem)
     if isinstance(models.domain, AttentionDomain) and models.domain.decodes_pages:
         estimates = _decoding_pages(times, problem, estimates)
-    if times.peers and not is_near:
-        estimates = [one for one in estimates if one[2] not in times.peers]
+    peers: Sequence[Estimate] = ()
+    if times.peers:
+        every = estimates
+        estimates = [one for one in every if one[2] not in times.peers]
+        peers = [one for one in every if is_near and one[2] in times.peers]
     facts = times.legality(problem)
     vendor_us, vendor, name = _vendors_best(times, problem, vendors_us, facts)
     vendor_us *= models.domain.pytorchs_factor(problem)
     is_trusted = is_near or vendor is None or models.domain.extrapolates
     bound_us = vendor_us if is_trusted else 0.0
+    if models.ratios is not None and vendor is not None and is_trusted and estimates:
+        bound_us = _bound_us(models.ratios, times, problem, min(estimates), vendor_us)
     # The first is legal most often, so the others are sorted only on demand.
     chosen_us, chosen = vendor_us, vendor
-    if estimates and (first := min(estimates))[0] <= bound_us:
+    if peers:
+        peers = [one for one in peers if one[0] <= vendor_us]
+        offered = _offered(estimates, bound_us, peers)
+        legal = _legal(times, problem, facts, offered, math.inf)
+        chosen_us, chosen = next(legal, (vendor_us, vendor))
+    elif estimates and (first := min(estimates))[0] <= bound_us:
         _, us, place, splits = first
         if (config := times.config(problem, place, splits, facts)) is not None:
             chosen_us, chosen = us, config
@@ -232,4 +264,5 @@ def choose(problem: Problem, models: DomainModels, gpu: Gpu) -> Selection | None
         estimates,
         bound_us,
         is_near,
+        peers,
     )

@@ -101,7 +101,7 @@ class Portfolio:
             theirs = other.rescaled(self.gpu).domains
             made_on = self.made_on or other.gpu
             makers = {one: partial(theirs.__getitem__, one) for one in theirs}
-            makers |= {one: partial(held.__getitem__, one) for one, held in ours.items()}
+            makers |= {one: partial(_with_ratios, held, theirs, one) for one, held in ours.items()}
             both = self.in_stream | other.in_stream
             made = Portfolio(
                 self.op, self.gpu, Deferred(makers), self.origin, made_on, in_stream=both
@@ -282,6 +282,18 @@ class Portfolio:
 def _joins(config: Config) -> bool:
     """True for kernels that `Portfolio.joining` takes."""
     return "pads_heads" in config.params or config.family == "cluster_gemm"
+
+
+def _with_ratios(
+    ours: Mapping[AnyDomain, DomainModels],
+    theirs: Mapping[AnyDomain, DomainModels],
+    domain: AnyDomain,
+) -> DomainModels:
+    """Our candidates of a domain; with their measured ratios where we have none."""
+    models = ours[domain]
+    if models.ratios is not None or domain not in theirs:
+        return models
+    return replace(models, ratios=theirs[domain].ratios)
 
 
 def _folder() -> Path:

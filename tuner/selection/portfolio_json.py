@@ -15,6 +15,7 @@ from tuner.families import find
 from tuner.measurement import Regime
 from tuner.selection.candidates import Candidate, DomainModels, Regret, Spread
 from tuner.selection.domains import AnyDomain
+from tuner.selection.ratios import SIZES, Ratios
 
 FORMAT = "cutlass-tuner portfolio"
 VERSION = 2
@@ -29,6 +30,7 @@ def models_json(models: DomainModels) -> dict[str, Any]:
         "regime": models.regime.key,
         "margin": models.margin,
         "regret": asdict(models.regret),
+        **({"ratios": models.ratios.to_json()} if models.ratios else {}),
         "candidates": [_candidate_json(models.domain, one) for one in models.candidates],
     }
 
@@ -70,7 +72,17 @@ def models_from(kind: type[AnyDomain], row: Mapping[str, Any]) -> DomainModels:
         [_candidate_from(kind, one) for one in row["candidates"]],
         margin,
         Regret(**document.checked(Regret, row["regret"])),
+        ratios=_ratios_from(row["ratios"], len(kind.axes)) if row.get("ratios") else None,
     )
+
+
+def _ratios_from(rows: Any, axes: int) -> Ratios:
+    """Sizes and a ratio in each row."""
+    count = min(axes, SIZES)
+    found = [[_number(value) for value in row] for row in rows]
+    if any(len(row) != count + 1 or not all(row) for row in found):
+        raise ConfigError(f"a row of ratios is wrong (allowed: {count} sizes and a ratio, above 0)")
+    return Ratios.of(([round(size) for size in sizes], ratio) for *sizes, ratio in found)
 
 
 def _candidate_from(kind: type[AnyDomain], row: Mapping[str, Any]) -> Candidate:

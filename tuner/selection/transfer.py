@@ -90,7 +90,12 @@ class Transfer:
         spread = Spread.over(one.spread for one in found)
         transferred = [replace(one, spread=spread) for one in found]
         return replace(
-            source, domain=domain, candidates=transferred, margin=0.0, donor=source.domain
+            source,
+            domain=domain,
+            candidates=transferred,
+            margin=0.0,
+            donor=source.domain,
+            ratios=None,
         )
 
     def models_of(self, domain: AnyDomain) -> DomainModels | None:
@@ -108,7 +113,12 @@ class Transfer:
                 candidates, margin = [*transferred, *models.vendors], models.margin
             if candidates:
                 return replace(
-                    models, domain=domain, candidates=candidates, margin=margin, donor=other
+                    models,
+                    domain=domain,
+                    candidates=candidates,
+                    margin=margin,
+                    donor=other,
+                    ratios=None,
                 )
         return None
 
@@ -140,7 +150,9 @@ class Transfer:
             return theirs
         candidates = [*timed.values(), *(here.vendors if theirs.vendors else ())]
         margin = here.margin if theirs.vendors else theirs.margin
-        return replace(here, domain=domain, candidates=candidates, margin=margin, donor=donor)
+        return replace(
+            here, domain=domain, candidates=candidates, margin=margin, donor=donor, ratios=None
+        )
 
     def _transferred(self, domain: AnyDomain, models: DomainModels) -> Iterator[Candidate]:
         """Own candidates of a donor as they are called in `domain`, best first."""

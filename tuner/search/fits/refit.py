@@ -32,7 +32,7 @@ class Refit:
     errors: list[str] = field(default_factory=list)
     """Lines that say how far the constants are from what was measured."""
     documents: dict[Path, Any] = field(default_factory=dict)
-    """Contents of the files that ship; none where a module holds the constants."""
+    """Contents of the files that ship, or their text; none where a module holds the constants."""
 
     def note(self, title: str, ships: Constants, fitted: Constants) -> None:
         """Add constants."""
@@ -80,10 +80,17 @@ class Refit:
     def write(self) -> str:
         """Store the documents, or give all constants of a module, in lines of text."""
         for path, content in self.documents.items():
-            output.write(path, json.dumps(content, indent=1) + "\n", make_folder=True)
+            text = content if isinstance(content, str) else json.dumps(content, indent=1) + "\n"
+            output.write(path, text, make_folder=True)
         new = (f"  {name} = {fitted:.4g}" for name, (_, fitted) in self.constants.items())
         lines = [f"wrote {path}" for path in self.documents]
         return "\n".join(lines or [f"constants of {self.place}:", *new])
+
+
+def text_of(path: Path) -> str:
+    """Text of a file, which may be compressed by gzip."""
+    data = path.read_bytes()
+    return (gzip.decompress(data) if data.startswith(_GZIP) else data).decode()
 
 
 def rows(paths: Sequence[Path]) -> list[dict[str, Any]]:
@@ -97,8 +104,7 @@ def rows(paths: Sequence[Path]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for path in paths:
         try:
-            data = path.read_bytes()
-            text = (gzip.decompress(data) if data.startswith(_GZIP) else data).decode()
+            text = text_of(path)
             lines = text[: text.rfind("\n") + 1].splitlines()
             found += [dict(document.parse(line)) for line in lines[1:]]
             for row in found:  # a bench's own contenders are called tuner, and tuner NAME
