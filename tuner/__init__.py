@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from tuner.runtime.attention.append import paged_append as paged_append
     from tuner.runtime.attention.block_mask import prepare_block_mask as prepare_block_mask
     from tuner.runtime.attention.dense import attention as attention
+    from tuner.runtime.attention.mla import mla_decode as mla_decode
     from tuner.runtime.attention.paged import paged_attention as paged_attention
     from tuner.runtime.attention.sparse import sparse_attention as sparse_attention
     from tuner.runtime.attention.varlen import attention_varlen as attention_varlen
@@ -90,6 +91,7 @@ _MODULES = {
     "linear_problems": "tuner.runtime",
     "lookup": "tuner.selection.reader",
     "matmul": "tuner.runtime",
+    "mla_decode": "tuner.runtime",
     "moe": "tuner.runtime",
     "quantise": "tuner.runtime",
     "paged_append": "tuner.runtime",

@@ -14,14 +14,16 @@ from tuner.compile.loading import load
 from tuner.compile.render import render
 from tuner.errors import BenchmarkError
 from tuner.families.base import KernelSpec
-from tuner.families.mla_decode import ARGUMENTS, spec_of
+from tuner.families.mla_decode import ARGUMENTS, MlaKernel
 
 pytestmark = [pytest.mark.compile, pytest.mark.timeout(900)]
 
-LATE, FIRST = (spec_of("bfloat16", scores_first=first, cluster=1) for first in (False, True))
-PAIR = spec_of("bfloat16", scores_first=True, cluster=2)
+LATE, FIRST, PAIR = (
+    MlaKernel("bfloat16", first, cluster).spec
+    for first, cluster in ((False, 1), (True, 1), (True, 2))
+)
 SPECS = [LATE]
-DEVICE_SPECS = [FIRST, PAIR, spec_of("float16", scores_first=False, cluster=1)]
+DEVICE_SPECS = [FIRST, PAIR, MlaKernel("float16", False, 1).spec]
 
 #: What the template has in PTX is the emulator's.
 _BODIES = {

@@ -27,6 +27,7 @@ from tuner.runtime.enable import disable, enable, enabled
 if TYPE_CHECKING:
     from tuner.runtime.attention.append import paged_append
     from tuner.runtime.attention.block_mask import prepare_block_mask
+    from tuner.runtime.attention.mla import mla_decode
     from tuner.runtime.attention.paged import paged_attention
     from tuner.runtime.attention.sparse import sparse_attention
     from tuner.runtime.attention.varlen import attention_varlen
@@ -45,6 +46,7 @@ _MODULES = {
     "linear": "products.matmul",
     "linear_problems": "layers",
     "matmul": "products.matmul",
+    "mla_decode": "attention.mla",
     "moe": "products.experts",
     "paged_append": "attention.append",
     "paged_attention": "attention.paged",
@@ -69,6 +71,7 @@ __all__ = [
     "linear",
     "linear_problems",
     "matmul",
+    "mla_decode",
     "moe",
     "paged_append",
     "paged_attention",

@@ -1,15 +1,18 @@
 """Decoding of multi-head latent attention over a paged cache: queries of 576 columns, values the
 first 512 columns of the same cache row, one latent head.
+
+Sizes, strides and lengths are arguments of a launch, so few kernels serve all calls.
 """
 
 from __future__ import annotations
 
-from tuner.config import Value
+from itertools import product
+from math import ceil
+from typing import NamedTuple
+
 from tuner.families.arguments import Arguments
 from tuner.families.base import KernelSpec
 
-KERNEL = "mla_decode"
-"""Name of the one kernel."""
 TEMPLATE = "mla_decode.cu.j2"
 WORDS = {"dtype": ("float16", "bfloat16")}
 """Text that the template takes, by variable."""
@@ -22,8 +25,43 @@ ARGUMENTS = Arguments(
     ),
     scalars=("scale",),
 )
+WIDTH, LATENT = 576, 512
+"""Columns of a cache row, and of its values."""
+PAGE_MULTIPLE = 16
+"""Slots of a page are a multiple of this."""
+MAX_BATCH, MAX_QUERIES, MAX_HEADS = 65536, 64, 4096
+BLOCK_ROWS = 64
+"""Rows of a block: heads of one query after another."""
+VECTOR = 8
+"""Strides in elements are multiples of this: 16 bytes, as TMA wants them."""
+TILE_OVERHEAD = 4
+"""Tiles of keys that take as long as a sequence's begin and end in a block."""
 
 
-def spec_of(dtype: str, **levers: Value) -> KernelSpec:
-    """The kernel of a type and its compile-time parameters."""
-    return KernelSpec(TEMPLATE, {"dtype": dtype, **levers}, WORDS, ARGUMENTS)
+class MlaKernel(NamedTuple):
+    """Parameters that are compiled in."""
+
+    dtype: str
+    scores_first: bool
+    cluster: int
+
+    @property
+    def spec(self) -> KernelSpec:
+        """The template with these parameters."""
+        return KernelSpec(TEMPLATE, dict(self._asdict()), WORDS, ARGUMENTS)
+
+
+KERNELS = tuple(
+    MlaKernel(dtype, cluster > 1, cluster) for dtype, cluster in product(WORDS["dtype"], (1, 2))
+)
+
+
+def row_blocks(heads: int, queries: int) -> int:
+    """Blocks that the rows of one sequence fill, as the template counts them."""
+    packed = min(BLOCK_ROWS, 1 << (heads - 1).bit_length())
+    return ceil(heads / BLOCK_ROWS) * ceil(queries / (BLOCK_ROWS // packed))
+
+
+def kernel_of(dtype: str, heads: int, queries: int) -> MlaKernel:
+    """The kernel for a number of rows: an even number of blocks works in pairs."""
+    return KERNELS[KERNELS.index(MlaKernel(dtype, False, 1)) + (row_blocks(heads, queries) + 1) % 2]
