@@ -4,14 +4,15 @@ GPU's place. Each has a store and a cache of its own, as hosts have.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,14 @@ import pytest
 import tuner
 from tuner.compile.artifacts import ArtifactCache
 from tuner.config import Config
-from tuner.errors import ConfigError
+from tuner.errors import ConfigError, StoreError
+from tuner.families import family
+from tuner.families.base import KernelSpec
 from tuner.hardware import DEFAULT_GPU
 from tuner.measurement import Measurement, Regime, Status
 from tuner.problem import AttentionProblem
+from tuner.selection.kernel_list import Kernel, KernelList, Proof
+from tuner.selection.portfolio import serving, shipped
 from tuner.store import open_store
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -33,19 +38,29 @@ pytestmark = pytest.mark.skipif(
 
 PROBLEM = AttentionProblem.parse("S=64,D=64,H=2")
 PATIENCE_S = 120
+NVCC = "13.0.88"
+LIST = f"{NVCC}-9.0.json"
+#: Calls that nobody tuned; the portfolio has several own kernels for most.
+BUCKETS = [
+    f"S={length},D={width},H=8,causal=1"
+    for width in (32, 64, 96, 128, 256)
+    for length in (96, 224, 416, 576)
+]
 #: Ranks, forked from one process that has imported torch, which takes 2 CPU-seconds. The process
 #: has one thread: a child of several can find a lock taken for ever. The ranks' store is a child as
 #: well. A rank agrees, or not; then calls attention once, and says what was launched.
 RANKS = """
-import contextlib, json, os, signal, socket, sys, traceback
+import contextlib, json, os, pathlib, signal, socket, sys, traceback
 from datetime import timedelta
 import torch, torch.distributed as dist
 import tuner
 from tuner.errors import ConfigError
-from tuner.hardware import DEFAULT_GPU
+from tuner.hardware import GPUS
 from tuner.measurement import Environment
-from tuner.runtime.call import devices, dispatch, plan
+from tuner.problem import AttentionProblem
+from tuner.runtime.call import devices, dispatch, plan, proven_kernels
 from tuner.runtime.parallel import distributed
+from tuner.selection.kernel_list import KernelList
 
 launched = []
 
@@ -59,17 +74,27 @@ def own(posed, member, measurement, device):
 
 plan.own_plan = own
 devices.TYPE, devices.current = "cpu", lambda: -1
-devices.gpu_of = lambda index: DEFAULT_GPU
+devices.gpu_of = lambda index: GPUS[os.environ.get("RANKS_GPU", "H200")]
 devices.is_capturing = lambda: False
 devices.use = lambda index: contextlib.nullcontext()
 dispatch.prepare = lambda then: None
+proven_kernels.pytorchs = lambda problem, device: "cudnn"
+asked = []
+proven_kernels.background.request = lambda problem, gpu, is_wanted: asked.append(problem.label())
 torch.set_num_threads(1)
 
-def call():
+def call(shape="S=64,D=64,H=2"):
     launched.clear()
-    tensors = [torch.randn(1, 2, 64, 64, dtype=torch.float16) for _ in range(3)]
-    tuner.attention(*tensors)
+    problem = AttentionProblem.parse(shape)
+    tensors = [torch.randn(one.shape, dtype=torch.float16) for one in problem.operands[:3]]
+    tuner.attention(*tensors, is_causal=problem.is_causal)
     return launched[-1] if launched else None
+
+def proves(path, rows):
+    "Adds the proven kernels of another host's list to this one's."
+    path = pathlib.Path(path)
+    known, more = KernelList.read(path), KernelList.from_json(json.loads(rows))
+    known.with_kernels(more.kernels.values()).write(path)
 
 def rank(how):
     devices.environment = lambda: Environment({"torch": how.get("torch", "2.11")})
@@ -85,6 +110,20 @@ def rank(how):
     if how.get("joins", True):
         found = distributed.agree(timeout_s=how["timeout_s"])
     first = call()
+    buckets = [[call(one) for one in how.get("buckets", ())]]
+    if "proves" in how:
+        proves(*how["proves"])
+        buckets.append([call(one) for one in how["buckets"]])
+        dist.barrier()
+        found = distributed.agree(timeout_s=how["timeout_s"], renew=True)
+        buckets.append([call(one) for one in how["buckets"]])
+    if "restarts" in how:  # as a new process
+        distributed._agreed, distributed._round = None, 0
+        dist.barrier()
+        again = distributed.agree(timeout_s=how["timeout_s"])
+        assert again == found and again is not found
+        found = again
+        buckets.append([call(one) for one in how["buckets"]])
     dist.barrier()
     if "late" in how:  # long after the others
         found = distributed.agree(timeout_s=how["timeout_s"])
@@ -98,6 +137,9 @@ def rank(how):
         "absent": sorted(found.absent) if found else None,
         "notes": list(found.notes) if found else None,
         "launched": first,
+        "buckets": buckets,
+        "asked": asked,
+        "proven": len(found.proven) if found else 0,
         "fallbacks": list(tuner.stats().fallbacks),
     }), flush=True)
 
@@ -147,12 +189,28 @@ def artifact(tile: int) -> str:
     return f"{tile:032x}"
 
 
+def proven(spec: KernelSpec, cache: ArtifactCache, library: Path) -> Kernel:
+    """A proven kernel whose artifact is in a cache."""
+    key = hashlib.sha256(spec.key.encode()).hexdigest()[:32]
+    facts: dict[str, Any] = {"resources": None, "compile_cpu_s": 1.0, "source": ""}
+    built = cache.put(key, library, **facts, facts={"nvcc": NVCC})
+    return replace(Kernel.of(spec, built), proof=Proof(64, 0, "NVIDIA H200", "580", "2026-11-29"))
+
+
+def listed(rows: Iterable[Kernel]) -> KernelList:
+    return KernelList(NVCC, "4.2.0", "9.0", {row.spec: row for row in rows})
+
+
 @dataclass
 class Host:
     """What a rank finds where it runs: its store's ranking, best first, and compiled kernels."""
 
     ranking: tuple[int, ...] = (128, 64)
     compiled: tuple[int, ...] = (128, 64, 32)
+    proven: tuple[KernelSpec, ...] = ()
+    built: tuple[KernelSpec, ...] = ()
+    """Kernels in the cache that no list names."""
+    gpu: str = "H200"
     how: Mapping[str, Any] = field(default_factory=dict)
 
     def furnish(self, folder: Path) -> dict[str, str]:
@@ -164,6 +222,9 @@ class Host:
             cache.put(
                 artifact(tile), library, resources=None, compile_cpu_s=1.0, source="", facts={}
             )
+        if self.proven:
+            rows = [proven(spec, cache, library) for spec in (*self.built, *self.proven)]
+            listed(rows[len(self.built) :]).write(folder / "kernels" / LIST)
         url = f"sqlite:///{folder}/store.sqlite"
         if self.ranking:
             ranked = [
@@ -181,7 +242,8 @@ class Host:
             ]
             with open_store(url) as store:
                 store.decide(PROBLEM, DEFAULT_GPU, ranked[0].regime, ranked, "sweep")
-        return {"TUNER_CACHE_DIR": str(folder), "TUNER_STORE": url}
+        names = {"TUNER_CACHE_DIR": str(folder), "TUNER_STORE": url, "RANKS_GPU": self.gpu}
+        return {**names, "TUNER_BUILD_ON_MISS": "1"}
 
 
 Run = Callable[..., list[dict[str, Any]]]
@@ -289,6 +351,91 @@ def test_ranks_of_two_versions_serve_nothing(run: Run) -> None:
     assert {rank["refusal"] for rank in seen} == {
         f"rank 1 runs tuner 0.0.9, rank 0 {tuner.__version__}"
     }
+
+
+def own_configs(shape: str) -> list[tuple[dict[str, Any], KernelSpec]]:
+    """The portfolio's own kernels of a call, best first: their parameters, and the kernel."""
+    problem = AttentionProblem.parse(shape)
+    mine = next(one for one in serving(shipped(), DEFAULT_GPU) if one.op == problem.op)
+    selection = mine.select(problem)
+    assert selection is not None
+    chosen = [config for _, config in selection.own()]
+    kernels = [family(config.family).kernels(problem, config) for config in chosen]
+    return [
+        (dict(config.params), next(iter(specs.values())))
+        for config, specs in zip(chosen, kernels, strict=True)
+    ]
+
+
+def expected(*hosts: Host) -> list[dict[str, Any] | None]:
+    """Parameters of the best kernel of each bucket that is proven on all hosts."""
+    everywhere = set.intersection(*({spec.key for spec in host.proven} for host in hosts))
+    return [
+        next((params for params, spec in own_configs(one) if spec.key in everywhere), None)
+        for one in BUCKETS
+    ]
+
+
+EVERY = tuple({spec.key: spec for one in BUCKETS for _, spec in own_configs(one)}.values())
+
+
+def test_the_portfolio_serves_all_ranks_alike_by_what_all_have_proven(run: Run) -> None:
+    how = {"buckets": BUCKETS, "restarts": True}
+    hosts = [Host(how=how), Host(how=how)]
+    hosts[0].proven = tuple(spec for place, spec in enumerate(EVERY) if place % 3)
+    hosts[1].proven = tuple(spec for place, spec in enumerate(EVERY) if place % 4 != 1)
+    first, second = run(*hosts)
+    wanted = expected(*hosts)
+    assert first["buckets"] == second["buckets"] == [wanted, wanted], "before and after a restart"
+    assert len(wanted) == 20 and 10 < sum(one is not None for one in wanted)
+    assert wanted != expected(hosts[0]) and wanted != expected(hosts[1])
+
+
+def test_kernels_that_are_built_later_serve_from_the_next_agreement_on(
+    run: Run, tmp_path: Path
+) -> None:
+    few, all_of_them = Host(proven=EVERY[::2], built=EVERY[1::2]), Host(proven=EVERY)
+    cache, library = ArtifactCache(tmp_path / "more"), tmp_path / "more.so"
+    library.write_bytes(b"kernel")
+    rows = json.dumps(listed(proven(spec, cache, library) for spec in EVERY).to_json())
+    for rank, host in enumerate((few, all_of_them)):
+        path = str(tmp_path / f"{rank}" / "kernels" / LIST)
+        host.how = {"buckets": BUCKETS, "proves": [path, rows]}
+    seen = run(few, all_of_them)
+    before, after = expected(few, all_of_them), expected(all_of_them)
+    assert before != after
+    for rank in seen:
+        assert rank["buckets"] == [before, before, after]
+        assert rank["asked"], "agreed ranks have missing kernels built"
+
+
+def test_ranks_with_unlike_gpus_have_no_portfolio(run: Run) -> None:
+    how = {"buckets": BUCKETS}
+    hosts = [Host(proven=EVERY, how=how), Host(proven=EVERY, how=how, gpu="H100")]
+    seen = run(*hosts)
+    assert launched(seen) == [128, 128] and [rank["proven"] for rank in seen] == [0, 0]
+    assert all(rank["buckets"] == [[None] * 20] for rank in seen)
+    assert "the ranks' GPUs are not alike: no portfolio serves" in seen[1]["notes"]
+
+
+def test_an_engine_s_rank_agrees_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tuner.runtime.call import devices
+    from tuner.runtime.call.table import table
+    from tuner.runtime.parallel import distributed
+
+    calls: list[str] = []
+
+    def fail() -> None:
+        calls.append("agree")
+        raise StoreError("no temporary folder")
+
+    monkeypatch.setattr(distributed, "agree", fail)
+    monkeypatch.setattr(table, "pin", lambda *_, refusal: calls.append(refusal.detail))
+    distributed.agree_in_engine()
+    assert calls == []
+    monkeypatch.setattr(devices, "ranks", lambda: 2)
+    distributed.agree_in_engine()
+    assert calls == ["agree", "no temporary folder"]
 
 
 def test_what_agree_needs() -> None:

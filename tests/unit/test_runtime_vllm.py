@@ -164,6 +164,15 @@ def test_a_cache_of_e4m3_comes_with_its_factors(
     assert on_cpu.counters.stats().hits == 3 and not engine.own
 
 
+def test_a_layer_s_rank_agrees_with_the_others(
+    engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agreed: list[str] = []
+    monkeypatch.setattr(engine.backend.distributed, "agree_in_engine", lambda: agreed.append("yes"))
+    layer(engine)
+    assert agreed == ["yes"]
+
+
 def test_layers_of_a_step_share_one_decision(
     engine: SimpleNamespace, served: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

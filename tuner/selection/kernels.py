@@ -19,7 +19,7 @@ full GPU are among a proof's problems. Needs the standard library only.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -170,6 +170,24 @@ class Lists:
         """Failures of all lists: a kernel that failed in one list is not served from another."""
         self._there: set[Kernel] = set()
         """Kernels whose libraries were hashed; loading a library hashes it again."""
+        self._agreed: frozenset[str] | None = None
+
+    @property
+    def is_agreed(self) -> bool:
+        """True when ranks agreed on the kernels that serve."""
+        return self._agreed is not None
+
+    def restrict(self, artifacts: Collection[str] | None) -> None:
+        """Serve proven kernels of these artifacts only; None: all."""
+        self._agreed = None if artifacts is None else frozenset(artifacts)
+
+    def artifacts(self, capability: str) -> set[str]:
+        """Keys of the artifacts of all proven kernels that are served."""
+        served = set()
+        for one in self.known():
+            for kernel in self._kernels(one) if one.capability == capability else ():
+                served.add(self._served(one, kernel)[0])
+        return served - {""}
 
     def known(self) -> tuple[KernelList, ...]:
         """All lists that can be read and trusted; the others are logged once."""
@@ -193,13 +211,16 @@ class Lists:
         out.
         """
         for one in self.known():
-            for spec in one.kernels if one.capability == capability else ():
-                try:
-                    kernel = one.kernels[spec]
-                except ConfigError:
-                    continue
-                if kernel.is_current:
-                    yield kernel
+            yield from self._kernels(one) if one.capability == capability else ()
+
+    def _kernels(self, one: KernelList) -> Iterator[Kernel]:
+        for spec in one.kernels:
+            try:
+                kernel = one.kernels[spec]
+            except ConfigError:
+                continue
+            if kernel.is_current:
+                yield kernel
 
     def proven(self, specs: Mapping[str, KernelSpec], capability: str) -> dict[str, str] | str:
         """Artifacts of proven kernels by the keys of `specs`, or why one of them is not served.
@@ -250,10 +271,16 @@ class Lists:
             return "", f"a row of the kernel list is damaged: {exc}"
         if kernel is None:
             return "", f"a kernel is not built ({BUILD})"
+        return self._served(one, kernel)
+
+    def _served(self, one: KernelList, kernel: Kernel) -> tuple[str, str]:
+        """As `_proven`, of a row."""
         if fault := self._fault(*kernel.identities):
             return "", fault
         if kernel.proof is None:
             return "", f"a kernel is not proven ({PROVE})"
+        if self._agreed is not None and kernel.artifact not in self._agreed:
+            return "", "a kernel is not proven on every rank"
         if kernel not in self._there:
             artifact = artifact_of(one, kernel)
             if artifact is None:

@@ -14,6 +14,7 @@ its kernels, rescaled by the ratios of their rates (`serving`). Needs the standa
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial, reduce
@@ -316,6 +317,13 @@ def shipped() -> tuple[Portfolio, ...]:
         except (OSError, ValueError, ConfigError) as exc:
             raise _damaged(path, exc) from exc
     return tuple(sorted(found, key=lambda one: one.gpu != DEFAULT_GPU))
+
+
+@cache
+def digest() -> str:
+    """Digest of the files that ship: equal ones choose equally."""
+    text = b"".join(path.read_bytes() for path in sorted(_folder().glob("*.json")))
+    return hashlib.sha256(text).hexdigest()
 
 
 def _shipped_models(path: Path, kind: type[AnyDomain], row: Mapping[str, Any]) -> DomainModels:

@@ -171,8 +171,7 @@ class Answers:
             stands_in = own.is_vendors and entry.winner not in entry.vendors.values()
             is_final = isinstance(own.plan, Plan) or (is_measured and own.until == math.inf)
         chosen = None
-        # Ranks that agreed on decisions may have different kernel lists.
-        if (stands_in or not is_final) and self.path is None:
+        if stands_in or not is_final:
             chosen = self._choose(posed, device)
         wanted = KernelPlan if stands_in else Plan
         if own is not None and (

@@ -207,11 +207,12 @@ def _expected(candidates: _Candidates) -> Plan | Refusal:
 def _request(candidates: _Candidates, config: Config) -> None:
     """Have the kernels of a config built in the background, if proofs of them ship.
 
-    Ranks of a distributed program build nothing until they agree (`tuner.runtime.distributed`): one
-    would take a kernel up before the others.
+    Ranks of a distributed program build nothing before they agree: one would take a kernel up
+    before the others.
     """
     problem, gpu = candidates.posed.problem, candidates.gpu
-    if config in candidates.excluded.configs or devices.ranks() > 1:
+    is_apart = devices.ranks() > 1 and not lists.is_agreed
+    if config in candidates.excluded.configs or is_apart:
         return
     with contextlib.suppress(TunerError):
         specs = family(config.family).kernels(problem, config)
@@ -225,10 +226,10 @@ def _text(refusal: Refusal) -> str:
 
 def _timed(candidates: _Candidates) -> Plan | Refusal | None:
     """The fastest candidate by measurement on this machine, timed now unless a choice holds; None
-    when nothing can be timed.
+    when nothing can be timed. Ranks that agreed would measure different times.
     """
     selection, posed = candidates.selection, candidates.posed
-    if posed.run is None or not isinstance(selection, Selection):
+    if posed.run is None or lists.is_agreed or not isinstance(selection, Selection):
         return None
     # Only programs that time their calls need these.
     from tuner.runtime.call import benchmark, peer_contenders

@@ -27,6 +27,7 @@ from tuner.runtime.call.answers import RETRY_EVERY_S, Answers, CachedPlan
 from tuner.runtime.call.plan import KernelPlan, Plan, Posed
 from tuner.runtime.call.refusal import Kind, Refusal, once
 from tuner.runtime.call.store_watch import StoreWatch
+from tuner.selection.kernels import lists
 from tuner.selection.reader import of_any_length
 
 LOOK_EVERY_S = 0.5
@@ -196,6 +197,7 @@ class PlanTable:
         path: Path | None,
         absent: Collection[str] = (),
         refusal: Refusal | None = None,
+        proven: Collection[str] | None = None,
     ) -> None:
         """Serve the decisions of one file, independent of later changes of the user's store.
 
@@ -203,8 +205,10 @@ class PlanTable:
             path: the SQLite file; None: the user's store.
             absent: keys of artifacts that must not be launched, even if present.
             refusal: reason to serve nothing; None: serve.
+            proven: keys of the artifacts that portfolios and rules serve; None: all proven ones.
         """
         with self._lock:
+            lists.restrict(proven)
             self._answers.path, self._answers.absent = path, frozenset(absent)
             self._refusal = refusal
             self._clear()

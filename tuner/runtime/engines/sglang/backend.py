@@ -30,6 +30,7 @@ from tuner.runtime.engines.calls import (
     refuse,
     run,
 )
+from tuner.runtime.parallel import distributed
 
 ENGINE = ServingEngine("SGLang")
 _TYPES = (torch.float16, torch.bfloat16)
@@ -52,6 +53,7 @@ class SglangBackend(FlashAttentionBackend):  # type: ignore[misc]
     def __init__(self, runner: Any, *args: Any, **options: Any) -> None:
         super().__init__(runner, *args, **options)
         max_queries(ENGINE.setting)  # a wrong setting raises here, not in the first call
+        distributed.agree_in_engine()
         self._is_invariant = self.num_splits == 1
         self._forms: dict[Any, Form | Refusal] = {}
 

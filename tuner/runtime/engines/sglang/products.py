@@ -28,6 +28,7 @@ from tuner.runtime.engines.products import (
     refused,
     unscaled,
 )
+from tuner.runtime.parallel import distributed
 from tuner.runtime.products.matmul import linear
 
 _ENGINE = "SGLang"
@@ -39,6 +40,7 @@ _OF_ROUTER = ("apply_router_weight_on_input", "no_combine", "no_combine_keep_rou
 
 def method_of(layer: torch.nn.Module) -> Any:
     """The method of a layer in bf16; None where SGLang's own has no other."""
+    distributed.agree_in_engine()
     if isinstance(layer, LinearBase):
         return SglangLinearMethod()
     if isinstance(layer, FusedMoE):
@@ -55,6 +57,7 @@ class SglangFp8Config(Fp8Config):  # type: ignore[misc]
     """
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        distributed.agree_in_engine()
         own = super().get_quant_method(layer, prefix)
         if type(own) in (UnquantizedLinearMethod, UnquantizedFusedMoEMethod):
             return method_of(layer)

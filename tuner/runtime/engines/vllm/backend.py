@@ -31,6 +31,7 @@ from tuner.runtime.engines.calls import (
     refuse,
     run,
 )
+from tuner.runtime.parallel import distributed
 
 ENGINE = ServingEngine("vLLM")
 #: Names for a cache of the queries' type.
@@ -60,6 +61,7 @@ class TunerImpl(FlashAttentionImpl):  # type: ignore[misc]
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         max_queries(ENGINE.setting)  # a wrong setting raises here, not in the first call
+        distributed.agree_in_engine()
         self._refusal = self._never()
         self._layout = CacheLayout(
             partial(halves_of, self.num_kv_heads, self.head_size), partial(_starts, self.head_size)

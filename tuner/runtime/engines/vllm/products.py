@@ -20,6 +20,7 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8LinearMeth
 from tuner import settings
 from tuner.runtime.call.refusal import Refusal
 from tuner.runtime.engines.products import BLOCK, count, experts, refused, unscaled
+from tuner.runtime.parallel import distributed
 from tuner.runtime.products.matmul import linear
 
 _ENGINE = "vLLM"
@@ -49,6 +50,7 @@ torch.library.register_fake("tuner_vllm::linear", _scaled_linear_shape, lib=_lib
 
 def method_of(layer: torch.nn.Module) -> Any:
     """The method of a layer in bf16; None where vLLM's own has no other."""
+    distributed.agree_in_engine()
     if isinstance(layer, LinearBase):
         return TunerLinearMethod()
     if isinstance(layer, RoutedExperts):
@@ -65,6 +67,7 @@ class TunerFp8Config(Fp8Config):  # type: ignore[misc]  # vLLM is skipped
         return self.name
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        distributed.agree_in_engine()
         found = super().get_quant_method(layer, prefix)
         if type(found) is UnquantizedLinearMethod or type(found) is UnquantizedFusedMoEMethod:
             return method_of(layer)
