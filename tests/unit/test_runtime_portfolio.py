@@ -200,9 +200,14 @@ def test_a_refused_launch_withdraws_that_kernel_for_the_problem(
     assert serving.call() and serving.launched == ["key-narrow"]
 
 
-def test_a_pinned_table_asks_no_portfolio(serving: Serving, tmp_path: Any) -> None:
-    serving.runtime.table.table.pin(tmp_path / "agreed.sqlite")
-    assert not serving.call() and serving.fallbacks == ["no measured winner"]
+def test_kernels_of_a_pinned_table_are_those_that_all_ranks_have(
+    serving: Serving, tmp_path: Any
+) -> None:
+    table, lists = serving.runtime.table.table, serving.runtime.proven_kernels.lists
+    table.pin(tmp_path / "agreed.sqlite", proven=["key-wide"])
+    assert lists.is_agreed and serving.call() and serving.launched == ["key-wide"]
+    table.forget()
+    assert not lists.is_agreed
 
 
 def test_an_artifact_that_a_rank_lacks_is_not_launched(serving: Serving) -> None:

@@ -87,8 +87,8 @@ def agree(
 
     Call it in every rank after ``init_process_group`` and ``torch.cuda.set_device``, and before
     the first kernel. Ranks may arrive up to half of the time limit apart. Later calls return the
-    same agreement. Decisions and kernels made afterwards take effect at the next agreement: with
-    `renew`, which every rank calls at the same place, or when the program starts again.
+    same agreement. Decisions and kernels made afterwards take effect at the next agreement. That is
+    one with `renew`, which every rank calls at the same place, or the program's next start.
 
     Args:
         store: key-value store shared by the ranks; default: the default process group's.
