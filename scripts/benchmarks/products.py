@@ -125,7 +125,7 @@ NEIGHBOURS = 15
 def holes(args: Namespace) -> list[Product]:
     """Products at which a peer was ahead, and others near them by the seed."""
     rng = random.Random(f"holes {args.seed}")
-    kinds: dict[str, tuple[Sequence[tuple[int, ...]], dict[str, Any]]] = {
+    kinds: dict[str, tuple[Sequence[tuple[int, int, int]], dict[str, Any]]] = {
         "few rows": (FEW_HOLES, {"dtype": "bfloat16"}),
         "factors of blocks": (SCALED_HOLES, {"dtype": E4M3, "scales": "block"}),
     }
@@ -133,11 +133,11 @@ def holes(args: Namespace) -> list[Product]:
     for group, (sizes, facts) in kinds.items():
         cases |= dict.fromkeys(Product(GemmProblem(*one, **facts), group) for one in sizes)
         for _ in range(NEIGHBOURS):
-            m, n, k = rng.choice(sizes)
+            m, *widths = rng.choice(sizes)
             rows = 2 ** rng.uniform(0, 4) if m <= MAX_FEW else m * rng.uniform(0.7, 1.3)
-            blocks = [round(one * rng.uniform(0.75, 1.3) / SCALE_BLOCK) for one in (n, k)]
-            near = (round(rows), *(SCALE_BLOCK * count for count in blocks))
-            cases[Product(GemmProblem(*near, **facts), f"{group}, neighbours")] = None
+            n, k = (round(one * rng.uniform(0.75, 1.3) / SCALE_BLOCK) for one in widths)
+            near = GemmProblem(round(rows), SCALE_BLOCK * n, SCALE_BLOCK * k, **facts)
+            cases[Product(near, f"{group}, neighbours")] = None
     return list(cases)
 
 

@@ -97,7 +97,10 @@ CASES: dict[str, Config] = {
     "two blocks": config(
         (64, 48),
         6,
-        **{"unroll": 4, "tma_factors": True, "uniform_branch": True, "ahead": True},
+        unroll=4,
+        tma_factors=True,
+        uniform_branch=True,
+        ahead=True,
         blocks_per_sm=2,
     ),
     "swapped": config((128, 16), 12, swap_ab=True),
