@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benchmarks import cliffs_holes, rows
 from benchmarks.cliffs_draws import Call, Draw, Plain, dense, draws, smaller
-from benchmarks.harness import FAILURES, Bench, Preset, Row
+from benchmarks.harness import FAILURES, Bench, Preset, Row, add_answers
 from tuner.cli import Parser
 from tuner.problem import AttentionProblem, GroupedGemmProblem
 
@@ -142,6 +142,7 @@ def listing(cases: Sequence[Draw], _: Namespace) -> Iterable[str]:
 
 def options(parser: Parser) -> None:
     """Options of the draw and of the presets that read its file."""
+    add_answers(parser)
     parser.add_argument("--count", type=int, default=COUNT, help=f"calls to draw ({COUNT})")
     parser.add_argument(
         "--rows", type=Path, metavar="FILE", help="file of the draws that the presets choose from"

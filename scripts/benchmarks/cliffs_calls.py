@@ -74,7 +74,7 @@ def timed(
     times = harness.time_calls(fit, before, copies, BUDGET_US)
     stats = errors["tuner"][1] if "tuner" in errors else None
     return {
-        "answered": "" if stats is None else "own" if stats.hits else "PyTorch's",
+        "answered": "" if stats is None else next(iter(stats.answers)),
         "reason": "" if stats is None else ", ".join(stats.fallbacks),
         **{"us": times.us, "failed": {**failed, **times.failed}, "wrong": wrong},
         "errors": {name: error for name, (error, _) in errors.items()},

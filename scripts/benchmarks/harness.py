@@ -9,6 +9,7 @@ of this module, where tests put a device that is not there.
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import threading
 import time
@@ -36,6 +37,7 @@ from benchmarks.call_times import (
 from benchmarks.child import Worker, answer_indices
 from benchmarks.gpu import no_gpu
 from benchmarks.rows import Row, RowFile, heading, is_wrong, ratio_line, ratio_table, read
+from tuner import settings
 from tuner.base import resources
 from tuner.base.output import check_place
 from tuner.base.processes import python_command
@@ -52,6 +54,7 @@ __all__ = [
     "Preset",
     "Row",
     "Times",
+    "add_answers",
     "commit",
     "distance",
     "every_copy",
@@ -151,6 +154,8 @@ def main(bench: Bench, argv: Sequence[str]) -> int:
     args.seed = commit() if args.seed == "commit" else args.seed
     cases = cases_of(preset, args)
     if args.worker:
+        if (words := getattr(args, "answers", None)) is not None:
+            os.environ["TUNER_ANSWERS"] = words
         needs_gpu = preset.needs_gpu
         return answer_indices(lambda index: preset.measure(cases[index], args), needs_gpu)
     if args.list:
@@ -196,6 +201,18 @@ def parser_of(bench: Bench) -> Parser:
     parser.set_defaults(compile_only=False)
     bench.options(parser)
     return parser
+
+
+def add_answers(parser: Parser) -> None:
+    """The option that lets peers answer the tuner's calls. Without it they are rivals only: no
+    figure is won by a kernel that it is compared with.
+    """
+    parser.add_argument(
+        "--answers",
+        default=",".join(settings.ALWAYS_ANSWER),
+        metavar="WORD,...",
+        help=f"TUNER_ANSWERS of the calls: own,pytorch (default), {','.join(settings.ANSWERS[2:])}",
+    )
 
 
 def cases_of(preset: Preset, args: Namespace) -> list[Any]:

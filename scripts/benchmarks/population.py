@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks import rows
-from benchmarks.harness import Bench, Preset, Row, ratio_table
+from benchmarks.harness import Bench, Preset, Row, add_answers, ratio_table
 from benchmarks.population_compilers import SMOKE as COMPILERS_SMOKE
 from benchmarks.population_compilers import (
     compile_all,
@@ -90,6 +90,8 @@ MOST = {"gemm": 40, "attention": 30}
 OFTEN = {"gemm": (2, ("M to 16", "M to 256", "M above 256")), "attention": (3, ("one query",))}
 """Domains, by the ends of their labels, that have so many times as many calls."""
 WORST = 10
+OWN = "own decision", "selection"
+"""Kinds of answers by own kernels."""
 
 
 @dataclass(frozen=True)
@@ -262,7 +264,8 @@ def answers_table(measured: Sequence[Row]) -> list[str]:
         ({**row, "group": f"{row['group']}, {row.get('answered', 'lost')}"} for row in measured),
         key=lambda row: str(row["group"]),
     )
-    lines = [*ratio_table(measured), "", *ratio_table(answered)]
+    own = sum(row.get("answered") in OWN for row in measured) / max(1, len(measured))
+    lines = [*ratio_table(measured), "", *ratio_table(answered), "", f"own share {own:.0%}"]
     enabled = [
         {**row, "us": {**row["us"], "tuner": row["us"]["tuner enabled"]}, "group": "tuner.enable"}
         for row in measured
@@ -286,6 +289,7 @@ def options(parser: Parser) -> None:
     )
     parser.add_argument("--op", help="only calls of these operations, as gemm,swiglu")
     parser.add_argument("--gpu", default="H200", help="GPU whose selections are asked")
+    add_answers(parser)
     parser.add_argument(
         "--problems", action="store_true", help="with --list: print problems for `tuner sweep`"
     )

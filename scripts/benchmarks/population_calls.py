@@ -50,6 +50,8 @@ def answered(stats: Any, answer: LookupResult | None) -> tuple[str, str]:
         return (CHOSEN if reason == Kind.VENDOR else REFUSED), reason
     if not stats.hits:
         return REFUSED, "not counted"
+    if owners := [owner for owner in stats.peers if owner != "pytorch"]:
+        return owners[0], ""
     kind = OWN if answer is None else KINDS[answer.kind]
     if answer is not None and is_vendor(answer.candidates[0].config):
         return CHOSEN, str(answer.candidates[0].config.get("kernel"))

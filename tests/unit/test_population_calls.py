@@ -187,7 +187,7 @@ def test_caches_and_weights_are_rotated_and_prompts_are_not(calls: Any) -> None:
     assert calls.copies_of(attention("B=64,H=32,SQ=1,SKV=8192,D=128", "decoding")) == 1
 
 
-STATS = {"hits": 0, "fallbacks": {}, "errors": {}}
+STATS = {"peers": {}, "hits": 0, "fallbacks": {}, "errors": {}}
 
 
 @pytest.mark.parametrize(
@@ -215,8 +215,13 @@ def test_a_vendors_kernel_is_pytorchs_by_choice(calls: Any) -> None:
 
     vendors = SimpleNamespace(config=Config("vendor_sdpa", {"kernel": "cudnn"}))
     answer: Any = SimpleNamespace(kind="exact", candidates=(vendors,))
-    stats = SimpleNamespace(**{**STATS, "hits": 1})
+    stats = SimpleNamespace(**{**STATS, "hits": 1, "peers": {"pytorch": 1}})
     assert calls.answered(stats, answer) == ("PyTorch's by choice", "cudnn")
+
+
+def test_a_peer_is_named(calls: Any) -> None:
+    stats = SimpleNamespace(**{**STATS, "hits": 1, "peers": {"flash3": 1}})
+    assert calls.answered(stats, None) == ("flash3", "")
 
 
 def test_what_the_runtime_reads_off_the_tensors(calls: Any) -> None:
