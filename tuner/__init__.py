@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from tuner.runtime.layers import linear_problems as linear_problems
     from tuner.runtime.layers import restore_linear_ as restore_linear_
     from tuner.runtime.layers import tune_linear_ as tune_linear_
+    from tuner.runtime.preparing import prepare as prepare
     from tuner.runtime.products.activations import quantise as quantise
     from tuner.runtime.products.experts import moe as moe
     from tuner.runtime.products.gated import interleave as interleave
@@ -96,6 +97,7 @@ _MODULES = {
     "quantise": "tuner.runtime",
     "paged_append": "tuner.runtime",
     "paged_attention": "tuner.runtime",
+    "prepare": "tuner.runtime",
     "prepare_block_mask": "tuner.runtime",
     "restore_linear_": "tuner.runtime",
     "scaled_mm": "tuner.runtime",

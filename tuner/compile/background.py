@@ -118,26 +118,34 @@ def _build_once(misses: Sequence[Miss], gpu: str) -> str:
         return build(problems, gpu)
 
 
-def build(problems: Sequence[Problem], gpu: str) -> str:
-    """Run ``tuner build`` for problems and wait. Returns its error text, empty on success."""
+def build(problems: Sequence[Problem], gpu: str, *, in_background: bool = True) -> str:
+    """Run ``tuner build`` for problems and wait. Returns its error text, empty on success.
+
+    Args:
+        problems: problems whose kernels are missing; one that stands there several times counts so
+            often.
+        gpu: name of the GPU.
+        in_background: at a low priority and without output; else as from a shell.
+    """
     from tuner.base.processes import python_command, python_environment  # not in a first call
 
-    # An own log file and session: neither this process's end nor its Ctrl-C stops the build.
+    options = ["--background"] if in_background else []
     with (
         tempfile.TemporaryDirectory(prefix="tuner-missing-") as folder,
         tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said,
     ):
         wanted = Path(folder) / "problems.json"
         wanted.write_text(listing(problems), encoding="utf-8")
-        command = python_command("-m", "tuner", "build", "--problems", str(wanted))
+        command = python_command("-m", "tuner", "build", "--problems", str(wanted), "--gpu", gpu)
         try:
+            # An own session: neither this process's end nor its Ctrl-C stops the build.
             done = subprocess.run(
-                [*command, "--gpu", gpu, "--background"],
+                [*command, *options],
                 stdin=subprocess.DEVNULL,
                 stdout=said,
-                stderr=subprocess.STDOUT,
+                stderr=subprocess.STDOUT if in_background else None,
                 env=python_environment(),
-                start_new_session=True,
+                start_new_session=in_background,
                 check=False,
             )
         except OSError as exc:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from tuner.runtime.attention.sparse import sparse_attention
     from tuner.runtime.attention.varlen import attention_varlen
     from tuner.runtime.layers import linear_problems, restore_linear_, tune_linear_
+    from tuner.runtime.preparing import prepare
     from tuner.runtime.products.activations import quantise
     from tuner.runtime.products.experts import moe
     from tuner.runtime.products.gated import interleave, swiglu
@@ -50,6 +51,7 @@ _MODULES = {
     "moe": "products.experts",
     "paged_append": "attention.append",
     "paged_attention": "attention.paged",
+    "prepare": "preparing",
     "prepare_block_mask": "attention.block_mask",
     "quantise": "products.activations",
     "restore_linear_": "layers",
@@ -75,6 +77,7 @@ __all__ = [
     "moe",
     "paged_append",
     "paged_attention",
+    "prepare",
     "prepare_block_mask",
     "quantise",
     "restore_linear_",

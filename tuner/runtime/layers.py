@@ -118,10 +118,10 @@ def tune_linear_(
     if isinstance(examples, torch.Tensor | Mapping | str):
         kind = type(examples).__name__
         raise ConfigError(f"examples is one {kind} (allowed: a list of what each run is given)")
-    with linear_problems(model) as calls, _evaluated(model):
+    with linear_problems(model) as calls, evaluated(model):
         count = 0
         for example in examples:
-            _run(model, example)
+            run(model, example)
             count += 1
     if problems is not None:
         if not count:
@@ -188,7 +188,7 @@ def linear_problems(model: torch.nn.Module) -> Iterator[LinearCalls]:
 
 
 @contextmanager
-def _evaluated(model: torch.nn.Module) -> Iterator[None]:
+def evaluated(model: torch.nn.Module) -> Iterator[None]:
     """Run the block in evaluation mode without gradients; restore each module's flag."""
     trained = [module for module in model.modules() if module.training]
     try:
@@ -201,7 +201,8 @@ def _evaluated(model: torch.nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _run(model: torch.nn.Module, example: Any) -> None:
+def run(model: torch.nn.Module, example: Any) -> None:
+    """Run a model with one example: a mapping, a tuple, or the only argument."""
     if isinstance(example, Mapping):
         model(**example)
     elif isinstance(example, tuple):

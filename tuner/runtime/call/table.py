@@ -11,6 +11,7 @@ import contextlib
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ import torch
 from tuner import settings
 from tuner.base import document, forks, ranges
 from tuner.errors import BenchmarkError, ConfigError, StoreError
-from tuner.problem import problem_from_json
+from tuner.problem import Problem, problem_from_json
 from tuner.runtime.call import counters, devices, dispatch, proven_kernels
 from tuner.runtime.call.answers import RETRY_EVERY_S, Answers, CachedPlan
 from tuner.runtime.call.plan import KernelPlan, Plan, Posed
@@ -57,6 +58,8 @@ class PlanTable:
         """As `_off`, of `pin`, from the next check on."""
         self._fault: Refusal | None = None
         """Reason why the store could not be read at the last check."""
+        self._notes: Counter[Problem] | None = None
+        """Calls by problem, while they are noted."""
 
     def get(self, kind: Hashable) -> Plan | Refusal | None:
         """Cached plan or refusal of a kind of call; None for an unknown kind.
@@ -109,6 +112,8 @@ class PlanTable:
         if devices.is_capturing() or not self._lock.acquire(blocking=old is None):
             return once(Kind.CAPTURING, "call once before") if old is None else old.passing
         try:
+            if self._notes is not None:
+                return self._note(pose)
             outlives = old is not None and isinstance(old.plan, Plan)
             answer = self._off or self._find(pose, device, self._known.get(kind))
             if isinstance(answer, Refusal):
@@ -213,6 +218,26 @@ class PlanTable:
             self._refusal = refusal
             self._clear()
             self._look_at = 0.0
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[Counter[Problem]]:
+        """Count the calls of the block by problem; PyTorch answers them."""
+        with self._lock:
+            self._notes = notes = Counter[Problem]()
+            self._clear()
+        try:
+            yield notes
+        finally:
+            with self._lock:
+                self._notes = None
+                self._clear()
+
+    def _note(self, pose: Callable[[], Posed]) -> Refusal:
+        with contextlib.suppress(ConfigError):
+            posed = pose()
+            if self._notes is not None:
+                self._notes[posed.problem] += 1
+        return once(Kind.OFF, "calls are noted by tuner.prepare")
 
     def forget(self) -> None:
         """Reset the table to its state in a new process."""
