@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tuner.errors import BenchmarkError as BenchmarkError
     from tuner.errors import CompileError as CompileError
     from tuner.errors import ConfigError as ConfigError
+    from tuner.errors import NotInvariantError as NotInvariantError
     from tuner.errors import NoValidConfigError as NoValidConfigError
     from tuner.errors import RenderError as RenderError
     from tuner.errors import StoreError as StoreError
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from tuner.runtime.attention.sparse import sparse_attention as sparse_attention
     from tuner.runtime.attention.varlen import attention_varlen as attention_varlen
     from tuner.runtime.call.counters import stats as stats
+    from tuner.runtime.call.invariance import deterministic as deterministic
     from tuner.runtime.enable import disable as disable
     from tuner.runtime.enable import enable as enable
     from tuner.runtime.enable import enabled as enabled
@@ -72,6 +74,7 @@ _MODULES = {
     "GroupedGemmProblem": "tuner.problem",
     "LookupResult": "tuner.selection.reader",
     "Measurement": "tuner.measurement",
+    "NotInvariantError": "tuner.errors",
     "NoValidConfigError": "tuner.errors",
     "Provenance": "tuner.measurement",
     "Regime": "tuner.measurement",
@@ -83,6 +86,7 @@ _MODULES = {
     "TunerError": "tuner.errors",
     "attention": "tuner.runtime",
     "attention_varlen": "tuner.runtime",
+    "deterministic": "tuner.runtime",
     "disable": "tuner.runtime",
     "enable": "tuner.runtime",
     "enabled": "tuner.runtime",

@@ -15,6 +15,7 @@
     │   ├── StoreLostError         an SQLite file that was removed, replaced or truncated
     │   └── LeaseLostError         a job's problem that another controller works on by now
     ├── RankLostError              a rank of a process group that does not answer any more
+    ├── NotInvariantError          a call whose result would depend on its batch, where it must not
     └── NoValidConfigError         no candidate passed
 
 A cache miss is None and a failed candidate is a measurement with a status: neither is an error.
@@ -86,6 +87,10 @@ class LeaseLostError(StoreError):
 
 class RankLostError(TunerError):
     """A rank of a process group does not answer any more: the group cannot be used again."""
+
+
+class NotInvariantError(TunerError):
+    """No kernel answers a call independently of its batch, where the program asked for that."""
 
 
 class NoValidConfigError(TunerError):

@@ -22,6 +22,7 @@ VARIABLES: dict[str, str] = {
     "TUNER_READ_TOKEN": "bearer token to look things up in a service (`tuner serve`, `tuner sync`)",
     "TUNER_WRITE_TOKEN": "bearer token to submit and cancel jobs, too (`tuner serve`)",
     "TUNER_DISABLE": "1 sends every call of the runtime to PyTorch",
+    "TUNER_BATCH_INVARIANT": "1 gives a row the same bits in any batch, or an error",
     "TUNER_BENCHMARK": "1 times the portfolio's kernels on the first call of an untuned shape",
     "TUNER_NVTX": "1 marks calls and timings with NVTX ranges, for Nsight Systems",
     "TUNER_ANSWERS": "who may answer calls, as own,pytorch,flash3 (default: all; own and pytorch "
@@ -225,6 +226,11 @@ def _token(name: str) -> str:
 def disabled() -> bool:
     """True when the runtime stands aside."""
     return os.environ.get("TUNER_DISABLE", "") not in ("", "0")
+
+
+def batch_invariant() -> bool:
+    """True when results must not depend on the batch (`tuner.deterministic`)."""
+    return os.environ.get("TUNER_BATCH_INVARIANT", "") not in ("", "0")
 
 
 def benchmark() -> bool:

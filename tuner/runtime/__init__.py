@@ -22,6 +22,7 @@ from tuner.runtime import former_paths as _former_paths  # noqa: F401  (lets Pyt
 from tuner.runtime.attention import operators as _operators  # noqa: F401  (defines them)
 from tuner.runtime.attention.dense import attention
 from tuner.runtime.call.counters import Stats, stats
+from tuner.runtime.call.invariance import deterministic
 from tuner.runtime.enable import disable, enable, enabled
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ __all__ = [
     "Stats",
     "attention",
     "attention_varlen",
+    "deterministic",
     "disable",
     "enable",
     "enabled",

@@ -261,7 +261,8 @@ class ProductRows:
             for i, planted in enumerate(PLANTED):
                 table[self.rows + i] = planted.to(table.dtype)
             self._of_rows[operand.name] = table
-        picked = self._of_rows[operand.name][rows]
+        table = self._of_rows[operand.name]
+        picked = table.view(torch.uint8)[rows].view(table.dtype)
         if not is_factor or width == 1:
             return picked
         padded = picked.new_zeros((operand.shape[1], width))
@@ -416,11 +417,12 @@ class _DenseView(RowView):
     def _call(self) -> AttentionCall:
         at, of = list(self.requests), self.of
         first = self.keys - self.queries
-        tensors = (
+        query, key, value = (
             tensor[at, start : self.keys].transpose(1, 2).contiguous()
             for tensor, start in ((of.query, first), (of.key, 0), (of.value, 0))
         )
-        return AttentionCall(*tensors, None, 0.0, of.problem.is_causal, None, True, of.extras)
+        options = None, 0.0, of.problem.is_causal, None, True
+        return AttentionCall(query, key, value, *options, of.extras)
 
     def posed(self) -> Posed:
         return self._call().pose()

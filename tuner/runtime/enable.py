@@ -70,7 +70,15 @@ from tuner.families.peers.sdpa_backward import may_be_nan
 from tuner.runtime.attention.attention_call import TOO_FEW_TILES, AttentionCall, find_plan
 from tuner.runtime.attention.bias import as_operand, fills_the_gpu
 from tuner.runtime.attention.composed import Attended, BackwardInputs, Extras
-from tuner.runtime.call import devices, dispatch, finite_gradients, guards, handed_over, native
+from tuner.runtime.call import (
+    devices,
+    dispatch,
+    finite_gradients,
+    guards,
+    handed_over,
+    invariance,
+    native,
+)
 from tuner.runtime.call.plan import KernelPlan, Plan
 from tuner.runtime.call.refusal import Kind, Refusal
 from tuner.runtime.call.serving import answer
@@ -152,6 +160,7 @@ def _with_lse(name: str, *arguments: Any) -> Found | None:
         if isinstance(plan, KernelPlan) and not isinstance(found, Refusal):
             dispatch.put(name, arguments, plan, generation=generation)
     if isinstance(found, Refusal):
+        invariance.forbid(found.reason)
         dispatch.refuse(name, arguments, found, generation)
         return None
     return found

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from tuner.config import Config
 from tuner.hardware import Gpu
 from tuner.measurement import Regime
-from tuner.problem import Problem
+from tuner.problem import AttentionProblem, Problem
 from tuner.selection.candidates import (
     DomainModels,
     DomainTimes,
@@ -181,26 +181,33 @@ def _bound_us(
     return min(bound_us, vendor_us) if ratios.is_elsewhere else bound_us
 
 
+def page_readings(problem: Any, config: Config) -> int:
+    """Times that a kernel reads each key when it decodes over pages.
+
+    A tile may hold a part of a KV head's query heads. 1 for other calls, whose rates count them.
+    """
+    if not (isinstance(problem, AttentionProblem) and problem.is_paged and problem.is_decoding):
+        return 1
+    group, packed = problem.heads_q // problem.heads_kv, int(config.get("packed_heads", 1))
+    return 1 if config.get("pads_heads") else group // math.gcd(packed, group)
+
+
 def _decoding_pages(
     times: DomainTimes, problem: Any, estimates: Iterable[Estimate]
 ) -> list[Estimate]:
     """Estimates of decoding over pages, longer by what the rates of dense kernels leave out.
 
-    - A kernel reads each key as often as its tile holds a part of a KV head's query heads. At 100
-      drawn batches kernels that read once took 0.55 of the others' time in the geometric mean, and
-      at most 1.07.
+    - `page_readings`: at 100 drawn batches kernels that read once took 0.55 of the others' time in
+      the geometric mean, and at most 1.07.
     - Persistent kernels split no keys. At 109 batches of 2 to 8 queries they took 3.2 times the
       others' time in the geometric mean, and at least 1.05 times.
 
     Source: ``tests/assets/fits/paged.jsonl.gz``.
     """
-    group = problem.heads_q // problem.heads_kv
     whole = PERSISTENT_AT_DECODING if problem.seqlen_q <= MAX_DECODED else 1.0
 
     def factor(config: Config) -> float:
-        packed = int(config.get("packed_heads", 1))
-        readings = 1 if config.get("pads_heads") else group // math.gcd(packed, group)
-        return readings * (whole if config.get("persistent") else 1.0)
+        return page_readings(problem, config) * (whole if config.get("persistent") else 1.0)
 
     factors = [factor(one.config) for one in times.models.candidates]
     return [

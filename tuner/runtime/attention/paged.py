@@ -23,7 +23,7 @@ from tuner.runtime.attention.attention_call import scale_of, without_lse
 from tuner.runtime.attention.composed import Extras
 from tuner.runtime.attention.paged_arguments import checked, checked_scales
 from tuner.runtime.attention.paged_composed import Paged, composed, output_type
-from tuner.runtime.call import guards
+from tuner.runtime.call import guards, invariance
 from tuner.runtime.call.plan import KernelPlan, Plan, Posed
 from tuner.runtime.call.refusal import Kind, Refusal
 from tuner.runtime.call.serving import Call, find, serve
@@ -134,7 +134,7 @@ class PagedCall(Paged, Call):
 
     def schedule(self, config: Config) -> tuple[tuple[str, Value], ...]:
         """Splits of a selected kernel for this call's lengths (`paged_schedule`)."""
-        if config["persistent"]:
+        if config["persistent"] or invariance.is_on():
             return (("splits", 1),)
         splits, combine = paged_schedule.best(self.decoding(config))
         return (("splits", splits), *((("combine", combine),) if combine else ()))
@@ -312,6 +312,7 @@ def paged_call(
     """The call object of checked arguments.
 
     A single query sees all earlier keys, so its call has no causal mask: fewer kernels to prove.
+    In the mode of `tuner.deterministic` it has one: kernels of chunks answer alone and in a batch.
 
     Args:
         query: (total_q, H, D).
@@ -331,7 +332,7 @@ def paged_call(
     """
     if is_causal or queries == 1:
         extras = extras._replace(right=-1)
-    masked = bool(is_causal) and queries != 1
+    masked = bool(is_causal) and (queries != 1 or invariance.is_on())
     tensors = query, key, value, page_table, seqused_k, starts_q, sinks
     return PagedCall(*tensors, queries, keys, masked, extras, scale, with_lse, out)
 

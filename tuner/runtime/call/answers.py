@@ -17,7 +17,14 @@ from tuner.config import Config
 from tuner.errors import StoreError
 from tuner.measurement import Provenance
 from tuner.problem import AttentionProblem, Problem
-from tuner.runtime.call import counters, devices, dispatch, lengths, proven_kernels
+from tuner.runtime.call import (
+    counters,
+    devices,
+    dispatch,
+    invariance,
+    lengths,
+    proven_kernels,
+)
 from tuner.runtime.call.plan import Excluded, KernelPlan, Plan, Posed, VendorPlan, resolve
 from tuner.runtime.call.refusal import Kind, Refusal
 from tuner.selection.reader import (
@@ -161,6 +168,8 @@ class Answers:
             StoreError: when the store cannot be read.
         """
         problem, is_strided = posed.problem, bool(posed.strides)
+        if invariance.is_on():
+            return self._invariant(posed, device), True
         # The portfolio's choices depend on the proofs, and are made in `_choose`.
         found = lookup(problem, gpu=devices.gpu_of(device), path=self.path, with_portfolio=False)
         own = None if found is None else self._resolve(posed, found, device)
@@ -183,6 +192,17 @@ class Answers:
             text = f"{label} (tuner sweep --op {problem.op} --shape {label})"
             chosen, is_strided = CachedPlan.of(problem, Refusal(Kind.MISS, text)), False
         return self._bounded(chosen, is_strided and chosen.until == math.inf), False
+
+    def _invariant(self, posed: Posed, device: int) -> CachedPlan:
+        """Kernel of the class of the problem's layer, the fastest that runs here."""
+        problem = posed.problem
+        try:
+            with devices.use(device):
+                gpu, excluded = devices.gpu_of(device), self._excluded(problem)
+                plan = proven_kernels.choose_invariant(posed, gpu, device, excluded)
+        except proven_kernels.FAULTS as exc:
+            return _damaged(problem, exc)
+        return CachedPlan.of(problem, plan)
 
     def _resolve(self, posed: Posed, answer: LookupResult, device: int) -> CachedPlan:
         """The best candidate of a lookup result that can run here."""

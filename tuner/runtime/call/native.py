@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from tuner.runtime.call import finite_gradients, guards, handed_over
+from tuner.runtime.call import finite_gradients, guards, handed_over, invariance
 
 
 class _Thread(threading.local):
@@ -67,7 +67,11 @@ def attend(
 
     Rows of a boolean mask that see no key are zeros. An error on e4m3 tensors says in a note what
     takes them.
+
+    Raises:
+        NotInvariantError: in the mode of `tuner.deterministic`.
     """
+    invariance.forbid("PyTorch's attention")
     options = dropout_p, is_causal, scale, enable_gqa
     if not handed_over.is_checked(query, key, value):
         return _pytorchs(query, key, value, attn_mask, *options)

@@ -35,6 +35,7 @@ from tuner.problem import AttentionBackwardProblem, AttentionProblem, Problem
 from tuner.runtime.call import counters, devices, native
 from tuner.runtime.call.plan import Excluded, Plan, Posed, plan_of
 from tuner.runtime.call.refusal import Kind, Refusal
+from tuner.selection import invariant
 from tuner.selection.choice import Selection
 from tuner.selection.domains import domain_of
 from tuner.selection.kernels import Lists, lists
@@ -171,6 +172,34 @@ def choose(posed: Posed, gpu: Gpu, device: int, excluded: Excluded) -> Choice | 
         return None
     candidates = _Candidates(posed, gpu, device, excluded, selection)
     return Choice(selection, _timed(candidates) or _expected(candidates))
+
+
+def choose_invariant(posed: Posed, gpu: Gpu, device: int, excluded: Excluded) -> Plan | Refusal:
+    """The fastest kernel of the class of a problem's layer that runs here, or why there is none.
+
+    Args:
+        posed: problem of a call, and its strides.
+        gpu: GPU that it runs on.
+        device: index of the current device.
+        excluded: kernels that must not be launched.
+
+    Raises:
+        StoreError: when a shipped portfolio is damaged.
+    """
+    problem = posed.problem
+    portfolio = None if rule_of(problem) else _portfolio_of(problem, gpu)
+    selection = invariant.select(problem, gpu, portfolio)
+    if selection is None:
+        return Refusal(Kind.INVARIANT, f"{problem.label()}: no kernel of its layer's class")
+    candidates = _Candidates(posed, gpu, device, excluded, selection)
+    reasons: list[str] = []
+    for _, config in selection.own():
+        plan = candidates.plan(config)
+        if isinstance(plan, Plan):
+            return plan
+        reasons.append(_text(plan))
+    why = "; ".join(dict.fromkeys(reasons))
+    return Refusal(Kind.UNSERVED, f"{problem.label()}: {why}")
 
 
 def _expected(candidates: _Candidates) -> Plan | Refusal:

@@ -14,7 +14,7 @@ import torch
 
 from tuner import settings
 from tuner.errors import ConfigError
-from tuner.runtime.call import counters, dispatch, guards, handed_over
+from tuner.runtime.call import counters, dispatch, guards, handed_over, invariance
 from tuner.runtime.call.plan import Plan, Posed
 from tuner.runtime.call.refusal import Kind, Refusal
 from tuner.runtime.call.table import DispatchedCall, table
@@ -80,7 +80,12 @@ class Call(PlannedCall):
     def measurable(self, posed: Posed) -> Posed:
         """The problem with a function that times the call, if ``TUNER_BENCHMARK`` is set."""
         inputs = self.inputs
-        if not settings.benchmark() or inputs[0].is_meta or guards.wants_gradient(*inputs):
+        if (
+            not settings.benchmark()
+            or invariance.is_on()
+            or inputs[0].is_meta
+            or guards.wants_gradient(*inputs)
+        ):
             return posed
         return replace(posed, run=self._timed)
 
@@ -112,7 +117,11 @@ def serve(call: Call) -> torch.Tensor:
     Raises:
         PyTorch's errors for arguments that it refuses, and CUDA errors of earlier kernels.
     """
-    out: torch.Tensor | None = None if torch.compiler.is_compiling() else answer(call)
+    if torch.compiler.is_compiling():
+        invariance.forbid("a graph of torch.compile has PyTorch's operations")
+        out: torch.Tensor | None = None
+    else:
+        out = answer(call)
     return call.by_pytorch() if out is None else out
 
 
@@ -130,6 +139,7 @@ def answer(call: Call) -> torch.Tensor | None:
     copy = call.realigned() if call.copied and handed_over.is_checked(*inputs) else None
     if copy is not None:
         return serve(copy)
+    invariance.forbid(out.reason)
     if not dispatch.is_loaded() or (dispatched := call.dispatched) is None:
         counters.count_fallback(out.reason)
     else:
@@ -145,7 +155,10 @@ def find(call: PlannedCall) -> Plan | Refusal:
     """
     inputs = call.inputs
     table.refresh(inputs[0])
-    return _find(call, inputs)
+    plan = _find(call, inputs)
+    if isinstance(plan, Refusal):
+        invariance.forbid(plan.reason)
+    return plan
 
 
 def _find(call: PlannedCall, inputs: tuple[torch.Tensor, ...]) -> Plan | Refusal:

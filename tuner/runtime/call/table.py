@@ -23,7 +23,7 @@ from tuner import settings
 from tuner.base import document, forks, ranges
 from tuner.errors import BenchmarkError, ConfigError, StoreError
 from tuner.problem import Problem, problem_from_json
-from tuner.runtime.call import counters, devices, dispatch, proven_kernels
+from tuner.runtime.call import counters, devices, dispatch, invariance, proven_kernels
 from tuner.runtime.call.answers import RETRY_EVERY_S, Answers, CachedPlan
 from tuner.runtime.call.plan import KernelPlan, Plan, Posed
 from tuner.runtime.call.refusal import Kind, Refusal, once
@@ -60,6 +60,8 @@ class PlanTable:
         """Reason why the store could not be read at the last check."""
         self._notes: Counter[Problem] | None = None
         """Calls by problem, while they are noted."""
+        self._is_invariant = invariance.is_on()
+        """True if the plans are those of the mode of `tuner.deterministic`."""
 
     def get(self, kind: Hashable) -> Plan | Refusal | None:
         """Cached plan or refusal of a kind of call; None for an unknown kind.
@@ -239,6 +241,12 @@ class PlanTable:
                 self._notes[posed.problem] += 1
         return once(Kind.OFF, "calls are noted by tuner.prepare")
 
+    def switch(self) -> None:
+        """Forget all plans: `tuner.deterministic` has begun or ended."""
+        with self._lock:
+            self._is_invariant = invariance.is_on()
+            self._clear()
+
     def forget(self) -> None:
         """Reset the table to its state in a new process."""
         with self._lock:
@@ -282,8 +290,9 @@ class PlanTable:
             if self._watch.has_other_kernels():
                 self._drop(None)
             off = _OFF if settings.disabled() else self._refusal
-            if off != self._off:
-                self._off = off
+            is_invariant = invariance.is_on()
+            if off != self._off or is_invariant != self._is_invariant:
+                self._off, self._is_invariant = off, is_invariant
                 self._clear()
         finally:
             self._look_at = time.monotonic() + wait
@@ -332,3 +341,4 @@ def _of_any_length(keys: Iterable[str]) -> Iterator[str]:
 
 
 table = PlanTable()
+invariance.switched.append(table.switch)

@@ -41,7 +41,7 @@ from tuner.problem.engines import WINDOW_PAGE
 from tuner.runtime.attention.attention_call import scale_of
 from tuner.runtime.attention.composed import Extras
 from tuner.runtime.attention.paged import PagedCall, paged_call
-from tuner.runtime.call import counters, native, serving
+from tuner.runtime.call import counters, invariance, native, serving
 from tuner.runtime.call.refusal import Kind, Refusal
 from tuner.runtime.engines.versions import TRANSFORMERS
 
@@ -352,6 +352,7 @@ def _by_transformers(
     given: Mapping[str, Any],
 ) -> torch.Tensor:
     """Transformers' own attention, with the mask that it would have made on the host."""
+    invariance.forbid("Transformers' own attention")
     known = AttentionInterface._global_mapping
     name = "paged|sdpa" if given.get("s_aux") is None else "paged|eager"
     own = known.get(name) or known["sdpa"]

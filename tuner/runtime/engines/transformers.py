@@ -62,6 +62,7 @@ from tuner.runtime.call import (
     finite_gradients,
     guards,
     handed_over,
+    invariance,
     native,
     serving,
 )
@@ -233,6 +234,7 @@ def _by_transformers(
     """
     reason = "its internals are unknown here" if continuous_batching is None else ""
     reason = reason or continuous_batching.UNSERVED or "layers that share keys and values"
+    invariance.forbid(reason)
     counters.count_fallback(Refusal(Kind.BATCHING, reason).reason, by="Transformers' own attention")
     if mask is None or (cache is not None and softcap is not None):
         raise ValueError(_refusal(f"continuous batching of such layers ({reason})"))
@@ -339,6 +341,7 @@ def _with_positions(
 
 def _sdpa(*arguments: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
     """Transformers' own attention, with PyTorch's attention not overridden."""
+    invariance.forbid("Transformers' own attention")
     result: tuple[torch.Tensor, None]
     if torch.compiler.is_compiling():
         result = sdpa_attention_forward(*arguments, **kwargs)

@@ -12,7 +12,7 @@ from tuner import settings
 from tuner.errors import ConfigError
 from tuner.problem import SCALE_BLOCK, SIZES
 from tuner.problem.grouped_gemm import Sizes
-from tuner.runtime.call import counters, guards, serving
+from tuner.runtime.call import counters, guards, invariance, serving
 from tuner.runtime.call.refusal import Kind, Refusal
 from tuner.runtime.products import block_scaled, expert_rows, grouped
 
@@ -111,10 +111,12 @@ def answer(call: Layer) -> torch.Tensor | None:
     """
     _check(call)
     if torch.compiler.is_compiling():
+        invariance.forbid("a graph of torch.compile has PyTorch's operations")
         return None
     refusal = _refusal(call)
     rows = None if refusal else expert_rows.by_kernel(call.hidden.device)
     if rows is None:
+        invariance.forbid((refusal or Refusal(Kind.EXPERT_ROWS)).reason)
         counters.count_fallback((refusal or Refusal(Kind.EXPERT_ROWS)).reason)
         return None
     return _launched(call, rows)

@@ -17,7 +17,7 @@ from tuner.problem import (
     GemmProblem,
     Major,
 )
-from tuner.runtime.call import counters, devices, dispatch, guards, serving
+from tuner.runtime.call import counters, devices, dispatch, guards, invariance, serving
 from tuner.runtime.call.plan import Plan, Posed
 from tuner.runtime.call.refusal import Kind, Refusal
 from tuner.runtime.call.serving import Call
@@ -105,6 +105,7 @@ def linear(
             # The parts need the output's memory twice.
             with suppress(torch.OutOfMemoryError):
                 return _PYTORCHS[activation](_in_parts(input, weight, bias))
+    invariance.forbid("PyTorch's linear")
     return _linear(input, weight, bias, activation)
 
 
@@ -205,6 +206,7 @@ def _linear_of_blocks(
         call = ScaledCall(a, weight.t(), scale_a, scale.t(), None, None, torch.bfloat16, True)
         out = serving.answer(call)
     if out is None:
+        invariance.forbid("PyTorch's linear of dequantised weights")
         return functional.linear(input, block_scaled.dequantised(weight, scale))
     return out.view(*input.shape[:-1], weight.shape[0])
 
@@ -228,6 +230,7 @@ def matmul(
     if not torch.compiler.is_compiling():
         product = dispatch.matmul(input, other, out)
         if out is not None:
+            invariance.forbid(Kind.OUT)
             counters.count_fallback(Kind.OUT)
             return torch.matmul(input, other, out=out)
         if product is None:
@@ -235,6 +238,7 @@ def matmul(
             product = serving.answer(call)
         if product is not None and product is not dispatch.REFUSED:
             return product
+    invariance.forbid("PyTorch's matmul")
     return torch.matmul(input, other, out=out)
 
 

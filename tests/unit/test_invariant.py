@@ -1,0 +1,270 @@
+"""The mode of `tuner.deterministic`: one order of additions for a layer's calls, or an error."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tuner.config import Config
+from tuner.families import families
+from tuner.families.gemm.shape import COOPERATIVE
+from tuner.families.invariance import ReductionClass
+from tuner.hardware import DEFAULT_GPU
+from tuner.problem import (
+    E4M3,
+    AttentionProblem,
+    GemmProblem,
+    GroupedGemmProblem,
+    Problem,
+    SwigluProblem,
+)
+from tuner.selection import invariant
+from tuner.selection.portfolio import shipped
+from tuner.selection.rules import rule_of
+
+LINEAR = GemmProblem(1, 4096, 4096, dtype="bfloat16")
+PAGED = AttentionProblem.parse("B=1,H=32,HKV=8,S=1024,D=128,causal=1,dtype=bf16,page_size=64")
+CUTLASS: dict[str, Any] = {
+    **{"tile_m": 128, "tile_n": 128, "tile_k": 64, "cluster_m": 1, "cluster_n": 1},
+    **{"kernel_schedule": COOPERATIVE, "epilogue_schedule": COOPERATIVE, "swap_ab": False},
+    **{"tile_scheduler": "StreamK", "raster_order": "AlongN", "max_swizzle_size": 1},
+}
+LAYERS: dict[str, Any] = {
+    "linear": LINEAR,
+    "few columns": replace(LINEAR, n=1024, k=8192),
+    "bias": replace(LINEAR, epilogue="bias"),
+    "bias and GELU": replace(LINEAR, epilogue="bias_gelu_tanh"),
+    "swiglu": SwigluProblem(1, 14336, 4096, dtype="bfloat16"),
+    "blocks": GemmProblem(1, 4096, 7168, dtype=E4M3, scales="block"),
+    "experts": GroupedGemmProblem(8, 1, 2048, 4096, dtype="bfloat16"),
+    "experts of blocks": GroupedGemmProblem(8, 1, 2048, 4096, dtype=E4M3),
+}
+
+
+def portfolio_of(problem: Problem) -> Any:
+    known = (one for one in shipped() if (one.op, one.gpu) == (problem.op, DEFAULT_GPU))
+    return None if rule_of(problem) else next(known)
+
+
+def chosen(problem: Problem) -> tuple[Config, ReductionClass]:
+    selection = invariant.select(problem, DEFAULT_GPU, portfolio_of(problem))
+    assert selection is not None, problem.label()
+    found = {
+        families()[config.family].reduction_class(problem, config)
+        for _, config in selection.expected
+    }
+    (reduction,) = found
+    assert reduction is not None
+    assert all(
+        families()[config.family].accepts(problem, config, DEFAULT_GPU)
+        for _, config in selection.expected
+    )
+    assert [us for us, _ in selection.expected] == sorted(us for us, _ in selection.expected)
+    return selection.expected[0][1], reduction
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_number_of_rows_has_a_kernel_of_one_class(name: str) -> None:
+    rows = (1, 2, 7, 8, 16, 17, 64, 100, 128, 256, 1000, 2048, 4096, 8192)
+    kernels, classes = zip(*(chosen(replace(LAYERS[name], m=m)) for m in rows), strict=True)
+    assert len(set(classes)) == 1
+    assert len(set(kernels)) > 1, "few and many rows have kernels of their own"
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("heads_kv", [8, 32])
+def test_prompts_and_decoding_have_kernels_of_one_class(head_dim: int, heads_kv: int) -> None:
+    base = AttentionProblem(1, 1, head_dim, 1, 32, heads_kv, dtype="bfloat16")
+    calls = [
+        replace(base, batch=batch, seqlen_q=queries, seqlen_kv=keys, is_causal=causal)
+        for batch, queries, keys, causal in (
+            *((1, 1, 100, False), (1, 1, 8192, False), (128, 1, 1024, False)),
+            *((16, 5, 2048, False), (1, 4096, 4096, True), (64, 200, 200, True)),
+            *((4, 1024, 1024, False), (1, 16, 16, True)),
+        )
+    ]
+    assert len({chosen(call)[1] for call in calls}) == 1
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_chunks_and_decoding_over_pages_have_kernels_of_one_class(head_dim: int) -> None:
+    sizes = ((1, 1, 8192), (128, 1, 1024), (16, 8, 2048), (1, 512, 4096), (4, 2048, 2048))
+    calls = [
+        replace(PAGED, head_dim=head_dim, batch=batch, seqlen_q=queries, seqlen_kv=keys)
+        for batch, queries, keys in sizes
+    ]
+    assert len({chosen(call)[1] for call in calls}) == 1
+    assert all(chosen(call)[0]["splits"] == 1 for call in calls)
+
+
+def test_the_class_is_that_of_most_sizes_then_of_the_least_time() -> None:
+    narrow, wide, rare = (ReductionClass(depth) for depth in (8, 16, 32))
+    times = [{narrow: 4.0, wide: 9.0, rare: 1.0}, {narrow: 4.0, wide: 1.0}]
+    assert invariant._fastest(times) == wide  # 3 in the mean, narrow 4
+    assert invariant._fastest([{narrow: 2.0}, {narrow: 2.0, rare: 1.0}]) == narrow
+    assert invariant._fastest([{}, {}]) is None
+
+
+def test_layers_are_equal_for_calls_of_other_sizes() -> None:
+    assert invariant.layer(LINEAR) == invariant.layer(replace(LINEAR, m=77))
+    decoding = AttentionProblem.parse("B=7,H=8,SQ=1,SKV=999,D=64")
+    prompt = AttentionProblem.parse("B=1,H=8,S=512,D=64,causal=1,layout=bshd")
+    assert invariant.layer(decoding) == invariant.layer(prompt)
+    assert invariant.layer(PAGED) == invariant.layer(replace(PAGED, seqlen_q=1, is_causal=False))
+    other = replace(prompt, head_dim=128)
+    assert invariant.layer(other) != invariant.layer(prompt)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"decomposition_mode": "StreamK"}, None),
+        (
+            {"decomposition_mode": "SplitK", "splits": 4},
+            ReductionClass(16, splits=4, step=64, merge="turns"),
+        ),
+        ({"tile_scheduler": "Persistent"}, ReductionClass(16)),
+        ({"tile_scheduler": "Persistent", "swap_ab": True, "tile_k": 128}, ReductionClass(16)),
+    ],
+)
+def test_classes_of_cutlass_kernels(changes: dict[str, Any], expected: Any) -> None:
+    config = Config("gemm", {**CUTLASS, **changes})
+    assert families()["gemm"].reduction_class(LINEAR, config) == expected
+
+
+def test_promotion_and_factors_are_part_of_a_class() -> None:
+    gemm = families()["gemm"]
+    kernel = Config("gemm", {**CUTLASS, "tile_scheduler": "Persistent"})
+    swapped = Config("gemm", {**kernel.params, "swap_ab": True})
+    exact = GemmProblem(1, 512, 512, dtype=E4M3, fast_accum=False)
+    assert gemm.reduction_class(exact, kernel) == ReductionClass(32, promoted=128)
+    by_rows = replace(exact, scales="row", fast_accum=True)
+    classes = {gemm.reduction_class(by_rows, one) for one in (kernel, swapped)}
+    assert len(classes) == 2  # the factors of either side come first
+    assert gemm.reduction_class(replace(exact, fast_accum=True), kernel) == ReductionClass(32)
+
+
+def test_undivided_cluster_kernels_add_as_cutlass_does() -> None:
+    cluster = families()["cluster_gemm"]
+    params: dict[str, Any] = {
+        "swap_ab": True,
+        "tile_m": 64,
+        "tile_n": 64,
+        "stages": 6,
+        "blocks_per_sm": 1,
+    }
+    launch: dict[str, Any] = {"raster_order": "AlongM", "max_swizzle_size": 1, "pdl": True}
+    one, two = (
+        cluster.reduction_class(LINEAR, Config("cluster_gemm", {**params, **launch, "split_k": n}))
+        for n in (1, 2)
+    )
+    assert one == ReductionClass(16)
+    assert two == ReductionClass(16, splits=2, step=64, merge="cluster")
+    assert ReductionClass(16, splits=2).label() == "depth=16,splits=2"
+
+
+def test_splits_of_keys_and_block_masks_have_no_class() -> None:
+    fused, params = families()["fused_attention"], {
+        **{"warp_groups": 1, "tile_n": 128, "kv_stages": 2, "score_buffers": 1, "early_exp": 0},
+        **{"q_in_registers": False, "persistent": False, "blocks_per_sm": 1, "pdl": True},
+    }  # fmt: skip
+    dense = AttentionProblem.parse("H=4,S=512,D=128")
+
+    def reduction(problem: AttentionProblem = dense, **changes: Any) -> Any:
+        return fused.reduction_class(problem, Config("fused_attention", {**params, **changes}))
+
+    assert reduction(splits=1) == ReductionClass(16, keys=128)
+    assert reduction(splits=1, key_groups=2) == ReductionClass(16, keys=128, key_groups=2)
+    assert reduction(splits=1, rescale="late") == reduction(splits=1)
+    assert reduction(splits=1, rescale="lazy_late") == reduction(splits=1, rescale="lazy")
+    assert reduction(splits=1, rescale="lazy") != reduction(splits=1)
+    assert reduction(splits=2, combine="kernel") is None
+    sparse = AttentionProblem.parse("H=4,S=512,D=128,block_mask=1")
+    assert reduction(sparse, splits=1) is None
+
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from portfolio_machine import Serving, portfolio_serving  # noqa: E402
+from runtime_machine import fake_machine, inputs  # noqa: E402
+
+from tuner.errors import ConfigError, NotInvariantError  # noqa: E402
+from tuner.runtime.call import invariance  # noqa: E402
+
+machine, serving = fake_machine, portfolio_serving
+BATCH = "batch"
+
+
+def test_a_call_has_the_class_s_kernel_and_not_pytorchs(serving: Serving) -> None:
+    with invariance.deterministic(BATCH):
+        assert serving.call() and serving.call((2, 4, 40, 64))
+        assert serving.launched == ["key-wide"] * 2
+        # The other class's kernel does not stand in for one that cannot run.
+        serving.runtime.table.table.forget()
+        serving.proven["128"] = "a kernel is not built (tuner build --portfolio)"
+        with pytest.raises(NotInvariantError, match="is not built") as caught:
+            serving.call()
+        assert "\n" not in str(caught.value) and "deterministic('batch')" in str(caught.value)
+    assert serving.call() and serving.launched[-1] == "key-narrow"
+
+
+def test_the_fastest_kernel_of_all_does_not_answer_where_it_is_of_another_class(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    narrow = ReductionClass(16, keys=64)
+    monkeypatch.setattr(invariant, "class_of", lambda *_: narrow)
+    assert serving.call() and serving.launched == ["key-wide"]
+    with invariance.deterministic(BATCH):
+        assert serving.call() and serving.launched[1:] == ["key-narrow"]
+    assert serving.call() and serving.launched[2:] == ["key-wide"]
+
+
+def test_a_variable_is_the_mode_of_a_whole_program(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TUNER_BATCH_INVARIANT", "1")
+    serving.machine.time_passes()
+    assert serving.call()
+    with pytest.raises(NotInvariantError):
+        serving.machine.attention(*inputs(), dropout_p=0.5)
+    with invariance.deterministic(BATCH):  # no switch: the plans stay
+        assert serving.call()
+    assert serving.machine.lookups == 0, "no decision of another order of additions is read"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_products_and_attention_without_a_kernel_are_errors(serving: Serving, dtype: str) -> None:
+    import tuner
+
+    a, b = (torch.ones(16, 24, dtype=getattr(torch, dtype)) for _ in range(2))
+    calls: tuple[Any, ...] = (
+        lambda: tuner.linear(a, b),
+        lambda: tuner.linear(a, b.requires_grad_()),
+        lambda: tuner.matmul(a, b.t()),
+        lambda: tuner.matmul(a, b.t(), out=torch.empty(16, 16, dtype=a.dtype)),
+        lambda: tuner.swiglu(a, torch.ones(64, 24, dtype=a.dtype)),
+        lambda: serving.machine.attention(*inputs((1, 2, 16, 24)), dropout_p=0.1),
+        lambda: tuner.moe(
+            a, torch.zeros(16, 2, dtype=torch.int32), torch.ones(16, 2),
+            torch.ones(2, 16, 24, dtype=a.dtype), torch.ones(2, 24, 8, dtype=a.dtype),
+        ),
+    )  # fmt: skip
+    with tuner.deterministic(BATCH):
+        for call in calls:
+            with pytest.raises(NotInvariantError):
+                call()
+    calls[0]()  # PyTorch's again
+
+
+def test_the_mode_ends_after_an_error_and_nests(on_cpu: SimpleNamespace) -> None:
+    with pytest.raises(ConfigError, match="'run'"), invariance.deterministic("run"):
+        pass
+    with pytest.raises(ValueError), invariance.deterministic(BATCH):
+        with invariance.deterministic(BATCH):
+            pass
+        assert invariance.is_on()
+        raise ValueError
+    assert not invariance.is_on()

@@ -1,0 +1,203 @@
+"""Kernels of one order of additions for all calls of a layer, whatever their number of rows.
+
+A *layer* is what calls of unlike sizes have in common. It is N, K, types and epilogue of a product,
+and head dimension, types and kind of cache of attention. Its class (`Family.reduction_class`) is
+chosen once, by the expected times of a few sizes. Then each call has the fastest kernel of that
+class.
+
+The choice rests on what ships, never on what is built or measured here: equal versions on GPUs of
+one model choose alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from tuner.config import Config
+from tuner.families import families
+from tuner.families.invariance import ReductionClass
+from tuner.families.rule import RuleSelection
+from tuner.families.work import floor_us, sizes_of
+from tuner.hardware import Gpu
+from tuner.measurement import Regime
+from tuner.problem import AttentionProblem, Problem
+from tuner.selection.candidates import Candidate
+from tuner.selection.choice import page_readings
+from tuner.selection.domains import AnyDomain, AttentionDomain, domain_of
+from tuner.selection.portfolio import Portfolio
+from tuner.selection.rules import rule_of
+
+ROWS = (1, 8, 32, 128, 512, 2048, 8192)
+"""Rows of a product that its class is chosen by, with equal weights."""
+DECODED = ((1, 1, 8192), (16, 1, 2048), (64, 1, 1024), (16, 4, 2048))
+"""Sequences, queries and keys of decoding that attention's class is chosen by."""
+PROMPTS = ((1, 2048), (4, 512), (16, 1024))
+"""Sequences and their length, with and without a causal mask."""
+Expected = tuple[float, Config, ReductionClass]
+"""Expected microseconds, config and class of a kernel."""
+
+_classes: dict[Any, tuple[Portfolio | None, ReductionClass | None]] = {}
+"""Classes by the sizes of a layer, GPU and portfolio, which is kept: its address is in the key."""
+_DOUBT = "chosen among kernels of one order of additions"
+
+
+def select(problem: Problem, gpu: Gpu, portfolio: Portfolio | None) -> RuleSelection | None:
+    """Kernels of the class of a problem's layer, fastest first; None where there are none.
+
+    Args:
+        problem: problem of a call.
+        gpu: GPU that it runs on.
+        portfolio: portfolio of the operation for the GPU; None: a rule serves the problem, or
+            nothing.
+    """
+    wanted = class_of(problem, gpu, portfolio)
+    if wanted is None:
+        return None
+    every = kernels(problem, gpu, portfolio)
+    found = sorted(
+        ((us, config) for us, config, reduction in every if reduction == wanted),
+        key=lambda one: one[0],
+    )
+    return RuleSelection(tuple(found), Regime(), (_DOUBT,)) if found else None
+
+
+def class_of(problem: Problem, gpu: Gpu, portfolio: Portfolio | None) -> ReductionClass | None:
+    """The class of a problem's layer: it serves most of the layer's sizes, and of such classes has
+    the least geometric mean of expected times. None without kernels.
+    """
+    sizes = layer(problem)
+    key = sizes, gpu.identity, id(portfolio)
+    if key not in _classes:
+        chosen = _fastest([_times(one, gpu, portfolio) for one in sizes])
+        _classes[key] = portfolio, chosen
+    return _classes[key][1]
+
+
+def layer(problem: Any) -> tuple[Problem, ...]:
+    """Problems of the sizes that a layer's class is chosen by, equal for all calls of a layer."""
+    if not isinstance(problem, AttentionProblem):
+        return tuple(replace(problem, m=m) for m in ROWS)
+    problem = problem if problem.is_packed else replace(problem, layout="bhsd")
+    if problem.is_varlen and not problem.is_paged:
+        return tuple(_sized(problem, batch, length, length) for batch, length in PROMPTS)
+    if problem.is_paged:  # masks are bottom-right: one query is a chunk
+        causal = replace(problem, is_causal=True)
+        decoded = [_sized(causal, *sizes) for sizes in DECODED]
+        return *decoded, *(_sized(causal, 1, length // 2, length) for _, length in PROMPTS)
+    if problem.is_windowed:
+        return tuple(_sized(problem, batch, length, length) for batch, length in PROMPTS)
+    masks = (False,) if problem.modifiers else (False, True)
+    full = replace(problem, is_causal=False)
+    prompts = (
+        replace(_sized(full, batch, length, length), is_causal=is_causal)
+        for batch, length in PROMPTS
+        for is_causal in masks
+    )
+    return *(_sized(full, *sizes) for sizes in DECODED), *prompts
+
+
+def _sized(problem: AttentionProblem, batch: int, queries: int, keys: int) -> AttentionProblem:
+    return replace(problem, batch=batch, seqlen_q=queries, seqlen_kv=keys)
+
+
+def _times(
+    problem: Problem, gpu: Gpu, portfolio: Portfolio | None
+) -> Mapping[ReductionClass, float]:
+    """Expected time of each class's fastest kernel."""
+    found: dict[ReductionClass, float] = {}
+    for us, _, reduction in kernels(problem, gpu, portfolio):
+        found[reduction] = min(us, found.get(reduction, math.inf))
+    return found
+
+
+def _fastest(times: Iterable[Mapping[ReductionClass, float]]) -> ReductionClass | None:
+    every = list(times)
+
+    def cost(reduction: ReductionClass) -> tuple[int, float, ReductionClass]:
+        us = [of_size[reduction] for of_size in every if reduction in of_size]
+        return len(every) - len(us), math.fsum(map(math.log, us)) / len(us), reduction
+
+    return min({name for of_size in every for name in of_size}, key=cost, default=None)
+
+
+def kernels(problem: Problem, gpu: Gpu, portfolio: Portfolio | None) -> Iterator[Expected]:
+    """Every kernel that ships, has a class and serves a problem.
+
+    Kernels that were measured for other masks, phases or numbers of rows also take part, if they
+    are compiled for this problem's. The problem's domain left them out. So they are taken to be no
+    faster than the fastest of their class there, or without one than the fastest there.
+    """
+    if rule := rule_of(problem):
+        selection = rule.select(problem, gpu) if rule.serves(problem, gpu) else None
+        for us, config in () if selection is None else selection.own():
+            if reduction := families()[config.family].reduction_class(problem, config):
+                yield us, config, reduction
+        return
+    mine = domain_of(problem)
+    if portfolio is None or mine is None:
+        return
+    related = dict(_related(portfolio, mine))
+    shipped = {
+        spec.key
+        for domain, candidates in related.items()
+        for one in candidates
+        for small in domain.problems(problem.dtype)  # type: ignore[attr-defined]
+        for spec in one.family.kernels(small, one.config).values()  # type: ignore[union-attr]
+    }
+    sizes, seen = sizes_of(problem), set[Config]()
+    is_decoding = isinstance(problem, AttentionProblem) and problem.is_decoding
+    least, fastest = floor_us(sizes, gpu, is_decoding) or 0.0, dict[ReductionClass, float]()
+    for domain in sorted(related, key=lambda one: one != mine):
+        for one in related[domain]:
+            family = one.family
+            assert family is not None
+            config = family.called(problem, one.config, 1)
+            if config in seen or not family.accepts(problem, config, gpu):
+                continue
+            specs = family.kernels(problem, config).values()
+            reduction = family.reduction_class(problem, config)
+            if reduction is None or any(spec.key not in shipped for spec in specs):
+                continue
+            seen.add(config)
+            us = one.us(sizes, family.tiling(config), gpu) * page_readings(problem, config)
+            us = max(us, least)
+            if domain == mine:
+                fastest[reduction] = min(us, fastest.get(reduction, math.inf))
+            elif fastest:
+                us = max(us, fastest.get(reduction, min(fastest.values())))
+            yield us, config, reduction
+
+
+def _related(
+    portfolio: Portfolio, mine: AnyDomain
+) -> Iterator[tuple[AnyDomain, tuple[Candidate, ...]]]:
+    """Own candidates of the domains with the same features compiled in, of any mask and rows."""
+    found = {domain: models for domain, models in portfolio.served() if _alike(domain, mine)}
+    models = found.get(mine) or portfolio.models_of(mine)
+    for domain, one in {**found, **({mine: models} if models else {})}.items():
+        own = [c for c in one.candidates if c.family is not None and not c.is_vendor]
+        # With splits a kernel's sum depends on the number of keys. Without them it has its own
+        # rates where it was measured so.
+        own.sort(key=lambda c: "combine" not in c.config.params)
+        whole = (replace(c, config=without_splits(c.config)) for c in own)
+        yield domain, tuple({c.config: c for c in whole}.values())
+
+
+def without_splits(config: Config) -> Config:
+    """The config of the same kernel, whose blocks share no keys."""
+    params = {name: value for name, value in config.params.items() if name != "combine"}
+    return Config(config.family, params)
+
+
+def _alike(one: AnyDomain, other: AnyDomain) -> bool:
+    return bool(_features(one) == _features(other))
+
+
+def _features(domain: Any) -> Any:
+    if isinstance(domain, AttentionDomain):
+        is_windowed = domain.mask == "windowed"
+        return domain._replace(mask="windowed" if is_windowed else "full", phase="one")
+    return domain._replace(rows="few")
