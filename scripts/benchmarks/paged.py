@@ -419,6 +419,11 @@ BENCH = Bench(
             paged_batches.served,
             Case("decode", (1, 1), (48, 48), 16, 4, 2, 64),
         ),
+        "engines": _preset(
+            "prompts, chunks and decoding beside an engine's kernel, for `tuner fit engines`",
+            paged_batches.engines,
+            Case("engine", (1, 1), (48, 48), 16, 4, 2, 64),
+        ),
         "ratios": _preset(
             "200 draws of every ratio of heads",
             paged_batches.ratios,
