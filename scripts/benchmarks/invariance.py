@@ -177,13 +177,12 @@ def _further() -> Iterator[Target]:
             "pdl": True,
         }
         yield Target(Config("cluster_gemm", {**params, **launch}), plain)
-    for rescale in ("lazy", "late"):
-        params = {
-            **{"warp_groups": 2, "tile_n": 128, "kv_stages": 2, "score_buffers": 1},
-            **{"early_exp": 50, "ping_pong": True, "q_in_registers": False, "persistent": True},
-            **{"blocks_per_sm": 1, "splits": 1, "pdl": True, "rescale": rescale},
-        }
-        yield Target(Config("fused_attention", params), attention)
+    params = {
+        **{"warp_groups": 2, "tile_n": 128, "kv_stages": 2, "score_buffers": 1},
+        **{"early_exp": 50, "ping_pong": True, "q_in_registers": False, "persistent": True},
+        **{"blocks_per_sm": 1, "splits": 1, "pdl": True, "rescale": "lazy"},
+    }
+    yield Target(Config("fused_attention", params), attention)
 
 
 def _kernels(target: Target) -> Iterator[Kernel]:

@@ -41,7 +41,7 @@ KERNELS = [
                 ping_pong=False,
                 q_in_registers=True,
                 early_exp=50,
-                rescale="lazy_late",
+                rescale="lazy",
             ),
         ),
         (

@@ -46,7 +46,7 @@ MEANINGS: Mapping[str, str] = {
     "ping_pong": "Named barriers let the warp groups multiply in turn.",
     "q_in_registers": "Q is read from shared memory once a tile and kept in registers.",
     "raster_order": "Order of the tiles: along M or along N.",
-    "rescale": "When the output is multiplied by what a row's maximum grew: lazily, late, or both.",
+    "rescale": "lazy: the output is rescaled only once a row's maximum has grown enough.",
     "rotate": "Blocks of a head's keys begin at different queries, and go round to them.",
     "row_loads": "Rows of A that a thread reads before it keeps them.",
     "row_tiles": "Groups of 8 weight rows that a warp owns.",

@@ -149,6 +149,8 @@ def _kernels(
         count, is_narrow = PRODUCT_KERNELS[domain.rows], domain.rows == "narrow"
     elif domain.phase != "prompt":
         known |= dict.fromkeys(domain.padded_kernels(problems))
+    if isinstance(domain, AttentionDomain):
+        known |= dict.fromkeys(domain.lazy_kernels(list(known)))
     if len(known) >= count or (isinstance(domain, AttentionDomain) and domain.has_softcap):
         return list(known)
     near = [one for other in _near(domain) for one in _of_portfolio(other, portfolio)]

@@ -54,7 +54,7 @@ WORDS = {
     "dtype": ("float16", "bfloat16", E4M3),
     "mask_operand": ("bool", "additive"),
     "skips_masked": ("blocks", "halves"),
-    "rescale": ("lazy", "late", "lazy_late"),
+    "rescale": ("lazy",),
 }
 #: Blocks that share the keys of a tile at most; two for each multiprocessor of a chip are 264.
 MAX_SPLITS = 512
@@ -95,7 +95,7 @@ class FusedAttention(Family):
         "early_exp": (0, 25, 50, 100),
         "stages_output": (True,),
         "skips_masked": ("blocks", "halves"),
-        "rescale": ("lazy", "late", "lazy_late"),
+        "rescale": ("lazy",),
         "persistent": (False, True),
         "blocks_per_sm": (1, 2),
         "splits": range(1, MAX_SPLITS + 1),
@@ -286,7 +286,7 @@ class FusedAttention(Family):
             depth=WGMMA_K_BYTES // DTYPE_BYTES[attention.dtype],
             keys=int(config["tile_n"]),
             key_groups=int(config.get("key_groups", 1)),
-            rescale="lazy" if "lazy" in config.get("rescale", "") else "",
+            rescale=str(config.get("rescale", "")),
         )
 
     def chip_work(self, problem: Problem, config: Config, gpu: Gpu) -> tuple[Work, ...]:

@@ -11,6 +11,7 @@ from tuner.config import Config, Value
 from tuner.families.attention_instances import INSTANCES, instance
 from tuner.families.domain import Domain
 from tuner.families.fused_attention import paged, sparse
+from tuner.families.fused_attention.grid import lazily
 from tuner.families.fused_attention.packing import NAME
 from tuner.families.peers.sdpa import BACKENDS
 from tuner.problem import E4M3, AttentionProblem, DType
@@ -300,6 +301,18 @@ class AttentionDomain(_Attention, Domain):
                 "pads_heads": True,
             }
             yield Config(NAME, {**params, **_PADDING[self.head_dim]})
+
+    def lazy_kernels(self, kernels: Sequence[Config]) -> Iterator[Config]:
+        """Kernels of prompts in a form that rescales lazily (`grid.lazily`).
+
+        Args:
+            kernels: compiled kernels, without parameters of a launch.
+        """
+        if self.phase == "prompt":
+            problem = self.problems("bfloat16")[0]
+            for config in kernels:
+                if config.family == NAME and "rescale" not in config.params:
+                    yield from lazily(problem, config)
 
     @property
     def is_composed(self) -> bool:

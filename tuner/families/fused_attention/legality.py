@@ -55,10 +55,8 @@ def conflicts(problem: AttentionProblem, config: Config) -> list[str]:
             "buffer: blocks where warp groups end at different blocks of keys, halves with a "
             f"tile_n of {', '.join(map(str, HALVED))}"
         )
-    if "rescale" in config.params and buffers != 1:
-        found.append("rescale is for one score buffer, only")
-    elif "lazy" in config.get("rescale", "") and problem.dtype == E4M3:
-        found.append(f"rescale={config['rescale']} is not for e4m3 (allowed: late)")
+    if "rescale" in config.params and (buffers != 1 or problem.dtype == E4M3):
+        found.append("rescale is for one score buffer of fp16 or bf16, only")
     found += _packing(problem, config)
     if problem.is_varlen and not problem.is_paged and splits > 1:
         found.append(f"splits={splits} is not for variable lengths (allowed: 1)")
