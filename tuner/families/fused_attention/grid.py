@@ -18,6 +18,8 @@ from tuner.problem import E4M3, AttentionProblem
 SHAPES = ((1, 1, 1), (1, 1, 2), (2, 1, 1), (3, 1, 1), (2, 2, 1), (4, 2, 1), (4, 4, 1))
 #: Keys of one split: fewer do not pay for the combining kernel.
 MIN_SPLIT_KEYS = 128
+#: Queries from which on D = 64 may rescale lazily.
+LONG = 2048
 #: Splits of sequences of unlike lengths, where there are tiles enough without.
 UNLIKE_SPLITS = 8
 
@@ -84,11 +86,14 @@ def candidates(name: str, problem: AttentionProblem, gpu: Gpu) -> Iterator[Confi
 def lazily(problem: AttentionProblem, config: Config) -> Iterator[Config]:
     """The config with ``rescale=lazy`` where that may be faster.
 
-    At ten problems of 2,500 to 16,384 queries it took 2.5 to 5.6 % less with D = 128, up to 13 %
-    less with D = 256, and 0 to 3 % more with D = 64 (H200, 29 November 2026).
+    At ten problems of 2,500 to 16,384 queries it took 3.1 to 5.5 % less with D = 128 and 256. With
+    D = 64 it took 3.1 % less, and under a causal mask 1.6 % more (H200, 29 November 2026).
     """
     is_one = config["warp_groups"] == 1 or config["score_buffers"] > 1
-    if is_one or problem.dtype == E4M3 or instance(problem.head_dim) < 96:
+    if is_one or problem.dtype == E4M3:
+        return
+    is_long = problem.seqlen_q >= LONG and not problem.is_causal
+    if instance(problem.head_dim) < (64 if is_long else 96):
         return
     if problem.seqlen_q >= 64 and not problem.is_paged and "key_groups" not in config.params:
         yield Config(config.family, {**config.params, "rescale": "lazy"})
