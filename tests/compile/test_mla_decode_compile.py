@@ -52,7 +52,7 @@ USUAL = {"pages of 16, a sequence of three parts", "two blocks of heads, pages o
 #: Faults of the template.
 MUTANTS = {
     "what lies behind a sequence is added": ("clear_behind(item, tile, counter);", ""),
-    "a stage is free before it was read": ("wait_for(memory.empty(stage, 0), parity)", ""),
+    "a stage is free before it was read": ("wait_for(memory.empty(stage, kGroup), parity);", ""),
     "probabilities are read before they are there": ("wait_for_probabilities(counter);", ""),
     "the other group's maximum is not taken": (
         "add(r, message.x, message.y, factor);",

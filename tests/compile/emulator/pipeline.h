@@ -364,6 +364,8 @@ inline void run_products(int left = 0) {
 
 #define __launch_bounds__(...)
 #define __grid_constant__
+#undef __shared__
+#define __shared__ static  // blocks that have some of their own run one after the other
 #define threadIdx (emulator::self().thread)
 #define blockIdx (emulator::self().block_index)
 #define gridDim (emulator::machine().grid)
@@ -401,6 +403,7 @@ inline float __shfl_xor_sync(unsigned, float x, int step) {
 }
 inline bool __any_sync(unsigned, bool holds) { return __ballot_sync(~0u, holds) != 0; }
 inline int __ffs(int word) { return __builtin_ffs(word); }
+inline int atomicAdd(int* to, int x) { return (*to += x) - x; }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 
