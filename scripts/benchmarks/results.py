@@ -159,7 +159,7 @@ def run_of(head: Row, rows: Sequence[Row]) -> dict[str, Any]:
     names = {gpu.name: name for name, gpu in GPUS.items()}
     versions = {"driver": "driver", "cuda": "CUDA", "torch": "torch", "cudnn": "cuDNN"}
     return {
-        "command": head["command"],
+        "command": re.sub(r" --(json|time-limit)[ =]\S+", "", head["command"]),
         "gpu": names.get(head["gpu"], head["gpu"] or "no GPU"),
         "versions": ", ".join(
             f"{text} {head[key]}" for key, text in versions.items() if key in head

@@ -104,7 +104,7 @@ def test_rows_of_a_bench_are_a_run_of_their_groups() -> None:
     rows = [bench_row("causal", 10.0, 20.0, 10.0), bench_row("full", 10.0, 5.0, 10.0)]
     run = results.run_of(HEAD, rows)
     assert {name: run[name] for name in results.FACTS} == {
-        "command": "scripts/bench backward --json rows.jsonl",
+        "command": "scripts/bench backward",
         "gpu": "H200",
         "versions": "driver 580.1, torch 2.11.0",
         "date": "2026-12-01",
