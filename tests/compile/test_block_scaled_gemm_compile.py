@@ -132,6 +132,8 @@ MUTANTS = {
     "a box begins at any row": ("tile.row / 4 * 4 + i", "tile.row + i"),
     "factors of the rows before": ("factors(box + tile.row % 4 * 4)", "factors(box)"),
     "a box of a group's end": ("if (!kGrouped || tile.row + last <= tile.end)", "if (true)"),
+    "all bytes of a clipped tile": ("ends_y ? p.end_bytes_y : kBytesY", "kBytesY"),
+    "rows of the first tile": ("ends_x ? p.last_x : p.x", "p.last_x"),
     "nobody begins": ("if (lane.group == 1) scheduler_barrier_arrive(1);", ""),
     "words of another thread": ("i) / 4 * kConsumers * 16", "i) / 4 * kConsumers"),
 }
@@ -209,6 +211,10 @@ def test_the_emulator_finds_what_is_wrong(compiler: Compiler, name: str, tmp_pat
         "a stage is left while it is read": config(
             (64, 32), 2, unroll=2, tma_factors=True, ahead=True
         ),
+        "all bytes of a clipped tile": config(
+            (64, 32), 2, unroll=2, tma_factors=True, clips_rows=True
+        ),
+        "rows of the first tile": config((64, 32), 2, unroll=2, tma_factors=True, clips_rows=True),
         "nobody begins": config((128, 32), 2, unroll=2, turns=True),
         "words of another thread": config((128, 64), 2, split_k=2, vector_merge=True),
         "a box begins at any row": grouped(_BY_TMA),

@@ -22,13 +22,14 @@ def config(
     ahead: bool = False,
     turns: bool = False,
     fetch_factors: bool = False,
+    clips_rows: bool = False,
     vector_merge: bool = False,
     blocks_per_sm: int = 0,
 ) -> Config:
     given = {"unroll": unroll, "tma_factors": tma_factors}
     given |= {"uniform_branch": uniform_branch, "ahead": ahead, "turns": turns}
     given |= {"vector_merge": vector_merge, "blocks_per_sm": blocks_per_sm}
-    given |= {"fetch_factors": fetch_factors}
+    given |= {"fetch_factors": fetch_factors, "clips_rows": clips_rows}
     loop = {name: value for name, value in given.items() if value}
     return Config(
         "block_scaled_gemm",
@@ -84,6 +85,20 @@ CASES: dict[str, Config] = {
     "turns, ahead": config((128, 48), 9, unroll=4, tma_factors=True, ahead=True, turns=True),
     "factors fetched": config(
         (64, 96), 9, store_buffers=2, unroll=4, tma_factors=True, ahead=True, fetch_factors=True
+    ),
+    "rows clipped": config(
+        (128, 80), 7, store_buffers=2, unroll=4, tma_factors=True, turns=True, clips_rows=True
+    ),
+    "rows clipped, swapped": config(
+        (64, 24),
+        12,
+        swap_ab=True,
+        split_k=2,
+        unroll=4,
+        tma_factors=True,
+        ahead=True,
+        fetch_factors=True,
+        clips_rows=True,
     ),
     "factors fetched, swapped": config(
         (128, 16), 9, swap_ab=True, split_k=2, unroll=4, tma_factors=True, fetch_factors=True

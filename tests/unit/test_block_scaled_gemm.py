@@ -88,6 +88,11 @@ def _ahead(tile: tuple[int, int], *, swap_ab: bool = False) -> Config:
         (config((128, 64), 4, unroll=8, turns=True), "turns are for unroll up to 4"),
         (config((128, 64), 4, vector_merge=True), "vector_merge goes with split_k"),
         (config((128, 64), 4, fetch_factors=True), "fetch_factors goes with tma_factors"),
+        (config((128, 64), 4, clips_rows=True), "clips_rows goes with tma_factors"),
+        (
+            config((128, 64), 4, cluster=(1, 2), unroll=4, tma_factors=True, clips_rows=True),
+            "clips_rows goes without multicast",
+        ),
         (config((128, 64), 3, blocks_per_sm=2), "blocks_per_sm=2 leaves 72 registers a thread"),
         (config((64, 80), 3, blocks_per_sm=2), "64 rows: 64x80 needs 80"),
         (config((64, 64), 7, blocks_per_sm=2), "bytes of shared memory at 7 stages exceed 115712"),

@@ -10,6 +10,7 @@ MEANINGS: Mapping[str, str] = {
     "block_n": "Rows of K and V of a step (Triton's BLOCK_N).",
     "blocks_per_sm": "Thread blocks that fit a multiprocessor at once.",
     "box_rows": "Rows of a page of a paged cache that one copy brings.",
+    "clips_rows": "Copies of the last tiles leave out rows beyond A and columns beyond B.",
     "cluster_m": "Blocks of a thread block cluster along M; they share loads by multicast.",
     "cluster_n": "Blocks of a thread block cluster along N; they share loads by multicast.",
     "combine": "Place where splits are combined: a cluster's shared memory, or a second kernel.",

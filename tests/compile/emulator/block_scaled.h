@@ -24,6 +24,17 @@ bool set_factors(Parameters&, CUtensorMap const&, long) {
   return false;
 }
 
+// Where the kernel has maps of the last tiles' rows, those there are of them.
+template <class Parameters>
+auto set_last(Parameters& p, emulator::Matrix x, emulator::Matrix y, int) -> decltype(p.last_x, void()) {
+  p.end_x = (x.rows - 1) / x.box_rows * x.box_rows, p.end_y = (y.rows - 1) / y.box_rows * y.box_rows;
+  x.box_rows = x.rows - p.end_x, y.box_rows = y.rows - p.end_y;
+  p.end_bytes_x = 128 * x.box_rows, p.end_bytes_y = 128 * y.box_rows;
+  p.last_x = emulator::map_of(x), p.last_y = emulator::map_of(y);
+}
+template <class Parameters>
+void set_last(Parameters&, emulator::Matrix, emulator::Matrix, long) {}
+
 inline int run(Case const& c, unsigned seed) {
   using namespace k_emulated;
   Numbers random(seed);
@@ -41,8 +52,10 @@ inline int run(Case const& c, unsigned seed) {
   std::vector<uint16_t> d(size_t(c.m) * c.n, 0x7FA5);
   const int rows_x = kSwapped ? c.groups * c.n : c.m, rows_y = kSwapped ? c.m : c.groups * c.n;
   Params p{};
-  p.x = emulator::map_of({(kSwapped ? b : a).data(), c.k, rows_x, c.k, kTileX / kClusterY});
-  p.y = emulator::map_of({(kSwapped ? a : b).data(), c.k, rows_y, c.k, kTileY / kClusterX});
+  const emulator::Matrix x{(kSwapped ? b : a).data(), c.k, rows_x, c.k, kTileX / kClusterY};
+  const emulator::Matrix y{(kSwapped ? a : b).data(), c.k, rows_y, c.k, kTileY / kClusterX};
+  p.x = emulator::map_of(x), p.y = emulator::map_of(y);
+  set_last(p, x, y, 0);
   p.d_map = emulator::map_of({reinterpret_cast<uint8_t*>(d.data()), 2 * c.n, c.m, 2 * c.n, 16});
   emulator::Matrix factors{reinterpret_cast<uint8_t*>(scale_a.data()), 4 * c.m, blocks, 4 * rows_a, 1};
   factors.floats = kBoxFloats;

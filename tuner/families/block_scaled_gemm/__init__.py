@@ -112,13 +112,14 @@ class BlockScaledGemm(StridedProduct):
         "ahead": (True,),
         "turns": (True,),
         "fetch_factors": (True,),
+        "clips_rows": (True,),
         "vector_merge": (True,),
         "blocks_per_sm": (2,),
     }
     optional = frozenset(
         {
             *("unroll", "tma_factors", "uniform_branch", "ahead"),
-            *("turns", "fetch_factors", "vector_merge", "blocks_per_sm"),
+            *("turns", "fetch_factors", "clips_rows", "vector_merge", "blocks_per_sm"),
         }
     )
     draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {"stages": (2, 3, 4, 5, 6, 8, 12, 16)}
@@ -397,8 +398,11 @@ def loop_violations(config: Config, scales: str = "block") -> list[str]:
             reasons.append("turns are of two warp groups' unrolled loops")
         elif config["unroll"] > UNROLL:
             reasons.append(f"turns are for unroll up to {UNROLL}: more spills")
-    if "fetch_factors" in config.params and "tma_factors" not in config.params:
-        reasons.append("fetch_factors goes with tma_factors")
+    for lever in ("fetch_factors", "clips_rows"):
+        if lever in config.params and "tma_factors" not in config.params:
+            reasons.append(f"{lever} goes with tma_factors")
+    if "clips_rows" in config.params and config["cluster_m"] * config["cluster_n"] > 1:
+        reasons.append("clips_rows goes without multicast")
     if "blocks_per_sm" in config.params:
         reasons += _resident_violations(config)
     if "tma_factors" in config.params and scales != "block":

@@ -50,6 +50,7 @@ def kernel_name(config: Config) -> str:
         "ahead" if "ahead" in params else "",
         "turns" if "turns" in params else "",
         "fetched" if "fetch_factors" in params else "",
+        "clipped" if "clips_rows" in params else "",
         "words" if "vector_merge" in params else "",
         f"b{params['blocks_per_sm']}" if "blocks_per_sm" in params else "",
     )
