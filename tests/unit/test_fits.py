@@ -25,6 +25,7 @@ from tuner.search.fits import (
     FITS,
     backward_fit,
     corrections_fit,
+    engines_fit,
     paged_fit,
     rates_fit,
     ratios_fit,
@@ -168,6 +169,12 @@ class TestPaged:
         batches = [one for one in self.BATCHES if one[0].batch.instance == 128]
         found = paged_fit.fitted(batches)
         assert found == pytest.approx(paged_schedule.RATES[128]._asdict(), rel=0.05)
+
+    def test_the_engines_ratios_that_ship_are_those_of_its_batches(self) -> None:
+        found = engines_fit.refit([FILES["paged"]], GPUS["H200"])
+        ((path, text),) = found.documents.items()
+        assert path.read_text() == text
+        assert len(found.errors) == 8
 
     def test_rows_without_schedules_are_refused(self, tmp_path: Path) -> None:
         path = tmp_path / "a.jsonl"

@@ -9,7 +9,11 @@ import pytest
 from portfolio_machine import FIRST, FLASH, PROBLEM, candidate, portfolio_of
 
 from tuner.hardware import DEFAULT_GPU, GPUS
+from tuner.problem import AttentionProblem
+from tuner.selection import engine_ratios
 from tuner.selection.choice import choose
+from tuner.selection.domains import AttentionDomain
+from tuner.selection.engine_ratios import is_engines
 from tuner.selection.portfolio import Portfolio
 from tuner.selection.ratios import LEAD, MIN_ERROR, PRIOR, Ratios
 
@@ -72,3 +76,34 @@ def test_a_portfolio_keeps_them() -> None:
     (models,) = again.domains.values()
     assert models.ratios is not None
     assert models.ratios.to_json() == [[3, 5, 0.5], [64, 128, 1.25]]
+
+
+class TestEngines:
+    """An engine's own kernel answers where it is measured to be faster."""
+
+    PROBLEM = AttentionProblem.parse("B=4,H=8,HKV=2,SQ=1,SKV=1000,D=128,page_size=16,dtype=bf16")
+    DOMAIN = AttentionDomain(128, "full", "one", is_paged=True)
+
+    def engines(self, *ratios: float) -> dict[AttentionDomain, Ratios]:
+        sizes = engine_ratios.sizes_of(self.PROBLEM)
+        return {self.DOMAIN: Ratios.of([(sizes, ratio) for ratio in ratios], 0.7)}
+
+    def test_the_faster_one_answers(self) -> None:
+        assert engine_ratios.sizes_of(self.PROBLEM) == (4 * 2 * 1000, 4)
+        assert is_engines(self.PROBLEM, self.engines(0.9, 0.95)) is True
+        assert is_engines(self.PROBLEM, self.engines(1.2, 1.1)) is False
+        assert is_engines(self.PROBLEM, self.engines(0.8, 1.25)) is True, "not known"
+
+    def test_what_was_not_measured_is_not_said(self) -> None:
+        assert is_engines(self.PROBLEM, {}) is None
+        assert is_engines(replace(self.PROBLEM, head_dim=64), self.engines(1.2)) is None
+
+    def test_windows_go_by_plain_calls(self) -> None:
+        assert is_engines(replace(self.PROBLEM, window_left=100), self.engines(0.9, 0.9)) is True
+
+    def test_a_portfolio_keeps_them_on_its_gpu_and_on_others(self) -> None:
+        engines = self.engines(0.9, 1.25)
+        portfolio = portfolio_of(candidate(FIRST, 9.0), candidate(FLASH, 10.0))
+        again = Portfolio.from_json(replace(portfolio, engines=engines).to_json())
+        assert again.engines[self.DOMAIN].to_json() == [[8000, 4, 0.9], [8000, 4, 1.25]]
+        assert again.rescaled(GPUS["H100"]).engines == again.engines

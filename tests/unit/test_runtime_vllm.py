@@ -422,22 +422,25 @@ def test_decoding_above_a_width_is_served(
     assert call(layer(engine, head_size=WIDE), step(engine, queries, 2000), given) is given[2]
 
 
-def test_kernels_of_chunks_leave_steps_to_vllm_unless_a_setting_says_otherwise(
-    engine: SimpleNamespace, served: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("measured", "by"), [(True, "vLLM's own"), (False, "tuner")])
+def test_measured_ratios_say_who_answers_unless_a_setting_does(
+    engine: SimpleNamespace,
+    served: SimpleNamespace,
+    on_cpu: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    measured: bool,
+    by: str,
 ) -> None:
     calls = importlib.import_module("tuner.runtime.engines.calls")
-    given, asked = tensors(6), []
-
-    def is_slow(config: Any, width: int) -> bool:
-        asked.append((config["warp_groups"], width))
-        return True
-
-    monkeypatch.setattr(calls, "is_slow_kernel", is_slow)
-    assert call(layer(engine), step(engine, (4, 2), 100), given) == "vLLM's own"
-    assert asked == [(1, WIDTH)]
+    monkeypatch.setattr(calls.proven_kernels, "is_engines", lambda problem, gpu: measured)
+    given, impl = wide_tensors(512), layer(engine, head_size=WIDE)
+    out = call(impl, step(engine, (512,), 2000), given)
+    assert ("tuner" if out is given[2] else out) == by
+    found = on_cpu.counters.stats().fallbacks
+    assert found == ({"the engine's own kernel is faster": 1} if measured else {})
     monkeypatch.setenv("TUNER_VLLM_QUERIES", "1000")
     calls.max_queries.cache_clear()
-    assert call(layer(engine), step(engine, (4, 2), 100), given) is given[2]
+    assert call(impl, step(engine, (512,), 2000), given) is given[2]
 
 
 def test_a_cache_of_e4m3_is_vllm_s_own_unless_a_setting_says_otherwise(

@@ -1,4 +1,4 @@
-"""Calls of vLLM's plug-in: layouts of caches, rounded lengths, and kernels that are slow."""
+"""Calls of vLLM's plug-in: layouts of caches and rounded lengths."""
 
 from __future__ import annotations
 
@@ -8,21 +8,10 @@ from types import SimpleNamespace
 import pytest
 from vllm_fakes import engine
 
-from tuner.config import Config
-
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 __all__ = ["engine"]
 PAGES, SIZE, HEADS_KV, WIDTH = 40, 16, 2, 64
-
-
-@pytest.mark.parametrize(
-    ("groups", "width", "wanted"), [(2, 128, True), (2, 64, False), (1, 128, False)]
-)
-def test_kernels_of_chunks_above_a_width_are_slow(groups: int, width: int, wanted: bool) -> None:
-    calls = importlib.import_module("tuner.runtime.engines.calls")
-    config = Config("fused_attention", {"warp_groups": groups})
-    assert calls.is_slow_kernel(config, width) == wanted
 
 
 def test_a_cache_of_keys_beside_values_is_read_as_views(engine: SimpleNamespace) -> None:

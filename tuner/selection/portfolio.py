@@ -32,7 +32,16 @@ from tuner.problem import Problem
 from tuner.selection.candidates import DomainModels
 from tuner.selection.choice import Selection, choose
 from tuner.selection.domains import DOMAINS, AnyDomain, GatedDomain, ProductDomain, domain_of
-from tuner.selection.portfolio_json import FORMAT, VERSION, models_from, models_json, text
+from tuner.selection.engine_ratios import EngineRatios
+from tuner.selection.portfolio_json import (
+    FORMAT,
+    VERSION,
+    engines_from,
+    engines_json,
+    models_from,
+    models_json,
+    text,
+)
 from tuner.selection.transfer import Transfer
 
 
@@ -53,6 +62,8 @@ class Portfolio:
     were measured on neither (`beside`)."""
     in_stream: frozenset[AnyDomain] = frozenset()
     """Domains that were timed in a stream, of a portfolio that was read."""
+    engines: EngineRatios = field(default_factory=dict)
+    """Ratios to an engine's own kernels; of attention."""
     _found: dict[AnyDomain, DomainModels | None] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
@@ -73,7 +84,9 @@ class Portfolio:
             return self._rescaled[gpu.identity]
         except KeyError:
             domains = Deferred({key: partial(self._rescaled_to, gpu, key) for key in self.domains})
-            made = Portfolio(self.op, gpu, domains, self.origin, made_on=self.gpu)
+            made = Portfolio(
+                self.op, gpu, domains, self.origin, made_on=self.gpu, engines=self.engines
+            )
             return self._rescaled.setdefault(gpu.identity, made)
 
     def _rescaled_to(self, gpu: Gpu, domain: AnyDomain) -> DomainModels:
@@ -105,7 +118,9 @@ class Portfolio:
             makers |= {one: partial(_with_ratios, held, theirs, one) for one, held in ours.items()}
             both = self.in_stream | other.in_stream
             made = Portfolio(
-                self.op, self.gpu, Deferred(makers), self.origin, made_on, in_stream=both
+                *(self.op, self.gpu, Deferred(makers), self.origin, made_on),
+                in_stream=both,
+                engines={**other.engines, **self.engines},
             )
             # Both GPUs have the same kernels for what was measured on neither.
             if other._breadth > self._breadth:
@@ -156,7 +171,8 @@ class Portfolio:
         }
         days = origin.get("days", [])
         origin["days"] = [days[0], days[-1]] if days else []
-        return Portfolio(self.op, self.gpu, {**self.domains, **newer.domains}, origin)
+        domains = {**self.domains, **newer.domains}
+        return Portfolio(self.op, self.gpu, domains, origin, engines=self.engines)
 
     @property
     def _transfer(self) -> Transfer:
@@ -211,6 +227,7 @@ class Portfolio:
             "op": self.op,
             "gpu": asdict(self.gpu),
             "origin": {name: list(values) for name, values in self.origin.items()},
+            **({"engines": engines_json(self.engines)} if self.engines else {}),
             "domains": [models_json(models) for _, models in sorted(self.domains.items())],
         }
 
@@ -253,7 +270,8 @@ class Portfolio:
                 if Regime.parse(row["regime"]).launch == "stream"
             )
             origin = {str(name): list(map(str, values)) for name, values in data["origin"].items()}
-            return cls(data["op"], gpu, domains, origin, in_stream=streamed)
+            engines = engines_from(kind, data.get("engines", ()))
+            return cls(data["op"], gpu, domains, origin, in_stream=streamed, engines=engines)
         except ConfigError:
             raise
         except (*INCOMPATIBLE_CONFIG_ERRORS, ValueError) as exc:

@@ -13,8 +13,10 @@ from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import find
 from tuner.measurement import Regime
+from tuner.selection import ratios
 from tuner.selection.candidates import Candidate, DomainModels, Regret, Spread
 from tuner.selection.domains import AnyDomain
+from tuner.selection.engine_ratios import WIDTH_OCTAVES, EngineRatios
 from tuner.selection.ratios import SIZES, Ratios
 
 FORMAT = "cutlass-tuner portfolio"
@@ -76,13 +78,31 @@ def models_from(kind: type[AnyDomain], row: Mapping[str, Any]) -> DomainModels:
     )
 
 
-def _ratios_from(rows: Any, axes: int) -> Ratios:
+def engines_json(engines: EngineRatios) -> list[dict[str, Any]]:
+    """The document that `engines_from` reads."""
+    return [
+        {"domain": _domain_json(domain), "ratios": measured.to_json()}
+        for domain, measured in sorted(engines.items())
+    ]
+
+
+def engines_from(kind: type[AnyDomain], rows: Any) -> EngineRatios:
+    """The inverse of `engines_json`.
+
+    Raises:
+        ConfigError: on a wrong value.
+    """
+    return {kind(**row["domain"]): _ratios_from(row["ratios"], 2, WIDTH_OCTAVES) for row in rows}
+
+
+def _ratios_from(rows: Any, axes: int, width: float = ratios.WIDTH_OCTAVES) -> Ratios:
     """Sizes and a ratio in each row."""
     count = min(axes, SIZES)
     found = [[_number(value) for value in row] for row in rows]
     if any(len(row) != count + 1 or not all(row) for row in found):
         raise ConfigError(f"a row of ratios is wrong (allowed: {count} sizes and a ratio, above 0)")
-    return Ratios.of(([round(size) for size in sizes], ratio) for *sizes, ratio in found)
+    pairs = (([round(size) for size in sizes], ratio) for *sizes, ratio in found)
+    return Ratios.of(pairs, width)
 
 
 def _candidate_from(kind: type[AnyDomain], row: Mapping[str, Any]) -> Candidate:

@@ -27,7 +27,8 @@ MIN_ERROR = 0.01
 """Least deviation of an expected logarithm: that of the measurements."""
 SIZES = 3
 """Sizes that ratios are told apart by, the first of `Domain.axes`: work follows from the others."""
-_REACH_OCTAVES = 3 * WIDTH_OCTAVES
+REACH = 3
+"""Widths beyond which a measured call does not count."""
 NORMAL_P90 = 1.645
 """Ninth decile of a normal error's size over its deviation."""
 
@@ -41,14 +42,18 @@ class Ratios(NamedTuple):
     """Natural logarithms of PyTorch's time over the own kernel's."""
     is_elsewhere: bool = False
     """True if they were measured on another GPU: there they only take calls from own kernels."""
+    width: float = WIDTH_OCTAVES
 
     @classmethod
-    def of(cls, measured: Iterable[tuple[Sequence[int], float]]) -> Ratios:
+    def of(
+        cls, measured: Iterable[tuple[Sequence[int], float]], width: float = WIDTH_OCTAVES
+    ) -> Ratios:
         """Ratios from sizes and PyTorch's time over the own kernel's."""
         found = sorted(
             (tuple(map(math.log2, sizes[:SIZES])), math.log(ratio)) for sizes, ratio in measured
         )
-        return cls(tuple(place for place, _ in found), tuple(log for _, log in found))
+        places, logs = (tuple(one[part] for one in found) for part in range(2))
+        return cls(places, logs, width=width)  # type: ignore[arg-type]
 
     @property
     def elsewhere(self) -> Ratios:
@@ -70,15 +75,16 @@ class Ratios(NamedTuple):
             p90_error: the own kernel's `Candidate.p90_error`.
         """
         here = tuple(map(math.log2, sizes[:SIZES]))
-        start = bisect_left(self.places, (here[0] - _REACH_OCTAVES,))
-        end = bisect_left(self.places, (here[0] + _REACH_OCTAVES,))
+        reach = REACH * self.width
+        start = bisect_left(self.places, (here[0] - reach,))
+        end = bisect_left(self.places, (here[0] + reach,))
         error = p90_error / NORMAL_P90
         weight, total = PRIOR, PRIOR * expected
         squares = PRIOR * (error * error + expected * expected)
         for place, log in zip(self.places[start:end], self.logs[start:end], strict=True):
             away = sum((a - b) * (a - b) for a, b in zip(here, place, strict=True))
-            if away < _REACH_OCTAVES * _REACH_OCTAVES:
-                near = math.exp(-away / (2 * WIDTH_OCTAVES * WIDTH_OCTAVES))
+            if away < reach * reach:
+                near = math.exp(-away / (2 * self.width * self.width))
                 weight += near
                 total += near * log
                 squares += near * log * log

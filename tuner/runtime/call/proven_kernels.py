@@ -35,7 +35,7 @@ from tuner.problem import AttentionBackwardProblem, AttentionProblem, Problem
 from tuner.runtime.call import counters, devices, native
 from tuner.runtime.call.plan import Excluded, Plan, Posed, plan_of
 from tuner.runtime.call.refusal import Kind, Refusal
-from tuner.selection import invariant
+from tuner.selection import engine_ratios, invariant
 from tuner.selection.choice import Selection
 from tuner.selection.domains import domain_of
 from tuner.selection.kernels import Lists, lists
@@ -83,6 +83,18 @@ def knows(problem: Problem, gpu: Gpu) -> bool:
         return rule.serves(problem, gpu)
     mine = _portfolio_of(problem, gpu)
     return mine is not None and mine.models_of(domain_of(problem)) is not None
+
+
+@lru_cache(1 << 12)
+def is_engines(problem: AttentionProblem, gpu: Gpu) -> bool | None:
+    """True if an engine's own kernel answers a call over pages, by measured ratios; None where its
+    kind was not measured.
+
+    Raises:
+        StoreError: when a shipped portfolio is damaged.
+    """
+    mine = _portfolio_of(problem, gpu)
+    return None if mine is None else engine_ratios.is_engines(problem, mine.engines)
 
 
 def has_proven(problem: Problem, gpu: Gpu) -> bool:

@@ -64,6 +64,7 @@ class Kind(StrEnum):
     CACHE_LAYOUT = "a cache that lies in an unknown way"
     BATCHING = "continuous batching that is not served"
     QUERIES = "more queries than the settings allow"
+    ENGINES = "the engine's own kernel is faster"
     SLOW_CHUNKS = "chunks are slower by the tuned kernel"
     SLOW_TYPE = "a cache of such elements is slower by the tuned kernel"
 

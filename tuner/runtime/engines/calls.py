@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import torch
 
 from tuner import settings
-from tuner.config import Config
 from tuner.errors import ConfigError
+from tuner.problem import E4M3, AttentionProblem
 from tuner.runtime.attention.composed import Extras
 from tuner.runtime.attention.paged import PagedCall, paged_call, prepare
 from tuner.runtime.attention.paged_arguments import checked
 from tuner.runtime.attention.paged_composed import output_type
-from tuner.runtime.call import counters, guards
+from tuner.runtime.call import counters, devices, guards, proven_kernels
 from tuner.runtime.call.plan import KernelPlan
 from tuner.runtime.call.refusal import Kind, Refusal
 from tuner.runtime.call.table import table
@@ -175,7 +175,7 @@ def _decided(
     pages = form.layout.pages(*cache)
     if pages is None:
         return Refusal(Kind.CACHE_LAYOUT, f"{tuple(cache[0].shape)}")
-    dtype, width = pages[0].dtype, query.shape[2]
+    dtype = pages[0].dtype
     if dtype != query.dtype:
         return Refusal(Kind.CACHE_TYPE, f"{dtype}, {query.dtype}")
     if (limit := max_queries(step.engine.setting)) is not None and step.queries > limit:
@@ -183,41 +183,38 @@ def _decided(
     wanted = query.shape, output_type(query)
     if (out.shape, out.dtype) != wanted or not out.is_contiguous():
         return Refusal(Kind.TENSORS, f"output {out.dtype} {tuple(out.shape)}")
-    if limit is None and dtype == torch.float8_e4m3fn:
-        return Refusal(Kind.SLOW_TYPE, str(dtype))
     try:
         call = _call(step, form, query, *pages)
-        is_slow = limit is None and is_slow_chunk(call)
+        refusal = None if limit is not None else engines_own(call)
     except ConfigError as exc:
         return Refusal(Kind.TENSORS, str(exc))
-    if is_slow:
-        return Refusal(Kind.SLOW_CHUNKS, f"D={width}")
-    found = prepare(call)
-    if limit is None and isinstance(found, KernelPlan) and is_slow_kernel(found.config, width):
-        return Refusal(Kind.SLOW_CHUNKS, f"D={width}")
-    return found
+    except proven_kernels.FAULTS as exc:
+        return proven_kernels.damaged(call.pose().problem, exc)
+    return prepare(call) if refusal is None else refusal
 
 
-def is_slow_chunk(call: PagedCall) -> bool:
-    """True for prompts and chunks of them above D = 64, whatever kernel they have.
+def engines_own(call: PagedCall) -> Refusal | None:
+    """The reason why the engine's own kernel answers a call faster, by measured ratios; else None.
 
-    Such steps are in the phase of prompts by their mean number of queries (`AttentionDomain`).
-
-    At D = 128 they have 0.96 to 1.03 of FlashAttention-3's speed against keys before, and 0.90 to
-    0.98 at prompts without (`scripts/benchmarks/README.md`).
+    Kinds of calls that were not measured are tuned kernels', but for e4m3 and for prompts above
+    D = 64.
 
     Raises:
         ConfigError: on types or sizes that no tuned kernel supports.
+        StoreError: when a shipped portfolio is damaged.
     """
-    if call.query.shape[2] <= _NARROW:
-        return False
-    domain = AttentionDomain.holding(call.pose().problem)
-    return domain is not None and domain.phase == "prompt"
-
-
-def is_slow_kernel(config: Config, width: int) -> bool:
-    """True for kernels of chunks above D = 64, which steps of fewer queries may have, too."""
-    return width > _NARROW and int(config["warp_groups"]) > 1
+    problem = call.pose().problem
+    assert isinstance(problem, AttentionProblem)
+    gpu = devices.gpu_of(call.query.get_device())
+    if (is_engines := proven_kernels.is_engines(problem, gpu)) is not None:
+        return Refusal(Kind.ENGINES, problem.label()) if is_engines else None
+    if problem.dtype == E4M3:
+        return Refusal(Kind.SLOW_TYPE, E4M3)
+    domain = AttentionDomain.holding(problem)
+    is_chunk = domain is not None and domain.phase == "prompt"
+    if is_chunk and problem.head_dim > _NARROW:
+        return Refusal(Kind.SLOW_CHUNKS, f"D={problem.head_dim}")
+    return None
 
 
 def _call(

@@ -11,6 +11,7 @@ FITS: Mapping[str, str] = {
     "ratios": "PyTorch's times over own kernels' at calls, from `scripts/bench population`",
     "rates": "rates of kernels that rules choose among, from `scripts/bench products`",
     "backward": "costs of gradients of attention, from `scripts/bench backward`",
+    "engines": "an engine's times over tuned kernels', from `scripts/bench paged`",
     "peers": "rates of peers' kernels of attention, from `scripts/bench population --preset peers`",
     "paged": "splits of paged decoding, from `scripts/bench paged`",
 }

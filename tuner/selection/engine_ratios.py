@@ -1,0 +1,51 @@
+"""Measured ratios of an engine's own attention over pages to tuned kernels.
+
+They are `tuner.selection.ratios` at prompts, chunks of them and decoding, beside FlashAttention-3's
+serving build. The engine's kernel has no time model: the ratio expected at a call is that of the
+domain, corrected by those near the call.
+
+At 219 batches (``tests/assets/fits/paged.jsonl.gz``), each by the others, 8 are below 0.97 of the
+engine's in place of 28. Tuned kernels answer 170, and the mean is 1.173 in place of 1.179
+(replayed).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import fmean, pstdev
+
+from tuner.problem import AttentionProblem
+from tuner.selection.domains import AnyDomain, AttentionDomain
+from tuner.selection.ratios import NORMAL_P90, Ratios
+
+EngineRatios = Mapping[AnyDomain, Ratios]
+"""By domain; of paged caches."""
+WIDTH_OCTAVES = 0.7
+
+
+def sizes_of(problem: AttentionProblem) -> tuple[int, ...]:
+    """Sizes that ratios are told apart by: keys of all KV heads, and rows that share one."""
+    group = problem.heads_q // problem.heads_kv
+    return problem.batch * problem.heads_kv * problem.seqlen_kv, group * problem.seqlen_q
+
+
+def is_engines(problem: AttentionProblem, measured: EngineRatios) -> bool | None:
+    """True if the engine's own kernel answers a call; None where its kind was not measured.
+
+    Windows, soft caps and sinks go by plain calls where they were not.
+    """
+    domain = AttentionDomain.holding(problem)
+    if domain is None:
+        return None
+    plain = AttentionDomain(
+        domain.head_dim,
+        "full" if domain.phase == "one" else "causal",
+        domain.phase,
+        is_paged=True,
+        is_e4m3=domain.is_e4m3,
+    )
+    ratios = measured.get(domain) or measured.get(plain)
+    if ratios is None:
+        return None
+    error = NORMAL_P90 * pstdev(ratios.logs)
+    return ratios.lead(sizes_of(problem), fmean(ratios.logs), error) < 0
