@@ -102,6 +102,7 @@ def test_the_library_refuses_what_it_would_get_wrong(compiler: Compiler) -> None
     kernel = load(future.result())
     right = {"batch": 3, "queries": 2, "heads": 20, "page_size": 64, "pages": 9, "pdl": 1}
     right |= {"query_batch": 23040, "query_row": 11520, "query_head": 576, "tile_overhead": 4}
+    right |= {"fetch_ahead": 2}
     right |= {"cache_page": 36864, "cache_slot": 576, "table_row": 5}
     right |= {"out_batch": 20480, "out_row": 10240, "out_head": 512}
 
@@ -112,6 +113,7 @@ def test_the_library_refuses_what_it_would_get_wrong(compiler: Compiler) -> None
     assert kernel.workspace_bytes(ordered()) > 2 * 132 * 64 * 512 * 4
     wrong = {"batch": 0, "queries": 65, "heads": 0, "page_size": 40, "pages": 0, "query_row": 4}
     wrong |= {"cache_slot": 577, "tile_overhead": -1, "table_row": -1}
+    wrong |= {"fetch_ahead": 9}
     for name, value in wrong.items():
         integers = ordered(**{name: value})
         with pytest.raises(BenchmarkError):

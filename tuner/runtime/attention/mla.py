@@ -16,6 +16,7 @@ from tuner.compile.single import MLA_DECODE
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.families.mla_decode import (
     ARGUMENTS,
+    FETCH_AHEAD,
     LATENT,
     MAX_BATCH,
     MAX_HEADS,
@@ -180,13 +181,19 @@ def _found(call: Decode) -> LoadedKernel | Refusal:
     return kernel
 
 
-def launch(kernel: LoadedKernel, call: Decode, tile_overhead: int = TILE_OVERHEAD) -> None:
+def launch(
+    kernel: LoadedKernel,
+    call: Decode,
+    tile_overhead: int = TILE_OVERHEAD,
+    fetch_ahead: int = FETCH_AHEAD,
+) -> None:
     """Enqueue a kernel on the current stream.
 
     Args:
         kernel: loaded kernel.
         call: tensors that it takes.
         tile_overhead: tiles of keys that take as long as a sequence's begin and end in a block.
+        fetch_ahead: tiles that the L2 fetches before they are copied.
     """
     query, cache, out = call.query, call.cache, call.out
     batch, queries, heads, _ = query.shape
@@ -199,7 +206,7 @@ def launch(kernel: LoadedKernel, call: Decode, tile_overhead: int = TILE_OVERHEA
     ):
         for part, size, step in zip(parts, tensor.shape, tensor.stride(), strict=False):
             integers[f"{name}_{part}"] = step if size > 1 else WIDTH  # of one element any will do
-    integers |= {"tile_overhead": tile_overhead, "pdl": 1}
+    integers |= {"tile_overhead": tile_overhead, "fetch_ahead": fetch_ahead, "pdl": 1}
     tensors = {"query": query, "cache": cache, "out": out, "lse": call.lse}
     tensors |= {"block_table": call.block_table, "lengths": call.lengths}
     pointers, numbers, scalars = ARGUMENTS.ordered(
