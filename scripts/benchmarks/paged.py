@@ -111,6 +111,7 @@ def short(config: Config) -> str:
     text += " whole" if config.get("whole_rows") else ""
     text += " regs" if config["q_in_registers"] else ""
     text += " persistent" if config["persistent"] else ""
+    text += " stream-K" if config.get("stream_k") else ""
     return text + (f" {config['combine']}" if "combine" in config.params else "")
 
 

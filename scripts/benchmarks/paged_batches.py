@@ -63,7 +63,7 @@ class Case:
     @property
     def has_dense(self) -> bool:
         """`tuner.attention` computes the same over a dense cache."""
-        is_plain = self.window < 0 and not self.has_sinks and self.dtype != E4M3
+        is_plain = self.window < 0 and not (self.has_sinks or self.room or self.dtype == E4M3)
         is_whole = self.keys[0] % self.page_size == 0
         return is_plain and self.is_even and is_whole and self.queries[0] == 1
 

@@ -43,12 +43,18 @@ def expected_us(
 
 
 def decoding_factor(problem: Problem, config: Config) -> float:
-    """Factor of times over pages: readings of each key, and persistent kernels' lack of splits."""
+    """Factor of times over pages: readings of each key, half-empty tiles, and persistent kernels'
+    lack of splits.
+    """
     if not (isinstance(problem, AttentionProblem) and problem.is_paged and problem.is_decoding):
         return 1.0
     group = problem.heads_q // problem.heads_kv
     held = int(config.get("packed_heads", 1))
-    readings = 1 if config.get("pads_heads") else group // math.gcd(held, group)
+    if config.get("pads_heads"):
+        rows, height = problem.seqlen_q * group, 64 * config["warp_groups"]
+        tiles = math.ceil(problem.seqlen_q * held / height) if problem.seqlen_q <= 8 else 1
+        return tiles * (1.25 if height == 128 and rows <= 64 else 1.0)
+    readings = group // math.gcd(held, group)
     return readings * (3.2 if config["persistent"] and problem.seqlen_q <= 8 else 1.0)
 
 

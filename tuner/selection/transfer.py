@@ -69,9 +69,13 @@ class Transfer:
         found: list[Candidate] = []
         source: DomainModels | None = None
         for kernel in domain.named_kernels:
-            is_short = kernel["warp_groups"] == 1  # kernels with more warp groups are for prompts
-            like = domain if is_short else domain._replace(phase="prompt")
-            for combine in (None, "cluster", "kernel") if is_short else (None,):
+            is_short = kernel["warp_groups"] == 1 or "pads_heads" in kernel.params
+            like = (
+                domain if is_short else domain._replace(phase="prompt")
+            )  # the others are for them
+            clustered = ("cluster",) if kernel["warp_groups"] == 1 else ()
+            ways = (*clustered, "kernel") if is_short and not kernel["persistent"] else ()
+            for combine in (None, *ways):
                 for other in like.donors:
                     models = self.measured.get(other)
                     one = None if models is None else _like(kernel, combine, models.candidates)

@@ -6,20 +6,21 @@ paged`). Boxes of 16 rows serve pages of every size.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from tuner.config import Config, Value
-from tuner.families.fused_attention.packing import NAME
+from tuner.families.fused_attention.packing import MAX_PACKED, NAME
 
 #: Time of a prompt by a kernel of one group over that of the dense kernel whose rates it has:
 #: mean of six, 1.5 to 2.2 (an H100, 25 November 2026).
 SHORT_AT_PROMPTS = 1.72
 #: Rows of a page that a copy brings: 16 are in every page.
 _ANY_PAGE, _WIDE = 16, 64
-#: Query heads to a KV head that kernels of padded heads take at most.
-_PADDED = (8, 16)
 #: Head dimensions whose chunks have a kernel of wide copies: narrow ones bind it.
 _WIDE_CHUNKS = (64,)
+#: Keys of a tile of 128 rows, and stages, by the instance.
+_TALL_TILES = {64: (128, 3), 96: (64, 5), 128: (64, 5), 192: (64, 3), 256: (64, 2)}
 #: Head dimensions whose copies bring whole rows: chunks take 20 % less, decoding 1 to 3 %
 #: (an H200, 27 November 2026).
 _WHOLE = (128,)
@@ -50,18 +51,18 @@ def kernels(
         made = _chunk if is_windowed else _tall  # no window was timed with three groups
         chunk = () if phase == "one" else (made(head_dim, 8),)
         return _short(head_dim, 8, _ANY_PAGE), *chunk, any_heads
-    padded = () if is_e4m3 else tuple(_padded(head_dim, heads) for heads in _PADDED)
+    padded = tuple(_padded_kernels(head_dim, phase, is_e4m3))
     if not is_plain:
-        return (any_heads,) if phase == "prompt" else (*padded[:1], any_heads)
+        return (any_heads,) if phase == "prompt" else (_padded(head_dim, 8), any_heads)
     four: tuple[Config, ...] = (_short(head_dim, 4, _ANY_PAGE),)
     chunks: tuple[Config, ...] = _chunk(head_dim, 4), _chunk(head_dim, 1)
     if head_dim in _WHOLE and not is_e4m3:  # those behind serve a D that an instance fills up
         four = _whole(four[0]), *four
         chunks = *(_whole(one, copy_warps=3, tile_n=160) for one in chunks), *chunks
     if phase == "one":
-        wide = () if is_e4m3 else (_short(head_dim, 4, _WIDE),)
-        grouped = padded or (_short(head_dim, 8, _ANY_PAGE),)
-        return *wide, *four, *grouped, any_heads
+        if is_e4m3:
+            return *four, _short(head_dim, 8, _ANY_PAGE), *padded, any_heads
+        return _short(head_dim, 4, _WIDE), *four, *padded, any_heads
     if head_dim in _WIDE_CHUNKS and not is_e4m3:
         chunks = _chunk(head_dim, 4, _WIDE), *chunks
     if phase == "few":
@@ -87,12 +88,27 @@ def _short(head_dim: int, packed: int, box_rows: int) -> Config:
     return _packed(params, packed)
 
 
-def _padded(head_dim: int, heads: int) -> Config:
-    """As `_short`, for KV heads of any number of query heads up to `heads`: each key is read once,
-    and rows of heads that a KV head lacks are computed in vain.
+def _padded_kernels(head_dim: int, phase: str, is_e4m3: bool) -> Iterator[Config]:
+    """Kernels for KV heads of any number of query heads, up to 32, of e4m3 up to 8. Their tiles
+    read each key once, and compute rows of heads that a KV head lacks in vain. A tile of 64 rows
+    holds one query of 32 heads, four queries of 16 or eight of 8. One of 128 rows holds twice as
+    many, and takes 1.2 times as long where it is half empty (an H200, 29 November 2026).
     """
+    if phase == "one" and not is_e4m3:
+        yield _padded(head_dim, MAX_PACKED)
+        return
+    yield _padded(head_dim, 8)
+    if not is_e4m3:
+        yield _padded(head_dim, 16)
+        tile_n, stages = _TALL_TILES[head_dim]
+        more: dict[str, Value] = {"warp_groups": 2, "tile_n": tile_n, "kv_stages": stages}
+        for heads in (16, MAX_PACKED):
+            yield _padded(head_dim, heads, **more, ping_pong=True, blocks_per_sm=1)
+
+
+def _padded(head_dim: int, heads: int, **more: Value) -> Config:
     one = _short(head_dim, heads, _ANY_PAGE)
-    return Config(NAME, {**one.params, "pads_heads": True})
+    return Config(NAME, {**one.params, "pads_heads": True, **more})
 
 
 def _chunk(head_dim: int, packed: int, box_rows: int = _ANY_PAGE) -> Config:

@@ -98,6 +98,8 @@ class Decoding(NamedTuple):
     """Mean keys of a sequence; 0: not known."""
     bytes_per_key: int
     """Bytes of a position's keys and values over all sequences."""
+    has_clusters: bool = True
+    """Blocks of a cluster may share a tile's keys."""
 
 
 def expected_us(
@@ -142,7 +144,9 @@ def best(batch: Decoding) -> tuple[int, Combine]:
     if not batch.mean:
         batch = batch._replace(mean=-(-batch.longest // _ASSUMED_RATIO))
         most = batch.longest // _ASSUMED_KEYS
-    times = {schedule: expected_us(batch, *schedule) for schedule in _schedules(most)}
+    times = {
+        schedule: expected_us(batch, *schedule) for schedule in _schedules(most, batch.has_clusters)
+    }
     bound_us = (1 + TIE * batch.mean / batch.longest) * min(times.values())
     near = (schedule for schedule, us in times.items() if us <= bound_us)
     return min(near, key=lambda schedule: (schedule[0], times[schedule]))
@@ -154,8 +158,9 @@ def coarse(size: int) -> int:
     return -(-size >> shift) << shift
 
 
-def _schedules(most: int) -> Iterator[tuple[int, Combine]]:
+def _schedules(most: int, has_clusters: bool) -> Iterator[tuple[int, Combine]]:
     """All schedules of at most so many splits, fewest first."""
     yield 1, ""
-    yield from ((splits, "cluster") for splits in CLUSTER_SPLITS if splits <= most)
+    clusters = CLUSTER_SPLITS if has_clusters else ()
+    yield from ((splits, "cluster") for splits in clusters if splits <= most)
     yield from ((splits, "kernel") for splits in KERNEL_SPLITS if splits <= most)

@@ -161,6 +161,7 @@ class PagedCall(Paged, Call):
             longest=paged_schedule.coarse(seen),
             mean=paged_schedule.coarse(mean),
             bytes_per_key=2 * self.batch * heads_kv * head_dim * self.key.element_size(),
+            has_clusters=config["warp_groups"] == 1,
         )
 
     def run(self, plan: Plan) -> Any:

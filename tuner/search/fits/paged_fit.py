@@ -97,6 +97,8 @@ def _schedules(row: Mapping[str, Any], gpu: Gpu) -> Batch:
             continue
         tile_n, packed, splits = map(int, parts.groups()[:3])
         words = parts[4].split()
+        if "persistent" in words:  # blocks share keys by the lengths, not by splits
+            continue
         combine: Combine = (
             "cluster" if "cluster" in words else "kernel" if "kernel" in words else ""
         )
