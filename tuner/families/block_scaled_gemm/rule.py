@@ -29,7 +29,7 @@ def _kernel(
     store_buffers: int = 0,
     unroll: int = UNROLL,
     band: int = 8,
-    ahead: bool = False,
+    **levers: bool,
 ) -> Config:
     params: dict[str, Value] = {
         **{"swap_ab": swap_ab, "tile_m": tile[0], "tile_n": tile[1], "stages": 2},
@@ -37,16 +37,15 @@ def _kernel(
         **{"store_buffers": store_buffers, "raster_order": "AlongM"},
         **{"max_swizzle_size": 1 if swap_ab else band, "pdl": False},
         **{"unroll": unroll, "tma_factors": True},
+        **levers,
     }
-    if ahead:
-        params["ahead"] = True
-        if tile[0] == INSTRUCTION_ROWS:
-            params["uniform_branch"] = True
+    if "ahead" in levers and tile[0] == INSTRUCTION_ROWS:
+        params["uniform_branch"] = True
     return deepened(Config(BlockScaledGemm.name, params))
 
 
-def _swapped(tile: tuple[int, int], split_k: int = 1, *, ahead: bool = False) -> Config:
-    return _kernel(tile, swap_ab=True, split_k=split_k, ahead=ahead)
+def _swapped(tile: tuple[int, int], split_k: int = 1, **levers: bool) -> Config:
+    return _kernel(tile, swap_ab=True, split_k=split_k, **levers)
 
 
 KERNELS: Mapping[Config, Rates] = {
