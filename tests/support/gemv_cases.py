@@ -71,6 +71,13 @@ CASES: dict[str, tuple[Any, Any, str, Config, tuple[int, int, int, int]]] = {
         config((8, 8, 1, 4, 4, 1), row_loads=8),
         (11, 520, 2056, 2),
     ),
+    "whole copies": (
+        "bfloat16",
+        "bfloat16",
+        "",
+        config((8, 8, 2, 8, 2, 1), row_loads=8, whole_copies=True, **PERSISTENT),
+        (5, 8500, 1416, 1),
+    ),
     "two blocks": (
         "float16",
         "float16",

@@ -68,6 +68,7 @@ def test_what_is_not_served_says_why(text: str, reason: str) -> None:
         ({"warps": 32}, "1056 threads exceed 1024"),
         ({"pieces": 16, "stages": 8}, "bytes of shared memory exceed 232448"),
         ({"pieces": 8}, "2 blocks of"),
+        ({"whole_copies": True}, "whole_copies are of one step: K=4096 exceeds 1024"),
         ({"colour": 3}, "parameter 'colour' is not known"),
     ],
 )

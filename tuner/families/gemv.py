@@ -107,8 +107,9 @@ class Gemv(StridedProduct):
         "pdl": (False, True),
         "lead": (0, 512, 1024, 2048, 4096),
         "row_loads": (2, 4, 8),
+        "whole_copies": (True,),
     }
-    optional = frozenset({"row_loads"})
+    optional = frozenset({"row_loads", "whole_copies"})
 
     def supports(self, problem: Problem, gpu: Gpu) -> str:
         reason = super().supports(problem, gpu)
@@ -129,7 +130,19 @@ class Gemv(StridedProduct):
         return ""
 
     def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        return [*_block_violations(config), *_room_violations(as_gemm(problem, Gemv.name), config)]
+        gemm = as_gemm(problem, Gemv.name)
+        reasons = [*_block_violations(config), *_room_violations(gemm, config)]
+        if "whole_copies" in config.params and gemm.k > step_k(config):
+            reasons.append(f"whole_copies are of one step: K={gemm.k} exceeds {step_k(config)}")
+        return reasons
+
+    def stride_conflict(self, problem: GemmProblem, config: Config, strides: Strides) -> str:
+        reason = super().stride_conflict(problem, config, strides)
+        b = problem.operands[1]
+        if not reason and "whole_copies" in config.params and b.name in strides:
+            stride = strides[b.name][-1]
+            return "" if stride == problem.k else f"b's rows lie {stride} apart (whole_copies)"
+        return reason
 
     def _groups(self, problem: GemmProblem, gpu: Gpu) -> Iterator[list[Config]]:
         for compiled in _compiled(problem):

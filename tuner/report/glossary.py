@@ -84,6 +84,7 @@ MEANINGS: Mapping[str, str] = {
     "vector_width": "Elements of one load.",
     "warp_groups": "Groups of four warps that multiply, 64 rows each.",
     "warps": "Warps of a block that multiply.",
+    "whole_copies": "One copy brings all rows of B that a block owns at a time.",
     "whole_rows": "A copy brings all columns of its rows of a page, not 64 of them.",
 }
 """By the parameter's name."""
