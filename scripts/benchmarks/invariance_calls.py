@@ -94,8 +94,7 @@ class CallTensors:
         plan = planned(calls[0].pose(), config)
         if isinstance(plan, str):
             raise RuntimeError(plan)
-        if not is_mode:
-            plan = replace(plan, by_portfolio=True)
+        plan = replace(plan, by_portfolio=not is_mode)  # whose schedule splits the keys
         sized = []
         for call in calls:
             launched = call.sized(plan)

@@ -8,6 +8,7 @@ not a number; their own results are not compared.
 from __future__ import annotations
 
 import hashlib
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,7 +28,7 @@ from tuner.runtime.attention.composed import Extras
 from tuner.runtime.attention.paged import paged_call
 from tuner.runtime.attention.varlen import VarlenCall
 from tuner.runtime.call import devices
-from tuner.runtime.call.plan import Plan, Posed
+from tuner.runtime.call.plan import KernelPlan, Plan, Posed
 from tuner.runtime.call.refusal import Refusal
 
 Planner = Callable[[Posed, Config], Plan | str]
@@ -152,6 +153,8 @@ def outcome(config: Config, views: Iterator[RowView], planner: Planner, gpu: Gpu
         if isinstance(plan, str):
             found.refused[view.name] = plan
             continue
+        if isinstance(plan, KernelPlan):  # with the config's splits, not those of a schedule
+            plan = replace(plan, by_portfolio=False)
         found.views += 1
         for name, rows, bits in view.bits(plan):
             compared, differing = found.recorded.take(name, rows, bits)
@@ -272,12 +275,13 @@ class ProductRows:
     def _drawn(self, operand: Operand, shape: tuple[int, ...]) -> torch.Tensor:
         """Normal elements; factors between a half and one and a half of a small number."""
         dtype = getattr(torch, operand.dtype)
+        # The same for every kernel, whichever views it serves before.
+        seed = zlib.crc32(operand.name.encode())
+        generator = torch.Generator(devices.TYPE).manual_seed(seed)
         if operand.name.startswith("scale"):
-            factors = torch.rand(shape, generator=self._generator, device=devices.TYPE) + 0.5
+            factors = torch.rand(shape, generator=generator, device=devices.TYPE) + 0.5
             return factors / 64
-        drawn = torch.randn(
-            shape, generator=self._generator, device=devices.TYPE, dtype=torch.bfloat16
-        )
+        drawn = torch.randn(shape, generator=generator, device=devices.TYPE, dtype=torch.bfloat16)
         return (drawn * 8).to(dtype) if dtype.itemsize == 1 else drawn.to(dtype)
 
 
