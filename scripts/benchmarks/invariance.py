@@ -7,6 +7,8 @@ class must have the same bits, also by different kernels.
 
 ``speed`` times what `tuner.deterministic` costs: the kernel of the layer's class (``tuner``) beside
 the own kernel that answers without it (``own``). PyTorch's is beside them.
+
+``operations`` compares the bits of PyTorch's operations that a model has beside its products.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from functools import cache
 from itertools import product, zip_longest
 from typing import Any
 
-from benchmarks import harness
+from benchmarks import harness, invariance_operations
 from benchmarks.harness import FAILURES, Bench, Contender, Preset, Row, first_line
 from benchmarks.own_plans import built_artifacts, compile_specs
 from benchmarks.rows import control, figures, markdown, over, values
@@ -507,6 +509,13 @@ BENCH = Bench(
             limit_s=60.0,
             smoke=Timed(GemmProblem(4, 64, 128, dtype="bfloat16"), "linear M between"),
             compile=compile_timed,
+        ),
+        "operations": Preset(
+            "bits of rows by PyTorch's operations beside products",
+            *(invariance_operations.operations, invariance_operations.compare),
+            line=invariance_operations.line,
+            table=invariance_operations.table,
+            smoke=invariance_operations.Operation("softmax"),
         ),
     },
 )

@@ -52,7 +52,7 @@ PREPARED: dict[tuple[str, str], str] = {
     ("engines", "batching"): "batching",
     ("engines", "steps"): "vllm",
     ("engines", "vllm"): "vllm",
-    **{("invariance", preset): "row_by_row" for preset in ("bits", "speed")},
+    **{("invariance", preset): "row_by_row" for preset in ("bits", "speed", "operations")},
     ("models", "compiled"): "uncompiled",
     ("models", "compiled_training"): "uncompiled",
     ("models", "decoding"): "transformers",

@@ -167,7 +167,8 @@ def outcome(config: Config, views: Iterator[RowView], planner: Planner, gpu: Gpu
 
 def as_bits(out: torch.Tensor) -> torch.Tensor:
     """A tensor's elements as integers."""
-    return out.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[out.element_size()])
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return out.view(kinds[out.element_size()])
 
 
 class ProductRows:
