@@ -178,8 +178,7 @@ def test_splits_of_keys_and_block_masks_have_no_class() -> None:
 
     assert reduction(splits=1) == ReductionClass(16, keys=128)
     assert reduction(splits=1, key_groups=2) == ReductionClass(16, keys=128, key_groups=2)
-    assert reduction(splits=1, rescale="late") == reduction(splits=1)
-    assert reduction(splits=1, rescale="lazy_late") == reduction(splits=1, rescale="lazy")
+    assert reduction(splits=1, rescale="lazy") == ReductionClass(16, keys=128, rescale="lazy")
     assert reduction(splits=1, rescale="lazy") != reduction(splits=1)
     assert reduction(splits=2, combine="kernel") is None
     sparse = AttentionProblem.parse("H=4,S=512,D=128,block_mask=1")
