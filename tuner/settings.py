@@ -30,6 +30,7 @@ VARIABLES: dict[str, str] = {
     "TUNER_VLLM_QUERIES": "most queries a sequence for the vLLM plug-in (default: all but e4m3 and "
     "slow chunks)",
     "TUNER_SGLANG_QUERIES": "as TUNER_VLLM_QUERIES, for the SGLang plug-in",
+    "TUNER_VLLM_LINEAR": "1 puts own kernels before vLLM's for e4m3 weights with factors of blocks",
     "TUNER_BUILD_ON_MISS": "0 has no missing kernels compiled in the background",
 }
 
@@ -270,6 +271,11 @@ def nvtx() -> bool:
 def build_on_miss() -> bool:
     """True when the runtime may start `tuner build` for a kernel that is not there."""
     return os.environ.get("TUNER_BUILD_ON_MISS") != "0"
+
+
+def vllm_linear() -> bool:
+    """True when vLLM's linear layers over e4m3 weights ask for own kernels first."""
+    return os.environ.get("TUNER_VLLM_LINEAR", "") not in ("", "0")
 
 
 def max_queries(variable: str) -> int | None:

@@ -11,15 +11,19 @@ import importlib.util
 import os
 import sys
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-#: Top-level names that vLLM or SGLang imports without a guard.
+#: Top-level names that both engines import without a guard, and those of SGLang. vLLM has a guard
+#: around Triton, whose classes PyTorch's own modules read.
 IMPORTED = (
-    "aiohttp cachetools cbor2 compressed_tensors cpuinfo einops gguf IPython llguidance msgspec "
-    "openai openai_harmony partial_json_parser PIL psutil pybase64 sentencepiece sgl_kernel "
-    "torchvision triton tvm_ffi xgrammar zmq"
+    "aiohttp cachetools cbor2 compressed_tensors cpuinfo einops llguidance msgspec openai "
+    "openai_harmony partial_json_parser PIL psutil pybase64 xgrammar zmq"
 ).split()
+SGLANGS = "gguf IPython sentencepiece sgl_kernel torchvision triton tvm_ffi".split()
+FOLDER = Path(os.environ["ENGINE_UNPACKED"])
+ABSENT = {*IMPORTED, *(SGLANGS if (FOLDER / "sglang").is_dir() else ())}
 
 
 class _EmptyType(type):
@@ -74,7 +78,7 @@ class _EmptyModule(ModuleType):
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        is_wanted = fullname.partition(".")[0] in IMPORTED
+        is_wanted = fullname.partition(".")[0] in ABSENT
         return ModuleSpec(fullname, self, is_package=True) if is_wanted else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -84,5 +88,5 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Nothing: names are made when they are read."""
 
 
-sys.path.insert(0, os.environ["ENGINE_UNPACKED"])
+sys.path.insert(0, str(FOLDER))
 sys.meta_path.append(_Finder())

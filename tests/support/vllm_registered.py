@@ -10,12 +10,15 @@ import importlib
 import importlib.metadata
 import json
 import logging
+import os
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import engine_unpacked  # noqa: F401  (makes vLLM importable)
+import torch
 
 GROUP = "vllm.general_plugins"
 
@@ -41,7 +44,45 @@ def registered() -> list[Any]:
     fp8 = products.TunerFp8Config.from_config({
         "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
     })  # fmt: skip
-    return [custom.get_path(), config.get_name(), fp8.weight_block_size]
+    return [custom.get_path(), config.get_name(), fp8.weight_block_size, *linear_kernels()]
+
+
+def linear_kernels() -> list[Any]:
+    """vLLM's choice for a layer of e4m3 weights: without proven kernels, and with them."""
+    own = importlib.import_module("tuner.runtime.engines.vllm.linear_kernel")
+    kernels = importlib.import_module("vllm.model_executor.kernels.linear")
+    platforms = importlib.import_module("vllm.platforms")
+    quant = importlib.import_module("vllm.model_executor.layers.quantization.utils.quant_utils")
+    shape = quant.GroupShape
+    config = kernels.FP8ScaledMMLinearLayerConfig(
+        weight_quant_key=quant.create_fp8_quant_key(static=True, group_shape=shape(128, 128)),
+        activation_quant_key=quant.create_fp8_quant_key(static=False, group_shape=shape(1, 128)),
+        weight_shape=(384, 256),
+        input_dtype=torch.bfloat16,
+        out_dtype=torch.bfloat16,
+    )
+    first = kernels._POSSIBLE_FP8_BLOCK_KERNELS[platforms.PlatformEnum.CUDA][0]
+    assert first is own.TunerFp8BlockKernel
+    reasons = [first.is_supported(80)[1], first.can_implement(config)[1]]
+    assert not all(first.can_implement(replace(config, out_dtype=torch.float16)))
+    own.unproven = lambda weight, scale: ""
+    chosen = kernels.is_supported_and_can_implement_kernel(first, config, 90)
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(torch.zeros(384, 256).to(torch.float8_e4m3fn), False)
+    layer.weight_scale_inv = torch.nn.Parameter(torch.ones(3, 2), False)
+    calls: list[tuple[int, ...]] = []
+
+    def product(x: Any, weight: Any, scale: Any, bias: Any) -> Any:
+        calls.append((*x.shape, *weight.shape, *scale.shape))
+        return x
+
+    own.scaled_linear = product
+    configs = importlib.import_module("vllm.config")
+    device = configs.DeviceConfig(device="cpu")
+    with configs.set_current_vllm_config(configs.VllmConfig(device_config=device)):
+        kernel = first(config)
+    kernel.apply_weights(layer, torch.ones(2, 5, 256), None)
+    return [*reasons, list(chosen), calls]
 
 
 def main() -> None:
@@ -49,6 +90,7 @@ def main() -> None:
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("tuner.runtime").addHandler(handler)
+    os.environ["TUNER_VLLM_LINEAR"] = "1"
     importlib.metadata.entry_points = own_entry_point  # type: ignore[assignment]
     importlib.import_module("vllm.plugins").load_general_plugins()
     print(json.dumps({"lines": lines, "registered": [] if lines else registered()}))

@@ -34,13 +34,25 @@ def unscaled(layer: Any) -> Refusal | None:
     is_e4m3 = weight.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32
     if not (is_e4m3 and weight.is_contiguous() and tuple(scale.shape) == blocks):
         return refused(layer, "weights in another layout")
+    reason = unproven(weight, scale)
+    return refused(layer, reason) if reason else None
+
+
+def unproven(weight: torch.Tensor, scale: torch.Tensor) -> str:
+    """Reason why products with e4m3 weights lack a kernel for some rows; empty when none does.
+
+    Args:
+        weight: (N, K); its values are not read.
+        scale: fp32, a factor for each block.
+    """
+    columns = weight.shape[1]
     for count in _ROWS:
         a = weight.new_empty(count, columns)
         factors = quantiser.empty_factors(count, columns, weight.device)
         given = a, weight.t(), factors, scale.t(), None, None, torch.bfloat16, True
         if isinstance(found := serving.find(ScaledCall(*given)), Refusal):
-            return refused(layer, found.reason)
-    return None
+            return found.reason
+    return ""
 
 
 def experts(

@@ -10,19 +10,23 @@ from __future__ import annotations
 import importlib
 import logging
 
+from tuner import settings
 from tuner.runtime.engines.versions import VLLM
 
 BACKEND = "tuner.runtime.engines.vllm.backend.TunerBackend"
 """Import path of the class registered as vLLM's ``CUSTOM`` backend."""
 QUANTIZATION = "tuner.runtime.engines.vllm.quantization"
 """Module of the quantisation, which imports vLLM's base class."""
+LINEAR_KERNEL = "tuner.runtime.engines.vllm.linear_kernel"
+"""Module of the kernel of linear layers, which imports all of vLLM's."""
 
 _log = logging.getLogger("tuner.runtime")
 
 
 def register() -> None:
     """Register the quantisation, and `BACKEND` as vLLM's ``CUSTOM`` attention backend, unless
-    another package has registered one. Repeated calls are harmless.
+    another package has registered one; where it is asked for, a kernel of linear layers. Repeated
+    calls are harmless.
 
     Whatever fails is logged in one line, and vLLM keeps its own kernels. An exception would stop
     each process of vLLM, also those that use nothing of the tuner.
@@ -34,6 +38,8 @@ def register() -> None:
         if not reason:
             _register_quantization()
             _register_backend()
+            if settings.vllm_linear():
+                importlib.import_module(LINEAR_KERNEL).register()
     except Exception as exc:  # another vLLM's modules may raise anything
         reason = f"vLLM {version} raised {type(exc).__name__}: {exc} (served: {VLLM})"
     if reason:

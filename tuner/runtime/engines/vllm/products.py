@@ -20,6 +20,7 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8LinearMeth
 from tuner import settings
 from tuner.runtime.call.refusal import Refusal
 from tuner.runtime.engines.products import BLOCK, count, experts, refused, unscaled
+from tuner.runtime.engines.vllm.operator import scaled_linear
 from tuner.runtime.parallel import distributed
 from tuner.runtime.products.matmul import linear
 
@@ -27,25 +28,6 @@ _ENGINE = "vLLM"
 _PLAIN_BACKEND = "TRITON"
 """vLLM's kernels of experts that leave the weights as they are loaded."""
 _GATE_LIMITS = ("swiglu_alpha", "swiglu_beta", "swiglu_limit")
-
-_library = torch.library.Library("tuner_vllm", "DEF")
-_library.define("linear(Tensor x, Tensor weight, Tensor scale, Tensor? bias) -> Tensor")
-
-
-def _scaled_linear(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    return linear(x, weight, bias, weight_scale=scale)
-
-
-def _scaled_linear_shape(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
-
-
-_library.impl("linear", _scaled_linear, "CUDA")
-torch.library.register_fake("tuner_vllm::linear", _scaled_linear_shape, lib=_library)
 
 
 def method_of(layer: torch.nn.Module) -> Any:
@@ -112,10 +94,7 @@ class TunerFp8LinearMethod(Fp8LinearMethod):  # type: ignore[misc]
         if is_off or not layer.tuner_serves:
             out: torch.Tensor = super().apply(layer, x, bias)
             return out
-        product: torch.Tensor = torch.ops.tuner_vllm.linear(
-            x, layer.weight, layer.weight_scale_inv, bias
-        )
-        return product
+        return scaled_linear(x, layer.weight, layer.weight_scale_inv, bias)
 
 
 class TunerExpertsMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
