@@ -112,7 +112,6 @@ def products(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     found = importlib.import_module("tuner.runtime.engines.vllm.products")
     found.registered = registered
     yield found
-    found._library._destroy()
     for name in ("quantization", "products"):
         sys.modules.pop(f"tuner.runtime.engines.vllm.{name}", None)
 

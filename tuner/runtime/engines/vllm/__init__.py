@@ -25,8 +25,8 @@ _log = logging.getLogger("tuner.runtime")
 
 def register() -> None:
     """Register the quantisation, and `BACKEND` as vLLM's ``CUSTOM`` attention backend, unless
-    another package has registered one; where it is asked for, a kernel of linear layers. Repeated
-    calls are harmless.
+    another package has registered one. A kernel of linear layers follows where it is asked for.
+    Repeated calls are harmless.
 
     Whatever fails is logged in one line, and vLLM keeps its own kernels. An exception would stop
     each process of vLLM, also those that use nothing of the tuner.
