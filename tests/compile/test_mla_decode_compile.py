@@ -37,7 +37,10 @@ _BODIES = {
     "copy_queries": (
         "emulator::copy_tensor(map, to, column, head, query, sequence, barrier, block_rank());"
     ),
-    "store_message": "store_shared(to, maximum), store_shared(to + 4, sum);",
+    "has_ended": (
+        "auto at = emulator::place_of(barrier);"
+        "return at.block->barriers.at(at.address).phase != parity;"
+    ),
     "store_zeros": "for (int i = 0; i < 4; ++i) store_shared(to + 4 * i, 0.0f);",
 }
 #: Heads, queries, slots of a page, shares of the tiles, tiles that a sequence's ends cost, lengths.
@@ -51,13 +54,14 @@ CASES = {
 USUAL = {"pages of 16, a sequence of three parts", "two blocks of heads, pages of 48"}
 #: Faults of the template.
 MUTANTS = {
-    "what lies behind a sequence is added": ("clear_behind(item, tile, counter);", ""),
+    "what lies behind a sequence is added": ("clear_behind(item, tile, group);", ""),
     "a stage is free before it was read": ("wait_for(memory.empty(stage, kGroup), parity);", ""),
-    "probabilities are read before they are there": ("wait_for_probabilities(counter);", ""),
-    "the other group's maximum is not taken": (
-        "add(r, message.x, message.y, factor);",
-        "factor[r] = 1.0f;",
+    "probabilities are read before they are there": (
+        "wait_for(memory.ready(stage), counter / kStages % 2);",
+        "",
     ),
+    "the other group's maximum is not taken": ("rescale(kept, true);", ""),
+    "the other group's sums are left out": ("sum[r] += load_shared(", "load_shared("),
     "queries are replaced while they are read": (
         "wait_for(memory.query_empty(), items % 2 ^ 1);",
         "",
@@ -77,7 +81,8 @@ def emulated(
     """Output of an emulated kernel about its results; empty where all are right."""
     device = device_half(render(spec, "emulated"))
     for name, body in _BODIES.items():
-        pattern = re.compile(rf"(void {name}\(.*?\)) \{{\s*asm.*?\}}\n(?=\n|//)", re.S)
+        head = rf"((?:void|bool) {name}\([^\n]*(?:\n[^\n]*)?\))"
+        pattern = re.compile(rf"{head} \{{\s*(?:uint32_t|asm).*?\}}\n(?=\n|//)", re.S)
         device, found = pattern.subn(rf"\1 {{ {body} }}\n", device)
         assert found == 1, name
     padded = (*case, *[-1] * (11 - len(case)))
