@@ -26,9 +26,12 @@ from tuner.errors import ConfigError
 from tuner.families.peers import ANSWERS, installed
 from tuner.hardware import DEFAULT_GPU, GPUS
 from tuner.measurement import Environment, Measurement, Regime, Status
-from tuner.selection.candidates import Candidate
-from tuner.selection.choice import choose
+from tuner.selection import peer_ratios
+from tuner.selection.domains import AttentionDomain
+from tuner.selection.peer_ratios import PeerRatios
 from tuner.selection.portfolio import Portfolio
+from tuner.selection.ratios import Ratios
+from tuner.selection.reader import lookup
 
 machine, serving, stopwatch = fake_machine, portfolio_serving, portfolio_stopwatch
 FLASH3 = Config("vendor_sdpa", {"kernel": "flash3"})
@@ -42,13 +45,12 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return installed.version("flash3")
 
 
-def peer(build: str, us: float = 4.0) -> Candidate:
-    return replace(candidate(FLASH3, us), build=build)
-
-
-def with_peer(*peers: Candidate) -> Portfolio:
-    own = candidate(FIRST, 10.0), candidate(SECOND, 11.0), candidate(FLASH, 20.0)
-    return portfolio_of(*own, *peers)
+def with_peer(build: str, ratio: float = 2.0) -> Portfolio:
+    """A portfolio whose answer takes `ratio` times as long as FlashAttention-3, where measured."""
+    made = portfolio_of(candidate(FIRST, 10.0), candidate(SECOND, 11.0), candidate(FLASH, 20.0))
+    ratios = Ratios.of([(peer_ratios.sizes_of(PROBLEM), ratio)] * 6, peer_ratios.WIDTH_OCTAVES)
+    (domain,) = made.domains
+    return replace(made, peers={domain: (PeerRatios(FLASH3, build, ratios),)})
 
 
 def served(serving: Serving, portfolio: Portfolio) -> str:
@@ -63,19 +65,19 @@ def served(serving: Serving, portfolio: Portfolio) -> str:
 
 
 def test_a_peer_answers_by_the_rates_of_its_build(serving: Serving, build: str) -> None:
-    assert served(serving, with_peer(peer(build))) == "flash3"
+    assert served(serving, with_peer(build)) == "flash3"
     stats = serving.machine.stats()
     assert (stats.hits, stats.peers, stats.answers) == (
         1,
         {"flash3": 1},
         {"flash3": 1, "own": 0, "pytorch": 0},
     )
-    assert served(serving, with_peer(peer("fa3 of yesterday"))) == "own", "not measured"
-    assert served(serving, with_peer(peer(build, 9.9))) == "own", "not clearly faster"
+    assert served(serving, with_peer("fa3 of yesterday")) == "own", "not measured"
+    assert served(serving, with_peer(build, 1.01)) == "own", "not clearly faster"
 
 
 def test_the_next_answers_where_a_peer_cannot(serving: Serving, build: str) -> None:
-    serving.portfolio = with_peer(peer(build))
+    serving.portfolio = with_peer(build)
     assert serving.call() and serving.machine.stats().answers["own"] == 1
 
 
@@ -85,7 +87,7 @@ def test_the_setting_says_who_may_answer(
 ) -> None:
     monkeypatch.setenv("TUNER_ANSWERS", words)
     assert settings.answers() >= {"own", "pytorch"}
-    assert served(serving, with_peer(peer(build))) == by
+    assert served(serving, with_peer(build)) == by
 
 
 def test_an_unknown_word_is_one_clear_line(
@@ -94,7 +96,7 @@ def test_an_unknown_word_is_one_clear_line(
     monkeypatch.setenv("TUNER_ANSWERS", "own,flash9")
     with pytest.raises(ConfigError, match=r"has 'flash9' \(allowed: own, pytorch, flash3, .*\)$"):
         settings.answers()
-    assert served(serving, with_peer(peer(build))) == "pytorch"
+    assert served(serving, with_peer(build)) == "pytorch"
     assert serving.fallbacks == ["a file of the tuner cannot be used"]
 
 
@@ -102,24 +104,42 @@ def test_every_word_names_kernels() -> None:
     assert {*ANSWERS.values(), "own", "pytorch"} == set(settings.ANSWERS)
 
 
-def test_a_peer_answers_only_on_the_gpu_and_near_the_sizes_of_its_measurements(build: str) -> None:
-    portfolio = with_peer(peer(build))
-    models = next(iter(portfolio.domains.values()))
-    near = choose(PROBLEM, models, DEFAULT_GPU)
-    assert near is not None and near.config == FLASH3
-    assert [config.get("kernel", "own") for _, config in near.answers()] == ["flash3", "own", "own"]
-    assert all(config != FLASH3 for _, config in (*near.own(), *near.ranked()))
-    far = choose(replace(PROBLEM, batch=1 << 18), models, DEFAULT_GPU)
-    assert far is not None and far.config != FLASH3
-    h100 = portfolio.rescaled(GPUS["H100"]).select(PROBLEM)
-    assert h100 is not None and h100.config != FLASH3
+def test_a_peer_answers_only_on_the_gpu_and_in_the_domain_of_its_measurements(build: str) -> None:
+    portfolio = with_peer(build)
+    here = portfolio.select(PROBLEM)
+    assert here is not None and here.first == (pytest.approx(5.0), FLASH3)
+    assert here.config == FIRST and "5.0 us by flash3, else 10.0" in here.source
+    assert all(config != FLASH3 for _, config in (*here.own(), *here.ranked()))
+    few = replace(portfolio, domains={AttentionDomain(64, "full", "few"): here.times.models})
+    other = few.select(replace(PROBLEM, seqlen_q=4))
+    assert other is not None and not other.peers
+    elsewhere = portfolio.rescaled(GPUS["H100"]).select(PROBLEM)
+    assert elsewhere is not None and not elsewhere.peers
 
 
-def test_a_portfolio_keeps_the_build(build: str) -> None:
-    again = Portfolio.from_json(with_peer(peer(build)).to_json())
-    (models,) = again.domains.values()
-    assert [one.build for one in models.candidates] == ["", "", "", build]
-    assert [one.config for one in models.vendors] == [FLASH]
+def test_a_ratio_smaller_than_its_error_is_none(build: str) -> None:
+    sizes = peer_ratios.sizes_of(PROBLEM)
+    unlike = PeerRatios(FLASH3, build, Ratios.of([(sizes, 0.8), (sizes, 1.6)]))
+    assert list(peer_ratios.faster(PROBLEM, [unlike])) == []
+
+
+def test_a_portfolio_keeps_its_peers(build: str) -> None:
+    portfolio = with_peer(build)
+    again = Portfolio.from_json(portfolio.to_json())
+    ((one,),) = again.peers.values()
+    assert (one.config, one.build) == (FLASH3, build)
+    assert one.ratios.to_json() == [[32, 16, 1, 2.0]] * 6
+    newer = again.updated(portfolio_of(candidate(FIRST, 10.0)))
+    assert newer.peers == again.peers
+
+
+def test_a_lookup_says_who_answers(build: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tuner.selection.portfolio.shipped", lambda: (with_peer(build),))
+    found = lookup(PROBLEM, gpu=DEFAULT_GPU)
+    assert found is not None and found.answered_by == "flash3"
+    monkeypatch.setenv("TUNER_ANSWERS", "own")
+    again = lookup(PROBLEM, gpu=DEFAULT_GPU)
+    assert again is not None and again.answered_by == "own"
 
 
 def test_a_measured_peer_of_another_build_waits_for_its_revalidation(

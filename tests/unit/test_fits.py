@@ -27,6 +27,7 @@ from tuner.search.fits import (
     corrections_fit,
     engines_fit,
     paged_fit,
+    peers_fit,
     rates_fit,
     ratios_fit,
     refit,
@@ -39,7 +40,7 @@ pytest.importorskip("scipy", reason="fits need scipy")
 
 FILES = {
     name: Path(__file__).parents[1] / "assets" / "fits" / f"{name}.jsonl.gz"
-    for name in ("backward", "corrections", "paged", "rates")
+    for name in ("backward", "corrections", "paged", "peers", "rates", "ratios")
 }
 
 
@@ -225,12 +226,29 @@ class TestCorrections:
             corrections_fit.calls([], GPUS["H200"])
 
     def test_the_ratios_that_ship_are_those_of_its_calls(self) -> None:
-        found = ratios_fit.refit([FILES["corrections"]], GPUS["H200"])
+        found = ratios_fit.refit([FILES["corrections"], FILES["ratios"]], GPUS["H200"])
         assert len(found.documents) == 3
         for path, text in found.documents.items():
             assert path.read_text() == text, path.name
         before, by_others = found.errors
-        assert "31 below 0.97" in before and "8 below 0.97" in by_others
+        assert "46 below 0.97" in before and "19 below 0.97" in by_others
+
+    def test_the_peers_that_ship_are_those_of_its_calls(self) -> None:
+        found = peers_fit.refit([FILES["peers"]], GPUS["H200"])
+        ((path, text),) = found.documents.items()
+        assert path.read_text() == text
+        answers = [line for line in found.errors if "answers 0" not in line]
+        assert [line.split(":")[0] for line in answers] == [
+            "D=192, full, few queries, flash3_splits",
+            "D=256, full, prompts, flash3",
+            "D=256, full, prompts, flash3_splits",
+        ]
+
+    def test_peers_of_unlike_builds_do_not_meet(self, tmp_path: Path) -> None:
+        other = tmp_path / "other.jsonl"
+        other.write_text('{"flash3": "fa3 of yesterday"}\n')
+        with pytest.raises(ConfigError, match="flash3 of fa3 of yesterday, another file fa3 b0"):
+            peers_fit.refit([FILES["peers"], other], GPUS["H200"])
 
     def test_calls_of_another_answer_do_not_count(self) -> None:
         rows = refit.rows([FILES["corrections"]])

@@ -32,10 +32,6 @@ class RuleSelection(NamedTuple):
         """All kernels, best first."""
         yield from self.expected
 
-    def answers(self) -> Iterator[tuple[float, Config]]:
-        """As `own`: a rule's kernels have peers' among them."""
-        return self.own()
-
 
 class Rule(Protocol):
     """Interface of the families' modules ``rule``."""

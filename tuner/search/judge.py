@@ -89,15 +89,13 @@ class Judge:
         errors = self._errors[kernel.config]
         return errors[int(quantile * len(errors))]
 
-    def candidate(self, kernel: KernelTimes, build: str = "") -> Candidate:
-        """The kernel with rates that are fitted to all of its points, and corrected; a peer's of
-        this build as fitted.
-        """
+    def candidate(self, kernel: KernelTimes) -> Candidate:
+        """The kernel with rates that are fitted to all of its points, and corrected."""
         family = families()[kernel.config.family]
         fitted = dict(zip(family.work_terms, self._fits.chosen(kernel), strict=True))
-        rates = fitted if build else corrected(fitted, self._domain, family, self._gpu)
+        rates = corrected(fitted, self._domain, family, self._gpu)
         errors = self._error(kernel, 0.5), self._error(kernel, 0.9)
-        return Candidate(kernel.config, rates, len(kernel.points), *errors, kernel.spread, build)
+        return Candidate(kernel.config, rates, len(kernel.points), *errors, kernel.spread)
 
     def cover(self, own: Sequence[KernelTimes], most: int) -> list[KernelTimes]:
         """Few kernels with a small loss against each problem's fastest own kernel.

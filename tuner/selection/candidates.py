@@ -14,11 +14,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
-from tuner import settings
 from tuner.config import Config
 from tuner.families import find
 from tuner.families.base import Family
-from tuner.families.peers import installed, may_answer
 from tuner.families.peers.sdpa import BACKENDS
 from tuner.families.tape import Tape, compiled, larger, names_in, weighted
 from tuner.families.work import floor_us, kind_of, memory_gap_us, time_ratio
@@ -26,7 +24,7 @@ from tuner.hardware import Gpu
 from tuner.measurement import Regime
 from tuner.problem import Problem
 from tuner.selection.domains import AnyDomain
-from tuner.selection.ratios import LEAD, NORMAL_P90, Ratios
+from tuner.selection.ratios import Ratios
 
 RESCALED_MARGIN = 0.01
 """Additional share of its time by which an own kernel must win if the rates are another GPU's.
@@ -37,12 +35,6 @@ left out (seed 0) is answered otherwise than on an H200. With 0.01 it leaves 7 o
 PyTorch's, with 0.05 32. Over the fastest of PyTorch's, own kernels' times of prompts were 2.4 %
 above the expected ratio on an H100 (``cache/tuned/``, 50 problems, 22 November 2026).
 """
-
-PEER_MARGIN = 0.02
-"""Additional share of its time by which a peer's kernel must win. Its calls cost the host more than
-those of own kernels, which the dispatcher launches."""
-PEER_DOUBT = LEAD / NORMAL_P90
-"""Least `DomainModels.margin` of a peer's kernel."""
 
 
 class Spread(NamedTuple):
@@ -87,9 +79,6 @@ class Candidate:
     """Median of |expected / measured - 1| at problems left out of the fit."""
     p90_error: float
     spread: Spread
-    build: str = ""
-    """Build of a peer that was measured (`installed.build_of`); empty for own kernels and those
-    that PyTorch chooses."""
 
     @cached_property
     def family(self) -> Family | None:
@@ -99,16 +88,6 @@ class Candidate:
     @cached_property
     def is_vendor(self) -> bool:
         return self.family is not None and self.family.is_vendor
-
-    @property
-    def answers_here(self) -> bool:
-        """True unless it is a peer's of another build than this machine's, or one that may not
-        answer.
-        """
-        if not self.build:
-            return True
-        kernel = str(self.config["kernel"])
-        return installed.build_of(kernel) == self.build and may_answer(kernel)
 
     @cached_property
     def priced(self) -> tuple[float, ...]:
@@ -134,7 +113,7 @@ class Candidate:
 
 
 Estimate = tuple[float, float, int, int]
-"""An own candidate, or a peer's, at a problem:
+"""An own candidate at a problem:
 
 - expected microseconds, longer by the margin times the model's error;
 - expected microseconds;
@@ -191,10 +170,8 @@ class DomainModels:
     )
 
     def rescaled(self, old: Gpu, new: Gpu) -> DomainModels:
-        """They with the rates expected on another GPU than the measured one. Peers answer only
-        where they were measured.
-        """
-        candidates = [one.rescaled(old, new) for one in self.candidates if not one.build]
+        """They with the rates expected on another GPU than the measured one."""
+        candidates = [one.rescaled(old, new) for one in self.candidates]
         ratios = self.ratios.elsewhere if self.ratios else None
         return replace(self, candidates=candidates, made_on=old, ratios=ratios)
 
@@ -211,25 +188,14 @@ class DomainModels:
 
     @property
     def vendors(self) -> list[Candidate]:
-        """The vendors' kernels that PyTorch chooses among the candidates."""
-        return [one for one in self.candidates if one.is_vendor and not one.build]
-
-    @cached_property
-    def has_peers(self) -> bool:
-        """True if peers' kernels are among the candidates."""
-        return any(one.build for one in self.candidates)
+        """The vendors' kernels among the candidates."""
+        return [one for one in self.candidates if one.is_vendor]
 
     def times(self, gpu: Gpu) -> DomainTimes:
-        """Expected times of the candidates that may answer on a GPU."""
-        key = f"{gpu.name} {settings.answers_text()}" if self.has_peers else gpu.name
-        found = self._times.get(key)
+        """Expected times of the candidates on a GPU."""
+        found = self._times.get(gpu.name)
         if found is None or (found.gpu is not gpu and found.gpu != gpu):
-            models = self
-            if self.has_peers:
-                models = replace(
-                    self, candidates=[one for one in self.candidates if one.answers_here]
-                )
-            found = self._times[key] = DomainTimes(models, gpu)
+            found = self._times[gpu.name] = DomainTimes(self, gpu)
         return found
 
 
@@ -253,15 +219,10 @@ class DomainTimes:
             for place, one in enumerate(models.candidates)
             if one.family is not None
         ]
-        pytorchs = {
-            place: one for place, one, family in known if family.is_vendor and not one.build
-        }
-        self._own = {place: one for place, one, _ in known if place not in pytorchs}
-        self.peers = frozenset(place for place, one, _ in known if one.build)
-        """Indices of the peers' kernels among the candidates."""
-        self.vendors = list(pytorchs.values())
+        self._own = {place: one for place, one, family in known if not family.is_vendor}
+        self.vendors = [one for _, one, family in known if family.is_vendor]
         """The vendors' kernels that this version has, in the order of their times."""
-        self._vendor_places = list(pytorchs)
+        self._vendor_places = [place for place, _, family in known if family.is_vendor]
         self._families = list(dict.fromkeys(family for *_, family in known))
         self._family_at = {place: self._families.index(family) for place, _, family in known}
         self._vendors_trusted = [one.spread.trusted(models.domain) for one in self.vendors]
@@ -275,7 +236,7 @@ class DomainTimes:
         self._traced = self._compiled()
 
     def estimates(self, problem: Problem) -> tuple[list[Estimate], Sequence[float], bool]:
-        """Estimates of own kernels and peers', legal or not; times of `vendors`; and a flag.
+        """Estimates of own kernels, legal or not; times of `vendors`; and a flag.
 
         The flag is true if an own kernel was measured near the problem's sizes. Then the estimates
         hold only such kernels, otherwise all. Times are microseconds.
@@ -400,8 +361,7 @@ class DomainTimes:
             if is_scheduled and family.is_split(config):
                 tiling = tiling._replace(splits=splits)
             us = expected.bounded(one.us(block.sizes, tiling, self.gpu))
-            margin = max(self.models.margin, PEER_DOUBT) if one.build else self.models.margin
-            doubt = (1 + margin * one.p90_error) * (1 + PEER_MARGIN * bool(one.build))
+            doubt = 1 + self.models.margin * one.p90_error
             least = expected.here(us * doubt) * expected.margin
             row = f"({least}, {expected.here(us)}, {place}, {splits})"
             uses.update(names_in(row))

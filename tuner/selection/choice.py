@@ -1,6 +1,4 @@
-"""Choice among a domain's candidates: PyTorch's kernel, and own ones and peers' that beat it
-clearly.
-"""
+"""Choice among a domain's candidates: the vendor's kernel, and own ones that beat it clearly."""
 
 from __future__ import annotations
 
@@ -90,8 +88,8 @@ class Selection(NamedTuple):
     """Largest expected time, margin included, at which an own kernel is chosen."""
     is_near: bool
     """True if an own kernel was measured near these sizes."""
-    peers: Sequence[Estimate] = ()
-    """Estimates of peers' kernels that are expected to beat PyTorch's, legal or not."""
+    peers: tuple[tuple[float, Config], ...] = ()
+    """Kernels of peers that are expected to be faster yet: microseconds and config, best first."""
 
     @property
     def domain(self) -> AnyDomain:
@@ -121,8 +119,10 @@ class Selection(NamedTuple):
     @property
     def source(self) -> str:
         """Reason for this kernel, for people."""
+        us, config = self.first
         versus = f", {self.vendor} {self.vendor_us:.1f}" if self.vendor else ""
-        return f"{self.domain.label()}: expected {self.expected_us:.1f} us{versus}"
+        by = f" by {config['kernel']}, else {self.expected_us:.1f}" if self.peers else ""
+        return f"{self.domain.label()}: expected {us:.1f} us{by}{versus}"
 
     def own(self) -> Iterator[tuple[float, Config]]:
         """Own kernels that are expected to beat the vendor's by the margin, best first.
@@ -136,10 +136,10 @@ class Selection(NamedTuple):
         """As `own`, for all own kernels."""
         return _legal(self.times, self.problem, self.facts, sorted(self.estimates), math.inf)
 
-    def answers(self) -> Iterator[tuple[float, Config]]:
-        """As `own`, with peers' kernels."""
-        offered = _offered(self.estimates, self.bound_us, self.peers)
-        return _legal(self.times, self.problem, self.facts, offered, math.inf)
+    @property
+    def first(self) -> tuple[float, Config]:
+        """Expected microseconds and config of the first answer."""
+        return self.peers[0] if self.peers else (self.expected_us, self.config)
 
 
 def _legal(
@@ -155,13 +155,6 @@ def _legal(
             return
         if (config := times.config(problem, place, splits, facts)) is not None:
             yield us, config
-
-
-def _offered(
-    estimates: Iterable[Estimate], bound_us: float, peers: Iterable[Estimate]
-) -> list[Estimate]:
-    """Own estimates up to a bound and peers', best first."""
-    return sorted([*(one for one in estimates if one[0] <= bound_us), *peers])
 
 
 def _bound_us(
@@ -231,8 +224,7 @@ def _decoding_pages(
 
 
 def choose(problem: Problem, models: DomainModels, gpu: Gpu) -> Selection | None:
-    """The kernel with the least expected time, PyTorch's unless another one wins clearly. Peers'
-    kernels take part near the sizes that they were measured at.
+    """The kernel with the least expected time, the vendor's unless an own one wins clearly.
 
     Args:
         problem: problem to choose for.
@@ -246,11 +238,6 @@ def choose(problem: Problem, models: DomainModels, gpu: Gpu) -> Selection | None
     estimates, vendors_us, is_near = times.estimates(problem)
     if isinstance(models.domain, AttentionDomain) and models.domain.decodes_pages:
         estimates = _decoding_pages(times, problem, estimates)
-    peers: Sequence[Estimate] = ()
-    if times.peers:
-        every = estimates
-        estimates = [one for one in every if one[2] not in times.peers]
-        peers = [one for one in every if is_near and one[2] in times.peers]
     facts = times.legality(problem)
     vendor_us, vendor, name = _vendors_best(times, problem, vendors_us, facts)
     vendor_us *= models.domain.pytorchs_factor(problem)
@@ -260,12 +247,7 @@ def choose(problem: Problem, models: DomainModels, gpu: Gpu) -> Selection | None
         bound_us = _bound_us(models.ratios, times, problem, min(estimates), vendor_us)
     # The first is legal most often, so the others are sorted only on demand.
     chosen_us, chosen = vendor_us, vendor
-    if peers:
-        peers = [one for one in peers if one[0] <= vendor_us]
-        offered = _offered(estimates, bound_us, peers)
-        legal = _legal(times, problem, facts, offered, math.inf)
-        chosen_us, chosen = next(legal, (vendor_us, vendor))
-    elif estimates and (first := min(estimates))[0] <= bound_us:
+    if estimates and (first := min(estimates))[0] <= bound_us:
         _, us, place, splits = first
         if (config := times.config(problem, place, splits, facts)) is not None:
             chosen_us, chosen = us, config
@@ -285,5 +267,4 @@ def choose(problem: Problem, models: DomainModels, gpu: Gpu) -> Selection | None
         estimates,
         bound_us,
         is_near,
-        peers,
     )

@@ -358,7 +358,7 @@ def entry_json(entry: Entry) -> dict[str, Any]:
 def _selection_json(selection: Selection) -> dict[str, Any]:
     return {
         "domain": selection.domain._asdict(),
-        "expected_us": round(selection.expected_us, 3),
+        "expected_us": round(selection.first[0], 3),
         "vendor": selection.vendor or None,
         "vendor_expected_us": round(selection.vendor_us, 3) if selection.vendor else None,
         "regret": asdict(selection.regret),

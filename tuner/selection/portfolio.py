@@ -25,14 +25,17 @@ from tuner.base import document, output, resources
 from tuner.base.deferred import Deferred
 from tuner.config import Config
 from tuner.errors import ConfigError, StoreError
+from tuner.families import families
 from tuner.families.base import INCOMPATIBLE_CONFIG_ERRORS
 from tuner.hardware import DEFAULT_GPU, Gpu
 from tuner.measurement import Regime
-from tuner.problem import Problem
+from tuner.problem import AttentionProblem, Problem
+from tuner.selection import peer_ratios
 from tuner.selection.candidates import DomainModels
 from tuner.selection.choice import Selection, choose
 from tuner.selection.domains import DOMAINS, AnyDomain, GatedDomain, ProductDomain, domain_of
 from tuner.selection.engine_ratios import EngineRatios
+from tuner.selection.peer_ratios import Peers
 from tuner.selection.portfolio_json import (
     FORMAT,
     VERSION,
@@ -40,6 +43,8 @@ from tuner.selection.portfolio_json import (
     engines_json,
     models_from,
     models_json,
+    peers_from,
+    peers_json,
     text,
 )
 from tuner.selection.transfer import Transfer
@@ -64,6 +69,8 @@ class Portfolio:
     """Domains that were timed in a stream, of a portfolio that was read."""
     engines: EngineRatios = field(default_factory=dict)
     """Ratios to an engine's own kernels; of attention."""
+    peers: Peers = field(default_factory=dict)
+    """Peers' kernels that were measured on this GPU; of attention."""
     _found: dict[AnyDomain, DomainModels | None] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
@@ -121,6 +128,7 @@ class Portfolio:
                 *(self.op, self.gpu, Deferred(makers), self.origin, made_on),
                 in_stream=both,
                 engines={**other.engines, **self.engines},
+                peers=self.peers,
             )
             # Both GPUs have the same kernels for what was measured on neither.
             if other._breadth > self._breadth:
@@ -172,7 +180,8 @@ class Portfolio:
         days = origin.get("days", [])
         origin["days"] = [days[0], days[-1]] if days else []
         domains = {**self.domains, **newer.domains}
-        return Portfolio(self.op, self.gpu, domains, origin, engines=self.engines)
+        made = Portfolio(self.op, self.gpu, domains, origin)
+        return replace(made, engines=self.engines, peers=self.peers)
 
     @property
     def _transfer(self) -> Transfer:
@@ -207,7 +216,8 @@ class Portfolio:
                 yield one, found
 
     def select(self, problem: Problem) -> Selection | None:
-        """The kernel with the least expected time, PyTorch's unless another one wins clearly.
+        """The kernel with the least expected time, PyTorch's unless another one wins clearly, and
+        kernels of peers that are expected to be faster.
 
         Args:
             problem: problem of this operation.
@@ -216,8 +226,18 @@ class Portfolio:
             The selection. None if neither the problem's domain nor a donor was measured, or no
             candidate takes the problem.
         """
-        models = self.models_of(domain_of(problem))
-        return None if models is None else choose(problem, models, self.gpu)
+        domain = domain_of(problem)
+        models = self.models_of(domain)
+        selection = None if models is None else choose(problem, models, self.gpu)
+        peers = self.peers.get(domain) if self.peers and domain else None
+        if selection is None or not peers or not isinstance(problem, AttentionProblem):
+            return selection
+        found = [
+            (selection.expected_us / ratio, config)
+            for ratio, config in peer_ratios.faster(problem, peers)
+            if families()[config.family].accepts(problem, config, self.gpu)
+        ]
+        return selection._replace(peers=tuple(found)) if found else selection
 
     def to_json(self) -> dict[str, Any]:
         """The document that `from_json` reads."""
@@ -228,6 +248,7 @@ class Portfolio:
             "gpu": asdict(self.gpu),
             "origin": {name: list(values) for name, values in self.origin.items()},
             **({"engines": engines_json(self.engines)} if self.engines else {}),
+            **({"peers": peers_json(self.peers)} if self.peers else {}),
             "domains": [models_json(models) for _, models in sorted(self.domains.items())],
         }
 
@@ -270,8 +291,9 @@ class Portfolio:
                 if Regime.parse(row["regime"]).launch == "stream"
             )
             origin = {str(name): list(map(str, values)) for name, values in data["origin"].items()}
+            made = cls(data["op"], gpu, domains, origin, in_stream=streamed)
             engines = engines_from(kind, data.get("engines", ()))
-            return cls(data["op"], gpu, domains, origin, in_stream=streamed, engines=engines)
+            return replace(made, engines=engines, peers=peers_from(kind, data.get("peers", ())))
         except ConfigError:
             raise
         except (*INCOMPATIBLE_CONFIG_ERRORS, ValueError) as exc:

@@ -13,10 +13,11 @@ from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import find
 from tuner.measurement import Regime
-from tuner.selection import ratios
+from tuner.selection import peer_ratios, ratios
 from tuner.selection.candidates import Candidate, DomainModels, Regret, Spread
 from tuner.selection.domains import AnyDomain
 from tuner.selection.engine_ratios import WIDTH_OCTAVES, EngineRatios
+from tuner.selection.peer_ratios import PeerRatios, Peers
 from tuner.selection.ratios import SIZES, Ratios
 
 FORMAT = "cutlass-tuner portfolio"
@@ -53,7 +54,6 @@ def _candidate_json(domain: AnyDomain, candidate: Candidate) -> dict[str, Any]:
         "median_error": round(candidate.median_error, 4),
         "p90_error": round(candidate.p90_error, 4),
         "spread": dict(zip(domain.axes, candidate.spread.bounds, strict=True)),
-        **({"build": candidate.build} if candidate.build else {}),
     }
 
 
@@ -95,6 +95,34 @@ def engines_from(kind: type[AnyDomain], rows: Any) -> EngineRatios:
     return {kind(**row["domain"]): _ratios_from(row["ratios"], 2, WIDTH_OCTAVES) for row in rows}
 
 
+def peers_json(peers: Peers) -> list[dict[str, Any]]:
+    """The document that `peers_from` reads."""
+    return [
+        {
+            **{"domain": _domain_json(domain), **one.config.to_json(), "build": one.build},
+            "ratios": one.ratios.to_json(),
+        }
+        for domain, some in sorted(peers.items())
+        for one in some
+    ]
+
+
+def peers_from(kind: type[AnyDomain], rows: Any) -> Peers:
+    """The inverse of `peers_json`.
+
+    Raises:
+        ConfigError: on a wrong value.
+    """
+    found: dict[AnyDomain, tuple[PeerRatios, ...]] = {}
+    for row in rows:
+        domain = kind(**row["domain"])
+        config = Config.from_json({"family": row["family"], "params": row["params"]})
+        measured = _ratios_from(row["ratios"], 3, peer_ratios.WIDTH_OCTAVES)
+        one = PeerRatios(config, str(row["build"]), measured)
+        found[domain] = (*found.get(domain, ()), one)
+    return found
+
+
 def _ratios_from(rows: Any, axes: int, width: float = ratios.WIDTH_OCTAVES) -> Ratios:
     """Sizes and a ratio in each row."""
     count = min(axes, SIZES)
@@ -117,8 +145,7 @@ def _candidate_from(kind: type[AnyDomain], row: Mapping[str, Any]) -> Candidate:
         sizes = list(spread.values())
         spread["work"] = tuple(math.prod(each) for each in zip(*sizes, strict=True))
     bounds = tuple((int(low), int(high)) for low, high in (spread[x] for x in kind.axes))
-    build = str(row.get("build", ""))
-    return Candidate(config, rates, int(row["points"]), *errors, Spread(bounds), build)
+    return Candidate(config, rates, int(row["points"]), *errors, Spread(bounds))
 
 
 def _rate(term: str, value: Any) -> float:

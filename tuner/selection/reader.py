@@ -361,7 +361,7 @@ def _selected(
         if one.gpu.identity != gpu.identity:
             notes.insert(1, f"made on {one.gpu.name}, not on {gpu.name}: another GPU was allowed")
         chosen = Measurement(
-            problem, selection.config, gpu, selection.regime, Status.OK, Provenance.PREDICTED
+            problem, selection.first[1], gpu, selection.regime, Status.OK, Provenance.PREDICTED
         )
         entry = Entry.of([chosen], origin=SHIPPED)
         return LookupResult(entry, False, tuple(notes), selected=selection)

@@ -220,7 +220,11 @@ def _expected(candidates: _Candidates) -> Plan | Refusal:
     """
     selection, problem = candidates.selection, candidates.posed.problem
     reasons: list[str] = []
-    for _, config in selection.answers():
+    for _, config in selection.peers if isinstance(selection, Selection) else ():
+        plan = candidates.plan(config)
+        if isinstance(plan, Plan):
+            return plan
+    for _, config in selection.own():
         plan = candidates.plan(config)
         if isinstance(plan, Plan):
             return plan

@@ -12,7 +12,7 @@ FITS: Mapping[str, str] = {
     "rates": "rates of kernels that rules choose among, from `scripts/bench products`",
     "backward": "costs of gradients of attention, from `scripts/bench backward`",
     "engines": "an engine's times over tuned kernels', from `scripts/bench paged`",
-    "peers": "rates of peers' kernels of attention, from `scripts/bench population --preset peers`",
+    "peers": "times over peers' kernels', from `scripts/bench population --preset peers`",
     "paged": "splits of paged decoding, from `scripts/bench paged`",
 }
 """Fits beside that of portfolios, and their files, by name: that of a module without ``_fit``."""

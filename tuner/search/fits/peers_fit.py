@@ -1,17 +1,19 @@
-"""Fit of peers' rates at the problems that portfolios are made from (`scripts/bench population
---preset peers`).
+"""Ratios of `tuner.selection.peer_ratios`, from the problems that portfolios are made from
+(`scripts/bench population --preset peers`).
 
-Each kernel of a peer gets a time model for each domain that it has enough times in, as own kernels
-get. Its errors are those at models left out. The candidate keeps the build that was timed: another
-one does not answer.
+A row has the problem and the microseconds of ``tuner``, which no peer answered, and of peers'
+kernels. A kernel is kept in a domain where it is the answer to some call, by the ratios of other
+models' calls. The builds are those of the files' headings.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from tuner.base import document, resources
@@ -19,53 +21,42 @@ from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families.peers import ANSWERS
 from tuner.hardware import Gpu
-from tuner.problem import problem_from_json
+from tuner.problem import AttentionProblem, problem_from_json
 from tuner.search.fits.refit import Refit, rows, text_of
-from tuner.search.judge import Judge
-from tuner.search.timed import Point, timed_kernels
 from tuner.selection import portfolio_json
-from tuner.selection.candidates import Candidate, DomainModels
-from tuner.selection.domains import AnyDomain, AttentionDomain, domain_of
+from tuner.selection.domains import AnyDomain, AttentionDomain
+from tuner.selection.peer_ratios import MIN_LEAD, WIDTH_OCTAVES, PeerRatios, sizes_of
 from tuner.selection.portfolio import shipped
+from tuner.selection.ratios import Ratios
 
 FAMILY = "vendor_sdpa"
+MIN_CALLS = 6
+"""Fewest calls of a kernel in a domain."""
+Measured = tuple[AttentionProblem, float]
+"""A call, and the time of the tuner's answer over a peer's kernel's."""
 
 
-def points(found: Sequence[Mapping[str, Any]]) -> dict[AnyDomain, list[Point]]:
-    """Times of peers' kernels by domain; of attention only."""
-    by_domain: dict[AnyDomain, list[Point]] = defaultdict(list)
+def measured(found: Iterable[Mapping[str, Any]]) -> dict[tuple[AnyDomain, str], list[Measured]]:
+    """Calls by domain and peer's kernel."""
+    calls: dict[tuple[AnyDomain, str], list[Measured]] = defaultdict(list)
     for row in found:
-        problem = problem_from_json(row["problem"])
-        domain = domain_of(problem)
-        if isinstance(domain, AttentionDomain):
-            for kernel in ANSWERS.keys() & row.get("us", {}).keys():
-                config = Config(FAMILY, {"kernel": kernel})
-                by_domain[domain].append(Point(problem, config, row["us"][kernel]))
-    return by_domain
+        problem, us = problem_from_json(row["problem"]), row.get("us", {})
+        if not isinstance(problem, AttentionProblem) or "tuner" not in us:
+            continue
+        if (domain := AttentionDomain.holding(problem)) is not None:
+            for kernel in ANSWERS.keys() & us.keys():
+                calls[domain, kernel].append((problem, us["tuner"] / us[kernel]))
+    return {key: some for key, some in calls.items() if len(some) >= MIN_CALLS}
 
 
-def candidates(
-    models: DomainModels, timed: Sequence[Point], builds: Mapping[str, str], gpu: Gpu
-) -> list[Candidate]:
-    """Candidates of a domain's peers whose expected times are near the measured ones.
-
-    Args:
-        models: the domain's candidates that ship.
-        timed: times of peers in the domain.
-        builds: the peers' builds, by word of TUNER_ANSWERS.
-        gpu: GPU of the measurements.
-    """
-    kernels = timed_kernels(models.domain, timed)
-    judge = Judge(models.domain, models.regime, kernels, gpu)
-    return [
-        judge.candidate(kernel, builds[ANSWERS[str(kernel.config["kernel"])]])
-        for kernel in kernels
-        if judge.is_known(kernel)
-    ]
+def peer_of(kernel: str, build: str, some: Iterable[Measured]) -> PeerRatios:
+    """A kernel with the ratios of calls."""
+    ratios = Ratios.of(((sizes_of(problem), ratio) for problem, ratio in some), WIDTH_OCTAVES)
+    return PeerRatios(Config(FAMILY, {"kernel": kernel}), build, ratios)
 
 
 def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
-    """Fit the peers of a GPU's portfolio of attention.
+    """Collect the ratios of a GPU's portfolio of attention.
 
     Raises:
         ConfigError: when a file is wrong or names no build, or no portfolio ships for the GPU.
@@ -75,20 +66,28 @@ def refit(files: Sequence[Path], gpu: Gpu, only: Sequence[str] = ()) -> Refit:
     if ships is None:
         raise ConfigError(f"no portfolio of attention ships for {gpu.name}")
     result = Refit("cache/portfolio")
-    domains = {}
-    by_domain = points(rows(files))
-    for domain, models in ships.domains.items():
-        peers = candidates(models, by_domain.get(domain, ()), builds, gpu)
-        for one in peers:
-            title = f"{domain.label()}, {one.config['kernel']}"
-            errors = f"{one.median_error:.1%}, ninth decile {one.p90_error:.1%}"
-            result.errors.append(f"{title}: {one.points} measured; median error left out {errors}")
-        rest = [one for one in models.candidates if not one.build]
-        domains[domain] = replace(models, candidates=[*rest, *peers])
-    name = f"{gpu.name.lower().replace(' ', '-')}-{AttentionDomain.op}.json"
-    path = resources.cache() / "portfolio" / name
-    result.documents[path] = portfolio_json.text(replace(ships, domains=domains).to_json())
+    peers: dict[AnyDomain, tuple[PeerRatios, ...]] = {}
+    for (domain, kernel), some in sorted(measured(rows(files)).items()):
+        build = builds[ANSWERS[kernel]]
+        taken = [math.log(ratio) for ratio in _by_others(domain, kernel, some)]
+        text = f"{domain.label()}, {kernel}: {len(some)} calls, answers {len(taken)}"
+        if taken:
+            mean, least = math.exp(fmean(taken)), math.exp(min(taken))
+            text += f", there {mean:.3f} times as fast as the tuner, at the worst {least:.3f}"
+            peers[domain] = (*peers.get(domain, ()), peer_of(kernel, build, some))
+        result.errors.append(text)
+    path = resources.cache() / "portfolio" / f"{gpu.name.lower().replace(' ', '-')}-attention.json"
+    result.documents[path] = portfolio_json.text(replace(ships, peers=peers).to_json())
     return result
+
+
+def _by_others(domain: AnyDomain, kernel: str, some: Sequence[Measured]) -> Iterable[float]:
+    """Ratios of the calls that a kernel answers by the ratios of other models' calls."""
+    for problem, ratio in some:
+        model = domain.group(problem)
+        others = [one for one in some if domain.group(one[0]) != model]
+        if len(others) > 1 and peer_of(kernel, "", others).lead(sizes_of(problem)) >= MIN_LEAD:
+            yield ratio
 
 
 def _builds(files: Sequence[Path]) -> dict[str, str]:
