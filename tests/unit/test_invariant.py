@@ -221,6 +221,16 @@ def test_the_fastest_kernel_of_all_does_not_answer_where_it_is_of_another_class(
     assert serving.call() and serving.launched[2:] == ["key-wide"]
 
 
+def test_a_kernel_whose_rows_vary_serves_no_call_of_the_mode(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lists = serving.runtime.proven_kernels.lists
+    monkeypatch.setattr(lists, "variant", lambda keys: "vary" if "key-wide" in keys else "")
+    with invariance.deterministic(BATCH), pytest.raises(NotInvariantError, match="vary"):
+        serving.call()
+    assert serving.call() and serving.launched == ["key-wide"]
+
+
 def test_a_variable_is_the_mode_of_a_whole_program(
     serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from tuner.problem import PROBLEMS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tuner.families.target import Target
     from tuner.hardware import Gpu
     from tuner.selection.kernel_list import KernelList
     from tuner.tuning.proof import ProofPlan, ProofProgress, Prover
@@ -78,6 +79,12 @@ def register(subparsers: Any) -> None:
         help="check nothing: take over proofs and failures of the same compiled kernels from "
         "exported files, or from kernel lists of machines that you trust",
     )
+    files.add_argument(
+        "--invariance",
+        action="store_true",
+        help="compare the bits of proven kernels' rows over calls and within classes of equal "
+        "orders of additions; those that vary serve no batch-invariant call",
+    )
     parser.add_argument("--again", action="store_true", help="also kernels that have a verdict")
     parser.add_argument(
         "--dry-run", action="store_true", help="list the kernels that need a proof, check nothing"
@@ -118,6 +125,8 @@ def run(args: argparse.Namespace) -> int:
     if gpu is None and not args.dry_run:
         raise BenchmarkError(f"CUDA device {args.device} was not found: a proof runs the kernels")
     gpu = gpu or DEFAULT_GPU
+    if args.invariance and not args.dry_run:
+        return _invariance(args, gpu)
     plans = _plans(args, gpu)
     for todo in plans:
         say(_counts(todo))
@@ -192,6 +201,44 @@ def _prove(prover: Prover, plans: Sequence[ProofPlan], faults: list[str]) -> int
         spent = time.monotonic() - found.started
         say(f"{todo.path}: {passed} of {found.kernels} kernels proven in {spent:.0f} s")
     return left
+
+
+def _invariance(args: argparse.Namespace, gpu: Gpu) -> int:
+    """Compare the rows of each list's proven kernels. Returns 1 if some vary.
+
+    Raises:
+        ConfigError: when no kernel is built for this GPU.
+        StoreError: when a list cannot be written.
+    """
+    from tuner.cli import DONE, FAILED
+    from tuner.tuning.invariance import BitChecker, InvarianceProgress, compare_rows
+
+    started, said = time.monotonic(), time.monotonic()
+
+    def changed(progress: InvarianceProgress) -> None:
+        nonlocal said
+        if time.monotonic() - said > PROGRESS_S:
+            said = time.monotonic()
+            say(f"{progress.kernels} kernels, {progress.rows} rows compared")
+
+    faults = []
+    with BitChecker(args.device) as checker:
+        for path in _current(gpu.compute_capability):
+            found = compare_rows(
+                path,
+                _wanted(args, gpu),
+                checker,
+                changed=changed,
+                is_over=lambda: time.monotonic() - started > (args.time_limit or float("inf")),
+            )
+            faults += found.variant
+            say(
+                f"{path}: {found.rows} rows of {found.kernels} kernels compared, "
+                f"{len(found.variant)} kernels vary, {found.skipped} have no proof or no class"
+            )
+    for fault in faults:
+        print(f"tuner: serves no batch-invariant call: {fault}", file=sys.stderr)
+    return FAILED if faults else DONE
 
 
 def _carry() -> int:
@@ -286,11 +333,23 @@ def _plans(args: argparse.Namespace, gpu: Gpu) -> list[ProofPlan]:
     Raises:
         ConfigError: when no kernel is built, or none is of the family that is named.
     """
+    from tuner.tuning.proof import plan
+
+    wanted = _wanted(args, gpu)
+    lists = _current(gpu.compute_capability)
+    return [plan(path, wanted, again=args.again) for path in lists]
+
+
+def _wanted(args: argparse.Namespace, gpu: Gpu) -> list[Target]:
+    """Kernels of the portfolios and rules that the arguments name.
+
+    Raises:
+        ConfigError: when none is of the family that is named.
+    """
     from tuner.hardware import HOPPER
     from tuner.selection.kernels import BUILD, targets
     from tuner.selection.portfolio import everywhere
     from tuner.selection.rules import OPERATIONS, rules
-    from tuner.tuning.proof import plan
 
     known_targets = [
         target
@@ -315,8 +374,7 @@ def _plans(args: argparse.Namespace, gpu: Gpu) -> list[ProofPlan]:
     if not wanted:
         capability = gpu.compute_capability
         raise ConfigError(f"no portfolio ships for compute capability {capability} ({BUILD})")
-    lists = _current(gpu.compute_capability)
-    return [plan(path, list(wanted.values()), again=args.again) for path in lists]
+    return list(wanted.values())
 
 
 def _name(faults: Sequence[str]) -> None:

@@ -335,8 +335,10 @@ class Sequences:
                 *shape, heads, problem.head_dim, generator=generator, device=devices.TYPE
             ).to(torch.bfloat16)
             wide[REQUESTS] *= 1e4
-            wide[REQUESTS + 1] = float("inf")
-            wide[REQUESTS + 1, ::3] = float("nan")
+            # A sequence that is packed behind another reaches into its last block of keys.
+            is_packed_behind = problem.is_varlen and not problem.is_paged
+            wide[REQUESTS + 1] = 1e30 if is_packed_behind else float("inf")
+            wide[REQUESTS + 1, ::3] = -1e30 if is_packed_behind else float("nan")
             return wide.to(dtype)
 
         self.query = drawn(HEADS)
@@ -560,17 +562,3 @@ def _bits_of(out: torch.Tensor | Refusal) -> torch.Tensor:
     if isinstance(out, Refusal):
         raise RuntimeError(out.reason)
     return as_bits(out.reshape(len(out), -1).contiguous())
-
-
-def subject_of(problem: Problem, config: Config) -> ProductRows | Sequences | None:
-    """Rows that a kernel is compared over; None of attention with a mask as an operand.
-
-    Args:
-        problem: small problem of the kernel's domain.
-        config: the kernel.
-    """
-    if isinstance(problem, AttentionProblem):
-        if problem.modifiers:
-            return None
-        return Sequences(problem, is_grouped=int(config.get("packed_heads", 1)) > 1)
-    return ProductRows(problem)

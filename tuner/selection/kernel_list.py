@@ -123,6 +123,10 @@ class KernelList:
     """Failures in one line, by artifact and by machine code. A later proof of the same kernel
     removes them, and nothing else does.
     """
+    variant: Mapping[str, str] = field(default_factory=dict)
+    """Kernels whose rows depend on their batch, or differ from their class's, by artifact: the
+    reason in one line. They serve no batch-invariant call.
+    """
 
     def find(self, spec: KernelSpec) -> Kernel | None:
         """The kernel that was built from a spec with today's template and arguments."""
@@ -182,7 +186,9 @@ class KernelList:
         facts = {name: getattr(self, name) for name in _FACTS}
         rows = [kernel.to_json() for _, kernel in sorted(self.kernels.items())]
         faults = dict(sorted(self.faults.items()))
-        return {"format": FORMAT, "version": VERSION, **facts, "faults": faults, "kernels": rows}
+        more = {"variant": dict(sorted(self.variant.items()))} if self.variant else {}
+        head = {"format": FORMAT, "version": VERSION, **facts, "faults": faults, **more}
+        return {**head, "kernels": rows}
 
     @classmethod
     def from_json(cls, data: Any, *, deferred: bool = False) -> KernelList:
@@ -212,6 +218,7 @@ class KernelList:
                 **{name: facts[name] for name in _FACTS},
                 kernels=kernels if deferred else dict(kernels),
                 faults=_faults_of(data),
+                variant=_texts_of(data, "variant"),
             )
         except INCOMPATIBLE_CONFIG_ERRORS as exc:
             raise _unreadable(exc) from exc
@@ -294,14 +301,23 @@ def _faults_of(data: Mapping[str, Any]) -> dict[str, str]:
     Raises:
         ConfigError: on a wrong value.
     """
-    faults = data.get("faults", {})
-    if not isinstance(faults, Mapping) or any(type(text) is not str for text in faults.values()):
-        raise ConfigError("'faults' is not an object of text")
-    faults = dict(faults)
+    faults = _texts_of(data, "faults")
     for row in data["kernels"]:
         if fault := row.get("fault"):
             faults[str(row.get("artifact"))] = str(fault)
     return faults
+
+
+def _texts_of(data: Mapping[str, Any], name: str) -> dict[str, str]:
+    """An object of text in a document; empty where it has none.
+
+    Raises:
+        ConfigError: on a wrong value.
+    """
+    texts = data.get(name, {})
+    if not isinstance(texts, Mapping) or any(type(text) is not str for text in texts.values()):
+        raise ConfigError(f"'{name}' is not an object of text")
+    return dict(texts)
 
 
 def _second_version(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ full GPU are among a proof's problems. Needs the standard library only.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -289,6 +289,18 @@ class Lists:
                 return "", fault
             self._there.add(kernel)
         return kernel.artifact, ""
+
+    def variant(self, artifacts: Iterable[str]) -> str:
+        """Reason why kernels serve no batch-invariant call, of any list; empty without one.
+
+        Args:
+            artifacts: their keys.
+        """
+        wanted = set(artifacts)
+        texts = (one.variant[key] for one in self.known() for key in wanted & one.variant.keys())
+        return next(
+            (f"its rows depend on their batch: {one_line(text, 400)}" for text in texts), ""
+        )
 
     def _fault(self, *identities: str) -> str:
         """Reason not to serve a kernel that failed; empty when it did not."""

@@ -206,6 +206,11 @@ def choose_invariant(posed: Posed, gpu: Gpu, device: int, excluded: Excluded) ->
     candidates = _Candidates(posed, gpu, device, excluded, selection)
     reasons: list[str] = []
     for _, config in selection.own():
+        artifacts = _artifacts(problem, gpu, config)
+        known = [] if isinstance(artifacts, Refusal) else list(artifacts.values())
+        if variant := lists.variant(known):
+            reasons.append(f"{config.family}: {variant}")
+            continue
         plan = candidates.plan(config)
         if isinstance(plan, Plan):
             return plan
