@@ -13,7 +13,8 @@ L2. Contenders of a case:
 - ``own length``: of a captured graph that is made for longer caches, one made for this length
 
 The preset ``append`` times `tuner.paged_append` beside PyTorch's operations, which are told the
-slots, and beside a copy of as many bytes.
+slots, and beside a copy of as many bytes. The preset ``mla`` times `tuner.mla_decode` beside
+FlashMLA and PyTorch's operations.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from benchmarks import harness, paged_append, paged_batches, rows
+from benchmarks import harness, paged_append, paged_batches, paged_mla, rows
 from benchmarks.call_times import CONTROL
 from benchmarks.harness import Bench, Contender, Preset, Row
 from benchmarks.own_plans import compile_specs, compiler
@@ -441,6 +442,14 @@ BENCH = Bench(
             paged_append.measure,
             smoke=paged_append.Step(2, 1),
             compile=lambda _: PAGED_APPEND.build(ArtifactCache()),
+        ),
+        "mla": Preset(
+            "decoding of latent attention",
+            lambda _: paged_mla.CASES,
+            paged_mla.measure,
+            paged_mla.line,
+            smoke=paged_mla.Case(2, 70, 4),
+            compile=paged_mla.compile_all,
         ),
     },
     _options,

@@ -73,6 +73,14 @@ def append_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def latent_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tuner.runtime.attention import mla
+
+    for kernel in mla.kernels.values():
+        monkeypatch.setattr(kernel, "of", lambda *_: True)
+
+
+@pytest.fixture
 def built_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every paged kernel is built, and does nothing."""
     from benchmarks import paged

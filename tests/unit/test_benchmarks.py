@@ -17,7 +17,14 @@ from bench_fakes import (  # noqa: F401
     quantiser_kernel,
     sweep_runner,
 )
-from bench_kernels import append_kernel, built_schedules, first_calls, gradients, nsight  # noqa: F401
+from bench_kernels import (  # noqa: F401
+    append_kernel,
+    built_schedules,
+    first_calls,
+    gradients,
+    latent_kernels,
+    nsight,
+)
 from bench_programs import (  # noqa: F401
     batching,
     checkout,
@@ -60,6 +67,7 @@ PREPARED: dict[tuple[str, str], str] = {
     ("models", "static_decoding"): "transformers",
     ("moe", "layers"): "uncompiled",
     ("paged", "append"): "append_kernel",
+    ("paged", "mla"): "latent_kernels",
     ("population", "fp8_attention"): "built_attention",
     ("population", "compilers"): "compiled_builds",
     ("population", "long"): "built_attention",

@@ -33,6 +33,7 @@ PEERS = {
     "flash3": Peer("fa3", "fa3.*", "flash_attn_interface", ("flash-attn-3", "flash_attn_3")),
     "flash3_serving": Peer("fa3_serving", "fa3_serving.*", "", ()),
     "flash4": Peer("fa4", "fa4*", "flash_attn.cute", ("flash-attn-4", "flash_attn_4")),
+    "flash_mla": Peer("flash_mla_peer", "flash_mla*", "flash_mla", ("sgl-flash-mla",)),
     "deep_gemm": Peer("deep_gemm_peer", "deep_gemm*", "deep_gemm", ("deep-gemm", "deep_gemm")),
 }
 

@@ -1,0 +1,189 @@
+"""Decoding of latent attention over pages of 64 rows, for `scripts/bench paged --preset mla`.
+
+`tuner.mla_decode` beside FlashMLA's kernel for Hopper, as sgl-flash-mla has it, with its schedule
+made before, and beside PyTorch: pages gathered, two batched products, a softmax. Rows are bf16.
+Caches below 200 MB are rotated.
+"""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks import harness, rows
+from benchmarks.harness import Contender, Row
+from tuner.compile.artifacts import ArtifactCache
+from tuner.compile.single import MLA_DECODE
+from tuner.errors import BenchmarkError
+from tuner.families.mla_decode import LATENT, WIDTH
+from tuner.families.peers import installed
+
+PEER = "flash_mla"
+SIZE = 64
+"""Slots of a page, the only number that FlashMLA takes."""
+ROTATED, MAX_COPIES = 200 << 20, 8
+"""Bytes that the rotated caches have together, and their number at most."""
+LIMIT = 8e-3
+"""Largest relative difference to PyTorch's output in fp32."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sequences of as many rows, or of unlike numbers around it."""
+
+    sequences: int
+    length: int
+    heads: int
+    queries: int = 1
+    is_mixed: bool = False
+
+    @property
+    def group(self) -> str:
+        rows_of = "few" if self.heads * self.queries <= 64 else "many"
+        size = "256 MB and more" if sum(self.lengths) * WIDTH * 2 >= 256e6 else "smaller caches"
+        return f"{rows_of} rows, {size}"
+
+    @property
+    def label(self) -> str:
+        unlike = ", unlike" if self.is_mixed else ""
+        return f"{self.sequences} x {self.length}{unlike}, {self.heads} heads, {self.queries}"
+
+    @property
+    def lengths(self) -> list[int]:
+        """Rows of each sequence, from a quarter of `length` to seven quarters where unlike."""
+        if not self.is_mixed:
+            return [self.length] * self.sequences
+        parts = (0.25 + 1.5 * (61 * i % 97) / 97 for i in range(self.sequences))
+        return [max(1, int(self.length * part)) for part in parts]
+
+
+CASES = [
+    Case(*case)
+    for case in (
+        *((128, 4096, heads) for heads in (16, 32, 64, 128)),
+        *((1, length, 128) for length in (1024, 8192, 65536)),
+        *((1, length, 16) for length in (1024, 65536)),
+        *((16, 4096, heads) for heads in (16, 128)),
+        *((32, 16384, 64), (64, 8192, 128), (4, 32768, 128)),
+        *((64, 4096, 16, 4), (64, 4096, 128, 2), (32, 4096, 128, 4)),
+        *((128, 4096, heads, 1, True) for heads in (32, 64, 128)),
+        *((64, 2048, heads, 1, True) for heads in (16, 128)),
+    )
+]
+
+
+class Tensors:
+    """Tensors of a case, on pages in a shuffled order."""
+
+    def __init__(self, case: Case, seed: int) -> None:
+        import torch
+
+        torch.manual_seed(seed)
+        counts = [-(-length // SIZE) for length in case.lengths]
+        columns = max(counts)
+        self.cache = torch.randn(sum(counts), SIZE, WIDTH, device="cuda", dtype=torch.bfloat16)
+        order = torch.randperm(sum(counts)).int()
+        table = torch.zeros(len(counts), columns, dtype=torch.int32)
+        for row, pages in zip(table, order.split(counts), strict=True):
+            row[: len(pages)] = pages
+        self.table = table.to("cuda")
+        self.lengths = torch.tensor(case.lengths, dtype=torch.int32, device="cuda")
+        shape = case.sequences, case.queries, case.heads, WIDTH
+        self.query = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        self.source = self.query.clone()
+        seen = self.lengths[:, None] - case.queries + 1 + torch.arange(case.queries, device="cuda")
+        place = torch.arange(columns * SIZE, device="cuda")
+        self.hidden = place >= seen[..., None]  # (sequences, queries, keys)
+
+    def pytorch(self, scale: float) -> Any:
+        """The output by PyTorch's operations, for any lengths."""
+        import torch
+
+        batch, queries, heads, _ = self.query.shape
+        latent = self.cache[self.table.long()].flatten(1, 2)
+        scores = torch.bmm(self.query.flatten(1, 2), latent.mT).view(batch, queries, heads, -1)
+        scores = scores.float().mul_(scale).masked_fill_(self.hidden[:, :, None], -torch.inf)
+        weights = torch.softmax(scores, -1).to(latent.dtype).flatten(1, 2)
+        return torch.bmm(weights, latent[..., :LATENT]).view(batch, queries, heads, LATENT)
+
+
+def peer_of(case: Case, tensors: Sequence[Tensors], scale: float) -> Callable[[int], Any] | str:
+    """FlashMLA's call, or the reason why it is not here."""
+    module = installed.module_of(PEER)
+    if isinstance(module, str):
+        return module
+    schedules = [module.get_mla_metadata()[0] for _ in tensors]
+
+    def call(i: int) -> Any:
+        one = tensors[i]
+        caches = one.cache.unsqueeze(2), one.table, one.lengths
+        options = {"softmax_scale": scale, "causal": case.queries > 1, "use_legacy": True}
+        return module.flash_mla_with_kvcache(one.query, *caches, LATENT, schedules[i], **options)[0]
+
+    return call
+
+
+def measure(case: Case, _: Namespace) -> Row:
+    """Microseconds of each way for one case, and errors against PyTorch's operations.
+
+    Raises:
+        BenchmarkError: when the kernel does not serve the case.
+    """
+    import torch
+
+    import tuner
+    from tuner.runtime.attention import mla
+    from tuner.runtime.attention.mla import Decode
+
+    moved, scale = sum(case.lengths) * WIDTH * 2, WIDTH**-0.5
+    copies = 1 if moved >= ROTATED else min(MAX_COPIES, max(2, ROTATED // moved))
+    tensors = [Tensors(case, seed) for seed in range(copies)]
+
+    def own(i: int) -> Any:
+        one = tensors[i]
+        return tuner.mla_decode(one.query, one.cache, one.table, one.lengths, scale=scale)
+
+    first = tensors[0]
+    out = own(0)
+    call = Decode(first.query, first.cache, first.table, first.lengths, scale, out, None)
+    if mla.kernels[call.kernel].of(out.device, lambda _: False) is None:
+        raise BenchmarkError("the kernel is not served here (tuner build --portfolio builds it)")
+    calls = {"pytorch": lambda i: tensors[i].pytorch(scale), "tuner": own}
+    peer = peer_of(case, tensors, scale)
+    failed = {PEER: peer} if isinstance(peer, str) else {}
+    if not isinstance(peer, str):
+        calls[PEER] = peer
+        for i in range(copies):
+            peer(i)
+    outs, lost = harness.first_outputs(calls)
+    wanted = call._replace(out=torch.empty_like(out))
+    mla.composed(wanted)
+    errors = {name: harness.distance(found, wanted.out) for name, found in outs.items()}
+    contenders = [Contender(name, calls[name]) for name in outs]
+
+    def write(i: int) -> Any:
+        return torch.add(tensors[i].source, 0.0, out=tensors[i].query)
+
+    times = harness.time_calls(contenders, write, copies)
+    return {
+        **{"bytes": moved, "us": times.us, "errors": errors},
+        "flops": 2.0 * case.heads * case.queries * sum(case.lengths) * (WIDTH + LATENT),
+        "failed": {**failed, **lost, **times.failed},
+        "wrong": [name for name, error in errors.items() if not error <= LIMIT],
+    }
+
+
+def line(row: Row) -> str:
+    """Times of one case, ratios, and the tuner's rates."""
+    own = row["us"].get("tuner", math.nan)
+    rates = f"{row['bytes'] / own / 1e6:.2f} TB/s, {row['flops'] / own / 1e6:.0f} TFLOP/s"
+    return f"{rows.ratio_line(row)}, {rates}"
+
+
+def compile_all(_: Namespace) -> None:
+    """Build the kernels."""
+    for source in MLA_DECODE.values():
+        source.build(ArtifactCache())
