@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import vllm_scheduled
 from paged_kernels import paged_kernels
 from vllm_fakes import LONGEST, REGISTRY, engine, installed, overrides, stand_ins
 
@@ -563,12 +564,8 @@ def test_graphs_are_of_batches_with_as_many_queries_each(engine: SimpleNamespace
     assert engine.backend.TunerBackend.get_name() == "CUSTOM"
 
 
-def test_vllm_s_own_classes_build_metadata_and_accept_the_backend(
-    served: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flash_attn = installed()
-    backend = importlib.import_module("tuner.runtime.engines.vllm.backend")
-    kinds = importlib.import_module("vllm.v1.attention.backend")
+def own_builder(backend: Any, layers: dict[str, Any], window: int | None) -> Any:
+    """The plug-in's builder over vLLM's own, for one group of layers."""
     model = SimpleNamespace(
         get_num_attention_heads=lambda parallel: HEADS,
         get_num_kv_heads=lambda parallel: HEADS_KV,
@@ -576,7 +573,6 @@ def test_vllm_s_own_classes_build_metadata_and_accept_the_backend(
         rswa_window=None,
         is_mm_prefix_lm=False,
     )
-    layers: dict[str, Any] = {}
     mode = SimpleNamespace(has_full_cudagraphs=lambda: True)
     config = SimpleNamespace(
         model_config=model,
@@ -592,12 +588,42 @@ def test_vllm_s_own_classes_build_metadata_and_accept_the_backend(
     spec = SimpleNamespace(
         dtype=torch.bfloat16,
         block_size=SIZE,
-        sliding_window=17,
+        sliding_window=window,
         num_kv_heads=HEADS_KV,
         head_size=WIDTH,
         dcp_sharded=False,
     )
-    builder = backend.TunerMetadataBuilder(spec, ["layer"], config, torch.device("cpu"))
+    return backend.TunerMetadataBuilder(spec, ["layer"], config, torch.device("cpu"))
+
+
+def test_steps_of_vllm_s_own_scheduler_are_served(served: SimpleNamespace) -> None:
+    """Prompts, a chunk of one beside decoding, then decoding: each by one kernel."""
+    installed()
+    version = importlib.import_module("vllm").__version__
+    if not version.startswith("0.33"):
+        pytest.skip(f"batches are those of 0.33's scheduler, not of {version}")
+    backend = importlib.import_module("tuner.runtime.engines.vllm.backend")
+    builder = own_builder(backend, {}, None)
+    impl, seen = layer(SimpleNamespace(backend=backend)), []
+    for batch in vllm_scheduled.batches(SIZE, HEADS_KV, WIDTH, COLUMNS):
+        metadata, given = builder.build(0, batch), tensors(batch.num_actual_tokens)
+        assert call(impl, metadata, given) is given[2]
+        *_, (_, problem) = served.posed
+        assert served.launched[-1][0][5] == metadata.block_table.data_ptr()
+        seen.append((batch.num_reqs, batch.max_query_len, batch.max_seq_len))
+        assert problem.batch == 4 and problem.page_size == SIZE
+        assert problem.is_causal == (batch.max_query_len > 1)
+    assert seen == [(3, 30, 30), (3, 62, 86), (3, 4, 90), (3, 1, 91)]
+
+
+def test_vllm_s_own_classes_build_metadata_and_accept_the_backend(
+    served: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flash_attn = installed()
+    backend = importlib.import_module("tuner.runtime.engines.vllm.backend")
+    kinds = importlib.import_module("vllm.v1.attention.backend")
+    layers: dict[str, Any] = {}
+    builder = own_builder(backend, layers, 17)
     batch = kinds.CommonAttentionMetadata(
         query_start_loc=torch.tensor([0, 1, 3]).int(),
         query_start_loc_cpu=torch.tensor([0, 1, 3]).int(),
