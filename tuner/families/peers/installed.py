@@ -33,9 +33,10 @@ PEERS = {
     "flash3": Peer("fa3", "fa3.*", "flash_attn_interface", ("flash-attn-3", "flash_attn_3")),
     "flash3_serving": Peer("fa3_serving", "fa3_serving.*", "", ()),
     "flash4": Peer("fa4", "fa4*", "flash_attn.cute", ("flash-attn-4", "flash_attn_4")),
-    "flash_mla": Peer("flash_mla_peer", "flash_mla*", "flash_mla", ("sgl-flash-mla",)),
     "deep_gemm": Peer("deep_gemm_peer", "deep_gemm*", "deep_gemm", ("deep-gemm", "deep_gemm")),
 }
+BENCHED = {"flash_mla": Peer("flash_mla_peer", "flash_mla*", "flash_mla", ("sgl-flash-mla",))}
+"""Peers of `scripts/bench` that no sweep measures."""
 
 
 def module_of(name: str) -> Any:
@@ -45,14 +46,14 @@ def module_of(name: str) -> Any:
     installed one.
 
     Args:
-        name: key of `PEERS`.
+        name: key of `PEERS` or `BENCHED`.
     """
     return _load(name, settings.peers_path())
 
 
 @cache
 def _load(name: str, folder: Path | None) -> Any:
-    peer = PEERS[name]
+    peer = {**PEERS, **BENCHED}[name]
     absent = f"{name} is not here: no {peer.module}.py in TUNER_PEERS_PATH"
     try:
         if folder and (file := folder / f"{peer.module}.py").is_file():
