@@ -99,6 +99,23 @@ def paged(backend: Any, query: Any, step: Metadata, keys: int, **options: Any) -
     )  # fmt: skip
 
 
+def test_in_the_mode_of_one_order_of_additions_nobody_else_answers(
+    sglang: SimpleNamespace, served: SimpleNamespace, on_cpu: SimpleNamespace
+) -> None:
+    from tuner.errors import NotInvariantError
+    from tuner.runtime.call import invariance
+
+    step = metadata((1, 1), 100)
+    tensors = rows(2)
+    with invariance.deterministic("batch"):
+        backend = backend_of(sglang, step)
+        backend.forward_decode(*tensors, layer(), batch())
+        assert not sglang.own
+        with pytest.raises(NotInvariantError):
+            backend.forward_decode(*tensors, layer(attn_type=AttentionType.ENCODER_ONLY), batch())
+    assert not sglang.own
+
+
 @pytest.mark.parametrize(
     ("queries", "of_layer", "wanted"),
     [

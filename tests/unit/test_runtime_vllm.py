@@ -697,6 +697,19 @@ def test_other_versions_keep_their_kernels_and_it_is_said_once_in_one_line(
     assert record.getMessage() == wanted and not overrides
 
 
+@pytest.mark.parametrize(("value", "is_on"), [("1", True), ("0", False), ("", False)])
+def test_vllm_s_variable_of_the_batch_is_the_tuner_s_also(
+    register: Callable[[], None], monkeypatch: pytest.MonkeyPatch, value: str, is_on: bool
+) -> None:
+    from tuner.runtime.call import invariance
+
+    monkeypatch.setenv("TUNER_BATCH_INVARIANT", "")
+    monkeypatch.delenv("TUNER_BATCH_INVARIANT")
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
+    register()
+    assert invariance.is_on() == is_on and len(overrides) == 1
+
+
 @pytest.mark.parametrize("version", ["0.26.0", "0.27.1+cu130", "0.33.4rc1"])
 def test_versions_that_are_served(
     register: Callable[[], None], monkeypatch: pytest.MonkeyPatch, version: str

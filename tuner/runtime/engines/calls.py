@@ -20,7 +20,7 @@ from tuner.runtime.attention.composed import Extras
 from tuner.runtime.attention.paged import PagedCall, paged_call, prepare
 from tuner.runtime.attention.paged_arguments import checked
 from tuner.runtime.attention.paged_composed import output_type
-from tuner.runtime.call import counters, devices, guards, proven_kernels
+from tuner.runtime.call import counters, devices, guards, invariance, proven_kernels
 from tuner.runtime.call.plan import KernelPlan
 from tuner.runtime.call.refusal import Kind, Refusal
 from tuner.runtime.call.table import table
@@ -154,7 +154,12 @@ def decide(
 
 
 def refuse(reason: Refusal, step: EngineStep) -> None:
-    """Count a call that the engine answers itself."""
+    """Count a call that the engine answers itself.
+
+    Raises:
+        NotInvariantError: in the mode of `tuner.deterministic`.
+    """
+    invariance.forbid(reason.reason)
     step.refused += 1
     counters.count_fallback(reason.reason, step.engine.others)
 
@@ -185,7 +190,8 @@ def _decided(
         return Refusal(Kind.TENSORS, f"output {out.dtype} {tuple(out.shape)}")
     try:
         call = _call(step, form, query, *pages)
-        refusal = None if limit is not None else engines_own(call)
+        is_all = limit is not None or invariance.is_on()
+        refusal = None if is_all else engines_own(call)
     except ConfigError as exc:
         return Refusal(Kind.TENSORS, str(exc))
     except proven_kernels.FAULTS as exc:

@@ -8,7 +8,7 @@ import torch
 
 from tuner.errors import ConfigError
 from tuner.problem import SCALE_BLOCK
-from tuner.runtime.call import counters, serving
+from tuner.runtime.call import counters, invariance, serving
 from tuner.runtime.call.refusal import Kind, Refusal
 from tuner.runtime.products import quantiser
 from tuner.runtime.products.experts import Layer, answer
@@ -83,6 +83,11 @@ def experts(
 
 
 def count(refusal: Refusal, engine: str) -> None:
-    """Count a layer or call that an engine answers itself."""
+    """Count a layer or call that an engine answers itself.
+
+    Raises:
+        NotInvariantError: in the mode of `tuner.deterministic`.
+    """
+    invariance.forbid(refusal.reason)
     if not torch.compiler.is_compiling():
         counters.count_fallback(refusal.reason, by=engine)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 
 from tuner import settings
 from tuner.runtime.engines.versions import VLLM
@@ -19,6 +20,9 @@ QUANTIZATION = "tuner.runtime.engines.vllm.quantization"
 """Module of the quantisation, which imports vLLM's base class."""
 LINEAR_KERNEL = "tuner.runtime.engines.vllm.linear_kernel"
 """Module of the kernel of linear layers, which imports all of vLLM's."""
+
+_INVARIANT = "VLLM_BATCH_INVARIANT"
+"""vLLM's variable of results that do not depend on the batch, which is the tuner's also."""
 
 _log = logging.getLogger("tuner.runtime")
 
@@ -36,6 +40,8 @@ def register() -> None:
         version = str(importlib.import_module("vllm").__version__)
         reason = VLLM.refusal(version)
         if not reason:
+            if os.environ.get(_INVARIANT, "") not in ("", "0"):
+                os.environ.setdefault("TUNER_BATCH_INVARIANT", "1")
             _register_quantization()
             _register_backend()
             if settings.vllm_linear():

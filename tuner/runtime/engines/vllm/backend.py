@@ -19,6 +19,7 @@ from vllm.v1.attention.backends.flash_attn import (
 
 from tuner.runtime.attention.composed import Extras
 from tuner.runtime.attention.paged_composed import output_type
+from tuner.runtime.call import invariance
 from tuner.runtime.call.refusal import Kind, Refusal
 from tuner.runtime.engines.calls import (
     CacheLayout,
@@ -192,7 +193,7 @@ class TunerImpl(FlashAttentionImpl):  # type: ignore[misc]
         for group in ("dcp_world_size", "pcp_world_size"):
             if getattr(self, group, 1) > 1:
                 return Refusal(Kind.CONTEXT_PARALLEL)
-        if getattr(self, "batch_invariant_enabled", False):
+        if getattr(self, "batch_invariant_enabled", False) and not invariance.is_on():
             return Refusal(Kind.INVARIANT, "VLLM_BATCH_INVARIANT is set")
         return None
 
