@@ -179,7 +179,6 @@ class TestWrongInput:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            ([], "arguments are required: COMMAND (`tuner --help` lists them)"),
             (["jobs"], "arguments are required: COMMAND (`tuner jobs --help` lists them)"),
             (["tune"], "invalid choice: 'tune' (choose from "),
             (["sweeep"], "; did you mean sweep?"),

@@ -14,7 +14,7 @@ import pytest
 import tuner
 from tuner import cli
 from tuner.base.install import extra_command
-from tuner.cli import doctor, quickstart
+from tuner.cli import doctor, groups, quickstart, start
 from tuner.cli.doctor import MISSING, OK, Finding
 from tuner.cli.help import GROUPS, WORDS, commands_of, shapes_text
 from tuner.errors import CompileError, ConfigError
@@ -26,7 +26,8 @@ from tuner.selection import reader
 class TestHelp:
     def test_every_command_stands_in_one_group(self, capsys: pytest.CaptureFixture[str]) -> None:
         grouped = [name for group in GROUPS for name in group.commands]
-        assert sorted(grouped) == sorted(commands_of(cli.parser()))
+        assert set(commands_of(cli.parser())) == {*grouped, *groups.hidden()}
+        assert len(grouped) == len(set(grouped)) <= 18 and not groups.hidden() & set(grouped)
         assert cli.main(["help"]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert all(sum(line.startswith(f"  {name} ") for line in lines) == 1 for name in grouped)
@@ -46,6 +47,32 @@ class TestHelp:
         assert line.startswith(
             "tuner: 'nope' is not a topic (allowed: shapes, glossary, or a command: "
         )
+
+    @pytest.mark.parametrize("group", groups.MEMBERS)
+    def test_a_group_and_a_former_name_run_the_same_command(
+        self, group: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        members = commands_of(commands_of(cli.parser())[group])
+        for name in groups.MEMBERS[group]:
+            assert members[name] is not None
+            with pytest.raises(SystemExit) as ended:
+                cli.main([name, "--help"])
+            assert ended.value.code == 0
+            former = capsys.readouterr().out
+            with pytest.raises(SystemExit):
+                cli.main([group, name, "--help"])
+            assert capsys.readouterr().out == former
+            assert former.startswith(f"usage: tuner {group} {name}")
+
+    def test_options_stand_anywhere_beside_files(self) -> None:
+        for line in (
+            "fit cost --gpu H200 a b",
+            "fit cost a b --gpu H200",
+            "fit --gpu H200 cost a b",
+        ):
+            args = cli.parser().parse_args(line.split())
+            assert (args.name, args.files) == ("cost", [Path("a"), Path("b")])
+            assert args.gpu == "H200"
 
     def test_a_glossary_of_words_and_of_parameters(
         self, capsys: pytest.CaptureFixture[str]
@@ -182,3 +209,27 @@ class TestQuickstart:
         assert cli.main(["quickstart"]) == 1
         assert "\ntuner: nvcc refused\n" in capsys.readouterr().out
         assert ran == [quickstart.CALL]
+
+
+class TestStart:
+    """``tuner`` without a command."""
+
+    def test_says_what_this_machine_can_do(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main([]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[-1] == "Commands: tuner --help"
+        assert lines[-2].startswith("Next: tuner ") and "A sweep can" in lines[-3]
+        program, *words = shlex.split(lines[-2].removeprefix("Next: "))
+        assert program == "tuner" and cli.parser().parse_args(words).command == words[0]
+
+    @pytest.mark.parametrize(
+        ("findings", "command"),
+        [
+            ([Finding("GPU", OK, ""), Finding("store", MISSING, "full")], "doctor"),
+            ([Finding("GPU", MISSING, "none")], "lookup --shape S=1024,D=64 --gpu H200"),
+            ([Finding("shipped data", doctor.NOTE, "0 proven")], "quickstart"),
+            ([Finding("shipped data", OK, "")], "sweep --shape S=1024,D=64"),
+        ],
+    )
+    def test_the_next_command(self, findings: list[Finding], command: str) -> None:
+        assert start.next_command(findings) == f"tuner {command}"

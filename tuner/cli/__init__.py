@@ -19,6 +19,7 @@ from typing import Any, NoReturn, TextIO, cast
 import tuner
 from tuner.base.printable import PrintableStream
 from tuner.base.processes import RaisesInterrupted, exit_code
+from tuner.cli import groups, start
 from tuner.cli.arguments import utf8_text
 from tuner.cli.help import groups_text
 from tuner.errors import ConfigError, TunerError
@@ -79,6 +80,9 @@ class Parser(argparse.ArgumentParser):
     Arguments that are not UTF-8 are accepted only as file names (``type=Path``).
     """
 
+    _is_intermixed = False
+    """True while `parse_known_intermixed_args` calls back."""
+
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **options})
         self.register("type", None, utf8_text)
@@ -88,6 +92,20 @@ class Parser(argparse.ArgumentParser):
         action = super().add_subparsers(**options)
         action.type = str
         return action
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Also where options stand between positional arguments of any number."""
+        positional = self._get_positional_actions()
+        counts = {action.nargs for action in positional}
+        is_open = counts & {"?", "*", "+"} and not counts & {argparse.PARSER, argparse.REMAINDER}
+        grouped = [a for group in self._mutually_exclusive_groups for a in group._group_actions]
+        if self._is_intermixed or not is_open or any(a in grouped for a in positional):
+            return super().parse_known_args(args, namespace)
+        self._is_intermixed = True
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._is_intermixed = False
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2 and the message, without the usage. For a wrong choice the message
@@ -140,11 +158,13 @@ def parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     root.add_argument("--version", action="version", version=f"cutlass-tuner {tuner.__version__}")
+    root.set_defaults(run=start.run)
     commands = root.add_subparsers(
-        dest="command", required=True, metavar="COMMAND", prog="tuner", help=argparse.SUPPRESS
+        dest="command", metavar="COMMAND", prog="tuner", help=argparse.SUPPRESS
     )
     for name in COMMANDS:
         importlib.import_module(f"{__name__}.{name}").register(commands)
+    groups.gather(commands)
     # Argparse's own list of commands is suppressed; the description lists them in groups.
     shown = {action.dest: action.help or "" for action in commands._get_subactions()}
     commands.choices["help"].set_defaults(root=root)

@@ -71,8 +71,15 @@ def findings_text(findings: Sequence[Finding]) -> str:
     )
 
 
-def examine(device: int = 0) -> list[Finding]:
-    """Run all checks, in the order in which a sweep needs them."""
+def examine(device: int = 0, *, is_quick: bool = False) -> list[Finding]:
+    """Run all checks, in the order in which a sweep needs them.
+
+    Args:
+        device: index of the CUDA device.
+        is_quick: only those that compile nothing and import no torch.
+    """
+    if is_quick:
+        return [*_gpu(device), *_compilers(), *_store(), _cache()]
     return [
         *_gpu(device),
         *_compiling(),
@@ -209,9 +216,26 @@ def _driver(version: str, cuda: str) -> Finding:
 
 def _compiling() -> Iterator[Finding]:
     from tuner.compile import nvcc_flags, toolchain
+
+    compilers = list(_compilers())
+    yield from compilers
+    for variable, flags in nvcc_flags.code_flags().items():
+        what = f"{variable}={flags}: kernels of other keys, without the shipped proofs"
+        advice = f"unset {variable}; or `tuner prove --carry`, then `tuner prove`"
+        yield Finding("flags of nvcc", NOTE, what, advice)
+    yield _triton()
+    if all(finding.state != MISSING for finding in compilers):
+        problem = toolchain.probe(toolchain.find_toolchain())
+        if problem:
+            yield Finding("compiling", MISSING, problem, toolchain.nvcc_help())
+        else:
+            yield Finding("compiling", OK, "an empty kernel compiles and links")
+
+
+def _compilers() -> Iterator[Finding]:
+    from tuner.compile import toolchain
     from tuner.errors import CompileError
 
-    broken = False
     for name, find in (
         ("nvcc", toolchain.find_nvcc),
         ("host compiler", toolchain.find_host_compiler),
@@ -220,7 +244,6 @@ def _compiling() -> Iterator[Finding]:
         try:
             path, version = find()
         except CompileError as exc:
-            broken = True
             what, _, how = str(exc).rpartition("): ")
             yield Finding(name, MISSING, what + ")", how)
             continue
@@ -233,17 +256,6 @@ def _compiling() -> Iterator[Finding]:
             yield Finding(name, NOTE, what, advice)
         else:
             yield Finding(name, OK, f"{version} ({path})")
-    for variable, flags in nvcc_flags.code_flags().items():
-        what = f"{variable}={flags}: kernels of other keys, without the shipped proofs"
-        advice = f"unset {variable}; or `tuner prove --carry`, then `tuner prove`"
-        yield Finding("flags of nvcc", NOTE, what, advice)
-    yield _triton()
-    if not broken:
-        problem = toolchain.probe(toolchain.find_toolchain())
-        if problem:
-            yield Finding("compiling", MISSING, problem, toolchain.nvcc_help())
-        else:
-            yield Finding("compiling", OK, "an empty kernel compiles and links")
 
 
 def _triton() -> Finding:

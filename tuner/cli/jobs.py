@@ -28,7 +28,7 @@ FOLLOW_S = 0.5
 
 def register(subparsers: Any) -> None:
     """Add the commands."""
-    about = "jobs for `tuner worker`: submit, list, show, cancel, retry, logs"
+    about = "jobs and their workers: submit, list, show, cancel, retry, logs, worker"
     parser = subparsers.add_parser("jobs", help=about, description=about)
     commands = parser.add_subparsers(dest="job_command", required=True, metavar="COMMAND")
     _register_submit(commands)

@@ -37,7 +37,7 @@ _PRINT_S = 1.0
 
 def register(subparsers: Any) -> None:
     """Add the commands."""
-    about = "copy, back up or restore a whole store"
+    about = "whole stores: copy, backup, restore, export, import, sync, compare, cache"
     parser = subparsers.add_parser("store", help=about, description=about)
     commands = parser.add_subparsers(dest="store_command", required=True, metavar="COMMAND")
     about = "copy a whole store into another database"
