@@ -114,10 +114,19 @@ def test_without_a_compiler_nothing_is_started(
         raise CompileError("there is no nvcc")
 
     monkeypatch.setattr(toolchain, "find_toolchain", none)
+    builder = Builder()
     with caplog.at_level("INFO"):
-        Builder().request(miss())
-        wait_for(lambda: "there is no nvcc" in caplog.text)
+        builder.request(miss())
+        wait_for(lambda: builder._is_off)
+    assert "there is no nvcc" in caplog.text and not builder.request(miss(OTHER))
     assert not started() and all(one.levelname == "INFO" for one in caplog.records)
+
+
+def test_a_server_of_ever_new_shapes_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "MAX_ASKED", 1)
+    monkeypatch.setattr(background, "build", lambda *_: "")
+    builder = Builder()
+    assert builder.request(miss()) and not builder.request(miss(OTHER))
 
 
 def test_the_caller_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:

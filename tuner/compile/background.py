@@ -31,6 +31,8 @@ _log = logging.getLogger("tuner.runtime")
 
 GATHER_S = 1.0
 """Time in which further misses join the same build."""
+MAX_ASKED = 4096
+"""Problems that a process asks for, at most, so that a server of ever new shapes stays small."""
 _LOG_CHARACTERS = 500
 
 
@@ -52,19 +54,22 @@ class Builder:
         self._asked: set[tuple[Problem, str]] = set()
         self._queue: queue.SimpleQueue[Miss] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._is_off = False
+        """True without a compiler."""
 
     def request(self, miss: Miss) -> bool:
         """Start building the kernels of a problem, and return at once. The caller looks them up
         again later.
 
         Returns:
-            True if this call queued the problem. False if building is switched off, or the problem
-            was requested before.
+            True if this call queued the problem. False if building is switched off, there is no
+            compiler, or the problem was requested before.
         """
         if not settings.build_on_miss():
             return False
         with self._lock:
-            if (miss.problem, miss.gpu) in self._asked:
+            is_full = self._is_off or len(self._asked) >= MAX_ASKED
+            if is_full or (miss.problem, miss.gpu) in self._asked:
                 return False
             self._asked.add((miss.problem, miss.gpu))
             self._queue.put(miss)
@@ -83,7 +88,8 @@ class Builder:
                     fault = _build_once([miss for miss in misses if miss.gpu == gpu], gpu)
                 except CompileError as exc:
                     _log.info("missing kernels are not built here: %s", exc)
-                    continue
+                    self._is_off = True
+                    return
                 except (TunerError, *document.FAULTS) as exc:
                     fault = str(exc)
                 if fault:

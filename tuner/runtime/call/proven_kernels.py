@@ -53,6 +53,8 @@ _BACKENDS = {
 FAULTS = (TunerError, *document.FAULTS)
 """Errors of files that a call is looked up in; no call suffers from them."""
 _MAX_TEXT = 300
+_missing = Lists()
+"""Kernel lists as the thread that builds missing kernels reads them."""
 #: Lengths of the small tensors for which PyTorch's choice is read.
 _ASKED_LENGTHS = (128, 256)
 
@@ -266,7 +268,7 @@ def _request(candidates: _Candidates, config: Config) -> None:
         return
     with contextlib.suppress(TunerError):
         specs = family(config.family).kernels(problem, config)
-        background.request(problem, gpu.name, lambda: Lists().lacks(specs, gpu.compute_capability))
+        background.request(problem, gpu.name, lambda: _missing.lacks(specs, gpu.compute_capability))
 
 
 def _text(refusal: Refusal) -> str:
