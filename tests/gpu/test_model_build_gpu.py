@@ -13,16 +13,21 @@ from typing import Any
 import pytest
 
 import tuner
+from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionProblem, GemmProblem
+from tuner.selection.answering import answering
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = [pytest.mark.gpu, pytest.mark.compile]
 
-#: Calls of `Block` below.
-PROBLEMS = [
-    AttentionProblem.parse("B=2,H=8,S=512,D=128,causal=1,dtype=bf16"),
-    GemmProblem.parse("M=4,N=4096,K=4096,dtype=bf16"),
+#: Products of few rows, some of which a portfolio leaves to PyTorch.
+PRODUCTS = [
+    GemmProblem.parse(f"M={m},N={n},K={k},dtype=bf16")
+    for m, n, k in ((4, 4096, 14336), (1, 1024, 4096), (1, 4096, 4096), (4, 1024, 4096))
 ]
+PRODUCT = next(one for one in PRODUCTS if answering(one, DEFAULT_GPU).config is not None)
+#: Calls of `Block` below.
+PROBLEMS = [AttentionProblem.parse("B=2,H=8,S=512,D=128,causal=1,dtype=bf16"), PRODUCT]
 RANK = """
 import json, os, sys, torch, torch.distributed as dist
 import tuner
@@ -55,7 +60,7 @@ class Block(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = torch.nn.Linear(4096, 4096, bias=False)
+        self.layer = torch.nn.Linear(PRODUCT.k, PRODUCT.n, bias=False)
 
     def forward(self, query: Any, key: Any, value: Any, x: Any) -> tuple[Any, Any]:
         attend = torch.nn.functional.scaled_dot_product_attention
@@ -66,7 +71,7 @@ def test_a_model_is_prepared_and_served() -> None:
     torch.manual_seed(0)
     model = Block().bfloat16().cuda()
     tensors = [torch.randn(2, 8, 512, 128).bfloat16().cuda() for _ in range(3)]
-    example = (*tensors, torch.randn(4, 4096).bfloat16().cuda())
+    example = (*tensors, torch.randn(PRODUCT.m, PRODUCT.k).bfloat16().cuda())
     with torch.no_grad():
         wanted = model.double()(*(one.double() for one in example))
         model.bfloat16()

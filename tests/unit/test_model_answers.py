@@ -169,6 +169,29 @@ def test_a_rule_s_kernels_answer() -> None:
     assert found.kernels and found.us
 
 
+PAGED = "HKV=8,H=32,SQ={},SKV=2048,D=128,causal={},dtype=bf16,page_size=16,layout=bshd"
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_an_engine_s_own_attention_answers_where_it_is_faster(name: str) -> None:
+    engine = ENGINES[name]
+    decoding = AttentionProblem.parse(f"B=16,{PAGED.format(1, 0)}")
+    found = answering(decoding, H200, engine=engine)
+    assert found.by == "fused_attention" and found.us and found.pytorch
+    assert found.pytorch.name == "the engine's" and found.pytorch.us > found.us
+    chunk = AttentionProblem.parse(f"B=4,{PAGED.format(2048, 1)}")
+    assert answering(chunk, H200, engine=engine).by == "the engine's"
+    assert answering(chunk, H200, engine=ENGINES["transformers"]).by == "fused_attention"
+    assert answering(chunk, H200).by == "fused_attention"
+
+
+def test_a_peer_has_the_time_of_measured_ratios() -> None:
+    """FlashAttention-3 at D=256 is faster by ratios; it has no time model."""
+    found = answering(AttentionProblem.parse("H=8,S=1999,D=256,dtype=bf16"), H200)
+    assert found.source == "predicted" and found.peer is not None and found.us
+    assert found.peer.name.startswith("flash3") and found.peer.us < found.us
+
+
 def test_kernels_are_named_once_with_the_sum_of_their_shares() -> None:
     found = ModelAnswers.of(steps(written.architecture(LLAMA)), H200)
     rows = found.rows()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from tuner import settings
 from tuner.cli.arguments import add_store
-from tuner.cli.model import add_model, refuse_options, steps_of
+from tuner.cli.model import add_model, engine_of, refuse_options, steps_of
 from tuner.errors import ConfigError, NoValidConfigError, TunerError
 from tuner.problem import PROBLEMS, Problem
 
@@ -210,7 +210,7 @@ def _answers(args: argparse.Namespace) -> int:
         args.jobs = max(1, cpu_count() // 2)
     gpu = find_gpu(args.gpu) if args.gpu else detect() or DEFAULT_GPU
     path = sqlite_file(args.store or settings.store_url())
-    found = ModelAnswers.of(_steps(args), gpu, path)
+    found = ModelAnswers.of(_steps(args), gpu, path, engine_of(args))
     artifacts = ArtifactCache()
     with contextlib.ExitStack() as stack:
         if not args.dry_run:

@@ -13,6 +13,7 @@ from tuner.errors import ConfigError
 
 if TYPE_CHECKING:
     from tuner.hardware import Gpu
+    from tuner.problem.engines import Engine
     from tuner.problem.steps import ModelStep
     from tuner.selection.answering import Answering, AnswerRow, ModelAnswers, Rival
 
@@ -59,7 +60,6 @@ def steps_of(args: argparse.Namespace) -> list[ModelStep]:
         ConfigError: when the model cannot be read, or an option is wrong.
     """
     from tuner.problem import shapes, steps
-    from tuner.problem.engines import ENGINES
 
     ranks = 1 if args.tensor_parallel is None else args.tensor_parallel
     if ranks < 1:
@@ -69,11 +69,17 @@ def steps_of(args: argparse.Namespace) -> list[ModelStep]:
         shapes.numbers(name, text) if (text := getattr(args, name)) else None
         for name in ("batch", "seqlen")
     )
-    engine = ENGINES[args.engine] if args.engine else None
-    found = steps.steps(model, engine, *sizes, dtype=args.dtype, ranks=ranks)
+    found = steps.steps(model, engine_of(args), *sizes, dtype=args.dtype, ranks=ranks)
     for reason in steps.left_out(found):
         print(f"left out: {reason}", file=sys.stderr)
     return found
+
+
+def engine_of(args: argparse.Namespace) -> Engine | None:
+    """The named engine."""
+    from tuner.problem.engines import ENGINES
+
+    return ENGINES[args.engine] if args.engine else None
 
 
 def look_up_model(args: argparse.Namespace, gpu: Gpu, path: Path | None) -> int:
@@ -86,7 +92,7 @@ def look_up_model(args: argparse.Namespace, gpu: Gpu, path: Path | None) -> int:
     """
     from tuner.selection.answering import ModelAnswers
 
-    found = ModelAnswers.of(steps_of(args), gpu, path)
+    found = ModelAnswers.of(steps_of(args), gpu, path, engine_of(args))
     if args.json:
         print(json.dumps(_json(found, gpu)))
     else:
@@ -100,7 +106,7 @@ def _text(found: ModelAnswers, gpu: Gpu) -> str:
     def rival(one: Rival | None) -> str:
         return "-" if one is None else f"{microseconds(one.us)} {one.name}"
 
-    heading = ("share", "call", "answered by", "us", "PyTorch", "fastest peer", "source")
+    heading = ("share", "call", "answered by", "us", "instead", "fastest peer", "source")
     rows, others = _shown(found.rows())
     lines = [
         (
@@ -118,7 +124,7 @@ def _text(found: ModelAnswers, gpu: Gpu) -> str:
     if others:
         share = 100 * sum(row.share for row in others)
         text += f"\n{len(others)} further calls have {share:.1f} % of the time"
-    steps: list[tuple[str, ...]] = [("step", "over PyTorch", "over the fastest")]
+    steps: list[tuple[str, ...]] = [("step", "gain", "over the fastest")]
     for step in found.steps:
         steps.append(
             (step.label, *(f"{found.gain(step, way):.2f}x" for way in ("PyTorch", "peer")))
@@ -127,9 +133,10 @@ def _text(found: ModelAnswers, gpu: Gpu) -> str:
     return (
         f"calls on {gpu.name}, by their share of the time; every step counts as much\n{text}\n\n"
         f"{table(steps, right=frozenset({1, 2}))}\n"
-        "These are ratios of the listed calls' times only. A call without a time of PyTorch's or "
-        "a peer's counts with its own.\n"
-        "Predicted times are expected ones; peers have times where they were measured."
+        "Instead: PyTorch's kernel, or the engine's own attention. Gains are ratios of the listed "
+        "calls' times only; a call without such a time counts with its own.\n"
+        "Predicted times are expected ones; peers have times where they, or ratios near the call, "
+        "were measured."
     )
 
 

@@ -36,12 +36,15 @@ class Engine:
     """Layers with a window have the keys that it shows in pages of a step's own."""
     fuses_projections: bool = False
     """One product makes queries, keys and values, and one the gate and what it gates."""
+    has_attention: bool = False
+    """Its own attention answers calls where that is faster."""
 
 
 #: vLLM's `block_size` and `max_num_batched_tokens`; Transformers' `page_size` (before 5.23,
-#: `block_size`) and `max_batch_tokens`.
+#: `block_size`) and `max_batch_tokens`. SGLang's pages are those that its plug-in asks for.
 ENGINES: Mapping[str, Engine] = {
-    "vllm": Engine(16, 8192, fuses_projections=True),
+    "vllm": Engine(16, 8192, fuses_projections=True, has_attention=True),
+    "sglang": Engine(64, 8192, fuses_projections=True, has_attention=True),
     "transformers": Engine(256, 8192, copies_windows=True),
 }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,15 +18,21 @@ from tuner.families.base import KernelSpec
 from tuner.families.peers import BESIDE_PYTORCH
 from tuner.hardware import Gpu
 from tuner.measurement import Measurement, Provenance
-from tuner.problem import AttentionProblem, Problem
+from tuner.problem import E4M3, AttentionProblem, Problem
+from tuner.problem.engines import Engine
 from tuner.problem.steps import ModelStep
+from tuner.selection import engine_ratios
 from tuner.selection.candidates import pytorchs_choice
+from tuner.selection.domains import domain_of
+from tuner.selection.engine_ratios import EngineRatios
+from tuner.selection.peer_ratios import sizes_of
+from tuner.selection.portfolio import serving, shipped
 from tuner.selection.reader import lookup
 from tuner.selection.result import LookupResult
 from tuner.selection.rules import rule_of
 from tuner.store.entry import is_vendor, vendor_name
 
-PYTORCH = "PyTorch"
+PYTORCH, ENGINE = "PyTorch", "the engine's"
 UNKNOWN = "unknown"
 
 
@@ -50,7 +56,7 @@ class Answering:
     by: str = PYTORCH
     """Family of the own kernel, or name of the vendor's."""
     pytorch: Rival | None = None
-    """PyTorch's kernel; None where it has none, or its time is not known."""
+    """PyTorch's kernel, or the engine's own attention; None where its time is not known."""
     peer: Rival | None = None
     """The fastest kernel that PyTorch does not choose by itself; None where none was measured."""
     measured: Measurement | None = None
@@ -68,17 +74,57 @@ class Answering:
         return dict(family(self.config.family).kernels(self.problem, self.config))
 
 
-def answering(problem: Problem, gpu: Gpu, path: Path | None = None) -> Answering:
+def answering(
+    problem: Problem, gpu: Gpu, path: Path | None = None, engine: Engine | None = None
+) -> Answering:
     """The kernel that answers a problem on a GPU, once it is built.
 
     Args:
         problem: problem of a call.
         gpu: GPU that it runs on.
         path: the store's SQLite file; None: the user's.
+        engine: engine that makes the call; None: no engine.
 
     Raises:
         StoreError: when the store or a shipped file cannot be read.
     """
+    found = _answering(problem, gpu, path)
+    if not isinstance(problem, AttentionProblem) or found.us is None:
+        return found
+    mine = next((one for one in serving(shipped(), gpu) if one.op == problem.op), None)
+    if mine is None:
+        return found
+    if problem.is_paged and engine is not None and engine.has_attention:
+        return _beside_engine(found, problem, mine.engines)
+    domain = domain_of(problem)
+    ratios = mine.peers.get(domain, ()) if domain and found.peer is None else ()
+    peers = [
+        Rival(str(one.config["kernel"]), found.us / math.exp(one.expected(sizes_of(problem))))
+        for one in ratios
+    ]
+    return replace(found, peer=min(peers, key=lambda one: one.us, default=found.peer))
+
+
+def _beside_engine(
+    found: Answering, problem: AttentionProblem, measured: EngineRatios
+) -> Answering:
+    """An answer beside the engine's own attention, in PyTorch's place, which answers where it is
+    faster.
+    """
+    assert found.us is not None
+    ratio = engine_ratios.ratio(problem, measured)
+    rival = None if ratio is None else Rival(ENGINE, found.us * ratio)
+    is_engines = engine_ratios.is_engines(problem, measured)
+    if is_engines is None:
+        is_engines = problem.dtype == E4M3 or engine_ratios.is_wide_chunk(problem)
+    if not is_engines:
+        return replace(found, pytorch=rival)
+    us = found.us if rival is None else rival.us
+    return Answering(problem, "predicted", us, None, ENGINE, rival)
+
+
+def _answering(problem: Problem, gpu: Gpu, path: Path | None) -> Answering:
+    """As `answering`, without an engine and ratios of peers."""
     answer = lookup(problem, gpu=gpu, path=path)
     if answer is not None and answer.entry.provenance is Provenance.MEASURED:
         return _decided(answer)
@@ -142,7 +188,13 @@ class ModelAnswers:
     answers: Mapping[Problem, Answering]
 
     @classmethod
-    def of(cls, steps: Iterable[ModelStep], gpu: Gpu, path: Path | None = None) -> ModelAnswers:
+    def of(
+        cls,
+        steps: Iterable[ModelStep],
+        gpu: Gpu,
+        path: Path | None = None,
+        engine: Engine | None = None,
+    ) -> ModelAnswers:
         """Look every problem of the steps up; arguments as of `answering`.
 
         Raises:
@@ -150,7 +202,7 @@ class ModelAnswers:
         """
         every = list(steps)
         problems = dict.fromkeys(problem for step in every for problem in step.calls)
-        return cls(every, {problem: answering(problem, gpu, path) for problem in problems})
+        return cls(every, {problem: answering(problem, gpu, path, engine) for problem in problems})
 
     def rows(self) -> list[AnswerRow]:
         """Problems by their share of the time, the largest first; each step counts as much."""

@@ -11,6 +11,7 @@ engine's in place of 28. Tuned kernels answer 170, and the mean is 1.173 in plac
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from statistics import fmean, pstdev
 
@@ -21,6 +22,8 @@ from tuner.selection.ratios import NORMAL_P90, Ratios
 EngineRatios = Mapping[AnyDomain, Ratios]
 """By domain; of paged caches."""
 WIDTH_OCTAVES = 0.7
+NARROW = 64
+"""Head dimensions up to this: engines answered prompts as fast by tuned kernels."""
 
 
 def sizes_of(problem: AttentionProblem) -> tuple[int, ...]:
@@ -34,6 +37,30 @@ def is_engines(problem: AttentionProblem, measured: EngineRatios) -> bool | None
 
     Windows, soft caps and sinks go by plain calls where they were not.
     """
+    ratios = _ratios_of(problem, measured)
+    if ratios is None:
+        return None
+    error = NORMAL_P90 * pstdev(ratios.logs)
+    return ratios.lead(sizes_of(problem), fmean(ratios.logs), error) < 0
+
+
+def ratio(problem: AttentionProblem, measured: EngineRatios) -> float | None:
+    """Expected time of the engine's own kernel over the tuned one's; None as of `is_engines`."""
+    ratios = _ratios_of(problem, measured)
+    if ratios is None:
+        return None
+    return math.exp(ratios.near(sizes_of(problem), fmean(ratios.logs), 0.0)[0])
+
+
+def is_wide_chunk(problem: AttentionProblem) -> bool:
+    """True for chunks of prompts above D = `NARROW`, which are the engine's where nothing was
+    measured.
+    """
+    domain = AttentionDomain.holding(problem)
+    return domain is not None and domain.phase == "prompt" and problem.head_dim > NARROW
+
+
+def _ratios_of(problem: AttentionProblem, measured: EngineRatios) -> Ratios | None:
     domain = AttentionDomain.holding(problem)
     if domain is None:
         return None
@@ -44,8 +71,4 @@ def is_engines(problem: AttentionProblem, measured: EngineRatios) -> bool | None
         is_paged=True,
         is_e4m3=domain.is_e4m3,
     )
-    ratios = measured.get(domain) or measured.get(plain)
-    if ratios is None:
-        return None
-    error = NORMAL_P90 * pstdev(ratios.logs)
-    return ratios.lead(sizes_of(problem), fmean(ratios.logs), error) < 0
+    return measured.get(domain) or measured.get(plain)

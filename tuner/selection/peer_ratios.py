@@ -52,6 +52,10 @@ class PeerRatios(NamedTuple):
         """Mean logarithm of the ratios."""
         return fmean(self.ratios.logs)
 
+    def expected(self, sizes: Sequence[int]) -> float:
+        """Logarithm by which the peer's kernel is expected to be faster."""
+        return self.ratios.near(sizes, self.mean, 0.0)[0]
+
     def lead(self, sizes: Sequence[int]) -> float:
         """Logarithm by which the peer's kernel is expected to be faster, less its error."""
         error = NORMAL_P90 * pstdev(self.ratios.logs)

@@ -74,6 +74,11 @@ class Ratios(NamedTuple):
             expected: logarithm of PyTorch's expected time over the own kernel's.
             p90_error: the own kernel's `Candidate.p90_error`.
         """
+        mean, deviation = self.near(sizes, expected, p90_error)
+        return mean - LEAD * max(deviation, MIN_ERROR)
+
+    def near(self, sizes: Sequence[int], expected: float, p90_error: float) -> tuple[float, float]:
+        """Mean and deviation of the logarithm at a call; arguments as of `lead`."""
         here = tuple(map(math.log2, sizes[:SIZES]))
         reach = REACH * self.width
         start = bisect_left(self.places, (here[0] - reach,))
@@ -89,5 +94,4 @@ class Ratios(NamedTuple):
                 total += near * log
                 squares += near * log * log
         mean = total / weight
-        deviation = math.sqrt(max(squares / weight - mean * mean, 0.0))
-        return mean - LEAD * max(deviation, MIN_ERROR)
+        return mean, math.sqrt(max(squares / weight - mean * mean, 0.0))

@@ -24,10 +24,8 @@ from tuner.runtime.call import counters, devices, guards, invariance, proven_ker
 from tuner.runtime.call.plan import KernelPlan
 from tuner.runtime.call.refusal import Kind, Refusal
 from tuner.runtime.call.table import table
-from tuner.selection.domains import AttentionDomain
+from tuner.selection.engine_ratios import is_wide_chunk
 
-_NARROW = 64
-"""Head dimensions up to this: tuned kernels answered an engine's prompts as fast."""
 _ROUNDED = 16
 """Values between two powers of two that longest lengths are rounded up to, at most; this limits the
 number of sized plans."""
@@ -216,9 +214,7 @@ def engines_own(call: PagedCall) -> Refusal | None:
         return Refusal(Kind.ENGINES, problem.label()) if is_engines else None
     if problem.dtype == E4M3:
         return Refusal(Kind.SLOW_TYPE, E4M3)
-    domain = AttentionDomain.holding(problem)
-    is_chunk = domain is not None and domain.phase == "prompt"
-    if is_chunk and problem.head_dim > _NARROW:
+    if is_wide_chunk(problem):
         return Refusal(Kind.SLOW_CHUNKS, f"D={problem.head_dim}")
     return None
 
