@@ -7,9 +7,11 @@ from dataclasses import replace
 from math import ceil
 from typing import Any
 
+from benchmarks.own_plans import built_artifacts
 from benchmarks.products_ways import MAX_COPIES, ROTATED_BYTES
 from tuner.config import Config
-from tuner.problem import AttentionProblem
+from tuner.families import families
+from tuner.problem import AttentionProblem, Problem
 
 Way = Callable[[], Callable[[int], Any]]
 
@@ -61,7 +63,6 @@ class CallTensors:
         Raises:
             RuntimeError: when it has no plan.
         """
-        from benchmarks.invariance import planned
         from tuner.runtime.call.plan import Posed
 
         problem = self.problem
@@ -78,7 +79,6 @@ class CallTensors:
         """The call over pages by a kernel, with the schedule that the runtime gives it."""
         import torch
 
-        from benchmarks.invariance import planned
         from tuner.runtime.attention.composed import NONE
         from tuner.runtime.attention.paged import paged_call
         from tuner.runtime.call.refusal import Refusal
@@ -103,6 +103,34 @@ class CallTensors:
             sized.append(launched)
         out = torch.empty_like(self._inputs[0][0])
         return lambda i: sized[i].run_into(out, None, *calls[i].inputs)
+
+
+def planned(posed: Any, config: Config) -> Any:
+    """The plan of a built kernel, or a text why there is none."""
+    from tuner.measurement import Measurement, Provenance, Regime, Status
+    from tuner.runtime.call import devices
+    from tuner.runtime.call.plan import Plan, plan_of
+
+    artifacts = _artifacts(posed.problem, config)
+    if isinstance(artifacts, str):
+        return artifacts
+    facts = Regime(), Status.OK, Provenance.PREDICTED
+    measurement = Measurement(
+        posed.problem, config, devices.gpu_of(0), *facts, artifacts=dict(artifacts)
+    )
+    plan = plan_of(posed, measurement, 0)
+    return plan if isinstance(plan, Plan) else plan.detail
+
+
+_built: dict[str, Mapping[str, str] | str] = {}
+
+
+def _artifacts(problem: Problem, config: Config) -> Mapping[str, str] | str:
+    specs = families()[config.family].kernels(problem, config)
+    key = " ".join(spec.key for spec in specs.values())
+    if key not in _built:
+        _built[key] = built_artifacts(specs)
+    return _built[key]
 
 
 def _product(problem: Any, seed: int) -> list[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import invariance
+from benchmarks import invariance_calls
 from tuner.runtime.call import devices
 
 
@@ -32,4 +32,4 @@ class RowByRow:
 @pytest.fixture
 def row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "TYPE", "cpu")
-    monkeypatch.setattr(invariance, "planned", lambda posed, config: RowByRow(posed.problem))
+    monkeypatch.setattr(invariance_calls, "planned", lambda posed, config: RowByRow(posed.problem))
