@@ -59,7 +59,7 @@ class TestDonors:
         others = {
             one: models
             for one, models in ships.domains.items()
-            if not one.has_softcap and (one.head_dim, one.phase) != (256, "one")
+            if not one.has_softcap and (one.head_dim != 256 or one.phase == "prompt")
         }
         known = replace(ships, domains=others)
         assert domain._replace(mask="full", has_softcap=False) not in known.domains
@@ -68,6 +68,19 @@ class TestDonors:
         assert (models.donor.head_dim, models.donor.phase) == (256, "prompt")
         assert not models.vendors, "PyTorch has no operator for it"
         assert known.models_of(AttentionDomain(256, "full", "one")) is None
+
+    @pytest.mark.parametrize(("head_dim", "is_taken"), [(64, True), (96, False), (128, True)])
+    def test_kernels_that_pad_heads_serve_masks_where_they_were_proven(
+        self, head_dim: int, is_taken: bool
+    ) -> None:
+        configs = maker()(1, 64), maker()(1, 64, packed_heads=8, pads_heads=True)
+        own = [candidate(config, FUSED.work_terms, launch=9.0) for config in configs]
+        domain = AttentionDomain(head_dim, "full", "few")
+        models = DomainModels(domain, WARM, own, 0.0, REGRET)
+        known = Portfolio("attention", DEFAULT_GPU, {domain: models})
+        found = known.models_of(domain._replace(operand="bool"))
+        assert found is not None
+        assert any("pads_heads" in one.config.params for one in found.candidates) is is_taken
 
     def test_legality_is_found_out_anew(self) -> None:
         """A config of the plain domain may spill under a window."""

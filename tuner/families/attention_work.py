@@ -38,6 +38,7 @@ TERMS = (
     "critical_steps",
     "aligned_mask_steps",
     "mask_steps",
+    "repeated",
 )
 """Names of what `work` counts:
 
@@ -49,7 +50,9 @@ TERMS = (
 - splits to combine;
 - under a mask, key steps of the mean multiprocessor, or of the longest block beside its neighbours
   where these are more;
-- key steps of all rounds, as one term if the rows of a mask operand are aligned, else as another.
+- key steps of all rounds, as one term if the rows of a mask operand are aligned, else as another;
+- megabytes of keys and values that blocks read beyond once: each tile and each pack of query heads
+  of a KV head reads them.
 """
 MASK_TERMS = frozenset({"aligned_mask_steps", "mask_steps"})
 """Terms that cost time under a mask operand only. Fits leave them out."""
@@ -128,7 +131,8 @@ def work(sizes: AttentionSizes, tiling: AttentionTiling, gpu: Gpu) -> tuple[floa
     sm_count = gpu.sm_count
     queries = rows // packed or 1
     tiles = -(-seqlen_q // queries)
-    blocks = (tiles * heads_kv if pads_heads else tiles * heads // packed) * splits
+    reading = tiles * heads_kv if pads_heads else tiles * heads // packed
+    blocks = reading * splits
     longest = -(-seqlen_kv // keys)
     mean: float = longest
     if is_masked and right == 0 and left == seqlen_q:  # the last block has the most
@@ -163,6 +167,7 @@ def work(sizes: AttentionSizes, tiling: AttentionTiling, gpu: Gpu) -> tuple[floa
         larger(share * mean, longest * resident) if is_masked else 0.0,
         where(seqlen_kv, aligned, 0.0, round_steps),
         where(seqlen_kv, aligned, round_steps, 0.0),
+        (reading - heads_kv) * seqlen_kv * row_bytes * (2 / MEGABYTE),
     )
 
 
@@ -196,7 +201,9 @@ CLOSED_TERMS = (
 FIRST_MEGABYTES = 20.0
 """Megabytes that pass through an H100's memory while a sequence's first keys are worked on."""
 
-CONSTANT_TERMS = frozenset({"launch", "memory", "stream", "partials", "repeated_memory"})
+CONSTANT_TERMS = frozenset(
+    {"launch", "memory", "stream", "partials", "repeated", "repeated_memory"}
+)
 """Terms whose rates do not follow the clock."""
 
 

@@ -47,7 +47,7 @@ MARGINS: Mapping[str, Mapping[AnyDomain, float]] = {
         ProductDomain("wide"): 0.25,
         ProductDomain("wide", "bias"): 0.25,
         **{one: 0.0 for one in (_GELU, *_GELU.filled)},
-        AttentionDomain(96, "full", "one"): 1.0,
+        AttentionDomain(96, "full", "one"): 0.0,
         AttentionDomain(128, "full", "one"): 0.5,
     }
 }

@@ -186,8 +186,8 @@ class Judge:
     def _left_out(
         self, kernel: KernelTimes, base: KernelTimes | None
     ) -> tuple[list[float], list[_Expected], KernelTimes | None]:
-        """Errors in ascending order, and each point of a kernel with the time expected by a fit to
-        the other models' points.
+        """Errors in ascending order at all points of a kernel, and its own ones with the time that is
+        expected by a fit to the other models' points.
         """
         groups = sorted(set(kernel.groups))
         fold = {group: number % FOLDS for number, group in enumerate(groups)}
@@ -200,8 +200,8 @@ class Judge:
                 if of == number:
                     expected = self._expected(point.problem, point.config, rates)
                     found.append(_Expected(kernel, point, expected))
-        found = [row for row in found if kernel.is_own(row.point)]
-        return sorted(abs(row.expected / row.us - 1) for row in found), found, base
+        errors = sorted(abs(row.expected / row.us - 1) for row in found)
+        return errors, [row for row in found if kernel.is_own(row.point)], base
 
     def _table(self, own: Sequence[KernelTimes]) -> list[list[float]]:
         """Times in microseconds, a row for each kernel and a column for each problem.

@@ -161,6 +161,8 @@ class Transfer:
     def _transferred(self, domain: AnyDomain, models: DomainModels) -> Iterator[Candidate]:
         """Own candidates of a donor as they are called in `domain`, best first."""
         own = [one for one in models.candidates if not one.is_vendor]
+        if isinstance(domain, AttentionDomain) and not domain.takes_padding:
+            own = [one for one in own if "pads_heads" not in one.config.params]
         own.sort(key=lambda one: "packed_heads" in one.config.params)
         if domain.donors_split:
             yield from self._divided(domain, own)

@@ -26,11 +26,9 @@ MaskOperand = Literal["", "bool", "additive"]
 _PAGE = 64
 
 
-#: Head dimension that was measured for plain prompts without a mask only: public models have no
-#: other calls of D = 136 to 192. These kernels serve all others.
+#: Head dimension of few public models, D = 136 to 192: prompts and decoding were measured without a
+#: mask only.
 _RARE = 192
-#: Head dimension whose kernels decode there.
-_DECODES_RARE = 256
 
 
 class _Attention(NamedTuple):
@@ -133,8 +131,8 @@ class AttentionDomain(_Attention, Domain):
         Block-sparse masks use the domain of a mask that hides nothing. Paged caches use dense
         domains, nearest head dimension first: under a bottom-right mask few queries see nearly all
         keys. Calls that PyTorch composes of operations, or serves slowly, use kernels of other
-        phases if their own phase was not measured. D = 136 to 192 use kernels of prompts without
-        a mask, or those that decode at D = 256.
+        phases if their own phase was not measured. D = 136 to 192 use kernels of prompts without a
+        mask.
         """
         if self.is_sparse:
             yield type(self)(self.head_dim, "full", "prompt")
@@ -143,6 +141,9 @@ class AttentionDomain(_Attention, Domain):
             mask: Mask = "causal" if self.phase == "prompt" else "full"
             for width in sorted(INSTANCES, key=lambda width: (abs(width - self.head_dim), width)):
                 yield type(self)(width, mask, self.phase)
+            return
+        if self.head_dim == _RARE:
+            yield type(self)(_RARE, "full", "prompt")
             return
         if self._is_capped_and_masked:
             yield self._replace(operand="", phase="few")
@@ -157,19 +158,11 @@ class AttentionDomain(_Attention, Domain):
             plain = type(self)(self.head_dim, mask, phase)
             if plain != self:
                 yield plain
-        if self.head_dim == _RARE:
-            if self._is_plain and self.phase != "prompt":
-                yield self._replace(head_dim=_DECODES_RARE)
-            yield type(self)(_RARE, "full", "prompt")
 
     @property
     def decodes_pages(self) -> bool:
         """Decoding over a paged cache, of one query or few."""
         return self.is_paged and self.phase != "prompt"
-
-    @property
-    def _is_plain(self) -> bool:
-        return not (self.operand or self.is_composed)
 
     @property
     def _shares_kernels(self) -> bool:
@@ -184,6 +177,11 @@ class AttentionDomain(_Attention, Domain):
     def is_fitted(self) -> bool:
         """Not under a mask operand: its donors' kernels have few measurements of each there."""
         return not self.operand
+
+    @property
+    def takes_padding(self) -> bool:
+        """False under a mask operand where no kernel that pads heads was proven with one."""
+        return not self.operand or self.has_softcap or self.head_dim in (64, 128)
 
     @property
     def shares_phases(self) -> bool:
@@ -248,8 +246,6 @@ class AttentionDomain(_Attention, Domain):
     @classmethod
     def _rare(cls) -> Iterator[Self]:
         """Domains of D = 136 to 192 beside paged caches and mask operands."""
-        yield cls(_RARE, "full", "few")
-        yield cls(_RARE, "full", "one")
         causal = cls(_RARE, "causal", "prompt")
         yield causal
         yield causal._replace(mask="windowed")
@@ -340,8 +336,7 @@ class AttentionDomain(_Attention, Domain):
     @property
     def donors_split(self) -> bool:
         is_capped = self.has_softcap and self.phase != "prompt" and self.head_dim in CAPPED
-        is_rare = self.head_dim == _RARE and self.phase != "prompt" and self._is_plain
-        return is_capped or self._shares_kernels or is_rare
+        return is_capped or self._shares_kernels
 
     @property
     def max_kernels(self) -> int:
