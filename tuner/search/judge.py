@@ -186,8 +186,8 @@ class Judge:
     def _left_out(
         self, kernel: KernelTimes, base: KernelTimes | None
     ) -> tuple[list[float], list[_Expected], KernelTimes | None]:
-        """Errors in ascending order at all points of a kernel, and its own ones with the time that is
-        expected by a fit to the other models' points.
+        """Errors in ascending order at all points of a kernel, and its own points with the times
+        expected by fits to the other models' points.
         """
         groups = sorted(set(kernel.groups))
         fold = {group: number % FOLDS for number, group in enumerate(groups)}
