@@ -18,7 +18,7 @@ from tuner.cli import build as command
 from tuner.compile import compiler, toolchain
 from tuner.compile.artifacts import ArtifactCache
 from tuner.hardware import GPUS
-from tuner.problem import GemmProblem, Problem, shapes, written
+from tuner.problem import GemmProblem, Problem, written
 from tuner.problem.steps import steps
 from tuner.selection.answering import ModelAnswers, answering, needed
 from tuner.selection.kernel_list import KernelList
@@ -38,7 +38,6 @@ PYTORCHS = "op=gemm,M=64,N=4096,K=4096,dtype=bf16"
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shapes, "architecture", written.architecture)
     monkeypatch.setattr(compiler, "Compiler", Compiler)
     monkeypatch.setattr(toolchain, "find_toolchain", lambda: TOOLS)
     monkeypatch.setattr(command, "_beside", lambda library, artifacts: "there already")

@@ -34,12 +34,6 @@ LLAMA: dict[str, Any] = {
 H200 = GPUS["H200"]
 
 
-@pytest.fixture(autouse=True)
-def without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers are those of the file alone."""
-    monkeypatch.setattr(shapes, "architecture", written.architecture)
-
-
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     path = tmp_path / "config.json"
@@ -220,6 +214,24 @@ def test_a_model_is_looked_up_as_json(config: Path, capsys: pytest.CaptureFixtur
     assert {call["source"] for call in data["calls"]} <= {"measured", "predicted", "unknown"}
     assert [step["step"] for step in data["steps"]] == ["decode 1, 512 keys", "prompt 1 x 512"]
     assert data["gain"]["pytorch"] >= data["gain"]["fastest"] > 0.9
+
+
+def test_transformers_is_loaded_where_the_file_does_not_say_all(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def architecture(data: dict[str, Any]) -> Model:
+        asked.append(data["model_type"])
+        return written.architecture(LLAMA)
+
+    monkeypatch.setattr(shapes, "architecture", architecture)
+    options = ["--gpu", "H200", "--batch", "1", "--seqlen", "512"]
+    assert main(["lookup", "--model", str(config), *options]) == 0 and asked == []
+    for changes in ({"model_type": "new"}, {"quantization_config": {"quant_method": "fp8"}}):
+        config.write_text(json.dumps({**LLAMA, **changes}))
+        assert main(["lookup", "--model", str(config), *options]) == 0
+    assert asked == ["new", "llama"]
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def steps_of(args: argparse.Namespace) -> list[ModelStep]:
     ranks = 1 if args.tensor_parallel is None else args.tensor_parallel
     if ranks < 1:
         raise ConfigError(f"--tensor-parallel {ranks} is out of range (allowed: 1 and more)")
-    model = shapes.read(args.model)
+    model = shapes.read(args.model, without_transformers=True)
     sizes = (
         shapes.numbers(name, text) if (text := getattr(args, name)) else None
         for name in ("batch", "seqlen")

@@ -71,8 +71,13 @@ class Listed:
         return self
 
 
-def read(path: Path) -> Model:
+def read(path: Path, *, without_transformers: bool = False) -> Model:
     """Read a ``config.json``; a model of several parts is its text part.
+
+    Args:
+        path: the file.
+        without_transformers: True to take the layers from the file alone where it determines them,
+            which saves the seconds that Transformers takes to import.
 
     Raises:
         ConfigError: when it cannot be read, lacks a size, or its layers are not known.
@@ -84,6 +89,11 @@ def read(path: Path) -> Model:
         raise ConfigError(f"model {path} cannot be read: {reason}") from exc
     if not isinstance(data, dict):
         raise ConfigError(f"model {path} is not a configuration of Transformers (an object)")
+    if without_transformers and not data.get("quantization_config"):
+        from tuner.problem import written
+
+        with contextlib.suppress(ConfigError):
+            return written.architecture(data)
     return architecture(data)
 
 
