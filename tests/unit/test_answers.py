@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from portfolio_machine import (
@@ -23,9 +25,11 @@ from runtime_machine import fake_machine
 from tuner import settings
 from tuner.config import Config
 from tuner.errors import ConfigError
+from tuner.families import families
 from tuner.families.peers import ANSWERS, installed
 from tuner.hardware import DEFAULT_GPU, GPUS
 from tuner.measurement import Environment, Measurement, Regime, Status
+from tuner.problem import GemmProblem
 from tuner.selection import peer_ratios
 from tuner.selection.domains import AttentionDomain
 from tuner.selection.peer_ratios import PeerRatios
@@ -180,3 +184,27 @@ class TestBenchmark:
         stopwatch.us["flash3"] = 4.0
         serving.factor = 2
         assert served(serving, serving.portfolio) == "own"
+
+    def test_the_first_algorithms_of_a_list_are_among_them(
+        self, serving: Serving, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        contending = importlib.import_module("tuner.runtime.call.peer_contenders").contending
+        search = families()["vendor_cublaslt_search"]
+        problem = GemmProblem(8, 128, 64, dtype="bfloat16")
+        every = [Config(search.name, {"kernel": "cublaslt_search", "tile": n}) for n in range(12)]
+        monkeypatch.setattr(type(search), "listing", lambda *_: every)
+        assert contending(problem, DEFAULT_GPU) == every[:8]
+        monkeypatch.setenv("TUNER_ANSWERS", "own,flash3")
+        assert contending(problem, DEFAULT_GPU) == []
+
+    def test_a_library_that_lists_nothing_is_a_counted_error(
+        self, serving: Serving, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refused(*_: Any) -> Any:
+            raise OSError("no libcublasLt.so")
+
+        contending = importlib.import_module("tuner.runtime.call.peer_contenders").contending
+        search = families()["vendor_cublaslt_search"]
+        monkeypatch.setattr(type(search), "listing", refused)
+        assert contending(GemmProblem(8, 128, 64, dtype="bfloat16"), DEFAULT_GPU) == []
+        assert serving.machine.stats().errors == {"vendor_cublaslt_search lists nothing": 1}
