@@ -43,7 +43,7 @@ def test_every_candidate_may_answer_a_listed_call_without_spills() -> None:
             if any(one.params.items() <= config.params.items() for config in configs):
                 used.add((domain_of(problem), one))
     wanted = {(domain_of(hole.problem), one) for hole in HOLES for one in further(hole.problem)}
-    assert used == wanted and sum(map(len, CANDIDATES.values())) > 10
+    assert used == wanted and sum(map(len, CANDIDATES.values())) > 4
 
 
 @pytest.mark.usefixtures("fake_device")
