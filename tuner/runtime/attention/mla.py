@@ -141,13 +141,13 @@ def _answered(
     return out if lse is None else (out, lse)
 
 
-def composed(call: Decode) -> None:
-    """The same by PyTorch's operations in fp32, which wait for the device."""
+def composed(call: Decode, precision: torch.dtype = torch.float32) -> None:
+    """The same by PyTorch's operations in `precision`, which wait for the device."""
     queries, size = call.query.shape[1], call.cache.shape[1]
     for b, length in enumerate(call.lengths.tolist()):
         pages = call.block_table[b, : -(-length // size)].long()
-        rows = call.cache[pages].reshape(-1, WIDTH)[:length].float()
-        scores = torch.einsum("qhd,kd->hqk", call.query[b].float(), rows) * call.scale
+        rows = call.cache[pages].reshape(-1, WIDTH)[:length].to(precision)
+        scores = torch.einsum("qhd,kd->hqk", call.query[b].to(precision), rows) * call.scale
         seen = torch.arange(1 - queries, 1, device=rows.device)[:, None] + length
         hidden = torch.arange(length, device=rows.device) >= seen
         lse = torch.logsumexp(scores.masked_fill_(hidden, -torch.inf), -1)
@@ -226,7 +226,7 @@ def _is_proven(chosen: MlaKernel, device: torch.device, kernel: LoadedKernel) ->
     """True when its results are those of PyTorch's operations, up to rounding."""
     for number in range(len(_DRAWS[chosen.cluster])):
         theirs, own = (drawn(chosen, device, number) for _ in range(2))
-        composed(theirs)
+        composed(theirs, torch.float64)
         try:
             launch(kernel, own)
         except BenchmarkError as exc:
