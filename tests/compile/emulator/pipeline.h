@@ -58,6 +58,7 @@ struct Product {
   int adds, columns;
   bool transposed = false;  // whether the columns of y are contiguous, and not K
   int group = 0;  // that it was committed with; 0 before
+  std::vector<float> own = {};  // two rows of x, where it is in registers
 };
 
 struct Copy {
@@ -355,7 +356,7 @@ inline void run_products(int left = 0) {
     for (int i = 0; i < product.columns / 2; ++i) {
       int const row = thread / 32 * 16 + lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
       double sum = product.adds ? product.d[i] : 0.0;
-      for (int k = 0; k < 32 / kElementBytes; ++k) sum += double(element(product.x, row, k)) * element(product.y, column, k, product.transposed);
+      for (int k = 0; k < 32 / kElementBytes; ++k) sum += double(product.own.empty() ? element(product.x, row, k) : product.own[i / 2 % 2 * 16 + k]) * element(product.y, column, k, product.transposed);
       product.d[i] = static_cast<float>(sum);
     }
   }
@@ -415,6 +416,19 @@ constexpr int kSwizzleBytes = 128;
 
 inline uint32_t shared_address(void const*) { return emulator::kBase; }
 inline uint32_t block_rank() { return emulator::self().rank; }
+// Two rows of a WGMMA's first operand, 16 of K each, as the four lanes of a quad hold them.
+inline std::vector<float> rows_of_quad(uint32_t const (&words)[4]) {
+  std::vector<float> rows(32);
+  for (int word = 0; word < 4; ++word)
+    for (int q = 0; q < 4; ++q) {
+      uint32_t const both = word_of_lane(words[word], threadIdx.x % 32 / 4 * 4 + q);
+      for (int i = 0; i < 2; ++i) {
+        uint32_t const bits = both >> 16 * i << 16;
+        std::memcpy(&rows[word % 2 * 16 + word / 2 * 8 + 2 * q + i], &bits, 4);
+      }
+    }
+  return rows;
+}
 inline void cluster_sync() {
   emulator::Machine& m = emulator::machine();
   emulator::meet(m.meeting, int(m.fibers.size()));

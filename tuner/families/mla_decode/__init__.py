@@ -46,6 +46,7 @@ class MlaKernel(NamedTuple):
     dtype: str
     scores_first: bool
     cluster: int
+    registers: bool = True
 
     @property
     def spec(self) -> KernelSpec:
