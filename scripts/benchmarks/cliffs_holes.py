@@ -184,10 +184,14 @@ def further(problem: AttentionProblem) -> Sequence[Config]:
 
 @cache
 def own_configs(problem: AttentionProblem, gpu: Gpu = DEFAULT_GPU) -> tuple[Config, ...]:
-    """Own kernels that may answer a problem, with their run-time parameters."""
+    """Own kernels that may answer a problem, with their run-time parameters; those without splits
+    also as launches that wait for the kernel in front.
+    """
     (portfolio,) = (one for one in serving(shipped(), gpu) if one.op == problem.op)
     groups = pool.of_portfolio(problem, gpu, portfolio, further=further(problem))
-    return tuple(config for group in groups for config in group if not is_vendor(config))
+    own = [config for group in groups for config in group if not is_vendor(config)]
+    waiting = [Config(c.family, {**c.params, "pdl": False}) for c in own if c["splits"] == 1]
+    return tuple(dict.fromkeys([*own, *waiting]))
 
 
 def _specs(problem: AttentionProblem, config: Config) -> Mapping[str, KernelSpec]:
