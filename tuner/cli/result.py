@@ -14,6 +14,7 @@ from tuner.selection.describe import (
     table,
     wrapped,
 )
+from tuner.selection.served import served_text
 from tuner.store.entry import Entry, is_vendor, vendor_name
 from tuner.tuning.finals import PROVISIONAL
 from tuner.tuning.outcome import Outcome
@@ -33,6 +34,7 @@ def outcome_text(outcome: Outcome, store: str) -> str:
     if entry is None:
         return "\n".join([*lines, "interrupted before any candidate passed"])
     configs = _config_lines(entry)
+    lines += wrapped(served_text(outcome.problem, outcome.gpu, outcome.regime))
     lines += ["", _ranking_table(entry), "", *configs, *([""] if configs else [])]
     lines += wrapped(f"own speed: {speedups_text(entry)}")
     lines += _unranked_lines(outcome)

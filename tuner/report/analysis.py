@@ -13,6 +13,7 @@ from tuner.measurement import Measurement
 from tuner.problem import Problem
 from tuner.report.subject import ReportSubject
 from tuner.selection.describe import microseconds, short_name
+from tuner.selection.served import served_text
 from tuner.store.entry import Standing, is_vendor
 
 MIN_CANDIDATES = 20
@@ -33,7 +34,15 @@ def latency(measurement: Measurement) -> float:
 
 
 def verdict(subject: ReportSubject) -> str:
-    """The winner and its ratio, in one sentence."""
+    """The winner and its ratio, in one sentence; before it the decision in a stream, if the sweep
+    was timed in another way.
+    """
+    served = served_text(subject.problem, subject.gpu, subject.regime, subject.known)
+    own = _own_verdict(subject)
+    return f"{served} This sweep, timed {subject.regime.launch}: {own}" if served else own
+
+
+def _own_verdict(subject: ReportSubject) -> str:
     entry = subject.entry
     own, first = entry.best_own, entry.ranking[0]
     name = f"{subject.problem.op} {subject.problem.label()}"

@@ -120,14 +120,14 @@ def _contrast(subject: ReportSubject, name: str, own: Measurement, other: Measur
     ratio = latency(other) / latency(own)
     if is_tie(own, other):
         how = (
-            "equal within the noise of the two, and of equals the one with less memory beside the "
-            "operands, then the one with the smaller digest, stands first"
+            "they are equal within the noise of the two, and of equals the one with less memory "
+            "beside the operands, then the one with the smaller digest, stands first"
         )
     else:
-        how = f"{abs(100 * (ratio - 1)):.1f} % {'slower' if ratio > 1 else 'faster'}"
+        how = f"it takes {abs(100 * (ratio - 1)):.1f} % {'more' if ratio > 1 else 'less'}"
     measured = [
         f"{short_name(other)} takes {microseconds(other.latency_us)} us in the {pass_} pass, "
-        f"this one {microseconds(own.latency_us)} us: it is {how}.",
+        f"this one {microseconds(own.latency_us)} us: {how}.",
         *_compiled(own, other),
     ]
     mine, theirs = (works(m.problem, m.config, subject.gpu) for m in (own, other))
