@@ -109,7 +109,9 @@ def test_the_runner_up_is_told_by_its_numbers() -> None:
     assert contrast.changes == ("tile_n 256 instead of 128",)
     texts = {claim.text: claim.source for claim in contrast.claims}
     digest = gemm(tile_n=128).digest[:6]
-    told = f"gemm {digest} takes 230.0 us in the final pass, this one 210.0 us: it takes 9.5 % more."
+    told = (
+        f"gemm {digest} takes 230.0 us in the final pass, this one 210.0 us: it takes 9.5 % more."
+    )
     assert texts[told] == MEASURED
     told = "Registers: 168 a thread at launch, 0 bytes spilled, against 90 and 0 (gemm, by ptxas)."
     assert texts[told] == MEASURED
