@@ -37,6 +37,8 @@ ATTENTION: tuple[tuple[int, int, int, bool], ...] = (
 )
 """Sequences, queries, keys and whether the mask is causal, of 32 query heads on 8."""
 BUDGET_US = 1e5
+MAX_ERROR = 1e-2
+"""Largest relative error of the product in Triton, beside PyTorch's."""
 FEW_ROWS, FEW_COLUMNS = 64, 4096
 """Largest products at which kernels of narrow tiles are timed beside."""
 
@@ -135,6 +137,9 @@ def compare(case: Timed, _: Namespace) -> Row:
                 fit.append(Contender(name, call))
             except FAILURES as exc:
                 failed[name] = first_line(exc)
+        if "triton" in outs and not harness.distance(outs["triton"], outs["pytorch"]) < MAX_ERROR:
+            failed["triton"] = "wrong"
+            fit = [one for one in fit if one.name != "triton"]
         times = harness.time_calls(fit, tensors.before, tensors.copies, BUDGET_US)
     kernels = {"own": own, "tuner": mine}
     like = outs.get("own" if own == mine else "tuner")
@@ -184,16 +189,21 @@ def line(row: Row) -> str:
 
 def table(rows: Sequence[Row]) -> list[str]:
     """The mode's speed over own kernels' without it, and over PyTorch's."""
-    lines = [["group", "calls", "over own", "worst", "below 0.85", "over PyTorch", "control"]]
+    heads = ["over own", "worst", "below 0.85", "over PyTorch", "over Triton", "control"]
+    lines = [["group", "calls", *heads]]
     groups = dict.fromkeys(row["group"] for row in rows)
     parts = [(name, [row for row in rows if row["group"] == name]) for name in groups]
     for name, mine in [*parts, ("all", list(rows))]:
-        ratios = values(mine, lambda row: over(row, "own"))
-        theirs = values(mine, lambda row: over(row, "pytorch"))
+        ratios = _over(mine, "own")
+        others = [figures(_over(mine, peer))[0] for peer in ("pytorch", "triton")]
         slow = str(sum(ratio < SLOWEST for ratio in ratios))
         noise = figures(values(mine, control))[0]
-        lines.append([name, str(len(mine)), *figures(ratios), slow, figures(theirs)[0], noise])
+        lines.append([name, str(len(mine)), *figures(ratios), slow, *others, noise])
     return markdown(lines)
+
+
+def _over(rows: Sequence[Row], name: str) -> list[float]:
+    return values(rows, lambda row: over(row, name))
 
 
 SLOWEST = 0.85
