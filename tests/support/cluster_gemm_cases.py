@@ -52,12 +52,6 @@ COMPILED = {
     "two blocks": (config((64, 128), blocks_per_sm=2, split_k=2), "bias_gelu_tanh", "bfloat16"),
     "two parts": (config((256, 128)), "", "bfloat16"),
     "narrowest": (config((64, 16), swap_ab=True, split_k=8), "", "bfloat16"),
-    "three parts, four blocks": (
-        config((64, 16), swap_ab=True, split_k=3, blocks_per_sm=4),
-        "",
-        "bfloat16",
-    ),
-    "three blocks": (config((64, 32), split_k=5, blocks_per_sm=3), "bias_gelu", "float16"),
     "columns": (config((64, 96), split_k=4), "bias_silu", "float16"),
     "few rows, long K": (config((128, 64), swap_ab=True, split_k=4), "bias", "bfloat16"),
 }

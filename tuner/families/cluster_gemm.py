@@ -47,12 +47,12 @@ INSTRUCTION_ROWS, MAX_COLUMNS = 64, 256
 """Rows of an instruction of a warp group and its most columns (PTX ISA, wgmma)."""
 STORED_COLUMNS = 16
 """Columns that the four lanes of a row store together."""
-MAX_RESIDENT_SUMS = {1: 192, 2: 64, 3: 16, 4: 16}
-"""Most accumulators of a thread that compile without a spill, by the blocks of a multiprocessor."""
+MAX_SUMS = 192
+"""Accumulators of a thread: 192 of 232 registers compile without a spill."""
 MIN_STAGES, MAX_STAGES = 2, 24
 BARRIER_BYTES = 16
 """Bytes of a stage's two barriers."""
-SPLITS = 1, 2, 3, 4, 5, 6, 7, 8
+SPLITS = 1, 2, 4, 8
 MAX_SPLITS = max(SPLITS)
 RASTER_ORDERS = {"AlongM": 1, "AlongN": 2}
 
@@ -84,7 +84,7 @@ class ClusterGemm(StridedProduct):
         "tile_n": (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256),
         "stages": range(MIN_STAGES, MAX_STAGES + 1),
         "split_k": SPLITS,
-        "blocks_per_sm": (1, 2, 3, 4),
+        "blocks_per_sm": (1, 2),
         "raster_order": tuple(RASTER_ORDERS),
         "max_swizzle_size": (1, 2, 4, 8, 16),
         "pdl": (False, True),
@@ -266,7 +266,7 @@ def _tile_violations(config: Config) -> list[str]:
     if tile_n % STORED_COLUMNS and not config["swap_ab"]:
         reasons.append(f"tile_n={tile_n} is not a multiple of {STORED_COLUMNS} (swap_ab=False)")
     sums = max(1, tile_m // (2 * INSTRUCTION_ROWS)) * tile_n // 2
-    limit = MAX_RESIDENT_SUMS[int(config["blocks_per_sm"])]
+    limit = MAX_SUMS if config["blocks_per_sm"] == 1 else MAX_SUMS // 3
     if sums > limit:
         reasons.append(
             f"tile {tile_m}x{tile_n} needs {sums} registers a thread for sums (at most {limit})"
@@ -293,12 +293,10 @@ def _split_violations(problem: GemmProblem, config: Config) -> list[str]:
 
 
 #: Widths of tiles that hold rows of A, swapped, and columns of B.
-_WIDTHS = (8, 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+_WIDTHS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 _COLUMNS = (32, 64, 96, 128, 192, 256)
 #: Tiles along A's rows at most, for which swapped operands read the weights.
 _MAX_READS = 3
-#: Blocks of a cluster and of a multiprocessor; three of the latter have room for narrow tiles only.
-_DIVISIONS = (*product((1, 2, 4, 8), (1, 2)), (3, 2), *product((2, 3, 4), (3,)))
 #: Blocks a multiprocessor at most, and least steps of each, for which K is worth dividing.
 _MAX_SPLIT_ROUNDS, _MIN_SPLIT_STEPS = 2, 4
 
@@ -308,7 +306,7 @@ def _compiled(problem: GemmProblem, gpu: Gpu) -> Iterator[dict[str, Value]]:
     steps = ceil(problem.k / BLOCK_K)
     shapes = [(True, *tile) for tile in product((64, 128), _WIDTHS)]
     shapes += [(False, *tile) for tile in product((64, 128), _COLUMNS)]
-    for (swapped, tile_m, tile_n), (splits, resident) in product(shapes, _DIVISIONS):
+    for (swapped, tile_m, tile_n), splits, resident in product(shapes, (1, 2, 4, 8), (1, 2)):
         rows, columns = (problem.n, problem.m) if swapped else (problem.m, problem.n)
         # A tile that is wider or higher than needed multiplies in vain.
         if swapped and tile_n > min((n for n in _WIDTHS if n >= columns), default=tile_n):
@@ -318,7 +316,7 @@ def _compiled(problem: GemmProblem, gpu: Gpu) -> Iterator[dict[str, Value]]:
         if swapped and ceil(columns / tile_n) > _MAX_READS:
             continue
         count = ceil(rows / tile_m) * ceil(columns / tile_n)
-        is_full = count * splits > max(_MAX_SPLIT_ROUNDS, resident) * gpu.sm_count
+        is_full = count * splits > _MAX_SPLIT_ROUNDS * gpu.sm_count
         if is_full and (splits > 1 or problem.m > FEW):
             continue
         if splits > 1 and steps < _MIN_SPLIT_STEPS * splits:
