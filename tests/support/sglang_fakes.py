@@ -66,7 +66,8 @@ class Pool:
     """`written` has the arguments of each write of new keys and values."""
 
     def __init__(self, keys: Any, values: Any) -> None:
-        self.buffers, self.written = (keys, values), []
+        self.buffers = keys, values
+        self.written: list[Any] = []
 
     def get_kv_buffer(self, layer_id: int) -> Any:
         return self.buffers
@@ -136,7 +137,7 @@ def stand_ins() -> dict[str, ModuleType]:
         f"{SRT}.layers.quantization": {"QUANTIZATION_METHODS": {"fp8": object}},
         f"{SRT}.layers.quantization.base_config": {"QuantizationConfig": object},
     }
-    modules = {}
+    modules: dict[str, ModuleType] = {}
     for name, values in names.items():
         parts = name.split(".")
         for count in range(1, len(parts) + 1):

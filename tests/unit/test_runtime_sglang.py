@@ -34,7 +34,11 @@ def pool() -> Pool:
     return Pool(keys, values)
 
 
-def layer(**changes: Any) -> SimpleNamespace:
+class Layer:
+    """A key of a dictionary, as a module is."""
+
+
+def layer(**changes: Any) -> Any:
     plain: dict[str, Any] = {
         "layer_id": 3,
         "tp_q_head_num": HEADS,
@@ -51,8 +55,9 @@ def layer(**changes: Any) -> SimpleNamespace:
         "v_scale": None,
         **changes,
     }
-    made = SimpleNamespace(**plain)
-    return type("Layer", (), {**vars(made)})()  # a layer is a key, as a module is
+    made = Layer()
+    vars(made).update(plain)
+    return made
 
 
 def metadata(queries: tuple[int, ...], keys: int, **changes: Any) -> Metadata:

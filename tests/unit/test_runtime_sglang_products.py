@@ -123,7 +123,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
     module = importlib.import_module(names[1])
-    module.forward = forward
+    vars(module)["forward"] = forward
     yield module
     for name in names:
         sys.modules.pop(name, None)
@@ -233,7 +233,12 @@ def test_experts_are_asked_for_with_the_layers_tensors(
 ) -> None:
     seen: list[Any] = []
     out = torch.ones(T, H)
-    monkeypatch.setattr(shared(), "answer", lambda call: (seen.append(call), out)[1])
+
+    def answer(call: Any) -> Any:
+        seen.append(call)
+        return out
+
+    monkeypatch.setattr(shared(), "answer", answer)
     layer, rows = experts(), dispatched()
     found = products.SglangExpertsMethod().apply(layer, rows)
     assert found.hidden_states is out

@@ -250,7 +250,7 @@ def masks(metadata: Any, read: frozenset[str]) -> list[str]:
     """Fields of a step's metadata that may be masks: set, and not among those that are `read`."""
     return [
         name
-        for name, default in _others(type(metadata), read)
+        for name, default in _others(metadata.__class__, read)
         if (value := getattr(metadata, name)) is not None
         and value is not default
         and (isinstance(value, torch.Tensor) or value != default)
