@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from tuner.config import Config
 from tuner.families import families
@@ -23,7 +23,7 @@ from tuner.families.rule import RuleSelection
 from tuner.families.work import floor_us, sizes_of
 from tuner.hardware import Gpu
 from tuner.measurement import Regime
-from tuner.problem import AttentionProblem, Problem
+from tuner.problem import AttentionProblem, DType, Problem
 from tuner.selection.candidates import Candidate
 from tuner.selection.choice import page_readings
 from tuner.selection.domains import AnyDomain, AttentionDomain, domain_of
@@ -139,36 +139,57 @@ def kernels(problem: Problem, gpu: Gpu, portfolio: Portfolio | None) -> Iterator
     mine = domain_of(problem)
     if portfolio is None or mine is None:
         return
-    related = dict(_related(portfolio, mine))
-    shipped = {
-        spec.key
-        for domain, candidates in related.items()
-        for one in candidates
-        for small in domain.problems(problem.dtype)  # type: ignore[attr-defined]
-        for spec in one.family.kernels(small, one.config).values()  # type: ignore[union-attr]
-    }
+    pool = _pool_of(portfolio, mine, problem.dtype)  # type: ignore[attr-defined]
     sizes, seen = sizes_of(problem), set[Config]()
     is_decoding = isinstance(problem, AttentionProblem) and problem.is_decoding
     least, fastest = floor_us(sizes, gpu, is_decoding) or 0.0, dict[ReductionClass, float]()
-    for domain in sorted(related, key=lambda one: one != mine):
-        for one in related[domain]:
-            family = one.family
-            assert family is not None
-            config = family.called(problem, one.config, 1)
-            if config in seen or not family.accepts(problem, config, gpu):
-                continue
-            specs = family.kernels(problem, config).values()
-            reduction = family.reduction_class(problem, config)
-            if reduction is None or any(spec.key not in shipped for spec in specs):
-                continue
-            seen.add(config)
-            us = one.us(sizes, family.tiling(config), gpu) * page_readings(problem, config)
-            us = max(us, least)
-            if domain == mine:
-                fastest[reduction] = min(us, fastest.get(reduction, math.inf))
-            elif fastest:
-                us = max(us, fastest.get(reduction, min(fastest.values())))
-            yield us, config, reduction
+    for one, is_own in pool.candidates:
+        family = one.family
+        assert family is not None
+        config = family.called(problem, one.config, 1)
+        reduction = family.reduction_class(problem, config)
+        if reduction is None or config in seen or not family.accepts(problem, config, gpu):
+            continue
+        specs = family.kernels(problem, config).values()
+        if any(spec.key not in pool.shipped for spec in specs):
+            continue
+        seen.add(config)
+        us = one.us(sizes, family.tiling(config), gpu) * page_readings(problem, config)
+        us = max(us, least)
+        if is_own:
+            fastest[reduction] = min(us, fastest.get(reduction, math.inf))
+        elif fastest:
+            us = max(us, fastest.get(reduction, min(fastest.values())))
+        yield us, config, reduction
+
+
+class _Pool(NamedTuple):
+    """Own candidates of a domain and of related ones."""
+
+    portfolio: Portfolio
+    candidates: tuple[tuple[Candidate, bool], ...]
+    """With a flag, true of the domain's own, which come first."""
+    shipped: frozenset[str]
+    """Keys of the kernels that are built for these domains."""
+
+
+_pools: dict[Any, _Pool] = {}
+
+
+def _pool_of(portfolio: Portfolio, mine: AnyDomain, dtype: DType) -> _Pool:
+    key = id(portfolio), mine, dtype
+    if key not in _pools:
+        related = sorted(_related(portfolio, mine), key=lambda one: one[0] != mine)
+        every = [(domain, one) for domain, candidates in related for one in candidates]
+        shipped = {
+            spec.key
+            for domain, one in every
+            for small in domain.problems(dtype)
+            for spec in one.family.kernels(small, one.config).values()  # type: ignore[union-attr]
+        }
+        candidates = tuple((one, domain == mine) for domain, one in every)
+        _pools[key] = _Pool(portfolio, candidates, frozenset(shipped))
+    return _pools[key]
 
 
 def _related(
