@@ -144,8 +144,8 @@ def served() -> list[Case]:
 
 def engines() -> list[Case]:
     """Prompts, chunks of them, and decoding, at the head dimensions of kernels."""
-    sizes = (1, 512, 512), (1, 2048, 8192), (4, 2048, 2048), (8, 128, 4096), (1, 512, 8192)
-    sizes = *sizes, (1, 2048, 2048), (16, 1, 1024), (16, 4, 4096), (64, 1, 4096), (1, 1, 4096)
+    sizes = [(1, 512, 512), (1, 2048, 8192), (4, 2048, 2048), (8, 128, 4096), (1, 512, 8192)]
+    sizes += [(1, 2048, 2048), (16, 1, 1024), (16, 4, 4096), (64, 1, 4096), (1, 1, 4096)]
     return [
         even("engine", batch, queries, keys, head_dim=width, is_halved=True)
         for batch, queries, keys in sizes

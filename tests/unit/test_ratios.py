@@ -84,7 +84,7 @@ class TestEngines:
     PROBLEM = AttentionProblem.parse("B=4,H=8,HKV=2,SQ=1,SKV=1000,D=128,page_size=16,dtype=bf16")
     DOMAIN = AttentionDomain(128, "full", "one", is_paged=True)
 
-    def engines(self, *ratios: float) -> dict[AttentionDomain, Ratios]:
+    def engines(self, *ratios: float) -> engine_ratios.EngineRatios:
         sizes = engine_ratios.sizes_of(self.PROBLEM)
         return {self.DOMAIN: Ratios.of([(sizes, ratio) for ratio in ratios], 0.7)}
 
