@@ -48,13 +48,15 @@ _BODIES = {
     ),
     "store_zeros": "for (int i = 0; i < 4; ++i) store_shared(to + 4 * i, 0.0f);",
 }
-#: Heads, queries, slots of a page, shares of the tiles, tiles that a sequence's ends cost, lengths.
+#: Heads, queries, slots of a page, shares of the tiles, tiles that a sequence's ends and a division
+#: cost, lengths.
 CASES = {
-    "one head": (1, 1, 64, 1, 1, 70),
-    "pages of 16, a sequence of three parts": (5, 3, 16, 4, 2, 129, 450, 1),
-    "an empty sequence": (16, 4, 64, 3, 1, 200, 0, 3, 64),
-    "two blocks of heads, pages of 48": (128, 1, 48, 2, 0, 100, 333),
-    "shares without a tile": (64, 1, 128, 7, 3, 65, 1),
+    "one head": (1, 1, 64, 1, 1, 0, 70),
+    "pages of 16, a sequence of three parts": (5, 3, 16, 4, 2, 0, 129, 450, 1),
+    "an empty sequence": (16, 4, 64, 3, 1, 0, 200, 0, 3, 64),
+    "two blocks of heads, pages of 48": (128, 1, 48, 2, 0, 0, 100, 333),
+    "shares without a tile": (64, 1, 128, 7, 3, 0, 65, 1),
+    "nothing is divided": (20, 2, 64, 2, 1, 4, 100, 330, 64),
 }
 USUAL = {"pages of 16, a sequence of three parts", "two blocks of heads, pages of 48"}
 #: Faults of the template.
@@ -90,7 +92,7 @@ def emulated(
         pattern = re.compile(rf"{head} \{{\s*(?:uint32_t|asm).*?\}}\n(?=\n|//)", re.S)
         device, found = pattern.subn(rf"\1 {{ {body} }}\n", device)
         assert found == 1 or (name == "multiply_own_values" and spec == SHARED), name
-    padded = (*case, *[-1] * (11 - len(case)))
+    padded = (*case, *[-1] * (12 - len(case)))
     device = f"#define EMULATES_BF16\n{device}"
     return run_emulated(device, "mla_decode.h", [padded], nvcc, folder, mutant, orders)
 
@@ -115,7 +117,7 @@ def test_the_library_refuses_what_it_would_get_wrong(compiler: Compiler) -> None
     kernel = load(artifact)
     right = {"batch": 3, "queries": 2, "heads": 20, "page_size": 64, "pages": 9, "pdl": 1}
     right |= {"query_batch": 23040, "query_row": 11520, "query_head": 576, "tile_overhead": 4}
-    right |= {"fetch_ahead": 2}
+    right |= {"fetch_ahead": 2, "cut_overhead": 4}
     right |= {"cache_page": 36864, "cache_slot": 576, "table_row": 5}
     right |= {"out_batch": 20480, "out_row": 10240, "out_head": 512}
 
@@ -124,9 +126,10 @@ def test_the_library_refuses_what_it_would_get_wrong(compiler: Compiler) -> None
         return ARGUMENTS.ordered(tensors, {**right, **values}, {"scale": 1.0})[1]
 
     assert kernel.workspace_bytes(ordered()) > 2 * 132 * 64 * 512 * 4
+    assert kernel.workspace_bytes(ordered(heads=4096, queries=64)) == 8, "nothing is divided"
     wrong = {"batch": 0, "queries": 65, "heads": 0, "page_size": 40, "pages": 0, "query_row": 4}
     wrong |= {"cache_slot": 577, "tile_overhead": -1, "table_row": -1}
-    wrong |= {"fetch_ahead": 9}
+    wrong |= {"fetch_ahead": 9, "cut_overhead": -1}
     for name, value in wrong.items():
         integers = ordered(**{name: value})
         with pytest.raises(BenchmarkError):
@@ -148,6 +151,6 @@ def test_an_emulated_kernel_is_right(compiler: Compiler, case: str, tmp_path: Pa
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_emulator_finds_what_is_wrong(compiler: Compiler, name: str, tmp_path: Path) -> None:
-    case = (16, 4, 64, 1, 1, 610, 0, 3)
+    case = (16, 4, 64, 1, 1, 0, 610, 0, 3)
     nvcc = compiler.toolchain.nvcc
     assert emulated(LATE, case, nvcc, tmp_path, MUTANTS[name], orders=2) != ""

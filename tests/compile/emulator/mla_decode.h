@@ -7,7 +7,7 @@
 namespace emulated {
 
 struct Case {
-  int heads, queries, page_size, shares, overhead;
+  int heads, queries, page_size, shares, overhead, cut_overhead;
   int lengths[6];  // those from the first negative one on do not count
 };
 
@@ -55,7 +55,7 @@ inline int run(Case const& c, unsigned seed) {
   for (p.packed = 1; p.packed < std::min(c.heads, 64);) p.packed *= 2;
   p.head_blocks = (c.heads + 63) / 64;
   p.row_blocks = p.head_blocks * ((c.queries + 64 / p.packed - 1) / (64 / p.packed));
-  p.shares = c.shares, p.page_size = c.page_size, p.box = std::gcd(c.page_size, 64 / kCluster), p.overhead = c.overhead;
+  p.shares = c.shares, p.page_size = c.page_size, p.box = std::gcd(c.page_size, 64 / kCluster), p.overhead = c.overhead, p.cut_overhead = c.cut_overhead;
   const auto fetched = [&](void const* from, int bytes) {
     const int64_t first = static_cast<uint16_t const*>(from) - cache.data();
     return first >= 0 && first + bytes / 2 <= int64_t(cache.size()) && bytes == p.box * kWide * 2;

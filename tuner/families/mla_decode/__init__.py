@@ -21,7 +21,15 @@ ARGUMENTS = Arguments(
     integers=(
         *("batch", "queries", "heads", "page_size", "pages"),
         *("query_batch", "query_row", "query_head", "cache_page", "cache_slot", "table_row"),
-        *("out_batch", "out_row", "out_head", "tile_overhead", "fetch_ahead", "pdl"),
+        *(
+            "out_batch",
+            "out_row",
+            "out_head",
+            "tile_overhead",
+            "cut_overhead",
+            "fetch_ahead",
+            "pdl",
+        ),
     ),
     scalars=("scale",),
 )
@@ -36,6 +44,8 @@ VECTOR = 8
 """Strides in elements are multiples of this: 16 bytes, as TMA wants them."""
 TILE_OVERHEAD = 4
 """Tiles of keys that take as long as a sequence's begin and end in a block."""
+CUT_OVERHEAD = 4
+"""Tiles that take as long as to add the parts of divided sequences."""
 FETCH_AHEAD = 2
 """Tiles that the L2 fetches before they are copied."""
 

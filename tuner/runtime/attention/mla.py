@@ -16,6 +16,7 @@ from tuner.compile.single import MLA_DECODE
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.families.mla_decode import (
     ARGUMENTS,
+    CUT_OVERHEAD,
     FETCH_AHEAD,
     LATENT,
     MAX_BATCH,
@@ -85,7 +86,8 @@ def mla_decode(
 
     Entries of the table behind a sequence's last page are not read. Unused slots reach no result.
     The blocks' work is divided by the lengths on the device, so a captured CUDA graph serves any
-    lengths. Equal inputs give equal bits. The kernel does not check lengths and pages.
+    lengths. The first call of a device loads the kernel, and is not to be captured. Equal inputs
+    give equal bits. The kernel does not check lengths and pages.
 
     PyTorch's operations answer calls that no kernel serves, and where ``tuner build --portfolio``
     has not built it. They wait for the device. Such calls are counted (`tuner.stats`). Gradients
@@ -185,6 +187,7 @@ def launch(
     kernel: LoadedKernel,
     call: Decode,
     tile_overhead: int = TILE_OVERHEAD,
+    cut_overhead: int = CUT_OVERHEAD,
     fetch_ahead: int = FETCH_AHEAD,
 ) -> None:
     """Enqueue a kernel on the current stream.
@@ -193,6 +196,7 @@ def launch(
         kernel: loaded kernel.
         call: tensors that it takes.
         tile_overhead: tiles of keys that take as long as a sequence's begin and end in a block.
+        cut_overhead: tiles that take as long as to add the parts of divided sequences.
         fetch_ahead: tiles that the L2 fetches before they are copied.
     """
     query, cache, out = call.query, call.cache, call.out
@@ -207,6 +211,7 @@ def launch(
         for part, size, step in zip(parts, tensor.shape, tensor.stride(), strict=False):
             integers[f"{name}_{part}"] = step if size > 1 else WIDTH  # of one element any will do
     integers |= {"tile_overhead": tile_overhead, "fetch_ahead": fetch_ahead, "pdl": 1}
+    integers["cut_overhead"] = cut_overhead
     tensors = {"query": query, "cache": cache, "out": out, "lse": call.lse}
     tensors |= {"block_table": call.block_table, "lengths": call.lengths}
     pointers, numbers, scalars = ARGUMENTS.ordered(
