@@ -100,8 +100,10 @@ def test_an_unknown_word_is_one_clear_line(
     monkeypatch.setenv("TUNER_ANSWERS", "own,flash9")
     with pytest.raises(ConfigError, match=r"has 'flash9' \(allowed: own, pytorch, flash3, .*\)$"):
         settings.answers()
-    assert served(serving, with_peer(build)) == "pytorch"
-    assert serving.fallbacks == ["a file of the tuner cannot be used"]
+    assert served(serving, portfolio_of(candidate(FIRST, 10.0))) == "pytorch"
+    assert serving.fallbacks == ["a setting is wrong"]
+    with pytest.raises(ConfigError, match="TUNER_ANSWERS=own,flash9"):
+        lookup(PROBLEM, gpu=DEFAULT_GPU)
 
 
 def test_every_word_names_kernels() -> None:

@@ -351,6 +351,7 @@ def _selected(
     """The selection by a shipped portfolio for the GPU, or for another one if that is allowed."""
     from tuner.selection import portfolio
 
+    settings.answers()  # a wrong word is said for every problem
     known = [p for p in portfolio.shipped() if p.op == problem.op]
     others = [p for p in known if p.gpu.shares_kernels(gpu)] if allow_other_gpu else []
     for one in portfolio.serving(known, gpu) or others:

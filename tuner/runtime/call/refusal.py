@@ -14,6 +14,7 @@ class Kind(StrEnum):
 
     OFF = "switched off"
     RANKS = "the ranks did not agree"
+    SETTING = "a setting is wrong"
     STORE = "the store cannot be read"
     FILE = "a file of the tuner cannot be used"
     BUSY = "another process is timing kernels"

@@ -142,6 +142,10 @@ class PlanTable:
         if old and isinstance(old.plan, Plan) and not old.is_stale:
             return replace(old, until=math.inf)  # only the dispatcher needs it again
         try:
+            settings.answers()
+        except ConfigError as exc:
+            return CachedPlan.of(None, Refusal(Kind.SETTING, str(exc)))
+        try:
             posed = pose()
             return self._fault or self._answers.of(posed, device)
         except ConfigError as exc:
