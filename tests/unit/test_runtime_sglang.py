@@ -18,7 +18,7 @@ import pytest
 from paged_kernels import paged_kernels
 from sglang_fakes import CHOICES, REGISTRY, SIZE, AttentionType, Metadata, Pool, runner, sglang
 
-from tuner.errors import BenchmarkError, ConfigError
+from tuner.errors import BenchmarkError, ConfigError, NotInvariantError
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -396,6 +396,17 @@ def test_a_model_that_is_not_served_has_sglang_s_backend_and_one_line_says_why(
     assert made == "SGLang's backend"
     [record] = caplog.records
     assert record.getMessage().startswith(f"SGLang keeps its own kernels: {line}")
+
+
+def test_a_model_that_is_not_served_is_an_error_where_bits_must_not_depend_on_the_batch(
+    sglang: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry_point()()
+    create = sys.modules[REGISTRY].ATTENTION_BACKENDS["tuner"]
+    monkeypatch.setenv("TUNER_BATCH_INVARIANT", "1")
+    with pytest.raises(NotInvariantError, match="pages have 1 slots"):
+        create(runner(pool(), page_size=1))
+    assert isinstance(create(runner(pool())), sglang.backend.SglangBackend)
 
 
 def test_a_fault_of_the_plug_in_leaves_sglang_s_backend(

@@ -46,7 +46,11 @@ def register() -> None:
 
 
 def create(runner: Any) -> Any:
-    """The attention backend of a model runner: ours, or SGLang's own and one line that says why."""
+    """The attention backend of a model runner: ours, or SGLang's own and one line that says why.
+
+    Raises:
+        NotInvariantError: in the mode of `tuner.deterministic`, in place of SGLang's own.
+    """
     reason = SGLANG.refusal(str(importlib.import_module("sglang").__version__))
     if not reason:
         try:
@@ -57,6 +61,7 @@ def create(runner: Any) -> Any:
         except Exception as exc:  # SGLang's own backend raises it again, if it has the same fault
             reason = f"the plug-in raised {type(exc).__name__}: {exc}"
         _keep(reason)
+    importlib.import_module("tuner.runtime.call.invariance").forbid(reason)
     return importlib.import_module(REGISTRY).ATTENTION_BACKENDS[OWN](runner)
 
 
