@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import pairwise
 from pathlib import Path
@@ -58,8 +58,9 @@ def catalogue(op: str) -> Mapping[str, Family]:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return open_store(f"sqlite:///{tmp_path}/store.sqlite")
+def store(tmp_path: Path) -> Iterator[Store]:
+    with open_store(f"sqlite:///{tmp_path}/store.sqlite") as opened:
+        yield opened
 
 
 def tiles(store: Store, problems: Sequence[Problem], **more: Any) -> list[int]:
