@@ -214,7 +214,10 @@ def test_a_cache_that_cannot_be_written_ends_no_builder(
     builder = Builder()
     assert builder.request(miss())
     wait_for(lambda: "cannot be written" in caplog.text)
+    assert builder.request(miss(OTHER))
+    wait_for(builder._queue.empty)
     assert builder._thread is not None and builder._thread.is_alive()
+    assert caplog.text.count("cannot be written") == 1, "each fault is said once"
 
 
 def test_a_machine_runs_one_build_at_a_time(

@@ -81,6 +81,7 @@ class Builder:
         return True
 
     def _work(self) -> None:
+        said = set[str]()
         while True:
             misses = [self._queue.get(), *self._further()]
             for gpu in dict.fromkeys(miss.gpu for miss in misses):
@@ -92,7 +93,8 @@ class Builder:
                     return
                 except (TunerError, *document.FAULTS) as exc:
                     fault = str(exc)
-                if fault:
+                if fault and fault not in said:
+                    said.add(fault)
                     _log.warning("missing kernels were not built: %s", fault)
 
     def _further(self) -> Iterator[Miss]:
