@@ -36,24 +36,26 @@ NORMAL_P90 = 1.645
 class Ratios(NamedTuple):
     """Ratios at the sizes of calls, in the order of the first size."""
 
-    places: tuple[tuple[float, ...], ...]
-    """Logarithms to base 2 of each call's sizes."""
+    places: tuple[tuple[float, float, float], ...]
+    """Logarithms to base 2 of each call's sizes; 0 behind two."""
     logs: tuple[float, ...]
     """Natural logarithms of PyTorch's time over the own kernel's."""
     is_elsewhere: bool = False
     """True if they were measured on another GPU: there they only take calls from own kernels."""
     width: float = WIDTH_OCTAVES
+    axes: int = SIZES
+    """Number of sizes."""
 
     @classmethod
     def of(
         cls, measured: Iterable[tuple[Sequence[int], float]], width: float = WIDTH_OCTAVES
     ) -> Ratios:
         """Ratios from sizes and PyTorch's time over the own kernel's."""
-        found = sorted(
-            (tuple(map(math.log2, sizes[:SIZES])), math.log(ratio)) for sizes, ratio in measured
-        )
-        places, logs = (tuple(one[part] for one in found) for part in range(2))
-        return cls(places, logs, width=width)  # type: ignore[arg-type]
+        calls = list(measured)
+        found = sorted((_place(sizes), math.log(ratio)) for sizes, ratio in calls)
+        axes = len(calls[0][0][:SIZES]) if calls else SIZES
+        places, logs = tuple(place for place, _ in found), tuple(log for _, log in found)
+        return cls(places, logs, width=width, axes=axes)
 
     @property
     def elsewhere(self) -> Ratios:
@@ -62,8 +64,10 @@ class Ratios(NamedTuple):
 
     def to_json(self) -> list[list[float]]:
         """Sizes and ratio of each call."""
-        pairs = zip(self.places, self.logs, strict=True)
-        return [[*(round(2**one) for one in at), round(math.exp(log), 3)] for at, log in pairs]
+        return [
+            [*(round(2**one) for one in place[: self.axes]), round(math.exp(log), 3)]
+            for place, log in zip(self.places, self.logs, strict=True)
+        ]
 
     def lead(self, sizes: Sequence[int], expected: float, p90_error: float) -> float:
         """Logarithm by which an own kernel may be slower than expected, and still answers; below 0
@@ -78,20 +82,29 @@ class Ratios(NamedTuple):
         return mean - LEAD * max(deviation, MIN_ERROR)
 
     def near(self, sizes: Sequence[int], expected: float, p90_error: float) -> tuple[float, float]:
-        """Mean and deviation of the logarithm at a call; arguments as of `lead`."""
-        here = tuple(map(math.log2, sizes[:SIZES]))
-        reach = REACH * self.width
-        start = bisect_left(self.places, (here[0] - reach,))
-        end = bisect_left(self.places, (here[0] + reach,))
+        """Mean and deviation of the logarithm at a call; arguments as of `lead`. A selection waits
+        for it: it is kept short.
+        """
+        first, second, third = _place(sizes)
+        reach, scale = REACH * self.width, -1 / (2 * self.width * self.width)
+        start = bisect_left(self.places, (first - reach,))
+        end = bisect_left(self.places, (first + reach,))
         error = p90_error / NORMAL_P90
         weight, total = PRIOR, PRIOR * expected
         squares = PRIOR * (error * error + expected * expected)
-        for place, log in zip(self.places[start:end], self.logs[start:end], strict=True):
-            away = sum((a - b) * (a - b) for a, b in zip(here, place, strict=True))
+        for (a, b, c), log in zip(self.places[start:end], self.logs[start:end], strict=True):
+            if not -reach < b - second < reach:
+                continue
+            away = (a - first) ** 2 + (b - second) ** 2 + (c - third) ** 2
             if away < reach * reach:
-                near = math.exp(-away / (2 * self.width * self.width))
+                near = math.exp(away * scale)
                 weight += near
                 total += near * log
                 squares += near * log * log
         mean = total / weight
         return mean, math.sqrt(max(squares / weight - mean * mean, 0.0))
+
+
+def _place(sizes: Sequence[int]) -> tuple[float, float, float]:
+    first, second, *others = map(math.log2, sizes[:SIZES])
+    return first, second, others[0] if others else 0.0
