@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tuner.errors import ConfigError
-from tuner.families.mla_decode import ARGUMENTS, KERNELS, MlaKernel, kernel_of, row_blocks
+from tuner.families.mla_decode import ARGUMENTS, KERNELS, MlaKernel, kernel_of
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -79,26 +79,6 @@ def test_it_writes_to_a_tensor_and_counts_the_reason() -> None:
 def test_what_is_refused(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         mla.mla_decode(**{**given(), **changes})
-
-
-@pytest.mark.parametrize(
-    ("heads", "queries", "blocks"),
-    [
-        (1, 1, 1),
-        (16, 4, 1),
-        (16, 5, 2),
-        (64, 1, 1),
-        (65, 1, 2),
-        (128, 4, 8),
-        (20, 3, 2),
-        (40, 1, 1),
-    ],
-)
-def test_blocks_of_rows_work_in_pairs(heads: int, queries: int, blocks: int) -> None:
-    assert row_blocks(heads, queries) == blocks
-    kernel = kernel_of("bfloat16", heads, queries)
-    assert kernel in KERNELS and kernel.dtype == "bfloat16"
-    assert blocks % kernel.cluster == 0 and (kernel.cluster > 1) == (blocks % 2 == 0)
 
 
 def test_a_proof_draws_what_its_kernel_takes() -> None:
