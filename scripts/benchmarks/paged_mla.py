@@ -60,19 +60,19 @@ class Case:
         return [max(1, int(self.length * part)) for part in parts]
 
 
-CASES = [
-    Case(*case)
-    for case in (
-        *((128, 4096, heads) for heads in (16, 32, 64, 128)),
-        *((1, length, 128) for length in (1024, 8192, 65536)),
-        *((1, length, 16) for length in (1024, 65536)),
-        *((16, 4096, heads) for heads in (16, 128)),
-        *((32, 16384, 64), (64, 8192, 128), (4, 32768, 128)),
-        *((64, 4096, 16, 4), (64, 4096, 128, 2), (32, 4096, 128, 4)),
-        *((128, 4096, heads, 1, True) for heads in (32, 64, 128)),
-        *((64, 2048, heads, 1, True) for heads in (16, 128)),
-    )
-]
+_ALIKE: tuple[tuple[int, int, int, int], ...] = (
+    *((128, 4096, heads, 1) for heads in (16, 32, 64, 128)),
+    *((1, length, 128, 1) for length in (1024, 8192, 65536)),
+    *((1, length, 16, 1) for length in (1024, 65536)),
+    *((16, 4096, heads, 1) for heads in (16, 128)),
+    *((32, 16384, 64, 1), (64, 8192, 128, 1), (4, 32768, 128, 1)),
+    *((64, 4096, 16, 4), (64, 4096, 128, 2), (32, 4096, 128, 4)),
+)
+_UNLIKE: tuple[tuple[int, int, int, int], ...] = (
+    *((128, 4096, heads, 1) for heads in (32, 64, 128)),
+    *((64, 2048, heads, 1) for heads in (16, 128)),
+)
+CASES = [Case(*sizes) for sizes in _ALIKE] + [Case(*sizes, is_mixed=True) for sizes in _UNLIKE]
 
 
 class Tensors:
@@ -151,7 +151,8 @@ def measure(case: Case, _: Namespace) -> Row:
     call = Decode(first.query, first.cache, first.table, first.lengths, scale, out, None)
     if mla.kernels[call.kernel].of(out.device, lambda _: False) is None:
         raise BenchmarkError("the kernel is not served here (tuner build --portfolio builds it)")
-    calls = {"pytorch": lambda i: tensors[i].pytorch(scale), "tuner": own}
+    calls: dict[str, Callable[[int], Any]] = {}
+    calls |= {"pytorch": lambda i: tensors[i].pytorch(scale), "tuner": own}
     peer = peer_of(case, tensors, scale)
     failed = {PEER: peer} if isinstance(peer, str) else {}
     if not isinstance(peer, str):

@@ -13,7 +13,7 @@ from tuner.families.mla_decode import ARGUMENTS, KERNELS, MlaKernel, kernel_of
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from tuner.runtime.attention import mla  # noqa: E402
-from tuner.runtime.call import counters, guards  # noqa: E402
+from tuner.runtime.call import counters, devices, guards  # noqa: E402
 
 SINGLE = MlaKernel("bfloat16", False, 1)
 CPU = torch.device("cpu")
@@ -141,8 +141,8 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of the CPU pass for those of a device."""
     monkeypatch.setattr(guards, "unserved", lambda tensors: None)
     for name in ("bind", "stream_of"):
-        monkeypatch.setattr(mla.devices, name, lambda index: 0)
-    monkeypatch.setattr(mla.devices, "use", lambda index: torch.no_grad())
+        monkeypatch.setattr(devices, name, lambda index: 0)
+    monkeypatch.setattr(devices, "use", lambda index: torch.no_grad())
 
 
 @pytest.mark.usefixtures("on_cpu")
