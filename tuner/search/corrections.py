@@ -37,21 +37,11 @@ ONE_QUERY: Mapping[str, float] = {"NVIDIA H200": 1.11}
 ONE_QUERY_OF_PYTORCH: Mapping[str, Mapping[int, float]] = {"NVIDIA H200": {64: -0.56}}
 """Microseconds that are added to launches of PyTorch's attention of one query, by GPU and head
 dimension."""
-_GELU = ProductDomain("wide", "bias_gelu")
 MARGINS: Mapping[str, Mapping[AnyDomain, float]] = {
-    "NVIDIA H200": {
-        ProductDomain("few"): 0.5,
-        ProductDomain("few", "bias"): 0.5,
-        ProductDomain("narrow"): 0.0,
-        ProductDomain("narrow", "bias"): 0.0,
-        ProductDomain("wide"): 0.25,
-        ProductDomain("wide", "bias"): 0.25,
-        **{one: 0.0 for one in (_GELU, *_GELU.filled)},
-        AttentionDomain(96, "full", "one"): 0.0,
-        AttentionDomain(128, "full", "one"): 0.5,
-    }
+    "NVIDIA H200": {AttentionDomain(96, "full", "one"): 0.0}
 }
-"""Margins (`DomainModels.margin`) that models' calls need with these corrections, by GPU."""
+"""Margins (`DomainModels.margin`) that models' calls need with these corrections, by GPU. Domains
+with measured ratios need none (`tuner.selection.ratios`)."""
 
 
 def corrected(rates: Rates, domain: AnyDomain, family: Family, gpu: Gpu) -> dict[str, float]:
