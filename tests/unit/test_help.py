@@ -64,6 +64,15 @@ class TestHelp:
             assert capsys.readouterr().out == former
             assert former.startswith(f"usage: tuner {group} {name}")
 
+    def test_a_wrong_command_is_told_the_listed_ones(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit):
+            cli.main(["unpinn"])
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "'entries'" in line and "'unpin'" not in line
+        assert line.endswith("did you mean unpin?")
+
     def test_options_stand_anywhere_beside_files(self) -> None:
         for line in (
             "fit cost --gpu H200 a b",

@@ -113,6 +113,9 @@ class Parser(argparse.ArgumentParser):
         """
         if given := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
             allowed = [word.strip(" '") for word in given[2].split(",")]
+            former = groups.hidden() if self.prog == "tuner" else frozenset()
+            shown = ", ".join(f"'{word}'" for word in allowed if word not in former)
+            message = message.replace(given[2], shown)
             for nearest in difflib.get_close_matches(given[1], allowed, 1):
                 message += f"; did you mean {nearest}?"
         if re.search(r"arguments are required: (COMMAND|ACTION)$", message):
