@@ -698,8 +698,9 @@ __global__ void __launch_bounds__(kThreads, 1) mla_decode_golden(const __grid_co
 
 // Sequences that several shares have parts of: where the second of these begins, and behind the last.
 struct Cuts {
-  int count;
-  short second[kMostBlocks], end[kMostBlocks];
+  static constexpr int kFew = 8;
+  int count[2];  // of few parts, and of more
+  short second[2][kMostBlocks], end[2][kMostBlocks];
   uint32_t goes_on[kMostBlocks / kWarp + 1];  // a bit a share: it goes on with what the one before it began or went on with
 
   // By a whole block, once.
@@ -708,15 +709,15 @@ struct Cuts {
     const bool is_later = share > 0 && share < p.shares;
     const int2 begin = is_later ? p.begins[share] : make_int2(-1, 0), earlier = is_later ? p.begins[share - 1] : begin;
     const bool is_cut = is_later && begin.y > 0, is_first = is_cut && (earlier.x != begin.x || earlier.y == 0);
-    if (share == 0) count = 0;
+    if (share < 2) count[share] = 0;
     const unsigned further = __ballot_sync(kAllLanes, is_cut && !is_first);
     if (lane == 0 && share <= kMostBlocks) goes_on[share / kWarp] = further;
     __syncthreads();
     if (is_first) {
       int last = share + 1;
       while (last < p.shares && goes_on[last / kWarp] >> last % kWarp & 1) ++last;
-      const int place = atomicAdd(&count, 1);
-      second[place] = short(share), end[place] = short(last);
+      const int kind = last - share + 1 > kFew, place = atomicAdd(&count[kind], 1);
+      second[kind][place] = short(share), end[kind][place] = short(last);
     }
     __syncthreads();
   }
@@ -754,55 +755,53 @@ struct CombinedRow {
 
 // Adds what the shares have of sequences that they divide. Each 128 threads have a row of a sequence of few
 // parts; all 512 have one row of many parts.
-__global__ void __launch_bounds__(kCombineThreads) combine_golden(const __grid_constant__ Params p) {
-  constexpr int kRowsAtOnce = kCombineThreads / kWarpGroup, kFew = 8;
+__global__ void __launch_bounds__(kCombineThreads, kCombineBlocks) combine_golden(const __grid_constant__ Params p) {
+  constexpr int kRowsAtOnce = kCombineThreads / kWarpGroup;
   __shared__ Cuts cuts;
   __shared__ float4 totals[kCombineThreads];
   __shared__ float sums[kCombineThreads];
   grid_dependency_wait();
   cuts.find(p);
   const int group = threadIdx.x / kWarpGroup, lane = threadIdx.x % kWarp, column = threadIdx.x % kWarpGroup * 4;
-  int task = blockIdx.x;
-  for (int cut = 0; cut < cuts.count; ++cut) {
-    const int first = cuts.second[cut] - 1, end = cuts.end[cut], sequence = p.begins[first + 1].x;
-    const bool is_few = end - first <= kFew;
-    const int step = is_few ? kRowsAtOnce : 1, tasks = p.row_blocks * kRows / step;
-    for (; task < tasks; task += gridDim.x) {
-      const int at = task * step + (is_few ? group : 0), row_block = at / kRows, row = at % kRows;
-      const int head = row_block % p.head_blocks * kRows + row % p.packed;
-      const int query = row_block / p.head_blocks * (kRows / p.packed) + row / p.packed;
-      const bool is_there = head < p.heads && query < p.queries;
-      const auto place = [&](int share) {
-        return (int64_t(share * p.row_blocks + row_block) * 2 + (share == first ? 1 : 0)) * kRows + row;
-      };
-      float most = -INFINITY;
-      for (int share = first + lane; share < end; share += kWarp) most = fmaxf(most, p.statistics[place(share)].x);
-      most = warp_max(most);
-      const float shift = most == -INFINITY ? 0.0f : most;
-      CombinedRow mine;
-      if (is_few) {
-        if (is_there) mine.add<2>(p, place, shift, first, end, 1);
-      } else {
-        if (is_there) mine.add<8>(p, place, shift, first + group, end, kRowsAtOnce);
-        __syncthreads();
-        totals[threadIdx.x] = mine.total, sums[threadIdx.x] = mine.sum;
-        __syncthreads();
-        for (int other = 1; group == 0 && other < kRowsAtOnce; ++other) {
-          const float4 x = totals[threadIdx.x + other * kWarpGroup];
-          mine.sum += sums[threadIdx.x + other * kWarpGroup];
-          mine.total.x += x.x, mine.total.y += x.y, mine.total.z += x.z, mine.total.w += x.w;
-        }
+  const int all_rows = p.row_blocks * kRows, few_tasks = cuts.count[0] * (all_rows / kRowsAtOnce);
+  const int tasks = few_tasks + cuts.count[1] * all_rows;
+  for (int task = blockIdx.x; task < tasks; task += gridDim.x) {
+    const bool is_few = task < few_tasks;
+    const int index = is_few ? task * kRowsAtOnce + group : task - few_tasks;
+    const int cut = index / all_rows, at = index - cut * all_rows, row_block = at / kRows, row = at % kRows;
+    const int first = cuts.second[!is_few][cut] - 1, end = cuts.end[!is_few][cut], sequence = p.begins[first + 1].x;
+    const int head = row_block % p.head_blocks * kRows + row % p.packed;
+    const int query = row_block / p.head_blocks * (kRows / p.packed) + row / p.packed;
+    const bool is_there = head < p.heads && query < p.queries;
+    const auto place = [&](int share) {
+      return (int64_t(share * p.row_blocks + row_block) * 2 + (share == first ? 1 : 0)) * kRows + row;
+    };
+    float most = -INFINITY;
+    for (int share = first + lane; share < end; share += kWarp) most = fmaxf(most, p.statistics[place(share)].x);
+    most = warp_max(most);
+    const float shift = most == -INFINITY ? 0.0f : most;
+    CombinedRow mine;
+    if (is_few) {
+      if (is_there) mine.add<2>(p, place, shift, first, end, 1);
+    } else {
+      if (is_there) mine.add<8>(p, place, shift, first + group, end, kRowsAtOnce);
+      __syncthreads();
+      totals[threadIdx.x] = mine.total, sums[threadIdx.x] = mine.sum;
+      __syncthreads();
+      for (int other = 1; group == 0 && other < kRowsAtOnce; ++other) {
+        const float4 x = totals[threadIdx.x + other * kWarpGroup];
+        mine.sum += sums[threadIdx.x + other * kWarpGroup];
+        mine.total.x += x.x, mine.total.y += x.y, mine.total.z += x.z, mine.total.w += x.w;
       }
-      if (!is_there || (!is_few && group > 0)) continue;
-      const float factor = mine.sum > 0.0f ? 1.0f / mine.sum : 0.0f;
-      uint2 words;
-      words.x = packed_bf16(mine.total.x * factor, mine.total.y * factor);
-      words.y = packed_bf16(mine.total.z * factor, mine.total.w * factor);
-      *reinterpret_cast<uint2*>(p.out + sequence * p.out_batch + query * p.out_row + head * p.out_head + column) = words;
-      if (p.lse && column == 0)
-        p.lse[(int64_t(sequence) * p.heads + head) * p.queries + query] = (most + log2f(mine.sum)) * kLn2;
     }
-    task -= tasks;
+    if (!is_there || (!is_few && group > 0)) continue;
+    const float factor = mine.sum > 0.0f ? 1.0f / mine.sum : 0.0f;
+    uint2 words;
+    words.x = packed_bf16(mine.total.x * factor, mine.total.y * factor);
+    words.y = packed_bf16(mine.total.z * factor, mine.total.w * factor);
+    *reinterpret_cast<uint2*>(p.out + sequence * p.out_batch + query * p.out_row + head * p.out_head + column) = words;
+    if (p.lse && column == 0)
+      p.lse[(int64_t(sequence) * p.heads + head) * p.queries + query] = (most + log2f(mine.sum)) * kLn2;
   }
 }
 
