@@ -18,7 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import zip_longest
+from itertools import product, zip_longest
 from typing import Any
 
 from benchmarks import invariance_calls, invariance_operations, invariance_speed
@@ -181,6 +181,17 @@ def _further() -> Iterator[Target]:
         **{"blocks_per_sm": 1, "splits": 1, "pdl": True, "rescale": "lazy"},
     }
     yield Target(Config("fused_attention", params), attention)
+    parts: dict[str, Any] = {
+        **{"warp_groups": 1, "tile_n": 128, "kv_stages": 3, "score_buffers": 1},
+        **{"early_exp": 0, "q_in_registers": False, "persistent": False},
+        **{"blocks_per_sm": 1, "splits": 1, "pdl": True, "split_keys": 512},
+    }
+    paged = replace(attention, is_causal=True, page_size=64, layout="bshd")
+    for problem, groups in product((attention, paged), (1, 2)):
+        several = {"ping_pong": False} if groups > 1 else {}
+        shape = {"warp_groups": groups, "packed_heads": 4, **several}
+        grouped = replace(problem, heads_kv=1)
+        yield Target(Config("fused_attention", {**parts, **shape}), grouped)
 
 
 def _kernels(target: Target) -> Iterator[Kernel]:

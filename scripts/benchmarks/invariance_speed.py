@@ -143,11 +143,8 @@ def compare(case: Timed, _: Namespace) -> Row:
         times = harness.time_calls(fit, tensors.before, tensors.copies, BUDGET_US)
     kernels = {"own": own, "tuner": mine}
     like = outs.get("own" if own == mine else "tuner")
-    unlike = [
-        name
-        for name in others
-        if like is not None and name in outs and not torch.equal(outs[name], like)
-    ]
+    alike = [name for name, one in others.items() if one.family == "cluster_gemm" and name in outs]
+    unlike = [name for name in alike if like is not None and not torch.equal(outs[name], like)]
     if own == mine and "own" in times.us:
         times.us["tuner"] = times.us["own"]
     return {
@@ -162,8 +159,12 @@ def compare(case: Timed, _: Namespace) -> Row:
 def further(problem: Any) -> Iterator[tuple[str, Config]]:
     """Kernels of few rows that no portfolio has: each weight's sum is whole, as in the mode.
 
-    A tile has few columns of the weights, so that many multiprocessors read them.
+    A tile has few columns of the weights, so that many multiprocessors read them. Decoding has
+    parts of the keys that begin at fixed positions, an order of additions of its own.
     """
+    if isinstance(problem, AttentionProblem):
+        yield from _parts(problem)
+        return
     is_plain = isinstance(problem, GemmProblem) and not problem.scales
     if not is_plain or problem.m > FEW_ROWS or problem.n > FEW_COLUMNS:
         return
@@ -176,6 +177,26 @@ def further(problem: Any) -> Iterator[tuple[str, Config]]:
         config = deepened(Config("cluster_gemm", params))
         if families()["cluster_gemm"].accepts(problem, config, DEFAULT_GPU):
             yield f"tuner 64x{tile_n}, {resident} a multiprocessor", config
+
+
+def _parts(problem: AttentionProblem) -> Iterator[tuple[str, Config]]:
+    """Kernels of parts of 512 and 1024 keys."""
+    group = problem.heads_q // problem.heads_kv
+    groups = -(-group * problem.seqlen_q // 64)
+    if groups > 2:
+        return
+    for keys in (512, 1024):
+        params: dict[str, Any] = {
+            **{"warp_groups": groups, "tile_n": 128, "kv_stages": 2, "score_buffers": 1},
+            **{"early_exp": 0, "q_in_registers": False, "persistent": False, "pdl": True},
+            **{"blocks_per_sm": 1, "splits": 1, "split_keys": keys, "packed_heads": group},
+            **({"ping_pong": False} if groups > 1 else {}),
+        }
+        config = Config("fused_attention", params)
+        if problem.seqlen_kv > keys and families()["fused_attention"].accepts(
+            problem, config, DEFAULT_GPU
+        ):
+            yield f"parts of {keys}", config
 
 
 def line(row: Row) -> str:

@@ -181,6 +181,14 @@ def test_splits_of_keys_and_block_masks_have_no_class() -> None:
     assert reduction(splits=1, rescale="lazy") == ReductionClass(16, keys=128, rescale="lazy")
     assert reduction(splits=1, rescale="lazy") != reduction(splits=1)
     assert reduction(splits=2, combine="kernel") is None
+    fixed = ReductionClass(16, splits=0, step=512, merge="kernel", keys=128)
+    assert reduction(splits=1, split_keys=512) == fixed
+    config = Config("fused_attention", {**params, "splits": 1, "split_keys": 512})
+    parts = [
+        fused.launches(replace(dense, seqlen_kv=keys), config, 1.0)[0].integers[-3]
+        for keys in (512, 513, 4096)
+    ]
+    assert parts == [1, 2, 8]
     sparse = AttentionProblem.parse("H=4,S=512,D=128,block_mask=1")
     assert reduction(sparse, splits=1) is None
 

@@ -26,11 +26,11 @@ class ReductionClass:
     promoted: int = 0
     """Terms after which the accumulators are added to an fp32 sum; 0: at the end only."""
     splits: int = 1
-    """Parts that a sum is divided into."""
+    """Parts that a sum is divided into; 0: one every `step` terms, however many there are."""
     step: int = 0
     """Terms that the parts are whole multiples of; 0 for one part."""
     merge: str = ""
-    """How the parts are added: in ``turns`` of blocks, in a ``cluster``, or of ``warps``."""
+    """How parts are added: in ``turns``, in a ``cluster``, of ``warps``, or by a ``kernel``."""
     epilogue: str = ""
     """Operations after the sum, where families do them unlike; empty: all do them alike."""
     keys: int = 0

@@ -105,12 +105,13 @@ class FusedAttention(Family):
         "whole_rows": (True,),
         "copy_warps": (3,),
         "stream_k": (True,),
+        "split_keys": (512, 1024, 2048),
     }
     optional = frozenset(
         {
             *("key_groups", "packed_heads", "ping_pong", "early_exp", "stages_output", "combine"),
             *("pads_heads", "box_rows", "whole_rows", "copy_warps", "skips_masked"),
-            *("stream_k", "rescale"),
+            *("stream_k", "rescale", "split_keys"),
         }
     )
     draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {
@@ -176,6 +177,7 @@ class FusedAttention(Family):
         params = dict(super().draw(problem, gpu, members, rng).params)
         for name in PAGED_ONLY:
             params.pop(name, None)
+        params.pop("split_keys", None)
         for name in ("key_groups", "pads_heads", "stages_output", "skips_masked", "rescale"):
             if rng.random() < 0.5:
                 params.pop(name, None)
@@ -249,7 +251,7 @@ class FusedAttention(Family):
         integers = {
             **extents_of(attention),
             **named_strides(strides),
-            "splits": config["splits"],
+            "splits": _parts(attention, config),
             "pdl": int(config["pdl"]),
             "clustered": int(config.get("combine", "kernel") == "cluster"),
         }
@@ -276,8 +278,9 @@ class FusedAttention(Family):
         return [Launch.named(KERNEL, arguments_of(attention), tensors, integers, scalars)]
 
     def reduction_class(self, problem: Problem, config: Config) -> ReductionClass | None:
-        """Blocks of keys begin at multiples of `tile_n`. None with splits, whose parts depend on
-        the number of keys, and under a block-sparse mask, whose keys are in its table's order.
+        """Blocks of keys begin at multiples of `tile_n`, and parts at those of `split_keys`. None
+        with a count of splits, whose parts depend on the number of keys, and under a block-sparse
+        mask, whose keys are in its table's order.
         """
         attention, params = as_attention(problem), config.params
         if config["splits"] > 1 or "stream_k" in params or attention.block_mask:
@@ -287,6 +290,7 @@ class FusedAttention(Family):
             keys=int(config["tile_n"]),
             key_groups=int(config.get("key_groups", 1)),
             rescale=str(config.get("rescale", "")),
+            **_fixed_parts(config),
         )
 
     def chip_work(self, problem: Problem, config: Config, gpu: Gpu) -> tuple[Work, ...]:
@@ -383,6 +387,18 @@ class FusedAttention(Family):
         if attention.is_paged:
             return (*facts, attention.page_size, attention.head_dim in WHOLE_ROWS)
         return facts
+
+
+def _parts(problem: AttentionProblem, config: Config) -> int:
+    """Blocks that share the keys of a tile; with `split_keys` those of the longest sequence."""
+    keys = int(config.get("split_keys", 0))
+    return -(-problem.seqlen_kv // keys) if keys else int(config["splits"])
+
+
+def _fixed_parts(config: Config) -> dict[str, Any]:
+    """Fields of the class of a kernel with `split_keys`."""
+    keys = int(config.get("split_keys", 0))
+    return {"splits": 0, "step": keys, "merge": "kernel"} if keys else {}
 
 
 def _box_rows(page_size: int, tile_n: int) -> int:

@@ -62,6 +62,7 @@ def conflicts(problem: AttentionProblem, config: Config) -> list[str]:
         found.append(f"splits={splits} is not for variable lengths (allowed: 1)")
     found += _paging(problem, config)
     found += _blocks(problem, config)
+    found += _parts(problem, config)
     if splits > 1 and config["persistent"]:
         found.append(f"splits={splits} is for one block a tile, not for persistent blocks")
     if ("combine" in config.params) != (splits > 1):
@@ -171,6 +172,26 @@ def _blocks(problem: AttentionProblem, config: Config) -> list[str]:
         found.append("key_groups and splits > 1 are not for block_mask")
     if packed > 1 and "h" in problem.block_mask:
         found.append(f"packed_heads={packed} is not for a block_mask of each head (allowed: 1)")
+    return found
+
+
+def _parts(problem: AttentionProblem, config: Config) -> list[str]:
+    """Violations of `split_keys`."""
+    keys, params = config.get("split_keys", 0), config.params
+    if not keys:
+        return []
+    found = []
+    others = ("combine", "key_groups", "stages_output", "stream_k", "rescale", "skips_masked")
+    if config["persistent"] or config["splits"] > 1 or any(name in params for name in others):
+        found.append(f"split_keys is for one block a tile without {', '.join(others)}, only")
+    is_other = problem.is_varlen and not problem.is_paged
+    is_other |= problem.is_windowed or problem.has_sinks or bool(problem.block_mask)
+    if is_other or problem.dtype == E4M3:
+        found.append(
+            "split_keys is for fp16 and bf16 without windows, sinks, block_mask or packed sequences"
+        )
+    if keys % config["tile_n"]:
+        found.append(f"tile_n={config['tile_n']} does not divide split_keys={keys}")
     return found
 
 
