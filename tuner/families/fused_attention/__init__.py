@@ -278,9 +278,10 @@ class FusedAttention(Family):
         return [Launch.named(KERNEL, arguments_of(attention), tensors, integers, scalars)]
 
     def reduction_class(self, problem: Problem, config: Config) -> ReductionClass | None:
-        """Blocks of keys begin at multiples of `tile_n`, and parts at those of `split_keys`. None
-        with a count of splits, whose parts depend on the number of keys, and under a block-sparse
-        mask, whose keys are in its table's order.
+        """Blocks of keys begin at multiples of `tile_n`, and parts at those of `split_keys`.
+
+        None with a count of splits, whose parts depend on the number of keys. None under a
+        block-sparse mask, whose keys are in its table's order.
         """
         attention, params = as_attention(problem), config.params
         if config["splits"] > 1 or "stream_k" in params or attention.block_mask:
