@@ -28,6 +28,7 @@ NAMES = {
     "LookupResult",
     "Measurement",
     "NoValidConfigError",
+    "NotInvariantError",
     "Provenance",
     "Regime",
     "RenderError",
@@ -39,6 +40,7 @@ NAMES = {
     "__version__",
     "attention",
     "attention_varlen",
+    "deterministic",
     "disable",
     "enable",
     "enabled",
@@ -67,6 +69,7 @@ NAMES = {
 TORCH_NAMES = {
     "attention",
     "attention_varlen",
+    "deterministic",
     "disable",
     "enable",
     "enabled",
