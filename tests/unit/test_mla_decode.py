@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from goldens import Goldens
 
+from tuner.base import resources
 from tuner.compile.render import render
-from tuner.families.mla_decode import KERNELS, MlaKernel, kernel_of, row_blocks
+from tuner.families.mla_decode import KERNELS, PARTS, MlaKernel, kernel_of, row_blocks
 
 
 def test_golden_texts(goldens: Goldens) -> None:
@@ -32,6 +33,11 @@ def test_blocks_of_rows_work_in_pairs(heads: int, queries: int, blocks: int) -> 
     kernel = kernel_of("bfloat16", heads, queries)
     assert kernel in KERNELS and kernel.dtype == "bfloat16"
     assert blocks % kernel.cluster == 0 and (kernel.cluster > 1) == (blocks % 2 == 0)
+
+
+def test_the_parts_are_named() -> None:
+    folder = resources.templates()
+    assert {f"mla_decode/{path.name}" for path in (folder / "mla_decode").iterdir()} == {*PARTS}
 
 
 def test_specs_differ() -> None:

@@ -190,7 +190,7 @@ MLA_DECODE: Mapping[mla_decode.MlaKernel, RenderedSource] = {
     kernel: RenderedSource(
         mla_decode.TEMPLATE,
         mla_decode.ARGUMENTS,
-        ("arguments.cu.j2", "arguments.h", "pipeline.h", "ptx.h", "warp.h"),
+        (*mla_decode.PARTS, "arguments.cu.j2", "arguments.h", "pipeline.h", "ptx.h", "warp.h"),
         spec=kernel.spec,
     )
     for kernel in mla_decode.KERNELS

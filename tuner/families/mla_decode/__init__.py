@@ -14,6 +14,10 @@ from tuner.families.arguments import Arguments
 from tuner.families.base import KernelSpec
 
 TEMPLATE = "mla_decode.cu.j2"
+PARTS = tuple(
+    f"mla_decode/{name}.cu.j2" for name in ("combine", "consumer", "copies", "launch", "shares")
+)
+"""Files that the template includes."""
 WORDS = {"dtype": ("float16", "bfloat16")}
 """Text that the template takes, by variable."""
 ARGUMENTS = Arguments(
