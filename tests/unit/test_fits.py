@@ -40,7 +40,7 @@ pytest.importorskip("scipy", reason="fits need scipy")
 
 FILES = {
     name: Path(__file__).parents[1] / "assets" / "fits" / f"{name}.jsonl.gz"
-    for name in ("backward", "corrections", "paged", "peers", "rates", "ratios")
+    for name in ("backward", "corrections", "engines", "paged", "peers", "rates", "ratios")
 }
 
 
@@ -172,7 +172,7 @@ class TestPaged:
         assert found == pytest.approx(paged_schedule.RATES[128]._asdict(), rel=0.05)
 
     def test_the_engines_ratios_that_ship_are_those_of_its_batches(self) -> None:
-        found = engines_fit.refit([FILES["paged"]], GPUS["H200"])
+        found = engines_fit.refit([FILES["engines"]], GPUS["H200"])
         ((path, text),) = found.documents.items()
         assert path.read_text() == text
         assert len(found.errors) == 8

@@ -1,9 +1,8 @@
 """Ratios of `tuner.selection.engine_ratios`, from batches of pages beside FlashAttention-3's
 serving build (`scripts/bench paged`).
 
-A row has the problem and the microseconds of ``tuner`` and ``flash3``. One with ``schedules`` was
-timed to fit the splits: then the present choice takes at most `CHOSEN` times the best schedule's.
-The ratios go into the shipped portfolio of attention.
+A row has the problem and the microseconds of ``tuner`` and ``flash3``. The ratios go into the
+shipped portfolio of attention.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ from tuner.selection.engine_ratios import WIDTH_OCTAVES, EngineRatios, is_engine
 from tuner.selection.portfolio import shipped
 from tuner.selection.ratios import Ratios
 
-CHOSEN = 1.032
-"""Time of the choice over the best schedule's, at batches left out (`tuner fit paged`)."""
 MIN_CALLS = 4
 """Fewest calls of a domain."""
 Measured = tuple[AttentionProblem, float]
@@ -44,8 +41,7 @@ def measured(found: Iterable[Mapping[str, Any]]) -> dict[AnyDomain, list[Measure
             continue
         domain = AttentionDomain.holding(problem)
         if domain is not None and row.get("answered", {}).get("tuner", "own") == "own":
-            own_us = min(us["tuner"], CHOSEN * us.get("best", math.inf))
-            by_domain[domain].append((problem, us["flash3"] / own_us))
+            by_domain[domain].append((problem, us["flash3"] / us["tuner"]))
     return {domain: calls for domain, calls in by_domain.items() if len(calls) >= MIN_CALLS}
 
 
