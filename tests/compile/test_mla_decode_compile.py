@@ -117,7 +117,7 @@ def test_the_library_refuses_what_it_would_get_wrong(compiler: Compiler) -> None
     kernel = load(artifact)
     right = {"batch": 3, "queries": 2, "heads": 20, "page_size": 64, "pages": 9, "pdl": 1}
     right |= {"query_batch": 23040, "query_row": 11520, "query_head": 576, "tile_overhead": 4}
-    right |= {"fetch_ahead": 2, "cut_overhead": 4}
+    right |= {"cut_overhead": 4}
     right |= {"cache_page": 36864, "cache_slot": 576, "table_row": 5}
     right |= {"out_batch": 20480, "out_row": 10240, "out_head": 512}
 
@@ -129,7 +129,7 @@ def test_the_library_refuses_what_it_would_get_wrong(compiler: Compiler) -> None
     assert kernel.workspace_bytes(ordered(heads=4096, queries=64)) == 8, "nothing is divided"
     wrong = {"batch": 0, "queries": 65, "heads": 0, "page_size": 40, "pages": 0, "query_row": 4}
     wrong |= {"cache_slot": 577, "tile_overhead": -1, "table_row": -1}
-    wrong |= {"fetch_ahead": 9, "cut_overhead": -1}
+    wrong |= {"cut_overhead": -1}
     for name, value in wrong.items():
         integers = ordered(**{name: value})
         with pytest.raises(BenchmarkError):

@@ -24,7 +24,7 @@ constexpr int kHalf = kLatent / kColumns / 2;    // chunks whose columns of O ar
 constexpr int kChunkBytes = 64 * kSwizzleBytes;
 constexpr int kTileBytes = kChunks * kChunkBytes;
 constexpr int kStages = 2;
-constexpr int kCluster = 2;
+constexpr int kCluster = 1;
 constexpr int kWarp = 32, kWarpGroup = 128, kGroupWarps = 4;
 constexpr int kThreads = 3 * kWarpGroup;
 // (56 + 2 x 224) x 128 = 384 x 168
@@ -49,7 +49,6 @@ enum NamedBarrier { kGroupMeets = 1, kConsumersMeet = 3 };  // the first and the
 
 struct Params {
   CUtensorMap query, cache;
-  const Element* rows;
   const int* table;
   const int* lengths;
   Element* out;
@@ -62,8 +61,8 @@ struct Params {
   int head_blocks, row_blocks;  // blocks of a query's heads, and of a sequence's rows
   int shares;
   int page_size, box;   // rows that a copy brings
-  int overhead, cut_overhead, ahead;
-  int64_t cache_page, table_row, out_batch, out_row, out_head;
+  int overhead, cut_overhead;
+  int64_t table_row, out_batch, out_row, out_head;
   float scale_log2;
 };
 
@@ -163,9 +162,8 @@ __device__ __forceinline__ void earlier_products_wait() { asm volatile("wgmma.wa
 // A box of the cache, to the same place in each block of the cluster.
 __device__ __forceinline__ void copy_rows(CUtensorMap const& map, uint32_t to, int column, int slot, int page, uint32_t barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
-      "[%0], [%1, { %2, %3, %4 }], [%5], %6;"
-      ::"r"(to), "l"(&map), "r"(column), "r"(slot), "r"(page), "r"(barrier), "h"(uint16_t((1 << kCluster) - 1)) : "memory");
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, { %2, %3, %4 }], [%5];"
+      ::"r"(to), "l"(&map), "r"(column), "r"(slot), "r"(page), "r"(barrier) : "memory");
 }
 
 __device__ __forceinline__ void copy_queries(CUtensorMap const& map, uint32_t to, int column, int head, int query, int sequence,
@@ -378,14 +376,6 @@ __device__ __forceinline__ void load(Params const& p, Memory memory, Share const
         else copy_tile<kFirst, kLast, 4>(p, memory, stage, parity, count, rank, page, slot);
       }
       __syncwarp();
-      if (kFirst == 0 && p.ahead > 0) {
-        const int next = of + p.ahead * boxes + lane, from = next % kWarp;
-        const int2 there = make_int2(__shfl_sync(kAllLanes, places.x, from), __shfl_sync(kAllLanes, places.y, from));
-        const int2 behind = make_int2(__shfl_sync(kAllLanes, later.x, from), __shfl_sync(kAllLanes, later.y, from));
-        const int2 place = next < kWarp ? there : behind;
-        if (lane < boxes && box + p.ahead * boxes + lane < last)
-          fetch_bytes(p.rows + place.x * p.cache_page + place.y * kWidth, p.box * kWidth * int(sizeof(Element)));
-      }
     }
   });
 }
@@ -590,12 +580,20 @@ struct Consumer {
     }
 #pragma unroll 1
     for (; tile + 1 < item.end; tile += 2, counter += 2) {
-      issue_scores(counter + 1, s);
       add_other(item, tile, counter);
-      earlier_products_wait();
+      // Scores queue behind O += P C, unless their tile is still to come: its place may be this stage's.
+      const bool is_there = has_ended(memory.full(group, kChunks - 1), (counter + 1) / kStages % 2);
+      const bool waits = __any_sync(kAllLanes, !is_there);
+      if (waits) finish_values(1 - group);
+      issue_scores(counter + 1, s);
+      if (!waits) {
+        earlier_products_wait();
+        leave_stage(memory.empty(1 - group, group));
+      }
+      products_wait();
+      fence(o);
       fence(s);
       share_probabilities(item, tile + 1, s, words, kept);
-      finish_values(1 - group);
       add_own(item, tile + 1, counter + 1, words, kept);
     }
     leave(memory.query_empty());
@@ -808,7 +806,7 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocks) combine_golde
 inline bool aligned(int64_t elements) { return elements >= 0 && elements % 8 == 0 && elements < (int64_t(1) << 38); }
 
 struct Tensors { void *query, *cache, *block_table, *lengths, *out, *lse; };
-struct Integers { int64_t batch, queries, heads, page_size, pages, query_batch, query_row, query_head, cache_page, cache_slot, table_row, out_batch, out_row, out_head, tile_overhead, cut_overhead, fetch_ahead, pdl; };
+struct Integers { int64_t batch, queries, heads, page_size, pages, query_batch, query_row, query_head, cache_page, cache_slot, table_row, out_batch, out_row, out_head, tile_overhead, cut_overhead, pdl; };
 struct Scalars { double scale; };
 
 struct Blocks {
@@ -831,7 +829,7 @@ inline bool valid(Integers const& call) {
                          call.out_row, call.out_head})
     if (!aligned(stride)) return false;
   return call.table_row >= 0 && call.tile_overhead >= 0 && call.tile_overhead <= 64 && call.cut_overhead >= 0 &&
-         call.cut_overhead <= 64 && call.fetch_ahead >= 0 && call.fetch_ahead <= 8;
+         call.cut_overhead <= 64;
 }
 
 struct Sizes {
@@ -916,7 +914,6 @@ inline cudaError_t launch(Tensors const& tensors, Integers const& call, Scalars 
   p.page_size = static_cast<int>(call.page_size), p.box = static_cast<int>(std::gcd(call.page_size, int64_t(kKeys / kCluster)));
   p.overhead = static_cast<int>(call.tile_overhead);
   p.cut_overhead = static_cast<int>(call.cut_overhead);
-  p.ahead = call.cache_slot == kWidth ? static_cast<int>(call.fetch_ahead) : 0;
   const cuuint64_t of_query[] = {kWidth, cuuint64_t(call.heads), cuuint64_t(call.queries), cuuint64_t(call.batch)};
   const cuuint64_t of_cache[] = {kWidth, cuuint64_t(call.page_size), cuuint64_t(call.pages)};
   const int64_t query_strides[] = {call.query_head, call.query_row, call.query_batch}, cache_strides[] = {call.cache_slot, call.cache_page};
@@ -925,7 +922,6 @@ inline cudaError_t launch(Tensors const& tensors, Integers const& call, Scalars 
   cudaError_t error = describe(&p.query, tensors.query, 4, of_query, query_strides, query_box);
   if (error == cudaSuccess) error = describe(&p.cache, tensors.cache, 3, of_cache, cache_strides, cache_box);
   if (error != cudaSuccess) return error;
-  p.rows = static_cast<const Element*>(tensors.cache), p.cache_page = call.cache_page;
   p.table = static_cast<const int*>(tensors.block_table), p.lengths = static_cast<const int*>(tensors.lengths);
   p.out = static_cast<Element*>(tensors.out), p.lse = static_cast<float*>(tensors.lse);
   char* const bytes = static_cast<char*>(workspace);

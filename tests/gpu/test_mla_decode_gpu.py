@@ -10,7 +10,7 @@ import pytest
 
 from tuner.compile.compiler import Compiler
 from tuner.compile.single import MLA_DECODE
-from tuner.families.mla_decode import MlaKernel, kernel_of
+from tuner.families.mla_decode import KERNELS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
@@ -51,10 +51,8 @@ def drawn(module: Any, case: tuple[Any, ...], dtype: str, monkeypatch: pytest.Mo
     import torch
 
     lengths, queries, heads, size = case
-    chosen = kernel_of(dtype, heads, queries)
-    draws = {chosen.cluster: ((size, queries, heads),)}
-    monkeypatch.setattr(module, "_DRAWS", draws)
-    return module.drawn(chosen, torch.device("cuda"), 0, lengths)
+    monkeypatch.setattr(module, "_DRAWS", ((size, queries, heads),))
+    return module.drawn(KERNELS[dtype], torch.device("cuda"), 0, lengths)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -102,14 +100,3 @@ def test_views_of_larger_tensors(mla: Any, monkeypatch: pytest.MonkeyPatch) -> N
     mla.composed(theirs)
     mla.mla_decode(spread, *call[1:4], scale=call.scale, out=out)
     assert mla.is_close(theirs._replace(out=out), theirs)
-
-
-def test_a_kernel_of_pairs_refuses_one_block_of_rows(
-    mla: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tuner.errors import BenchmarkError
-
-    call = drawn(mla, ((70,), 1, 64, 64), "bfloat16", monkeypatch)
-    kernel = mla.kernels[MlaKernel("bfloat16", True, 2)].of(call.query.device, lambda _: True)
-    with pytest.raises(BenchmarkError):
-        mla.launch(kernel, call)

@@ -193,6 +193,6 @@ MLA_DECODE: Mapping[mla_decode.MlaKernel, RenderedSource] = {
         (*mla_decode.PARTS, "arguments.cu.j2", "arguments.h", "pipeline.h", "ptx.h", "warp.h"),
         spec=kernel.spec,
     )
-    for kernel in mla_decode.KERNELS
+    for kernel in mla_decode.KERNELS.values()
 }
 """Decoding of latent attention over paged caches."""

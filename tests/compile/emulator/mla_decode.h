@@ -47,7 +47,6 @@ inline int run(Case const& c, unsigned seed) {
     for (int d = 0; d < kWide; ++d) query[r * row + d] = draw();
 
   Params p{};
-  p.rows = reinterpret_cast<__nv_bfloat16*>(cache.data()), p.cache_page = page, p.ahead = 2;
   p.table = table.data(), p.lengths = lengths.data(), p.table_row = columns;
   p.out = reinterpret_cast<__nv_bfloat16*>(out.data()), p.lse = lse.data();
   p.out_head = kValues, p.out_row = kValues * c.heads, p.out_batch = p.out_row * c.queries;
@@ -56,11 +55,6 @@ inline int run(Case const& c, unsigned seed) {
   p.head_blocks = (c.heads + 63) / 64;
   p.row_blocks = p.head_blocks * ((c.queries + 64 / p.packed - 1) / (64 / p.packed));
   p.shares = c.shares, p.page_size = c.page_size, p.box = std::gcd(c.page_size, 64 / kCluster), p.overhead = c.overhead, p.cut_overhead = c.cut_overhead;
-  const auto fetched = [&](void const* from, int bytes) {
-    const int64_t first = static_cast<uint16_t const*>(from) - cache.data();
-    return first >= 0 && first + bytes / 2 <= int64_t(cache.size()) && bytes == p.box * kWide * 2;
-  };
-  emulator::may_fetch = fetched;
   p.query = emulator::tensor_of({query.data(), kWide, {c.heads, c.queries, batch},
                                  {row, row * c.heads, row * c.heads * c.queries}, {p.packed, 64 / p.packed, 1}});
   p.cache = emulator::tensor_of({cache.data(), kWide, {c.page_size, pages, 1}, {slot, page, 0}, {p.box, 1, 1}});

@@ -98,8 +98,6 @@ struct Machine {
   std::function<void()> body;
 };
 
-inline std::function<bool(void const*, int)> may_fetch;  // whether bytes may be fetched to the L2
-
 inline Machine& machine() {
   static Machine one;
   return one;

@@ -5,9 +5,6 @@ namespace tuner {
 inline void grid_dependency_wait() {}
 inline void grid_dependency_launch() {}
 inline void async_copy_fence() {}
-inline void fetch_bytes(void const* from, int bytes) {
-  if (!emulator::may_fetch(from, bytes)) emulator::fail("what is fetched lies elsewhere");
-}
 inline float exp2_approx(float x) { return std::exp2(x); }
 inline float4 load_cluster(uint32_t from, float4 const&) {
   return make_float4(load_shared(from), load_shared(from + 4), load_shared(from + 8), load_shared(from + 12));

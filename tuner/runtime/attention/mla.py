@@ -17,7 +17,7 @@ from tuner.errors import BenchmarkError, ConfigError
 from tuner.families.mla_decode import (
     ARGUMENTS,
     CUT_OVERHEAD,
-    FETCH_AHEAD,
+    KERNELS,
     LATENT,
     MAX_BATCH,
     MAX_HEADS,
@@ -27,7 +27,6 @@ from tuner.families.mla_decode import (
     VECTOR,
     WIDTH,
     MlaKernel,
-    kernel_of,
 )
 from tuner.runtime.call import counters, devices, guards
 from tuner.runtime.call.refusal import Kind, Refusal
@@ -36,11 +35,8 @@ from tuner.runtime.call.sourced import SourcedKernel
 _LIMIT = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
 """Largest relative Frobenius error of each sequence's output in a proof."""
 _LSE_LIMIT = 1e-3
-#: Page size, queries and heads of the calls of a proof, by blocks of a cluster.
-_DRAWS = {
-    1: ((64, 1, 40), (16, 3, 16), (48, 3, 64), (128, 4, 16)),
-    2: ((64, 1, 100), (16, 3, 20), (48, 2, 64), (128, 4, 32)),
-}
+#: Page size, queries and heads of the calls of a proof.
+_DRAWS = ((64, 1, 40), (16, 3, 20), (48, 2, 64), (128, 4, 16), (64, 1, 128))
 
 kernels = {
     kernel: SourcedKernel(source, "PyTorch's operations decode latent attention")
@@ -62,8 +58,7 @@ class Decode(NamedTuple):
     @property
     def kernel(self) -> MlaKernel:
         """The kernel for these tensors."""
-        _, queries, heads, _ = self.query.shape
-        return kernel_of(guards.DTYPES[self.query.dtype], heads, queries)
+        return KERNELS[guards.DTYPES[self.query.dtype]]
 
 
 def mla_decode(
@@ -188,7 +183,6 @@ def launch(
     call: Decode,
     tile_overhead: int = TILE_OVERHEAD,
     cut_overhead: int = CUT_OVERHEAD,
-    fetch_ahead: int = FETCH_AHEAD,
 ) -> None:
     """Enqueue a kernel on the current stream.
 
@@ -197,7 +191,6 @@ def launch(
         call: tensors that it takes.
         tile_overhead: tiles of keys that take as long as a sequence's begin and end in a block.
         cut_overhead: tiles that take as long as to add the parts of divided sequences.
-        fetch_ahead: tiles that the L2 fetches before they are copied.
     """
     query, cache, out = call.query, call.cache, call.out
     batch, queries, heads, _ = query.shape
@@ -210,8 +203,7 @@ def launch(
     ):
         for part, size, step in zip(parts, tensor.shape, tensor.stride(), strict=False):
             integers[f"{name}_{part}"] = step if size > 1 else WIDTH  # of one element any will do
-    integers |= {"tile_overhead": tile_overhead, "fetch_ahead": fetch_ahead, "pdl": 1}
-    integers["cut_overhead"] = cut_overhead
+    integers |= {"tile_overhead": tile_overhead, "cut_overhead": cut_overhead, "pdl": 1}
     tensors = {"query": query, "cache": cache, "out": out, "lse": call.lse}
     tensors |= {"block_table": call.block_table, "lengths": call.lengths}
     pointers, numbers, scalars = ARGUMENTS.ordered(
@@ -229,7 +221,7 @@ def launch(
 
 def _is_proven(chosen: MlaKernel, device: torch.device, kernel: LoadedKernel) -> bool:
     """True when its results are those of PyTorch's operations, up to rounding."""
-    for number in range(len(_DRAWS[chosen.cluster])):
+    for number in range(len(_DRAWS)):
         theirs, own = (drawn(chosen, device, number) for _ in range(2))
         composed(theirs, torch.float64)
         try:
@@ -264,7 +256,7 @@ def drawn(
         lengths: rows of each sequence; empty: those of a proof.
     """
     draw = torch.Generator(device).manual_seed(number)
-    size, queries, heads = _DRAWS[chosen.cluster][number]
+    size, queries, heads = _DRAWS[number]
     lengths = lengths or (1, 0, size, 64 * 41 + 5, 129, 1000)
     dtype = getattr(torch, chosen.dtype)
     columns = -(-max(lengths) // size) + 1
