@@ -471,7 +471,7 @@ _SWAPPED = (*product((64, 128, 256), (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 1
 #: Blocks of a cluster along both sides of its tiles and along K.
 _CLUSTERS = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8))
 #: Tiles along A's rows at most, for which swapped operands read the weights.
-_MAX_READS = 4
+MAX_READS = 4
 #: Blocks a multiprocessor at most, and least blocks of K of each, for which K is worth dividing.
 _MAX_SPLIT_ROUNDS, _MIN_SPLIT_STEPS = 2, 2
 #: Tiles from which on neighbours are worth having share a tile by multicast: half of the chip.
@@ -492,7 +492,7 @@ def _compiled(problem: GemmProblem, gpu: Gpu) -> Iterator[dict[str, Value]]:
         is_wide = tile_n > min((n for n in widths if n >= columns), default=tile_n)
         if is_wide or (tile_m > INSTRUCTION_ROWS and rows <= tile_m // 2):
             continue
-        if swapped and ceil(columns / tile_n) > _MAX_READS:
+        if swapped and ceil(columns / tile_n) > MAX_READS:
             continue
         count = ceil(rows / tile_m) * ceil(columns / tile_n)
         for cluster_m, cluster_n, splits in _CLUSTERS:
