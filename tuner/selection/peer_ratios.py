@@ -5,9 +5,9 @@ problems that portfolios are made from; the ratios are `tuner.selection.ratios`.
 build of the peer's package. The ratio expected at a call is that of the domain, corrected by those
 near the call.
 
-At 242 calls (``tests/assets/fits/peers.jsonl.gz``), each by other models' ratios, FlashAttention-3
-answers 11 and is slower at none: they take 0.87 of the time. Time models of it gained 0.5 % and
-lost at five of 262 (replayed).
+No peer ships. At 231 calls (``tests/assets/fits/peers.jsonl.gz``), each by other models' ratios,
+FlashAttention-3 answers none: it is clearly faster at no kind of call. Time models of it gained
+0.5 % at 262 calls and lost at five (replayed).
 """
 
 from __future__ import annotations
