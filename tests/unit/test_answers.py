@@ -102,8 +102,9 @@ def test_an_unknown_word_is_one_clear_line(
         settings.answers()
     assert served(serving, portfolio_of(candidate(FIRST, 10.0))) == "pytorch"
     assert serving.fallbacks == ["a setting is wrong"]
-    with pytest.raises(ConfigError, match="TUNER_ANSWERS=own,flash9"):
-        lookup(PROBLEM, gpu=DEFAULT_GPU)
+    for problem in (PROBLEM, "S=1024,D=64"):  # by a portfolio, and by a decision
+        with pytest.raises(ConfigError, match="TUNER_ANSWERS=own,flash9"):
+            lookup(problem, gpu=DEFAULT_GPU)
 
 
 def test_every_word_names_kernels() -> None:

@@ -165,6 +165,7 @@ def lookup(
     if isinstance(gpu, str):
         gpu = find_gpu(gpu, gpus(path) if among is None else [entry.gpu for entry in among])
     asked = gpu or DEFAULT_GPU
+    settings.answers()  # a wrong word is said for every problem
     if among is None:
         path = path or store_file()
     answer = _best(problem, asked, regimes, path, allow_other_gpu, among)
@@ -351,7 +352,6 @@ def _selected(
     """The selection by a shipped portfolio for the GPU, or for another one if that is allowed."""
     from tuner.selection import portfolio
 
-    settings.answers()  # a wrong word is said for every problem
     known = [p for p in portfolio.shipped() if p.op == problem.op]
     others = [p for p in known if p.gpu.shares_kernels(gpu)] if allow_other_gpu else []
     for one in portfolio.serving(known, gpu) or others:
