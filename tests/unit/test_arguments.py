@@ -31,6 +31,8 @@ DECLARED = Arguments(("a", "d"), ("m", "n", "pdl"), ("alpha",))
 _COUNTED = re.compile(r"\b(tensors|integers|scalars|arguments|call|n|x)\s*\[\s*(?:\d|\{\{)")
 #: A thread's own array is not a launch's.
 _LOCAL = re.compile(r"^\s+(?:float|int|uint32_t) (\w+)\[\d+\];", re.MULTILINE)
+#: Nor is an array that a function takes by reference.
+_PARAMETER = re.compile(r"\(&(\w+)\)\[")
 BLOCKS = GemmProblem(64, 256, 512, dtype=E4M3, dtype_d="bfloat16", scales="block")
 #: What launches pass by some of their names; strides of unlike extents tell a shift by one.
 CASES: dict[str, tuple[str, Problem, dict[str, int]]] = {
@@ -98,7 +100,7 @@ def members(text: str, struct: str) -> list[str]:
 
 
 def counted_in(text: str) -> list[str]:
-    local = {*_LOCAL.findall(text)}
+    local = {*_LOCAL.findall(text), *_PARAMETER.findall(text)}
     return [
         line
         for line in text.splitlines()

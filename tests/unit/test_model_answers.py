@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tuner.cli import main
+from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.hardware import GPUS
 from tuner.problem import (
@@ -24,7 +25,12 @@ from tuner.problem import (
 from tuner.problem.architecture import Attention, Experts, Linear, Model
 from tuner.problem.engines import ENGINES
 from tuner.problem.steps import MAX_TOKENS, ModelStep, steps
+from tuner.selection import peer_ratios
 from tuner.selection.answering import Answering, ModelAnswers, Rival, answering, needed
+from tuner.selection.domains import domain_of
+from tuner.selection.peer_ratios import PeerRatios
+from tuner.selection.portfolio import shipped
+from tuner.selection.ratios import Ratios
 
 LLAMA: dict[str, Any] = {
     **{"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336},
@@ -179,11 +185,18 @@ def test_an_engine_s_own_attention_answers_where_it_is_faster(name: str) -> None
     assert answering(chunk, H200).by == "fused_attention"
 
 
-def test_a_peer_has_the_time_of_measured_ratios() -> None:
-    """FlashAttention-3 at D=256 is faster by ratios; it has no time model."""
-    found = answering(AttentionProblem.parse("H=8,S=1999,D=256,dtype=bf16"), H200)
+def test_a_peer_has_the_time_of_measured_ratios(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that is faster by ratios near the call has no time model."""
+    problem = AttentionProblem.parse("H=8,S=1999,D=256,dtype=bf16")
+    domain, flash3 = domain_of(problem), Config("vendor_sdpa", {"kernel": "flash3"})
+    assert domain is not None
+    ratios = Ratios.of([(peer_ratios.sizes_of(problem), 2.0)] * 6, peer_ratios.WIDTH_OCTAVES)
+    peers = {domain: (PeerRatios(flash3, "build", ratios),)}
+    every = [replace(one, peers=peers if one.op == problem.op else {}) for one in shipped()]
+    monkeypatch.setattr("tuner.selection.answering.shipped", lambda: every)
+    found = answering(problem, H200)
     assert found.source == "predicted" and found.peer is not None and found.us
-    assert found.peer.name.startswith("flash3") and found.peer.us < found.us
+    assert found.peer.name == "flash3" and found.peer.us == pytest.approx(found.us / 2)
 
 
 def test_kernels_are_named_once_with_the_sum_of_their_shares() -> None:

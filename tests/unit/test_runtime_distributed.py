@@ -394,7 +394,7 @@ def test_the_portfolio_serves_all_ranks_alike_by_what_all_have_proven(run: Run) 
 def test_kernels_that_are_built_later_serve_from_the_next_agreement_on(
     run: Run, tmp_path: Path
 ) -> None:
-    few, all_of_them = Host(proven=EVERY[::2], built=EVERY[1::2]), Host(proven=EVERY)
+    few, all_of_them = Host(proven=EVERY[1::2], built=EVERY[::2]), Host(proven=EVERY)
     cache, library = ArtifactCache(tmp_path / "more"), tmp_path / "more.so"
     library.write_bytes(b"kernel")
     rows = json.dumps(listed(proven(spec, cache, library) for spec in EVERY).to_json())

@@ -305,7 +305,7 @@ def test_what_does_not_compile_is_not_launched() -> None:
 def test_the_kernels_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--family", "gemv,gemm_swiglu", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 14
+    assert len(lines) == 17
     assert lines[0] == "gemv one row" and lines[-1] == "gemm_swiglu four groups"
 
 
