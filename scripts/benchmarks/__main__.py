@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     if name not in NAMES:
         names = " ".join((*sorted(PROBLEMS), *NAMES))  # operations are `tuner bench`'s
         usage = f"scripts/bench NAME [options]; NAME is one of: {names}"
-        print(f"there is no benchmark '{name}': {usage}", file=sys.stderr)
+        print(f"unknown benchmark '{name}': {usage}", file=sys.stderr)
         return 2
     with RaisesInterrupted():
         return ended(lambda: _run(name, rest), name)

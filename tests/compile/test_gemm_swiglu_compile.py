@@ -59,7 +59,7 @@ def test_the_library_refuses_what_it_would_get_wrong(compiler: Compiler) -> None
     kernel = load(future.result())
     launch = SWIGLU.launches(PROBLEM, CONFIGS[1], 1.0)[0]
     assert kernel.workspace_bytes(launch.integers) == 0
-    # Columns that are no whole groups; a row of the output that is too short.
+    # Columns that fill no group; an output row that is too short.
     for position, value in ((1, 2 * 14336 + 32), (6, 14336 - 8)):
         bad = [*launch.integers]
         bad[position] = value

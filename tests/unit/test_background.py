@@ -111,14 +111,14 @@ def test_without_a_compiler_nothing_is_started(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def none() -> None:
-        raise CompileError("there is no nvcc")
+        raise CompileError("nvcc is not installed")
 
     monkeypatch.setattr(toolchain, "find_toolchain", none)
     builder = Builder()
     with caplog.at_level("INFO"):
         builder.request(miss())
         wait_for(lambda: builder._is_off)
-    assert "there is no nvcc" in caplog.text and not builder.request(miss(OTHER))
+    assert "nvcc is not installed" in caplog.text and not builder.request(miss(OTHER))
     assert not started() and all(one.levelname == "INFO" for one in caplog.records)
 
 

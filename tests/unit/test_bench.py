@@ -349,7 +349,7 @@ def test_an_operation_without_a_suite_wants_shapes(capsys: pytest.CaptureFixture
 def test_the_script_names_what_it_can_run() -> None:
     script = Path(__file__).parents[2] / "scripts" / "bench"
     done = subprocess.run([script, "nope"], capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and done.stderr.startswith("there is no benchmark 'nope'")
+    assert done.returncode == 2 and done.stderr.startswith("unknown benchmark 'nope'")
     offered = done.stderr.partition("one of: ")[2].split()
     assert offered[: len(PROBLEMS)] == sorted(PROBLEMS)
     modules = [importlib.import_module(f"benchmarks.{name}") for name in offered[len(PROBLEMS) :]]

@@ -131,7 +131,7 @@ def test_every_schedule_of_pages_is_timed_for_a_fit(tmp_path: Path) -> None:
 def test_another_name_gets_a_line_with_all(argv: list[str], capsys: Any) -> None:
     assert main(argv) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "there is no benchmark" in line and "products" in line
+    assert "unknown benchmark" in line and "products" in line
 
 
 def test_every_bench_has_its_name() -> None:

@@ -86,7 +86,7 @@ class Fp8Config:
 
 
 def shared() -> Any:
-    """What both engines' products share."""
+    """The module of products for both engines."""
     return importlib.import_module("tuner.runtime.engines.products")
 
 

@@ -38,7 +38,7 @@ def sweep_aot(
 
     Raises:
         ConfigError: when the options do not fit a problem.
-        CompileError: when there is no compiler.
+        CompileError: without a compiler.
         StoreError: when the store cannot be read.
     """
     from tuner.hardware import DEFAULT_GPU

@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: when the shape or the GPU cannot be parsed.
         NoValidConfigError: when no decision has a kernel to build.
-        CompileError: when there is no compiler.
+        CompileError: without a compiler.
         StoreError: when the store or the artifact cache cannot be opened or written.
     """
     from tuner.compile.artifacts import ArtifactCache

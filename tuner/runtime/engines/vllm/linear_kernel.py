@@ -65,8 +65,8 @@ class TunerFp8BlockKernel(Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]  
         return scaled_linear(x, layer.weight, _factors(layer)[1], bias)
 
     def apply_block_scaled_mm(self, *_: Any, **__: Any) -> torch.Tensor:
-        """Never called: `apply_weights` is the whole product."""
-        raise NotImplementedError
+        """Refuse: vLLM's base class asks for it, and `apply_weights` is the whole product."""
+        raise TypeError("apply_weights computes the product; vLLM called apply_block_scaled_mm")
 
 
 def _factors(layer: torch.nn.Module) -> tuple[str, torch.Tensor]:
