@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from goldens import MANIFEST, Goldens
+from goldens import MANIFEST, PASSAGE, Goldens, reviewed
+
+from tuner.base import resources
 
 BASE = "".join(f"line {number}\n" for number in range(20))
 TEXTS = {"plain": BASE, "causal": BASE.replace("line 7\n", "line seven\n")}
@@ -19,7 +21,7 @@ def written(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_one_text_is_whole_and_the_others_are_hashes(written: Path) -> None:
+def test_one_text_is_for_review_and_the_others_are_hashes(written: Path) -> None:
     assert sorted(path.name for path in written.iterdir()) == ["k.cu", MANIFEST]
     assert (written / "k.cu").read_text() == BASE
     assert set(json.loads((written / MANIFEST).read_text())["k"]) == {"plain", "causal"}
@@ -63,7 +65,15 @@ def test_missing_and_needless_variants_are_named(written: Path) -> None:
     Goldens(written).check("k", {"plain": BASE})
 
 
-def test_a_whole_text_edited_by_hand_is_seen(written: Path) -> None:
+def test_passages_of_the_templates_are_not_repeated() -> None:
+    """A change inside of such a passage shows in the template and in the hash."""
+    passage = (resources.templates() / "reduce.h").read_text()
+    two_lines = "".join(passage.splitlines(keepends=True)[:2])
+    text = f"{passage}rendered\n{two_lines}rendered anew\n"
+    assert reviewed(text) == f"{PASSAGE}\nrendered\n{two_lines}rendered anew\n"
+
+
+def test_a_text_edited_by_hand_is_seen(written: Path) -> None:
     (written / "k.cu").write_text(f"{BASE}one more\n")
     with pytest.raises(pytest.fail.Exception, match="-one more"):
         Goldens(written).check("k", TEXTS)
