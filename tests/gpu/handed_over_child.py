@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import empty_calls
+import entry_calls
 import torch
 from runtime_gpu import part, store, this_gpu
 from unaligned import WAYS, drawn_view, error, exact
@@ -183,8 +183,8 @@ def vendors(count: int) -> Cases:
 
 
 def empty(count: int) -> Cases:
-    empty_calls.DEVICE = "cuda"
-    yield "entries", lambda: "\n".join(empty_calls.faults(count > 1)) or 0.0
+    entry_calls.DEVICE = "cuda"
+    yield "entries", lambda: "\n".join(entry_calls.faults(count > 1)) or 0.0
     for sizes in (
         (0, 4, 4, 8, 8, 64),
         (2, 0, 0, 8, 8, 64),
@@ -201,6 +201,11 @@ def empty(count: int) -> Cases:
                 return float(max(t.grad.abs().sum() for t in given))
 
             yield f"{name} {sizes}", call
+
+
+def entries(count: int) -> Cases:
+    entry_calls.DEVICE = "cuda"
+    yield from entry_calls.differences(count)
 
 
 def drawn(count: int) -> Cases:
@@ -233,7 +238,9 @@ def drawn(count: int) -> Cases:
         yield label, call
 
 
-GROUPS = {each.__name__: each for each in (unaligned, windows, blind, vendors, empty, drawn)}
+GROUPS: dict[str, Callable[[int], Cases]] = {
+    each.__name__: each for each in (unaligned, windows, blind, vendors, empty, entries, drawn)
+}
 
 
 def main(group: str, way: str, count: int) -> None:

@@ -1,6 +1,6 @@
 """Calls that PyTorch's fused kernels fail on, on the GPU against float64: tensors that start, or
 have rows, off 16 bytes; rows that see no key; a vendor's kernel that the selection launches; sizes
-of 0; and drawn calls of all kinds, more of them under ``--long``.
+of 0; every entry of the runtime; and drawn calls of all kinds, more of them under ``--long``.
 
 Children make them, since a kernel that reads a wrong address ends its process.
 """
@@ -51,6 +51,7 @@ GROUPS = {
     "blind": (1, 1),
     "vendors": (1, 1),
     "empty": (1, 2),
+    "entries": (110, 4000),
     "drawn": (150, 5000),
 }
 

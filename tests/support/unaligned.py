@@ -40,8 +40,11 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 
 
 def drawn_view(draw: random.Random, tensor: Any) -> Any:
-    """The same values, as they lie or in one of the `WAYS`."""
-    return draw.choice([lambda t: t, *WAYS.values()])(tensor)
+    """The same values, as they lie or in one of the `WAYS`, all but one of which keep columns
+    contiguous whatever the dimensions.
+    """
+    ways = (way for name, way in WAYS.items() if tensor.dim() == 4 or "tokens first" not in name)
+    return draw.choice([lambda t: t, *ways])(tensor)
 
 
 def exact(

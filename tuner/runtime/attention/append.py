@@ -114,7 +114,7 @@ def paged_append(
         *(query, key, value, key_cache, value_cache, page_table, seqused_k, cu_seqlens_q),
         *(cosine, sine, interleaved, (q_scale, k_scale, v_scale), out),
     )
-    if not call.query.shape[0] or not call.seqused_k.numel():
+    if not (call.query.shape[0] and call.page_table.numel()):
         return call.out
     with torch.no_grad():
         proof = partial(_is_proven, query.device)

@@ -1,9 +1,15 @@
-"""Calls of every entry of the runtime with sizes of 0; each gives its output, shape and type."""
+"""Calls of every entry of the runtime, each with its output's shape and type.
+
+Some sizes are 0, some tensors start or have rows off 16 bytes, some numbers are huge.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,25 +19,31 @@ import tuner
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from torch.nn.attention.flex_attention import create_block_mask  # noqa: E402
+from unaligned import drawn_view, error  # noqa: E402
 
 E4M3, BF16, HALF = torch.float8_e4m3fn, torch.bfloat16, torch.float16
 DEVICE = "cpu"
 """Device of the tensors; tests on a GPU replace it."""
+LAID: Callable[[Any], Any] = lambda tensor: tensor  # noqa: E731
+"""How a call's tensors lie; `differences` replaces it."""
+FACTOR = 1.0
+"""Factor of the operands in 16 bits; `differences` replaces it."""
 
 
 def made(*shape: int, dtype: Any = BF16) -> Any:
-    return torch.randn(shape, device=DEVICE).to(dtype)
+    numbers = torch.randn(shape) * (FACTOR if dtype.itemsize == 2 else 1.0)
+    return LAID(numbers.to(dtype).to(DEVICE))
 
 
 def factors(*sizes: int) -> Any:
     """Positive fp32 factors of blocks: the last two sizes are divided by 128."""
     *others, rows, columns = sizes
-    return torch.rand(*others, -(-rows // 128), -(-columns // 128), device=DEVICE) + 0.5
+    return (torch.rand(*others, -(-rows // 128), -(-columns // 128)) + 0.5).to(DEVICE)
 
 
 def of_rows(rows: int, columns: int) -> Any:
     """Factors of each row and block of 128 columns."""
-    return torch.rand(rows, -(-columns // 128), device=DEVICE) + 0.5
+    return (torch.rand(rows, -(-columns // 128)) + 0.5).to(DEVICE)
 
 
 def starts(*ends: int) -> Any:
@@ -108,7 +120,7 @@ def grouped_e4m3(g: int, m: int, n: int, k: int) -> Any:
 
 def moe(t: int, top: int, g: int, h: int, i: int) -> Any:
     experts = torch.zeros(t, top, dtype=torch.int32, device=DEVICE)
-    weights = torch.rand(t, top, device=DEVICE)
+    weights = torch.rand(t, top).to(DEVICE)
     out = tuner.moe(made(t, h), experts, weights, made(g, 2 * i, h), made(g, h, i))
     return out, (t, h), BF16
 
@@ -116,7 +128,7 @@ def moe(t: int, top: int, g: int, h: int, i: int) -> Any:
 def moe_e4m3(t: int, top: int, g: int, h: int, i: int) -> Any:
     experts, weights = (
         torch.zeros(t, top, dtype=torch.int64, device=DEVICE),
-        torch.rand(t, top, device=DEVICE),
+        torch.rand(t, top).to(DEVICE),
     )
     gate_up, down = made(g, 2 * i, h, dtype=E4M3), made(g, h, i, dtype=E4M3)
     scales = {"gate_up_scale": factors(g, 2 * i, h), "down_scale": factors(g, h, i)}
@@ -175,6 +187,29 @@ def operator(b: int, h: int, q: int, kv: int, d: int) -> Any:
     return out, (b, h, q, d), BF16
 
 
+def mla(b: int, h: int, q: int, pages: int) -> Any:
+    table = torch.arange(b * pages, dtype=torch.int32, device=DEVICE).view(b, pages) % max(1, pages)
+    used = torch.full((b,), 16 * pages, dtype=torch.int32, device=DEVICE)
+    query, cache = made(b, q, h, 576), made(pages, 16, 576)
+    out, lse = tuner.mla_decode(query, cache, table, used, scale=0.07, return_lse=True)
+    assert lse.shape == (b, h, q)
+    return out, (b, q, h, 512), BF16
+
+
+def append(b: int, h: int, q: int, pages: int, d: int) -> Any:
+    """The queries, as `tuner.paged_append` rotates them, and what it wrote to the caches."""
+    keys, values = torch.zeros(2, b * pages, 16, h, d, dtype=BF16, device=DEVICE)
+    table = torch.arange(b * pages, dtype=torch.int32, device=DEVICE).view(b, pages)
+    used = torch.full((b,), 16 * pages, dtype=torch.int32, device=DEVICE)
+    query, key, value = (made(b * q, h, d) for _ in range(3))
+    angles = {"cosine": torch.ones(16, d // 2), "sine": torch.zeros(16, d // 2)}
+    angles = {name: one.to(DEVICE) for name, one in angles.items()}
+    out = torch.zeros_like(query)
+    tuner.paged_append(query, key, value, keys, values, table, used, out=out, **angles)
+    written = torch.cat([one.flatten() for one in (out, keys, values)])
+    return written, (b * q * h * d + 2 * b * pages * 16 * h * d,), BF16
+
+
 #: Entry -> its sizes, and those that a kernel's answer is a sum over: 0 where one of them is 0.
 ENTRIES: dict[Callable[..., Any], tuple[tuple[int, ...], tuple[int, ...]]] = {
     linear: ((3, 8, 256), (2,)),
@@ -197,6 +232,8 @@ ENTRIES: dict[Callable[..., Any], tuple[tuple[int, ...], tuple[int, ...]]] = {
     paged: ((2, 2, 3, 2, 8), (3,)),
     sparse: ((2, 2, 5, 7, 8), (3,)),
     operator: ((2, 2, 5, 7, 8), (3,)),
+    mla: ((2, 3, 2, 2), (3,)),
+    append: ((2, 2, 3, 1, 16), (3,)),
 }
 #: Entries that need one of these sizes, by position: a product of no group has no columns.
 NEEDED = {grouped: (0,), grouped_e4m3: (0,), moe: (2,), moe_e4m3: (2,)}
@@ -227,3 +264,44 @@ def faults(is_long: bool) -> list[str]:
         if made_of != (shape, dtype) or (is_nothing and out.float().any()):
             found.append(f"{entry.__name__}{sizes}: {made_of}, not {shape} {dtype} of zeros")
     return found
+
+
+@contextlib.contextmanager
+def tensors_of(device: str, laid: Callable[[Any], Any], factor: float) -> Iterator[None]:
+    """Calls have such tensors within."""
+    global DEVICE, LAID, FACTOR
+    before = DEVICE, LAID, FACTOR
+    DEVICE, LAID, FACTOR = device, laid, factor
+    try:
+        yield
+    finally:
+        DEVICE, LAID, FACTOR = before
+
+
+def differences(count: int) -> Iterator[tuple[str, Callable[[], float]]]:
+    """Drawn calls by name, each with its error against aligned tensors on the CPU.
+
+    Sizes are multiples of the entry's, or 0. Tensors start, or have rows, off 16 bytes, and some
+    operands have huge numbers. Block masks are compared on their own device: FlexAttention has no
+    log-sum-exp on a CPU.
+    """
+    draw = random.Random(5)
+    for index in range(count):
+        entry = list(ENTRIES)[index % len(ENTRIES)]
+        sizes = [size * draw.choice((1, 1, 2, 3)) for size in ENTRIES[entry][0]]
+        if draw.random() < 0.2 and (at := draw.randrange(len(sizes))) not in NEEDED.get(entry, ()):
+            sizes[at] = 0
+        factor, view = draw.choice((1.0, 1.0, 300.0)), partial(drawn_view, random.Random(index))
+
+        def call(
+            entry: Any = entry, sizes: Any = sizes, factor: float = factor, view: Any = view
+        ) -> float:
+            outs = []
+            for device, laid in (("cpu" if entry is not sparse else DEVICE, LAID), (DEVICE, view)):
+                torch.manual_seed(len(sizes))
+                with tensors_of(device, laid, factor):
+                    outs.append(entry(*sizes)[0].double().cpu())
+            rounding = 0.4 if entry is attention_e4m3 else 1.0  # its probabilities are e4m3
+            return rounding * error(outs[1], outs[0])
+
+        yield f"{index} {entry.__name__}{tuple(sizes)} times {factor}", call
