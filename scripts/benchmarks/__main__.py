@@ -35,11 +35,11 @@ NAMES = (
 MOVED = {
     **{name: f"tuner fit {name.split()[0]}" for name in ("backward --fit", "paged --fit")},
     **{name: f"tuner fit {name}" for name in ("corrections", "cost", "rates")},
-    **{name: f"scripts/bench search --preset {name}" for name in ("compile_ways", "fleet", "gpus")},
+    **{name: f"scripts/bench search --preset {name}" for name in ("compile_ways",)},
     **{name: f"scripts/bench search --preset {name}" for name in ("repeats", "sweeps")},
     **{
         name: f"scripts/bench population --preset {name}"
-        for name in ("fp8_attention", "layers", "masks", "odd_columns", "own_calls", "regret")
+        for name in ("fp8_attention", "layers", "masks", "own_calls", "regret")
     },
     "sustained": "scripts/bench population --preset sustained",
     **{name: f"scripts/bench products --preset {name}" for name in ("e4m3", "narrow", "scaled")},

@@ -4,9 +4,6 @@
 (``tuner own``, and ``tuner own, deterministic``) for each of 22 shapes. Beside them stand cuDNN and
 FlashAttention-2 to -4, also deterministic. All read FlashAttention-2's output and log-sum-exp.
 Errors are distances from FlashAttention-2's gradients, under a soft cap from FlashAttention-3's.
-
-The preset ``errors`` draws problems that FlashAttention-2 computes as well, and compares both with
-gradients in float64.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
-from benchmarks import backward_errors, harness, rows
+from benchmarks import backward_inputs, harness, rows
 from benchmarks.harness import Bench, Contender, Preset, Row
 from benchmarks.own_plans import compile_specs, kernel_of
 from tuner.bench.suites import SUITES
@@ -44,7 +41,6 @@ class Case:
     """A problem of a preset."""
 
     problem: AttentionBackwardProblem
-    number: int = 0
 
     @property
     def label(self) -> str:
@@ -55,14 +51,6 @@ class Case:
         return "causal" if self.problem.is_causal else "full"
 
 
-class Drawn(Case):
-    """A problem whose errors are compared; two draws may be equal."""
-
-    @property
-    def label(self) -> str:
-        return f"{self.number}: {self.problem.label()}"
-
-
 def acceptance(args: Namespace) -> list[Case]:
     """The problems named, or those of the acceptance suite in bf16."""
     if args.shape:
@@ -70,12 +58,6 @@ def acceptance(args: Namespace) -> list[Case]:
     suite = cast(Sequence[AttentionProblem], SUITES["acceptance"].problems)
     forward = (replace(problem, dtype="bfloat16", layout="bshd") for problem in suite)
     return [Case(AttentionBackwardProblem.of(problem)) for problem in forward]
-
-
-def drawn(args: Namespace) -> list[Case]:
-    """As many problems as ``--draws`` says, in the kinds of own kernels."""
-    every = backward_errors.drawn(args.draws, args.seed)
-    return [Drawn(problem, number) for number, problem in enumerate(every)]
 
 
 def own_config(problem: AttentionBackwardProblem) -> Config | None:
@@ -111,7 +93,7 @@ def own_call(problem: AttentionBackwardProblem, inputs: Sequence[Any]) -> Call:
         raise BenchmarkError(f"no own kernel has {problem.label()}")
     kernel = kernel_of(spec)
     (launch,) = FAMILY.launches(problem, config, 1 / math.sqrt(problem.head_dim))
-    outs = [backward_errors.empty(operand) for operand in problem.outputs]
+    outs = [backward_inputs.empty(operand) for operand in problem.outputs]
     size = kernel.workspace_bytes(launch.integers)
     workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
     names = [operand.name for operand in problem.operands]
@@ -181,7 +163,7 @@ def measure(case: Case, _: Namespace) -> Row:
 
     problem = case.problem
     with torch.no_grad():
-        inputs = backward_errors.inputs_of(problem, 0)
+        inputs = backward_inputs.inputs_of(problem, 0)
         served, by = served_call(problem, inputs)
         calls, refused = other_calls(problem, inputs)
         numbered = {name: harness.every_copy(call) for name, call in {**served, **calls}.items()}
@@ -220,24 +202,13 @@ def table(every: Sequence[Row]) -> list[str]:
     return lines
 
 
-def measure_errors(case: Case, _: Namespace) -> Row:
-    """Errors of the own kernel and of FlashAttention-2 at one problem."""
-    inputs = backward_errors.inputs_of(case.problem, case.number)
-    gradients = {
-        "tuner": own_call(case.problem, inputs)(),
-        "flash2": vendor_call(case.problem, "flash2", inputs)(),
-    }
-    return backward_errors.row(case.problem, inputs, gradients)
-
-
 def _options(parser: Parser) -> None:
-    add = parser.add_argument
-    add("--shape", action="append", help="as S=1024,D=64,dtype=bf16, not the suite; repeatable")
-    add("--draws", type=int, default=156, help="problems of the preset errors (default 156)")
+    text = "as S=1024,D=64,dtype=bf16, not the suite; repeatable"
+    parser.add_argument("--shape", action="append", help=text)
 
 
-def _compile(cases: Callable[[Namespace], list[Case]], args: Namespace) -> None:
-    posed = [problem for case in cases(args) for _, problem in modes(case.problem)]
+def _compile(args: Namespace) -> None:
+    posed = [problem for case in acceptance(args) for _, problem in modes(case.problem)]
     compile_specs(spec for problem in posed if (spec := spec_of(problem)) is not None)
 
 
@@ -253,16 +224,7 @@ BENCH = Bench(
             table=table,
             limit_s=600,
             smoke=Case(_SMALL),
-            compile=partial(_compile, acceptance),
-        ),
-        "errors": Preset(
-            "errors of drawn problems beside FlashAttention-2's, against float64",
-            drawn,
-            measure_errors,
-            backward_errors.line,
-            backward_errors.table,
-            smoke=Drawn(_SMALL),
-            compile=partial(_compile, drawn),
+            compile=_compile,
         ),
     },
     _options,

@@ -1,4 +1,4 @@
-"""A decoder with the shapes of Llama-3-8B and random weights, and its tokens a second.
+"""Blocks of a decoder with random weights.
 
 Three ways are compared: PyTorch's kernels; attention by `tuner.attention`; and the whole block,
 with linear layers by `tuner.linear` and gated ones by `tuner.swiglu`.
@@ -6,14 +6,10 @@ with linear layers by `tuner.linear` and gated ones by `tuner.swiglu`.
 
 from __future__ import annotations
 
-from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
-from benchmarks import harness
-from benchmarks.harness import Contender, Row
 from tuner.problem import AttentionProblem, DType, GemmProblem, Problem, SwigluProblem
 
 
@@ -32,12 +28,6 @@ class Sizes:
 #: The model card's config.json: 32 such layers.
 LLAMA_3_8B = Sizes(4096, 32, 8, 128, 14336, 128256)
 ROTARY_BASE = 500000.0
-
-LAYERS = 4
-"""Layers of the decoder; Llama-3-8B has 32, all alike, so the time of a layer is the same."""
-PREFILLS = (1024, 8192)
-CONTEXT, GENERATED = 1024, 64
-ROUNDS = 7
 
 
 @dataclass(frozen=True)
@@ -165,22 +155,6 @@ class Blocks:
         return x
 
 
-class Decoder(Blocks):
-    """These blocks of one sequence between an embedding and a head."""
-
-    def __init__(self, sizes: Sizes, layers: int, length: int, dtype: Any, device: str) -> None:
-        super().__init__(sizes, layers, length, dtype, device)
-        self._embedding = self.weight(sizes.vocabulary, sizes.hidden)
-        self._head = self.weight(sizes.vocabulary, sizes.hidden)
-
-    def __call__(self, tokens: Any, start: int, way: Way) -> Any:
-        """Logits of the last of `tokens`, (1, n), which begin at position `start`."""
-        import torch
-
-        x = super().__call__(torch.nn.functional.embedding(tokens, self._embedding), start, way)
-        return way.linear(normed(x[:, -1:]), self._head)
-
-
 def normed(x: Any, weight: Any = None) -> Any:
     """RMSNorm of (..., hidden)."""
     import torch
@@ -212,86 +186,3 @@ def problems_of(
         SwigluProblem(rows, sizes.inner, sizes.hidden, dtype=dtype),
         GemmProblem(rows, sizes.hidden, sizes.inner, dtype=dtype),
     ]
-
-
-def problems(sizes: Sizes = LLAMA_3_8B) -> list[Problem]:
-    """Problems of a decoder; decoding's attention once for all of its lengths, in their middle."""
-    lengths = *((n, n) for n in PREFILLS), (1, CONTEXT + GENERATED // 2)
-    asked = [problem for each in lengths for problem in problems_of(sizes, *each)]
-    return list(dict.fromkeys([*asked, GemmProblem(1, sizes.vocabulary, sizes.hidden)]))
-
-
-@dataclass(frozen=True)
-class Pass:
-    """A prompt, or tokens one after the other."""
-
-    label: str
-    start: int
-    count: int
-    layers: int = LAYERS
-    sizes: Sizes = LLAMA_3_8B
-    group = "decoder"
-
-    @property
-    def is_prompt(self) -> bool:
-        return self.start == 0
-
-
-PASSES = (
-    *(Pass(f"prefill {length}", 0, length) for length in PREFILLS),
-    Pass(f"decoding at {CONTEXT}", CONTEXT, GENERATED),
-)
-
-
-def measure(case: Pass, _: Namespace) -> Row:
-    """Microseconds of a pass by each way in an eager loop, and tokens a second.
-
-    Beside them stand what answered the calls, and the distance of the logits from PyTorch's.
-    """
-    import torch
-
-    import tuner
-
-    end = case.start + case.count
-    with torch.inference_mode():
-        model = Decoder(case.sizes, case.layers, end, torch.float16, "cuda")
-        tokens = torch.randint(case.sizes.vocabulary, (1, end), device="cuda")
-
-        def run(way: Way) -> Any:
-            """All tokens; those behind a context one after the other. They are drawn ahead: the
-            likeliest ones would part the ways where two of them are nearly alike.
-            """
-            if case.is_prompt:
-                return model(tokens, 0, way)
-            for place in range(case.start, end):
-                logits = model(tokens[:, place : place + 1], place, way)
-            return logits
-
-        by_way, answered, outs = ways(), {}, {}
-        model(tokens[:, : max(1, case.start)], 0, by_way["torch"])  # fills the cache
-        for name, way in by_way.items():
-            run(way)
-            tuner.stats(reset=True)
-            outs[name] = run(way).float()
-            stats = tuner.stats(reset=True)
-            answered[name] = {"hits": stats.hits, "fallbacks": dict(stats.fallbacks)}
-        contenders = [
-            Contender(NAMES[name], harness.every_copy(partial(run, way)))
-            for name, way in by_way.items()
-        ]
-        times = harness.time_host(contenders, 1, ROUNDS, is_waiting=True)
-    torchs = outs.pop("torch")
-    return {
-        "us": times.us,
-        "figures": {
-            f"{name}, tokens a second": case.count * 1e6 / us for name, us in times.us.items()
-        },
-        "answered": {NAMES[name]: counts for name, counts in answered.items() if name in outs},
-        "errors": {NAMES[name]: harness.distance(out, torchs) for name, out in outs.items()},
-    }
-
-
-def listing(cases: Sequence[Pass], _: Namespace) -> Iterator[str]:
-    """The passes as comments, then what they call, for ``scripts/tuner sweep --problems``."""
-    yield from (f"# {case.label}" for case in cases)
-    yield from (f"- op={problem.op},{problem.label()}" for problem in problems())

@@ -1,9 +1,7 @@
 """Cost of a call of `tuner.attention` beside its kernel, and of what stands around it.
 
 Goals stand beside their figures; nothing fails for being slow. Own kernels serve where they are
-built: ``scripts/tuner build`` makes those of the shipped decisions, which `calls` and `first-call`
-have. The decoder's calls are tuned by ``scripts/bench dispatch --preset decoder --list > p.yaml``
-and ``scripts/tuner sweep --problems p.yaml``.
+built: ``scripts/tuner build`` makes those of the shipped decisions.
 """
 
 from __future__ import annotations
@@ -11,14 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import (
-    decoder,
-    dispatch_calls,
-    dispatch_first,
-    dispatch_select,
-    dispatch_service,
-    rows,
-)
+from benchmarks import dispatch_calls, dispatch_first, dispatch_select, rows
 from benchmarks.harness import Bench, Preset, Row
 from tuner.cli import Parser
 from tuner.selection.portfolio import shipped
@@ -82,15 +73,6 @@ BENCH = Bench(
             table,
             limit_s=600,
         ),
-        "decoder": Preset(
-            "tokens a second of an eager decoder with Llama-3-8B's shapes",
-            lambda _: decoder.PASSES,
-            decoder.measure,
-            line,
-            table,
-            smoke=decoder.Pass("small", 5, 3, 2, decoder.Sizes(64, 4, 2, 16, 96, 50)),
-            listing=decoder.listing,
-        ),
         "select": Preset(
             "CPU time of choosing a portfolio's kernel for a new shape",
             dispatch_select.cases,
@@ -98,16 +80,6 @@ BENCH = Bench(
             line,
             table,
             smoke=dispatch_select.Case(shipped()[0], min(shipped()[0].domains), 10),
-            needs_gpu=False,
-        ),
-        "service": Preset(
-            "look-ups, batches and snapshots a second of the HTTP service",
-            lambda _: [dispatch_service.Case()],
-            dispatch_service.measure,
-            line,
-            table,
-            limit_s=600,
-            smoke=dispatch_service.Case(100, 0.1),
             needs_gpu=False,
         ),
     },

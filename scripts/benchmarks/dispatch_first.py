@@ -14,19 +14,23 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from benchmarks.dispatch_service import document
 from benchmarks.harness import Row
 from tuner import settings
 from tuner.base.processes import python_command, python_environment
 from tuner.bundle.wheel import without_newer_glibc, write_package
 from tuner.compile.artifacts import ArtifactCache
 from tuner.compile.prebuilt import KERNELS, PACKAGE
+from tuner.config import Config
 from tuner.errors import BenchmarkError
+from tuner.hardware import DEFAULT_GPU
+from tuner.measurement import Environment, Measurement, Regime, Status
+from tuner.problem import GemmProblem
 from tuner.selection.kernel_list import KernelList
 from tuner.selection.kernels import users
 from tuner.selection.reader import store_file
 from tuner.store import open_store
 from tuner.store.backup import back_up
+from tuner.store.exchange import Decision, write
 
 RUNS = 5
 """Processes whose median is a figure."""
@@ -151,3 +155,34 @@ def _medians(cache: Path, more: Mapping[str, str] = MappingProxyType({})) -> dic
             raise BenchmarkError(f"the first call failed: {last}")
         answers.append(json.loads(done.stdout))
     return {name: statistics.median(answer[name] for answer in answers) for name in answers[0]}
+
+
+def document(count: int) -> dict[str, Any]:
+    """Decisions that look like real ones: an own kernel and two vendors' each."""
+    configs = [
+        Config("gemm", {"tile_m": 128, "tile_n": 256, "tile_k": 64, "cluster_m": 2}),
+        *(Config("vendor_blas", {"kernel": name}) for name in ("cublaslt", "cublas")),
+    ]
+    measured = [
+        Measurement(
+            GemmProblem(8 * (number + 1), 4096, 4096),
+            config,
+            DEFAULT_GPU,
+            Regime.default("gemm"),
+            Status.OK,
+            environment=Environment({"driver": "580.159.04", "cuda": "13.0", "torch": "2.11.0"}),
+            latency_us=10.0 + number / 7 + place,
+            std_us=0.1,
+            rounds=20,
+            is_final=True,
+            error=2.1e-4,
+            sweep=f"{number:016x}",
+        )
+        for number in range(count)
+        for place, config in enumerate(configs)
+    ]
+    decisions = [
+        Decision([n, n + 1, n + 2], None, f"{n:016x}", "2026-01-01T00:00:00.000+00:00")
+        for n in range(0, len(measured), len(configs))
+    ]
+    return write(dict(enumerate(measured)), decisions)

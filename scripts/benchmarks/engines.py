@@ -9,7 +9,6 @@ model in fp32 read each attention's text, and tells how far its tokens are from 
 
 - ``vllm``: vLLM's offline engine with its own attention and with the plug-in, in ``tuner few`` for
   decoding only. The cache's bytes are the same for all.
-- ``steps``: the same, with the parts of each decoding step (`benchmarks.engines_steps`).
 - ``batching``: Transformers' continuous batching. FlashAttention and the tuner have CUDA graphs and
   asynchronous steps there, `sdpa` has neither. Without an installed FlashAttention-3 its serving
   build under ``TUNER_PEERS_PATH`` stands in.
@@ -32,7 +31,6 @@ from typing import Any
 from benchmarks import engines_flash_attention, engines_servers
 from benchmarks.child import Worker
 from benchmarks.engines_servers import FEW, FLASH_3, Batching, Load, Server, Vllm
-from benchmarks.engines_steps import PARTS
 from benchmarks.harness import Bench, Preset, Row
 from benchmarks.rows import TUNER, markdown
 from tuner.cli import Parser
@@ -76,18 +74,13 @@ def models(_: Namespace) -> list[Served]:
     return [Served("8b"), Served("1b")]
 
 
-def measure_vllm(case: Served, args: Namespace, with_steps: bool = False) -> Row:
+def measure_vllm(case: Served, args: Namespace) -> Row:
     """Runs of vLLM's engine by each attention."""
     _check("vllm")
     load = case.load(args, "1,16,128")
-    options = with_steps, args.compile, args.cache
+    options = args.compile, args.cache
     ways = [way for way in args.ways or (VLLM, TUNER) if way in (VLLM, TUNER, FEW)]
     return in_turns({way: Vllm(way, load, *options) for way in ways}, args.runs)
-
-
-def measure_steps(case: Served, args: Namespace) -> Row:
-    """Parts of the decoding steps of each attention."""
-    return measure_vllm(case, args, with_steps=True)
 
 
 def measure_batching(case: Served, args: Namespace) -> Row:
@@ -214,7 +207,7 @@ def table(rows: Sequence[Row]) -> list[str]:
 def _figures(row: Row) -> Iterator[tuple[str, str, str, Sequence[float]]]:
     by_way = row.get("figures", {})
     for count in next(iter(by_way.values()), {}):
-        for name, (way, by_count) in itertools.product((*FIGURES, *PARTS), by_way.items()):
+        for name, (way, by_count) in itertools.product(FIGURES, by_way.items()):
             if name in by_count[count]:
                 yield way, count, name, by_count[count][name]
 
@@ -319,7 +312,6 @@ def _options(parser: Parser) -> None:
 SMALL = Served("tiny", "3", (32, 4))
 _PRESETS = {
     "vllm": ("vLLM's offline engine, with its own attention and the plug-in", measure_vllm),
-    "steps": ("parts of vLLM's decoding steps", measure_steps),
     "batching": ("Transformers' continuous batching", measure_batching),
 }
 BENCH = Bench(

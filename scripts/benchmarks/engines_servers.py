@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import engines_flash_attention, engines_steps
+from benchmarks import engines_flash_attention
 from benchmarks.child import answer_indices
 from benchmarks.decoder import LLAMA_3_8B, Sizes
 from tuner.base.processes import python_command
@@ -116,14 +116,12 @@ class Vllm:
     Args:
         way: ``vllm`` is its own attention, others the plug-in.
         load: requests.
-        with_steps: a run times the parts of decoding steps.
         is_default: vLLM's own compilation: torch.compile, piecewise graphs.
         cache: elements of its cache.
     """
 
     way: str
     load: Load
-    with_steps: bool = False
     is_default: bool = False
     cache: str = "auto"
     _llm: Any = None
@@ -193,8 +191,6 @@ class Vllm:
         """Times and tokens of each number of requests; prompt tokens a second of `PROMPTS`."""
         import torch
 
-        if self.with_steps:
-            return {"concurrency": {str(count): self._steps(count) for count in self.load.counts}}
         self._generate(PROMPTS, self._warm or PROMPT, 1, 0)
         took, _ = self._generate(PROMPTS, PROMPT, 1, 1)
         served = {str(count): self._served(count) for count in self.load.counts}
@@ -215,13 +211,6 @@ class Vllm:
             "tokens_per_s": count * load.new / whole,
             "tokens": tokens,
         }
-
-    def _steps(self, count: int) -> dict[str, Any]:
-        self._generate(count, WARM_TOKENS, 2, 0)
-        load = self.load
-        return engines_steps.recorded(
-            self._llm.llm_engine, lambda: self._generate(count, load.prompt, load.new, 1)
-        )
 
     def _generate(
         self, count: int, length: int, new: int, seed: int

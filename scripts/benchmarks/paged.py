@@ -12,9 +12,7 @@ L2. Contenders of a case:
 - ``best``: with ``--schedules``, the fastest schedule of the kernels that are built
 - ``own length``: of a captured graph that is made for longer caches, one made for this length
 
-The preset ``append`` times `tuner.paged_append` beside PyTorch's operations, which are told the
-slots, and beside a copy of as many bytes. The preset ``mla`` times `tuner.mla_decode` beside
-FlashMLA and PyTorch's operations.
+The preset ``mla`` times `tuner.mla_decode` beside FlashMLA and PyTorch's operations.
 """
 
 from __future__ import annotations
@@ -25,15 +23,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from benchmarks import harness, paged_append, paged_batches, paged_mla, rows
+from benchmarks import harness, paged_batches, paged_mla, rows
 from benchmarks.call_times import CONTROL
 from benchmarks.harness import Bench, Contender, Preset, Row
 from benchmarks.own_plans import compile_specs, compiler
 from benchmarks.paged_batches import Case
 from tuner.cli import Parser
-from tuner.compile.artifacts import ArtifactCache
 from tuner.compile.loading import LoadedKernel, load
-from tuner.compile.single import PAGED_APPEND
 from tuner.config import Config
 from tuner.errors import BenchmarkError
 from tuner.families import family
@@ -435,13 +431,6 @@ BENCH = Bench(
             "captured graphs for 4K and 32K keys, replayed at all lengths",
             paged_batches.graphs,
             Case("graph for 96, alike", (1, 1), (48, 48), 16, 4, 2, 64, room=96),
-        ),
-        "append": Preset(
-            "new keys and values of a step, written and rotated",
-            lambda _: paged_append.STEPS,
-            paged_append.measure,
-            smoke=paged_append.Step(2, 1),
-            compile=lambda _: PAGED_APPEND.build(ArtifactCache()),
         ),
         "mla": Preset(
             "decoding of latent attention",

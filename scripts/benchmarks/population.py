@@ -19,15 +19,6 @@ from dataclasses import dataclass
 
 from benchmarks import rows
 from benchmarks.harness import Bench, Preset, Row, add_answers, ratio_table
-from benchmarks.population_compilers import SMOKE as COMPILERS_SMOKE
-from benchmarks.population_compilers import (
-    compile_all,
-    compilers_measured,
-    compilers_table,
-    hottest,
-)
-from benchmarks.population_compilers import options as compiler_options
-from benchmarks.population_heads import HEADS, heads, heads_measured
 from benchmarks.population_kernels import (
     FP8,
     FP8_SMOKE,
@@ -293,7 +284,6 @@ def options(parser: Parser) -> None:
     parser.add_argument(
         "--problems", action="store_true", help="with --list: print problems for `tuner sweep`"
     )
-    compiler_options(parser)
 
 
 SMOKE = DrawnCall(ModelCall("smoke", "layers", "up", 1, GemmProblem(9, 64, 32, dtype="bfloat16")))
@@ -325,11 +315,6 @@ BENCH = Bench(
             smoke=SMOKE,
             listing=listing,
         ),
-        "odd_columns": Preset(
-            "products over vocabularies that are not multiples of 8, gradients among them",
-            *(lambda _: heads(), heads_measured),
-            smoke=HEADS,
-        ),
         "fp8_attention": Preset(
             "built kernels of e4m3 beside FlashAttention-3's serving build and cuDNN's plans",
             *(lambda _: FP8, fp8_measured),
@@ -349,13 +334,6 @@ BENCH = Bench(
             table=long_table,
             smoke=LONG_SMOKE,
             compile=lambda _: compile_long(LONG),
-        ),
-        "compilers": Preset(
-            "the hottest kernels by several compilers (--nvcc, --compilers, --hottest)",
-            *(hottest, compilers_measured),
-            table=compilers_table,
-            smoke=COMPILERS_SMOKE,
-            compile=compile_all,
         ),
         "masks": Preset(
             "block-sparse masks beside compiled FlexAttention and dense masks",

@@ -1,9 +1,10 @@
 """The page of results, written from one JSON file a bench and from the shipped decisions.
 
-A file has runs (command, GPU, versions, date) with their rows, and limits of the figures. A row
-says what was measured: cases, own figure, peer, ratio and worst. A row with ``decisions`` is filled
-from ``cache/tuned/``. ``scripts/bench results`` writes the page, and needs no GPU. With ``--add``
-it first puts a bench's rows, a group each, in the place of an earlier run's.
+A file has runs (command, GPU, versions, date) with their rows, and limits of the figures. A run
+whose program has gone since names a ``commit`` that has it. A row says what was measured: cases,
+own figure, peer, ratio and worst. A row with ``decisions`` is filled from ``cache/tuned/``.
+``scripts/bench results`` writes the page, and needs no GPU. With ``--add`` it first puts a bench's
+rows, a group each, in the place of an earlier run's.
 """
 
 from __future__ import annotations
@@ -127,7 +128,8 @@ def _row(row: Mapping[str, Any], run: Mapping[str, Any]) -> tuple[str, ...]:
     day = datetime.date.fromisoformat(run["date"])
     cells = (str(figures.get(name, "")) for name in ("what", "cases", "own", "over"))
     ratios = (str(figures.get(name, "")) for name in ("ratio", "worst"))
-    return *cells, *ratios, f"`{run['command']}`", f"{run['gpu']}, {day:%-d %b %Y}, {versions}"
+    command = f"`{run['command']}`" + (f" at {run['commit']}" if "commit" in run else "")
+    return *cells, *ratios, command, f"{run['gpu']}, {day:%-d %b %Y}, {versions}"
 
 
 def _cells(cells: Sequence[str]) -> str:

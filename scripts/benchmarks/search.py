@@ -1,4 +1,4 @@
-"""The search itself: recorded sweeps replayed, repeated and listed sweeps, several GPUs, a fleet.
+"""The search itself: recorded sweeps replayed, repeated and listed sweeps, ways to compile.
 
 Results of ``recorded`` make expected seconds and losses (``tuner fit stopping``). Each sweep of
 ``repeats``, ``sweeps`` and ``metrics`` is a process of its own, ``tuner sweep``.
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import search_fleet, search_gpus, search_recorded, search_sweeps
+from benchmarks import search_recorded, search_sweeps
 from benchmarks.harness import Bench, Preset, Row
 from benchmarks.rows import markdown
 from tuner.base import resources
@@ -132,8 +132,7 @@ def options(parser: Parser) -> None:
     add("--keep-cache", action="store_true", help="repeats: with this machine's compiled kernels")
     add("--problems", type=Path, metavar="FILE", help="sweeps: in place of the acceptance suite")
     add("--sweep", default="", metavar="OPTIONS", help="further options of tuner sweep, quoted")
-    add("--device", default="0", metavar="N,...", help="CUDA devices; gpus: also all (default 0)")
-    add("--store", metavar="URL", help="fleet: an empty store (default: a temporary file)")
+    add("--device", default="0", metavar="N,...", help="CUDA devices (default 0)")
 
 
 BENCH = Bench(
@@ -175,28 +174,6 @@ BENCH = Bench(
             search_sweeps.line,
             search_sweeps.metrics_table,
             limit_s=HOUR_S,
-            is_fresh=True,
-        ),
-        "gpus": Preset(
-            "a job on all GPUs against one",
-            lambda _: search_gpus.CASES,
-            search_gpus.measure,
-            search_gpus.line,
-            search_gpus.table,
-            limit_s=HOUR_S,
-            smoke=search_gpus.SMOKE,
-            compile=search_gpus.compile_all,
-            is_fresh=True,
-        ),
-        "fleet": Preset(
-            "simulated workers on one store, a fifth of them killed; no GPU",
-            lambda _: search_fleet.CASES,
-            search_fleet.measure,
-            search_fleet.line,
-            search_fleet.table,
-            limit_s=HOUR_S,
-            smoke=search_fleet.SMOKE,
-            needs_gpu=False,
             is_fresh=True,
         ),
         "compile_ways": Preset(

@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks import (
     harness,
-    population_compilers,
     population_kernels,
     population_regret,
     products,
@@ -106,22 +105,6 @@ def built_attention(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(population_kernels, "own_contenders", own)
     monkeypatch.setattr(population_kernels, "loaded", loaded)
-
-
-@pytest.fixture
-def compiled_builds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every compiler's build of a product, which is PyTorch's."""
-
-    class Builds:
-        def cached(self, spec: Any) -> Any:
-            return spec
-
-    def call(_: Any, config: Any, artifacts: Any, tensors: Any, scale: float) -> Any:
-        left, right, *_ = tensors.values()
-        return lambda i: left.float() @ right.float()
-
-    monkeypatch.setattr(population_compilers, "_by", lambda version: Builds())
-    monkeypatch.setattr(population_compilers, "bound_call", call)
 
 
 @pytest.fixture

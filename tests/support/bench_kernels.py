@@ -15,17 +15,14 @@ from benchmarks import harness
 
 @pytest.fixture
 def gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks import backward, backward_errors
+    from benchmarks import backward, backward_inputs
 
-    def exact(problem: Any, *others: Any) -> Any:
-        with torch.enable_grad():
-            outs = [t.bfloat16() for t in backward_errors.exact(problem, others[-1])]
-        return lambda: outs
+    def near(problem: Any, *others: Any) -> Any:
+        return lambda: [t.bfloat16() for t in others[-1][:3]]
 
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    monkeypatch.setattr(backward_errors, "flash2", backward_errors.capped)
-    monkeypatch.setattr(backward, "own_call", exact)
-    monkeypatch.setattr(backward, "vendor_call", exact)
+    monkeypatch.setattr(backward_inputs, "flash2", backward_inputs.capped)
+    monkeypatch.setattr(backward, "own_call", near)
+    monkeypatch.setattr(backward, "vendor_call", near)
 
 
 @pytest.fixture
@@ -63,13 +60,6 @@ def nsight(monkeypatch: pytest.MonkeyPatch, quantiser_kernel: None) -> None:
     monkeypatch.setattr(torch, "triu", marked)
     monkeypatch.setattr(nsight, "find_ncu", lambda _: Path("ncu"))
     monkeypatch.setattr(nsight, "counted", counted)
-
-
-@pytest.fixture
-def append_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tuner.runtime.attention import append
-
-    monkeypatch.setattr(append.kernels, "of", lambda *_: True)
 
 
 @pytest.fixture

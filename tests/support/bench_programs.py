@@ -120,44 +120,16 @@ def batching(engines: None, transformers: None) -> None:
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
 
 
-class Graph:
-    """A CUDA graph."""
-
-    def replay(self) -> None:
-        pass
-
-
-class Event:
-    """A CUDA event, 2 ms from every other."""
-
-    def __init__(self, enable_timing: bool) -> None:
-        pass
-
-    def record(self) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, other: Event) -> float:
-        return 2.0
-
-
 class Offline:
     """An offline engine: each request's tokens count up from its prompt's first."""
 
     def __init__(self, folder: str, **options: Any) -> None:
         assert Path(folder, "config.json").is_file() and options["max_num_seqs"] == 3
         config = SimpleNamespace(static_forward_context={"0": SimpleNamespace(impl=object())})
-        self.llm_engine = SimpleNamespace(
-            vllm_config=SimpleNamespace(compilation_config=config), step=lambda: None
-        )
+        vllm_config = SimpleNamespace(compilation_config=config)
+        self.llm_engine = SimpleNamespace(vllm_config=vllm_config)
 
     def generate(self, prompts: Any, params: Any, use_tqdm: bool) -> list[Any]:
-        import torch
-
-        self.llm_engine.step()
-        torch.cuda.CUDAGraph().replay()
         return [
             SimpleNamespace(outputs=[SimpleNamespace(token_ids=range(at, at + params.max_tokens))])
             for at in (prompt["prompt_token_ids"][0] for prompt in prompts)
@@ -178,20 +150,7 @@ def vllm(engines: None, monkeypatch: pytest.MonkeyPatch) -> None:
     module.__spec__ = SimpleNamespace()
     monkeypatch.setattr(engines_servers, "ENVIRONMENT", {})
     monkeypatch.setattr("tuner.runtime.engines.vllm._register_quantization", lambda: None)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 1 << 30)
-
-
-@pytest.fixture
-def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    from benchmarks import training
-
-    us = {"one GPU": 1000.0, "tuner": 520.0, "still": 507.0, "transfers": 130.0}
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(training, "spawned", lambda split, ranks: {"us": us, "answers": {}})
 
 
 @pytest.fixture

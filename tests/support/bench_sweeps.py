@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +14,8 @@ from tuner.base.processes import Finished, ProcessPool
 from tuner.config import Config
 from tuner.families.base import Family
 from tuner.hardware import DEFAULT_GPU
-from tuner.measurement import Environment, Measurement, Provenance, Regime, Status
+from tuner.measurement import Measurement, Regime, Status
 from tuner.problem import Problem
-from tuner.tuning.job import JobResult
-from tuner.tuning.outcome import Outcome
 
 #: A ``tuner sweep`` whose winner is the first config of the problem's space.
 SWEEP = """
@@ -88,35 +85,15 @@ class Machines:
         return SimpleNamespace(key=lambda spec: "0" * 32)
 
 
-class FinishedJob:
-    """A job that has measured one config of each problem."""
-
-    def __init__(self, problems: Sequence[Problem], *_: Any) -> None:
-        self._problems = problems
-
-    def run(self) -> JobResult:
-        own = Config("fused_attention", {"tile_n": 64})
-        return JobResult([
-            Outcome(
-                problem, DEFAULT_GPU, Regime(), Environment({}), Provenance.MEASURED, "s",
-                tuple(measured(problem, [own])), candidates=1, kernels=1, resumed=0,
-                failures=Counter(), unavailable={}, interrupted=False, elapsed_s=1.0,
-            )
-            for problem in self._problems
-        ])  # fmt: skip
-
-
 @pytest.fixture
 def sweeps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Sweeps by a process that measures nothing."""
-    from benchmarks import search_gpus, search_sweeps
+    from benchmarks import search_sweeps
 
     monkeypatch.setenv("TUNER_CACHE_DIR", str(tmp_path))
     command = lambda *arguments: [sys.executable, "-P", "-c", SWEEP, *arguments[3:]]  # noqa: E731
     monkeypatch.setattr(search_sweeps, "python_command", command)
-    monkeypatch.setattr(search_gpus, "Job", FinishedJob)
-    for module in (search_gpus, search_sweeps):
-        monkeypatch.setattr(module, "Runners", Machines)
+    monkeypatch.setattr(search_sweeps, "Runners", Machines)
 
 
 @pytest.fixture

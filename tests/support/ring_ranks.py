@@ -20,9 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks import training
 from tuner.errors import TunerError
-from tuner.problem import AttentionProblem
 from tuner.runtime.parallel import context_parallel, ring
 from tuner.runtime.parallel.context_parallel import (
     join_sequence,
@@ -231,10 +229,6 @@ def run(rank: int) -> Iterator[tuple[str, Any]]:
     for deterministic in (None, True):
         yield f"repeated {deterministic}", repeated(deterministic)
     yield "refused", refused(rank)
-    problem = AttentionProblem.parse("H=2,S=64,D=64,dtype=bf16,causal=1")
-    splits = [training.Split(problem, name) for name in ("forward", "backward")]
-    on = torch.device("cpu")
-    yield "benchmark", {split.group: training.split_us(split, on, rounds=2) for split in splits}
     yield "one work", one_work()
     yield "lost", lost(rank, pairs[rank // 2])
 

@@ -44,7 +44,8 @@ def test_each_row_says_what_was_measured_and_how(name: str) -> None:
     content = results.read(name)
     assert set(content) == {"text", "runs", "limits"} and content["runs"]
     for run in content["runs"]:
-        assert set(run) == {*results.FACTS, "rows"} and all(run.values())
+        assert set(run) - {"commit"} == {*results.FACTS, "rows"} and all(run.values())
+        assert re.fullmatch(r"[0-9a-f]{8}", run.get("commit", "0" * 8))
         assert re.match(r"(scripts/|tuner )[\w-]+", run["command"])
         assert datetime.date.fromisoformat(run["date"]).year >= 2026
         for row in run["rows"]:
@@ -53,9 +54,10 @@ def test_each_row_says_what_was_measured_and_how(name: str) -> None:
 
 
 def commands() -> list[str]:
-    """Commands of the page without those with a place to fill in."""
-    runs = [run["command"] for name in NAMES for run in results.read(name)["runs"]]
-    return sorted({command for command in runs if not re.search(r"\b[A-Z]{4,}\b", command)})
+    """Commands of the page whose programs are here, without those with a place to fill in."""
+    runs = [run for name in NAMES for run in results.read(name)["runs"] if "commit" not in run]
+    texts = {run["command"] for run in runs}
+    return sorted(command for command in texts if not re.search(r"\b[A-Z]{4,}\b", command))
 
 
 @pytest.mark.parametrize("command", commands())
@@ -128,7 +130,7 @@ def test_a_run_takes_the_place_of_its_preset_s_former_run(
     monkeypatch.setattr(results, "SECTIONS", {"Attention": ("backward",), "Products": ("odd",)})
     run = results.run_of(HEAD, [bench_row("causal", 10.0, 20.0, 10.0)])
     errors = {**run, "command": "scripts/bench backward --preset errors"}
-    columns = {**run, "command": "scripts/bench population --preset odd_columns"}
+    columns = {**run, "command": "scripts/bench population --preset layers"}
     former = {**run, "date": "2026-11-01"}
     for name, held in (("backward", [former, errors]), ("odd", [columns])):
         content = {"text": "", "runs": held, "limits": []}

@@ -15,8 +15,7 @@ LEASE_S = 30.0
 MAX_PRIORITY = 1000
 """Largest priority, of either sign."""
 MAX_ATTEMPTS = 100
-"""Limit of attempts, larger than over HTTP: `benchmarks.fleet`, which kills workers on purpose,
-uses 50."""
+"""Limit of attempts, larger than over HTTP."""
 
 TASK_STATES = ("queued", "running", "done", "failed", "cancelled")
 OPEN_STATES = TASK_STATES[:2]

@@ -13,7 +13,7 @@ so the running blocks take over their tiles.
 Two options of the process group help: a high-priority stream
 (``ProcessGroupNCCL.Options(is_high_priority_stream=True)``) lets the transfer start first, and
 ``options.config.max_ctas`` bounds its multiprocessors. Neither was needed on two H100s: their
-transfers add 1.7 % or less to a step (`scripts/bench training --preset context_parallel`).
+transfers add 1.7 % or less to a step (`scripts/benchmarks/README.md`).
 """
 
 from __future__ import annotations
