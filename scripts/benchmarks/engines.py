@@ -4,14 +4,12 @@ Models have the shapes of Llama-3.2-1B and Llama-3-8B and random weights. All en
 start together; each run asks all of them in a shuffled order, while the others wait.
 
 Tokens are greedy and compared with those of the engine's own attention. With random weights the
-logits lie close together, and two correct kernels part at some token. ``--judge`` has the same
-model in fp32 read each attention's text, and tells how far its tokens are from the first choices.
+logits lie close together, and two correct kernels part at some token.
 
 - ``vllm``: vLLM's offline engine with its own attention and with the plug-in, in ``tuner few`` for
   decoding only. The cache's bytes are the same for all.
 - ``batching``: Transformers' continuous batching. FlashAttention and the tuner have CUDA graphs and
-  asynchronous steps there, `sdpa` has neither. Without an installed FlashAttention-3 its serving
-  build under ``TUNER_PEERS_PATH`` stands in.
+  asynchronous steps there, `sdpa` has neither.
 """
 
 from __future__ import annotations
@@ -26,11 +24,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-from benchmarks import engines_flash_attention, engines_servers
+from benchmarks import engines_servers
 from benchmarks.child import Worker
-from benchmarks.engines_servers import FEW, FLASH_3, Batching, Load, Server, Vllm
+from benchmarks.engines_servers import FEW, Batching, Load, Server, Vllm
 from benchmarks.harness import Bench, Preset, Row
 from benchmarks.rows import TUNER, markdown
 from tuner.cli import Parser
@@ -40,7 +37,7 @@ VLLM, SDPA = "vllm", "sdpa"
 BATCHING = {
     SDPA: "torch",
     TUNER: "torch",
-    FLASH_3: engines_flash_attention.MODULE,
+    "flash_attention_3": "flash_attn_interface",
     "flash_attention_2": "flash_attn",
 }
 """Attention of Transformers, and the module that it needs."""
@@ -91,10 +88,6 @@ def measure_batching(case: Served, args: Namespace) -> Row:
     absent = {way: f"{BATCHING[way]} is not installed" for way in ways if is_absent(way)}
     row = in_turns({way: Batching(way, load) for way in ways if way not in absent}, args.runs)
     row["failed"] |= absent
-    if args.judge:
-        (count, *_) = map(str, load.counts)
-        tokens = {way: of[-1]["concurrency"][count]["tokens"] for way, of in row["runs"].items()}
-        row["judged"] = judged(engines_servers.llama(case.label, SDPA, ""), load.unlike(), tokens)
     return row
 
 
@@ -105,9 +98,7 @@ def _check(package: str) -> None:
 
 def is_absent(way: str) -> bool:
     """True if the module that an attention needs is not there."""
-    return importlib.util.find_spec(BATCHING[way]) is None and not (
-        way == FLASH_3 and engines_flash_attention.stands_in()
-    )
+    return importlib.util.find_spec(BATCHING[way]) is None
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -230,70 +221,6 @@ def _said(row: Row) -> Iterator[str]:
             f"own tokens: {', '.join(same) or 'not compared'}"
         )
     yield from (f"- {row['case']}, {way}: {why}" for way, why in row.get("failed", {}).items())
-    for way, of in row.get("judged", {}).get("of", {}).items():
-        limit = row["judged"]["rounding"]
-        yield (
-            f"- {row['case']}, {way}: {of['first']:.2%} of {of['tokens']} tokens are fp32's first "
-            f"choice, {of['within']:.2%} within {limit:.2f}, gap {of['mean_gap']:.5f} in the mean, "
-            f"{of['largest_gap']:.4f} at most"
-        )
-
-
-def judged(
-    model: Any, prompts: Sequence[Sequence[int]], ways: Mapping[str, Sequence[Sequence[int]]]
-) -> Row:
-    """How far each attention's tokens are from the first choices of the model in fp32.
-
-    Each is judged by its own text: behind the first difference every token follows another one. A
-    correct token's logit is as close to the first as bf16 moves logits. The measure of that is the
-    model in bf16 with dense attention, which reads the tokens of the first way.
-
-    Args:
-        model: makes the logits, in bf16; is turned to fp32.
-        prompts: tokens of each request.
-        ways: new tokens of each request, by attention.
-
-    Returns:
-        ``rounding``, how far bf16 moves the first and second logit apart at most. ``tie``, the
-        median of their distance in fp32. ``of``, figures of each attention.
-    """
-    import torch
-
-    def logits(tokens: Sequence[Sequence[int]]) -> Iterator[Any]:
-        """Those (new tokens, vocabulary) from which each request's tokens were to be chosen."""
-        for prompt, new in zip(prompts, tokens, strict=True):
-            text = torch.tensor([[*prompt, *new[:-1]]], device=model.device)
-            out = model(input_ids=text, use_cache=False, logits_to_keep=len(new)).logits
-            yield out[0, -len(new) :]
-
-    def gaps(tokens: Sequence[Sequence[int]]) -> Iterator[Any]:
-        for of, new in zip(logits(tokens), tokens, strict=True):
-            at = torch.tensor(new, device=of.device)[:, None]
-            yield of.amax(-1) - of.gather(-1, at)[:, 0]
-
-    with torch.inference_mode():
-        first = next(iter(ways.values()))
-        rounded = [of.to(torch.bfloat16) for of in logits(first)]
-        model.float()
-        moved, ties = [], []
-        for low, of in zip(rounded, logits(first), strict=True):
-            top = of.topk(2, dim=-1)
-            ties.append(top.values[:, 0] - top.values[:, 1])
-            # What decides between two tokens is the difference of their errors.
-            errors = low.float().gather(-1, top.indices) - top.values
-            moved.append((errors[:, 0] - errors[:, 1]).abs())
-        limit = float(torch.cat(moved).max())
-        of_ways = {}
-        for way, tokens in ways.items():
-            gap = torch.cat(list(gaps(tokens)))
-            of_ways[way] = {
-                "tokens": gap.numel(),
-                "first": float((gap == 0).double().mean()),
-                "within": float((gap <= limit).double().mean()),
-                "mean_gap": float(gap.mean()),
-                "largest_gap": float(gap.max()),
-            }
-    return {"rounding": limit, "tie": float(torch.cat(ties).median()), "of": of_ways}
 
 
 def _options(parser: Parser) -> None:
@@ -306,7 +233,6 @@ def _options(parser: Parser) -> None:
     add("--runs", type=int, default=5, help="runs of each engine")
     add("--compile", action="store_true", help="vLLM's defaults: torch.compile, piecewise graphs")
     add("--cache", choices=("auto", "fp8"), default="auto", help="elements of vLLM's cache")
-    add("--judge", action="store_true", help="judge batching's tokens by the model in fp32")
 
 
 SMALL = Served("tiny", "3", (32, 4))

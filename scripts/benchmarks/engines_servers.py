@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import engines_flash_attention
 from benchmarks.child import answer_indices
 from benchmarks.decoder import LLAMA_3_8B, Sizes
 from tuner.base.processes import python_command
@@ -42,7 +41,6 @@ ENVIRONMENT = {
 }
 FEW, FEW_QUERIES = "tuner few", "16"
 """A way of vLLM whose plug-in answers decoding only, and its ``TUNER_VLLM_QUERIES``."""
-FLASH_3 = "flash_attention_3"
 PROMPTS, PROMPT = 4, 2048
 """Prompts of the pass that measures them, and their tokens."""
 WARM_TOKENS = 16
@@ -249,9 +247,6 @@ class Batching:
 
     def start(self) -> dict[str, Any]:
         """Make the model, and answer all requests once: that captures graphs and loads kernels."""
-        if self.way == FLASH_3 and engines_flash_attention.stands_in():
-            folder = self._open.enter_context(tempfile.TemporaryDirectory())
-            sys.path.append(str(engines_flash_attention.written(Path(folder))))
         import transformers
         from transformers.generation.continuous_batching.utils import WorkloadHints
 
@@ -270,7 +265,7 @@ class Batching:
             )
         )
         facts = {"version": transformers.__version__, "ready_s": self.run()["seconds"]}
-        return {**facts, "attention": self._attention()}
+        return {**facts, "attention": self.way}
 
     def run(self) -> dict[str, Any]:
         """Answer all requests: seconds, rates and tokens.
@@ -297,14 +292,6 @@ class Batching:
         rates = {"requests_per_s": len(names) / took, "tokens_per_s": len(names) * new / took}
         served = {**rates, "tokens": tokens}
         return {"seconds": took, "concurrency": {str(len(names)): served}, **stats_of()}
-
-    def _attention(self) -> str:
-        if self.way != FLASH_3:
-            return self.way
-        # An installed FlashAttention-3 does, and has no such function.
-        asked = getattr(importlib.import_module(engines_flash_attention.MODULE), "appends", None)
-        by = "its own kernel" if asked is None or asked() else "PyTorch's operations"
-        return f"{self.way}, new keys and values written by {by}"
 
     def _config(self) -> Any:
         """A cache of as many pages as all requests fill together, and the engine's defaults."""

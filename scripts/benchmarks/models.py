@@ -1,16 +1,14 @@
 """Whole models: calls that the tuner answers, and tokens a second beside PyTorch's.
 
 Models of real architectures with random weights, from Transformers and in plain PyTorch, a few
-layers deep. A preset is a way to run them. Decoders also generate token by token, over a cache that
-grows and over a static one. Contenders are PyTorch's attention, ``attn_implementation="tuner"``,
-PyTorch's under `tuner.enable` (``tuner``), and this with linear layers by `tune_linear_`. A
-training pass is forward, backward, and a step of AdamW at a learning rate of 0, which leaves the
-weights equal.
+layers deep. A preset is a way to run them. Decoders also generate token by token, over a static
+cache. Contenders are PyTorch's attention, ``attn_implementation="tuner"``, PyTorch's under
+`tuner.enable` (``tuner``), and this with linear layers by `tune_linear_`. A training pass is
+forward, backward, and a step of AdamW at a learning rate of 0, which leaves the weights equal.
 
 The table has the calls of one pass by what answered them. *Unseen* are attention calls that nothing
 answered: a graph may bypass the tuner. *Host* is the share of a pass until its last kernel is
-enqueued: near 1 the host is the limit, not the GPU. Logits are compared with fp64 instead, with
-the fused kernel forced onto every attention call.
+enqueued: near 1 the host is the limit, not the GPU.
 """
 
 from __future__ import annotations
@@ -18,12 +16,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
-import statistics
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from benchmarks import harness
@@ -41,13 +38,11 @@ IMPLEMENTATION, LAYERS = "tuner attn_implementation", "tuner layers"
 WAYS = (PYTORCH, TUNER, IMPLEMENTATION, LAYERS)
 PASSES = 3
 """Passes that are timed together, but of a generation."""
-CACHES = {"decoding": "DynamicCache", "static_decoding": "StaticCache"}
+DECODING = "static_decoding"
 HEADING = (
     *("case", "way", "hits", "refused", "unseen", "tokens/s", "over PyTorch", "interval"),
     *("verdict", "host", "error", "reasons"),
 )
-SEEDS, TOP = 3, 4
-"""Random models of each kind, and tokens that a search of as many beams looks at."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +58,11 @@ class Run:
     batch: int = 0
     tokens: int = 0
     new: int = 32
-    seed: int = 0
 
     @property
     def label(self) -> str:
-        """Model, mode and seed."""
-        return f"{self.model}, {self.mode}" + (f", seed {self.seed}" if self.seed else "")
+        """Model and mode."""
+        return f"{self.model}, {self.mode}"
 
     @property
     def group(self) -> str:
@@ -78,7 +72,7 @@ class Run:
 
 def runs(mode: str, _: Namespace) -> list[Run]:
     """Every model, or every decoder where it generates."""
-    groups = ["decoders"] if mode in CACHES else list(GROUPS)
+    groups = ["decoders"] if mode == DECODING else list(GROUPS)
     return [Run(model, mode) for name in groups for model in GROUPS[name]]
 
 
@@ -110,7 +104,7 @@ def measure(case: Run, args: Namespace) -> Row:
     torch.manual_seed(0)
     sizes = Sizes(args.layers, case.heads, case.batch, case.tokens)
     built = build(case.model, sizes, torch.bfloat16, "cuda")
-    make = _generation if case.mode in CACHES else _pass
+    make = _generation if case.mode == DECODING else _pass
     passes, answers, failed = dict[str, Pass](), dict[str, Row](), dict[str, str]()
     for way in dict.fromkeys((PYTORCH, *args.ways)):
         try:
@@ -124,7 +118,7 @@ def measure(case: Run, args: Namespace) -> Row:
     contenders = [
         Contender(way, harness.every_copy(one.run), one.around) for way, one in passes.items()
     ]
-    count = 1 if case.mode in CACHES else PASSES
+    count = 1 if case.mode == DECODING else PASSES
     times = harness.time_host(contenders, count, args.rounds, is_waiting=True)
     enqueued = harness.time_host(contenders, count, 3)
     wanted = passes[PYTORCH]()
@@ -204,8 +198,7 @@ def _generation(built: Any, way: str, case: Run, layers: int) -> Pass:
     ids = built.inputs["input_ids"]
     batch, length = ids.shape
     prompt = length - case.new
-    options = {"max_cache_len": length} if case.mode == "static_decoding" else {}
-    kind, caches = getattr(transformers, CACHES[case.mode]), list[Any]()
+    caches = list[Any]()
 
     def step(cached: Any, start: int, end: int) -> Any:
         with torch.inference_mode():
@@ -216,7 +209,7 @@ def _generation(built: Any, way: str, case: Run, layers: int) -> Pass:
     def around() -> Iterator[None]:
         with _around(way)():
             for _ in range(2):  # of the pass that warms, and of the timed one
-                caches.append(kind(config=module.config, **options))
+                caches.append(transformers.StaticCache(module.config, max_cache_len=length))
                 step(caches[-1], 0, prompt)
             yield
         caches.clear()
@@ -268,94 +261,6 @@ def table(rows: Sequence[Row]) -> list[str]:
     return markdown([HEADING, *((row["case"], *cells) for row in rows for cells in _cells(row))])
 
 
-def seeded(_: Namespace) -> list[Run]:
-    """Decoders of two heads or more whose `sdpa` takes what they ask."""
-    return [
-        Run(model, "logits", heads=8, seed=seed)
-        for model in ("llama", "phi3", "gpt2")
-        for seed in range(1, SEEDS + 1)
-    ]
-
-
-@cache
-def _force() -> None:
-    """Fused kernels answer every call of `tuner.attention`, and no call of PyTorch's."""
-    import tuner
-    from benchmarks import forced
-
-    importlib.import_module("tuner.runtime.engines.transformers")  # registers the attention
-    forced.install()
-    tuner.disable()
-
-
-def measure_logits(case: Run, args: Namespace) -> Row:
-    """Errors of the logits of a prompt and of one token more on its cache, by each attention.
-
-    A beam search may end differently with errors up to those of ``sdpa``: it then chose between
-    near ties.
-    """
-    import torch
-
-    import tuner
-    from benchmarks.models_built import ARCHITECTURES, Sizes
-
-    _force()
-    torch.manual_seed(case.seed)
-    kind = replace(ARCHITECTURES[case.model], reference="eager")
-    sizes = Sizes(args.layers, case.heads, vocab=4096)
-    model = kind.model(sizes, torch.bfloat16, "cuda", "AutoModelForCausalLM").eval()
-    length = int(torch.randint(33, 400, ()))
-    tokens, following = (torch.randint(3, 4096, (2, n), device="cuda") for n in (length, 1))
-
-    def logits() -> Any:
-        with torch.no_grad():
-            first = model(tokens, use_cache=True)
-            second = model(following, past_key_values=first.past_key_values, use_cache=True)
-        return torch.cat([first.logits, second.logits], dim=1).double()
-
-    outs = {}
-    tuner.stats(reset=True)
-    for name in ("eager", "sdpa", TUNER):
-        model.set_attn_implementation(name)
-        outs[name] = logits()
-    hits = tuner.stats(reset=True).hits
-    model.set_attn_implementation("eager")
-    model.double()
-    exact = logits()
-
-    def top(of: Any) -> Any:
-        return of.topk(TOP, dim=-1).indices.sort(-1).values
-
-    return {
-        "figures": {
-            name: {
-                "error": harness.distance(out, exact),
-                "top differs": float((top(out) != top(exact)).any(-1).double().mean()),
-            }
-            for name, out in outs.items()
-        },
-        "hits": hits,
-    }
-
-
-def logits_line(row: Row) -> str:
-    """Errors of each attention."""
-    errors = ", ".join(f"{name} {of['error']:.2e}" for name, of in row["figures"].items())
-    return f"{row['case']}: {errors}; {row['hits']} calls by the fused kernel"
-
-
-def logits_table(rows: Sequence[Row]) -> list[str]:
-    """A row for each model and attention: median error, and mean share of other top tokens."""
-    lines = [("model", "attention", "models", "error", "top differs")]
-    for model in dict.fromkeys(row["case"].partition(",")[0] for row in rows):
-        mine = [r["figures"] for r in rows if r["case"].startswith(model) and "figures" in r]
-        for name in mine[0] if mine else ():
-            error = statistics.median(of[name]["error"] for of in mine)
-            differs = statistics.fmean(of[name]["top differs"] for of in mine)
-            lines.append((model, name, str(len(mine)), f"{error:.2e}", f"{differs:.2%}"))
-    return markdown(lines)
-
-
 def _options(parser: Parser) -> None:
     parser.add_argument(
         "--ways", nargs="+", choices=WAYS, default=WAYS, help="beside PyTorch (default: all)"
@@ -365,7 +270,7 @@ def _options(parser: Parser) -> None:
 
 
 def _preset(mode: str, text: str) -> Preset:
-    model = "llama" if mode in CACHES else "flux"
+    model = "llama" if mode == DECODING else "flux"
     smoke = Run(model, mode, heads=2, batch=2, tokens=16, new=3)
     return Preset(text, partial(runs, mode), measure, table=table, smoke=smoke)
 
@@ -377,17 +282,7 @@ BENCH = Bench(
         "eager": _preset("eager", "forward passes"),
         "compiled": _preset("compiled", "forward passes by torch.compile"),
         "training": _preset("training", "training passes"),
-        "compiled_training": _preset("compiled_training", "training passes by torch.compile"),
-        "decoding": _preset("decoding", "decoders token by token, over a cache that grows"),
-        "static_decoding": _preset("static_decoding", "the same over a static cache"),
-        "logits": Preset(
-            "errors of logits by each attention against fp64",
-            seeded,
-            measure_logits,
-            logits_line,
-            logits_table,
-            smoke=Run("llama", "logits", heads=2, seed=1),
-        ),
+        DECODING: _preset(DECODING, "decoders token by token, over a static cache"),
     },
     _options,
 )

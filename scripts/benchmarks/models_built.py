@@ -51,17 +51,16 @@ class Architecture:
     options: Mapping[str, Any] = field(default_factory=dict)
     layers: str = "num_hidden_layers"
     """Option that says how deep it is."""
-    reference: str = "sdpa"
-    """PyTorch's implementation of its attention."""
+    attention: str = "sdpa"
+    """PyTorch's implementation of it."""
 
-    def model(self, sizes: Sizes, dtype: Any, device: str, auto: str = "AutoModel") -> Any:
+    def model(self, sizes: Sizes, dtype: Any, device: str) -> Any:
         """It with random weights.
 
         Args:
             sizes: layers, heads and vocabulary.
             dtype: torch's type.
             device: device that draws them: of a billion parameters a CPU takes minutes.
-            auto: Transformers' class that makes it.
         """
         import transformers
 
@@ -69,8 +68,8 @@ class Architecture:
         options |= {"vocab_size": sizes.vocab, self.layers: sizes.layers}
         config = getattr(transformers, self.config)(**options)
         with torch.device(device):
-            made = getattr(transformers, auto).from_config(
-                config, attn_implementation=self.reference, dtype=dtype
+            made = transformers.AutoModel.from_config(
+                config, attn_implementation=self.attention, dtype=dtype
             )
         return made.to(device=device, dtype=dtype)
 
@@ -101,7 +100,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma2": Architecture("Gemma2Config", 16, 1, 6144, lambda heads: {
         "hidden_size": 224 * heads, "num_attention_heads": heads, "head_dim": 256,
         "num_key_value_heads": heads // 2, "intermediate_size": 896 * heads,
-    }, reference="eager"),
+    }, attention="eager"),
     "bert": Architecture("BertConfig", 16, 16, 512, _plain, _KEEPS),  # BERT-large
     "vit": Architecture("ViTConfig", 16, 32, 197, _plain, _KEEPS),  # ViT-L/16 at 224 pixels
     # Whisper-large, whose encoder alone is run.

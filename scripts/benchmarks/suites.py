@@ -1,8 +1,8 @@
-"""PyTorch's and FlashAttention's own tests of attention, by forced kernels and by PyTorch alone.
+"""PyTorch's own tests of attention, by forced kernels and by PyTorch alone.
 
-They are ``test/test_transformers.py`` (its SDPA classes) and ``tests/test_flash_attn.py`` of two
-checkouts. A case is a slice of a suite, drawn by the tests' names. It runs twice: by PyTorch alone,
-and with kernels of this project forced onto every shape that they take (`benchmarks.forced`).
+They are the SDPA classes of a checkout's ``test/test_transformers.py``. A case is a slice of them,
+drawn by the tests' names. It runs twice: by PyTorch alone, and with kernels of this project forced
+onto every shape that they take (`benchmarks.forced`).
 Failures that PyTorch alone does not have are what counts. Tests that assert which backend ran, or
 dropout's random stream, are listed apart, by name.
 """
@@ -18,7 +18,7 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from itertools import product
@@ -42,6 +42,8 @@ from tuner.base.processes import python_command
 from tuner.cli import Parser
 from tuner.errors import ConfigError
 
+FILE, NEEDS = "test/test_transformers.py", "expecttest"
+"""Tests of a checkout, and the package that they import beside torch."""
 TOP = Path(__file__).resolve().parents[2]
 MODES = (ALONE, FORCED)
 EXPECTED: Mapping[str, str] = {
@@ -61,48 +63,24 @@ Tests = dict[str, Row]
 
 
 @dataclass(frozen=True)
-class Suite:
-    """Tests of another project."""
-
-    name: str
-    file: str
-    """Path of the tests in the checkout."""
-    keyword: str
-    """pytest's ``-k``."""
-    sample: float
-    """Part of them that is run, unless another is asked for."""
-    needs: str
-    """Package that the tests import, beside torch."""
-
-
-PYTORCH = Suite("pytorch", "test/test_transformers.py", "SDPA and CUDA", 1.0, "expecttest")
-FLASH_ATTENTION = Suite(
-    "flash_attention", "tests/test_flash_attn.py", "not kvcache and not paged", 0.02, "einops"
-)
-
-
-@dataclass(frozen=True)
 class Slice:
-    """A part of a suite's tests."""
+    """A part of the tests."""
 
-    suite: Suite
     number: int
     of: int
+    keyword: str = "SDPA and CUDA"
+    """pytest's ``-k``."""
+    group = "pytorch"
 
     @property
     def label(self) -> str:
         """Suite and place."""
         return f"{self.group}, slice {self.number + 1} of {self.of}"
 
-    @property
-    def group(self) -> str:
-        """The suite."""
-        return self.suite.name
 
-
-def slices(suite: Suite, args: Namespace) -> list[Slice]:
-    """The slices of a suite."""
-    return [Slice(suite, number, args.slices) for number in range(args.slices)]
+def slices(args: Namespace) -> list[Slice]:
+    """All of them."""
+    return [Slice(number, args.slices) for number in range(args.slices)]
 
 
 def measure(case: Slice, args: Namespace) -> Row:
@@ -111,17 +89,15 @@ def measure(case: Slice, args: Namespace) -> Row:
     Raises:
         ConfigError: when the tests or a package that they import are not there.
     """
-    path = Path(args.checkout or "", case.suite.file).resolve()
+    path = Path(args.checkout or "", FILE).resolve()
     if not path.is_file():
-        raise ConfigError(f"{path} is not there (wanted: --checkout of {case.suite.name})")
-    if find_spec(case.suite.needs) is None:
-        needs = case.suite.needs
-        raise ConfigError(f"{case.suite.file} needs {needs}: `{install_command(needs)}`")
+        raise ConfigError(f"{path} is not there (wanted: --checkout of PyTorch)")
+    if find_spec(NEEDS) is None:
+        raise ConfigError(f"{FILE} needs {NEEDS}: `{install_command(NEEDS)}`")
     if not args.built_only:
         from benchmarks import forced
 
         forced.made().compile_usual()
-    is_flash = case.group == FLASH_ATTENTION.name
     with tempfile.TemporaryDirectory() as folder:
         shares = [
             Share(
@@ -129,15 +105,14 @@ def measure(case: Slice, args: Namespace) -> Row:
                 str(Path(folder, f"{mode}-{number}.jsonl")),
                 case.number * args.processes + number,
                 case.of * args.processes,
-                case.suite.sample if args.sample is None else args.sample,
+                args.sample,
                 built_only=args.built_only,
-                flash_attention=str(path.parents[1]) if is_flash else "",
                 limit_s=args.test_limit,
             )
             for mode, number in product(MODES, range(args.processes))
         ]
         with ThreadPoolExecutor(len(shares)) as pool:
-            broken = list(pool.map(partial(completed, path, case.suite.keyword), shares))
+            broken = list(pool.map(partial(completed, path, case.keyword), shares))
         tests: dict[str, Tests] = {mode: {} for mode in MODES}
         for share in shares:
             tests[share.mode] |= tests_of(Path(share.record))
@@ -228,30 +203,27 @@ def line(row: Row) -> str:
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """A row for each suite, then the tests that failed."""
-    head = ("suite", "tests", "by PyTorch alone", "forced", "calls by forced kernels")
-    lines = [(*head, "new failures", "backends and dropout", "in both", "in one mode only")]
-    said: list[str] = []
-    for suite in dict.fromkeys(row["group"] for row in rows):
-        mine = [row for row in rows if row["group"] == suite]
-        parts = [row["figures"] for row in mine if "figures" in row]
-        new, expected, both, not_run = (
-            [fact for of in parts for fact in of[name]]
-            for name in ("new_failures", "expected_failures", "failures_of_both", "not_run")
-        )
-        hits = sum(of["hits"] for of in parts), sum(of["tests_with_hits"] for of in parts)
-        lines.append((
-            *(suite, str(sum(of["tests"] for of in parts)), *(_counts(parts, m) for m in MODES)),
-            f"{hits[0]} in {hits[1]} tests",
-            *(str(len(facts)) for facts in (new, expected, both, not_run)),
-        ))  # fmt: skip
-        said += _names(f"{fact['id']}, new: {fact['message']}" for fact in new)
-        said += _names(f"{fact['id']}: {fact['reason']}" for fact in expected)
-        said += _names(f"{fact['id']}, in both: {fact['alone']}" for fact in both)
-        named = {fact["id"] for fact in new}
-        broken = [why for row in mine for why in row.get("wrong", [row.get("lost")])]
-        said += [f"- {why}" for why in broken if why not in named]
-    return [*markdown(lines), "", *said]
+    """Counts, then the tests that failed."""
+    head = ("tests", "by PyTorch alone", "forced", "calls by forced kernels")
+    parts = [row["figures"] for row in rows if "figures" in row]
+    new, expected, both, not_run = (
+        [fact for of in parts for fact in of[name]]
+        for name in ("new_failures", "expected_failures", "failures_of_both", "not_run")
+    )
+    hits = sum(of["hits"] for of in parts), sum(of["tests_with_hits"] for of in parts)
+    cells = (
+        *(str(sum(of["tests"] for of in parts)), *(_counts(parts, mode) for mode in MODES)),
+        f"{hits[0]} in {hits[1]} tests",
+        *(str(len(facts)) for facts in (new, expected, both, not_run)),
+    )
+    said = _names(f"{fact['id']}, new: {fact['message']}" for fact in new)
+    said += _names(f"{fact['id']}: {fact['reason']}" for fact in expected)
+    said += _names(f"{fact['id']}, in both: {fact['alone']}" for fact in both)
+    named = {fact["id"] for fact in new}
+    broken = [why for row in rows for why in row.get("wrong", [row.get("lost")])]
+    said += [f"- {why}" for why in broken if why not in named]
+    heads = (*head, "new failures", "backends and dropout", "in both", "in one mode only")
+    return [*markdown([heads, cells]), "", *said]
 
 
 def _counts(parts: Sequence[Row], mode: str) -> str:
@@ -276,8 +248,8 @@ def compile_usual(_: Namespace) -> None:
 
 def _options(parser: Parser) -> None:
     add = parser.add_argument
-    add("--checkout", metavar="PATH", help="checkout of PyTorch's or FlashAttention's sources")
-    add("--sample", type=float, help="part of the tests (default: PyTorch 1, FlashAttention 0.02)")
+    add("--checkout", metavar="PATH", help="checkout of PyTorch's sources")
+    add("--sample", type=float, default=1.0, help="part of the tests (default: all)")
     add("--slices", type=int, default=4, help="cases of a suite (default 4)")
     add("--processes", type=int, default=1, help="processes of each mode at once (default 1)")
     add("--test-limit", type=int, default=120, help="seconds of a test; else it has failed")
@@ -288,17 +260,16 @@ BENCH = Bench(
     "suites",
     __doc__,
     {
-        suite.name: Preset(
-            f"{suite.file} of a --checkout",
-            partial(slices, suite),
+        "pytorch": Preset(
+            f"{FILE} of a --checkout",
+            slices,
             measure,
             line,
             table,
             LIMIT_S,
-            smoke=Slice(replace(suite, keyword="", sample=1.0), 0, 1),
+            smoke=Slice(0, 1, keyword=""),
             compile=compile_usual,
         )
-        for suite in (PYTORCH, FLASH_ATTENTION)
     },
     _options,
 )

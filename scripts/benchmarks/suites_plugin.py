@@ -13,9 +13,8 @@ import json
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ OUT_OF_MEMORY = "CUDA out of memory"
 """Text of an error that another process's memory can cause: the test is run again."""
 MAX_MESSAGE = 300
 COMPLETE = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
-PLAIN = (str, int, float, bool, complex)
 """Types of values that pytest names by their text, others by argument and place."""
 BEGIN, AGAIN, END = "begin", "again", "end"
 """Keys of lines: a test begins, is to be run again, the share is complete."""
@@ -52,8 +50,6 @@ class Share:
     """Module whose ``install(built_only=...)`` forces the kernels."""
     built_only: bool = False
     """Only kernels that are compiled already are forced."""
-    flash_attention: str = ""
-    """Checkout of FlashAttention, whose functions are then stood in for."""
     limit_s: int = 0
     """Seconds after which a test, or the way to the first one, ends its process; 0: never."""
 
@@ -108,27 +104,6 @@ class Recorder:
         self._path = Path(share.record)
         self._outcomes: dict[str, tuple[str, str]] = {}
         self._is_complete = True
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Draw the share from a parametrisation before pytest makes a test of each set of values:
-        of FlashAttention's half a million that takes minutes. Names are pytest's own.
-        """
-        definition = metafunc.definition
-        marks = list(definition.iter_markers("parametrize"))
-        if not marks or any(mark not in definition.own_markers for mark in marks):
-            return
-        names = [_argument_names(mark) for mark in marks]
-        columns = [_named(*each) for each in zip(marks, names, strict=True)]
-        ids, values = [], []
-        for chosen in product(*columns) if all(columns) else ():
-            name = "-".join(one for one, _ in chosen)
-            if self._share.wants(f"{definition.nodeid}[{name}]"):
-                ids.append(name)
-                values.append([value for _, own in chosen for value in own])
-        if values:
-            definition.own_markers[:] = [m for m in definition.own_markers if m not in marks]
-            metafunc.parametrize(list(chain(*names)), values, ids=ids)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(
@@ -191,31 +166,6 @@ def _free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def _argument_names(mark: pytest.Mark) -> list[str]:
-    """Arguments that a mark of ``parametrize`` gives values to."""
-    given = mark.args[0] if mark.args else ()
-    return [name.strip() for name in given.split(",")] if isinstance(given, str) else [*given]
-
-
-def _named(mark: pytest.Mark, names: Sequence[str]) -> list[tuple[str, Sequence[Any]]]:
-    """The sets of values of a mark with pytest's name of each; empty where it has options or sets
-    with marks of their own, which pytest names.
-    """
-    if mark.kwargs or len(mark.args) != 2:
-        return []
-    found = []
-    for at, given in enumerate(mark.args[1]):
-        values = [given] if len(names) == 1 else given
-        if isinstance(given, type(pytest.param())):
-            return []
-        words = (
-            str(value) if value is None or isinstance(value, PLAIN) else f"{name}{at}"
-            for name, value in zip(names, values, strict=True)
-        )
-        found.append(("-".join(words), values))
-    return found
-
-
 def _message(report: pytest.TestReport) -> str:
     """One line of what went wrong, or why a test was skipped."""
     if isinstance(report.longrepr, tuple):
@@ -226,13 +176,9 @@ def _message(report: pytest.TestReport) -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Force the kernels, stand in for FlashAttention, and record."""
+    """Force the kernels, and record."""
     share = Share(**json.loads(os.environ[VARIABLE]))
     signal.alarm(share.limit_s)  # by default that ends the process, wherever it is
-    if share.flash_attention:
-        from benchmarks import suites_flash_attention
-
-        suites_flash_attention.install(Path(share.flash_attention))
     if share.mode == FORCED:
         importlib.import_module(share.forcing).install(built_only=share.built_only)
     config.pluginmanager.register(Recorder(share), "tuner-suites")

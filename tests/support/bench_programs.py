@@ -34,13 +34,6 @@ def test_crashes():
 def test_skipped():
     pytest.skip("no such GPU")
 """
-ADAPTED = """
-import torch
-from flash_attn import flash_attn_func
-def test_output():
-    q = torch.ones(1, 4, 2, 8)
-    assert torch.equal(flash_attn_func(q, q, q, causal=True), q)
-"""
 #: The counters without the rest of the runtime, and torch's only question.
 LIGHT = """
 import pathlib, sys, types
@@ -76,15 +69,6 @@ def profiler(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = SimpleNamespace(device_type=cuda, self_device_time_total=4.0)
     seen = SimpleNamespace(key_averages=lambda: [kernel])
     monkeypatch.setattr(torch.profiler, "profile", lambda activities: nullcontext(seen))
-
-
-@pytest.fixture
-def unforced(transformers: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels are not forced: PyTorch answers every call."""
-    from benchmarks import forced, models
-
-    monkeypatch.setattr(forced, "install", lambda: None)
-    models._force.cache_clear()
 
 
 class InProcess:
@@ -154,21 +138,18 @@ def vllm(engines: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def checkout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    """Checkouts of planted tests, and a module that forces nothing."""
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkout of planted tests, and a module that forces nothing."""
     from benchmarks import forced, suites
 
-    texts = {"test/test_transformers.py": PLANTED, "tests/test_flash_attn.py": ADAPTED}
+    texts = {suites.FILE: PLANTED}
     forcing = "import os\ndef install(built_only):\n    os.environ['PLANTED'] = '1'\n"
     texts |= {"modules/planted_forcing.py": forcing, "light/sitecustomize.py": LIGHT}
     for name, text in texts.items():
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
-    is_light = request.node.callspec.params["preset"] == "pytorch"
-    folders = [str(tmp_path / name) for name in ("modules", "light")[: 1 + is_light]]
+    folders = [str(tmp_path / name) for name in ("modules", "light")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(suites, "Share", partial(suites.Share, forcing="planted_forcing"))

@@ -30,7 +30,6 @@ from bench_programs import (  # noqa: F401
     profiler,
     transformers,
     uncompiled,
-    unforced,
     vllm,
 )  # fmt: skip
 from bench_sweeps import compiler, sweeps  # noqa: F401
@@ -56,9 +55,6 @@ PREPARED: dict[tuple[str, str], str] = {
     ("engines", "vllm"): "vllm",
     **{("invariance", preset): "row_by_row" for preset in ("bits", "speed", "operations")},
     ("models", "compiled"): "uncompiled",
-    ("models", "compiled_training"): "uncompiled",
-    ("models", "decoding"): "transformers",
-    ("models", "logits"): "unforced",
     ("models", "static_decoding"): "transformers",
     ("moe", "layers"): "uncompiled",
     ("paged", "mla"): "latent_kernels",
@@ -72,7 +68,6 @@ PREPARED: dict[tuple[str, str], str] = {
     ("products", "narrow"): "built_products",
     ("products", "quantiser"): "quantiser_kernel",
     ("products", "scaled"): "built_products",
-    ("suites", "flash_attention"): "checkout",
     ("suites", "pytorch"): "checkout",
     **{("search", preset): "sweeps" for preset in ("repeats", "sweeps", "metrics")},
     ("search", "compile_ways"): "compiler",
