@@ -12,6 +12,7 @@ from tuner.cli import entries
 from tuner.compile.artifacts import ArtifactCache
 from tuner.config import Config
 from tuner.families import family
+from tuner.families.peers import installed
 from tuner.hardware import gpu_by_name
 from tuner.measurement import Measurement, Provenance, Regime, Status
 from tuner.problem import AttentionProblem
@@ -78,7 +79,7 @@ def test_a_rule_s_kernel_is_an_answer(
     assert "answer       rule" in out and winner in out and "expected" in out
     data = json.loads(printed(capsys, "--op", op, "--shape", shape, "--json"))
     assert data["kind"] == "rule" and data["expected_us"] > 0
-    assert set(data["served_here"]) == {"is_served", "reason"}
+    assert set(data["served_here"]) == {"is_served", "reason", "instead"}
 
 
 def test_replayed_times_are_not_served(tmp_path: Path) -> None:
@@ -110,3 +111,17 @@ def test_a_config_that_this_program_cannot_build(name: str, reason: str, tmp_pat
     verdict = availability.of_answer(LookupResult(entry, exact=True))
     assert not verdict.is_served and reason in verdict.reason
     assert reason in availability.of_kernel(PROBLEM, config, H200).reason
+
+
+def test_a_peer_that_is_not_installed_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config("vendor_sdpa", {"kernel": "flash3"})
+    monkeypatch.setattr(installed, "build_of", lambda kernel: "")
+    verdict = availability.of_kernel(PROBLEM, config, H200)
+    assert verdict.text == "no: flash3 is not installed here (`tuner doctor`); PyTorch answers"
+    monkeypatch.setattr(installed, "build_of", lambda kernel: "flash-attn-3 3.0")
+    assert availability.of_kernel(PROBLEM, config, H200).text == "yes"
+
+
+def test_a_causal_mask_beside_a_mask_has_no_answer() -> None:
+    masked = AttentionProblem.parse("S=1000,D=64,causal=1,mask=1")
+    assert lookup(masked, gpu=H200) is None  # the runtime refuses such a call

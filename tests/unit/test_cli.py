@@ -149,7 +149,7 @@ class TestKnownAlready:
         first, second, third, *_ = self.said(capsys, "--shape", "S=1000,D=64")
         assert first == "no GPU found: nothing is measured here"
         asked = AttentionProblem.parse("S=1000,D=64").label()
-        assert second == f"`tuner lookup --shape {asked}` answers from measurements of other shapes"
+        assert second == f"`tuner lookup --shape {asked}` answers from a portfolio's prediction"
         assert third.startswith(f"no recording of {asked}")
 
     def test_a_measured_shape(self, capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,7 +163,8 @@ class TestKnownAlready:
         file = tmp_path / "p.json"
         file.write_text('["op=softmax,M=64,N=64", "S=1024,D=64"]')
         _, second, *_ = self.said(capsys, "--problems", str(file))
-        assert second.startswith("measurements answer 1 of the 2 problems, as `tuner lookup")
+        wanted = "of the 2 problems 1 have measured decisions and 0 a portfolio's prediction"
+        assert second.startswith(wanted)
 
     def test_a_replay_that_was_asked_for_needs_no_hint(
         self, capsys: pytest.CaptureFixture[str]

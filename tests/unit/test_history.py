@@ -119,7 +119,8 @@ def test_a_problem_s_times_are_of_the_first_regime_that_has_some(store: Store) -
     ship(FAR, CONFIGS[0])
     regimes = (Regime("eager", "cold"), REGIME)
     regime, found = history.measured_in("gemm", DEFAULT_GPU, regimes, store)
-    assert regime == REGIME and set(found) == {NEW, FAR}
+    assert regime == REGIME and {NEW, FAR} <= set(found)
+    assert all(m.is_final for problem in set(found) - {NEW, FAR} for m in found[problem])
     assert len(found[NEW]) == len(CONFIGS) + 1  # cuBLAS's also
 
 

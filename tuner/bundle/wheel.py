@@ -253,7 +253,11 @@ def _record(members: Mapping[str, bytes], own: str) -> bytes:
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the wheel that the arguments name, and print its size and hash."""
-    parser = argparse.ArgumentParser(prog="scripts/build-kernels", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="scripts/build-kernels",
+        description="Compiles the shipped portfolios' kernels, and writes them as a wheel for "
+        "machines without a compiler. `tuner prove` on a GPU comes before, but for --unproven.",
+    )
     text = "kernel list (default: the one of `tuner build --portfolio`)"
     parser.add_argument("--kernels", type=Path, metavar="FILE", help=text)
     parser.add_argument("--out", type=Path, default=Path("dist"), metavar="FOLDER")

@@ -20,6 +20,7 @@ from tuner.cli.arguments import add_store
 from tuner.cli.model import add_model, engine_of, refuse_options, steps_of
 from tuner.errors import ConfigError, NoValidConfigError, TunerError
 from tuner.problem import PROBLEMS, Problem
+from tuner.selection import describe
 
 if TYPE_CHECKING:
     from tuner.compile.artifacts import Artifact, ArtifactCache
@@ -43,6 +44,8 @@ class BuildTarget:
     """Own config of an entry, and the kernels it needs."""
 
     measurement: Measurement
+    speed: str
+    """Speed of the entry's best own kernel against the fastest vendor's."""
     kernels: dict[str, Future[Artifact]] = field(default_factory=dict)
     cached: int = 0
     reason: str = ""
@@ -57,7 +60,8 @@ class BuildTarget:
     def label(self) -> str:
         found = self.measurement
         place = f"{found.problem.op} {found.problem.label()} on {found.gpu.name}"
-        return f"{place}, {found.regime}: {found.config.family}"
+        time = f"{describe.microseconds(found.latency_us)} us"
+        return f"{place}, {found.regime}: {found.config.family}, {time}, {self.speed}"
 
 
 def register(subparsers: Any) -> None:
@@ -135,7 +139,6 @@ def run(args: argparse.Namespace) -> int:
     from tuner.compile.artifacts import ArtifactCache
     from tuner.compile.compiler import Compiler
     from tuner.compile.toolchain import find_toolchain
-    from tuner.selection.describe import counted
     from tuner.store import open_store
 
     refuse_options(args)
@@ -154,7 +157,7 @@ def run(args: argparse.Namespace) -> int:
         entries = list(_entries(store, args))
         if args.shape and not entries:
             return _answers(args)
-        targets = [BuildTarget(m) for e in entries for m in _own(e)]
+        targets = [BuildTarget(m, describe.against_fastest(e)) for e in entries for m in _own(e)]
         if not targets:
             raise NoValidConfigError(
                 "nothing to build: the cache names no measured own kernel"
@@ -172,8 +175,8 @@ def run(args: argparse.Namespace) -> int:
             missing = sum(not f.done() for t in targets for f in t.kernels.values())
             names = ", ".join(sorted({target.measurement.gpu.name for target in targets}))
             print(
-                f"{counted(len(targets), 'configuration')} for {names}; "
-                f"compiling {counted(missing, 'kernel')}",
+                f"{describe.counted(len(targets), 'configuration')} for {names}; "
+                f"compiling {describe.counted(missing, 'kernel')}",
                 file=sys.stderr,
             )
             for target in targets:

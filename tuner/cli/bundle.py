@@ -77,10 +77,10 @@ def run(args: argparse.Namespace) -> int:
 def _pack(args: argparse.Namespace) -> int:
     from tuner.bundle import pack
     from tuner.compile.artifacts import ArtifactCache
-    from tuner.selection.describe import counted
+    from tuner.selection.describe import counted, list_text
 
-    out = Path(args.words[0])
-    packed = pack(_chosen(args), ArtifactCache(), out, leave_out=args.all)
+    out, chosen = Path(args.words[0]), _chosen(args)
+    packed = pack(chosen, ArtifactCache(), out, leave_out=args.all)
     if args.json:
         print(json.dumps({**vars(packed), "file": str(out)}))
         return 0
@@ -88,6 +88,8 @@ def _pack(args: argparse.Namespace) -> int:
         print(f"left out: {reason}", file=sys.stderr)
     if (more := len(packed.left_out) - MAX_REASONS) > 0:
         print(f"left out: {more} more (all of them: --json)", file=sys.stderr)
+    if args.shape:
+        print(f"{list_text(chosen)}\n")
     print(
         f"{counted(packed.entries, 'entry')} with {counted(packed.kernels, 'kernel')} in {out}, "
         f"{packed.bytes} bytes\nsha256 {packed.sha256}"

@@ -163,6 +163,7 @@ def _print_rule(args: argparse.Namespace, problem: Problem) -> bool:
     selected = rule.select(problem, gpu) if rule and rule.serves(problem, gpu) else None
     if selected is None:
         return False
+    selected = availability.without_absent(problem, selected, gpu)
     expected_us, config = selected.expected[0]
     served = availability.of_kernel(problem, config, gpu)
     if args.json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from tuner.cli.arguments import add_inputs, add_launch, add_op, add_store, usual
 from tuner.problem import PROBLEMS, Problem
 
 if TYPE_CHECKING:
+    from tuner.measurement import Regime
     from tuner.search.coverage import CoveragePlan, CoveredProblem, PlannedConfig
 
 DESCRIPTION = """Chooses few configurations for a list of shapes, each within a given loss of the
@@ -73,12 +75,12 @@ def run(args: argparse.Namespace) -> int:
         regime, found = measured_in(ops[0], gpu, usual_inputs(args, ops[0]), store)
     known = times(problems, gpu, found, predict=not args.measured, note=ProgressNotes())
     made = plan(known, args.within / 100)
-    head = f"{ops[0]} on {gpu.name}, {regime}"
+    elsewhere = {p: rows[0].regime for p, rows in found.items() if rows[0].regime != regime}
     if args.json:
         facts = {"op": ops[0], "gpu": gpu.name, "regime": str(regime)}
         print(json.dumps({**facts, **made.to_json()}))
     else:
-        print(plan_text(head, made))
+        print(plan_text(f"{ops[0]} on {gpu.name}, {regime}", made, elsewhere))
     return 1 if made.unserved else 0
 
 
@@ -92,8 +94,14 @@ def _problems(args: argparse.Namespace) -> list[Problem]:
     return expand(PROBLEMS[args.op], args.shape)
 
 
-def plan_text(head: str, made: CoveragePlan) -> str:
-    """Chosen configs, and a table of the shapes with the source of each number."""
+def plan_text(head: str, made: CoveragePlan, regimes: Mapping[Problem, Regime]) -> str:
+    """Chosen configs, and a table of the shapes with the source of each number.
+
+    Args:
+        head: operation, GPU and regime.
+        made: the plan.
+        regimes: regimes of problems that were timed in another one.
+    """
     from tuner.selection.describe import config_text, microseconds, table, wrapped
 
     choices = made.choices
@@ -111,7 +119,9 @@ def plan_text(head: str, made: CoveragePlan) -> str:
             str(number),
             microseconds(served.time.us),
             f"{100 * served.loss:.1f} %",
-            str(served.time.provenance) + _elsewhere(served),
+            str(served.time.provenance)
+            + (f", {regimes[served.problem]}" if served.problem in regimes else "")
+            + _elsewhere(served),
         )
         for number, choice in enumerate(choices, 1)
         for served in choice.served

@@ -241,10 +241,14 @@ def _say_known(
     op = "" if problem.op == "attention" else f" --op {problem.op}"
     command = f"`tuner lookup{op} --shape {problem.label()}`"
     if len(problems) > 1:
-        note(f"measurements answer {len(known)} of the {len(problems)} problems, as {command}")
+        predicted = sum(answer.is_predicted for _, answer in known)
+        note(
+            f"of the {len(problems)} problems {len(known) - predicted} have measured decisions and "
+            f"{predicted} a portfolio's prediction, as {command}"
+        )
         return
-    where = "other shapes" if answer.is_predicted else "this shape"
-    note(f"{command} answers from measurements of {where}")
+    source = "a portfolio's prediction" if answer.is_predicted else "measurements of this shape"
+    note(f"{command} answers from {source}")
 
 
 def _check_ahead(args: argparse.Namespace) -> None:

@@ -118,16 +118,17 @@ def explain(subject: ReportSubject) -> Explanation | None:
 def _contrast(subject: ReportSubject, name: str, own: Measurement, other: Measurement) -> Contrast:
     pass_ = "final" if own.is_final else "quick"
     ratio = latency(other) / latency(own)
+    mine_us, their_us = microseconds(own.latency_us), microseconds(other.latency_us)
     if is_tie(own, other):
         how = (
-            "they are equal within the noise of the two, and of equals the one with less memory "
-            "beside the operands, then the one with the smaller digest, stands first"
+            f"this one {mine_us} us: equal within the noise of the two. Of equals the one with "
+            "less memory beside the operands stands first, then the one with the smaller digest"
         )
     else:
-        how = f"it takes {abs(100 * (ratio - 1)):.1f} % {'more' if ratio > 1 else 'less'}"
+        more = f"{abs(100 * (ratio - 1)):.1f} % {'more' if ratio > 1 else 'less'}"
+        how = f"{more} than the {mine_us} us of this one"
     measured = [
-        f"{short_name(other)} takes {microseconds(other.latency_us)} us in the {pass_} pass, "
-        f"this one {microseconds(own.latency_us)} us: {how}.",
+        f"{short_name(other)} takes {their_us} us in the {pass_} pass, {how}.",
         *_compiled(own, other),
     ]
     mine, theirs = (works(m.problem, m.config, subject.gpu) for m in (own, other))

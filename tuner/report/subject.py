@@ -177,8 +177,7 @@ def from_store(
         if store and (stored := _in_store(store, problem, gpu, regime)):
             return ReportSubject(stored, name, known, results)
     if (recorded := recording_archive.find(problem, gpu, regimes)) is not None:
-        name = recording_archive.file_name(problem, gpu, recorded.regime)
-        return ReportSubject(recorded, f"shipped recording {name}", known, results)
+        return ReportSubject(recorded, "the shipped recording", known, results)
     for regime, entry in itertools.product(listed(regimes), known):
         if (entry.problem, entry.gpu.identity, entry.regime) == (problem, gpu.identity, regime):
             environment = entry.winner.environment

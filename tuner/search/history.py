@@ -14,6 +14,7 @@ from tuner.problem import Problem
 from tuner.problem.base import doublings
 from tuner.runners import recording_archive
 from tuner.runners.recording import Recording
+from tuner.selection.shipped import with_shipped
 
 if TYPE_CHECKING:
     from tuner.store import Store
@@ -109,13 +110,19 @@ def measured_in(
 ) -> tuple[Regime, dict[Problem, list[Measurement]]]:
     """`measured` over several regimes, and the regime of most problems.
 
-    Each problem's times are of the first regime that has some. Two problems' times may be of
-    different regimes.
+    Each problem's times are of the first regime that has some: of the quick pass, else of the final
+    pass of a decision. Two problems' times may be of different regimes.
     """
     found: dict[Problem, list[Measurement]] = {}
     counts: Counter[Regime] = Counter()
+    decided = with_shipped(store.entries(op=op, gpu=gpu, provenance=Provenance.MEASURED))
     for one in regimes:
-        for problem, rows in measured(op, gpu, one, store).items():
+        finals = {
+            entry.problem: list(entry.ranking)
+            for entry in decided
+            if (entry.problem.op, entry.gpu.identity) == (op, gpu.identity) and entry.regime == one
+        }
+        for problem, rows in {**finals, **measured(op, gpu, one, store)}.items():
             if problem not in found:
                 found[problem] = rows
                 counts[one] += 1

@@ -119,10 +119,15 @@ class Selection(NamedTuple):
     @property
     def source(self) -> str:
         """Reason for this kernel, for people."""
+        return f"{self.domain.label()}: expected {self.expected_text}"
+
+    @property
+    def expected_text(self) -> str:
+        """Expected times of the first answer and of the vendor's kernel, for people."""
         us, config = self.first
         versus = f", {self.vendor} {self.vendor_us:.1f}" if self.vendor else ""
         by = f" by {config['kernel']}, else {self.expected_us:.1f}" if self.peers else ""
-        return f"{self.domain.label()}: expected {us:.1f} us{by}{versus}"
+        return f"{us:.1f} us{by}{versus}"
 
     def own(self) -> Iterator[tuple[float, Config]]:
         """Own kernels that are expected to beat the vendor's by the margin, best first.

@@ -200,10 +200,12 @@ def answer_text(answer: LookupResult, asked: Problem, source: str, served: str =
     shown = {entry.origin}
     if answer.selected is not None:
         shown.add(f"{SELECTED}: {answer.selected.source}")
+    rows.append(("provenance", [where_from(entry) + decided]))
+    if entry.winner.environment.facts:
+        rows.append(("environment", wrapped(facts_text(entry.winner.environment), width)))
+    if entry.origin != "shipped":
+        rows.append(("from", [source]))
     rows += [
-        ("provenance", [where_from(entry) + decided]),
-        ("environment", wrapped(facts_text(entry.winner.environment), width)),
-        ("from", [entry.origin if entry.origin == "shipped" else source]),
         *(("note", wrapped(note, width)) for note in answer.notes if note not in shown),
     ]
     return "\n".join([*_answer_head(answer, asked), *_labelled(rows)])
@@ -246,8 +248,10 @@ def _winner_rows(answer: LookupResult, width: int) -> list[tuple[str, list[str]]
     is_tied = answer.entry.is_tied and winner is own
     rows = [("tied first" if is_tied else "winner", config_lines(winner.config, width))]
     if answer.selected is not None:
-        rows.append(("expected", wrapped(answer.selected.source, width)))
+        rows.append(("domain", [answer.selected.domain.label()]))
+        rows.append(("expected", wrapped(answer.selected.expected_text, width)))
         rows.append(("regret", wrapped(answer.selected.regret.text(), width)))
+        rows.append(("own speed", wrapped(answer.selected.regret.speed_text(), width)))
     else:
         rows.append(("time", [_time(winner)]))
     if own and own.config != winner.config:

@@ -91,7 +91,7 @@ class AttentionDomain(_Attention, Domain):
             is_served = problem.seqlen_q >= BLOCK_SIZE and tiles >= sparse.MIN_TILES.get(width, 1)
             return cls(width, "full", "prompt", has_softcap, is_sparse=True) if is_served else None
         operand: MaskOperand = "bool" if problem.mask else "additive" if problem.bias else ""
-        if operand and problem.is_windowed and problem.is_causal:
+        if operand and problem.is_causal:
             return None
         mask: Mask = "causal" if problem.is_causal else "full"
         few: Phase = "one" if problem.seqlen_q == 1 else "few"

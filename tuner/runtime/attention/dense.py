@@ -108,8 +108,8 @@ def attention(
     Raises:
         ConfigError: when `window` or `softcap` is out of range. Also on descale factors that do not
             fit the tensors, or that come with a mask, dropout, a window or a soft cap.
-        Whatever `scaled_dot_product_attention` raises on arguments that it refuses, and what CUDA
-        reports of an earlier kernel.
+        Exception: an error of `scaled_dot_product_attention` on arguments that it refuses, or of an
+            earlier kernel.
     """
     if descale_q is not None or descale_k is not None or descale_v is not None:
         if attn_mask is not None or dropout_p or window is not None or softcap:

@@ -272,7 +272,7 @@ def paged_attention(
         ConfigError: before any launch, on tensors that are not as above, a page size that is not a
             multiple of 16, or lengths beyond the table's row. PyTorch's fallback also raises it on
             lengths that do not fit the tensors.
-        Whatever CUDA reports of an earlier kernel.
+        Exception: an error of an earlier kernel.
     """
     queries, keys = checked(
         query, key_cache, value_cache, page_table, seqused_k, cu_seqlens_q, sinks,

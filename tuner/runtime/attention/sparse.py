@@ -159,8 +159,8 @@ def sparse_attention(
 
     Raises:
         ConfigError: when `block_mask` is not a `BlockMask`, or `softcap` is out of range.
-        Whatever `flex_attention` raises on arguments that it refuses, and what CUDA reports of an
-        earlier kernel.
+        Exception: an error of `flex_attention` on arguments that it refuses, or of an earlier
+            kernel.
     """
     masks.check(block_mask)
     extras = Extras.of(None, softcap)

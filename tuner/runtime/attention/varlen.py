@@ -281,8 +281,8 @@ def attention_varlen(
     Raises:
         ConfigError: on tensors that are not as above, or longest lengths below 0. PyTorch's
             fallback also raises it on lengths that do not fit the tensors.
-        Whatever `scaled_dot_product_attention` raises on arguments that it refuses, and what CUDA
-        reports of an earlier kernel.
+        Exception: an error of `scaled_dot_product_attention` on arguments that it refuses, or of an
+            earlier kernel.
     """
     _check(query, key, value, cu_seqlens_q, cu_seqlens_kv)
     for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_kv", max_seqlen_kv)):

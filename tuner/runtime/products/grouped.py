@@ -66,7 +66,7 @@ def grouped_mm(
     Raises:
         ConfigError: on tensors or sizes that are not as above. A fallback of one product for each
             group also raises it on offsets that do not fit the rows.
-        Whatever PyTorch raises on types that it refuses, and what CUDA reports of earlier kernels.
+        Exception: an error of PyTorch on types that it refuses, or of an earlier kernel.
     """
     _check(a, b, offsets, sizes)
     if scale_a is None and scale_b is None:
