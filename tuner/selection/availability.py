@@ -60,7 +60,7 @@ def of_answer(answer: LookupResult) -> Availability:
     if (second := next(others, None)) is None:
         return verdict
     config = second.config
-    is_pytorchs = is_vendor(config) and owner_of(config["kernel"]) == PYTORCH
+    is_pytorchs = is_vendor(config) and owner_of(config.get("kernel")) == PYTORCH
     return verdict._replace(instead="PyTorch" if is_pytorchs else short_name(second))
 
 
