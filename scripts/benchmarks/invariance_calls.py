@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import ceil
 from typing import Any
@@ -52,7 +52,6 @@ class CallTensors:
                 return torch.nn.functional.linear(inputs[0][0], inputs[i][1])
 
             found["pytorch"] = lambda: plain
-            found["triton"] = lambda: _triton(inputs)
         for name, config in kernels.items():
             if config is not None:
                 found[name] = lambda config=config, name=name: self._own(config, name == "tuner")  # type: ignore[misc]
@@ -132,13 +131,6 @@ def _artifacts(problem: Problem, config: Config) -> Mapping[str, str] | str:
     if key not in _built:
         _built[key] = built_artifacts(specs)
     return _built[key]
-
-
-def _triton(inputs: Sequence[Sequence[Any]]) -> Callable[[int], Any]:
-    """A product in Triton, whose bits do not depend on the number of rows either."""
-    from benchmarks.invariance_triton import linear
-
-    return lambda i: linear(inputs[0][0], inputs[i][1])
 
 
 def _product(problem: Any, seed: int) -> list[Any]:
