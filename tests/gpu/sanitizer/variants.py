@@ -51,6 +51,17 @@ _EVERY_LANE = (
         r"__syncwarp\(\);\n        compiler_fence\(\);\n        if \(threadIdx\.x % 32 == 0\) ",
         "compiler_fence();\n        ",
     ),
+    Change(  # of the warps that copy pages
+        ("fused_attention/scheduler.cu.j2",),
+        r"        __syncwarp\(\);\n        if \(threadIdx\.x(?: % 32)? == 0\) (Empty::arrive\()",
+        r"        \g<1>",
+    ),
+    Change(
+        ("fused_attention.cu.j2",),
+        r'"1 \+ kTurners" if turns else copy_warps if copy_warps > 1 else "kProducerReturns"',
+        '"32 * (1 + kTurners)" if turns else 32 * copy_warps if copy_warps > 1 '
+        'else "32 * kProducerReturns" if is_paged else "kProducerReturns"',
+    ),
     Change(
         ("block_scaled_gemm.cu.j2",),
         r"  __syncwarp\(\);\n  const uint32_t lane = threadIdx\.x % kWarp;\n"
