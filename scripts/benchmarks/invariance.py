@@ -19,7 +19,6 @@ from benchmarks.rows import control, figures, markdown, over, values
 from tuner.config import Config
 from tuner.families import families
 from tuner.families.base import KernelSpec
-from tuner.families.cluster_gemm import deepened
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import E4M3, AttentionProblem, GemmProblem, SwigluProblem
 
@@ -42,9 +41,7 @@ ATTENTION: tuple[tuple[int, int, int, bool], ...] = (
 """Sequences, queries, keys and whether the mask is causal, of 32 query heads on 8."""
 BUDGET_US = 1e5
 MAX_ERROR = 1e-2
-"""Largest relative error of further kernels."""
-FEW_ROWS, FEW_COLUMNS = 64, 4096
-"""Largest products at which kernels of narrow tiles are timed beside."""
+"""Largest relative error of the mode's kernel beside the other."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +108,7 @@ def specs_of(case: Timed) -> Iterator[KernelSpec]:
     """Kernels of both."""
     own, mine = pair(case.problem)
     is_paged = bool(getattr(case.problem, "page_size", 0))
-    others = [(config, False) for _, config in further(case.problem)]
-    for config, causal in ((own, False), (mine, True), *others):
+    for config, causal in ((own, False), (mine, True)):
         if config is not None:
             problem = case.problem
             if is_paged and causal:
@@ -129,8 +125,7 @@ def compare(case: Timed, _: Namespace) -> Row:
     with torch.inference_mode():
         tensors = CallTensors(case.problem)
         own, mine = pair(case.problem)
-        others = dict(further(case.problem))
-        kernels = {"own": own, **({} if own == mine else {"tuner": mine}), **others}
+        kernels = {"own": own, **({} if own == mine else {"tuner": mine})}
         ways = tensors.ways(kernels)
         fit, failed, outs = [], {}, {}
         for name, make in ways.items():
@@ -143,12 +138,9 @@ def compare(case: Timed, _: Namespace) -> Row:
                 failed[name] = first_line(exc)
         times = harness.time_calls(fit, tensors.before, tensors.copies, BUDGET_US)
     kernels = {"own": own, "tuner": mine}
-    like = outs.get("own" if own == mine else "tuner")
-    for name in others:
-        if name in outs and like is not None and not harness.distance(outs[name], like) < MAX_ERROR:
-            failed[name] = "wrong"
-    alike = [name for name, one in others.items() if one.family == "cluster_gemm" and name in outs]
-    unlike = [name for name in alike if like is not None and not torch.equal(outs[name], like)]
+    is_wrong = {"own", "tuner"} <= outs.keys() and not (
+        harness.distance(outs["tuner"], outs["own"]) < MAX_ERROR
+    )
     if own == mine and "own" in times.us:
         times.us["tuner"] = times.us["own"]
     return {
@@ -156,51 +148,8 @@ def compare(case: Timed, _: Namespace) -> Row:
         "failed": {**failed, **times.failed},
         "kernels": {name: one.digest[:8] for name, one in kernels.items() if one is not None},
         "same": own == mine,
-        "wrong": unlike,
+        "wrong": ["tuner"] if is_wrong else [],
     }
-
-
-def further(problem: Any) -> Iterator[tuple[str, Config]]:
-    """Kernels of few rows that no portfolio has: each weight's sum is whole, as in the mode.
-
-    A tile has few columns of the weights, so that many multiprocessors read them. Decoding has
-    parts of the keys that begin at fixed positions, an order of additions of its own.
-    """
-    if isinstance(problem, AttentionProblem):
-        yield from _parts(problem)
-        return
-    is_plain = isinstance(problem, GemmProblem) and not problem.scales
-    if not is_plain or problem.m > FEW_ROWS or problem.n > FEW_COLUMNS:
-        return
-    for tile_n, resident in ((16, 1), (16, 2), (32, 1), (32, 2)):
-        params: dict[str, Any] = {
-            **{"swap_ab": False, "tile_m": 64, "tile_n": tile_n, "stages": 2, "split_k": 1},
-            **{"blocks_per_sm": resident, "raster_order": "AlongM"},
-            **{"max_swizzle_size": 1, "pdl": True},
-        }
-        config = deepened(Config("cluster_gemm", params))
-        if families()["cluster_gemm"].accepts(problem, config, DEFAULT_GPU):
-            yield f"tuner 64x{tile_n}, {resident} a multiprocessor", config
-
-
-def _parts(problem: AttentionProblem) -> Iterator[tuple[str, Config]]:
-    """Kernels of parts of 512 and 1024 keys."""
-    group = problem.heads_q // problem.heads_kv
-    groups = -(-group * problem.seqlen_q // 64)
-    if groups > 2:
-        return
-    for keys in (512, 1024):
-        params: dict[str, Any] = {
-            **{"warp_groups": groups, "tile_n": 128, "kv_stages": 2, "score_buffers": 1},
-            **{"early_exp": 0, "q_in_registers": False, "persistent": False, "pdl": True},
-            **{"blocks_per_sm": 1, "splits": 1, "split_keys": keys, "packed_heads": group},
-            **({"ping_pong": False} if groups > 1 else {}),
-        }
-        config = Config("fused_attention", params)
-        if problem.seqlen_kv > keys and families()["fused_attention"].accepts(
-            problem, config, DEFAULT_GPU
-        ):
-            yield f"parts of {keys}", config
 
 
 def line(row: Row) -> str:

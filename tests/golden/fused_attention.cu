@@ -165,8 +165,6 @@ struct kernel_golden {
   for (int first = 0; first < p.splits; first += 32) {
     int const here = min(32, p.splits - first);
 // ... as in the templates
-  float const norm = total > 0.f ? 1.f / total : 0.f;
-// ... as in the templates
   if (auto e = cudaFuncSetAttribute(fused_attention<kernel_golden>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Storage))) return e;
   if constexpr (kClusters) {
     if (auto e = cudaFuncSetAttribute(fused_attention<kernel_golden>, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)) return e;

@@ -42,7 +42,8 @@ PACKED = "packed_heads is for several query heads to a KV head, only"
 PADS = "pads_heads is not for dense e4m3, block masks or sinks"
 SHARED = "key_groups is for one tile a block, one score buffer and no ping_pong, only"
 STAGES = "stages_output is not for variable lengths, paged caches or more than 16 packed heads"
-PARTS = "split_keys is for one block a tile without combine, key_groups, stages_output"
+PARTS = "split_keys is for splits=1 without key_groups, stages_output, stream_k, rescale"
+PARTS_COMBINED = "parts of split_keys are combined by a kernel, of blocks that do not persist"
 PARTS_OF = "split_keys is for fp16 and bf16 without windows, sinks, block_mask or packed sequences"
 RESCALES = "rescale is for one score buffer of fp16 or bf16, only"
 SKIPS = "skips_masked is for persistent blocks under a causal mask alone, with one score buffer"
@@ -131,7 +132,12 @@ def shared(groups: int, key_groups: int, tile_n: int, **more: Any) -> Config:
         ("D=64,causal=1", make(2, 128, persistent=True, skips_masked="blocks"), SKIPS),
         ("D=64", make(2, 64, 2, rescale="lazy"), RESCALES),
         ("D=64,dtype=e4m3", make(2, 64, rescale="lazy"), RESCALES),
-        ("D=64", make(2, 64, persistent=True, split_keys=512), PARTS),
+        (
+            "D=64",
+            make(2, 64, persistent=True, split_keys=512, combine="kernel"),
+            PARTS_COMBINED,
+        ),
+        ("D=64", make(1, 64, split_keys=512, combine="cluster"), PARTS_COMBINED),
         ("D=64", make(2, 64, splits=2, split_keys=512), PARTS),
         ("D=64", make(2, 64, rescale="lazy", split_keys=512), PARTS),
         ("D=64,dtype=e4m3", make(2, 64, split_keys=512), PARTS_OF),
@@ -170,6 +176,8 @@ def test_one_violation_at_a_time(text: str, config: Config, reason: str) -> None
         ("D=64,causal=1", make(3, 96, persistent=True, skips_masked="blocks")),
         ("D=64", make(2, 64, rescale="lazy")),
         ("D=64", make(2, 64, split_keys=512)),
+        ("D=64", make(2, 64, persistent=True, split_keys=256)),
+        ("D=64", make(2, 64, split_keys=512, combine="kernel")),
         ("D=64,page_size=16", make(1, 128, split_keys=2048)),
         ("D=128,causal=1", make(2, 128, persistent=True, **HALVES)),
         ("H=8,HKV=2,D=64,causal=1", make(2, 64, packed_heads=4, persistent=True, **HALVES)),

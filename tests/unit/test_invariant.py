@@ -100,10 +100,34 @@ def test_chunks_and_decoding_over_pages_have_kernels_of_one_class(head_dim: int)
     assert all(chosen(call)[0]["splits"] == 1 for call in calls)
 
 
-def test_the_class_is_that_of_most_sizes_then_of_the_least_time() -> None:
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("page_size", [0, 64])
+def test_blocks_share_the_parts_of_few_sequences(head_dim: int, page_size: int) -> None:
+    """And each part has the same keys, of prompts and of any number of sequences."""
+
+    def config(batch: int, queries: int, keys: int) -> Config:
+        problem = replace(
+            PAGED,
+            batch=batch,
+            seqlen_q=queries,
+            seqlen_kv=keys,
+            head_dim=head_dim,
+            page_size=page_size,
+            is_causal=page_size > 0 or queries > 64,
+        )
+        return chosen(problem)[0]
+
+    few, many, prompts = config(1, 1, 8192), config(64, 1, 8192), config(2, 2048, 2048)
+    assert {one["split_keys"] for one in (few, many, prompts)} == {512}
+    assert few["combine"] == "kernel"
+    assert "combine" not in many.params and "combine" not in prompts.params
+    assert (few["warp_groups"], prompts["warp_groups"]) == (1, 2)
+
+
+def test_the_class_is_that_of_most_sizes_then_of_the_least_loss() -> None:
     narrow, wide, rare = (ReductionClass(depth) for depth in (8, 16, 32))
     times = [{narrow: 4.0, wide: 9.0, rare: 1.0}, {narrow: 4.0, wide: 1.0}]
-    assert invariant._fastest(times) == wide  # 3 in the mean, narrow 4
+    assert invariant._fastest(times) == narrow  # twice a factor of 4, wide once of 9
     assert invariant._fastest([{narrow: 2.0}, {narrow: 2.0, rare: 1.0}]) == narrow
     assert invariant._fastest([{}, {}]) is None
 
@@ -181,14 +205,20 @@ def test_splits_of_keys_and_block_masks_have_no_class() -> None:
     assert reduction(splits=1, rescale="lazy") == ReductionClass(16, keys=128, rescale="lazy")
     assert reduction(splits=1, rescale="lazy") != reduction(splits=1)
     assert reduction(splits=2, combine="kernel") is None
-    fixed = ReductionClass(16, splits=0, step=512, merge="kernel", keys=128)
-    assert reduction(splits=1, split_keys=512) == fixed
-    config = Config("fused_attention", {**params, "splits": 1, "split_keys": 512})
-    parts = [
-        fused.launches(replace(dense, seqlen_kv=keys), config, 1.0)[0].integers[-3]
-        for keys in (512, 513, 4096)
+    fixed = ReductionClass(16, splits=0, step=512, merge="order", keys=128)
+    for more in ({}, {"combine": "kernel"}, {"persistent": True}):
+        assert reduction(splits=1, split_keys=512, **more) == fixed
+    whole = Config("fused_attention", {**params, "splits": 1, "split_keys": 512})
+    shared = Config("fused_attention", {**whole.params, "combine": "kernel"})
+    assert fused.kernels(dense, whole) == fused.kernels(dense, shared)
+    blocks = [
+        [
+            fused.launches(replace(dense, seqlen_kv=keys), config, 1.0)[0].integers[-3]
+            for keys in (512, 513, 4096)
+        ]
+        for config in (whole, shared)
     ]
-    assert parts == [1, 2, 8]
+    assert blocks == [[1, 1, 1], [1, 2, 8]]
     sparse = AttentionProblem.parse("H=4,S=512,D=128,block_mask=1")
     assert reduction(sparse, splits=1) is None
 
@@ -205,6 +235,13 @@ machine, serving = fake_machine, portfolio_serving
 BATCH = "batch"
 
 
+@pytest.fixture
+def of_portfolio(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mode has the portfolio's kernels alone."""
+    monkeypatch.setattr(families()["fused_attention"], "invariant_kernels", lambda *_: ())
+
+
+@pytest.mark.usefixtures("of_portfolio")
 def test_a_call_has_the_class_s_kernel_and_not_pytorchs(serving: Serving) -> None:
     with invariance.deterministic(BATCH):
         assert serving.call() and serving.call((2, 4, 40, 64))
@@ -229,6 +266,7 @@ def test_the_fastest_kernel_of_all_does_not_answer_where_it_is_of_another_class(
     assert serving.call() and serving.launched[2:] == ["key-wide"]
 
 
+@pytest.mark.usefixtures("of_portfolio")
 def test_a_kernel_whose_rows_vary_serves_no_call_of_the_mode(
     serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:

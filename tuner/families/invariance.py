@@ -7,10 +7,12 @@ matter. `tuner.runtime.bits` compares the bits of kernels of one class.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from tuner.config import Config
-from tuner.problem import Problem
+from tuner.hardware import Gpu
+from tuner.problem import DType, Problem
 
 
 @dataclass(frozen=True, order=True)
@@ -30,7 +32,9 @@ class ReductionClass:
     step: int = 0
     """Terms that the parts are whole multiples of; 0 for one part."""
     merge: str = ""
-    """How parts are added: in ``turns``, in a ``cluster``, of ``warps``, or by a ``kernel``."""
+    """How parts are added: in ``turns``, in a ``cluster``, of ``warps``, by a ``kernel``, or in the
+    ``order`` of the keys, one after another.
+    """
     epilogue: str = ""
     """Operations after the sum, where families do them unlike; empty: all do them alike."""
     keys: int = 0
@@ -61,3 +65,11 @@ class Invariance:
             config: a legal config of the family.
         """
         return None
+
+    def invariant_kernels(self, problem: Problem, gpu: Gpu) -> Iterator[tuple[float, Config]]:
+        """Expected microseconds and configs of kernels that serve batch-invariant calls alone."""
+        yield from ()
+
+    def invariant_builds(self, dtype: DType) -> Iterator[tuple[Config, Problem]]:
+        """All such kernels for a type, each with a small problem of its calls."""
+        yield from ()

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -29,10 +30,15 @@ COUNTS = ("views", "compared", "differing", "crossed", "crossed_differing")
 its class's kernels."""
 
 
-def undivided(problem: Problem, config: Config) -> Config:
-    """A kernel's config with the parameters of a schedule that divides no sum."""
+def schedules(problem: Problem, config: Config) -> list[Config]:
+    """A kernel's config with the parameters of each schedule that divides no sum, or always at the
+    same keys.
+    """
     params = {name: value for name, value in config.params.items() if name != "combine"}
-    return family(config.family).called(problem, Config(config.family, params), 1)
+    undivided = family(config.family).called(problem, Config(config.family, params), 1)
+    if "split_keys" not in params or params["persistent"]:
+        return [undivided]
+    return [undivided, Config(config.family, {**undivided.params, "combine": "kernel"})]
 
 
 class Checks:
@@ -50,13 +56,13 @@ class Checks:
             config: the kernel.
             artifacts: keys of its libraries, by their names.
         """
-        config, gpu = undivided(problem, config), devices.gpu_of(devices.current())
-        reduction = family(config.family).reduction_class(problem, config)
+        configs, gpu = schedules(problem, config), devices.gpu_of(devices.current())
+        reduction = family(config.family).reduction_class(problem, configs[0])
         counts: dict[str, Any] = dict.fromkeys(COUNTS, 0)
         if reduction is None or (isinstance(problem, AttentionProblem) and problem.modifiers):
             return counts
         is_grouped, at = int(config.get("packed_heads", 1)) > 1, list[str]()
-        for small in _sizes(problem):
+        for small, scheduled in product(_sizes(problem), configs):
             key = small, is_grouped
             if key not in self._subjects:
                 self._subjects[key] = (
@@ -64,7 +70,7 @@ class Checks:
                     if isinstance(small, AttentionProblem)
                     else ProductRows(small)
                 )
-            found = outcome(config, self._subjects[key].views(), _planner(artifacts), gpu)
+            found = outcome(scheduled, self._subjects[key].views(), _planner(artifacts), gpu)
             record = self._of_classes.setdefault((_kind(small), reduction), Recorded())
             added = found.views, found.compared, found.differing, *record.merge(found.recorded)
             counts = {name: counts[name] + n for name, n in zip(COUNTS, added, strict=True)}

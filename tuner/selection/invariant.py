@@ -14,12 +14,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 from tuner.config import Config
 from tuner.families import families
+from tuner.families.base import Family
 from tuner.families.invariance import ReductionClass
 from tuner.families.rule import RuleSelection
+from tuner.families.target import DTYPES
 from tuner.families.work import floor_us, sizes_of
 from tuner.hardware import Gpu
 from tuner.measurement import Regime
@@ -65,8 +68,9 @@ def select(problem: Problem, gpu: Gpu, portfolio: Portfolio | None) -> RuleSelec
 
 
 def class_of(problem: Problem, gpu: Gpu, portfolio: Portfolio | None) -> ReductionClass | None:
-    """The class of a problem's layer: it serves most of the layer's sizes, and of such classes has
-    the least geometric mean of expected times. None without kernels.
+    """The class of a problem's layer. It serves most of the layer's sizes, and of such classes it
+    loses least to the fastest of each size. The mean is that of squared logarithms: a size at which it
+    loses much counts more. None without kernels.
     """
     sizes = layer(problem)
     key = sizes, gpu.identity, id(portfolio)
@@ -117,8 +121,12 @@ def _fastest(times: Iterable[Mapping[ReductionClass, float]]) -> ReductionClass 
     every = list(times)
 
     def cost(reduction: ReductionClass) -> tuple[int, float, ReductionClass]:
-        us = [of_size[reduction] for of_size in every if reduction in of_size]
-        return len(every) - len(us), math.fsum(map(math.log, us)) / len(us), reduction
+        losses = [
+            math.log(of_size[reduction] / min(of_size.values())) ** 2
+            for of_size in every
+            if reduction in of_size
+        ]
+        return len(every) - len(losses), math.fsum(losses) / len(losses), reduction
 
     return min({name for of_size in every for name in of_size}, key=cost, default=None)
 
@@ -161,6 +169,30 @@ def kernels(problem: Problem, gpu: Gpu, portfolio: Portfolio | None) -> Iterator
         elif fastest:
             us = max(us, fastest.get(reduction, min(fastest.values())))
         yield us, config, reduction
+    yield from _further(problem, gpu)
+
+
+def _further(problem: Problem, gpu: Gpu) -> Iterator[Expected]:
+    """Kernels that serve the mode alone. No portfolio has measured them: the times are those that
+    the search's model expects.
+    """
+    for family in families().values():
+        if family.op != problem.op:
+            continue
+        for us, config in family.invariant_kernels(problem, gpu):
+            specs = family.kernels(problem, config).values()
+            is_shipped = _further_keys(family).issuperset(spec.key for spec in specs)
+            if is_shipped and family.accepts(problem, config, gpu):
+                reduction = family.reduction_class(problem, config)
+                assert reduction is not None
+                yield us, config, reduction
+
+
+@cache
+def _further_keys(family: Family) -> frozenset[str]:
+    builds = (build for dtype in DTYPES for build in family.invariant_builds(dtype))
+    every = (family.kernels(problem, config).values() for config, problem in builds)
+    return frozenset(spec.key for specs in every for spec in specs)
 
 
 class _Pool(NamedTuple):

@@ -20,7 +20,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,11 @@ from tuner.base.printable import one_line
 from tuner.compile import prebuilt
 from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.errors import ConfigError, StoreError
+from tuner.families import families
 from tuner.families.base import KernelSpec
 from tuner.families.target import DTYPES, Target
+from tuner.problem import AttentionProblem
+from tuner.selection.domains import domain_of
 from tuner.selection.kernel_list import Kernel, KernelList
 from tuner.selection.portfolio import Portfolio
 
@@ -44,7 +49,9 @@ _REINSTALL = f"install {prebuilt.DISTRIBUTION} again as this user or as root"
 
 
 def targets(portfolio: Portfolio) -> list[Target]:
-    """The kernels of all own candidates, once each, for both types, measured domains first."""
+    """The kernels of all own candidates, once each, for both types, measured domains first. Those
+    of the batch-invariant mode alone come last.
+    """
     found: dict[tuple[str, ...], Target] = {}
     for domain, models in sorted(portfolio.served(), key=lambda one: one[1].donor is not None):
         for candidate in models.candidates:
@@ -56,7 +63,24 @@ def targets(portfolio: Portfolio) -> list[Target]:
                     if target.has_use(portfolio.gpu):
                         keys = tuple(sorted(spec.key for spec in target.kernels.values()))
                         found.setdefault(keys, target)
+    own = [family for family in families().values() if family.op == portfolio.op]
+    for family, dtype in product(own, DTYPES):
+        for config, problem in family.invariant_builds(dtype):
+            if _is_measured(problem, portfolio):
+                target = Target(config, problem, "batch-invariant")
+                keys = tuple(sorted(spec.key for spec in target.kernels.values()))
+                found.setdefault(keys, target)
     return list(found.values())
+
+
+def _is_measured(problem: Any, portfolio: Portfolio) -> bool:
+    """True if the portfolio has the problem's domain, with or without a causal mask: over pages the
+    batch-invariant mode masks a single query, too.
+    """
+    masks = (False, True) if isinstance(problem, AttentionProblem) else ()
+    alike = [problem, *(replace(problem, is_causal=is_causal) for is_causal in masks)]
+    domains = (domain_of(one) for one in alike)
+    return any(domain is not None and portfolio.models_of(domain) for domain in domains)
 
 
 def path_of(nvcc: str, capability: str) -> Path:

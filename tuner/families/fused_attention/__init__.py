@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from tuner.config import Config, Value
@@ -21,7 +21,7 @@ from tuner.families.base import (
     Strides,
 )
 from tuner.families.chip_work import WGMMA_M, Work, attention_launch
-from tuner.families.fused_attention import cost, grid, legality
+from tuner.families.fused_attention import cost, grid, legality, parts
 from tuner.families.fused_attention.arguments import (
     MASK_STRIDES,
     argument,
@@ -31,6 +31,7 @@ from tuner.families.fused_attention.arguments import (
 from tuner.families.fused_attention.grid import MIN_SPLIT_KEYS
 from tuner.families.fused_attention.legality import (
     MAX_CLUSTERED,
+    MAX_SPLITS,
     MIN_ROW_STEP,
     PAGED_ONLY,
     WHOLE_ROWS,
@@ -41,7 +42,7 @@ from tuner.families.invariance import ReductionClass
 from tuner.families.tape import called, smaller, where
 from tuner.families.tma import tma_conflict
 from tuner.hardware import HOPPER, WARP_GROUP, WGMMA_K_BYTES, Gpu
-from tuner.problem import DTYPE_BYTES, E4M3, AttentionProblem, Problem, as_attention
+from tuner.problem import DTYPE_BYTES, E4M3, AttentionProblem, DType, Problem, as_attention
 from tuner.problem.attention_masks import PAGE_MULTIPLE
 
 KERNEL = "attention"
@@ -56,8 +57,6 @@ WORDS = {
     "skips_masked": ("blocks", "halves"),
     "rescale": ("lazy",),
 }
-#: Blocks that share the keys of a tile at most; two for each multiprocessor of a chip are 264.
-MAX_SPLITS = 512
 #: Share of the multiprocessors that clusters can be relied on to fill: a cluster's are those of one
 #: GPC, of which some are left over. On an H200 42 clusters of three, 16 of eight or 8 of sixteen
 #: took two rounds.
@@ -105,7 +104,7 @@ class FusedAttention(Family):
         "whole_rows": (True,),
         "copy_warps": (3,),
         "stream_k": (True,),
-        "split_keys": (512, 1024, 2048),
+        "split_keys": (256, 512, 1024, 2048),
     }
     optional = frozenset(
         {
@@ -251,7 +250,7 @@ class FusedAttention(Family):
         integers = {
             **extents_of(attention),
             **named_strides(strides),
-            "splits": _parts(attention, config),
+            "splits": parts.blocks(attention, config),
             "pdl": int(config["pdl"]),
             "clustered": int(config.get("combine", "kernel") == "cluster"),
         }
@@ -291,8 +290,17 @@ class FusedAttention(Family):
             keys=int(config["tile_n"]),
             key_groups=int(config.get("key_groups", 1)),
             rescale=str(config.get("rescale", "")),
-            **_fixed_parts(config),
+            **parts.reduction(config),
         )
+
+    def invariant_kernels(self, problem: Problem, gpu: Gpu) -> Iterator[tuple[float, Config]]:
+        """Kernels of fixed parts, which no portfolio has measured: the model's times."""
+        attention = as_attention(problem)
+        for config in parts.configs(attention, gpu):
+            yield self.predict_us(attention, parts.usual(attention, config), gpu), config
+
+    def invariant_builds(self, dtype: DType) -> Iterator[tuple[Config, Problem]]:
+        return parts.built(dtype)
 
     def chip_work(self, problem: Problem, config: Config, gpu: Gpu) -> tuple[Work, ...]:
         attention = as_attention(problem)
@@ -388,18 +396,6 @@ class FusedAttention(Family):
         if attention.is_paged:
             return (*facts, attention.page_size, attention.head_dim in WHOLE_ROWS)
         return facts
-
-
-def _parts(problem: AttentionProblem, config: Config) -> int:
-    """Blocks that share the keys of a tile; with `split_keys` those of the longest sequence."""
-    keys = int(config.get("split_keys", 0))
-    return -(-problem.seqlen_kv // keys) if keys else int(config["splits"])
-
-
-def _fixed_parts(config: Config) -> dict[str, Any]:
-    """Fields of the class of a kernel with `split_keys`."""
-    keys = int(config.get("split_keys", 0))
-    return {"splits": 0, "step": keys, "merge": "kernel"} if keys else {}
 
 
 def _box_rows(page_size: int, tile_n: int) -> int:

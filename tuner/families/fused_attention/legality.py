@@ -24,6 +24,8 @@ WHOLE_ROWS = (128, 192, 256)
 MIN_ROW_STEP = 64
 #: Query heads in a tile whose output may go through shared memory: those of a warp's rows.
 MAX_STAGED = 16
+#: Blocks that share the keys of a tile at most; two for each multiprocessor of a chip are 264.
+MAX_SPLITS = 512
 #: Blocks of a cluster at most (CUDA's limit where non-portable sizes are allowed).
 MAX_CLUSTERED = 16
 #: Keys of a block that a WGMMA may take half of.
@@ -65,7 +67,7 @@ def conflicts(problem: AttentionProblem, config: Config) -> list[str]:
     found += _parts(problem, config)
     if splits > 1 and config["persistent"]:
         found.append(f"splits={splits} is for one block a tile, not for persistent blocks")
-    if ("combine" in config.params) != (splits > 1):
+    if ("combine" in config.params) != (splits > 1) and "split_keys" not in config.params:
         found.append("combine is for splits > 1, only")
     elif config.get("combine", "kernel") == "cluster":
         if splits > MAX_CLUSTERED:
@@ -181,9 +183,13 @@ def _parts(problem: AttentionProblem, config: Config) -> list[str]:
     if not keys:
         return []
     found = []
-    others = ("combine", "key_groups", "stages_output", "stream_k", "rescale", "skips_masked")
-    if config["persistent"] or config["splits"] > 1 or any(name in params for name in others):
-        found.append(f"split_keys is for one block a tile without {', '.join(others)}, only")
+    others = ("key_groups", "stages_output", "stream_k", "rescale", "skips_masked")
+    if config["splits"] > 1 or any(name in params for name in others):
+        found.append(f"split_keys is for splits=1 without {', '.join(others)}, only")
+    if config["score_buffers"] > 1:
+        found.append("split_keys is for one score buffer, only")
+    if "combine" in params and (config["persistent"] or params["combine"] != "kernel"):
+        found.append("parts of split_keys are combined by a kernel, of blocks that do not persist")
     is_other = problem.is_varlen and not problem.is_paged
     is_other |= problem.is_windowed or problem.has_sinks or bool(problem.block_mask)
     if is_other or problem.dtype == E4M3:
