@@ -68,9 +68,10 @@ def select(problem: Problem, gpu: Gpu, portfolio: Portfolio | None) -> RuleSelec
 
 
 def class_of(problem: Problem, gpu: Gpu, portfolio: Portfolio | None) -> ReductionClass | None:
-    """The class of a problem's layer. It serves most of the layer's sizes, and of such classes it
-    loses least to the fastest of each size. The mean is that of squared logarithms: a size at which it
-    loses much counts more. None without kernels.
+    """The class of a problem's layer; None without kernels.
+
+    It serves most of the layer's sizes, and of such classes it loses least to the fastest of each
+    size. A size at which it loses much counts more: squared logarithms are averaged.
     """
     sizes = layer(problem)
     key = sizes, gpu.identity, id(portfolio)

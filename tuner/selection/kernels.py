@@ -65,9 +65,9 @@ def targets(portfolio: Portfolio) -> list[Target]:
                         found.setdefault(keys, target)
     own = [family for family in families().values() if family.op == portfolio.op]
     for family, dtype in product(own, DTYPES):
-        for config, problem in family.invariant_builds(dtype):
-            if _is_measured(problem, portfolio):
-                target = Target(config, problem, "batch-invariant")
+        for config, small in family.invariant_builds(dtype):
+            if _is_measured(small, portfolio):
+                target = Target(config, small, "batch-invariant")
                 keys = tuple(sorted(spec.key for spec in target.kernels.values()))
                 found.setdefault(keys, target)
     return list(found.values())

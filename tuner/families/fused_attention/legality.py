@@ -64,10 +64,11 @@ def conflicts(problem: AttentionProblem, config: Config) -> list[str]:
         found.append(f"splits={splits} is not for variable lengths (allowed: 1)")
     found += _paging(problem, config)
     found += _blocks(problem, config)
-    found += _parts(problem, config)
     if splits > 1 and config["persistent"]:
         found.append(f"splits={splits} is for one block a tile, not for persistent blocks")
-    if ("combine" in config.params) != (splits > 1) and "split_keys" not in config.params:
+    if "split_keys" in config.params:
+        found += _parts(problem, config)
+    elif ("combine" in config.params) != (splits > 1):
         found.append("combine is for splits > 1, only")
     elif config.get("combine", "kernel") == "cluster":
         if splits > MAX_CLUSTERED:
@@ -179,10 +180,7 @@ def _blocks(problem: AttentionProblem, config: Config) -> list[str]:
 
 def _parts(problem: AttentionProblem, config: Config) -> list[str]:
     """Violations of `split_keys`."""
-    keys, params = config.get("split_keys", 0), config.params
-    if not keys:
-        return []
-    found = []
+    found, keys, params = [], config["split_keys"], config.params
     others = ("key_groups", "stages_output", "stream_k", "rescale", "skips_masked")
     if config["splits"] > 1 or any(name in params for name in others):
         found.append(f"split_keys is for splits=1 without {', '.join(others)}, only")
