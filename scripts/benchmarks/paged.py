@@ -438,7 +438,6 @@ BENCH = Bench(
             paged_mla.measure,
             paged_mla.line,
             smoke=paged_mla.Case(2, 70, 4),
-            compile=paged_mla.compile_all,
         ),
     },
     _options,

@@ -15,11 +15,10 @@ from typing import Any
 
 from benchmarks import harness, rows
 from benchmarks.harness import Contender, Row
-from tuner.compile.artifacts import ArtifactCache
-from tuner.compile.single import MLA_DECODE
 from tuner.errors import BenchmarkError
-from tuner.families.mla_decode import LATENT, WIDTH
 from tuner.families.peers import installed
+from tuner.problem.attention import LATENT_DIM as WIDTH
+from tuner.problem.attention import LATENT_VALUE_DIM as LATENT
 
 PEER = "flash_mla"
 SIZE = 64
@@ -136,7 +135,7 @@ def measure(case: Case, _: Namespace) -> Row:
 
     import tuner
     from tuner.runtime.attention import mla
-    from tuner.runtime.attention.mla import Decode
+    from tuner.runtime.call import counters
 
     moved, scale = sum(case.lengths) * WIDTH * 2, WIDTH**-0.5
     copies = 1 if moved >= ROTATED else min(MAX_COPIES, max(2, ROTATED // moved))
@@ -147,10 +146,10 @@ def measure(case: Case, _: Namespace) -> Row:
         return tuner.mla_decode(one.query, one.cache, one.table, one.lengths, scale=scale)
 
     first = tensors[0]
+    counters.stats(reset=True)
     out = own(0)
-    call = Decode(first.query, first.cache, first.table, first.lengths, scale, out, None)
-    if mla.kernels[call.kernel].of(out.device, lambda _: False) is None:
-        raise BenchmarkError("the kernel is not served here (tuner build --portfolio builds it)")
+    if reasons := counters.stats().fallbacks:
+        raise BenchmarkError(f"no kernel answers: {', '.join(reasons)}")
     calls: dict[str, Callable[[int], Any]] = {}
     calls |= {"pytorch": lambda i: tensors[i].pytorch(scale), "tuner": own}
     peer = peer_of(case, tensors, scale)
@@ -160,7 +159,8 @@ def measure(case: Case, _: Namespace) -> Row:
         for i in range(copies):
             peer(i)
     outs, lost = harness.first_outputs(calls)
-    wanted = call._replace(out=torch.empty_like(out))
+    tables = first.query, first.cache, first.table, first.lengths
+    wanted = mla.Decode(*tables, scale, torch.empty_like(out), None)
     mla.composed(wanted)
     errors = {name: harness.distance(found, wanted.out) for name, found in outs.items()}
     contenders = [Contender(name, calls[name]) for name in outs]
@@ -182,9 +182,3 @@ def line(row: Row) -> str:
     own = row["us"].get("tuner", math.nan)
     rates = f"{row['bytes'] / own / 1e6:.2f} TB/s, {row['flops'] / own / 1e6:.0f} TFLOP/s"
     return f"{rows.ratio_line(row)}, {rates}"
-
-
-def compile_all(_: Namespace) -> None:
-    """Build the kernels."""
-    for source in MLA_DECODE.values():
-        source.build(ArtifactCache())

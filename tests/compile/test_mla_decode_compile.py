@@ -12,19 +12,24 @@ from emulation import emulated as run_emulated
 from tuner.compile.compiler import Compiler
 from tuner.compile.loading import load
 from tuner.compile.render import render
-from tuner.compile.single import MLA_DECODE
+from tuner.config import Config
 from tuner.errors import BenchmarkError
 from tuner.families.base import KernelSpec
-from tuner.families.mla_decode import ARGUMENTS, MlaKernel
+from tuner.families.mla_decode import ARGUMENTS, KERNEL, LATENT, MlaDecode
+from tuner.problem import AttentionProblem
 
 pytestmark = [pytest.mark.compile, pytest.mark.timeout(900)]
 
-LATE, FIRST, PAIR, SHARED = (
-    MlaKernel("bfloat16", *levers).spec
-    for levers in ((False, 1), (True, 1), (True, 2), (False, 1, False))
-)
-SPECS = [LATE]
-DEVICE_SPECS = [FIRST, PAIR, SHARED, MlaKernel("float16", False, 1).spec]
+
+def spec_of(dtype: str, is_seesaw: bool, cluster: int) -> KernelSpec:
+    problem = AttentionProblem.parse(f"SQ=1,SKV=512,H=128,{LATENT},page_size=64,dtype={dtype}")
+    config = Config(MlaDecode.name, {"seesaw": is_seesaw, "cluster": cluster})
+    return MlaDecode().kernels(problem, config)[KERNEL]
+
+
+TURNS, SEESAW, PAIR = (spec_of("bf16", *levers) for levers in ((False, 1), (True, 1), (True, 2)))
+SPECS = [TURNS]
+DEVICE_SPECS = [SEESAW, PAIR, spec_of("bf16", False, 2), spec_of("fp16", False, 1)]
 
 #: What the template has in PTX is the emulator's.
 _BODIES = {
@@ -61,7 +66,7 @@ CASES = {
 USUAL = {"pages of 16, a sequence of three parts", "two blocks of heads, pages of 48"}
 #: Faults of the template.
 MUTANTS = {
-    "what lies behind a sequence is added": ("clear_behind(item, tile, group);", ""),
+    "what lies behind a sequence is added": ("clear_behind(item, tile, kGroup);", ""),
     "a stage is free before it was read": ("wait_for(memory.empty(stage, kGroup), parity);", ""),
     "probabilities are read before they are there": (
         "wait_for(memory.ready(stage), counter / kStages % 2);",
@@ -91,7 +96,7 @@ def emulated(
         head = rf"((?:void|bool) {name}\([^\n]*(?:\n[^\n]*)?\))"
         pattern = re.compile(rf"{head} \{{\s*(?:uint32_t|asm).*?\}}\n(?=\n|//)", re.S)
         device, found = pattern.subn(rf"\1 {{ {body} }}\n", device)
-        assert found == 1 or (name == "multiply_own_values" and spec == SHARED), name
+        assert found == 1, name
     padded = (*case, *[-1] * (12 - len(case)))
     device = f"#define EMULATES_BF16\n{device}"
     return run_emulated(device, "mla_decode.h", [padded], nvcc, folder, mutant, orders)
@@ -110,16 +115,13 @@ def test_no_kernel_spills_or_serialises_its_products(
 
 
 def test_the_library_refuses_what_it_would_get_wrong(compiler: Compiler) -> None:
-    source = MLA_DECODE[MlaKernel("bfloat16", False, 1)]
-    artifact = source.build(compiler.artifacts)
-    assert source.find(compiler.artifacts) == artifact
-    assert len({one.key() for one in MLA_DECODE.values()}) == len(MLA_DECODE)
-    kernel = load(artifact)
+    [(_, future)] = compiler.submit([TURNS])
+    kernel = load(future.result())
     right = {"batch": 3, "queries": 2, "heads": 20, "page_size": 64, "pages": 9, "pdl": 1}
     right |= {"query_batch": 23040, "query_row": 11520, "query_head": 576, "tile_overhead": 4}
     right |= {"cut_overhead": 4}
     right |= {"cache_page": 36864, "cache_slot": 576, "table_row": 5}
-    right |= {"out_batch": 20480, "out_row": 10240, "out_head": 512}
+    right |= {"out_batch": 20480, "out_row": 10240, "out_head": 512, "lse_batch": 2, "lse_head": 6}
 
     def ordered(**values: int) -> tuple[int, ...]:
         tensors = dict.fromkeys(ARGUMENTS.tensors, 0)
@@ -129,7 +131,7 @@ def test_the_library_refuses_what_it_would_get_wrong(compiler: Compiler) -> None
     assert kernel.workspace_bytes(ordered(heads=4096, queries=64)) == 8, "nothing is divided"
     wrong = {"batch": 0, "queries": 65, "heads": 0, "page_size": 40, "pages": 0, "query_row": 4}
     wrong |= {"cache_slot": 577, "tile_overhead": -1, "table_row": -1}
-    wrong |= {"cut_overhead": -1}
+    wrong |= {"cut_overhead": -1, "lse_head": -1}
     for name, value in wrong.items():
         integers = ordered(**{name: value})
         with pytest.raises(BenchmarkError):
@@ -144,7 +146,7 @@ def test_the_library_refuses_what_it_would_get_wrong(compiler: Compiler) -> None
 @pytest.mark.usefixtures("usual")
 @pytest.mark.parametrize("case", CASES)
 def test_an_emulated_kernel_is_right(compiler: Compiler, case: str, tmp_path: Path) -> None:
-    kernels = (LATE, FIRST, PAIR) if case.startswith("two blocks") else (LATE, FIRST)
+    kernels = (TURNS, SEESAW, PAIR) if case.startswith("two blocks") else (TURNS, SEESAW)
     for spec in kernels:
         assert emulated(spec, CASES[case], compiler.toolchain.nvcc, tmp_path) == ""
 
@@ -153,4 +155,4 @@ def test_an_emulated_kernel_is_right(compiler: Compiler, case: str, tmp_path: Pa
 def test_the_emulator_finds_what_is_wrong(compiler: Compiler, name: str, tmp_path: Path) -> None:
     case = (16, 4, 64, 1, 1, 0, 610, 0, 3)
     nvcc = compiler.toolchain.nvcc
-    assert emulated(LATE, case, nvcc, tmp_path, MUTANTS[name], orders=2) != ""
+    assert emulated(TURNS, case, nvcc, tmp_path, MUTANTS[name], orders=2) != ""

@@ -1,19 +1,28 @@
-"""Latent attention's decoding by its kernels, against PyTorch's operations, in graphs too."""
+"""Latent attention's decoding by its kernels: through the gate, and as models call them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
+from gating import pass_the_gate
+from latent_calls import drawn, is_close, wanted
 
 from tuner.compile.compiler import Compiler
-from tuner.compile.single import MLA_DECODE
-from tuner.families.mla_decode import KERNELS
+from tuner.compile.loading import load
+from tuner.config import Config
+from tuner.families.base import KernelSpec
+from tuner.families.mla_decode import KERNEL, LATENT, MlaDecode, rule
+from tuner.hardware import DEFAULT_GPU
+from tuner.measure.device import Device
+from tuner.measure.gate import REFERENCE, Gate
+from tuner.measure.subjects import CompiledSubject
+from tuner.problem import AttentionProblem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
+FAMILY = MlaDecode()
 #: Lengths, queries, heads, slots of a page.
 CASES = (
     ((70,), 1, 1, 64),
@@ -24,79 +33,98 @@ CASES = (
     (tuple(37 * i % 900 for i in range(150)), 2, 128, 128),
     ((300, 40), 2, 200, 16),
 )
+GATED = (
+    "B=3,H=16,SQ=1,SKV=1000,page_size=64,dtype=bf16",
+    "B=5,H=128,SQ=2,SKV=333,causal=1,page_size=48,dtype=bf16",
+    "B=8,H=20,SQ=4,SKV=129,causal=1,page_size=16,dtype=fp16",
+    "B=17,H=64,SQ=1,SKV=700,varlen=1,page_size=128,dtype=fp16",
+)
+
+
+def spec_of(problem: AttentionProblem, config: Config) -> KernelSpec:
+    return FAMILY.kernels(problem, config)[KERNEL]
+
+
+def problem_of(text: str) -> AttentionProblem:
+    return AttentionProblem.parse(f"{text},{LATENT}")
+
+
+def kernels() -> list[KernelSpec]:
+    """Compiled from the start; see `conftest.compiler`."""
+    return [REFERENCE, *(spec for one in rule.targets() for spec in one.kernels.values())]
+
+
+@pytest.mark.parametrize("config", rule.KERNELS, ids=str)
+@pytest.mark.parametrize("text", GATED)
+def test_the_gate_passes_it(
+    device: Device, gate: Gate, compiler: Compiler, text: str, config: Config
+) -> None:
+    problem = problem_of(text)
+    config = FAMILY.called(problem, config, 1)
+    if FAMILY.violations(problem, config, DEFAULT_GPU):
+        pytest.skip("a pair of blocks, and one block of rows")
+    [(_, future)] = compiler.submit([spec_of(problem, config)])
+    subject = CompiledSubject(device, FAMILY, problem, config, {KERNEL: load(future.result())}, 1.0)
+    pass_the_gate(device, gate, problem, subject)
 
 
 @pytest.fixture
 def mla(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """`tuner.runtime.attention.mla` with proven kernels of the tests' cache."""
-    import torch
-
+    """`tuner.runtime.attention.mla` with the rule's first kernel of the tests' cache."""
     module = pytest.importorskip("tuner.runtime.attention.mla", reason="torch is missing")
-    from tuner.runtime.call import sourced
+    from tuner.runtime.call import proven_kernels, table
 
-    monkeypatch.setattr(sourced, "ArtifactCache", lambda: compiler.artifacts)
-    device = torch.device("cuda", torch.cuda.current_device())
-    for chosen, source in MLA_DECODE.items():
-        source.build(compiler.artifacts)
-        module.kernels[chosen].forget()
-        proof = partial(module._is_proven, chosen, device)
-        assert module.kernels[chosen].of(device, proof) is not None, chosen
+    built = {spec: f.result().key for spec, f in compiler.submit(kernels()[1:])}
+    monkeypatch.setattr("tuner.runtime.call.plan.ArtifactCache", lambda: compiler.artifacts)
+    monkeypatch.setattr(
+        proven_kernels.lists,
+        "proven",
+        lambda specs, _: {name: built[spec] for name, spec in specs.items()},
+    )
+    table.table.renew()
     yield module
-    for kernel in module.kernels.values():
-        kernel.forget()
-
-
-def drawn(module: Any, case: tuple[Any, ...], dtype: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A call of these sizes; what no sequence has is NaN."""
-    import torch
-
-    lengths, queries, heads, size = case
-    monkeypatch.setattr(module, "_DRAWS", ((size, queries, heads),))
-    return module.drawn(KERNELS[dtype], torch.device("cuda"), 0, lengths)
+    table.table.renew()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"H={case[2]},SQ={case[1]},page={case[3]}")
 def test_it_computes_what_pytorch_s_operations_do(
-    mla: Any, case: tuple[Any, ...], dtype: str, monkeypatch: pytest.MonkeyPatch
+    mla: Any, case: tuple[Any, ...], dtype: str
 ) -> None:
     import torch
 
     from tuner.runtime.call import counters
 
-    own, theirs = (drawn(mla, case, dtype, monkeypatch) for _ in range(2))
-    mla.composed(theirs)
+    lengths, queries, heads, size = case
+    call = drawn(dtype, "cuda", (size, queries, heads), lengths)
     counters.stats(reset=True)
-    out, lse = mla.mla_decode(*own[:4], scale=own.scale, return_lse=True)
-    assert counters.stats().hits == 1
-    assert mla.is_close(own._replace(out=out, lse=lse), theirs)
-    again, _ = mla.mla_decode(*own[:4], scale=own.scale, return_lse=True)
+    out, lse = mla.mla_decode(**call, return_lse=True)
+    assert counters.stats().hits == 1, counters.stats()
+    assert is_close(out, lse, wanted(call))
+    again, _ = mla.mla_decode(**call, return_lse=True)
     assert torch.equal(out, again)
 
 
-def test_a_captured_call_follows_the_lengths(mla: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_call_follows_the_lengths(mla: Any) -> None:
     import torch
 
-    call = drawn(mla, ((40, 900, 3), 1, 64, 64), "bfloat16", monkeypatch)
-    mla.mla_decode(*call[:4], scale=call.scale, out=call.out)
+    call = drawn("bfloat16", "cuda", (64, 1, 64), (40, 900, 3))
+    out = mla.mla_decode(**call)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        mla.mla_decode(*call[:4], scale=call.scale, out=call.out)
-    call.lengths.copy_(torch.tensor([7, 511, 0]))
-    wanted = call._replace(out=torch.empty_like(call.out), lse=None)
-    mla.composed(wanted)
+        mla.mla_decode(**call, out=out)
+    call["lengths"].copy_(torch.tensor([7, 511, 0]))
     graph.replay()
     torch.cuda.synchronize()
-    assert mla.is_close(call._replace(lse=None), wanted)
+    assert is_close(out, None, wanted(call))
 
 
-def test_views_of_larger_tensors(mla: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_views_of_larger_tensors(mla: Any) -> None:
     import torch
 
-    call = drawn(mla, ((333, 64), 2, 32, 64), "bfloat16", monkeypatch)
-    spread = torch.randn(2, 32, 2, 640, device="cuda").bfloat16().transpose(1, 2)[..., :576]
+    call = drawn("bfloat16", "cuda", (64, 2, 32), (333, 64))
+    wide = torch.randn(2, 32, 2, 640, device="cuda").bfloat16()
+    call["query"] = wide.transpose(1, 2)[..., :576]
     out = torch.full((2, 2, 40, 512), torch.nan, device="cuda").bfloat16()[:, :, 4:36]
-    theirs = call._replace(query=spread, out=torch.empty_like(call.out), lse=None)
-    mla.composed(theirs)
-    mla.mla_decode(spread, *call[1:4], scale=call.scale, out=out)
-    assert mla.is_close(theirs._replace(out=out), theirs)
+    mla.mla_decode(**call, out=out)
+    assert is_close(out, None, wanted(call))

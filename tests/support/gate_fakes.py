@@ -12,6 +12,9 @@ from tuner.problem import AttentionProblem, Problem
 ATTENTION = AttentionProblem(seqlen_q=70, seqlen_kv=90, head_dim=64, heads_q=2, layout="bshd")
 BIASED = AttentionProblem.parse("B=2,H=4,HKV=2,SQ=70,SKV=90,D=64,bias=h,causal=1")
 PACKED = AttentionProblem.parse("B=3,H=4,HKV=2,SQ=8,SKV=16,D=64,varlen=1")
+LATENT = AttentionProblem.parse(
+    "B=3,H=4,HKV=1,SQ=2,SKV=40,D=576,DV=512,causal=1,page_size=16,dtype=bf16"
+)
 PAGED = AttentionProblem.parse(
     "B=3,H=4,HKV=2,SQ=8,SKV=40,D=64,varlen=1,causal=1,page_size=16,sinks=1"
 )

@@ -82,6 +82,11 @@ CASES: dict[str, tuple[str, Problem, dict[str, int]]] = {
         AttentionBackwardProblem(192, 320, 64),
         {"grad_value_head": 320 * 64, "grad_out_head": 192 * 64},
     ),
+    "latent": (
+        "mla_decode",
+        AttentionProblem.parse("B=3,H=20,HKV=1,SQ=2,SKV=99,D=576,DV=512,causal=1,page_size=16"),
+        {"queries": 2, "heads": 20, "query_batch": 2 * 20 * 576, "out_head": 512, "lse_head": 6},
+    ),
     "two kernels": ("two_kernel_attention", AttentionProblem(192, 320, 64), {"head_count": 16}),
 }
 

@@ -141,7 +141,7 @@ class TestGate:
             names = COMMANDS[Command.ATTENTION].integers
             wanted = one.integers(ATTENTION) | {"command": 4, "dtype": DTYPES[ATTENTION.dtype]}
             assert dict(zip(names, integers, strict=True)) == wanted
-            assert len(integers) == 25 and len(tensors) == 12
+            assert len(integers) == 26 and len(tensors) == 12
             assert tensors[0] == made.pointers["query"] + 2 * shifts["query"]
             assert tensors[3] == made.reference("random") + 4 * shifts[out]
         device: Any = made._device

@@ -37,7 +37,13 @@ FITTED = {name: f for name, f in families().items() if f.cost_constants}
 PROBLEMS: dict[str, list[Problem]] = {
     "attention": [
         AttentionProblem.parse(text)
-        for text in ("S=1024,D=64", "S=4096,D=128,causal=1", "B=4,H=32,HKV=8,SQ=1,SKV=8192,D=128")
+        for text in (
+            "S=1024,D=64",
+            "S=4096,D=128,causal=1",
+            "B=4,H=32,HKV=8,SQ=1,SKV=8192,D=128",
+            "B=64,H=128,HKV=1,SQ=1,SKV=4096,D=576,DV=512,page_size=64",
+            "B=64,H=16,HKV=1,SQ=1,SKV=4096,D=576,DV=512,page_size=64",
+        )
     ],
     "attention_backward": [
         AttentionBackwardProblem.parse(text)

@@ -8,11 +8,20 @@ import math
 import re
 import struct
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, cast
 
 import pytest
-from gate_fakes import ATTENTION, BIASED, PACKED, PAGED, FakeDevice, FakeKernel, opened
+from gate_fakes import (
+    ATTENTION,
+    BIASED,
+    LATENT,
+    PACKED,
+    PAGED,
+    FakeDevice,
+    FakeKernel,
+    opened,
+)
 
 from tuner.base import resources
 from tuner.compile.render import render
@@ -168,10 +177,10 @@ COMMANDS = {
     "scaled": [*[(0, 1, 4, 2)] * 4, (2, 1, None, 1), (5, 7, 19, 2), *[(9, 2, 2, 0)] * 4],
     "blocks": [*[(0, 1, 4, 2)] * 4, *[(2, 1, None, 1)] * 3, (5, 7, 19, 2), *[(9, 2, 2, 0)] * 4],
     "attention": [
-        *[(0, 1, 4, 2)] * 3, (1, 2, 17, 1), (4, 12, 25, 2), *[(9, 2, 2, 0)] * 3,
+        *[(0, 1, 4, 2)] * 3, (1, 2, 17, 1), (4, 12, 26, 2), *[(9, 2, 2, 0)] * 3,
     ],
     "biased": [
-        *[(0, 1, 4, 2)] * 4, (1, 2, 17, 1), (4, 12, 25, 2), *[(9, 2, 2, 0)] * 4,
+        *[(0, 1, 4, 2)] * 4, (1, 2, 17, 1), (4, 12, 26, 2), *[(9, 2, 2, 0)] * 4,
     ],
     "swiglu": [
         *[(0, 1, 4, 2)] * 2, (2, 1, None, 1), (5, 7, 19, 2), (10, 2, 7, 0), *[(9, 2, 2, 0)] * 2,
@@ -180,19 +189,23 @@ COMMANDS = {
         *[(0, 1, 4, 2)] * 2, (2, 1, None, 1), *[(5, 7, 19, 2)] * 2, *[(9, 2, 2, 0)] * 3,
     ],
     "backward": [
-        *[(0, 1, 4, 2)] * 6, (1, 2, 17, 1), (4, 12, 25, 2), (16, 4, 4, 0), (15, 10, 22, 2),
+        *[(0, 1, 4, 2)] * 6, (1, 2, 17, 1), (4, 12, 26, 2), (16, 4, 4, 0), (15, 10, 22, 2),
         *[(9, 2, 2, 0)] * 6,
     ],
     "softmax": [(0, 1, 4, 2), (3, 1, 6, 1), (6, 2, 5, 1), (9, 2, 2, 0)],
     "e4m3": [
-        *[(0, 1, 4, 2)] * 6, (1, 2, 17, 1), (4, 12, 25, 2), *[(9, 2, 2, 0)] * 6,
+        *[(0, 1, 4, 2)] * 6, (1, 2, 17, 1), (4, 12, 26, 2), *[(9, 2, 2, 0)] * 6,
     ],
     "varlen": [
-        *[(0, 1, 4, 2)] * 3, *[(1, 2, 17, 1)] * 3, *[(4, 12, 25, 2)] * 3, *[(9, 2, 2, 0)] * 5,
+        *[(0, 1, 4, 2)] * 3, *[(1, 2, 17, 1)] * 3, *[(4, 12, 26, 2)] * 3, *[(9, 2, 2, 0)] * 5,
     ],
     "paged": [
-        *[(0, 1, 4, 2)] * 4, *[(1, 2, 17, 1)] * 2, *[(14, 3, 8, 0)] * 4, *[(4, 12, 25, 2)] * 3,
+        *[(0, 1, 4, 2)] * 4, *[(1, 2, 17, 1)] * 2, *[(14, 3, 8, 0)] * 4, *[(4, 12, 26, 2)] * 3,
         *[(9, 2, 2, 0)] * 7,
+    ],
+    "latent": [
+        *[(0, 1, 4, 2)] * 2, *[(1, 2, 17, 1)] * 2, *[(14, 3, 8, 0)] * 2, *[(4, 12, 26, 2)] * 3,
+        *[(9, 2, 2, 0)] * 5,
     ],
 }  # fmt: skip
 
@@ -212,6 +225,7 @@ COMMANDS = {
         (QUANTISED, "e4m3"),
         (PACKED, "varlen"),
         (PAGED, "paged"),
+        (LATENT, "latent"),
     ],
 )
 def test_arguments_have_the_template_s_lengths(problem: Problem, name: str) -> None:
@@ -220,6 +234,20 @@ def test_arguments_have_the_template_s_lengths(problem: Problem, name: str) -> N
     assert len(kernel.calls) == len(COMMANDS[name])
     for seen, wanted in zip(kernel.calls, COMMANDS[name], strict=True):
         assert [s for s, w in zip(seen, wanted, strict=True) if w is not None and s != w] == []
+
+
+def test_latent_values_are_read_from_the_keys() -> None:
+    made, _, kernel = opened(LATENT)
+    made.load("random")
+    names = DECLARED[Command.ATTENTION]
+    launches = [(t, n) for t, n in kernel.given if n[0] == Command.ATTENTION]
+    for tensors, integers in launches:
+        at = dict(zip(names.tensors, tensors, strict=True))
+        n = dict(zip(names.integers, integers, strict=True))
+        assert at["value"] == at["key"]
+        assert (n["value_row"], n["key_row"], n["value_dim"]) == (576, 576, 512)
+    starts = [tensors[1] for tensors, _ in launches]
+    assert [b - a for a, b in pairwise(starts)] == [2 * 576 * 40] * 2, "rows of each sequence"
 
 
 def test_gradients_are_checked_on_huge_scores_that_give_zero() -> None:

@@ -42,6 +42,7 @@ PROBLEM_TEXTS = {
 FAMILY_TEXTS = {
     "fused_attention": (*PROBLEM_TEXTS["attention"], "S=1024,D=64,block_mask=1"),
     "vendor_flex": ("S=1024,D=64,block_mask=1", "S=1024,D=64,softcap=30"),
+    "mla_decode": ("B=2,H=128,HKV=1,SQ=2,SKV=900,D=576,DV=512,causal=1,page_size=64,dtype=bf16",),
     "block_scaled_gemm": ("M=16,N=4096,K=4096,dtype=e4m3,scales=block",),
     "cluster_gemm": ("M=128,N=4096,K=4096",),
     "block_scaled_grouped_gemm": ("G=16,M=2000,N=1408,K=2048,sizes=zipf,dtype=e4m3",),
@@ -225,6 +226,7 @@ def test_what_ships_is_made_of_declared_values() -> None:
         "block_scaled_grouped_gemm",
         "cluster_gemm",
         "fused_attention_backward",
+        "mla_decode",
         "sdpa_backward",
         "triton_attention",
         "vendor_cublaslt_search",

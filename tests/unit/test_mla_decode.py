@@ -1,27 +1,101 @@
-"""The kernels of latent attention's decoding: their texts and parts."""
+"""The family of latent attention: texts, legality, launches, the rule, draws of a proof."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 from goldens import Goldens
 
 from tuner.base import resources
 from tuner.compile.render import render
-from tuner.families.mla_decode import KERNELS, PARTS, MlaKernel
+from tuner.config import Config
+from tuner.errors import ConfigError
+from tuner.families.mla_decode import KERNEL, LATENT, MlaDecode, row_blocks, rule
+from tuner.families.trials import trials
+from tuner.hardware import DEFAULT_GPU
+from tuner.problem import AttentionProblem
+
+FAMILY = MlaDecode()
+PROBLEM = AttentionProblem.parse(f"B=4,H=128,SQ=1,SKV=900,{LATENT},page_size=64,dtype=bf16")
+CONFIG = Config(FAMILY.name, {"seesaw": True, "cluster": 2, "tile_overhead": 4, "cut_overhead": 2})
 
 
 def test_golden_texts(goldens: Goldens) -> None:
-    texts = {
-        " ".join(map(str, one)): render(one.spec, "golden") for one in reversed(KERNELS.values())
-    }
+    texts = {target.label(): render(target.kernels[KERNEL], "golden") for target in rule.targets()}
     goldens.check("mla_decode", texts)
 
 
-def test_the_parts_are_named() -> None:
+def test_every_part_is_included() -> None:
     folder = resources.templates()
-    assert {f"mla_decode/{path.name}" for path in (folder / "mla_decode").iterdir()} == {*PARTS}
+    text = (folder / "mla_decode.cu.j2").read_text()
+    parts = [f"mla_decode/{path.name}" for path in (folder / "mla_decode").iterdir()]
+    assert parts and all(f'include "{part}"' in text for part in parts)
 
 
-def test_specs_differ() -> None:
-    assert KERNELS["float16"].spec.key != KERNELS["bfloat16"].spec.key
-    shared = MlaKernel("bfloat16", False, 1, registers=False)
-    assert shared.spec.key != MlaKernel("bfloat16", False, 1).spec.key
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"page_size": 0}, "over pages"),
+        ({"head_dim": 128, "value_dim": 0}, "over pages"),
+        ({"softcap": 5.0}, "soft caps"),
+        ({"window_left": 100}, "windows"),
+        ({"has_sinks": True}, "sinks"),
+        ({"seqlen_q": 2}, "under a causal mask"),
+        ({"seqlen_q": 2, "is_causal": True, "is_varlen": True}, "as many queries"),
+        ({"seqlen_q": 65, "is_causal": True}, "at most 64 queries"),
+    ],
+)
+def test_what_it_does_not_serve(changes: dict[str, object], reason: str) -> None:
+    problem = replace(PROBLEM, **changes)  # type: ignore[arg-type]
+    assert reason in FAMILY.supports(problem, DEFAULT_GPU)
+    assert not FAMILY.space(problem, DEFAULT_GPU)
+
+
+@pytest.mark.parametrize(
+    ("heads", "queries", "blocks"),
+    [(128, 1, 2), (64, 1, 1), (16, 4, 1), (20, 3, 2), (1, 64, 1), (200, 2, 8), (65, 1, 2)],
+)
+def test_blocks_of_rows(heads: int, queries: int, blocks: int) -> None:
+    problem = replace(PROBLEM, heads_q=heads, seqlen_q=queries, is_causal=queries > 1)
+    assert row_blocks(problem) == blocks
+    assert bool(FAMILY.violations(problem, CONFIG, DEFAULT_GPU)) == bool(blocks % 2)
+
+
+def test_a_launch_names_the_latent_rows_once() -> None:
+    [launch] = FAMILY.launches(PROBLEM, CONFIG, 0.5)
+    assert [ref.operand for ref in launch.tensors] == [
+        *("query", "key", "page_table", "seqused_k", "out", "lse")
+    ]
+    assert "value" not in {operand.name for operand in PROBLEM.operands}
+    assert launch.integers[:6] == (4, 1, 128, 64, sum(PROBLEM.pages), 128 * 576)
+    far = {"query": (4, 576, 576, 1)}
+    assert "16 bytes" in str(FAMILY.strided_launches(PROBLEM, CONFIG, 0.5, far))
+
+
+def test_a_problem_has_one_latent_head_and_known_widths() -> None:
+    for text in (f"SQ=1,SKV=64,{LATENT.replace('HKV=1', 'HKV=2')}", "SQ=1,SKV=64,D=576,DV=504"):
+        with pytest.raises(ConfigError):
+            AttentionProblem.parse(f"{text},H=16,page_size=64")
+    assert AttentionProblem.parse(PROBLEM.label()) == PROBLEM
+    assert AttentionProblem.parse("S=64,D=64,DV=64").key == AttentionProblem.parse("S=64,D=64").key
+
+
+def test_the_rule_serves_both_kinds_of_blocks() -> None:
+    one = rule.select(replace(PROBLEM, heads_q=64), DEFAULT_GPU)
+    two = rule.select(PROBLEM, DEFAULT_GPU)
+    assert one is not None and two is not None
+    assert {config["cluster"] for _, config in one.own()} == {1}
+    assert all(not FAMILY.violations(PROBLEM, config, DEFAULT_GPU) for _, config in two.own())
+
+
+def test_a_proof_draws_every_edge() -> None:
+    for target in rule.targets()[:2]:
+        drawn = trials(target, DEFAULT_GPU, 300, 0)
+        problems = [trial.problem for trial in drawn]
+        assert len(drawn) >= 300 and len({trial.config for trial in drawn}) == 20
+        assert all(isinstance(one, AttentionProblem) and one.is_latent for one in problems)
+        facts = {(one.seqlen_kv, one.seqlen_q, one.page_size) for one in problems}  # type: ignore[attr-defined]
+        assert {keys for keys, _, _ in facts} >= {1, 63, 64, 65, 16385}
+        assert {queries for _, queries, _ in facts} >= {1, 2, 64}
+        assert {size for _, _, size in facts} == {16, 32, 48, 64, 80, 128, 256}

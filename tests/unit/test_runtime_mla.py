@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import ctypes
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from latent_calls import SIZES, drawn, is_close, wanted
+from noted_kernels import find_kernels
 
 from tuner.errors import ConfigError
-from tuner.families.mla_decode import ARGUMENTS, KERNELS
+from tuner.families.mla_decode import ARGUMENTS, MlaDecode
+from tuner.problem import AttentionProblem
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from tuner.runtime.attention import mla  # noqa: E402
-from tuner.runtime.call import counters, devices, guards  # noqa: E402
-
-SINGLE = KERNELS["bfloat16"]
-CPU = torch.device("cpu")
 
 
 def given(number: int = 1) -> dict[str, Any]:
     """Arguments of a call."""
-    call = mla.drawn(SINGLE, CPU, number)
-    names = ("query", "cache", "block_table", "lengths", "scale")
-    return {name: getattr(call, name) for name in names}
+    return drawn("bfloat16", "cpu", SIZES[number])
 
 
 def element_by_element(call: dict[str, Any], b: int, q: int, h: int) -> tuple[Any, Any]:
@@ -51,13 +49,12 @@ def test_pytorch_s_operations_compute_it(number: int) -> None:
             assert torch.allclose(lse[b, 5, q].double(), statistics, atol=1e-4)
 
 
-def test_it_writes_to_a_tensor_and_counts_the_reason() -> None:
+def test_it_writes_to_a_tensor_and_counts_the_reason(runtime: SimpleNamespace) -> None:
     call = given()
-    counters.stats(reset=True)
     out = torch.empty(*call["query"].shape[:3], 512, dtype=torch.bfloat16)
     assert mla.mla_decode(**call, out=out) is out
     assert torch.equal(out, mla.mla_decode(**call))
-    assert counters.stats().fallbacks == {"the tensors are not on a CUDA device": 2}
+    assert runtime.counters.stats().fallbacks == {"the tensors are not on a CUDA device": 2}
 
 
 @pytest.mark.parametrize(
@@ -81,80 +78,76 @@ def test_what_is_refused(changes: dict[str, Any], reason: str) -> None:
         mla.mla_decode(**{**given(), **changes})
 
 
-class Loaded:
-    """A loaded kernel over a host's memory: PyTorch's operations, with a fault if wanted."""
+def computed(tensors: Any, integers: Any, scalars: Any) -> None:
+    """What a kernel does with these arguments, by PyTorch's operations over their addresses."""
+    n = dict(zip(ARGUMENTS.integers, integers, strict=True))
+    at = dict(zip(ARGUMENTS.tensors, tensors, strict=True))
 
-    def __init__(self, fault: str = "") -> None:
-        self.fault = fault
+    def view(name: str, dtype: Any, shape: Any, strides: Any) -> Any:
+        last = 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+        size = torch.empty((), dtype=dtype).element_size()
+        memory = (ctypes.c_uint8 * (last * size)).from_address(at[name])
+        return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).as_strided(shape, strides)
 
-    def workspace_bytes(self, integers: Any) -> int:
-        return 8
-
-    def launch(self, pointers: Any, integers: Any, scalars: Any, *_: Any) -> None:
-        n = dict(zip(ARGUMENTS.integers, integers, strict=True))
-        at = dict(zip(ARGUMENTS.tensors, pointers, strict=True))
-
-        def view(name: str, dtype: Any, shape: Any, strides: Any) -> Any:
-            last = 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
-            size = torch.empty((), dtype=dtype).element_size()
-            memory = (ctypes.c_uint8 * (last * size)).from_address(at[name])
-            return (
-                torch.frombuffer(memory, dtype=torch.uint8).view(dtype).as_strided(shape, strides)
-            )
-
-        rows = n["batch"], n["queries"], n["heads"]
-        steps = {
-            name: [n[f"{name}_{part}"] for part in parts]
-            for name, parts in (
-                ("query", ("batch", "row", "head")),
-                ("cache", ("page", "slot")),
-                ("out", ("batch", "row", "head")),
-            )
-        }
-        columns = n["table_row"]
-        call = mla.Decode(
-            view("query", torch.bfloat16, (*rows, 576), (*steps["query"], 1)),
-            view("cache", torch.bfloat16, (n["pages"], n["page_size"], 576), (*steps["cache"], 1)),
-            view("block_table", torch.int32, (n["batch"], columns), (columns, 1)),
-            view("lengths", torch.int32, (n["batch"],), (1,)),
-            scalars[0] * (1.1 if self.fault == "scale" else 1.0),
-            view("out", torch.bfloat16, (*rows, 512), (*steps["out"], 1)),
-            None if not at["lse"] else torch.empty(rows[0], rows[2], rows[1]),
+    rows = n["batch"], n["queries"], n["heads"]
+    query, out = ([n[f"{x}_{part}"] for part in ("batch", "row", "head")] for x in ("query", "out"))
+    cache, kind = (n["pages"], n["page_size"], 576), torch.bfloat16
+    of_lse = (rows[0], rows[2], rows[1]), (n["lse_batch"], n["lse_head"], 1)
+    mla.composed(
+        mla.Decode(
+            view("query", kind, (*rows, 576), (*query, 1)),
+            view("cache", kind, cache, (n["cache_page"], n["cache_slot"], 1)),
+            view("block_table", torch.int32, (rows[0], n["table_row"]), (n["table_row"], 1)),
+            view("lengths", torch.int32, rows[:1], (1,)),
+            scalars[0],
+            view("out", kind, (*rows, 512), (*out, 1)),
+            view("lse", torch.float32, *of_lse) if at["lse"] else None,
         )
-        mla.composed(call)
-        if call.lse is not None:
-            stored = view("lse", torch.float32, call.lse.shape, call.lse.stride())
-            stored.copy_(call.lse + (0.01 if self.fault == "lse" else 0.0))
-        if self.fault == "a head":
-            call.out[3, 0, 1] = 0
+    )
 
 
 @pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors of the CPU pass for those of a device."""
-    monkeypatch.setattr(guards, "unserved", lambda tensors: None)
-    for name in ("bind", "stream_of"):
-        monkeypatch.setattr(devices, name, lambda index: 0)
-    monkeypatch.setattr(devices, "use", lambda index: torch.no_grad())
+def served(on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A kernel of the family for every problem."""
+    return find_kernels(on_cpu, monkeypatch, lambda problem: MlaDecode())
 
 
-@pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("fault", ["", "scale", "lse", "a head"])
-def test_only_a_right_kernel_is_proven(fault: str) -> None:
-    assert mla._is_proven(SINGLE, CPU, Loaded(fault)) == (not fault)  # type: ignore[arg-type]
+@pytest.mark.parametrize("number", range(len(SIZES)))
+def test_a_kernel_has_the_call_s_sizes_and_strides(served: SimpleNamespace, number: int) -> None:
+    call = given(number)
+    out, lse = mla.mla_decode(**call, return_lse=True)
+    [launch] = served.launched
+    computed(*launch)
+    assert is_close(out, lse, wanted(call))
+    [(_, problem)] = served.posed
+    size, queries, heads = SIZES[number]
+    longest = 1 << (call["block_table"].shape[1] * size - 1).bit_length()
+    assert problem == AttentionProblem.parse(
+        f"B=8,H={heads},HKV=1,SQ={queries},SKV={longest},D=576,DV=512,dtype=bf16,"
+        f"causal={int(queries > 1)},page_size={size}"
+    )
 
 
-@pytest.mark.usefixtures("on_cpu")
-def test_a_proven_kernel_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_views_of_larger_tensors(served: SimpleNamespace) -> None:
+    call = given(2)
+    batch, queries, heads, _ = call["query"].shape
+    wide = torch.empty(batch, heads, queries, 640).bfloat16()
+    call["query"] = wide.transpose(1, 2)[..., :576].copy_(call["query"])
+    out = torch.empty(batch, queries, heads + 8, 512).bfloat16()[:, :, 4:-4]
+    assert mla.mla_decode(**call, out=out) is out
+    computed(*served.launched[0])
+    assert is_close(out, None, wanted(call))
+
+
+@pytest.mark.parametrize("pad", [4, 2])
+def test_rows_that_tma_cannot_read_are_pytorch_s(
+    served: SimpleNamespace, on_cpu: SimpleNamespace, pad: int
+) -> None:
     call = given(0)
-    wanted, _ = mla.mla_decode(**call, return_lse=True)
-    monkeypatch.setattr(mla.kernels[SINGLE], "of", lambda device, is_proven: Loaded())
-    counters.stats(reset=True)
-    assert torch.equal(mla.mla_decode(**call), wanted)
-    assert (counters.stats().hits, counters.stats().fallbacks) == (1, {})
-    narrow = torch.nn.functional.pad(call["cache"], (0, 4))[..., :576]
-    assert torch.equal(mla.mla_decode(**{**call, "cache": narrow}), wanted)
-    assert counters.stats().fallbacks == {"no kernel takes such tensors": 1}
+    call["cache"] = torch.nn.functional.pad(call["cache"], (0, pad))[..., :576]
+    out, lse = mla.mla_decode(**call, return_lse=True)
+    assert is_close(out, lse, wanted(call)) and not served.launched
+    assert on_cpu.counters.stats().fallbacks == {"no kernel takes such tensors": 1}
 
 
 def test_opcheck() -> None:

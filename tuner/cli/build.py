@@ -36,7 +36,6 @@ _NICE = 15
 """Priority that a build in the background gives up."""
 _QUANTISER, _ROWS = "the quantiser of activations", "the kernel of experts' rows"
 _APPEND = "the kernel that appends to paged caches"
-_LATENT = "a kernel of latent attention"
 
 
 @dataclass
@@ -278,7 +277,7 @@ def _portfolio(args: argparse.Namespace) -> int:
     """Build the kernels of the shipped portfolio."""
     from tuner.cli.portfolio import build
     from tuner.compile.artifacts import ArtifactCache
-    from tuner.compile.single import BLOCK_QUANTISER, EXPERT_ROWS, MLA_DECODE, PAGED_APPEND
+    from tuner.compile.single import BLOCK_QUANTISER, EXPERT_ROWS, PAGED_APPEND
     from tuner.problem import AttentionProblem, GroupedGemmProblem
 
     if args.json:
@@ -301,11 +300,7 @@ def _portfolio(args: argparse.Namespace) -> int:
                 for text, source in ((_QUANTISER, BLOCK_QUANTISER), (_ROWS, EXPERT_ROWS)):
                     print(f"{text}: {_beside(source, artifacts)}", file=sys.stderr)
             if args.op in (None, AttentionProblem.op):
-                for text, source in (
-                    (_APPEND, PAGED_APPEND),
-                    *((_LATENT, source) for source in MLA_DECODE.values()),
-                ):
-                    print(f"{text}: {_beside(source, artifacts)}", file=sys.stderr)
+                print(f"{_APPEND}: {_beside(PAGED_APPEND, artifacts)}", file=sys.stderr)
     return code
 
 

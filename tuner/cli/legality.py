@@ -42,6 +42,8 @@ SHAPES: dict[str, tuple[str, ...]] = {
         "B=3,H=8,HKV=2,S=1000,D=64,varlen=1",
         "B=2,H=8,HKV=2,S=1000,D=128,causal=1,bias=h",
         "B=2,H=8,HKV=2,S=1000,D=64,block_mask=b",
+        "B=3,H=128,HKV=1,SQ=1,SKV=900,D=576,DV=512,page_size=64,dtype=bf16",
+        "B=5,H=48,HKV=1,SQ=1,SKV=333,D=576,DV=512,page_size=16",
     ),
     "attention_backward": (
         "S=1024,D=64",

@@ -6,7 +6,7 @@ import hashlib
 import json
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from tuner.base import resources
@@ -14,9 +14,7 @@ from tuner.base.processes import ProcessPool
 from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.compile.nvcc_flags import code_flags
 from tuner.errors import CompileError
-from tuner.families import mla_decode
 from tuner.families.arguments import Arguments
-from tuner.families.base import KernelSpec
 
 TIMEOUT_S = 300.0
 _LOG_LIMIT = 4000
@@ -95,16 +93,8 @@ class Source:
         folder = resources.templates()
         names = (self.name, *self.headers)
         digests = [hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names]
-        ingredients = [digests, FLAGS, *filter(None, [code_flags()]), *self._variables()]
+        ingredients = [digests, FLAGS, *filter(None, [code_flags()])]
         return hashlib.sha256(json.dumps(ingredients).encode()).hexdigest()[:32]
-
-    def _variables(self) -> list[str]:
-        """Further ingredients of the key."""
-        return []
-
-    def _text(self, key: str, folder: Path) -> Path:
-        """The file to compile; a new one would lie in `folder`."""
-        return resources.templates() / self.name
 
     def find(self, artifacts: ArtifactCache) -> Artifact | None:
         """The kernel, where it is built already."""
@@ -125,28 +115,10 @@ class Source:
             tools, folder = find_toolchain(), resources.templates()
             command = [str(tools.nvcc), *FLAGS, f"-ccbin={tools.host_compiler}", f"-I{folder}"]
             command += [*(f"-L{path}" for path in tools.library_dirs), f"-DTUNER_KERNEL={name}"]
-            text = self._text(name, library.parent)
-            command += [path_option(self.name), str(text), "-o", str(library)]
+            command += [path_option(self.name), str(folder / self.name), "-o", str(library)]
             return command, {"nvcc": tools.nvcc_version}
 
         return build(artifacts, name, self.name, recipe)
-
-
-@dataclass(frozen=True)
-class RenderedSource(Source):
-    """The same of a template with few variables: only a build needs the template engine."""
-
-    spec: KernelSpec = field(kw_only=True)
-
-    def _variables(self) -> list[str]:
-        return [self.spec.key]
-
-    def _text(self, key: str, folder: Path) -> Path:
-        from tuner.compile.render import render  # only a build needs it
-
-        path = folder / "unit.cu"
-        path.write_text(render(self.spec, key), encoding="utf-8")
-        return path
 
 
 BLOCK_QUANTISER = Source(
@@ -186,13 +158,3 @@ PAGED_APPEND = Source(
     ),
 )
 """New keys and values written to a paged cache, with rotary embedding."""
-MLA_DECODE: Mapping[mla_decode.MlaKernel, RenderedSource] = {
-    kernel: RenderedSource(
-        mla_decode.TEMPLATE,
-        mla_decode.ARGUMENTS,
-        (*mla_decode.PARTS, "arguments.cu.j2", "arguments.h", "pipeline.h", "ptx.h", "warp.h"),
-        spec=kernel.spec,
-    )
-    for kernel in mla_decode.KERNELS.values()
-}
-"""Decoding of latent attention over paged caches."""

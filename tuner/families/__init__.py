@@ -24,6 +24,7 @@ MODULES = (
     "gemm_swiglu",
     "gemv",
     "grouped_gemm",
+    "mla_decode",
     "softmax",
     "three_kernel_attention",
     "triton_attention",

@@ -164,6 +164,10 @@ class Family(Schedules, LibraryCalls, Invariance, ABC):
     """True when the family handles e4m3 and `AttentionProblem.extras` itself; otherwise problems
     with them are refused.
     """
+    takes_value_dim: ClassVar[bool] = False
+    """True when the family handles values of another width than keys; otherwise such problems are
+    refused.
+    """
     is_fallback: ClassVar[bool] = False
     """True for a family that takes part only when it is named, or when no other own family serves
     the problem.
@@ -310,7 +314,11 @@ class Family(Schedules, LibraryCalls, Invariance, ABC):
             return f"needs compute capability {wanted}, not {gpu.compute_capability}"
         if not gpu.is_served:
             return f"needs compute capability {OLDEST_CAPABILITY}, not {gpu.compute_capability}"
-        if self.takes_extras or not isinstance(problem, AttentionProblem):
+        if not isinstance(problem, AttentionProblem):
+            return ""
+        if problem.value_dim and not self.takes_value_dim:
+            return f"{self.name} takes no values of another width than keys (DV)"
+        if self.takes_extras:
             return ""
         if problem.dtype == E4M3:
             return f"{self.name} takes no descale factors: only fp16 and bf16, not {E4M3}"

@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
-from tuner.problem import DTYPE_BYTES, AttentionProblem
+from tuner.problem import DTYPE_BYTES, AttentionProblem, Operand
 
 UNSET = -1
 """Table entry behind a sequence's last page."""
@@ -66,10 +66,17 @@ def written(problem: AttentionProblem, name: str, kind: str, seed: int) -> bytes
     return struct.pack(f"<{len(values)}i", *values)
 
 
-def row_bytes(problem: AttentionProblem) -> int:
-    """Bytes of the packed rows in which keys or values are drawn."""
-    width = DTYPE_BYTES[problem.dtype] * problem.head_dim
-    return width * problem.total_kv * problem.heads_kv
+def row_bytes(problem: AttentionProblem) -> Iterator[tuple[str, int]]:
+    """Bytes of the packed rows in which keys and values are drawn, by operand."""
+    for operand in caches_of(problem):
+        width = DTYPE_BYTES[problem.dtype] * operand.shape[-1]
+        yield operand.name, width * problem.total_kv * problem.heads_kv
+
+
+def caches_of(problem: AttentionProblem) -> tuple[Operand, ...]:
+    """Operands that lie in pages; latent values lie in the keys."""
+    _, key, value, _ = problem.matrices
+    return (key,) if problem.is_latent else (key, value)
 
 
 def parts(problem: AttentionProblem, kind: str) -> Iterator[PagedSequence]:

@@ -32,6 +32,8 @@ from tuner.problem.base import (
 
 #: Head dimensions above this have no instance on Hopper (a 64 x 256 output fills the registers).
 MAX_HEAD_DIM = 256
+LATENT_DIM, LATENT_VALUE_DIM = 576, 512
+"""Columns of a row of DeepSeek's latent cache, and of its values."""
 MAX_LISTED_HEADS = 1024
 """Maximum heads whose divisors a message lists; finding those of 2^31 - 1 takes minutes."""
 
@@ -105,6 +107,10 @@ class AttentionProblem(MaskedAttention):
     2 j + 1. A query that sees no key has zeros for its output. A soft cap may come with it, other
     masks, e4m3, varlen and pages not. It is timed on `block_prefix` keys seen by all, and a causal
     mask that ends at the last query and key.
+
+    With ``DV=N`` values and output have N columns. ``D=576,DV=512`` is multi-head latent attention
+    with the up-projections absorbed. It has one KV head. The values are the first 512 columns of
+    the keys, and no operand.
     """
 
     op: ClassVar[str] = "attention"
@@ -116,6 +122,7 @@ class AttentionProblem(MaskedAttention):
         "SQ": "seqlen_q",
         "SKV": "seqlen_kv",
         "D": "head_dim",
+        "DV": "value_dim",
         "causal": "is_causal",
         "window": "window_left+window_right",
         "left": "window_left",
@@ -138,6 +145,7 @@ class AttentionProblem(MaskedAttention):
         "SQ": Meaning("queries of a sequence", "tokens"),
         "SKV": Meaning("keys of a sequence", "tokens"),
         "D": Meaning(f"size of a head, a multiple of 8 to {MAX_HEAD_DIM}", "elements"),
+        "DV": Meaning("size of a value and of an output", "elements", "as D"),
         "causal": Meaning("1: query i sees keys 0 to i"),
         "window": Meaning("keys that a query sees on each side; -1: all", "tokens"),
         "left": Meaning("keys that a query sees before its own; -1: all", "tokens"),
@@ -168,6 +176,7 @@ class AttentionProblem(MaskedAttention):
         "page_size": 0,
         "has_sinks": False,
         "block_mask": "",
+        "value_dim": 0,
     }
 
     def __post_init__(self) -> None:
@@ -179,9 +188,11 @@ class AttentionProblem(MaskedAttention):
         check_extent("SQ" if self.seqlen_q != self.seqlen_kv else "S", self.seqlen_q)
         check_extent("SKV", self.seqlen_kv)
         check_extent("D", self.head_dim)
-        if self.head_dim % 8 or self.head_dim > MAX_HEAD_DIM:
+        self._check_values()
+        if self.head_dim % 8 or (self.head_dim > MAX_HEAD_DIM and not self.is_latent):
             raise ConfigError(
-                f"D={self.head_dim} has no tuned kernel (allowed: multiples of 8 to {MAX_HEAD_DIM})"
+                f"D={self.head_dim} has no tuned kernel (allowed: multiples of 8 to "
+                f"{MAX_HEAD_DIM}, {LATENT_DIM} with DV={LATENT_VALUE_DIM})"
             )
         if self.dtype == E4M3 and self.head_dim % 16:
             raise ConfigError(
@@ -221,6 +232,19 @@ class AttentionProblem(MaskedAttention):
         elif self.is_varlen:
             self._check_varlen()
 
+    def _check_values(self) -> None:
+        """Check and normalise the width of values."""
+        check_extent("DV", self.value_dim, 0)
+        if self.value_dim == self.head_dim:
+            object.__setattr__(self, "value_dim", 0)
+        if self.value_dim % 8 or (self.value_dim > MAX_HEAD_DIM and not self.is_latent):
+            raise ConfigError(
+                f"DV={self.value_dim} has no tuned kernel (allowed: multiples of 8 to "
+                f"{MAX_HEAD_DIM}, {LATENT_VALUE_DIM} with D={LATENT_DIM})"
+            )
+        if self.is_latent and self.heads_kv != 1:
+            raise ConfigError(f"HKV={self.heads_kv} with D={LATENT_DIM} (allowed: 1)")
+
     def _check_paged(self) -> None:
         if self.page_size % PAGE_MULTIPLE:
             raise ConfigError(
@@ -231,6 +255,8 @@ class AttentionProblem(MaskedAttention):
             raise ConfigError(f"page_size has no {self.modifiers} (allowed: neither)")
         if self.layout == "bshd_bhsd":
             raise ConfigError(f"layout={self.layout} is not for page_size (allowed: bhsd, bshd)")
+        if self.is_latent:  # of one head both are the same
+            object.__setattr__(self, "layout", "bhsd")
 
     def _check_varlen(self) -> None:
         check_extent("B", self.batch, maximum=MAX_PARTS)
@@ -282,9 +308,15 @@ class AttentionProblem(MaskedAttention):
             ("variable lengths", self.is_varlen),
             ("paged cache", self.is_paged),
             ("sinks", self.has_sinks),
+            ("values of another width", self.value_dim > 0),
             (self.modifiers, bool(self.modifiers)),
         )
         return [name for name, is_on in parts if is_on]
+
+    @property
+    def is_latent(self) -> bool:
+        """True if the values are the first columns of the keys."""
+        return (self.head_dim, self.value_dim) == (LATENT_DIM, LATENT_VALUE_DIM)
 
     @property
     def modifiers(self) -> str:
@@ -341,7 +373,8 @@ class AttentionProblem(MaskedAttention):
         is_packed = self.is_varlen and not self.is_paged
         is_implied = is_packed or self.layout == "bhsd"
         tail += "" if is_implied else f",layout={self.layout}"
-        return f"B={self.batch},{heads},{length},D={self.head_dim}{tail}"
+        width = f"D={self.head_dim}" + (f",DV={self.value_dim}" if self.value_dim else "")
+        return f"B={self.batch},{heads},{length},{width}{tail}"
 
     def _window_label(self) -> str:
         left, right = self.window_left, self.window_right
@@ -354,9 +387,14 @@ class AttentionProblem(MaskedAttention):
         if self.is_varlen:
             return sum(sequence.flops for sequence in self.sequences)
         if self.is_windowed or self.block_mask or (self.is_paged and self.is_causal):
-            return 4 * self.batch * self.heads_q * self.head_dim * self.pairs
-        full = 4 * self.batch * self.heads_q * self.seqlen_q * self.seqlen_kv * self.head_dim
+            return 2 * self.batch * self.heads_q * self._widths * self.pairs
+        full = 2 * self.batch * self.heads_q * self.seqlen_q * self.seqlen_kv * self._widths
         return full // 2 if self.is_causal else full
+
+    @property
+    def _widths(self) -> int:
+        """Columns of both products."""
+        return self.head_dim + self.value_width
 
     @property
     def tensor_rate(self) -> int:
@@ -365,6 +403,8 @@ class AttentionProblem(MaskedAttention):
     @property
     def operands(self) -> tuple[Operand, ...]:
         *inputs, out = self.matrices
+        if self.is_latent:
+            del inputs[2]
         if self.is_paged:
             return (*inputs, *self._tables(), out)
         if self.is_varlen:
@@ -438,8 +478,8 @@ class AttentionProblem(MaskedAttention):
 
     @property
     def matrices(self) -> tuple[Operand, Operand, Operand, Operand]:
-        """Operands query, key, value and out, all (B, H, S, D). Packed sequences have B = 1. In a
-        paged cache B counts the pages.
+        """Operands query, key, value and out, all (B, H, S, D) or of a value's width. Packed
+        sequences have B = 1. In a paged cache B counts the pages. Latent values lie in the keys.
         """
         parts_q, rows_q = self.batch, self.seqlen_q
         parts_kv, rows_kv = self.batch, self.seqlen_kv
@@ -452,12 +492,14 @@ class AttentionProblem(MaskedAttention):
             parts_kv, rows_kv = 1, self.total_kv
 
         def tensor(name: str, heads: int, batch: int, seqlen: int, layout: str) -> Operand:
-            shape = (batch, heads, seqlen, self.head_dim)
+            is_output, row = name == "out", self.head_dim
+            width = self.value_width if name in ("value", "out") else row
+            row = width if is_output or not self.is_latent else row
+            shape = (batch, heads, seqlen, width)
             if layout == "bhsd":
-                strides = (heads * seqlen * self.head_dim, seqlen * self.head_dim, self.head_dim, 1)
+                strides = (heads * seqlen * row, seqlen * row, row, 1)
             else:
-                strides = (seqlen * heads * self.head_dim, self.head_dim, heads * self.head_dim, 1)
-            is_output = name == "out"
+                strides = (seqlen * heads * row, row, heads * row, 1)
             dtype: DType = "bfloat16" if is_output and self.dtype == E4M3 else self.dtype
             return Operand(name, shape, strides, dtype, is_output)
 

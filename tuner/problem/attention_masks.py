@@ -48,6 +48,12 @@ class MaskedAttention(Problem):
     page_size: int = 0
     has_sinks: bool = False
     block_mask: Axes = ""
+    value_dim: int = 0
+
+    @property
+    def value_width(self) -> int:
+        """Columns of a value and of the output."""
+        return self.value_dim or self.head_dim
 
     @property
     def is_paged(self) -> bool:

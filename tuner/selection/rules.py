@@ -5,17 +5,25 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from tuner.families.rule import Rule
-from tuner.problem import AttentionBackwardProblem, GemmProblem, GroupedGemmProblem, Problem
+from tuner.problem import (
+    AttentionBackwardProblem,
+    AttentionProblem,
+    GemmProblem,
+    GroupedGemmProblem,
+    Problem,
+)
 
 WITHOUT_PORTFOLIO = (AttentionBackwardProblem.op, GroupedGemmProblem.op)
 """The operations that have a rule for all problems, and no portfolio."""
-OPERATIONS = (*WITHOUT_PORTFOLIO, GemmProblem.op)
+OPERATIONS = (*WITHOUT_PORTFOLIO, GemmProblem.op, AttentionProblem.op)
 """The operations that have a rule."""
 
 
 def rule_of(problem: Problem) -> Rule | None:
     """The rule for a problem; None for problems that portfolios serve."""
     if isinstance(problem, GemmProblem) and problem.scales != "block":
+        return None
+    if isinstance(problem, AttentionProblem) and not problem.is_latent:
         return None
     return next(rules({problem.op}), None)
 
@@ -37,3 +45,7 @@ def rules(operations: Collection[str] = OPERATIONS) -> Iterator[Rule]:
         from tuner.families.block_scaled_gemm import rule as scaled_rule
 
         yield scaled_rule
+    if AttentionProblem.op in operations:
+        from tuner.families.mla_decode import rule as latent_rule
+
+        yield latent_rule

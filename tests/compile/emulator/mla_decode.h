@@ -36,7 +36,7 @@ inline int run(Case const& c, unsigned seed) {
   const int64_t slot = kWide + 8, page = slot * c.page_size + 16, row = kWide + 24;
   std::vector<uint16_t> cache(pages * page, 0x7FC0), query(size_t(batch) * c.queries * c.heads * row, 0x7FC0);
   std::vector<uint16_t> out(size_t(batch) * c.queries * c.heads * kValues, 0x7FA5);
-  std::vector<float> lse(size_t(batch) * c.heads * c.queries, NAN);
+  std::vector<float> lse(size_t(batch) * c.heads * c.queries, NAN);  // (heads, sequences, queries)
   const auto key = [&](int b, int i) { return cache.data() + table[b * columns + i / c.page_size] * page + i % c.page_size * slot; };
   for (int b = 0; b < batch; ++b)
     for (int i = 0; i < lengths[b]; ++i) {
@@ -50,6 +50,7 @@ inline int run(Case const& c, unsigned seed) {
   p.table = table.data(), p.lengths = lengths.data(), p.table_row = columns;
   p.out = reinterpret_cast<__nv_bfloat16*>(out.data()), p.lse = lse.data();
   p.out_head = kValues, p.out_row = kValues * c.heads, p.out_batch = p.out_row * c.queries;
+  p.lse_batch = c.queries, p.lse_head = batch * c.queries;
   p.batch = batch, p.queries = c.queries, p.heads = c.heads;
   for (p.packed = 1; p.packed < std::min(c.heads, 64);) p.packed *= 2;
   p.head_blocks = (c.heads + 63) / 64;
@@ -85,7 +86,7 @@ inline int run(Case const& c, unsigned seed) {
           for (int d = 0; d < kValues; ++d) sum[d] += weight * value(key(b, i)[d]);
         }
         const double expected_lse = most + std::log(total);
-        const float got_lse = lse[(b * c.heads + h) * c.queries + q];
+        const float got_lse = lse[(h * batch + b) * c.queries + q];
         const bool is_lse = seen ? std::abs(got_lse - expected_lse) < 1e-3 : got_lse == -INFINITY;
         if (!is_lse) return std::printf("lse of (%d, %d, %d) is %g, not %g\n", b, q, h, got_lse, expected_lse), 1;
         double error = 0, size = 1e-30;

@@ -129,7 +129,7 @@ class FusedAttention(Family):
         return is_legal and not spills(as_attention(problem), config)
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
-        if not isinstance(problem, AttentionProblem):
+        if not isinstance(problem, AttentionProblem) or self.supports(problem, gpu):
             return []
         return [
             config

@@ -45,7 +45,7 @@ class RowChunk:
 
     def output(self, problem: AttentionProblem) -> Operand:
         """Its contiguous part of the output, which starts at the out element of `shifts`."""
-        width = problem.head_dim
+        width = problem.value_width
         *_, out = problem.matrices
         return replace(out, shape=(self.rows * self.heads, width), strides=(width, 1))
 
@@ -73,6 +73,7 @@ class RowChunk:
             "seqlen_q": self.rows,
             **{"left": left - self.first, "right": right + self.first},
             **dict.fromkeys(MASK_STRIDES, 0),
+            "value_dim": problem.value_width,
         }
 
 
@@ -95,7 +96,7 @@ def chunks_of(problem: AttentionProblem, kind: str, seed: int) -> list[RowChunk]
         seed: random seed of the request.
     """
     *_, out = problem.matrices
-    heads = problem.heads_q if out.strides[2] == problem.heads_q * problem.head_dim else 1
+    heads = problem.heads_q if out.strides[2] == problem.heads_q * problem.value_width else 1
     of_heads = problem.heads_q // heads
     tiles = -(-problem.seqlen_q // ROWS)
     count = problem.batch * of_heads * tiles

@@ -79,7 +79,7 @@ COMMANDS: Mapping[Command, Arguments] = {
     Command.PLANT_SOFTMAX: _plain(("scores",), (*_SOFTMAX, "seed"), ("height",)),
     Command.ATTENTION: _typed(
         (*_MATRICES, "statistics", *ATTENTION_OTHERS),
-        (*EXTENTS, *stride_names(*_MATRICES), *WINDOW, *MASK_STRIDES),
+        (*EXTENTS, *stride_names(*_MATRICES), *WINDOW, *MASK_STRIDES, "value_dim"),
         ("scale", "softcap"),
     ),
     Command.GEMM: _typed(

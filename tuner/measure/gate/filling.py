@@ -116,10 +116,10 @@ def fill(kernels: Kernels, buffers: Buffers, kind: str, seed: int) -> None:
 def _fill_pages(kernels: Kernels, buffers: Buffers, problem: AttentionProblem, kind: str) -> None:
     """Copy keys and values to their pages, by 16 bits. All other slots hold the poison."""
     heads, each = problem.heads_kv, DTYPE_BYTES[problem.dtype]
-    width = each * problem.head_dim // 2
     poison = poison_of(problem.dtype)
     columns = max(problem.pages)
-    for operand in problem.matrices[1:3]:
+    for operand in pages.caches_of(problem):
+        width = each * operand.shape[-1] // 2
         cache = buffers.operands[operand.name]
         kernels.device.fill16(cache.pointer, poison, cache.bytes)
         source, table = buffers.rows[operand.name].pointer, buffers.pointers["page_table"]

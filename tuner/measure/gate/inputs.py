@@ -13,6 +13,7 @@ from tuner.errors import BenchmarkError
 from tuner.measure import pages
 from tuner.measure.tolerance import E4M3_OUTPUT
 from tuner.problem import (
+    DTYPE_BYTES,
     E4M3,
     AttentionBackwardProblem,
     AttentionProblem,
@@ -318,7 +319,7 @@ def parts_of(
         query, key, value, out = one.matrices
         starts["query"] += query.bytes
         for operand in (key, value):
-            starts[operand.name] += operand.bytes // one.seqlen_kv * keys
+            starts[operand.name] += DTYPE_BYTES[operand.dtype] * operand.strides[2] * keys
         starts["reference"] += 4 * out.elements
 
 

@@ -175,8 +175,9 @@ class Buffers:
         which are copied to its pages, and the dense form of a block-sparse mask.
         """
         if isinstance(problem, AttentionProblem) and problem.is_paged:
-            size = pages.row_bytes(problem)
-            self.rows = {name: guarded(self._pool, name, size) for name in ("key", "value")}
+            self.rows = {
+                name: guarded(self._pool, name, size) for name, size in pages.row_bytes(problem)
+            }
         if isinstance(problem, AttentionProblem) and problem.block_mask:
             batches, heads, *_ = problem.block_shape
             size = batches * heads * problem.seqlen_q * problem.seqlen_kv
@@ -190,7 +191,8 @@ class Buffers:
     @property
     def sources(self) -> dict[str, int]:
         """Device address of each operand as the reference reads it."""
-        return {**self.pointers, **{name: rows.pointer for name, rows in self.rows.items()}}
+        found = {**self.pointers, **{name: rows.pointer for name, rows in self.rows.items()}}
+        return {"value": found["key"], **found} if "key" in found else found
 
     @property
     def inputs(self) -> list[Operand]:

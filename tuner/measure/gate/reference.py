@@ -249,6 +249,7 @@ class References:
                     **attention_integers(one, 4),
                     **dict(zip(WINDOW, sides, strict=True)),
                     **dict(zip(MASK_STRIDES, one.mask_strides, strict=True)),
+                    "value_dim": one.value_width,
                 },
                 {"scale": scale, "softcap": one.softcap},
             )

@@ -1,52 +1,30 @@
-"""Decoding of multi-head latent attention over a paged cache: by the kernels `MLA_DECODE`, or by
-PyTorch's operations.
+"""Decoding of multi-head latent attention over a paged cache: by a tuned kernel, or by PyTorch's
+operations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Hashable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch.library import Library, register_fake
 
-from tuner.compile.loading import LoadedKernel
-from tuner.compile.single import MLA_DECODE
-from tuner.errors import BenchmarkError, ConfigError
-from tuner.families.mla_decode import (
-    ARGUMENTS,
-    CUT_OVERHEAD,
-    KERNELS,
-    LATENT,
-    MAX_BATCH,
-    MAX_HEADS,
-    MAX_QUERIES,
-    PAGE_MULTIPLE,
-    TILE_OVERHEAD,
-    VECTOR,
-    WIDTH,
-    MlaKernel,
-)
-from tuner.runtime.call import counters, devices, guards
+from tuner.errors import ConfigError
+from tuner.families.base import LSE
+from tuner.problem import AttentionProblem
+from tuner.problem.attention import LATENT_DIM, LATENT_VALUE_DIM, rounded
+from tuner.problem.attention_masks import PAGE_MULTIPLE
+from tuner.runtime.attention.paged import Sized
+from tuner.runtime.call import guards
+from tuner.runtime.call.plan import KernelPlan, Plan, Posed
 from tuner.runtime.call.refusal import Kind, Refusal
-from tuner.runtime.call.sourced import SourcedKernel
-
-_LIMIT = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
-"""Largest relative Frobenius error of each sequence's output in a proof."""
-_LSE_LIMIT = 1e-3
-#: Page size, queries and heads of the calls of a proof.
-_DRAWS = ((64, 1, 40), (16, 3, 20), (48, 2, 64), (128, 4, 16), (64, 1, 128))
-
-kernels = {
-    kernel: SourcedKernel(source, "PyTorch's operations decode latent attention")
-    for kernel, source in MLA_DECODE.items()
-}
+from tuner.runtime.call.serving import Call, serve
+from tuner.runtime.call.table import table
 
 
-class Decode(NamedTuple):
-    """Checked tensors of a call; shapes as of `mla_decode`."""
-
+class _Decode(NamedTuple):
     query: torch.Tensor
     cache: torch.Tensor
     block_table: torch.Tensor
@@ -55,10 +33,101 @@ class Decode(NamedTuple):
     out: torch.Tensor
     lse: torch.Tensor | None
 
+
+class Decode(_Decode, Call):
+    """Checked tensors of a call; shapes as of `mla_decode`."""
+
+    __slots__ = ()
+    aligned = 2
+
     @property
-    def kernel(self) -> MlaKernel:
-        """The kernel for these tensors."""
-        return KERNELS[guards.DTYPES[self.query.dtype]]
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        """The last one stands for starts of queries, which no kernel reads."""
+        return self.query, self.cache, self.block_table, self.lengths, self.lengths
+
+    def refusal(self) -> Refusal | None:
+        if not all(tensor.numel() for tensor in self.inputs):
+            return Refusal(Kind.EMPTY)
+        if len({tensor.device for tensor in (*self.inputs, self.out)}) > 1:
+            return Refusal(Kind.MIXED)
+        return None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Sequences, queries, heads, pages, slots of a page, and the most keys of a sequence."""
+        batch, queries, heads, _ = self.query.shape
+        pages, size, _ = self.cache.shape
+        return batch, queries, heads, pages, size, self.block_table.shape[1] * size
+
+    def kind(self) -> Hashable:
+        batch, queries, heads, _, size, longest = self.sizes
+        kept = self.query.dtype, self.query.device, self.scale
+        return "latent", queries, heads, size, rounded(batch), rounded(longest), *kept
+
+    def pose(self) -> Posed:
+        batch, queries, heads, pages, size, longest = self.sizes
+        dtype = guards.DTYPES[self.query.dtype]
+        whole = rounded(batch), queries, heads, pages, size, rounded(longest)
+        return Posed(_sized_problem(AttentionProblem, whole, dtype), self.scale)
+
+    def run(self, plan: Plan) -> Any:
+        if not isinstance(plan, KernelPlan):
+            return Refusal(Kind.UNAVAILABLE, f"{plan.config.family} reads no pages")
+        if guards.is_misaligned((self.out,)):
+            return Refusal(Kind.MISALIGNED)
+        tensors = self.query, self.cache, self.block_table, self.out
+        strides = tuple(tensor.stride() for tensor in tensors)
+        sized = _sized(plan, self.sizes, strides, self.scale)
+        if isinstance(sized, Refusal):
+            return sized
+        return table.run_into(sized, self.out, self.lse, *self.inputs)
+
+    def by_pytorch(self) -> Any:
+        composed(self)
+        return self.out
+
+
+def _sized_problem(kind: Any, sizes: tuple[int, ...], dtype: str, **more: int) -> Any:
+    batch, queries, heads, _, size, longest = sizes
+    return kind(
+        seqlen_q=queries,
+        seqlen_kv=longest,
+        head_dim=LATENT_DIM,
+        batch=batch,
+        heads_q=heads,
+        heads_kv=1,
+        is_causal=queries > 1,
+        dtype=dtype,
+        page_size=size,
+        value_dim=LATENT_VALUE_DIM,
+        **more,
+    )
+
+
+@lru_cache(1024)
+def _sized(
+    plan: KernelPlan, sizes: tuple[int, ...], strides: tuple[tuple[int, ...], ...], scale: float
+) -> KernelPlan | Refusal:
+    """The plan with a call's sizes and strides, or the reason why its kernel does not take them."""
+    batch, queries, heads, pages, *_ = sizes
+    query, cache, block_table, out = strides
+
+    def along(row: tuple[int, ...]) -> tuple[int, ...]:
+        """Strides of sequences, heads and queries; where there is one, any will do."""
+        steps = zip((row[0], row[2], row[1]), (batch, heads, queries), strict=True)
+        return (*(step if count > 1 else LATENT_DIM for step, count in steps), row[3])
+
+    own = {
+        **{"query": along(query), "out": along(out), LSE: (heads * queries, queries)},
+        "key": (cache[0] if pages > 1 else LATENT_DIM, LATENT_DIM, cache[1], cache[2]),
+        "page_table": (block_table[0] if batch > 1 else 1, 1),
+    }
+    dtype = getattr(plan.problem, "dtype", "")
+    problem = _sized_problem(Sized, sizes, dtype, rows_q=batch * queries, cached=pages)
+    try:
+        return plan.sized(problem, scale, own)
+    except ConfigError as exc:
+        return Refusal(Kind.TENSORS, str(exc))
 
 
 def mla_decode(
@@ -84,9 +153,9 @@ def mla_decode(
     lengths. The first call of a device loads the kernel, and is not to be captured. Equal inputs
     give equal bits. The kernel does not check lengths and pages.
 
-    PyTorch's operations answer calls that no kernel serves, and where ``tuner build --portfolio``
-    has not built it. They wait for the device. Such calls are counted (`tuner.stats`). Gradients
-    are not computed.
+    A measured kernel answers, or the rule's among the proven ones (``tuner build --portfolio``).
+    PyTorch's operations answer calls that no kernel serves. They wait for the device. Such calls
+    are counted (`tuner.stats`). Gradients are not computed.
 
     Args:
         query: (B, SQ, H, 576), fp16 or bf16.
@@ -124,17 +193,10 @@ def _answered(
     out: torch.Tensor | None,
 ) -> Any:
     batch, queries, heads, _ = query.shape
-    out = query.new_empty((batch, queries, heads, LATENT)) if out is None else out
+    out = query.new_empty((batch, queries, heads, LATENT_VALUE_DIM)) if out is None else out
     lse = query.new_empty((batch, heads, queries), dtype=torch.float32) if with_lse else None
-    call = Decode(query, cache, block_table, lengths, scale, out, lse)
     with torch.no_grad():
-        found = _found(call)
-        if isinstance(found, Refusal):
-            counters.count_fallback(found.reason)
-            composed(call)
-        else:
-            launch(found, call)
-            counters.count_hit()
+        serve(Decode(query, cache, block_table, lengths, scale, out, lse))
     return out if lse is None else (out, lse)
 
 
@@ -143,142 +205,17 @@ def composed(call: Decode, precision: torch.dtype = torch.float32) -> None:
     queries, size = call.query.shape[1], call.cache.shape[1]
     for b, length in enumerate(call.lengths.tolist()):
         pages = call.block_table[b, : -(-length // size)].long()
-        rows = call.cache[pages].reshape(-1, WIDTH)[:length].to(precision)
+        rows = call.cache[pages].reshape(-1, LATENT_DIM)[:length].to(precision)
         scores = torch.einsum("qhd,kd->hqk", call.query[b].to(precision), rows) * call.scale
         seen = torch.arange(1 - queries, 1, device=rows.device)[:, None] + length
         hidden = torch.arange(length, device=rows.device) >= seen
         lse = torch.logsumexp(scores.masked_fill_(hidden, -torch.inf), -1)
         weights = torch.exp(scores - lse.clamp(min=torch.finfo(lse.dtype).min)[..., None])
-        call.out[b] = torch.einsum("hqk,kd->qhd", weights, rows[:, :LATENT]).to(call.out.dtype)
+        call.out[b] = torch.einsum("hqk,kd->qhd", weights, rows[:, :LATENT_VALUE_DIM]).to(
+            call.out.dtype
+        )
         if call.lse is not None:
             call.lse[b] = lse
-
-
-def _found(call: Decode) -> LoadedKernel | Refusal:
-    """The kernel of a call, or the reason why none serves it."""
-    tensors = call.query, call.cache, call.out, call.block_table, call.lengths
-    if not call.query.numel():
-        return Refusal(Kind.EMPTY)
-    if refusal := guards.unserved(tensors):
-        return refusal
-    if guards.is_misaligned(tensors[:3]):
-        return Refusal(Kind.MISALIGNED)
-    for tensor in tensors[:3]:
-        steps = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
-        if any(size > 1 and (step <= 0 or step % VECTOR) for size, step in steps):
-            return Refusal(Kind.TENSORS, "a stride is not a multiple of 16 bytes")
-    batch, queries, heads, _ = call.query.shape
-    if batch > MAX_BATCH or queries > MAX_QUERIES or heads > MAX_HEADS:
-        return Refusal(Kind.TENSORS, f"{batch} sequences of {queries} queries of {heads} heads")
-    device = call.query.device
-    kernel = kernels[call.kernel].of(device, partial(_is_proven, call.kernel, device))
-    if kernel is None:
-        reason = "the kernel of latent attention is not built: tuner build --portfolio"
-        return Refusal(Kind.UNAVAILABLE, reason)
-    return kernel
-
-
-def launch(
-    kernel: LoadedKernel,
-    call: Decode,
-    tile_overhead: int = TILE_OVERHEAD,
-    cut_overhead: int = CUT_OVERHEAD,
-) -> None:
-    """Enqueue a kernel on the current stream.
-
-    Args:
-        kernel: loaded kernel.
-        call: tensors that it takes.
-        tile_overhead: tiles of keys that take as long as a sequence's begin and end in a block.
-        cut_overhead: tiles that take as long as to add the parts of divided sequences.
-    """
-    query, cache, out = call.query, call.cache, call.out
-    batch, queries, heads, _ = query.shape
-    integers = {"batch": batch, "queries": queries, "heads": heads, "pages": cache.shape[0]}
-    integers |= {"page_size": cache.shape[1], "table_row": call.block_table.stride(0)}
-    for name, tensor, parts in (
-        ("query", query, ("batch", "row", "head")),
-        ("cache", cache, ("page", "slot")),
-        ("out", out, ("batch", "row", "head")),
-    ):
-        for part, size, step in zip(parts, tensor.shape, tensor.stride(), strict=False):
-            integers[f"{name}_{part}"] = step if size > 1 else WIDTH  # of one element any will do
-    integers |= {"tile_overhead": tile_overhead, "cut_overhead": cut_overhead, "pdl": 1}
-    tensors = {"query": query, "cache": cache, "out": out, "lse": call.lse}
-    tensors |= {"block_table": call.block_table, "lengths": call.lengths}
-    pointers, numbers, scalars = ARGUMENTS.ordered(
-        {name: 0 if one is None else one.data_ptr() for name, one in tensors.items()},
-        integers,
-        {"scale": call.scale},
-    )
-    index = query.get_device()
-    workspace = query.new_empty(kernel.workspace_bytes(numbers), dtype=torch.uint8)
-    with devices.use(index):
-        devices.bind(index)
-        stream = devices.stream_of(index)
-        kernel.launch(pointers, numbers, scalars, workspace.data_ptr(), stream)
-
-
-def _is_proven(chosen: MlaKernel, device: torch.device, kernel: LoadedKernel) -> bool:
-    """True when its results are those of PyTorch's operations, up to rounding."""
-    for number in range(len(_DRAWS)):
-        theirs, own = (drawn(chosen, device, number) for _ in range(2))
-        composed(theirs, torch.float64)
-        try:
-            launch(kernel, own)
-        except BenchmarkError as exc:
-            counters.count_error(f"latent attention: {exc}")
-            return False
-        if not is_close(own, theirs):
-            return False
-    return True
-
-
-def is_close(own: Decode, theirs: Decode) -> bool:
-    """True when the outputs differ by rounding only, sequence by sequence."""
-    found, wanted = own.out.float(), theirs.out.float()
-    errors = (found - wanted).flatten(1).norm(dim=1)
-    is_small = bool((errors <= _LIMIT[own.out.dtype] * wanted.flatten(1).norm(dim=1)).all())
-    if own.lse is None or theirs.lse is None:
-        return is_small
-    return is_small and torch.allclose(own.lse, theirs.lse, atol=_LSE_LIMIT, rtol=0)
-
-
-def drawn(
-    chosen: MlaKernel, device: torch.device, number: int, lengths: Sequence[int] = ()
-) -> Decode:
-    """A small call whose unused slots are NaN, for a proof of a kernel.
-
-    Args:
-        chosen: kernel that takes it.
-        device: device of its tensors.
-        number: index of the call; calls have unlike pages and heads.
-        lengths: rows of each sequence; empty: those of a proof.
-    """
-    draw = torch.Generator(device).manual_seed(number)
-    size, queries, heads = _DRAWS[number]
-    lengths = lengths or (1, 0, size, 64 * 41 + 5, 129, 1000)
-    dtype = getattr(torch, chosen.dtype)
-    columns = -(-max(lengths) // size) + 1
-    table = torch.full((len(lengths), columns), 1 << 30, dtype=torch.int32)
-    pages = sum(-(-length // size) for length in lengths) + 1
-    order = torch.randperm(pages, generator=torch.Generator().manual_seed(number)).int()
-    cache = torch.full((pages, size, WIDTH + VECTOR), torch.nan, dtype=dtype, device=device)
-    for b, length in enumerate(lengths):
-        count = -(-length // size)
-        table[b, :count], order = order[:count], order[count:]
-        rows = torch.randn(count * size, WIDTH, generator=draw, device=device).to(dtype)
-        rows[length:] = torch.nan
-        cache[table[b, :count].long().to(device), :, :WIDTH] = rows.view(count, size, WIDTH)
-    shape = len(lengths), queries, heads
-    query = torch.randn(*shape, WIDTH, generator=draw, device=device)
-    out = torch.full((*shape, LATENT), torch.nan, dtype=dtype, device=device)
-    lse = torch.full((shape[0], heads, queries), torch.nan, device=device)
-    return Decode(
-        *(query.to(dtype), cache[..., :WIDTH], table.to(device)),
-        torch.tensor(lengths, dtype=torch.int32, device=device),
-        *(WIDTH**-0.5, out, lse),
-    )
 
 
 def check(
@@ -294,18 +231,19 @@ def check(
     Raises:
         ConfigError: names the given and the allowed values.
     """
-    if query.dtype not in _LIMIT or cache.dtype != query.dtype:
+    if query.dtype not in guards.DTYPES or cache.dtype != query.dtype:
         raise ConfigError(
             f"query is {query.dtype}, cache {cache.dtype} (allowed: torch.float16 or "
             "torch.bfloat16, one for both)"
         )
-    if query.dim() != 4 or cache.dim() != 3 or {query.shape[-1], cache.shape[-1]} != {WIDTH}:
+    if query.dim() != 4 or cache.dim() != 3 or {query.shape[-1], cache.shape[-1]} != {LATENT_DIM}:
         raise ConfigError(
-            f"query {tuple(query.shape)}, cache {tuple(cache.shape)} (allowed: (B, SQ, H, {WIDTH}) "
-            f"and (pages, page size, {WIDTH}))"
+            f"query {tuple(query.shape)}, cache {tuple(cache.shape)} (allowed: "
+            f"(B, SQ, H, {LATENT_DIM}) "
+            f"and (pages, page size, {LATENT_DIM}))"
         )
     if any(tensor.stride(-1) != 1 for tensor in (query, cache)):
-        raise ConfigError(f"the {WIDTH} columns of query and cache are not contiguous")
+        raise ConfigError(f"the {LATENT_DIM} columns of query and cache are not contiguous")
     if not cache.shape[1] or cache.shape[1] % PAGE_MULTIPLE:
         raise ConfigError(
             f"pages have {cache.shape[1]} slots (allowed: multiples of {PAGE_MULTIPLE})"
@@ -327,7 +265,7 @@ def check(
         )
     if not scale > 0:
         raise ConfigError(f"scale={scale} (allowed: positive)")
-    wanted = (*query.shape[:3], LATENT)
+    wanted = (*query.shape[:3], LATENT_VALUE_DIM)
     if out is not None and (out.shape, out.dtype, out.device, out.stride(-1)) != (
         *(wanted, query.dtype, query.device),
         1,
@@ -360,7 +298,7 @@ def _operator(
 
 def _fake(query: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     batch, queries, heads, _ = query.shape
-    out = query.new_empty((batch, queries, heads, LATENT))
+    out = query.new_empty((batch, queries, heads, LATENT_VALUE_DIM))
     return out, query.new_empty((batch, heads, queries), dtype=torch.float32)
 
 

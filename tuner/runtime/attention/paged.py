@@ -33,7 +33,7 @@ _DTYPES = {**guards.DTYPES, **guards.QUANTISED}
 
 
 @dataclass(frozen=True)
-class _Sized(AttentionProblem):
+class Sized(AttentionProblem):
     """A call's problem, with the call's own numbers of query rows and pages in place of those that
     kernels are measured with.
     """
@@ -376,7 +376,7 @@ def _sized(
     packed, group = int(config.get("packed_heads", 1)), shape_q[1] // shape_kv[2]
     if not is_held(group, packed, "pads_heads" in config.params):
         return Refusal(Kind.TENSORS, f"packs of {packed} do not hold {group} heads to a KV head")
-    problem = _Sized(
+    problem = Sized(
         seqlen_q=max(1, longest_q),
         seqlen_kv=max(1, longest_kv),
         head_dim=shape_q[2],

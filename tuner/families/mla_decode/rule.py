@@ -1,0 +1,55 @@
+"""Latent attention of shapes that nobody tuned: a few kernels, and a rule that chooses among them.
+
+Sizes and lengths are arguments of a launch, so a proven kernel serves any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+from tuner.config import Config
+from tuner.families.mla_decode import LATENT, MlaDecode
+from tuner.families.rule import RuleSelection
+from tuner.families.target import DTYPES, Target
+from tuner.hardware import Gpu
+from tuner.measurement import Regime
+from tuner.problem import AttentionProblem
+
+_FAMILY = MlaDecode()
+KERNELS: Sequence[Config] = (
+    Config(_FAMILY.name, {"seesaw": False, "cluster": 1}),
+    Config(_FAMILY.name, {"seesaw": True, "cluster": 1}),
+    Config(_FAMILY.name, {"seesaw": True, "cluster": 2}),
+)
+"""The kernels, for either type."""
+
+
+def serves(problem: AttentionProblem, gpu: Gpu) -> bool:
+    """True for latent attention that the family's kernels take."""
+    return not _FAMILY.supports(problem, gpu)
+
+
+def select(problem: AttentionProblem, gpu: Gpu) -> RuleSelection | None:
+    """The kernels that take a problem, of the least expected time first; None without any."""
+    called = [_FAMILY.called(problem, config, 1) for config in KERNELS]
+    expected = sorted(
+        (_FAMILY.predict_us(problem, config, gpu), index, config)
+        for index, config in enumerate(called)
+        if _FAMILY.accepts(problem, config, gpu)
+    )
+    doubts = ("chosen by the rule of latent attention",)
+    found = tuple((us, config) for us, _, config in expected)
+    return RuleSelection(found, Regime.default(problem.op), doubts) if found else None
+
+
+@cache
+def targets() -> tuple[Target, ...]:
+    """The kernels, to be built and proven."""
+    small = AttentionProblem.parse(f"SQ=1,SKV=512,H=128,{LATENT},page_size=64")
+    return tuple(
+        Target(_FAMILY.called(small, config, 1), replace(small, dtype=dtype), "latent")
+        for dtype in DTYPES
+        for config in KERNELS
+    )
