@@ -3,9 +3,10 @@ namespace k_golden {
 
 using namespace tuner;
 
-using Element = __nv_bfloat16;
+using Element = __half;
 // ... as in the templates
 constexpr int kCluster = 1;
+constexpr bool kSeesaw = false;
 // ... as in the templates
 // d = x y, or += x y: 64 rows, 64 columns, 16 of K.
 __device__ __forceinline__ void multiply_scores(float (&d)[32], uint64_t x, uint64_t y, int adds) {
@@ -13,7 +14,7 @@ __device__ __forceinline__ void multiply_scores(float (&d)[32], uint64_t x, uint
       "{\n"
       ".reg .pred p;\n"
       "setp.ne.b32 p, %34, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
       "}, %32, %33, p, 1, 1, 0, 0;\n"
@@ -31,7 +32,7 @@ __device__ __forceinline__ void multiply_values(float (&d)[128], uint64_t x, uin
       "{\n"
       ".reg .pred p;\n"
       "setp.ne.b32 p, %130, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
       "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
@@ -67,7 +68,7 @@ __device__ __forceinline__ void multiply_own_values(float (&d)[128], uint32_t co
       "{\n"
       ".reg .pred p;\n"
       "setp.ne.b32 p, %133, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
       "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
@@ -96,22 +97,22 @@ __device__ __forceinline__ void multiply_own_values(float (&d)[128], uint32_t co
         "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
       : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "l"(y), "r"(adds));
 // ... as in the templates
-        word[i] = packed_bf16(s[first], s[first + 1]);
+        word[i] = packed_fp16(s[first], s[first + 1]);
 // ... as in the templates
-          word[j] = packed_bf16(o[16 * i + 4 * j + 2 * r] * factor, o[16 * i + 4 * j + 2 * r + 1] * factor);
+          word[j] = packed_fp16(o[16 * i + 4 * j + 2 * r] * factor, o[16 * i + 4 * j + 2 * r + 1] * factor);
 // ... as in the templates
 __global__ void __launch_bounds__(kThreads, 1) mla_decode_golden(const __grid_constant__ Params p) {
 // ... as in the templates
 __global__ void __launch_bounds__(kCombineThreads, kCombineBlocks) combine_golden(const __grid_constant__ Params p) {
 // ... as in the templates
-    words.x = packed_bf16(mine.total.x * factor, mine.total.y * factor);
-    words.y = packed_bf16(mine.total.z * factor, mine.total.w * factor);
+    words.x = packed_fp16(mine.total.x * factor, mine.total.y * factor);
+    words.y = packed_fp16(mine.total.z * factor, mine.total.w * factor);
 // ... as in the templates
 struct Tensors { void *query, *cache, *block_table, *lengths, *out, *lse; };
-struct Integers { int64_t batch, queries, heads, page_size, pages, query_batch, query_row, query_head, cache_page, cache_slot, table_row, out_batch, out_row, out_head, tile_overhead, cut_overhead, pdl; };
+struct Integers { int64_t batch, queries, heads, page_size, pages, query_batch, query_row, query_head, cache_page, cache_slot, table_row, out_batch, out_row, out_head, lse_batch, lse_head, tile_overhead, cut_overhead, pdl; };
 struct Scalars { double scale; };
 // ... as in the templates
-  const auto type = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const auto type = CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
 // ... as in the templates
   error = cudaFuncSetAttribute(&mla_decode_golden, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes);
 // ... as in the templates
