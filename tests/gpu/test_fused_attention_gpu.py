@@ -1,21 +1,26 @@
 """Our own fused attention on the GPU, proven: see `fused_attention_proof`.
 
-One fixture compiles a few dozen kernels and computes every case on those that can; the tests say
-what must hold of what it found. TUNER_TEST_REPORT names a file for all errors as JSON,
-TUNER_TEST_CONFIGS one with further configs (see `plan.given`).
+A few dozen kernels are compiled, and those that can compute a case do so, in children of one kind
+of kernels each. The tests say what must hold of what was found. TUNER_TEST_CONFIGS names a file
+with further configs (see `plan.given`).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
-from fused_attention_proof import cases, parent, plan
-from fused_attention_proof.report import Report
+from drawn_children import lines_of
+from fused_attention_proof import cases, plan
+from fused_attention_proof.binding import libraries
+from fused_attention_proof.plan import Trial
 
+from tuner.compile.artifacts import Artifact
 from tuner.compile.compiler import Compiler
 from tuner.compile.loading import load
 from tuner.families import family
@@ -27,7 +32,25 @@ from tuner.problem import AttentionProblem
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
 
-SECTIONS = list(dict.fromkeys(case.section for case in cases.drawn()))
+CHILD = Path(__file__).with_name("fused_attention_child.py")
+#: Children side by side, fewer on few cores: most of a trial is the CPU's work of small launches.
+CHILDREN, LIMIT_S = 8, 900.0
+#: Bytes of operands from which a case's trials are all in one child: with its float64 reference the
+#: largest takes half of a GPU's memory.
+LARGE_BYTES = 1 << 30
+
+
+def part_of(case: cases.Case) -> str:
+    """The child that computes a case."""
+    if case.problem.bytes >= LARGE_BYTES:
+        return "large"
+    head_dim, is_causal, dtype = plan.combination_of(case)
+    return f"D={head_dim}, {'causal' if is_causal else 'full'}, {dtype}"
+
+
+PARTS = sorted(set(map(part_of, cases.drawn())))
+Finding = dict[str, Any]
+Artifacts = Mapping[KernelSpec, Artifact]
 
 
 @cache
@@ -41,55 +64,79 @@ def proven() -> list[plan.Kernel]:
     )
 
 
+@cache
+def trials() -> list[Trial]:
+    member, gpu = family("fused_attention"), detect() or DEFAULT_GPU
+    return plan.trials(member, gpu, proven(), cases.drawn())
+
+
 def kernels() -> list[KernelSpec]:
     """Compiled from the start; see `conftest.compiler`."""
-    member, gpu = family("fused_attention"), detect() or DEFAULT_GPU
-    trials = plan.trials(member, gpu, proven(), cases.drawn())
-    return plan.specs(member, [(trial.case.problem, trial.config) for trial in trials])
+    member = family("fused_attention")
+    return plan.specs(member, [(trial.case.problem, trial.config) for trial in trials()])
 
 
 @pytest.fixture(scope="module")
-def report(compiler: Compiler) -> Report:
-    member, gpu = family("fused_attention"), detect() or DEFAULT_GPU
-    found = parent.prove(member, gpu, proven(), cases.drawn(), compiler)
-    if path := os.environ.get("TUNER_TEST_REPORT"):
-        found.write(Path(path))
-    parent.say(found.table())
-    return found
+def artifacts(compiler: Compiler) -> Artifacts:
+    return {spec: future.result() for spec, future in compiler.submit(kernels())}
 
 
-@pytest.mark.parametrize("section", SECTIONS)
-def test_every_kernel_is_right(report: Report, section: str) -> None:
-    assert report.of(section)
-    faults = report.faults(section)
-    assert not faults, f"{len(faults)} faults, first: {faults[0]}"
+@pytest.fixture(scope="module")
+def found(artifacts: Artifacts) -> Iterator[Mapping[str, Future[list[tuple[Trial, Finding]]]]]:
+    """What each child finds; all are started at once."""
+    workers = max(1, min(CHILDREN, len(os.sched_getaffinity(0)) // 2))
+    with ThreadPoolExecutor(workers) as pool:
+        order = sorted(PARTS, key=lambda part: part != "large")
+        yield {part: pool.submit(proved, part, artifacts) for part in order}
 
 
-def test_nothing_was_left_out(report: Report) -> None:
-    """Each case was computed, and each compiled kernel launched with its every lever."""
-    done = [trial for trial, found in report.results if found.frobenius is not None]
-    assert {trial.case for trial in done} == set(cases.drawn())
-    assert len({trial.case.problem for trial in done}) >= 200
-    pairs = [(trial.case.problem, trial.config) for trial in done]
-    assert set(plan.specs(family("fused_attention"), pairs)) == set(report.artifacts)
+def proved(part: str, artifacts: Artifacts) -> list[tuple[Trial, Finding]]:
+    mine = [trial for trial in trials() if part_of(trial.case) == part]
+    drawn = list(dict.fromkeys(trial.case for trial in mine))
+    configs = list(dict.fromkeys(trial.config for trial in mine))
+    wanted = {
+        "cases": [case.to_json() for case in drawn],
+        "configs": [config.to_json() for config in configs],
+        "libraries": libraries(artifacts),
+        "trials": [(drawn.index(one.case), configs.index(one.config)) for one in mine],
+    }
+    labels = [f"{trial.case.label()}: {trial.config.params}" for trial in mine]
+    return list(zip(mine, lines_of(CHILD, wanted, labels, LIMIT_S), strict=True))
 
 
-def test_most_cases_have_a_peer(report: Report) -> None:
-    """FlashAttention-2 was there to be compared with wherever its mask is ours."""
+@pytest.mark.parametrize("part", PARTS)
+def test_every_kernel_is_right(
+    found: Mapping[str, Future[list[tuple[Trial, Finding]]]], part: str
+) -> None:
+    results = found[part].result()
+    faults = [
+        f"{trial.case.label()}: {trial.config.params}: {fault}"
+        for trial, finding in results
+        for fault in finding["faults"]
+    ]
+    assert results and not faults, f"{len(faults)} faults, first: {faults[:3]}"
+
+
+def test_nothing_was_left_out() -> None:
+    """Each case is computed, on enough problems."""
+    assert {trial.case for trial in trials()} == set(cases.drawn())
+    assert len({trial.case.problem for trial in trials()}) >= 200
+
+
+def test_peers_and_repetitions(found: Mapping[str, Future[list[tuple[Trial, Finding]]]]) -> None:
+    """FlashAttention-2 was compared with wherever its mask is ours, and each value of each lever
+    left the same bits 100 times; split keys among them.
+    """
+    results = [result for future in found.values() for result in future.result()]
     square = [
-        found
-        for trial, found in report.results
+        finding["peer"]
+        for trial, finding in results
         if trial.case.problem.seqlen_q == trial.case.problem.seqlen_kv
     ]
-    assert square
-    assert all(found.peer is not None for found in square)
-
-
-def test_every_lever_was_repeated(report: Report) -> None:
-    """The same bits 100 times, with each value of each lever; split keys among them."""
-    often = [trial.config for trial, found in report.results if found.repeats >= 100]
+    assert square and None not in square
+    often = [trial.config for trial, finding in results if finding["repeats"] >= 100]
     repeated = {fact for config in often for fact in config.params.items()}
-    assert {fact for trial, _ in report.results for fact in trial.config.params.items()} <= repeated
+    assert {fact for trial, _ in results for fact in trial.config.params.items()} <= repeated
 
 
 #: Of a chain: one shape, full and causal, for kernels of every kind; times the default scale, at
@@ -98,7 +145,7 @@ CHAINED = "B=2,H=16,HKV=2,SQ=1000,SKV=777,D=64"
 CHAIN_SCALE = 16 / 64**0.5
 
 
-def test_unlike_kernels_read_each_others_outputs(report: Report) -> None:
+def test_unlike_kernels_read_each_others_outputs(artifacts: Artifacts) -> None:
     """Launched as programmatic dependents in one graph, each kernel's output the next one's query:
     what it is when one waits after each. One begins while another still runs, and must not read,
     nor overwrite, before it has ended.
@@ -121,7 +168,7 @@ def test_unlike_kernels_read_each_others_outputs(report: Report) -> None:
         configs = [c for c in kernel.members if not member.violations(problem, c, gpu)]
         for config in [c for c in configs if c["pdl"]][:3]:
             [spec] = member.kernels(problem, config).values()
-            loaded = load(report.artifacts[spec])
+            loaded = load(artifacts[spec])
             (launch,) = member.launches(problem, config, CHAIN_SCALE)
             assert loaded.workspace_bytes(launch.integers) <= len(workspace)
             rest = (launch.integers, launch.scalars, workspace.data_ptr())

@@ -7,11 +7,9 @@
     binding.py    a plan's config as a kernel that can be launched
     reference.py  inputs, attention in fp64 and the comparison, over torch tensors
     prover.py     runs one kernel on one case and says what is wrong with it
-    child.py      the process that does it, and can be killed
-    parent.py     compiles, starts and restarts the child
-    report.py     what was found, as JSON and a table
 
-``tests/gpu/sanitizer`` runs the same kernels under compute-sanitizer.
+``tests/gpu/fused_attention_child.py`` is the process that does it. ``tests/gpu/sanitizer`` runs the
+same kernels under compute-sanitizer.
 
 Everything goes through the contract of a family: no parameter of a kernel is named here.
 """

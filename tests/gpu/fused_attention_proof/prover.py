@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,7 +16,6 @@ from tuner.problem import Operand
 
 from .cases import Case
 from .reference import Difference, attention, difference, draw_inputs, lse_difference, strided
-from .report import Finding
 
 #: Largest relative Frobenius error, by type.
 LIMITS = {"float16": 6e-4, "bfloat16": 5e-3}
@@ -35,6 +35,23 @@ REPEAT_FLOPS = 3e11
 #: scale itself each output is nearer to the mean of the values, and soon all are the same.
 CHAIN = 3
 CHAIN_SCALE = 16.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one kernel did on one case; no `faults` is a pass."""
+
+    frobenius: float | None = None
+    """Relative Frobenius error against fp64."""
+    row: float | None = None
+    """The worst row's relative error."""
+    lse: float | None = None
+    """Worst absolute error of the log-sum-exp; None where the kernel writes none."""
+    peer: float | None = None
+    """FlashAttention-2's relative Frobenius error; None where it does not take the input."""
+    repeats: int = 0
+    """Launches compared bit by bit with the first."""
+    faults: list[str] = field(default_factory=list)
 
 
 def judge(

@@ -10,10 +10,9 @@ from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 
-from fused_attention_proof.parent import build
 from fused_attention_proof.plan import specs
 
-from tuner.compile.artifacts import ArtifactCache
+from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.compile.compiler import Compiler
 from tuner.compile.toolchain import find_toolchain
 from tuner.errors import ConfigError, TunerError
@@ -23,7 +22,7 @@ from tuner.hardware import DEFAULT_GPU
 from tuner.measure.device import detect
 
 from .targets import DEFAULT, FAMILIES, Target, fused_proof, halved_of, targets
-from .tools import TOOLS, Run, Sanitizer, Seen, find_sanitizer, table
+from .tools import TOOLS, Run, Sanitizer, Seen, find_sanitizer, say, table
 from .variants import VARIANTS, rendered_as
 
 
@@ -111,6 +110,21 @@ def without(target: Target, failed: Mapping[KernelSpec, str]) -> Target:
     member = family(target.family)
     launches = [pair for pair in target.launches if not failed.keys() & specs(member, [pair])]
     return replace(target, launches=tuple(launches))
+
+
+def build(
+    compiler: Compiler, wanted: Sequence[KernelSpec]
+) -> tuple[dict[KernelSpec, Artifact], dict[KernelSpec, str]]:
+    """Compile all at once: the artifacts, and the reason of each kernel that has none."""
+    built: dict[KernelSpec, Artifact] = {}
+    failed: dict[KernelSpec, str] = {}
+    for spec, future in compiler.submit(wanted):
+        try:
+            built[spec] = future.result()
+        except TunerError as exc:
+            failed[spec] = str(exc)
+            say(f"does not compile: {exc}")
+    return built, failed
 
 
 def write(path: Path | None, seen: Sequence[Seen]) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -16,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fused_attention_proof.binding import libraries
-from fused_attention_proof.parent import say
 
 from tuner.base.processes import ProcessPool, python_command
 from tuner.compile.artifacts import Artifact
@@ -29,6 +29,10 @@ TOOLS = ("memcheck", "racecheck", "synccheck")
 #: Bytes that memcheck keeps free behind each allocation.
 PADDING = 4096
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
