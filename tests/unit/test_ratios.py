@@ -15,7 +15,7 @@ from tuner.selection.choice import choose
 from tuner.selection.domains import AttentionDomain
 from tuner.selection.engine_ratios import is_engines
 from tuner.selection.portfolio import Portfolio
-from tuner.selection.ratios import LEAD, MIN_ERROR, PRIOR, Ratios
+from tuner.selection.ratios import LEAD, MIN_ERROR, SCATTER, Ratios
 
 ROWS = PROBLEM.batch * PROBLEM.heads_q * PROBLEM.seqlen_q
 SIZES = ROWS, PROBLEM.seqlen_kv
@@ -53,10 +53,23 @@ def test_the_prior_is_the_models_ratio_with_its_error() -> None:
     assert alone.lead((1, 1), 0.3, 0.1645) == pytest.approx(0.3 - LEAD * 0.1)
     assert alone.lead((1, 1), 0.3, 0.0) == pytest.approx(0.3 - LEAD * MIN_ERROR)
     here = Ratios.of([(SIZES, math.e)] * 2)
-    mean = (2 + PRIOR * 0.4) / (2 + PRIOR)
-    squares = (2 + PRIOR * 0.16) / (2 + PRIOR)
+    error = 2 * SCATTER
+    mean = (2 + 0.4 / 4) / (2 + 1 / 4)
+    squares = (2 + (error**2 + 0.16) / 4) / (2 + 1 / 4)
     wanted = mean - LEAD * math.sqrt(squares - mean * mean)
-    assert here.lead(SIZES, 0.4, 0.0) == pytest.approx(wanted)
+    assert here.lead(SIZES, 0.4, 1.645 * error) == pytest.approx(wanted)
+
+
+def test_nearer_calls_weigh_more() -> None:
+    """A call's weight falls to 1/e over the width."""
+    rows, keys = SIZES
+    width = 1.0
+    twice = Ratios.of([(SIZES, 1.0), ((2 * rows, keys), math.e)], width)
+    prior = (SCATTER / 0.1) ** 2
+    mean, _ = twice.near(SIZES, 0.0, 0.1645)
+    assert mean == pytest.approx(math.exp(-1) / (1 + math.exp(-1) + prior))
+    far, _ = twice.near((2**8 * rows, keys), 0.3, 0.1645)
+    assert far == pytest.approx(0.3)
 
 
 def test_ratios_of_another_gpu_only_take_calls_from_own_kernels() -> None:

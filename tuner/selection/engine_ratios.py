@@ -5,7 +5,7 @@ serving build. The engine's kernel has no time model: the ratio expected at a ca
 domain, corrected by those near the call.
 
 At 229 batches (``tests/assets/fits/engines.jsonl.gz``), each by the others, 8 are below 0.97 of the
-engine's in place of 26. Tuned kernels answer 184, and the mean is 1.187 in place of 1.193
+engine's in place of 26. Tuned kernels answer 183, and the mean is 1.186 in place of 1.193
 (replayed).
 """
 
@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from statistics import fmean, pstdev
 
 from tuner.problem import AttentionProblem
 from tuner.selection.domains import AnyDomain, AttentionDomain
-from tuner.selection.ratios import NORMAL_P90, Ratios
+from tuner.selection.ratios import Ratios
 
 EngineRatios = Mapping[AnyDomain, Ratios]
 """By domain; of paged caches."""
-WIDTH_OCTAVES = 0.7
+WIDTH_OCTAVES = 1.0
 NARROW = 64
 """Head dimensions up to this: engines answered prompts as fast by tuned kernels."""
 
@@ -40,8 +39,7 @@ def is_engines(problem: AttentionProblem, measured: EngineRatios) -> bool | None
     ratios = _ratios_of(problem, measured)
     if ratios is None:
         return None
-    error = NORMAL_P90 * pstdev(ratios.logs)
-    return ratios.lead(sizes_of(problem), fmean(ratios.logs), error) < 0
+    return ratios.lead(sizes_of(problem), *ratios.prior) < 0
 
 
 def ratio(problem: AttentionProblem, measured: EngineRatios) -> float | None:
@@ -49,7 +47,7 @@ def ratio(problem: AttentionProblem, measured: EngineRatios) -> float | None:
     ratios = _ratios_of(problem, measured)
     if ratios is None:
         return None
-    return math.exp(ratios.near(sizes_of(problem), fmean(ratios.logs), 0.0)[0])
+    return math.exp(ratios.near(sizes_of(problem), *ratios.prior)[0])
 
 
 def is_wide_chunk(problem: AttentionProblem) -> bool:

@@ -14,17 +14,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import fmean, pstdev
 from typing import NamedTuple
 
 from tuner.config import Config
 from tuner.families.peers import installed, may_answer
 from tuner.problem import AttentionProblem
 from tuner.selection.domains import AnyDomain
-from tuner.selection.ratios import NORMAL_P90, Ratios
+from tuner.selection.ratios import Ratios
 
-WIDTH_OCTAVES = 1.4
-MIN_LEAD = 0.02
+WIDTH_OCTAVES = 0.7
+MIN_LEAD = 0.04
 """Least logarithm by which a peer must win: its calls cost the host more than those of own kernels,
 which the dispatcher launches."""
 
@@ -47,19 +46,13 @@ class PeerRatios(NamedTuple):
         kernel = str(self.config["kernel"])
         return installed.build_of(kernel) == self.build and may_answer(kernel)
 
-    @property
-    def mean(self) -> float:
-        """Mean logarithm of the ratios."""
-        return fmean(self.ratios.logs)
-
     def expected(self, sizes: Sequence[int]) -> float:
         """Logarithm by which the peer's kernel is expected to be faster."""
-        return self.ratios.near(sizes, self.mean, 0.0)[0]
+        return self.ratios.near(sizes, *self.ratios.prior)[0]
 
     def lead(self, sizes: Sequence[int]) -> float:
         """Logarithm by which the peer's kernel is expected to be faster, less its error."""
-        error = NORMAL_P90 * pstdev(self.ratios.logs)
-        return self.ratios.lead(sizes, self.mean, error)
+        return self.ratios.lead(sizes, *self.ratios.prior)
 
 
 Peers = Mapping[AnyDomain, Sequence[PeerRatios]]
@@ -88,4 +81,4 @@ def faster(
     leads = ((one.lead(sizes), one) for one in peers if one.answers_here)
     for lead, one in sorted(leads, key=lambda pair: -pair[0]):
         if lead >= MIN_LEAD:
-            yield math.exp(one.mean), one.config
+            yield math.exp(one.expected(sizes)), one.config
