@@ -1,7 +1,6 @@
 """Large attention problems by own kernels of several loop orders, beside the fastest peers.
 
-Own kernels vary the selection's first: the width of tiles, turns of the warp groups, and the order
-in which the output is rescaled (`rescale`).
+Own kernels vary the selection's first: the shape of tiles, and the orders of `ORDERS`.
 
 The table has each order's fastest kernel over the same without the lever, and over the fastest
 peer. Peers are cuDNN by PyTorch's operator, and the builds of FlashAttention-3. Errors are against
@@ -12,7 +11,8 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 from benchmarks import harness, population_kernels, rows
@@ -21,7 +21,6 @@ from benchmarks.own_plans import compile_specs
 from benchmarks.population_kernels import FAMILY, MAX_ERROR, Attention
 from benchmarks.rows import PYTORCH
 from tuner.config import Config
-from tuner.families.fused_attention import WORDS
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionProblem
 from tuner.selection.portfolio import serving, shipped
@@ -42,11 +41,20 @@ LONG = tuple(
     )
 )
 SMOKE = Attention(AttentionProblem.parse("H=2,S=256,D=64,dtype=bf16,layout=bshd"))
-#: Keys of a tile that are tried beside the selection's, by head dimension.
-WIDTHS = {128: (128, 160, 176)}
+#: Warp groups and keys of a tile that are tried beside the selection's, by head dimension.
+SHAPES = {128: ((2, 128), (2, 176))}
 PLAIN = "plain"
-"""The order without the lever."""
-ORDERS = (PLAIN, *WORDS["rescale"])
+"""The order without a lever."""
+LAZY, TURNS, MAXIMA = {"rescale": "lazy"}, {"turn_ends": "scores"}, {"maxima": "integers"}
+ORDERS: Mapping[str, Mapping[str, str]] = {
+    PLAIN: {},
+    "lazy": LAZY,
+    "lazy, turns": LAZY | TURNS,
+    "lazy, maxima": LAZY | MAXIMA,
+    "lazy, turns, maxima": LAZY | TURNS | MAXIMA,
+}
+"""Levers of each order."""
+LEVERS = frozenset(name for levers in ORDERS.values() for name in levers)
 
 
 def candidates(problem: AttentionProblem) -> Iterator[tuple[str, Config]]:
@@ -61,18 +69,17 @@ def candidates(problem: AttentionProblem) -> Iterator[tuple[str, Config]]:
     first = next((config for _, config in own), None)
     if first is None:
         return
-    widths = dict.fromkeys((first["tile_n"], *WIDTHS.get(problem.head_dim, ())))
-    for tile_n in widths:
-        for ping_pong in (False, True):
-            for order in ORDERS:
-                params = {**first.params, "tile_n": tile_n, "ping_pong": ping_pong}
-                params |= {} if order == PLAIN else {"rescale": order}
-                config = Config(FAMILY.name, params)
-                if FAMILY.violations(problem, config, DEFAULT_GPU):  # shared memory for outputs
-                    params.pop("stages_output", None)
-                    config = Config(FAMILY.name, params)
-                if not FAMILY.violations(problem, config, DEFAULT_GPU):
-                    yield order, config
+    mine = int(first["warp_groups"]), int(first["tile_n"])
+    shapes = dict.fromkeys((mine, *SHAPES.get(problem.head_dim, ())))
+    others = {name: value for name, value in first.params.items() if name not in LEVERS}
+    for (groups, tile_n), (order, levers) in product(shapes, ORDERS.items()):
+        params = {**others, "warp_groups": groups, "tile_n": tile_n, **levers}
+        config = Config(FAMILY.name, params)
+        if not FAMILY.accepts(problem, config, DEFAULT_GPU):  # shared memory for outputs
+            params.pop("stages_output", None)
+            config = Config(FAMILY.name, params)
+        if FAMILY.accepts(problem, config, DEFAULT_GPU):
+            yield order, config
 
 
 def compile_long(cases: Sequence[Attention]) -> int:

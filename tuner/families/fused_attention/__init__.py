@@ -56,6 +56,8 @@ WORDS = {
     "mask_operand": ("bool", "additive"),
     "skips_masked": ("blocks", "halves"),
     "rescale": ("lazy",),
+    "maxima": ("integers",),
+    "turn_ends": ("scores",),
 }
 #: Share of the multiprocessors that clusters can be relied on to fill: a cluster's are those of one
 #: GPC, of which some are left over. On an H200 42 clusters of three, 16 of eight or 8 of sixteen
@@ -64,6 +66,11 @@ CLUSTERED_SHARE = 0.85
 #: Clusters of more than `SMALL_CLUSTER` blocks, for each block of a multiprocessor, that take one
 #: round: with more of them `SMALL_CLUSTER` splits took a fifth to a third less time (H200, H100).
 LARGE_CLUSTERS, SMALL_CLUSTER = 7, 8
+#: Levers that a draw leaves out half of the time.
+_DRAWN_HALF = (
+    *("key_groups", "pads_heads", "stages_output", "skips_masked", "rescale", "maxima"),
+    "turn_ends",
+)
 #: Rows of a page that one copy may bring, widest first.
 BOXES = (64, PAGE_MULTIPLE)
 
@@ -95,6 +102,8 @@ class FusedAttention(Family):
         "stages_output": (True,),
         "skips_masked": ("blocks", "halves"),
         "rescale": ("lazy",),
+        "maxima": ("integers",),
+        "turn_ends": ("scores",),
         "persistent": (False, True),
         "blocks_per_sm": (1, 2),
         "splits": range(1, MAX_SPLITS + 1),
@@ -110,7 +119,7 @@ class FusedAttention(Family):
         {
             *("key_groups", "packed_heads", "ping_pong", "early_exp", "stages_output", "combine"),
             *("pads_heads", "box_rows", "whole_rows", "copy_warps", "skips_masked"),
-            *("stream_k", "rescale", "split_keys"),
+            *("stream_k", "rescale", "maxima", "turn_ends", "split_keys"),
         }
     )
     draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {
@@ -170,16 +179,18 @@ class FusedAttention(Family):
         self, problem: Problem, gpu: Gpu, members: Sequence[Config], rng: random.Random
     ) -> Config:
         """As `Family.draw`, with `ping_pong`, `early_exp` and `combine` only where they apply.
-        `key_groups`, `pads_heads`, `stages_output`, `skips_masked` and `rescale` are each off half
-        of the time. Boxes are as wide as possible.
+        Optional levers are each off half of the time. Boxes are as wide as possible.
         """
         params = dict(super().draw(problem, gpu, members, rng).params)
         for name in PAGED_ONLY:
             params.pop(name, None)
         params.pop("split_keys", None)
-        for name in ("key_groups", "pads_heads", "stages_output", "skips_masked", "rescale"):
+        for name in _DRAWN_HALF:
             if rng.random() < 0.5:
                 params.pop(name, None)
+        turn_ends = params.pop("turn_ends", None)
+        if "rescale" not in params:
+            params.pop("maxima", None)
         ping_pong, early = params.pop("ping_pong", False), params.pop("early_exp", 0)
         combine = params.pop("combine", "kernel")
         if params["splits"] != 1:
@@ -188,6 +199,7 @@ class FusedAttention(Family):
             params["early_exp"] = early
             if params["warp_groups"] != 1:
                 params["ping_pong"] = ping_pong
+                params |= {"turn_ends": turn_ends} if ping_pong and turn_ends else {}
         return Config(self.name, params)
 
     def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:

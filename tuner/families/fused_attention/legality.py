@@ -28,6 +28,8 @@ MAX_STAGED = 16
 MAX_SPLITS = 512
 #: Blocks of a cluster at most (CUDA's limit where non-portable sizes are allowed).
 MAX_CLUSTERED = 16
+#: Warp groups that have a named barrier each to vote at.
+MAX_VOTING = 3
 #: Keys of a block that a WGMMA may take half of.
 HALVED = (64, 128, 192, 256)
 #: mbarriers and two tiles' coordinates at the end of the shared memory, rounded to the alignment
@@ -59,6 +61,15 @@ def conflicts(problem: AttentionProblem, config: Config) -> list[str]:
         )
     if "rescale" in config.params and (buffers != 1 or problem.dtype == E4M3):
         found.append("rescale is for one score buffer of fp16 or bf16, only")
+    is_other = problem.is_windowed or bool(problem.block_mask) or "key_groups" in config.params
+    is_other |= groups > MAX_VOTING or "rescale" not in config.params
+    if "maxima" in config.params and is_other:
+        found.append(
+            f"maxima is for rescale=lazy and {MAX_VOTING} warp groups at most, without key_groups, "
+            "windows or block_mask, only"
+        )
+    if "turn_ends" in config.params and not config.get("ping_pong"):
+        found.append("turn_ends is for ping_pong, only")
     found += _packing(problem, config)
     if problem.is_varlen and not problem.is_paged and splits > 1:
         found.append(f"splits={splits} is not for variable lengths (allowed: 1)")
