@@ -1,11 +1,10 @@
-"""What calls are given, on the GPU: causal masks of unequal lengths by every way in, empty tensors,
-tensors that lie as no kernel reads them, a model's soft cap, and calls that are refused.
+"""What calls are given, on the GPU: causal masks of unequal lengths by every way in, tensors that
+lie as no kernel reads them, a model's soft cap, and calls that are refused.
 """
 
 from __future__ import annotations
 
 import importlib
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -209,75 +208,6 @@ def test_nested_tensors_under_the_switch() -> None:
     for one in (out, found):
         assert torch.equal(one.values(), wanted.values())
     assert hits() == 0
-
-
-# --- empty tensors --------------------------------------------------------------------------
-
-
-def outcome(call: Callable[[], Any]) -> Any:
-    """Everything that a caller can see: an error's type, or the result's facts and elements."""
-    try:
-        out = call()
-    except Exception as exc:
-        return type(exc)
-    return tuple(out.shape), out.stride(), out.dtype, out.device, out.nan_to_num(7.0).tolist()
-
-
-@pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        (0, 4, 4, 8, 8, 64),
-        (2, 4, 4, 0, 8, 64),
-        (2, 4, 4, 8, 0, 64),
-        (2, 4, 2, 8, 0, 64),
-        (2, 4, 4, 0, 0, 64),
-        (2, 0, 0, 8, 8, 64),
-        (2, 4, 4, 8, 8, 0),
-    ],
-    ids=str,
-)
-def test_empty_attention(
-    path: str, sizes: tuple[int, ...], layout: str, is_causal: bool, requires_grad: bool
-) -> None:
-    batch, heads, heads_kv, queries, keys, head_dim = sizes
-
-    def made(count: int, length: int) -> Any:
-        shape = (batch, count, length, head_dim)
-        if layout == "bshd":
-            shape = (batch, length, count, head_dim)
-        tensor = torch.randn(shape, device="cuda", dtype=torch.float16)
-        return (tensor.transpose(1, 2) if layout == "bshd" else tensor).requires_grad_(
-            requires_grad
-        )
-
-    q, k, v = made(heads, queries), made(heads_kv, keys), made(heads_kv, keys)
-    options = {"is_causal": is_causal, "enable_gqa": heads != heads_kv}
-    outs = [tuner.attention(q, k, v, **options) for _ in range(2)]
-    if path == "dispatcher":  # nothing is overridden without it
-        with tuner.enabled():
-            outs += [SDPA(q, k, v, **options) for _ in range(2)]
-    for out in outs:  # PyTorch 2.11 by itself makes no tensor of an empty batch
-        assert (out.shape, out.dtype, out.device) == (q.shape, q.dtype, q.device)
-        assert not out.any() and out.requires_grad == requires_grad
-    assert hits() == 0
-    torch.cuda.synchronize()
-
-
-def test_empty_products(path: str) -> None:
-    for m, n, k in list(itertools.product((0, 32), (0, 64), (0, 16)))[:-1]:
-        a, w = (torch.randn(*size, device="cuda").half() for size in ((m, k), (n, k)))
-        for _ in range(2):
-            assert outcome(lambda a=a, w=w: tuner.linear(a, w)) == outcome(
-                lambda a=a, w=w: torch.nn.functional.linear(a, w)
-            )
-            assert outcome(lambda a=a, w=w: tuner.matmul(a, w.t())) == outcome(
-                lambda a=a, w=w: torch.matmul(a, w.t())
-            )
-    assert hits() == 0
-    torch.cuda.synchronize()
 
 
 # --- tensors that lie otherwise -------------------------------------------------------------

@@ -35,7 +35,7 @@ from bench_programs import (  # noqa: F401
 from bench_sweeps import compiler, sweeps  # noqa: F401
 from bits_fakes import row_by_row  # noqa: F401
 
-from benchmarks import harness
+from benchmarks import harness, population
 from benchmarks.__main__ import NAMES, main
 from benchmarks.harness import Bench
 
@@ -76,8 +76,10 @@ PREPARED: dict[tuple[str, str], str] = {
 
 
 @pytest.mark.parametrize(("name", "preset"), PRESETS)
-def test_cases_are_listed_without_a_gpu(name: str, preset: str) -> None:
+def test_cases_are_listed_without_a_gpu(name: str, preset: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(population, "OWN_DRAWN", 100)
     args = harness.parser_of(BENCHES[name]).parse_args(["--preset", preset])
+    args.count = 60
     cases = BENCHES[name].presets[preset].cases(args)
     labels = [case.label for case in cases]
     assert labels and len(labels) == len(set(labels))

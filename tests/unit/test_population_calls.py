@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 from bench_device import time_calls
 
-from benchmarks import harness, population, population_kernels, population_masks
+from benchmarks import harness
 from benchmarks.call_times import MAX_CALLS
 from tuner.hardware import GPUS
 from tuner.problem import AttentionProblem, GemmProblem, SwigluProblem
@@ -23,11 +22,9 @@ from tuner.problem.population import (
     ModelCall,
     View,
     draw,
-    is_held_out,
-    linears,
     subset,
 )
-from tuner.selection.domains import AttentionDomain, domain_of
+from tuner.selection.domains import domain_of
 from tuner.selection.portfolio import serving, shipped
 
 H200 = GPUS["H200"]
@@ -210,20 +207,6 @@ def test_kinds_of_answers(calls: Any, stats: Any, kind: str | None, said: tuple[
     assert calls.answered(SimpleNamespace(**{**STATS, **stats}), answer) == said
 
 
-def test_a_vendors_kernel_is_pytorchs_by_choice(calls: Any) -> None:
-    from tuner.config import Config
-
-    vendors = SimpleNamespace(config=Config("vendor_sdpa", {"kernel": "cudnn"}))
-    answer: Any = SimpleNamespace(kind="exact", candidates=(vendors,))
-    stats = SimpleNamespace(**{**STATS, "hits": 1, "peers": {"pytorch": 1}})
-    assert calls.answered(stats, answer) == ("PyTorch's by choice", "cudnn")
-
-
-def test_a_peer_is_named(calls: Any) -> None:
-    stats = SimpleNamespace(**{**STATS, "hits": 1, "peers": {"flash3": 1}})
-    assert calls.answered(stats, None) == ("flash3", "")
-
-
 def test_what_the_runtime_reads_off_the_tensors(calls: Any) -> None:
     plain = SMALL["plain"]
     assert calls.posed(plain) == plain.problem
@@ -245,153 +228,3 @@ def test_calls_of_public_models_have_own_kernels(calls: Any) -> None:
                 models = portfolio.models_of(domain_of(calls.posed(call)))
                 assert models is not None, (gpu, call.label)
                 assert not all(one.is_vendor for one in models.candidates), (gpu, call.label)
-
-
-def test_ten_held_out_models_layers_are_called_once_in_an_order_by_hash() -> None:
-    models = subset(",".join(population.LAYER_MODELS))
-    assert len(models) == 10 and all(map(is_held_out, models))
-    (gpt2,) = subset("gpt2")
-    wanted = {
-        (m, *nk) for *nk, _ in linears(gpt2.stacks[0]).values() for m in population.LAYER_ROWS
-    }
-    sizes = [(p.m, p.n, p.k) for p in (call.problem for call in population.layers_of(["gpt2"]))]
-    assert len(sizes) == len(wanted) and set(sizes) == wanted
-    both = population.layers_of(["llama-2-7b", "llama-2-13b"])
-    keys = [call.key for call in both]
-    assert len(keys) == len(set(keys))
-    assert keys == [call.key for call in population.layers_of(["llama-2-13b", "llama-2-7b"])]
-
-
-@pytest.mark.parametrize("op", ["gemm", "attention"])
-def test_own_kernels_answer_calls_of_models_that_make_selections(calls: Any, op: str) -> None:
-    by_label = population.own_calls(op, H200)
-    portfolios = {one.op: one for one in serving(shipped(), H200)}
-    label_of = {call.key: label for label, some in by_label.items() for call in some}
-    for label, some in by_label.items():
-        for call in some[:3]:
-            problem = calls.posed(call)
-            domain, selection = domain_of(problem), portfolios[problem.op].select(problem)
-            assert domain is not None and domain.label() == label
-            assert not is_held_out(subset(call.model)[0])
-            assert selection is not None and next(selection.own(), None) is not None
-            if isinstance(domain, AttentionDomain):
-                assert not domain.has_softcap and domain.mask != "windowed"
-    turns = population.by_turns(op, by_label)
-    counts = Counter(label_of[call.key] for call in turns)
-    often, ends = population.OFTEN[op]
-    assert len(turns) == len({call.key for call in turns})
-    for label, some in by_label.items():
-        width = often if label.endswith(ends) else 1
-        assert counts[label] == min(len(some), width * population.MOST[op])
-
-
-def test_the_listing_counts_calls_that_are_not_posed(calls: Any, monkeypatch: Any) -> None:
-    from tuner.runtime.call.refusal import Kind, Refusal
-
-    refusal = Refusal(Kind.MASK, "not of the query's type")
-    monkeypatch.setattr("benchmarks.population_tensors.as_operand", lambda *_: refusal)
-    cases = [population.DrawnCall(SMALL[name]) for name in ("padding", "linear", "plain")]
-    args = SimpleNamespace(problems=False, gpu="H100")
-    text = "\n".join(population.listing(cases, args))  # type: ignore[arg-type]
-    assert all(case.label in text for case in cases)
-    assert "    1  50.0%  attention, not posed: attn_mask is given" in text
-
-
-def test_problems_are_listed_for_a_sweep(tmp_path: Any, capsys: Any) -> None:
-    from tuner.tuning.job import read_problems
-
-    options = ["--models", "gpt2,bert-base", "--count", "20", "--list", "--problems"]
-    assert harness.main(population.BENCH, options) == 0
-    path = tmp_path / "problems.yaml"
-    path.write_text(capsys.readouterr().out)
-    drawn = draw("0", 20, subset("gpt2,bert-base"))
-    assert read_problems(path) == list(dict.fromkeys(call.problem for call in drawn))
-
-
-def test_a_table_tells_answers_apart_and_names_the_worst() -> None:
-    us = {"pytorch": 10.0, "tuner": 8.0, "tuner enabled": 5.0, "control": 10.0}
-    row = {"case": "a", "group": "attention", "us": us, "answered": "selection", "failed": {}}
-    refused = {**row, "case": "b", "us": {**us, "tuner": 20.0}, "answered": "refused"}
-    refused["reason"] = "no measured winner"
-    lost = {"case": "c", "group": "products", "lost": "no answer"}
-    lines = population.answers_table([row, refused, lost])
-    assert any(line.startswith("| attention, refused | 1 | 1 | 0.500 ") for line in lines)
-    assert any(line.startswith("| attention, selection | 1 | 1 | 1.250 ") for line in lines)
-    assert any(line.startswith("| tuner.enable | 2 | 2 | 2.000 ") for line in lines)
-    worst = lines.index("worst to the fastest:")
-    assert lines[worst + 2] == "- 0.500, 20.0 us, b"
-    assert lines[-2:] == ["refused 1 times: no measured winner", "lost: c: no answer"]
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("first", [0, 570])
-def test_the_exact_output_is_sdpas_in_float64(is_causal: bool, first: int) -> None:
-    """Over more than one chunk of queries, with grouped heads."""
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    torch.manual_seed(1)
-    shape = (2, 4, population_kernels.CHUNK + 70, 16)
-    query, key, value = (torch.randn(shape, dtype=torch.float64) for _ in range(3))
-    key, value = key[:, :2], value[:, :2]
-    wanted = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, is_causal=is_causal, scale=0.3, enable_gqa=True
-    )
-    out = population_kernels.exact(query, key, value, 0.3, is_causal=is_causal, first=first)
-    assert out.shape[2] == shape[2] - first
-    assert population_kernels.relative_error(wanted, out) < 1e-12
-    zeroed = wanted.clone()
-    zeroed[1, 3, -1] = 0
-    assert population_kernels.relative_error(zeroed, out) > 1e-3
-
-
-def test_a_wrong_kernel_is_not_timed(monkeypatch: Any) -> None:
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    ways = [harness.Contender(str(error), lambda _, e=error: e) for error in (0.001, 0.1)]
-    failed: dict[str, str] = {}
-    fit, errors = population_kernels.right(ways, lambda out: float(out), 0.01, failed)
-    assert [way.name for way in fit] == ["0.001"] and errors == {"0.001": 0.001, "0.1": 0.1}
-    assert failed == {"0.1": "relative error 1.0e-01"}
-
-
-def test_the_predecessors_time_is_taken_off_under_each_load(monkeypatch: Any) -> None:
-    graph_us: dict[str, float] = {"own": 2000.0, "flash3": 2200.0}
-
-    def captured(before: Any, one: Any, count: int) -> Any:
-        us = graph_us[one.name] * count + 50 if one else 50.0
-        return SimpleNamespace(us=us, replay=lambda: None)
-
-    monkeypatch.setattr(population_kernels, "captured", captured)
-    monkeypatch.setattr(population_kernels, "cooler", lambda: None)
-    monkeypatch.setattr(population_kernels, "_behind", lambda cool, graph: graph.us)
-    monkeypatch.setattr(population_kernels, "_held", lambda graph: (2 * graph.us, {"sm_mhz": 1}))
-    ways = [harness.Contender(name, lambda i: i) for name in graph_us]
-    loads = population_kernels.loaded(ways, lambda i: i, {"own": 1000.0})
-    assert loads["us"] == graph_us
-    assert loads["sustained_us"] == {"own": 4000.0, "flash3": 4400.0}
-
-
-@pytest.mark.parametrize("causal", ["", ",causal=1"])
-def test_each_width_of_tiles_is_compiled(causal: str) -> None:
-    problem = AttentionProblem.parse(f"B=2,H=16,S=2048,D=128,dtype=e4m3,layout=bshd{causal}")
-    configs = population_kernels.by_tile(problem)
-    kinds = [(c["tile_n"], c["ping_pong"], c.get("skips_masked")) for c in configs]
-    assert len(set(kinds)) == len(kinds) and {c["warp_groups"] for c in configs} == {2}
-    assert {(n, p, None) for n in (128, 160, 192, 224) for p in (True, False)} <= set(kinds)
-    assert ((128, True, "halves") in kinds) == bool(causal)
-
-
-def test_nvidias_frontend_takes_the_graph_of_e4m3() -> None:
-    cudnn = pytest.importorskip("cudnn", reason="nvidia-cudnn-frontend is not installed")
-    from benchmarks.population_cudnn import Fp8Graph
-
-    graph = Fp8Graph(cudnn, population_kernels.FP8_SMOKE.problem, 0.1, "AUTO", None).graph
-    assert len(graph.nodes) == 1 and {t.uid for t in graph.get_outputs()} == {10, 11, 12}
-
-
-def test_masks_show_each_query_its_own_key_and_not_all() -> None:
-    for name, sees in population_masks.MASKS.items():
-        assert all(sees(at, at) for at in (0, 511, 512, 1024, 4095)), name
-        assert not sees(0, 4095), name
-    window, prefix = population_masks.MASKS["window"], population_masks.MASKS["prefix"]
-    assert not window(1024, 0) and window(1023, 0)
-    assert prefix(0, 511) and not prefix(0, 512)
