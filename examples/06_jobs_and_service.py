@@ -1,7 +1,7 @@
 """A tuning job in a store, a worker that does it, and the service that hands its result out.
 
 Here all three run on one machine, one after the other. In earnest the store is PostgreSQL's, each
-GPU machine runs `tuner worker`, and one runs `tuner serve`.
+GPU machine runs `tuner jobs worker`, and one runs `tuner serve`.
 """
 
 import json

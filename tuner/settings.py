@@ -19,7 +19,7 @@ VARIABLES: dict[str, str] = {
     "TUNER_PEERS_PATH": "folder with peers to measure against: fa3.py, fa4.py, fa3_serving.py, ...",
     "TUNER_SAMPLER": "what searches: model (default), tpe, gp, cmaes, cost or random",
     "TUNER_OPTUNA_STORAGE": "URL or journal file that takes copies of the Optuna studies",
-    "TUNER_READ_TOKEN": "bearer token to look things up in a service (`tuner serve`, `tuner sync`)",
+    "TUNER_READ_TOKEN": "bearer token to read a service (`tuner serve`, `tuner store sync`)",
     "TUNER_WRITE_TOKEN": "bearer token to submit and cancel jobs, too (`tuner serve`)",
     "TUNER_DISABLE": "1 sends every call of the runtime to PyTorch",
     "TUNER_BATCH_INVARIANT": "1 gives a row the same bits in any batch, or an error",

@@ -162,7 +162,7 @@ def test_a_measured_peer_of_another_build_waits_for_its_revalidation(
         )
         plan = plan_of(posed, measured, 0)
         assert type(plan).__name__ == kind
-    assert "tuner revalidate" in plan.reason
+    assert "tuner entries revalidate" in plan.reason
 
 
 class TestBenchmark:

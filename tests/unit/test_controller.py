@@ -364,7 +364,7 @@ class TestController:
         with open_store(url) as store:
             job = store.jobs.submit([GemmProblem(4096, 4096, 4096)], OPTIONS)
         assert main(["worker", "--drain", "--store", url]) == 1
-        assert "tuner worker --replay" in capsys.readouterr().err
+        assert "tuner jobs worker --replay" in capsys.readouterr().err
         with open_store(url) as store:
             assert states(store, job) == ["queued"]
         studies = f"sqlite:///{tmp_path / 'optuna.db'}"

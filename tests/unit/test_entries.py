@@ -541,7 +541,7 @@ class TestPinAndForget:
         with contextlib.closing(sqlite3.connect(filled, isolation_level=None)) as connection:
             connection.execute("DROP TRIGGER measurements_immutable")
             connection.execute("UPDATE measurements SET config = '{'")
-        with pytest.raises(StoreError, match="or `tuner forget` the problem"):
+        with pytest.raises(StoreError, match="or `tuner entries forget` it"):
             run("list")
         out = printed(capsys, "forget", *SHAPE)
         assert out == f"1 entry and 3 measurements of {PROBLEM.label()} deleted\n"
@@ -558,7 +558,7 @@ class TestPinAndForget:
             (entry,) = store.entries()
         monkeypatch.setattr(commands, "shipped", lambda: (entry,))
         assert printed(capsys, "forget", *SHAPE).endswith("goes on being served\n")
-        with pytest.raises(NoValidConfigError, match="once it is imported"):
+        with pytest.raises(NoValidConfigError, match="to pin what ships"):
             run("pin", *SHAPE, "--config", OWN.digest)
 
     def test_a_wrong_shape_comes_before_a_store_that_is_not_there(self) -> None:

@@ -1,4 +1,4 @@
-"""``tuner fit NAME``: fits give what ships again from the files that it was fitted to, and give
+"""``tuner develop fit NAME``: fits give what ships again from the files of its fit, and give
 planted constants.
 """
 

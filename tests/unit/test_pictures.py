@@ -1,4 +1,4 @@
-"""The report's pictures as files, what `tuner profile` adds to it, and all tuned problems."""
+"""The report's pictures as files, what a profile adds to it, and all tuned problems."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tuner.report import analysis, charts, curves, lengths, page, pictures, spec
 from tuner.report.explain import COUNTED, explain
 from tuner.report.lengths import Length
 from tuner.report.palette import DARK, LIGHT, colours
+from tuner.report.sections import sections
 from tuner.report.subject import ReportSubject
 from tuner.runners.recording import Recording
 from tuner.store import Entry
@@ -238,7 +239,7 @@ class TestCounters:
 
 class TestFiles:
     def test_light_and_dark_in_one(self, subject: ReportSubject) -> None:
-        for made in pictures.specs(subject).values():
+        for made in pictures.specs(sections(subject)).values():
             svg = pictures.svg(made)
             root = ElementTree.fromstring(svg)
             assert root.get("aria-label") == made["description"]

@@ -58,7 +58,7 @@ def rescued(path: Path, store: Path) -> Store:
 def file_of(error: BaseException) -> Path:
     text = str(error)
     assert "\n" not in text
-    return Path(text.partition("is in ")[2].partition(": `tuner import`")[0])
+    return Path(text.partition("is in ")[2].partition(" (`tuner store import`")[0])
 
 
 @pytest.fixture

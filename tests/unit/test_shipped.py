@@ -69,7 +69,7 @@ def baselines(problem: Problem) -> set[str]:
 
 
 SURVEYS = [path for path in FILES if "-stream-" in path.name]
-"""Of `tuner survey --portfolio`: kernels at problems that nobody decides, each timed once."""
+"""Of `tuner develop survey`: kernels at problems that nobody decides, each timed once."""
 
 
 def test_surveys_hold_own_kernels_beside_pytorch_s() -> None:
@@ -161,7 +161,7 @@ def test_the_readme_shows_what_lookup_prints(capsys: pytest.CaptureFixture[str])
 def test_what_is_tuned_ships_as_it_is_exported(path: Path) -> None:
     """A line a measurement, so that a first lookup parses those that it needs."""
     text = path.read_text()
-    assert text == to_text(parse(text)), "write it with `tuner export`"
+    assert text == to_text(parse(text)), "write it with `tuner store export`"
 
 
 def test_a_fresh_installation_answers(tmp_path: Path) -> None:

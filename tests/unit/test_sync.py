@@ -1,4 +1,4 @@
-"""``tuner sync``: a service mirrored in the local store."""
+"""``tuner store sync``: a service mirrored in the local store."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ store = served_store
 
 
 class TestSync:
-    """``tuner sync``: a service mirrored in the local store."""
+    """``tuner store sync``: a service mirrored in the local store."""
 
     @pytest.fixture
     def served(self, store: Store, tmp_path: Path) -> Iterator[str]:

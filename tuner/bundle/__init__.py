@@ -3,7 +3,7 @@
 A bundle is a tar file without compression, equal for equal content::
 
     manifest.json            format, version, platform; SHA-256 and size of every other member
-    entries.json             the entries, as `tuner export` writes
+    entries.json             the entries, as `tuner store export` writes
     artifacts/<key>.json     the SHA-256 of its library, ptxas resources, facts of the build
     artifacts/<key>.cu       the rendered source
     libraries/<sha256>.so    kernels of one translation unit share one

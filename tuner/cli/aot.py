@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation for ``tuner sweep`` and ``tuner survey``."""
+"""Ahead-of-time compilation for ``tuner sweep`` and ``tuner develop survey``."""
 
 from __future__ import annotations
 

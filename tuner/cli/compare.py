@@ -1,4 +1,4 @@
-"""``tuner compare``: compare two stores, exported files or recordings."""
+"""``tuner store compare``: compare two stores, exported files or recordings."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def register(subparsers: Any) -> None:
     parser = _add(
         subparsers, "import", import_file, "add the entries of an exported file to the store"
     )
-    parser.add_argument("file", type=Path, help="file of `tuner export`")
+    parser.add_argument("file", type=Path, help="file of `tuner store export`")
     parser = _add(
         subparsers, "pin", pin, "serve one measured config in place of the decided winner"
     )
@@ -379,7 +379,7 @@ def _import_hint(problem: Problem) -> str:
     if all(entry.problem != problem for entry in shipped()):
         return ""
     folder = resources.cache() / "tuned"
-    return f"; what ships can be pinned once it is imported: `tuner import` a file of {folder}"
+    return f"; to pin what ships, `tuner store import` a file of {folder}"
 
 
 def unpin(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""``tuner fit``: fit what ships to measurements: portfolios, and constants of models."""
+"""``tuner develop fit``: fit what ships to measurements: portfolios, and constants of models."""
 
 from __future__ import annotations
 

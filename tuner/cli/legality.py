@@ -1,4 +1,4 @@
-"""``tuner legality``: compare a family's legality predicate with the compiler and the GPU."""
+"""``tuner develop legality``: a family's legality predicate beside the compiler and the GPU."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +14,8 @@ if TYPE_CHECKING:
     from tuner.hardware import Gpu
     from tuner.problem.engines import Engine
     from tuner.problem.steps import ModelStep
-    from tuner.selection.answering import Answering, AnswerRow, ModelAnswers, Rival
+    from tuner.selection.answering import Answering, ModelAnswers
 
-SHOWN = 0.95
-"""Share of the calls' time whose calls are listed, the longest first."""
-WAYS = ("PyTorch", "peer")
-"""Rivals that a step is compared with (`ModelAnswers.gain`)."""
 _OPTIONS = ("engine", "tensor_parallel", "batch", "seqlen", "dtype")
 """Options that are for ``--model`` only."""
 
@@ -82,75 +77,48 @@ def engine_of(args: argparse.Namespace) -> Engine | None:
     return ENGINES[args.engine] if args.engine else None
 
 
-def look_up_model(args: argparse.Namespace, gpu: Gpu, path: Path | None) -> int:
-    """Print a model's calls by their share of the time, and the model's expected gain.
+def answers_of(args: argparse.Namespace, gpu: Gpu, path: Path | None) -> ModelAnswers:
+    """Answers to the calls of the model that the arguments name.
 
     Args:
         args: arguments of the command.
         gpu: GPU that the times hold for.
-        path: the store's SQLite file.
+        path: the store's SQLite file; None: the user's.
     """
     from tuner.selection.answering import ModelAnswers
 
-    found = ModelAnswers.of(steps_of(args), gpu, path, engine_of(args))
+    return ModelAnswers.of(steps_of(args), gpu, path, engine_of(args))
+
+
+def look_up_model(args: argparse.Namespace, gpu: Gpu, path: Path | None) -> int:
+    """Print a model's calls by their share of the time, and the model's expected gain; arguments as
+    of `answers_of`.
+    """
+    found = answers_of(args, gpu, path)
     if args.json:
-        print(json.dumps(_json(found, gpu)))
+        print(json.dumps(answers_json(found, gpu)))
     else:
         print(_text(found, gpu))
     return 0
 
 
 def _text(found: ModelAnswers, gpu: Gpu) -> str:
-    from tuner.selection.describe import cut, microseconds, table
+    from tuner.selection import model_table
+    from tuner.selection.describe import table, wrapped
 
-    def rival(one: Rival | None) -> str:
-        return "-" if one is None else f"{microseconds(one.us)} {one.name}"
-
-    heading = ("share", "call", "answered by", "us", "instead", "fastest peer", "source")
-    rows, others = _shown(found.rows())
-    lines = [
-        (
-            f"{100 * row.share:.1f} %",
-            cut(f"{row.answer.problem.op} {row.answer.problem.label()}", 90),
-            row.answer.by,
-            microseconds(row.answer.us),
-            rival(row.answer.pytorch),
-            rival(row.answer.peer),
-            row.answer.source,
-        )
-        for row in rows
-    ]
-    text = table([heading, *lines], right=frozenset({0, 3}))
-    if others:
-        share = 100 * sum(row.share for row in others)
-        text += f"\n{len(others)} further calls have {share:.1f} % of the time"
-    steps: list[tuple[str, ...]] = [("step", "gain", "over the fastest")]
-    for step in found.steps:
-        steps.append(
-            (step.label, *(f"{found.gain(step, way):.2f}x" for way in ("PyTorch", "peer")))
-        )
-    steps.append(("mean", *(f"{found.mean_gain(way):.2f}x" for way in ("PyTorch", "peer"))))
-    return (
-        f"calls on {gpu.name}, by their share of the time; every step counts as much\n{text}\n\n"
-        f"{table(steps, right=frozenset({1, 2}))}\n"
-        "Instead: PyTorch's kernel, or the engine's own attention. Gains are ratios of the listed "
-        "calls' times only; a call without such a time counts with its own.\n"
-        "Predicted times are expected ones; peers have times where they, or ratios near the call, "
-        "were measured."
-    )
+    rows, others = model_table.shown(found.rows())
+    calls = table([model_table.CALLS, *model_table.calls(rows)], right=frozenset({0, 3}))
+    steps = table([model_table.STEPS, *model_table.steps(found)], right=frozenset({1, 2, 3, 4}))
+    lines = [f"calls on {gpu.name}, by their share of the time; every step counts as much", calls]
+    lines += [text] if (text := model_table.others_text(others)) else []
+    lines += ["", steps, "", *(line for note in model_table.NOTES for line in wrapped(note))]
+    return "\n".join(lines)
 
 
-def _shown(rows: Sequence[AnswerRow]) -> tuple[list[AnswerRow], list[AnswerRow]]:
-    """Rows up to `SHOWN` of the time, and the others."""
-    total = 0.0
-    for count, row in enumerate(rows, 1):
-        total += row.share
-        if total >= SHOWN:
-            return list(rows[:count]), list(rows[count:])
-    return list(rows), []
+def answers_json(found: ModelAnswers, gpu: Gpu) -> dict[str, Any]:
+    """Calls, steps and gains as one JSON object."""
+    from tuner.selection.model_table import WAYS
 
-
-def _json(found: ModelAnswers, gpu: Gpu) -> dict[str, Any]:
     def call(answer: Answering) -> dict[str, Any]:
         return {
             "op": answer.problem.op,

@@ -1,4 +1,4 @@
-"""``tuner profile``: Nsight Compute's counters of a shape's kernel."""
+"""``tuner develop profile``: Nsight Compute's counters of a shape's kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``tuner record``: write the stored measurements of a sweep as a recording."""
+"""``tuner develop record``: write the stored measurements of a sweep as a recording."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``tuner report``: a sweep as one self-contained HTML page."""
+"""``tuner report``: a sweep, or a model's calls, as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -8,24 +8,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner.base import output
-from tuner.cli.subject import add_subject, subject_of
+from tuner.cli.model import add_model, answers_json, answers_of, refuse_options
+from tuner.cli.subject import add_subject, gpu_of, subject_of
 from tuner.errors import ConfigError, NoValidConfigError
 
 if TYPE_CHECKING:
+    from tuner.hardware import Gpu
     from tuner.report.subject import ReportSubject
+    from tuner.selection.answering import ModelAnswers
 
 DESCRIPTION = """Writes one self-contained HTML page of a measured sweep. It shows the verdict and
 its use, the kernel beside its peers, limits, reasons for the config, and course and cost of the
 search. Also the space, a roofline, memory, and scaling where enough lengths are known. It reads the
-store, else the shipped recordings; no GPU is needed."""
+store, else the shipped recordings; no GPU is needed. With --model it shows who answers a model's
+calls, and the expected gain, as `tuner lookup --model` does."""
 
 
 def register(subparsers: Any) -> None:
     """Add the command."""
     parser = subparsers.add_parser(
-        "report", help="write a sweep as one HTML page", description=DESCRIPTION
+        "report",
+        help="write a sweep, or a model's calls, as one HTML page",
+        description=DESCRIPTION,
     )
-    add_subject(parser).add_argument(
+    what = add_subject(parser)
+    add_model(parser, what)
+    what.add_argument(
         "--job",
         metavar="ID",
         help="job of `tuner jobs`; writes a page for each of its problems into -o FOLDER",
@@ -63,8 +71,9 @@ def run(args: argparse.Namespace) -> int:
     """
     from tuner.report.analysis import verdict
 
+    refuse_options(args)
     if args.job is not None and args.pictures is not None:
-        raise ConfigError("--pictures draws one sweep: name it by --shape or --recording")
+        raise ConfigError("--pictures draws one page: name it by --shape, --recording or --model")
     if args.pictures is not None:
         return _pictures(args)
     if args.only is not None:
@@ -73,6 +82,8 @@ def run(args: argparse.Namespace) -> int:
         return _job(args)
     path: Path = args.out or Path("report.html")
     output.check_place(path)
+    if args.model is not None:
+        return _model(args, path)
     subject = subject_of(args)
     size = _write(path, subject)
     if args.json:
@@ -81,6 +92,30 @@ def run(args: argparse.Namespace) -> int:
         print(verdict(subject))
         print(f"{path}: {size / 1e6:.1f} MB, from {subject.source}")
     return 0
+
+
+def _model(args: argparse.Namespace, path: Path) -> int:
+    """Write the page of a model."""
+    from tuner.report import model
+    from tuner.report.page import page
+
+    gpu, found = _answers(args)
+    name = args.model.parent.name if args.model.name == "config.json" else args.model.stem
+    said, facts = model.verdict(name, found, gpu), model.facts(args.model, found, gpu)
+    numbers = answers_json(found, gpu)
+    size = output.write(path, page(name, said, facts, model.sections(found), numbers))
+    if args.json:
+        print(json.dumps({"path": str(path), "bytes": size, "verdict": said}))
+    else:
+        print(f"{said}\n{path}: {size / 1e6:.1f} MB")
+    return 0
+
+
+def _answers(args: argparse.Namespace) -> tuple[Gpu, ModelAnswers]:
+    from tuner.store.reading import sqlite_file
+
+    gpu = gpu_of(args)
+    return gpu, answers_of(args, gpu, sqlite_file(args.store) if args.store else None)
 
 
 def _write(path: Path, subject: ReportSubject) -> int:
@@ -101,15 +136,12 @@ def _job(args: argparse.Namespace) -> int:
         ConfigError: when the job does not exist, or the path is not a folder.
         NoValidConfigError: when a problem has no measurements; the other pages are written.
     """
-    from tuner.hardware import DEFAULT_GPU
-    from tuner.measure.device import detect
     from tuner.measurement import Regime
     from tuner.report.analysis import verdict
     from tuner.report.subject import from_known
     from tuner.runners.recording import SUFFIX
     from tuner.runners.recording_archive import file_name
     from tuner.selection.describe import first_few
-    from tuner.selection.reader import find_gpu
     from tuner.store import open_store
     from tuner.tuning.job import JobOptions
 
@@ -121,7 +153,7 @@ def _job(args: argparse.Namespace) -> int:
         if job is None:
             raise ConfigError(f"job {args.job} is unknown (`tuner jobs list` names them)")
         problems = [task.problem for task in store.jobs.tasks(job.id)]
-    gpu = find_gpu(args.gpu) if args.gpu else detect() or DEFAULT_GPU
+    gpu = gpu_of(args)
     options, written, missing = JobOptions.from_json(job.options), [], []
     for problem in problems:
         regimes = Regime.preferred(options.regime(problem))
@@ -147,15 +179,20 @@ def _job(args: argparse.Namespace) -> int:
 
 
 def _pictures(args: argparse.Namespace) -> int:
-    from tuner.report import pictures
+    from tuner.report import model, pictures
+    from tuner.report.sections import sections
 
     if args.pictures.exists() and not args.pictures.is_dir():
         raise ConfigError(f"--pictures {args.pictures} is a file; name a folder")
     only = [name.strip() for name in (args.only or "").split(",") if name.strip()]
-    subject = subject_of(args)
-    written = pictures.write(pictures.specs(subject, only), args.pictures)
-    if args.json:
-        print(json.dumps({"paths": [str(path) for path in written], "source": subject.source}))
+    if args.model is not None:
+        parts, source = model.sections(_answers(args)[1]), str(args.model)
     else:
-        print(f"{len(written)} pictures in {args.pictures}, from {subject.source}")
+        subject = subject_of(args)
+        parts, source = sections(subject), subject.source
+    written = pictures.write(pictures.specs(parts, only), args.pictures)
+    if args.json:
+        print(json.dumps({"paths": [str(path) for path in written], "source": source}))
+    else:
+        print(f"{len(written)} pictures in {args.pictures}, from {source}")
     return 0

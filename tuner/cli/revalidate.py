@@ -1,4 +1,4 @@
-"""``tuner revalidate``: measure stored decisions again."""
+"""``tuner entries revalidate``: measure stored decisions again."""
 
 from __future__ import annotations
 

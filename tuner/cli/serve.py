@@ -13,9 +13,9 @@ from tuner.base.processes import EndingSignals, ForcedEnd, exit_code
 from tuner.cli.arguments import add_store
 from tuner.errors import ConfigError
 
-DESCRIPTION = """Serves the store over HTTP: configurations, a snapshot for `tuner sync`, jobs and
-their progress, and pages for a browser. GET /openapi.json describes the interface. It listens on
-this machine only, unless --host says otherwise. Other addresses need bearer tokens:
+DESCRIPTION = """Serves the store over HTTP: configurations, a snapshot for `tuner store sync`, jobs
+and their progress, and pages for a browser. GET /openapi.json describes the interface. It listens
+on this machine only, unless --host says otherwise. Other addresses need bearer tokens:
 TUNER_READ_TOKEN to look, TUNER_WRITE_TOKEN to submit and cancel jobs. It speaks plain HTTP: put a
 proxy with TLS before it on networks that you do not trust."""
 

@@ -10,6 +10,7 @@ from tuner.cli.arguments import add_inputs, add_launch, add_op, add_store, usual
 from tuner.problem import PROBLEMS
 
 if TYPE_CHECKING:
+    from tuner.hardware import Gpu
     from tuner.report.subject import ReportSubject
 
 
@@ -35,15 +36,20 @@ def subject_of(args: argparse.Namespace) -> ReportSubject:
         ConfigError: when a name is wrong or the recording cannot be read.
         NoValidConfigError: when the sweep has no measurements.
     """
-    from tuner.hardware import DEFAULT_GPU
-    from tuner.measure.device import detect
     from tuner.report import subject
-    from tuner.selection.reader import find_gpu
 
     benches = getattr(args, "bench", None) or ()
     if args.recording is not None:
         return subject.from_file(args.recording, benches)
     problem = PROBLEMS[args.op].parse(args.shape)
     regimes = usual_inputs(args, problem.op)
-    gpu = find_gpu(args.gpu) if args.gpu else detect() or DEFAULT_GPU
-    return subject.from_known(problem, gpu, regimes, args.store, benches)
+    return subject.from_known(problem, gpu_of(args), regimes, args.store, benches)
+
+
+def gpu_of(args: argparse.Namespace) -> Gpu:
+    """The named GPU, else this machine's, else the default one."""
+    from tuner.hardware import DEFAULT_GPU
+    from tuner.measure.device import detect
+    from tuner.selection.reader import find_gpu
+
+    return find_gpu(args.gpu) if args.gpu else detect() or DEFAULT_GPU

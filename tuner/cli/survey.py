@@ -1,4 +1,4 @@
-"""``tuner survey``: measure random samples of problems' kernels, as recordings."""
+"""``tuner develop survey``: measure random samples of problems' kernels, as recordings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``tuner sync``: mirror a service's decisions in the local store."""
+"""``tuner store sync``: mirror a service's decisions in the local store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``tuner worker``: run the jobs of a store."""
+"""``tuner jobs worker``: run the jobs of a store."""
 
 from __future__ import annotations
 

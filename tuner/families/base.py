@@ -416,7 +416,7 @@ class Family(Schedules, LibraryCalls, Invariance, ABC):
     def draw(
         self, problem: Problem, gpu: Gpu, members: Sequence[Config], rng: random.Random
     ) -> Config:
-        """A random config near the space, legal or not, for `tuner legality`.
+        """A random config near the space, legal or not, for `tuner develop legality`.
 
         It is one of `members` with one to three parameters sampled anew (`tried`).
 
@@ -471,7 +471,7 @@ def group_by_kernels(family: Family, configs: Iterable[Config]) -> list[list[Con
 
 @cache
 def fitted_constants(family: str) -> Mapping[str, float]:
-    """The constants that `tuner fit cost` fitted and wrote for a family; empty without."""
+    """The constants that `tuner develop fit cost` fitted and wrote for a family; empty without."""
     path = resources.cache() / "cost" / f"{family}.json"
     if not path.is_file():
         return {}

@@ -66,7 +66,7 @@ LEAD = 1024
 #: Rows of A that a thread reads at a time, and fewest rows for which that is worth a kernel.
 ROW_LOADS, MIN_LOADED = 8, 3
 
-#: Start of the fit by `tuner fit cost`.
+#: Start of the fit by `tuner develop fit cost`.
 CONSTANTS: Mapping[str, float] = {
     # Bandwidth reached over the data sheet's, and how long a byte is in flight with memory busy.
     "memory_efficiency": 0.95,

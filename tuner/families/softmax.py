@@ -46,7 +46,7 @@ MAX_COLS = 2**30
 #: online maximum, in three passes.
 EXPONENTIALS = {1: 1, 2: 2, 3: 2}
 
-#: Start of the fit by `tuner fit cost`.
+#: Start of the fit by `tuner develop fit cost`.
 CONSTANTS: Mapping[str, float] = {
     # Share of the data sheet's bandwidth: a copy of 33.5 MB took 17.7 us on one H200.
     "memory_share": 0.79,

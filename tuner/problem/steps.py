@@ -27,6 +27,8 @@ class ModelStep(NamedTuple):
     """Number of calls by problem, each at least one."""
     left_out: Sequence[str]
     """Computations that have no problem."""
+    tokens: int = 0
+    """New tokens of all sequences."""
 
 
 def steps(
@@ -78,7 +80,7 @@ def _step(call: tuple[int, int, int], listed: shapes.Listed) -> ModelStep:
     text = f"decode {batch}, {keys} keys" if queries == 1 else f"prompt {batch} x {queries}"
     text += f", {keys} keys" if 1 < queries < keys else ""
     calls = {problem: count for problem, count in listed.calls.items() if count}
-    return ModelStep(text, calls, listed.left_out)
+    return ModelStep(text, calls, listed.left_out, batch * queries)
 
 
 def left_out(every: Iterable[ModelStep]) -> list[str]:

@@ -2,7 +2,8 @@
 
 Times, registers and memory beside the operands were measured, by the stopwatch and by ptxas. Tiles,
 waves, occupancy, bytes and instructions are computed (`work`). Counters of Nsight Compute are shown
-after `tuner profile`. Computed numbers are a config's demands on the chip; only times are its cost.
+after `tuner develop profile`. Computed numbers are a config's demands on the chip; only times are
+its cost.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Explanation:
     """Effects of changing only one parameter."""
     limits: tuple[Statement, ...]
     counted: tuple[Statement, ...] = ()
-    """Counters of `tuner profile`; empty when it was not run."""
+    """Counters of `tuner develop profile`; empty when it was not run."""
 
     def to_json(self) -> dict[str, Any]:
         """The account as one JSON object."""

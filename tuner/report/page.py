@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from tuner.measurement import Measurement
 from tuner.report import analysis, assets, course
 from tuner.report.lengths import scaling
 from tuner.report.palette import colours
-from tuner.report.sections import sections
+from tuner.report.sections import Section, sections
 from tuner.report.subject import ReportSubject
 
 TEMPLATE = Path(__file__).with_name("page.html.j2")
@@ -36,25 +36,47 @@ def render(subject: ReportSubject) -> str:
     Raises:
         ConfigError: when the extra ``report`` is not installed.
     """
+    title, words = subject.label, analysis.verdict(subject)
+    return page(title, words, _facts(subject), sections(subject), data(subject))
+
+
+def page(
+    title: str,
+    verdict: str,
+    facts: Sequence[tuple[str, str]],
+    parts: Sequence[Section],
+    numbers: Mapping[str, Any],
+) -> str:
+    """A page's HTML.
+
+    Args:
+        title: heading above the verdict.
+        verdict: the first sentence.
+        facts: names and texts below it.
+        parts: sections, in order.
+        numbers: data that the page holds as JSON.
+
+    Raises:
+        ConfigError: when the extra ``report`` is not installed.
+    """
     from jinja2 import Environment, StrictUndefined
 
     script = _library()
-    parts = sections(subject)
     specs = {figure.name: figure.spec for s in parts for figure in s.figures}
     environment = Environment(
         undefined=StrictUndefined, autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     return template.render(
-        title=subject.label,
-        verdict=analysis.verdict(subject),
-        facts=_facts(subject),
+        title=title,
+        verdict=verdict,
+        facts=facts,
         sections=parts,
         colours=colours(),
         library=script,
         figures=assets.figures(),
         specs=_in_script(specs),
-        data=_in_script(data(subject)),
+        data=_in_script(numbers),
         version=tuner.__version__,
     )
 

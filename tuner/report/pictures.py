@@ -12,9 +12,8 @@ from tuner.base.install import extra_command
 from tuner.errors import ConfigError
 from tuner.report.page import EXTRA
 from tuner.report.palette import colours
-from tuner.report.sections import sections
+from tuner.report.sections import Section
 from tuner.report.spec import CONFIG, Spec
-from tuner.report.subject import ReportSubject
 
 #: What Vega tells of each mark to those who hear a page: in a file of its own, nine tenths of it.
 _OF_MARKS = re.compile(r' (?:role|aria-[a-z]+)="[^"]*"')
@@ -26,13 +25,17 @@ PADDING = {"left": 40, "right": 24, "top": 8, "bottom": 8}
 """Text is laid out here and drawn with the reader's fonts, which may be wider."""
 
 
-def specs(subject: ReportSubject, only: Sequence[str] = ()) -> dict[str, Spec]:
-    """The specifications of the page's pictures, by name.
+def specs(parts: Sequence[Section], only: Sequence[str] = ()) -> dict[str, Spec]:
+    """The specifications of a page's pictures, by name.
+
+    Args:
+        parts: sections of the page.
+        only: names of the pictures; empty: all.
 
     Raises:
         ConfigError: when a name in `only` is not known; lists the known ones.
     """
-    found = {figure.name: figure.spec for part in sections(subject) for figure in part.figures}
+    found = {figure.name: figure.spec for part in parts for figure in part.figures}
     if unknown := [name for name in only if name not in found]:
         raise ConfigError(f"no picture '{unknown[0]}' (allowed: {', '.join(found)})")
     return {name: found[name] for name in only} if only else found

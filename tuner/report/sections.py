@@ -223,7 +223,7 @@ def _per_token(m: Measurement) -> Iterable[str]:
 
 
 def _counted(subject: ReportSubject, account: Explanation) -> Iterable[Section]:
-    """Counters of the best own kernel (`tuner profile`), a part of the section before."""
+    """Counters of the best own kernel (`tuner develop profile`), a part of the section before."""
     found = subject.profile_of(account.config.config)
     if found is None:
         return

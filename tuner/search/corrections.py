@@ -7,8 +7,8 @@ rows or 128 columns takes longer than its rates say, and so does own attention o
 A library's product of few rows takes less than fitted where its sums are short, and more where they
 are long. Few of a fit's products are small.
 
-``tuner fit corrections`` fits them to calls of models that make selections, and judges them at
-models left out.
+``tuner develop fit corrections`` fits them to calls of models that make selections, and judges
+them at models left out.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Expected time and loss of a search, by operation, effort and cores, from recordings.
 
-`tuner fit stopping` takes the times and losses of simulated searches over the recorded problems
-(`scripts/bench search`), and stores them as ``cache/effort/expected.json``.
+`tuner develop fit stopping` takes the times and losses of simulated searches over the recorded
+problems (`scripts/bench search`), and stores them as ``cache/effort/expected.json``.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 `sample` names the kernels of a domain: those of the shipped portfolio, then, if there are few, the
 best by the families' time estimates. Attention also tries the kernels of nearby domains. ``tuner
-survey --portfolio`` measures the kernels at `sampled_problems.problems`, and `tuner fit` makes a
-portfolio of the recordings.
+develop survey --portfolio`` measures the kernels at `sampled_problems.problems`, and `tuner develop
+fit` makes a portfolio of the recordings.
 """
 
 from __future__ import annotations

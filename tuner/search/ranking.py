@@ -19,9 +19,9 @@ MAX_LISTED = 3
 
 NEAR = 0.05
 """Largest relative difference of a quick time near the best. Each request allocates its operands
-anew, which changes a product's time by 1.6 % (`tuner fit cost`). Besides, a quick pass timed
-persistent kernels 3 % faster than a final pass does, and others of the same product not. Quick
-times choose among many kernels, so the least of them are also the luckiest."""
+anew, which changes a product's time by 1.6 % (`tuner develop fit cost`). Besides, a quick pass
+timed persistent kernels 3 % faster than a final pass does, and others of the same product not.
+Quick times choose among many kernels, so the least of them are also the luckiest."""
 MAX_NEAR, NEAR_US = 36, 2400.0
 """Most further finalists near the best, and microseconds of their calls together."""
 

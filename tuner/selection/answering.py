@@ -208,8 +208,8 @@ class ModelAnswers:
         """Problems by their share of the time, the largest first; each step counts as much."""
         shares = dict.fromkeys(self.answers, 0.0)
         for step in self.steps:
-            total = sum(self._us(step, PYTORCH).values()) or 1.0
-            for problem, us in self._us(step, PYTORCH).items():
+            total = sum(self.times(step, PYTORCH).values()) or 1.0
+            for problem, us in self.times(step, PYTORCH).items():
                 shares[problem] += us / total / len(self.steps)
         rows = [AnswerRow(self.answers[problem], share) for problem, share in shares.items()]
         return sorted(rows, key=lambda row: -row.share)
@@ -222,15 +222,15 @@ class ModelAnswers:
             rival: ``PyTorch``, or ``peer`` for the faster one of PyTorch's kernel and a peer's. A
                 call without the rival's time counts with the answering kernel's.
         """
-        ours = sum(self._us(step, "").values())
-        return sum(self._us(step, rival).values()) / ours if ours else 1.0
+        ours = sum(self.times(step, "").values())
+        return sum(self.times(step, rival).values()) / ours if ours else 1.0
 
     def mean_gain(self, rival: str) -> float:
         """Geometric mean of `gain` over the steps."""
         logs = [math.log(self.gain(step, rival)) for step in self.steps]
         return math.exp(sum(logs) / len(logs)) if logs else 1.0
 
-    def _us(self, step: ModelStep, rival: str) -> dict[Problem, float]:
+    def times(self, step: ModelStep, rival: str) -> dict[Problem, float]:
         """Microseconds of a step by problem, by a rival or by the answering kernels."""
         found = {}
         for problem, count in step.calls.items():

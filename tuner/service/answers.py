@@ -71,7 +71,7 @@ class Lookups(ApiModel):
 
 
 class Snapshot(ApiModel):
-    """The document that `tuner export` writes and `tuner import` reads."""
+    """The document that `tuner store export` writes and `tuner store import` reads."""
 
     format: Literal["cutlass-tuner-entries"]
     version: int

@@ -204,7 +204,7 @@ def _add_configs(app: FastAPI, served: ServedDecisions, metrics: Metrics) -> Non
 
     @app.get(
         "/v1/snapshot",
-        summary="All of the store's decisions, as `tuner export` writes them",
+        summary="All of the store's decisions, as `tuner store export` writes them",
         response_model=answers.Snapshot,
         responses={304: {"description": "Not changed since the ETag that was named"}},
     )

@@ -73,7 +73,7 @@ def _check(reading: sa.Connection, there: sa.Connection, source: Store, target: 
     """
     own = StoreError(
         f"store {target.where} holds other rows than {source.where}; name an empty one, or bring "
-        "decisions over with `tuner export` and `tuner import`"
+        "decisions over with `tuner store export` and `tuner store import`"
     )
     for table in _GROWING:
         if _fingerprint(there, table) != _fingerprint(reading, table, _last_id(there, table)):

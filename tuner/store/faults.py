@@ -122,5 +122,5 @@ def unreadable_row(where: str, error: BaseException) -> StoreError:
     return StoreError(
         f"store {where} holds a row that cannot be read ({type(error).__name__}: "
         f"{_first_line(error)}); "
-        "it was left as it is: `tuner store restore` a backup, or `tuner forget` the problem"
+        "it was left as it is: `tuner store restore` a backup, or `tuner entries forget` it"
     )

@@ -141,7 +141,7 @@ class StoreFile:
         if revision < REVISION:
             raise StoreError(
                 f"store {where} has schema {revision}, this program reads {REVISION}: "
-                "any `tuner export`, `tuner import` or `tuner sweep` upgrades it"
+                "any `tuner store export`, `tuner store import` or `tuner sweep` upgrades it"
             )
         return True
 

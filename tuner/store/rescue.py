@@ -19,7 +19,7 @@ from tuner.store.faults import FAULTS
 
 
 class Rescue:
-    """JSON file beside a lost store, for `tuner import`. Thread-safe.
+    """JSON file beside a lost store, for `tuner store import`. Thread-safe.
 
     Args:
         file: file of the store.
@@ -59,5 +59,5 @@ class Rescue:
             except StoreError as exc:
                 reason = str(exc)
                 continue
-            return f"what it held, the last results too, is in {path}: `tuner import` reads it"
+            return f"what it held, the last results too, is in {path} (`tuner store import`)"
         return f"what it held is lost: {reason}"

@@ -134,7 +134,7 @@ class Controller:
         if not self._machine.replay and self._runners_for(None).gpu is None:
             raise BenchmarkError(
                 "no GPU found, and a job's answers must be measured: "
-                "`tuner worker --replay` replays recorded sweeps, or predicts"
+                "`tuner jobs worker --replay` replays recorded sweeps, or predicts"
             )
         pause_s = POLL_S
         while not self._leases.stopping:

@@ -108,7 +108,7 @@ KERNELS: Mapping[Config, Rates] = {
     _kernel((128, 64), split_k=2, ahead=True): Rates(483, 7069),
     _kernel((128, 128), split_k=2, ahead=True): Rates(662, 4659),
 }
-"""Kernels and their rates. All are proven on an H200. `tuner fit rates` of
+"""Kernels and their rates. All are proven on an H200. `tuner develop fit rates` of
 ``tests/assets/fits/rates.jsonl.gz`` repeats 56 of the 118 constants of this rule and of grouped
 products. The others also rest on measurements that are not kept.
 """

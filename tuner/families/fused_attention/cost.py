@@ -22,7 +22,7 @@ LARGE_CLUSTERS = 7
 #: Largest cluster of each entry, and the blocks in such clusters that run at once
 #: (`gemm.cost.CLUSTERED_BLOCKS`). Of 32 clusters of 4, recorded on one H200, the last ones wait.
 CLUSTERED_BLOCKS = ((2, 132), (4, 116), (8, 112))
-#: Start of the fit by `tuner fit cost`. Clocks and bytes a clock are of one multiprocessor.
+#: Start of the fit by `tuner develop fit cost`. Clocks and bytes a clock are of one multiprocessor.
 CONSTANTS: Mapping[str, float] = {
     # Launch, first loads and last stores, microseconds; and what is left of it after another kernel
     # that it may overlap.

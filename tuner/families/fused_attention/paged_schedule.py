@@ -9,7 +9,7 @@ the lengths are, which a selection of the kernel does not know. The time model h
 - bytes of keys and values,
 - the combination of partial results.
 
-Constants are ``tuner fit paged``'s, of 7,866 schedules of 215 batches on an NVIDIA H200
+Constants are ``tuner develop fit paged``'s, of 7,866 schedules of 215 batches on an NVIDIA H200
 (``tests/assets/fits/paged.jsonl.gz``). At batches left out of a fit the chosen schedule takes 3.2 %
 longer than the best in the mean. Needs the standard library only.
 """

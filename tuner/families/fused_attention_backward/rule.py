@@ -143,7 +143,7 @@ class BackwardCost(NamedTuple):
     """Rate of the products by columns and mask, hidden pairs of half-masked tiles among them."""
 
 
-#: Costs by kernel, and of its deterministic mode, as `tuner fit backward` finds them from
+#: Costs by kernel, and of its deterministic mode, as `tuner develop fit backward` finds them from
 #: 27 problems on one H200 (driver 580.159.04, CUDA 13.0, torch 2.11, cuDNN 9.19, bf16, 27 November
 #: 2026, ``tests/assets/fits/backward.jsonl.gz``). Fixed times of PyTorch's kernels are those of
 #: smaller problems on an H100. Own deterministic kernels of 64, 128 and 256 columns under causal

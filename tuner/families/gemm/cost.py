@@ -1,7 +1,7 @@
 """Estimated time of a CollectiveBuilder GEMM, and NVIDIA's proposal of the first candidates.
 
 The estimate ranks candidates. Datasheet constants are in `hardware`; fitted ones start at
-`CONSTANTS` (`tuner fit cost`).
+`CONSTANTS` (`tuner develop fit cost`).
 """
 
 from __future__ import annotations

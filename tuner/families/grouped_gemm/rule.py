@@ -92,8 +92,8 @@ KERNELS: Mapping[DType, Mapping[Config, float | Rates]] = {
 }
 """Kernels by type, and the factors of their estimates; or their rates. The factors lose least in 18
 products of an H100 and an H200 (25 and 26 November 2026). The rates are near those of
-`tuner fit rates` of ``tests/assets/fits/rates.jsonl.gz``, and also rest on measurements that are
-not kept.
+`tuner develop fit rates` of ``tests/assets/fits/rates.jsonl.gz``, and also rest on measurements
+that are not kept.
 """
 
 

@@ -257,7 +257,8 @@ class Answers:
         if found and found not in self._flagged:
             self._flagged.add(found)
             _log.warning(
-                "serving decisions of another environment (%s): tuner revalidate times them here",
+                "serving decisions of another environment (%s): "
+                "tuner entries revalidate times them here",
                 found,
             )
 

@@ -415,7 +415,7 @@ def _other_build(kernel: str, measurement: Measurement) -> str:
     here = installed.build_of(kernel)
     if not here or known is None or known == here:
         return ""
-    return f"{kernel} is of {here}, measured was {known} (tuner revalidate times it here)"
+    return f"{kernel} is of {here}, measured was {known} (tuner entries revalidate times it here)"
 
 
 def own_plan(posed: Posed, member: Family, measurement: Measurement, device: int) -> KernelPlan:

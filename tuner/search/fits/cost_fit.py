@@ -50,7 +50,8 @@ def recordings(places: Sequence[Path]) -> list[Recording]:
         for place in places or [recording_archive.folder()]
     ]
     if not all(folders):
-        raise ConfigError(f"{', '.join(map(str, places))}: no recording (tuner record makes them)")
+        named = ", ".join(map(str, places))
+        raise ConfigError(f"{named}: no recording (tuner develop record makes them)")
     return [read(source) for sources in folders for source in sources]
 
 

@@ -8,6 +8,7 @@ from functools import lru_cache
 from statistics import geometric_mean
 
 from tuner.measurement import Provenance, speedup_text
+from tuner.selection.shipped import in_use
 from tuner.service.decisions import DecisionTable
 from tuner.service.pages.table import standing_of
 from tuner.store.entry import Entry
@@ -68,8 +69,8 @@ class Overview:
 
 @lru_cache(1)
 def overview_of(table: DecisionTable) -> Overview:
-    """Overview of the served decisions."""
-    return overview(table.entries)
+    """Overview of the decisions that lookups return: in a stream, where there is one."""
+    return overview(in_use(table.entries))
 
 
 def overview(entries: Sequence[Entry]) -> Overview:
