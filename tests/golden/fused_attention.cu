@@ -36,6 +36,11 @@ constexpr bool kFirstPolls = kPingPong && kGroups == 2;
 constexpr int kThreads = 128 * (kGroups + 1);
 constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 // ... as in the templates
+using SmemLayoutO = decltype(tile_to_shape(SmemAtom<kD, Out>{}, Shape<_16, Int<kD>>{}));  // a warp's rows
+using SmemLayoutVt = decltype(composition(
+    SmemLayoutKV{}, make_layout(Shape<Int<kD>, Int<kTileN>, Int<kStages>>{},
+                                Stride<Int<kTileN>, _1, Int<kTileN * kD>>{})));
+using GroupLayout = Layout<Shape<Int<kRowGroups>, _1, _1>>;
 using AtomQK = decltype(GMMA::ss_op_selector<Element, Element, float, Shape<Int<kTileM>, Int<kTileN>, Int<kD>>>());
 using MmaQK = decltype(make_tiled_mma(AtomQK{}, GroupLayout{}));
 using MmaPV = decltype(make_tiled_mma(
@@ -52,10 +57,25 @@ using GmemQ = decltype(global_tensor((Element const*)nullptr, rows_q(1), rows_q_
 // ... as in the templates
 CUTE_DEVICE float const& score_scale(Params const& p, int batch, int head) {
 // ... as in the templates
+  static constexpr int kRow = kD + 8;  // padded: the rows of a warp lie in different banks
+// ... as in the templates
+  static constexpr int kValues = kKeyGroups > 1 ? kD / 2 + 4 : 1;  // of O, then maxima, then sums
+// ... as in the templates
+    alignas(1024) cute::array_aligned<Element, cosize_v<SmemLayoutKV>, 1024> v;
+// ... as in the templates
     auto const shape_q = make_shape(rows_q(p.seqlen_q), p.head_dim, p.heads / kPack, p.batch);
     auto const shape_kv = make_shape(p.seqlen_kv, p.head_dim, p.heads_kv, p.batch);
     auto const tile_kv = Shape<Int<kTileN>, Int<kD>>{};
     int const head_kv = t.head / (p.heads / kPack / p.heads_kv);
+    auto const at = tile_q_at(t.m_block);
+    Tensor gQ = local_tile(p.q.get_tma_tensor(shape_q)(_, _, t.head, t.batch), tile_q<kTileM>(), at);
+    Tensor gK = local_tile(p.k.get_tma_tensor(shape_kv)(_, _, head_kv, t.batch), tile_kv, make_coord(_, 0));
+    Tensor gV = local_tile(p.v.get_tma_tensor(shape_kv)(_, _, head_kv, t.batch), tile_kv, make_coord(_, 0));
+    Tensor sQ = make_tensor(make_smem_ptr(s.operands.q.data()), SmemLayoutQ{});
+    Tensor sK = make_tensor(make_smem_ptr(s.operands.k.data()), SmemLayoutKV{});
+    Tensor sV = make_tensor(make_smem_ptr(s.operands.v.data()), SmemLayoutKV{});
+// ... as in the templates
+      Full::arrive_and_expect_tx(&full[at.stage()], kv_bytes);
 // ... as in the templates
     load(p.k, tKg, tKs, s.k_full, s.k_empty, k, n);
 // ... as in the templates
@@ -67,6 +87,21 @@ CUTE_DEVICE float const& score_scale(Params const& p, int batch, int head) {
 // ... as in the templates
   float factor[2];  // what O must be multiplied by
 // ... as in the templates
+    for (int i = 0; i < kD / 2; ++i) partials.value[i][thread] = out(i);
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      partials.value[kD / 2 + r][thread] = maximum[r];
+      partials.value[kD / 2 + 2 + r][thread] = sum[r];
+// ... as in the templates
+      float const other = partials.value[kD / 2 + r][thread], top = fmaxf(maximum[r], other);
+      factor[r] = maximum[r] == top ? 1.f : exp2_approx((maximum[r] - top) * scale_log2);
+      theirs[r] = other == top ? 1.f : exp2_approx((other - top) * scale_log2);
+      maximum[r] = top;
+      sum[r] = sum[r] * factor[r] + partials.value[kD / 2 + 2 + r][thread] * theirs[r];
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < kD / 2; ++i) {
+// ... as in the templates
 CUTE_DEVICE void mask(Scores& scores, Params const& p, int const& keys, int row0, int col0) {
   int const lane = threadIdx.x % 32;
   CUTE_UNROLL
@@ -76,9 +111,16 @@ CUTE_DEVICE void mask(Scores& scores, Params const& p, int const& keys, int row0
   return (shift + log2f(sum)) * kLn2;
 // ... as in the templates
   int64_t const partial = int64_t(t.split) * p.batch * p.heads * p.seqlen_q + at;
+  return {p.partial + partial * p.head_dim, p.partial_statistics + partial};
 // ... as in the templates
     int const row = row0 + 8 * r, seq = row / kPack, head = t.head * kPack + row % kPack;
     bool const is_row = seq < p.seqlen_q;
+// ... as in the templates
+        if (is_row && 8 * j < p.head_dim) {
+// ... as in the templates
+    for (int g = 0; g < kD / 32; ++g) {
+// ... as in the templates
+  static constexpr int kColumns = kD / 32;  // of O, that a lane has: 32 apart
 // ... as in the templates
   CUTE_DEVICE static float score(Params const& p, Element const* query, Element const* keys, int key, int end) {
     float sum = 0.f;
@@ -97,6 +139,7 @@ CUTE_DEVICE void mask(Scores& scores, Params const& p, int const& keys, int row0
     for (int first = begin; vote(first < end); first += 32) {
       float const below = score(p, query, keys, first + lane, end) - maximum;
 // ... as in the templates
+          bool const is_seen = weight > 0.f && lane + 32 * c < p.head_dim;
           int64_t const at = is_seen ? (first + i) * p.value.row + lane + 32 * c : 0;
 // ... as in the templates
     int const row = warp_row + i, seq = row / kPack, head = t.head * kPack + row % kPack;
@@ -106,6 +149,12 @@ CUTE_DEVICE void mask(Scores& scores, Params const& p, int const& keys, int row0
     float const norm = value_scale(p, t) / again.sum, sum = again.sum * exp2f(kLift);
     int64_t const at = row_index(p, t, head, seq);
     bool const is_partial = kSplits && p.splits > 1;
+// ... as in the templates
+        if (lane + 32 * c < p.head_dim) target.out[lane + 32 * c] = again.out[c] * norm;
+// ... as in the templates
+        if (lane + 32 * c < p.head_dim) out_row(p, t, head, seq)[lane + 32 * c] = Out(again.out[c] * norm);
+// ... as in the templates
+    Tensor tOrO = partition_fragment_C(mma_pv, Shape<Int<kTileM>, Int<kD>>{});
 // ... as in the templates
     float const& scale_log2 = score_scale(p, t.batch, t.head * kPack + row0 % kPack);
 // ... as in the templates
@@ -165,6 +214,8 @@ struct kernel_golden {
   for (int first = 0; first < p.splits; first += 32) {
     int const here = min(32, p.splits - first);
 // ... as in the templates
+  for (int c = 0; c < (kD + 127) / 128; ++c) {
+// ... as in the templates
   if (auto e = cudaFuncSetAttribute(fused_attention<kernel_golden>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Storage))) return e;
   if constexpr (kClusters) {
     if (auto e = cudaFuncSetAttribute(fused_attention<kernel_golden>, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)) return e;
@@ -178,7 +229,11 @@ struct kernel_golden {
     return make_tma_copy(SM90_TMA_LOAD{},
                          global_tensor(of.data, p.seqlen_kv, of.row, p.head_dim, p.heads_kv, p.batch, of.head, of.batch),
 // ... as in the templates
+  p.partial_statistics = reinterpret_cast<float2*>(p.partial + partial_rows(n) * p.head_dim);
   int const heads = p.heads / kPack, all_heads = p.batch * heads;
+  p.m_blocks = (p.seqlen_q * kPack + kTileM - 1) / kTileM;
+  p.tiles = p.m_blocks * all_heads * p.splits;
+  int64_t const kv_bytes = int64_t(2 * sizeof(Element)) * p.seqlen_kv * p.head_dim;
 // ... as in the templates
     if (int e = launch_one(clear_counter<kernel_golden>, 1, 1, 32, 0, n.pdl, p, stream)) return e;
   }
@@ -192,7 +247,10 @@ struct kernel_golden {
 
 extern "C" int tuner_golden_workspace(int64_t const* integers, int64_t* bytes) {
   using namespace k_golden;
-// ... as in the templates
+  Integers const& n = view<Integers>(integers);
+  *bytes = kCounterBytes + image_bytes(n) + partial_rows(n) * (n.head_dim + 2) * int64_t(sizeof(float));
+  return 0;
+}
 extern "C" int tuner_golden_launch(void* const* tensors, int64_t const* integers, double const* scalars, void* workspace, void* stream) {
   using namespace k_golden;
   return k_golden::launch({view<Tensors>(tensors), view<Integers>(integers), view<Scalars>(scalars), workspace},

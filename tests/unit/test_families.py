@@ -27,6 +27,7 @@ SHAPES: dict[str, tuple[str, ...]] = {
         "B=2,H=4,S=640,D=256",
         "H=8,HKV=2,S=500,D=128,dtype=e4m3",
         "B=2,H=4,S=640,D=64,causal=1,bias=h",
+        "B=2,H=4,S=640,D=192,DV=128,causal=1",
         "B=2,H=64,HKV=1,SQ=3,SKV=900,D=576,DV=512,causal=1,page_size=64,dtype=bf16",
     ),
     "attention_backward": (

@@ -405,6 +405,10 @@ RENDERED = {
         "B=3,H=8,HKV=2,S=1000,D=64,varlen=1",
         make(2, 96, score_buffers=2, packed_heads=4),
     ),
+    "values": (
+        "H=8,S=1000,D=192,DV=128,causal=1,dtype=bf16",
+        make(2, 128, ping_pong=True, early_exp=0, persistent=True),
+    ),
     "bias": ("B=3,H=8,HKV=2,S=1000,D=64,softcap=30,bias=h", make(2, 64, packed_heads=4)),
     "mask": ("B=3,S=1000,D=64,causal=1,mask=bk", make(2, 64, score_buffers=2)),
     "paged": (

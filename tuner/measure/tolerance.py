@@ -328,9 +328,9 @@ def floor_work(problem: Problem) -> tuple[int, int]:
     if problem.is_paged:  # whole pages, without the slots behind a sequence's end
         keys = sum(problem.pages) // problem.batch * problem.page_size
         seen = len(problem.keys_of(0, problem.seqlen_q - 1))
-    unread = (keys - seen) * problem.head_dim * problem.heads_kv * problem.batch
-    flops = 4 * problem.batch * problem.heads_q * problem.head_dim * problem.pairs
-    unread *= 2
+    read = problem.head_dim + (0 if problem.is_latent else problem.value_width)
+    unread = (keys - seen) * read * problem.heads_kv * problem.batch
+    flops = 2 * problem.batch * problem.heads_q * problem.widths * problem.pairs
     for bits in problem.operands[3:-1]:
         if bits.name == "block_bits":  # masks of full and empty blocks are not read
             unread += bits.bytes // DTYPE_BYTES[problem.dtype]

@@ -387,12 +387,12 @@ class AttentionProblem(MaskedAttention):
         if self.is_varlen:
             return sum(sequence.flops for sequence in self.sequences)
         if self.is_windowed or self.block_mask or (self.is_paged and self.is_causal):
-            return 2 * self.batch * self.heads_q * self._widths * self.pairs
-        full = 2 * self.batch * self.heads_q * self.seqlen_q * self.seqlen_kv * self._widths
+            return 2 * self.batch * self.heads_q * self.widths * self.pairs
+        full = 2 * self.batch * self.heads_q * self.seqlen_q * self.seqlen_kv * self.widths
         return full // 2 if self.is_causal else full
 
     @property
-    def _widths(self) -> int:
+    def widths(self) -> int:
         """Columns of both products."""
         return self.head_dim + self.value_width
 

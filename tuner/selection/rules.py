@@ -23,8 +23,11 @@ def rule_of(problem: Problem) -> Rule | None:
     """The rule for a problem; None for problems that portfolios serve."""
     if isinstance(problem, GemmProblem) and problem.scales != "block":
         return None
-    if isinstance(problem, AttentionProblem) and not problem.is_latent:
-        return None
+    if isinstance(problem, AttentionProblem):
+        if not problem.value_dim:
+            return None
+        latent, values = rules({problem.op})
+        return latent if problem.is_latent else values
     return next(rules({problem.op}), None)
 
 
@@ -49,3 +52,6 @@ def rules(operations: Collection[str] = OPERATIONS) -> Iterator[Rule]:
         from tuner.families.mla_decode import rule as latent_rule
 
         yield latent_rule
+        from tuner.families.fused_attention import values_rule
+
+        yield values_rule

@@ -83,6 +83,7 @@ class FusedAttention(Family):
     kind = "fused"
     proof_draws = "fused_attention.draws:AttentionDraw"
     capabilities = (HOPPER,)
+    takes_value_dim = True
     writes_lse = True
     cost_constants = cost.CONSTANTS
     runtime_parameters = frozenset({"splits", "pdl", "combine"})
@@ -126,6 +127,15 @@ class FusedAttention(Family):
         "tile_n": (32, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256),
         "splits": (1, 2, 8, 32),
     }
+
+    def supports(self, problem: Problem, gpu: Gpu) -> str:
+        reason = super().supports(problem, gpu)
+        if reason or not isinstance(problem, AttentionProblem) or not problem.value_dim:
+            return reason
+        is_wide = problem.is_latent or problem.value_dim > problem.head_dim
+        if is_wide or problem.is_paged or problem.modifiers:
+            return f"{self.name} has DV for values narrower than keys, without pages and masks"
+        return ""
 
     def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
         return legality.conflicts(as_attention(problem), config)
@@ -222,6 +232,7 @@ class FusedAttention(Family):
                     **{k: v for k, v in config.params.items() if k not in self.runtime_parameters},
                     "dtype": attention.dtype,
                     "head_dim": instance(attention.head_dim),
+                    **({"value_dim": instance(attention.value_dim)} if attention.value_dim else {}),
                     "is_causal": attention.is_causal,
                     "is_windowed": attention.is_windowed,
                     "has_softcap": attention.softcap > 0,
@@ -261,6 +272,7 @@ class FusedAttention(Family):
         strides = {m.name: own.get(m.name, m.strides) for m in attention.matrices}
         integers = {
             **extents_of(attention),
+            **({"value_dim": attention.value_dim} if attention.value_dim else {}),
             **named_strides(strides),
             "splits": parts.blocks(attention, config),
             "pdl": int(config["pdl"]),

@@ -23,6 +23,7 @@ def arguments_of(problem: AttentionProblem) -> Arguments:
         tensors=(*names, LSE, *map(argument, others)),
         integers=(
             *EXTENTS,
+            *(("value_dim",) if problem.value_dim else ()),
             *stride_names(*names),
             *("splits", "pdl", "clustered"),
             *(WINDOW if problem.is_windowed else ()),

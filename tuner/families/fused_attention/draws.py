@@ -70,6 +70,9 @@ class AttentionDraw(SequenceDraw):
             "schedule": [one for one in schedules(family) if self._config(usual, one)],
             "with_lse": (False, True),
         }
+        if target.problem.value_dim:
+            widths = range(step, MAX_HEAD_DIM + 1, step)
+            self.axes["value_dim"] = [v for v in widths if self._holds_values(v)]
         if target.problem.is_paged:  # the gate then fills lengths at the edges of pages, and zero
             self.axes = {
                 **self.axes,
@@ -116,6 +119,7 @@ class AttentionDraw(SequenceDraw):
             mask=values["operand"] if self._usual.mask else "",
             page_size=values.get("page_size", 0),
             block_mask=values.get("block_mask", ""),
+            value_dim=values.get("value_dim", 0),
             is_varlen=values.get("is_varlen", self._usual.is_varlen),
         )
         drawn = self.facts(Trial(problem, self._compiled, values["with_lse"]))
@@ -127,6 +131,11 @@ class AttentionDraw(SequenceDraw):
         problem, kernels = replace(self._usual, page_size=size), self._target.kernels
         is_divided = all(size % int(one.variables["box_rows"]) == 0 for one in kernels.values())
         return is_divided and self._family.kernels(problem, self._target.config) == kernels
+
+    def _holds_values(self, value_dim: int) -> bool:
+        """True if the kernel is compiled for values of this width too."""
+        problem = replace(self._usual, value_dim=value_dim)
+        return self._family.kernels(problem, self._target.config) == self._target.kernels
 
     def _heads(self) -> Iterator[tuple[int, int]]:
         counts = [n * self._packed for n in RATIOS]
@@ -173,4 +182,5 @@ class AttentionDraw(SequenceDraw):
             ("block_mask", problem.block_mask),
             ("page_size", problem.page_size),
             ("is_varlen", problem.is_varlen),
+            ("value_dim", problem.value_dim),
         }

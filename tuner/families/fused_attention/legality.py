@@ -40,7 +40,6 @@ BARRIER_BYTES = 1024
 def conflicts(problem: AttentionProblem, config: Config) -> list[str]:
     """Violations of a config that lies in the family's domains, a line each."""
     found = []
-    head_dim = instance(problem.head_dim)
     groups, tile_n, stages = config["warp_groups"], config["tile_n"], config["kv_stages"]
     blocks, buffers, splits = config["blocks_per_sm"], config["score_buffers"], config["splits"]
     extent = 32 // DTYPE_BYTES[problem.dtype]
@@ -89,7 +88,8 @@ def conflicts(problem: AttentionProblem, config: Config) -> list[str]:
     smem = smem_bytes(problem, config)
     if smem > SMEM_PER_BLOCK_BYTES:
         found.append(f"{smem} bytes of shared memory exceed {SMEM_PER_BLOCK_BYTES}")
-    widest, launched = max(tile_n, head_dim) // 2, launch_registers(groups, blocks)
+    widest = max(tile_n, instance(problem.value_width)) // 2
+    launched = launch_registers(groups, blocks)
     if widest + WGMMA_OVERHEAD_REGISTERS > launched:
         found.append(
             f"{widest} accumulator registers of a WGMMA + {WGMMA_OVERHEAD_REGISTERS} exceed "
@@ -239,10 +239,14 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
     - fp32 O, maxima and sums of all key groups but one
     - the barriers
     """
-    columns, rows_q = instance(problem.head_dim), tile_m(config.params)
-    rings = 3 if problem.is_paged and problem.dtype == E4M3 else 2
-    rows = rows_q + rings * config["kv_stages"] * config["tile_n"]
-    operands = rows * columns * DTYPE_BYTES[problem.dtype]
+    wide, columns, rows_q = (
+        *map(instance, (problem.head_dim, problem.value_width)),
+        tile_m(config.params),
+    )
+    rings = 2 if problem.is_paged and problem.dtype == E4M3 else 1
+    of_values = rings * columns
+    elements = rows_q * wide + config["kv_stages"] * config["tile_n"] * (wide + of_values)
+    operands = elements * DTYPE_BYTES[problem.dtype]
     is_split = problem.is_paged or not (problem.is_varlen or problem.block_mask)
     is_split = is_split and not config["persistent"]
     share = 4 * rows_q * (columns + 8 + 1) if is_split and config["warp_groups"] == 1 else 0

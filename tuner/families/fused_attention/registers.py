@@ -51,7 +51,7 @@ def spills(problem: AttentionProblem, config: Config) -> bool:
     if (operand := problem.mask_operand) is not None:
         overhead += tile_n * DTYPE_BYTES[operand.dtype] // 8 + MASK_REGISTERS
     overhead += BLOCK_MASK_REGISTERS if problem.block_mask else 0
-    accumulators = buffers * tile_n // 2 + width * tile_n // 8 + head_dim // 2
+    accumulators = buffers * tile_n // 2 + width * tile_n // 8 + instance(problem.value_width) // 2
     accumulators += width * head_dim // 8 if keeps_q else 0
     return bool(accumulators + overhead > consumer)
 

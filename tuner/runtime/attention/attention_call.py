@@ -138,6 +138,8 @@ class AttentionCall(_Attention, Call):
         inputs = self.inputs
         if self.operand is not None or not guards.wants_gradient(*inputs):
             return table.run(plan, *inputs)
+        if self.value.shape[-1] != self.query.shape[-1]:
+            return Refusal(Kind.GRADIENT, "values of another width have no backward kernel")
         if self.extras != NONE:
             return Refusal(
                 Kind.GRADIENT, "PyTorch has no backward kernel for a window or a soft cap"
@@ -218,13 +220,13 @@ def pose(
     """The problem that these tensors describe, and their strides.
 
     The problem has the nearest of the layouts, so the choice of a kernel does not depend on
-    strides. The output has the strides of ``torch.empty_like(query)``, as PyTorch's kernels write
+    strides. The output has the order of ``torch.empty_like(query)``, as PyTorch's kernels write
     it. Keys and values that are expanded over all heads count as one head.
 
     Args:
         query: (B, H, SQ, D).
         key: (B, HKV, SKV, D).
-        value: as `key`.
+        value: (B, HKV, SKV, DV).
         is_causal: query i sees keys 0..i.
         scale: factor of the scores.
         enable_gqa: let HKV be a divisor of H.
@@ -238,10 +240,10 @@ def pose(
     if any(t.dim() != 4 or t.numel() == 0 for t in (query, key, value)):
         raise ConfigError("they are not 4-D (B, H, S, D), or are empty")
     guards.check_alike(query, key, value, dtypes=dtypes)
-    if key.shape != value.shape or query.shape[::3] != key.shape[::3]:
+    if key.shape[:3] != value.shape[:3] or query.shape[::3] != key.shape[::3]:
         raise ConfigError(
             f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} "
-            "are not (B, H, SQ, D) and twice (B, HKV, SKV, D)"
+            "are not (B, H, SQ, D), (B, HKV, SKV, D) and (B, HKV, SKV, DV)"
         )
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise ConfigError("heads are grouped without enable_gqa")
@@ -263,6 +265,7 @@ def pose(
         softcap=extras.softcap,
         bias="" if mask is None or mask.dtype == torch.bool else axes_of(mask),
         mask="" if mask is None or mask.dtype != torch.bool else axes_of(mask),
+        value_dim=value.shape[3],
     )
     *operands, out = problem.matrices
     strides: dict[str, tuple[int, ...]] = {}
@@ -271,7 +274,7 @@ def pose(
         if is_one_head or not guards.lies(tensor, operand.strides):
             strides[operand.name] = guards.along(operand, tensor.stride())
     if not guards.lies(query, operands[0].strides):
-        strides[out.name] = guards.along(out, guards.dense(query.shape, query.stride()))
+        strides[out.name] = guards.along(out, guards.dense(out.shape, query.stride()))
     if mask is not None and (masked := problem.mask_operand) is not None:
         steps = guards.along(masked, steps_of(mask))
         if steps != masked.strides:

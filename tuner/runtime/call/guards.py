@@ -170,7 +170,7 @@ def along(operand: Operand, strides: Sequence[int]) -> tuple[int, ...]:
 
 
 @lru_cache(1024)
-def dense(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:
+def dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of ``torch.empty_like(tensor)``: its own if it is dense, else dense ones in the same
     order.
     """
