@@ -89,6 +89,11 @@ KERNELS: dict[str, tuple[str, tuple[int, ...], int, Config]] = {
         "H=8,HKV=2,D=128,causal=1,dtype=bf16", (16, 48), 5,
         make(1, 64, packed_heads=4, whole_rows=True, copy_warps=3, **STREAM_K),
     ),
+    "stream-K, two groups, padded": (
+        "H=20,HKV=2,D=128,causal=1,dtype=bf16", (16, 48), 8,
+        make(2, 128, packed_heads=16, pads_heads=True, whole_rows=True, copy_warps=3,
+             persistent=True, stream_k=True, pdl=True),
+    ),
     "32 padded heads": (
         "H=40,HKV=2,D=128,dtype=bf16", (16, 48), 1,
         make(1, 64, packed_heads=32, pads_heads=True, blocks_per_sm=2, pdl=True),

@@ -158,8 +158,8 @@ def _paging(problem: AttentionProblem, config: Config) -> list[str]:
         found.append("whole_rows and copy_warps are not for e4m3")
     if "key_groups" in config.params:
         found.append("key_groups is not for paged caches")
-    if "stream_k" in config.params and not (config["persistent"] and config["warp_groups"] == 1):
-        found.append("stream_k is for persistent blocks of one warp group, only")
+    if "stream_k" in config.params and not (config["persistent"] and config["warp_groups"] <= 2):
+        found.append("stream_k is for persistent blocks of one or two warp groups, only")
     if problem.page_size % rows or config["tile_n"] % rows:
         found.append(
             f"box_rows={rows} does not divide both page_size={problem.page_size} and "
