@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+from noted_kernels import find_kernels
 
 from tuner.families.fused_attention import FusedAttention, values_rule
 from tuner.families.fused_attention.legality import smem_bytes
@@ -78,3 +80,28 @@ def test_a_call_has_an_output_as_wide_as_its_values() -> None:
     apart = torch.zeros(1, 300, 4, 200).half().transpose(1, 2)[..., :192]
     posed = AttentionCall(apart, key, value, None, 0.0, True, None, False).pose()
     assert posed.strides["out"] == (300 * 512, 128, 512, 1)
+
+
+def test_packed_sequences_have_outputs_as_wide_as_their_values(
+    on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    from tuner.runtime.attention.varlen import attention_varlen
+
+    lengths = [100, 0, 70]
+    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    query, key = (torch.randn(170, 2, 192).half() for _ in range(2))
+    value = torch.randn(170, 2, 128).half()
+    call = query, key, value, starts, starts, 100, 100
+    found = attention_varlen(*call, is_causal=True)
+    for part in (slice(0, 100), slice(100, 170)):
+        rows = [tensor[part].transpose(0, 1)[None] for tensor in (query, key, value)]
+        wanted = torch.nn.functional.scaled_dot_product_attention(*rows, is_causal=True)
+        torch.testing.assert_close(found[part], wanted[0].transpose(0, 1))
+    served = find_kernels(on_cpu, monkeypatch, lambda problem: FAMILY)
+    out = attention_varlen(*call, is_causal=True)
+    assert out.shape == value.shape
+    [(_, problem)] = served.posed
+    assert problem.value_dim == 128 and problem.is_varlen
+    [(_, integers, _)] = served.launched
+    assert integers[6] == 128, "columns of the call's values"

@@ -42,6 +42,8 @@ DESCALES = ("q_descale", "k_descale", "v_descale")
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "flash3_splits": ("flash3", {"num_splits": 0}),
 }
+#: Kernels that take values of another width than keys.
+_OF_ANY_VALUES = ("cudnn", "efficient", "naive", "flash3", "flash3_serving")
 #: kernel -> rows and keys of FlashAttention-4's tile, which its package takes an argument for.
 TILES = {f"flash4_{m}x{n}": (m, n) for m, n in ((128, 128), (128, 160), (192, 128), (192, 144))}
 #: The layout that each kernel likes best: the one that it was written for.
@@ -80,6 +82,7 @@ class VendorSdpa(Vendor):
 
     name: ClassVar[str] = "vendor_sdpa"
     op: ClassVar[str] = AttentionProblem.op
+    takes_value_dim = True
     offered: ClassVar[tuple[str, ...]] = (*BACKENDS, "flash3", *VARIANTS, "flash4")
     on_request: ClassVar[tuple[str, ...]] = ("naive", SERVING, *TILES)
     work_terms: ClassVar[tuple[str, ...]] = attention_work.CLOSED_TERMS
@@ -114,6 +117,8 @@ class VendorSdpa(Vendor):
             return f"{kernel} takes fp16 and bf16, not {E4M3} with descale factors"
         if problem.dtype == E4M3 and problem.heads_q != problem.heads_kv:
             return f"{kernel} takes a factor a KV head of {E4M3}: H and HKV must be equal"
+        if problem.value_dim and (problem.is_latent or kernel not in _OF_ANY_VALUES):
+            return f"{kernel} is not called with values of another width than keys"
         if problem.is_paged:
             return "" if kernel == SERVING else f"{kernel} is not called with paged caches"
         if problem.is_varlen and kernel not in ("flash2", SERVING):

@@ -80,7 +80,7 @@ def attention(
         query: (B, H, SQ, D), fp16 or bf16. TMA needs stride 1 along D, and multiples of 16 bytes
             along the other dimensions and for the start. Other tensors are copied first.
         key: (B, HKV, SKV, D), as `query`. Keys and values expanded over all heads are one head.
-        value: (B, HKV, SKV, D), as `key`.
+        value: (B, HKV, SKV, DV), of `key`'s type.
         attn_mask: as in PyTorch. Tuned kernels take booleans, true where a query sees a key, and
             additive masks of the query's type. The mask lies on the query's device and wants no
             gradient. It may have any strides, and broadcast along any axis. Rows without a visible

@@ -90,7 +90,7 @@ class VarlenCall(_Packed, Call):
     def kind(self) -> Hashable:
         query = self.query
         return (
-            *("varlen", query.shape[1:], self.key.shape[1], query.dtype, query.device),
+            *("varlen", query.shape[1:], self.value.shape[1:], query.dtype, query.device),
             *(self.is_causal, self.scale),
             *map(rounded, (self.batch, self.longest_q, self.longest_kv)),
         )
@@ -108,6 +108,7 @@ class VarlenCall(_Packed, Call):
             is_causal=self.is_causal,
             dtype=guards.DTYPES[query.dtype],
             is_varlen=True,
+            value_dim=value.shape[2],
         )
         return Posed(problem, self.scale)
 
@@ -128,7 +129,7 @@ class VarlenCall(_Packed, Call):
         query, key, value, *starts = self.inputs
         if isinstance(plan, KernelPlan):
             sizes = self.batch, self.longest_q, self.longest_kv
-            plan = _sized(plan, sizes, query.shape, key.shape, self.scale)
+            plan = _sized(plan, sizes, query.shape, value.shape, self.scale)
         return (plan, *[t.transpose(0, 1)[None] for t in (query, key, value)], *starts)
 
     def by_pytorch(self) -> torch.Tensor:
@@ -147,8 +148,9 @@ class VarlenCall(_Packed, Call):
                 out = native.attend(one, keys_of, values_of, *options)
                 done.append(out[0].transpose(0, 1))
             else:
-                done.append(torch.zeros_like(rows))
-        return torch.cat([*done, torch.zeros_like(query[of_queries[-1] :])])
+                done.append(rows.new_zeros(*rows.shape[:2], value.shape[2]))
+        behind = query.shape[0] - of_queries[-1]
+        return torch.cat([*done, query.new_zeros(behind, query.shape[1], value.shape[2])])
 
 
 @dataclass(frozen=True)
@@ -265,7 +267,7 @@ def attention_varlen(
     Args:
         query: (total_q, H, D), fp16 or bf16; a tuned kernel needs contiguous tensors.
         key: (total_kv, HKV, D), as `query`.
-        value: (total_kv, HKV, D), as `query`.
+        value: (total_kv, HKV, DV), as `query`.
         cu_seqlens_q: int32 (B + 1), on the tensors' device; B may be 0.
         cu_seqlens_kv: int32 (B + 1), as `cu_seqlens_q`.
         max_seqlen_q: queries of the longest sequence, or more.
@@ -275,8 +277,8 @@ def attention_varlen(
         enable_gqa: let HKV be a divisor of H.
 
     Returns:
-        (total_q, H, D), of the inputs' type. Rows beyond the last sequence's end are undefined, and
-        so are their gradients.
+        (total_q, H, DV), of the inputs' type. Rows beyond the last sequence's end are undefined,
+        and so are their gradients.
 
     Raises:
         ConfigError: on tensors that are not as above, or longest lengths below 0. PyTorch's
@@ -307,8 +309,10 @@ def _check(
     starts_kv: torch.Tensor,
 ) -> None:
     shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
-    if any(t.dim() != 3 for t in (query, key, value)) or key.shape != value.shape:
-        raise ConfigError(f"{shapes} (allowed: (total_q, H, D) and twice (total_kv, HKV, D))")
+    if any(t.dim() != 3 for t in (query, key, value)) or key.shape[:2] != value.shape[:2]:
+        raise ConfigError(
+            f"{shapes} (allowed: (total_q, H, D), (total_kv, HKV, D) and (total_kv, HKV, DV))"
+        )
     if query.shape[2] != key.shape[2]:
         raise ConfigError(f"{shapes} differ in D (allowed: one D)")
     for name, starts in (("cu_seqlens_q", starts_q), ("cu_seqlens_kv", starts_kv)):
@@ -348,6 +352,7 @@ def _sized(
         is_varlen=True,
         rows_q=shape_q[0],
         rows_kv=shape_kv[0],
+        value_dim=shape_kv[2],
     )
     return plan.sized(problem, scale)
 
