@@ -209,12 +209,11 @@ def unknown() -> list[Contender]:
     return [Contender("tuner", call)]
 
 
-def by_python() -> list[Contender]:
-    """A served call without the dispatcher. One that comes back is told of its plans late."""
+def by_python(ways: Callable[[], list[Contender]]) -> list[Contender]:
+    """Calls without the dispatcher. One that comes back is told of its plans late."""
     from tuner.runtime.call import dispatch
 
-    tensors = inputs(PROBLEM)
-    serving(tensors)
+    own, *others = ways()
     module = _dispatcher()
 
     @contextlib.contextmanager
@@ -225,8 +224,20 @@ def by_python() -> list[Contender]:
         finally:
             dispatch.use(module)
 
-    own, pytorch = _both(tensors)
-    return [Contender("tuner", own.call, without), pytorch]
+    return [Contender("tuner", own.call, without), *others]
+
+
+def linear() -> list[Contender]:
+    """A product in single precision, which no kernel takes."""
+    import torch
+
+    import tuner
+
+    input, weight, _ = (tensor[0, 0].float() for tensor in inputs(PROBLEM))
+    return [
+        Contender("tuner", lambda _: tuner.linear(input, weight)),
+        Contender("pytorch", lambda _: torch.nn.functional.linear(input, weight)),
+    ]
 
 
 def eager() -> list[Contender]:
@@ -259,7 +270,9 @@ CASES = (
         rounds=15,
         is_waiting=True,
     ),
-    Case("without the dispatcher", by_python, {}),
+    Case("served by Python", partial(by_python, served), {"us beyond pytorch": 3.0}),
+    Case("refused by Python", partial(by_python, refused), {"us beyond pytorch": 3.0}),
+    Case("a product, by Python", partial(by_python, linear), {"us beyond pytorch": 3.0}),
 )
 
 

@@ -292,10 +292,12 @@ def test_what_a_call_costs_is_measured_through_it(
     assert abs(figures["refused"]["us beyond pytorch"]) < rows["refused"]["us"]["tuner"]
     assert 0 < figures["enabled, served"]["over pytorch"] < 1 < rows["growing cache"]["us"]["tuner"]
     assert rows["growing cache"]["dispatched"] > 0.98, "Python is asked once a block of lengths"
-    assert rows["without the dispatcher"]["dispatched"] == 0
+    by_python = [row for label, row in rows.items() if "by Python" in label]
+    assert [row["dispatched"] for row in by_python] == [0, 0, 0]
     assert {"over pytorch", "over graph"} <= set(figures["eager loop"])
     asked = 2 * rounds * (calls.BURST + 1)
     unfit = "no kernel takes such tensors"
+    assert fallbacks["a product, by Python"] == {unfit: asked}
     assert fallbacks["refused"] == {unfit: asked + 1}  # one sees that it is refused
     assert fallbacks["enabled, refused"] == {unfit: asked}
     assert fallbacks["growing cache"] == {"no measured winner": asked}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping
-from typing import Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 
@@ -13,7 +13,16 @@ from tuner.problem import AttentionProblem, DType, Layout
 from tuner.runtime.attention.bias import axes_of, fills_the_gpu, steps_of
 from tuner.runtime.attention.bias import over as mask_over
 from tuner.runtime.attention.composed import NONE, Attended, Extras, compose
-from tuner.runtime.call import finite_gradients, guards, handed_over, native
+from tuner.runtime.call import (
+    counters,
+    devices,
+    dispatch,
+    finite_gradients,
+    guards,
+    handed_over,
+    invariance,
+    native,
+)
 from tuner.runtime.call.lengths import over
 from tuner.runtime.call.plan import Plan, Posed
 from tuner.runtime.call.refusal import Kind, Refusal
@@ -48,6 +57,7 @@ class AttentionCall(_Attention, Call):
     __slots__ = ()
     aligned = 4
     copied = "query", "key", "value"
+    pytorch_aligns = True
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
@@ -94,25 +104,9 @@ class AttentionCall(_Attention, Call):
 
     def kind(self) -> Hashable:
         query, key, value, _, _, is_causal, scale, enable_gqa, extras, mask = self
-        return (
-            query.shape,
-            key.shape,
-            value.shape,
-            query.stride(),
-            key.stride(),
-            value.stride(),
-            query.dtype,
-            key.dtype,
-            value.dtype,
-            query.device,
-            key.device,
-            value.device,
-            is_causal,
-            scale,
-            enable_gqa,
-            extras,
-            (mask.dtype, steps_of(mask)) if isinstance(mask, torch.Tensor) else None,
-        )
+        options = is_causal, scale, enable_gqa, extras
+        of_mask = (mask.dtype, steps_of(mask)) if isinstance(mask, torch.Tensor) else None
+        return _kind(query, key, value, options, of_mask)
 
     @property
     def _mask(self) -> torch.Tensor | None:
@@ -171,6 +165,75 @@ class AttentionCall(_Attention, Call):
             return native.attend(*self.arguments)
         out: torch.Tensor = native.call(compose, *self.arguments, self.extras)
         return out
+
+
+def _kind(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Hashable, mask: Hashable
+) -> tuple[Any, ...]:
+    return (
+        query.shape,
+        key.shape,
+        value.shape,
+        query.stride(),
+        key.stride(),
+        value.stride(),
+        query.dtype,
+        key.dtype,
+        value.dtype,
+        query.device,
+        key.device,
+        value.device,
+        options,
+        mask,
+    )
+
+
+def known(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor | Literal[False] | None:
+    """The short way of a plain call without gradients and mask that was made before, without the
+    dispatcher: half the time of `serving.answer` and `native.attend`.
+
+    Args:
+        query: (B, H, SQ, D).
+        key: (B, HKV, SKV, D).
+        value: as `key`.
+        is_causal: query i sees keys 0..i.
+        scale: factor of the scores; 1/sqrt(D) when None.
+        enable_gqa: let HKV be a divisor of H.
+
+    Returns:
+        A kernel's output; `dispatch.REFUSED` where PyTorch answers with the tensors as they are;
+        None where others must look.
+    """
+    tensors = query, key, value
+    is_plain = type(query) is type(key) is type(value) is torch.Tensor
+    if not is_plain or guards.wants_gradient(*tensors):
+        return None
+    if torch.is_autocast_enabled(devices.TYPE):
+        return None
+    try:
+        kind = _kind(query, key, value, (is_causal, scale, enable_gqa, NONE), None)
+        if guards.is_misaligned(tensors):
+            return None
+    except RuntimeError:  # sparse and nested tensors have no strides, a transform's no memory
+        return None
+    table.refresh(query)
+    plan = table.get(kind)
+    if isinstance(plan, Plan):
+        out = guards.unready(tensors) or table.run(plan, *tensors)
+        return None if isinstance(out, Refusal) else out
+    if plan is None or invariance.was_on:
+        return None
+    if not handed_over.lie_well(kind[:6], query.element_size()):
+        return None
+    counters.count_fallback(plan.reason)
+    return dispatch.REFUSED
 
 
 def without_lse(plan: Plan) -> Refusal:

@@ -30,10 +30,11 @@ from __future__ import annotations
 
 import torch
 from torch.compiler import is_dynamo_compiling
+from torch.nn.functional import scaled_dot_product_attention
 
 from tuner.errors import ConfigError
 from tuner.runtime.attention import quantised, window_operators
-from tuner.runtime.attention.attention_call import AttentionCall
+from tuner.runtime.attention.attention_call import AttentionCall, known
 from tuner.runtime.attention.bias import as_operand, causal_right
 from tuner.runtime.attention.composed import NONE, Extras, compose
 from tuner.runtime.attention.operators import operate
@@ -135,6 +136,14 @@ def attention(
                 return native.attend(query, key, value, *options)
             if out is not None:
                 return out
+            if not (attn_mask is not None or dropout_p or dispatch.is_loaded()):
+                out = known(query, key, value, is_causal, scale, enable_gqa)
+                if out is dispatch.REFUSED:
+                    return scaled_dot_product_attention(
+                        query, key, value, None, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+                    )
+                if out is not None:
+                    return out
     query, key, value = guards.autocast(devices.TYPE, query, key, value)
     options = attn_mask, dropout_p, is_causal, scale, enable_gqa
     return _answer(AttentionCall(query, key, value, *options, extras), is_composed)

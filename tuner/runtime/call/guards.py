@@ -34,6 +34,14 @@ def _has_autocast(device: str) -> bool:
     return bool(torch.amp.is_autocast_available(device))
 
 
+def are_plain(*tensors: torch.Tensor) -> bool:
+    """True where `unplain` finds no reason."""
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN or tensor.layout is not _STRIDED or tensor.is_nested:
+            return False
+    return True
+
+
 def unplain(tensors: Iterable[torch.Tensor]) -> Refusal | None:
     """Reason why these are not plain strided tensors; else None."""
     for tensor in tensors:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -35,6 +36,35 @@ def is_checked(*tensors: torch.Tensor) -> bool:
     if torch.compiler.is_compiling():
         return bool(tensors[0].device.type == devices.TYPE)
     return guards.unserved(tensors) is None
+
+
+def is_ready(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """True for a call without a mask that is handed over as it is.
+
+    False where that takes longer to say, as for tensors that are not plain, and in a trace.
+    """
+    tensors = query, key, value
+    if torch.compiler.is_compiling() or not guards.are_plain(*tensors):
+        return False
+    layouts = query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride()
+    try:
+        return lie_well(layouts, query.element_size()) and not guards.is_misaligned(tensors)
+    except RuntimeError:  # tensors of a transform have no memory
+        return False
+
+
+@lru_cache(4096)
+def lie_well(layouts: tuple[Any, ...], size: int) -> bool:
+    """True for tensors, not e4m3, that `is_ready` takes if they start at multiples of 16 bytes.
+
+    Args:
+        layouts: shapes of query, key and value, then their strides.
+        size: bytes of an element.
+    """
+    query, key, value, *strides = layouts
+    every = zip((query, key, value), strides, strict=True)
+    is_read = size > 1 and all(any(_layout(shape, steps, size)) for shape, steps in every)
+    return is_read and _match(query, key, value, None)
 
 
 def fits(

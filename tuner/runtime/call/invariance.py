@@ -20,6 +20,9 @@ _lock = threading.Lock()
 _entered = 0
 switched: list[Callable[[], None]] = []
 """Functions to call when the mode begins or ends."""
+was_on = settings.batch_invariant()
+"""True if the mode was on at its last switch, or at the table's last look. Reading the variable
+takes a microsecond, which each call would pay."""
 
 
 def is_on() -> bool:
@@ -59,16 +62,25 @@ def deterministic(kind: str) -> Iterator[None]:
 def _switch(step: int) -> None:
     global _entered
     with _lock:
-        was_on = is_on()
+        before = is_on()
         _entered += step
-        is_changed = is_on() != was_on
+        is_changed = look() != before
     if is_changed:
         for tell in switched:
             tell()
 
 
+def look() -> bool:
+    """`is_on`, kept in `was_on`."""
+    global was_on
+    was_on = is_on()
+    return was_on
+
+
 def forbid(reason: str) -> None:
     """Nothing outside of the mode; to be called before another kernel than a class's answers.
+
+    Calls that are made often ask `was_on` first.
 
     Raises:
         NotInvariantError: in the mode.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -71,8 +70,11 @@ def attend(
     Raises:
         NotInvariantError: in the mode of `tuner.deterministic`.
     """
-    invariance.forbid("PyTorch's attention")
+    if invariance.was_on:
+        invariance.forbid("PyTorch's attention")
     options = dropout_p, is_causal, scale, enable_gqa
+    if attn_mask is None and handed_over.is_ready(query, key, value):
+        return _pytorchs(query, key, value, attn_mask, *options)
     if not handed_over.is_checked(query, key, value):
         return _pytorchs(query, key, value, attn_mask, *options)
     if not handed_over.fits(query, key, value, attn_mask):
@@ -103,16 +105,19 @@ def _pytorchs(
     """PyTorch's attention of tensors that may be handed over."""
     arguments = query, key, value, mask, dropout_p, is_causal
     attend: Callable[..., torch.Tensor]
+    options: dict[str, Any] = {"scale": scale}
     if finite_gradients.is_needed(*arguments, scale, enable_gqa):
-        attend = partial(finite_gradients.attend, *arguments, scale)
+        attend = finite_gradients.attend
     else:
-        attend = partial(
-            scaled_dot_product_attention, *arguments, scale=scale, enable_gqa=enable_gqa
-        )
+        attend = scaled_dot_product_attention
+        options["enable_gqa"] = enable_gqa
     if torch.compiler.is_compiling():
-        return attend()
+        return attend(*arguments, **options)
     try:
-        out: torch.Tensor = call(attend) if is_watched else attend()
+        if is_watched:
+            out: torch.Tensor = call(attend, *arguments, **options)
+        else:
+            out = attend(*arguments, **options)
     except RuntimeError as exc:
         if query.dtype == torch.float8_e4m3fn:
             exc.add_note(QUANTISED_NOTE)

@@ -19,6 +19,9 @@ from tuner.runtime.call.plan import Plan, Posed
 from tuner.runtime.call.refusal import Kind, Refusal
 from tuner.runtime.call.table import DispatchedCall, table
 
+_WHEREVER_THEY_LIE = frozenset({Kind.MISS, Kind.PORTFOLIO, Kind.TIMED, Kind.VENDOR})
+"""Reasons that hold for copies of a call's tensors, too."""
+
 
 class PlannedCall(ABC):
     """Tensors and options of one call that a plan is looked up for."""
@@ -76,6 +79,8 @@ class Call(PlannedCall):
     __slots__ = ()
     copied: ClassVar[tuple[str, ...]] = ()
     """Names of tensors that are copied where they are not aligned."""
+    pytorch_aligns: ClassVar[bool] = False
+    """True if `by_pytorch` copies them itself."""
 
     def measurable(self, posed: Posed) -> Posed:
         """The problem with a function that times the call, if ``TUNER_BENCHMARK`` is set."""
@@ -125,21 +130,27 @@ def serve(call: Call) -> torch.Tensor:
     return call.by_pytorch() if out is None else out
 
 
-def answer(call: Call) -> torch.Tensor | None:
+def answer(call: Call, kind: Hashable = None) -> torch.Tensor | None:
     """A tuned kernel's output, or None and a counted reason when PyTorch must answer.
 
     Attention of tensors that are not aligned is answered from copies, if need be by PyTorch.
+
+    Args:
+        call: its tensors may be any.
+        kind: the call's `kind`, where it is known.
     """
     inputs = call.inputs
     generation = table.refresh(inputs[0])
-    plan = _find(call, inputs)
+    plan = _find(call, inputs, kind)
     out = plan if isinstance(plan, Refusal) else call.run(plan)
     if not isinstance(out, Refusal):
         return out
-    copy = call.realigned() if call.copied and handed_over.is_checked(*inputs) else None
-    if copy is not None:
-        return serve(copy)
-    invariance.forbid(out.reason)
+    if call.copied and not (call.pytorch_aligns and out.kind in _WHEREVER_THEY_LIE):
+        copy = call.realigned() if handed_over.is_checked(*inputs) else None
+        if copy is not None:
+            return serve(copy)
+    if invariance.was_on:
+        invariance.forbid(out.reason)
     if not dispatch.is_loaded() or (dispatched := call.dispatched) is None:
         counters.count_fallback(out.reason)
     else:
@@ -156,17 +167,19 @@ def find(call: PlannedCall) -> Plan | Refusal:
     inputs = call.inputs
     table.refresh(inputs[0])
     plan = _find(call, inputs)
-    if isinstance(plan, Refusal):
+    if isinstance(plan, Refusal) and invariance.was_on:
         invariance.forbid(plan.reason)
     return plan
 
 
-def _find(call: PlannedCall, inputs: tuple[torch.Tensor, ...]) -> Plan | Refusal:
+def _find(
+    call: PlannedCall, inputs: tuple[torch.Tensor, ...], kind: Hashable = None
+) -> Plan | Refusal:
     """As `find`, after a look at the store. A refused kind needs no look at torch's state."""
     refusal = guards.unplain(inputs) or call.refusal()
     if refusal is not None:
         return refusal
-    kind = call.kind()
+    kind = call.kind() if kind is None else kind
     plan = table.get(kind)
     refusal = plan if isinstance(plan, Refusal) else guards.unready(inputs)
     if refusal is not None:

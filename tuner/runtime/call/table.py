@@ -90,6 +90,24 @@ class PlanTable:
                 self._look()
         return dispatch.generation()
 
+    def refuses(self, kind: Hashable, tensor: torch.Tensor) -> bool:
+        """Count a call of a kind that was refused, if no dispatcher does; False for any other call.
+
+        The short way of a call without gradients that PyTorch answers, whatever torch's state is.
+
+        Args:
+            kind: as in `get`.
+            tensor: as of `refresh`.
+        """
+        if dispatch.is_loaded() or invariance.was_on:
+            return False
+        self.refresh(tensor)
+        known = self.get(kind)
+        if not isinstance(known, Refusal):
+            return False
+        counters.count_fallback(known.reason)
+        return True
+
     def find_out(
         self,
         kind: Hashable,
@@ -294,7 +312,7 @@ class PlanTable:
             if self._watch.has_other_kernels():
                 self._drop(None)
             off = _OFF if settings.disabled() else self._refusal
-            is_invariant = invariance.is_on()
+            is_invariant = invariance.look()
             if off != self._off or is_invariant != self._is_invariant:
                 self._off, self._is_invariant = off, is_invariant
                 self._clear()
