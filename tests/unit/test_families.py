@@ -95,12 +95,10 @@ def test_predictions_and_seeds(member: Family, problem: Problem) -> None:
     space = space_of(member, problem)
     for config in sample(member, problem):
         predicted = member.predict_us(problem, config, DEFAULT_GPU)
-        floor = (
-            0.0
-            if member.op == "softmax"
-            else DEFAULT_GPU.floor_us(problem.flops // problem.tensor_rate, 0)
-        )
-        assert predicted > floor
+        # Attention's inputs may be in the L2, as may all of softmax.
+        moved = problem.bytes if member.op in ("gemm", "swiglu", "grouped_gemm") else 0
+        flops = 0 if member.op == "softmax" else problem.flops // problem.tensor_rate
+        assert DEFAULT_GPU.floor_us(flops, moved) < predicted < 1e6
     seeds = member.seeds(problem, DEFAULT_GPU, space, 8)
     assert len(seeds) == min(8, len(space))
     assert set(seeds) <= set(space)

@@ -89,11 +89,3 @@ def test_a_launch_has_the_product_s_extents_and_the_output_s_stride() -> None:
 def test_golden_text(goldens: Goldens) -> None:
     text = render(SWIGLU.kernels(MLP, pingpong())["gemm"], "golden")
     goldens.check("gemm_swiglu", {"pingpong": text})
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_the_estimate_is_above_what_the_chip_can_do(dtype: Any) -> None:
-    problem = SwigluProblem(512, 14336, 4096, dtype=dtype)
-    floor = DEFAULT_GPU.floor_us(problem.flops, problem.bytes)
-    for config in SWIGLU.space(problem, DEFAULT_GPU)[::20]:
-        assert floor < SWIGLU.predict_us(problem, config, DEFAULT_GPU) < 1e4

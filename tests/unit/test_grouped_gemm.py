@@ -164,14 +164,6 @@ def test_texts_follow_the_tensor_maps_of_cutlass_4_6() -> None:
     assert render(spec, "one", (5, 0)) == newer
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-def test_the_estimate_is_above_what_the_chip_can_do(sizes: Any) -> None:
-    problem = GroupedGemmProblem(64, 1000, 1408, 2048, sizes=sizes)
-    floor = DEFAULT_GPU.floor_us(problem.flops, problem.bytes)
-    for chosen in GROUPED.space(problem, DEFAULT_GPU)[::20]:
-        assert floor < GROUPED.predict_us(problem, chosen, DEFAULT_GPU) < 1e4
-
-
 def test_a_group_is_padded_to_whole_tiles() -> None:
     problem = GroupedGemmProblem(4, 10, 256, 64, sizes="sparse")
     [work] = works(problem, config((64, 128, 64), cluster_m=1), DEFAULT_GPU)
