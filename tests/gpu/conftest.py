@@ -23,6 +23,7 @@ from tuner.errors import CompileError
 from tuner.hardware import DEFAULT_GPU
 from tuner.measure.device import Device, detect
 from tuner.measure.gate import REFERENCE, Gate
+from tuner.measure.worker_client import WorkerClient
 
 HERE = Path(__file__).parent
 
@@ -92,6 +93,16 @@ def gate(device: Device, compiler: Compiler) -> Iterator[Gate]:
     """The gate on it."""
     [(_, future)] = compiler.submit([REFERENCE])
     made = Gate(device, load(future.result()))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def worker(missing_gpu: str) -> Iterator[WorkerClient]:
+    """The process that measures and judges on it."""
+    if missing_gpu:
+        pytest.skip(missing_gpu)
+    made = WorkerClient(0)
     yield made
     made.close()
 

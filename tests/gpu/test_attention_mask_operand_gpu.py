@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fused_configs import maker
+from proving import attention_target, faults
 from runtime_gpu import call_path, forget, fresh_store, store, this_gpu
 
 from tuner.compile.compiler import Compiler
@@ -19,14 +20,10 @@ from tuner.compile.loading import LoadedKernel, load
 from tuner.config import Config
 from tuner.families import family
 from tuner.families.base import KernelSpec
-from tuner.families.target import Target
 from tuner.hardware import DEFAULT_GPU
-from tuner.measure.device import detect
 from tuner.measure.gate import REFERENCE
 from tuner.measure.worker_client import WorkerClient
 from tuner.problem import AttentionProblem
-from tuner.selection.kernel_list import Kernel, KernelList
-from tuner.tuning.proof import Prover, plan
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = [pytest.mark.gpu, pytest.mark.compile, pytest.mark.timeout(400)]
@@ -99,34 +96,13 @@ def compiled(compiler: Compiler, name: str) -> LoadedKernel:
     return load(future.result())
 
 
-@pytest.fixture(scope="module")
-def worker() -> Iterator[WorkerClient]:
-    made = WorkerClient(0)
-    yield made
-    made.close()
-
-
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_is_proven(
     name: str, compiler: Compiler, worker: WorkerClient, tmp_path: Path
 ) -> None:
-    """In the worker's process: at least 64 drawn problems, rows that see no key among them."""
-    text, config = KERNELS[name]
-    params = {k: v for k, v in config.params.items() if k not in FAMILY.runtime_parameters}
-    params |= {"splits": 1, "pdl": False}
-    target = Target(Config(config.family, params), AttentionProblem.parse(f"S=512,{text}"))
-    wanted = [REFERENCE, target.kernels["attention"]]
-    built = [(one, future.result()) for one, future in compiler.submit(wanted)]
-    facts = compiler.toolchain.nvcc_version, "", compiler.capability
-    known = KernelList(*facts).with_kernels(Kernel.of(spec, artifact) for spec, artifact in built)
-    file = tmp_path / "kernels.json"
-    known.write(file)
-    todo = plan(file, [target])
-    assert len(todo.waiting) == 1
-    progress = Prover(detect() or DEFAULT_GPU, "", [worker]).run(todo)
-    assert progress.faults == []
-    kernel = KernelList.read(file).find(target.kernels["attention"])
-    assert kernel is not None and kernel.proof is not None and kernel.proof.problems >= 64
+    """Rows that see no key are among the problems."""
+    target = attention_target(*KERNELS[name])
+    assert faults(compiler, worker, tmp_path / "kernels.json", target) == []
 
 
 def visible(rows: int, keys: int) -> Any:

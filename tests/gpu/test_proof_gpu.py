@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from proving import faults
 
 from tuner.compile.compiler import Compiler
 from tuner.families.base import KernelSpec
 from tuner.families.target import Target
-from tuner.hardware import DEFAULT_GPU
-from tuner.measure.device import detect
 from tuner.measure.gate import REFERENCE
 from tuner.measure.worker_client import WorkerClient
-from tuner.selection.kernel_list import Kernel, KernelList
 from tuner.selection.kernels import targets
 from tuner.selection.portfolio import shipped
-from tuner.tuning.proof import ProofProgress, Prover, plan
 
 pytestmark = pytest.mark.gpu
 
@@ -56,46 +52,16 @@ def kernels() -> list[KernelSpec]:
     return [REFERENCE, *(target.kernels["attention"] for target in SOUND.values())]
 
 
-@pytest.fixture(scope="module")
-def worker() -> Iterator[WorkerClient]:
-    made = WorkerClient(0)
-    yield made
-    made.close()
-
-
-def proven(
-    compiler: Compiler, worker: WorkerClient, path: Path, target: Target, artifact_of: Target
-) -> ProofProgress:
-    """Prove a target by the artifact of one, its own or not."""
-    (reference, built) = (
-        future.result()
-        for _, future in compiler.submit([REFERENCE, artifact_of.kernels["attention"]])
-    )
-    version = compiler.toolchain.nvcc_version
-    known = KernelList(version, "", compiler.capability)
-    listed = ((REFERENCE, reference), (target.kernels["attention"], built))
-    known.with_kernels(Kernel.of(spec, artifact) for spec, artifact in listed).write(path)
-    todo = plan(path, [target])
-    assert len(todo.waiting) == 1
-    return Prover(detect() or DEFAULT_GPU, "", [worker]).run(todo)
-
-
 @pytest.mark.parametrize("name", SOUND)
 def test_a_sound_kernel_is_proven(
     compiler: Compiler, worker: WorkerClient, tmp_path: Path, name: str
 ) -> None:
-    target, path = SOUND[name], tmp_path / "kernels.json"
-    progress = proven(compiler, worker, path, target, target)
-    assert progress.faults == []
-    kernel = KernelList.read(path).find(target.kernels["attention"])
-    assert kernel is not None and kernel.proof is not None and kernel.proof.problems >= 64
+    assert faults(compiler, worker, tmp_path / "kernels.json", SOUND[name]) == []
 
 
 def test_a_kernel_with_another_mask_is_caught(
     compiler: Compiler, worker: WorkerClient, tmp_path: Path
 ) -> None:
-    target, path = of_mask(False), tmp_path / "kernels.json"
-    (fault,) = proven(compiler, worker, path, target, of_mask(True)).faults
+    path = tmp_path / "kernels.json"
+    (fault,) = faults(compiler, worker, path, of_mask(False), of_mask(True))
     assert "wrong_result at" in fault
-    kernel = KernelList.read(path).find(target.kernels["attention"])
-    assert kernel is not None and kernel.proof is None and kernel.fault
