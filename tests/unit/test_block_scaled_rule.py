@@ -36,11 +36,23 @@ def test_tiles_grow_with_the_rows() -> None:
 
 
 def test_rows_outside_of_the_last_tile_cost_time() -> None:
-    selection = block_scaled.select(problem(160, 4096, 7168), DEFAULT_GPU)
-    assert selection is not None
-    [_, config] = selection.expected[0]
-    tile = config["tile_n" if config["swap_ab"] else "tile_m"]
-    assert -160 % tile <= 64, "tiles of 128 rows would have 96 outside"
+    """Where most multiprocessors have such a tile; kernels that copy no such rows lose nothing."""
+
+    def added_us(m: int, n: int, *, clipped: bool) -> float:
+        (config, rates), *_ = (
+            (config, rates)
+            for config, rates in block_scaled.KERNELS.items()
+            if config["tile_m"] == 128 and ("clips_rows" in config.params) == clipped
+            if not config["swap_ab"] and config["split_k"] == 1 and config["tile_n"] == 64
+        )
+        one, whole = problem(m, n, 7168), problem(-(-m // 128) * 128, n, 7168)
+        expected = [block_scaled.expected_us(p, config, DEFAULT_GPU, rates) for p in (one, whole)]
+        return expected[0] - expected[1]
+
+    assert added_us(160, 8192, clipped=False) > 5.0
+    assert added_us(160, 8192, clipped=True) <= 0.0
+    assert added_us(160, 512, clipped=False) <= 0.0
+    assert added_us(250, 8192, clipped=False) <= 0.0
 
 
 def test_what_the_rule_does_not_serve() -> None:

@@ -232,7 +232,7 @@ class TestCorrections:
         for path, text in found.documents.items():
             assert path.read_text() == text, path.name
         before, by_others = found.errors
-        assert "44 below 0.97" in before and "7 below 0.97" in by_others
+        assert "58 below 0.97" in before and "9 below 0.97" in by_others
 
     def test_the_peers_that_ship_are_those_of_its_calls(self) -> None:
         found = peers_fit.refit([FILES["peers"]], GPUS["H200"])
@@ -296,7 +296,7 @@ class TestRates:
             for name, us in one.us.items()
             if us <= rates_fit.NEAR * min(one.us.values())
         ]
-        assert fmean(errors) < 0.02
+        assert fmean(errors) < 0.03
         assert fmean(rule.loss(one, found) for one in timed) < 0.02
 
     def test_a_kernel_without_times_moves_as_the_others(self) -> None:
@@ -308,13 +308,10 @@ class TestRates:
         found = rule.fitted(fewer)[f"{name} step"]
         assert found == pytest.approx(1.3 * rates_of(rule.kernels[name]).step, rel=0.1)
 
-    def test_most_that_ships_is_the_fit_to_its_file(self) -> None:
-        """The others were fitted to more."""
+    def test_what_ships_is_the_fit_to_its_file(self) -> None:
         rule, ships = rates_fit.rules(GPUS["H200"])["gemm"]
-        rows = [row for row in refit.rows([FILES["rates"]]) if row["group"] == "scaled-ahead"]
-        found = rule.fitted(rates_fit.products_of("gemm", rows, rule))
-        same = [name for name in found if round(found[name]) == ships[name]]
-        assert len(found) == 88 and len(same) >= 58
+        found = rule.fitted(rates_fit.products_of("gemm", refit.rows([FILES["rates"]]), rule))
+        assert {name: round(rate) for name, rate in found.items()} == ships
 
     def test_kernels_have_names_of_their_own(self) -> None:
         for rule, _ in RULES.values():

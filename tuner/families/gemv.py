@@ -94,6 +94,7 @@ class Gemv(StridedProduct):
     capabilities = (HOPPER,)
     cost_constants = CONSTANTS
     work_terms: ClassVar[tuple[str, ...]] = product_work.ROW_TERMS
+    rated_apart = frozenset({"row_loads"})
     amounts = staticmethod(product_work.row_work)
     runtime_parameters: ClassVar[frozenset[str]] = frozenset({"persistent", "pdl", "lead"})
     domains: ClassVar[Mapping[str, Domain]] = {

@@ -17,6 +17,8 @@ class Schedules:
     """
 
     work_terms: ClassVar[tuple[str, ...]] = ()
+    rated_apart: ClassVar[frozenset[str]] = frozenset()
+    """Optional parameters whose kernels have rates unlike the others'."""
     """Names of the terms of `work`; empty for a family without time models."""
 
     @final

@@ -23,6 +23,10 @@ ADDED_TERMS = frozenset({"launch", "waves", "rounds", "tiles", "output", "shallo
 """Work that an activation may add to: a launch of its own, ends of tiles, bytes of the output."""
 
 
+_Kind = tuple[str, frozenset[str]]
+"""A family, and those of `Family.rated_apart` that a kernel has."""
+
+
 class Fits:
     """Rates of a domain's kernels. With an activation they may be those of the plain product and
     what the activation adds, if these are nearer at models left out.
@@ -43,12 +47,12 @@ class Fits:
     ) -> None:
         self._domain, self._gpu, self._without = domain, gpu, plain
         self._plain = Fits(domain, plain, gpu, ()) if plain else None
-        self._own: dict[str, list[Point]] = defaultdict(list)
-        """Points of own kernels, by family."""
+        self._own: dict[_Kind, list[Point]] = defaultdict(list)
+        """Points of own kernels, by kind."""
         for kernel in kernels:
             if not is_vendor(kernel.config):
-                self._own[kernel.config.family] += filter(kernel.is_own, kernel.points)
-        self._priors: dict[tuple[str, frozenset[tuple[int, ...]]], list[float]] = {}
+                self._own[_kind(kernel)] += filter(kernel.is_own, kernel.points)
+        self._priors: dict[tuple[_Kind, frozenset[tuple[int, ...]]], list[float]] = {}
         self.bases: dict[Config, KernelTimes | None] = {}
         """The kernel of the plain product that a kernel's rates are made from; None: from its own
         points alone."""
@@ -67,13 +71,13 @@ class Fits:
         """Rates fitted to a kernel's points, without some models' problems.
 
         With a base they are its rates and what the activation adds. Otherwise the common rates of
-        the family's own kernels in the domain are the prior.
+        the kind's kernels in the domain are the prior.
         """
         out, group = frozenset(held), self._domain.group
         rest = [p for p in kernel.points if group(p.problem) not in out]
         if base is not None and self._plain is not None:
             return added(rest, self._gpu, self._plain.rates(base, None, held))
-        key, prior = (kernel.config.family, out), None
+        key, prior = (_kind(kernel), out), None
         if not is_vendor(kernel.config):
             if key not in self._priors:
                 every = [p for p in self._own[key[0]] if group(p.problem) not in out]
@@ -133,6 +137,11 @@ def added(points: Sequence[Point], gpu: Gpu, base: Sequence[float]) -> list[floa
     for place, rate in zip(places, more, strict=True):
         rates[place] += float(rate)
     return rates
+
+
+def _kind(kernel: KernelTimes) -> _Kind:
+    name = kernel.config.family
+    return name, families()[name].rated_apart.intersection(kernel.config.params)
 
 
 def _is_plain_of(plain: KernelTimes, kernel: KernelTimes) -> bool:

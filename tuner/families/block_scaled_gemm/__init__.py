@@ -54,6 +54,8 @@ RASTER_ORDERS = {"AlongM": 1, "AlongN": 2}
 #: Blocks of K in a row that the space's unrolled loops have: 8 took 0.996 of the time of 4.
 UNROLL = 4
 MAX_BOXES = 4
+#: What the space's loops with factors by TMA have where tiles are not shared.
+LOADS: Mapping[str, Value] = {"fetch_factors": True, "clips_rows": True}
 #: Columns of a tile with two blocks' products under way: their accumulators and the sums are 192
 #: registers a thread. Of swapped operands the factors of both blocks lie in registers, too.
 MAX_AHEAD, MAX_AHEAD_SWAPPED = 128, 64
@@ -503,6 +505,8 @@ def _compiled(problem: GemmProblem, gpu: Gpu) -> Iterator[dict[str, Value]]:
                 continue
             buffers = _buffers(tile_m, tile_n) if not swapped and splits == 1 else [0]
             kinds = loops
+            loads = LOADS if cluster_m * cluster_n == 1 else {}
+            merge: dict[str, Value] = {"vector_merge": True} if splits > 1 else {}
             if tile_m == INSTRUCTION_ROWS:
                 kinds += tuple({**loop, "uniform_branch": True} for loop in loops if loop)
             if problem.scales == "block" and cluster_m * cluster_n == 1:
@@ -518,6 +522,8 @@ def _compiled(problem: GemmProblem, gpu: Gpu) -> Iterator[dict[str, Value]]:
                     "split_k": splits,
                     "store_buffers": store_buffers,
                     **loop,
+                    **merge,
+                    **(loads if "tma_factors" in loop else {}),
                 }
                 yield dict(deepened(Config(BlockScaledGemm.name, params)).params)
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import families
-from tuner.families.block_scaled_gemm import Rates, estimate_us, rates_of
+from tuner.families.block_scaled_gemm import Rates, rates_of
 from tuner.families.block_scaled_gemm import rule as products_rule
 from tuner.families.block_scaled_grouped_gemm import grouped_estimate_us
 from tuner.families.grouped_gemm import rule as grouped_rule
@@ -147,7 +147,7 @@ def rules(gpu: Gpu) -> dict[str, tuple[RatedKernels, Constants]]:
         )
 
     return {
-        GemmProblem.op: rule(products_rule.KERNELS, estimate_us),
+        GemmProblem.op: rule(products_rule.KERNELS, products_rule.expected_us),
         GroupedGemmProblem.op: rule(grouped_rule.KERNELS[E4M3], grouped_estimate_us),
     }
 

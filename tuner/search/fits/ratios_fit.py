@@ -12,10 +12,9 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from tuner.base import resources
 from tuner.errors import ConfigError
@@ -24,18 +23,13 @@ from tuner.problem import problem_from_json
 from tuner.search.fits.refit import Refit, rows
 from tuner.selection import portfolio_json
 from tuner.selection.choice import Selection, choose
-from tuner.selection.domains import AnyDomain, AttentionDomain, Phase
+from tuner.selection.domains import AnyDomain
 from tuner.selection.portfolio import Portfolio, shipped
 from tuner.selection.ratios import Ratios
 
 OWN = "selection", "own"
 """Answers of rows by own kernels that a portfolio selected."""
 FLOOR = 0.97
-REMADE: frozenset[AnyDomain] = frozenset(
-    AttentionDomain(width, "full", phase)
-    for width, phase in product((96, 192, 256), get_args(Phase)[1:])
-)
-"""Domains whose kernels were made anew since the files' calls were timed: no ratio holds."""
 
 
 class RatioCall(NamedTuple):
@@ -70,8 +64,7 @@ def calls(
         if selection is None or not selection.vendor or not selection.estimates:
             continue
         domain = selection.domain
-        is_measured = domain in portfolio.domains and domain not in REMADE
-        if is_measured and domain.pytorchs_factor(problem) == 1:
+        if domain in portfolio.domains and domain.pytorchs_factor(problem) == 1:
             model = str(row.get("model") or problem.label())
             timed.append(RatioCall(model, selection, us["pytorch"] / us["tuner"]))
     return timed
