@@ -31,8 +31,8 @@ from tuner.problem import E4M3, SCALE_BLOCK, GemmProblem
 
 FILLED_CLOCKS, HIDDEN_ROWS = 4.5, 8.0
 """Clocks of a step for each row of A's last tile that lies outside, and rows that other copies
-hide, where all multiprocessors have such a tile; in proportion where fewer have. Measured by
-kernels that copy no such rows, at 26 products of 1 to 6000 rows (H200, 29 November 2026).
+hide. So many where all multiprocessors have such a tile, in proportion where fewer have. Measured
+beside kernels that copy no such rows, at 26 products of 1 to 6000 rows (H200, 29 November 2026).
 """
 
 
