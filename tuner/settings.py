@@ -31,6 +31,7 @@ VARIABLES: dict[str, str] = {
     "slow chunks)",
     "TUNER_SGLANG_QUERIES": "as TUNER_VLLM_QUERIES, for the SGLang plug-in",
     "TUNER_VLLM_LINEAR": "1 puts own kernels before vLLM's for e4m3 weights with factors of blocks",
+    "TUNER_VLLM_MLA": "1 puts own decoding of latent attention before vLLM's TRITON_MLA",
     "TUNER_BUILD_ON_MISS": "0 has no missing kernels compiled in the background",
 }
 
@@ -276,6 +277,11 @@ def build_on_miss() -> bool:
 def vllm_linear() -> bool:
     """True when vLLM's linear layers over e4m3 weights ask for own kernels first."""
     return os.environ.get("TUNER_VLLM_LINEAR", "") not in ("", "0")
+
+
+def vllm_mla() -> bool:
+    """True when vLLM's ``TRITON_MLA`` asks for own decoding of latent attention first."""
+    return os.environ.get("TUNER_VLLM_MLA", "") not in ("", "0")
 
 
 def max_queries(variable: str) -> int | None:

@@ -18,6 +18,8 @@ BACKEND = "tuner.runtime.engines.vllm.backend.TunerBackend"
 """Import path of the class registered as vLLM's ``CUSTOM`` backend."""
 QUANTIZATION = "tuner.runtime.engines.vllm.quantization"
 """Module of the quantisation, which imports vLLM's base class."""
+LATENT_BACKEND = "tuner.runtime.engines.vllm.latent.TunerLatentBackend"
+"""Import path of the class in the place of vLLM's ``TRITON_MLA``, where that is asked for."""
 LINEAR_KERNEL = "tuner.runtime.engines.vllm.linear_kernel"
 """Module of the kernel of linear layers, which imports all of vLLM's."""
 
@@ -44,6 +46,8 @@ def register() -> None:
                 os.environ.setdefault("TUNER_BATCH_INVARIANT", "1")
             _register_quantization()
             _register_backend()
+            if settings.vllm_mla():
+                _register_latent()
             if settings.vllm_linear():
                 importlib.import_module(LINEAR_KERNEL).register()
     except Exception as exc:  # another vLLM's modules may raise anything
@@ -63,6 +67,11 @@ def _register_backend() -> None:
             "(VLLM_PLUGINS names the plug-ins that are loaded)",
             custom.get_path(),
         )
+
+
+def _register_latent() -> None:
+    registry = importlib.import_module("vllm.v1.attention.backends.registry")
+    registry.register_backend(registry.AttentionBackendEnum.TRITON_MLA, LATENT_BACKEND)
 
 
 def _register_quantization() -> None:

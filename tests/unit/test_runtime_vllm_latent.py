@@ -1,0 +1,133 @@
+"""vLLM's seam of latent attention: what its layers are given, with stand-ins for its classes."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from noted_kernels import find_kernels
+
+from tuner.families.mla_decode import ARGUMENTS, MlaDecode
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+MODULE = "vllm.v1.attention.backends.mla.triton_mla"
+OWN = "tuner.runtime.engines.vllm.latent"
+HEADS, SIZE = 16, 64
+
+
+class Impl:
+    def __init__(self, **facts: Any) -> None:
+        known = {"num_heads": HEADS, "head_size": 576, "kv_lora_rank": 512, "scale": 0.1}
+        vars(self).update(known | {"kv_cache_dtype": "auto"} | facts)
+
+    def forward_mqa(self, q: Any, *args: Any) -> Any:
+        return "vLLM's own", tuple(q.shape)
+
+
+class Builder:
+    def __init__(self, layers: dict[str, Any]) -> None:
+        self.layer_names = list(layers)
+        compilation = SimpleNamespace(static_forward_context=layers)
+        self.vllm_config = SimpleNamespace(compilation_config=compilation)
+
+    def build_for_cudagraph_capture(self, common: Any) -> Any:
+        return common
+
+
+@pytest.fixture
+def latent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The plug-in's module over stand-ins."""
+    names = MODULE.split(".")
+    for count in range(1, len(names) + 1):
+        name = ".".join(names[:count])
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    kinds = {"TritonMLABackend": object, "TritonMLAImpl": Impl, "TritonMLAMetadataBuilder": Builder}
+    vars(sys.modules[MODULE]).update(kinds)
+    sys.modules.pop(OWN, None)
+    yield importlib.import_module(OWN)
+    sys.modules.pop(OWN, None)
+
+
+def metadata(lengths: tuple[int, ...]) -> Any:
+    decode = SimpleNamespace(
+        block_table=torch.zeros(len(lengths), 8).int(), seq_lens=torch.tensor(lengths).int()
+    )
+    return SimpleNamespace(decode=decode)
+
+
+def tensors(sequences: int) -> tuple[Any, Any]:
+    parts = (torch.zeros(sequences, HEADS, width).bfloat16() for width in (512, 64))
+    return tuple(parts), torch.zeros(9, SIZE, 576).bfloat16()
+
+
+def test_a_layer_launches_a_kernel_over_its_rows(
+    latent: Any, on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = find_kernels(on_cpu, monkeypatch, lambda problem: MlaDecode())
+    query, cache = tensors(3)
+    step = metadata((5, 100, 1))
+    out, lse = latent.TunerLatentImpl().forward_mqa(query, cache, step, None)
+    assert (out.shape, lse.shape, lse.dtype) == ((3, HEADS, 512), (3, HEADS), torch.float32)
+    [(addresses, integers, scalars)] = served.launched
+    at = dict(zip(ARGUMENTS.tensors, addresses, strict=True))
+    n = dict(zip(ARGUMENTS.integers, integers, strict=True))
+    assert (at["out"], at["lse"], at["cache"]) == tuple(t.data_ptr() for t in (out, lse, cache))
+    assert (at["lengths"], at["block_table"]) == (
+        step.decode.seq_lens.data_ptr(),
+        step.decode.block_table.data_ptr(),
+    )
+    assert (n["queries"], n["query_batch"], n["lse_batch"]) == (1, HEADS * 576, HEADS)
+    assert scalars == (0.1,) and not on_cpu.counters.stats().fallbacks
+
+
+@pytest.mark.parametrize(
+    "facts", [{"kv_cache_dtype": "fp8"}, {"head_size": 320, "kv_lora_rank": 256}]
+)
+def test_other_caches_are_vllm_s(
+    latent: Any, on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any]
+) -> None:
+    served = find_kernels(on_cpu, monkeypatch, lambda problem: MlaDecode())
+    query, cache = tensors(2)
+    found = latent.TunerLatentImpl(**facts).forward_mqa(query, cache, metadata((1, 2)), None)
+    assert found == ("vLLM's own", (2, HEADS, 576))
+    assert not served.launched and sum(on_cpu.counters.stats().fallbacks.values()) == 1
+
+
+def test_a_step_without_a_kernel_is_vllm_s(
+    latent: Any, on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_kernels(on_cpu, monkeypatch, lambda problem: None)
+    query, cache = tensors(2)
+    found = latent.TunerLatentImpl().forward_mqa(query, cache, metadata((1, 2)), None)
+    assert found[0] == "vLLM's own"
+
+
+def test_kernels_are_found_before_a_capture(
+    latent: Any, on_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = find_kernels(on_cpu, monkeypatch, lambda problem: MlaDecode())
+    _, cache = tensors(2)
+    layers = {
+        "own": SimpleNamespace(impl=latent.TunerLatentImpl(), kv_cache=cache),
+        "other": SimpleNamespace(impl=Impl(), kv_cache=cache),
+    }
+    step = metadata((1, 2))
+    assert latent.TunerLatentMetadataBuilder(layers).build_for_cudagraph_capture(step) is step
+    [(_, problem)] = served.posed
+    assert problem.batch == 2 and problem.heads_q == HEADS and not served.launched
+
+
+def test_the_setting_registers_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: dict[str, str] = {}
+    registry = SimpleNamespace(
+        AttentionBackendEnum=SimpleNamespace(TRITON_MLA="triton"),
+        register_backend=lambda backend, path: registered.update({backend: path}),
+    )
+    plugin = importlib.import_module("tuner.runtime.engines.vllm")
+    monkeypatch.setattr(plugin.importlib, "import_module", lambda name: registry)
+    plugin._register_latent()
+    assert registered == {"triton": plugin.LATENT_BACKEND} and OWN in plugin.LATENT_BACKEND

@@ -1,0 +1,97 @@
+"""vLLM's backend ``TRITON_MLA`` with tuned decoding of latent attention in front.
+
+``TUNER_VLLM_MLA=1`` registers it in that backend's place. Cache, metadata, prompts and all decoding
+that no tuned kernel takes are inherited.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.v1.attention.backends.mla.triton_mla import (
+    TritonMLABackend,
+    TritonMLAImpl,
+    TritonMLAMetadataBuilder,
+)
+
+from tuner.problem.attention import LATENT_DIM, LATENT_VALUE_DIM
+from tuner.runtime.attention.mla import Decode
+from tuner.runtime.call import counters
+from tuner.runtime.call.refusal import Kind, Refusal
+from tuner.runtime.call.serving import answer, find
+
+_PLAIN = ("auto", "float16", "half", "bfloat16")
+"""Names for a cache of the queries' type."""
+
+
+class TunerLatentImpl(TritonMLAImpl):  # type: ignore[misc]
+    """One layer of latent attention."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._refusal: Refusal | None = None
+        if self.kv_cache_dtype not in _PLAIN:
+            self._refusal = Refusal(Kind.CACHE_TYPE, str(self.kv_cache_dtype))
+        elif (self.head_size, self.kv_lora_rank) != (LATENT_DIM, LATENT_VALUE_DIM):
+            self._refusal = Refusal(Kind.TENSORS, f"rows of {self.head_size} columns")
+
+    def load(self, cache: torch.Tensor, metadata: Any) -> None:
+        """Load the kernel of a batch before its calls are captured."""
+        if self._refusal is None and metadata.decode is not None and cache.numel():
+            sequences = metadata.decode.seq_lens.shape[0]
+            query = cache.new_empty((sequences, self.num_heads, LATENT_DIM))
+            find(self._call(query, cache, metadata))
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: Any,
+        layer: torch.nn.Module,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Output (tokens, H, 512) and log-sum-exp (tokens, H) of one query of each sequence."""
+        query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+        if self._refusal is not None:
+            counters.count_fallback(self._refusal.reason)
+        else:
+            call = self._call(query, kv_c_and_k_pe_cache, attn_metadata)
+            if answer(call) is not None:
+                assert call.lse is not None
+                return call.out[:, 0], call.lse[..., 0]
+        found: tuple[torch.Tensor, torch.Tensor | None] = super().forward_mqa(
+            query, kv_c_and_k_pe_cache, attn_metadata, layer
+        )
+        return found
+
+    def _call(self, query: torch.Tensor, cache: torch.Tensor, metadata: Any) -> Decode:
+        sequences, heads, _ = query.shape
+        tables = metadata.decode.block_table, metadata.decode.seq_lens
+        out = query.new_empty((sequences, 1, heads, LATENT_VALUE_DIM))
+        lse = query.new_empty((sequences, heads, 1), dtype=torch.float32)
+        return Decode(query[:, None], cache, *tables, self.scale, out, lse)
+
+
+class TunerLatentMetadataBuilder(TritonMLAMetadataBuilder):  # type: ignore[misc]
+    """Builder of vLLM's metadata, which loads kernels before a capture."""
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
+        """Metadata for a capture or its warm-up; called before both."""
+        metadata = super().build_for_cudagraph_capture(common_attn_metadata)
+        layers = self.vllm_config.compilation_config.static_forward_context
+        for layer in map(layers.get, self.layer_names):
+            if isinstance(impl := getattr(layer, "impl", None), TunerLatentImpl):
+                impl.load(layer.kv_cache, metadata)
+        return metadata
+
+
+class TunerLatentBackend(TritonMLABackend):  # type: ignore[misc]
+    """vLLM's backend with tuned layers."""
+
+    @staticmethod
+    def get_impl_cls() -> type[TunerLatentImpl]:
+        return TunerLatentImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TunerLatentMetadataBuilder]:
+        return TunerLatentMetadataBuilder
