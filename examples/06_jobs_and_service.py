@@ -24,7 +24,7 @@ with tempfile.TemporaryDirectory() as folder:
     job = tuner("jobs", "submit", "--shape", SHAPE, store=store).strip()
     print("job", job)
     # On a GPU machine without `--replay`, which takes recorded times.
-    tuner("worker", "--drain", "--replay", store=store)
+    tuner("jobs", "worker", "--drain", "--replay", store=store)
     print(tuner("jobs", "show", job, store=store))
 
     command = [sys.executable, "-m", "tuner", "serve", "--port", "0", "--store", store]
@@ -37,8 +37,8 @@ with tempfile.TemporaryDirectory() as folder:
         else:
             sys.exit("the service did not start")
         address = line[line.index("http://") :].split()[0].rstrip("/")
-        with urllib.request.urlopen(
-            f"{address}/v1/configs?shape={SHAPE}&gpu=H200&regime=chained"
-        ) as response:
-            print(json.dumps(json.load(response), indent=1)[:600])
+        with urllib.request.urlopen(f"{address}/v1/configs?shape={SHAPE}&gpu=H200") as response:
+            for entry in json.load(response)["entries"]:
+                time = f"{entry['latency_us']:.1f} us"
+                print(entry["regime"], entry["provenance"], time, entry["config"]["family"])
         service.terminate()

@@ -33,6 +33,12 @@ class Config:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Config) and self.digest == other.digest
 
+    def __str__(self) -> str:
+        """One line: the family and its parameters, with the stages' parameters in brackets."""
+        parts = [self.family, *(f"{name}={value}" for name, value in sorted(self.params.items()))]
+        parts += [f"{name}[{stage}]" for name, stage in sorted(self.stages.items())]
+        return " ".join(parts)
+
     def __getitem__(self, name: str) -> Any:
         return self.params[name]
 

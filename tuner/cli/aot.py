@@ -78,10 +78,10 @@ def wanted_text(number: int, one: Wanted) -> str:
 
     The gain is in percent of a problem's time, summed over the problems.
     """
-    from tuner.selection.describe import config_text, counted, cut
+    from tuner.selection.describe import counted, cut
 
     first = f"{counted(len(one.problems), 'problem')}, first {one.problems[0].label()}"
-    config = f"{one.config.digest[:6]} {config_text(one.config)}"
+    config = f"{one.config.digest[:6]} {one.config}"
     text = f"{number}: gain {100 * one.worth:.1f} % over {first}: {config}"
     return cut(text, COLUMNS)
 

@@ -234,7 +234,7 @@ def _sources(winner: Measurement) -> dict[str, str]:
 
     kernels = family(winner.config.family).kernels(winner.problem, winner.config)
     if not kernels:
-        raise ConfigError(f"{describe.config_text(winner.config)} is a vendor's: it has no source")
+        raise ConfigError(f"{winner.config} is a vendor's: it has no source")
     return {
         name: render(spec, winner.artifacts.get(name, winner.config.digest))
         for name, spec in kernels.items()
@@ -328,7 +328,7 @@ def pin(args: argparse.Namespace) -> int:
     else:
         print(
             f"pinned for {problem.label()} on {gpu.name} ({regime}): "
-            f"{describe.config_text(config)}, {describe.microseconds(entry.winner.latency_us)} us"
+            f"{config}, {describe.microseconds(entry.winner.latency_us)} us"
         )
     return 0
 
@@ -357,7 +357,7 @@ def _config(text: str, store: Store, problem: Problem, gpu: Gpu, regime: Regime)
             f"{gpu.name} ({regime}) in this store{_import_hint(problem)}"
         )
     vendors = [m for m in measured if m.ok and is_vendor(m.config)]
-    named = [m for m in vendors if text in (vendor_name(m.config), describe.config_text(m.config))]
+    named = [m for m in vendors if text in (vendor_name(m.config), str(m.config))]
     if named:
         return min(named, key=lambda m: m.latency_us or 0.0).config
     found = [digest for digest in passed if digest.startswith(text.lower())]

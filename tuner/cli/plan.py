@@ -102,7 +102,7 @@ def plan_text(head: str, made: CoveragePlan, regimes: Mapping[Problem, Regime]) 
         made: the plan.
         regimes: regimes of problems that were timed in another one.
     """
-    from tuner.selection.describe import config_text, microseconds, table, wrapped
+    from tuner.selection.describe import microseconds, table, wrapped
 
     choices = made.choices
     shapes = sum(len(choice.served) for choice in choices)
@@ -111,7 +111,7 @@ def plan_text(head: str, made: CoveragePlan, regimes: Mapping[Problem, Regime]) 
         f"within {100 * made.within:g} % of the best known"
     ]
     for number, choice in enumerate(choices, 1):
-        lines += ["", *wrapped(f"{number}  {config_text(choice.config)}"), f"   {_sum(choice)}"]
+        lines += ["", *wrapped(f"{number}  {choice.config}"), f"   {_sum(choice)}"]
     rows = [("shape", "by", "us", "loss", "from")]
     rows += [
         (

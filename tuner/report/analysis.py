@@ -38,14 +38,14 @@ def verdict(subject: ReportSubject) -> str:
     was timed in another way.
     """
     served = served_text(subject.problem, subject.gpu, subject.regime, subject.known)
-    own = _own_verdict(subject)
-    return f"{served} This sweep, timed {subject.regime.launch}: {own}" if served else own
+    if not served:
+        return _own_verdict(subject, f"{subject.problem.op} {subject.problem.label()}")
+    return f"{served} This sweep, timed {subject.regime.launch}: {_own_verdict(subject, 'it')}"
 
 
-def _own_verdict(subject: ReportSubject) -> str:
+def _own_verdict(subject: ReportSubject, name: str) -> str:
     entry = subject.entry
     own, first = entry.best_own, entry.ranking[0]
-    name = f"{subject.problem.op} {subject.problem.label()}"
     if not subject.has_finals:
         return (
             f"Not decided: the sweep of {name} ended before its final pass; the fastest so far is "

@@ -34,7 +34,7 @@ from tuner.report.spec import (
     tips,
 )
 from tuner.report.subject import ReportSubject
-from tuner.selection.describe import config_text, microseconds, short_name
+from tuner.selection.describe import microseconds, short_name
 from tuner.store.entry import Standing, is_vendor
 
 FASTER, TIED, SLOWER = "own is faster", "a tie", "vendor is faster"
@@ -53,7 +53,7 @@ def ranking(subject: ReportSubject) -> Spec:
             "low": latency(m) - (m.std_us or 0.0),
             "high": latency(m) + (m.std_us or 0.0),
             "text": f"{microseconds(m.latency_us)} us",
-            "config": config_text(m.config),
+            "config": str(m.config),
         }
         for m in subject.ranking
     ]
@@ -86,7 +86,7 @@ def progress(steps: Sequence[SearchStep]) -> Spec:
             "series": s.measurement.config.family,
             "text": f"{microseconds(s.measurement.latency_us)} us",
             "status": s.measurement.status.value,
-            "config": config_text(s.measurement.config),
+            "config": str(s.measurement.config),
         }
         for s in steps
     ]
@@ -214,7 +214,7 @@ def _rates(subject: ReportSubject) -> list[dict[str, Any]]:
                     "text": f"{microseconds(m.latency_us)} us, {m.tflops:.0f} TFLOP/s",
                     "pass": "final" if m.is_final else "quick",
                     "best": own is not None and config == own.config,
-                    "config": config_text(config),
+                    "config": str(config),
                 }
             )
     return values

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tuner.report.lengths import Length, crossings
 from tuner.report.spec import INK, Spec, channel, log_scale, nominal, picture, series_of, tips
-from tuner.selection.describe import config_text, microseconds
+from tuner.selection.describe import microseconds
 
 
 def scaling(lengths: Sequence[Length]) -> Spec:
@@ -95,7 +95,7 @@ def _over_length(
             "series": length.kernel,
             "who": "vendor" if length.is_vendor else "own",
             "text": f"{microseconds(length.measurement.latency_us)} us",
-            "config": config_text(length.measurement.config),
+            "config": str(length.measurement.config),
         }
         for length, number in zip(lengths, numbers, strict=True)
     ]

@@ -6,7 +6,7 @@ from typing import Any
 
 from tuner.report.analysis import Cell, HeatMap, latency
 from tuner.report.spec import CROSS, FAILED, Spec, channel, picture, tips
-from tuner.selection.describe import config_text, microseconds
+from tuner.selection.describe import microseconds
 
 SLOWEST_SHOWN = 2.0
 """Times above this multiple of the best share the last colour of a heat map."""
@@ -65,7 +65,7 @@ def _value(cell: Cell, best_us: float) -> dict[str, Any]:
         "cross": f"{CROSS} {lost}" if lost else "",
         "passed": len(cell.passed),
         "failed": f"{lost} ({why})" if lost else "0",
-        "config": config_text((best or cell.failed[0]).config),
+        "config": str((best or cell.failed[0]).config),
     }
 
 

@@ -28,7 +28,6 @@ from tuner.report.spec import Spec
 from tuner.report.subject import ReportSubject
 from tuner.report.use import Use, use
 from tuner.selection.describe import (
-    config_text,
     facts_text,
     microseconds,
     short_name,
@@ -426,7 +425,7 @@ def _all(subject: ReportSubject) -> Section:
         ("us", lambda m: microseconds(m.latency_us)),
         ("status", lambda m: m.status.value),
         ("whose", lambda m: "vendor" if is_vendor(m.config) else "own"),
-        ("config", lambda m: config_text(m.config)),
+        ("config", lambda m: str(m.config)),
     )
     words = [
         f"Environment: {facts_text(subject.environment)}.",

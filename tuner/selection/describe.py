@@ -29,16 +29,9 @@ _LABEL = 13
 _SHORT_DIGEST = 6
 
 
-def config_text(config: Config) -> str:
-    """One line: the family and its parameters, with the stages' parameters in brackets."""
-    parts = [config.family, *(f"{name}={value}" for name, value in sorted(config.params.items()))]
-    parts += [f"{name}[{config_text(stage)}]" for name, stage in sorted(config.stages.items())]
-    return " ".join(parts)
-
-
 def config_lines(config: Config, width: int = WIDTH) -> list[str]:
     """The family and its parameters, wrapped; each stage on lines of its own below."""
-    lines = wrapped(config_text(Config(config.family, config.params)), width)
+    lines = wrapped(str(Config(config.family, config.params)), width)
     for name, stage in sorted(config.stages.items()):
         first, *more = config_lines(stage, width - len(name) - 4)
         lines += [f"  {name}: {first}", *(" " * (len(name) + 4) + line for line in more)]

@@ -34,6 +34,6 @@ def served_text(
         return ""
     winner = answer.entry.winner
     return (
-        f"In a stream, which decides what serves: {short_name(winner)} in "
-        f"{microseconds(winner.latency_us)} us, {against_fastest(answer.entry)}."
+        f"Served is {short_name(winner)}: in a stream {microseconds(winner.latency_us)} us, "
+        f"{against_fastest(answer.entry)}."
     )

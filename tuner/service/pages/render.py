@@ -19,7 +19,6 @@ from tuner.report.explain import size
 from tuner.selection.describe import (
     against_fastest,
     caveats,
-    config_text,
     facts_text,
     kernel_name,
     microseconds,
@@ -103,7 +102,7 @@ def _environment() -> jinja2.Environment:
     )
     made.filters |= {
         "us": microseconds,
-        "config": config_text,
+        "config": str,
         "kernel": kernel_name,
         "facts": facts_text,
         "marks": where_from,

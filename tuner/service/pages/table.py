@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from tuner.selection.describe import config_text, kernel_name, where_from
+from tuner.selection.describe import kernel_name, where_from
 from tuner.selection.reader import Entry
 from tuner.service.decisions import DecisionTable
 
@@ -111,7 +111,7 @@ def _text(entry: Entry) -> str:
         entry.gpu.name,
         str(entry.regime),
         kernel_name(entry.winner),
-        config_text(entry.winner.config),
+        str(entry.winner.config),
         where_from(entry),
     )
     return " ".join(parts).casefold()
