@@ -71,7 +71,6 @@ def chart(bars: Sequence[Bar] = BARS) -> str:
         '<text x="0" y="14">half as fast</text>',
         f'<text x="{x(1):.0f}" y="14" text-anchor="middle">equal</text>',
         f'<text x="{WIDTH}" y="14" text-anchor="end">twice as fast</text>',
-        f'<path d="M{x(1):.0f} 20V{height}" stroke="{TEXT}" stroke-opacity=".5"/>',
     ]
     for number, bar in enumerate(bars):
         mean, worst = bar.figures() if bar.what else _longest()
@@ -83,6 +82,7 @@ def chart(bars: Sequence[Bar] = BARS) -> str:
             f"{mean:.2f}, worst {worst:.2f}</text>",
             f'<rect x="{begin:.1f}" y="{y + 16}" width="{end - begin:.1f}" height="12" '
             f'fill="{color}"/>',
+            f'<path d="M{x(1):.0f} {y + 14}v16" stroke="{TEXT}"/>',
             f'<path d="M{x(worst):.1f} {y + 14}v16" stroke="{SLOWER if worst < 1 else TEXT}" '
             'stroke-width="3"/>',
         ]
