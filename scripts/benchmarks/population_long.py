@@ -20,7 +20,7 @@ from benchmarks.harness import Contender, Row
 from benchmarks.own_plans import compile_specs
 from benchmarks.population_kernels import FAMILY, MAX_ERROR, Attention
 from benchmarks.rows import PYTORCH
-from tuner.config import Config
+from tuner.config import Config, Value
 from tuner.hardware import DEFAULT_GPU
 from tuner.problem import AttentionProblem
 from tuner.selection.portfolio import serving, shipped
@@ -45,13 +45,16 @@ SMOKE = Attention(AttentionProblem.parse("H=2,S=256,D=64,dtype=bf16,layout=bshd"
 SHAPES = {128: ((2, 128), (2, 176))}
 PLAIN = "plain"
 """The order without a lever."""
-LAZY, TURNS, MAXIMA = {"rescale": "lazy"}, {"turn_ends": "scores"}, {"maxima": "integers"}
-ORDERS: Mapping[str, Mapping[str, str]] = {
+LAZY: dict[str, Value] = {"rescale": "lazy"}
+TURNS: dict[str, Value] = {"turn_ends": "scores"}
+MAXIMA: dict[str, Value] = {"maxima": "integers"}
+ORDERS: Mapping[str, Mapping[str, Value]] = {
     PLAIN: {},
     "lazy": LAZY,
     "lazy, turns": LAZY | TURNS,
     "lazy, maxima": LAZY | MAXIMA,
     "lazy, turns, maxima": LAZY | TURNS | MAXIMA,
+    "lazy, joined": LAZY | {"joins_tiles": True},
 }
 """Levers of each order."""
 LEVERS = frozenset(name for levers in ORDERS.values() for name in levers)

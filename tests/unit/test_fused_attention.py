@@ -127,10 +127,11 @@ def test_splits_and_pdl_share_a_kernel_and_nothing_else_does() -> None:
         "rescale": "lazy",
         "maxima": "integers",
         "turn_ends": "scores",
+        "joins_tiles": True,
         "split_keys": 512,
     }
     absent = {"key_groups", "stages_output", "pads_heads", "skips_masked", "rescale", "split_keys"}
-    absent |= {"maxima", "turn_ends"}
+    absent |= {"maxima", "turn_ends", "joins_tiles"}
     assert set(others) == set(config.params) | absent == set(FAMILY.domains) - set(PAGED_ONLY)
     assert (spec.variables["key_groups"], spec.variables["stages_output"]) == (1, False)
     for name, value in others.items():

@@ -25,6 +25,7 @@ MEANINGS: Mapping[str, str] = {
     "fetch_factors": "A warp reads the factors of B's columns into the L1 for those that multiply.",
     "heads_per_launch": "Heads of the batch that one launch computes; few keep scores in the L2.",
     "in_place": "Probabilities are written over the scores.",
+    "joins_tiles": "A tile's last product and its store run beside the next tile's first product.",
     "k_warps": "Warps that share a row and divide K between them.",
     "kernel": "The vendor's kernel that is called.",
     "kernel_schedule": "CUTLASS's main loop: which warps load and which multiply.",

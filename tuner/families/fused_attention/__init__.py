@@ -69,7 +69,7 @@ LARGE_CLUSTERS, SMALL_CLUSTER = 7, 8
 #: Levers that a draw leaves out half of the time.
 _DRAWN_HALF = (
     *("key_groups", "pads_heads", "stages_output", "skips_masked", "rescale", "maxima"),
-    "turn_ends",
+    *("turn_ends", "joins_tiles"),
 )
 #: Rows of a page that one copy may bring, widest first.
 BOXES = (64, PAGE_MULTIPLE)
@@ -105,6 +105,7 @@ class FusedAttention(Family):
         "rescale": ("lazy",),
         "maxima": ("integers",),
         "turn_ends": ("scores",),
+        "joins_tiles": (True,),
         "persistent": (False, True),
         "blocks_per_sm": (1, 2),
         "splits": range(1, MAX_SPLITS + 1),
@@ -120,7 +121,7 @@ class FusedAttention(Family):
         {
             *("key_groups", "packed_heads", "ping_pong", "early_exp", "stages_output", "combine"),
             *("pads_heads", "box_rows", "whole_rows", "copy_warps", "skips_masked"),
-            *("stream_k", "rescale", "maxima", "turn_ends", "split_keys"),
+            *("stream_k", "rescale", "maxima", "turn_ends", "joins_tiles", "split_keys"),
         }
     )
     draws: ClassVar[Mapping[str, tuple[Value, ...]]] = {
@@ -201,6 +202,8 @@ class FusedAttention(Family):
         turn_ends = params.pop("turn_ends", None)
         if "rescale" not in params:
             params.pop("maxima", None)
+        if not params["persistent"] or params["q_in_registers"] or params["score_buffers"] > 1:
+            params.pop("joins_tiles", None)
         ping_pong, early = params.pop("ping_pong", False), params.pop("early_exp", 0)
         combine = params.pop("combine", "kernel")
         if params["splits"] != 1:

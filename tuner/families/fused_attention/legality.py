@@ -67,6 +67,11 @@ def conflicts(problem: AttentionProblem, config: Config) -> list[str]:
             f"maxima is for rescale=lazy and {MAX_VOTING} warp groups at most, without key_groups, "
             "windows or block_mask, only"
         )
+    if "joins_tiles" in config.params and not _may_join(problem, config.params):
+        found.append(
+            "joins_tiles is for persistent blocks with one score buffer and Q in shared memory, "
+            "whose warp groups end at one block of keys, full or causal, only"
+        )
     if "turn_ends" in config.params and not config.get("ping_pong"):
         found.append("turn_ends is for ping_pong, only")
     found += _packing(problem, config)
@@ -118,6 +123,16 @@ def may_skip(problem: AttentionProblem, params: Mapping[str, Any]) -> bool:
         return tile_n in HALVED and 64 // packed <= tile_n // 2
     queries = tile_m(params) // packed
     return queries > 0 and tile_n % queries != 0
+
+
+def _may_join(problem: AttentionProblem, params: Mapping[str, Any]) -> bool:
+    """True where `joins_tiles` is legal."""
+    is_other = problem.is_windowed or problem.is_packed or problem.dtype == E4M3
+    if is_other or problem.block_mask or problem.mask_operand or "key_groups" in params:
+        return False
+    if not params["persistent"] or params["score_buffers"] > 1 or params["q_in_registers"]:
+        return False
+    return "skips_masked" not in params or int(params["tile_n"]) % tile_m(params) == 0
 
 
 def _sharing(problem: AttentionProblem, config: Config) -> list[str]:
