@@ -61,6 +61,7 @@ CASES = {
     "an empty sequence": (16, 4, 64, 3, 1, 0, 200, 0, 3, 64),
     "two blocks of heads, pages of 48": (128, 1, 48, 2, 0, 0, 100, 333),
     "shares without a tile": (64, 1, 128, 7, 3, 0, 65, 1),
+    "a sequence of twelve parts": (20, 2, 64, 12, 0, 0, 770, 3),
     "nothing is divided": (20, 2, 64, 2, 1, 4, 100, 330, 64),
 }
 USUAL = {"pages of 16, a sequence of three parts", "two blocks of heads, pages of 48"}
