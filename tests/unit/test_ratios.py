@@ -15,7 +15,7 @@ from tuner.selection.choice import choose
 from tuner.selection.domains import AttentionDomain
 from tuner.selection.engine_ratios import is_engines
 from tuner.selection.portfolio import Portfolio
-from tuner.selection.ratios import LEAD, MIN_ERROR, SCATTER, Ratios
+from tuner.selection.ratios import LEAD, MIN_ERROR, ROWS_OCTAVE, SCATTER, Ratios
 
 ROWS = PROBLEM.batch * PROBLEM.heads_q * PROBLEM.seqlen_q
 SIZES = ROWS, PROBLEM.seqlen_kv
@@ -61,14 +61,15 @@ def test_the_prior_is_the_models_ratio_with_its_error() -> None:
 
 
 def test_nearer_calls_weigh_more() -> None:
-    """A call's weight falls to 1/e over the width."""
+    """A call's weight falls to 1/e over the width; rows count less than other sizes."""
     rows, keys = SIZES
-    width = 1.0
-    twice = Ratios.of([(SIZES, 1.0), ((2 * rows, keys), math.e)], width)
     prior = (SCATTER / 0.1) ** 2
-    mean, _ = twice.near(SIZES, 0.0, 0.1645)
-    assert mean == pytest.approx(math.exp(-1) / (1 + math.exp(-1) + prior))
-    far, _ = twice.near((2**8 * rows, keys), 0.3, 0.1645)
+    for place, octaves in (((rows, 2 * keys), 1.0), ((2 * rows, keys), ROWS_OCTAVE)):
+        both = Ratios.of([(SIZES, 1.0), (place, math.e)], width=1.0)
+        mean, _ = both.near(SIZES, 0.0, 0.1645)
+        weight = math.exp(-octaves)
+        assert mean == pytest.approx(weight / (1 + weight + prior))
+    far, _ = both.near((2**8 * rows, keys), 0.3, 0.1645)
     assert far == pytest.approx(0.3)
 
 

@@ -20,7 +20,7 @@ from tuner.selection.ratios import Ratios
 
 EngineRatios = Mapping[AnyDomain, Ratios]
 """By domain; of paged caches."""
-WIDTH_OCTAVES = 1.0
+WIDTH_OCTAVES = 0.7
 NARROW = 64
 """Head dimensions up to this: engines answered prompts as fast by tuned kernels."""
 
