@@ -299,7 +299,7 @@ def test_each_pass_derives_its_tables_anew(calls: list[Any], steps: list[Any]) -
     assert first is second and third is fourth and first is not third
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "GptOss"])
 def test_other_versions_have_transformers_own(
     runtime: SimpleNamespace,
     steps: list[Any],

@@ -183,6 +183,7 @@ FAKES = {
         case "$*" in
           *tests/compile*) echo "compile $*"; exit $COMPILE;;
           *tests/unit/test_a.py*) echo "first $*"; exit $FIRST;;
+          *tests/unit/test_words.py*) echo "third $*"; exit $THIRD;;
           *) echo "second $*"; exit $SECOND;;
         esac""",
 }
@@ -198,7 +199,8 @@ def checkout(tmp_path: Path) -> Path:
         (tmp_path / "scripts" / name).chmod(0o755)
     for file in (ROOT / "tests" / "unit").glob("test_*.py"):
         (tmp_path / "tests" / "unit" / file.name).touch()
-    (tmp_path / "tests" / "unit" / "test_a.py").touch()
+    for name, text in (("a", ""), ("tensors", "import torch\n"), ("words", '"torch"\n')):
+        (tmp_path / "tests" / "unit" / f"test_{name}.py").write_text(text)
     return tmp_path
 
 
@@ -215,7 +217,7 @@ def run(
     )
 
 
-FAILURES = ("CHECK", "TEST", "FIRST", "SECOND", "COMPILE")
+FAILURES = ("CHECK", "TEST", "FIRST", "SECOND", "THIRD", "COMPILE")
 
 
 def test_ci_checks_and_tests_and_either_may_fail_it(checkout: Path) -> None:
@@ -235,10 +237,11 @@ def test_every_test_is_run_once_and_any_may_fail_the_run(checkout: Path) -> None
     assert (setup, done.returncode) == ("setup", 0), done.stderr
     said = {words[0]: words[1:] for words in map(str.split, lines)}
     assert said["compile"] == ["-P", "-m", "pytest", "tests/compile"]
-    files = [word for half in ("first", "second") for word in said[half] if word.endswith(".py")]
+    parts = ("first", "second", "third")
+    files = [word for part in parts for word in said[part] if word.endswith(".py")]
     everything = sorted((checkout / "tests" / "unit").glob("test_*.py"))
     assert sorted(files) == [str(file.relative_to(checkout)) for file in everything]
-    for failing in ("FIRST", "SECOND", "COMPILE"):
+    for failing in ("FIRST", "SECOND", "THIRD", "COMPILE"):
         assert run(checkout, "scripts/test", **{failing: 3}).returncode == 3
 
 
