@@ -208,6 +208,7 @@ def _parts(problem: AttentionProblem, config: Config) -> list[str]:
     """Violations of `split_keys`."""
     found, keys, params = [], config["split_keys"], config.params
     others = ("key_groups", "stages_output", "stream_k", "rescale", "skips_masked")
+    others += ("maxima", "joins_tiles")
     if config["splits"] > 1 or any(name in params for name in others):
         found.append(f"split_keys is for splits=1 without {', '.join(others)}, only")
     if config["score_buffers"] > 1:
