@@ -116,6 +116,7 @@ CUTE_DEVICE void mask(Scores& scores, Params const& p, int const& keys, int row0
     int const row = row0 + 8 * r, seq = row / kPack, head = t.head * kPack + row % kPack;
     bool const is_row = seq < p.seqlen_q;
 // ... as in the templates
+      for (int j = 0; j < kD / 8; ++j) {
         if (is_row && 8 * j < p.head_dim) {
 // ... as in the templates
     for (int g = 0; g < kD / 32; ++g) {
@@ -164,6 +165,8 @@ CUTE_DEVICE void mask(Scores& scores, Params const& p, int const& keys, int row0
     int const unmasked = end_key(p, keys, group_row / kPack) / kTileN;
     int const opened = (first_key(p, (group_row + 63) / kPack) + kTileN - 1) / kTileN;
 // ... as in the templates
+      for (int j = 0; j < kD / 8; ++j) {
+// ... as in the templates
       if (n >= unmasked || (kWindowed && n < opened)) mask(scores, p, keys, row0, n * kTileN);
 // ... as in the templates
           issue_pv();
@@ -175,6 +178,13 @@ CUTE_DEVICE void mask(Scores& scores, Params const& p, int const& keys, int row0
           constexpr int kEarly = kOctets * 50 / 100;
 // ... as in the templates
         if constexpr (kCausal || kWindowed) {
+          while (n - kKeyGroups >= max(first, unmasked)) step(true_type{});
+        }
+        if constexpr (kWindowed) {
+          while (n - kKeyGroups >= max(first, opened)) step(false_type{});
+          while (n - kKeyGroups >= first) step(true_type{});
+        } else {
+          while (n - kKeyGroups >= first) step(false_type{});
 // ... as in the templates
           issue_pv();
 // ... as in the templates
@@ -211,10 +221,18 @@ struct kernel_golden {
   float top = -INFINITY;
   for (int i = lane; i < p.splits; i += 32) top = fmaxf(top, p.partial_statistics[i * rows + row].x);
 // ... as in the templates
+  constexpr int kFours = (kD + 127) / 128, kInFlight = 16 / kFours;
+  float4 sum[kFours] = {};
+  float total = 0.f;
   for (int first = 0; first < p.splits; first += 32) {
     int const here = min(32, p.splits - first);
 // ... as in the templates
+          int const column = min(4 * lane + 128 * c, p.head_dim - 4);
+          x[j][c] = *reinterpret_cast<float4 const*>(p.partial + at * p.head_dim + column);
+// ... as in the templates
   for (int c = 0; c < (kD + 127) / 128; ++c) {
+    int const column = 4 * lane + 128 * c;
+    if (column < p.head_dim) store_four(p, batch, head, seq, column, sum[c], norm);
 // ... as in the templates
   if (auto e = cudaFuncSetAttribute(fused_attention<kernel_golden>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Storage))) return e;
   if constexpr (kClusters) {

@@ -44,7 +44,7 @@ _COMMON: Mapping[str, Value] = {
 def is_served(problem: AttentionProblem) -> bool:
     """True for plain attention over dense tensors or pages, in fp16 or bf16."""
     is_packed = problem.is_varlen and not problem.is_paged
-    is_plain = not (problem.modifiers or problem.is_windowed or problem.block_mask)
+    is_plain = not (problem.modifiers or problem.is_windowed or problem.value_dim)
     is_plain &= not (problem.has_sinks or problem.softcap or is_packed)
     return is_plain and problem.dtype != E4M3 and problem.head_dim in TILE_KEYS
 
