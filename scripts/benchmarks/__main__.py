@@ -43,7 +43,6 @@ MOVED = {
     },
     "sustained": "scripts/bench population --preset sustained",
     **{name: f"scripts/bench products --preset {name}" for name in ("e4m3", "narrow", "scaled")},
-    "quantiser": "scripts/bench products --preset quantiser",
     "stopping": "scripts/bench search --preset recorded, whose rows `tuner fit stopping` reads",
 }
 

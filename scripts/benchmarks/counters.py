@@ -29,6 +29,7 @@ from tuner.measure.profile import CYCLES, CYCLES_ACTIVE, DURATION, SHARES, STALL
 MARK = "triu_tril_kernel"
 """Kernel of PyTorch that is launched before each call, and that no contender launches."""
 STALLS_SHOWN = 3
+SMALL = "B=1,H=2,S=32,D=64,dtype=bf16"
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,7 @@ BENCH = Bench(
             measure,
             line,
             lambda every: [line(row) for row in every if "text" in row],
-            smoke=Case("products", ("--preset", "quantiser"), "M=1,K=7168"),
+            smoke=Case("backward", ("--shape", SMALL), SMALL),
         )
     },
     _options,

@@ -1,7 +1,7 @@
-"""A child of `test_attention_backward_gpu`: kernels on their problems, a line of JSON each.
+"""Runs kernels of gradients on their problems, in a process that may hang or die.
 
-``python attention_backward_child.py PLAN``: the plan names artifacts, configs and problems. A
-kernel that hangs or breaks the context ends with this process.
+Called by `test_attention_backward_gpu.py` with a JSON of artifacts and draws on the standard input;
+prints a line of JSON for each draw.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from tuner.families import family
 from tuner.problem import AttentionBackwardProblem, problem_from_json
 
 WIDE = torch.float64
+REPEATS = 3
 
 
 def drawn(problem: AttentionBackwardProblem, seed: int) -> dict[str, Any]:
@@ -152,20 +153,18 @@ def check(kernel: Any, config: Config, problem: AttentionBackwardProblem, repeat
     }
 
 
-def main(path: str) -> None:
-    plan = json.loads(Path(path).read_text())
-    artifacts = ArtifactCache(Path(plan["artifacts"]))
-    for one in plan["kernels"]:
-        artifact = artifacts.find(one["key"])
-        assert artifact is not None
-        kernel = load(artifact)
-        for index, case in enumerate(one["cases"]):
-            problem = problem_from_json(case["problem"])
-            assert isinstance(problem, AttentionBackwardProblem)
-            config = Config.from_json(case["config"])
-            found = check(kernel, config, problem, case["repeats"])
-            print(json.dumps({"kernel": one["key"], "case": index, **found}), flush=True)
+def main(wanted: dict[str, Any]) -> None:
+    artifacts, kernels = ArtifactCache(Path(wanted["artifacts"])), dict[str, Any]()
+    for draw in wanted["draws"]:
+        key, problem = draw["key"], problem_from_json(draw["problem"])
+        assert isinstance(problem, AttentionBackwardProblem)
+        if key not in kernels:
+            artifact = artifacts.find(key)
+            assert artifact is not None
+            kernels[key] = load(artifact)
+        found = check(kernels[key], Config.from_json(draw["config"]), problem, REPEATS)
+        print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(json.load(sys.stdin))

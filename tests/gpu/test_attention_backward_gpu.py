@@ -4,14 +4,11 @@ FlashAttention-2's error; equal bits; the gate's own reference; the vendors' ada
 
 from __future__ import annotations
 
-import json
 import math
 import random
-import subprocess
 import sys
-import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -19,6 +16,7 @@ from typing import Any
 
 import pytest
 from backward_configs import BASE, LEVERS
+from drawn_children import lines_of
 
 from tuner.compile.compiler import Compiler
 from tuner.config import Config
@@ -38,10 +36,8 @@ pytestmark = [
 ]
 
 CHILD = Path(__file__).with_name("attention_backward_child.py")
-CHILD_S, KERNEL_S = 120.0, 15.0
-"""Limit of a child with its first kernel, torch's import and float64 references among it, and of
-each further kernel.
-"""
+CHILD_S = 180.0
+"""Limit of a child, torch's import and float64 references among it."""
 CHILDREN, SHARE = 4, 5
 """Children at a time, and kernels of each: torch's import takes longer than a kernel."""
 DRAWN, SEED = 128, 0
@@ -117,61 +113,27 @@ def kernels() -> list[KernelSpec]:
 
 @pytest.fixture(scope="module")
 def found(compiler: Compiler) -> dict[Case, Any]:
-    """Each child's answer for each case, or the fault that ended it."""
-    results: dict[Case, Any] = {}
+    """Each child's answer for each case, or the fault that ended the child."""
     specs = list(dict.fromkeys(spec_of(*case) for case in cases()))
-
-    def run(share: Sequence[tuple[KernelSpec, Future[Any]]]) -> None:
-        mine = {
-            future.result().key: [case for case in cases() if spec_of(*case) == spec]
-            for spec, future in share
-        }
-        while mine:  # a child that is lost costs one kernel
-            done = _child(str(compiler.artifacts.root), mine)
-            results.update(done)
-            mine = {key: theirs for key, theirs in mine.items() if theirs[0] not in done}
-
     submitted = compiler.submit(specs)
+
+    def run(share: Sequence[tuple[KernelSpec, Future[Any]]]) -> dict[Case, Any]:
+        keys = {spec: future.result().key for spec, future in share}
+        mine = [case for case in cases() if spec_of(*case) in keys]
+        draws = [
+            {"key": keys[spec_of(*case)], "problem": case[0].to_json(), "config": case[1].to_json()}
+            for case in mine
+        ]
+        wanted = {"artifacts": str(compiler.artifacts.root), "draws": draws}
+        try:
+            return dict(zip(mine, lines_of(CHILD, wanted, draws, CHILD_S), strict=True))
+        except (AssertionError, pytest.fail.Exception) as fault:
+            return dict.fromkeys(mine, str(fault))
+
     shares = [submitted[i : i + SHARE] for i in range(0, len(submitted), SHARE)]
     with ThreadPoolExecutor(CHILDREN) as pool:
-        for done in [pool.submit(run, share) for share in shares]:
-            done.result()
+        results = {case: one for part in pool.map(run, shares) for case, one in part.items()}
     return {case: results[case] for case in cases()}
-
-
-def _child(artifacts: str, mine: Mapping[str, Sequence[Case]]) -> dict[Case, dict[str, Any] | str]:
-    """Kernels on their problems in one process, up to the one that ends it."""
-    kernels = [
-        {
-            "key": key,
-            "cases": [
-                {"problem": problem.to_json(), "config": config.to_json(), "repeats": 3}
-                for problem, config in theirs
-            ],
-        }
-        for key, theirs in mine.items()
-    ]
-    limit_s = CHILD_S + KERNEL_S * (len(mine) - 1)
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump({"artifacts": artifacts, "kernels": kernels}, file)
-        file.flush()
-        command = [sys.executable, str(CHILD), file.name]
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=limit_s, check=False
-            )
-            said, fault = done.stdout, f"ended with {done.returncode}: {done.stderr[-800:]}"
-        except subprocess.TimeoutExpired as exc:
-            said = exc.stdout.decode() if isinstance(exc.stdout, bytes) else exc.stdout or ""
-            fault = f"was killed after {limit_s:.0f} s"
-    events = [event for line in said.splitlines() if "case" in (event := json.loads(line))]
-    found: dict[Case, dict[str, Any] | str] = {
-        mine[event["kernel"]][event["case"]]: event for event in events
-    }
-    for theirs in mine.values():
-        if missing := [case for case in theirs if case not in found]:
-            return {**found, **dict.fromkeys(missing, fault)}
-    return found
 
 
 def test_gradients_are_as_near_as_a_peer_s(found: dict) -> None:

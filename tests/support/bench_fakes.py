@@ -57,14 +57,6 @@ class SweepRunner:
 
 
 @pytest.fixture
-def quantiser_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's operations in place of the kernel."""
-    from tuner.runtime.products import quantiser
-
-    monkeypatch.setattr(quantiser, "run", lambda rows, composed: composed(rows))
-
-
-@pytest.fixture
 def built_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """The exact product in place of one built kernel, and no library's algorithms."""
 

@@ -35,7 +35,7 @@ def first_calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def nsight(monkeypatch: pytest.MonkeyPatch, quantiser_kernel: None) -> None:
+def nsight(monkeypatch: pytest.MonkeyPatch, gradients: None) -> None:
     """Nsight Compute counts in this process: a mark and a kernel for each call."""
     from benchmarks import counters
     from tuner.measure import nsight

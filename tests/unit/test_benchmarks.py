@@ -13,7 +13,6 @@ from bench_device import FOLDER, fake_device, fake_gpu  # noqa: F401
 from bench_fakes import (  # noqa: F401
     built_attention,
     built_products,
-    quantiser_kernel,
     sweep_runner,
 )
 from bench_kernels import (  # noqa: F401
@@ -66,7 +65,6 @@ PREPARED: dict[tuple[str, str], str] = {
     ("products", "e4m3"): "built_products",
     ("products", "holes"): "built_products",
     ("products", "narrow"): "built_products",
-    ("products", "quantiser"): "quantiser_kernel",
     ("products", "scaled"): "built_products",
     ("suites", "pytorch"): "checkout",
     **{("search", preset): "sweeps" for preset in ("repeats", "sweeps", "metrics")},
