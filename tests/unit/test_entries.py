@@ -391,7 +391,7 @@ class TestExchange:
         out = printed(capsys, "export", str(file))
         assert out == f"1 entry with 1 measurement written to {file}\n"
         out = printed(capsys, "import", str(file), "--store", other)
-        assert "1 entries added, 0 replaced, 0 known already, 0 not taken" in out
+        assert "1 entry added, 0 replaced, 0 known already, 0 not taken" in out
         assert "`tuner build`" in out
         assert printed(capsys, "export", "--store", other) == file.read_text()
         data = json.loads(printed(capsys, "import", str(file), "--store", other, "--json"))

@@ -30,7 +30,7 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             assert out.isfinite().all()
             calls += 1
     assert calls > 10
-    assert (tmp_path / "problems.json").is_file()
+    assert not any(tmp_path.glob("*.json")), "a reader runs them in a clone"
 
 
 def test_the_table_of_variables_is_whole() -> None:

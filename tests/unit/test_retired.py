@@ -64,7 +64,7 @@ def test_an_old_document_is_imported_and_shown(
     monkeypatch.setenv("TUNER_CACHE_DIR", str(tmp_path / "own"))
     assert main(["import", str(file)]) == 0
     assert [record.message.startswith(LINE) for record in caplog.records] == [True]
-    assert "1 entries added" in capsys.readouterr().out
+    assert "1 entry added" in capsys.readouterr().out
     assert main(["lookup", "--shape", SHAPE, "--gpu", "H200"]) == 0
     assert "cutlass_fmha" in capsys.readouterr().out
     assert main(["show", "--shape", SHAPE, "--gpu", "H200", "--source"]) == 2

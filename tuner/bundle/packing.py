@@ -24,7 +24,7 @@ from tuner.bundle.format import (
 from tuner.compile.artifacts import Artifact, ArtifactCache
 from tuner.errors import NoValidConfigError
 from tuner.measurement import Measurement
-from tuner.selection.describe import first_few
+from tuner.selection.describe import counted
 from tuner.store.entry import Entry, canonical, digest_of, is_vendor
 from tuner.store.exchange import Decision, write
 
@@ -73,7 +73,12 @@ def pack(
                 raise
             left_out.append(str(exc))
     if not taken:
-        raise NoValidConfigError(first_few(left_out) or "nothing to pack: no entry is measured")
+        if not left_out:
+            raise NoValidConfigError("nothing to pack: no entry is measured")
+        raise NoValidConfigError(
+            f"nothing is built of {counted(len(left_out), 'entry')} (`tuner build` makes all), "
+            f"as {left_out[0]}"
+        )
     members = _members(taken, kernels)
     size, digest = _write(out, members)
     return Packed(len(taken), len(kernels), size, digest, tuple(left_out))
@@ -103,9 +108,9 @@ def _artifacts_of(measurement: Measurement, artifacts: ArtifactCache) -> dict[st
     for name, key in measurement.artifacts.items():
         artifact = artifacts.find(key)
         if artifact is None:
-            raise NoValidConfigError(f"{what}: kernel {key} is not in the cache: {remedy}")
+            raise NoValidConfigError(f"{what} is not in the cache: {remedy}")
         if sources.get(name) != _source(artifact):
-            raise NoValidConfigError(f"{what}: kernel {key} is of other templates: {remedy}")
+            raise NoValidConfigError(f"{what} is of other templates: {remedy}")
         found[key] = artifact
     if set(measurement.artifacts) != set(sources):
         raise NoValidConfigError(f"{what}: its kernels are not built: {remedy}")

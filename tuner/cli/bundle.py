@@ -130,6 +130,7 @@ def _install(args: argparse.Namespace) -> int:
     from tuner.bundle import install
     from tuner.cli.entries import unservable
     from tuner.compile.artifacts import ArtifactCache
+    from tuner.selection.describe import counted
     from tuner.store import open_store
 
     if len(args.words) != 2:
@@ -147,9 +148,9 @@ def _install(args: argparse.Namespace) -> int:
         print(json.dumps({**vars(report), **kernels}))
         return 0
     print(
-        f"{report.entries_added} entries added, {report.entries_replaced} replaced, "
+        f"{counted(report.entries_added, 'entry')} added, {report.entries_replaced} replaced, "
         f"{report.entries_known} known already, {len(report.entries_kept)} not taken; "
-        f"{done.kernels_added} kernels added, {done.kernels_known} known already"
+        f"{counted(done.kernels_added, 'kernel')} added, {done.kernels_known} known already"
     )
     for label in report.entries_kept:
         print(f"not taken: {label}: this store has its own or a newer decision")

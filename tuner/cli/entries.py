@@ -286,9 +286,11 @@ def import_file(args: argparse.Namespace) -> int:
         print(json.dumps(vars(report)))
         return 0
     print(
-        f"{report.entries_added} entries added, {report.entries_replaced} replaced, "
-        f"{report.entries_known} known already, {len(report.entries_kept)} not taken; "
-        f"{report.measurements_added} measurements added, {report.measurements_known} known already"
+        f"{describe.counted(report.entries_added, 'entry')} added, "
+        f"{report.entries_replaced} replaced, {report.entries_known} known already, "
+        f"{len(report.entries_kept)} not taken; "
+        f"{describe.counted(report.measurements_added, 'measurement')} added, "
+        f"{report.measurements_known} known already"
     )
     for label in report.entries_kept:
         print(f"not taken: {label}: this store has its own or a newer decision")

@@ -83,9 +83,12 @@ def _say(report: ImportReport | None, url: str, *, as_json: bool) -> None:
     elif report is None:
         print(f"{url}: nothing new", flush=True)
     else:
+        from tuner.selection.describe import counted
+
         print(
-            f"{url}: {report.entries_added} entries added, {report.entries_replaced} replaced, "
-            f"{report.entries_dropped} dropped, {report.entries_known} as before, "
+            f"{url}: {counted(report.entries_added, 'entry')} added, "
+            f"{report.entries_replaced} replaced, {report.entries_dropped} dropped, "
+            f"{report.entries_known} as before, "
             f"{len(report.entries_kept)} kept of this machine's own",
             flush=True,
         )

@@ -56,12 +56,17 @@ def of_answer(answer: LookupResult) -> Availability:
     verdict = _of_decision(entry.winner)
     if verdict.is_served:
         return verdict
-    others = (m for m in answer.candidates[1:] if _of_decision(m).is_served)
-    if (second := next(others, None)) is None:
-        return verdict
-    config = second.config
-    is_pytorchs = is_vendor(config) and owner_of(config.get("kernel")) == PYTORCH
-    return verdict._replace(instead="PyTorch" if is_pytorchs else short_name(second))
+    is_own_named = not is_vendor(entry.winner.config)
+    for second in answer.candidates[1:]:
+        after, config = _of_decision(second), second.config
+        if after.is_served:
+            is_pytorchs = is_vendor(config) and owner_of(config.get("kernel")) == PYTORCH
+            return verdict._replace(instead="PyTorch" if is_pytorchs else short_name(second))
+        if not is_own_named and not is_vendor(config):
+            is_own_named = True
+            reason = f"{verdict.reason}; {short_name(second)}: {after.reason}"
+            verdict = verdict._replace(reason=reason)
+    return verdict
 
 
 def of_kernel(problem: Problem, config: Config, gpu: Gpu) -> Availability:
