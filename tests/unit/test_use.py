@@ -49,6 +49,11 @@ SHAPES = (
         "tuner.paged_attention(q, k_cache, v_cache, page_table, seqused_k, cu_seqlens_q, "
         "max_seqlen_q=7, max_seqlen_k=512, window=(99, -1), softcap=30, sinks=sinks)",
     ),
+    (
+        "attention",
+        "B=2,H=16,HKV=1,SQ=1,SKV=512,D=576,DV=512,page_size=16",
+        "tuner.mla_decode(q, cache, page_table, lengths, scale=scale)",
+    ),
     ("gemm", "M=64,N=128,K=256", "tuner.linear(x, weight)"),
     (
         "gemm",

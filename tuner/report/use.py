@@ -64,20 +64,23 @@ def use(problem: Problem, gpu: Gpu) -> Use:
 def _attention(p: AttentionProblem) -> tuple[str, str]:
     arguments = ["q", "k", "v"]
     kind = "float8_e4m3fn" if p.dtype == E4M3 else p.dtype
+    if p.is_latent:
+        return _latent(p)
     if p.is_paged:
         return _paged(p)
     if p.block_mask:
         return _sparse(p)
+    values = f", v of {p.value_dim} columns" if p.value_dim else ""
     if p.is_varlen:
         call = "tuner.attention_varlen"
         arguments += ["cu_seqlens_q", "cu_seqlens_kv", str(p.seqlen_q), str(p.seqlen_kv)]
         q, kv = f"(total_q, {p.heads_q}, {p.head_dim})", f"(total_kv, {p.heads_kv}, {p.head_dim})"
-        shapes = f"q {q}, k and v {kv}, {kind}; cu_seqlens_* int32 ({p.batch + 1})"
+        shapes = f"q {q}, k and v {kv}{values}, {kind}; cu_seqlens_* int32 ({p.batch + 1})"
     else:
         call = "tuner.attention"
         q = f"({p.batch}, {p.heads_q}, {p.seqlen_q}, {p.head_dim})"
         kv = f"({p.batch}, {p.heads_kv}, {p.seqlen_kv}, {p.head_dim})"
-        shapes = f"q {q}, k and v {kv}, {kind}"
+        shapes = f"q {q}, k and v {kv}{values}, {kind}"
     if (operand := p.mask_operand) is not None:
         arguments.append(f"attn_mask={operand.name}")
         shapes += f"; {operand.name} ({', '.join(map(str, operand.shape))})"
@@ -92,6 +95,14 @@ def _attention(p: AttentionProblem) -> tuple[str, str]:
         shapes += f"; descale_q ({p.batch}, {p.heads_q}), descale_k and descale_v "
         shapes += f"({p.batch}, {p.heads_kv}), fp32"
     return f"{call}({', '.join(arguments)})", shapes
+
+
+def _latent(p: AttentionProblem) -> tuple[str, str]:
+    query = f"({p.batch}, {p.seqlen_q}, {p.heads_q}, {p.head_dim})"
+    shapes = f"q {query}, cache (pages, {p.page_size}, {p.head_dim}), {p.dtype}; "
+    shapes += f"page_table ({p.batch}, {max(p.pages) if p.is_paged else 1}) and "
+    shapes += f"lengths ({p.batch}), int32"
+    return "tuner.mla_decode(q, cache, page_table, lengths, scale=scale)", shapes
 
 
 def _paged(p: AttentionProblem) -> tuple[str, str]:
