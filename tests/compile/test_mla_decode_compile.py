@@ -21,15 +21,17 @@ from tuner.problem import AttentionProblem
 pytestmark = [pytest.mark.compile, pytest.mark.timeout(900)]
 
 
-def spec_of(dtype: str, is_seesaw: bool, cluster: int) -> KernelSpec:
+def spec_of(dtype: str, whole_rows: bool, cluster: int) -> KernelSpec:
     problem = AttentionProblem.parse(f"SQ=1,SKV=512,H=128,{LATENT},page_size=64,dtype={dtype}")
-    config = Config(MlaDecode.name, {"seesaw": is_seesaw, "cluster": cluster})
+    config = Config(MlaDecode.name, {"whole_rows": whole_rows, "cluster": cluster})
     return MlaDecode().kernels(problem, config)[KERNEL]
 
 
-TURNS, SEESAW, PAIR = (spec_of("bf16", *levers) for levers in ((False, 1), (True, 1), (True, 2)))
-SPECS = [TURNS]
-DEVICE_SPECS = [SEESAW, PAIR, spec_of("bf16", False, 2), spec_of("fp16", False, 1)]
+CHUNKS, WHOLE, PAIR, WHOLE_PAIR = (
+    spec_of("bf16", whole_rows, cluster) for cluster in (1, 2) for whole_rows in (False, True)
+)
+SPECS = [CHUNKS]
+DEVICE_SPECS = [WHOLE, PAIR, WHOLE_PAIR, spec_of("fp16", True, 1)]
 
 #: What the template has in PTX is the emulator's.
 _BODIES = {
@@ -41,8 +43,12 @@ _BODIES = {
     ),
     "earlier_products_wait": "emulator::run_products(1);",
     "copy_rows": (
-        "for (int rank = 0; rank < kCluster; ++rank) "
-        "emulator::copy_tensor(map, to, column, slot, page, 0, barrier, rank);"
+        "const int chunks = !kWholeRows ? 1 : column == 0 ? kHalf : kChunks - kHalf;"
+        "for (int rank = 0; rank < kCluster; ++rank)"
+        " for (int i = 0; i < (kWholeRows ? octets : 1) * chunks; ++i)"
+        "  emulator::copy_tensor(map, to + i * kOctetBytes,"
+        "   kWholeRows ? (column + i % chunks) * kColumns : column,"
+        "   kWholeRows ? (slot + i / chunks) * 8 : slot, page, 0, barrier, rank);"
     ),
     "copy_queries": (
         "emulator::copy_tensor(map, to, column, head, query, sequence, barrier, block_rank());"
@@ -99,7 +105,7 @@ def emulated(
         device, found = pattern.subn(rf"\1 {{ {body} }}\n", device)
         assert found == 1, name
     padded = (*case, *[-1] * (12 - len(case)))
-    device = f"#define EMULATES_BF16\n{device}"
+    device = f"#define EMULATES_BF16\nstatic int octets;  // of a box of whole rows\n{device}"
     return run_emulated(device, "mla_decode.h", [padded], nvcc, folder, mutant, orders)
 
 
@@ -116,7 +122,7 @@ def test_no_kernel_spills_or_serialises_its_products(
 
 
 def test_the_library_refuses_what_it_would_get_wrong(compiler: Compiler) -> None:
-    [(_, future)] = compiler.submit([TURNS])
+    [(_, future)] = compiler.submit([CHUNKS])
     kernel = load(future.result())
     right = {"batch": 3, "queries": 2, "heads": 20, "page_size": 64, "pages": 9, "pdl": 1}
     right |= {"query_batch": 23040, "query_row": 11520, "query_head": 576, "tile_overhead": 4}
@@ -147,7 +153,9 @@ def test_the_library_refuses_what_it_would_get_wrong(compiler: Compiler) -> None
 @pytest.mark.usefixtures("usual")
 @pytest.mark.parametrize("case", CASES)
 def test_an_emulated_kernel_is_right(compiler: Compiler, case: str, tmp_path: Path) -> None:
-    kernels = (TURNS, SEESAW, PAIR) if case.startswith("two blocks") else (TURNS, SEESAW)
+    kernels = [CHUNKS, WHOLE]
+    if case.startswith("two blocks"):
+        kernels += [PAIR, WHOLE_PAIR]
     for spec in kernels:
         assert emulated(spec, CASES[case], compiler.toolchain.nvcc, tmp_path) == ""
 
@@ -156,4 +164,4 @@ def test_an_emulated_kernel_is_right(compiler: Compiler, case: str, tmp_path: Pa
 def test_the_emulator_finds_what_is_wrong(compiler: Compiler, name: str, tmp_path: Path) -> None:
     case = (16, 4, 64, 1, 1, 0, 610, 0, 3)
     nvcc = compiler.toolchain.nvcc
-    assert emulated(TURNS, case, nvcc, tmp_path, MUTANTS[name], orders=2) != ""
+    assert emulated(CHUNKS, case, nvcc, tmp_path, MUTANTS[name], orders=2) != ""

@@ -6,7 +6,7 @@ using namespace tuner;
 using Element = __half;
 // ... as in the templates
 constexpr int kCluster = 1;
-constexpr bool kSeesaw = false;
+constexpr bool kWholeRows = false;
 // ... as in the templates
 // d = x y, or += x y: 64 rows, 64 columns, 16 of K.
 __device__ __forceinline__ void multiply_scores(float (&d)[32], uint64_t x, uint64_t y, int adds) {
@@ -97,6 +97,14 @@ __device__ __forceinline__ void multiply_own_values(float (&d)[128], uint32_t co
         "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
       : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "l"(y), "r"(adds));
 // ... as in the templates
+// A box of the cache, to the same place in each block of the cluster.
+__device__ __forceinline__ void copy_rows(CUtensorMap const& map, uint32_t to, int column, int slot, int page, uint32_t barrier,
+                                          uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, { %2, %3, %4 }], [%5], %6;"
+      ::"r"(to), "l"(&map), "r"(column), "r"(slot), "r"(page), "r"(barrier), "l"(policy) : "memory");
+// ... as in the templates
         word[i] = packed_fp16(s[first], s[first + 1]);
 // ... as in the templates
           word[j] = packed_fp16(o[16 * i + 4 * j + 2 * r] * factor, o[16 * i + 4 * j + 2 * r + 1] * factor);
@@ -115,6 +123,8 @@ struct Scalars { double scale; };
   const auto type = CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
 // ... as in the templates
   error = cudaFuncSetAttribute(&mla_decode_golden, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes);
+// ... as in the templates
+  if (error == cudaSuccess) error = describe(&p.cache, tensors.cache, 3, of_cache, cache_strides, cache_box);
 // ... as in the templates
   error = launch_one(mla_decode_golden, p.shares * p.row_blocks, kThreads, kSmemBytes, kCluster, call.pdl != 0, p, stream);
   if (error != cudaSuccess || p.shares == 1) return error;

@@ -18,7 +18,9 @@ from tuner.problem import AttentionProblem
 
 FAMILY = MlaDecode()
 PROBLEM = AttentionProblem.parse(f"B=4,H=128,SQ=1,SKV=900,{LATENT},page_size=64,dtype=bf16")
-CONFIG = Config(FAMILY.name, {"seesaw": True, "cluster": 2, "tile_overhead": 4, "cut_overhead": 2})
+CONFIG = Config(
+    FAMILY.name, {"whole_rows": True, "cluster": 2, "tile_overhead": 4, "cut_overhead": 2}
+)
 
 
 def test_golden_texts(goldens: Goldens) -> None:

@@ -63,7 +63,6 @@ MEANINGS: Mapping[str, str] = {
     "scores_groups": "Consumer warp groups of the first kernel, 64 rows each.",
     "scores_stages": "Pipeline depth of the first kernel.",
     "section_heads": "Heads whose blocks of keys run one after the other, for the L2's sake.",
-    "seesaw": "The second warp group computes its scores before it adds the first one's tile.",
     "skips_masked": "Masked blocks of keys that a warp group leaves out: whole ones, or halves.",
     "split_k": "Blocks of a cluster that divide K between them.",
     "split_keys": "Keys of a part, at whose multiples parts of the keys begin.",

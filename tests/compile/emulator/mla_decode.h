@@ -20,6 +20,11 @@ inline float value(uint16_t bits) {
   return x;
 }
 
+template <class P>
+auto set_rest(P& p, int) -> decltype(p.rest, void()) { p.rest = p.cache; }
+template <class P>
+void set_rest(P&, long) {}
+
 inline int run(Case const& c, unsigned seed) {
   using namespace k_emulated;
   std::mt19937 random(seed + 7);
@@ -58,7 +63,8 @@ inline int run(Case const& c, unsigned seed) {
   p.shares = c.shares, p.page_size = c.page_size, p.box = std::gcd(c.page_size, 64 / kCluster), p.overhead = c.overhead, p.cut_overhead = c.cut_overhead;
   p.query = emulator::tensor_of({query.data(), kWide, {c.heads, c.queries, batch},
                                  {row, row * c.heads, row * c.heads * c.queries}, {p.packed, 64 / p.packed, 1}});
-  p.cache = emulator::tensor_of({cache.data(), kWide, {c.page_size, pages, 1}, {slot, page, 0}, {p.box, 1, 1}});
+  p.cache = emulator::tensor_of({cache.data(), kWide, {c.page_size, pages, 1}, {slot, page, 0}, {kWholeRows ? 8 : p.box, 1, 1}});
+  ::octets = p.box / 8, set_rest(p, 0);
   const int blocks = p.shares * p.row_blocks;
   std::vector<float> partial(size_t(blocks) * 2 * 64 * 512, NAN);
   std::vector<float2> statistics(size_t(blocks) * 2 * 64, make_float2(NAN, NAN));

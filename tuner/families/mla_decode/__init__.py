@@ -39,7 +39,7 @@ ROWS = 64
 """Rows of a block: heads of one query after those of another."""
 LATENT = f"HKV=1,D={LATENT_DIM},DV={LATENT_VALUE_DIM}"
 """Text of a problem's latent rows."""
-LEVERS = ("seesaw", "cluster")
+LEVERS = ("whole_rows", "cluster")
 """Parameters that are compiled in."""
 
 
@@ -54,14 +54,19 @@ class MlaDecode(Family):
     proof_draws = "mla_decode.draws:LatentDraw"
     runtime_parameters = frozenset({"tile_overhead", "cut_overhead"})
     domains: ClassVar[Mapping[str, Domain]] = {
-        "seesaw": (False, True),
+        "whole_rows": (False, True),
         "cluster": (1, 2),
         "tile_overhead": (0, 1, 4, 8, 16),
         "cut_overhead": (0, 2, 4, 16),
     }
     cost_constants: ClassVar[Mapping[str, float]] = {
         # Shares of the data sheet's bandwidth and tensor rate, and of a pair's over one block's.
-        **{"memory_share": 0.77, "tensor_share": 0.5, "pair": 1.02, "seesaw": 1.05},
+        **{
+            "memory_share": 0.84,
+            "tensor_share": 0.6,
+            "pair": 1.02,
+            "whole_rows": 1.02,
+        },
         # Tiles' worth of a sequence's ends, and of adding parts, over what a launch was told.
         **{"start_us": 8.0, "imbalance": 0.01},
     }
@@ -150,10 +155,10 @@ class MlaDecode(Family):
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         attention, known = as_attention(problem), self.constants
         moved_us = attention.bytes / (known["memory_share"] * gpu.memory_gbs * 1e3)
+        moved_us /= known["whole_rows"] if config["whole_rows"] else 1.0
         rows = row_blocks(attention) * ROWS / (attention.heads_q * attention.seqlen_q)
         rate = known["tensor_share"] * gpu.peak_tflops * 1e6
         rate *= known["pair"] if config["cluster"] > 1 else 1.0
-        rate *= known["seesaw"] if config["seesaw"] else 1.0
         busy_us = attention.flops * rows / rate
         off = abs(config["tile_overhead"] - 4) + abs(config["cut_overhead"] - 4)
         most = max(moved_us, busy_us) * (1 + known["imbalance"] * off)

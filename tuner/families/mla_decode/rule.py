@@ -18,10 +18,10 @@ from tuner.measurement import Regime
 from tuner.problem import AttentionProblem
 
 _FAMILY = MlaDecode()
-KERNELS: Sequence[Config] = (
-    Config(_FAMILY.name, {"seesaw": False, "cluster": 1}),
-    Config(_FAMILY.name, {"seesaw": True, "cluster": 1}),
-    Config(_FAMILY.name, {"seesaw": True, "cluster": 2}),
+KERNELS: Sequence[Config] = tuple(
+    Config(_FAMILY.name, {"whole_rows": whole_rows, "cluster": cluster})
+    for cluster in (1, 2)
+    for whole_rows in (False, True)
 )
 """The kernels, for either type."""
 
