@@ -87,7 +87,16 @@ SKIPPING = [
     ),
     (
         AttentionProblem.parse("B=16,S=1024,D=128,causal=1,dtype=bf16"),
-        make(2, 128, persistent=True, skips_masked="halves", stages_output=True),
+        make(
+            *(2, 128),
+            persistent=True,
+            skips_masked="halves",
+            stages_output=True,
+            rescale="lazy",
+            maxima="integers",
+            turn_ends="scores",
+            joins_tiles=True,
+        ),
     ),
 ]
 #: Of the paged and the skipping ones compiled in every run; the others with

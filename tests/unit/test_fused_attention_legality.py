@@ -149,6 +149,7 @@ def shared(groups: int, key_groups: int, tile_n: int, **more: Any) -> Config:
         ("D=64", make(2, 64, joins_tiles=True), JOINS),
         ("D=64,causal=1,window=64", make(2, 64, persistent=True, joins_tiles=True), JOINS),
         ("D=64,causal=1", make(3, 128, persistent=True, joins_tiles=True, **HALVES), JOINS),
+        ("D=256", make(2, 64, persistent=True, joins_tiles=True), JOINS),
         ("D=64", make(2, 64, turn_ends="scores"), "turn_ends is for ping_pong, only"),
         ("D=64", make(2, 64, splits=2, split_keys=512), PARTS),
         ("D=64", make(2, 64, rescale="lazy", split_keys=512), PARTS),

@@ -70,7 +70,7 @@ def conflicts(problem: AttentionProblem, config: Config) -> list[str]:
     if "joins_tiles" in config.params and not _may_join(problem, config.params):
         found.append(
             "joins_tiles is for persistent blocks with one score buffer and Q in shared memory, "
-            "whose warp groups end at one block of keys, full or causal, only"
+            "whose warp groups end at one block of keys, full or causal, D=128 or less, only"
         )
     if "turn_ends" in config.params and not config.get("ping_pong"):
         found.append("turn_ends is for ping_pong, only")
@@ -131,6 +131,8 @@ def _may_join(problem: AttentionProblem, params: Mapping[str, Any]) -> bool:
     if is_other or problem.block_mask or problem.mask_operand or "key_groups" in params:
         return False
     if not params["persistent"] or params["score_buffers"] > 1 or params["q_in_registers"]:
+        return False
+    if instance(problem.head_dim) > 128:  # spills
         return False
     return "skips_masked" not in params or int(params["tile_n"]) % tile_m(params) == 0
 
