@@ -246,12 +246,7 @@ def answers() -> frozenset[str]:
     Raises:
         ConfigError: when the variable has another word.
     """
-    return _answers(answers_text())
-
-
-def answers_text() -> str:
-    """The variable of `answers` as it is; empty for all."""
-    return os.environ.get("TUNER_ANSWERS", "")
+    return _answers(os.environ.get("TUNER_ANSWERS", ""))
 
 
 @cache

@@ -176,17 +176,13 @@ def checked(cls: type, data: Any) -> dict[str, Any]:
             if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
                 raise ConfigError(f"{name}={value!r} is not {words}")
             if float in types and value is not None:
-                _check_finite(name, value)
+                try:
+                    is_finite = math.isfinite(value)
+                except OverflowError as exc:  # a whole number of more than 308 digits
+                    raise ConfigError(f"{name} is too large for a floating-point number") from exc
+                if not is_finite:
+                    raise ConfigError(f"{name}={value!r} is not finite")
     return dict(data)
-
-
-def _check_finite(name: str, value: Any) -> None:
-    try:
-        is_finite = math.isfinite(value)
-    except OverflowError as exc:  # a whole number of more than 308 digits
-        raise ConfigError(f"{name} is too large for a floating-point number") from exc
-    if not is_finite:
-        raise ConfigError(f"{name}={value!r} is not finite")
 
 
 @cache

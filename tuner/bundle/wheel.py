@@ -88,7 +88,8 @@ def write_wheel(
     name = f"{PACKAGE}-{tuner.__version__}"
     path = folder / f"{name}-py3-none-{PLATFORM}.whl"
     beside = beside_kernels(artifacts)
-    versions = dispatcher_versions(beside)
+    known = [one.facts for one in beside if one.facts.get("template") == dispatcher.SOURCE]
+    versions = tuple(sorted(f"torch {facts['torch']}, {facts['python']}" for facts in known))
     members = dict(_package(packed, artifacts, beside))
     members |= dict(_info(packed, versions, name))
     members[f"{name}.dist-info/RECORD"] = _record(members, f"{name}.dist-info/RECORD")
@@ -138,12 +139,6 @@ def beside_kernels(artifacts: ArtifactCache) -> list[Artifact]:
     sourced = (source.find(artifacts) for source in (BLOCK_QUANTISER, EXPERT_ROWS))
     found = [*dispatcher.built(artifacts), *(one for one in sourced if one is not None)]
     return [one for one in found if newest_glibc(one.library.read_bytes()) <= MAX_GLIBC]
-
-
-def dispatcher_versions(found: Iterable[Artifact]) -> tuple[str, ...]:
-    """Versions of the dispatchers among artifacts, as ``torch 2.11.0, cpython-312-...``."""
-    known = [one.facts for one in found if one.facts.get("template") == dispatcher.SOURCE]
-    return tuple(sorted(f"torch {facts['torch']}, {facts['python']}" for facts in known))
 
 
 def newest_glibc(library: bytes) -> tuple[int, int]:

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from tuner.store.jobs import result_text
 
 if TYPE_CHECKING:
     from tuner.store import Store
-    from tuner.store.jobs import Event, JobRecord, Task
+    from tuner.store.jobs import JobRecord, Task
 
 FOLLOW_S = 0.5
 """Seconds between two polls for new events."""
@@ -183,20 +183,18 @@ def logs(args: argparse.Namespace) -> int:
             # The state is read first, so that all events before its end are included.
             is_open = _find(store, job.id).is_open
             while events := store.jobs.events(job.id, after=last):
-                _print_events(events, as_json=args.json)
+                for event in events:
+                    if args.json:
+                        print(json.dumps(event.to_json()), flush=True)
+                    else:
+                        about = (
+                            f"{event.problem.op} {event.problem.label()}: " if event.problem else ""
+                        )
+                        print(f"{event.at[:19]}  {about}{event.text}", flush=True)
                 last = events[-1].id
             if not (args.follow and is_open):
                 return 0
             time.sleep(FOLLOW_S)
-
-
-def _print_events(events: Sequence[Event], *, as_json: bool) -> None:
-    for event in events:
-        if as_json:
-            print(json.dumps(event.to_json()), flush=True)
-        else:
-            about = f"{event.problem.op} {event.problem.label()}: " if event.problem else ""
-            print(f"{event.at[:19]}  {about}{event.text}", flush=True)
 
 
 def _find(store: Store, id: str) -> JobRecord:

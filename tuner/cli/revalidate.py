@@ -106,7 +106,15 @@ def revalidate(args: argparse.Namespace) -> int:
         )
         if not args.json:
             print("\n".join(_revalidated_lines(result)), flush=True)
-        return _revalidated_json(result)
+        return {
+            **_entry_json(result.after),
+            "replaced": result.is_replaced,
+            "pinned": result.after.pinned,
+            "before": _config_json(result.before.ranking[0]),
+            "after": _config_json(result.after.ranking[0]),
+            **ratios_json(result.after),
+            "failed": [{**_config_json(m), "status": m.status.value} for m in result.failed],
+        }
 
     return _each(args, work)
 
@@ -304,18 +312,6 @@ def _config_json(measurement: Measurement) -> dict[str, Any]:
         "config": measurement.config.to_json(),
         "config_digest": measurement.config.digest,
         "latency_us": measurement.latency_us,
-    }
-
-
-def _revalidated_json(result: Revalidation) -> dict[str, Any]:
-    return {
-        **_entry_json(result.after),
-        "replaced": result.is_replaced,
-        "pinned": result.after.pinned,
-        "before": _config_json(result.before.ranking[0]),
-        "after": _config_json(result.after.ranking[0]),
-        **ratios_json(result.after),
-        "failed": [{**_config_json(m), "status": m.status.value} for m in result.failed],
     }
 
 

@@ -143,11 +143,6 @@ def add_machine(parser: argparse.ArgumentParser, devices: str) -> None:
     parser.add_argument(
         "--replay", action="store_true", help="replay or predict even where a GPU is"
     )
-    add_cluster(parser)
-
-
-def add_cluster(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that `cluster_of` reads."""
     group = parser.add_argument_group("on a Ray cluster")
     group.add_argument(
         "--runner",
@@ -176,7 +171,15 @@ def run(args: argparse.Namespace) -> int:
     from tuner.tuning.job import Job
     from tuner.tuning.progress import Interruption
 
-    _check_ahead(args)
+    # Refuse options that --compile or --list would ignore.
+    ahead = "--compile" if args.compile else "--list" if args.list else ""
+    for option, given, why in (
+        ("--compiled-only", args.compiled_only, "it would leave nothing to compile"),
+        ("--replay", args.replay, "a replay needs no kernels"),
+        ("--optuna-storage", args.optuna_storage, "nothing is searched"),
+    ):
+        if ahead and given:
+            raise ConfigError(f"{option} contradicts {ahead}: {why}; leave one of them out")
     problems, options = problems_of(args), options_of(args)
     machine = machine_of(args, options.sweep.max_workspace)
     url = args.store or settings.store_url()
@@ -249,22 +252,6 @@ def _say_known(
         return
     source = "a portfolio's prediction" if answer.is_predicted else "measurements of this shape"
     note(f"{command} answers from {source}")
-
-
-def _check_ahead(args: argparse.Namespace) -> None:
-    """Refuse options that --compile or --list would ignore.
-
-    Raises:
-        ConfigError: names the two options that contradict each other.
-    """
-    ahead = "--compile" if args.compile else "--list" if args.list else ""
-    for option, given, why in (
-        ("--compiled-only", args.compiled_only, "it would leave nothing to compile"),
-        ("--replay", args.replay, "a replay needs no kernels"),
-        ("--optuna-storage", args.optuna_storage, "nothing is searched"),
-    ):
-        if ahead and given:
-            raise ConfigError(f"{option} contradicts {ahead}: {why}; leave one of them out")
 
 
 def machine_of(args: argparse.Namespace, max_workspace: int | None) -> Machine:

@@ -166,10 +166,17 @@ class ArtifactCache:
         folder = self._folder(key)
         artifact = _intact(key, folder)
         if artifact is not None:
-            _touch(folder / "meta.json")
+            path = folder / "meta.json"
+            with contextlib.suppress(OSError):  # a read-only cache is left as it is
+                if time.time() - path.stat().st_mtime > _TOUCH_EVERY_S:
+                    os.utime(path)
             return artifact
         if folder.is_dir():  # folders are created by rename, so an incomplete one is damaged
-            self._quarantine(folder)
+            target = self.root / ".quarantine" / f"{folder.name}-{time.time_ns()}"
+            # The cache may be read-only, or another process faster.
+            with contextlib.suppress(OSError):
+                make_folder(target.parent)
+                folder.rename(target)
         return self._find_prebuilt(key)
 
     def _find_prebuilt(self, key: str) -> Artifact | None:
@@ -410,12 +417,6 @@ class ArtifactCache:
             descriptor.close()
         return True
 
-    def _quarantine(self, folder: Path) -> None:
-        target = self.root / ".quarantine" / f"{folder.name}-{time.time_ns()}"
-        with contextlib.suppress(OSError):  # the cache is read-only, or another process was faster
-            make_folder(target.parent)
-            folder.rename(target)
-
     def write_error(self, exc: OSError) -> StoreError:
         """Error for a cache that cannot be written, in one line."""
         if exc.errno in filesystem.LOCKLESS:
@@ -454,13 +455,6 @@ def _intact(key: str, folder: Path, libraries: Path | None = None) -> Artifact |
         return artifact if trusted_sha256(artifact.library) == artifact.sha256 else None
     except document.FAULTS:
         return None
-
-
-def _touch(path: Path) -> None:
-    """Mark an artifact as used; a read-only cache is left as it is."""
-    with contextlib.suppress(OSError):
-        if time.time() - path.stat().st_mtime > _TOUCH_EVERY_S:
-            os.utime(path)
 
 
 def _last_used(folder: Path) -> float:

@@ -405,7 +405,7 @@ class Compiler:
                 raise CancelledError
             elif done.returncode == 0:
                 self._store(todo, folder / "kernel.so", sources, done.log)
-            elif _disk_full(done.log):
+            elif "No space left on device" in done.log or "Disk quota exceeded" in done.log:
                 raise StoreError(
                     f"the disk under {self.artifacts.root} is full: the compiler could not write"
                 )
@@ -456,7 +456,11 @@ class Compiler:
         priority = {"nice": 0} if is_urgent else {}
         for command in commands:
             if len(commands) == 1 and command[0] == str(self.toolchain.nvcc):
-                both = self._side_by_side(command, folder)
+                planned = self._processes.run([*command, "--dryrun"], folder)
+                script = (
+                    side_by_side.script(command, planned.log) if planned.returncode == 0 else None
+                )
+                both = command if script is None else ["/bin/sh", "-c", script]
                 runs.append(self._processes.run(both, folder, **priority))
             else:
                 runs.append(self._processes.run(command, folder, **priority))
@@ -465,12 +469,6 @@ class Compiler:
         log = "".join(run.log for run in runs)
         cpu_s, wall_s = sum(run.cpu_s for run in runs), sum(run.wall_s for run in runs)
         return command, replace(runs[-1], cpu_s=cpu_s, wall_s=wall_s, log=log)
-
-    def _side_by_side(self, command: list[str], folder: Path) -> list[str]:
-        """Command that does the same with both halves of the unit in parallel, if possible."""
-        planned = self._processes.run([*command, "--dryrun"], folder)
-        script = side_by_side.script(command, planned.log) if planned.returncode == 0 else None
-        return command if script is None else ["/bin/sh", "-c", script]
 
     def _write(self, folder: Path, template: str, text: str) -> list[list[str]]:
         """Write a unit's source into `folder`. Returns the commands that build its library."""
@@ -547,10 +545,6 @@ def flags(capability: str) -> tuple[str, ...]:
     number = capability.replace(".", "")
     target = f"-gencode=arch=compute_{number},code=sm_{number}"
     return tuple(target if flag.startswith("-gencode") else flag for flag in FLAGS)
-
-
-def _disk_full(log: str) -> bool:
-    return "No space left on device" in log or "Disk quota exceeded" in log
 
 
 def _compile_error(job: KernelJob, command: Sequence[str], done: Finished) -> CompileError:

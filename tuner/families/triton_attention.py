@@ -127,8 +127,11 @@ class TritonAttention(Family):
         short queries and chips that would idle; no more accumulators than registers.
         """
         columns = padded(problem.head_dim)
+        # Query heads of one KV head that share a program: all that can, where queries are few.
+        most = math.gcd(problem.heads_q // problem.heads_kv, MAX_PACKED)
+        packings = (1, most) if most > 1 and problem.seqlen_q < 128 else (1,)
         for packed, block_m, block_n, warps, stages in product(
-            _packings(problem), (16, 32, 64, 128), (32, 64, 128), ROWS_OF_WARPS, (2, 3, 4)
+            packings, (16, 32, 64, 128), (32, 64, 128), ROWS_OF_WARPS, (2, 3, 4)
         ):
             rows = problem.seqlen_q * packed
             heads = problem.batch * problem.heads_q // packed
@@ -273,12 +276,6 @@ def _steps(problem: AttentionProblem, config: Config) -> float:
     tiles = math.ceil(problem.seqlen_q / rows)
     seen = (min(problem.seqlen_kv, (tile + 1) * rows) for tile in range(tiles))
     return sum(math.ceil(keys / block_n) for keys in seen) / tiles
-
-
-def _packings(problem: AttentionProblem) -> tuple[int, ...]:
-    """Query heads of one KV head that share a program: all that can, where queries are few."""
-    most = math.gcd(problem.heads_q // problem.heads_kv, MAX_PACKED)
-    return (1, most) if most > 1 and problem.seqlen_q < 128 else (1,)
 
 
 def _packing(problem: AttentionProblem, config: Config) -> list[str]:

@@ -126,7 +126,21 @@ def counted(
             asked = [metric for metric in asked if metric not in refused]
             ended = _run([*command(ncu, table, l2, asked), *child], folder, timeout_s)
             said = _said(table, ended)
-        _see_that_it_worked(ended, said, timeout_s)
+        if NOT_PERMITTED in said:
+            raise BenchmarkError(
+                "the driver lets only administrators read the GPU's counters "
+                f"({NOT_PERMITTED}): run as root, in a container with the capability SYS_ADMIN, "
+                "or load the driver with NVreg_RestrictProfilingToAdminUsers=0",
+                status=Status.UNAVAILABLE,
+            )
+        if ended.timed_out:
+            raise BenchmarkError(
+                f"profiling took longer than {timeout_s:g} s (--timeout)", status=Status.TIMEOUT
+            )
+        if ended.returncode:
+            errors = [line for line in said.splitlines() if "==ERROR==" in line or "Error" in line]
+            last = (errors or said.strip().splitlines() or ["it said nothing"])[-1]
+            raise BenchmarkError(f"profiling failed with code {ended.returncode}: {last.strip()}")
         return read_csv(_text(table))
 
 
@@ -167,24 +181,6 @@ def _said(table: Path, ended: Finished) -> str:
 
 def _text(table: Path) -> str:
     return table.read_text(encoding="utf-8", errors="replace") if table.is_file() else ""
-
-
-def _see_that_it_worked(ended: Finished, said: str, timeout_s: float) -> None:
-    if NOT_PERMITTED in said:
-        raise BenchmarkError(
-            f"the driver lets only administrators read the GPU's counters ({NOT_PERMITTED}): run "
-            "as root, in a container with the capability SYS_ADMIN, or load the driver with "
-            "NVreg_RestrictProfilingToAdminUsers=0",
-            status=Status.UNAVAILABLE,
-        )
-    if ended.timed_out:
-        raise BenchmarkError(
-            f"profiling took longer than {timeout_s:g} s (--timeout)", status=Status.TIMEOUT
-        )
-    if ended.returncode:
-        errors = [line for line in said.splitlines() if "==ERROR==" in line or "Error" in line]
-        last = (errors or said.strip().splitlines() or ["it said nothing"])[-1]
-        raise BenchmarkError(f"profiling failed with code {ended.returncode}: {last.strip()}")
 
 
 def _version(ncu: Path, folder: Path) -> str:

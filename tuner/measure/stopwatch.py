@@ -136,7 +136,12 @@ class Stopwatch:
             progress: callback that gets a burst's index before it is enqueued, and -1 once a round.
             careful: True to wait for each burst, so that a hanging one is identified.
         """
-        round_order = self._round_order(bursts, progress, careful)
+        times = []
+        for index, burst in enumerate(bursts):
+            if careful:
+                progress(index)
+            times.append(self._time(burst.enqueue))
+        round_order = RoundOrder(times, [burst.n for burst in bursts], REPLAYS_A_ROUND + 1)
         taken = self._rounds(bursts, round_order, rounds, progress, careful)
         if not taken.is_long and any(timing.is_noisy for timing in taken.timings):
             taken = self._rounds(bursts, round_order, 2 * rounds, progress, careful)
@@ -148,16 +153,6 @@ class Stopwatch:
             )
             flagged.append(replace(timing, flags=flags))
         return flagged, summarize(taken.clocks)
-
-    def _round_order(
-        self, bursts: Sequence[Burst], progress: Callable[[int], None], careful: bool
-    ) -> RoundOrder:
-        times = []
-        for index, burst in enumerate(bursts):
-            if careful:
-                progress(index)
-            times.append(self._time(burst.enqueue))
-        return RoundOrder(times, [burst.n for burst in bursts], REPLAYS_A_ROUND + 1)
 
     def _rounds(
         self,
@@ -175,7 +170,7 @@ class Stopwatch:
             if taken.is_long and len(taken.clocks) >= MIN_ROUNDS:
                 order = [index for index in order if index not in round_order.others]
             times, clocks = self._round(bursts, order, round_order, progress, careful)
-            taken.spent_us += self._lasted_us()
+            taken.spent_us += self._device.elapsed_us(*self._events[:2])
             if device_module.SLOWDOWNS.intersection(clocks.throttle):
                 if spare > 0:
                     spare -= 1
@@ -220,10 +215,6 @@ class Stopwatch:
             for index in order
         }
         return times, clocks
-
-    def _lasted_us(self) -> float:
-        """Microseconds of the latest round."""
-        return self._device.elapsed_us(*self._events[:2])
 
     def _series(self, burst: Burst, steps: Sequence[Replay], events: Sequence[Any]) -> None:
         """Enqueue an untimed burst, then one step between each two events."""

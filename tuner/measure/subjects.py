@@ -204,14 +204,6 @@ class VendorSubject(Subject):
         self._torch = import_torch(device)
         self._callables: dict[float, Callable[..., Any]] = {}
 
-    def _callable(self, scale: float) -> Callable[..., Any]:
-        if scale not in self._callables:
-            made = self._family.vendor_call(self._wanted, self._config, scale)
-            if isinstance(made, str):
-                raise BenchmarkError(made, status=Status.UNAVAILABLE)
-            self._callables[scale] = made
-        return self._callables[scale]
-
     def _tensor(self, pointer: int, operand: Operand) -> Any:
         array = CudaArray(pointer, operand)
         tensor = self._torch.as_tensor(array, device=f"cuda:{self._device.index}")
@@ -227,7 +219,12 @@ class VendorSubject(Subject):
         return made.copy_(tensor)
 
     def bind(self, buffers: Mapping[str, int], scale: float, *, deliver: bool = False) -> Bound:
-        function = self._callable(scale)
+        if scale not in self._callables:
+            made = self._family.vendor_call(self._wanted, self._config, scale)
+            if isinstance(made, str):
+                raise BenchmarkError(made, status=Status.UNAVAILABLE)
+            self._callables[scale] = made
+        function = self._callables[scale]
         inputs = [
             self._input(buffers[one.name], one, other)
             for one, other in zip(self._problem.inputs, self._wanted.inputs, strict=True)

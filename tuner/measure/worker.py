@@ -475,17 +475,13 @@ def read_requests(descriptor: int) -> Iterator[Mapping[str, Any]]:
         with os.fdopen(descriptor, encoding="utf-8") as pipe:
             for line in pipe:
                 lines.put(line)
-        end_group()
+        # At once and with its children: a hung kernel prevents an orderly end.
+        if os.getpgrp() == os.getpid():
+            os.killpg(os.getpgrp(), signal.SIGKILL)
+        os._exit(0)
 
     threading.Thread(target=read, daemon=True, name="requests").start()
     return (json.loads(line) for line in iter(lines.get, None))
-
-
-def end_group() -> None:
-    """Kill this process and its children at once: a hung kernel prevents an orderly end."""
-    if os.getpgrp() == os.getpid():
-        os.killpg(os.getpgrp(), signal.SIGKILL)
-    os._exit(0)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -196,7 +196,18 @@ def read(path: Path) -> Mapping[str, PublicModel]:
     found = {}
     for name, row in rows.items():
         try:
-            found[name] = _model(name, row)
+            # A row: fields of the model, and those of its stacks, which are defaults of each of
+            # them.
+            if not isinstance(row, dict):
+                raise ConfigError("it is not an object")
+            common = {k: v for k, v in row.items() if k not in _OF_MODEL and k != "stacks"}
+            stacks = row.get("stacks", {"layers": {}})
+            own = {k: _tuples(v) for k, v in row.items() if k in _OF_MODEL}
+            found[name] = PublicModel(
+                name=name,
+                stacks=tuple(_stack(key, {**common, **values}) for key, values in stacks.items()),
+                **own,
+            )
         except (ConfigError, TypeError) as exc:
             raise ConfigError(f"{path.name}: {name}: {exc}") from exc
     return found
@@ -210,20 +221,6 @@ def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _OF_MODEL = frozenset(field.name for field in fields(PublicModel)) - {"name", "stacks"}
-
-
-def _model(name: str, row: Any) -> PublicModel:
-    """A row: fields of the model, and those of its stacks, which are defaults of each of them."""
-    if not isinstance(row, dict):
-        raise ConfigError("it is not an object")
-    common = {k: v for k, v in row.items() if k not in _OF_MODEL and k != "stacks"}
-    stacks = row.get("stacks", {"layers": {}})
-    own = {k: _tuples(v) for k, v in row.items() if k in _OF_MODEL}
-    return PublicModel(
-        name=name,
-        stacks=tuple(_stack(key, {**common, **values}) for key, values in stacks.items()),
-        **own,
-    )
 
 
 def _stack(name: str, values: Mapping[str, Any]) -> Stack:

@@ -61,7 +61,8 @@ def floors(
     """
     problem = measurement.problem
     clocks = gpu.sm_count * clock_mhz
-    flops = total(found, "tensor_flops") if found else _least_flops(problem)
+    least = 0.0 if isinstance(problem, SoftmaxProblem) else float(problem.flops)
+    flops = total(found, "tensor_flops") if found else least
     exponentials = total(found, "exponentials") if found else _least_exponentials(problem)
     moved = total(found, "l2_bytes") if found else problem.bytes
     launches = sum(work.launches for work in found) or 1
@@ -82,10 +83,6 @@ def l2_bytes_per_us(gpu: Gpu) -> float:
 def memory_bytes(problem: Problem, gpu: Gpu, regime: Regime) -> int:
     """Bytes that must cross the memory bus: all operands, or the part that the L2 cannot hold."""
     return problem.bytes if regime.l2 == "cold" else max(0, problem.bytes - gpu.l2_bytes)
-
-
-def _least_flops(problem: Problem) -> float:
-    return 0.0 if isinstance(problem, SoftmaxProblem) else float(problem.flops)
 
 
 def _least_exponentials(problem: Problem) -> float:

@@ -193,7 +193,11 @@ def load_entries(text: str) -> list[Entry]:
     elif path.name.endswith(recording.SUFFIX):
         found = [_recorded(path)]
     elif path.suffix == ".json":
-        found = _exported(path)
+        try:
+            measurements, decisions = read(load(path))
+        except ConfigError as exc:
+            raise ConfigError(str(exc) if str(path) in str(exc) else f"{path}: {exc}") from exc
+        found = [decision.entry(measurements.__getitem__) for decision in decisions]
     else:
         found = _stored(text)
     measured = [e for e in found if e.provenance is Provenance.MEASURED]
@@ -219,14 +223,6 @@ def _recorded(path: recording.Source) -> Entry:
     if not finals:
         raise ConfigError(f"recording {path} has no final pass: nothing was decided")
     return Entry.of(finals)
-
-
-def _exported(path: Path) -> list[Entry]:
-    try:
-        measurements, decisions = read(load(path))
-    except ConfigError as exc:
-        raise ConfigError(str(exc) if str(path) in str(exc) else f"{path}: {exc}") from exc
-    return [decision.entry(measurements.__getitem__) for decision in decisions]
 
 
 def compare(

@@ -136,7 +136,17 @@ class WorkerPool:
             try:
                 result = request.work(worker)
             except WorkerLostError as exc:
-                self._requeue(request, exc)
+                # Put the request back in its former place of the queue, for another worker.
+                request.losses += 1
+                with self._changed:
+                    del self._running[request.future]
+                    self._waiting.append(request)
+                    if self._is_closed:
+                        self._drop(request.future, CancelledError())
+                    elif request.losses >= MAX_LOSSES:
+                        text = f"{request.losses} workers went away at one request, the last: {exc}"
+                        self._drop(request.future, BenchmarkError(text, status=exc.status))
+                    self._changed.notify()
             except BaseException as exc:  # whoever waits for the request is to see it
                 self._release(future)
                 future.set_exception(exc)
@@ -169,19 +179,6 @@ class WorkerPool:
     def _prepare(self, number: int) -> bool:
         """Have a worker ready for its next request; false when the pool was closed meanwhile."""
         return True  # its first request starts the process
-
-    def _requeue(self, request: _Request, exc: WorkerLostError) -> None:
-        """Put the request back in its former place of the queue, for another worker."""
-        request.losses += 1
-        with self._changed:
-            del self._running[request.future]
-            self._waiting.append(request)
-            if self._is_closed:
-                self._drop(request.future, CancelledError())
-            elif request.losses >= MAX_LOSSES:
-                text = f"{request.losses} workers went away at one request, the last: {exc}"
-                self._drop(request.future, BenchmarkError(text, status=exc.status))
-            self._changed.notify()
 
     def _drop(self, future: Future[Any], exc: Exception) -> None:
         """End a request that waits though it was begun before; called with the lock."""

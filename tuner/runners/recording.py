@@ -295,9 +295,19 @@ def _encode_part(recording: Recording) -> dict[str, Any]:
     configs: dict[Config, int] = {}
     for measurement in recording.measurements:
         _number(measurement.config, configs)
+    # Runs of configs of one kind as tables: the names once, then a row of values each.
+    tables: list[dict[str, Any]] = []
+    for config in configs:
+        stages = sorted(config.stages)
+        names = [*sorted(config.params), *(f"stage {name}" for name in stages)]
+        kind = {"family": config.family, "stages": stages, "names": names}
+        if not tables or {k: tables[-1][k] for k in kind} != kind:
+            tables.append({**kind, "rows": []})
+        row = [config.params[name] for name in sorted(config.params)]
+        tables[-1]["rows"].append(row + [configs[config.stages[name]] for name in stages])
     return {
         "problem": recording.problem.to_json(),
-        "configs": _encode_configs(configs),
+        "configs": tables,
         "columns": list(ROW),
         "rows": [_encode_row(m, configs[m.config]) for m in recording.measurements],
         "stages": [_encode_part(stage) for stage in recording.stages],
@@ -309,20 +319,6 @@ def _number(config: Config, configs: dict[Config, int]) -> None:
     for name in sorted(config.stages):
         _number(config.stages[name], configs)
     configs.setdefault(config, len(configs))
-
-
-def _encode_configs(configs: Mapping[Config, int]) -> list[dict[str, Any]]:
-    """Runs of configs of one kind as tables: the names once, then a row of values each."""
-    tables: list[dict[str, Any]] = []
-    for config in configs:
-        stages = sorted(config.stages)
-        names = [*sorted(config.params), *(f"stage {name}" for name in stages)]
-        kind = {"family": config.family, "stages": stages, "names": names}
-        if not tables or {k: tables[-1][k] for k in kind} != kind:
-            tables.append({**kind, "rows": []})
-        row = [config.params[name] for name in sorted(config.params)]
-        tables[-1]["rows"].append(row + [configs[config.stages[name]] for name in stages])
-    return tables
 
 
 def _encode_row(measurement: Measurement, position: int) -> list[Any]:

@@ -73,7 +73,9 @@ class _Lock(JournalFileSymlinkLock):  # type: ignore[misc]
                     self.release()
             time.sleep(_LOOK_S)
         try:
-            _cut_torn_line(self._journal)
+            size = _whole_bytes(self._journal)
+            if size < self._journal.stat().st_size:
+                os.truncate(self._journal, size)
         except BaseException:
             self.release()
             raise
@@ -93,12 +95,6 @@ class _Lock(JournalFileSymlinkLock):  # type: ignore[misc]
         except FileNotFoundError:
             return None
         return locked, self._journal.stat().st_mtime
-
-
-def _cut_torn_line(journal: Path) -> None:
-    size = _whole_bytes(journal)
-    if size < journal.stat().st_size:
-        os.truncate(journal, size)
 
 
 def _whole_bytes(journal: Path) -> int:

@@ -105,7 +105,7 @@ def make(
                 by_domain[one] |= {regime: [] for regime in regimes}
     made: dict[AnyDomain, DomainModels] = {}
     for domain, regimes in sorted(by_domain.items()):
-        if not _is_named(domain, only):
+        if not all(text in domain.label() for text in only):
             continue
         by_use = sorted(
             regimes, key=lambda one: (one.launch != "stream", -len(regimes[one]), str(one))
@@ -127,10 +127,6 @@ def make(
         )
     used = [[m for m in rows if domain_of(m.problem) in made] for rows in measured.values()]
     return Portfolio(op, gpu, made, _origin(used))
-
-
-def _is_named(domain: AnyDomain, only: Collection[str]) -> bool:
-    return all(text in domain.label() for text in only)
 
 
 def pooled(

@@ -54,17 +54,14 @@ def finalists(
     chosen += [m for m in families.values() if m not in chosen]
     if own:
         close = [m for m in kernels.values() if _us(m) <= (1 + NEAR) * _us(own[0])]
-        chosen += [m for m in close if m not in chosen][: _most_near(own[0], near)]
+        most = max(near, min(MAX_NEAR, int(NEAR_US / _us(own[0])))) if near else 0
+        chosen += [m for m in close if m not in chosen][:most]
     named = Counter[str]()
     for m in passed:
         if is_vendor(m.config) and named[name := vendor_name(m.config)] < MAX_LISTED:
             named[name] += 1
             chosen.append(m)
     return chosen
-
-
-def _most_near(best: Measurement, near: int) -> int:
-    return max(near, min(MAX_NEAR, int(NEAR_US / _us(best)))) if near else 0
 
 
 def rank(measured: Sequence[Measurement]) -> list[Measurement]:

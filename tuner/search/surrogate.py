@@ -92,22 +92,19 @@ class Surrogate:
         self._surprises: list[float] = []
         chosen = _nearest(problem, past)
         if chosen:
-            self._condition(problem, rows, chosen)
-
-    def _condition(self, problem: Problem, rows: Sequence[Features], past: Sequence[Past]) -> None:
-        known = [row for one in past for row in one.features]
-        owner = np.repeat(np.arange(len(past)), [len(one.features) for one in past])
-        between = np.array([[_likeness(a.problem, b.problem) for b in past] for a in past])
-        among = SAME_PROBLEM * np.array([_likeness(problem, one.problem) for one in past])
-        covariance = _config_covariance(known, known) * between[np.ix_(owner, owner)]
-        noise = np.array([NOISE if one.problem == problem else PAST_NOISE for one in past])
-        covariance[np.diag_indices_from(covariance)] += noise[owner] ** 2
-        shared = _config_covariance(rows, known) * among[owner]
-        root = np.linalg.cholesky(covariance)
-        half = np.linalg.solve(root, shared.T)
-        errors = np.concatenate([one.errors for one in past])
-        self._mean = self._mean + half.T @ np.linalg.solve(root, errors)
-        self._covariance = self._covariance - half.T @ half
+            known = [row for one in chosen for row in one.features]
+            owner = np.repeat(np.arange(len(chosen)), [len(one.features) for one in chosen])
+            between = np.array([[_likeness(a.problem, b.problem) for b in chosen] for a in chosen])
+            among = SAME_PROBLEM * np.array([_likeness(problem, one.problem) for one in chosen])
+            covariance = _config_covariance(known, known) * between[np.ix_(owner, owner)]
+            noise = np.array([NOISE if one.problem == problem else PAST_NOISE for one in chosen])
+            covariance[np.diag_indices_from(covariance)] += noise[owner] ** 2
+            shared = _config_covariance(rows, known) * among[owner]
+            root = np.linalg.cholesky(covariance)
+            half = np.linalg.solve(root, shared.T)
+            errors = np.concatenate([one.errors for one in chosen])
+            self._mean = self._mean + half.T @ np.linalg.solve(root, errors)
+            self._covariance = self._covariance - half.T @ half
 
     def observe(self, key: str, value: float) -> None:
         """Add a result: the logarithm of a group's time in microseconds."""
@@ -189,7 +186,7 @@ def _parameter_distance(first: Sequence[Value | None], second: Sequence[Value | 
     """
     values = [*first, *second]
     present = [value for value in values if value is not None]
-    if all(_is_number(value) for value in present):
+    if all(isinstance(value, int) and not isinstance(value, bool) for value in present):
         middle = float(np.mean([math.log2(1 + int(value)) for value in present]))
         sizes = np.array([middle if v is None else math.log2(1 + int(v)) for v in values])
         absent = np.array([value is None for value in values])
@@ -198,10 +195,6 @@ def _parameter_distance(first: Sequence[Value | None], second: Sequence[Value | 
     codes = {value: code for code, value in enumerate(dict.fromkeys(values))}
     distance: Array = 1.0 * (_differences([codes[value] for value in values], len(first)) != 0)
     return distance
-
-
-def _is_number(value: Value) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _differences(values: Sequence[float] | Array, split: int) -> Array:

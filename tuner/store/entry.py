@@ -341,10 +341,6 @@ def canonical(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
-def _float(value: float | None) -> float | None:
-    return None if value is None else float(value)
-
-
 def to_row(measurement: Measurement) -> dict[str, Any]:
     """A measurement as `MEASUREMENT_COLUMNS`: numbers, text, and canonical JSON text."""
     data = measurement.to_json()
@@ -361,7 +357,8 @@ def to_row(measurement: Measurement) -> dict[str, Any]:
     ):
         row[name] = canonical(data[name])
     for name in ("latency_us", "std_us", "error", "compile_cpu_s"):
-        row[name] = _float(data[name])
+        value = data[name]
+        row[name] = None if value is None else float(value)
     # A kernel may print anything; PostgreSQL takes no NUL in a text.
     row["log"] = row["log"].replace("\0", "\N{REPLACEMENT CHARACTER}")
     return row

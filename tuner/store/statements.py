@@ -210,7 +210,11 @@ def insert(
     for m, row, digest in zip(measured, rows, digests, strict=True):
         if digest in known or digest in new:
             continue
-        _check_latency(m)
+        latency = m.latency_us
+        if (m.status is Status.OK) != (latency is not None):
+            raise StoreError(f"status {m.status} does not go with the latency {latency} us")
+        if latency is not None and not (math.isfinite(latency) and latency > 0):
+            raise StoreError(f"a measurement cannot have the latency {latency} us")
         # By their texts: equal GPUs may be written differently, and the SHA-256 is of what is.
         place = row["problem"], row["gpu"], m.environment.digest
         if place not in references:
@@ -279,14 +283,6 @@ def _references(
             ensure(connection, _E, {"digest": digest}, {"facts": facts})[0],
         )
     return dict(zip(("problem_id", "gpu_id", "environment_id"), ids, strict=True))
-
-
-def _check_latency(m: Measurement) -> None:
-    latency = m.latency_us
-    if (m.status is Status.OK) != (latency is not None):
-        raise StoreError(f"status {m.status} does not go with the latency {latency} us")
-    if latency is not None and not (math.isfinite(latency) and latency > 0):
-        raise StoreError(f"a measurement cannot have the latency {latency} us")
 
 
 def mirror_origin(url: str) -> str:

@@ -74,7 +74,17 @@ class Competition:
         self._histories: dict[Problem, Sequence[Measurement]] = {}
         self.standing: Callable[[], Config | None] = lambda: None
         """Best own config of the current decision, which is searched whatever the spaces hold."""
-        self.own, self.vendors = self._competitors()
+        # Own families as requested, and vendors'. Only vendors' if only those are named.
+        known = self._catalogue(self.problem.op)
+        check_families(self.options.families, self.problem.op, known)
+        named = set(self.options.families)
+        own = [f for f in known.values() if not f.is_vendor and (not named or f.name in named)]
+        vendors = [f for f in known.values() if f.is_vendor]
+        if named and not own:
+            vendors = [f for f in vendors if f.name in named]
+        serving = self._serving(own, self.problem)
+        kept = serving if named else self._within_cutoff(without_fallbacks(serving))
+        self.own, self.vendors = kept, self._serving(vendors, self.problem)
 
     def plain_search(self) -> Search:
         """Search of the own families that are not composites, which wait for their stages. It has
@@ -94,19 +104,6 @@ class Competition:
         return f"{self.problem.label()}: {found.text(cores)}" if found else ""
 
     # What competes
-
-    def _competitors(self) -> tuple[list[Family], list[Family]]:
-        """Own families as requested, and vendors'. Only vendors' if only those are named."""
-        known = self._catalogue(self.problem.op)
-        check_families(self.options.families, self.problem.op, known)
-        named = set(self.options.families)
-        own = [f for f in known.values() if not f.is_vendor and (not named or f.name in named)]
-        vendors = [f for f in known.values() if f.is_vendor]
-        if named and not own:
-            vendors = [f for f in vendors if f.name in named]
-        serving = self._serving(own, self.problem)
-        kept = serving if named else self._within_cutoff(without_fallbacks(serving))
-        return kept, self._serving(vendors, self.problem)
 
     def _within_cutoff(self, families: list[Family]) -> list[Family]:
         """Families that may win by their estimates. The others' estimates exceed the cutoff; a

@@ -33,7 +33,6 @@ from tuner.errors import (
     TunerError,
 )
 from tuner.families import families_of
-from tuner.runners.base import Runner
 from tuner.runners.choose import Machine, Runners
 from tuner.store import Store
 from tuner.store.jobs import LEASE_S, Claim, Lease, result_of, result_text
@@ -238,7 +237,14 @@ class Controller:
         if tuned is not None:
             jobs.begin(claim.lease, tuned.id)
             self._leases.remove(claim.lease)
-            jobs.finish(claim.lease, "it was tuned already", self._known_result(turn, runner))
+            standing = self._store.entries(
+                problem=turn.claim.problem,
+                gpu=runner.gpu,
+                regime=runner.regime,
+                provenance=runner.provenance,
+            )
+            result = result_of(standing[0]) if standing else None
+            jobs.finish(claim.lease, "it was tuned already", result)
             return None
         turn.sweep = Sweep(
             claim.problem,
@@ -252,17 +258,6 @@ class Controller:
         )
         jobs.begin(claim.lease, turn.sweep.id)
         return turn.sweep
-
-    def _known_result(self, turn: Turn, runner: Runner) -> dict[str, Any] | None:
-        """Decision of a problem that was already tuned."""
-        problem = turn.claim.problem
-        found = self._store.entries(
-            problem=problem,
-            gpu=runner.gpu,
-            regime=runner.regime,
-            provenance=runner.provenance,
-        )
-        return result_of(found[0]) if found else None
 
     def _claim_ahead(self) -> None:
         """Claim the next problem and compile its kernels while this one's finalists are timed.

@@ -107,7 +107,17 @@ class FinalPass:
                 )
             # The first Ctrl-C came during the pass, or a job abandoned a brief one after it.
             return self.rank(notes, again=interrupted)
-        return self._ranked(chosen, finals)
+        seen = {m.config: m for m in chosen}
+        # Quick times, which a replay may return, are already stored.
+        finals = [m if m.is_final else seen.get(m.config, m) for m in finals]
+        ranked = ranking.rank([m for m in finals if self.competition.fits(m)])
+        self.write(lambda: self.store.add([m for m in finals if not m.ok]))
+        if not ranked:
+            raise NoValidConfigError(
+                f"none of the {len(chosen)} finalists for {self.competition.problem.label()} "
+                f"passed again: {summary(finals)}"
+            )
+        return ranked
 
     def _chosen(self, brief: bool) -> tuple[list[Measurement], int]:
         """Finalists and rounds of the pass; few if little time is left."""
@@ -128,21 +138,6 @@ class FinalPass:
         seen = self.competition.seen(self.competition.problem)
         chosen = ranking.finalists(seen, count, self.competition.kernel, near)
         return [m for m in chosen if self.competition.fits(m)]
-
-    def _ranked(
-        self, chosen: Sequence[Measurement], finals: Sequence[Measurement]
-    ) -> list[Measurement]:
-        seen = {m.config: m for m in chosen}
-        # Quick times, which a replay may return, are already stored.
-        finals = [m if m.is_final else seen.get(m.config, m) for m in finals]
-        ranked = ranking.rank([m for m in finals if self.competition.fits(m)])
-        self.write(lambda: self.store.add([m for m in finals if not m.ok]))
-        if not ranked:
-            raise NoValidConfigError(
-                f"none of the {len(chosen)} finalists for {self.competition.problem.label()} "
-                f"passed again: {summary(finals)}"
-            )
-        return ranked
 
     def _best_so_far(self) -> list[Measurement]:
         label, limit = self.competition.problem.label(), self.budget.limit_s

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -194,7 +194,17 @@ class Job:
         with ThreadPoolExecutor(count, thread_name_prefix="sweep") as threads:
             futures = [threads.submit(self._sweep_beside, *turn) for turn in turns]
             try:
-                self._wait(futures)
+                # Wait until all are done, one failed, or the second Ctrl-C. The first Ctrl-C ends
+                # them early.
+                with self._interruption.waiting():
+                    wait(futures, return_when=FIRST_EXCEPTION)
+                if self._interruption.requested:
+                    with self._lock:
+                        beside = list(self._beside)
+                    for runner in beside:
+                        runner.cancel()
+                for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+                    future.result()
             except BaseException:
                 # At once, because later results of the others would be lost or unwanted.
                 threads.shutdown(wait=False, cancel_futures=True)
@@ -207,20 +217,6 @@ class Job:
             failed=[failure for result in results for failure in result.failed],
             interrupted=any(result.interrupted for result in results),
         )
-
-    def _wait(self, futures: Sequence[Future[None]]) -> None:
-        """Wait until all are done, one failed, or the second Ctrl-C. The first Ctrl-C ends them
-        early.
-        """
-        with self._interruption.waiting():
-            wait(futures, return_when=FIRST_EXCEPTION)
-        if self._interruption.requested:
-            with self._lock:
-                beside = list(self._beside)
-            for runner in beside:
-                runner.cancel()
-        for future in wait(futures, return_when=FIRST_EXCEPTION).done:
-            future.result()
 
     def _sweep_beside(self, problem: Problem, runners: Runners, result: JobResult) -> None:
         """Sweep a problem beside others, with a runner of its own."""

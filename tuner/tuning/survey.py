@@ -319,7 +319,7 @@ class Survey:
         for request in requests:
             runner.submit(problem, request)
         left = len(requests)
-        with self._alarm(runner):
+        with _Alarm(self._deadline - time.monotonic(), runner.cancel):
             while left and not self._stopped:
                 found: list[Measurement] = []
                 with self._interruption.waiting():
@@ -332,10 +332,6 @@ class Survey:
                     self._changed(progress)
         if left:
             runner.cancel()
-
-    def _alarm(self, runner: Runner) -> _Alarm:
-        """Timer that ends the wait for a result when the time is over."""
-        return _Alarm(self._deadline - time.monotonic(), runner.cancel)
 
     def _write(self, progress: SurveyProgress) -> None:
         whole = self._wholes[progress.sample.problem]

@@ -188,7 +188,8 @@ class Sweep:
         resolved = [self._resolve(family, self.problem) for family in competition.own]
         families = [family for family in resolved if family is not None]
         search = competition.main_search(families)
-        first = self._standing_group(search)
+        standing = self._finals.standing()
+        first = [] if standing is None else [search.take(standing)]
         self._drive("search", self.problem, search, first, compiled=compiled)
         self._expected_loss = search.expected_loss()
         self.runner.abandon(self.problem)
@@ -211,11 +212,6 @@ class Sweep:
             # New measurements for the search.
             self._state.resumed -= search.spent - search.told
             self._finals.provide()
-
-    def _standing_group(self, search: Search) -> list[list[Config]]:
-        """Group of the current decision's config, with which a search begins."""
-        standing = self._finals.standing()
-        return [] if standing is None else [search.take(standing)]
 
     def _resolve(self, family: Family, problem: Problem) -> Family | None:
         """Family ready to be searched; a composite one is built from the best configs of its

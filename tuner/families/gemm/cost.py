@@ -110,7 +110,18 @@ def predict_us(
     bandwidth = gpu.memory_gbs * MEMORY_EFFICIENCY * 1e3
     moved = _memory_bytes(problem, shape, config, gpu)
     memory_us = moved / bandwidth
-    power_us = _energy(problem, shape, config, moved, constants)
+    # Microseconds for the call's energy at the power limit: products, shared memory, L2, memory.
+    tile_m, tile_n = int(config["tile_m"]), int(config["tile_n"])
+    blocks_m, blocks_n = tile_blocks(shape, config)
+    flops = 2.0 * blocks_m * tile_m * blocks_n * tile_n * shape.k * shape.batch
+    flops /= problem.tensor_rate  # half the bits, taken for half the energy: not measured
+    columns = instruction_columns(shape, tile_n)
+    operands = (64 + columns) / (64 * columns)
+    loads: float = 1 / (tile_m * config["cluster_m"]) + 1 / (tile_n * config["cluster_n"])
+    # Relative to a product's energy: bytes a product reads of shared memory, and of the L2.
+    relative = 1 + constants["smem_energy"] * operands + constants["l2_energy"] * loads
+    energy = flops * relative + constants["memory_energy"] * moved
+    power_us = energy / (constants["power_tflops"] * 1e6)
     longest = sum(t**SHARPNESS for t in (compute_us, memory_us, power_us)) ** (1 / SHARPNESS)
     startup_us = constants["startup_clocks"] / gpu.clock_max_mhz
     return float(GRAPH_LAUNCH_US + startup_us * (PDL_SHARE if config.get("pdl") else 1) + longest)
@@ -124,35 +135,6 @@ def spared(cluster: int) -> float:
 def clustered_blocks(cluster: int, gpu: Gpu) -> int:
     """Blocks that run at once on a GPU in clusters of a size."""
     return gpu.sm_count * CLUSTERED_BLOCKS[cluster] // CLUSTERED_BLOCKS[1]
-
-
-def _energy(
-    problem: GemmProblem,
-    shape: GemmShape,
-    config: Config,
-    moved: float,
-    constants: Mapping[str, float],
-) -> float:
-    """Microseconds for the call's energy at the power limit: products, shared memory, L2, memory.
-
-    Args:
-        problem: problem of the call.
-        shape: its shape as the kernel sees it.
-        config: the config.
-        moved: bytes through memory.
-        constants: as `CONSTANTS`.
-    """
-    tile_m, tile_n = int(config["tile_m"]), int(config["tile_n"])
-    blocks_m, blocks_n = tile_blocks(shape, config)
-    flops = 2.0 * blocks_m * tile_m * blocks_n * tile_n * shape.k * shape.batch
-    flops /= problem.tensor_rate  # half the bits, taken for half the energy: not measured
-    columns = instruction_columns(shape, tile_n)
-    operands = (64 + columns) / (64 * columns)
-    loads: float = 1 / (tile_m * config["cluster_m"]) + 1 / (tile_n * config["cluster_n"])
-    # Relative to a product's energy: bytes a product reads of shared memory, and of the L2.
-    relative = 1 + constants["smem_energy"] * operands + constants["l2_energy"] * loads
-    energy = flops * relative + constants["memory_energy"] * moved
-    return energy / (constants["power_tflops"] * 1e6)
 
 
 def _step_cycles(

@@ -118,13 +118,9 @@ def _is_short(problem: GemmProblem) -> bool:
     return min(problem.m, problem.n) <= _SHORT_SIDE
 
 
-def _swaps(problem: GemmProblem) -> tuple[bool, ...]:
-    return (False, True) if min(problem.m, problem.n) <= _SWAPPED_SIDE else (False,)
-
-
 def candidates(problem: GemmProblem, gpu: Gpu) -> Iterator[list[Config]]:
     """Candidates of one binary at a time, in a fixed order; their legality is not looked at."""
-    for swap_ab in _swaps(problem):
+    for swap_ab in (False, True) if min(problem.m, problem.n) <= _SWAPPED_SIDE else (False,):
         shape = oriented(problem, swap_ab)
         for compiled in _compiled(problem, shape, swap_ab, gpu):
             group = list(_scheduled(shape, compiled, gpu))

@@ -69,7 +69,16 @@ class VendorBlas(Vendor):
         if kernel == "scaled_mm" and problem.scales == "block":
             return _block_refusal(problem)
         if kernel == DEEP_GEMM:
-            return _deep_gemm_refusal(problem)
+            if problem.scales == "block":
+                blocks = problem.k % SCALE_BLOCK or problem.n % 64
+                return f"{DEEP_GEMM} takes K in 128s and N in 64s" if blocks else ""
+            if problem.dtype != "bfloat16" or problem.scales:
+                return f"{DEEP_GEMM} is called with bf16, or with factors of blocks"
+            if problem.batch > 1 or problem.epilogue:
+                return f"{DEEP_GEMM} makes one matrix and has no epilogue"
+            if (problem.layout_a, problem.layout_b) != ("row", "col"):
+                return f"{DEEP_GEMM} is called with both matrices along K"
+            return ""
         if problem.dtype == E4M3 and kernel not in ("scaled_mm", "inductor"):
             return f"{kernel} does not multiply {E4M3}"
         if problem.has_output_scale and problem.scales == "row":
@@ -139,19 +148,6 @@ class VendorBlas(Vendor):
         fused["torch_compile"] = passes - min(1, passes - problem.has_bias)
         passes -= fused.get(config["kernel"], 0)
         return product + passes * (START_US + 2 * problem.output.bytes / stream / 1e3)
-
-
-def _deep_gemm_refusal(problem: GemmProblem) -> str:
-    if problem.scales == "block":
-        blocks = problem.k % SCALE_BLOCK or problem.n % 64
-        return f"{DEEP_GEMM} takes K in 128s and N in 64s" if blocks else ""
-    if problem.dtype != "bfloat16" or problem.scales:
-        return f"{DEEP_GEMM} is called with bf16, or with factors of blocks"
-    if problem.batch > 1 or problem.epilogue:
-        return f"{DEEP_GEMM} makes one matrix and has no epilogue"
-    if (problem.layout_a, problem.layout_b) != ("row", "col"):
-        return f"{DEEP_GEMM} is called with both matrices along K"
-    return ""
 
 
 def _block_refusal(problem: GemmProblem) -> str:

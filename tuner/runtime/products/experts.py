@@ -188,14 +188,7 @@ def _refusal(call: Layer) -> Refusal | None:
         return Refusal(Kind.NOT_CONTIGUOUS)
     if guards.is_misaligned((hidden, gate_up, down)):
         return Refusal(Kind.MISALIGNED)
-    return _unmultiplied(call)
-
-
-def _unmultiplied(call: Layer) -> Refusal | None:
-    """Reason why no kernel computes a product of e4m3; else None.
-
-    PyTorch has a grouped kernel of bf16 only: then rows are better not quantised.
-    """
+    # PyTorch has a grouped kernel of bf16 only: then rows of e4m3 are better not quantised.
     scales = call.gate_up_scale, call.down_scale
     for b, scale in zip((call.gate_up, call.down), scales, strict=True):
         if scale is None:

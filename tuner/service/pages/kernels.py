@@ -9,7 +9,6 @@ from tuner.compile.render import render
 from tuner.config import Config
 from tuner.errors import TunerError
 from tuner.families import families
-from tuner.families.base import KernelSpec
 from tuner.measurement import Measurement, Regime, Resources
 from tuner.problem import Problem
 from tuner.service.pages.highlight import Language
@@ -116,11 +115,13 @@ def _sources(
     digest = first.config.digest
     try:
         specs = family.kernels(problem, first.config)
-        found = {name: _rendered(spec, artifacts.get(name, digest)) for name, spec in specs.items()}
-        return found, ""
+        texts: dict[str, tuple[str, Language]] = {
+            name: (
+                render(spec, artifacts.get(name, digest)),
+                "python" if spec.template.endswith(".py.j2") else "cuda",
+            )
+            for name, spec in specs.items()
+        }
+        return texts, ""
     except TunerError as exc:
         return {}, f"It cannot be rendered: {exc}"
-
-
-def _rendered(spec: KernelSpec, name: str) -> tuple[str, Language]:
-    return render(spec, name), "python" if spec.template.endswith(".py.j2") else "cuda"

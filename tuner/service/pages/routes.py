@@ -233,7 +233,12 @@ def _add_problem(app: FastAPI, store: Store) -> None:
             "total": len(rows),
             "first": first,
             "show": show,
-            "filters": {name: _with(query, show=name) for name in trials.SHOWN},
+            "filters": {
+                name: url(
+                    "/trials", **_without_first(query) | {"show": None if name == "all" else name}
+                )
+                for name in trials.SHOWN
+            },
             "pages": _neighbours("/trials", first, trials.ROWS, len(rows), **_without_first(query)),
         }
         return page(request, "trials", values)
@@ -256,11 +261,6 @@ def _add_problem(app: FastAPI, store: Store) -> None:
 
 def _without_first(query: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in query.items() if name != "first"}
-
-
-def _with(query: Mapping[str, Any], *, show: str) -> str:
-    """Address of the same trials with other filters, from the first page on."""
-    return url("/trials", **_without_first(query) | {"show": None if show == "all" else show})
 
 
 def _task(store: Store, job: str, problem: Problem) -> Task:
