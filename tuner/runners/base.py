@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from tuner.config import Config
+from tuner.errors import BenchmarkError
 from tuner.families.base import Family
 from tuner.hardware import Gpu
 from tuner.measurement import Environment, Measurement, Provenance, Regime
@@ -131,3 +134,59 @@ class Runner(Protocol):
     def close(self) -> None:
         """End everything that was started."""
         ...
+
+
+class OfflineRunner(ABC):
+    """Runner without a GPU: it compiles nothing, and answers a group when it is collected."""
+
+    gpu: Gpu
+    regime: Regime
+    provenance: Provenance
+    environment: Environment
+    capacity = compiles = 1
+    building = 0
+
+    def __init__(self) -> None:
+        self._queue: deque[tuple[Problem, list[Config]]] = deque()
+        self._is_cancelled = False
+
+    @abstractmethod
+    def _answer(self, problem: Problem, config: Config) -> Measurement:
+        """Quick measurement of a config."""
+
+    def compiled(
+        self, problem: Problem, family: Family, space: Sequence[Config]
+    ) -> Sequence[Config]:
+        return space
+
+    def prefetch(self, problem: Problem, groups: Sequence[Sequence[Config]]) -> None:
+        return
+
+    def submit(self, problem: Problem, group: Sequence[Config]) -> None:
+        self._is_cancelled = False
+        self._queue.append((problem, list(group)))
+
+    def under_way(self, problem: Problem) -> list[Building]:
+        return []
+
+    def abandon(self, problem: Problem) -> None:
+        self._queue.clear()
+
+    def collect(self, timeout_s: float | None = None) -> list[Measurement]:
+        try:
+            problem, group = self._queue.popleft()
+        except IndexError:
+            if self._is_cancelled:
+                return []
+            raise BenchmarkError("nothing was submitted to collect") from None
+        return [self._answer(problem, config) for config in group]
+
+    def kernel_times(self, problem: Problem, configs: Sequence[Config]) -> list[Measurement]:
+        return []
+
+    def cancel(self) -> None:
+        self._is_cancelled = True
+        self._queue.clear()
+
+    def close(self) -> None:
+        self.cancel()

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 
 from tuner.config import Config
 from tuner.families.base import Family
 from tuner.measurement import Measurement, Provenance
 from tuner.problem import Problem
-from tuner.runners.base import Building
+from tuner.runners.base import OfflineRunner
 from tuner.runners.recording import Recording
 from tuner.store.entry import is_vendor
 
 
-class ReplayRunner:
+class ReplayRunner(OfflineRunner):
     """A runner over one recording and the recordings of its stages."""
 
     def __init__(self, recording: Recording) -> None:
-        self.gpu = recording.gpu
-        self.regime = recording.regime
-        self.environment = recording.environment
-        self.provenance = Provenance.REPLAYED
-        self.capacity = self.compiles = 1
-        self.building = 0
+        super().__init__()
+        self.gpu, self.regime = recording.gpu, recording.regime
+        self.environment, self.provenance = recording.environment, Provenance.REPLAYED
         self._quick: dict[tuple[str, str], Measurement] = {}
         self._final: dict[tuple[str, str], Measurement] = {}
         self._configs: dict[tuple[str, str], list[Config]] = {}
-        self._queue: deque[list[Measurement]] = deque()
         for part in recording.walk():
             self._add(part)
 
@@ -51,29 +46,9 @@ class ReplayRunner:
         kept = [] if family.is_listed else [config for config in space if config in members]
         return kept or [c for c in recorded if family.accepts(problem, c, self.gpu)]
 
-    def compiled(
-        self, problem: Problem, family: Family, space: Sequence[Config]
-    ) -> Sequence[Config]:
-        """All: a recorded one is not compiled."""
-        return space
-
-    def prefetch(self, problem: Problem, groups: Sequence[Sequence[Config]]) -> None:
-        """Nothing to compile."""
-
-    def submit(self, problem: Problem, group: Sequence[Config]) -> None:
-        """Queue a group; a candidate that was not recorded does not exist."""
-        self._queue.append([self._quick[problem.key, config.digest] for config in group])
-
-    def under_way(self, problem: Problem) -> list[Building]:
-        """None: nothing compiles."""
-        return []
-
-    def abandon(self, problem: Problem) -> None:
-        """Drop what was submitted."""
-        self._queue.clear()
-
-    def collect(self, timeout_s: float | None = None) -> list[Measurement]:
-        return self._queue.popleft()
+    def _answer(self, problem: Problem, config: Config) -> Measurement:
+        """What was recorded; another candidate does not exist."""
+        return self._quick[problem.key, config.digest]
 
     def retime(
         self,
@@ -93,16 +68,6 @@ class ReplayRunner:
         if any(m.ok for m in self._of(self._final, problem, own or finalists)):
             return final
         return self._of(self._quick, problem, finalists)
-
-    def kernel_times(self, problem: Problem, configs: Sequence[Config]) -> list[Measurement]:
-        """None: no kernel runs."""
-        return []
-
-    def cancel(self) -> None:
-        """Nothing here ever waits."""
-
-    def close(self) -> None:
-        self._queue.clear()
 
     @staticmethod
     def _of(
