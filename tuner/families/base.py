@@ -14,11 +14,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Any, ClassVar, Self, final
+from typing import Any, ClassVar, Self, TypeVar, final
 
 from tuner.base import resources
 from tuner.config import Config, Value
-from tuner.errors import TunerError
+from tuner.errors import ConfigError, TunerError
 from tuner.families.arguments import Arguments
 from tuner.families.chip_work import Work
 from tuner.families.invariance import Invariance
@@ -146,6 +146,20 @@ class Launch:
             ValueError: when `arguments` declares other names.
         """
         return cls(kernel, *arguments.ordered(tensors, integers, scalars))
+
+
+_P = TypeVar("_P", bound=Problem)
+
+
+def posed(problem: Problem, kind: type[_P], family: str) -> _P:
+    """The problem as one of a family's operation.
+
+    Raises:
+        ConfigError: for another operation; it names the family.
+    """
+    if isinstance(problem, kind):
+        return problem
+    raise ConfigError(f"{family} serves {kind.op}, not {problem.op}")
 
 
 class Family(Schedules, LibraryCalls, Invariance, ABC):
@@ -299,11 +313,23 @@ class Family(Schedules, LibraryCalls, Invariance, ABC):
         """
         return config
 
-    @abstractmethod
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
         """Every candidate worth measuring, all legal, in a fixed order; empty when the family
         cannot serve the problem. A composite family reads its stages from `with_stages`.
         """
+        if self.supports(problem, gpu):
+            return []
+        legal: dict[Config, None] = {}
+        for group in self._groups(problem, gpu):
+            if group and not self.violations(problem, group[0], gpu):
+                legal |= dict.fromkeys(group)
+        return list(legal)
+
+    def _groups(self, problem: Any, gpu: Gpu) -> Iterable[Sequence[Config]]:
+        """Candidates for a problem of the family's operation, for `space`. All of a group are legal
+        where the first is.
+        """
+        return ()
 
     def supports(self, problem: Problem, gpu: Gpu) -> str:
         """The reason why the family does not serve the problem; empty when it does."""

@@ -12,8 +12,7 @@ from math import ceil, sqrt
 from typing import ClassVar
 
 from tuner.config import Config
-from tuner.errors import ConfigError
-from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref
+from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref, posed
 from tuner.families.block_scaled_gemm import (
     BlockScaledGemm,
     Rates,
@@ -62,11 +61,7 @@ class BlockScaledGroupedGemm(Family):
         return extent_conflict(problem.m, problem.n, problem.k, problem.groups)
 
     def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        return [
-            *tile_violations(config),
-            *cluster_violations(config),
-            *loop_violations(config),
-        ]
+        return [*tile_violations(config), *cluster_violations(config), *loop_violations(config)]
 
     def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
         """Candidates of one product: groups of the mean size, of the largest, and between."""
@@ -136,7 +131,4 @@ def _product(problem: GroupedGemmProblem, rows: int) -> GemmProblem:
 
 
 def _grouped(problem: Problem) -> GroupedGemmProblem:
-    if isinstance(problem, GroupedGemmProblem):
-        return problem
-    name = BlockScaledGroupedGemm.name
-    raise ConfigError(f"{name} serves {GroupedGemmProblem.op}, not {problem.op}")
+    return posed(problem, GroupedGemmProblem, BlockScaledGroupedGemm.name)

@@ -17,15 +17,30 @@ from tuner.config import Config, Value
 from tuner.families import product_work
 from tuner.families.arguments import Arguments
 from tuner.families.base import Domain, KernelSpec, Launch, Ref, Strides
-from tuner.families.chip_work import WGMMA_M, Work, wgmmas
+from tuner.families.block_scaled_gemm import (
+    MAX_SUMS,
+    RASTER_ORDERS,
+    BlockScaledGemm,
+    launch_choices,
+    launched,
+    loop_work,
+    split_violations,
+    stored_violations,
+)
+from tuner.families.block_scaled_gemm.shape import (
+    BARRIER_BYTES,
+    INSTRUCTION_ROWS,
+    MAX_STAGES,
+    MIN_STAGES,
+)
+from tuner.families.chip_work import Work
 from tuner.families.gemm import legality_facts
 from tuner.families.invariance import ReductionClass
-from tuner.families.strided_product import StridedProduct, as_gemm, room
+from tuner.families.strided_product import StridedProduct, as_gemm, room, tiles
 from tuner.hardware import (
     GRAPH_LAUNCH_US,
     HOPPER,
     TENSOR_FLOPS_PER_CLOCK_SM,
-    WARP_GROUP,
     WGMMA_K_BYTES,
     Gpu,
 )
@@ -43,18 +58,8 @@ FEW = 256
 cores bound the product: CUTLASS's kernels are faster."""
 BLOCK_K, BLOCK_BYTES = 64, 128
 """Elements of K of a stage, and their bytes: the widest swizzle."""
-INSTRUCTION_ROWS, MAX_COLUMNS = 64, 256
-"""Rows of an instruction of a warp group and its most columns (PTX ISA, wgmma)."""
-STORED_COLUMNS = 16
-"""Columns that the four lanes of a row store together."""
-MAX_SUMS = 192
-"""Accumulators of a thread: 192 of 232 registers compile without a spill."""
-MIN_STAGES, MAX_STAGES = 2, 24
-BARRIER_BYTES = 16
-"""Bytes of a stage's two barriers."""
 SPLITS = 1, 2, 4, 8
 MAX_SPLITS = max(SPLITS)
-RASTER_ORDERS = {"AlongM": 1, "AlongN": 2}
 
 #: Bandwidth over the data sheet's, bytes of the L2 that a multiprocessor gets a clock, clock under
 #: such products over the highest (a guess).
@@ -75,9 +80,7 @@ class ClusterGemm(StridedProduct):
     capabilities = (HOPPER,)
     work_terms: ClassVar[tuple[str, ...]] = product_work.TERMS
     amounts = staticmethod(product_work.work)
-    runtime_parameters: ClassVar[frozenset[str]] = frozenset(
-        {"raster_order", "max_swizzle_size", "pdl"}
-    )
+    runtime_parameters: ClassVar[frozenset[str]] = BlockScaledGemm.runtime_parameters
     domains: ClassVar[Mapping[str, Domain]] = {
         "swap_ab": (False, True),
         "tile_m": (64, 128, 256),
@@ -110,14 +113,12 @@ class ClusterGemm(StridedProduct):
         return ""
 
     def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        return [
-            *_tile_violations(config),
-            *_split_violations(as_gemm(problem, ClusterGemm.name), config),
-        ]
+        splitting = split_violations(as_gemm(problem, ClusterGemm.name), config, BLOCK_K)
+        return _tile_violations(config) + splitting
 
     def _groups(self, problem: GemmProblem, gpu: Gpu) -> Iterator[list[Config]]:
-        for compiled in _compiled(problem, gpu):
-            yield [Config(self.name, params) for params in _launched(problem, compiled)]
+        for config in _compiled(problem, gpu):
+            yield launch_choices(problem, config)
 
     def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
         problem = as_gemm(problem, ClusterGemm.name)
@@ -137,9 +138,7 @@ class ClusterGemm(StridedProduct):
         integers = {
             **{"m": problem.m, "n": problem.n, "k": problem.k},
             **{"lda": along_a[1], "ldb": along_b[2], "ldd": problem.n},
-            "max_swizzle_size": config["max_swizzle_size"],
-            "raster_order": RASTER_ORDERS[config["raster_order"]],
-            "pdl": int(config["pdl"]),
+            **launched(config),
         }
         tensors = {operand.name: Ref(operand.name) for operand in (a, b, d, *others)}
         arguments = arguments_of(problem)
@@ -147,27 +146,7 @@ class ClusterGemm(StridedProduct):
 
     def chip_work(self, problem: Problem, config: Config, gpu: Gpu) -> tuple[Work, ...]:
         gemm = as_gemm(problem, self.name)
-        tile_m, tile_n, splits = config["tile_m"], config["tile_n"], config["split_k"]
-        along = tiles(gemm, config)
-        count, depth, resident = along[0] * along[1], BLOCK_K, config["blocks_per_sm"]
-        steps = count * ceil(gemm.k / depth)
-        work = Work(
-            kernel="cluster_gemm",
-            launches=1,
-            tiles=count * splits,
-            slots=gpu.sm_count // splits * splits * resident,
-            is_even=True,
-            threads=WARP_GROUP * (2 if tile_m <= WGMMA_M else 3),
-            smem_bytes=smem_bytes(config),
-            blocks_per_sm=resident,
-            tensor_flops=2.0 * tile_m * tile_n * depth * steps,
-            wgmma=steps * wgmmas(tile_m, tile_n, depth),
-            exponentials=0.0,
-            # The blocks of a cluster add their sums through shared memory.
-            l2_bytes=DTYPE_BYTES[gemm.dtype] * depth * (tile_m + tile_n) * steps
-            + sum(operand.bytes for operand in gemm.operands[2:]),
-        )
-        return (work,)
+        return (loop_work(self.name, gemm, config, gpu, BLOCK_K, smem_bytes(config)),)
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         """The busiest multiprocessor's clocks beside memory's time, nearly the longer of them."""
@@ -252,43 +231,13 @@ def deepened(config: Config) -> Config:
     return Config(config.family, {**config.params, "stages": stages})
 
 
-def tiles(problem: GemmProblem, config: Config) -> tuple[int, int]:
-    """Tiles along the instruction's rows and along its columns."""
-    rows, columns = problem.m, problem.n
-    if config["swap_ab"]:
-        rows, columns = columns, rows
-    return ceil(rows / int(config["tile_m"])), ceil(columns / int(config["tile_n"]))
-
-
 def _tile_violations(config: Config) -> list[str]:
-    tile_m, tile_n = int(config["tile_m"]), int(config["tile_n"])
-    reasons = []
-    if tile_n % STORED_COLUMNS and not config["swap_ab"]:
-        reasons.append(f"tile_n={tile_n} is not a multiple of {STORED_COLUMNS} (swap_ab=False)")
-    sums = max(1, tile_m // (2 * INSTRUCTION_ROWS)) * tile_n // 2
-    limit = MAX_SUMS if config["blocks_per_sm"] == 1 else MAX_SUMS // 3
-    if sums > limit:
-        reasons.append(
-            f"tile {tile_m}x{tile_n} needs {sums} registers a thread for sums (at most {limit})"
-        )
-    if config["blocks_per_sm"] > 1 and tile_m > INSTRUCTION_ROWS:
+    tile_m, resident = int(config["tile_m"]), int(config["blocks_per_sm"])
+    sums = max(1, tile_m // (2 * INSTRUCTION_ROWS)) * int(config["tile_n"]) // 2
+    most = MAX_SUMS if resident == 1 else MAX_SUMS // 3
+    reasons = stored_violations(config, sums, most, smem_bytes(config))
+    if resident > 1 and tile_m > INSTRUCTION_ROWS:
         reasons.append(f"tile_m={tile_m} leaves no registers to a second block")
-    if (used := smem_bytes(config)) > room(config):
-        reasons.append(
-            f"{used} bytes of shared memory at {config['stages']} stages exceed {room(config)}"
-        )
-    return reasons
-
-
-def _split_violations(problem: GemmProblem, config: Config) -> list[str]:
-    tile_m, tile_n, splits = config["tile_m"], config["tile_n"], config["split_k"]
-    if splits == 1:
-        return []
-    reasons = []
-    if splits > ceil(problem.k / BLOCK_K):
-        reasons.append(f"split_k={splits} has more parts than K={problem.k} has blocks")
-    if 4 * tile_m * tile_n > config["stages"] * (tile_m + tile_n) * BLOCK_BYTES:
-        reasons.append(f"{config['stages']} stages have no room for {tile_m}x{tile_n} fp32 sums")
     return reasons
 
 
@@ -301,7 +250,7 @@ _MAX_READS = 3
 _MAX_SPLIT_ROUNDS, _MIN_SPLIT_STEPS = 2, 4
 
 
-def _compiled(problem: GemmProblem, gpu: Gpu) -> Iterator[dict[str, Value]]:
+def _compiled(problem: GemmProblem, gpu: Gpu) -> Iterator[Config]:
     """Compile-time parameters worth a kernel, in a fixed order."""
     steps = ceil(problem.k / BLOCK_K)
     shapes = [(True, *tile) for tile in product((64, 128), _WIDTHS)]
@@ -322,19 +271,7 @@ def _compiled(problem: GemmProblem, gpu: Gpu) -> Iterator[dict[str, Value]]:
         if splits > 1 and steps < _MIN_SPLIT_STEPS * splits:
             continue
         params: dict[str, Value] = {
-            "swap_ab": swapped,
-            "tile_m": tile_m,
-            "tile_n": tile_n,
-            "stages": MIN_STAGES,
-            "split_k": splits,
-            "blocks_per_sm": resident,
+            **{"swap_ab": swapped, "tile_m": tile_m, "tile_n": tile_n, "stages": MIN_STAGES},
+            **{"split_k": splits, "blocks_per_sm": resident},
         }
-        yield dict(deepened(Config(ClusterGemm.name, params)).params)
-
-
-def _launched(problem: GemmProblem, compiled: dict[str, Value]) -> Iterator[dict[str, Value]]:
-    """The run-time choices of one kernel that differ from one another for this shape."""
-    least = min(tiles(problem, Config(ClusterGemm.name, compiled)))
-    orders = RASTER_ORDERS if least > 1 else ("AlongM",)
-    for order, pdl in product(orders, (True, False)):
-        yield {**compiled, "raster_order": order, "max_swizzle_size": 1, "pdl": pdl}
+        yield deepened(Config(ClusterGemm.name, params))

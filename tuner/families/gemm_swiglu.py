@@ -9,14 +9,13 @@ without shared memory, or four when a tile ends within a group. Everything else 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from tuner.config import Config
-from tuner.errors import ConfigError
 from tuner.families import product_work
-from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref
+from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref, posed
 from tuner.families.chip_work import Work
 from tuner.families.gemm import (
     KERNEL,
@@ -71,18 +70,9 @@ class GemmSwiglu(Family):
     def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
         return _GEMM.conflicts(product_of(problem), config, gpu)
 
-    def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
-        if self.supports(problem, gpu):
-            return []
-        found: dict[Config, None] = {}
+    def _groups(self, problem: SwigluProblem, gpu: Gpu) -> Iterator[list[Config]]:
         for group in gemm_space.candidates(product_of(problem), gpu):
-            members = [
-                Config(self.name, {**config.params, "epilogue_schedule": NO_SMEM})
-                for config in group
-            ]
-            if members and not self.violations(problem, members[0], gpu):
-                found.update(dict.fromkeys(members))
-        return list(found)
+            yield [Config(self.name, {**one.params, "epilogue_schedule": NO_SMEM}) for one in group]
 
     def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
         spec = _GEMM.kernels(product_of(problem), config)[KERNEL]
@@ -161,6 +151,5 @@ def product_of(problem: Problem) -> GemmProblem:
     Raises:
         ConfigError: when the problem is another operation's.
     """
-    if not isinstance(problem, SwigluProblem):
-        raise ConfigError(f"{GemmSwiglu.name} serves {GemmSwiglu.op}, not {problem.op}")
+    problem = posed(problem, SwigluProblem, GemmSwiglu.name)
     return GemmProblem(problem.m, 2 * problem.n, problem.k, dtype=problem.dtype)

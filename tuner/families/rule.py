@@ -4,7 +4,7 @@ expected time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 from tuner.config import Config
@@ -22,6 +22,12 @@ class RuleSelection(NamedTuple):
     """Regime of the measurements that the rule is made of."""
     doubts: tuple[str, ...]
     """As of `tuner.selection.choice.Selection`."""
+
+    @classmethod
+    def of(cls, expected: Iterable[tuple[float, Config]], doubt: str) -> RuleSelection | None:
+        """A selection of kernels in any order; None without one."""
+        ranked = tuple(sorted(expected, key=lambda pair: pair[0]))
+        return cls(ranked, Regime(), (doubt,)) if ranked else None
 
     @property
     def source(self) -> str:

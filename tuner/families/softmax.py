@@ -10,14 +10,13 @@ Every config may also be launched in place, with the probabilities over the scor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from math import ceil
 from typing import ClassVar
 
 from tuner.config import Config
-from tuner.errors import ConfigError
 from tuner.families.arguments import Arguments
-from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref
+from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref, posed
 from tuner.families.chip_work import WARPS_PER_SM, Work
 from tuner.hardware import GRAPH_LAUNCH_US, HOPPER, REGISTERS_PER_SM, WARP, Gpu
 from tuner.problem import DTYPE_BYTES, MAX_EXTENT, Problem, SoftmaxProblem
@@ -89,10 +88,8 @@ class Softmax(Family):
             found.append(f"{problem.cols} columns exceed {MAX_COLS}")
         return found or _geometry_violations(problem, config)
 
-    def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
-        if not isinstance(problem, SoftmaxProblem):
-            return []
-        return [c for c in _candidates(problem) if not self.violations(problem, c, gpu)]
+    def _groups(self, problem: SoftmaxProblem, gpu: Gpu) -> Iterator[list[Config]]:
+        return ([config] for config in _candidates(problem))
 
     def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
         problem = _softmax(problem)
@@ -218,9 +215,7 @@ def _slowdown(
 
 
 def _softmax(problem: Problem) -> SoftmaxProblem:
-    if not isinstance(problem, SoftmaxProblem):
-        raise ConfigError(f"{Softmax.name} serves {Softmax.op}, not {problem.op}")
-    return problem
+    return posed(problem, SoftmaxProblem, Softmax.name)
 
 
 def _block_threads(config: Config) -> int:
@@ -256,12 +251,6 @@ def _candidates(problem: SoftmaxProblem) -> Iterator[Config]:
                     continue
                 for rows in map(int, Softmax.domains["rows_per_block"]):
                     if 64 <= threads * rows <= max(512, threads):
-                        yield Config(
-                            Softmax.name,
-                            {
-                                "threads_per_row": threads,
-                                "vector_width": width,
-                                "rows_per_block": rows,
-                                "passes": passes,
-                            },
-                        )
+                        params = {"threads_per_row": threads, "vector_width": width}
+                        more = {"rows_per_block": rows, "passes": passes}
+                        yield Config(Softmax.name, {**params, **more})

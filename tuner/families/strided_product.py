@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from math import ceil
 
 from tuner.config import Config
-from tuner.errors import ConfigError
-from tuner.families.base import Family, Launch, Strides
+from tuner.families.base import Family, Launch, Strides, posed
 from tuner.families.tma import tma_conflict
 from tuner.hardware import (
     SMEM_PER_BLOCK_BYTES,
     SMEM_PER_SM_BYTES,
     SMEM_RESERVED_PER_BLOCK_BYTES,
-    Gpu,
 )
 from tuner.problem import GemmProblem, Problem
 
@@ -21,23 +19,8 @@ from tuner.problem import GemmProblem, Problem
 class StridedProduct(Family):
     """A family of products that reads A and B with any strides that TMA takes.
 
-    Subclasses define `_groups` and `_launches`.
+    Subclasses define `_groups`, whose members differ in run-time choices, and `_launches`.
     """
-
-    def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
-        if self.supports(problem, gpu):
-            return []
-        found: dict[Config, None] = {}
-        for group in self._groups(as_gemm(problem, self.name), gpu):
-            if group and not self.violations(problem, group[0], gpu):
-                found |= dict.fromkeys(group)
-        return list(found)
-
-    @abstractmethod
-    def _groups(self, problem: GemmProblem, gpu: Gpu) -> Iterable[Sequence[Config]]:
-        """Candidates by compiled kernel. Those of one kernel differ in run-time choices, which are
-        legal by construction: `space` checks the first.
-        """
 
     def launches(self, problem: Problem, config: Config, scale: float) -> list[Launch]:
         return self._launches(as_gemm(problem, self.name), config, scale, {})
@@ -81,9 +64,7 @@ def as_gemm(problem: Problem, family: str) -> GemmProblem:
     Raises:
         ConfigError: for another operation; it names the family.
     """
-    if isinstance(problem, GemmProblem):
-        return problem
-    raise ConfigError(f"{family} serves {GemmProblem.op}, not {problem.op}")
+    return posed(problem, GemmProblem, family)
 
 
 def room(config: Config) -> int:
@@ -92,3 +73,14 @@ def room(config: Config) -> int:
     if resident == 1:
         return SMEM_PER_BLOCK_BYTES
     return SMEM_PER_SM_BYTES // resident - SMEM_RESERVED_PER_BLOCK_BYTES
+
+
+def tiles(problem: GemmProblem, config: Config) -> tuple[int, int]:
+    """Tiles of a cluster along the instruction's rows and along its columns."""
+    rows, columns = problem.m, problem.n
+    if config["swap_ab"]:
+        rows, columns = columns, rows
+    return (
+        ceil(rows / (config["tile_m"] * config.get("cluster_m", 1))),
+        ceil(columns / (config["tile_n"] * config.get("cluster_n", 1))),
+    )

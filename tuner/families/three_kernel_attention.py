@@ -32,6 +32,7 @@ from tuner.families.base import (
     Launch,
     Ref,
     group_by_kernels,
+    posed,
 )
 from tuner.families.chip_work import Work
 from tuner.families.gemm import Gemm, Matrix, gemm_launch
@@ -140,25 +141,17 @@ class ThreeKernelAttention(Family):
             for violation in family.violations(problems[name], config.stages[name], gpu)
         ]
 
-    def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
-        if not isinstance(problem, AttentionProblem) or self.supports(problem, gpu):
-            return []
-        configs: list[Config] = []
+    def _groups(self, problem: AttentionProblem, gpu: Gpu) -> Iterator[list[Config]]:
+        launches: list[dict[str, Value]] = [
+            {"pdl": pdl, "in_place": in_place}
+            for pdl, in_place in product((True, False), (True, False))
+        ]
         for stages in self._combinations(problem, gpu):
             for heads in launchable_heads(problem):
-                variants = [
-                    Config(
-                        self.name,
-                        {"heads_per_launch": heads, "pdl": pdl, "in_place": in_place},
-                        stages,
-                    )
-                    for pdl in (True, False)
-                    for in_place in (True, False)
+                yield [
+                    Config(self.name, {"heads_per_launch": heads, **launch}, stages)
+                    for launch in launches
                 ]
-                # Neither changes what is legal.
-                if not self.violations(problem, variants[0], gpu):
-                    configs += variants
-        return configs
 
     def draw(
         self, problem: Problem, gpu: Gpu, members: Sequence[Config], rng: random.Random
@@ -252,9 +245,7 @@ class ThreeKernelAttention(Family):
 
 
 def _attention(problem: Problem) -> AttentionProblem:
-    if not isinstance(problem, AttentionProblem):
-        raise ConfigError(f"{ThreeKernelAttention.name} serves attention, not {problem.op}")
-    return problem
+    return posed(problem, AttentionProblem, ThreeKernelAttention.name)
 
 
 class _Stages(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 from typing import ClassVar
@@ -117,12 +117,7 @@ class TritonAttention(Family):
         )
         return [f"{needed} bytes of shared memory exceed {most}"] if needed > most else []
 
-    def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
-        if not isinstance(problem, AttentionProblem):
-            return []
-        return [c for c in self._grid(problem, gpu) if not self.violations(problem, c, gpu)]
-
-    def _grid(self, problem: AttentionProblem, gpu: Gpu) -> Iterator[Config]:
+    def _groups(self, problem: AttentionProblem, gpu: Gpu) -> Iterator[list[Config]]:
         """Candidates that can win: programs of all rows, up to 128; fewer than 64 only for
         short queries and chips that would idle; no more accumulators than registers.
         """
@@ -144,15 +139,11 @@ class TritonAttention(Family):
                 continue
             if not ROWS_OF_WARPS[warps][0] <= block_m <= ROWS_OF_WARPS[warps][1]:
                 continue
-            params: dict[str, Value] = {
-                "block_m": block_m,
-                "block_n": block_n,
-                "num_warps": warps,
-                "num_stages": stages,
-            }
+            params: dict[str, Value] = {"block_m": block_m, "block_n": block_n}
+            params |= {"num_warps": warps, "num_stages": stages}
             if problem.heads_q > problem.heads_kv:
                 params["packed_heads"] = packed
-            yield Config(self.name, params)
+            yield [Config(self.name, params)]
 
     def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
         attention = as_attention(problem)

@@ -9,9 +9,9 @@ their sums in a fixed order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import product
-from math import ceil
+from math import ceil, prod
 from typing import ClassVar, NamedTuple
 
 from tuner.config import Config, Value
@@ -25,11 +25,16 @@ from tuner.families.block_scaled_gemm.shape import (
     MIN_STAGES,
     deepened,
     smem_bytes,
-    tiles,
 )
 from tuner.families.chip_work import WGMMA_M, Work, wgmmas
 from tuner.families.invariance import ReductionClass
-from tuner.families.strided_product import StridedProduct, as_gemm, operands_conflict, room
+from tuner.families.strided_product import (
+    StridedProduct,
+    as_gemm,
+    operands_conflict,
+    room,
+    tiles,
+)
 from tuner.hardware import (
     E4M3_RATE,
     GRAPH_LAUNCH_US,
@@ -39,7 +44,7 @@ from tuner.hardware import (
     WGMMA_K_BYTES,
     Gpu,
 )
-from tuner.problem import E4M3, SCALE_BLOCK, GemmProblem, Problem
+from tuner.problem import DTYPE_BYTES, E4M3, SCALE_BLOCK, GemmProblem, Problem
 from tuner.problem.gemm import SCALE_ROWS
 
 KERNEL = "block_scaled_gemm"
@@ -139,17 +144,18 @@ class BlockScaledGemm(StridedProduct):
         return extent_conflict(problem.m, problem.n, problem.k)
 
     def conflicts(self, problem: Problem, config: Config, gpu: Gpu) -> list[str]:
-        reasons = [*tile_violations(config), *cluster_violations(config)]
-        reasons += loop_violations(config, as_gemm(problem, BlockScaledGemm.name).scales)
-        return (
-            reasons
-            + _split_violations(as_gemm(problem, BlockScaledGemm.name), config)
-            + _store_violations(config)
-        )
+        gemm = as_gemm(problem, self.name)
+        return [
+            *tile_violations(config),
+            *cluster_violations(config),
+            *loop_violations(config, gemm.scales),
+            *split_violations(gemm, config, SCALE_BLOCK),
+            *_store_violations(config),
+        ]
 
     def _groups(self, problem: GemmProblem, gpu: Gpu) -> Iterator[list[Config]]:
-        for compiled in _compiled(problem, gpu):
-            yield [Config(self.name, params) for params in _launched(problem, compiled)]
+        for config in _compiled(problem, gpu):
+            yield launch_choices(problem, config, (1, 4, 8, 16))
 
     def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
         is_promoted = as_gemm(problem, BlockScaledGemm.name).scales != "block"
@@ -194,28 +200,7 @@ class BlockScaledGemm(StridedProduct):
 
     def chip_work(self, problem: Problem, config: Config, gpu: Gpu) -> tuple[Work, ...]:
         gemm = as_gemm(problem, self.name)
-        tile_m, tile_n, splits = config["tile_m"], config["tile_n"], config["split_k"]
-        cluster = config["cluster_m"] * config["cluster_n"]
-        along, resident = tiles(gemm, config), int(config.get("blocks_per_sm", 1))
-        blocks = along[0] * along[1] * cluster
-        steps = blocks * ceil(gemm.k / SCALE_BLOCK)
-        loaded = tile_m / config["cluster_n"] + tile_n / config["cluster_m"]
-        work = Work(
-            kernel="block_scaled_gemm",
-            launches=1,
-            tiles=blocks * splits,
-            slots=gpu.sm_count // (cluster * splits) * cluster * splits * resident,
-            is_even=True,
-            threads=WARP_GROUP * (1 + min(2, tile_m // WGMMA_M)),
-            smem_bytes=smem_bytes(config),
-            blocks_per_sm=resident,
-            tensor_flops=2.0 * tile_m * tile_n * SCALE_BLOCK * steps,
-            wgmma=steps * wgmmas(tile_m, tile_n, SCALE_BLOCK) // gemm.tensor_rate,
-            exponentials=0.0,
-            l2_bytes=SCALE_BLOCK * loaded * steps
-            + sum(operand.bytes for operand in gemm.operands[2:]),
-        )
-        return (work,)
+        return (loop_work(self.name, gemm, config, gpu, SCALE_BLOCK, smem_bytes(config)),)
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
         """`estimate_us` by first guesses of the kernel's rates."""
@@ -355,19 +340,69 @@ def step_clocks(config: Config) -> float:
     return float(longest + STEP_CLOCKS + FACTOR_CLOCKS * copied_rows)
 
 
+def loop_work(
+    kernel: str, problem: GemmProblem, config: Config, gpu: Gpu, depth: int, smem: int
+) -> Work:
+    """What a launch of such a main loop asks of the chip.
+
+    Args:
+        kernel: name of the kernel.
+        problem: the product.
+        config: the kernel's config.
+        gpu: GPU that it runs on.
+        depth: elements of K of a stage.
+        smem: shared memory of a block, bytes.
+    """
+    tile_m, tile_n, splits = config["tile_m"], config["tile_n"], config["split_k"]
+    along_m, along_n = config.get("cluster_m", 1), config.get("cluster_n", 1)
+    cluster, resident = along_m * along_n, int(config.get("blocks_per_sm", 1))
+    blocks = prod(tiles(problem, config)) * cluster
+    steps = blocks * ceil(problem.k / depth)
+    loaded = DTYPE_BYTES[problem.dtype] * depth * (tile_m / along_n + tile_n / along_m)
+    return Work(
+        kernel=kernel,
+        launches=1,
+        tiles=blocks * splits,
+        slots=gpu.sm_count // (cluster * splits) * cluster * splits * resident,
+        is_even=True,
+        threads=WARP_GROUP * (1 + min(2, tile_m // WGMMA_M)),
+        smem_bytes=smem,
+        blocks_per_sm=resident,
+        tensor_flops=2.0 * tile_m * tile_n * depth * steps,
+        wgmma=steps * wgmmas(tile_m, tile_n, depth) // problem.tensor_rate,
+        exponentials=0.0,
+        # The blocks of a cluster add their sums through shared memory.
+        l2_bytes=loaded * steps + sum(operand.bytes for operand in problem.operands[2:]),
+    )
+
+
 def tile_violations(config: Config) -> list[str]:
     """Violations of a tile: by its stores, its fp32 sums or its stages."""
-    tile_m, tile_n, stages = config["tile_m"], config["tile_n"], config["stages"]
+    parts = max(1, config["tile_m"] // (2 * INSTRUCTION_ROWS))
+    sums = (parts + 1) * config["tile_n"] // 2
+    return stored_violations(config, sums, MAX_SUMS, smem_bytes(config))
+
+
+def stored_violations(config: Config, sums: int, most: int, smem: int) -> list[str]:
+    """Violations of a tile by what holds it.
+
+    Args:
+        config: the kernel's config.
+        sums: registers of a thread that it has for sums.
+        most: most of these.
+        smem: shared memory of a block, bytes.
+    """
+    tile_m, tile_n = config["tile_m"], config["tile_n"]
     reasons = []
     if tile_n % STORED_COLUMNS and not config["swap_ab"]:
         reasons.append(f"tile_n={tile_n} is not a multiple of {STORED_COLUMNS} (swap_ab=False)")
-    parts = max(1, tile_m // (2 * INSTRUCTION_ROWS))
-    if (sums := (parts + 1) * tile_n // 2) > MAX_SUMS:
+    if sums > most:
         reasons.append(
-            f"tile {tile_m}x{tile_n} needs {sums} registers a thread for sums (at most {MAX_SUMS})"
+            f"tile {tile_m}x{tile_n} needs {sums} registers a thread for sums (at most {most})"
         )
-    if (used := smem_bytes(config)) > room(config):
-        reasons.append(f"{used} bytes of shared memory at {stages} stages exceed {room(config)}")
+    if smem > room(config):
+        limit = f"{config['stages']} stages exceed {room(config)}"
+        reasons.append(f"{smem} bytes of shared memory at {limit}")
     return reasons
 
 
@@ -437,14 +472,15 @@ def _ahead_violations(config: Config) -> list[str]:
     return reasons
 
 
-def _split_violations(problem: GemmProblem, config: Config) -> list[str]:
+def split_violations(problem: GemmProblem, config: Config, depth: int) -> list[str]:
+    """Why K cannot be divided; a stage has `depth` of it, 128 bytes."""
     tile_m, tile_n, splits = config["tile_m"], config["tile_n"], config["split_k"]
     if splits == 1:
         return ["vector_merge goes with split_k"] if "vector_merge" in config.params else []
     reasons = []
-    if config["cluster_m"] * config["cluster_n"] > 1:
+    if config.get("cluster_m", 1) * config.get("cluster_n", 1) > 1:
         reasons.append(f"split_k={splits} goes with a cluster of its own alone")
-    if splits > ceil(problem.k / SCALE_BLOCK):
+    if splits > ceil(problem.k / depth):
         reasons.append(f"split_k={splits} has more parts than K={problem.k} has blocks")
     if 4 * tile_m * tile_n > config["stages"] * (tile_m + tile_n) * SCALE_BLOCK:
         reasons.append(f"{config['stages']} stages have no room for {tile_m}x{tile_n} fp32 sums")
@@ -480,7 +516,7 @@ _MAX_SPLIT_ROUNDS, _MIN_SPLIT_STEPS = 2, 2
 _MIN_CLUSTERED = 66
 
 
-def _compiled(problem: GemmProblem, gpu: Gpu) -> Iterator[dict[str, Value]]:
+def _compiled(problem: GemmProblem, gpu: Gpu) -> Iterator[Config]:
     """Compile-time parameters worth a kernel, in a fixed order."""
     steps = ceil(problem.k / SCALE_BLOCK)
     loops: tuple[dict[str, Value], ...] = ({}, {"unroll": UNROLL, "tma_factors": True})
@@ -513,19 +549,14 @@ def _compiled(problem: GemmProblem, gpu: Gpu) -> Iterator[dict[str, Value]]:
                 kinds += _loops_ahead(swapped, tile_m, tile_n)
             for store_buffers, loop in product(buffers, kinds):
                 params: dict[str, Value] = {
-                    "swap_ab": swapped,
-                    "tile_m": tile_m,
-                    "tile_n": tile_n,
-                    "stages": MIN_STAGES,
-                    "cluster_m": cluster_m,
-                    "cluster_n": cluster_n,
-                    "split_k": splits,
-                    "store_buffers": store_buffers,
+                    **{"swap_ab": swapped, "tile_m": tile_m, "tile_n": tile_n},
+                    **{"stages": MIN_STAGES, "cluster_m": cluster_m, "cluster_n": cluster_n},
+                    **{"split_k": splits, "store_buffers": store_buffers},
                     **loop,
                     **merge,
                     **(loads if "tma_factors" in loop else {}),
                 }
-                yield dict(deepened(Config(BlockScaledGemm.name, params)).params)
+                yield deepened(Config(BlockScaledGemm.name, params))
 
 
 def _loops_ahead(swap_ab: bool, tile_m: int, tile_n: int) -> tuple[dict[str, Value], ...]:
@@ -543,11 +574,16 @@ def _buffers(tile_m: int, tile_n: int) -> list[int]:
     return sorted({min(boxes, MAX_BOXES), 1}, reverse=True)
 
 
-def _launched(problem: GemmProblem, compiled: dict[str, Value]) -> Iterator[dict[str, Value]]:
+def launch_choices(
+    problem: GemmProblem, config: Config, bands: Collection[int] = (1,)
+) -> list[Config]:
     """The run-time choices of one kernel that differ from one another for this shape."""
-    least = min(tiles(problem, Config(BlockScaledGemm.name, compiled)))
-    bands = [band for band in (1, 4, 8, 16) if band <= 2 * least] if least > 1 else [1]
+    least = min(tiles(problem, config))
+    widths = [band for band in bands if band <= 2 * least] if least > 1 else [1]
     orders = RASTER_ORDERS if least > 1 else ("AlongM",)
+    names = ("raster_order", "max_swizzle_size", "pdl")
     # Few rows lose up to 3 us as programmatic dependents, many rows nothing (one H100).
-    for order, band, pdl in product(orders, bands, (True, False)):
-        yield {**compiled, "raster_order": order, "max_swizzle_size": band, "pdl": pdl}
+    return [
+        Config(config.family, {**config.params, **dict(zip(names, choice, strict=True))})
+        for choice in product(orders, widths, (True, False))
+    ]

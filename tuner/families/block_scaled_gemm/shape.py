@@ -6,7 +6,7 @@ from math import ceil
 
 from tuner.config import Config
 from tuner.families.strided_product import room
-from tuner.problem import SCALE_BLOCK, GemmProblem
+from tuner.problem import SCALE_BLOCK
 
 #: Rows of an instruction of a warp group (PTX ISA, wgmma), and columns of the narrowest.
 INSTRUCTION_ROWS, INSTRUCTION_COLUMNS, INSTRUCTION_WARPS = 64, 8, 4
@@ -49,14 +49,3 @@ def deepened(config: Config) -> Config:
     least = Config(config.family, {**config.params, "stages": MIN_STAGES})
     more = (room(config) - smem_bytes(least)) // stage_bytes(least)
     return Config(config.family, {**config.params, "stages": min(MIN_STAGES + more, MAX_STAGES)})
-
-
-def tiles(problem: GemmProblem, config: Config) -> tuple[int, int]:
-    """Tiles of a cluster along the instruction's rows and along its columns."""
-    rows, columns = problem.m, problem.n
-    if config["swap_ab"]:
-        rows, columns = columns, rows
-    return (
-        ceil(rows / (config["tile_m"] * config["cluster_m"])),
-        ceil(columns / (config["tile_n"] * config["cluster_n"])),
-    )

@@ -23,6 +23,7 @@ from tuner.families.base import (
     Launch,
     Ref,
     Strides,
+    posed,
 )
 from tuner.families.tma import tma_conflict
 from tuner.hardware import (
@@ -203,12 +204,7 @@ class FusedAttentionBackward(Family):
         rest += 8 * (4 + 4 * stages + 2 * ds_stages + (adders + 1) * groups)
         return parts + _rounded_up(rest, 1024)
 
-    def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
-        if not isinstance(problem, AttentionBackwardProblem) or self.supports(problem, gpu):
-            return []
-        return [c for c in self._grid(problem) if not self.violations(problem, c, gpu)]
-
-    def _grid(self, problem: AttentionBackwardProblem) -> Iterator[Config]:
+    def _groups(self, problem: AttentionBackwardProblem, gpu: Gpu) -> Iterator[list[Config]]:
         """Candidates that can win. One warp group only for few keys; the transposed product for dQ
         only where the other one has no slabs; dQ in order only for deterministic problems.
         """
@@ -231,20 +227,13 @@ class FusedAttentionBackward(Family):
                 continue
             for section, pdl in product([s for s in sections if s <= most], (True, False)):
                 params: dict[str, Value] = {
-                    "warp_groups": groups,
-                    "tile_m": tile_m,
-                    "stages": stages,
-                    "ds_stages": ds_stages,
-                    "swap_dq": swaps,
-                    "dq": way,
+                    **{"warp_groups": groups, "tile_m": tile_m},
+                    **{"stages": stages, "ds_stages": ds_stages, "swap_dq": swaps, "dq": way},
                     **dict(zip(("late_dq", "early_exp", "v_registers"), order, strict=True)),
-                    "transpose_ds": sharing == 1,
-                    "rotate": rotates,
-                    "persistent": stays,
-                    "section_heads": section,
-                    "pdl": pdl,
+                    **{"transpose_ds": sharing == 1, "rotate": rotates, "persistent": stays},
+                    **{"section_heads": section, "pdl": pdl},
                 }
-                yield Config(self.name, params)
+                yield [Config(self.name, params)]
 
     def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
         problem = _backward(problem)
@@ -347,6 +336,4 @@ def _matrices(problem: AttentionBackwardProblem) -> list[Operand]:
 
 
 def _backward(problem: Problem) -> AttentionBackwardProblem:
-    if not isinstance(problem, AttentionBackwardProblem):
-        raise TypeError(f"expected gradients of attention, got {problem.op}")
-    return problem
+    return posed(problem, AttentionBackwardProblem, FusedAttentionBackward.name)

@@ -8,15 +8,14 @@ swizzle when the host does not know the extents
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import ceil, gcd, inf
 from typing import ClassVar
 
 from tuner.config import Config, Value
-from tuner.errors import ConfigError
 from tuner.families.arguments import Arguments
-from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref
+from tuner.families.base import Domain, Family, KernelSpec, Launch, Ref, posed
 from tuner.families.chip_work import Work, work_of_groups
 from tuner.families.gemm import Gemm, cost, reduction_of
 from tuner.families.gemm import space as gemm_space
@@ -90,22 +89,15 @@ class GroupedGemm(Family):
             return [f"{used} bytes of shared memory at {stages} stages exceed {limit}"]
         return []
 
-    def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
+    def _groups(self, problem: GroupedGemmProblem, gpu: Gpu) -> Iterator[list[Config]]:
         """`gemm`'s tiles for a group of the mean size and for the largest one."""
-        if not isinstance(problem, GroupedGemmProblem) or self.supports(problem, gpu):
-            return []
         busy = [rows for rows in problem.rows if rows]
-        found: dict[Config, None] = {}
         for rows in sorted({ceil(problem.m / len(busy)), max(busy)}):
-            product = GemmProblem(rows, problem.n, problem.k, dtype=problem.dtype)
+            product = replace(_one_group(problem), m=rows)
             for members in gemm_space.candidates(product, gpu):
                 if members and _is_grouped(members[0]):
-                    kept = {name: members[0][name] for name in _COMPILED}
-                    orders = RASTER_ORDERS
-                    configs = [Config(self.name, {**kept, "raster_order": o}) for o in orders]
-                    if not self.violations(problem, configs[0], gpu):
-                        found.update(dict.fromkeys(configs))
-        return list(found)
+                    tile = {name: members[0][name] for name in _COMPILED}
+                    yield [Config(self.name, {**tile, "raster_order": o}) for o in RASTER_ORDERS]
 
     def kernels(self, problem: Problem, config: Config) -> dict[str, KernelSpec]:
         variables = {name: config[name] for name in _COMPILED}
@@ -126,14 +118,9 @@ class GroupedGemm(Family):
 
     def chip_work(self, problem: Problem, config: Config, gpu: Gpu) -> tuple[Work, ...]:
         groups = _grouped(problem)
+        one = _one_group(groups)
         each = [
-            gemm_work(
-                GemmProblem(rows, groups.n, groups.k, dtype=groups.dtype),
-                as_gemm(config),
-                gpu,
-            )
-            for rows in groups.rows
-            if rows
+            gemm_work(replace(one, m=rows), as_gemm(config), gpu) for rows in groups.rows if rows
         ]
         _, smem = smem_bytes(groups, config)
         return (replace(work_of_groups(each, KERNEL), smem_bytes=smem),)
@@ -179,9 +166,7 @@ def smem_bytes(problem: GroupedGemmProblem, config: Config) -> tuple[int, int]:
 
 
 def _grouped(problem: Problem) -> GroupedGemmProblem:
-    if isinstance(problem, GroupedGemmProblem):
-        return problem
-    raise ConfigError(f"{GroupedGemm.name} serves {GroupedGemm.op}, not {problem.op}")
+    return posed(problem, GroupedGemmProblem, GroupedGemm.name)
 
 
 def _one_group(problem: GroupedGemmProblem) -> GemmProblem:
@@ -194,16 +179,14 @@ def _padded(problem: GroupedGemmProblem, config: Config) -> GemmProblem:
     along = "n" if config["swap_ab"] else "m"
     step = config[f"tile_{along}"] * config[f"cluster_{along}"]
     rows = sum(round_up(rows, step) for rows in problem.rows)
-    return GemmProblem(rows, problem.n, problem.k, dtype=problem.dtype)
+    return replace(_one_group(problem), m=rows)
 
 
 def as_gemm(config: Config) -> Config:
     """The config of `gemm` with the same tiles."""
     schedule = config["kernel_schedule"]
-    added: dict[str, Value] = {
-        "epilogue_schedule": TMA_EPILOGUE[schedule],
-        "max_swizzle_size": 1,
-    }
+    epilogue = TMA_EPILOGUE[schedule]
+    added: dict[str, Value] = {"epilogue_schedule": epilogue, "max_swizzle_size": 1}
     if schedule == COOPERATIVE:
         added["tile_scheduler"] = "Persistent"
     return Config(Gemm.name, {**config.params, **added})

@@ -11,7 +11,7 @@ two, of 8 groups with 1024 rows each, where it was 1 % faster on an H100.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 
 from tuner.config import Config, Value
@@ -23,7 +23,6 @@ from tuner.families.grouped_gemm import GroupedGemm
 from tuner.families.rule import RuleSelection
 from tuner.families.target import Target
 from tuner.hardware import HOPPER, Gpu
-from tuner.measurement import Regime
 from tuner.problem import E4M3, DType, GroupedGemmProblem
 
 _PINGPONG, _COOPERATIVE = "TmaWarpSpecializedPingpong", "TmaWarpSpecializedCooperative"
@@ -114,19 +113,14 @@ def select(problem: GroupedGemmProblem, gpu: Gpu) -> RuleSelection | None:
         else:
             us = known * member.predict_us(problem, config, gpu)
         found.append((us, config))
-    found.sort(key=lambda one: one[0])
-    doubts = ("chosen by the rule of grouped products",)
-    return RuleSelection(tuple(found), Regime(), doubts) if found else None
+    return RuleSelection.of(found, "chosen by the rule of grouped products")
 
 
 @cache
 def targets() -> tuple[Target, ...]:
     """The kernels, to be built and proven."""
-    return tuple(_targets())
-
-
-def _targets() -> Iterator[Target]:
-    for dtype, configs in KERNELS.items():
-        small = GroupedGemmProblem(4, 512, 1024, 1024, dtype=dtype)
-        for config in configs:
-            yield Target(config, small)
+    return tuple(
+        Target(config, GroupedGemmProblem(4, 512, 1024, 1024, dtype=dtype))
+        for dtype, configs in KERNELS.items()
+        for config in configs
+    )

@@ -18,7 +18,7 @@ for it on the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import product
 from math import ceil, log
 from typing import ClassVar, NamedTuple
@@ -148,12 +148,7 @@ class TwoKernelAttention(Family):
             found += [f"{stage}: {reason}" for reason in _stage(problem, config, stage)]
         return found + _chunking(problem, config)
 
-    def space(self, problem: Problem, gpu: Gpu) -> Sequence[Config]:
-        if not isinstance(problem, AttentionProblem) or self.supports(problem, gpu):
-            return []
-        return [c for c in self._grid(problem, gpu) if not self.violations(problem, c, gpu)]
-
-    def _grid(self, problem: AttentionProblem, gpu: Gpu) -> Iterator[Config]:
+    def _groups(self, problem: AttentionProblem, gpu: Gpu) -> Iterator[list[Config]]:
         """Candidates that can win: groups that have rows; two blocks at an SM where there are so
         many, and then of one group each; deep rings where the room is one block's.
         """
@@ -175,13 +170,8 @@ class TwoKernelAttention(Family):
                         f"{stage}_buffers": buffers if stage == "scores" else 2,
                         f"{stage}_blocks_per_sm": resident,
                     }
-                params |= {
-                    "heads_per_launch": heads,
-                    "rows_per_launch": rows,
-                    "splits": splits,
-                    "pdl": pdl,
-                }
-                yield Config(self.name, params)
+                params |= {"heads_per_launch": heads, "rows_per_launch": rows}
+                yield [Config(self.name, {**params, "splits": splits, "pdl": pdl})]
 
     @staticmethod
     def _depth(
