@@ -10,6 +10,7 @@ import types
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, ClassVar
 
@@ -17,11 +18,12 @@ from tuner import settings
 from tuner.base.install import extra_command, version_of
 from tuner.config import Config
 from tuner.families.base import Domain, Family, Strides
-from tuner.hardware import TMA_ALIGNMENT_BYTES, Gpu
+from tuner.hardware import DEFAULT_GPU, TMA_ALIGNMENT_BYTES, Gpu
 from tuner.problem import (
     DTYPE_BYTES,
     AttentionBackwardProblem,
     AttentionProblem,
+    Layout,
     Operand,
     Problem,
 )
@@ -104,6 +106,10 @@ class Vendor(Family):
     most machines (`found`); timed when named."""
     options: ClassVar[Mapping[str, Domain]] = {}
     """Domains of parameters that a config may have beside ``kernel``."""
+    layouts: ClassVar[Mapping[str, Layout]] = {}
+    """The layout of operands that each kernel of attention is fastest on."""
+    takes_scale: ClassVar[bool] = True
+    """False when a call has no factor of its product: it is offered with 1."""
     is_tried: ClassVar[bool] = True
     """True when a call needs a trial run; False when its library has checked the problem."""
 
@@ -146,7 +152,14 @@ class Vendor(Family):
 
     def preferred(self, problem: Problem, kernel: str) -> Config:
         """`kernel` with its operands in the layout that it is fastest on."""
-        return Config(self.name, {"kernel": kernel})
+        own, params = getattr(problem, "layout", None), {"kernel": kernel}
+        if own is not None and (layout := self.layouts.get(kernel, own)) != own:
+            params["layout"] = layout
+        return Config(self.name, params)
+
+    def handed_over(self, problem: Problem, config: Config) -> Problem:
+        layout = config.get("layout")
+        return replace(problem, layout=layout) if layout else problem  # type: ignore[call-arg]
 
     def vendor_call(
         self, problem: Problem, config: Config, scale: float
@@ -156,6 +169,8 @@ class Vendor(Family):
             return f"{self.name} has no kernel '{kernel}' for {problem.op}"
         if reason := self.refusal(problem, kernel):
             return reason
+        if scale != 1.0 and not self.takes_scale:
+            return f"{kernel} is offered with alpha 1, not {scale}"
         try:
             import torch
         except ImportError as exc:
@@ -323,6 +338,39 @@ def compiled(function: Callable[..., Any], mode: str | None = None) -> Callable[
     )
     made: Callable[..., Any] = torch.compile(own, mode=mode, dynamic=False, fullgraph=True)
     return made
+
+
+def allocated(
+    problem: Problem, size: int, run: Callable[[Sequence[Any], Any, Any], None]
+) -> Callable[..., Any]:
+    """call(*inputs) -> output, newly allocated with a workspace of `size` bytes for each call."""
+    import torch
+
+    shape, strides = problem.output.shape, problem.output.strides
+    dtype = getattr(torch, problem.output.dtype)
+
+    def call(*inputs: Any) -> Any:
+        device = inputs[0].device
+        out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        run(inputs, out, torch.empty(size, dtype=torch.uint8, device=device))
+        return out
+
+    return call
+
+
+def rated_us(rates: Sequence[float], problem: Any, gpu: Gpu) -> float:
+    """Estimate of an attention kernel: a fixed part plus the work at the rate of a large problem.
+
+    Args:
+        rates: microseconds of a tiny call, then TFLOP/s of a large one on the default GPU: full and
+            causal at D <= 64, full and causal above.
+        problem: attention or its gradients.
+        gpu: GPU that it runs on.
+    """
+    start_us, *tflops = rates
+    rate = tflops[2 * (problem.head_dim > 64) + problem.is_causal]
+    rate *= gpu.peak_tflops / DEFAULT_GPU.peak_tflops
+    return start_us + max(problem.flops / rate / 1e6, problem.bytes / gpu.memory_gbs / 1e3)
 
 
 MAX_AUTOTUNE = "max-autotune-no-cudagraphs"

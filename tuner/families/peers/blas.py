@@ -46,6 +46,7 @@ class VendorBlas(Vendor):
     on_request: ClassVar[tuple[str, ...]] = ("inductor", DEEP_GEMM)
     work_terms: ClassVar[tuple[str, ...]] = product_work.CLOSED_TERMS
     amounts = staticmethod(product_work.closed_work)
+    takes_scale: ClassVar[bool] = False
 
     def found(self) -> tuple[str, ...]:
         return (DEEP_GEMM,) if installed.version(DEEP_GEMM) else ()
@@ -98,8 +99,6 @@ class VendorBlas(Vendor):
     def connect(self, problem: GemmProblem, kernel: str, scale: float) -> Callable[..., Any] | str:
         import torch
 
-        if scale != 1.0:
-            return f"{kernel} is offered with alpha 1, not {scale}"
         if kernel in ("torch_compile", "inductor"):
             mode = MAX_AUTOTUNE if kernel == "inductor" else None
             return compiled(as_in_a_model(problem), mode)

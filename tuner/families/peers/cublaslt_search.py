@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from tuner.config import Config
 from tuner.families.base import Domain
-from tuner.families.peers import MAX_INTEGER, ListedVendor, lt, stream_of
+from tuner.families.peers import MAX_INTEGER, ListedVendor, allocated, lt, stream_of
 from tuner.families.peers.blas import VendorBlas
 from tuner.hardware import Gpu
 from tuner.problem import E4M3, GemmProblem, Problem
@@ -35,6 +35,7 @@ class VendorCublasltSearch(ListedVendor):
         name: range(MAX_INTEGER + 1) for name in (*lt.ATTRIBUTES, "version")
     }
     identity: ClassVar[tuple[str, ...]] = tuple(options)
+    takes_scale: ClassVar[bool] = False
     is_tried: ClassVar[bool] = False  # cublasLtMatmulAlgoCheck says it without a launch
 
     def refusal(self, problem: Problem, kernel: str) -> str:
@@ -71,8 +72,6 @@ class VendorCublasltSearch(ListedVendor):
     def rebuilt(
         self, problem: GemmProblem, config: Config, scale: float
     ) -> Callable[..., Any] | str:
-        if scale != 1.0:
-            return f"{KERNEL} is offered with alpha 1, not {scale}"
         product = _product(problem)
         if "algorithm" in config.params:
             chosen = product.rebuilt({name: config[name] for name in lt.ATTRIBUTES})
@@ -96,25 +95,12 @@ def _product(problem: GemmProblem) -> lt.LtDescriptors:
 def called(
     problem: GemmProblem, product: lt.LtDescriptors, chosen: lt.Heuristic
 ) -> Callable[..., Any]:
-    """call(a, b, *others) -> d, newly allocated; looks at the tensors' addresses only."""
-    import torch
+    """call(a, b, *others) -> d; looks at the tensors' addresses only."""
+    names = [operand.name for operand in problem.operands]
 
-    names = [operand.name for operand in problem.operands[:-1]]
-    shape, strides = problem.output.shape, problem.output.strides
-    dtype, size = getattr(torch, problem.output.dtype), chosen.workspace_bytes
+    def run(inputs: Sequence[Any], out: Any, workspace: Any) -> None:
+        tensors = zip(names, (*inputs, out), strict=True)
+        addresses = {name: tensor.data_ptr() for name, tensor in tensors}
+        product.launch(chosen, addresses, workspace.data_ptr(), stream_of(out.device))
 
-    def call(*inputs: Any) -> Any:
-        device = inputs[0].device
-        out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-        workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
-        addresses = {name: x.data_ptr() for name, x in zip(names, inputs, strict=True)}
-        addresses["d"] = out.data_ptr()
-        product.launch(
-            chosen,
-            addresses,
-            0 if workspace is None else workspace.data_ptr(),
-            stream_of(device),
-        )
-        return out
-
-    return call
+    return allocated(problem, chosen.workspace_bytes, run)

@@ -11,9 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from tuner.base.install import install_command
-from tuner.config import Config
+from tuner.config import Config, Value
 from tuner.families.base import Domain
-from tuner.families.peers import MAX_INTEGER, ListedVendor, cudnn_graph, off_rows, stream_of
+from tuner.families.peers import (
+    MAX_INTEGER,
+    ListedVendor,
+    allocated,
+    cudnn_graph,
+    off_rows,
+    stream_of,
+)
 from tuner.families.peers.cudnn_graph import KNOBS, CudnnGraph
 from tuner.families.peers.sdpa import VendorSdpa
 from tuner.hardware import Gpu
@@ -71,20 +78,14 @@ class VendorCudnnPlans(ListedVendor):
         if not isinstance(problem, AttentionProblem):
             return []
         cudnn, version = frontend(), self.version()
-        scale = 1 / math.sqrt(problem.head_dim)
-        handle = _handle(cudnn)
+        names = cudnn_graph.names(cudnn, problem, 1 / math.sqrt(problem.head_dim), _handle(cudnn))
+        plain: dict[str, Value] = {"kernel": KERNEL, "version": version}
         return [
             Config(
                 self.name,
-                {
-                    "kernel": KERNEL,
-                    "engine": one.engine,
-                    "is_unified": one.is_unified,
-                    "version": version,
-                    **dict(one.knobs),
-                },
+                {**plain, "engine": one.engine, "is_unified": one.is_unified, **dict(one.knobs)},
             )
-            for one in cudnn_graph.names(cudnn, problem, scale, handle)
+            for one in names
         ]
 
     def rebuilt(
@@ -133,19 +134,11 @@ def _handle(cudnn: Any) -> Any:
 
 
 def called(problem: AttentionProblem, plan: cudnn_graph.CudnnPlan) -> Callable[..., Any]:
-    """call(query, key, value[, bias]) -> out, newly allocated."""
-    import torch
+    """call(query, key, value[, bias]) -> out."""
 
-    shape, strides = problem.output.shape, problem.output.strides
-    dtype, size = getattr(torch, problem.output.dtype), max(1, plan.workspace_bytes)
-
-    def call(*inputs: Any) -> Any:
-        device = inputs[0].device
-        out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-        workspace = torch.empty(size, dtype=torch.uint8, device=device)
-        tensors = dict(enumerate((*inputs, out), 1))
+    def run(inputs: Sequence[Any], out: Any, workspace: Any) -> None:
+        device = out.device
         handle = cudnn_graph.handle_of(plan.cudnn, device.index or 0, stream_of(device))
-        plan.execute(tensors, workspace, handle)
-        return out
+        plan.execute(dict(enumerate((*inputs, out), 1)), workspace, handle)
 
-    return call
+    return allocated(problem, max(1, plan.workspace_bytes), run)

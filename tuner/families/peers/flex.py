@@ -51,7 +51,8 @@ class VendorFlex(Vendor):
         attend = compiled(flex_call(problem, scale))
         if problem.block_mask:
             return MaskedCall(problem, attend, compiled(flex_call(problem, scale, BY_TABLES)))
-        mask = mask_of(problem, _visible(problem)) if _hides(problem) else None
+        hides = problem.is_causal or problem.is_windowed
+        mask = mask_of(problem, _visible(problem)) if hides else None
         return lambda query, key, value: attend(query, key, value, mask)
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
@@ -175,10 +176,6 @@ def _timed(problem: AttentionProblem) -> Seen:
         return (k < prefix) | (k <= q + offset)
 
     return seen
-
-
-def _hides(problem: AttentionProblem) -> bool:
-    return problem.is_causal or problem.is_windowed
 
 
 def _visible(problem: AttentionProblem) -> Seen:

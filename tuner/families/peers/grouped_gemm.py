@@ -21,6 +21,7 @@ class VendorGroupedGemm(Vendor):
     name: ClassVar[str] = "vendor_grouped_gemm"
     op: ClassVar[str] = GroupedGemmProblem.op
     offered: ClassVar[tuple[str, ...]] = ("grouped_mm", "mm")
+    takes_scale: ClassVar[bool] = False
 
     def refusal(self, problem: Problem, kernel: str) -> str:
         if isinstance(problem, GroupedGemmProblem) and kernel == "grouped_mm":
@@ -33,8 +34,6 @@ class VendorGroupedGemm(Vendor):
     ) -> Callable[..., Any] | str:
         import torch
 
-        if scale != 1.0:
-            return f"{kernel} is offered with alpha 1, not {scale}"
         if kernel == "mm":
             return in_turn(problem)
         if not hasattr(torch, "_grouped_mm"):

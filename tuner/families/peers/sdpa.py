@@ -7,14 +7,13 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from tuner.config import Config
 from tuner.families import attention_work
 from tuner.families.base import Domain
-from tuner.families.peers import FAILURES, Vendor, installed, off_rows
-from tuner.hardware import DEFAULT_GPU, Gpu
+from tuner.families.peers import FAILURES, Vendor, installed, off_rows, rated_us
+from tuner.hardware import Gpu
 from tuner.problem import E4M3, AttentionProblem, Layout, Problem
 
 #: kernel that torch carries -> its switch and its check of tensors in torch.backends.cuda, its
@@ -88,6 +87,7 @@ class VendorSdpa(Vendor):
     work_terms: ClassVar[tuple[str, ...]] = attention_work.CLOSED_TERMS
     amounts = staticmethod(attention_work.closed_work)
     options: ClassVar[Mapping[str, Domain]] = {"layout": ("bhsd", "bshd")}
+    layouts = LAYOUTS
 
     def supports(self, problem: Problem, gpu: Gpu) -> str:
         reason = super().supports(problem, gpu)
@@ -98,17 +98,6 @@ class VendorSdpa(Vendor):
     def found(self) -> tuple[str, ...]:
         serving = (SERVING,) if installed.version(SERVING) else ()
         return (*serving, *(TILES if installed.is_package("flash4") else ()))
-
-    def preferred(self, problem: Problem, kernel: str) -> Config:
-        layout = LAYOUTS[kernel]
-        if not isinstance(problem, AttentionProblem) or layout == problem.layout:
-            return super().preferred(problem, kernel)
-        return Config(self.name, {"kernel": kernel, "layout": layout})
-
-    def handed_over(self, problem: Problem, config: Config) -> Problem:
-        if not isinstance(problem, AttentionProblem):
-            return problem
-        return replace(problem, layout=config.get("layout", problem.layout))
 
     def refusal(self, problem: Problem, kernel: str) -> str:
         if not isinstance(problem, AttentionProblem):
@@ -172,13 +161,9 @@ class VendorSdpa(Vendor):
         return problem.dtype, is_square, problem.is_causal, bool(off_rows(problem))
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
-        """A fixed part plus the work at the rate of a large problem."""
         if not isinstance(problem, AttentionProblem):
             return float("inf")
-        start_us, *rates = RATES[config["kernel"]]
-        rate = rates[2 * (problem.head_dim > 64) + problem.is_causal]
-        rate *= gpu.peak_tflops / DEFAULT_GPU.peak_tflops
-        return start_us + max(problem.flops / rate / 1e6, problem.bytes / gpu.memory_gbs / 1e3)
+        return rated_us(RATES[config["kernel"]], problem, gpu)
 
 
 def _backend_call(problem: AttentionProblem, kernel: str, scale: float) -> Attend:

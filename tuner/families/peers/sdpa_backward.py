@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from tuner.config import Config
 from tuner.families.base import Domain
-from tuner.families.peers import Vendor, installed
-from tuner.hardware import DEFAULT_GPU, Gpu
-from tuner.problem import AttentionBackwardProblem, Problem
+from tuner.families.peers import Vendor, installed, rated_us
+from tuner.hardware import Gpu
+from tuner.problem import AttentionBackwardProblem, Layout, Problem
 
 PEERS = ("flash3", "flash4")
 #: kernel -> microseconds of a tiny call, then TFLOP/s of a large one: full and causal at D <= 64,
@@ -54,19 +53,10 @@ class SdpaBackward(Vendor):
     offered: ClassVar[tuple[str, ...]] = ("cudnn", "flash2", "flash3")
     on_request: ClassVar[tuple[str, ...]] = ("flash4",)
     options: ClassVar[Mapping[str, Domain]] = {"layout": ("bhsd", "bshd")}
+    layouts: ClassVar[Mapping[str, Layout]] = dict.fromkeys(RATES, "bshd")
 
     def found(self) -> tuple[str, ...]:
         return ("flash4",) if installed.is_package("flash4") else ()
-
-    def preferred(self, problem: Problem, kernel: str) -> Config:
-        if not isinstance(problem, AttentionBackwardProblem) or problem.layout == "bshd":
-            return super().preferred(problem, kernel)
-        return Config(self.name, {"kernel": kernel, "layout": "bshd"})
-
-    def handed_over(self, problem: Problem, config: Config) -> Problem:
-        if not isinstance(problem, AttentionBackwardProblem):
-            return problem
-        return replace(problem, layout=config.get("layout", problem.layout))
 
     def refusal(self, problem: Problem, kernel: str) -> str:
         if not isinstance(problem, AttentionBackwardProblem):
@@ -116,13 +106,9 @@ class SdpaBackward(Vendor):
         )
 
     def predict_us(self, problem: Problem, config: Config, gpu: Gpu) -> float:
-        """A fixed part plus the work at the rate of a large problem."""
         if not isinstance(problem, AttentionBackwardProblem):
             return float("inf")
-        start_us, *rates = RATES[config["kernel"]]
-        rate = rates[2 * (problem.head_dim > 64) + problem.is_causal]
-        rate *= gpu.peak_tflops / DEFAULT_GPU.peak_tflops
-        return start_us + max(problem.flops / rate / 1e6, problem.bytes / gpu.memory_gbs / 1e3)
+        return rated_us(RATES[config["kernel"]], problem, gpu)
 
 
 def cudnn_call(problem: AttentionBackwardProblem, scale: float) -> Differentiate:

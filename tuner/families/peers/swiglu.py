@@ -29,6 +29,7 @@ class VendorSwiglu(Vendor):
     on_request: ClassVar[tuple[str, ...]] = ("inductor",)
     work_terms: ClassVar[tuple[str, ...]] = product_work.CLOSED_TERMS
     amounts = staticmethod(product_work.closed_work)
+    takes_scale: ClassVar[bool] = False
 
     def handed_over(self, problem: Problem, config: Config) -> Problem:
         if not isinstance(problem, SwigluProblem) or config["kernel"] == INTERLEAVED:
@@ -38,8 +39,6 @@ class VendorSwiglu(Vendor):
     def connect(
         self, problem: SwigluProblem, kernel: str, scale: float
     ) -> Callable[..., Any] | str:
-        if scale != 1.0:
-            return f"{kernel} is offered with alpha 1, not {scale}"
         wanted = "interleaved" if kernel == INTERLEAVED else "concatenated"
         if problem.weights != wanted:
             return f"{kernel} wants the weights {wanted}"
