@@ -269,7 +269,7 @@ def test_failures_outlive_a_damaged_row(
     [
         (["--op", "gemm"], "no portfolio ships for that (allowed: --op attention"),
         (["--gpu", "A100"], "GPU 'A100' is not known"),
-        (["--jobs", "0"], "--jobs 0 is out of range"),
+        (["--jobs", "0"], "argument --jobs: 0 is out of range"),
         (["--only", "D=256,paged"], "no kernel of the portfolio has D=256, paged in its line"),
         (["--shape", "S=1024,D=64"], "not allowed with"),
     ],

@@ -199,7 +199,7 @@ class TestWrongInput:
             (["sweep", *SHAPE, "--trials", "x"], "argument --trials: invalid int value: 'x'"),
             (["sweep", *SHAPE, "--trials", "0"], "trials=0 is out of range"),
             (["sweep", *SHAPE, "--time-limit", "-1"], "time-limit=-1.0 is out of range"),
-            (["sweep", *SHAPE, "--jobs", "0"], "jobs=0 is out of range"),
+            (["sweep", *SHAPE, "--jobs", "0"], "argument --jobs: 0 is out of range"),
             (["sweep", *SHAPE, "--device", "-1"], "device=-1 is out of range"),
             (["sweep", *SHAPE, "--device", "9"], "device=9 is not a CUDA device"),
             (["sweep", *SHAPE, "--family", "gemm"], "family 'gemm' does not serve softmax"),

@@ -717,7 +717,9 @@ class TestCommand:
         assert main(["prove", "--processes", "3"]) == 0
         assert verdicts(built) == [(True, "")] * 3 and len(worker.asks) == 3 * 64
         assert main(["prove", "--processes", "0"]) == 2
-        assert "--processes 0 is out of range (allowed: 1 to 64)" in capsys.readouterr().err
+        assert (
+            "argument --processes: 0 is out of range (allowed: 1 to 64)" in capsys.readouterr().err
+        )
 
     def test_a_dry_run_checks_nothing(self, built: Path, worker: Worker) -> None:
         assert main(["prove", "--dry-run"]) == 0 and worker.asks == []

@@ -145,16 +145,14 @@ class _Progress:
         self, count: int, there: int, shares: Mapping[KernelSpec, float], started: float
     ) -> None:
         self._count, self._there, self._shares, self._started = count, there, shares, started
-        self._told, self._share = -math.inf, 0.0
+        self._paced, self._share = Paced(), 0.0
 
     def tell(self, done: Sequence[KernelSpec], left: int, failed: int) -> None:
         """Note kernels that ended, and print a line if that is due."""
         self._share += sum(self._shares.get(spec, 0.0) for spec in done)
-        now = time.monotonic()
-        if left and now - self._told < PROGRESS_S:
+        if not self._paced.is_due() and left:
             return
-        self._told = now
-        passed_s, ended = now - self._started, self._count - left
+        passed_s, ended = time.monotonic() - self._started, self._count - left
         text = f"{ended} of {self._count} kernels"
         if self._shares:
             text += f" for {100 * self._share:.0f} % of the calls' time"
@@ -171,18 +169,30 @@ def say_planning(problems: Sequence[Problem], gpu: Gpu) -> None:
     say(f"planning {counted(len(problems), 'problem')} on {gpu.name}; nothing is measured")
 
 
+class Paced:
+    """Says when progress is due: after some seconds, and then every `PROGRESS_S`."""
+
+    def __init__(self, first_s: float = 0.0) -> None:
+        self._next = time.monotonic() + first_s
+
+    def is_due(self) -> bool:
+        """True if progress is to be told now."""
+        now = time.monotonic()
+        if now < self._next:
+            return False
+        self._next = now + PROGRESS_S
+        return True
+
+
 class ProgressNotes:
     """Prints progress after `FIRST_PROGRESS_S`, and then every `PROGRESS_S`."""
 
     def __init__(self) -> None:
-        self._started = time.monotonic()
-        self._next = self._started + FIRST_PROGRESS_S
+        self._started, self._paced = time.monotonic(), Paced(FIRST_PROGRESS_S)
 
     def __call__(self, text: str) -> None:
-        now = time.monotonic()
-        if now >= self._next:
-            self._next = now + PROGRESS_S
-            say(f"{text}, {now - self._started:.0f} s")
+        if self._paced.is_due():
+            say(f"{text}, {time.monotonic() - self._started:.0f} s")
 
 
 def say_failures(errors: Iterable[BaseException]) -> None:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from tuner import settings
 from tuner.errors import ConfigError
 from tuner.measurement import LAUNCHES, Regime, launch_named
-from tuner.problem import PROBLEMS
+from tuner.problem import PROBLEMS, Problem
+
+if TYPE_CHECKING:
+    from tuner.hardware import Gpu
+    from tuner.store import Store
 
 OF_LIST = "operation of the shape (default attention); of a list only its problems"
 
@@ -51,6 +57,39 @@ def add_inputs(parser: argparse.ArgumentParser, about: str = "state of the input
     parser.add_argument("--l2", choices=("warm", "cold"), help=about)
 
 
+def within(
+    least: float, most: float = math.inf, kind: type[int] | type[float] = int
+) -> Callable[[str], Any]:
+    """Type of an argument that is a number of a range.
+
+    Args:
+        least: least allowed number.
+        most: largest allowed number.
+        kind: kind of the numbers.
+    """
+
+    def read(word: str) -> int | float:
+        value = kind(word)
+        if not least <= value <= most:
+            allowed = f"{least:g} to {most:g}" if most < math.inf else f"{least:g} or more"
+            raise argparse.ArgumentTypeError(f"{word} is out of range (allowed: {allowed})")
+        return value
+
+    read.__name__ = kind.__name__
+    return read
+
+
+def add_result(
+    parser: argparse.ArgumentParser,
+    run: Callable[[argparse.Namespace], int],
+    about: str = "one JSON object",
+) -> None:
+    """Add ``--store`` and ``--json``, and the function of the command."""
+    add_store(parser)
+    parser.add_argument("--json", action="store_true", help=about)
+    parser.set_defaults(run=run)
+
+
 def add_store(parser: argparse.ArgumentParser) -> None:
     """Add ``--store``; without it the command takes `settings.store_url`."""
     parser.add_argument(
@@ -73,6 +112,20 @@ def store_named(word: str) -> str:
         return settings.durable(utf8_text(word))
     except ConfigError as exc:
         raise argparse.ArgumentTypeError(str(exc)) from exc
+
+
+def problem_of(args: argparse.Namespace) -> Problem:
+    """The problem of ``--shape``."""
+    return PROBLEMS[args.op or "attention"].parse(args.shape)
+
+
+def gpu_of(args: argparse.Namespace, store: Store | None = None) -> Gpu | None:
+    """The GPU of ``--gpu``, of a store's too; None without the option."""
+    from tuner.selection.reader import find_gpu
+
+    if not args.gpu:
+        return None
+    return find_gpu(args.gpu, [entry.gpu for entry in store.entries()] if store else ())
 
 
 def regimes_of(args: argparse.Namespace, op: str) -> tuple[Regime, ...]:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner.cli.arguments import add_store
+from tuner.cli.aot import say, say_failures
+from tuner.cli.arguments import add_store, within
 from tuner.errors import ConfigError
 from tuner.measurement import BEHIND, LAUNCHES, launch_named
 from tuner.problem import PROBLEMS
@@ -48,8 +49,9 @@ def register(subparsers: Any) -> None:
         help="compile what is missing, without a GPU for an H200's, and time nothing",
     )
     _output(parser)
-    parser.add_argument("--device", type=int, default=0, help="CUDA device (default 0)")
-    parser.add_argument("--jobs", type=int, metavar="N", help="nvcc processes (default: the cores)")
+    parser.add_argument("--device", type=within(0), default=0, help="CUDA device (default 0)")
+    about = "nvcc processes (default: the cores)"
+    parser.add_argument("--jobs", type=within(1), metavar="N", help=about)
     add_store(parser)
     parser.set_defaults(run=run)
 
@@ -85,7 +87,7 @@ def _contenders(parser: argparse.ArgumentParser) -> None:
         "(default: all but naive, triton and inductor; in a suite its own)",
     )
     parser.add_argument(
-        "--own", type=int, default=3, metavar="N", help="own kernels a decision (default 3)"
+        "--own", type=within(1), default=3, metavar="N", help="own kernels a decision (default 3)"
     )
     parser.add_argument(
         "--untuned",
@@ -121,7 +123,7 @@ def _timing(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="at the end, how long the fastest kernels of a stream run by the profiler",
     )
-    parser.add_argument("--rounds", type=int, metavar="N", help="interleaved rounds at least")
+    parser.add_argument("--rounds", type=within(2), metavar="N", help="interleaved rounds at least")
 
 
 def _output(parser: argparse.ArgumentParser) -> None:
@@ -141,7 +143,6 @@ def run(args: argparse.Namespace) -> int:
     from tuner.base.processes import exit_code
     from tuner.bench.comparison import ComparisonRun
     from tuner.cli import DONE, FAILED, bench_tables
-    from tuner.cli.aot import say_failures
     from tuner.runners.choose import Machine, Runners
     from tuner.selection.reader import with_shipped
     from tuner.store import open_store
@@ -165,7 +166,7 @@ def run(args: argparse.Namespace) -> int:
 
     interrupted: KeyboardInterrupt | None = None
     try:
-        with Runners(Machine((args.device,), args.jobs), _note) as runners:
+        with Runners(Machine((args.device,), args.jobs), say) as runners:
             comparison = ComparisonRun(
                 tasks,
                 runners,
@@ -173,12 +174,12 @@ def run(args: argparse.Namespace) -> int:
                 own=args.own,
                 with_kernel_times=args.kernel_times,
                 with_untuned=bool(args.shape) if args.untuned is None else args.untuned,
-                note=_note,
+                note=say,
             )
             if args.compile_only:
                 failed = comparison.compile()
                 say_failures(failed)
-                _note(f"compiled, but for {len(failed)} kernels" if failed else "compiled")
+                say(f"compiled, but for {len(failed)} kernels" if failed else "compiled")
                 return FAILED if failed else DONE
             save(comparison.run(save, earlier))
     except KeyboardInterrupt as exc:
@@ -207,14 +208,6 @@ def _tasks(args: argparse.Namespace) -> Iterator[RowTask]:
     from tuner.bench.comparison import RowTask
     from tuner.bench.contenders import peers_named
 
-    for name, value, least in (
-        ("device", args.device, 0),
-        ("jobs", args.jobs, 1),
-        ("own", args.own, 1),
-        ("rounds", args.rounds, 2),
-    ):
-        if value is not None and value < least:
-            raise ConfigError(f"{name}={value} is out of range (allowed: {least} or more)")
     if args.resume and args.json is None:
         raise ConfigError("--resume needs --json FILE, the file to go on with")
     named = tuple(filter(None, (args.against or "").split(",")))
@@ -262,7 +255,3 @@ def _earlier(args: argparse.Namespace) -> Results | None:
     if not args.resume or not args.json.exists():
         return None
     return Results.read(args.json)
-
-
-def _note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

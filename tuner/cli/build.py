@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner import settings
-from tuner.cli.arguments import add_store
+from tuner.cli.arguments import add_result, gpu_of, problem_of, within
 from tuner.cli.model import add_model, engine_of, refuse_options, steps_of
 from tuner.errors import ConfigError, NoValidConfigError, TunerError
 from tuner.problem import PROBLEMS, Problem
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 _NOTICE_AFTER_S = 1.0
 _NICE = 15
 """Priority that a build in the background gives up."""
-_QUANTISER, _ROWS = "the quantiser of activations", "the kernel of experts' rows"
-_APPEND = "the kernel that appends to paged caches"
 
 
 @dataclass
@@ -119,11 +117,10 @@ def register(subparsers: Any) -> None:
         help="with --portfolio, --model or --problems: replace proven kernels in the list by "
         "builds without a proof",
     )
-    parser.add_argument("--jobs", type=int, metavar="N", help="nvcc processes (default: the cores)")
+    about = "nvcc processes (default: the cores)"
+    parser.add_argument("--jobs", type=within(1), metavar="N", help=about)
     parser.add_argument("--background", action="store_true", help=argparse.SUPPRESS)
-    add_store(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object")
-    parser.set_defaults(run=run)
+    add_result(parser, run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -141,8 +138,6 @@ def run(args: argparse.Namespace) -> int:
     from tuner.store import open_store
 
     refuse_options(args)
-    if args.jobs is not None and args.jobs < 1:
-        raise ConfigError(f"--jobs {args.jobs} is out of range (allowed: 1 and more)")
     if args.portfolio:
         return _portfolio(args)
     of_problems = args.model is not None or args.problems is not None
@@ -182,7 +177,7 @@ def run(args: argparse.Namespace) -> int:
                 _finish(target, store)
                 if not args.json:
                     print(f"{target.label}: {_said(target)}")
-            _build_sources([target.measurement.problem for target in targets], artifacts)
+            _build_libraries(artifacts, [target.measurement.problem for target in targets])
     failed = [target for target in targets if target.reason]
     if args.json:
         rows = [
@@ -203,14 +198,13 @@ def _answers(args: argparse.Namespace) -> int:
     from tuner.hardware import DEFAULT_GPU
     from tuner.measure.device import detect
     from tuner.selection.answering import ModelAnswers
-    from tuner.selection.reader import find_gpu
     from tuner.store import open_store
     from tuner.store.reading import sqlite_file
 
     if args.background:
         os.nice(_NICE)
         args.jobs = max(1, cpu_count() // 2)
-    gpu = find_gpu(args.gpu) if args.gpu else detect() or DEFAULT_GPU
+    gpu = gpu_of(args) or detect() or DEFAULT_GPU
     path = sqlite_file(args.store or settings.store_url())
     found = ModelAnswers.of(_steps(args), gpu, path, engine_of(args))
     artifacts = ArtifactCache()
@@ -227,7 +221,7 @@ def _answers(args: argparse.Namespace) -> int:
             store,
             dry_run=args.dry_run,
             force=args.force,
-            libraries=lambda: _build_sources(list(found.answers), artifacts),
+            libraries=lambda: _build_libraries(artifacts, list(found.answers)),
         )
     if args.json:
         print(json.dumps(built._asdict()))
@@ -247,38 +241,43 @@ def _steps(args: argparse.Namespace) -> list[ModelStep]:
         return steps_of(args)
     if args.problems is not None:
         return [ModelStep("list", Counter(read_problems(args.problems, args.op or DEFAULT_OP)), ())]
-    return [ModelStep("shape", {_problem(args): 1}, ())]
+    return [ModelStep("shape", {problem_of(args): 1}, ())]
 
 
-def _problem(args: argparse.Namespace) -> Problem:
-    """The problem of --shape."""
-    from tuner.tuning.job import DEFAULT_OP
+def _build_libraries(
+    artifacts: ArtifactCache, problems: Sequence[Problem] | None = None, op: str | None = None
+) -> None:
+    """Build the runtime's dispatcher and kernels without a template. Standard error says how each
+    ended.
 
-    return PROBLEMS[args.op or DEFAULT_OP].parse(args.shape)
-
-
-def _build_sources(problems: Sequence[Problem], artifacts: ArtifactCache) -> None:
-    """Build the runtime's dispatcher, and the kernels without a template that some problems need.
-    Standard error says how each ended.
+    Args:
+        artifacts: cache for the libraries.
+        problems: problems whose kernels are built; None: all of `op`.
+        op: operation; None: all.
     """
-    from tuner.compile.single import BLOCK_QUANTISER, EXPERT_ROWS, PAGED_APPEND
-    from tuner.problem import GroupedGemmProblem
+    from tuner.compile import dispatcher, single
+    from tuner.problem import AttentionProblem, GroupedGemmProblem
 
-    print(f"the runtime's dispatcher: {_dispatcher(artifacts)}", file=sys.stderr)
-    if any(problem.op == GroupedGemmProblem.op for problem in problems):
-        print(f"{_ROWS}: {_beside(EXPERT_ROWS, artifacts)}", file=sys.stderr)
-    if any(getattr(problem, "scales", "") == "block" for problem in problems):
-        print(f"{_QUANTISER}: {_beside(BLOCK_QUANTISER, artifacts)}", file=sys.stderr)
-    if any(getattr(problem, "is_paged", False) for problem in problems):
-        print(f"{_APPEND}: {_beside(PAGED_APPEND, artifacts)}", file=sys.stderr)
+    def build(text: str, library: Any) -> None:
+        print(f"{text}: {_beside(library, artifacts)}", file=sys.stderr)
+
+    build("the runtime's dispatcher", dispatcher)
+    grouped, attention = GroupedGemmProblem.op, AttentionProblem.op
+    append = "the kernel that appends to paged caches"
+    for text, library, of, fact, value in (
+        ("the kernel of experts' rows", single.EXPERT_ROWS, grouped, "op", grouped),
+        ("the quantiser of activations", single.BLOCK_QUANTISER, grouped, "scales", "block"),
+        (append, single.PAGED_APPEND, attention, "is_paged", True),
+    ):
+        needed = any(getattr(one, fact, None) == value for one in problems or ())
+        if needed or (problems is None and op in (None, of)):
+            build(text, library)
 
 
 def _portfolio(args: argparse.Namespace) -> int:
     """Build the kernels of the shipped portfolio."""
     from tuner.cli.portfolio import build
     from tuner.compile.artifacts import ArtifactCache
-    from tuner.compile.single import BLOCK_QUANTISER, EXPERT_ROWS, PAGED_APPEND
-    from tuner.problem import AttentionProblem, GroupedGemmProblem
 
     if args.json:
         raise ConfigError("--json is not for --portfolio (allowed: for entries)")
@@ -295,12 +294,7 @@ def _portfolio(args: argparse.Namespace) -> int:
             force=args.force,
         )
         if not args.dry_run:
-            print(f"the runtime's dispatcher: {_dispatcher(artifacts)}", file=sys.stderr)
-            if args.op in (None, GroupedGemmProblem.op):
-                for text, source in ((_QUANTISER, BLOCK_QUANTISER), (_ROWS, EXPERT_ROWS)):
-                    print(f"{text}: {_beside(source, artifacts)}", file=sys.stderr)
-            if args.op in (None, AttentionProblem.op):
-                print(f"{_APPEND}: {_beside(PAGED_APPEND, artifacts)}", file=sys.stderr)
+            _build_libraries(artifacts, op=args.op)
     return code
 
 
@@ -318,13 +312,6 @@ def _alone(artifacts: ArtifactCache) -> Iterator[None]:
             yield
     finally:
         notice.cancel()
-
-
-def _dispatcher(artifacts: ArtifactCache) -> str:
-    """Compile the dispatcher of the runtime. Without it calls go through Python."""
-    from tuner.compile import dispatcher
-
-    return _beside(dispatcher, artifacts)
 
 
 def _beside(library: Any, artifacts: ArtifactCache) -> str:
@@ -346,20 +333,14 @@ def _beside(library: Any, artifacts: ArtifactCache) -> str:
 def _entries(store: Store, args: argparse.Namespace) -> Iterable[Entry]:
     """Measured decisions of the store, and shipped ones that it lacks."""
     from tuner.measurement import Provenance
-    from tuner.selection.reader import find_gpu, shipped
-    from tuner.selection.shipped import in_use
-    from tuner.store.entry import sort_key
+    from tuner.selection.shipped import in_use, with_shipped
 
-    problem = _problem(args) if args.shape else None
-    stored = store.entries()
-    gpu = find_gpu(args.gpu, [e.gpu for e in stored]) if args.gpu else None
-    found = {sort_key(entry): entry for entry in [*shipped(), *stored]}
+    problem = problem_of(args) if args.shape else None
+    gpu, measured = gpu_of(args, store), Provenance.MEASURED
     chosen = [
         entry
-        for entry in in_use(entry for _, entry in sorted(found.items()))
-        if entry.provenance is Provenance.MEASURED
-        and args.op in (None, entry.problem.op)
-        and problem in (None, entry.problem)
+        for entry in in_use(with_shipped(store.entries()))
+        if entry.matches(op=args.op, problem=problem, provenance=measured)
         and (gpu is None or gpu.shares_decisions(entry.gpu))
     ]
     if gpu is not None:  # the GPU's own decisions come before shared ones

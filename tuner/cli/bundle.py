@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner.cli.arguments import add_store
+from tuner.cli.arguments import add_result, problem_of
 from tuner.errors import ConfigError, NoValidConfigError
 from tuner.problem import PROBLEMS
 
@@ -50,9 +50,7 @@ def register(subparsers: Any) -> None:
     )
     parser.add_argument("--gpu", metavar="NAME", help="pack only this GPU's entries, as in H200")
     parser.add_argument("--sha256", metavar="HEX", help="install only a file of this hash")
-    add_store(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object")
-    parser.set_defaults(run=run)
+    add_result(parser, run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -102,19 +100,13 @@ def _chosen(args: argparse.Namespace) -> list[Entry]:
     from tuner.measurement import Provenance
     from tuner.selection.reader import find_gpu
     from tuner.selection.shipped import in_use
-    from tuner.tuning.job import DEFAULT_OP
 
-    problem = PROBLEMS[args.op or DEFAULT_OP].parse(args.shape) if args.shape else None
+    problem = problem_of(args) if args.shape else None
     known = known_entries(args)
     gpu = find_gpu(args.gpu, [e.gpu for e in known]) if args.gpu else None
-    found = [
-        entry
-        for entry in in_use(known)  # `tuner build` makes their kernels
-        if entry.provenance is Provenance.MEASURED
-        and args.op in (None, entry.problem.op)
-        and problem in (None, entry.problem)
-        and (gpu is None or gpu.identity == entry.gpu.identity)
-    ]
+    wanted = {"op": args.op, "problem": problem, "gpu": gpu, "provenance": Provenance.MEASURED}
+    # `tuner build` makes the kernels of those in use.
+    found = [entry for entry in in_use(known) if entry.matches(**wanted)]
     if not found:
         raise NoValidConfigError(
             "nothing to pack: nothing is measured"
@@ -128,7 +120,7 @@ def _chosen(args: argparse.Namespace) -> list[Entry]:
 def _install(args: argparse.Namespace) -> int:
     from tuner import settings
     from tuner.bundle import install
-    from tuner.cli.entries import unservable
+    from tuner.cli.entries import imported_text, unservable
     from tuner.compile.artifacts import ArtifactCache
     from tuner.selection.describe import counted
     from tuner.store import open_store
@@ -147,11 +139,6 @@ def _install(args: argparse.Namespace) -> int:
         kernels = {"kernels_added": done.kernels_added, "kernels_known": done.kernels_known}
         print(json.dumps({**vars(report), **kernels}))
         return 0
-    print(
-        f"{counted(report.entries_added, 'entry')} added, {report.entries_replaced} replaced, "
-        f"{report.entries_known} known already, {len(report.entries_kept)} not taken; "
-        f"{counted(done.kernels_added, 'kernel')} added, {done.kernels_known} known already"
-    )
-    for label in report.entries_kept:
-        print(f"not taken: {label}: this store has its own or a newer decision")
+    added = counted(done.kernels_added, "kernel")
+    print(imported_text(report, f"{added} added, {done.kernels_known} known already"))
     return 0

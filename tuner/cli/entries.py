@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from tuner import settings
 from tuner.base import output, resources
-from tuner.cli.arguments import add_inputs, add_launch, add_op, add_store, regimes_of
+from tuner.cli.arguments import (
+    add_inputs,
+    add_launch,
+    add_op,
+    add_result,
+    add_store,
+    problem_of,
+    regimes_of,
+)
 from tuner.cli.model import add_model, look_up_model, refuse_options
 from tuner.config import Config
 from tuner.errors import ConfigError, NoValidConfigError, StoreError
@@ -37,7 +45,7 @@ from tuner.store.entry import is_vendor, vendor_name
 from tuner.store.reading import sqlite_file
 
 if TYPE_CHECKING:
-    from tuner.store import Store
+    from tuner.store import ImportReport, Store
 
 _MIN_DIGEST = 4
 """Minimum length of a digest's prefix that identifies a config."""
@@ -101,10 +109,11 @@ def _add(
     has_json: bool = True,
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(name, help=about, description=about)
-    parser.set_defaults(run=run)
-    add_store(parser)
     if has_json:
-        parser.add_argument("--json", action="store_true", help="JSON on standard output")
+        add_result(parser, run, "JSON on standard output")
+    else:
+        add_store(parser)
+        parser.set_defaults(run=run)
     return parser
 
 
@@ -145,7 +154,7 @@ def look_up(args: argparse.Namespace) -> int:
     refuse_options(args)
     if args.model is not None:
         return look_up_model(args, _gpu(args), _file(args))
-    problem, answer = _asked(args), _found(args)
+    problem, answer = problem_of(args), _found(args)
     if answer is None:
         return 0 if _print_rule(args, problem) else _miss(args, problem)
     served = availability.of_answer(answer)
@@ -179,16 +188,7 @@ def list_all(args: argparse.Namespace) -> int:
     """Print a table of all entries."""
     found = known_entries(args)
     wanted = _wanted(args, found)
-    found = [
-        e
-        for e in found
-        if wanted["op"] in (None, e.problem.op)
-        and wanted["problem"] in (None, e.problem)
-        and (wanted["gpu"] is None or wanted["gpu"].identity == e.gpu.identity)
-        and (wanted["regime"] is None or e.regime in wanted["regime"])
-        and wanted["provenance"] in (None, e.provenance)
-    ]
-    found.sort(key=describe.order_of)
+    found = sorted((e for e in found if e.matches(**wanted)), key=describe.order_of)
     if args.json:
         print(json.dumps([describe.entry_json(entry) for entry in found]))
     elif found:
@@ -202,18 +202,18 @@ def show(args: argparse.Namespace) -> int:
     """Print one entry in full. Returns 1 if the shape has none."""
     answer = _found(args)
     if answer is None:
-        return _miss(args, _asked(args))
+        return _miss(args, problem_of(args))
     winner = answer.entry.winner
     sources = _sources(winner) if args.source else {}
     if args.json:
-        data = describe.answer_json(answer, _asked(args), ranking=True)
+        data = describe.answer_json(answer, problem_of(args), ranking=True)
         print(json.dumps({**data, "source": sources} if args.source else data))
         return 0
     if args.source:
         print("\n".join(sources.values()))
         return 0
     served = availability.of_answer(answer)
-    print(describe.answer_text(answer, _asked(args), _source(args), served.text))
+    print(describe.answer_text(answer, problem_of(args), _source(args), served.text))
     print(f"{'digest':<12} {winner.config.digest}")
     print(f"{'sweep':<12} {answer.entry.sweep or '-'}")
     print(f"{'workspace':<12} {winner.workspace_bytes} bytes")
@@ -285,18 +285,24 @@ def import_file(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(vars(report)))
         return 0
-    print(
-        f"{describe.counted(report.entries_added, 'entry')} added, "
-        f"{report.entries_replaced} replaced, {report.entries_known} known already, "
-        f"{len(report.entries_kept)} not taken; "
-        f"{describe.counted(report.measurements_added, 'measurement')} added, "
-        f"{report.measurements_known} known already"
-    )
-    for label in report.entries_kept:
-        print(f"not taken: {label}: this store has its own or a newer decision")
+    added = describe.counted(report.measurements_added, "measurement")
+    print(imported_text(report, f"{added} added, {report.measurements_known} known already"))
     if report.entries_added + report.entries_replaced:
         print("their kernels are not compiled here yet: `tuner build` makes them")
     return 0
+
+
+def imported_text(report: ImportReport, others: str) -> str:
+    """What became of imported entries, and of what came with them."""
+    text = (
+        f"{describe.counted(report.entries_added, 'entry')} added, "
+        f"{report.entries_replaced} replaced, {report.entries_known} known already, {len(report.entries_kept)} not taken; {others}"
+    )
+    refused = (
+        f"not taken: {label}: this store has its own or a newer decision"
+        for label in report.entries_kept
+    )
+    return "\n".join([text, *refused])
 
 
 def unservable(measurement: Measurement) -> Sequence[str]:
@@ -443,14 +449,7 @@ def _file(args: argparse.Namespace) -> Path | None:
 
 
 def _problem(args: argparse.Namespace) -> Problem | None:
-    if args.shape is None:
-        return None
-    return PROBLEMS[args.op or "attention"].parse(args.shape)
-
-
-def _asked(args: argparse.Namespace) -> Problem:
-    """Problem of a command that requires one."""
-    return PROBLEMS[args.op].parse(args.shape)
+    return None if args.shape is None else problem_of(args)
 
 
 def _regimes(args: argparse.Namespace, problem: Problem | None) -> tuple[Regime, ...] | None:
@@ -475,7 +474,7 @@ def _wanted(args: argparse.Namespace, known: Sequence[Entry]) -> dict[str, Any]:
 
 def _one(args: argparse.Namespace, store: Store) -> tuple[Problem, Gpu, Regime]:
     """Problem, GPU and regime of a command that changes one entry."""
-    problem = _asked(args)
+    problem = problem_of(args)
     gpu = find_gpu(args.gpu, [e.gpu for e in store.entries()]) if args.gpu else _detected()
     gpu = gpu or DEFAULT_GPU
     regimes = regimes_of(args, problem.op)
@@ -511,7 +510,7 @@ def _found(args: argparse.Namespace, *, allow_other_gpu: bool | None = None) -> 
         args: arguments of the command.
         allow_other_gpu: as of `lookup`; None: as the command says.
     """
-    problem, path = _asked(args), _file(args)
+    problem, path = problem_of(args), _file(args)
     gpu = _gpu(args) if args.gpu else _detected()
     return lookup(
         problem,

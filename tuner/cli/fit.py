@@ -9,7 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from tuner.cli.arguments import add_store
+from tuner.cli.arguments import add_store, gpu_of, within
 from tuner.search.fits import FITS
 from tuner.selection.domains import DOMAINS
 
@@ -51,7 +51,7 @@ def register(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--kernels",
-        type=int,
+        type=within(1),
         metavar="N",
         help="most compiled kernels of a domain (default 4 to 8)",
     )
@@ -88,7 +88,6 @@ def run(args: argparse.Namespace) -> int:
     """
     from tuner.errors import ConfigError
     from tuner.hardware import DEFAULT_GPU
-    from tuner.selection.reader import find_gpu
 
     only = tuple(args.only.split(",")) if args.only else ()
     if args.name == PORTFOLIO:
@@ -96,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"FILE and --write need a NAME (allowed: {', '.join(FITS)})")
         return _portfolio(args, only)
     module = importlib.import_module(f"tuner.search.fits.{args.name}_fit")
-    gpu = find_gpu(args.gpu) if args.gpu else DEFAULT_GPU
+    gpu = gpu_of(args) or DEFAULT_GPU
     try:
         fit = module.refit(args.files, gpu, only)
     except (LookupError, TypeError, AttributeError) as exc:
@@ -122,17 +121,14 @@ def _portfolio(args: argparse.Namespace, only: Collection[str]) -> int:
     from tuner.measurement import Regime
     from tuner.search import portfolio
     from tuner.selection.portfolio import Portfolio, serving, shipped
-    from tuner.selection.reader import find_gpu
     from tuner.store import open_store
 
     check_place(args.output)
     if args.only and args.output is None:
         raise ConfigError("--only is for --output: FILE has the other domains")
-    if args.kernels is not None and args.kernels < 1:
-        raise ConfigError(f"kernels={args.kernels} is out of range (allowed: 1 or more)")
     before = Portfolio.read(args.output) if args.only else None
     with open_store(args.store) as store:
-        gpu = find_gpu(args.gpu, [e.gpu for e in store.entries()]) if args.gpu else DEFAULT_GPU
+        gpu = gpu_of(args, store) or DEFAULT_GPU
         measured = {
             regime: portfolio.measurements(args.op, gpu, regime, store)
             for regime in Regime.choices(args.op)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner.cli.arguments import OF_LIST, add_op, add_store
+from tuner.cli.arguments import OF_LIST, add_op, add_result
 from tuner.cli.sweep import add_budget, add_regime, options_of, problems_of
 from tuner.errors import ConfigError
 from tuner.selection.describe import counted, microseconds, table
@@ -51,9 +51,7 @@ def _add(
     commands: Any, name: str, run: Callable[[argparse.Namespace], int], about: str
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=about, description=about)
-    add_store(parser)
-    parser.add_argument("--json", action="store_true", help="JSON on standard output")
-    parser.set_defaults(run=run)
+    add_result(parser, run, "JSON on standard output")
     return parser
 
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tuner.cli.arguments import within
 from tuner.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def add_model(parser: argparse.ArgumentParser, what: Any) -> None:
         choices=tuple(ENGINES),
         help="engine that runs the model over a paged cache (default: Transformers' generate)",
     )
-    group.add_argument("--tensor-parallel", type=int, metavar="N", help="ranks (default 1)")
+    group.add_argument("--tensor-parallel", type=within(1), metavar="N", help="ranks (default 1)")
     group.add_argument("--batch", metavar="LIST", help="sequences at a time, as 1,8,32 or 1:32")
     group.add_argument("--seqlen", metavar="LIST", help="keys of a sequence, as 512,2048")
     group.add_argument("--dtype", metavar="TYPE", help="fp16 or bf16 (default: the model's)")
@@ -56,9 +57,7 @@ def steps_of(args: argparse.Namespace) -> list[ModelStep]:
     """
     from tuner.problem import shapes, steps
 
-    ranks = 1 if args.tensor_parallel is None else args.tensor_parallel
-    if ranks < 1:
-        raise ConfigError(f"--tensor-parallel {ranks} is out of range (allowed: 1 and more)")
+    ranks = args.tensor_parallel or 1
     model = shapes.read(args.model, without_transformers=True)
     sizes = (
         shapes.numbers(name, text) if (text := getattr(args, name)) else None

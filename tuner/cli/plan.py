@@ -8,7 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner.cli.arguments import add_inputs, add_launch, add_op, add_store, usual_inputs
+from tuner.cli.arguments import (
+    add_inputs,
+    add_launch,
+    add_op,
+    add_result,
+    gpu_of,
+    usual_inputs,
+    within,
+)
 from tuner.problem import PROBLEMS, Problem
 
 if TYPE_CHECKING:
@@ -36,7 +44,11 @@ def register(subparsers: Any) -> None:
     what.add_argument("--problems", type=Path, metavar="FILE", help="YAML or JSON list of shapes")
     add_op(parser)
     parser.add_argument(
-        "--within", type=float, default=3.0, metavar="PERCENT", help="loss allowed (default 3)"
+        "--within",
+        type=within(0, 1000, float),
+        default=3.0,
+        metavar="PERCENT",
+        help="loss allowed (default 3)",
     )
     parser.add_argument(
         "--measured", action="store_true", help="use measured times only, predict none"
@@ -44,9 +56,7 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--gpu", metavar="NAME", help="as H200 (default)")
     add_launch(parser)
     add_inputs(parser)
-    add_store(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object")
-    parser.set_defaults(run=run)
+    add_result(parser, run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,17 +70,14 @@ def run(args: argparse.Namespace) -> int:
     from tuner.hardware import DEFAULT_GPU
     from tuner.search.coverage import plan, times
     from tuner.search.history import measured_in
-    from tuner.selection.reader import find_gpu
     from tuner.store import open_store
 
-    if not 0 <= args.within <= 1000:
-        raise ConfigError(f"--within {args.within:g} is out of range (allowed: 0 to 1000 percent)")
     problems = _problems(args)
     ops = sorted({problem.op for problem in problems})
     if len(ops) > 1:
         raise ConfigError(f"a plan is for one operation; the list has {' and '.join(ops)}")
     with open_store(args.store) as store:
-        gpu = find_gpu(args.gpu, [e.gpu for e in store.entries()]) if args.gpu else DEFAULT_GPU
+        gpu = gpu_of(args, store) or DEFAULT_GPU
         say_planning(problems, gpu)
         regime, found = measured_in(ops[0], gpu, usual_inputs(args, ops[0]), store)
     known = times(problems, gpu, found, predict=not args.measured, note=ProgressNotes())

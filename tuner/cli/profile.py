@@ -9,8 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner.cli.arguments import add_inputs, add_launch, add_op, add_store, usual_inputs
-from tuner.problem import PROBLEMS
+from tuner.cli.arguments import (
+    add_inputs,
+    add_launch,
+    add_op,
+    add_result,
+    problem_of,
+    usual_inputs,
+    within,
+)
 
 if TYPE_CHECKING:
     from tuner.config import Config
@@ -40,17 +47,15 @@ def register(subparsers: Any) -> None:
     )
     add_launch(parser, "whose decision to read")
     add_inputs(parser, "cold flushes the caches before")
-    add_store(parser)
     parser.add_argument("--ncu", type=Path, metavar="PATH", help="Nsight Compute's command")
     parser.add_argument(
         "--timeout",
-        type=float,
+        type=within(1e-3, kind=float),
         default=300.0,
         metavar="S",
         help="seconds after which it is killed (default 300)",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object")
-    parser.set_defaults(run=run)
+    add_result(parser, run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,15 +68,13 @@ def run(args: argparse.Namespace) -> int:
         CompileError: when a kernel cannot be compiled.
     """
     from tuner.cli.entries import known_entries
-    from tuner.errors import BenchmarkError, ConfigError
+    from tuner.errors import BenchmarkError
     from tuner.measure import nsight
     from tuner.measure.device import detect
     from tuner.measure.profile import keep
     from tuner.measurement import Status
 
-    if args.timeout <= 0:
-        raise ConfigError(f"--timeout {args.timeout:g} is out of range (allowed: above 0)")
-    problem = PROBLEMS[args.op].parse(args.shape)
+    problem = problem_of(args)
     regimes = usual_inputs(args, problem.op)
     ncu = nsight.find_ncu(args.ncu)
     gpu = detect()
@@ -102,16 +105,9 @@ def _chosen(
     from tuner.measurement import Provenance
     from tuner.store.entry import is_vendor, vendor_name
 
-    entry = next(
-        (
-            e
-            for regime in regimes
-            for e in entries
-            if (e.problem, e.gpu.identity, e.regime) == (problem, gpu.identity, regime)
-            and e.provenance is Provenance.MEASURED
-        ),
-        None,
-    )
+    wanted: dict[str, Any] = {"problem": problem, "gpu": gpu, "provenance": Provenance.MEASURED}
+    decided = (e for one in regimes for e in entries if e.matches(**wanted, regime=[one]))
+    entry = next(decided, None)
     if entry is None:
         raise NoValidConfigError(
             f"nothing is measured for {problem.op} {problem.label()} on {gpu.name} ({regimes[0]}): "

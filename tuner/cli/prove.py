@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner.cli.aot import PROGRESS_S, say
+from tuner.cli.aot import PROGRESS_S, Paced, say
+from tuner.cli.arguments import within
 from tuner.errors import BenchmarkError, ConfigError
 from tuner.problem import PROBLEMS
 
@@ -41,7 +42,7 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--device", type=int, default=0, help="CUDA device (default 0)")
     parser.add_argument(
         "--problems",
-        type=int,
+        type=within(1),
         default=64,
         metavar="N",
         help="fewest problems for each kernel (default 64)",
@@ -51,7 +52,7 @@ def register(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--processes",
-        type=int,
+        type=within(1, MAX_PROCESSES),
         default=1,
         metavar="N",
         help="kernels to check side by side on the GPU, a process each (default 1)",
@@ -114,7 +115,6 @@ def run(args: argparse.Namespace) -> int:
     from tuner.tuning.progress import Interruption
     from tuner.tuning.proof import Prover
 
-    _check(args)
     if args.carry:
         return _carry()
     if args.export:
@@ -165,20 +165,6 @@ def run(args: argparse.Namespace) -> int:
     return FAILED if faults or left else DONE
 
 
-def _check(args: argparse.Namespace) -> None:
-    """Check the arguments' ranges.
-
-    Raises:
-        ConfigError: when one is out of range.
-    """
-    if args.problems < 1:
-        raise ConfigError(f"--problems {args.problems} is out of range (allowed: 1 or more)")
-    if not 1 <= args.processes <= MAX_PROCESSES:
-        raise ConfigError(
-            f"--processes {args.processes} is out of range (allowed: 1 to {MAX_PROCESSES})"
-        )
-
-
 def _counts(todo: ProofPlan) -> str:
     """How many kernels of a list are to prove, and the state of the others."""
     carried = f" ({todo.carried} by carried proofs)" if todo.carried else ""
@@ -213,12 +199,10 @@ def _invariance(args: argparse.Namespace, gpu: Gpu) -> int:
     from tuner.cli import DONE, FAILED
     from tuner.tuning.invariance import BitChecker, InvarianceProgress, compare_rows
 
-    started, said = time.monotonic(), time.monotonic()
+    started, paced = time.monotonic(), Paced(PROGRESS_S)
 
     def changed(progress: InvarianceProgress) -> None:
-        nonlocal said
-        if time.monotonic() - said > PROGRESS_S:
-            said = time.monotonic()
+        if paced.is_due():
             say(f"{progress.kernels} kernels, {progress.rows} rows compared")
 
     faults = []
@@ -387,14 +371,12 @@ class _Teller:
     """Prints progress every `PROGRESS_S`."""
 
     def __init__(self, problems: int) -> None:
-        self._problems, self._next = problems, 0.0
+        self._problems, self._paced = problems, Paced()
 
     def __call__(self, progress: ProofProgress) -> None:
-        now = time.monotonic()
-        if now < self._next:
+        if not self._paced.is_due():
             return
-        self._next = now + PROGRESS_S
-        left_s = progress.left_s()
+        now, left_s = time.monotonic(), progress.left_s()
         say(
             f"{progress.done} of {progress.kernels} kernels, {sum(progress.at_work.values())} of "
             f"{self._problems} problems of the next, {now - progress.started:.0f} s"

@@ -8,7 +8,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner.cli.arguments import OF_LIST, add_inputs, add_launch, add_op, add_store, usual_inputs
+from tuner.cli.arguments import (
+    OF_LIST,
+    add_inputs,
+    add_launch,
+    add_op,
+    add_result,
+    gpu_of,
+    usual_inputs,
+)
 
 if TYPE_CHECKING:
     from tuner.runners.recording import Recording
@@ -42,9 +50,7 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--gpu", metavar="NAME", help="as H200 (default)")
     add_launch(parser)
     add_inputs(parser)
-    add_store(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object")
-    parser.set_defaults(run=run)
+    add_result(parser, run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,7 +65,6 @@ def run(args: argparse.Namespace) -> int:
     from tuner.errors import ConfigError, NoValidConfigError
     from tuner.hardware import DEFAULT_GPU
     from tuner.runners import recording, recording_archive
-    from tuner.selection.reader import find_gpu
     from tuner.store import open_store
 
     out: Path = args.out
@@ -71,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     rows: list[dict[str, Any]] = []
     missing: list[str] = []
     with open_store(args.store, create=False) as store:
-        gpu = find_gpu(args.gpu, [e.gpu for e in store.entries()]) if args.gpu else DEFAULT_GPU
+        gpu = gpu_of(args, store) or DEFAULT_GPU
         for problem in problems:
             regimes = usual_inputs(args, problem.op)
             try:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner.cli.arguments import add_inputs, add_launch, add_store
+from tuner.cli.aot import compile_aot, say
+from tuner.cli.arguments import add_inputs, add_launch, add_result, gpu_of, problem_of, within
 from tuner.errors import BenchmarkError, ConfigError, NoValidConfigError, StoreError, TunerError
 from tuner.problem import PROBLEMS, Problem
 from tuner.selection.describe import against_fastest, microseconds, short_name
@@ -61,7 +62,7 @@ def register(subparsers: Any) -> None:
     add_inputs(parser, "only entries with the inputs in this state")
     parser.add_argument(
         "--more",
-        type=int,
+        type=within(0),
         default=0,
         metavar="N",
         help="time the configs of the problem's other entries too, and N further kernels by the "
@@ -75,14 +76,13 @@ def register(subparsers: Any) -> None:
         "--compiled-only", action="store_true", help="leave out kernels that are not compiled yet"
     )
     parser.add_argument("--gpu", help="with --compile: entries of this GPU (default H200)")
+    seconds, some = within(0, kind=float), within(1)
     parser.add_argument(
-        "--time-limit", type=float, metavar="SECONDS", help="begin no entry after this"
+        "--time-limit", type=seconds, metavar="SECONDS", help="begin no entry after this"
     )
-    parser.add_argument("--device", type=int, default=0, help="CUDA device (default 0)")
-    parser.add_argument("--jobs", type=int, metavar="N", help="nvcc processes at a time")
-    add_store(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object")
-    parser.set_defaults(run=revalidate)
+    parser.add_argument("--device", type=within(0), default=0, help="CUDA device (default 0)")
+    parser.add_argument("--jobs", type=some, metavar="N", help="nvcc processes at a time")
+    add_result(parser, revalidate)
 
 
 def revalidate(args: argparse.Namespace) -> int:
@@ -121,15 +121,13 @@ def revalidate(args: argparse.Namespace) -> int:
 
 def _compile(args: argparse.Namespace) -> int:
     """Compile the own kernels of the selected entries. Returns 1 if one failed."""
-    from tuner.cli.aot import compile_aot
     from tuner.families import families
     from tuner.hardware import DEFAULT_GPU
     from tuner.runners.choose import Machine, Runners
-    from tuner.selection.reader import find_gpu
     from tuner.tuning.revalidate import candidates
 
-    gpu = find_gpu(args.gpu) if args.gpu else DEFAULT_GPU
-    with Runners(Machine(jobs=args.jobs, replay=True), _note) as runners:
+    gpu = gpu_of(args) or DEFAULT_GPU
+    with Runners(Machine(jobs=args.jobs, replay=True), say) as runners:
         compiler = runners.compiler()
         specs = [
             spec
@@ -152,23 +150,14 @@ def _each(args: argparse.Namespace, work: Work) -> int:
     from tuner.runners.choose import Machine, Runners
     from tuner.store import open_store
 
-    options = (
-        ("device", args.device, 0),
-        ("jobs", args.jobs, 1),
-        ("time-limit", args.time_limit, 0),
-        ("more", args.more, 0),
-    )
     if args.all and args.shape:
         raise ConfigError("--all is for every entry (allowed with --shape: nothing, it is timed)")
-    for name, value, least in options:
-        if value is not None and value < least:
-            raise ConfigError(f"{name}={value} is out of range (allowed: {least} or more)")
     done: list[dict[str, Any]] = []
     failed: list[dict[str, Any]] = []
     started, left = time.monotonic(), 0
     with (
         open_store(args.store or settings.store_url()) as store,
-        Runners(Machine((args.device,), args.jobs), _note) as runners,
+        Runners(Machine((args.device,), args.jobs), say) as runners,
     ):
         for entry in list(_chosen(args, runners)):
             if args.time_limit is not None and time.monotonic() - started > args.time_limit:
@@ -188,10 +177,6 @@ def _each(args: argparse.Namespace, work: Work) -> int:
     if left:
         print(f"tuner: {left} entries are left; the same command goes on", file=sys.stderr)
     return 1 if failed or left else 0
-
-
-def _note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _wanted(args: argparse.Namespace, entry: Entry) -> Regime:
@@ -233,10 +218,9 @@ def _problems(args: argparse.Namespace) -> list[Problem]:
     """Problems of ``--shape`` or ``--problems``; empty when neither is given."""
     from tuner.tuning.job import DEFAULT_OP, read_problems
 
-    op = args.op or DEFAULT_OP
     if args.problems is not None:
-        return read_problems(args.problems, op)
-    return [PROBLEMS[op].parse(args.shape)] if args.shape else []
+        return read_problems(args.problems, args.op or DEFAULT_OP)
+    return [problem_of(args)] if args.shape else []
 
 
 def _known(args: argparse.Namespace, problems: Sequence[Problem], gpu: Gpu) -> list[Entry]:
@@ -264,7 +248,7 @@ def _known(args: argparse.Namespace, problems: Sequence[Problem], gpu: Gpu) -> l
         known += [entry for entry in measured if entry.problem not in own]
         known.sort(key=lambda entry: problems.index(entry.problem))
         if absent := len(set(problems) - {entry.problem for entry in known}):
-            _note(f"tuner: {absent} problems of the list are not measured: `tuner sweep` does that")
+            say(f"tuner: {absent} problems of the list are not measured: `tuner sweep` does that")
     if not known:
         what = f"{problems[0].op} {problems[0].label()}" if problems else args.op or "anything"
         raise NoValidConfigError(

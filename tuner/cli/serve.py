@@ -10,7 +10,7 @@ from typing import Any
 from tuner import settings
 from tuner.base.install import extra_command
 from tuner.base.processes import EndingSignals, ForcedEnd, exit_code
-from tuner.cli.arguments import add_store
+from tuner.cli.arguments import add_store, within
 from tuner.errors import ConfigError
 
 DESCRIPTION = """Serves the store over HTTP: configurations, a snapshot for `tuner store sync`, jobs
@@ -30,7 +30,8 @@ def register(subparsers: Any) -> None:
         "serve", help="serve the store over HTTP", description=DESCRIPTION
     )
     parser.add_argument("--host", default="127.0.0.1", help="address (default 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8265, help="default 8265; 0 takes a free one")
+    about = "default 8265; 0 takes a free one"
+    parser.add_argument("--port", type=within(0, 65535), default=8265, help=about)
     add_store(parser)
     parser.set_defaults(run=run)
 
@@ -42,8 +43,6 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: when an argument is wrong, or a package or a token is missing.
         StoreError: when the named store does not exist, or the store cannot be opened.
     """
-    if not 0 <= args.port <= 65535:
-        raise ConfigError(f"port={args.port} is out of range (allowed: 0 to 65535)")
     try:
         from tuner.service.app import create_app
         from tuner.service.connections import ConnectionLimits

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tuner.cli.aot import say
+from tuner.cli.arguments import within
 from tuner.errors import ConfigError
 from tuner.problem.architecture import Model
 from tuner.problem.engines import ENGINES
@@ -55,7 +56,11 @@ def register(subparsers: Any) -> None:
         help="only this operation (default: all that the model has; with --engine attention)",
     )
     parser.add_argument(
-        "--ranks", type=int, default=1, metavar="N", help="tensor-parallel ranks (default 1)"
+        "--ranks",
+        type=within(1),
+        default=1,
+        metavar="N",
+        help="tensor-parallel ranks (default 1)",
     )
     engine = parser.add_argument_group("paged caches")
     engine.add_argument(
@@ -65,10 +70,10 @@ def register(subparsers: Any) -> None:
         "--concurrency", metavar="LIST", help="sequences decoded at a time (default 1,16,64,128)"
     )
     engine.add_argument(
-        "--page-size", type=int, metavar="N", help=f"keys of a page ({_of('page_size')})"
+        "--page-size", type=within(1), metavar="N", help=f"keys of a page ({_of('page_size')})"
     )
     engine.add_argument(
-        "--chunk", type=int, metavar="N", help=f"new tokens of a step ({_of('chunk')})"
+        "--chunk", type=within(1), metavar="N", help=f"new tokens of a step ({_of('chunk')})"
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")
     parser.set_defaults(run=run)
@@ -88,23 +93,21 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) is not (False if name == "decode" else None):
             option = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{option} is {'not for' if args.engine else 'for'} --engine")
-    if args.ranks < 1:
-        raise ConfigError(f"ranks={args.ranks} is out of range (allowed: 1 or more)")
     model = shapes.read(args.model)
     seqlens = shapes.numbers("seqlen", args.seqlen or ("1024:16384" if args.engine else "512:4096"))
     listed = (_paged if args.engine else _dense)(args, model, seqlens)
     if not (args.dtype or model.dtype):
-        _note(f"the model does not say its dtype: {shapes.DEFAULT_DTYPE} is taken (--dtype)")
+        say(f"the model does not say its dtype: {shapes.DEFAULT_DTYPE} is taken (--dtype)")
     if 0 < model.positions < max(seqlens):
-        _note(f"seqlen={max(seqlens)} is longer than the model's {model.positions} positions")
+        say(f"seqlen={max(seqlens)} is longer than the model's {model.positions} positions")
     for reason in listed.left_out:
-        _note(f"left out: {reason}")
+        say(f"left out: {reason}")
     text = listing(listed.problems)
     if args.output is None:
         print(text, end="")
     else:
         output.write(args.output, text)
-        _note(f"{args.output}: {len(listed.problems)} problems")
+        say(f"{args.output}: {len(listed.problems)} problems")
     return 0
 
 
@@ -112,9 +115,6 @@ def _paged(args: argparse.Namespace, model: Model, seqlens: Sequence[int]) -> Li
     from tuner.problem import engines, shapes
 
     changes = {name: getattr(args, name) for name in ("page_size", "chunk")}
-    for name, value in changes.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"{name}={value} is out of range (allowed: 1 or more)")
     given = {name: value for name, value in changes.items() if value is not None}
     engine = replace(engines.ENGINES[args.engine], **given)
     concurrencies = shapes.numbers("concurrency", args.concurrency or "1,16,64,128")
@@ -135,7 +135,3 @@ def _dense(args: argparse.Namespace, model: Model, seqlens: Sequence[int]) -> Li
         ops=(args.op,) if args.op else OPS,
         ranks=args.ranks,
     )
-
-
-def _note(text: str) -> None:
-    print(text, file=sys.stderr)

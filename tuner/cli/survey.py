@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner.cli.aot import compile_aot, say
-from tuner.cli.arguments import add_inputs, add_launch, add_op
+from tuner.cli.arguments import add_inputs, add_launch, add_op, within
 
 if TYPE_CHECKING:
     from tuner.families.base import KernelSpec
@@ -81,7 +81,7 @@ def register(subparsers: Any) -> None:
     add_launch(parser)
     add_inputs(parser)
     parser.add_argument("--device", default="0", metavar="N,...", help="CUDA devices of one kind")
-    parser.add_argument("--jobs", type=int, metavar="N", help="nvcc processes at a time")
+    parser.add_argument("--jobs", type=within(1), metavar="N", help="nvcc processes at a time")
     parser.set_defaults(run=run)
 
 
@@ -102,8 +102,6 @@ def run(args: argparse.Namespace) -> int:
         SurveySize,
     )
 
-    if args.jobs is not None and args.jobs < 1:
-        raise ConfigError(f"jobs={args.jobs} is out of range (allowed: 1 or more)")
     how = SurveySize(args.kernels, args.variants, args.seed, tuple(args.family or ()))
     if args.only and (not args.portfolio or args.shape or args.problems):
         raise ConfigError("--only is for --portfolio (allowed elsewhere: --shape, --problems)")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tuner import settings
 from tuner.cli.aot import sweep_aot
-from tuner.cli.arguments import OF_LIST, add_inputs, add_launch, add_op, add_store
+from tuner.cli.arguments import OF_LIST, add_inputs, add_launch, add_op, add_result, within
 from tuner.cli.artifacts import parse_size
 from tuner.errors import ConfigError
 from tuner.problem import PROBLEMS
@@ -66,10 +66,8 @@ def register(subparsers: Any) -> None:
     ahead.add_argument(
         "--list", action="store_true", help="list the kernels that --compile would compile"
     )
-    add_store(parser)
     add_studies(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
-    parser.set_defaults(run=run)
+    add_result(parser, run, "one JSON document on standard output")
 
 
 def add_budget(parser: argparse.ArgumentParser) -> None:
@@ -138,7 +136,10 @@ def add_machine(parser: argparse.ArgumentParser, devices: str) -> None:
         f"that nobody else uses (default {devices})",
     )
     parser.add_argument(
-        "--jobs", type=int, metavar="N", help="nvcc processes at a time (default: the cores)"
+        "--jobs",
+        type=within(1),
+        metavar="N",
+        help="nvcc processes at a time (default: the cores)",
     )
     parser.add_argument(
         "--replay", action="store_true", help="replay or predict even where a GPU is"
@@ -159,7 +160,8 @@ def add_machine(parser: argparse.ArgumentParser, devices: str) -> None:
             metavar="NAME=VALUE",
             help=f"Ray label of the nodes that {which}; may be repeated",
         )
-    group.add_argument("--gpus", type=int, metavar="N", help="GPUs to take at most (default: all)")
+    about = "GPUs to take at most (default: all)"
+    group.add_argument("--gpus", type=within(1), metavar="N", help=about)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -263,8 +265,6 @@ def machine_of(args: argparse.Namespace, max_workspace: int | None) -> Machine:
     from tuner.runners.choose import Machine
     from tuner.runners.gpus import parse_devices
 
-    if args.jobs is not None and args.jobs < 1:
-        raise ConfigError(f"jobs={args.jobs} is out of range (allowed: 1 or more)")
     devices = parse_devices(args.device)
     return Machine(devices, args.jobs, max_workspace, args.replay, cluster_of(args))
 
@@ -286,8 +286,6 @@ def cluster_of(args: argparse.Namespace) -> ClusterPlace | None:
         return None
     if args.replay:
         raise ConfigError("--replay needs no cluster: leave --runner ray out")
-    if args.gpus is not None and args.gpus < 1:
-        raise ConfigError(f"gpus={args.gpus} is out of range (allowed: 1 or more)")
     labels = {name: _labels(name, given) for name, given in texts.items()}
     return ClusterPlace(
         args.ray_address, labels["--gpu-label"], labels["--compile-label"], args.gpus

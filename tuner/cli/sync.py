@@ -9,7 +9,7 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from tuner.cli.arguments import add_store
+from tuner.cli.arguments import add_result, within
 from tuner.cli.entries import unservable
 from tuner.errors import ConfigError, StoreError
 from tuner.store import open_store
@@ -33,12 +33,11 @@ def register(subparsers: Any) -> None:
         "sync", help="mirror a service's decisions in the local store", description=DESCRIPTION
     )
     parser.add_argument("url", metavar="URL", help="address of the service, as http://host:8265")
+    pause = within(1, MAX_PAUSE_S, float)
     parser.add_argument(
-        "--every", type=float, metavar="SECONDS", help="repeat with this pause; default: once"
+        "--every", type=pause, metavar="SECONDS", help="repeat with this pause; default: once"
     )
-    add_store(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object for each pull")
-    parser.set_defaults(run=run)
+    add_result(parser, run, "one JSON object for each pull")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,8 +51,6 @@ def run(args: argparse.Namespace) -> int:
     from tuner.store.sync import checked, pull
 
     url = checked(args.url)
-    if args.every is not None and not 1 <= args.every <= MAX_PAUSE_S:
-        raise ConfigError(f"every={args.every} is out of range (allowed: 1 to {MAX_PAUSE_S} s)")
     with open_store(args.store) as store:
         while True:
             try:

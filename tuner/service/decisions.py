@@ -125,9 +125,7 @@ class DecisionTable:
         return [
             entry
             for entry in self.entries
-            if op in (None, entry.problem.op)
-            and problem in (None, entry.problem)
-            and (wanted is None or wanted.identity == entry.gpu.identity)
+            if entry.matches(op=op, problem=problem, gpu=wanted)
             and launch in (None, entry.regime.launch)
             and l2 in (None, entry.regime.l2)
             and provenance in (None, str(entry.provenance))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -175,6 +175,24 @@ class Entry:
             origin=origin,
             sweep=sweep,
             decided_at=decided_at,
+        )
+
+    def matches(
+        self,
+        *,
+        op: str | None = None,
+        problem: Problem | None = None,
+        gpu: Gpu | None = None,
+        regime: Collection[Regime] | None = None,
+        provenance: Provenance | None = None,
+    ) -> bool:
+        """True if it has every property that is given: of regimes one of these."""
+        return (
+            op in (None, self.problem.op)
+            and problem in (None, self.problem)
+            and (gpu is None or gpu.identity == self.gpu.identity)
+            and (regime is None or self.regime in regime)
+            and provenance in (None, self.provenance)
         )
 
     @property
